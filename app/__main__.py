@@ -1,4 +1,7 @@
-"""Runs the `mlxrunner` command as `python -m app`."""
+"""Runs the `mlxrunner` command as `python -m app`.
+
+Knows: the command line's entry point. Must not know: commands.
+"""
 
 import sys
 

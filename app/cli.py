@@ -1,7 +1,7 @@
 """The command line: parses argv, resolves the settings and runs a command.
 
-Knows: the commands and their arguments. Must not know: how commands work, how settings are written.
-Heavy imports are deferred until the arguments have been validated.
+Knows: the commands and their arguments. Must not know: the implementation of the commands, the
+sources of the settings. Heavy imports are deferred until the arguments have been validated.
 """
 
 import argparse
@@ -16,14 +16,16 @@ from app.config.precedence import ResolvedConfig, resolve_config
 from app.core.errors import AppError
 from app.core.settings import Settings
 
-COMMANDS = ("serve", "pull", "list", "show", "doctor", "config", "key")
+COMMANDS = ("serve", "launch", "pull", "list", "show", "doctor", "config", "key")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns the exit status: 0, 1 with one line on stderr, or 130 after
-    Ctrl-C.
+    """Runs a command and returns the exit status. The status is 0 on success, 1 with one line on
+    stderr on failure, and 130 after Ctrl-C.
 
-    An invalid command line exits immediately, with status 2 and one line on stderr."""
+    If the command line is invalid, the process exits immediately with status 2 and one line on
+    stderr.
+    """
     arguments = flags.parse_arguments(_build_parser(), argv, COMMANDS)
     try:
         status = _run_command(arguments)
@@ -32,21 +34,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AppError as error:
         print(f"mlxrunner: {error.message}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # `list | head`: the reader has closed the pipe
+    except BrokenPipeError:  # the reader has closed the pipe, as in `list | head`
         _discard_stdout()
         return 0
-    except OSError as error:  # `config > /full/disk`: an error of the machine, not of mlxrunner
+    except OSError as error:
+        # the disk may be full, as in `config > /full/disk`, which is not a bug in mlxrunner
         _discard_stdout()
         print(f"mlxrunner: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt as interrupt:  # once the server listens, it handles SIGINT itself
-        # the interrupted command may have added how to continue
+    except KeyboardInterrupt as interrupt:  # a server that is listening handles SIGINT itself
+        # the interrupted command may have attached a hint on how to continue
         print("; ".join(["mlxrunner: interrupted", *interrupt.args]), file=sys.stderr)
         return 130
 
 
 def _discard_stdout() -> None:
-    """Redirects stdout to /dev/null; else Python fails to flush the rest at exit and reports it."""
+    """Redirects stdout to /dev/null. Otherwise Python would fail to flush the remaining output at
+    exit and report the failure."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -54,6 +58,15 @@ def _run_command(arguments: argparse.Namespace) -> int:
     match arguments.command:
         case "serve":
             return _serve(_resolve_config(arguments).settings)
+        case "launch":
+            from app.commands.launch import LaunchOptions, launch
+
+            options = LaunchOptions(
+                program=arguments.program,
+                arguments=arguments.forwarded,
+                print_only=arguments.print,
+            )
+            return launch(options, _resolve_config(arguments))
         case "pull":
             from app.commands.pull import pull
 
@@ -101,13 +114,15 @@ def _build_parser() -> flags.CommandLineParser:
         prog="mlxrunner", description="Serve language models from your own machine on Apple's MLX."
     )
     parser.add_argument("--version", action="version", version=version("mlxrunner"))
+    parser.forwarding_commands = frozenset({"launch"})
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def add(name: str, words: str) -> argparse.ArgumentParser:
-        # an abbreviated flag could match a different one in the next version
+        # an abbreviated flag could match a different flag in the next version
         return commands.add_parser(name, help=words, allow_abbrev=False)
 
     serve = add("serve", "serve models over HTTP")
+    _add_launch_arguments(add("launch", "run a coding agent that uses this server"))
     pull = add("pull", "download a model from the Hugging Face hub")
     pull.add_argument("model", metavar="ORG/NAME", help="model name on the hub")
     pull.add_argument("--revision", help="a branch, tag or commit (default: the main branch)")
@@ -133,3 +148,20 @@ def _build_parser() -> flags.CommandLineParser:
     for command in (serve, show, config):
         flags.add_setting_flags(command)
     return parser
+
+
+def _add_launch_arguments(launch: argparse.ArgumentParser) -> None:
+    from app.commands.client_programs import PROGRAMS
+
+    launch.usage = "%(prog)s [options] PROGRAM [MODEL] [-- ARGUMENT ...]"
+    names = ", ".join(PROGRAMS)
+    launch.add_argument(
+        "program",
+        metavar="PROGRAM",
+        choices=list(PROGRAMS),
+        help=f"{names}; words after -- are its arguments",
+    )
+    launch.add_argument(
+        "--print", action="store_true", help="print the settings of the program and do not run it"
+    )
+    flags.add_setting_flags(launch)

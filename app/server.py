@@ -1,6 +1,7 @@
-"""The composition root: builds a server from settings and runs it.
+"""The composition root: builds a server from the settings and runs it.
 
-Knows: every package, how they are connected. Must not know: what they do.
+Knows: every package and the connections between packages. Must not know: the implementation of the
+packages.
 """
 
 import asyncio
@@ -8,7 +9,6 @@ import contextlib
 import logging
 import math
 import os
-import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,6 +25,7 @@ from app.core.observers import ObservedGenerate
 from app.core.ports import Runner
 from app.core.server_stats import ConnectionStats, EventLoopLag
 from app.core.settings import ModelSettings, Settings
+from app.core.switch_interval import shorten_switch_interval
 from app.core.thread_pools import ThreadPools
 from app.engine.model_info import complete_config
 from app.http.api_keys import Keyring
@@ -39,6 +40,7 @@ from app.runners.ranks.launch import Launch, detect_launch, restrict_to_one_mode
 from app.runners.tokenizer_check import TokenizerChecker
 from app.serving.event_loop_watchdog import EventLoopWatchdog
 from app.serving.limits import RequestLimits
+from app.serving.model_library import InstalledModels
 from app.serving.registry import ModelRegistry, RegisteredModel, build_entry
 from app.serving.router import ModelRouter
 from app.serving.tracing import create_tracing
@@ -46,24 +48,25 @@ from app.store import is_builtin
 
 log = logging.getLogger(__name__)
 
-# Building a decode step holds the GIL for milliseconds at a time, and so does parsing a long
-# request, or a template that never ends; at Python's default of 5 ms the event loop gets each token
-# that much later (docs/decisions/engine.md).
+# Building a decode step holds the GIL for milliseconds at a time. Parsing a long request and
+# rendering an endless template hold it, too. With Python's default of 5 ms, each token would reach
+# the event loop up to 5 ms later (docs/decisions/engine.md).
 _SWITCH_INTERVAL = 0.0005
 
-# Maximum number of connections accepted in one iteration of the event loop; asyncio uses the listen
-# backlog for both. With uvicorn's 2048, opening 1200 blocked all other requests for a second.
+# The maximum number of connections accepted in one iteration of the event loop. asyncio uses the
+# same number as the listen backlog. With uvicorn's 2048, opening 1200 connections blocked all other
+# requests for a second.
 _BACKLOG = 128
 
-# Seconds that an idle connection stays open; at the connection limit, idle connections are closed
-# earlier. A client that keeps connections longer than the server occasionally loses a request:
-# httpx has 5 s, like uvicorn, and nginx 60.
+# The number of seconds that an idle connection stays open. At the connection limit, idle
+# connections are closed earlier. A client that keeps connections open longer than the server
+# occasionally loses a request. httpx uses 5 s, like uvicorn, and nginx uses 60 s.
 _KEEP_ALIVE_TIMEOUT = 75
 
 
 def serve(settings: Settings) -> int:
-    """Serves until a stop signal, and returns the exit status. Raises AppError for missing models
-    and insecure or unusable settings."""
+    """Runs the server until a stop signal arrives, and returns the exit status. Raises AppError for
+    missing models and for insecure or unusable settings."""
     launch = detect_launch(os.environ)
     if launch is not None:
         settings = restrict_to_one_model(settings)
@@ -82,13 +85,13 @@ def serve(settings: Settings) -> int:
         make, others = _start_rank_zero(launch, entries[0])
     if launch is None and settings.runner != "thread":
         limit_malloc_retention()
-    sys.setswitchinterval(_SWITCH_INTERVAL)
+    shorten_switch_interval()
     return _RunningServer(settings, entries, keyring, make, others).run()
 
 
 class _RunningServer:
     """A server from start to shutdown. make_runner: creates the runner of a model. ranks: the other
-    ranks, if several run the model together."""
+    ranks, if several ranks run the model together."""
 
     def __init__(
         self,
@@ -111,6 +114,7 @@ class _RunningServer:
             total_bytes=settings.memory,
             max_loaded=settings.max_loaded,
         )
+        self._library = InstalledModels(registry)
         preload = _list_preload_names(entries, settings)
         workers, lag = ThreadPools(), EventLoopLag()
         self._watchdog = EventLoopWatchdog(lag, watchdog=settings.watchdog)
@@ -121,7 +125,15 @@ class _RunningServer:
             workers,
             load_wait=settings.load_wait,
             check_tokenizer=TokenizerChecker(is_builtin).check,
+            library=self._library,
         )
+        self._server = self._build_server(keyring, workers, lag)
+
+    def _build_server(
+        self, keyring: Keyring, workers: ThreadPools, lag: EventLoopLag
+    ) -> UvicornServer:
+        """Builds the HTTP server around the router."""
+        settings = self._settings
         limited = RequestLimits(self._router, self._router, settings)
         watch = None if self._tracing is None else self._tracing.observe
         generate = limited if watch is None else ObservedGenerate(limited, watch)
@@ -137,19 +149,19 @@ class _RunningServer:
             lag=lag,
         )
         limiter = ConnectionLimiter(settings, traffic)
-        self._server = UvicornServer(
-            _build_uvicorn_config(app, settings, limiter), limited, settings, limiter
-        )
+        config = _build_uvicorn_config(app, settings, limiter)
+        return UvicornServer(config, limited, settings, limiter)
 
     def run(self) -> int:
-        """Runs the server and returns the exit status. Raises the AppError that ended it early."""
+        """Runs the server and returns the exit status. Raises AppError if an error ended the server
+        early."""
         if self._ranks is not None:
             self._ranks.add_failure_listener(
                 lambda why: self._fail(AppError(ErrorKind.ENGINE, why))
             )
             watch_launcher(os.environ, self._request_exit)
-        # uvicorn raises the signal again after the shutdown, and SystemExit if it cannot bind,
-        # which it has logged
+        # After the shutdown, uvicorn raises the signal again. If it cannot bind the address, it
+        # logs the error and raises SystemExit.
         with contextlib.suppress(KeyboardInterrupt, SystemExit):
             self._server.run()
         if self._failure is not None:
@@ -159,10 +171,11 @@ class _RunningServer:
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncGenerator[None]:
         await self._pool.start()
-        # not awaited: /v1/status reports the progress while models load
+        # not awaited, so that /v1/status can report the progress while models load
         loading = asyncio.create_task(self._preload_models())
         async with (
             self._watchdog.run(),
+            self._library.sweep_uploads(),
             self._systemd.watch(self._server, self._settings.drain),
         ):
             yield
@@ -174,7 +187,7 @@ class _RunningServer:
             await self._tracing.stop()
 
     async def _preload_models(self) -> None:
-        """Preloads models. A server exits if its only model cannot be loaded."""
+        """Preloads models. The server exits if its only model cannot be loaded."""
         try:
             await self._router.preload_models()
         except Exception as error:
@@ -197,7 +210,7 @@ class _RunningServer:
 
 
 def _resolve_entry(model: ModelSettings | None, settings: Settings) -> RegisteredModel:
-    """Finds a model, and downloads it first if it is missing and a download is requested."""
+    """Finds a model. If the model is missing and a download is requested, downloads it first."""
     own = settings if model is None else settings.for_model(model)
     files = complete_config(resolve_or_download(own))
     if own.context is not None and own.context > files.context_length:
@@ -211,18 +224,20 @@ def _resolve_entry(model: ModelSettings | None, settings: Settings) -> Registere
 
 
 def _list_preload_names(entries: Sequence[RegisteredModel], settings: Settings) -> list[str]:
-    """The names of the models marked as preloaded or pinned; if there are none, the first model."""
+    """Returns the names of the models marked as preloaded or pinned. If there are none, returns the
+    name of the first model."""
     marked = {n for n, model in enumerate(settings.models) if model.preload or model.pinned}
     return [entry.served.name for n, entry in enumerate(entries) if n in (marked or {0})]
 
 
 def _pin(entry: RegisteredModel) -> RegisteredModel:
-    """Pins a model that ranks load together, since it can be loaded only once."""
+    """Pins a model that several ranks load together, because such a model can be loaded only
+    once."""
     return replace(entry, served=replace(entry.served, keep_alive=math.inf, pinned=True))
 
 
 class _OtherRanks(Protocol):
-    """The interface of the other ranks."""
+    """The interface to the other ranks."""
 
     def add_failure_listener(self, listener: Callable[[str], None]) -> None: ...
 
@@ -232,8 +247,8 @@ class _OtherRanks(Protocol):
 def _start_rank_zero(
     launch: Launch, entry: RegisteredModel
 ) -> tuple[Callable[[Settings], Runner], _OtherRanks]:
-    """Connects to the other ranks. Rank 0 runs its engine on a thread of the server process, since
-    each rank is a process."""
+    """Connects to the other ranks. Rank 0 runs its engine on a thread of the server process,
+    because each rank is already a process."""
     from app.runners.ranks.leader import gather_ranks
     from app.runners.thread_runner import ThreadRunner
 
@@ -243,7 +258,7 @@ def _start_rank_zero(
 
 
 def _run_follower(launch: Launch, settings: Settings) -> int:
-    """Runs a follower rank, which serves no HTTP."""
+    """Runs a follower rank, which has no HTTP server."""
     from app.runners.ranks.follower import run_follower
 
     os.environ.update(prepare_compile_dir())
@@ -253,8 +268,8 @@ def _run_follower(launch: Launch, settings: Settings) -> int:
 
 
 def _get_runner_factory(settings: Settings) -> Callable[[Settings], Runner]:
-    """The factory of runners. Only the selected module is imported: importing the engine takes a
-    while, and only model processes or a thread runner need it."""
+    """Returns the factory that creates runners. Only the selected module is imported: importing the
+    engine takes a while, and only model processes and thread runners need it."""
     if settings.runner == "thread":
         from app.runners.thread_runner import ThreadRunner
 
@@ -270,7 +285,7 @@ def _build_uvicorn_config(
 ) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        # with TLS, if there is a certificate
+        # uses TLS if a certificate is configured
         http=make_protocol_factory(settings, limiter=limiter),
         host=settings.host,
         port=settings.port,

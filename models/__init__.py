@@ -1,4 +1,4 @@
-"""MLX model architectures: builds a model from a config and its tensors.
+"""MLX model architectures. This package builds a model from a config and its tensors.
 
 Knows: tensors. Must not know: servers, disks, text. The entry point is `build`.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# selects the compute backend, which must be done before MLX is imported
+# this import selects the compute backend, which must happen before MLX is imported
 from models import cpu_backend as cpu_backend
 
 # isort: split
@@ -23,7 +23,7 @@ from models.multimodal import get_text_config, get_text_weights, lacks_lm_head
 from models.ollama_names import to_mlx_names
 from models.quant import check_quant_method, quantize_model, replace_quantized_layers
 
-# model_types that are names of another architecture
+# model types that are other names of an architecture
 ALIASES: Mapping[str, str] = {
     "gemma3_text": "gemma3",
     "lfm2-vl": "lfm2",
@@ -43,7 +43,8 @@ _MAX_NAMED = 5
 
 
 class TensorError(ModelError):
-    """Some tensors are missing, unexpected or invalid. tensors: their names in the model."""
+    """Some tensors are missing, unexpected or invalid. tensors: the names of these tensors in the
+    model."""
 
     def __init__(self, message: str, names: Iterable[str]) -> None:
         super().__init__(message)
@@ -52,16 +53,17 @@ class TensorError(ModelError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """Facts that a server needs before it builds a model. context_length: positions that the model
-    was trained for. vocab_size: size of its output layer; a tokenizer may have fewer ids."""
+    """The properties of a model that a server needs before it builds the model. context_length: the
+    number of positions that the model was trained for. vocab_size: the size of its output layer. A
+    tokenizer may have fewer tokens."""
 
     context_length: int
     vocab_size: int
 
 
 def read_info(config: Mapping[str, Any]) -> ModelInfo:
-    """Read from config.json, with the architecture's defaults. Raises ModelError, also for weights
-    in an unsupported quantization."""
+    """Reads the properties from config.json, with the defaults of the architecture. Raises
+    ModelError for an invalid config and for weights in an unsupported quantization."""
     config = get_text_config(config)
     check_quant_method(config)
     read = _find_architecture(config).Config.from_dict(config)
@@ -71,22 +73,22 @@ def read_info(config: Mapping[str, Any]) -> ModelInfo:
 def build(
     config: Mapping[str, Any], weights: Mapping[str, mx.array], *, bits: int | None = None
 ) -> Model:
-    """The model that `config` describes, with `weights`; nothing is evaluated yet. Of a multimodal
-    checkpoint, the text model.
+    """Builds the model that `config` describes, with `weights`. Nothing is evaluated yet. For a
+    multimodal checkpoint, the result is the text model.
 
-    weights: with the names of the original checkpoint, of MLX or of Ollama's store; their packing
-    is inferred from the tensors, not from the config. bits: quantize plain weights to this; None
-    leaves them as they are.
+    weights: the tensors, with the names of the original checkpoint, of MLX or of Ollama's store.
+    Their packing is inferred from the tensors and not from the config. bits: the number of bits to
+    which unquantized weights are quantized; None leaves them unchanged.
 
-    Raises ModelError for an unsupported architecture or quantization, a missing config key, or a
-    tensor that is missing, unexpected, or of a wrong shape or type.
+    Raises ModelError for an unsupported architecture or quantization, for a missing config key, and
+    for a tensor that is missing, unexpected, or has a wrong shape or type.
     """
     config = get_text_config(config)
     check_quant_method(config)
     named = to_mlx_names(weights)
     weights = get_text_weights(named)
     architecture = _find_architecture(config)
-    # a checkpoint of the backbone alone has no head, though some configs declare one
+    # a checkpoint of only the backbone has no head, although some configs declare one
     # (Qwen3-Embedding-8B)
     if lacks_lm_head(named) or "tie_word_embeddings" not in config:
         config = {**config, "tie_word_embeddings": "lm_head.weight" not in weights}
@@ -97,15 +99,16 @@ def build(
     model.load_weights(list(weights.items()), strict=False)
     if bits is not None:
         if packed:
-            raise ModelError("the weights are already quantised; only unquantised weights can be")
+            raise ModelError("the weights are already quantized and cannot be quantized again")
         quantize_model(model, bits)
     model.eval()
     return model
 
 
 def _build_architecture(architecture: Any, config: Mapping[str, Any]) -> Any:
-    """Build the model. Layers may raise for a combination of sizes that is invalid although each
-    key is valid; only values of config.json are computed with here, so the config is at fault."""
+    """Builds the model. Layers may raise an error for an invalid combination of sizes, although
+    each key is valid. All computations here use only values of config.json, so any error is caused
+    by the config."""
     read = architecture.Config.from_dict(config)
     try:
         return architecture.Model(read)
@@ -116,8 +119,8 @@ def _build_architecture(architecture: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _find_architecture(config: Mapping[str, Any]) -> Any:
-    """The module named after the model type, with a Config and a Model of its own; else mlx-lm's
-    class, if that library is installed."""
+    """Returns the module named after the model type, if it has its own Config and Model. Otherwise
+    it returns mlx-lm's class, if that library is installed."""
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise ModelError("config.json has no model_type")
@@ -136,13 +139,15 @@ def _find_architecture(config: Mapping[str, Any]) -> Any:
 
 
 def _check_tensors(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
-    """Raises TensorError unless the checkpoint has exactly the tensors of the model, in its shapes
-    and types."""
+    """Raises TensorError unless the checkpoint has exactly the tensors of the model, with the same
+    shapes and types."""
     flat: Any = tree_flatten(model.parameters())
-    wanted: dict[str, mx.array] = dict(flat)
-    extra = sorted(weights.keys() - wanted.keys())
+    parameters: dict[str, mx.array] = dict(flat)
+    extra = sorted(weights.keys() - parameters.keys())
     pairs = [
-        (name, weights[name], array) for name, array in sorted(wanted.items()) if name in weights
+        (name, weights[name], array)
+        for name, array in sorted(parameters.items())
+        if name in weights
     ]
     misshapen = {
         name: f"{name} ({list(given.shape)}, expected {list(array.shape)})"
@@ -155,7 +160,7 @@ def _check_tensors(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
         if _dtype_kind(given) != _dtype_kind(array)
     }
     complaints = [
-        *_format_tensor_names("lacks", sorted(wanted.keys() - weights.keys())),
+        *_format_tensor_names("lacks", sorted(parameters.keys() - weights.keys())),
         *_format_tensor_names("has unexpected", extra),
         *_format_tensor_names("has wrongly shaped", misshapen.values()),
         *_format_tensor_names("has wrongly typed", mistyped.values()),
@@ -167,7 +172,7 @@ def _check_tensors(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
 
 
 def _dtype_kind(array: mx.array) -> str:
-    """All floating point types are equivalent."""
+    """Returns the type for the comparison. All floating point types are equivalent."""
     if mx.issubdtype(array.dtype, mx.floating):
         return "floating point"
     return str(array.dtype).removeprefix("mlx.core.")

@@ -1,7 +1,7 @@
 """Grouped-query attention (Ainslie et al. 2023), as used by most decoders.
 
 Knows: the parameter names in checkpoints, the interface of a layer cache. Must not know: the block
-around it, which architectures there are.
+around the attention layer, individual architectures.
 """
 
 from typing import ClassVar
@@ -17,12 +17,13 @@ from models.sharding import ATTENTION_SHARDS, ShardSpec
 
 
 class GroupedQueryAttention(nn.Module):
-    """On a device with a fused operation for this and the surrounding block, the block uses that
-    instead (models/kernels/fused_blocks.py), unless a subclass overrides `__call__`.
+    """Computes grouped-query attention. If the device has a fused operation for attention and the
+    surrounding block, the block uses the fused operation instead (models/kernels/fused_blocks.py),
+    unless a subclass overrides `__call__`.
 
     bias, o_bias: whether the input projections and the output projection have biases. qk_norm:
-    normalize each head's query and key before the rotation (Dehghani et al. 2023). sinks: whether
-    each head has an attention sink, see `models.sdpa.scaled_dot_product_attention`.
+    whether each head's query and key are normalized before the rotation (Dehghani et al. 2023).
+    sinks: whether each head has an attention sink, see `models.sdpa.scaled_dot_product_attention`.
     """
 
     shard_spec: ClassVar[ShardSpec] = ATTENTION_SHARDS

@@ -1,11 +1,11 @@
 """The interface of an architecture.
 
-Knows: what a model is (ids and layer caches in, hidden states out, logits on demand). Must not
-know: which architectures there are, where weights come from, who calls.
+Knows: the definition of a model (it takes tokens and layer caches, returns hidden states, and
+computes logits on demand). Must not know: individual architectures, the source of weights, callers.
 
-An architecture is one file, named after the `model_type` in config.json, that exports `Config` and
-`Model`. It reads top-down: Attention, MLP, Block, Model. Parameter names are those of the
-checkpoint.
+An architecture is one file that exports `Config` and `Model`. The file is named after the
+`model_type` in config.json. It defines Attention, MLP, Block and Model in this order. Parameter
+names are the names in the checkpoint.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,19 +19,19 @@ from models.kv import LayerCache
 
 
 class ModelError(ValueError):
-    """A checkpoint that cannot be loaded as a model; the message says why."""
+    """The checkpoint cannot be loaded as a model. The message gives the reason."""
 
 
 class Config:
-    """Base class of the frozen dataclass that lists the config keys of an architecture."""
+    """The base class of a frozen dataclass that lists the config keys of an architecture."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
-        """Read the keys that the architecture uses; null counts as missing. Raises ModelError,
-        naming the key, for a missing key without a default and for a value of the wrong type or out
-        of range."""
+        """Reads the keys that the architecture uses. A null value counts as missing. Raises
+        ModelError for a missing key without a default, and for a value of the wrong type or out of
+        range. The message names the key."""
         known = fields(cls)
         given = {f.name: config[f.name] for f in known if config.get(f.name) is not None}
         missing = [
@@ -50,37 +50,42 @@ class Config:
 
 
 class Model(Protocol):
-    """What `models.build` returns. Implementations are mlx.nn.Module.
+    """The model that `models.build` returns. Implementations are subclasses of mlx.nn.Module.
 
-    batch_invariant: whether a position's logits are bitwise equal alone and in a batch, and however
-    the prompt is split, provided that each operation is (`models.cpu_layout`). False if the model
-    chooses between two equivalent computations by the number of positions.
+    batch_invariant: whether the logits of a position are bit-identical for an unbatched sequence
+    and in a batch, and for every division of the prompt into chunks, provided that each operation
+    is batch-invariant (`models.cpu_layout`). It is False if the model chooses between two
+    equivalent computations by the number of positions.
     """
 
     batch_invariant: ClassVar[bool]
 
     def __call__(self, tokens: mx.array, kv: Sequence[object]) -> mx.array:
-        """[B, L] ids, appended to `kv` -> hidden states [B, L, D], after the final norm.
+        """Appends tokens [B, L] to `kv` and returns their hidden states [B, L, D] after the final
+        norm.
 
-        kv: for one sequence, what `make_kv` returned; for one new token of each of B sequences,
-        what `LayerCache.make_batch` made of their caches. Layers use both in the same way.
+        kv: for one sequence, the caches that `make_kv` returned. For one new token of each of B
+        sequences, the batches that `LayerCache.make_batch` built from their caches. Layers use both
+        in the same way.
         """
         ...
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """[..., D] hidden states -> [..., V] logits. Separate from __call__, so that prefill does
-        not compute logits that are not used."""
+        """Returns the logits [..., V] of hidden states [..., D]. This is a separate method, so that
+        prefill does not compute logits that are not used."""
         ...
 
     def make_kv(self) -> list[LayerCache]:
-        """Empty caches, one per layer, each of the kind that the layer needs."""
+        """Returns empty caches, one per layer. Each cache has the kind that its layer needs."""
         ...
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Checkpoint names -> our names; drops tensors that are known to be redundant."""
+        """Converts checkpoint names to our names, and drops tensors that are known to be
+        redundant."""
         ...
 
     def shift(self, kv: Sequence[LayerCache], start: int, end: int) -> bool:
-        """Remove positions [start, end) of one sequence; the later ones move up, with their keys
-        rotated accordingly. Returns False, with nothing changed, if a layer does not support it."""
+        """Removes positions [start, end) of one sequence. The later positions move up, and their
+        keys are rotated accordingly. If a layer does not support this, returns False and changes
+        nothing."""
         ...

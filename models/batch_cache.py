@@ -1,13 +1,12 @@
-"""Batches of layer caches: what a layer gets in place of one cache when it evaluates several
+"""Batches of layer caches. A layer gets a batch instead of one cache when it evaluates several
 sequences.
 
-Knows: that every row has a cache of its own. Must not know: kinds of caches, which sequences they
-belong to.
+Knows: rows that each have their own cache. Must not know: the kinds of caches, sequences.
 
-Weights are applied to all rows at once; attention and states are computed for each row (on a CPU
-one operation attends for all rows), on buffers that belong to that row alone. So a row can join or
-leave between any two steps without copying (measured against padded and paged layouts:
-docs/decisions/engine.md).
+Weights are applied to all rows together. Attention and states are computed for each row, in buffers
+that belong only to that row. On a CPU, one operation computes attention for all rows. A row can
+therefore join or leave the batch between any two steps without copying. docs/decisions/engine.md
+compares this design with padded and paged layouts.
 
 Every row evaluates exactly one new position.
 """
@@ -42,7 +41,7 @@ class _RecurrentRow(Protocol):
 
 
 class BatchKVCache:
-    """The attention caches of a batch. offset: [B]."""
+    """The attention caches of a batch. offset: the positions of the rows, [B]."""
 
     def __init__(self, rows: Sequence[_AttentionRow], offsets: mx.array) -> None:
         self._rows = rows
@@ -78,7 +77,7 @@ class BatchKVCache:
 
 
 class BatchRecurrentCache:
-    """The recurrent states of a batch, each [B, ...]. offset: [B]."""
+    """The recurrent states of a batch, each [B, ...]. offset: the positions of the rows, [B]."""
 
     def __init__(self, rows: Sequence[_RecurrentRow], offsets: mx.array) -> None:
         self._rows = rows
@@ -89,7 +88,7 @@ class BatchRecurrentCache:
         known = [state for state in states if state is not None]
         if not known:
             return None
-        assert len(known) == len(states), "a sequence decodes only once it was prefilled"
+        assert len(known) == len(states), "a sequence must be prefilled before it decodes"
         return mx.concatenate(known)
 
     def __setitem__(self, slot: int, value: mx.array) -> None:

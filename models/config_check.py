@@ -2,8 +2,9 @@
 
 Knows: annotations, plausible ranges of the usual keys. Must not know: architectures, tensors.
 
-A config may be wrong. Where it disagrees with the tensors, `models.build` reports that; this module
-rejects values that would fail earlier: a string instead of a number, or a billion layers to build.
+A config may be wrong. `models.build` reports contradictions between the config and the tensors.
+This module rejects values that would fail earlier, such as a string instead of a number, or a
+billion layers.
 """
 
 import math
@@ -11,17 +12,17 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
-# limits of layers, of other counts (heads, experts) and of widths: several times those of any
-# trained model, and small enough to be allocated
+# Limits on layers, on other counts (heads, experts) and on widths. They are several times as large
+# as in any trained model, and small enough to be allocated.
 _MAX_LAYERS = 1024
 _MAX_COUNT = 4096
 _MAX_WIDTH = 1 << 24
 _MAX_HEAD_DIM = 1 << 12
 
-# every dimension of an array, and every position, is an int32 in MLX
+# in MLX, every dimension of an array and every position is an int32
 _MAX_INT32 = (1 << 31) - 1
 
-# keys that must be at least 1
+# keys whose value must be at least 1
 _POSITIVE_KEYS = frozenset(
     {
         "head_dim",
@@ -35,16 +36,17 @@ _POSITIVE_KEYS = frozenset(
     }
 )
 
-# periods in layers, which are used as divisors
+# suffixes of keys for periods in layers, which are used as divisors
 _PERIOD_SUFFIXES = ("_freq", "_interval", "_pattern", "_step")
 
-_MAX_SHOWN_CHARS = 60  # characters of a config value in a message
+_MAX_SHOWN_CHARS = 60  # maximum number of characters of a config value in a message
 
 
 def find_invalid_value(values: Mapping[str, Any], annotations: Mapping[str, Any]) -> str | None:
-    """The first invalid value, as a clause that names its key; None if all are valid.
+    """Returns the first invalid value as a clause that names its key, or None if all values are
+    valid.
 
-    values: values by key, none of them null. annotations: annotations by key.
+    values: the values by key, without null values. annotations: the annotations by key.
     """
     for key, value in values.items():
         if not matches_annotation(value, annotations[key]):
@@ -63,8 +65,8 @@ def find_invalid_value(values: Mapping[str, Any], annotations: Mapping[str, Any]
 
 
 def find_inconsistency(values: Mapping[str, Any]) -> str | None:
-    """A combination of keys that is invalid, as a clause; None if there is none. values: all values
-    that the architecture reads, defaults included, each valid by itself."""
+    """Returns an invalid combination of keys as a clause, or None if there is none. values: all
+    values that the architecture reads, including defaults. Each value is valid on its own."""
     heads, shared = values.get("num_attention_heads"), values.get("num_key_value_heads")
     if heads is None:
         return None
@@ -77,8 +79,8 @@ def find_inconsistency(values: Mapping[str, Any]) -> str | None:
 
 
 def matches_annotation(value: Any, annotation: Any) -> bool:
-    """Whether a JSON value has the annotated type. An integer is also a float; true and false are
-    not numbers."""
+    """Returns whether a JSON value has the annotated type. An integer is also a float, but true and
+    false are not numbers."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         return any(matches_annotation(value, choice) for choice in inner)
@@ -116,7 +118,7 @@ def _is_finite(value: float) -> bool:
 
 
 def _bounds(key: str, value: float) -> tuple[float, float]:
-    """The smallest and the largest valid value of the key, by its name."""
+    """Returns the minimum and the maximum valid value of the key, depending on its name."""
     if key.endswith("_theta"):
         return 1e-3, math.inf
     if key.endswith("_eps"):
@@ -137,7 +139,7 @@ def _bounds(key: str, value: float) -> tuple[float, float]:
 
 
 def _describe_annotation(annotation: Any) -> str:
-    """The type as a phrase for users."""
+    """Returns the type as a phrase for users."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         return " or ".join(
@@ -163,7 +165,7 @@ def _describe_annotation(annotation: Any) -> str:
 
 def _format_value(value: Any) -> str:
     try:
-        told = repr(value)
-    except ValueError:  # Python does not format integers of thousands of digits
+        text = repr(value)
+    except ValueError:  # Python does not format integers with thousands of digits
         return "a very long number"
-    return told if len(told) <= _MAX_SHOWN_CHARS else told[:_MAX_SHOWN_CHARS] + "…"
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"

@@ -1,6 +1,6 @@
 """The short causal depthwise convolution before a recurrent layer.
 
-Knows: tensors, the two layouts of the filters in checkpoints. Must not know: layers, caches.
+Knows: tensors, both layouts of the filters in checkpoints. Must not know: layers, caches.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,8 @@ import mlx.nn as nn
 
 
 class CausalConv(nn.Module):
-    """y[t] = sum over j of weight[j] * x[t - width + 1 + j], plus bias. weight: [D, width, 1]."""
+    """Computes y[t] = sum over j of weight[j] * x[t - width + 1 + j], plus bias. weight: [D, width,
+    1]."""
 
     def __init__(self, channels: int, width: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -20,8 +21,8 @@ class CausalConv(nn.Module):
             self.bias = mx.zeros((channels,))
 
     def __call__(self, x: mx.array, tail: mx.array | None) -> tuple[mx.array, mx.array]:
-        """x [B, L, D], and tail: the width - 1 positions before it, None at the start of a sequence
-        -> (y [B, L, D], the tail for the next call)."""
+        """Returns y [B, L, D] and the tail for the next call. x: [B, L, D]. tail: the width - 1
+        positions before x, or None at the start of a sequence."""
         batch, length, channels = x.shape
         width = self.weight.shape[1]
         if tail is None:
@@ -34,7 +35,7 @@ class CausalConv(nn.Module):
         )
         if "bias" in self:
             y = y + self.bias
-        # contiguous: a slice would keep all of x in memory
+        # contiguous, because a slice would keep all of x in memory
         return y, mx.contiguous(x[:, length:])
 
 
@@ -43,16 +44,16 @@ def _on_cpu() -> bool:
 
 
 def _conv_by_taps(x: mx.array, weight: mx.array) -> mx.array:
-    """Adds up the taps one by one: up to seven times as fast as MLX's CPU convolution, and summed
-    in the same order for one position as for many."""
+    """Adds the taps one by one. This is up to seven times as fast as MLX's CPU convolution, and the
+    order of the sum is the same for one position as for many."""
     length = x.shape[1] - weight.shape[1] + 1
     parts = (x[:, j : j + length] * weight[:, j, 0] for j in range(weight.shape[1]))
     return reduce(mx.add, parts)
 
 
 def is_channels_first(weights: Mapping[str, mx.array], suffix: str) -> bool:
-    """Whether these filters have the original layout, [D, 1, width]; converters for MLX write [D,
-    width, 1]."""
+    """Returns whether these filters have the original layout, [D, 1, width]. Converters for MLX
+    write [D, width, 1]."""
     return any(
         name.endswith(suffix) and array.shape[1] == 1 and array.shape[2] > 1
         for name, array in weights.items()
@@ -60,7 +61,7 @@ def is_channels_first(weights: Mapping[str, mx.array], suffix: str) -> bool:
 
 
 def channels_last(weights: Mapping[str, mx.array], suffix: str) -> dict[str, mx.array]:
-    """The same weights with these filters as [D, width, 1]."""
+    """Returns the same weights with these filters as [D, width, 1]."""
     if not is_channels_first(weights, suffix):
         return dict(weights)
     return {

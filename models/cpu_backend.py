@@ -1,14 +1,14 @@
-"""Selects the BLAS and the number of threads that MLX computes with on a CPU, before `mlx.core` is
-first imported.
+"""Selects the BLAS and the number of threads for MLX's computations on a CPU, before `mlx.core` is
+imported for the first time.
 
 Knows: wheels, shared libraries, environment variables. Must not know: arrays, models.
 
 On Linux, MLX's CPU wheel contains the reference BLAS, which is fifty times slower than an optimized
-one. Symbols that are global in the process before libmlx.so is loaded take precedence: those of our
-own small library, which forwards to a fast BLAS (kernels/src/blas_shim.c), or, if that was not
-built, those of the fast BLAS itself. On macOS and with CUDA, MLX has what it needs.
-`MLXRUNNER_BLAS` is "stock" for MLX's own BLAS, or "openblas", "mkl" or the path of a library.
-`MLXRUNNER_THREADS` is the number of threads.
+BLAS. Symbols that are global in the process before libmlx.so is loaded take precedence over it. Our
+small shim library provides such symbols and forwards them to a fast BLAS (kernels/src/blas_shim.c).
+If the shim was not built, the fast BLAS itself provides them. On macOS and with CUDA, MLX needs no
+other BLAS. `MLXRUNNER_BLAS` is "stock" for MLX's own BLAS, or "openblas", "mkl" or the path of a
+library. `MLXRUNNER_THREADS` is the number of threads.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from typing import Any
 
 THREADS_VARIABLE = "MLXRUNNER_THREADS"
 
-# the most threads of our own operations (kernels/src/thread_pool.hpp)
+# the maximum number of threads of our own operations (kernels/src/thread_pool.hpp)
 MAX_THREADS = 256
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -32,8 +32,8 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 class ThreadsError(OSError):
-    """MLXRUNNER_THREADS is not a valid number of threads. An OSError, because callers already
-    report OSErrors of the backend."""
+    """MLXRUNNER_THREADS is not a valid number of threads. This is an OSError, because callers
+    already report OSErrors of the backend."""
 
 
 def get_num_threads(
@@ -44,20 +44,21 @@ def get_num_threads(
     proc_cgroup: Path = _PROC_CGROUP,
     cgroup_root: Path = _CGROUP_ROOT,
 ) -> int:
-    """The number of threads, from 1 to MAX_THREADS: MLXRUNNER_THREADS, else the number of cores,
-    limited by the CPU quotas of this process's cgroups.
+    """Returns the number of threads, from 1 to MAX_THREADS. It is MLXRUNNER_THREADS if this
+    variable is set. Otherwise it is the number of cores, limited by the CPU quotas of this
+    process's cgroups.
 
-    allowed_cpus: the CPUs that the process may run on; None asks the system. proc_cgroup: the file
-    that lists its cgroups. Raises ThreadsError.
+    allowed_cpus: the CPUs that the process may use; None asks the system. proc_cgroup: the file
+    that lists the cgroups of the process. Raises ThreadsError.
     """
-    if said := environ.get(THREADS_VARIABLE, "").strip():
-        if not (said.isascii() and said.isdecimal() and int(said) > 0):
-            raise ThreadsError(f"{THREADS_VARIABLE}: {said!r} is not a number of threads")
-        if int(said) > MAX_THREADS:
+    if value := environ.get(THREADS_VARIABLE, "").strip():
+        if not (value.isascii() and value.isdecimal() and int(value) > 0):
+            raise ThreadsError(f"{THREADS_VARIABLE}: {value!r} is not a number of threads")
+        if int(value) > MAX_THREADS:
             raise ThreadsError(
-                f"{THREADS_VARIABLE}: {said} threads are too many, the maximum is {MAX_THREADS}"
+                f"{THREADS_VARIABLE}: {value} threads exceed the maximum of {MAX_THREADS}"
             )
-        return int(said)
+        return int(value)
     cpus = _allowed_cpus() if allowed_cpus is None else frozenset(allowed_cpus)
     limits = [_count_cores(cpus, topology), *_cpu_quotas(proc_cgroup, cgroup_root)]
     return max(1, int(min(MAX_THREADS, *limits)))
@@ -70,7 +71,7 @@ def _allowed_cpus() -> frozenset[int]:
 
 
 def _count_cores(cpus: frozenset[int], topology: Path) -> int:
-    """The number of distinct cores. A CPU without topology information counts as a core."""
+    """Returns the number of distinct cores. A CPU without topology information counts as a core."""
     cores = {
         "".join(_read_lines(topology / f"cpu{cpu}" / "topology" / "thread_siblings_list"))
         or f"cpu{cpu}"
@@ -80,20 +81,20 @@ def _count_cores(cpus: frozenset[int], topology: Path) -> int:
 
 
 def _cpu_quotas(proc_cgroup: Path, cgroup_root: Path) -> Iterator[float]:
-    """The quota of each cgroup that has one, in CPUs."""
+    """Yields the quota of each cgroup that has one, in CPUs."""
     for folder in _cgroup_folders(proc_cgroup, cgroup_root):
-        # cgroup v2 in one file, v1 in two; "max" and -1 are no limit
-        told = " ".join(_read_lines(folder / "cpu.max")).split() or [
+        # cgroup v2 uses one file, and v1 uses two; "max" and -1 mean no limit
+        fields = " ".join(_read_lines(folder / "cpu.max")).split() or [
             "".join(_read_lines(folder / "cpu.cfs_quota_us")).strip(),
             "".join(_read_lines(folder / "cpu.cfs_period_us")).strip(),
         ]
-        if len(told) == 2 and all(part.isdecimal() and int(part) > 0 for part in told):
-            yield int(told[0]) / int(told[1])
+        if len(fields) == 2 and all(part.isdecimal() and int(part) > 0 for part in fields):
+            yield int(fields[0]) / int(fields[1])
 
 
 def _cgroup_folders(proc_cgroup: Path, cgroup_root: Path) -> Iterator[Path]:
-    """The folders of this process's cgroups and of their ancestors. In a container with its own
-    cgroup namespace, the outermost is the container's."""
+    """Yields the folders of this process's cgroups and of their ancestors. In a container with its
+    own cgroup namespace, the outermost folder is the container's cgroup."""
     tops = {"": cgroup_root, "cpu": cgroup_root / "cpu", "cpu,cpuacct": cgroup_root / "cpu,cpuacct"}
     yield from tops.values()
     for line in _read_lines(proc_cgroup):
@@ -118,34 +119,36 @@ BLAS_VARIABLE = "MLXRUNNER_BLAS"
 
 _SHIM_LIBRARY = Path(__file__).with_name("kernels") / "libmlxrunner_blas.so"
 
-# library names in Linux distributions, the multi-threaded variant first
+# library names in Linux distributions; the multi-threaded variant comes first
 _OPENBLAS_NAMES = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblaso.so.0", "libopenblas.so")
 _MKL_NAMES = ("libmkl_rt.so.3", "libmkl_rt.so.2", "libmkl_rt.so")
 
-# the symbol prefix of PyPI's scipy-openblas32
+# the symbol prefix of scipy-openblas32 from PyPI
 _SCIPY_PREFIX = "scipy_"
 
-# log2 of the cycles that an idle OpenBLAS thread spins before it sleeps: a tenth of a millisecond.
-# The default of 26 keeps a core busy that other threads need.
+# The base-2 logarithm of the number of cycles that an idle OpenBLAS thread spins before it sleeps,
+# which is a tenth of a millisecond. With the default of 26, an idle thread occupies a core that
+# other threads need.
 _OPENBLAS_THREAD_TIMEOUT = "18"
 
 
-# values of `CpuBackend.why` for a machine without a fast BLAS; of the second, the beginning
+# values of `CpuBackend.why` for a machine without a fast BLAS; NOT_BUILT is only the beginning
 NOT_FOUND = "no OpenBLAS or MKL was found"
 NOT_BUILT = "OpenBLAS is installed, but the BLAS shim that MLX calls it through was not built"
 USES_CUDA = "MLX uses CUDA"
 
 
 class CpuBackendError(OSError):
-    """The requested BLAS cannot be used. An OSError, because callers already report OSErrors of the
-    backend."""
+    """The requested BLAS cannot be used. This is an OSError, because callers already report
+    OSErrors of the backend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuBackend:
-    """threads: of BLAS and of our kernels. blas: the library that computes MLX's matrix products on
-    the CPU; None for the one that MLX was built with. path: of that library. why: why MLX's own
-    BLAS was not replaced, as a sentence."""
+    """The selected backend. threads: the number of threads of the BLAS and of our kernels. blas:
+    the library that computes MLX's matrix products on the CPU; None for the BLAS that MLX was built
+    with. path: the path of this library. why: the reason why MLX's own BLAS was not replaced, as a
+    sentence."""
 
     threads: int
     blas: str | None = None
@@ -160,10 +163,11 @@ class _BlasCandidate:
 
 
 def select_blas(environ: MutableMapping[str, str], *, shim: Path = _SHIM_LIBRARY) -> CpuBackend:
-    """Load a fast BLAS, and set environment variables of these libraries in `environ`. Raises
-    CpuBackendError for a requested BLAS that cannot be loaded, and ThreadsError."""
+    """Loads a fast BLAS, and sets the environment variables of these libraries in `environ`. Raises
+    CpuBackendError if the requested BLAS cannot be loaded. Raises ThreadsError for an invalid
+    number of threads."""
     threads = get_num_threads(environ)
-    asked = environ.get(BLAS_VARIABLE, "").strip()
+    requested = environ.get(BLAS_VARIABLE, "").strip()
     if why := _unsupported_reason():
         return CpuBackend(threads=threads, why=why)
     everything = ctypes.CDLL(None)
@@ -171,42 +175,42 @@ def select_blas(environ: MutableMapping[str, str], *, shim: Path = _SHIM_LIBRARY
         return CpuBackend(
             threads=threads, blas=_describe_library(everything, "", "a preloaded library")
         )
-    if asked == "stock":
+    if requested == "stock":
         return CpuBackend(threads=threads, why=f"{BLAS_VARIABLE} is stock")
     if "mlx.core" in sys.modules:
-        return CpuBackend(threads=threads, why="too late: mlx.core was imported before models")
+        return CpuBackend(threads=threads, why="mlx.core was already imported before models")
     environ.update(_blas_variables(environ, threads))
     refusals: list[str] = []
-    for candidate in _blas_candidates(asked):
+    for candidate in _blas_candidates(requested):
         try:
             blas = _load_library(candidate, shim)
         except OSError as error:
             refusals.append(str(error))
         else:
             return CpuBackend(threads=threads, blas=blas, path=candidate.path)
-    if asked:
+    if requested:
         reason = "; ".join(dict.fromkeys(refusals)) or "it is not installed"
-        raise CpuBackendError(f"{BLAS_VARIABLE}: {asked} cannot be used: {reason}")
+        raise CpuBackendError(f"{BLAS_VARIABLE}: {requested} cannot be used: {reason}")
     if _find_scipy_openblas() and not shim.is_file():
         return CpuBackend(threads=threads, why=f"{NOT_BUILT}: {read_not_built_reason(shim.parent)}")
     return CpuBackend(threads=threads, why=NOT_FOUND)
 
 
 def read_not_built_reason(folder: Path) -> str:
-    """Why the extension in models/kernels was not compiled, and what to do, as the build recorded
-    it (kernels/CMakeLists.txt)."""
+    """Returns the reason why the extension in models/kernels was not compiled, and a solution. The
+    build wrote both to a file (kernels/CMakeLists.txt)."""
     try:
         line = (folder / "not_built.txt").read_text("utf-8").strip()
     except OSError:
-        return "install a C++20 compiler (g++), and then mlxrunner again (with make or pip)"
+        return "install a C++20 compiler (g++), and then reinstall mlxrunner (with make or pip)"
     reason, _, rest = line.removeprefix("mlxrunner: ").partition(": models run on a CPU")
     _, semicolon, advice = rest.partition("; ")
     return f"{reason}{semicolon}{advice}"
 
 
 def count_blas_calls(shim: Path = _SHIM_LIBRARY) -> int | None:
-    """Number of matrix products computed through our library so far; None if MLX does not call
-    it."""
+    """Returns the number of matrix products computed through our library so far. Returns None if
+    MLX does not call it."""
     if not hasattr(ctypes.CDLL(None), "mlxrunner_blas_calls"):
         return None
     counted = ctypes.CDLL(str(shim)).mlxrunner_blas_calls
@@ -215,7 +219,8 @@ def count_blas_calls(shim: Path = _SHIM_LIBRARY) -> int | None:
 
 
 def _unsupported_reason() -> str | None:
-    """Why no other BLAS is needed or supported here, as a sentence; None if one can be selected."""
+    """Returns the reason why no other BLAS is needed or supported here, as a sentence. Returns None
+    if a BLAS can be selected."""
     if sys.platform != "linux":
         return "MLX needs no other BLAS on this platform"
     if platform.machine() not in ("x86_64", "aarch64"):
@@ -230,34 +235,34 @@ def _unsupported_reason() -> str | None:
 
 
 def _blas_variables(environ: Mapping[str, str], threads: int) -> Mapping[str, str]:
-    """The environment variables that the libraries read when they are loaded, except those that are
-    already set."""
-    wanted = {"OPENBLAS_THREAD_TIMEOUT": _OPENBLAS_THREAD_TIMEOUT, "KMP_BLOCKTIME": "0"}
+    """Returns the environment variables that the libraries read when they are loaded, except
+    variables that are already set."""
+    variables = {"OPENBLAS_THREAD_TIMEOUT": _OPENBLAS_THREAD_TIMEOUT, "KMP_BLOCKTIME": "0"}
     if not any(environ.get(name) for name in ("OMP_NUM_THREADS", "GOTO_NUM_THREADS")):
-        wanted["OPENBLAS_NUM_THREADS"] = str(threads)
+        variables["OPENBLAS_NUM_THREADS"] = str(threads)
     if not environ.get("OMP_NUM_THREADS"):
-        wanted["MKL_NUM_THREADS"] = str(threads)
-    return {name: value for name, value in wanted.items() if not environ.get(name)}
+        variables["MKL_NUM_THREADS"] = str(threads)
+    return {name: value for name, value in variables.items() if not environ.get(name)}
 
 
-def _blas_candidates(asked: str) -> Iterator[_BlasCandidate]:
-    """The libraries to try, best first."""
-    if asked not in ("", "openblas", "mkl"):
-        yield _BlasCandidate(path=asked)
-        yield _BlasCandidate(path=asked, prefix=_SCIPY_PREFIX)
+def _blas_candidates(requested: str) -> Iterator[_BlasCandidate]:
+    """Yields the libraries to try, in order of preference."""
+    if requested not in ("", "openblas", "mkl"):
+        yield _BlasCandidate(path=requested)
+        yield _BlasCandidate(path=requested, prefix=_SCIPY_PREFIX)
         return
-    if asked != "mkl":
+    if requested != "mkl":
         if path := _find_scipy_openblas():
             yield _BlasCandidate(path=path, prefix=_SCIPY_PREFIX)
         yield from (_BlasCandidate(path=name) for name in _OPENBLAS_NAMES)
-    if asked != "openblas":
-        # pip installs it into the lib folder of sys.prefix
+    if requested != "openblas":
+        # pip installs MKL into the lib folder of sys.prefix
         yield from (_BlasCandidate(path=str(Path(sys.prefix, "lib", name))) for name in _MKL_NAMES)
         yield from (_BlasCandidate(path=name) for name in _MKL_NAMES)
 
 
 def _find_scipy_openblas() -> str | None:
-    """The path of the library in scipy-openblas32, found without importing the package."""
+    """Returns the path of the library in scipy-openblas32, without importing the package."""
     found = importlib.util.find_spec("scipy_openblas32")
     for place in (found and found.submodule_search_locations) or ():
         path = Path(place, "lib", "libscipy_openblas.so")
@@ -267,14 +272,14 @@ def _find_scipy_openblas() -> str | None:
 
 
 def _load_library(candidate: _BlasCandidate, shim: Path) -> str:
-    """Load a library so that MLX finds it, and return its name. On OSError, nothing was made
-    global."""
+    """Loads a library so that MLX finds its symbols, and returns its name. If OSError is raised, no
+    symbols were made global."""
     path, prefix = candidate.path, candidate.prefix
     library = ctypes.CDLL(path)
     if not hasattr(library, f"{prefix}cblas_sgemm"):
         raise OSError(f"{path} has no CBLAS functions")
     if "USE64BITINT" in _openblas_config(library, prefix):
-        raise OSError(f"{path} uses 64-bit integers, MLX needs 32-bit integers")
+        raise OSError(f"{path} uses 64-bit integers, but MLX requires 32-bit integers")
     if shim.is_file():
         ours: Any = ctypes.CDLL(str(shim))
         why = ctypes.create_string_buffer(512)
@@ -284,17 +289,17 @@ def _load_library(candidate: _BlasCandidate, shim: Path) -> str:
             raise OSError(why.value.decode(errors="replace"))
         ctypes.CDLL(str(shim), mode=ctypes.RTLD_GLOBAL)
     elif prefix:
-        raise OSError(f"{path} needs the BLAS shim, which was not built")
+        raise OSError(f"{path} requires the BLAS shim, which was not built")
     else:
         ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
     return _describe_library(library, prefix, Path(path).name)
 
 
 def _describe_library(library: ctypes.CDLL, prefix: str, default: str) -> str:
-    """The name that the library reports, with the kernels that it has chosen."""
-    if told := _openblas_config(library, prefix):
+    """Returns the name that the library reports, with the kernels that it selected."""
+    if config := _openblas_config(library, prefix):
         core = _call_string_function(library, f"{prefix}openblas_get_corename")
-        return " ".join([*told.split()[:2], *([f"({core})"] if core else [])])
+        return " ".join([*config.split()[:2], *([f"({core})"] if core else [])])
     return "MKL" if hasattr(library, "mkl_get_max_threads") else default
 
 
@@ -303,7 +308,7 @@ def _openblas_config(library: ctypes.CDLL, prefix: str) -> str:
 
 
 def _call_string_function(library: ctypes.CDLL, name: str) -> str:
-    """What a function without arguments returns; "" if there is no such function."""
+    """Returns the result of a function without arguments, or "" if the function does not exist."""
     if not hasattr(library, name):
         return ""
     function = library[name]
@@ -311,5 +316,5 @@ def _call_string_function(library: ctypes.CDLL, name: str) -> str:
     return (function() or b"").decode(errors="replace")
 
 
-# selected at import, because importers of `models` import MLX next
+# selected during the import, because importers of `models` import MLX next
 ACTIVE = select_blas(os.environ)

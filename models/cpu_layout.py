@@ -1,12 +1,13 @@
-"""Prepares a model for the device: the memory layout of its weights, and the operations that use
-them.
+"""Prepares a model for the device: selects the memory layout of its weights and the operations that
+use them.
 
-Knows: modules of weights, the device, what our own kernels support. Must not know: architectures.
+Knows: modules with weights, the device, the layers that our kernels support. Must not know:
+architectures.
 
-This is the only connection between architectures, which are written in mlx.nn, and the kernels.
-Nothing is evaluated, so the memory that a model will need can be computed first.
+This module is the only connection between architectures, which are written in mlx.nn, and the
+kernels. It evaluates nothing, so the memory that a model will need can be computed first.
 
-On a CPU activations and layer caches are float32, whatever the checkpoint's types are:
+On a CPU, activations and layer caches are float32, whatever the types of the checkpoint are:
 
     weights           with the kernels         without them
     float32           packed panels            [in, out], where BLAS is fastest for few rows
@@ -14,7 +15,7 @@ On a CPU activations and layer caches are float32, whatever the checkpoint's typ
     4 and 8 bits      packed panels            as they are, scales float32
     all others        float32                  float32
 
-A packed panel holds sixteen interleaved rows in their own type
+A packed panel contains sixteen interleaved rows in their original type
 (models/kernels/src/matmul_float.hpp).
 """
 
@@ -31,8 +32,8 @@ from models.layers import GatedMLP
 from models.prenorm import PreNormBlock
 from models.quant import replace_leaves
 
-# a weight is in memory twice while it is transposed; larger ones are left as they are, so that
-# loading needs little more memory than the weights
+# A weight is in memory twice while it is transposed. Larger weights are not transposed, so that
+# loading needs little more memory than the weights.
 MAX_TRANSPOSED_BYTES = 192 << 20
 
 _KERNEL_LAYERS: layers.KernelLayerTable = {
@@ -42,8 +43,8 @@ _KERNEL_LAYERS: layers.KernelLayerTable = {
 
 
 def apply_cpu_layout(model: nn.Module) -> None:
-    """Modify the model in place. On other devices than a CPU it stays as it is: MLX has kernels for
-    all types there."""
+    """Modifies the model in place. On devices other than a CPU, the model is not changed, because
+    MLX has kernels for all types there."""
     if mx.default_device().type != mx.DeviceType.cpu:
         return
     ops = kernels.ops()
@@ -67,9 +68,10 @@ def apply_cpu_layout(model: nn.Module) -> None:
 
 
 def is_batch_invariant(model: Model) -> bool:
-    """Whether a position's logits depend bitwise on its sequence only: not on the other rows of the
-    batch, nor on what was cached, nor on how the prompt was split. The kernels guarantee this for
-    each of their operations; layers with weights that they do not support use MLX's operations."""
+    """Returns whether the logits of a position depend bit for bit only on its sequence. They must
+    not depend on the other rows of the batch, on cached positions, or on the division of the prompt
+    into chunks. The kernels guarantee this for each of their operations. Layers with weights that
+    the kernels do not support use MLX's operations."""
     assert isinstance(model, nn.Module)
     modules: Sequence[tuple[str, Any]] = model.named_modules()
     return (
@@ -80,20 +82,21 @@ def is_batch_invariant(model: Model) -> bool:
 
 
 def _override_method(module: nn.Module, method: str, operation: Any) -> None:
-    """Replace a method by a fused operation, if there is one."""
+    """Replaces a method with a fused operation, if there is one."""
     if operation is not None:
         setattr(module, method, operation)
 
 
 def _to_float32(module: Any) -> None:
-    """Convert the module's own arrays, but not those of its children."""
+    """Converts the module's own arrays, but not the arrays of its children."""
     for name, array in list(module.items()):
         if isinstance(array, mx.array) and array.dtype in (mx.bfloat16, mx.float16):
             module[name] = array.astype(mx.float32)
 
 
 def _transpose(module: Any) -> None:
-    """MLX passes `x @ weight.T` to BLAS, and OpenBLAS multiplies by a weight stored [in, out] 5 to
-    10 % faster than by one stored [out, in] if there are few rows (`make bench ARGS=weights`)."""
+    """Transposes the weight of a module. MLX passes `x @ weight.T` to BLAS. For few rows, OpenBLAS
+    multiplies by a weight stored as [in, out] 5 to 10 % faster than by a weight stored as [out, in]
+    (`make bench ARGS=weights`)."""
     if module.weight.nbytes <= MAX_TRANSPOSED_BYTES:
         module.weight = mx.contiguous(module.weight.T).T

@@ -1,7 +1,7 @@
 """The common parts of decoder-only models around their blocks: embeddings, layer stack, norm, head.
 
-Knows: parameter names of Llama-like checkpoints (`model.embed_tokens`, `model.layers`,
-`model.norm`, `lm_head`), the interface of a block. Must not know: what a block contains.
+Knows: the parameter names of Llama-like checkpoints (`model.embed_tokens`, `model.layers`,
+`model.norm`, `lm_head`), the interface of a block. Must not know: the contents of a block.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from models.kv import KVCache, LayerCache
 from models.layers import ACTIVATIONS, Activation
 from models.rope import Rope, Scaling, make_rope, rope_settings
 
-# values of `layer_types` in config.json for attention layers
+# the values of `layer_types` in config.json for attention layers
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -52,7 +52,7 @@ class Config(base.Config):
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     def rope(self, layer_type: str | None = None) -> Rope:
-        """The rotary embedding that `rope_theta`, `rope_scaling`, `rope_parameters` and
+        """Returns the rotary embedding that `rope_theta`, `rope_scaling`, `rope_parameters` and
         `partial_rotary_factor` define. layer_type: see `rope_settings`."""
         theta, scaling = self.rope_settings(layer_type)
         share = (scaling or {}).get("partial_rotary_factor", self.partial_rotary_factor)
@@ -67,11 +67,11 @@ class Config(base.Config):
         )
 
     def rope_settings(self, layer_type: str | None = None) -> tuple[float, Scaling | None]:
-        """(theta, scaling); architectures with other config keys override it."""
+        """Returns (theta, scaling). Architectures with other config keys override this method."""
         return rope_settings(self, layer_type)
 
     def layer_type(self, layer: int) -> str:
-        """The layer's entry in `layer_types`, else the architecture's default."""
+        """Returns the layer's entry in `layer_types`, or the default of the architecture."""
         if self.layer_types is None:
             return self.default_layer_type(layer)
         if len(self.layer_types) != self.num_hidden_layers:
@@ -79,12 +79,14 @@ class Config(base.Config):
         return self.layer_types[layer]
 
     def default_layer_type(self, layer: int) -> str:
-        """Overridden by architectures in which some layers do not use full attention."""
+        """Returns the default type of a layer. Architectures in which some layers do not use full
+        attention override this method."""
         return FULL
 
     def window(self, layer: int) -> int | None:
-        """How many positions a query of the layer attends to, its own included; None for all.
-        Raises ModelError for a layer type that is neither full nor sliding attention."""
+        """Returns the number of positions that a query of the layer attends to, including its own
+        position, or None for all positions. Raises ModelError for a layer type that is neither full
+        nor sliding attention."""
         kind = self.layer_type(layer)
         if kind == FULL:
             return None
@@ -92,37 +94,39 @@ class Config(base.Config):
             raise base.ModelError(f"a layer of type {kind!r} is not supported")
         if self.sliding_window is None or self.sliding_window < 1:
             raise base.ModelError(f"config.json's sliding_window is {self.sliding_window}")
-        # a window that no sequence outgrows is no window; full caches can be shared more freely
+        # If no sequence can become longer than the window, the layer uses a full cache, because
+        # full caches can be shared more freely.
         acts = self.sliding_window < self.max_position_embeddings
         return self.sliding_window if acts else None
 
     def activation(self) -> Activation:
-        """The activation of an MLP. Raises ModelError for an unsupported one."""
+        """Returns the activation of an MLP. Raises ModelError if it is not supported."""
         if self.hidden_act not in ACTIVATIONS:
             raise base.ModelError(
-                f"hidden_act {self.hidden_act!r} is not supported (known: {', '.join(ACTIVATIONS)})"
+                f"hidden_act {self.hidden_act!r} is not supported; "
+                f"supported values: {', '.join(ACTIVATIONS)}"
             )
         return ACTIVATIONS[self.hidden_act]
 
     def norm(self) -> nn.RMSNorm:
-        """A norm over hidden states."""
+        """Returns a norm over hidden states."""
         return nn.RMSNorm(self.hidden_size, self.rms_norm_eps)
 
 
 class Block(Protocol):
-    """One layer of the stack. Implementations are mlx.nn.Module."""
+    """One layer of the stack. Implementations are subclasses of mlx.nn.Module."""
 
     def __call__(self, x: mx.array, kv: Any) -> mx.array:
-        """[B, L, D] -> [B, L, D]; the L positions are appended to `kv`."""
+        """Maps hidden states [B, L, D] to [B, L, D]. The L positions are appended to `kv`."""
         ...
 
     def make_kv(self) -> LayerCache:
-        """An empty cache of the kind that this layer needs."""
+        """Returns an empty cache of the kind that this layer needs."""
         ...
 
     def rerotate(self, keys: mx.array, positions: int) -> mx.array:
-        """Cached keys, rotated as if each were at a position that is higher by `positions`. Called
-        only for layers whose cache is a `KVCache`."""
+        """Shifts the positions of cached keys by `positions`, with a RoPE rotation. It is only
+        called for layers whose cache is a `KVCache`."""
         ...
 
 
@@ -171,8 +175,8 @@ class CausalLM(nn.Module):
         return True
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Drops the rotary frequencies of old checkpoints, and a stored head if embeddings are
-        tied."""
+        """Drops the rotary frequencies of old checkpoints. Also drops a stored head if the
+        embeddings are tied."""
         tied = self.config.tie_word_embeddings
         return {
             name: array

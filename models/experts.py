@@ -17,11 +17,11 @@ from models.base import ModelError
 from models.layers import GatedMLP, QuantizedStack, apply_glu
 from models.sharding import MLP_SHARDS, REPLICATED, ShardSpec
 
-# gate, up -> the input of the down projection
+# maps gate and up to the input of the down projection
 Gating = Callable[[mx.array, mx.array], mx.array]
 
-# from this many rows on, sorting them by expert pays, because each expert's weights are then read
-# once
+# From this number of rows on, sorting the rows by expert is faster, because each expert's weights
+# are then read only once.
 MIN_SORTED_ROWS = 64
 
 _PROJECTION_NAMES: Mapping[str, str] = {
@@ -30,19 +30,19 @@ _PROJECTION_NAMES: Mapping[str, str] = {
 
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    """SiLU-gated (Shazeer 2020)."""
+    """Returns the SiLU-gated product (Shazeer 2020)."""
     return apply_glu(nn.silu, gate, up)
 
 
 def select_top_experts(scores: mx.array, count: int) -> mx.array:
-    """[..., E] -> [..., count], the indices of the highest scores, in no particular order."""
+    """Returns the indices [..., count] of the highest scores [..., E], in no particular order."""
     return mx.argpartition(scores, kth=-count, axis=-1)[..., -count:]
 
 
 class ExpertLinear(nn.Module):
-    """One linear map per expert. weight: [E, out, in], bias: [E, out].
+    """One linear map per expert. weight: [E, out, in]. bias: [E, out].
 
-    prefers_sorted: whether it is faster if many rows are sorted by expert.
+    prefers_sorted: whether the layer is faster if many rows are sorted by expert.
     """
 
     prefers_sorted: ClassVar[bool] = True
@@ -56,8 +56,8 @@ class ExpertLinear(nn.Module):
     def __call__(
         self, x: mx.array, expert_ids: mx.array, *, sorted_indices: bool = False
     ) -> mx.array:
-        """x [..., 1, in], expert_ids [..., k], leading axes that broadcast -> [..., k, 1, out].
-        sorted_indices: whether `expert_ids` is flat and ascending."""
+        """Maps x [..., 1, in] to [..., k, 1, out]. expert_ids: [..., k]; its leading axes broadcast
+        with those of x. sorted_indices: whether `expert_ids` is flat and ascending."""
         product = mx.gather_mm(
             x, self.weight.swapaxes(-1, -2), rhs_indices=expert_ids, sorted_indices=sorted_indices
         )
@@ -66,19 +66,19 @@ class ExpertLinear(nn.Module):
     def to_quantized(
         self, group_size: int | None = None, bits: int | None = None, mode: str = "affine"
     ) -> "QuantizedExpertLinear":
-        """Called by `nn.quantize`."""
+        """Returns the quantized layer. `nn.quantize` calls this method."""
         return QuantizedExpertLinear(self, group_size, bits, mode)
 
 
 class QuantizedExpertLinear(QuantizedStack):
-    """An `ExpertLinear` in any of MLX's modes."""
+    """An `ExpertLinear`, quantized in any of MLX's modes."""
 
     prefers_sorted: ClassVar[bool] = True
 
     def __call__(
         self, x: mx.array, expert_ids: mx.array, *, sorted_indices: bool = False
     ) -> mx.array:
-        """As `ExpertLinear`."""
+        """Computes the same as `ExpertLinear`."""
         product = mx.gather_qmm(
             x,
             self.weight,
@@ -95,9 +95,9 @@ class QuantizedExpertLinear(QuantizedStack):
 
 
 class Experts(nn.Module):
-    """Gated MLPs; each token passes through the ones chosen for it."""
+    """Gated MLPs. Each token passes through the experts selected for it."""
 
-    # the experts' outputs are added first, so that ranks sum one vector per token
+    # the outputs of the experts are added first, so that the ranks sum only one row per token
     shard_spec: ClassVar[ShardSpec] = replace(MLP_SHARDS, partial_sum=True)
 
     def __init__(
@@ -116,13 +116,13 @@ class Experts(nn.Module):
         self.down_proj = ExpertLinear(inner, hidden, experts, bias=bias)
 
     def __call__(self, x: mx.array, expert_ids: mx.array, expert_weights: mx.array) -> mx.array:
-        """x [..., D], expert_ids [..., k], expert_weights [..., k] -> [..., D], the weighted sum of
-        the experts' outputs."""
+        """Returns the weighted sum [..., D] of the experts' outputs. x: [..., D]. expert_ids: [...,
+        k]. expert_weights: [..., k]."""
         if expert_ids.size < MIN_SORTED_ROWS or not self.gate_proj.prefers_sorted:
-            said = self._apply(x[..., None, None, :], expert_ids, sorted_indices=False)
+            outputs = self._apply(x[..., None, None, :], expert_ids, sorted_indices=False)
         else:
-            said = self._apply_sorted(x, expert_ids)
-        return (said * expert_weights[..., None]).sum(axis=-2).astype(x.dtype)
+            outputs = self._apply_sorted(x, expert_ids)
+        return (outputs * expert_weights[..., None]).sum(axis=-2).astype(x.dtype)
 
     def _apply(self, x: mx.array, expert_ids: mx.array, *, sorted_indices: bool) -> mx.array:
         gate = self.gate_proj(x, expert_ids, sorted_indices=sorted_indices)
@@ -132,22 +132,22 @@ class Experts(nn.Module):
         ).squeeze(-2)
 
     def _apply_sorted(self, x: mx.array, expert_ids: mx.array) -> mx.array:
-        """The same with the rows sorted by expert."""
+        """Computes the same as `_apply`, with the rows sorted by expert."""
         flat, each = expert_ids.flatten(), expert_ids.shape[-1]
         order = mx.argsort(flat)
         rows = x.reshape(-1, 1, x.shape[-1])[order // each]
-        said = self._apply(rows, flat[order], sorted_indices=True)
-        return said[mx.argsort(order)].reshape(*expert_ids.shape, -1)
+        outputs = self._apply(rows, flat[order], sorted_indices=True)
+        return outputs[mx.argsort(order)].reshape(*expert_ids.shape, -1)
 
 
 class SparseMoeBlock(nn.Module):
-    """Qwen's mixture of experts: a softmax over all experts, of which the best `top_k` are used; in
-    some models also a shared expert for every token, with a gate of its own.
+    """Qwen's mixture of experts. It computes a softmax over all experts, of which the `top_k` best
+    are used. In some models, a shared expert with its own gate also processes every token.
 
     Parameter names: gate, switch_mlp, shared_expert, shared_expert_gate.
     """
 
-    shard_spec: ClassVar[ShardSpec] = REPLICATED  # except for its experts
+    shard_spec: ClassVar[ShardSpec] = REPLICATED  # only its experts are sharded
 
     def __init__(
         self,
@@ -159,11 +159,11 @@ class SparseMoeBlock(nn.Module):
         norm_topk_prob: bool,
         shared_width: int | None = None,
     ) -> None:
-        """norm_topk_prob: normalize the weights of the chosen experts to a sum of 1. shared_width:
-        inner width of the shared expert; None for no shared expert."""
+        """norm_topk_prob: whether the weights of the selected experts are normalized to a sum of 1.
+        shared_width: the inner width of the shared expert; None if there is no shared expert."""
         super().__init__()
         if not 0 < top_k <= experts:
-            raise ModelError(f"num_experts_per_tok {top_k} must be between 1 and {experts}")
+            raise ModelError(f"num_experts_per_tok is {top_k}, but must be between 1 and {experts}")
         self.top_k, self.norm_topk_prob, self.shared_width = top_k, norm_topk_prob, shared_width
         self.gate = nn.Linear(hidden, experts, bias=False)
         self.switch_mlp = Experts(hidden, inner, experts)
@@ -189,10 +189,11 @@ def stack_experts(
     projections: Mapping[str, str] = _PROJECTION_NAMES,
     module_name: str = "switch_mlp",
 ) -> dict[str, mx.array]:
-    """Original expert names -> `….{module_name}.gate_proj.weight` and so on, [E, out, in].
+    """Converts the original names of experts to `….{module_name}.gate_proj.weight` and similar
+    names, with the shape [E, out, in].
 
-    Stacks `….experts.7.gate_proj.weight` (also scales, biases and bias), and splits the fused
-    `….experts.gate_up_proj` [E, 2 inner, hidden] of newer checkpoints; other tensors are returned
+    Stacks `….experts.7.gate_proj.weight` (and scales, biases and bias), and splits the fused
+    `….experts.gate_up_proj` [E, 2 inner, hidden] of newer checkpoints. Other tensors are returned
     unchanged. projections: the original names of the three projections, if they differ. Raises
     ModelError if an expert is missing.
     """
@@ -219,7 +220,7 @@ def stack_experts(
 def _split_gate_up(path: str, projection: str, kind: str, array: mx.array) -> dict[str, mx.array]:
     if projection == "down_proj":
         return {f"{path}.down_proj.{kind}": array}
-    # contiguous: gather_mm would copy a slice at every call
+    # contiguous, because gather_mm would copy a slice at every call
     gate, up = (mx.contiguous(half) for half in mx.split(array, 2, axis=1))
     return {f"{path}.gate_proj.{kind}": gate, f"{path}.up_proj.{kind}": up}
 

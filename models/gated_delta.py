@@ -2,23 +2,24 @@
 
 Knows: tensors. Must not know: layers, caches, checkpoints.
 
-The state of a head is a matrix S that maps keys to values. At each position S decays by a gate g,
-and its output for the new key k is moved towards the new value v, by a step size b:
+The state of a head is a matrix S that maps keys to values. At each position, S decays by a gate g.
+Its output for the new key k moves toward the new value v by a step size b:
 
     u = b (v - g S k)
     S <- g S + u k^T
     out = S q
 
-S is float32 whatever the activations are: it accumulates thousands of small steps.
+S is always float32, whatever the type of the activations is, because it accumulates thousands of
+small steps.
 """
 
 import mlx.core as mx
 
-# positions computed together; a power of two
+# the number of positions computed together, a power of two
 CHUNK_LENGTH = 32
 
-# up to this many positions are computed one by one: on a CPU that costs the same, and on Metal MLX
-# has a kernel for it
+# Up to this number of positions, they are computed one by one. On a CPU, the cost is the same, and
+# on Metal, MLX has a kernel for it.
 MAX_RECURRENT_LENGTH = 16
 
 
@@ -30,9 +31,9 @@ def gated_delta(
     beta: mx.array,
     state: mx.array,
 ) -> tuple[mx.array, mx.array]:
-    """queries, keys [B, L, Hk, Dk], values [B, L, Hv, Dv], log_decay (<= 0) and beta [B, L, Hv],
-    state [B, Hv, Dv, Dk], all float32 -> (out [B, L, Hv, Dv], the new state). Hv is a multiple of
-    Hk: value head h belongs to key head h // (Hv / Hk)."""
+    """Returns (out [B, L, Hv, Dv], the new state). queries, keys: [B, L, Hk, Dk]. values: [B, L,
+    Hv, Dv]. log_decay (at most 0) and beta: [B, L, Hv]. state: [B, Hv, Dv, Dk]. All arrays are
+    float32. Hv is a multiple of Hk, and value head h belongs to key head h // (Hv / Hk)."""
     form = (
         gated_delta_recurrent if queries.shape[1] <= MAX_RECURRENT_LENGTH else gated_delta_chunked
     )
@@ -47,12 +48,12 @@ def gated_delta_recurrent(
     beta: mx.array,
     state: mx.array,
 ) -> tuple[mx.array, mx.array]:
-    """Like `gated_delta`, one position after the other. On Metal a kernel for the shapes of known
-    models, elsewhere plain operations.
+    """Computes `gated_delta` for one position after the other. On Metal, a kernel is used for the
+    shapes of known models. Otherwise plain operations are used.
 
-    Not for long prompts: the plain operations build a graph that grows with every position, and the
-    kernel computes more than 16 positions in chunks, where it divides by products of gates that may
-    be zero.
+    This function is not suitable for long prompts. The plain operations build a graph that grows
+    with every position. The kernel computes more than 16 positions in chunks, where it divides by
+    products of gates that may be zero.
     """
     out, state = mx.fast.gated_delta_update(queries, keys, values, mx.exp(log_decay), beta, state)
     return out, state
@@ -66,15 +67,15 @@ def gated_delta_chunked(
     beta: mx.array,
     state: mx.array,
 ) -> tuple[mx.array, mx.array]:
-    """Like `gated_delta`, a chunk of positions at a time (section 3.3 of the paper).
+    """Computes `gated_delta` for one chunk of positions at a time (section 3.3 of the paper).
 
-    Within a chunk, with D[i, j] the decay from position j to i and d[i] that from the chunk's
-    start, the corrections u of all its positions solve a triangular system,
+    Within a chunk, D[i, j] is the decay from position j to i, and d[i] is the decay from the start
+    of the chunk. The corrections u of all positions solve a triangular system:
 
         (I + A) U = b V - (b d K) S^T     A[i, j] = b[i] D[i, j] k[i] k[j]^T for j < i
 
-    whose matrix, and whose terms without S, are computed for all chunks at once. The rest is three
-    products with S per chunk, one chunk after the other.
+    Its matrix and its terms without S are computed for all chunks together. The remaining
+    computation is three products with S per chunk, one chunk after the other.
     """
     length, heads = queries.shape[1], keys.shape[2]
     chunk = min(CHUNK_LENGTH, 1 << (length - 1).bit_length())
@@ -111,8 +112,8 @@ def gated_delta_chunked(
 
 
 def _split_chunks(x: mx.array, chunk: int) -> mx.array:
-    """[B, L, Hk, Hv / Hk, ...] -> [B, Hk, Hv / Hk, chunks, chunk, ...]. The last chunk is padded
-    with zeros: no step, no decay."""
+    """Converts [B, L, Hk, Hv / Hk, ...] to [B, Hk, Hv / Hk, chunks, chunk, ...]. The last chunk is
+    padded with zeros, which means no step and no decay."""
     short = -x.shape[1] % chunk
     if short:
         x = mx.pad(x, [(0, 0), (0, short)] + [(0, 0)] * (x.ndim - 2))
@@ -121,21 +122,23 @@ def _split_chunks(x: mx.array, chunk: int) -> mx.array:
 
 
 def _decay_matrix(logs: mx.array) -> mx.array:
-    """[..., C] logarithms of gates -> [..., C, C], at [i, j] the product of the gates after j up to
-    i, zero above the diagonal. Each sum is computed separately: the difference of two cumulative
-    sums would have a rounding error of the size of these sums."""
+    """Converts logarithms of gates [..., C] to decays [..., C, C]. The element [i, j] is the
+    product of the gates after j up to i. Elements above the diagonal are zero. Each sum is computed
+    separately, because the difference of two cumulative sums would have a rounding error of the
+    size of these sums."""
     size = logs.shape[-1]
     rows = mx.broadcast_to(logs[..., None], (*logs.shape, size))
     return mx.tril(mx.exp(mx.cumsum(mx.tril(rows, -1), axis=-2)))
 
 
 def _invert_unit_lower(lower: mx.array) -> mx.array:
-    """(I + lower)^-1 of strictly lower triangular matrices [..., C, C], C a power of two.
+    """Computes (I + lower)^-1 of strictly lower triangular matrices [..., C, C]. C must be a power
+    of two.
 
-    Computed from the diagonal outwards: the inverse of [[P, 0], [R, Q]] is [[P', 0], [-Q' R P',
-    Q']], where P' and Q' are the inverses from the previous step. As stable as substitution row by
-    row, unlike the series I - A + A^2 - ..., whose terms grow without bound if a prompt repeats
-    itself.
+    The inverse is computed from the diagonal outwards: the inverse of [[P, 0], [R, Q]] is [[P', 0],
+    [-Q' R P', Q']], where P' and Q' are the inverses from the previous step. This is as stable as
+    substitution row by row. The series I - A + A^2 - ... is not stable, because its terms grow
+    without bound if a prompt repeats itself.
     """
     *outer, size, _ = lower.shape
     found = mx.ones((*outer, size, 1, 1), lower.dtype)

@@ -1,9 +1,12 @@
 """Gemma 2 (Gemma Team 2024).
 
-Blocks have norms before and after attention and the gated MLP (tanh-approximated GELU); every other
-layer uses sliding window attention; attention scores and logits are soft-capped. Norm weights are
-stored minus one. Of the reference implementations, transformers implements the windows; mlx-lm
-(0.32) uses full attention in all layers.
+Knows: its layers, windows and caps, the names of its parameters. Must not know: devices, kinds of
+caches, batches.
+
+Blocks have norms before and after attention and before and after the gated MLP (tanh-approximated
+GELU). Every other layer uses sliding window attention. Attention scores and logits are soft-capped.
+Norm weights are stored minus one. Of the reference implementations, transformers implements the
+windows. mlx-lm (0.32) uses full attention in all layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +48,7 @@ class Config(decoder.Config):
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
-        """A null cap disables capping instead of selecting the default."""
+        """Reads the config. A null cap disables capping instead of selecting the default."""
         caps = ("attn_logit_softcapping", "final_logit_softcapping")
         off = {cap: 0.0 for cap in caps if config.get(cap, 1.0) is None}
         # `super()` without arguments fails here, because `slots=True` creates a new class
@@ -60,7 +63,8 @@ class Config(decoder.Config):
             raise base.ModelError(f"hidden_activation {self.hidden_activation!r} is not supported")
         if self.use_bidirectional_attention:
             raise base.ModelError(
-                "use_bidirectional_attention is not supported: such a model cannot generate"
+                "use_bidirectional_attention is not supported, because such a model cannot "
+                "generate text"
             )
 
 
@@ -92,7 +96,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """attention: this architecture's, or a subclass."""
+    """A decoder block. attention: the attention of this architecture, or of a subclass."""
 
     def __init__(self, config: Config, attention: Attention) -> None:
         super().__init__()
@@ -117,7 +121,8 @@ class Block(nn.Module):
 
 
 class ScaledBackbone(decoder.Backbone):
-    """scale: factor of the embeddings, rounded to the type of the activations."""
+    """A backbone that scales its embeddings. scale: the factor of the embeddings, rounded to the
+    type of the activations."""
 
     def __init__(self, config: Config, layers: Sequence[Block], scale: float) -> None:
         super().__init__(config, layers)
@@ -143,7 +148,7 @@ class CausalLM(decoder.CausalLM):
         return self._softcap * mx.tanh(logits / self._softcap)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Adds one to norm weights once, instead of in each step."""
+        """Adds one to the norm weights once, instead of in each step."""
         return {
             name: array + 1 if name.endswith("norm.weight") else array
             for name, array in super().sanitize(weights).items()
@@ -160,8 +165,8 @@ class Model(CausalLM):
 
 
 def _add_clipped(x: mx.array, residual: mx.array) -> mx.array:
-    """x + residual. Gemma's residuals exceed the range of float16; there they are clipped, as in
-    mlx-lm's gemma3."""
+    """Returns x + residual. Gemma's residuals exceed the range of float16. In this type, they are
+    clipped, as in mlx-lm's gemma3."""
     if x.dtype != mx.float16:
         return x + residual
     most = mx.finfo(mx.float16).max

@@ -1,7 +1,10 @@
 """The text model of Gemma 3 (Gemma Team 2025), in all sizes.
 
-Like Gemma 2, with norms of queries and keys instead of soft-capping, five sliding window layers for
-each full attention layer, and separate rotary settings for the two.
+Knows: the differences from Gemma 2. Must not know: devices, kinds of caches, images.
+
+Gemma 3 differs from Gemma 2 in three ways. It normalizes queries and keys instead of soft-capping.
+It has five sliding window layers for each full attention layer. The two kinds of layers have
+separate rotary settings.
 """
 
 from collections.abc import Mapping
@@ -20,7 +23,7 @@ from models.rope import Rope, make_rope
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(gemma2.Config):
     """The keys of config.json that this architecture reads, with the defaults of Hugging Face's
-    Gemma3TextConfig: published configs omit most of them."""
+    Gemma3TextConfig. Published configs omit most of them."""
 
     vocab_size: int = 262208
     max_position_embeddings: int = 131072
@@ -34,8 +37,9 @@ class Config(gemma2.Config):
         return decoder.SLIDING if (layer + 1) % self.sliding_window_pattern else decoder.FULL
 
     def rope(self, layer_type: str | None = None) -> Rope:
-        """`rope_parameters` has an object for each layer type. The older form is `rope_theta` and
-        `rope_scaling` for full attention layers, `rope_local_base_freq` for the others."""
+        """Returns the rotary embedding of a layer type. `rope_parameters` has an object for each
+        layer type. The older keys are `rope_theta` and `rope_scaling` for full attention layers,
+        and `rope_local_base_freq` for the other layers."""
         theta, scaling = self.rope_theta, self.rope_scaling
         if layer_type == decoder.SLIDING:
             theta, scaling = self.rope_local_base_freq, None
@@ -75,6 +79,6 @@ class Model(gemma2.CausalLM):
             gemma2.Block(config, Attention(config, layer))
             for layer in range(config.num_hidden_layers)
         ]
-        # bfloat16 as in Gemma 3's training and in mlx-lm, whatever the activations are
+        # bfloat16, as in Gemma 3's training and in mlx-lm, whatever the type of the activations is
         scale = mx.array(config.hidden_size**0.5, mx.bfloat16).astype(mx.float32)
         super().__init__(config, gemma2.ScaledBackbone(config, blocks, cast(float, scale.item())))

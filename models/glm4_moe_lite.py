@@ -1,8 +1,12 @@
-"""GLM-4 MoE Lite (GLM-4.7-Flash): multi-head latent attention, many small experts.
+"""GLM-4 MoE Lite (GLM-4.7-Flash) is a model with multi-head latent attention and many small
+experts.
 
-Latent attention is DeepSeek-V2's (2024), see models/mla.py; the router is that of DeepSeek-V3
-(2024), section 2.1.2: sigmoid scores, and a bias that affects the choice of experts but not their
-weights.
+Knows: its layers and router, the tensors of its checkpoints. Must not know: devices, the engine,
+the computation of latent attention.
+
+The latent attention is that of DeepSeek-V2 (2024), see models/mla.py. The router is that of
+DeepSeek-V3 (2024), section 2.1.2. It uses sigmoid scores, and a bias that affects the selection of
+experts but not their weights.
 """
 
 import math
@@ -55,14 +59,14 @@ class Config(decoder.Config):
 
     @property
     def head_size(self) -> int:
-        """Size of the rotary part, the only part with positions."""
+        """The size of the rotary part, which is the only part that depends on positions."""
         return self.qk_rope_head_dim
 
     def rope(self, layer_type: str | None = None) -> Rope:
         return replace(decoder.Config.rope(self, layer_type), traditional=self.rope_interleave)
 
     def scale(self) -> float:
-        """The scale of attention scores; includes yarn's second temperature."""
+        """Returns the scale of attention scores. It includes yarn's second temperature."""
         scaling = rope_settings(self)[1] or {}
         size, factor = self.qk_nope_head_dim + self.qk_rope_head_dim, scaling.get("factor", 1.0)
         temperature = 1.0
@@ -107,7 +111,7 @@ class Attention(nn.Module):
 
     @property
     def shard_spec(self) -> ShardSpec:
-        """Latents are shared by all heads, so they are not divided."""
+        """Returns the shard spec. All heads share the latents, so the latents are not divided."""
         return ShardSpec(
             column_parallel=("q_proj" if "q_proj" in self else "q_b_proj",),
             row_parallel=("o_proj",),
@@ -121,22 +125,22 @@ class Attention(nn.Module):
         latents = self.kv_a_layernorm(latents)
         rotary, keys = self.rope(rotary, kv.offset), self.rope(keys, kv.offset)
         if self._prefers_expanded(x.shape[1], kv.offset):
-            assert isinstance(kv, LatentCache), "rows of a batch have one query each"
+            assert isinstance(kv, LatentCache), "rows of a batch must have one query each"
             seen = self._attend_expanded(plain, rotary, keys, latents, kv)
         else:
             seen = self._attend_absorbed(plain, rotary, keys, latents, kv)
         return self.o_proj(merge_heads(seen))
 
     def _queries(self, x: mx.array) -> mx.array:
-        """[B, L, D] -> [B, H, L, nope + rope]."""
+        """Maps [B, L, D] to [B, H, L, nope + rope]."""
         if "q_proj" in self:
             return split_heads(self.q_proj(x), self.heads)
         return split_heads(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))), self.heads)
 
     def _prefers_expanded(self, length: int, past_length: int | mx.array) -> bool:
-        """Whether the expanded form takes fewer multiplications per head, for `length` queries
-        after `past_length` positions, with width = nope + value dimensions and total = past_length
-        + length:
+        """Returns whether the expanded form takes fewer multiplications per head, for `length`
+        queries after `past_length` positions. The numbers of multiplications are as follows, with
+        width = nope + value dimensions and total = past_length + length:
 
             absorbed   width * latent * length + (2 * latent + rotary) * length * total
             expanded   width * latent * total  + (width + rotary)      * length * total
@@ -188,27 +192,30 @@ class Router(nn.Module):
         self.n_group, self.topk_group = config.n_group, config.topk_group
         if not 0 < self.topk_group <= self.n_group or experts % self.n_group:
             raise ModelError(
-                f"n_group {self.n_group} and topk_group {self.topk_group} do not fit "
+                f"n_group {self.n_group} and topk_group {self.topk_group} are not valid for "
                 f"{experts} experts"
             )
         allowed = experts // self.n_group * self.topk_group
         if not 0 < self.top_k <= allowed:
-            raise ModelError(f"num_experts_per_tok {self.top_k} must be between 1 and {allowed}")
+            raise ModelError(
+                f"num_experts_per_tok is {self.top_k}, but must be between 1 and {allowed}"
+            )
         self.weight = mx.zeros((experts, config.hidden_size))
         self.e_score_correction_bias = mx.zeros((experts,))
 
     def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """[..., D] -> [..., k] experts and their weights, in float32 as in the original."""
+        """Returns the selected experts and their weights, each [..., k], for hidden states [...,
+        D]. They are computed in float32, as in the original."""
         found = mx.sigmoid(router_logits(x, self.weight))
-        wanted = found + self.e_score_correction_bias
-        chosen = select_top_experts(self._mask_to_top_groups(wanted), self.top_k)
+        biased = found + self.e_score_correction_bias
+        chosen = select_top_experts(self._mask_to_top_groups(biased), self.top_k)
         shares = mx.take_along_axis(found, chosen, axis=-1)
         if self.norm_topk_prob and self.top_k > 1:
             shares = shares / (shares.sum(axis=-1, keepdims=True) + 1e-20)
         return chosen, shares * self.routed_scaling_factor
 
     def _mask_to_top_groups(self, scores: mx.array) -> mx.array:
-        """Mask all groups but those whose two best experts have the highest sum of scores."""
+        """Masks all groups except those whose two best experts have the highest sum of scores."""
         if self.topk_group == self.n_group:
             return scores
         grouped = mx.unflatten(scores, -1, (self.n_group, -1))
@@ -219,7 +226,7 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    shard_spec: ClassVar[ShardSpec] = REPLICATED  # except for its experts
+    shard_spec: ClassVar[ShardSpec] = REPLICATED  # only its experts are sharded
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -247,7 +254,7 @@ class Block(PreNormBlock):
 
 
 class Model(decoder.CausalLM):
-    # latent attention is expanded for a prompt, absorbed in a decode step
+    # latent attention uses the expanded form for a prompt, and the absorbed form in a decode step
     batch_invariant: ClassVar[bool] = False
 
     def __init__(self, config: Config) -> None:
@@ -266,13 +273,15 @@ class Model(decoder.CausalLM):
         self.config: Config = config
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Also drops the layers for multi-token prediction, stacks experts, and splits the
-        projection from latents to keys and values."""
+        """Drops the layers for multi-token prediction, stacks experts, and splits the projection
+        from latents to keys and values."""
         kept = {name: array for name, array in weights.items() if not self._is_mtp_weight(name)}
         return super().sanitize(self._split_kv_b_projs(stack_experts(kept)))
 
     def _is_mtp_weight(self, name: str) -> bool:
-        """Layers after the last predict the token after the next (num_nextn_predict_layers)."""
+        """Returns whether the tensor belongs to a layer for multi-token prediction. These layers
+        follow the last layer and predict the token after the next one
+        (num_nextn_predict_layers)."""
         number = name.removeprefix("model.layers.").partition(".")[0]
         return number.isdecimal() and int(number) >= self.config.num_hidden_layers
 

@@ -1,8 +1,11 @@
-"""gpt-oss (OpenAI 2025): a mixture of experts with attention sinks.
+"""gpt-oss (OpenAI 2025) is a mixture of experts with attention sinks.
 
-Layers alternate between sliding window and full attention; each head has a sink, the logit of a
-virtual key (Xiao et al. 2023). In the experts, the gate is clamped from above, the linear part on
-both sides, and one is added to the linear part. Nearly all layers have biases.
+Knows: its layers, the tensors of its checkpoints. Must not know: devices, the engine, its output
+format.
+
+Layers alternate between sliding window and full attention. Each head has a sink, which is the logit
+of a virtual key (Xiao et al. 2023). In the experts, the gate is clamped from above. The linear part
+is clamped on both sides, and one is added to it. Nearly all layers have biases.
 
 Source of the layouts: the released checkpoints and their model card.
 """
@@ -59,14 +62,16 @@ class Attention(GroupedQueryAttention):
 
 
 class MLP(nn.Module):
-    shard_spec: ClassVar[ShardSpec] = REPLICATED  # except for its experts
+    shard_spec: ClassVar[ShardSpec] = REPLICATED  # only its experts are sharded
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         hidden, experts = config.hidden_size, config.num_local_experts
         self.top_k = config.num_experts_per_tok
         if not 0 < self.top_k <= experts:
-            raise ModelError(f"num_experts_per_tok {self.top_k} must be between 1 and {experts}")
+            raise ModelError(
+                f"num_experts_per_tok is {self.top_k}, but must be between 1 and {experts}"
+            )
         self.router = nn.Linear(hidden, experts, bias=True)
         self.experts = Experts(
             hidden, config.intermediate_size, experts, bias=True, gating=config.make_gating()
@@ -92,7 +97,7 @@ class Model(decoder.CausalLM):
         super().__init__(config, decoder.Backbone(config, blocks))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Also splits the fused experts of the original checkpoint."""
+        """Converts the checkpoint, including the fused experts of the original."""
         found: dict[str, mx.array] = {}
         for name, array in weights.items():
             found.update(_convert_tensor(name, array))
@@ -103,12 +108,13 @@ _FUSED_NAME = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?:_(blocks|sc
 
 
 def _convert_tensor(name: str, array: mx.array) -> Mapping[str, mx.array]:
-    """A tensor of the original checkpoint -> ours. Rows of gate and up alternate:
+    """Converts a tensor of the original checkpoint to our names and shapes. In the original, rows
+    of gate and up alternate:
 
-    X_blocks  [E, rows, groups, 16] bytes of two 4-bit numbers   X.weight [E, rows, groups * 4]
-    X_scales  [E, rows, groups] bytes                            X.scales, the same
-    X_bias    [E, rows]                                          X.bias,   the same
-    X         [E, in, rows], if it was dequantized               X.weight [E, rows, in]
+        X_blocks  [E, rows, groups, 16] bytes of two 4-bit numbers   X.weight [E, rows, groups * 4]
+        X_scales  [E, rows, groups] bytes                            X.scales, the same
+        X_bias    [E, rows]                                          X.bias,   the same
+        X         [E, in, rows], if it was dequantized               X.weight [E, rows, in]
     """
     match = _FUSED_NAME.fullmatch(name)
     if match is None:

@@ -1,13 +1,14 @@
-"""Layer caches: the interface, and the cache of all positions.
+"""The interface of layer caches, and the cache of all positions.
 
-Knows: tensors of shape [batch, heads, length, head_dim], and how to store them as a sequence grows
-and is trimmed. Must not know: tokens, requests, policies.
+Knows: tensors of shape [batch, heads, length, head_dim], their storage while a sequence grows and
+is trimmed. Must not know: tokens, requests, policies.
 
-A cache holds one sequence (or several of equal length, in the batch axis); `offset` is the number
-of positions evaluated so far. A cache may only be trimmed if the result is exactly what a shorter
-run would have produced.
+A cache holds one sequence, or several sequences of equal length in the batch axis. `offset` is the
+number of positions computed so far. A cache may only be trimmed if the result is exactly the same
+as that of a shorter run.
 
-Other kinds: models/rotating_kv.py, models/recurrent.py. Rows of a batch: models/batch_cache.py.
+models/rotating_kv.py and models/recurrent.py contain the other kinds of caches.
+models/batch_cache.py contains the rows of a batch.
 """
 
 from abc import ABC, abstractmethod
@@ -32,22 +33,22 @@ class LayerCache(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, spare capacity included."""
+        """The number of bytes held, including spare capacity."""
         ...
 
     @property
     def sliceable(self) -> bool:
-        """Whether any range of positions can be copied out and appended to another cache."""
+        """Whether any range of positions can be copied and appended to another cache."""
         ...
 
     def can_trim(self, count: int) -> bool: ...
 
     def trim(self, count: int) -> None:
-        """Remove the last `count` positions. Only valid if `can_trim(count)`."""
+        """Removes the last `count` positions. This is only valid if `can_trim(count)` is true."""
         ...
 
     def copy(self) -> Self:
-        """An independent cache with the same content and no spare capacity."""
+        """Returns an independent cache with the same content and no spare capacity."""
         ...
 
     def slice(self, start: int, end: int) -> Self: ...
@@ -57,17 +58,17 @@ class LayerCache(Protocol):
     def reserve(self, length: int) -> None: ...
 
     def estimate_nbytes(self, length: int, chunk: int) -> int:
-        """Bytes needed to evaluate `length` positions, at most `chunk` of them at a time. Available
-        once something has been evaluated."""
+        """Returns the number of bytes needed to compute `length` positions, at most `chunk` of them
+        at a time. It is available after at least one position has been computed."""
         ...
 
     def state(self) -> list[mx.array]:
-        """The arrays to evaluate in order to evaluate the cache."""
+        """Returns the arrays that must be evaluated to evaluate the cache."""
         ...
 
     def make_batch(self, rows: Sequence[Self], offsets: mx.array) -> object:
-        """The cache that the layer gets when it evaluates one new position of several sequences at
-        once; called on the first row. offsets: [B], those of the rows."""
+        """Returns the cache that the layer gets when it computes one new position of several
+        sequences together. It is called on the first row. offsets: the offsets of the rows, [B]."""
         ...
 
 
@@ -76,12 +77,13 @@ class AttentionCache(Protocol):
 
     @property
     def offset(self) -> int | mx.array:
-        """Position of the first new token; [B] for a batch."""
+        """The position of the first new token, or [B] for a batch."""
         ...
 
     @property
     def in_place_caches(self) -> Sequence[InPlaceCache]:
-        """The caches, one per sequence, if their buffers can be written in place; else empty."""
+        """The caches, one per sequence, if their buffers can be written in place. Otherwise it is
+        empty."""
         ...
 
     def attend(
@@ -94,21 +96,22 @@ class AttentionCache(Protocol):
         sinks: mx.array | None = None,
         softcap: float | None = None,
     ) -> mx.array:
-        """Append new keys and values [B, Hkv, L, D], and attend from the queries [B, Hq, L, D] of
-        the same positions to all that is cached: [B, Hq, L, D]. scale, sinks, softcap: see
-        `models.sdpa.scaled_dot_product_attention`."""
+        """Appends new keys and values [B, Hkv, L, D], and computes attention from the queries [B,
+        Hq, L, D] of the same positions to all cached positions. Returns [B, Hq, L, D]. scale,
+        sinks, softcap: see `models.sdpa.scaled_dot_product_attention`."""
         ...
 
 
 def round_up_to_step(length: int) -> int:
-    """Round up to a multiple of STEP, by which buffers grow."""
+    """Rounds up to a multiple of STEP, by which buffers grow."""
     return -(-length // STEP) * STEP
 
 
 def grow_buffer(
     buffer: mx.array | None, template: mx.array, length: int, capacity: int
 ) -> mx.array:
-    """A buffer for `capacity` positions, of which the first `length` are copied from `buffer`."""
+    """Returns a buffer for `capacity` positions. The first `length` positions are copied from
+    `buffer`."""
     batch, heads, _, dim = template.shape
     room = capacity - length
     if buffer is None or length == 0:
@@ -121,10 +124,10 @@ def grow_buffer(
 
 
 class KVBuffers(ABC):
-    """The keys and values of one layer, and the number of positions evaluated.
+    """The keys and values of one layer, and the number of computed positions.
 
-    supports_in_place: whether the buffers hold keys and values in the form that the attention
-    kernel uses, so that it may write to them.
+    supports_in_place: whether the buffers hold keys and values in the layout of the attention
+    kernel, so that the kernel may write to them.
     """
 
     supports_in_place = True
@@ -136,24 +139,26 @@ class KVBuffers(ABC):
 
     @abstractmethod
     def mask(self, length: int) -> Mask:
-        """The mask of `length` new queries over the keys that `update` will return."""
+        """Returns the mask of `length` new queries over the keys that `update` will return."""
 
     @abstractmethod
     def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append [B, H, L, D] keys and values; returns all that the L queries may attend to."""
+        """Appends keys and values [B, H, L, D]. Returns all keys and values that the L queries may
+        attend to."""
 
     @abstractmethod
     def allocate_slots(self, keys: mx.array, values: mx.array) -> SlotMapping:
-        """Allocate slots for positions of these shapes, [1, H, L, D]. They count as cached from now
-        on: the caller must write them before they are read. Only shapes and types of the arrays are
-        used."""
+        """Allocates slots for positions of these shapes, [1, H, L, D]. From now on, they count as
+        cached, so the caller must write them before they are read. Only the shapes and types of the
+        arrays are used."""
 
     @property
     def in_place_caches(self) -> Sequence[InPlaceCache]:
         return (self,) if self.supports_in_place else ()
 
     def take_buffers(self) -> tuple[mx.array, mx.array]:
-        """The only references to the buffers, to be written to and passed to `return_buffers`."""
+        """Returns the only references to the buffers. The caller writes to the buffers and passes
+        them to `return_buffers`."""
         keys, values = self._keys, self._values
         assert keys is not None
         assert values is not None
@@ -192,15 +197,15 @@ class KVBuffers(ABC):
         return [array for array in (self._keys, self._values) if array is not None]
 
     def position_bytes(self) -> int:
-        """Bytes of one position's key and value."""
-        assert self._keys is not None, "nothing has been evaluated yet"
+        """Returns the number of bytes of one position's key and value."""
+        assert self._keys is not None, "no position has been computed yet"
         return self.nbytes // self._keys.shape[2]
 
 
 class KVCache(KVBuffers):
     """All positions of a sequence.
 
-    keys, values: [B, H, capacity, D]; slots from offset on are spare. Writes are in place unless
+    keys, values: [B, H, capacity, D]. Slots from offset on are spare. Writes are in place unless
     another reference to the buffer exists.
     """
 
@@ -214,7 +219,7 @@ class KVCache(KVBuffers):
         return None if length == 1 else "causal"
 
     def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append [B, H, L, D] keys and values; returns all of them."""
+        """Appends keys and values [B, H, L, D]. Returns all keys and values."""
         place = self.allocate_slots(keys, values)
         assert self._keys is not None
         assert self._values is not None
@@ -231,7 +236,7 @@ class KVCache(KVBuffers):
         )
 
     def reserve(self, length: int) -> None:
-        # applied by the next write, which has the shapes
+        # the next write applies it, because only the write knows the shapes
         self._reserved = max(self._reserved, round_up_to_step(length))
 
     def estimate_nbytes(self, length: int, chunk: int) -> int:
@@ -252,7 +257,7 @@ class KVCache(KVBuffers):
         twin = type(self)()
         twin.offset = end - start
         if self._keys is not None and self._values is not None and start < end:
-            # contiguous: a slice would keep this cache's whole buffer in memory
+            # contiguous, because a slice would keep this cache's whole buffer in memory
             twin._keys = mx.contiguous(self._keys[..., start:end, :])
             twin._values = mx.contiguous(self._values[..., start:end, :])
         return twin
@@ -265,8 +270,8 @@ class KVCache(KVBuffers):
             self.update(other._keys[..., start:end, :], other._values[..., start:end, :])
 
     def remove(self, start: int, end: int, rerotate: Callable[[mx.array, int], mx.array]) -> None:
-        """Remove positions [start, end); the later ones move up to `start`. rerotate(keys, n):
-        rotates keys [B, H, L, D] by n positions, since rotary keys contain their position."""
+        """Removes positions [start, end). The later positions move up to `start`. rerotate(keys,
+        n): rotates keys [B, H, L, D] by n positions, because rotary keys contain their position."""
         assert 0 <= start <= end <= self.offset
         if start == end or self._keys is None or self._values is None:
             return
@@ -283,9 +288,9 @@ class KVCache(KVBuffers):
         return BatchKVCache(rows, offsets)
 
     def _grow(self, kept: int, keys: mx.array, values: mx.array) -> None:
-        """Grow the buffers to hold `offset` positions, of which the first `kept` are copied. They
-        grow by half unless a capacity is reserved, so that appending n tokens copies O(n) tokens in
-        total."""
+        """Grows the buffers to hold `offset` positions. The first `kept` positions are copied.
+        Without a reserved capacity, the buffers grow by half, so that appending n tokens copies
+        O(n) tokens in total."""
         needed = self.offset
         current = 0 if self._keys is None else self._keys.shape[2]
         capacity = self._reserved

@@ -26,36 +26,37 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 
 def split_heads(x: mx.array, heads: int) -> mx.array:
-    """[B, L, heads * D] -> [B, heads, L, D]."""
+    """Converts [B, L, heads * D] to [B, heads, L, D]."""
     batch, length, _ = x.shape
     return x.reshape(batch, length, heads, -1).transpose(0, 2, 1, 3)
 
 
 def merge_heads(x: mx.array) -> mx.array:
-    """[B, heads, L, D] -> [B, L, heads * D]."""
+    """Converts [B, heads, L, D] to [B, L, heads * D]."""
     batch, _, length, _ = x.shape
     return x.transpose(0, 2, 1, 3).reshape(batch, length, -1)
 
 
 def apply_glu(activation: Activation, gate: mx.array, up: mx.array) -> mx.array:
-    """activation(gate) * up."""
+    """Returns activation(gate) * up."""
     ops, kind = kernels.ops(gate, up), get_activation_name(activation)
     if ops is None or kind is None:
         return activation(gate) * up
-    return ops.gate(kind, gate, up)
+    return ops.glu(kind, gate, up)
 
 
 def router_logits(x: mx.array, weight: mx.array) -> mx.array:
-    """[..., in] times [out, in] -> [..., out], in float32: routing depends on small differences."""
+    """Returns the product [..., out] of x [..., in] and weight [out, in] in float32, because
+    routing depends on small differences."""
     ops = kernels.ops()
     if ops is None:
         return x.astype(mx.float32) @ weight.T.astype(mx.float32)
-    return ops.Product(ops.strips(weight))(x.astype(mx.float32))
+    return ops.Matmul(ops.repack(weight))(x.astype(mx.float32))
 
 
 class QuantizedStack(nn.Module):
     """The parameters of a layer whose weight is a stack of matrices, [N, out, in], quantized in any
-    of MLX's modes. layer: the unquantized layer; its bias, if any, is kept."""
+    of MLX's modes. layer: the unquantized layer. If it has a bias, the bias is kept."""
 
     def __init__(self, layer: Any, group_size: int | None, bits: int | None, mode: str) -> None:
         super().__init__()
@@ -71,7 +72,8 @@ class QuantizedStack(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)) (Shazeer 2020). projection_names: of gate, up and down."""
+    """Computes down(activation(gate(x)) * up(x)) (Shazeer 2020). projection_names: the names of
+    gate, up and down."""
 
     shard_spec: ClassVar[ShardSpec] = MLP_SHARDS
     projection_names: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
@@ -90,7 +92,7 @@ class GatedMLP(nn.Module):
         return self[self.projection_names[-1]](self.gate_up(x))
 
     def gate_up(self, x: mx.array) -> mx.array:
-        """The input of the down projection. models/cpu_layout.py replaces this method by a fused
-        operation on devices that have one."""
+        """Returns the input of the down projection. On devices with a fused operation,
+        models/cpu_layout.py replaces this method with it."""
         gate, up, _ = self.projection_names
         return apply_glu(self.activation, self[gate](x), self[up](x))

@@ -1,4 +1,6 @@
-"""LFM2 (Liquid AI 2025): short gated convolutions, with attention layers in between.
+"""LFM2 (Liquid AI 2025) has short gated convolutions with attention layers in between.
+
+Knows: its layers, the names of its parameters. Must not know: devices, kinds of caches, batches.
 
 Checkpoints call the final norm `embedding_norm`.
 """
@@ -17,14 +19,14 @@ from models.layers import GatedMLP, merge_heads, split_heads
 from models.recurrent import RecurrentCache
 from models.sharding import ShardSpec
 
-# value of `layer_types` for a convolution layer
+# the value of `layer_types` for a convolution layer
 CONV = "conv"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(decoder.Config):
-    """The keys of config.json that this architecture reads. `layer_types` or `full_attn_idxs` says
-    which layers use attention; block_ff_dim is the older name of intermediate_size."""
+    """The keys of config.json that this architecture reads. `layer_types` or `full_attn_idxs`
+    defines the layers that use attention. block_ff_dim is the older name of intermediate_size."""
 
     intermediate_size: int = 0
     block_ff_dim: int | None = None
@@ -38,7 +40,8 @@ class Config(decoder.Config):
     full_attn_idxs: Sequence[int] | None = None
 
     def default_layer_type(self, layer: int) -> str:
-        """Without `layer_types` and `full_attn_idxs`, all layers use attention."""
+        """Returns the default type of a layer. Without `layer_types` and `full_attn_idxs`, all
+        layers use attention."""
         attends = self.full_attn_idxs is None or layer in self.full_attn_idxs
         return decoder.FULL if attends else CONV
 
@@ -47,9 +50,9 @@ class Config(decoder.Config):
 
     @property
     def inner_size(self) -> int:
-        """Inner width of an MLP: the configured width, or, with block_auto_adjust_ff_dim, two
-        thirds of it, rounded up, so that three matrices have as many weights as two (as in Llama's
-        first code)."""
+        """The inner width of an MLP. It is the configured width, or two thirds of it, rounded up,
+        if block_auto_adjust_ff_dim is set. In this case, three matrices have as many weights as two
+        matrices of the configured width (as in Llama's first code)."""
         inner = self.block_ff_dim or self.intermediate_size
         if inner < 1:
             raise base.ModelError("config.json lacks block_ff_dim or intermediate_size")
@@ -88,7 +91,7 @@ class Attention(nn.Module):
 
 
 class ShortConv(nn.Module):
-    """c * conv(b * x), where b, c and x are projections of the input."""
+    """Computes c * conv(b * x), where b, c and x are projections of the input."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -108,7 +111,7 @@ class ShortConv(nn.Module):
         )
 
     def __call__(self, x: mx.array, kv: RecurrentCache) -> mx.array:
-        """Slot 0 of the cache: the convolution's tail."""
+        """Computes the convolution. Slot 0 of the cache contains its tail."""
         before, after, x = mx.split(self.in_proj(x), 3, axis=-1)
         mixed, kv[0] = self.conv(before * x, kv[0])
         kv.advance(x.shape[1])
@@ -123,7 +126,7 @@ class MLP(GatedMLP):
 
 
 class Block(nn.Module):
-    """A norm, a convolution or attention, a norm, an MLP."""
+    """A block of a norm, a convolution or attention, a second norm, and an MLP."""
 
     def __init__(self, config: Config, layer: int, mlp: Callable[[mx.array], mx.array]) -> None:
         super().__init__()
@@ -157,7 +160,7 @@ class CausalLM(decoder.CausalLM):
     def __init__(
         self, config: Config, make_mlp: Callable[[int], Callable[[mx.array], mx.array]]
     ) -> None:
-        """make_mlp: makes the MLP of a layer."""
+        """make_mlp: a function that creates the MLP of a layer."""
         blocks = [
             Block(config, layer, make_mlp(layer)) for layer in range(config.num_hidden_layers)
         ]

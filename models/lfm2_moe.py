@@ -1,4 +1,8 @@
-"""LFM2-MoE (Liquid AI 2025): an LFM2 in which all but the first layers are mixtures of experts."""
+"""LFM2-MoE (Liquid AI 2025) is an LFM2 in which all layers except the first ones are mixtures of
+experts.
+
+Knows: its router, the tensors of its experts. Must not know: devices, the other layers of LFM2.
+"""
 
 import re
 from dataclasses import dataclass
@@ -13,13 +17,14 @@ from models.experts import Experts, select_top_experts, stack_experts
 from models.layers import GatedMLP
 from models.sharding import REPLICATED, ShardSpec
 
-# original names of the projections -> those of MLX checkpoints
+# the original names of the projections -> their names in MLX checkpoints
 _PROJECTION_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(lfm2.Config):
-    """num_dense_layers: number of layers at the beginning without experts."""
+    """The keys of config.json that this architecture reads. num_dense_layers: the number of layers
+    without experts at the beginning."""
 
     num_dense_layers: int
     num_experts: int
@@ -31,15 +36,18 @@ class Config(lfm2.Config):
 
 
 class MoE(nn.Module):
-    """Sigmoid scores per expert; the bias affects the choice of experts but not their weights."""
+    """A mixture of experts with sigmoid scores. The bias affects the selection of experts but not
+    their weights."""
 
-    shard_spec: ClassVar[ShardSpec] = REPLICATED  # except for its experts
+    shard_spec: ClassVar[ShardSpec] = REPLICATED  # only its experts are sharded
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         experts, self.top_k = config.num_experts, config.num_experts_per_tok
         if not 0 < self.top_k <= experts:
-            raise ModelError(f"num_experts_per_tok {self.top_k} must be between 1 and {experts}")
+            raise ModelError(
+                f"num_experts_per_tok is {self.top_k}, but must be between 1 and {experts}"
+            )
         self.norm_topk_prob, self.routed_scaling_factor = (
             config.norm_topk_prob,
             config.routed_scaling_factor,

@@ -1,6 +1,8 @@
 """Llama (Touvron et al. 2023; Llama 3: Dubey et al. 2024).
 
-Pre-norm blocks of grouped-query attention with rotary positions and a SiLU-gated MLP.
+Knows: its block, the keys of its config. Must not know: devices, kernels, kinds of caches.
+
+The model has pre-norm blocks of grouped-query attention with rotary positions and a SiLU-gated MLP.
 """
 
 from dataclasses import dataclass
@@ -20,7 +22,8 @@ class Config(decoder.Config):
     mlp_bias: bool = False
 
     def layer_rope(self, layer: int) -> Rope | NoRope:
-        """Overridden by architectures whose layers differ."""
+        """Returns the rotary embedding of a layer. Architectures whose layers differ override this
+        method."""
         return self.rope()
 
 

@@ -1,7 +1,9 @@
-"""Ministral 3 (Mistral AI 2025): a Mistral whose queries are scaled by position.
+"""Ministral 3 (Mistral AI 2025) is a Mistral whose queries are scaled by position.
 
-With thousands of keys, a softmax becomes flat. So queries are scaled up with their position, by one
-step per original context length, as in Llama 4 (Meta 2025; Nakanishi 2025).
+Knows: the scale of a query at a position. Must not know: devices, kernels, kinds of caches.
+
+With thousands of keys, a softmax becomes flat. Therefore queries are scaled up with their position,
+by one step per original context length, as in Llama 4 (Meta 2025; Nakanishi 2025).
 """
 
 from dataclasses import dataclass
@@ -23,11 +25,14 @@ class Config(mistral.Config):
     head_dim: int | None = 128
 
     def query_scaling(self) -> tuple[float, int]:
-        """(weight of a step, positions per step), from `rope_parameters`."""
+        """Returns (weight of a step, positions per step), read from `rope_parameters`."""
         _, found = self.rope_settings()
-        said = found or {}
+        config = found or {}
         try:
-            beta, length = said["llama_4_scaling_beta"], said["original_max_position_embeddings"]
+            beta, length = (
+                config["llama_4_scaling_beta"],
+                config["original_max_position_embeddings"],
+            )
         except KeyError as missing:
             raise ModelError(f"config.json's rope_parameters lacks {missing}") from None
         if not isinstance(beta, int | float) or not isinstance(length, int) or length < 1:
@@ -47,13 +52,13 @@ class Attention(llama.Attention):
         queries = self.rope(split_heads(self.q_proj(x), self.heads), kv.offset)
         keys = self.rope(split_heads(self.k_proj(x), self.kv_heads), kv.offset)
         values = split_heads(self.v_proj(x), self.kv_heads)
-        # before `attend`, which advances the offset
+        # this must happen before `attend`, which advances the offset
         queries = queries * self._query_scales(x.shape[1], kv.offset).astype(queries.dtype)
         return self.o_proj(merge_heads(kv.attend(queries, keys, values, scale=self.scale)))
 
     def _query_scales(self, count: int, offset: int | mx.array) -> mx.array:
-        """[B or 1, 1, L, 1]: 1 + beta * log(1 + number of steps) at the positions from `offset`
-        on."""
+        """Returns 1 + beta * log(1 + number of steps) at the positions from `offset` on, as [B or
+        1, 1, L, 1]."""
         positions = mx.array(offset).reshape(-1, 1) + mx.arange(count)
         return (1 + self.beta * mx.log1p(positions // self.original_length))[:, None, :, None]
 

@@ -1,7 +1,9 @@
-"""Mistral (Jiang et al. 2023): a Llama with sliding window attention.
+"""Mistral (Jiang et al. 2023) is a Llama with sliding window attention.
 
-The first release has a window in all layers, later ones in none, and Ministral in the layers that
-`layer_types` lists.
+Knows: the layers that have a window. Must not know: the computation of windows.
+
+The first release has a window in all layers, and later releases in none. Ministral has a window in
+the layers that `layer_types` lists.
 """
 
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from models import decoder, llama
 class Config(llama.Config):
     """The keys of config.json that this architecture reads."""
 
-    # multimodal checkpoints omit it if it has transformers' default
+    # multimodal checkpoints omit this key if it has the default of transformers
     num_attention_heads: int = 32
 
     def default_layer_type(self, layer: int) -> str:

@@ -1,4 +1,7 @@
-"""Mixtral (Jiang et al. 2024): a Mistral whose MLPs are mixtures of experts."""
+"""Mixtral (Jiang et al. 2024) is a Mistral whose MLPs are mixtures of experts.
+
+Knows: the tensors of its experts. Must not know: devices, the selection of experts.
+"""
 
 from dataclasses import dataclass
 
@@ -9,7 +12,7 @@ from models.base import ModelError
 from models.experts import SparseMoeBlock, stack_experts
 from models.prenorm import PreNormBlock
 
-# original names of the projections -> the usual ones
+# the original names of the projections -> the usual names
 _PROJECTION_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
@@ -23,7 +26,8 @@ class Config(mistral.Config):
 
 class Block(PreNormBlock):
     def __init__(self, config: Config, layer: int) -> None:
-        # a softmax over the chosen experts is one over all experts, normalized to a sum of 1
+        # a softmax over the selected experts equals a softmax over all experts, normalized to a sum
+        # of 1
         mlp = SparseMoeBlock(
             config.hidden_size,
             config.intermediate_size,
@@ -42,7 +46,8 @@ class Model(decoder.CausalLM):
         super().__init__(config, decoder.Backbone(config, blocks))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Also stacks experts that are stored one by one, under either set of names."""
+        """Converts the checkpoint. It also stacks experts that are stored one by one, under either
+        set of names."""
         named = {
             name.replace(".block_sparse_moe.", ".mlp."): array for name, array in weights.items()
         }

@@ -1,11 +1,11 @@
-"""Parts of multi-head latent attention: its cache, and linear maps with a matrix per head.
+"""Parts of multi-head latent attention: its cache, and linear maps with one matrix per head.
 
 Knows: tensors. Must not know: tokens, requests, policies, architectures. The cache implements the
 interface of models/kv.py.
 
-Source: DeepSeek-V2 (2024), section 2.1. For each position only a latent of a few hundred numbers is
-cached, from which each head's key and value can be computed, and one rotary key for all heads.
-Attention has two forms, equal but for rounding:
+Source: DeepSeek-V2 (2024), section 2.1. For each position, the cache contains only one rotary key
+for all heads and one latent of a few hundred numbers. Each head's key and value can be computed
+from the latent. Attention has two forms, which are equal except for rounding:
 
     expanded   keys and values of all heads are computed from the latents of all positions
     absorbed   queries are mapped into the space of the latents, since the heads' maps are linear:
@@ -26,8 +26,9 @@ from models.quant import Packing, infer_packing
 
 
 class LatentCache(KVCache):
-    """All positions of a sequence: rotary keys [B, 1, L, R] in place of keys, latents [B, 1, L, C]
-    in place of values. So `remove` rotates the rotary keys and only moves the latents."""
+    """All positions of a sequence. It stores rotary keys [B, 1, L, R] in place of keys, and latents
+    [B, 1, L, C] in place of values. Therefore `remove` rotates the rotary keys and only moves the
+    latents."""
 
     supports_in_place = False
 
@@ -41,17 +42,19 @@ class LatentCache(KVCache):
         sinks: mx.array | None = None,
         softcap: float | None = None,
     ) -> mx.array:
-        """The absorbed form: append rotary keys [B, 1, L, R] and latents [B, 1, L, C], and attend
-        from queries [B, H, L, C + R], whose first C dimensions are mapped to the space of the
-        latents, to all that is cached: [B, H, L, C], not mapped back yet."""
+        """Computes the absorbed form. Appends rotary keys [B, 1, L, R] and latents [B, 1, L, C],
+        and computes attention from the queries [B, H, L, C + R] to all cached positions. The first
+        C dimensions of the queries must already be mapped to the space of the latents. Returns [B,
+        H, L, C], which is not mapped back yet."""
         assert sinks is None
         assert softcap is None
         batch, heads, length, _ = queries.shape
         rotary, latents = self.update(keys, values)
-        # all heads use the same keys, so they are rows of one product, which reads the keys once
+        # all heads use the same keys, so they are rows of one product, which reads the keys only
+        # once
         rows = (queries * scale).reshape(batch, 1, heads * length, -1)
-        content, turned = mx.split(rows, [latents.shape[-1]], axis=-1)
-        scores = content @ latents.swapaxes(-1, -2) + turned @ rotary.swapaxes(-1, -2)
+        content, rope_part = mx.split(rows, [latents.shape[-1]], axis=-1)
+        scores = content @ latents.swapaxes(-1, -2) + rope_part @ rotary.swapaxes(-1, -2)
         if length > 1:
             scores = _apply_causal_mask(scores.reshape(batch, heads, length, -1)).reshape(
                 scores.shape
@@ -68,30 +71,30 @@ class MultiLinear(nn.Module):
         self.weight = mx.zeros((heads, outputs, inputs))
 
     def __call__(self, x: mx.array) -> mx.array:
-        """[B, H or 1, L, in] -> [B, H, L, out]."""
+        """Maps [B, H or 1, L, in] to [B, H, L, out]."""
         return x @ self.weight.swapaxes(-1, -2)
 
     def apply_transposed(self, x: mx.array) -> mx.array:
-        """[B, H or 1, L, out] -> [B, H, L, in]: the transpose, not the inverse: q ·
-        apply_transposed(x) = map(q) · x."""
+        """Applies the transpose (not the inverse), so that q · apply_transposed(x) = map(q) · x.
+        Maps [B, H or 1, L, out] to [B, H, L, in]."""
         return x @ self.weight
 
     def to_quantized(
         self, group_size: int | None = None, bits: int | None = None, mode: str = "affine"
     ) -> "QuantizedMultiLinear":
-        """Called by `nn.quantize`."""
+        """Returns the quantized layer. `nn.quantize` calls this method."""
         return QuantizedMultiLinear(self, group_size, bits, mode)
 
 
 class QuantizedMultiLinear(QuantizedStack):
-    """A `MultiLinear` in any of MLX's modes."""
+    """A `MultiLinear`, quantized in any of MLX's modes."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """As `MultiLinear`."""
+        """Computes the same as `MultiLinear`."""
         return self._quantized_matmul(x, transpose=True)
 
     def apply_transposed(self, x: mx.array) -> mx.array:
-        """As `MultiLinear`."""
+        """Computes the same as `MultiLinear`."""
         return self._quantized_matmul(x, transpose=False)
 
     def _quantized_matmul(self, x: mx.array, *, transpose: bool) -> mx.array:
@@ -110,12 +113,12 @@ class QuantizedMultiLinear(QuantizedStack):
 def split_kv_b_proj(
     path: str, weights: Mapping[str, mx.array], *, heads: int, key_dim: int, latent_dim: int
 ) -> dict[str, mx.array]:
-    """Split the original projection from latents to keys and values into our two.
+    """Splits the original projection from latents to keys and values into our two layers.
 
     weights: contains `{path}.weight` [heads * (keys + values), latent], with scales and biases if
     it is quantized. Returns `embed_q.weight` [heads, latent, keys], which maps queries into the
-    space of the latents, and `unembed_out.weight` [heads, values, latent], as mlx-lm 0.32 converts
-    them. Raises ModelError.
+    space of the latents, and `unembed_out.weight` [heads, values, latent]. mlx-lm 0.32 converts
+    them in the same way. Raises ModelError.
     """
     if weights[f"{path}.weight"].shape[0] % heads:
         raise ModelError(f"{path}.weight cannot be divided among {heads} heads")
@@ -124,7 +127,7 @@ def split_kv_b_proj(
         for kind in ("weight", "scales", "biases")
         if f"{path}.{kind}" in weights
     }
-    # rows can be split anywhere, quantized or not
+    # rows can be split at any position, whether or not they are quantized
     found = {f"unembed_out.{kind}": mx.contiguous(a[:, key_dim:]) for kind, a in maps.items()}
     rows = {kind: array[:, :key_dim] for kind, array in maps.items()}
     if "scales" in rows:
@@ -135,9 +138,9 @@ def split_kv_b_proj(
 
 
 def _transpose_quantized(rows: Mapping[str, mx.array], packing: Packing) -> dict[str, mx.array]:
-    """Quantization groups lie along rows, so a quantized matrix cannot be transposed directly: it
-    is quantized again, as in mlx-lm, or left unquantized if columns are no multiple of the group
-    size."""
+    """Transposes a quantized matrix. Quantization groups extend along rows, so the matrix cannot be
+    transposed directly. It is quantized again, as in mlx-lm. If the length of the columns is not a
+    multiple of the group size, it is left unquantized."""
     settings: Any = asdict(packing)
     plain = mx.dequantize(rows["weight"], rows["scales"], rows.get("biases"), **settings)
     plain = plain.swapaxes(1, 2)
@@ -148,7 +151,7 @@ def _transpose_quantized(rows: Mapping[str, mx.array], packing: Packing) -> dict
 
 
 def _apply_causal_mask(scores: mx.array) -> mx.array:
-    """[..., L, S], the last query aligned with the last key."""
+    """Masks scores [..., L, S]. The last query is aligned with the last key."""
     length, total = scores.shape[-2:]
     seen = mx.arange(total) <= mx.arange(total - length, total)[:, None]
     return mx.where(seen, scores, mx.array(-mx.inf, scores.dtype))

@@ -1,16 +1,16 @@
 """Runs architectures that are not implemented here through the classes of the library mlx-lm.
 
-Knows: how that library names and makes its models; the interface of models/base.py. Must not know:
-any one architecture.
+Knows: the names and the constructors of mlx-lm's models, the interface of models/base.py. Must not
+know: individual architectures.
 
-This is the only module that imports mlx-lm, and only when such a model is loaded: the import takes
-about a second, because it imports transformers. Nothing is downloaded, and no code from a model's
-folder runs.
+This is the only module that imports mlx-lm. It does so only when such a model is loaded, because
+the import takes about a second (it imports transformers). Nothing is downloaded, and no code from a
+model's folder is run.
 
-Disadvantages compared with our own architectures: the rows of a batch are evaluated one by one, so
-batching saves nothing; context shift is not supported; and a prompt's last chunk computes the
-logits of all its positions, though only the last are used (those of earlier chunks are never
-computed).
+The adapter has three disadvantages compared with our own architectures. The rows of a batch are
+computed one by one, so batching saves nothing. Context shift is not supported. The last chunk of a
+prompt computes the logits of all its positions, although only the last position needs them. Logits
+of earlier chunks are never computed.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ from models.kv import LayerCache
 from models.mlx_lm_cache import MlxLmBatch, MlxLmLayerCache, wrap_cache
 
 _LIBRARY = "mlx_lm"
-# not our extra: on a package index, our name may belong to another project
+# our own extra is not used, because our name may belong to another project on a package index
 _INSTALL_HINT = 'pip install "mlx-lm>=0.32"'
 
-# config keys of the context length, in order of preference
+# the config keys of the context length, in order of preference
 _CONTEXT_LENGTH_KEYS = (
     "max_position_embeddings",
     "max_sequence_length",
@@ -51,13 +51,13 @@ _CONTEXT_LENGTH_KEYS = (
 _MAX_INT32 = 1 << 31
 _VOCAB_SIZE_KEYS = ("vocab_size", "padded_vocab_size", "n_vocab")
 
-# prefixes of the text model in multimodal classes; see models/multimodal.py
+# the prefixes of the text model in multimodal classes; see models/multimodal.py
 _TEXT_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """The config values that the server needs; mlx-lm reads the others."""
+    """The config values that the server needs. mlx-lm reads the others."""
 
     max_position_embeddings: int
     vocab_size: int
@@ -92,8 +92,8 @@ class _ModelClasses:
 
 
 def find_architecture(config: Mapping[str, Any]) -> Architecture:
-    """mlx-lm's class for config["model_type"]. Raises ModelError if there is none, or if the
-    library is not installed."""
+    """Returns mlx-lm's class for config["model_type"]. Raises ModelError if there is none, or if
+    the library is not installed."""
     kind: str = config["model_type"]
     found = importlib.util.find_spec(_LIBRARY)
     if found is None:
@@ -102,10 +102,10 @@ def find_architecture(config: Mapping[str, Any]) -> Architecture:
         )
     if config.get("model_file") is not None:
         raise ModelError(
-            "config.json's model_file would run code from the model folder, which is not allowed"
+            "config.json's model_file refers to code in the model folder, which must not be run"
         )
     folders = found.submodule_search_locations or ()
-    # import the library, which takes a second, only if no file has that name
+    # the library is imported only if no file has that name, because the import takes a second
     if not any((Path(folder) / "models" / f"{kind}.py").is_file() for folder in folders):
         _resolve_classes(config)
 
@@ -129,25 +129,30 @@ def _build_model(classes: _ModelClasses, config: Mapping[str, Any]) -> Model:
     ]
     if lacking:
         raise ModelError(f"config.json lacks {', '.join(lacking)}")
-    with _as_model_error(f"mlx-lm cannot build its {classes.kind} from this config.json"):
+    with _as_model_error(
+        f"mlx-lm's {classes.kind} implementation does not support this config.json"
+    ):
         made: Any = _subclass_model(classes)(classes.arguments.from_dict(given))
-    # fails here rather than at the first request
-    with _as_model_error(f"mlx-lm cannot make caches for its {classes.kind} from this config.json"):
+    # an error should occur here and not at the first request
+    with _as_model_error(
+        f"mlx-lm's {classes.kind} implementation cannot create caches for this config.json"
+    ):
         made.make_kv()
     return made
 
 
 def _subclass_model(classes: _ModelClasses) -> Any:
-    """mlx-lm's class with our interface. It is a subclass so that parameters keep their checkpoint
-    names."""
-    theirs, cache = classes.model, _import_cache()
+    """Returns mlx-lm's class with our interface. The result is a subclass, so that parameters keep
+    their checkpoint names."""
+    base, cache = classes.model, _import_cache()
 
-    class MlxLmModel(theirs):
-        # MLX's norms and attention choose the summation order by shape
+    class MlxLmModel(base):
+        # MLX's norms and attention select the summation order by shape
         batch_invariant: ClassVar[bool] = False
 
         def __call__(self, tokens: mx.array, kv: Sequence[Any]) -> mx.array:
-            """[B, L] ids -> their logits [B, L, V], lazy; `logits` passes them on."""
+            """Returns the logits [B, L, V] of tokens [B, L]. They are lazy. `logits` returns its
+            input."""
             if not isinstance(kv[0], MlxLmBatch):
                 return self._forward(tokens, kv)
             rows: Any = zip(*(layer.rows for layer in kv), strict=True)
@@ -169,17 +174,17 @@ def _subclass_model(classes: _ModelClasses) -> Any:
 
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
             weights = _add_text_prefix(weights, self.parameters())
-            if not hasattr(theirs, "sanitize"):
+            if not hasattr(base, "sanitize"):
                 return weights
-            with _as_model_error(f"mlx-lm's {classes.kind} cannot use these tensors"):
+            with _as_model_error(f"mlx-lm's {classes.kind} implementation rejects these tensors"):
                 return super().sanitize(weights)
 
         def _forward(self, tokens: mx.array, kv: Sequence[MlxLmLayerCache]) -> mx.array:
             end = kv[0].offset + tokens.shape[1]
-            lent = [layer.to_mlx_lm(cache) for layer in kv]
-            with _as_model_error(f"mlx-lm's {classes.kind} cannot be run with this config.json"):
-                logits: mx.array = super().__call__(tokens, cache=lent)
-            for layer, given in zip(kv, lent, strict=True):
+            wrapped = [layer.to_mlx_lm(cache) for layer in kv]
+            with _as_model_error(f"mlx-lm's {classes.kind} implementation fails with this config"):
+                logits: mx.array = super().__call__(tokens, cache=wrapped)
+            for layer, given in zip(kv, wrapped, strict=True):
                 if not layer.update_from_mlx_lm(given, tokens.shape[1]) or layer.offset != end:
                     raise _unsupported_cache_error(classes.kind)
             return logits
@@ -189,8 +194,8 @@ def _subclass_model(classes: _ModelClasses) -> Any:
 
 def _unsupported_cache_error(kind: str) -> ModelError:
     return ModelError(
-        f"mlx-lm's {kind} has a cache that does not advance by one entry per position, which is "
-        "not supported"
+        f"mlx-lm's {kind} implementation has a cache that does not advance by one entry per "
+        "position, which is not supported"
     )
 
 
@@ -198,8 +203,8 @@ def _unsupported_cache_error(kind: str) -> ModelError:
 
 
 def _add_text_prefix(weights: Mapping[str, mx.array], parameters: Any) -> dict[str, mx.array]:
-    """The tensors under the names that the class uses: the text model of a multimodal checkpoint is
-    passed to it with the names of a text-only one."""
+    """Returns the tensors under the names that the class uses. The text model of a multimodal
+    checkpoint is passed to this function with the names of a text-only checkpoint."""
     for nested, plain in _TEXT_PREFIXES:
         inner: Any = parameters
         for key in nested.split(".")[:-1]:
@@ -215,44 +220,44 @@ def _add_text_prefix(weights: Mapping[str, mx.array], parameters: Any) -> dict[s
 def _first_positive_int(config: Mapping[str, Any], names: Sequence[str], meaning: str) -> int:
     for name in names:
         value = config.get(name)
-        if type(value) is int and 0 < value < _MAX_INT32:  # not isinstance: True is an int
+        if type(value) is int and 0 < value < _MAX_INT32:  # not isinstance, because True is an int
             return value
-    raise ModelError(f"config.json does not give the {meaning}: add {names[0]}")
+    raise ModelError(f"config.json does not define the {meaning}: add {names[0]}")
 
 
 # the library
 
 
 def _resolve_classes(config: Mapping[str, Any]) -> _ModelClasses:
-    """Looks up the classes as mlx-lm does: by architecture, by alias, by name."""
+    """Looks up the classes in the same order as mlx-lm: by architecture, by alias, by name."""
     utils = _import_utils()
     kind: str = config["model_type"]
-    said: Any = config.get("architectures")
-    names = [str(name) for name in (said if isinstance(said, list) else [said])]
+    declared: Any = config.get("architectures")
+    names = [str(name) for name in (declared if isinstance(declared, list) else [declared])]
     byname = utils.MODEL_ARCHITECTURE_REMAPPING
     found = [byname[kind, name] for name in names if (kind, name) in byname]
     name = found[0] if found else utils.MODEL_REMAPPING.get(kind, kind)
     if (module := _import_model_module(name)) is not None:
         return _ModelClasses(kind=kind, model=module.Model, arguments=module.ModelArgs)
-    # some models have a class for the multimodal model only
-    whole = name.removesuffix("_text")
-    if whole != name and (module := _import_model_module(whole)) is not None:
-        return _ModelClasses(kind=whole, model=module.Model, arguments=module.ModelArgs, wraps=True)
+    # some models have a class only for the multimodal model
+    base = name.removesuffix("_text")
+    if base != name and (module := _import_model_module(base)) is not None:
+        return _ModelClasses(kind=base, model=module.Model, arguments=module.ModelArgs, wraps=True)
     raise ModelError(f"model_type {kind!r} is not supported, and mlx-lm does not support it either")
 
 
 def _import_model_module(name: str) -> Any:
-    """The module of an architecture; None if there is no module of that name, or if it is not an
-    architecture."""
+    """Returns the module of an architecture. Returns None if there is no module of that name, or if
+    it is not an architecture."""
     # the name is used in an import, so its characters are restricted
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
         return None
-    whole = f"{_LIBRARY}.models.{name}"
-    with _as_model_error(f"{whole} cannot be imported"):
+    module_name = f"{_LIBRARY}.models.{name}"
+    with _as_model_error(f"{module_name} cannot be imported"):
         try:
-            found = importlib.import_module(whole)
+            found = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
-            if error.name != whole:
+            if error.name != module_name:
                 raise
             return None
     return found if {"Model", "ModelArgs"} <= vars(found).keys() else None
@@ -273,8 +278,9 @@ def _import_cache() -> Any:
 
 @contextlib.contextmanager
 def _keep_open_file_limit() -> Generator[None]:
-    """mlx-lm (0.32) sets the limit of open files when it is imported: too low for a busy server,
-    and it cannot be raised again. No other code sets a limit at the same time."""
+    """Keeps the limit of open files. mlx-lm (0.32) lowers the limit when it is imported. The lower
+    limit is too low for a busy server and cannot be raised again. No other code sets a limit at the
+    same time."""
     setrlimit = resource.setrlimit
 
     def ignore(limited: int, limits: tuple[int, int], /) -> None:
@@ -289,12 +295,12 @@ def _keep_open_file_limit() -> Generator[None]:
 
 @contextlib.contextmanager
 def _as_model_error(message: str) -> Generator[None]:
-    """Converts any exception of mlx-lm's code to a ModelError of one line."""
+    """Converts any exception of mlx-lm's code to a ModelError with a message of one line."""
     try:
         yield
     except ModelError:
         raise
     except Exception as error:
         # MLX's messages for wrong arguments have many lines
-        said = str(error).partition("\n")[0]
-        raise ModelError(f"{message}: {type(error).__name__}: {said}") from error
+        summary = str(error).partition("\n")[0]
+        raise ModelError(f"{message}: {type(error).__name__}: {summary}") from error

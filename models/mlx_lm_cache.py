@@ -1,8 +1,8 @@
 """Our layer caches with the interface that mlx-lm's model classes expect.
 
-Knows: that interface (mlx_lm/models/cache.py), and the one of models/kv.py. Must not know:
-architectures. mlx-lm's cache module is passed as an argument where its classes are needed, and not
-imported here.
+Knows: that interface (mlx_lm/models/cache.py), the interface of models/kv.py. Must not know:
+architectures. mlx-lm's cache module is not imported here. It is passed as an argument where its
+classes are needed.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,8 @@ class _MlxLmKVMixin(KVBuffers):
 
     @keys.setter
     def keys(self, keys: mx.array) -> None:
-        """Some classes replace a buffer by the same one with added dependencies (`mx.depends`)."""
+        """Replaces the buffer. Some classes replace it by the same buffer with added dependencies
+        (`mx.depends`)."""
         self._keys = keys
 
     @property
@@ -60,8 +61,8 @@ class MlxLmRotatingKVCache(_MlxLmKVMixin, RotatingKVCache):
     def make_mask(
         self, length: int, return_array: bool = False, window_size: int | None = None
     ) -> Mask:
-        """Raises ModelError for a window that is narrower than the cache: a single query would need
-        a mask, and the buffer is not in order then."""
+        """Returns the mask. Raises ModelError for a window that is narrower than the cache. A
+        single query would need a mask, but the buffer is not in order in this case."""
         if window_size is not None and window_size < self.window:
             raise ModelError("a sliding window smaller than its cache is not supported")
         if return_array and length > 1:
@@ -81,15 +82,16 @@ class MlxLmRotatingKVCache(_MlxLmKVMixin, RotatingKVCache):
 
 
 class MlxLmArraysCache(RecurrentCache):
-    """Corresponds to mlx-lm's ArraysCache. Some classes require that very type, so each step copies
-    its slots to an ArraysCache and back."""
+    """Corresponds to mlx-lm's ArraysCache. Some classes require exactly this type, so each step
+    copies the slots to an ArraysCache and back."""
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
         self.slots = slots
 
     def __setitem__(self, slot: int, value: mx.array) -> None:
-        # contiguous: it is often a slice, which would keep a whole chunk's activations in memory
+        # contiguous, because it is often a slice, which would keep the activations of a whole chunk
+        # in memory
         super().__setitem__(slot, mx.contiguous(value))
 
     def copy(self) -> "MlxLmArraysCache":
@@ -99,8 +101,8 @@ class MlxLmArraysCache(RecurrentCache):
 
 
 class MlxLmLayerCache:
-    """The cache of one layer: one of ours, or several if mlx-lm has a CacheList. All have the same
-    offset. is_cache_list: which of the two."""
+    """The cache of one layer. It consists of one of our caches, or of several caches if mlx-lm has
+    a CacheList. All of them have the same offset. is_cache_list: whether mlx-lm has a CacheList."""
 
     def __init__(self, caches: Sequence[LayerCache], *, is_cache_list: bool) -> None:
         assert caches
@@ -150,13 +152,13 @@ class MlxLmLayerCache:
         return MlxLmBatch(rows)
 
     def to_mlx_lm(self, library: Any) -> Any:
-        """The cache that the mlx-lm layer gets for one step."""
+        """Returns the cache that the mlx-lm layer gets for one step."""
         given = [_to_mlx_lm(part, library) for part in self.caches]
         return library.CacheList(*given) if self.is_cache_list else given[0]
 
     def update_from_mlx_lm(self, cache: Any, length: int) -> bool:
-        """Read back the state after a step. cache: what `to_mlx_lm` returned, `length` positions
-        later. Returns whether all parts have the same offset."""
+        """Reads the state after a step. cache: the result of `to_mlx_lm`, `length` positions later.
+        Returns whether all parts have the same offset."""
         for part, one in zip(
             self.caches, cache.caches if self.is_cache_list else [cache], strict=True
         ):
@@ -173,14 +175,14 @@ class MlxLmLayerCache:
 
 @dataclass(frozen=True, slots=True)
 class MlxLmBatch:
-    """One layer's caches of several sequences."""
+    """The caches of one layer, for several sequences."""
 
     rows: Sequence[MlxLmLayerCache]
 
 
 def wrap_cache(cache: Any, library: Any) -> MlxLmLayerCache:
-    """Our empty cache for an empty one of mlx-lm. library: mlx_lm.models.cache. Raises ModelError
-    for an unsupported kind."""
+    """Returns our empty cache for an empty cache of mlx-lm. library: mlx_lm.models.cache. Raises
+    ModelError for an unsupported kind."""
     if type(cache) is library.CacheList:
         return MlxLmLayerCache(
             [_wrap_one(one, library) for one in cache.caches], is_cache_list=True
@@ -189,7 +191,7 @@ def wrap_cache(cache: Any, library: Any) -> MlxLmLayerCache:
 
 
 def _wrap_one(cache: Any, library: Any) -> LayerCache:
-    # exact types only: a subclass may have more state
+    # only exact types are accepted, because a subclass may have more state
     kind: Any = type(cache)
     if kind is library.KVCache:
         return MlxLmKVCache()
@@ -201,7 +203,8 @@ def _wrap_one(cache: Any, library: Any) -> LayerCache:
 
 
 def _to_mlx_lm(cache: LayerCache, library: Any) -> Any:
-    """Our attention caches are used directly; states are copied to an ArraysCache."""
+    """Converts one of our caches. Attention caches are used directly. States are copied to an
+    ArraysCache."""
     if not isinstance(cache, MlxLmArraysCache):
         return cache
     given = library.ArraysCache(cache.slots)
@@ -211,8 +214,8 @@ def _to_mlx_lm(cache: LayerCache, library: Any) -> Any:
 
 
 def _window_mask(past_length: int, length: int, window: int | None) -> mx.array:
-    """[length, past_length + length], for keys that begin `past_length` positions before the
-    queries."""
+    """Returns a mask [length, past_length + length], for keys that begin `past_length` positions
+    before the queries."""
     queries = mx.arange(past_length, past_length + length)[:, None]
     keys = mx.arange(past_length + length)[None]
     seen = keys <= queries

@@ -1,6 +1,6 @@
 """Extracts the text model from a checkpoint that may be multimodal.
 
-Knows: how multimodal checkpoints name their parts, in config.json and among the tensors. Must not
+Knows: the names of parts in multimodal checkpoints, in config.json and among the tensors. Must not
 know: architectures, disks.
 """
 
@@ -12,14 +12,14 @@ import mlx.core as mx
 _TIE_KEY = "tie_word_embeddings"
 _PART_KEYS = ("text_config", "vision_config", "audio_config")
 
-# prefix of a tensor name -> its prefix in a text-only checkpoint; the first match applies
+# the prefix of a tensor name -> its prefix in a text-only checkpoint; the first match applies
 _TEXT_PREFIXES = (
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
     ("language_model.", ""),
 )
 
-# modules of a backbone that was saved without a head, as in embedding models (Qwen3-Embedding)
+# the modules of a backbone that was saved without a head, as in embedding models (Qwen3-Embedding)
 _BACKBONE_PREFIXES = ("embed_tokens.", "layers.", "norm.")
 
 # vision and audio modules and their projectors, and the draft model in Ollama's store
@@ -45,23 +45,23 @@ def is_multimodal(config: Mapping[str, Any]) -> bool:
 
 
 def get_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the text model, completed with the keys of the whole config. Some configs have
-    the text model's keys at the top level, beside the vision config."""
+    """Returns the config of the text model, completed with the keys of the whole config. Some
+    configs have the text model's keys at the top level, beside the vision config."""
     part = config.get("text_config")
     if not isinstance(part, Mapping):
         return config
     part = cast(Mapping[str, Any], part)
-    whole = {key: value for key, value in config.items() if key not in _PART_KEYS}
-    text = {**whole, **part}
-    # newer files have the key at the top level, older ones in the part: if they disagree, the
-    # tensors decide
-    if whole.get(_TIE_KEY, text.get(_TIE_KEY)) != text.get(_TIE_KEY):
+    inherited = {key: value for key, value in config.items() if key not in _PART_KEYS}
+    text = {**inherited, **part}
+    # Newer files have the key at the top level, and older files have it in the part. If the two
+    # values differ, the tensors decide.
+    if inherited.get(_TIE_KEY, text.get(_TIE_KEY)) != text.get(_TIE_KEY):
         del text[_TIE_KEY]
     return text
 
 
 def get_text_weights(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """The tensors of the text model, with the names of a text-only checkpoint."""
+    """Returns the tensors of the text model, with the names of a text-only checkpoint."""
     named = {
         strip_text_prefix(name): array for name, array in weights.items() if not _is_non_text(name)
     }
@@ -74,7 +74,7 @@ def get_text_weights(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
 
 
 def lacks_lm_head(weights: Mapping[str, mx.array]) -> bool:
-    """Whether a checkpoint is a backbone without a head, whatever its config declares."""
+    """Returns whether a checkpoint is a backbone without a head, whatever its config declares."""
     return "embed_tokens.weight" in weights and "lm_head.weight" not in weights
 
 

@@ -3,13 +3,13 @@
 Knows: MLX's definition of a global scale. Must not know: architectures, checkpoints.
 
 nvfp4 (NVIDIA 2025) has an eight-bit scale for each 16 weights. To extend their range, a weight may
-have a global scale: the magnitude g of its largest entry, which corresponds to the largest
-representable value, 6 (E2M1) times 448 (E4M3). A weight is then
+have a global scale g. It is the magnitude of the largest entry of the weight, and corresponds to
+the largest representable value, 6 (E2M1) times 448 (E4M3). A weight is then
 
     w = q * s * g / (6 * 448)
 
-MLX's quantized matmul supports no g for plain layers, and for experts only on a GPU. It is a common
-factor, so the result of the product is scaled instead.
+MLX's quantized matmul does not support g for plain layers, and supports it for experts only on a
+GPU. g is a common factor, so the result of the product is scaled instead.
 """
 
 from typing import Any, Protocol
@@ -29,19 +29,19 @@ class GloballyScaled(Protocol):
     """A quantized layer with a parameter `global_scale`."""
 
     def reshape_scale(self, scale: mx.array) -> mx.array:
-        """A checkpoint's global scale in the layer's shape, if it can be reshaped."""
+        """Reshapes a checkpoint's global scale to the shape of the layer, if possible."""
         ...
 
 
 class Nvfp4Linear(nn.QuantizedLinear):
-    """global_scale: [1]."""
+    """A quantized linear layer with a global scale. global_scale: [1]."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.global_scale = mx.ones((1,))
 
     def __call__(self, x: mx.array) -> mx.array:
-        """[..., in] -> [..., out]."""
+        """Maps [..., in] to [..., out]."""
         product = mx.quantized_matmul(
             _widen_float16(x), self.weight, self.scales, group_size=_GROUP, bits=_BITS, mode=_MODE
         )
@@ -53,7 +53,7 @@ class Nvfp4Linear(nn.QuantizedLinear):
 
 
 class Nvfp4ExpertLinear(QuantizedExpertLinear):
-    """global_scale: [E], one per expert."""
+    """Quantized experts with a global scale. global_scale: [E], one per expert."""
 
     def __init__(self, plain: ExpertLinear) -> None:
         super().__init__(plain, _GROUP, _BITS, _MODE)
@@ -63,7 +63,7 @@ class Nvfp4ExpertLinear(QuantizedExpertLinear):
     def __call__(
         self, x: mx.array, expert_ids: mx.array, *, sorted_indices: bool = False
     ) -> mx.array:
-        """As `ExpertLinear`."""
+        """Computes the same as `ExpertLinear`."""
         product = mx.gather_qmm(
             _widen_float16(x),
             self.weight,
@@ -79,13 +79,14 @@ class Nvfp4ExpertLinear(QuantizedExpertLinear):
         return scaled + self.bias[expert_ids][..., None, :] if "bias" in self else scaled
 
     def reshape_scale(self, scale: mx.array) -> mx.array:
-        """A single scale applies to all experts."""
+        """Reshapes a global scale. A single scale applies to all experts."""
         flat = scale.reshape(-1)
         return mx.broadcast_to(flat, (self.experts,)) if flat.size == 1 else flat
 
 
 def make_nvfp4_layer(path: str, layer: nn.Module, mode: str) -> Any:
-    """The `GloballyScaled` counterpart of a plain layer. Raises ModelError if there is none."""
+    """Returns the `GloballyScaled` counterpart of a plain layer. Raises ModelError if there is
+    none."""
     if mode != _MODE:
         raise ModelError(f"{path} has a global scale, which {mode} weights do not have")
     match layer:
@@ -98,5 +99,5 @@ def make_nvfp4_layer(path: str, layer: nn.Module, mode: str) -> Any:
 
 
 def _widen_float16(x: mx.array) -> mx.array:
-    """Sums may overflow float16 before they are scaled down."""
+    """Widens float16 to float32, because sums may overflow float16 before they are scaled down."""
     return x.astype(mx.float32) if x.dtype == mx.float16 else x

@@ -1,7 +1,7 @@
 """Converts tensor names of Ollama's store to MLX's names.
 
-Knows: the suffixes that the store uses for the parts of a quantized tensor. Must not know: where
-blobs are stored, architectures.
+Knows: the suffixes of the parts of a quantized tensor in the store. Must not know: the location of
+blobs, architectures.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from models.nvfp4 import MAX_NVFP4
 
-# suffixes after the name of a packed tensor, as stored and as Ollama's runner renames them
+# suffixes after the name of a packed tensor, in the store and as renamed by Ollama's runner
 _SUFFIXES: Mapping[str, str] = {
     ".scale": "scales",
     "_scale": "scales",
@@ -22,13 +22,14 @@ _SUFFIXES: Mapping[str, str] = {
 
 
 def to_mlx_names(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """`q_proj.weight.scale` -> `q_proj.scales`, `q_proj.weight.bias` -> `q_proj.biases` and so on,
-    for packed tensors only: `q_proj.bias` is an ordinary bias.
+    """Converts `q_proj.weight.scale` to `q_proj.scales`, `q_proj.weight.bias` to `q_proj.biases`,
+    and so on. Only the parts of packed tensors are renamed, because `q_proj.bias` is an ordinary
+    bias.
 
-    The store's global scale is a factor of the weight; MLX's is the magnitude of the weight's
-    largest entry.
+    The global scale in the store is a factor of the weight. MLX's global scale is the magnitude of
+    the weight's largest entry.
     """
-    # first find the packed tensors: a bias belongs to a quantization if there is a scale beside it
+    # find the packed tensors first: a bias belongs to a quantization if there is a scale beside it
     packed = {name for name in weights if _is_quantized(name, weights)}
     found: dict[str, mx.array] = {}
     for name, array in weights.items():
@@ -46,7 +47,8 @@ def _is_quantized(name: str, weights: Mapping[str, mx.array]) -> bool:
 
 
 def _split_name(name: str, packed: set[str]) -> tuple[str, str | None]:
-    """(the packed tensor that `name` belongs to, its part); (name, None) for other tensors."""
+    """Returns (the packed tensor that `name` belongs to, its part), or (name, None) for other
+    tensors."""
     if name in packed:
         return name, "weight"
     for suffix, part in _SUFFIXES.items():

@@ -1,8 +1,10 @@
-"""OLMo 2 (OLMo Team 2024): a Llama with norms after attention and MLP instead of before.
+"""OLMo 2 (OLMo Team 2024) is a Llama with norms after attention and MLP instead of before them.
 
-The outputs that are added to the residual stream are normalized, the stream itself only before the
-head: equations 1 and 2 of the paper. Queries and keys are normalized before the rotation, over all
-heads of a position together.
+Knows: the order of its norms. Must not know: devices, kernels, kinds of caches.
+
+The outputs that are added to the residual stream are normalized. The stream itself is only
+normalized before the head (equations 1 and 2 of the paper). Queries and keys are normalized before
+the rotation, over all heads of a position together.
 """
 
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ class Config(llama.Config):
 
 
 class Attention(llama.Attention):
-    # a norm over all heads needs all of them on each rank
+    # a norm over all heads requires all heads on each rank
     shard_spec: ClassVar[ShardSpec] = REPLICATED
 
     def __init__(self, config: Config, layer: int) -> None:
@@ -42,7 +44,7 @@ class Attention(llama.Attention):
 
 
 class Block(nn.Module):
-    """h = x + norm(attention(x)); h + norm(mlp(h))."""
+    """Computes h = x + norm(attention(x)) and returns h + norm(mlp(h))."""
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()

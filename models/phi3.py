@@ -1,7 +1,9 @@
-"""Phi-3, Phi-3.5 and Phi-4 (Abdin et al. 2024): a Llama with fused projections.
+"""Phi-3, Phi-3.5 and Phi-4 (Abdin et al. 2024) are Llamas with fused projections.
 
-Queries, keys and values are one projection, gate and up another. Long contexts use longrope, and
-Phi-4-mini rotates only part of each head.
+Knows: its fused projections and their sharding. Must not know: devices, kernels, kinds of caches.
+
+Queries, keys and values are one projection. Gate and up are another projection. Long contexts use
+longrope. Phi-4-mini rotates only part of each head.
 """
 
 from dataclasses import dataclass
@@ -25,7 +27,8 @@ class Config(decoder.Config):
     original_max_position_embeddings: int = 4096
 
     def rope_settings(self, layer_type: str | None = None) -> tuple[float, Scaling | None]:
-        """The original context length is a key beside the scaling object instead of inside it."""
+        """Returns (theta, scaling). The original context length is a key beside the scaling object
+        instead of inside it."""
         theta, scaling = decoder.Config.rope_settings(self, layer_type)
         original = self.original_max_position_embeddings
         return theta, scaling and {**scaling, "original_max_position_embeddings": original}

@@ -1,8 +1,8 @@
-"""The pre-norm block of most decoders: attention, then an MLP, each with a norm before it and a
-residual connection.
+"""The pre-norm block of most decoders. It consists of attention and an MLP, each with a norm before
+it and a residual connection.
 
 Knows: the parameter names of such a block in checkpoints, the cache that its attention needs. Must
-not know: how attention and MLP are implemented.
+not know: the implementation of attention and MLP.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from models.rotating_kv import RotatingKVCache
 
 
 class AttentionLayer(Protocol):
-    """The interface of the block's attention. Implementations are mlx.nn.Module."""
+    """The interface of the block's attention. Implementations are subclasses of mlx.nn.Module."""
 
     @property
     def rope(self) -> Rope | NoRope:
@@ -26,14 +26,15 @@ class AttentionLayer(Protocol):
         ...
 
     def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
-        """[B, L, D] -> [B, L, D]; the L positions are appended to `kv`."""
+        """Maps hidden states [B, L, D] to [B, L, D]. The L positions are appended to `kv`."""
         ...
 
 
 class PreNormBlock(nn.Module):
-    """h = x + attention(norm(x)); h + mlp(norm(h)) (Xiong et al. 2020).
+    """Computes h = x + attention(norm(x)) and returns h + mlp(norm(h)) (Xiong et al. 2020).
 
-    window: how many positions a query attends to, its own included; None for all.
+    window: the number of positions that a query attends to, including its own position; None for
+    all positions.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class PreNormBlock(nn.Module):
     def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
         return self.mlp_residual(self.attention_residual(x, kv))
 
-    # models/cpu_layout.py replaces these methods by fused operations on devices that have them.
+    # On devices with fused operations, models/cpu_layout.py replaces these methods with them.
 
     def attention_residual(self, x: mx.array, kv: AttentionCache) -> mx.array:
         return x + self.self_attn(self.input_layernorm(x), kv)

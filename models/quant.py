@@ -1,13 +1,13 @@
-"""Quantized weights: detects how layers are packed, and quantizes plain ones.
+"""Quantized weights. This module detects the packing of layers, and quantizes unquantized layers.
 
 Knows: MLX's packing, the names of its parts (`weight`, `scales`, `biases`, `global_scale`). Must
 not know: architectures, files.
 
-The packing is inferred from the tensors. A layer's input width, the number of words in a row and
-the number of scales determine the bits and the group size uniquely, and the type of the scales
-determines the mode. So the layers of a model may differ, and a wrong config.json has no effect.
-(Without the width it would be ambiguous: 4 bits in groups of 128 have the shapes of 8 bits in
-groups of 64.)
+The packing is inferred from the tensors. The input width of a layer, the number of words in a row
+and the number of scales uniquely determine the number of bits and the group size. The type of the
+scales determines the mode. Therefore the layers of a model may differ, and a wrong config.json has
+no effect. Without the width, the packing would be ambiguous: 4 bits in groups of 128 have the same
+shapes as 8 bits in groups of 64.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,23 +21,23 @@ from mlx.utils import tree_map_with_path
 from models.base import ModelError
 from models.nvfp4 import make_nvfp4_layer
 
-# packings that MLX supports; modes other than affine have one packing each
+# the packings that MLX supports; each mode except affine has one packing
 _AFFINE_BITS, _AFFINE_GROUP_SIZES = (1, 2, 3, 4, 5, 6, 8), (32, 64, 128)
 _MODES: Mapping[tuple[int, int], str] = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}
 
-# methods whose tensors MLX can use unchanged, apart from their names
+# quantization methods whose tensors MLX can use unchanged, except for their names
 _SUPPORTED_METHODS = ("mxfp4", "mxfp8")
 
-# group size in which plain weights are quantized (affine)
+# the group size for the quantization of weights (affine)
 GROUP_SIZE = 64
 
-# not quantized: the choice of experts depends on small differences
+# routers are not quantized, because the selection of experts depends on small differences
 _ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """The packing of a layer's weight; fields as in `mx.quantize`."""
+    """The packing of a layer's weight. The fields are the same as in `mx.quantize`."""
 
     group_size: int
     bits: int
@@ -46,23 +46,23 @@ class Packing:
 
 def check_quant_method(config: Mapping[str, Any]) -> None:
     """Raises ModelError if config.json declares a quantization method that MLX does not support."""
-    told = config.get("quantization_config")
-    # mlx-lm writes both keys; in a converted checkpoint the second may be that of its source
-    if config.get("quantization") or not isinstance(told, Mapping):
+    hf_config = config.get("quantization_config")
+    # mlx-lm writes both keys; in a converted checkpoint, the second key may describe its source
+    if config.get("quantization") or not isinstance(hf_config, Mapping):
         return
-    method = told.get("quant_method")
+    method = hf_config.get("quant_method")
     if method is None or method in _SUPPORTED_METHODS:
         return
     raise ModelError(
-        f"weights quantised with {method!r} are not supported: use an MLX version of the model, or "
-        "convert the unquantised model with mlx_lm.convert"
+        f"weights quantized with {method!r} are not supported: use an MLX version of the model, or "
+        "convert the unquantized model with mlx_lm.convert"
     )
 
 
 def replace_quantized_layers(model: nn.Module, weights: dict[str, mx.array]) -> bool:
-    """Replace layers for which the checkpoint has scales by quantized ones, in place. Returns
-    whether there are any. Global scales in `weights` are reshaped to the layer's shape. Raises
-    ModelError."""
+    """Replaces the layers for which the checkpoint has scales with quantized layers, in place.
+    Returns whether there are any. Global scales in `weights` are reshaped to the shape of the
+    layer. Raises ModelError."""
     found: list[str] = []
 
     def packed(path: str, layer: Any) -> Any:
@@ -82,15 +82,15 @@ def replace_quantized_layers(model: nn.Module, weights: dict[str, mx.array]) -> 
 
 
 def infer_packing(path: str, width: int, weights: Mapping[str, mx.array]) -> Packing:
-    """The packing of the layer at `path`, which has `width` inputs. Raises ModelError for a packing
-    that MLX does not support."""
+    """Returns the packing of the layer at `path`, which has `width` inputs. Raises ModelError for a
+    packing that MLX does not support."""
     weight, scales = weights.get(f"{path}.weight"), weights[f"{path}.scales"]
     if weight is None:
-        raise ModelError(f"the checkpoint has {path}.scales without a weight")
+        raise ModelError(f"the checkpoint has {path}.scales, but no {path}.weight")
     if weight.dtype != mx.uint32:
         raise ModelError(
             f"{path}.weight has scales, but is {_dtype_name(weight.dtype)} and not packed "
-            "in uint32 words"
+            "into uint32 words"
         )
     words, groups = weight.shape[-1], scales.shape[-1] if scales.ndim else 0
     bits, group = words * 32 / width, width / groups if groups else 0
@@ -101,19 +101,18 @@ def infer_packing(path: str, width: int, weights: Mapping[str, mx.array]) -> Pac
     if mode is None or bits % 1 or group % 1:
         raise ModelError(
             f"{path}.weight has a packing that MLX does not support: rows of {width} inputs in "
-            f"{words} words with {groups} scales ({_dtype_name(scales.dtype)}) are "
-            f"{bits:g} bits in "
-            f"groups of {group:g}"
+            f"{words} words with {groups} scales ({_dtype_name(scales.dtype)}) correspond to "
+            f"{bits:g} bits in groups of {group:g}"
         )
     return Packing(group_size=int(group), bits=int(bits), mode=mode)
 
 
 def quantize_model(model: nn.Module, bits: int) -> None:
-    """Quantize the model's plain weights to `bits`, in groups of 64, in place; nothing is
-    evaluated. Raises ModelError if no weight can be quantized.
+    """Quantizes the unquantized weights of the model to `bits`, in groups of 64, in place. Nothing
+    is evaluated. Raises ModelError if no weight can be quantized.
 
-    Quantizes linear layers, embeddings, the head and experts whose width is a multiple of 64.
-    Routers, norms, convolutions and all other layers stay as they are.
+    It quantizes linear layers, embeddings, the head and experts whose width is a multiple of 64.
+    Routers, norms, convolutions and all other layers are not changed.
     """
 
     found: list[str] = []
@@ -129,12 +128,12 @@ def quantize_model(model: nn.Module, bits: int) -> None:
     replace_leaves(model, packed)
     if not found:
         raise ModelError(
-            f"no layer can be quantised: no weight has an input width divisible by {GROUP_SIZE}"
+            f"no layer can be quantized: no weight has an input width divisible by {GROUP_SIZE}"
         )
 
 
 def replace_leaves(model: nn.Module, replace: Callable[[str, Any], Any]) -> None:
-    """Replace each leaf module by `replace(path, module)`, in place."""
+    """Replaces each leaf module with `replace(path, module)`, in place."""
     is_leaf: Any = nn.Module.is_module
     leaves: Any = tree_map_with_path(replace, model.leaf_modules(), is_leaf=is_leaf)
     model.update_modules(leaves)

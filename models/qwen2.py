@@ -1,4 +1,8 @@
-"""Qwen2 and Qwen2.5 (Yang et al. 2024): a Llama with biases in queries, keys and values."""
+"""Qwen2 and Qwen2.5 (Yang et al. 2024) are Llamas with biases in the projections of queries, keys
+and values.
+
+Knows: its biases, the layers that have a window. Must not know: devices, kernels, kinds of caches.
+"""
 
 from dataclasses import dataclass
 
@@ -10,8 +14,8 @@ from models.prenorm import PreNormBlock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(decoder.Config):
-    """max_window_layers: number of layers with full attention; layers above use the sliding window
-    if the model has one."""
+    """The keys of config.json that this architecture reads. max_window_layers: the number of layers
+    with full attention. Layers above them use the sliding window if the model has one."""
 
     use_sliding_window: bool = False
     max_window_layers: int = 28

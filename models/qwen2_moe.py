@@ -1,4 +1,9 @@
-"""Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024): a Qwen2 with experts, one of them shared."""
+"""Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024) are Qwen2 models with experts, including one shared
+expert.
+
+Knows: the layers that have experts, the tensors of its experts. Must not know: devices, the
+selection of experts.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +19,8 @@ from models.prenorm import PreNormBlock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(qwen2.Config):
-    """decoder_sparse_step: every n-th layer has experts, except those in mlp_only_layers."""
+    """The keys of config.json that this architecture reads. decoder_sparse_step: every n-th layer
+    has experts, except the layers in mlp_only_layers."""
 
     num_experts: int
     num_experts_per_tok: int
@@ -52,5 +58,5 @@ class Model(decoder.CausalLM):
         super().__init__(config, decoder.Backbone(config, blocks))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Also stacks experts that are stored one by one."""
+        """Converts the checkpoint. It also stacks experts that are stored one by one."""
         return super().sanitize(stack_experts(weights))

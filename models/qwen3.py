@@ -1,6 +1,8 @@
-"""Qwen3 (Yang et al. 2025): a Qwen2 without biases, with norms of queries and keys.
+"""Qwen3 (Yang et al. 2025) is a Qwen2 without biases and with norms of queries and keys.
 
-Each head's query and key is normalized before the rotation (Dehghani et al. 2023).
+Knows: its norms of queries and keys. Must not know: devices, kernels, kinds of caches.
+
+Each head's query and key are normalized before the rotation (Dehghani et al. 2023).
 """
 
 from dataclasses import dataclass

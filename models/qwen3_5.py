@@ -1,7 +1,9 @@
-"""Qwen3.5 (Qwen team 2026): a Qwen3-Next with separate projections in its delta nets.
+"""Qwen3.5 (Qwen team 2026) is a Qwen3-Next with separate projections in its delta nets.
 
-Dense, or with experts in all layers (qwen3_5_moe). Published models are multimodal; positions of
-text are the usual ones, because `mrope_section` only affects those of images.
+Knows: the names of its projections. Must not know: the computation of a delta net, images.
+
+The model is dense, or has experts in all layers (qwen3_5_moe). Published models are multimodal. The
+positions of text are the usual ones, because `mrope_section` only affects the positions of images.
 """
 
 from collections.abc import Sequence
@@ -43,6 +45,6 @@ class Model(qwen3_next.Model):
     def __init__(self, config: Config) -> None:
         if not config.attn_output_gate or config.output_gate_type != "swish":
             raise base.ModelError(
-                "qwen3_5 is supported with attn_output_gate true and output_gate_type 'swish' only"
+                "qwen3_5 is only supported with attn_output_gate true and output_gate_type 'swish'"
             )
         super().__init__(config, SplitGatedDeltaNet)

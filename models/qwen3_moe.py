@@ -1,4 +1,8 @@
-"""Qwen3-MoE (Yang et al. 2025): a Qwen3 in which most MLPs are mixtures of experts."""
+"""Qwen3-MoE (Yang et al. 2025) is a Qwen3 in which most MLPs are mixtures of experts.
+
+Knows: the layers that have experts, the tensors of its experts. Must not know: devices, the
+selection of experts.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +19,8 @@ from models.prenorm import PreNormBlock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(qwen3.Config):
-    """decoder_sparse_step: every n-th layer has experts, except those in mlp_only_layers."""
+    """The keys of config.json that this architecture reads. decoder_sparse_step: every n-th layer
+    has experts, except the layers in mlp_only_layers."""
 
     num_experts: int
     num_experts_per_tok: int
@@ -26,7 +31,7 @@ class Config(qwen3.Config):
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
-        """transformers 5 writes the number of experts under Mixtral's key."""
+        """Reads the config. transformers 5 writes the number of experts under Mixtral's key."""
         named = {"num_experts": config.get("num_local_experts"), **config}
         # `super()` without arguments fails here, because `slots=True` creates a new class
         return super(Config, cls).from_dict(named)
@@ -58,5 +63,5 @@ class Model(decoder.CausalLM):
         super().__init__(config, decoder.Backbone(config, blocks))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Also stacks experts that are stored one by one."""
+        """Converts the checkpoint. It also stacks experts that are stored one by one."""
         return super().sanitize(stack_experts(weights))

@@ -1,7 +1,10 @@
-"""Qwen3-Next (Qwen team 2025): most layers are gated delta nets (Yang et al. 2024), every fourth
-uses full attention; both with mixtures of experts.
+"""Qwen3-Next (Qwen team 2025). Most layers are gated delta nets (Yang et al. 2024), and every
+fourth layer uses full attention. Both kinds of layers have mixtures of experts.
 
-Original checkpoints store norm weights minus one; converters for MLX store the weights themselves.
+Knows: its two kinds of layers, the tensors of its checkpoints. Must not know: devices, the
+computation of the gated delta rule.
+
+Original checkpoints store norm weights minus one. Converters for MLX store the weights themselves.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +24,11 @@ from models.prenorm import PreNormBlock
 from models.recurrent import RecurrentCache
 from models.sharding import ATTENTION_SHARDS, ShardSpec
 
-# value of `layer_types` for a gated delta net
+# the value of `layer_types` for a gated delta net
 LINEAR = "linear_attention"
 
-# norms whose weights are stored minus one; the delta net's norm is not one of them
-_ZERO_CENTRED = (
+# norms whose weights are stored minus one; the norm of the delta net is stored unchanged
+_ZERO_CENTERED = (
     ".input_layernorm.weight",
     ".post_attention_layernorm.weight",
     ".q_norm.weight",
@@ -36,8 +39,8 @@ _ZERO_CENTRED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(decoder.Config):
-    """The keys of config.json that this architecture reads. intermediate_size: of layers without
-    experts."""
+    """The keys of config.json that this architecture reads. intermediate_size: the inner width of
+    layers without experts."""
 
     intermediate_size: int = 0
     linear_num_key_heads: int
@@ -60,14 +63,16 @@ class Config(decoder.Config):
         return LINEAR if (layer + 1) % self.full_attention_interval else decoder.FULL
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer has experts."""
+        """Returns whether the layer has experts."""
         if self.num_experts == 0 or layer in self.mlp_only_layers:
             return False
         return (layer + 1) % self.decoder_sparse_step == 0
 
     def make_mlp(self, layer: int) -> GatedMLP | SparseMoeBlock:
         if self.hidden_act != "silu":
-            raise base.ModelError(f"hidden_act {self.hidden_act!r} is not supported (known: silu)")
+            raise base.ModelError(
+                f"hidden_act {self.hidden_act!r} is not supported; supported values: silu"
+            )
         if self.is_sparse(layer):
             return SparseMoeBlock(
                 self.hidden_size,
@@ -83,7 +88,7 @@ class Config(decoder.Config):
 
 
 class Attention(nn.Module):
-    """The query projection also returns a gate for the output of each head."""
+    """Full attention. The query projection also returns a gate for the output of each head."""
 
     shard_spec: ClassVar[ShardSpec] = ATTENTION_SHARDS
 
@@ -105,8 +110,8 @@ class Attention(nn.Module):
         queries = self.rope(self.q_norm(queries), kv.offset)
         keys = self.rope(self.k_norm(split_heads(self.k_proj(x), self.kv_heads)), kv.offset)
         values = split_heads(self.v_proj(x), self.kv_heads)
-        said = kv.attend(queries, keys, values, scale=self.scale)
-        return self.o_proj(merge_heads(said * mx.sigmoid(gates)))
+        outputs = kv.attend(queries, keys, values, scale=self.scale)
+        return self.o_proj(merge_heads(outputs * mx.sigmoid(gates)))
 
 
 class GatedRMSNorm(nn.Module):
@@ -116,14 +121,16 @@ class GatedRMSNorm(nn.Module):
         self.weight = mx.ones((size,))
 
     def __call__(self, x: mx.array, gates: mx.array) -> mx.array:
-        """x: float32. gates: in the type of the activations, which is also that of the result."""
+        """Normalizes x and multiplies it by the gates. x: float32. gates: in the type of the
+        activations. The result has the type of the gates."""
         x = mx.fast.rms_norm(x, self.weight, self.eps) * nn.silu(gates.astype(mx.float32))
         return x.astype(gates.dtype)
 
 
 class GatedDeltaNet(nn.Module):
-    """Queries, keys and values pass through a short convolution, then the gated delta rule.
-    Subclasses define the input projections. projections: the names of those linear layers."""
+    """A gated delta net. Queries, keys and values pass through a short convolution, followed by the
+    gated delta rule. Subclasses define the input projections. projections: the names of these
+    linear layers."""
 
     projections: ClassVar[Sequence[str]]
 
@@ -151,7 +158,8 @@ class GatedDeltaNet(nn.Module):
 
     @property
     def shard_spec(self) -> ShardSpec:
-        """Divided by key heads, with all that belongs to them."""
+        """Returns the shard spec. The net is divided by key heads, together with the parts that
+        belong to them."""
         kinds = (self.key_width, 2 * self.key_width)
         return ShardSpec(
             column_parallel=self.projections,
@@ -162,12 +170,13 @@ class GatedDeltaNet(nn.Module):
         )
 
     def project(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        """[B, L, D] -> queries, keys and values concatenated [B, L, 2 keys + values]; output gates
-        [B, L, values]; logits of the step sizes and of the decay, each [B, L, Hv]."""
+        """Maps [B, L, D] to queries, keys and values, concatenated [B, L, 2 keys + values]; output
+        gates [B, L, values]; and the logits of the step sizes and of the decay, each [B, L, Hv]."""
         raise NotImplementedError
 
     def __call__(self, x: mx.array, kv: RecurrentCache) -> mx.array:
-        """Slots of the cache: the convolution's tail, and the state of the delta rule."""
+        """Computes the layer. The slots of the cache contain the tail of the convolution and the
+        state of the delta rule."""
         batch, length, _ = x.shape
         mixed, gates, steps, fading = self.project(x)
         mixed, kv[0] = self.conv1d(mixed, kv[0])
@@ -177,7 +186,7 @@ class GatedDeltaNet(nn.Module):
         state = kv[1]
         if state is None:
             state = mx.zeros((batch, self.value_heads, self.value_size, self.key_size))
-        said, kv[1] = gated_delta(
+        outputs, kv[1] = gated_delta(
             _l2_normalize(queries.reshape(batch, length, self.key_heads, -1), self.key_size**-0.5),
             _l2_normalize(keys.reshape(batch, length, self.key_heads, -1), 1.0),
             values.reshape(batch, length, self.value_heads, -1),
@@ -187,13 +196,13 @@ class GatedDeltaNet(nn.Module):
             state,
         )
         kv.advance(length)
-        said = self.norm(said, gates.reshape(said.shape))
-        return self.out_proj(said.reshape(batch, length, -1))
+        outputs = self.norm(outputs, gates.reshape(outputs.shape))
+        return self.out_proj(outputs.reshape(batch, length, -1))
 
 
 class FusedGatedDeltaNet(GatedDeltaNet):
-    """One projection for queries, keys, values and gates, and one for steps and decay; the outputs
-    of each are grouped by key head."""
+    """A delta net with one projection for queries, keys, values and gates, and one for steps and
+    decay. The outputs of each projection are grouped by key head."""
 
     projections: ClassVar[Sequence[str]] = ("in_proj_qkvz", "in_proj_ba")
 
@@ -241,7 +250,7 @@ class LinearAttentionBlock(nn.Module):
 
 
 class Model(decoder.CausalLM):
-    # the delta rule is computed in chunks for a prompt, position by position in a decode step
+    # the delta rule is computed in chunks for a prompt, and position by position in a decode step
     batch_invariant: ClassVar[bool] = False
 
     def __init__(
@@ -259,18 +268,19 @@ class Model(decoder.CausalLM):
         super().__init__(config, decoder.Backbone(config, blocks))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Drops the heads for multi-token prediction (`mtp`). A checkpoint whose convolutions have
-        the original layout is an original one, so one is added to its norm weights."""
+        """Drops the heads for multi-token prediction (`mtp`). If the convolutions of a checkpoint
+        have the original layout, the checkpoint is an original one, and one is added to its norm
+        weights."""
         weights = {name: a for name, a in weights.items() if "mtp" not in name.split(".")}
         if is_channels_first(weights, ".conv1d.weight"):
             weights = {
-                name: array + 1 if name.endswith(_ZERO_CENTRED) else array
+                name: array + 1 if name.endswith(_ZERO_CENTERED) else array
                 for name, array in channels_last(weights, ".conv1d.weight").items()
             }
         return super().sanitize(stack_experts(weights))
 
 
 def _l2_normalize(x: mx.array, norm: float) -> mx.array:
-    """Scales each vector [D] to length `norm`."""
+    """Scales each [D] slice along the last axis to length `norm`."""
     size = x.shape[-1]
     return mx.fast.rms_norm(x, None, 1e-6 / size) * (norm * size**-0.5)

@@ -1,6 +1,7 @@
 """The cache of a recurrent layer.
 
-Knows: tensors. Must not know: tokens, requests, policies. Implements the interface of models/kv.py.
+Knows: tensors. Must not know: tokens, requests, policies. The cache implements the interface of
+models/kv.py.
 """
 
 from collections.abc import Sequence
@@ -12,10 +13,11 @@ from models.batch_cache import BatchRecurrentCache
 
 
 class RecurrentCache:
-    """States that summarize the whole past (convolution tails, delta-rule matrices), by slot.
+    """States that summarize the whole past, such as convolution tails and delta-rule matrices, by
+    slot.
 
-    They cannot be trimmed, only copied before they advance. Accumulating states should be float32,
-    whatever the activations are.
+    States cannot be trimmed. They can only be copied before they advance. States that accumulate
+    should be float32, whatever the type of the activations is.
     """
 
     sliceable = False
@@ -31,7 +33,7 @@ class RecurrentCache:
         self._slots[slot] = value
 
     def advance(self, length: int) -> None:
-        """The slots now include `length` more positions."""
+        """Advances the offset. The slots now include `length` more positions."""
         self.offset += length
 
     @property
@@ -45,16 +47,16 @@ class RecurrentCache:
         assert self.can_trim(count)
 
     def reserve(self, length: int) -> None:
-        """Does nothing: a state does not grow."""
+        """Does nothing, because a state does not grow."""
 
     def estimate_nbytes(self, length: int, chunk: int) -> int:
         return self.nbytes
 
     def slice(self, start: int, end: int) -> NoReturn:
-        raise AssertionError("a recurrent state is a whole")
+        raise AssertionError("a recurrent state cannot be sliced")
 
     def append(self, other: "RecurrentCache", start: int, end: int) -> NoReturn:
-        raise AssertionError("a recurrent state is a whole")
+        raise AssertionError("a recurrent state cannot be appended to")
 
     def make_batch(
         self, rows: Sequence["RecurrentCache"], offsets: mx.array
@@ -64,8 +66,8 @@ class RecurrentCache:
     def copy(self) -> "RecurrentCache":
         twin = RecurrentCache(len(self._slots))
         twin.offset = self.offset
-        # states are replaced, never modified, so the copy may share them; contiguous copies a state
-        # that is a view of a whole batch, which it would keep in memory
+        # States are replaced and never modified, so the copy may share them. A state may be a view
+        # of a whole batch, which the copy would keep in memory. `contiguous` copies such a state.
         twin._slots = [None if state is None else mx.contiguous(state) for state in self._slots]
         return twin
 

@@ -1,11 +1,11 @@
 """Rotary position embeddings and their scaling methods.
 
-Knows: the keys of config.json's `rope_scaling` / `rope_parameters`. Must not know: layers.
+Knows: the keys of `rope_scaling` and `rope_parameters` in config.json. Must not know: layers.
 
-Source of the formulas: Su et al. 2021 (RoPE); position interpolation, Chen et al. 2023 (linear);
+Sources of the formulas: Su et al. 2021 (RoPE); position interpolation, Chen et al. 2023 (linear);
 Peng et al. 2023 (yarn); Ding et al. 2024 (longrope); Llama 3.1's released config (llama3); Wang et
 al. 2024 (mrope). Parameter names and defaults are those of Hugging Face transformers,
-`modeling_rope_utils.py`, since checkpoints are written for it.
+`modeling_rope_utils.py`, because checkpoints are written for this library.
 """
 
 import math
@@ -23,8 +23,9 @@ Scaling = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """Rotates the first `dims` dimensions of each head: pairs of dimensions half a head apart (as
-    HF Llama does), or, if traditional, adjacent ones (as in the paper).
+    """Rotates the first `dims` dimensions of each head. It rotates pairs of dimensions half a head
+    apart, as in Hugging Face's Llama. If traditional is True, it rotates adjacent dimensions, as in
+    the paper.
 
     periods: [dims / 2], positions per radian, 1 / inv_freq. magnitude: the factor of cosine and
     sine in yarn and longrope.
@@ -36,14 +37,14 @@ class Rope:
     traditional: bool = False
 
     def __call__(self, x: mx.array, offset: int | mx.array) -> mx.array:
-        """x [B, H, L, D], with its first position at `offset` (or [B], one per row) -> x,
-        rotated."""
+        """Rotates x [B, H, L, D]. offset: the position of the first element of L, or [B] with one
+        position per row."""
         return self._rotate(x, offset, self.magnitude)
 
     def rerotate(self, x: mx.array, positions: int) -> mx.array:
-        """x [B, H, L, D], already rotated -> rotated as if each position were higher by
+        """Rotates x [B, H, L, D], which is already rotated, as if each position were higher by
         `positions`."""
-        # each position as a sequence of its own that begins at `positions`
+        # each position becomes a separate sequence that begins at `positions`
         each = x.reshape(-1, 1, 1, x.shape[-1])
         return self._rotate(each, positions, 1.0).reshape(x.shape)
 
@@ -92,8 +93,9 @@ def make_rope(
     scaling: Scaling | None = None,
     traditional: bool = False,
 ) -> Rope:
-    """dims: number of rotated dimensions per head. scaling: the object in config.json, or None.
-    Raises ModelError for an unsupported scaling type, or one with missing keys."""
+    """Returns the rotary embedding for a config. dims: the number of rotated dimensions per head.
+    scaling: the object in config.json, or None. Raises ModelError for an unsupported scaling type,
+    or for a scaling object with missing keys."""
     if dims < 2 or dims % 2:
         raise ModelError(
             f"cannot rotate {dims} dimensions of a head: the number must be even and positive"
@@ -102,7 +104,8 @@ def make_rope(
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if not isinstance(kind, str) or kind not in _ROPE_TYPES:
         raise ModelError(
-            f"rope scaling {kind!r} is not supported (known: {', '.join(sorted(_ROPE_TYPES))})"
+            f"rope scaling {kind!r} is not supported; "
+            f"supported values: {', '.join(sorted(_ROPE_TYPES))}"
         )
     try:
         inverse, magnitude = _ROPE_TYPES[kind](
@@ -112,16 +115,17 @@ def make_rope(
     except KeyError as missing:
         raise ModelError(f"rope scaling {kind!r} lacks {missing}") from None
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise ModelError(f"rope scaling {kind!r} cannot be used: {error}") from error
+        raise ModelError(f"rope scaling {kind!r} is invalid: {error}") from error
     return Rope(dims=dims, periods=periods, magnitude=magnitude, traditional=traditional)
 
 
 def rope_settings(config: Any, layer_type: str | None = None) -> tuple[float, Scaling | None]:
-    """(theta, scaling) from either form of config: `rope_theta` + `rope_scaling`, or the newer
-    `rope_parameters`, which contains both, or one such object per layer type.
+    """Returns (theta, scaling) from either form of config. The older form is `rope_theta` and
+    `rope_scaling`. The newer form is `rope_parameters`, which contains both, or one such object per
+    layer type.
 
-    layer_type: "full_attention", for example; None for a model whose layers are all alike. Raises
-    ModelError if `rope_parameters` has no entry for that type.
+    layer_type: for example "full_attention"; None for a model whose layers are all of one type.
+    Raises ModelError if `rope_parameters` has no entry for that type.
     """
     parameters = config.rope_parameters or {}
     if any(isinstance(own, Mapping) for own in parameters.values()):
@@ -155,8 +159,9 @@ def _linear(
 
 
 def _dynamic(inverse: InverseFrequencies, *_: Any) -> ScaledFrequencies:
-    """Dynamic NTK does not change positions below max_position_embeddings, and changes all angles
-    with each position above. We serve at most the context in the config, so it never applies: keys
+    """Returns unscaled frequencies. Dynamic NTK does not change positions below
+    max_position_embeddings, and changes all angles with each position above it. The server never
+    exceeds the context length in the config, so dynamic NTK never applies. Otherwise keys that were
     rotated for different lengths would not be comparable (docs/decisions/models.md)."""
     return inverse, 1.0
 
@@ -164,7 +169,8 @@ def _dynamic(inverse: InverseFrequencies, *_: Any) -> ScaledFrequencies:
 def _llama3(
     inverse: InverseFrequencies, _d: int, _t: float, _m: int, scaling: Scaling
 ) -> ScaledFrequencies:
-    """Divides low frequencies by the factor, keeps high ones, and interpolates between."""
+    """Divides low frequencies by the factor, keeps high frequencies, and interpolates between
+    them."""
     factor = scaling["factor"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = scaling["original_max_position_embeddings"]
@@ -185,7 +191,8 @@ def _yarn(
     inverse: InverseFrequencies, dims: int, theta: float, max_positions: int, scaling: Scaling
 ) -> ScaledFrequencies:
     """Interpolates the dimensions that turn less than beta_slow times over the original context,
-    keeps those that turn more than beta_fast times, with a linear ramp between."""
+    and keeps the dimensions that turn more than beta_fast times. Between them, a linear ramp is
+    used."""
     factor = scaling["factor"]
     original = scaling.get("original_max_position_embeddings") or max_positions
 
@@ -219,14 +226,16 @@ def _magnitude(factor: float, scaling: Scaling) -> float:
 def _longrope(
     inverse: InverseFrequencies, _d: int, _t: float, max_positions: int, scaling: Scaling
 ) -> ScaledFrequencies:
-    """Each dimension has its own factor: one list for contexts up to the original length, another
-    for longer ones. We use the long list for all lengths, as mlx-lm does: cached keys rotated by
-    one list could not be compared with queries rotated by the other. transformers chooses the list
-    by the current length in each forward pass, so results differ while a sequence is short
-    (docs/decisions/models.md)."""
+    """Scales each dimension by its own factor. There is one list of factors for contexts up to the
+    original length, and another list for longer contexts. Like mlx-lm, this function uses the long
+    list for all lengths. Cached keys that were rotated with one list could not be compared with
+    queries that were rotated with the other. transformers selects the list by the current length in
+    each forward pass, so results differ while a sequence is short (docs/decisions/models.md)."""
     stretches, original = scaling["long_factor"], scaling["original_max_position_embeddings"]
     if len(stretches) != len(inverse):
-        raise ValueError(f"long_factor has {len(stretches)} numbers, expected {len(inverse)}")
+        raise ValueError(
+            f"long_factor has {len(stretches)} numbers, but {len(inverse)} are required"
+        )
     factor = scaling.get("factor") or max_positions / original
     magnitude = scaling.get("attention_factor")
     if magnitude is None:
@@ -238,7 +247,7 @@ _ROPE_TYPES: Mapping[
     str, Callable[[InverseFrequencies, int, float, int, Scaling], ScaledFrequencies]
 ] = {
     "default": _default,
-    # image patches have three positions; those of text are equal
+    # image patches have three positions; for text, all three are equal
     "mrope": _default,
     "linear": _linear,
     "dynamic": _dynamic,

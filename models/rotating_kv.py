@@ -1,6 +1,7 @@
 """The cache of a layer with sliding window attention.
 
-Knows: tensors. Must not know: tokens, requests, policies. Implements the interface of models/kv.py.
+Knows: tensors. Must not know: tokens, requests, policies. The cache implements the interface of
+models/kv.py.
 """
 
 from collections.abc import Sequence
@@ -23,10 +24,11 @@ class RotatingKVCache(KVBuffers):
         ring       [ .... newest | oldest ......... ]               head = slot of the oldest,
                                                                      length = window
 
-    A single new position overwrites the oldest slot. Several are appended after the last window-1
-    positions in order, so that the first of them can attend to its whole window; the next single
-    write drops the excess. Attention does not depend on the order (positions are in the keys'
-    rotation); only masks do, and a mask is only needed for a buffer in order.
+    A single new position overwrites the oldest slot. Several new positions are appended in order
+    after the last window-1 positions, so that the first of them can attend to its whole window. The
+    next write of a single position drops the excess. Attention does not depend on the order,
+    because the rotation of the keys contains their positions. Only masks depend on it, and a mask
+    is only needed for a buffer in order.
     """
 
     sliceable = False
@@ -49,7 +51,8 @@ class RotatingKVCache(KVBuffers):
         return (keys <= queries) & (keys > queries - self.window)
 
     def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append [B, H, L, D] keys and values; returns all that the L queries may attend to."""
+        """Appends keys and values [B, H, L, D]. Returns all keys and values that the L queries may
+        attend to."""
         count = keys.shape[2]
         slot = self.allocate_slots(keys, values).write_slot
         assert self._keys is not None
@@ -71,14 +74,14 @@ class RotatingKVCache(KVBuffers):
         )
 
     def reserve(self, length: int) -> None:
-        """Does nothing: the size is bounded by the window."""
+        """Does nothing, because the window limits the size."""
 
     def estimate_nbytes(self, length: int, chunk: int) -> int:
         most = min(round_up_to_step(length + length // 2), round_up_to_step(self.window) + chunk)
         return self.position_bytes() * most
 
     def can_trim(self, count: int) -> bool:
-        """Whether all positions that a query after the trim may attend to are still stored.
+        """Returns whether all positions that a query after the trim may attend to are still stored.
 
         held:   [offset - length, offset)
         needed: [max(0, cut - (window - 1)), cut)     where cut = offset - count
@@ -103,16 +106,16 @@ class RotatingKVCache(KVBuffers):
         return twin
 
     def slice(self, start: int, end: int) -> NoReturn:
-        raise AssertionError("a windowed cache is a whole")
+        raise AssertionError("a windowed cache cannot be sliced")
 
     def append(self, other: "RotatingKVCache", start: int, end: int) -> NoReturn:
-        raise AssertionError("a windowed cache is a whole")
+        raise AssertionError("a windowed cache cannot be appended to")
 
     def make_batch(self, rows: Sequence["RotatingKVCache"], offsets: mx.array) -> BatchKVCache:
         return BatchKVCache(rows, offsets)
 
     def _allocate_one(self, keys: mx.array, values: mx.array) -> int:
-        """The slot of one more position."""
+        """Returns the slot of one more position."""
         if self._length > self.window:
             self._keep_last(self.window)
         if self._length < self.window:
@@ -126,7 +129,7 @@ class RotatingKVCache(KVBuffers):
         return slot
 
     def _allocate_many(self, keys: mx.array, values: mx.array) -> int:
-        """The first slot of several more positions."""
+        """Returns the first slot of several more positions."""
         self._keep_last(self.window - 1)
         slot = self._length
         self._length += keys.shape[2]
@@ -136,7 +139,7 @@ class RotatingKVCache(KVBuffers):
         return slot
 
     def _shrink_to_window(self) -> None:
-        """A ring has no spare capacity after its last slot."""
+        """Drops the spare capacity, because a ring has none after its last slot."""
         assert self._keys is not None
         assert self._values is not None
         if self._keys.shape[2] != self.window:
@@ -168,7 +171,7 @@ class RotatingKVCache(KVBuffers):
         drop = self._length - count
         if drop <= 0 or self._keys is None or self._values is None:
             return
-        # contiguous: a slice would keep the long buffer in memory
+        # contiguous, because a slice would keep the long buffer in memory
         self._keys = mx.contiguous(self._keys[..., drop : self._length, :])
         self._values = mx.contiguous(self._values[..., drop : self._length, :])
         self._length = count

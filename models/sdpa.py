@@ -23,13 +23,13 @@ def scaled_dot_product_attention(
     sinks: mx.array | None = None,
     softcap: float | None = None,
 ) -> mx.array:
-    """softmax(scale * Q K^T + mask) V.
+    """Computes softmax(scale * Q K^T + mask) V and returns [B, Hq, L, Dv].
 
-    queries [B, Hq, L, D], keys [B, Hkv, S, D] and values [B, Hkv, S, Dv], Hq a multiple of Hkv ->
-    [B, Hq, L, Dv]. mask: "causal" aligns the last query with the last key. sinks: [Hq], the logit
-    of a virtual key that every query attends to and whose value is zero (Xiao et al. 2023;
-    gpt-oss). softcap: scores become softcap * tanh(score / softcap) before the mask (Gemma 2); not
-    together with sinks.
+    queries: [B, Hq, L, D]. keys: [B, Hkv, S, D]. values: [B, Hkv, S, Dv]. Hq must be a multiple of
+    Hkv. mask: "causal" aligns the last query with the last key. sinks: [Hq], the logit of a virtual
+    key that every query attends to and whose value is zero (Xiao et al. 2023; gpt-oss). softcap:
+    scores become softcap * tanh(score / softcap) before the mask (Gemma 2). It cannot be combined
+    with sinks.
     """
     ops = kernels.ops(queries, keys, values)
     if ops is not None and not isinstance(mask, mx.array):

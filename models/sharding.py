@@ -1,22 +1,23 @@
-"""Tensor parallelism: divides a model's weights among ranks.
+"""Tensor parallelism. This module divides a model's weights among ranks.
 
-Knows: modules, the axes of their parameters, how a module declares its sharding. Must not know: how
-ranks communicate, architectures.
+Knows: modules, the axes of their parameters, the sharding that a module declares. Must not know:
+the communication of ranks, architectures.
 
 As in Shoeybi et al. 2019 ("Megatron-LM", section 3), each rank has some of the attention heads and
-part of an MLP's inner width, so a layer needs two sums.
+part of an MLP's inner width. Therefore a layer needs two sums.
 
     x ──> rows of W ──> own heads, own inner width ──> columns of W ──> all_sum ──> y
     whole               1/n                            partial sum                  whole
 
-Embeddings, norms, routers, the head and the residual stream are replicated. A bias after a sum is
-added by rank 0 only.
+Embeddings, norms, routers, the head and the residual stream are replicated. Only rank 0 adds a bias
+after a sum.
 
-A module declares with the attribute `shard_spec` how it is divided, so architectures made of such
-modules need no code here. Weights need not be loaded: only a rank's part will be read, and
-quantized weights are split between groups. (mlx.nn.layers.distributed has sharded versions of two
-kinds of layers only, each with a sum of its own: not of experts, whose outputs are added before the
-sum, nor of layers with a global scale. Here layers keep their types.)
+A module declares its sharding with the attribute `shard_spec`, so architectures that consist of
+such modules need no code here. Weights need not be loaded. Only a rank's part will be read, and
+quantized weights are split between groups. mlx.nn.layers.distributed is not used, because it has
+sharded versions of only two kinds of layers, each with a separate sum. It supports neither experts,
+whose outputs are added before the sum, nor layers with a global scale. In this module, layers keep
+their types.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,16 +29,16 @@ import mlx.nn as nn
 
 from models.base import Model, ModelError
 
-# parameters of a linear layer whose last two axes are its outputs and its inputs (or groups of
+# the parameters of a linear layer whose last two axes are its outputs and its inputs (or groups of
 # inputs)
 _MATRIX_PARAMETERS = ("weight", "scales", "biases")
 
-# modules of a block that are replicated without a declaration
+# the modules of a block that are replicated without a declaration
 _REPLICATED_TYPES = (nn.RMSNorm, nn.LayerNorm)
 
 
 class TensorParallelGroup(Protocol):
-    """The group of ranks. rank: of this process, from 0. size: number of ranks."""
+    """The group of ranks. rank: the rank of this process, from 0. size: the number of ranks."""
 
     @property
     def rank(self) -> int: ...
@@ -46,21 +47,22 @@ class TensorParallelGroup(Protocol):
     def size(self) -> int: ...
 
     def all_sum(self, x: mx.array) -> mx.array:
-        """The sum over all ranks, bitwise equal on each. Lazy; all ranks must evaluate it."""
+        """Returns the sum over all ranks, which is bit-identical on each rank. It is lazy, and all
+        ranks must evaluate it."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSpec:
-    """How a module is divided, by the names of its children and parameters; the others are
+    """The division of a module, by the names of its children and parameters. All others are
     replicated.
 
     column_parallel: linear layers whose outputs are divided. row_parallel: linear layers whose
-    inputs are divided, and whose outputs are partial sums. first_axis: modules and parameters whose
-    first axis is divided. segments: for those of these that are concatenations, each part of which
-    is divided separately: the split points, as in `mx.split`. counts: attributes that are numbers,
-    or lists of numbers, to divide. partial_sum: the module's output is the partial sum, so its
-    row-parallel layers are not summed.
+    inputs are divided and whose outputs are partial sums. first_axis: modules and parameters whose
+    first axis is divided. segments: the split points, as in `mx.split`, of those that are
+    concatenations. Each segment is divided separately. counts: attributes to divide, which are
+    numbers or lists of numbers. partial_sum: whether the output of the module is the partial sum,
+    so that its row-parallel layers are not summed.
     """
 
     column_parallel: Sequence[str] = ()
@@ -81,7 +83,7 @@ ATTENTION_SHARDS = ShardSpec(
     counts=("heads", "kv_heads"),
 )
 
-# a gated MLP, or many of them stacked
+# a gated MLP, or a stack of gated MLPs
 MLP_SHARDS = ShardSpec(column_parallel=("gate_proj", "up_proj"), row_parallel=("down_proj",))
 
 
@@ -99,7 +101,7 @@ class AllSum(nn.Module):
 
 
 def shard_model(model: Model, group: TensorParallelGroup, model_type: str) -> None:
-    """Reduce `model` to this rank's part, in place; nothing is evaluated.
+    """Reduces `model` to this rank's part, in place. Nothing is evaluated.
 
     Raises ModelError for a model with a module that does not declare its sharding, and for sizes
     that are not divisible by the number of ranks.
@@ -107,7 +109,7 @@ def shard_model(model: Model, group: TensorParallelGroup, model_type: str) -> No
     layers: Any = getattr(getattr(model, "model", None), "layers", None)
     if not isinstance(layers, list):
         raise ModelError(
-            f"model_type {model_type!r} cannot be sharded: it runs through mlx-lm's class"
+            f"model_type {model_type!r} cannot be sharded, because it runs through mlx-lm's class"
         )
     try:
         for number, layer in enumerate(layers):
@@ -117,7 +119,7 @@ def shard_model(model: Model, group: TensorParallelGroup, model_type: str) -> No
 
 
 def _shard_block(block: Any, group: TensorParallelGroup, path: str) -> None:
-    """Shard each child of one layer of the stack."""
+    """Shards each child of one layer of the stack."""
     for name, part in list(block.children().items()):
         if isinstance(part, _REPLICATED_TYPES):
             continue
@@ -127,10 +129,10 @@ def _shard_block(block: Any, group: TensorParallelGroup, path: str) -> None:
 
 
 def _shard_module(part: Any, group: TensorParallelGroup, path: str) -> Any:
-    """The sharded module, wrapped in AllSum if its output is a partial sum."""
-    # read before anything changes: it may be computed from counts
+    """Returns the sharded module, wrapped in AllSum if its output is a partial sum."""
+    # read before anything changes, because it may be computed from counts
     spec: ShardSpec = part.shard_spec
-    # counts first, because an error about heads is clearer than one about rows
+    # counts come first, because an error about heads is clearer than an error about rows
     counts = {name: _divide_count(getattr(part, name), group, path, name) for name in spec.counts}
     for name, inner in list(part.children().items()):
         if getattr(inner, "shard_spec", None) is not None:
@@ -151,7 +153,7 @@ def _shard_module(part: Any, group: TensorParallelGroup, path: str) -> Any:
 def _shard_outputs(
     layer: Any, group: TensorParallelGroup, path: str, split_points: Sequence[int]
 ) -> None:
-    """[.., out, in] -> [.., out / n, in]."""
+    """Shards [.., out, in] to [.., out / n, in]."""
     for name in _MATRIX_PARAMETERS:
         if name in layer:
             layer[name] = _take_shard(layer[name], -2, group, path, split_points)
@@ -160,12 +162,12 @@ def _shard_outputs(
 
 
 def _shard_inputs(layer: Any, group: TensorParallelGroup, path: str) -> None:
-    """[.., out, in] -> [.., out, in / n], quantized weights in whole groups."""
+    """Shards [.., out, in] to [.., out, in / n]. Quantized weights are split in whole groups."""
     groups = layer.get("scales")
     if groups is not None and groups.shape[-1] % group.size:
         width = groups.shape[-1] * layer.group_size
         raise ModelError(
-            f"{path} takes {width} inputs, quantised in groups of {layer.group_size}: the groups "
+            f"{path} has {width} inputs, quantized in groups of {layer.group_size}: the groups "
             f"cannot be split over {group.size} ranks"
         )
     for name in _MATRIX_PARAMETERS:
@@ -178,31 +180,31 @@ def _shard_inputs(layer: Any, group: TensorParallelGroup, path: str) -> None:
 def _shard_first_axis(
     part: Any, name: str, group: TensorParallelGroup, path: str, split_points: Sequence[int]
 ) -> None:
-    held = part[name]
-    if isinstance(held, mx.array):
-        part[name] = _take_shard(held, 0, group, path, split_points)
+    parameter = part[name]
+    if isinstance(parameter, mx.array):
+        part[name] = _take_shard(parameter, 0, group, path, split_points)
         return
-    for inner, array in list(held.items()):
+    for inner, array in list(parameter.items()):
         if isinstance(array, mx.array):
-            held[inner] = _take_shard(array, 0, group, path, split_points)
+            parameter[inner] = _take_shard(array, 0, group, path, split_points)
 
 
 def _take_shard(
     array: mx.array, axis: int, group: TensorParallelGroup, path: str, split_points: Sequence[int]
 ) -> mx.array:
-    """This rank's part of each segment of the axis."""
+    """Returns this rank's part of each segment of the axis."""
     what = "inputs" if axis == -1 else "outputs"
     parts = list[mx.array]()
     for segment in mx.split(array, list(split_points), axis=axis):
         length = _divide_count(segment.shape[axis], group, path, what)
         start = group.rank * length
         parts.append(mx.split(segment, [start, start + length], axis=axis)[1])
-    # contiguous: a slice would keep the whole array in memory
+    # contiguous, because a slice would keep the whole array in memory
     return mx.contiguous(mx.concatenate(parts, axis=axis) if len(parts) > 1 else parts[0])
 
 
 def _divide_count(count: Any, group: TensorParallelGroup, path: str, unit: str) -> Any:
-    """A rank's part of a number, or of each number of a list."""
+    """Returns a rank's part of a number, or of each number of a list."""
     if isinstance(count, list):
         return [_divide_count(each, group, path, unit) for each in count]
     if count % group.size:

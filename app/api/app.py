@@ -1,9 +1,11 @@
 """The ASGI application: routes, middleware and error responses.
 
-Knows: Starlette's exception handlers, the order of the middleware in app/http, where dialects are
-found. Must not know: what a dialect reads or writes, how `generate` is built, where keys come from.
+Knows: Starlette's exception handlers, the order of the middleware in app/http, the discovery of
+dialects. Must not know: the formats of dialects, the construction of `generate`, the origin of
+keys.
 
-A dialect is a module below app/api with a function `routes(generate, models, settings, bodies)`.
+A dialect is a module below app/api with a function `routes(generate, models, settings, bodies)`,
+and with ERRORS if its error responses differ from OpenAI's (app/http/errors.py:DialectErrors).
 Dialects are discovered by this name; they are not listed anywhere.
 """
 
@@ -31,18 +33,19 @@ from app.core.observers import ObservedGenerate
 from app.core.ports import Generate, Models
 from app.core.request_context import RequestContextObserver
 from app.core.server_stats import ConnectionStats, EventLoopLag
-from app.core.settings import LOOPBACK_ORIGIN_REGEX, Settings
+from app.core.settings import Settings
 from app.core.thread_pools import ThreadPools
 from app.http.api_keys import Keyring
 from app.http.auth import AuthMiddleware
 from app.http.body import RequestBodies
+from app.http.errors import DialectErrors, error_response
 from app.http.host import AllowedHosts, HostCheckMiddleware
-from app.http.origin import AllowedOrigins, OriginCheckMiddleware
+from app.http.origin import LOOPBACK_ORIGIN_REGEX, AllowedOrigins, OriginCheckMiddleware
 from app.http.request_id import REQUEST_ID_HEADER, RequestIdMiddleware
-from app.http.responses import ClientDisconnected, error_response
+from app.http.streaming import ClientDisconnected
 
-# Headers that OpenAI's SDK sends from browsers, which a page may send only if the preflight allows
-# them, and the request id header.
+# The headers that OpenAI's SDK sends from browsers, and the request ID header. A page may send them
+# only if the preflight allows them.
 SDK_HEADERS = (
     "Authorization",
     "Content-Type",
@@ -69,16 +72,16 @@ SDK_HEADERS = (
 )
 
 
-# Response headers that a page may read. OpenAI's SDK reads both.
+# The response headers that a page may read. OpenAI's SDK reads both.
 EXPOSED_HEADERS = (REQUEST_ID_HEADER, "Retry-After")
 
 
 class _Application(Starlette):
     """Starlette with middleware outside its error handler.
 
-    outer_middleware: middleware that every response passes through. Starlette's own middleware list
-    runs inside its error handler, so error responses would lack the CORS headers and the request
-    id.
+    outer_middleware: the middleware that every response passes through. Starlette's own middleware
+    list runs inside its error handler, so error responses would lack the CORS headers and the
+    request ID.
     """
 
     def __init__(
@@ -107,7 +110,7 @@ def _cors_middleware(settings: Settings) -> Middleware:
         allow_methods=("GET", "POST", "DELETE"),
         allow_headers=SDK_HEADERS,
         expose_headers=EXPOSED_HEADERS,
-        # an allowed page may call this server from another network
+        # allowed pages may call this server from another network
         allow_private_network=True,
     )
 
@@ -124,10 +127,10 @@ def build_app(
 ) -> Starlette:
     """Builds the application.
 
-    keyring: API keys; None disables authentication. traffic: counters of responses; None creates
-    new ones. workers: thread pools; None creates new ones. lag: lag of the event loop; None creates
-    one that is never updated. Raises AppError(INVALID) for invalid host names or origins in the
-    settings.
+    keyring: the API keys; None disables authentication. traffic: the counters of responses; None
+    creates new ones. workers: the thread pools; None creates new ones. lag: the lag of the event
+    loop; None creates one that is never updated. Raises AppError(INVALID) for invalid host names or
+    origins in the settings.
     """
     origins = AllowedOrigins.from_settings(settings)
     counted = ConnectionStats() if traffic is None else traffic
@@ -135,10 +138,10 @@ def build_app(
         routes=build_routes(
             generate, models, settings, counted, workers or ThreadPools(), lag or EventLoopLag()
         ),
-        # CORS before authentication: browsers send no key with a preflight, and an allowed page may
-        # also read the error response
+        # CORS precedes authentication, because browsers send no key with a preflight, and an
+        # allowed page may also read the error response
         outer_middleware=[
-            Middleware(RequestIdMiddleware, counted),
+            Middleware(RequestIdMiddleware, counted, _find_error_formats()),
             Middleware(HostCheckMiddleware, AllowedHosts.from_settings(settings)),
             _cors_middleware(settings),
             Middleware(OriginCheckMiddleware, origins),
@@ -152,7 +155,8 @@ def build_app(
         },
         lifespan=lifespan,
     )
-    # A path with a trailing slash is unknown: most clients would lose the body on a redirect.
+    # A path with a trailing slash is unknown, because most clients would lose the body on a
+    # redirect.
     app.router.redirect_slashes = False
     return app
 
@@ -163,21 +167,23 @@ async def _handle_app_error(request: Request, error: Exception) -> Response:
 
 
 async def _handle_disconnect(request: Request, error: Exception) -> Response:
-    """Builds a response that is never sent; the access log uses its status, nginx's 499."""
+    """Builds a response that is never sent. The access log uses its status, which is nginx's
+    499."""
     return Response(status_code=499)
 
 
 async def _handle_http_exception(request: Request, error: Exception) -> Response:
-    """Handles unknown paths and wrong methods, the only two cases that the router raises itself."""
+    """Handles unknown paths and wrong methods, which are the only two cases that the router itself
+    raises."""
     assert isinstance(error, HTTPException)
     where = f"{request.method[:20]} {quote_value(request.url.path)}"
     if error.status_code == 405:
         allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
-        told = AppError(
+        refusal = AppError(
             ErrorKind.METHOD_NOT_ALLOWED,
             f"method not allowed: {where}; this endpoint accepts {allowed}",
         )
-        return error_response(told, headers={"Allow": allowed})
+        return error_response(refusal, headers={"Allow": allowed})
     assert error.status_code == 404
     return error_response(
         AppError(ErrorKind.NOT_FOUND, f"no such endpoint: {where}; the API is under /v1")
@@ -185,8 +191,8 @@ async def _handle_http_exception(request: Request, error: Exception) -> Response
 
 
 async def _handle_unexpected(request: Request, error: Exception) -> Response:
-    """Handles an unexpected exception. Starlette raises it again for the server to log, so the
-    response contains no details."""
+    """Handles an unexpected exception. Starlette raises it again so that the server logs it; the
+    response therefore contains no details."""
     told = "internal error: see the server's log"
     return error_response(AppError(ErrorKind.ENGINE, told, code="internal_error"))
 
@@ -207,13 +213,21 @@ def build_routes(
         *health.health_routes(models, settings, front_end),
         *metrics.routes(),
     ]
-    for module in pkgutil.walk_packages([str(Path(__file__).parent)], f"{__package__}."):
-        dialect = import_module(module.name)
-        if callable(getattr(dialect, "routes", None)):
-            found += dialect.routes(watched, models, settings, bodies)
+    for dialect in _find_dialects():
+        found += dialect.routes(watched, models, settings, bodies)
     return found
 
 
+def _find_dialects() -> list[Any]:
+    names = pkgutil.walk_packages([str(Path(__file__).parent)], f"{__package__}.")
+    modules = [import_module(module.name) for module in names]
+    return [module for module in modules if callable(getattr(module, "routes", None))]
+
+
+def _find_error_formats() -> list[DialectErrors]:
+    return [dialect.ERRORS for dialect in _find_dialects() if hasattr(dialect, "ERRORS")]
+
+
 def _max_context_length(models: Models) -> int:
-    """Returns the largest context length of all models, in tokens."""
+    """Returns the maximum context length of all models, in tokens."""
     return max((card.context_length for card in models.list_models()), default=0)

@@ -1,7 +1,8 @@
 """OpenAI's embeddings endpoint: POST /v1/embeddings.
 
-Knows: every field that OpenAI documents for it, the encodings of vectors. Must not know: how
-vectors are computed, the model's vocabulary and context length (both are checked by the engine).
+Knows: every field that OpenAI documents for the endpoint, the encodings of embeddings. Must not
+know: the computation of embeddings, the model's vocabulary, the context length. The serving layer
+checks the vocabulary and the context length.
 
 Wire format: OpenAI's API reference, "Create embeddings".
 """
@@ -30,10 +31,12 @@ from app.api.openai.compat_fields import check_compat_fields
 from app.core.embeddings import Embeddings, EmbedInput, EmbedRequest, PoolingType
 from app.core.ports import Generate, Models, ResolvedModel
 from app.core.settings import Settings
+from app.http.auth import get_caller, is_admin
 from app.http.body import Body, RequestBodies
-from app.http.responses import JsonObject, cancel_on_disconnect, get_caller, is_admin, send_json
+from app.http.responses import JsonObject
+from app.http.streaming import cancel_on_disconnect, send_json
 
-# OpenAI's limit
+# the limit of OpenAI's API
 MAX_INPUTS = 2048
 
 Encoding = Literal["float", "base64"]
@@ -41,7 +44,7 @@ Encoding = Literal["float", "base64"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedEmbedRequest:
-    """A valid request and the encoding of its vectors."""
+    """A valid request and the encoding of its embeddings."""
 
     request: EmbedRequest
     encoding: Encoding
@@ -54,7 +57,7 @@ def routes(
 
 
 class EmbedEndpoint:
-    """An ASGI application for the endpoint. Cancels the request when the client disconnects."""
+    """An ASGI application for the endpoint. It cancels the request when the client disconnects."""
 
     def __init__(self, generate: Generate, models: Models, bodies: RequestBodies) -> None:
         self._generate = generate
@@ -84,7 +87,7 @@ class EmbedEndpoint:
 
 
 def parse_embeddings(body: object, model: str) -> ParsedEmbedRequest:
-    """Parses the body of POST /v1/embeddings. Raises AppError(INVALID)."""
+    """Parses the body of POST /v1/embeddings. Raises AppError(INVALID) for an invalid request."""
     fields = Fields.from_value(body)
     check_model(fields)
     inputs = _inputs(fields)
@@ -98,15 +101,15 @@ def parse_embeddings(body: object, model: str) -> ParsedEmbedRequest:
         ),
         encoding=_read_encoding(fields),
     )
-    fields.string("user")  # accepted, as documented, but not used
+    fields.string("user")  # accepted, as OpenAI documents it, but not used
     check_compat_fields(fields, "embeddings")
     fields.reject_unknown()
     return parsed
 
 
 def render_embeddings(parsed: ParsedEmbedRequest, embeddings: Embeddings) -> JsonObject:
-    """Builds the response body. Each vector is encoded to JSON separately, so that encoding blocks
-    other threads for no longer than one vector takes."""
+    """Builds the response body. Each embedding is encoded to JSON separately, so that encoding
+    never blocks other threads for longer than one embedding takes."""
     write = _as_base64 if parsed.encoding == "base64" else _as_floats
     return {
         "object": "list",
@@ -133,20 +136,20 @@ def _as_floats(vector: bytes) -> orjson.Fragment:
 
 
 def _inputs(fields: Fields) -> tuple[EmbedInput, ...]:
-    """Reads `input`: one text, one list of token ids, or a list of texts or of lists of token
-    ids."""
+    """Reads `input`, which is a text, a list of token IDs, or a list of texts or of lists of token
+    IDs."""
     value = fields.required("input")
     if isinstance(value, str):
         return (_input(value, "input"),)
     items = as_array(value)
     if not items:
-        wanted = "a string, a list of token ids, or a list of these"
+        wanted = "a string, a list of token IDs, or a list of these"
         raise invalid_request("input", f"input must be {wanted}, not {quote_value(value)}")
     if as_integer(items[0]) is not None:
         return (_input(items, "input"),)
     if len(items) > MAX_INPUTS:
         raise invalid_request(
-            "input", f"input must hold at most {MAX_INPUTS} texts, not {len(items)}"
+            "input", f"input must contain at most {MAX_INPUTS} texts, not {len(items)}"
         )
     return tuple(_input(item, f"input.{n}") for n, item in enumerate(items))
 
@@ -157,7 +160,7 @@ def _input(value: Any, at: str) -> EmbedInput:
     if ids := as_array(value):
         return EmbedInput(content=as_token_ids(ids, at), param=at)
     raise invalid_request(
-        at, f"{at} must be a text or a list of token ids, not {quote_value(value)}"
+        at, f"{at} must be a text or a list of token IDs, not {quote_value(value)}"
     )
 
 

@@ -1,9 +1,9 @@
-"""Readers for the fields of a JSON object; every field is either read or rejected.
+"""Readers for the fields of a JSON object. Every field is either read or rejected.
 
-Knows: JSON types, ranges, how to describe an invalid value and its path. Must not know: the fields
-of any dialect.
+Knows: JSON types, ranges, the description of an invalid value and its path. Must not know: the
+fields of any dialect.
 
-Null means absent everywhere.
+A field that is null is treated as absent everywhere.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from app.core.errors import AppError, ErrorKind, mark_client_text
 INT32_MAX = 2**31 - 1
 INT64 = (-(2**63), 2**63 - 1)
 
-# Integers up to this size survive a conversion to a float and back.
+# Integers up to this size are not changed by a conversion to a float and back.
 _MAX_EXACT_INTEGER = 2**53
 
 _MAX_ECHO_CHARS = 200
@@ -27,8 +27,8 @@ def invalid_request(param: str | None, message: str) -> AppError:
 
 
 def quote_value(value: object) -> str:
-    """Formats a value for an error message: short, without walking into nested containers. Strings
-    are marked as client data; null, booleans and numbers are not."""
+    """Formats a value for an error message. The result is short and omits the content of nested
+    containers. Strings are marked as client data; null, booleans and numbers are not."""
     match value:
         case None:
             return "null"
@@ -49,8 +49,8 @@ def quote_value(value: object) -> str:
 class Fields:
     """The fields of one JSON object. Read every known field, then call `reject_unknown`.
 
-    Every reader returns None for a field that is absent or null, and raises AppError(INVALID) with
-    the dotted path of the field if it is invalid.
+    Every reader returns None for a field that is absent or null. If a field is invalid, the reader
+    raises AppError(INVALID) with the dotted path of the field.
     """
 
     def __init__(self, values: Mapping[str, object], at: str = "") -> None:
@@ -60,7 +60,8 @@ class Fields:
 
     @staticmethod
     def from_value(value: object, at: str = "") -> "Fields":
-        """Raises AppError(INVALID) if the value is not an object."""
+        """Returns the fields of an object. Raises AppError(INVALID) if the value is not an
+        object."""
         if not isinstance(value, dict):
             raise invalid_request(
                 at, f"{at or 'the body'} must be an object, not {quote_value(value)}"
@@ -80,7 +81,7 @@ class Fields:
     def reject(self, name: str, *neutral: object, instead: str = "leave it out") -> None:
         """Rejects a known but unsupported field, unless its value has no effect.
 
-        neutral: values without an effect. instead: what the error message recommends.
+        neutral: values that have no effect. instead: the recommendation in the error message.
         """
         value = self.value(name)
         if value is None or any(_json_equal(value, allowed) for allowed in neutral):
@@ -128,8 +129,8 @@ class Fields:
         if value is None or value in choices:
             return value
         *most, last = map(repr, choices)
-        wanted = f"{', '.join(most)} or {last}" if most else last
-        raise self._invalid_value(name, wanted, value)
+        expected = f"{', '.join(most)} or {last}" if most else last
+        raise self._invalid_value(name, expected, value)
 
     def required_one_of(self, name: str, choices: Sequence[str]) -> str:
         self.required(name)
@@ -140,7 +141,7 @@ class Fields:
     def number(
         self, name: str, low: float, high: float, *, exclusive_low: bool = False
     ) -> float | None:
-        """Reads a number from `low` to `high`, both included; `exclusive_low` excludes `low`."""
+        """Reads a number from `low` to `high`, both inclusive. `exclusive_low` excludes `low`."""
         value = self.value(name)
         if value is None:
             return None
@@ -155,8 +156,8 @@ class Fields:
         return number
 
     def integer(self, name: str, low: int, high: int = INT64[1]) -> int | None:
-        """Reads an integer from `low` to `high`, both included. 3.0 is an integer, because JSON has
-        only one number type."""
+        """Reads an integer from `low` to `high`, both inclusive. 3.0 is an integer, because JSON
+        has only one number type."""
         value = self.value(name)
         if value is None:
             return None
@@ -173,7 +174,8 @@ class Fields:
         return array
 
     def strings(self, name: str, max_items: int) -> tuple[str, ...]:
-        """Reads a string or an array of strings, at most `max_items`, none empty; () if absent."""
+        """Reads a string or an array of strings. An array may contain at most `max_items` strings,
+        and none may be empty. Returns () if the field is absent."""
         value = self.value(name)
         if value is None:
             return ()
@@ -182,12 +184,12 @@ class Fields:
         path = self.path(name)
         if len(given) > max_items:
             raise invalid_request(
-                path, f"{path} must hold at most {max_items} strings, not {len(given)}"
+                path, f"{path} must contain at most {max_items} strings, not {len(given)}"
             )
         for item in given:
             if not isinstance(item, str) or not item:
-                wanted = "a string or an array of strings, none of them empty"
-                raise invalid_request(path, f"{path} must be {wanted}, not {quote_value(item)}")
+                expected = "a string or an array of strings, none of them empty"
+                raise invalid_request(path, f"{path} must be {expected}, not {quote_value(item)}")
         return tuple(cast("list[str]", given))
 
     def nested(self, name: str) -> "Fields | None":
@@ -195,19 +197,19 @@ class Fields:
         return None if value is None else Fields.from_value(value, self.path(name))
 
     def mapping(self, name: str) -> dict[str, Any] | None:
-        """Reads an object with arbitrary keys; its nesting is limited, so that recursion is
+        """Reads an object with arbitrary keys. Its nesting depth is limited, so that recursion is
         safe."""
         value = self.value(name)
         return None if value is None else as_mapping(value, self.path(name))
 
     def items(self) -> Iterable[tuple[str, Any]]:
-        """Yields all fields that are not null, for objects with arbitrary keys."""
+        """Yields all fields that are not null. Use it for objects with arbitrary keys."""
         self._known.update(self._values)
         return [(name, value) for name, value in self._values.items() if value is not None]
 
     def case_insensitive(self) -> "Fields":
         """Returns the same object with lower-case names. If two names become equal, the last value
-        that is not null wins."""
+        that is not null is used."""
         return Fields({name.lower(): value for name, value in self.items()}, self._at)
 
     def _invalid_value(self, name: str, expected: str, value: object) -> AppError:
@@ -219,8 +221,8 @@ def drop_nulls(value: Any) -> Any:
     """Returns the JSON value without fields that are null."""
     match value:
         case dict():
-            held = cast("dict[str, Any]", value)
-            return {name: drop_nulls(one) for name, one in held.items() if one is not None}
+            mapping = cast("dict[str, Any]", value)
+            return {name: drop_nulls(one) for name, one in mapping.items() if one is not None}
         case list():
             return [drop_nulls(one) for one in cast("list[Any]", value)]
         case _:
@@ -235,8 +237,8 @@ def as_number(value: object) -> float | None:
 
 
 def as_integer(value: object) -> int | None:
-    """Returns an integer or None. The parser converts integers beyond 64 bits to floats; these and
-    other floats that are not exact integers give None."""
+    """Returns an integer or None. The parser converts integers beyond 64 bits to floats. These and
+    all other floats that are not exact integers result in None."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int):
@@ -255,15 +257,16 @@ def as_mapping(value: object, path: str) -> dict[str, Any]:
     deeply for recursion."""
     Fields.from_value(value, path)
     try:
-        orjson.dumps(value)  # fails at 254 levels
+        orjson.dumps(value)  # fails beyond 254 levels
     except orjson.JSONEncodeError as error:
         raise invalid_request(path, f"{path} is nested too deeply") from error
     return cast("dict[str, Any]", value)
 
 
 def as_token_ids(values: list[object], path: str) -> tuple[int, ...]:
-    """Returns token ids, not yet checked against a vocabulary. Raises AppError(INVALID)."""
-    # A prompt may have a million ids: valid ones are checked in C, and the loop only finds the
+    """Returns token IDs, which are not yet checked against a vocabulary. Raises AppError(INVALID)
+    for an invalid value."""
+    # A prompt may have a million tokens. Valid IDs are checked in C, and the loop only finds the
     # invalid one.
     if set(map(type, values)) == {int}:
         numbers = cast("list[int]", values)
@@ -274,7 +277,7 @@ def as_token_ids(values: list[object], path: str) -> tuple[int, ...]:
         id_ = as_integer(value)
         if id_ is None or not 0 <= id_ <= INT32_MAX:
             raise invalid_request(
-                f"{path}.{n}", f"{path} must hold token ids, not {quote_value(value)}"
+                f"{path}.{n}", f"{path} must contain token IDs, not {quote_value(value)}"
             )
         ids.append(id_)
     return tuple(ids)
@@ -289,5 +292,5 @@ def _describe_integer_range(low: int, high: int) -> str:
 
 
 def _json_equal(value: object, allowed: object) -> bool:
-    """JSON equality: 1 and 1.0 are the same, 1 and true are not."""
+    """Returns whether two JSON values are equal. 1 and 1.0 are equal, but 1 and true are not."""
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)

@@ -1,7 +1,6 @@
-"""Load figures of the HTTP process: request bodies, work on threads, event loop lag.
+"""Load statistics of the HTTP process: request bodies, work on threads, event loop lag.
 
-Knows: where these figures are kept, their names in /v1/status. Must not know: how they are
-measured.
+Knows: the sources of these statistics, their names in /v1/status. Must not know: the measurements.
 """
 
 from dataclasses import dataclass
@@ -14,15 +13,16 @@ from app.http.responses import JsonObject
 
 @dataclass(frozen=True, slots=True)
 class FrontendStats:
-    """The figures of one server."""
+    """The load statistics of one server."""
 
     bodies: RequestBodies
     workers: ThreadPools
     lag: EventLoopLag
 
     def render(self) -> JsonObject:
-        """Returns the JSON object. LoopLag and LoopLagWorst are in seconds, current and maximum of
-        the last minute; BodyBytes are the bytes that count against the memory budget."""
+        """Returns the JSON object. LoopLag and LoopLagWorst are the current lag and the maximum lag
+        of the last minute, in seconds. BodyBytes is the number of bytes that count against the
+        memory budget."""
         return {
             "LoopLag": round(self.lag.latest, 4),
             "LoopLagWorst": round(self.lag.worst, 4),

@@ -1,7 +1,7 @@
 """The lifecycle of a generate request in the HTTP layer.
 
-Knows: reading and parsing a body, opening the request, sending events, cancellation. Must not know:
-any dialect, the cost of generation.
+Knows: body parsing, opening of the request, event streaming, cancellation. Must not know: any
+dialect, the cost of generation.
 
 The whole lifecycle runs inside one `async with` block. Leaving the block cancels the request,
 whether after an error, a complete response or a client disconnect.
@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, assert_never
@@ -23,14 +23,14 @@ from app.core.events import Event, ModelLoading, OutputEvent, PrefillProgress, T
 from app.core.ports import Generate, ModelCard, Models, ResolvedModel
 from app.core.requests import GenerateRequest
 from app.core.settings import Settings
+from app.http.auth import get_caller, is_admin
 from app.http.body import MAX_VALUES, Body, RequestBodies
-from app.http.responses import (
+from app.http.responses import JsonObject
+from app.http.streaming import (
     KEEP_ALIVE_COMMENT,
-    JsonObject,
+    KeepAlive,
     cancel_on_disconnect,
     encode_sse_comment,
-    get_caller,
-    is_admin,
     send_event_stream,
     send_json,
     send_json_lines,
@@ -38,18 +38,51 @@ from app.http.responses import (
 
 log = logging.getLogger(__name__)
 
-# Seconds between progress comments. Prefill can take minutes and report hundreds of chunks.
+# The number of seconds between progress comments. Prefill can take minutes and report hundreds of
+# chunks.
 PROGRESS_INTERVAL = 1.0
+
+# a response header that lists omitted parts of the request, in ASCII
+NOTICE_HEADER = "x-mlxrunner-notice"
+
+# Seconds until a stream begins at the latest. Until then, an error still sets the status.
+_MAX_FIRST_BYTE = 5.0
 
 # Estimated bytes of an event, and of a token with log-probabilities, in a response.
 _EVENT_BYTES, _LOGPROB_BYTES = 32, 512
 
-# Seconds after which a client should retry when loading the model exceeds `load_wait`.
+# The number of seconds after which a client should retry if loading the model exceeds `load_wait`.
 _LOADING_RETRY_AFTER = 10
 
 
-class StreamEncoder(Protocol):
-    """Encodes a streamed response in a dialect. One per response, fed in order."""
+Progress = PrefillProgress | ModelLoading
+
+# the media type of JSON lines in Ollama's API
+NDJSON = "application/x-ndjson"
+
+
+class StreamEnds(Protocol):
+    """The frames of a stream besides its content."""
+
+    @property
+    def keep_alive(self) -> bytes:
+        """The next frame without content, which is sent while the stream is silent; b"" for
+        none."""
+        ...
+
+    def fail(self, error: AppError) -> bytes:
+        """Returns the last frames of a stream that fails."""
+        ...
+
+
+class StreamEncoder(StreamEnds, Protocol):
+    """Encodes a streamed response in a dialect. There is one encoder per response; events are fed
+    in order."""
+
+    def progress(self, event: Progress) -> bytes:
+        """Returns zero or more complete frames that report progress. Called for each
+        `ModelLoading`, and for a `PrefillProgress` at most every PROGRESS_INTERVAL."""
+        ...
 
     def feed(self, event: OutputEvent) -> bytes:
         """Returns zero or more complete frames."""
@@ -59,31 +92,42 @@ class StreamEncoder(Protocol):
         """Returns the last frames, after every choice has finished."""
         ...
 
-    def fail(self, error: AppError) -> bytes:
-        """Returns the last frames of a stream that fails."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class EventStream:
-    """Server-sent events."""
+    """A response format with server-sent events."""
 
     encoder: StreamEncoder
 
 
 @dataclass(frozen=True, slots=True)
 class JsonLines:
-    """One JSON object per line."""
+    """A response format with one JSON object per line."""
 
     encoder: StreamEncoder
+    media_type: str = "application/jsonl"
+
+
+class CommentedStream:
+    """The progress and the keep-alive frames of server-sent events whose clients skip comments."""
+
+    keep_alive = KEEP_ALIVE_COMMENT
+
+    def progress(self, event: Progress) -> bytes:
+        match event:
+            case PrefillProgress(computed_tokens=done, total_tokens=total):
+                return encode_sse_comment(f"prefill {done}/{total}")
+            case ModelLoading(progress=progress, queued=queued):
+                state = "waiting to load" if queued else f"loading {progress} %"
+                return encode_sse_comment(state)
 
 
 @dataclass(frozen=True, slots=True)
 class JsonBody:
-    """One JSON object, collected from the same events that a stream would send.
+    """A response format with one JSON object, built from the same events that a stream would send.
 
-    collect: builds the body; called on a thread, because a response may have a million
-    log-probabilities. on_complete: called on the event loop with the body before it is sent.
+    collect: builds the body. It is called on a thread, because a response may have a million log
+    probabilities. on_complete: called on the event loop with the body before it is sent.
     """
 
     collect: Callable[[Sequence[OutputEvent]], JsonObject]
@@ -92,20 +136,22 @@ class JsonBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """A parsed request body: the request and the format of its response."""
+    """A parsed request body: the request and the format of its response. notice: what the server
+    omitted from the request, for the log and for the header NOTICE_HEADER."""
 
     request: GenerateRequest
     reply: EventStream | JsonLines | JsonBody
+    notice: str | None = None
 
 
 class GenerateEndpoint:
-    """An ASGI application for one POST route that generates.
+    """An ASGI application for one POST route that generates output.
 
-    parse: builds the request from the parsed JSON, the caller's name and the model; raises
-    AppError. max_values: largest number of JSON values in a body.
+    parse: builds the request from the parsed JSON, the caller's name and the model. It raises
+    AppError for an invalid request. max_values: the maximum number of JSON values in a body.
 
-    AppErrors before the first byte of the response are raised and become an HTTP status; later ones
-    are written into the stream.
+    An AppError raised before the first byte of the response becomes an HTTP status. A later
+    AppError is written into the stream.
     """
 
     def __init__(
@@ -119,88 +165,125 @@ class GenerateEndpoint:
         max_values: int = MAX_VALUES,
     ) -> None:
         self._parse = parse
-        self._generate = generate
         self._models = models
         self._bodies = bodies
         self._max_values = max_values
-        self._ping = settings.ping
-        self._load_wait = settings.load_wait
+        self._responder = GenerateResponder(generate, settings, bodies)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._bodies.receive_json(scope, receive, self._max_values) as body:
 
             async def exchange(send: Send) -> None:
                 model, parsed = await self._parse_body(body)
-                await self._respond(model, parsed, scope, send)
+                await self._responder.respond(model, parsed, scope, send)
 
             await cancel_on_disconnect(receive, send, exchange)
 
     async def _parse_body(self, body: Body) -> tuple[ResolvedModel, ParsedRequest]:
-        """Parses the body. Frees the parsed JSON except for what the request refers to."""
+        """Parses the body. Frees all parsed JSON to which the request does not refer."""
         return await body.read(
             self._models.resolve,
             lambda content, model: (model, self._parse(content, body.caller, model.card)),
         )
 
-    async def _respond(
+
+class GenerateResponder:
+    """Opens parsed requests and sends their responses."""
+
+    def __init__(self, generate: Generate, settings: Settings, bodies: RequestBodies) -> None:
+        self._generate = generate
+        self._bodies = bodies
+        self._ping = settings.ping
+        self._first_byte = min(settings.ping, _MAX_FIRST_BYTE)
+        self._load_wait = settings.load_wait
+
+    async def respond(
         self, model: ResolvedModel, parsed: ParsedRequest, scope: Scope, send: Send
     ) -> None:
+        """Runs a request and sends its events. Raises AppError before the first byte."""
         reply = parsed.reply
         request = replace(parsed.request, caller=get_caller(scope), admin=is_admin(scope))
+        headers: dict[str, str] = {}
+        if parsed.notice is not None:
+            log.info("%s", parsed.notice)
+            headers[NOTICE_HEADER] = parsed.notice
         async with self._generate.open(request, model) as events:
             match reply:
                 case JsonBody():
-                    said = [event async for event in _iter_content_events(events, self._load_wait)]
+                    collected = [
+                        event async for event in _iter_content_events(events, self._load_wait)
+                    ]
                 case EventStream(encoder):
+                    keep_alive = self._make_keep_alive(encoder)
                     await _send_stream(
-                        _encode_event_stream(events, encoder),
+                        _encode_events(events, encoder),
                         encoder,
-                        lambda frames: send_event_stream(frames, scope, send, self._ping),
-                        self._ping,
+                        lambda frames: send_event_stream(frames, scope, send, keep_alive, headers),
+                        self._first_byte,
                     )
                     return
-                case JsonLines(encoder):
-                    async with aclosing(_iter_content_events(events, self._load_wait)) as content:
+                case JsonLines(encoder, media_type):
+                    keep_alive = self._make_keep_alive(encoder) if encoder.keep_alive else None
+                    async with AsyncExitStack() as stack:
+                        if keep_alive is None:  # the client cannot wait for a model's load
+                            events = await stack.enter_async_context(
+                                aclosing(_iter_content_events(events, self._load_wait))
+                            )
                         await _send_stream(
-                            _encode_json_lines(content, encoder),
+                            _encode_events(events, encoder),
                             encoder,
-                            lambda frames: send_json_lines(frames, scope, send),
+                            lambda frames: send_json_lines(
+                                frames, scope, send, keep_alive, media_type, headers
+                            ),
+                            None if keep_alive is None else self._first_byte,
                         )
                     return
                 case _:
                     assert_never(reply)
         content = await self._bodies.workers.run(
-            partial(reply.collect, said), size=_estimate_size(said)
+            partial(reply.collect, collected), size=_estimate_size(collected)
         )
         if reply.on_complete is not None:
             reply.on_complete(content)
-        await send_json(content, scope, send)
+        await send_json(content, scope, send, headers)
+
+    async def respond_lines(
+        self, lines: AsyncGenerator[bytes, None], encoder: StreamEnds, scope: Scope, send: Send
+    ) -> None:
+        """Sends JSON lines that are not a model's output. Raises AppError before the first byte."""
+        keep_alive = self._make_keep_alive(encoder)
+        await _send_stream(
+            lines,
+            encoder,
+            lambda frames: send_json_lines(frames, scope, send, keep_alive, NDJSON),
+            self._first_byte,
+        )
+
+    def _make_keep_alive(self, encoder: StreamEnds) -> KeepAlive:
+        return KeepAlive(self._ping, lambda: encoder.keep_alive)
 
 
 def _estimate_size(events: Sequence[OutputEvent]) -> int:
-    """Estimates the bytes of a response with these events."""
+    """Estimates the size in bytes of a response with these events."""
     tokens = sum(len(event.logprobs) for event in events if isinstance(event, TextDelta))
     return _EVENT_BYTES * len(events) + _LOGPROB_BYTES * tokens
 
 
-async def _encode_event_stream(
+async def _encode_events(
     events: AsyncIterator[Event], encoder: StreamEncoder
 ) -> AsyncGenerator[bytes, None]:
-    """Encodes server-sent events, with comments that report progress."""
+    """Encodes the events of a response and, from time to time, its progress."""
     now = asyncio.get_running_loop().time
-    progress_at = -math.inf
+    prefill_at = -math.inf
     async for event in events:
-        match event:
-            case PrefillProgress(computed_tokens=done, total_tokens=total):
-                if now() - progress_at >= PROGRESS_INTERVAL:
-                    yield encode_sse_comment(f"prefill {done}/{total}")
-                    progress_at = now()
-            case ModelLoading(progress=progress, queued=queued):
-                state = "waiting to load" if queued else f"loading {progress} %"
-                yield encode_sse_comment(state)
-            case _:
-                if frame := encoder.feed(event):
-                    yield frame
+        if isinstance(event, PrefillProgress):
+            if now() - prefill_at < PROGRESS_INTERVAL:
+                continue
+            prefill_at = now()
+        is_progress = isinstance(event, PrefillProgress | ModelLoading)
+        frame = encoder.progress(event) if is_progress else encoder.feed(event)
+        if frame:
+            yield frame
     if frame := encoder.end():
         yield frame
 
@@ -209,7 +292,7 @@ async def _iter_content_events(
     events: AsyncIterator[Event], load_wait: float
 ) -> AsyncGenerator[OutputEvent, None]:
     """Yields the events of the response without progress events, for clients that cannot receive
-    progress. Raises AppError(LOADING) if the model has not loaded within `load_wait` seconds; the
+    progress. Raises AppError(LOADING) if the model is not loaded within `load_wait` seconds. The
     client may retry, and loading continues."""
     now = asyncio.get_running_loop().time
     began = now()
@@ -222,31 +305,20 @@ async def _iter_content_events(
             yield event
 
 
-async def _encode_json_lines(
-    events: AsyncIterator[OutputEvent], encoder: StreamEncoder
-) -> AsyncGenerator[bytes, None]:
-    """Encodes JSON lines, without progress reports: JSON has no comments."""
-    async for event in events:
-        if frame := encoder.feed(event):
-            yield frame
-    if frame := encoder.end():
-        yield frame
-
-
 async def _send_stream(
     body: AsyncGenerator[bytes, None],
-    encoder: StreamEncoder,
+    encoder: StreamEnds,
     send_frames: Callable[[AsyncIterator[bytes]], Awaitable[None]],
-    keep_alive: float | None = None,
+    first_byte: float | None,
 ) -> None:
     """Sends a stream. Headers are sent with the first frame, so that an earlier error still sets
-    the status. keep_alive: seconds after which a comment is sent as the first frame; None sends
-    none."""
+    the status. first_byte: seconds after which the keep-alive frame is sent as the first frame;
+    None sends none."""
     # `aclosing` twice: closing an outer generator does not wait until the inner one has ended.
     async with aclosing(body):
         first = asyncio.ensure_future(anext(body))
         try:
-            await asyncio.wait({first}, timeout=keep_alive)
+            await asyncio.wait({first}, timeout=first_byte)
             if first.done():
                 first.result()
             async with aclosing(_append_error_frames(first, body, encoder)) as frames:
@@ -257,11 +329,12 @@ async def _send_stream(
 
 
 async def _append_error_frames(
-    first: asyncio.Future[bytes], rest: AsyncIterator[bytes], encoder: StreamEncoder
+    first: asyncio.Future[bytes], rest: AsyncIterator[bytes], encoder: StreamEnds
 ) -> AsyncGenerator[bytes, None]:
-    """Yields the frames of a stream whose status is sent; an error becomes its last frames."""
+    """Yields the frames of a stream whose status was already sent. An error becomes the last frames
+    of the stream."""
     if not first.done():
-        yield KEEP_ALIVE_COMMENT
+        yield encoder.keep_alive
     try:
         yield await first
         async for frame in rest:

@@ -1,12 +1,12 @@
 """Health endpoints: /v1/status reports state and memory, /health reports readiness.
 
-Knows: the states of models and runners, Ollama's status codes. Must not know: how states and
-figures are measured.
+Knows: the states of models and runners, Ollama's status codes. Must not know: the measurement of
+states and statistics.
 
-Both respond immediately with known values, also while a model is loading or an engine is busy.
-/v1/status suits a liveness probe: a 200 means that the HTTP process runs and a restart would not
-help. /health suits a readiness probe: 200 if new requests will be served, otherwise 503 with the
-reason. Neither requires a key.
+Both endpoints respond immediately with known values, even while a model is loading or an engine is
+busy. Use /v1/status as a liveness probe: a 200 means that the HTTP process runs and that a restart
+would not help. Use /health as a readiness probe. A 200 means that new requests will be served, and
+a 503 contains the reason why they will not be served. Neither endpoint requires a key.
 """
 
 from collections.abc import Mapping
@@ -23,10 +23,11 @@ from app.core.jobs import PREFIX_HIT_BUCKETS, EngineStats
 from app.core.model_state import ModelState
 from app.core.ports import Models, RunnerState, RunnerStatus
 from app.core.settings import Settings
-from app.http.responses import JsonObject, error_response, json_response
+from app.http.errors import error_response
+from app.http.responses import JsonObject, json_response
 
 # The states of Ollama's llm.ServerStatus that apply to this server. 4 is "not responding", which
-# matches a stalled engine: loaded and alive, but without responses.
+# matches a stalled engine. Such an engine is loaded and alive, but makes no progress.
 OLLAMA_STATUS_CODES: Mapping[RunnerState, int] = {
     "ready": 0,
     "loading": 3,
@@ -39,22 +40,22 @@ def health_routes(models: Models, settings: Settings, frontend: FrontendStats) -
     async def status(request: Request) -> Response:
         now = models.status()
         cards = models.list_models()
-        told: JsonObject = {
+        body: JsonObject = {
             "Status": OLLAMA_STATUS_CODES[now.state],
             "Progress": now.progress if now.state in ("loading", "failed") else 100,
             "ContextLength": cards[0].context_length if cards else 0,
             "Memory": now.stats.allocated_bytes,
         }
-        # set by app/http/auth.py; absent means not an admin
+        # app/http/auth.py sets this; if it is absent, the caller is not an admin
         if getattr(request.state, "admin", False):
-            told |= {
+            body |= {
                 "Error": now.error,
                 **_render_requests(now, settings.max_queue),
                 **_render_engine(now.stats),
             }
-            told["FrontEnd"] = frontend.render()
-            told["Models"] = [_render_model(state) for state in models.list_model_states()]
-        return json_response(told)
+            body["FrontEnd"] = frontend.render()
+            body["Models"] = [_render_model(state) for state in models.list_model_states()]
+        return json_response(body)
 
     async def health(request: Request) -> Response:
         now = models.status()
@@ -64,7 +65,7 @@ def health_routes(models: Models, settings: Settings, frontend: FrontendStats) -
             return error_response(
                 AppError(ErrorKind.LOADING, f"the model is loading ({now.progress} %)")
             )
-        # 503 for every error kind: for a probe, a server without an engine is unavailable
+        # 503 for every error type, because a server without an engine is unavailable to a probe
         return error_response(
             AppError(ErrorKind.ENGINE, now.error or "the engine failed"), status=503
         )
@@ -76,7 +77,7 @@ def health_routes(models: Models, settings: Settings, frontend: FrontendStats) -
 
 
 def _render_requests(now: RunnerStatus, max_queue: int) -> JsonObject:
-    """Ollama's client reads only the four fields before these."""
+    """Renders the request counts. Ollama's client reads only the four fields before these."""
     return {
         "Parallel": 0 if now.capacity is None else now.capacity.parallel,
         "Running": now.stats.running,
@@ -114,7 +115,7 @@ def _render_engine(stats: EngineStats) -> JsonObject:
 
 
 def _render_model(state: ModelState) -> JsonObject:
-    """Renders one model that a request may name."""
+    """Renders one entry of the model list."""
     return {
         "Name": state.name,
         "Phase": state.phase,

@@ -1,7 +1,7 @@
-"""Model management: /v1/models/load and /v1/models/unload, for administrators.
+"""Model management for administrators: /v1/models/load and /v1/models/unload.
 
-Knows: the two request bodies, the JSON form of a model's state. Must not know: how models are
-loaded, who is authorized (checked before a request arrives here).
+Knows: the two request bodies, the JSON form of a model's state. Must not know: model loading,
+authorization, which is checked before a request arrives here.
 """
 
 from starlette.requests import Request
@@ -40,8 +40,8 @@ def routes(
 
 
 def render_model_state(state: ModelState) -> JsonObject:
-    """Returns the fields that `GET /v1/models` adds to OpenAI's. expires_at: Unix time; null while
-    the model is in use, is not loaded, or stays loaded indefinitely."""
+    """Returns the fields that `GET /v1/models` adds to OpenAI's fields. expires_at: the Unix time
+    of expiry; null while the model is in use, is not loaded, or stays loaded forever."""
     return {
         "id": state.name,
         "object": "model",

@@ -1,14 +1,15 @@
 """The runner dialect: the protocol of the Go client of Ollama's MLX runner.
 
 Knows: POST /completion, which responds with JSON lines, the client's conventions. Must not know:
-how tokens are generated, the model's own sampling defaults.
+the generation of tokens, the model's own sampling defaults.
 
-The client writes zero for "not set", applies all defaults itself (so the model's own must not apply
-here) and prints the body of every response that is not 200. Its tokenization endpoints are in
-app/api/tokenization.py.
+The client writes zero for "not set". It applies all defaults itself, so the model's own defaults
+must not apply here. It prints the body of every response whose status is not 200. Its tokenization
+endpoints are in app/api/tokenization.py.
 
-Wire format: ollama x/mlxrunner/client.go of March 2026 (bbbad9768), and of August 2026 (0436b37a8),
-which sends the options of api/types.go unchanged and may request a format and log-probabilities.
+Wire format: ollama x/mlxrunner/client.go of March 2026 (bbbad9768), and of August 2026 (0436b37a8).
+The newer client sends the options of api/types.go unchanged and may request a format and log
+probabilities.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ import orjson
 from starlette.routing import Route
 
 from app.api.fields import INT64, Fields, invalid_request, quote_value
-from app.api.generate_endpoint import GenerateEndpoint, JsonLines, ParsedRequest
+from app.api.generate_endpoint import GenerateEndpoint, JsonLines, ParsedRequest, Progress
 from app.api.openai.logprobs import render_token_logprobs
 from app.api.openai.sampling import read_knob
 from app.api.openai.structured_outputs import ANY_OBJECT_SCHEMA
@@ -30,14 +31,16 @@ from app.core.requests import GenerateRequest, JsonSchema
 from app.core.sampling_params import SAMPLING_KNOBS, SamplingValue
 from app.core.settings import Settings
 from app.http.body import RequestBodies
-from app.http.responses import ERROR_FORMATS, JsonObject, encode_json_line
+from app.http.errors import ERROR_FORMATS
+from app.http.responses import JsonObject
+from app.http.streaming import encode_json_line
 
 MAX_LOGPROBS = 20
 
 DONE_REASONS: Mapping[str, int] = {"stop": 0, "length": 1}
 
-# Options that the client sends with every request and that its own runner ignores as well: load
-# options and one filter.
+# Options that the client sends with every request and that its own runner also ignores. They are
+# load options and one filter.
 IGNORED_INTEGERS = (
     "num_ctx",
     "num_batch",
@@ -68,13 +71,13 @@ def routes(
 
 
 def parse(body: object, model: str) -> GenerateRequest:
-    """Parses the body of POST /completion. Raises AppError(INVALID)."""
-    # Go's decoder ignores case, and later versions of the client send capitals.
+    """Parses the body of POST /completion. Raises AppError(INVALID) for an invalid request."""
+    # Go's decoder ignores case, and newer versions of the client send capital letters.
     fields = Fields.from_value(body).case_insensitive()
     prompt = fields.required_string("prompt")
     if not prompt:
         raise invalid_request("prompt", "prompt must not be empty: there is nothing to continue")
-    fields.reject("media", [])  # models here accept text only
+    fields.reject("media", [])  # the models of this server accept only text
     options = (fields.nested("options") or Fields({}, "options")).case_insensitive()
     request = GenerateRequest(
         model=model,
@@ -94,12 +97,13 @@ def parse(body: object, model: str) -> GenerateRequest:
 
 
 def _read_sampling(options: Fields) -> dict[str, SamplingValue]:
-    """Returns every sampling parameter, set or not: the client applies its own defaults, so the
-    model's do not apply. 0 means "not set"; for the seed, a negative number does."""
+    """Returns every sampling parameter, whether set or not. The client applies its own defaults, so
+    the model's defaults do not apply. 0 means "not set"; for the seed, a negative number means "not
+    set"."""
     read: dict[str, SamplingValue] = {"logit_bias": ()}
     for knob in SAMPLING_KNOBS:
         name = knob.runner_name or knob.name
-        # 0 is accepted, though it is not in the range of every knob
+        # 0 is accepted, although it is not in the range of every parameter
         value = read_knob(options, replace(knob, exclusive_low=False), name, knob.trusted_high)
         default = knob.default if knob.runner_default is None else knob.runner_default
         read[knob.name] = value or default
@@ -109,7 +113,8 @@ def _read_sampling(options: Fields) -> dict[str, SamplingValue]:
 
 
 def _max_tokens(options: Fields) -> int | None:
-    """Returns None for the rest of the context, which every number below one means."""
+    """Returns the maximum number of tokens. Returns None, the rest of the context, for every number
+    below one."""
     max_tokens = options.integer("max_tokens", *INT64)
     num_predict = options.integer("num_predict", *INT64)
     limit = max_tokens or num_predict or 0
@@ -117,8 +122,8 @@ def _max_tokens(options: Fields) -> int | None:
 
 
 def _keep(options: Fields) -> int:
-    """Returns the number of tokens to keep. Negative means the whole prompt; zero also means "not
-    set"."""
+    """Returns the number of tokens to keep. A negative number means the whole prompt, and zero
+    means "not set"."""
     num_keep = options.integer("num_keep", *INT64)
     n_keep = options.integer("n_keep", *INT64)
     return num_keep or n_keep or 0
@@ -139,9 +144,9 @@ def _format(fields: Fields) -> JsonSchema | None:
 
 
 def _top_logprobs(fields: Fields) -> int | None:
-    wanted = fields.boolean("logprobs")
+    enabled = fields.boolean("logprobs")
     top = fields.integer("toplogprobs", 0, MAX_LOGPROBS) or 0
-    return top if wanted else None
+    return top if enabled else None
 
 
 def _check_ignored(options: Fields) -> None:
@@ -152,19 +157,25 @@ def _check_ignored(options: Fields) -> None:
 
 
 class CompletionLineEncoder:
-    """Encodes a response: one line per piece of text, then one line with the counters. logprobs:
-    add the log-probabilities of the tokens since the previous line."""
+    """Encodes a response: one line per text delta, then one line with the counters. logprobs:
+    whether to add the log probabilities of the tokens since the previous line."""
 
     def __init__(self, logprobs: bool = False) -> None:
         self._finished = False
         self._logprobs = logprobs
         self._pending_logprobs: list[TokenLogprob] = []
 
+    # the client takes the first line as the beginning of the text
+    keep_alive = b""
+
+    def progress(self, event: Progress) -> bytes:
+        return b""
+
     def feed(self, event: OutputEvent) -> bytes:
         if isinstance(event, TextDelta):
             self._pending_logprobs += event.logprobs
             return self._line(Content=event.text) if event.text else b""
-        # a plain prompt yields only text
+        # a plain prompt produces only text
         assert isinstance(event, Finish)
         self._finished = True
         return self._line(
@@ -176,30 +187,30 @@ class CompletionLineEncoder:
             EvalDuration=event.timings.decode_ns,
         )
 
-    def _line(self, **said: object) -> bytes:
+    def _line(self, **fields: object) -> bytes:
         if not self._logprobs:
-            return encode_json_line(_line(**said))
+            return encode_json_line(_line(**fields))
         scored, self._pending_logprobs = self._pending_logprobs, []
         return encode_json_line(
-            _line(**said, Logprobs=render_token_logprobs(scored) if scored else None)
+            _line(**fields, Logprobs=render_token_logprobs(scored) if scored else None)
         )
 
     def end(self) -> bytes:
-        assert self._finished, "an answer ended without Finish"
+        assert self._finished, "a response ended without Finish"
         return b""
 
     def fail(self, error: AppError) -> bytes:
         status = HTTPStatus(ERROR_FORMATS[error.kind].status)
-        told = {
+        details = {
             "StatusCode": status.value,
             "Status": f"{status.value} {status.phrase}",
             "error": error.message,
         }
-        return encode_json_line(_line(Error=told))
+        return encode_json_line(_line(Error=details))
 
 
-def _line(**said: object) -> JsonObject:
-    """Writes all keys in every line, as Go's encoder does."""
+def _line(**fields: object) -> JsonObject:
+    """Renders a line with all keys, as Go's encoder does."""
     return {
         "Content": "",
         "Done": False,
@@ -209,5 +220,5 @@ def _line(**said: object) -> JsonObject:
         "EvalCount": 0,
         "EvalDuration": 0,
         "Error": None,
-        **said,
+        **fields,
     }

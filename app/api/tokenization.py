@@ -1,11 +1,11 @@
-"""Tokenization endpoints: /v1/tokenize, /v1/detokenize and /tokenizer_info, the first two also
-without /v1, as in vLLM and llama.cpp.
+"""Tokenization endpoints: /v1/tokenize, /v1/detokenize and /tokenizer_info. As in vLLM and
+llama.cpp, the first two also exist without /v1.
 
-Knows: the formats of three clients. Must not know: how texts are tokenized, templates.
+Knows: the formats of three clients. Must not know: tokenizers, templates.
 
 Ollama's client for its MLX runner sends a plain text, under any content type except JSON, and reads
-a bare array. The clients of vLLM (such as lm-evaluation-harness) and of llama.cpp send JSON and
-read `tokens` from an object that suits both.
+a bare array. The clients of vLLM (for example lm-evaluation-harness) and of llama.cpp send JSON.
+They read `tokens` from an object whose format suits both.
 
 Wire formats: ollama's x/mlxrunner/client.go, vLLM's serve/tokenize/protocol.py, llama.cpp's
 tools/server/README.md.
@@ -22,7 +22,8 @@ from starlette.routing import Route
 
 from app.api.fields import Fields, as_array, as_token_ids, invalid_request
 from app.api.openai.messages import read_conversation
-from app.api.openai.sampling import read_template_options, read_thinking
+from app.api.openai.reasoning import read_thinking
+from app.api.openai.sampling import read_template_options
 from app.api.openai.tools import read_tool_options
 from app.core.ports import Generate, Models, ResolvedModel
 from app.core.requests import GenerateRequest
@@ -30,18 +31,19 @@ from app.core.settings import Settings
 from app.http.body import RequestBodies, is_json
 from app.http.responses import JsonObject, encode_long_array, json_response
 
-# Fields that may hold a text, and the default of add_special for each: vLLM's name, llama.cpp's,
-# and the name in other servers.
+# The fields that may contain a text, and the default of add_special for each. They are vLLM's name,
+# llama.cpp's name, and the name in other servers.
 TEXT_FIELDS = {"prompt": True, "content": False, "text": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizeRequest:
-    """What to tokenize: a text, or the conversation of a request.
+    """The input to tokenize: a text, or the conversation of a request.
 
-    add_special: add the special tokens that the model's texts begin with. with_pieces: return each
-    token with its id and its text (llama.cpp's with_pieces). return_token_strs: return the tokens'
-    texts beside their ids (vLLM's return_token_strs).
+    add_special: whether to add the special tokens with which the model's texts begin. with_pieces:
+    whether to return each token with its ID and its text (llama.cpp's with_pieces).
+    return_token_strs: whether to return the tokens' texts in addition to their IDs (vLLM's
+    return_token_strs).
     """
 
     text: str = ""
@@ -69,8 +71,8 @@ class _TokenizationApi:
         self._bodies = bodies
 
     async def _find_model(self, request: Request, named: str | None = None) -> ResolvedModel:
-        """Returns the model named by the body or the query. named: the name in the body; None if it
-        has none."""
+        """Returns the model named by the body or by the query. named: the name in the body; None if
+        the body names no model."""
         return await self._models.resolve(named or request.query_params.get("model"))
 
     async def tokenize(self, request: Request) -> Response:
@@ -112,7 +114,7 @@ class _TokenizationApi:
                 lambda content, model: (model, parse_detokenize(content)),
             )
             text = await self._models.detokenize(model, ids)
-            # the name in llama.cpp and Ollama, and in vLLM
+            # the first name is that of llama.cpp and Ollama, the second that of vLLM
             return json_response({"content": text, "prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
@@ -120,7 +122,7 @@ class _TokenizationApi:
 
 
 def parse_tokenize(body: object, model: str) -> TokenizeRequest:
-    """Parses the JSON body of POST /tokenize. Raises AppError(INVALID)."""
+    """Parses the JSON body of POST /tokenize. Raises AppError(INVALID) for an invalid request."""
     fields = Fields.from_value(body)
     fields.string("model")
     given = [name for name in (*TEXT_FIELDS, "messages") if fields.value(name) is not None]
@@ -147,8 +149,8 @@ def parse_tokenize(body: object, model: str) -> TokenizeRequest:
 
 
 def parse_detokenize(body: object) -> tuple[int, ...]:
-    """Parses the body of POST /detokenize: an object, or the bare array that /v1/tokenize returns
-    for a text. Raises AppError(INVALID)."""
+    """Parses the body of POST /detokenize, which is an object, or the bare array that /v1/tokenize
+    returns for a text. Raises AppError(INVALID) for an invalid request."""
     bare = as_array(body)
     if bare is not None:
         return as_token_ids(bare, "tokens")
@@ -163,8 +165,8 @@ def parse_detokenize(body: object) -> tuple[int, ...]:
 def render_tokens(
     parsed: TokenizeRequest, ids: Sequence[int], raw: Sequence[bytes], context: int
 ) -> JsonObject:
-    """Returns vLLM's object; llama.cpp's clients only read `tokens`. raw: the bytes of each token,
-    if its text was requested."""
+    """Returns vLLM's object; llama.cpp's clients read only `tokens`. raw: the bytes of each token,
+    if the request asked for the texts of tokens."""
     texts = [bytes_.decode(errors="replace") for bytes_ in raw]
     tokens: list[Any] = list(ids)
     if parsed.with_pieces:
@@ -188,17 +190,17 @@ def _render_piece(raw: bytes) -> str | list[int]:
 
 
 def _add_special(fields: Fields, default: bool) -> bool:
-    """Reads the option under vLLM's or llama.cpp's name. Special tokens written out in a text are
-    always recognized."""
+    """Reads the option under vLLM's or llama.cpp's name. Special tokens that are written out in a
+    text are always recognized."""
     fields.reject("parse_special", True)
     names = ("add_special_tokens", "add_special")
-    said = [value for name in names if (value := fields.boolean(name)) is not None]
-    if len(set(said)) > 1:
+    values = [value for name in names if (value := fields.boolean(name)) is not None]
+    if len(set(values)) > 1:
         raise invalid_request(
             "add_special",
             "add_special and add_special_tokens are aliases but differ: keep one of them",
         )
-    return said[0] if said else default
+    return values[0] if values else default
 
 
 def _read_conversation_request(fields: Fields, model: str) -> GenerateRequest:

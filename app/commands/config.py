@@ -1,7 +1,7 @@
 """`mlxrunner config`: shows the effective settings and the source of each value.
 
-Knows: the layout of the table. Must not know: how sources are read, any API key: of the variables
-that hold keys, only the names are known here.
+Knows: the layout of the table. Must not know: the parsers of the sources, the values of API keys.
+Only the names of the variables that hold keys are known here.
 """
 
 import json
@@ -24,9 +24,10 @@ def show_config(
 ) -> int:
     """Prints the settings and returns the exit status.
 
-    output_format: None prints a table. Raises AppError(INVALID) for settings with which `serve`
-    would not start."""
-    # a copy: check_security_settings removes the keys from it
+    output_format: the output format; None prints a table. Raises AppError(INVALID) for settings
+    with which `serve` would not start.
+    """
+    # use a copy, because check_security_settings removes the keys from it
     check_security_settings(configuration.settings, dict(os.environ))
     check_tracing(configuration.settings)
     match output_format:
@@ -41,8 +42,8 @@ def show_config(
 
 
 def build_report(configuration: ResolvedConfig) -> Mapping[str, Any]:
-    """The JSON report. settings: per setting its value as written in a file (null if unset), its
-    unit and its source. secrets: names of the variables with keys that are set."""
+    """Returns the JSON report. settings: for each setting, its value as written in a file (null if
+    unset), its unit and its source. secrets: the names of the set variables that hold keys."""
     settings, places = configuration.settings, configuration.sources
     return {
         "models": {

@@ -1,6 +1,7 @@
 """`mlxrunner doctor`: reports the compute backend of this machine and problems that slow it down.
 
-Knows: the wording of the findings, remedies. Must not know: how other packages detect them.
+Knows: the wording of the findings, remedies. Must not know: the detection of problems in other
+packages.
 """
 
 import dataclasses
@@ -18,25 +19,26 @@ from pathlib import Path
 from app import store
 from app.config.options import BUILD_VARIABLE
 from app.core.errors import AppError
-from app.core.units import format_memory
+from app.core.units import format_memory, pluralize
 from app.engine.device import detect_backend, device_budget, measure_gigaflops
 from app.runners.compile_dir import prepare_compile_dir
 from models import cpu_backend, kernels
 
-# bytes; with less, hardly any model can be served
+# minimum memory in bytes; with less, hardly any model can be served
 _MIN_MEMORY = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What `mlxrunner doctor` found.
+    """The findings of `mlxrunner doctor`.
 
-    gigaflops: throughput of a matrix product through MLX, in GFLOP/s. blas: the BLAS library; None
-    for the one that MLX ships, and blas_why is the reason. called: whether MLX called `blas`; None
-    if calls are not counted. kernels: the CPU kernels in use; None if MLX's own operations are
-    used, and kernels_why is the reason. memory: bytes that may be used. scratch: folder for MLX's
-    compiled code; None if there is none. models: number of models by source. stores: error message
-    of the model stores."""
+    gigaflops: the throughput of a matrix product in MLX, in GFLOP/s. blas: the BLAS library; None
+    for the one that MLX ships, and blas_why then contains the reason. called: whether MLX called
+    `blas`; None if calls are not counted. kernels: the CPU kernels in use; None if MLX's own
+    operations are used, and kernels_why then contains the reason. memory: the number of bytes that
+    may be used. scratch: the folder for MLX's compiled code; None if there is none. models: the
+    number of models by source. stores: the error message of the model stores.
+    """
 
     python: str
     mlx: str
@@ -73,7 +75,7 @@ def render_lines(found: Findings) -> Iterator[tuple[str, str]]:
     """Yields the lines of the report as (label, value)."""
     yield "Python", f"{found.python}, {platform.system()} {platform.machine()}"
     yield "MLX", f"{found.mlx}, on the {found.device.upper()}"
-    yield "processor", f"{found.cpu}, {found.threads} threads"
+    yield "processor", f"{found.cpu}, {pluralize(found.threads, 'thread')}"
     blas = found.blas or f"MLX's own: {found.blas_why}"
     if found.device == "cpu":
         yield "BLAS", f"{blas}; matmul at {found.gigaflops:.3g} GFLOP/s"
@@ -87,7 +89,7 @@ def render_lines(found: Findings) -> Iterator[tuple[str, str]]:
 
 
 def find_problems(found: Findings, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yields one message per problem, each with a remedy. A feature that the user has turned off is
+    """Yields one message per problem, each with a remedy. A feature that the user has disabled is
     not a problem."""
     if found.device == "cpu" and found.blas_why == cpu_backend.USES_CUDA:
         yield "MLX was installed for CUDA but found no GPU: check nvidia-smi"
@@ -95,7 +97,8 @@ def find_problems(found: Findings, environ: Mapping[str, str]) -> Iterator[str]:
         yield from _find_cpu_problems(found, environ)
     if found.memory < _MIN_MEMORY:
         yield (
-            f"only {format_memory(found.memory)} are available: stop other programs or raise limits"
+            f"only {format_memory(found.memory)} of memory is available: stop other programs, or "
+            "raise the memory limits"
         )
     if found.scratch is None:
         yield (
@@ -110,13 +113,13 @@ def _find_cpu_problems(found: Findings, environ: Mapping[str, str]) -> Iterator[
     why = found.blas_why or ""
     if why == cpu_backend.NOT_FOUND or why.startswith(cpu_backend.NOT_BUILT):
         yield (
-            f"MLX uses the reference BLAS, many times slower than an optimised one: {why}. "
+            f"MLX uses the reference BLAS, many times slower than an optimized one: {why}. "
             "Install OpenBLAS from the system's packages (libopenblas0 on Debian and Ubuntu, "
             "openblas on Fedora)"
         )
     if found.called is False:
         yield f"{found.blas} is loaded, but MLX does not call it: check LD_PRELOAD"
-    # kernels that the install was told not to build count as turned off, too
+    # kernels that the build was configured to leave out also count as disabled
     off = environ.get("MLXRUNNER_KERNELS") == "off" or BUILD_VARIABLE in (found.kernels_why or "")
     if found.kernels is None and not off:
         yield f"the CPU kernels are not in use, so decoding is slower: {found.kernels_why}"
@@ -147,7 +150,7 @@ def _examine() -> Findings:
 
 
 def _read_cpu_name() -> str:
-    """The CPU's model name. /proc/cpuinfo has no model name on most arm64 machines."""
+    """Returns the CPU's model name. /proc/cpuinfo has no model name on most arm64 machines."""
     try:
         pairs = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
     except OSError:
@@ -157,7 +160,7 @@ def _read_cpu_name() -> str:
 
 
 def _find_compile_dir() -> str | None:
-    """The folder that a model process would compile in; None if there is none."""
+    """Returns the folder in which a model process would compile code, or None if there is none."""
     found = prepare_compile_dir()
     if "MLX_DISABLE_COMPILE" in found:
         return None
@@ -165,7 +168,8 @@ def _find_compile_dir() -> str | None:
 
 
 def _count_models() -> tuple[Mapping[str, int], str | None]:
-    """The number of models by source, including broken ones, and an error message or None."""
+    """Returns the number of models by source, including broken ones, and an error message or
+    None."""
     try:
         found = Counter(entry.source for entry in store.list_installed())
     except AppError as error:

@@ -1,7 +1,7 @@
 """`mlxrunner key`: creates an API key, prints it once and stores its digest for the server.
 
-Knows: the permissions of the key file, how entries are appended to it. Must not know: the file's
-format, what keys permit.
+Knows: the permissions of the key file, the way entries are appended to it. Must not know: the
+format of the file, the permissions of keys.
 """
 
 import datetime
@@ -16,25 +16,28 @@ from app.http import api_keys
 
 
 def make_key(name: str, *, admin: bool, file: Path | None) -> int:
-    """Creates a key and returns the exit status. The key goes to stdout and everything else to
-    stderr, so that a program can read the key.
+    """Creates a key and returns the exit status. The key is printed on stdout and everything else
+    on stderr, so that a program can read the key.
 
-    file: key file to append the digest to; None prints the entry instead. Raises AppError(INVALID)
-    for an invalid name or an unusable file; then no key is printed."""
+    file: the key file to which the digest is appended; None prints the entry instead. Raises
+    AppError(INVALID) for an invalid name or an unusable file; no key is printed in this case.
+    """
     fresh = api_keys.generate_key()
     key = api_keys.ApiKey(
         name=api_keys.validate_name(name), digest=api_keys.hash_key(fresh), admin=admin
     )
     table = api_keys.format_entry(key, f"created {datetime.date.today().isoformat()}")
     if file is None:
-        told = f"Save the key: it is not shown again. Add this to the --api-keys file:\n\n{table}"
+        message = (
+            f"Save the key: it is not shown again. Add this to the --api-keys file:\n\n{table}"
+        )
     else:
         before = append_key(file, table)
-        told = f"Save the key: it is not shown again. Its digest was added to {file}."
+        message = f"Save the key: it is not shown again. Its digest was added to {file}."
         if any(other.name == key.name for other in before):
-            told += f" {name} has another key in it, which stays valid until you remove it."
+            message += f" {name} has another key in it, which stays valid until you remove it."
     print(fresh, flush=True)
-    print(told, file=sys.stderr)
+    print(message, file=sys.stderr)
     return 0
 
 
@@ -42,11 +45,12 @@ def append_key(file: Path, table: str) -> tuple[api_keys.ApiKey, ...]:
     """Appends a table to the key file and returns the keys that the file held before.
 
     The file is created if it is missing. The table is appended by a single write, which is undone
-    if it fails, so that a server that reads the file at this moment sees all of the table or none
-    of it. A lock ensures that two concurrent commands lose no key. The file keeps its owner, its
-    comments and its links. Raises AppError(INVALID)."""
+    if it fails. A server that reads the file at this moment therefore sees all of the table or none
+    of it. A lock ensures that two concurrent commands do not lose a key. The file keeps its owner,
+    its comments and its links. Raises AppError(INVALID) if the file cannot be read or written.
+    """
     try:
-        # O_NONBLOCK: opening a pipe would wait for its reader
+        # O_NONBLOCK, because opening a pipe would otherwise wait for its reader
         line = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o600)
     except OSError as error:
         raise _write_error(file, error) from None
@@ -66,15 +70,15 @@ def _append_locked(descriptor: int, file: Path, table: str) -> tuple[api_keys.Ap
     size = status.st_size
     content = os.pread(descriptor, size, 0)
     lead = b"" if not content else b"\n" if content.endswith(b"\n") else b"\n\n"
-    whole = lead + table.encode()
+    data = lead + table.encode()
     try:
-        *before, _ = api_keys.parse_key_file((content + whole).decode())
+        *before, _ = api_keys.parse_key_file((content + data).decode())
     except AppError as error:
         raise AppError(ErrorKind.INVALID, f"{file} {error.message}") from None
     except UnicodeDecodeError:
         raise AppError(ErrorKind.INVALID, f"{file} is not valid UTF-8") from None
     try:
-        if os.write(descriptor, whole) != len(whole):
+        if os.write(descriptor, data) != len(data):
             raise OSError("only a part was written")
         os.fsync(descriptor)
     except OSError:

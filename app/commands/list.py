@@ -1,6 +1,6 @@
 """`mlxrunner list`: lists the models installed on this machine.
 
-Knows: the layout of the table. Must not know: where models are stored.
+Knows: the layout of the table. Must not know: the location of models.
 """
 
 import dataclasses
@@ -18,14 +18,15 @@ from models.multimodal import get_text_config
 
 _HEADER = ("NAME", "SOURCE", "SIZE", "ARCHITECTURE", "MODIFIED")
 
-# the widest name with which the other columns fit in 80 characters
+# the maximum width of a name at which the other columns still fit in 80 characters
 _MAX_NAME_WIDTH = 33
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedModel:
-    """A row of the list. bytes: size of all tensors. modified: Unix time. problem: why the model
-    cannot be served, or None; if set, bytes, architecture and modified are unknown."""
+    """A row of the list. bytes: the size of all tensors. modified: the modification time as Unix
+    time. problem: the reason why the model cannot be served, or None. If problem is set, bytes,
+    architecture and modified are unknown."""
 
     name: str
     source: str
@@ -48,8 +49,8 @@ def list_models(*, as_json: bool) -> int:
 
 
 def render_table(rows: Iterable[ListedModel]) -> Iterator[str]:
-    """Yields the lines of the table. They have at most 80 characters, except for long names, which
-    get a line of their own, and for the problems of broken models."""
+    """Yields the lines of the table. A line has at most 80 characters. The exceptions are long
+    names, which get their own line, and the problems of broken models."""
     rows = list(rows)
     width = min(_MAX_NAME_WIDTH, max([len(row.name) for row in rows] + [len(_HEADER[0])]))
     yield _format_line(_HEADER, width)
@@ -67,7 +68,7 @@ def render_table(rows: Iterable[ListedModel]) -> Iterator[str]:
 
 
 def get_architecture(files: ModelFiles) -> str:
-    """The model_type; for a multimodal model, that of its text model."""
+    """Returns the model_type. For a multimodal model, this is the model_type of its text model."""
     return str(get_text_config(files.config).get("model_type"))
 
 

@@ -1,28 +1,32 @@
-"""`mlxrunner pull`: downloads a model from the hub. `serve` uses it for models that are missing.
+"""`mlxrunner pull`: downloads a model from Hugging Face. `serve` also uses it for missing models.
 
-Knows: the messages before and after a download, the question at the terminal. Must not know: how
-files are downloaded.
+Knows: the messages before and after a download, the prompt on the terminal. Must not know: the
+download itself.
 """
 
 import sys
+from typing import TYPE_CHECKING
 
-import models
 from app import store
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
 from app.core.settings import Settings
-from app.core.units import format_bytes
-from app.store.hub import cache
-from app.store.hub.download import download
-from app.store.hub.download_plan import DownloadPlan, plan_download
+from app.core.units import format_bytes, pluralize
+from app.engine.model_info import check_config
 from app.store.model_names import HubName, ModelNotFoundError, is_revision, parse_hub_name
-from models.base import ModelError
+
+if TYPE_CHECKING:
+    # The hub's library takes 10 MiB and a third of the server's start time, so app.store.hub is
+    # imported only for a download.
+    from app.store.hub.download_plan import DownloadPlan
 
 
 def resolve_or_download(settings: Settings) -> ModelFiles:
-    """Finds a model, and downloads a missing one if --pull is set or the user confirms it.
+    """Finds a model. If it is missing, downloads it if --pull is set or the user agrees.
 
-    settings: the settings of one model, as `Settings.for_model` returns them. Raises AppError."""
+    settings: the settings of one model, as returned by `Settings.for_model`. Raises AppError if the
+    model cannot be found or downloaded.
+    """
     try:
         return store.resolve(settings.models[0].name if settings.models else None)
     except ModelNotFoundError as missing:
@@ -48,27 +52,31 @@ def _confirm(reason: str, question: str) -> bool:
 def pull(name: str, revision: str | None) -> int:
     """Downloads the missing files of a model, verifies all files and returns the exit status.
 
-    revision: a branch, tag or commit; None is the one in `name`, or the main branch. Raises
-    AppError."""
+    revision: a branch, tag or commit; None is the revision in `name`, or the main branch. Raises
+    AppError if the download fails.
+    """
     wanted = _parse_hub_name(name, revision)
     files = download_model(plan_model_download(wanted))
     print(f"{wanted} is complete: {format_bytes(files.weight_bytes)} of weights in {files.path}")
     return 0
 
 
-def plan_model_download(name: HubName) -> DownloadPlan:
+def plan_model_download(name: HubName) -> "DownloadPlan":
     """Plans the download of a model. Raises AppError for a model that could not be served, so that
-    it is rejected before the download, not after it."""
+    it is rejected before the download rather than after it."""
+    from app.store.hub.download_plan import plan_download
+
     offer = plan_download(name)
-    try:
-        models.read_info(offer.config)
-    except ModelError as error:
-        raise AppError(ErrorKind.MODEL_FILES, f"{name}: {error}; nothing was downloaded") from error
+    check_config(str(name), offer.config)
     return offer
 
 
-def download_model(offer: DownloadPlan) -> ModelFiles:
-    """Downloads the files of a plan and reports the progress on stderr. Raises AppError."""
+def download_model(offer: "DownloadPlan") -> ModelFiles:
+    """Downloads the files of a plan and reports the progress on stderr. Raises AppError if this
+    fails."""
+    from app.store.hub import cache
+    from app.store.hub.download import download
+
     name = offer.name
     left = (
         f"{format_bytes(offer.missing_bytes)} to download"
@@ -76,7 +84,7 @@ def download_model(offer: DownloadPlan) -> ModelFiles:
         else "already downloaded, verifying"
     )
     print(
-        f"{name} at commit {offer.commit[:12]}: {len(offer.files)} files, "
+        f"{name} at commit {offer.commit[:12]}: {pluralize(len(offer.files), 'file')}, "
         f"{format_bytes(offer.total_bytes)}, "
         f"{left}",
         file=sys.stderr,
@@ -86,7 +94,7 @@ def download_model(offer: DownloadPlan) -> ModelFiles:
     except KeyboardInterrupt:
         raise KeyboardInterrupt("run the command again to resume the download") from None
     files = cache.find(name)
-    assert files is not None, "it was downloaded just now"
+    assert files is not None, "the model has just been downloaded"
     return files
 
 
@@ -95,7 +103,7 @@ def _parse_hub_name(text: str, revision: str | None) -> HubName:
     if name is None:
         raise AppError(
             ErrorKind.MODEL_NOT_FOUND,
-            f"{text!r} is not a model name of the hub (org/name or org/name@revision); "
+            f"{text!r} is not a Hugging Face model name (org/name or org/name@revision); "
             "use `ollama pull` for Ollama models",
         )
     if revision is None:

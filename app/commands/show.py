@@ -1,6 +1,6 @@
 """`mlxrunner show`: describes a model and whether it fits in memory, without loading its weights.
 
-Knows: the wording and layout of the description. Must not know: how other packages compute it.
+Knows: the wording and layout of the description. Must not know: the computations of other packages.
 """
 
 import dataclasses
@@ -21,13 +21,14 @@ from app.engine.model_info import ParameterCount, complete_config, count_paramet
 def show(settings: Settings, *, as_json: bool) -> int:
     """Prints a description of each model and returns the exit status.
 
-    settings: the models and the settings with which they would be served. as_json: print one JSON
-    object per model. Raises AppError for a model that could not be served."""
+    settings: the models, and the settings with which they would be served. as_json: whether to
+    print one JSON object per model. Raises AppError for a model that could not be served.
+    """
     if not settings.models:
         _show(None, settings, as_json=as_json)
     for model in settings.models:
         own = settings.for_model(model)
-        # the other models are ignored here: this one may use the memory budget of all models
+        # ignore the other models, so that this one may use the memory budget of all models
         alone = dataclasses.replace(own, memory=own.memory or settings.memory)
         _show(model.name, alone, as_json=as_json)
     return 0
@@ -90,23 +91,23 @@ def _render_lines(
 
 
 def _find_template_file(files: ModelFiles) -> str | None:
-    """The name of the file with the chat template, or None."""
+    """Returns the name of the file with the chat template, or None."""
     if files.chat_template is not None:
         return "chat_template.jinja"
     return "tokenizer_config.json" if files.tokenizer_config.get("chat_template") else None
 
 
 def _list_defaults(files: ModelFiles) -> Mapping[str, Any]:
-    """The defaults that the model's authors recommend; a request may override them."""
+    """Returns the defaults recommended by the model's authors. Requests may override them."""
     found = read_generation_defaults(files)
-    told: dict[str, Any] = dict(found.sampling)
+    defaults: dict[str, Any] = dict(found.sampling)
     if found.max_tokens is not None:
-        told["max_tokens"] = found.max_tokens
+        defaults["max_tokens"] = found.max_tokens
     if found.stop_strings:
-        told["stop"] = list(found.stop_strings)
+        defaults["stop"] = list(found.stop_strings)
     if files.recommended_context is not None:
-        told["context"] = files.recommended_context
-    return told
+        defaults["context"] = files.recommended_context
+    return defaults
 
 
 def _format_memory_needed(fit_report: Fit) -> str:

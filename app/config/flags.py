@@ -49,8 +49,14 @@ def collect_flags(arguments: argparse.Namespace) -> SourcedValues:
 
 
 class CommandLineParser(argparse.ArgumentParser):
-    """A parser that exits with status 2 and one line for an invalid command line; argparse would
-    print all options."""
+    """A parser that exits with status 2 and prints one line for an invalid command line. argparse
+    itself would print all options.
+
+    forwarding_commands: the commands that run another program. The words after `--` are that
+    program's arguments.
+    """
+
+    forwarding_commands: frozenset[str] = frozenset()
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"mlxrunner: {message.removeprefix('argument ')}\n")
@@ -61,19 +67,23 @@ def parse_arguments(
 ) -> argparse.Namespace:
     """Parses the command line. Models may be given between flags, which argparse does not support.
 
-    An unknown flag or command is rejected, with the most similar one as a suggestion. Exits with
-    status 2 for an invalid command line. commands: known commands; the first argument must be one
-    of them or a flag."""
+    An unknown flag or command is rejected, and the error suggests the most similar one. The process
+    exits with status 2 for an invalid command line. commands: the known commands. The first
+    argument must be one of them or a flag. The result's `forwarded` holds the arguments of the
+    program that the command runs.
+    """
     argv = sys.argv[1:] if argv is None else argv
     first = next(iter(argv), "")
     if commands and not first.startswith("-") and first not in commands:
         listed = f"the commands are {', '.join(commands)}{suggest(first, commands)}"
         parser.error(f"unknown command {first!r}: {listed}" if first else f"no command: {listed}")
-    arguments, rest = parser.parse_known_args(argv)
+    words, forwarded = _split_forwarded(argv) if first in parser.forwarding_commands else (argv, ())
+    arguments, rest = parser.parse_known_args(words)
+    arguments.forwarded = tuple(forwarded)
     models: list[str] | None = getattr(arguments, "models", None)
-    strange = [word for word in rest if word.startswith("-") or models is None]
-    if strange:
-        name = strange[0].partition("=")[0]
+    unknown = [word for word in rest if word.startswith("-") or models is None]
+    if unknown:
+        name = unknown[0].partition("=")[0]
         name = name if name.isprintable() else repr(name)
         command = getattr(arguments, "command", None) or ""
         help_ = " ".join(part for part in ("mlxrunner", command, "--help") if part)
@@ -86,6 +96,12 @@ def parse_arguments(
     if models is not None:
         models += rest
     return arguments
+
+
+def _split_forwarded(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Splits a command line at the first `--`."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    return argv[:end], argv[end + 1 :]
 
 
 def _add_flag(add_argument: Callable[..., argparse.Action], option: Option) -> None:

@@ -1,10 +1,10 @@
-"""The table of all settings: how each is written, its default and its help text.
+"""The table of all settings: the notation, the default and the help text of each setting.
 
 Knows: the fields of Settings and ModelSettings. Must not know: argparse, TOML, the environment.
 
-A setting has one name, spelled as each source spells names: `max_queue` in a file, `--max-queue` on
-the command line, `MLXRUNNER_MAX_QUEUE` in the environment. The flag of a repeatable setting is in
-the singular.
+A setting has one name, in the spelling of each source: `max_queue` in a file, `--max-queue` on the
+command line, `MLXRUNNER_MAX_QUEUE` in the environment. The flag of a repeatable setting is in the
+singular.
 """
 
 import dataclasses
@@ -26,16 +26,18 @@ from app.core.settings import (
 
 ENV_PREFIX = "MLXRUNNER_"
 
-# resets a setting that a source of lower precedence has set; accepted for every type of value
+# resets a setting that a source of lower precedence has set; every type of value accepts it
 DEFAULT_WORD = "default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One setting, independent of the source it is read from.
+    """One setting, independent of the source from which it is read.
 
-    field: name of the field in Settings, and key in a file. default: default of that field. help:
-    help text. unset_label: text displayed for None. env_var: name of the environment variable."""
+    field: the name of the field in Settings, which is also the key in a file. default: the default
+    of that field. help: the help text. unset_label: the text displayed for None. env_var: the name
+    of the environment variable.
+    """
 
     field: str
     value_type: ValueType
@@ -108,13 +110,13 @@ def make_option(
 
 GIBIBYTE = 1 << 30
 
-# path of the configuration file; not a setting, since a file cannot name itself
+# the path of the configuration file; not a setting, since a file cannot name itself
 CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
 
-# read by app/http/api_keys.py; their values are never displayed
+# app/http/api_keys.py reads these variables; their values are never displayed
 SECRET_VARIABLES = (f"{ENV_PREFIX}API_KEY", f"{ENV_PREFIX}API_KEYS")
 
-# read by models/cpu_backend.py and models/kernels, before the settings exist
+# models/cpu_backend.py and models/kernels read these variables before the settings exist
 BACKEND_VARIABLES = (
     f"{ENV_PREFIX}BLAS",
     f"{ENV_PREFIX}ISA",
@@ -122,7 +124,7 @@ BACKEND_VARIABLES = (
     f"{ENV_PREFIX}THREADS",
 )
 
-# read by the install (models/kernels/CMakeLists.txt); may still be set when a server is started
+# the build (models/kernels/CMakeLists.txt) reads these variables; they may still be set at runtime
 BUILD_VARIABLE = f"{ENV_PREFIX}BUILD_KERNELS"
 
 MODELS_VARIABLE = f"{ENV_PREFIX}MODELS"
@@ -153,7 +155,7 @@ GROUPS = (
             make_option(
                 "max_loaded",
                 value_types.integer(1),
-                "maximum number of models in memory",
+                "maximum number of loaded models",
                 unset="as many as fit",
             ),
             make_option(
@@ -220,13 +222,13 @@ GROUPS = (
             make_option(
                 "quantize",
                 value_types.choice(*get_args(QuantizationBits)),
-                "quantise unquantised weights to 4 or 8 bits while loading",
+                "quantize unquantized weights to 4 or 8 bits while loading",
                 unset="off",
             ),
             make_option(
                 "parallel",
                 value_types.integer(1),
-                "maximum number of sequences that run at the same time",
+                "maximum number of concurrent sequences",
                 unset="chosen from memory and device",
             ),
             make_option(
@@ -238,8 +240,8 @@ GROUPS = (
             make_option(
                 "context_shift",
                 value_types.boolean(),
-                "when the context is full, discard its older half and continue; truncate prompts "
-                "that are too long in the middle; needs --cache slots",
+                "when the context is full, discard its older half and continue; if a prompt is too "
+                "long, truncate it in the middle; needs --cache slots",
             ),
             make_option(
                 "memory",
@@ -262,7 +264,7 @@ GROUPS = (
             make_option(
                 "exact",
                 value_types.boolean(),
-                "make cached output bit-identical to uncached output; recomputes earlier answers",
+                "make cached output bit-identical to uncached output; recomputes earlier responses",
             ),
             make_option(
                 "prefill_chunk",
@@ -296,7 +298,7 @@ GROUPS = (
                 "max_tokens",
                 value_types.integer(1, unit="tokens"),
                 "maximum output tokens per choice",
-                unset="no limit but the context",
+                unset="limited only by the context",
             ),
             make_option(
                 "max_time",
@@ -307,11 +309,13 @@ GROUPS = (
             make_option(
                 "deadline",
                 value_types.duration(),
-                "maximum time from a request's arrival to the end of its response; then it fails",
+                "maximum time from a request's arrival to the end of its response; later, it fails",
                 unset="no limit",
             ),
             make_option(
-                "max_body", value_types.size("MiB", MEBIBYTE), "largest request body, in MiB"
+                "max_body",
+                value_types.size("MiB", MEBIBYTE),
+                "maximum size of a request body, in MiB",
             ),
             make_option(
                 "max_connections", value_types.integer(1), "maximum number of open connections"
@@ -325,7 +329,7 @@ GROUPS = (
             make_option(
                 "drain",
                 value_types.duration(allow_zero=True),
-                "how long in-flight requests may run after a shutdown signal",
+                "how long in-flight requests may continue after a shutdown signal",
             ),
             make_option(
                 "ping",
@@ -363,8 +367,8 @@ OPTIONS = tuple(one for group in GROUPS for one in group.options)
 
 
 def _make_model_option(field: str) -> Option:
-    """The option of one model for a setting that also exists for all models, with the same
-    meaning."""
+    """Returns the per-model version of an option that also exists for all models. Its meaning is
+    the same."""
     [of_all] = [one for one in OPTIONS if one.field == field]
     return dataclasses.replace(of_all, default=None, unset_label="as for all models")
 

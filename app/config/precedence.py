@@ -1,9 +1,10 @@
 """Precedence of the sources of settings: flags, then the environment, a file, and the defaults.
 
-Knows: the order, the source of each setting. Must not know: how any source is written.
+Knows: the order of the sources, the source of each setting. Must not know: the syntax of any
+source.
 
-Only an explicitly named file is read: the behaviour and the access control of a server must not
-depend on the working directory or on a file left in a home directory.
+A configuration file is read only if it is named explicitly. The behavior and the access control of
+a server must not depend on the working directory or on a forgotten file in a home directory.
 """
 
 from collections.abc import Mapping
@@ -20,8 +21,8 @@ DEFAULT_SOURCE = "default"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
-    """sources: description of the source of each field's value. secret_variables: names of the set
-    environment variables that hold keys."""
+    """The settings and their sources. sources: a description of the source of each field's value.
+    secret_variables: the names of the environment variables that are set and hold keys."""
 
     settings: Settings
     sources: Mapping[str, str]
@@ -33,8 +34,9 @@ def resolve_config(
 ) -> ResolvedConfig:
     """Merges the settings of all sources.
 
-    config_path: configuration file given on the command line; None uses the one that the
-    environment names, if any. Raises AppError(INVALID)."""
+    config_path: the configuration file given on the command line; None uses the file named by the
+    environment, if any. Raises AppError(INVALID) for invalid or conflicting settings.
+    """
     of_environment = read_environment(environment)
     config_path = config_path or environment.get(CONFIG_VARIABLE)
     of_file: SourcedValues = read_toml_file(config_path) if config_path else {}

@@ -1,6 +1,6 @@
 """Settings from environment variables, and the type of a value with its source.
 
-Knows: the names of mlxrunner's variables. Must not know: the other sources, who reads the secrets.
+Knows: the names of mlxrunner's variables. Must not know: the other sources, the use of the secrets.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,8 @@ from app.core.settings import ModelSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourcedValue:
-    """value: value of a field of Settings. source: description of where it was set."""
+    """A value with its source. value: the value of a field of Settings. source: a description of
+    the place where it was set."""
 
     value: Any
     source: str
@@ -36,9 +37,10 @@ SourcedValues = Mapping[str, SourcedValue]
 def read_environment(environment: Mapping[str, str]) -> SourcedValues:
     """Reads the settings from the environment.
 
-    An empty variable counts as unset, since compose files and systemd units write unset variables
-    that way. Raises AppError(INVALID) for an invalid value, and for an unknown MLXRUNNER_ variable;
-    that message omits the value, which may be a key."""
+    An empty variable counts as unset, because compose files and systemd units write unset variables
+    that way. Raises AppError(INVALID) for an invalid value and for an unknown MLXRUNNER_ variable.
+    The message for an unknown variable omits its value, which may be a key.
+    """
     ours = {
         name: word for name, word in environment.items() if name.startswith(ENV_PREFIX) and word
     }
@@ -73,7 +75,7 @@ def read_environment(environment: Mapping[str, str]) -> SourcedValues:
 
 
 def find_secret_variables(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The names of the secret variables that are set, never their values."""
+    """Returns the names of the secret variables that are set, but never their values."""
     return tuple(name for name in SECRET_VARIABLES if environment.get(name))
 
 
@@ -81,8 +83,9 @@ def _reject_kubernetes_service_links(ours: Mapping[str, str]) -> None:
     """Raises AppError(INVALID) for variables that Kubernetes has set.
 
     Kubernetes passes the address of each service to every container, in variables named after the
-    service ("Service environment variables" in its documentation). Those of a service named
-    mlxrunner collide with mlxrunner's own variables."""
+    service ("Service environment variables" in its documentation). The variables for a service
+    named mlxrunner collide with mlxrunner's own variables.
+    """
     for name in (f"{ENV_PREFIX}SERVICE_HOST", f"{ENV_PREFIX}PORT"):
         if name in ours and (name != f"{ENV_PREFIX}PORT" or "://" in ours[name]):
             raise AppError(

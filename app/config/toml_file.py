@@ -8,7 +8,7 @@ Knows: the line of each key. Must not know: the other sources of settings.
     name = "org/name"
     pinned = true
 
-For models without settings of their own, `models = ["org/name", …]` suffices.
+If no model has settings of its own, `models = ["org/name", …]` is sufficient.
 """
 
 import re
@@ -33,14 +33,14 @@ TomlKey = tuple[int | None, str]
 
 
 def read_toml_file(path: str) -> SourcedValues:
-    """Reads a configuration file. Raises AppError(INVALID) for an unreadable or invalid file, with
-    the line number if it is known."""
-    # imported here, so that a start without a file does not pay for the import
+    """Reads a configuration file. Raises AppError(INVALID) for an unreadable or invalid file. The
+    message contains the line number if it is known."""
+    # imported here, so that a start without a file skips the cost of the import
     import tomllib
 
     try:
         written = Path(path).read_bytes().decode("utf-8")
-        # untyped values, whose types are checked one by one
+        # the values are untyped; the type of each one is checked below
         document: Mapping[str, object] = tomllib.loads(written)
     except OSError as error:
         raise _config_error(_make_printable(path), error.strerror or str(error), path) from None
@@ -75,8 +75,8 @@ class _TomlReader:
 
     def _read_models(self, value: object) -> Iterator[ModelSettings]:
         if not isinstance(value, list):
-            wanted = "must be [[models]] tables, or a list of names"
-            raise _config_error(self._locate((None, "models"), (0, "")), wanted, "models")
+            message = "must be [[models]] tables, or a list of names"
+            raise _config_error(self._locate((None, "models"), (0, "")), message, "models")
         for index, item in enumerate(cast("Sequence[object]", value)):
             table = {"name": item} if isinstance(item, str) else item
             if not isinstance(table, dict) or "name" not in table:
@@ -101,8 +101,8 @@ class _TomlReader:
                     ),
                     _model_key(index, key),
                 )
-            # not Option.from_toml: here "default" may be the name of a model, and a key that is
-            # left out already means the default
+            # Option.from_toml is not used: here "default" may be the name of a model, and a missing
+            # key already means the default
             take = _MODEL_OPTIONS_BY_KEY[key].value_type.from_toml
             fields[key] = _convert(take, value, place, _model_key(index, key))
         return ModelSettings(**fields)
@@ -123,7 +123,7 @@ class _TomlReader:
         return _config_error(place, f"{key}: unknown key{near}", key)
 
     def _locate(self, *keys: TomlKey) -> str:
-        """The path, with the line of the first of `keys` whose line is known."""
+        """Returns the path, followed by the line of the first of `keys` whose line is known."""
         for key in keys:
             if line := self._lines.get(key):
                 return f"{self._path}:{line}"
@@ -131,10 +131,11 @@ class _TomlReader:
 
 
 def render_toml(settings: Settings, sources: Mapping[str, str]) -> str:
-    """Renders a file with every setting, including those that equal the default.
+    """Renders a file with every setting, including settings that equal the default.
 
-    sources: description of each setting's source, added as a comment."""
-    # imported here: only `mlxrunner config --toml` needs it
+    sources: a description of each setting's source, which is added as a comment.
+    """
+    # imported here, because only `mlxrunner config --toml` needs it
     import tomli_w
 
     def line(option: Option, value: Any) -> str:
@@ -159,8 +160,8 @@ def iter_model_overrides(model: ModelSettings) -> Iterator[tuple[Option, Any]]:
 
 
 def _find_key_lines(text: str) -> Mapping[TomlKey, int]:
-    """The line number of each key. A key that seems to occur on two lines is left out, since one of
-    them is part of a multi-line string."""
+    """Returns the line number of each key. If a key seems to occur on two lines, it is omitted,
+    since one of the lines is part of a multi-line string."""
     found: dict[TomlKey, int] = {}
     doubtful: set[TomlKey] = set()
     index, models = None, -1
@@ -189,7 +190,7 @@ def _convert(from_toml: Callable[[object], Any], value: object, location: str, k
 
 
 def _find_first_model(lines: Mapping[TomlKey, int]) -> TomlKey:
-    """The key of the first model: its table, or the `models` list."""
+    """Returns the key of the first model: its table, or the `models` list."""
     return (0, "") if (0, "") in lines else (None, "models")
 
 

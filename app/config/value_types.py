@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 from app.core import units
 from app.core.settings import is_host_name, is_origin
 
-# in seconds, GiB or MiB: above any practical value, and small enough for timeouts and byte counts
+# In seconds, GiB or MiB. This is above any practical value, but small enough for timeouts and byte
+# counts.
 MAX_NUMBER = 1_000_000_000
 
 # a longer value is truncated in messages
@@ -30,19 +31,20 @@ _BOOLEAN_WORDS = {"true": True, "yes": True, "on": True, "1": True} | {
 
 
 class InvalidOptionValue(Exception):
-    """An invalid value; the message reads "must be …, not …"."""
+    """Raised for an invalid value. The message reads "must be …, not …"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueType:
-    """The type of an option's value and how it is written.
+    """The type of an option's value, and its notation.
 
-    description: description of valid values. metavar: placeholder in the help text. parse: converts
-    text to a value; raises ValueError. types: TOML types accepted in a file. to_toml_item: converts
-    a value to TOML. choices: all accepted words, if they are a fixed list. unit: unit of the number
-    as it is written. secret: messages never quote the text, since it may contain a password.
-    is_list: the value is a tuple of items, written separated by commas in text and as a list in a
-    file."""
+    description: a description of valid values. metavar: the placeholder in the help text. parse:
+    converts text to a value; raises ValueError. types: the TOML types accepted in a file.
+    to_toml_item: converts a value to TOML. choices: all accepted words, if they form a fixed list.
+    unit: the unit of the number in text and files. secret: whether messages must not quote the
+    text, because it may contain a password. is_list: whether the value is a tuple of items. The
+    items are separated by commas in text and form a list in a file.
+    """
 
     description: str
     metavar: str
@@ -77,7 +79,7 @@ class ValueType:
         )
 
     def _item_from_toml(self, value: object) -> Any:
-        # compared exactly: bool is a subclass of int, but true is not a number
+        # types are compared exactly, because bool is a subclass of int, but true is not a number
         if type(value) not in self.types:
             raise self._invalid_value(_quote(value))
         return self._parse_item(str(value).lower() if type(value) is bool else str(value))
@@ -103,7 +105,7 @@ def integer(minimum: int, maximum: int | None = None, unit: str = "") -> ValueTy
 
     bounds = f"of {minimum} or more" if maximum is None else f"from {minimum} to {maximum}"
     return ValueType(
-        description=f"a whole number {bounds}",
+        description=f"an integer {bounds}",
         metavar=unit.upper() or "N",
         parse=parse,
         types=(int,),
@@ -112,7 +114,7 @@ def integer(minimum: int, maximum: int | None = None, unit: str = "") -> ValueTy
 
 
 def size(unit: str, bytes_per_unit: int) -> ValueType:
-    """A number of bytes, written in a larger unit. bytes_per_unit: size of that unit in bytes."""
+    """A number of bytes, given in a larger unit. bytes_per_unit: the size of that unit in bytes."""
 
     def parse(word: str) -> int:
         amount = float(word)
@@ -131,8 +133,8 @@ def size(unit: str, bytes_per_unit: int) -> ValueType:
 
 
 def duration(*, allow_zero: bool = False, allow_forever: bool = False) -> ValueType:
-    """A duration in seconds; math.inf means forever. allow_zero: accept 0. allow_forever: accept
-    "forever" and negative numbers, both as math.inf."""
+    """A duration in seconds; math.inf means forever. allow_zero: whether to accept 0.
+    allow_forever: whether to accept "forever" and negative numbers, both as math.inf."""
 
     def parse(word: str) -> float:
         if allow_forever and word == "forever":
@@ -190,7 +192,7 @@ def choice(*choices: str | int) -> ValueType:
 
 
 def text(description: str, metavar: str) -> ValueType:
-    """Any printable text that is not blank. description: description of valid values."""
+    """Any printable text that is not blank. description: a description of valid values."""
 
     def parse(word: str) -> str:
         if not word.strip() or not word.isprintable():
@@ -201,8 +203,7 @@ def text(description: str, metavar: str) -> ValueType:
 
 
 def path() -> ValueType:
-    """The path of a file, with `~` expanded. A relative path is relative to the working
-    directory."""
+    """The path of a file; `~` is expanded. A relative path is relative to the working directory."""
 
     def parse(word: str) -> str:
         if not word or "\0" in word:
@@ -236,8 +237,8 @@ def host_names() -> ValueType:
 
 
 def url() -> ValueType:
-    """The URL of an OpenTelemetry collector. Credentials belong in OpenTelemetry's own variable
-    for headers (OTEL_EXPORTER_OTLP_HEADERS)."""
+    """The URL of an OpenTelemetry collector. Credentials do not belong in the URL, but in
+    OpenTelemetry's own variable for headers (OTEL_EXPORTER_OTLP_HEADERS)."""
 
     def parse(word: str) -> str:
         parts = urlsplit(word)

@@ -1,13 +1,13 @@
 """Which tokens to discard when the context is full: pure integer arithmetic.
 
-Knows: lengths, ids. Must not know: layer caches, models, requests.
+Knows: lengths, token IDs. Must not know: layer caches, models, requests.
 
-    prompt too long   [ kept | dropped ... | tail ................. ]   before it is evaluated
-    context full      [ kept | discarded . | the newer half ....... ]   while it grows
+    prompt too long   [ kept | dropped ... | tail ................. ]   before prefill
+    context full      [ kept | discarded . | the newer half ....... ]   during decoding
 
 The arithmetic is that of Ollama's llamarunner (ShiftDiscard in runner/llamarunner/cache.go of
-February 2025, and numKeep in runner.go of the same folder). One number differs: Ollama's prompts
-may fill the context, while prompts here leave one position free for the next sampled id.
+February 2025, and numKeep in runner.go of the same folder). There is one difference: Ollama's
+prompts may fill the context, while prompts here leave one position free for the next sampled token.
 """
 
 from collections.abc import Sequence
@@ -16,32 +16,35 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShiftResult:
-    """The ids with which a sequence continues after a context shift.
+    """The tokens with which a sequence continues after a context shift.
 
-    num_computed: number of `ids` that its caches hold: all, or 0 if the layers could not be
-    shifted, so that all ids must be evaluated again."""
+    num_computed: the number of tokens in `ids` that the layer caches hold. It is 0 if the layers
+    could not be shifted; then all tokens must be prefilled again.
+    """
 
     ids: tuple[int, ...]
     num_computed: int
 
 
 def resolve_num_keep(num_keep: int, *, length: int, context: int) -> int:
-    """The number of leading ids that are never discarded; less than `context`, so that at least one
-    position can be shifted.
+    """Returns the number of leading tokens that are never discarded. It is less than `context`, so
+    that at least one position can be shifted.
 
-    num_keep: value from the request; negative means the whole prompt, which has `length` ids. The
-    caller must count a beginning-of-sequence id that it prepends."""
+    num_keep: the value from the request; a negative value means the whole prompt, which has
+    `length` tokens. If the caller prepends a beginning-of-sequence token, it must count that token.
+    """
     assert context > 0
     return min(length if num_keep < 0 else num_keep, context - 1)
 
 
 def truncate_prompt(ids: Sequence[int], *, context: int, num_keep: int) -> Sequence[int]:
-    """Truncates a prompt in the middle, so that one more id fits in the context.
+    """Truncates a prompt in the middle, so that one more token fits in the context.
 
-    Returns `ids` if they fit; else the first `num_keep` ids (see `resolve_num_keep`) and as many of
-    the last ids as fit. The last id is always kept, whatever `num_keep` is: the output follows it.
+    Returns `ids` unchanged if they fit. Otherwise it returns the first `num_keep` tokens (see
+    `resolve_num_keep`) and as many of the last tokens as fit. The last token is always kept,
+    whatever the value of `num_keep`, because the output follows it.
     """
-    assert context > 1, "a context of one position has no room for an answer"
+    assert context > 1, "a context of one position has no room for output"
     room = context - 1
     excess = len(ids) - room
     if excess <= 0:
@@ -51,11 +54,13 @@ def truncate_prompt(ids: Sequence[int], *, context: int, num_keep: int) -> Seque
 
 
 def count_discarded(*, context: int, length: int, num_keep: int) -> int:
-    """The number of ids to discard after the first `num_keep`, so that half of the remaining
-    positions, and at least one, become free. 0 if that many are free already.
+    """Returns the number of tokens to discard after the first `num_keep`, so that half of the
+    remaining positions, and at least one, become free. Returns 0 if that many positions are free
+    already.
 
-    length: number of ids held now; the result never exceeds length - num_keep."""
-    assert 0 <= num_keep < context, "nothing could ever be discarded"
+    length: the number of tokens held now; the result never exceeds length - num_keep.
+    """
+    assert 0 <= num_keep < context, "no token could be discarded"
     assert length <= context
     wanted_free = max((context - num_keep) // 2, 1)
     return max(wanted_free - (context - length), 0)

@@ -1,9 +1,9 @@
 """Embedding requests, jobs and results.
 
-Knows: texts, ids, bytes. Must not know: HTTP, tensors, tokenizers.
+Knows: texts, token IDs, bytes. Must not know: HTTP, tensors, tokenizers.
 
-A vector is stored as bytes: its numbers as little-endian float32, one after the other. This form
-can be sent between processes and encoded as base64 without conversion.
+An embedding is stored as bytes: its elements are consecutive little-endian float32 numbers. This
+format can be sent between processes and encoded as base64 without conversion.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ PoolingType = Literal["mean", "last"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedInput:
-    """A text or its token ids; never empty. param: dotted path of the request field."""
+    """A text or its tokens; never empty. param: the dotted path of the request field."""
 
     content: str | tuple[int, ...]
     param: str
@@ -23,14 +23,15 @@ class EmbedInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedRequest:
-    """A request for one vector per input. pooling: None is the model's default. dimensions: number
-    of leading vector elements to return; None returns all. keep_alive, caller, admin: as in
-    `GenerateRequest`."""
+    """A request for one embedding per input. pooling: the pooling method; None selects the model's
+    default. dimensions: the number of leading elements of each embedding to return; None returns
+    all. keep_alive, caller, admin: the same as in `GenerateRequest`."""
 
     model: str
     inputs: tuple[EmbedInput, ...]
     pooling: PoolingType | None = None
     dimensions: int | None = None
+    truncate: bool = False
     keep_alive: float | None = None
     caller: str = ""
     admin: bool = False
@@ -38,8 +39,8 @@ class EmbedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embeddings:
-    """vectors: one per input, in order, each of Euclidean length 1. prompt_tokens: tokens of all
-    inputs."""
+    """The embeddings of a request. vectors: one embedding per input, in order, each with Euclidean
+    length 1. prompt_tokens: the number of tokens in all inputs."""
 
     vectors: tuple[bytes, ...]
     prompt_tokens: int
@@ -47,8 +48,9 @@ class Embeddings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedJob:
-    """inputs: token ids of each input, at least one, at most the context length. dimensions: at
-    most the width of the model's hidden states."""
+    """A job that computes embeddings. inputs: the tokens of each input, at least one and at most as
+    many as the context length. dimensions: the number of elements to return, at most the width of
+    the model's hidden states."""
 
     id: str
     inputs: tuple[tuple[int, ...], ...]
@@ -58,8 +60,8 @@ class EmbedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedResult:
-    """The result of a finished job. vectors: as in `Embeddings`. error: one sentence if the job
-    failed; then `vectors` is empty."""
+    """The result of a finished job. vectors: the same as in `Embeddings`. error: one sentence if
+    the job failed; `vectors` is then empty."""
 
     job_id: str
     vectors: tuple[bytes, ...] = ()

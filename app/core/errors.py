@@ -1,23 +1,25 @@
-"""Errors caused by requests, files and the environment; bugs of mlxrunner are assertions.
+"""Errors caused by requests, files and the environment. Bugs in mlxrunner raise assertion errors
+instead.
 
-Knows: kinds of errors, their messages, redaction of paths and of text from clients. Must not know:
-status codes, JSON; dialects map `ErrorKind` to these.
+Knows: error types, error messages, redaction of paths and of text from clients. Must not know:
+status codes, JSON. Dialects map `ErrorKind` to status codes.
 """
 
 import re
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 
-# An absolute path; not a route of the API, nor a part of a URL or of a relative path. The match
-# ends at the first blank of a file name, so a part of such a name remains, but no folder.
+# Matches an absolute path, but not an API route, a part of a URL or a part of a relative path. The
+# match ends at the first space in a file name. The rest of that name remains, but no folder does.
 _ABSOLUTE_PATH = re.compile(
     r"(?<![\w./:~-])~?/(?!v1/)(?:[^\s/'\"`:;,)\]]+/)*(?P<name>[^\s/'\"`:;,)\]]+)"
 )
 
 
 class ErrorKind(StrEnum):
-    """The kind of an error. Each dialect maps these to its status codes and type names."""
+    """The type of an error. Each dialect maps it to a status code and a type name of its own."""
 
     INVALID = "invalid_request"
     CONTEXT_LENGTH = "context_length_exceeded"
@@ -38,13 +40,24 @@ class ErrorKind(StrEnum):
     MODEL_FILES = "bad_model_files"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextExcess:
+    """The numbers of a prompt that does not fit. output_tokens: that the request also needs, if the
+    prompt alone would fit."""
+
+    prompt_tokens: int
+    context_length: int
+    output_tokens: int | None = None
+
+
 class AppError(Exception):
-    """An error to report to the client or the operator who caused it.
+    """An error to report to the client or operator that caused it.
 
     message: describes the error and a remedy. marked_message: the message with the marks of
-    `mark_client_text`, for code that builds another AppError from it. param: dotted path of the
-    request field (`messages.0.role`). code: stable machine-readable code, if `kind` is not precise
-    enough. retry_after: seconds after which a retry may succeed, or None.
+    `mark_client_text`, for code that builds another AppError from it. param: the dotted path of the
+    request field (`messages.0.role`). code: a stable machine-readable code, for errors that need
+    more detail than `kind`. retry_after: the number of seconds after which a retry may succeed, or
+    None. excess: the token counts, for a prompt that is too long.
     """
 
     def __init__(
@@ -55,6 +68,7 @@ class AppError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        excess: ContextExcess | None = None,
     ) -> None:
         self.marked_message = message
         self.message = message.translate(_STRIP_MARKS)
@@ -63,17 +77,20 @@ class AppError(Exception):
         self.param = param
         self.code = code
         self.retry_after = retry_after
+        self.excess = excess
 
     def redact(self) -> str:
-        """The message without the text that the client sent, which may be a prompt or a key."""
+        """Returns the message without text sent by the client, since that text may be a prompt or a
+        key."""
         return _CLIENT_TEXT.sub("…", self.marked_message)
 
 
 def redact_paths(error: AppError, folder: Path | None, name: str) -> AppError:
     """Returns a copy of the error without folders, so that clients do not learn where files are.
 
-    folder: folder of the model, which is replaced by `name`; of other absolute paths only the last
-    component remains."""
+    folder: the folder of the model, which is replaced by `name`. Other absolute paths are reduced
+    to their last component.
+    """
     message = error.marked_message
     if folder is not None:
         message = message.replace(str(folder), name)
@@ -84,32 +101,34 @@ def redact_paths(error: AppError, folder: Path | None, name: str) -> AppError:
         param=error.param,
         code=error.code,
         retry_after=error.retry_after,
+        excess=error.excess,
     )
 
 
-# Unicode noncharacters that enclose a client's text in a message. `repr` escapes them, and JSON
-# keeps them, so the marks are preserved between processes.
+# Unicode noncharacters that enclose a client's text in a message. JSON preserves them, so the marks
+# survive the transfer between processes. `repr` escapes any that the client sent.
 _CLIENT_TEXT_START, _CLIENT_TEXT_END = "\ufdd0", "\ufdd1"
 _STRIP_MARKS = str.maketrans("", "", _CLIENT_TEXT_START + _CLIENT_TEXT_END)
 _CLIENT_TEXT = re.compile(f"{_CLIENT_TEXT_START}[^{_CLIENT_TEXT_END}]*{_CLIENT_TEXT_END}?")
 
 
 def mark_client_text(text: str) -> str:
-    """Marks a part of an AppError's message that repeats text sent by the client, or that another
-    program derived from it. The response contains it, the log does not."""
+    """Marks a part of an AppError's message that repeats text sent by the client, or text that
+    another program derived from it. The response contains this part; the log does not."""
     return f"{_CLIENT_TEXT_START}{text.translate(_STRIP_MARKS)}{_CLIENT_TEXT_END}"
 
 
 class LibraryPanic(Exception):
-    """A library written in Rust panicked; see `PanicGuard`."""
+    """Raised when a library written in Rust panics; see `PanicGuard`."""
 
 
 class PanicGuard:
-    """`with PanicGuard():` raises LibraryPanic in place of pyo3's PanicException.
+    """`with PanicGuard():` raises LibraryPanic instead of pyo3's PanicException.
 
-    An extension written in Rust raises PanicException where its code panics. It derives from
-    BaseException, so `except Exception` misses it, and each extension has a class of its own that
-    no module exports. KeyboardInterrupt, SystemExit and CancelledError pass unchanged.
+    An extension written in Rust raises PanicException when its code panics. The exception derives
+    from BaseException, so `except Exception` does not catch it. Each extension has its own
+    PanicException class, which no module exports. KeyboardInterrupt, SystemExit and CancelledError
+    pass unchanged.
     """
 
     __slots__ = ()

@@ -1,11 +1,10 @@
 """Events of a generation request, in the order in which they occur.
 
-Knows: the events that generation emits and dialects convert. Must not know: SSE, JSON, how tokens
-are generated.
+Knows: the events of a generation. Must not know: SSE, JSON, the engine.
 
-The stream of each choice is `PromptTokenIds? (TextDelta | ReasoningDelta | ToolCallDelta)* Finish`,
-with `PrefillProgress` in between. The events of several choices may be interleaved in any order. A
-non-streaming response is built from the same events.
+The stream of each choice is `PromptTokenIds? (TextDelta | ReasoningDelta | ToolCallDelta)* Finish`;
+`PrefillProgress` events may occur in between. The events of different choices may be interleaved in
+any order. A non-streaming response is built from the same events.
 """
 
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopLogprob:
-    """An alternative token. text: may contain U+FFFD if the token is not valid UTF-8 by itself.
-    token_bytes: its exact bytes. logprob: as in `TokenLogprob`."""
+    """An alternative token. text: the decoded token; it contains U+FFFD if the token is not valid
+    UTF-8 by itself. token_bytes: the exact bytes of the token. logprob: the same as in
+    `TokenLogprob`."""
 
     text: str
     token_bytes: bytes
@@ -26,11 +26,12 @@ class TopLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """A token of the output or of an echoed prompt, with its log-probability.
+    """A token of the output or of an echoed prompt, with its log probability.
 
-    logprob: natural logarithm of its probability under the raw logits; None for the first token of
-    a prompt, which has no predecessor. top_logprobs: the most likely tokens at this position, most
-    likely first."""
+    logprob: the natural logarithm of its probability under the raw logits. It is None for the first
+    token of a prompt, which has no predecessor. top_logprobs: the most likely tokens at this
+    position, most likely first.
+    """
 
     text: str
     token_bytes: bytes
@@ -41,10 +42,12 @@ class TokenLogprob:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillProgress:
     """The progress of prefill. The first event of a choice is emitted when its job starts; its
-    `computed_tokens` is the number of tokens that the prefix cache provided.
+    `computed_tokens` is then the number of tokens that the prefix cache provided.
 
-    prompt_index: index of the prompt in the request. computed_tokens: prompt tokens in the KV cache
-    so far, including cached ones. total_tokens: tokens of the prompt."""
+    prompt_index: the index of the prompt in the request. computed_tokens: the number of prompt
+    tokens in the KV cache so far, including cached ones. total_tokens: the number of tokens in the
+    prompt.
+    """
 
     prompt_index: int = 0
     computed_tokens: int
@@ -53,8 +56,8 @@ class PrefillProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTokenIds:
-    """The token ids of a prompt, if the request asked for them; emitted before any output.
-    prompt_index: index of the prompt in the request."""
+    """The token IDs of a prompt. The event is emitted before any output, and only if the request
+    asked for token IDs. prompt_index: the index of the prompt in the request."""
 
     prompt_index: int = 0
     token_ids: tuple[int, ...]
@@ -62,12 +65,13 @@ class PromptTokenIds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextDelta:
-    """The next piece of text. It never splits a character, and is empty only if the event carries
-    logprobs or token ids.
+    """The next part of the text. It never splits a character. It is empty only if the event carries
+    logprobs or token IDs.
 
-    logprobs: tokens since the last delta, if the request asked for them, including those of
-    reasoning and tool calls. token_ids: the same tokens, if it asked for ids. The text of these
-    tokens and `text` may differ, since a partial stop string or character is held back.
+    logprobs: the tokens since the last delta, including those of reasoning and tool calls; set only
+    if the request asked for logprobs. token_ids: the IDs of the same tokens, if the request asked
+    for them. The text of these tokens may differ from `text`, since partial stop strings and
+    characters are held back.
     """
 
     choice: int = 0
@@ -78,7 +82,7 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningDelta:
-    """The next piece of the model's reasoning; never empty."""
+    """The next part of the model's reasoning; never empty."""
 
     choice: int = 0
     text: str
@@ -86,12 +90,13 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallDelta:
-    """The next piece of a tool call.
+    """The next part of a tool call.
 
-    call_index: 0, 1, 2 … in the order in which the calls begin; a call ends before the next one
-    begins. id, name: set in the first piece of a call only. arguments: next piece of the JSON text;
-    the pieces form an object, unless the output was cut by its length or the model produced invalid
-    JSON."""
+    call_index: the index of the call, in the order in which the calls begin. A call ends before the
+    next one begins. id, name: set in the first delta of a call only. arguments: the next part of
+    the JSON text. The parts together form an object, unless the output reached its length limit or
+    the model produced invalid JSON.
+    """
 
     choice: int = 0
     call_index: int
@@ -102,9 +107,9 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Token counts. cached_tokens: prompt tokens whose evaluation was actually skipped.
-    completion_tokens: sampled tokens, without the end-of-sequence token. reasoning_tokens: those of
-    them that precede the end of the reasoning."""
+    """Token counts. cached_tokens: prompt tokens whose prefill was skipped. completion_tokens:
+    sampled tokens, without the end-of-sequence token. reasoning_tokens: completion tokens up to the
+    end of the reasoning."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -114,9 +119,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Durations in nanoseconds. prefill_ns: from admission to the first token. decode_ns: from the
-    first token to the last. total_ns: from the arrival of the request, so it includes waiting.
-    inter_token_ns: between each pair of consecutive tokens."""
+    """Durations in nanoseconds. prefill_ns: the time from admission to the first token. decode_ns:
+    the time from the first token to the last. total_ns: the time since the request arrived,
+    including time in the queue. inter_token_ns: the time between each pair of consecutive
+    tokens."""
 
     prefill_ns: int
     decode_ns: int
@@ -126,10 +132,11 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """The last event of every choice that was not cancelled and did not fail.
+    """The last event of every choice, unless the choice was cancelled or failed.
 
-    prompt_index: index of the choice's prompt in the request. stop_string: the request's stop
-    string that ended the output, or None."""
+    prompt_index: the index of the choice's prompt in the request. stop_string,
+    stop_token_id: the stop string or token of the request that ended the output, or None.
+    """
 
     choice: int = 0
     prompt_index: int = 0
@@ -137,20 +144,23 @@ class Finish:
     usage: Usage
     timings: Timings
     stop_string: str | None = None
+    stop_token_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLoading:
-    """The model is not in memory yet; emitted from time to time while the request waits for it.
+    """The model is not loaded yet. The event is emitted from time to time while the request waits
+    for the model.
 
-    progress: 0 to 100. queued: whether the load has not begun yet, because another model is loaded
-    or unloaded first."""
+    progress: the load progress from 0 to 100. queued: whether the load has not begun yet, because
+    another model must be loaded or unloaded first.
+    """
 
     progress: int
     queued: bool = False
 
 
-# events with content of the response
+# events that carry content of the response
 OutputEvent = PromptTokenIds | TextDelta | ReasoningDelta | ToolCallDelta | Finish
 
 Event = PrefillProgress | ModelLoading | OutputEvent

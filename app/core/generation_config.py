@@ -1,8 +1,8 @@
 """Generation defaults recommended by the model's authors, for fields that a request leaves unset.
 
-Knows: the keys of generation_config.json (those of transformers' GenerationConfig, and three that
-only Ollama's parameters have: presence_penalty, frequency_penalty, repeat_last_n). Must not know:
-tokens, files.
+Knows: the keys of generation_config.json. They are those of transformers' GenerationConfig, and
+three Ollama parameters: presence_penalty, frequency_penalty, repeat_last_n. Must not know: tokens,
+files.
 """
 
 import math
@@ -14,14 +14,15 @@ from app.core.errors import AppError, ErrorKind
 from app.core.model_files import Json, ModelFiles
 from app.core.sampling_params import SAMPLING_KNOBS, SamplingKnob, SamplingValue
 
-# keys without effect in greedy decoding
+# keys that have no effect in greedy decoding
 _RANDOM_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """sampling: fields of `SamplingParams` by name. max_tokens: None is the rest of the context.
-    stop_strings: strings that end the output."""
+    """The defaults of a model. sampling: fields of `SamplingParams` by name. max_tokens: the
+    maximum number of output tokens; None uses the rest of the context. stop_strings: strings that
+    end the output."""
 
     sampling: Mapping[str, SamplingValue] = field(default_factory=dict[str, SamplingValue])
     max_tokens: int | None = None
@@ -29,10 +30,10 @@ class GenerationDefaults:
 
 
 def read_generation_defaults(files: ModelFiles) -> GenerationDefaults:
-    """Reads the defaults, which override the server's defaults and are overridden by the request.
-    Unused keys are ignored; null counts as missing.
+    """Reads the model's defaults. They override the server's defaults, and requests override them.
+    Unused keys are ignored, and null counts as missing.
 
-    Raises AppError(MODEL_FILES), which names the file and the key, for an invalid value.
+    Raises AppError(MODEL_FILES) for an invalid value. The error names the file and the key.
     """
     config = files.generation_config
     try:
@@ -48,12 +49,13 @@ def read_generation_defaults(files: ModelFiles) -> GenerationDefaults:
 
 class _InvalidValue(ValueError):
     def __init__(self, key: str, value: Any, expected: str) -> None:
-        told = repr(value)
-        super().__init__(f"{key} is {told[:80]}, but must be {expected}")
+        text = repr(value)
+        super().__init__(f"{key} is {text[:80]}, but must be {expected}")
 
 
 def _read_sampling(config: Json) -> Mapping[str, SamplingValue]:
-    """`do_sample: false` means greedy decoding; penalties still apply."""
+    """Reads the sampling parameters. `do_sample: false` selects greedy decoding; penalties still
+    apply."""
     found: dict[str, SamplingValue] = {}
     for knob in SAMPLING_KNOBS:
         value: Any = config.get(knob.name)
@@ -86,8 +88,8 @@ def _describe_range(knob: SamplingKnob) -> str:
 
 
 def _read_max_tokens(config: Json) -> int | None:
-    """The maximum number of output tokens; None for -1 and -2, Ollama's values for no limit but the
-    context."""
+    """Returns the maximum number of output tokens. Returns None for -1 and -2, with which Ollama
+    limits the output only by the context."""
     value: Any = config.get("max_new_tokens")
     if value is None or value in (-1, -2):
         return None

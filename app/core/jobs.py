@@ -1,14 +1,14 @@
-"""The messages to and from an engine: jobs, their updates, and the state of the engine thread.
+"""Messages to and from an engine: jobs, their updates, and the state of the engine thread.
 
-Knows: token ids, counts, timestamps. Must not know: text, tensors. All types are plain data, so
+Knows: token IDs, counts, timestamps. Must not know: text, tensors. All types are plain data, so
 that an engine can run in another process.
 
-The updates of a job are `Started Prefilled* PromptLogprobs? Token* Ended`. An end-of-sequence id is
-never reported as a `Token`; the last id before a length limit is. So every `Token` is part of the
-output, and the output consists of `Token`s only.
+The updates of a job are `Started Prefilled* PromptLogprobs? Token* Ended`. An end-of-sequence token
+is never reported as a `Token`; the last token before a length limit is. The output therefore
+consists of exactly the reported `Token`s.
 
-An engine thread sends `LoadProgress` while the model loads, then `EngineReady`, a `StepOutput` per
-step, and `EngineFailed` when it ends with an error.
+An engine thread sends `LoadProgress` while the model loads, then `EngineReady`, and then one
+`StepOutput` per step. If the thread ends with an error, it sends `EngineFailed`.
 """
 
 from dataclasses import dataclass
@@ -24,8 +24,9 @@ IDLE = "idle"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """timestamp_ns: monotonic time in ns. stage: what the engine thread began at that time, such as
-    "decode of 8 sequences"; `IDLE` while it waits for work, however long."""
+    """A sign of life from the engine thread. timestamp_ns: monotonic time in ns. stage: the work
+    that the thread began at that time, for example "decode of 8 sequences". The stage is `IDLE`
+    while the thread waits for work, however long."""
 
     timestamp_ns: int
     stage: str
@@ -33,7 +34,8 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadProgress:
-    """progress: 0 to 100. allocated_bytes: bytes held by the allocator."""
+    """The progress of a load. progress: a percentage from 0 to 100. allocated_bytes: the bytes held
+    by the allocator."""
 
     progress: int
     allocated_bytes: int
@@ -43,10 +45,11 @@ class LoadProgress:
 class ComputeBackend:
     """The device and the libraries that compute a model.
 
-    kernels: instruction set of mlxrunner's CPU kernels; None if only MLX's operations are used.
-    blas: library that computes MLX's matrix products on the CPU; None for the one that MLX was
-    built with. threads: number of threads that compute one operation. All three are None on a
-    GPU."""
+    kernels: the instruction set of mlxrunner's CPU kernels; None if only MLX's operations are used.
+    blas: the library that computes MLX's matrix products on the CPU; None for the library that MLX
+    was built with. threads: the number of threads that compute one operation. All three are None on
+    a GPU.
+    """
 
     device: Literal["cpu", "gpu"]
     kernels: str | None = None
@@ -58,12 +61,15 @@ class ComputeBackend:
 class Capacity:
     """The capacity of a loaded engine.
 
-    parallel: maximum number of concurrent sequences. context_length: maximum positions of a
-    sequence, given the model and the memory. kv_budget: bytes for KV caches and cached prefixes.
-    kv_bytes_per_sequence: bytes of a sequence of `context_length` positions. limited_by_memory:
-    whether memory, not the model, limits the context. hidden_size: width of the hidden states, from
-    which embeddings are computed; None if the model returns logits only. backend: None if
-    unknown."""
+    parallel: the maximum number of concurrent sequences. context_length: the maximum number of
+    positions in a sequence, given the model and the memory. kv_budget: the bytes available to KV
+    caches and cached prefixes. kv_bytes_per_sequence: the KV cache size of a sequence with
+    `context_length` positions. limited_by_memory: whether the context is limited by memory rather
+    than by the model. hidden_size: the width of the hidden states, from which embeddings are
+    computed; None if the model returns only logits. needs_checkpoints: whether
+    cached prefixes can only be resumed at checkpoints. backend: the compute backend; None if
+    unknown.
+    """
 
     parallel: int
     context_length: int
@@ -71,11 +77,13 @@ class Capacity:
     kv_bytes_per_sequence: int
     limited_by_memory: bool = False
     hidden_size: int | None = None
+    needs_checkpoints: bool = True
     backend: ComputeBackend | None = None
 
 
-# empty: no cached sequence has the same first ids · diverged: the next ids differ · no_state: the
-# ids match, but a layer has no saved state to resume from · unwanted: the request disabled reuse
+# empty: no cached sequence begins with the same tokens · diverged: the next tokens differ ·
+# no_state: the tokens match, but a layer has no saved state to resume from · unwanted: the request
+# disabled reuse
 CacheMissReason = Literal["empty", "diverged", "no_state", "unwanted"]
 
 
@@ -83,10 +91,10 @@ CacheMissReason = Literal["empty", "diverged", "no_state", "unwanted"]
 class Ledger:
     """The engine's memory budget and its uses, in bytes.
 
-    budget: total that the engine may use. weights: the model. kv: layer caches of running
-    sequences, including the space reserved for their growth, and of inputs being embedded. prefix:
-    cached prefixes that no running sequence uses. working: reserved for the temporary arrays of a
-    step.
+    budget: the total that the engine may use. weights: the model's weights. kv: the layer caches of
+    running sequences, including the space reserved for their growth, and the layer caches of inputs
+    being embedded. prefix: cached prefixes that no running sequence uses. working: memory reserved
+    for the temporary arrays of a step.
 
     0 <= free = budget - weights - kv - prefix - working.
     """
@@ -102,7 +110,7 @@ class Ledger:
         return self.budget - self.weights - self.kv - self.prefix - self.working
 
 
-# upper bounds of the histogram of cached prefix lengths; the last bucket has none
+# upper bounds of the histogram of cached prefix lengths; the last bucket has no upper bound
 PREFIX_HIT_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 
@@ -110,15 +118,17 @@ PREFIX_HIT_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 class EngineStats:
     """Counters since the engine started, and current gauges.
 
-    allocated_bytes: bytes held by the allocator, including its pool of free buffers. cached_tokens,
-    prefilled_tokens: prompt tokens of started jobs that were skipped and that were computed; a
-    preempted sequence is computed again and counts again. prefix_query_tokens: tokens of all
-    prompts that were looked up in the prefix cache. generated_tokens: reported tokens.
-    embedding_jobs: embedding jobs that run or wait. embedded_tokens: tokens computed for them.
-    prefix_hit_counts: lookups by cached length, one count per PREFIX_HIT_BUCKETS and one above.
-    prefix_miss_counts: lookups by the reason why no longer prefix was found. prefix_evictions:
-    cached prefixes evicted to free memory. preemptions: sequences restarted to free memory.
-    failures: jobs that ended in an error of the engine."""
+    allocated_bytes: the bytes held by the allocator, including its pool of free buffers.
+    cached_tokens, prefilled_tokens: prompt tokens of started jobs whose prefill was skipped, or
+    computed. The tokens of a preempted sequence are computed and counted again.
+    prefix_query_tokens: tokens of all prompts that were looked up in the prefix cache.
+    generated_tokens: reported tokens. embedding_jobs: running and waiting embedding jobs.
+    embedded_tokens: tokens computed for embedding jobs. prefix_hit_counts: the number of lookups by
+    cached length, one count per bucket of PREFIX_HIT_BUCKETS and one for longer prefixes.
+    prefix_miss_counts: the number of lookups by the reason why no longer prefix was found.
+    prefix_evictions: cached prefixes evicted to free memory. preemptions: sequences restarted to
+    free memory. failures: jobs that ended with an engine error.
+    """
 
     allocated_bytes: int = 0
     running: int = 0
@@ -140,7 +150,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReady:
-    """The model is loaded. stats: initial statistics, in particular the ledger."""
+    """The model is loaded. stats: the initial statistics, including the ledger."""
 
     stats: EngineStats
     capacity: Capacity
@@ -148,9 +158,9 @@ class EngineReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFailed:
-    """The engine thread has ended with an error. is_internal_error: whether the cause is a bug,
-    such as a failed assertion, whose traceback is in the log; else `kind` and `message` are those
-    of the AppError."""
+    """The engine thread has ended with an error. is_internal_error: whether the cause is a bug, for
+    example a failed assertion. The traceback of a bug is in the log. For other errors, `kind` and
+    `message` are those of the AppError."""
 
     kind: ErrorKind
     message: str
@@ -162,15 +172,18 @@ EndReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The job has ended and its place is free.
+    """The job has ended, and its slot is free.
 
-    timestamp_ns: monotonic time in ns. error: one sentence if reason is "error", else None.
-    engine_lost: whether the engine ended unexpectedly before the job did. invalid_request: whether
-    the request caused the error."""
+    timestamp_ns: monotonic time in ns. stop_token_id: the end-of-sequence token that ended the
+    output, or None. error: one sentence if the reason is "error", else None. engine_lost: whether
+    the engine ended unexpectedly before the job did. invalid_request: whether the request caused
+    the error.
+    """
 
     job_id: str
     reason: EndReason
     timestamp_ns: int
+    stop_token_id: int | None = None
     error: str | None = None
     engine_lost: bool = False
     invalid_request: bool = False
@@ -178,7 +191,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefilled:
-    """`computed_tokens` prompt tokens are in the KV cache, including cached ones."""
+    """The KV cache now holds `computed_tokens` prompt tokens, including cached ones."""
 
     job_id: str
     computed_tokens: int
@@ -186,8 +199,8 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLogprobs:
-    """Log-probabilities of the prompt's ids. logprobs: (logprob, top_logprobs) of every id but the
-    first, as in `Token`."""
+    """Log probabilities of the prompt's tokens. logprobs: one (logprob, top_logprobs) pair for
+    every token but the first, as in `Token`."""
 
     job_id: str
     logprobs: tuple[tuple[float, tuple[tuple[int, float], ...]], ...]
@@ -195,8 +208,9 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheMiss:
-    """Why the prefix cache found no longer prefix. position: first position that was not cached.
-    cached_ids: the first few ids cached at that position instead, if any."""
+    """The reason why the prefix cache found no longer prefix. position: the first position that was
+    not cached. cached_ids: the first few tokens that are cached at that position instead, if
+    any."""
 
     position: int
     reason: CacheMissReason
@@ -205,8 +219,9 @@ class CacheMiss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """The job left the queue. cached_tokens: prompt tokens that need no evaluation. timestamp_ns:
-    monotonic time in ns. miss: None if all tokens that can be cached were."""
+    """The job has left the queue. cached_tokens: the number of prompt tokens that need no prefill.
+    timestamp_ns: monotonic time in ns. miss: the reason for a cache miss; None if all tokens that
+    can be cached were cached."""
 
     job_id: str
     cached_tokens: int
@@ -216,9 +231,10 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """One sampled id. timestamp_ns: monotonic time in ns at which the id was known. logprob: from
-    the raw logits in float32; None unless the job asked for it. top_logprobs: (id, logprob), most
-    likely first; empty unless the job asked for them."""
+    """One sampled token. timestamp_ns: the monotonic time in ns at which the token was known.
+    logprob: the log probability from the raw logits in float32; None unless the job asked for it.
+    top_logprobs: (token ID, logprob) pairs, most likely first; empty unless the job asked for
+    them."""
 
     job_id: str
     id: int
@@ -232,8 +248,8 @@ JobUpdate = Started | Prefilled | PromptLogprobs | Token | Ended
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """The output of one step of the engine loop. updates: in order. embed_results: results of
-    finished embedding jobs."""
+    """The output of one step of the engine loop. updates: job updates, in order. embed_results: the
+    results of finished embedding jobs."""
 
     updates: tuple[JobUpdate, ...]
     stats: EngineStats
@@ -247,14 +263,18 @@ EngineMessage = LoadProgress | EngineReady | EngineFailed | StepOutput
 class Job:
     """One sequence to generate.
 
-    prompt_token_ids: at least one id. max_tokens: at least 1; prompt plus max_tokens never exceeds
-    the context. stop_token_ids: end-of-sequence ids. top_logprobs: number of alternatives per
-    token; None for no logprobs. cache_prompt: whether a cached prefix may be used for the prompt.
-    num_keep: leading ids that a context shift never discards. grammar: constraint on the sampled
-    ids; when nothing but the end can follow, the sequence ends with "stop". min_tokens: number of
-    ids to sample before one of stop_token_ids is allowed; 0 with a grammar. prompt_logprobs: like
-    top_logprobs, for the prompt; `PromptLogprobs` are then sent before the first token. caller:
-    owner of the job; callers with waiting jobs take turns."""
+    prompt_token_ids: the prompt, at least one token. max_tokens: the maximum number of output
+    tokens, at least 1. The prompt and max_tokens together never exceed the context. stop_token_ids:
+    the end-of-sequence tokens. top_logprobs: the number of alternatives per token; None for no
+    logprobs. cache_prompt: whether a cached prefix may be used for the prompt. num_keep: the number
+    of leading tokens that a context shift never discards. grammar: a constraint on the sampled
+    tokens. When the grammar allows no further token, the sequence ends with "stop". min_tokens: the
+    number of tokens to sample before a token of stop_token_ids is allowed; 0 with a grammar.
+    prompt_logprobs: like top_logprobs, but for the prompt; `PromptLogprobs` are then sent before
+    the first token. caller: the owner of the job. Callers with waiting jobs take turns.
+    message_ends: the positions of the prompt at which other prompts are likely to diverge, in
+    ascending order; None if unknown.
+    """
 
     id: str
     prompt_token_ids: tuple[int, ...]
@@ -268,3 +288,4 @@ class Job:
     min_tokens: int = 0
     prompt_logprobs: int | None = None
     caller: str = ""
+    message_ends: tuple[int, ...] | None = None

@@ -1,6 +1,6 @@
 """The paths and the parsed JSON files of a model.
 
-Knows: paths, parsed JSON. Must not know: tensors, tokenizers, the meaning of templates.
+Knows: paths, parsed JSON. Must not know: tensors, tokenizers, chat templates.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,15 +17,18 @@ Json = Mapping[str, Any]
 class ModelFiles:
     """The files of an installed model whose JSON files are readable.
 
-    shards: safetensors files, sorted. config, generation_config, tokenizer_config: parsed JSON
-    objects, empty if the file is missing (config never is). chat_template: the text of a separate
-    chat_template.jinja, which takes precedence over the template in tokenizer_config. created: Unix
-    time.
+    shards: the safetensors files, sorted. config, generation_config, tokenizer_config: parsed JSON
+    objects, empty if the file is missing (config is never missing). chat_template: the text of a
+    separate chat_template.jinja, which takes precedence over the template in tokenizer_config.
+    created: the creation time as Unix time.
 
-    system_prompt: system prompt of conversations that have none. recommended_context: default
-    context length recommended by the model's authors; None is the model's full context length.
-    tokenizer_vocab_size: highest id of the tokenizer plus one; None if unknown. weight_bytes: bytes
-    of all tensors. weights_digest: a digest that changes when a shard is replaced.
+    system_prompt: the system prompt for conversations that have none. first_messages: the
+    role and content of messages in front of every conversation. license: the text of the license.
+    parent: the name of the model that this one was created from. recommended_context: the
+    default context length recommended by the model's authors; None is the model's full context
+    length. tokenizer_vocab_size: the highest token ID of the tokenizer plus one; None if unknown.
+    weight_bytes: the size of all tensors in bytes. weights_digest: a digest that changes when a
+    shard is replaced.
     """
 
     name: str
@@ -38,15 +41,19 @@ class ModelFiles:
     chat_template: str | None
     created: int
     system_prompt: str | None = None
+    first_messages: tuple[tuple[str, str], ...] = ()
+    license: str = ""
+    parent: str = ""
     recommended_context: int | None = None
     tokenizer_vocab_size: int | None = None
     weight_bytes: int = 0
     weights_digest: str = ""
 
     def read_token_ids(self, field: str) -> Iterator[frozenset[int]]:
-        """Yields the ids of a field such as eos_token_id, once per file that contains any:
-        generation_config.json, then config.json. -1 and null mean no id. Raises
-        AppError(MODEL_FILES) for a value that is neither an id nor a list of ids."""
+        """Yields the token IDs in a field (for example eos_token_id), once per file that contains
+        any: generation_config.json first, then config.json. -1 and null mean that there is no such
+        token. Raises AppError(MODEL_FILES) for a value that is neither a token ID nor a list of
+        token IDs."""
         for name, source in (
             ("generation_config.json", self.generation_config),
             ("config.json", self.config),
@@ -55,7 +62,7 @@ class ModelFiles:
             listed = cast("list[Any]", value if isinstance(value, list) else [value])
             ids = [id for id in listed if id is not None and id != -1]
             if any(not isinstance(id, int) or isinstance(id, bool) or id < 0 for id in ids):
-                message = f"{field} in {name} of {self.path} is {value!r}: expected token ids"
+                message = f"{field} in {name} of {self.path} is {value!r}: expected token IDs"
                 raise AppError(ErrorKind.MODEL_FILES, message)
             if ids:
                 yield frozenset(ids)
@@ -66,21 +73,23 @@ class ModelFiles:
         return int(self.config["max_position_embeddings"])
 
     def resolve_context_length(self, requested: int | None) -> int:
-        """The number of positions that one sequence may have. requested: Settings.context."""
+        """Returns the maximum number of positions in one sequence. requested: the value of
+        Settings.context."""
         return min(
             requested or self.recommended_context or self.context_length, self.context_length
         )
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids in the model's embeddings and logits."""
+        """The number of tokens in the model's embedding layer and logits."""
         return int(self.config["vocab_size"])
 
     @property
     def sampleable_vocab_size(self) -> int:
-        """The number of ids that may be sampled or biased: those of both the model and the
-        tokenizer, counted from 0. Models pad their vocabulary with ids that were never trained; a
-        tokenizer may have added tokens that the model has no embeddings for."""
+        """The number of token IDs that may be sampled or biased, counted from 0. These are the IDs
+        that both the model and the tokenizer have. Models pad their vocabulary with tokens that
+        were never trained, and a tokenizer may have added tokens for which the model has no
+        embeddings."""
         return (
             self.vocab_size
             if self.tokenizer_vocab_size is None

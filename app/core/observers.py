@@ -1,6 +1,6 @@
 """Wraps a `Generate` and reports the events of each request to observers.
 
-Knows: the lifecycle of a request. Must not know: what observers count, where they report it.
+Knows: the lifecycle of a request. Must not know: metrics, traces, logs.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -14,21 +14,22 @@ from app.core.requests import GenerateRequest, PromptBatch
 
 
 class RequestObserver(Protocol):
-    """Observes one request. Its methods must return quickly and must not raise."""
+    """Observes one request. The methods must return quickly and must not raise."""
 
     def on_event(self, event: Event) -> None:
-        """Called for every event except the deltas of a choice after its first one."""
+        """Called for every event. Of the deltas of a choice, only the first is reported."""
         ...
 
     def on_embeddings(self, found: Embeddings) -> None: ...
 
     def on_error(self, error: Exception) -> None:
-        """Called when the request fails. The first error is the cause; it may be reported again."""
+        """Called when the request fails. The first error is the cause, and the same error may be
+        reported again."""
         ...
 
     def on_end(self, *, complete: bool) -> None:
-        """Called last, exactly once. complete: whether all choices have finished or all vectors
-        were computed. An incomplete request without an error was cancelled by its client."""
+        """Called last, exactly once. complete: whether all choices have finished or all embeddings
+        were computed. If a request is incomplete and had no error, its client cancelled it."""
         ...
 
 
@@ -36,13 +37,14 @@ ObserverFactory = Callable[[GenerateRequest | EmbedRequest], RequestObserver]
 
 
 def count_choices(request: GenerateRequest) -> int:
-    """The number of choices that a request asks for."""
+    """Returns the number of choices that a request asks for."""
     prompt = request.prompt
     return request.n * (len(prompt.prompts) if isinstance(prompt, PromptBatch) else 1)
 
 
 class ObservedGenerate:
-    """Implements `Generate`. watchers: create an observer each on the arrival of a request."""
+    """Implements `Generate`. watchers: factories that each create an observer when a request
+    arrives."""
 
     def __init__(self, generate: Generate, *watchers: ObserverFactory) -> None:
         self._generate = generate
@@ -88,7 +90,7 @@ class ObservedGenerate:
 
 
 class _ObserverGroup:
-    """Calls all observers of one request."""
+    """Forwards each call to all observers of one request."""
 
     def __init__(self, watches: Sequence[RequestObserver], choices: int) -> None:
         self._observers = watches
@@ -115,8 +117,8 @@ class _ObserverGroup:
 
 
 class _ObservedEvents:
-    """Iterates over the events and reports each to the observers. An iterator, not a generator: an
-    unfinished one need not be closed."""
+    """Iterates over the events and reports each event to the observers. This class is an iterator
+    rather than a generator, so an unfinished iteration need not be closed."""
 
     def __init__(self, events: AsyncIterator[Event], seen: _ObserverGroup) -> None:
         self._events = events

@@ -1,9 +1,9 @@
-"""The interfaces between packages, as protocols; classes receive implementations as arguments.
+"""The interfaces between packages, as protocols. Classes receive implementations as arguments.
 
 Knows: the types of app.core. Must not know: implementations.
 """
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self, TypeVar
@@ -12,6 +12,7 @@ from app.core.context_shift import ShiftResult
 from app.core.embeddings import Embeddings, EmbedJob, EmbedRequest
 from app.core.events import Event
 from app.core.jobs import CacheMiss, Capacity, EngineStats, Job, JobUpdate
+from app.core.model_details import LibraryStep, ModelDetails, ModelRecipe, TensorDetails
 from app.core.model_files import ModelFiles
 from app.core.model_state import ModelState
 from app.core.requests import GenerateRequest
@@ -21,13 +22,15 @@ RunnerState = Literal["loading", "ready", "stalled", "failed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerStatus:
-    """The last known status of a runner; reading it never waits.
+    """The last known status of a runner. Reading it never blocks.
 
-    progress: 0 to 100 while loading. error: one sentence if the state is "failed" or "stalled"
-    (loaded, but the engine has made no step for too long). capacity: None until loaded. rejected:
-    jobs rejected since the start because the queue was full. preparing: admitted jobs whose prompt
-    is being rendered and encoded. compiling: submitted jobs whose grammar is being compiled. pid:
-    process id of a runner that has its own process."""
+    progress: the load progress from 0 to 100. error: one sentence if the state is "failed" or
+    "stalled". A stalled runner is loaded, but its engine has made no step for too long. capacity:
+    the engine's capacity; None until loaded. rejected: the number of jobs rejected since the start
+    because the queue was full. preparing: the number of admitted jobs whose prompt is being
+    rendered and tokenized. compiling: the number of submitted jobs whose grammar is being compiled.
+    pid: the process ID, if the runner has its own process.
+    """
 
     state: RunnerState
     progress: int
@@ -41,23 +44,23 @@ class RunnerStatus:
 
 
 class Submission(Protocol):
-    """A submitted job. Iterating yields its updates, `Ended` last."""
+    """A submitted job. Iterating yields its updates; `Ended` is the last one."""
 
     @property
     def started_ns(self) -> int | None:
-        """Monotonic time in ns at which the job left the engine's queue."""
+        """The monotonic time in ns at which the job left the engine's queue."""
         ...
 
     @property
     def ended_ns(self) -> int | None:
-        """Monotonic time in ns at which its place in the engine was free again; set before `Ended`
-        is read."""
+        """The monotonic time in ns at which the job's slot in the engine became free. It is set
+        before the iterator yields `Ended`."""
         ...
 
     def __aiter__(self) -> AsyncIterator[JobUpdate]: ...
 
     def limit_cached_tokens(self, tokens: int) -> None:
-        """Cache only the first `tokens` sampled tokens, since the client received no more."""
+        """Caches only the first `tokens` sampled tokens, because the client received no more."""
         ...
 
 
@@ -65,20 +68,20 @@ class ReservedSlots(Protocol):
     """Reserved places in a model's queue, one for each job of a request."""
 
     def submit(self, job: Job) -> AbstractAsyncContextManager[Submission]:
-        """Like `Runner.submit`, in one of the reserved places."""
+        """Submits a job like `Runner.submit`, but uses a reserved place."""
         ...
 
     async def embed(self, job: EmbedJob) -> Sequence[bytes]:
-        """Like `Runner.embed`, in one of the reserved places."""
+        """Computes embeddings like `Runner.embed`, but uses a reserved place."""
         ...
 
 
 class Engine(Protocol):
-    """The interface through which generation runs jobs of one model."""
+    """The interface through which the generation code runs jobs of one model."""
 
     def reserve(self, count: int = 1) -> AbstractContextManager[ReservedSlots]:
-        """Reserves places for `count` jobs until the context exits. Must be entered before any work
-        is done for the jobs. Raises AppError(BUSY) if the queue is full."""
+        """Reserves places for `count` jobs until the context exits. Enter it before any work is
+        done for the jobs. Raises AppError(BUSY) if the queue is full."""
         ...
 
     def status(self) -> RunnerStatus: ...
@@ -89,38 +92,39 @@ FailureCause = Literal["fault", "unknown", "outside"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerFailure:
-    """Why a ready runner failed without having been stopped. message: one sentence. cause: "fault"
-    is an error, a hang or a fault signal of its own; "outside" is a signal from a user or another
-    program; "unknown" is a signal that the system may have sent because it was out of memory."""
+    """The reason why a ready runner failed, rather than being stopped. message: one sentence.
+    cause: the type of the cause. "fault" means that the runner had an error, hung or received a
+    fault signal. "outside" means that a user or another program sent a signal. "unknown" means that
+    the system may have sent the signal because it was out of memory."""
 
     message: str
     cause: FailureCause = "fault"
 
 
 class Runner(Protocol):
-    """Keeps one model in memory and generates from it."""
+    """Keeps one model loaded and runs its jobs."""
 
     async def start(self, files: ModelFiles) -> None:
-        """Loads the model; returns when it is ready. Raises AppError(MODEL_FILES) if it cannot be
-        loaded."""
+        """Loads the model, and returns when it is ready. Raises AppError(MODEL_FILES) if the model
+        cannot be loaded."""
         ...
 
     def submit(self, job: Job) -> AbstractAsyncContextManager[Submission]:
-        """Submits a job. Leaving the context early cancels it, within one prefill chunk or two
-        steps. Raises AppError(LOADING) or AppError(ENGINE) if no engine is available,
+        """Submits a job. Leaving the context early cancels the job within one prefill chunk or two
+        steps. Raises AppError(LOADING) or AppError(ENGINE) if no engine is available, and
         AppError(INVALID) for an unsupported grammar."""
         ...
 
     async def embed(self, job: EmbedJob) -> Sequence[bytes]:
-        """Returns the vectors of the job's inputs. Cancelling the call cancels the job. Raises
-        AppError as `submit` does, and AppError(ENGINE) if the engine fails meanwhile. Must not be
-        called if the capacity's hidden_size is None."""
+        """Returns the embeddings of the job's inputs. Cancelling the call cancels the job. Raises
+        AppError as `submit` does, and AppError(ENGINE) if the engine fails before the job is done.
+        Must not be called if the capacity's hidden_size is None."""
         ...
 
     def status(self) -> RunnerStatus: ...
 
     async def wait_for_failure(self) -> RunnerFailure:
-        """Returns when a ready runner fails without having been stopped. Any number of tasks may
+        """Returns when a ready runner fails, but not when it is stopped. Any number of tasks may
         wait."""
         ...
 
@@ -131,9 +135,9 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """The public description of a model. created: Unix time. system_fingerprint: changes with
-    everything that may change the output for the same seed: the model's files, versions and
-    settings."""
+    """The public description of a model. created: the creation time as Unix time.
+    system_fingerprint: a value that changes whenever the output for a given seed may change. It
+    depends on the model's files, the versions and the settings."""
 
     id: str
     created: int
@@ -142,7 +146,7 @@ class ModelCard:
 
 
 class ResolvedModel(Protocol):
-    """The model that a request named, resolved once. Its files and state may change afterwards."""
+    """The model named by a request, resolved once. Its files and state may change afterwards."""
 
     @property
     def card(self) -> ModelCard: ...
@@ -152,9 +156,9 @@ class Models(Protocol):
     """The models that requests may use."""
 
     async def resolve(self, name: str | None) -> ResolvedModel:
-        """Returns the model of that name, even if it was installed only just now; Ollama's clients
-        may append ":latest". name: None is the server's default model. Raises
-        AppError(MODEL_NOT_FOUND), and AppError(LOADING) if no model is known yet."""
+        """Returns the model with that name, even if it has only just been installed. Ollama's
+        clients may append ":latest". If `name` is None, returns the server's default model. Raises
+        AppError(MODEL_NOT_FOUND), or AppError(LOADING) if no model is known yet."""
         ...
 
     async def rescan(self) -> None:
@@ -162,44 +166,64 @@ class Models(Protocol):
         ...
 
     def list_models(self) -> Sequence[ModelCard]:
-        """All models, the server's default model first."""
+        """Returns all models, the server's default model first."""
         ...
 
     def list_model_states(self) -> Sequence[ModelState]:
-        """In the order of `list_models`."""
+        """Returns the states in the order of `list_models`."""
         ...
 
     def model_state(self, model: ResolvedModel) -> ModelState: ...
 
     def status(self) -> RunnerStatus:
-        """The status of the whole server: the state of the models that are always loaded, and sums
-        over all models."""
+        """Returns the status of the whole server: the combined state of the models that are always
+        loaded, and sums over all models."""
         ...
 
-    async def load(self, model: ResolvedModel, keep_alive: float | None = None) -> ModelState:
-        """Loads a model; returns when it is ready. keep_alive: seconds that it stays loaded without
-        requests; None leaves that unchanged. Raises AppError."""
+    @property
+    def library(self) -> "ModelLibrary": ...
+
+    async def describe(self, model: ResolvedModel) -> ModelDetails:
+        """Returns the details of a model, which need not be loaded. Raises AppError if its files
+        cannot be read."""
+        ...
+
+    async def list_details(self) -> Sequence[ModelDetails]:
+        """The details of all models whose files can be read."""
+        ...
+
+    async def list_tensors(self, model: ResolvedModel) -> Sequence[TensorDetails]:
+        """Returns the tensors of a model, which need not be loaded. Raises AppError."""
+        ...
+
+    async def load(
+        self, model: ResolvedModel, keep_alive: float | None = None, *, admin: bool = True
+    ) -> ModelState:
+        """Loads a model, and returns when it is ready. keep_alive: the number of seconds that the
+        model stays loaded without requests; None does not change the current value. admin: whether
+        the caller may manage models. Raises AppError on failure."""
         ...
 
     async def unload(self, model: ResolvedModel) -> ModelState:
-        """Unloads a model after its requests have finished; returns when its memory is free. Raises
-        AppError for a pinned model."""
+        """Unloads a model after its requests have finished, and returns when its memory is free.
+        Raises AppError for a pinned model."""
         ...
 
     async def tokenize(
         self, model: ResolvedModel, text: str, *, add_special_tokens: bool = True
     ) -> Sequence[int]:
-        """The token ids of a text. add_special_tokens: add the special tokens of a prompt. The
-        model need not be loaded."""
+        """Returns the token IDs of a text. add_special_tokens: whether to add the special tokens of
+        a prompt. The model need not be loaded."""
         ...
 
     async def tokenize_chat(self, model: ResolvedModel, request: GenerateRequest) -> Sequence[int]:
-        """The prompt ids of a conversation, even if they exceed the context. The model need not be
-        loaded. Raises AppError as `Generate.open` does."""
+        """Returns the prompt tokens of a conversation, even if they exceed the context. The model
+        need not be loaded. Raises AppError as `Generate.open` does."""
         ...
 
     async def get_token_bytes(self, model: ResolvedModel, ids: Sequence[int]) -> Sequence[bytes]:
-        """The bytes of each token by itself; b"" for an id that is not a token."""
+        """Returns the bytes of each token by itself. The result is b"" for an ID that is not a
+        token."""
         ...
 
     async def get_tokenizer_info(self, model: ResolvedModel) -> Mapping[str, Any]:
@@ -207,43 +231,89 @@ class Models(Protocol):
         ...
 
     async def detokenize(self, model: ResolvedModel, ids: Sequence[int]) -> str:
-        """The text of token ids. Raises AppError(INVALID) for an id outside the vocabulary."""
+        """Returns the text of tokens. Raises AppError(INVALID) for a token ID outside the
+        vocabulary."""
+        ...
+
+
+class BlobWriter(Protocol):
+    """A file that is being uploaded."""
+
+    async def write(self, data: bytes) -> None:
+        """Appends data. Raises AppError(TOO_LARGE) if too little of the disk would be free."""
+        ...
+
+    async def commit(self) -> None:
+        """Stores the file. Raises AppError(INVALID) if its content does not have its digest."""
+        ...
+
+
+class ModelLibrary(Protocol):
+    """The models on the disk: installs, creates and deletes them. Names are checked: none leads
+    outside of the store. All work runs on threads."""
+
+    def pull(self, name: str) -> AsyncGenerator[LibraryStep]:
+        """Downloads a model. Closing the generator stops the download. Raises AppError, also while
+        another download runs."""
+        ...
+
+    def create(self, recipe: ModelRecipe) -> AsyncGenerator[LibraryStep]:
+        """Creates a model. Raises AppError."""
+        ...
+
+    async def copy(self, source: str, destination: str) -> None:
+        """Gives a model a second name. Raises AppError."""
+        ...
+
+    async def delete(self, name: str) -> None:
+        """Deletes a model that is not loaded. Raises AppError."""
+        ...
+
+    async def has_blob(self, digest: str) -> bool:
+        """Returns whether the file is stored. Raises AppError(INVALID) for an invalid digest."""
+        ...
+
+    def upload_blob(self, digest: str) -> AbstractAsyncContextManager[BlobWriter]:
+        """Uploads a file. Leaving the context without `commit` discards it. Raises AppError, also
+        while another upload runs."""
         ...
 
 
 class Generate(Protocol):
-    """Generation and embedding; limits, metrics and tracing wrap an implementation."""
+    """The interface for generation and embedding. Limits, metrics and tracing wrap an
+    implementation."""
 
     def open(
         self, request: GenerateRequest, model: ResolvedModel
     ) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
-        """Entering validates, encodes and queues the request, or raises AppError. Leaving early
-        cancels it. Iterating yields events, `Finish` last; raises AppError(ENGINE) if the engine
-        fails."""
+        """Validates, tokenizes and queues the request on entry, or raises AppError. Leaving the
+        context early cancels the request. Iterating yields events; `Finish` is the last one.
+        Iterating raises AppError(ENGINE) if the engine fails."""
         ...
 
     async def embed(self, request: EmbedRequest, model: ResolvedModel) -> Embeddings:
-        """Computes embeddings. Raises AppError, also for a model without embeddings. Cancelling the
-        call cancels the request."""
+        """Computes embeddings. Raises AppError, for example if the model does not support
+        embeddings. Cancelling the call cancels the request."""
         ...
 
 
 class LayerKV(Protocol):
-    """The interface of a layer cache for the prefix cache. models/kv.py has the implementations.
+    """The interface of a layer cache for the prefix cache. models/kv.py contains the
+    implementations.
 
-    Layers are of two kinds. A sliceable layer stores data per position: any range of positions can
-    be copied out and appended to another layer. Other layers can only be copied as a whole, and
-    possibly trimmed by a few positions.
+    There are two types of layers. A sliceable layer stores data per position, and any range of its
+    positions can be copied and appended to another layer. Other layers can be copied only as a
+    whole; some of them can be trimmed by a few positions.
     """
 
     @property
     def offset(self) -> int:
-        """The number of positions processed."""
+        """The number of positions processed so far."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes, including unused capacity."""
+        """The number of allocated bytes, including unused capacity."""
         ...
 
     @property
@@ -256,20 +326,21 @@ class LayerKV(Protocol):
         ...
 
     def copy(self) -> Self:
-        """An independent copy without unused capacity."""
+        """Returns an independent copy without unused capacity."""
         ...
 
     def slice(self, start: int, end: int) -> Self:
-        """An independent copy of positions [start, end), without unused capacity; its offset is
-        end - start. Only for sliceable layers."""
+        """Returns an independent copy of positions [start, end), without unused capacity. The
+        offset of the copy is end - start. Supported only by sliceable layers."""
         ...
 
     def append(self, other: Self, start: int, end: int) -> None:
-        """Appends a copy of positions [start, end) of `other`. Only for sliceable layers."""
+        """Appends a copy of positions [start, end) of `other`. Supported only by sliceable
+        layers."""
         ...
 
     def reserve(self, length: int) -> None:
-        """Allocates capacity, so that growing to `length` positions copies nothing."""
+        """Allocates capacity, so that the cache can grow to `length` positions without copying."""
         ...
 
 
@@ -282,33 +353,34 @@ class Lease(Protocol[Layer_co]):
 
     @property
     def kv(self) -> Sequence[Layer_co]:
-        """The layer caches, to read and write until the lease ends."""
+        """The layer caches, which may be read and written until the lease ends."""
         ...
 
     @property
     def cached(self) -> int:
-        """The number of leading ids of the prompt that the caches already hold."""
+        """The number of leading prompt tokens that the caches already hold."""
         ...
 
     @property
     def miss(self) -> CacheMiss | None:
-        """Why `cached` is not larger; None if only the last id is left to evaluate."""
+        """The reason why `cached` is not larger; None if only the last token needs prefill."""
         ...
 
     @property
     def checkpoint_positions(self) -> Sequence[int]:
-        """Positions of the prompt, ascending, each beyond `cached`, at which prefill must pause and
-        call `publish`, so that the cache can copy the state of the layers there."""
+        """The prompt positions at which prefill must pause and call `publish`, so that the cache
+        can copy the state of the layers there. They are in ascending order, and each is beyond
+        `cached`."""
         ...
 
     def publish(self, ids: Sequence[int]) -> None:
-        """Reports that the caches now hold exactly these ids. Other sequences may copy them."""
+        """Reports that the caches now hold exactly these tokens. Other sequences may copy them."""
         ...
 
     def commit(self, ids: Sequence[int], *, keep: int) -> None:
         """Ends the lease and keeps the caches for other sequences.
 
-        ids: all ids evaluated into the caches, in order. keep: number of these to keep; the rest is
+        ids: all tokens in the caches, in order. keep: the number of tokens to keep; the others are
         trimmed if the layers support it.
         """
         ...
@@ -328,16 +400,19 @@ class ShiftingLease(Lease[Layer_co], Protocol[Layer_co]):
         num_keep: int,
         remove: Callable[[Sequence[Layer_co], int, int], bool],
     ) -> ShiftResult:
-        """Discards the older half of the ids after the first `num_keep`, once the context is full.
+        """Discards the older half of the tokens after the first `num_keep`, once the context is
+        full.
 
-        ids: all ids evaluated into the layers, in order. remove(kv, start, end): removes positions
-        [start, end) from the layers and moves the following ones up; returns False, without any
-        change, if the layers do not support it; then all remaining ids must be evaluated again."""
+        ids: all tokens in the layers, in order. remove(kv, start, end): removes positions [start,
+        end) from the layers and moves the following positions up. If the layers do not support
+        this, it returns False and changes nothing; then all remaining tokens must be prefilled
+        again.
+        """
         ...
 
 
 class PrefixCache(Protocol[Layer_co]):
-    """Keeps evaluated prefixes, so that prompts with the same prefix skip its evaluation."""
+    """Keeps computed prefixes, so that prompts with the same prefix need not prefill it again."""
 
     def begin(
         self,
@@ -347,11 +422,12 @@ class PrefixCache(Protocol[Layer_co]):
         reuse: bool = True,
         reserve_length: int = 0,
     ) -> Lease[Layer_co]:
-        """Leases caches for a prompt. At least one id is always left to evaluate.
+        """Leases caches for a prompt. At least one token is always left for prefill.
 
-        turn_ends: ends of turns, ascending; positions at which prompts often diverge. reuse: False
-        ignores cached prefixes, but still caches this prompt. reserve_length: positions to allocate
-        capacity for, if more than the prompt and one id need.
+        turn_ends: the positions at which chat messages end, in ascending order. Prompts often
+        diverge at these positions. reuse: if False, ignores cached prefixes, but still caches this
+        prompt. reserve_length: the number of positions to allocate capacity for, if the sequence
+        needs more than the prompt and one token.
         """
         ...
 
@@ -361,8 +437,14 @@ class PrefixCache(Protocol[Layer_co]):
         ...
 
     @property
+    def needs_checkpoints(self) -> bool:
+        """Whether some layers can only be resumed at checkpoints, which `turn_ends` help to
+        place."""
+        ...
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of cached prefixes that are not leased."""
+        """The size in bytes of cached prefixes that are not leased."""
         ...
 
     @property
@@ -371,14 +453,14 @@ class PrefixCache(Protocol[Layer_co]):
         ...
 
     def evict(self, num_bytes: int) -> int:
-        """Evicts the prefixes that are least likely to be reused until at least `num_bytes` bytes
-        are free or only leased caches are left. Returns the number of bytes freed."""
+        """Evicts the prefixes that are least likely to be reused, until `num_bytes` bytes are free
+        or only leased caches are left. Returns the number of bytes freed."""
         ...
 
     def clear(self) -> None:
-        """Drops everything that is not leased."""
+        """Drops all caches that are not leased."""
         ...
 
     def check(self) -> None:
-        """Asserts all invariants; called in tests and while the engine is idle."""
+        """Asserts all invariants. Called in tests and while the engine is idle."""
         ...

@@ -1,17 +1,17 @@
 """The context of the current HTTP request, for log lines and traces.
 
-Knows: the request's id, its caller, its outcome so far. Must not know: HTTP, logging, the content
-of the response.
+Knows: the request ID, the caller, the outcome so far. Must not know: HTTP, logging, the content of
+the response.
 
-REQUEST_CONTEXT is the only mutable global of the code base. It is a context variable: each request
-is handled in its own task, which has its own value, and `asyncio.to_thread` passes a copy of the
+REQUEST_CONTEXT is the only mutable global of the code base. It is a context variable. Each request
+is handled in its own task, which has its own value. `asyncio.to_thread` passes a copy of the
 context to the thread.
 """
 
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError
@@ -19,18 +19,28 @@ from app.core.events import Event, Finish, PrefillProgress
 from app.core.requests import GenerateRequest
 
 
+class ErrorFormat(Protocol):
+    """The error responses of a dialect."""
+
+    def render(self, error: AppError, request_id: str) -> tuple[int, dict[str, Any]]:
+        """Returns the status and the body. request_id: of the request."""
+        ...
+
+
 @dataclass(slots=True, kw_only=True)
 class RequestContext:
     """The context of one request.
 
-    id: request id, valid as a header value. traceparent: header of that name as sent (W3C Trace
-    Context), not parsed. state: values set by middleware while the request passed through. finish:
-    finish reasons, an error's kind or "cancelled"; "" for a request that generates nothing. error,
-    reason: kind and message of the error if the response has a status of 400 or more and this
-    server caused it; the reason omits text that the client sent. The exception is not stored: its
-    traceback would keep the body in memory as long as the connection's context. prompt_tokens,
-    cached_tokens, completion_tokens: sums over all choices; prompts whose prefill did not finish
-    are included."""
+    id: the request ID, valid as a header value. traceparent: the unparsed value of the traceparent
+    header (W3C Trace Context). state: values that middleware sets during the request. finish: the
+    finish reasons, an error type or "cancelled"; "" for a request that generates nothing. error,
+    reason: the error type and the error message, if the response has a status of 400 or more and
+    this server caused it. The reason omits text that the client sent. The exception itself is not
+    stored, because its traceback would keep the request body in memory as long as the connection's
+    context. prompt_tokens, cached_tokens, completion_tokens: sums over all choices, including
+    prompts whose prefill did not finish. error_format: the format of this request's error
+    responses; None is OpenAI's format.
+    """
 
     id: str
     traceparent: str = ""
@@ -42,10 +52,11 @@ class RequestContext:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    error_format: ErrorFormat | None = None
 
     @property
     def caller(self) -> str:
-        """The name of the request's API key; "" if there are no keys."""
+        """The name of the request's API key, or "" if the server uses no keys."""
         return self.state.get("caller", "")
 
 
@@ -60,7 +71,7 @@ class RequestContextObserver:
     def __init__(self, request: GenerateRequest | EmbedRequest) -> None:
         self._context = REQUEST_CONTEXT.get() or RequestContext(id="")
         self._context.model = request.model
-        # by prompt index: (tokens, cached tokens)
+        # maps the prompt index to (tokens, cached tokens)
         self._started_prompts: dict[int, tuple[int, int]] = {}
         self._finished_prompts: dict[int, tuple[int, int]] = {}
         self._reasons: list[str] = []
@@ -81,8 +92,8 @@ class RequestContextObserver:
     def _count_prompt(
         self, seen: dict[int, tuple[int, int]], prompt: int, tokens: int, cached: int
     ) -> None:
-        """Counts each prompt once, whatever its number of choices, as the usage of the response
-        does. The first Finish overrides the first PrefillProgress, since a job may be restarted."""
+        """Counts each prompt once, whatever its number of choices, like the usage in the response.
+        The first Finish overrides the first PrefillProgress, since a job may be restarted."""
         if prompt in seen:
             return
         seen[prompt] = (tokens, cached)
@@ -106,5 +117,5 @@ class RequestContextObserver:
     def on_end(self, *, complete: bool) -> None:
         if self._error is None and not complete:
             self._error = "cancelled"
-        told = self._reasons if self._error is None else [*self._reasons, self._error]
-        self._context.finish = ",".join(told)
+        reasons = self._reasons if self._error is None else [*self._reasons, self._error]
+        self._context.finish = ",".join(reasons)

@@ -1,7 +1,7 @@
 """Validated generation requests.
 
 Knows: the request fields that all dialects share. Must not know: HTTP, JSON, tensors, tokenizers,
-whether the response is streamed (only the dialect knows).
+streaming. Only the dialect knows whether the response is streamed.
 """
 
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from app.core.sampling_params import SamplingValue
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A tool call in the history of a conversation. arguments: JSON text as the client sent it;
-    templates get the parsed value."""
+    """A tool call in the history of a conversation. arguments: the JSON text that the client sent.
+    Templates get the parsed value."""
 
     id: str
     name: str
@@ -23,8 +23,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message of a conversation. content: text; the dialect has joined content parts.
-    reasoning: the assistant's reasoning before this message."""
+    """One message of a conversation. content: the text of all content parts, which the dialect has
+    joined. reasoning: the assistant's reasoning before this message. is_error: whether
+    this is the result of a failed tool call. is_temporary: whether later requests of this
+    conversation will not contain this message."""
 
     role: str
     content: str | None
@@ -32,32 +34,40 @@ class Message:
     name: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
+    is_error: bool = False
+    is_temporary: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """A prompt that the model's chat template has to render. param: path of the request field."""
+    """A prompt that must be rendered by the model's chat template. param: the path of the request
+    field. continue_final: whether the output continues the last message, which is the assistant's,
+    instead of beginning a new one. earlier_ids: the token IDs of an earlier conversation, in front
+    of the rendered text. With them, the model's own first messages are omitted."""
 
     messages: tuple[Message, ...]
     param: str = "messages"
+    continue_final: bool = False
+    earlier_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptBatch:
-    """At least one prompt; the prompts are completed independently of each other."""
+    """One or more prompts. Each prompt is completed independently of the others."""
 
     prompts: tuple[str | tuple[int, ...], ...]
 
 
-# text · token ids · a conversation · texts and token ids
+# a text · token IDs · a conversation · texts and token IDs
 Prompt = str | tuple[int, ...] | Conversation | PromptBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A function that the model may call. parameters: JSON Schema of the arguments object as the
-    client sent it; by default an object without properties. strict: enforce the schema on every
-    call, not only on calls that the request demands. param: dotted path of the request field."""
+    """A function that the model may call. parameters: the JSON Schema of the arguments object as
+    sent by the client; the default is an object without properties. strict: whether to enforce the
+    schema on every call, instead of only on calls that the request requires. param: the dotted path
+    of the request field."""
 
     name: str
     description: str | None
@@ -68,18 +78,22 @@ class Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedToolChoice:
-    """The one function that must be called."""
+    """The single function that the model must call."""
 
     name: str
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
+# Calls that must follow their schema: if a schema is not supported, the request is rejected
+# (enforce), or no schema constrains its calls (prefer); no schema does (ignore).
+ToolSchemaPolicy = Literal["enforce", "prefer", "ignore"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonSchema:
-    """A JSON value that satisfies this schema. text: the schema as JSON. param: dotted path of the
-    request field, for error messages."""
+    """The output is a JSON value that satisfies this schema. text: the schema as JSON. param: the
+    dotted path of the request field, for error messages."""
 
     text: str
     param: str | None = None
@@ -87,7 +101,7 @@ class JsonSchema:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regex:
-    """A text that this regular expression matches as a whole."""
+    """The output is a text that fully matches this regular expression."""
 
     pattern: str
     param: str | None = None
@@ -95,7 +109,7 @@ class Regex:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceGrammar:
-    """One of several texts. options: at least one text; none is empty."""
+    """The output is one of several texts. options: one or more texts; none is empty."""
 
     options: tuple[str, ...]
     param: str | None = None
@@ -103,9 +117,10 @@ class ChoiceGrammar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LarkGrammar:
-    """A text that this context-free grammar matches, in llguidance's variant of Lark or in GBNF.
-    parts: schemas and expressions of the request in the grammar, to find one that is unsupported.
-    inner: a grammar of the request that `text` refers to as @inner."""
+    """The output matches this context-free grammar, which is written in GBNF or in llguidance's
+    variant of Lark. parts: the schemas and expressions from the request that the grammar contains;
+    if one of them is unsupported, they serve to find it. inner: a grammar from the request to which
+    `text` refers as @inner."""
 
     text: str
     param: str | None = None
@@ -118,30 +133,64 @@ Grammar = JsonSchema | Regex | ChoiceGrammar | LarkGrammar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningOptions:
-    """Options of reasoning models. effort: reasoning effort in OpenAI's terms, "none" to "xhigh";
-    None is the model's default. token_budget: maximum number of reasoning tokens; None for no
-    limit."""
+    """Options of reasoning models. effort: the reasoning effort in OpenAI's terms, from "none"
+    to "max"; "none" disables reasoning, and None is the model's default. token_budget: the
+    maximum number of reasoning tokens; None sets no limit. enabled: whether to reason, with any
+    effort, even if the model's default is not to reason. lenient: whether an option that the
+    model does not support is replaced by the nearest supported one, or omitted, instead of
+    causing an error. param: the path of the request field that set the effort, for error
+    messages."""
 
     effort: str | None = None
+    enabled: bool = False
     token_budget: int | None = None
+    lenient: bool = False
+    param: str = "reasoning_effort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verbosity:
+    """How long answers should be, for templates that use this. level: "low", "medium" or "high".
+    param: the path of the request field."""
+
+    level: str
+    param: str = "verbosity"
+
+
+# Fields that cannot be combined with a grammar. The grammar determines where the output may end and
+# which tokens it may contain, so these fields could leave no token to sample.
+UNCONSTRAINED_FIELDS = (
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "allowed_token_ids",
+    "bad_words",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """A generation request.
 
-    n: number of choices per prompt; choices are numbered in the order of the prompts. sampling:
-    only the `SamplingParams` fields that the client set, by name. max_tokens: None is the rest of
-    the context; 0 only with echo. min_tokens: number of tokens to sample before the output may end.
-    ignore_eos: end-of-sequence tokens do not end the output. top_logprobs: number of alternatives
-    per sampled token, 0 to 20; None for no logprobs. cache_prompt: whether a cached prefix may be
-    used for the prompt. num_keep: leading prompt tokens that a context shift never discards;
-    negative means all, None is the server's default. grammar: constraint on the whole output after
-    the reasoning, if any. echo: the output begins with the prompt. suffix: text that follows the
-    output. chat_template_kwargs: additional variables for the chat template. return_token_ids:
-    return the ids of the prompt and the output. keep_alive: seconds that the model stays loaded
-    after this request; None is the server's default. caller: name of the API key. admin: whether
-    the caller may manage models. The server sets both, not the client.
+    n: the number of choices per prompt. Choices are numbered in the order of the prompts. sampling:
+    the `SamplingParams` fields that the client set, by name. max_tokens: the maximum number of
+    output tokens. None allows the rest of the context; 0 computes the prompt and generates nothing.
+    output_reserve: the number of tokens of the context that the prompt must leave for the output.
+    min_tokens: the number of tokens to sample before the output may end. ignore_eos: whether
+    end-of-sequence tokens are ignored instead of ending the output. stop_token_ids: further tokens
+    that end the output. include_stop: whether the output contains the stop string or token that
+    ended it. bad_words: texts that the output must not contain. verbosity: how long answers should
+    be; None is the model's default. top_logprobs: the number of alternatives per sampled token, 0
+    to 20; None for no logprobs. cache_prompt: whether a cached prefix may be used for the prompt.
+    num_keep: the number of leading prompt tokens that a context shift never discards. A negative
+    value means all of them, and None is the server's default. grammar: a constraint on the whole
+    output after the reasoning, if any. tool_schemas: see `ToolSchemaPolicy`. echo: whether the
+    output begins with the prompt. suffix: the text that follows the output. chat_template_kwargs:
+    additional variables for the chat template. return_token_ids: whether to return the token IDs of
+    the prompt and the output. keep_alive: the number of seconds that the model stays loaded after
+    this request; None is the server's default. max_context: the largest number of prompt and output
+    tokens together; None is the model's context length. caller: the name of the API key. admin:
+    whether the caller may manage models. The server, not the client, sets caller and admin.
     """
 
     model: str
@@ -149,21 +198,51 @@ class GenerateRequest:
     sampling: Mapping[str, SamplingValue] = field(default_factory=dict[str, SamplingValue])
     n: int = 1
     max_tokens: int | None = None
+    output_reserve: int = 1
     min_tokens: int = 0
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    bad_words: tuple[str, ...] = ()
     top_logprobs: int | None = None
     cache_prompt: bool = True
     num_keep: int | None = None
     grammar: Grammar | None = None
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = "auto"
+    tool_schemas: ToolSchemaPolicy = "enforce"
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions = ReasoningOptions()
+    verbosity: Verbosity | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     echo: bool = False
     suffix: str | None = None
     return_token_ids: bool = False
     keep_alive: float | None = None
+    max_context: int | None = None
     caller: str = ""
     admin: bool = False
+
+
+# The cost of rendering a message or a tool, in characters, in addition to its text.
+_CHARACTERS_PER_MESSAGE, _CHARACTERS_PER_TOOL = 64, 1024
+
+
+def estimate_size(request: GenerateRequest) -> int:
+    """Returns the approximate number of characters that must be processed to prepare a request."""
+    prompts = (
+        request.prompt.prompts if isinstance(request.prompt, PromptBatch) else (request.prompt,)
+    )
+    total = _CHARACTERS_PER_TOOL * len(request.tools) + len(request.suffix or "")
+    for prompt in prompts:
+        if isinstance(prompt, Conversation):
+            total += sum(map(_estimate_message_size, prompt.messages))
+        else:
+            total += len(prompt)
+    return total
+
+
+def _estimate_message_size(message: Message) -> int:
+    texts = (message.content, message.reasoning, *(call.arguments for call in message.tool_calls))
+    return _CHARACTERS_PER_MESSAGE + sum(len(text) for text in texts if text is not None)

@@ -1,10 +1,11 @@
 """Sampling parameters: one table of names, ranges and neutral values.
 
-Knows: the parameters that clients and models may set. Must not know: how tokens are sampled, other
-fields of the dialects.
+Knows: the parameters that clients and models may set. Must not know: the sampler, other request
+fields.
 
-The request readers, the runner's options, the reader of generation_config.json, the table in
-docs/api.md and the schemas of openapi.yaml follow `SAMPLING_KNOBS` or are checked against it.
+`SAMPLING_KNOBS` defines the parameters for the request readers, the runner's options, the reader of
+generation_config.json, the table in docs/api.md and the schemas of openapi.yaml. They are generated
+from the table or checked against it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,14 +14,16 @@ from dataclasses import dataclass, replace
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
-SamplingValue = float | int | tuple[tuple[int, float], ...] | None
+SamplingValue = float | int | tuple[tuple[int, float], ...] | tuple[int, ...] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are sampled. All fields apply to one request only; `SAMPLING_KNOBS` describes
-    them. logit_bias: pairs of a token id and the number added to its logit. seed: None draws a
-    random one."""
+    """The sampling parameters of one request. `SAMPLING_KNOBS` describes the fields. logit_bias:
+    pairs of a token ID and the number that is added to its logit. allowed_token_ids: the only
+    tokens that may be sampled; empty means all. bad_words: sequences of tokens that the output must
+    not contain. seed: the random seed; None
+    generates one."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -31,27 +34,32 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repeat_last_n: int = -1
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     seed: int | None = None
 
     @staticmethod
     def merge(*layers: Mapping[str, SamplingValue]) -> "SamplingParams":
-        """The server's defaults, overridden by each layer in turn: the model's, the request's."""
+        """Returns the server's defaults, overridden first by the model's values and then by the
+        request's."""
         merged: dict[str, SamplingValue] = {}
         for layer in layers:
             merged.update(layer)
-        return replace(SamplingParams(), **merged)  # pyright: ignore[reportArgumentType]  # names are checked by replace, values by the edge that made the layer
+        return replace(SamplingParams(), **merged)  # pyright: ignore[reportArgumentType]  # replace checks the names; the values were checked when the layer was built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingKnob:
-    """A number that a request may set.
+    """A numeric sampling parameter that a request may set.
 
-    name: name of the field in `SamplingParams`, in OpenAI's requests and in generation_config.json.
-    low, high: inclusive range; with exclusive_low, low is excluded. doc: one sentence. model_high:
-    upper limit for a model's files and the runner's client, if it differs from high. runner_name:
-    option name of Ollama's runner, if it differs from name. runner_default: meaning of 0 from the
-    runner's client, if it differs from the default of `SamplingParams`. off: a second value that
-    disables the parameter, like the default."""
+    name: the name of the field in `SamplingParams`, in OpenAI's requests and in
+    generation_config.json. low, high: the range, inclusive of both ends; with exclusive_low, low is
+    excluded. doc: one sentence. model_high: the upper limit for a model's files and the runner's
+    client, if it differs from high. runner_name: the name in Ollama's options and in llama.cpp, if
+    it differs from name; OpenAI's requests may use either. runner_default: the meaning of 0 from
+    the runner's client, if it differs from the default of `SamplingParams`. off: a second value
+    that disables the parameter, like the default.
+    """
 
     name: str
     kind: type[float] | type[int]
@@ -82,14 +90,14 @@ SAMPLING_KNOBS: Sequence[SamplingKnob] = (
         high=2,
         model_high=100,
         runner_default=0.0,
-        doc="divides the logits; 0 takes the most likely token",
+        doc="The divisor of the logits; 0 selects the most likely token.",
     ),
     SamplingKnob(
         name="top_p",
         kind=float,
         low=0,
         high=1,
-        doc="keeps the most likely tokens up to this total probability",
+        doc="The total probability up to which the most likely tokens are kept.",
     ),
     SamplingKnob(
         name="top_k",
@@ -97,14 +105,14 @@ SAMPLING_KNOBS: Sequence[SamplingKnob] = (
         low=-1,
         high=INT32_MAX,
         off=-1,
-        doc="keeps this many of the most likely tokens",
+        doc="The number of most likely tokens to keep.",
     ),
     SamplingKnob(
         name="min_p",
         kind=float,
         low=0,
         high=1,
-        doc="keeps tokens with at least this share of the highest probability",
+        doc="The minimum probability of a token, as a fraction of the maximum probability.",
     ),
     SamplingKnob(
         name="repetition_penalty",
@@ -113,34 +121,34 @@ SAMPLING_KNOBS: Sequence[SamplingKnob] = (
         high=10,
         exclusive_low=True,
         runner_name="repeat_penalty",
-        doc="divides positive logits of tokens that occurred and multiplies negative ones",
+        doc="The divisor of positive logits, and factor of negative ones, of repeated tokens.",
     ),
     SamplingKnob(
         name="presence_penalty",
         kind=float,
         low=-2,
         high=2,
-        doc="is subtracted from the logits of tokens that occurred",
+        doc="The number subtracted from the logits of tokens that have occurred.",
     ),
     SamplingKnob(
         name="frequency_penalty",
         kind=float,
         low=-2,
         high=2,
-        doc="is subtracted from the logit of a token for each time that it occurred",
+        doc="The number subtracted from the logit of a token for each of its occurrences.",
     ),
     SamplingKnob(
         name="repeat_last_n",
         kind=int,
         low=-1,
         high=INT32_MAX,
-        doc="how many tokens back the penalties look, prompt included; -1 is all, 0 is none",
+        doc="The number of last tokens to penalize, including the prompt; -1 is all, 0 is none.",
     ),
     SamplingKnob(
         name="seed",
         kind=int,
         low=INT64_MIN,
         high=INT64_MAX,
-        doc="makes the output repeatable; without it every request draws a new one",
+        doc="The random seed, which makes the output repeatable; the default is a new random seed.",
     ),
 )

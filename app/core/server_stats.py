@@ -1,10 +1,10 @@
 """Counters of a server's connections and responses, and the latency of its event loop.
 
-Knows: the names of the figures. Must not know: sockets, the rules of HTTP, who reads the figures.
+Knows: the names of the statistics. Must not know: sockets, HTTP, metrics.
 
-All figures are written on the event loop: connections by app/http/connection_limits.py and
-app/http/connection.py, responses by app/http/request_id.py, the latency by
-app/serving/event_loop_watchdog.py.
+All statistics are written on the event loop. app/http/connection_limits.py and
+app/http/connection.py write those of connections, app/http/request_id.py those of responses, and
+app/serving/event_loop_watchdog.py the latency.
 """
 
 from bisect import bisect_left
@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-# Upper bounds of the histogram, in seconds; the last bucket has none.
+# Upper bounds of the histogram, in seconds; the last bucket has no upper bound.
 LAG_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
-# Number of measurements for `worst`: those of a minute.
+# Number of measurements that `worst` covers: one minute.
 _WINDOW = 1200
 
 
 class EventLoopLag:
     """A histogram of the event loop's lag, written by one task on the event loop. bucket_counts:
-    measurements per bucket. sum_seconds: sum of all measurements in seconds."""
+    the number of measurements per bucket. sum_seconds: the sum of all measurements in seconds."""
 
     def __init__(self) -> None:
         self.bucket_counts = [0] * (len(LAG_BUCKETS) + 1)
@@ -40,11 +40,11 @@ class EventLoopLag:
 
     @property
     def worst(self) -> float:
-        """The largest lag in the last minute, or since the first measurement."""
+        """The maximum lag in the last minute, or since the first measurement."""
         return max(self._recent)
 
 
-# Why the server closed a connection before the client had received the whole response.
+# Reasons why the server closes a connection before the client has received the whole response.
 CloseReason = Literal[
     "handshake_timeout",
     "head_timeout",
@@ -56,14 +56,15 @@ CloseReason = Literal[
 ]
 CLOSE_REASONS: Sequence[CloseReason] = get_args(CloseReason)
 
-# Method, route template and status class (2xx) of a response.
+# The method, the route template and the status class (2xx) of a response.
 ResponseKey = tuple[str, str, str]
 
 
 @dataclass(slots=True)
 class ConnectionStats:
-    """open_connections: currently open sockets, in any state. accepted_connections: total since the
-    start. closed_by_reason: connections that the server closed. responses: number of responses."""
+    """Counters of connections and responses. open_connections: sockets that are currently open, in
+    any state. accepted_connections: connections accepted since the start. closed_by_reason:
+    connections that the server closed, by reason. responses: responses sent."""
 
     open_connections: int = 0
     accepted_connections: int = 0
@@ -73,7 +74,7 @@ class ConnectionStats:
     responses: dict[ResponseKey, int] = field(default_factory=dict[ResponseKey, int])
 
     def count_response(self, method: str, route: str, status: int) -> None:
-        """method, route: those of a known route, so that the number of keys is bounded. status: 100
-        to 599."""
+        """Counts a response. method, route: those of a known route, so that the number of keys is
+        bounded. status: an HTTP status from 100 to 599."""
         key = (method, route, f"{status // 100}xx")
         self.responses[key] = self.responses.get(key, 0) + 1

@@ -1,7 +1,7 @@
 """The settings of a server and of its models, fixed at start.
 
-Knows: names, defaults, units, conflicts between settings. Must not know: how settings are written,
-where they come from.
+Knows: names, defaults, units, conflicts between settings. Must not know: flags, files, environment
+variables.
 """
 
 import math
@@ -14,8 +14,8 @@ from app.core.errors import AppError, ErrorKind
 
 LOOPBACK_ORIGIN_REGEX = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
-# the origin of a web page: lower case, without the default port · or that of a program with an
-# embedded browser, such as app://obsidian.md
+# the origin of a web page, in lower case and without the default port · or the origin of a program
+# with an embedded browser, for example app://obsidian.md
 _ORIGIN = re.compile(
     r"http://(?!.*:80$)[^\s/?#@\\,*A-Z]+|https://(?!.*:443$)[^\s/?#@\\,*A-Z]+"
     r"|(?!https?:)[a-z][a-z0-9+.-]*://[^\s/?#@\\,*]*",
@@ -38,22 +38,25 @@ KEEP_ALIVE_FOREVER = math.inf
 
 
 def is_origin(text: str) -> bool:
-    """Whether `text` is an origin as browsers serialise it (RFC 6454, 6.2); "*" is not."""
+    """Returns whether `text` is an origin as browsers serialize it (RFC 6454, 6.2); "*" is not an
+    origin."""
     return _ORIGIN.fullmatch(text) is not None
 
 
 def is_host_name(text: str) -> bool:
-    """Whether `text` is a host name or, with a leading dot, a domain; case is ignored."""
+    """Returns whether `text` is a host name or, with a leading dot, a domain. Case is ignored."""
     return len(text) <= _MAX_HOST_NAME_LENGTH and _HOST_NAME.fullmatch(text.lower()) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """A model named at start and its own settings; None is the setting of all models.
+    """A model named at start, with its own settings. If a setting is None, the setting for all
+    models applies.
 
-    name: a folder, a hub id or an Ollama name. alias: name used by clients; None is the model's own
-    name. preload: load it at start, without waiting for a request. pinned: load it at start and
-    never evict it."""
+    name: a folder, a Hugging Face ID or an Ollama name. alias: the name used by clients; None is
+    the model's own name. preload: whether to load the model at start, before any request needs it.
+    pinned: whether to load the model at start and never evict it.
+    """
 
     name: str
     alias: str | None = None
@@ -71,43 +74,50 @@ class ModelSettings:
 class Settings:
     """The settings of a server; immutable.
 
-    models: models to serve; if empty, the built-in model. The first one is loaded at start, unless
-    others are marked. installed: serve every model installed on this machine, on demand. pull:
-    download missing models without asking. runner: run each model in its own process, or the only
-    model on a thread of the server. keep_alive: seconds that a model stays loaded without requests;
-    None is forever for models named at start and five minutes for others. max_loaded: maximum
-    number of models in memory. load_timeout: seconds without progress after which a load fails.
-    load_wait: seconds that a non-streaming request waits for its model.
+    models: the models to serve; if empty, the built-in model is served. The first model is loaded
+    at start, unless others are marked. installed: whether to serve every model installed on this
+    machine, on demand. pull: whether to download missing models without asking. runner: whether
+    each model runs in its own process, or the only model on a thread of the server. keep_alive: the
+    number of seconds that a model stays loaded without requests. None is forever for models named
+    at start, and five minutes for others. max_loaded: the maximum number of loaded models.
+    load_timeout: the number of seconds without progress after which a load fails. load_wait: the
+    number of seconds that a non-streaming request waits for its model.
 
-    host, port: address to listen on. tls_cert, tls_key: PEM files. cors_origins: additional allowed
-    CORS origins (loopback is always allowed). allowed_hosts: additional accepted host names.
-    api_keys: file of hashed keys. allow_anyone: listen beyond loopback without keys.
+    host, port: the address to listen on. tls_cert, tls_key: PEM files. cors_origins: additional
+    allowed CORS origins (loopback is always allowed). allowed_hosts: additional accepted host
+    names. api_keys: a file of hashed keys. allow_anyone: whether to listen beyond loopback without
+    keys.
 
-    quantize: bits to which unquantised weights are quantised while they are loaded.
+    quantize: the number of bits to which unquantized weights are quantized while they are loaded.
 
-    parallel: maximum number of concurrent sequences; None depends on memory and device. max_queue:
-    maximum number of queued requests; further requests are rejected. context: positions of one
-    sequence; None is the model's own context length. context_shift: a sequence that fills its
-    context continues without the older half of it (slots only). memory: bytes for weights, KV
-    caches, cached prefixes and working space of all models; None depends on the device.
+    parallel: the maximum number of concurrent sequences; None depends on memory and device.
+    max_queue: the maximum number of queued requests; further requests are rejected. context: the
+    maximum number of positions in one sequence; None is the model's own context length.
+    context_shift: whether a sequence that fills its context continues without the older half of it
+    (slots only). memory: the bytes for the weights, KV caches, cached prefixes and working space of
+    all models; None depends on the device.
 
-    cache: prefix cache policy; None is single for one sequence, else radix. multi_user: select
-    slots for many users, not for one. exact: prefill on a fixed grid of positions, so that cached
-    output is bit-identical to uncached output. prefill_chunk: prompt tokens per engine step, and so
-    the longest work that cannot be cancelled; None depends on the device.
+    cache: the prefix cache policy; None is single for one sequence, else radix. multi_user: whether
+    slots are selected for many users rather than for one. exact: whether prefill chunks are aligned
+    to fixed positions, so that cached output is bit-identical to uncached output. prefill_chunk:
+    the number of prompt tokens per engine step. A chunk is also the longest work that cannot be
+    cancelled. None depends on the device.
 
-    watchdog: seconds without an engine step after which the engine is reported as stalled and, if
-    it has its own process, restarted. max_body: maximum bytes of a request body. max_connections:
-    maximum number of open connections. header_timeout, body_timeout: seconds within which the
-    headers and the body of a request must arrive; a client that reads nothing of its response for
-    body_timeout is disconnected. max_per_key: concurrent choices per API key. deadline: seconds
-    from a request's arrival to the end of its response, after which it fails. max_time, max_tokens:
-    seconds and tokens of generation per choice, after which it ends as at its own limit. drain:
-    seconds that running requests get to finish on shutdown. ping: seconds without an event after
-    which a stream sends a comment.
+    watchdog: the number of seconds without an engine step after which the engine is reported as
+    stalled and, if it has its own process, restarted. max_body: the maximum size of a request body
+    in bytes. max_connections: the maximum number of open connections. header_timeout, body_timeout:
+    the number of seconds within which the headers and the body of a request must arrive. A client
+    that reads nothing of its response for body_timeout is disconnected. max_per_key: the maximum
+    number of concurrent choices per API key. deadline: the maximum number of seconds from the
+    arrival of a request to the end of its response; later, the request fails. max_time, max_tokens:
+    the maximum number of seconds and tokens of generation per choice. The choice then ends as it
+    does at its own limit. drain: the number of seconds that running requests have to finish on
+    shutdown. ping: the number of seconds without an event after which a stream sends a comment.
 
-    log_format, log_level, access_log: format and content of the log. otlp: URL of an OpenTelemetry
-    collector for traces. debug: log debugging details, including parts of prompts."""
+    log_format, log_level, access_log: the format and the content of the log. otlp: the URL of an
+    OpenTelemetry collector for traces. debug: whether to log debugging details, including parts of
+    prompts.
+    """
 
     models: tuple[ModelSettings, ...] = ()
     installed: bool = False
@@ -153,19 +163,20 @@ class Settings:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        """Raises AppError(INVALID) for conflicting settings, so that existing Settings are always
+        """Raises AppError(INVALID) for conflicting settings, so that every Settings object is
         consistent. The error's param is the first conflicting field."""
         for field, why in (*_find_conflicts(self), *_find_model_conflicts(self)):
             raise AppError(ErrorKind.INVALID, why, param=field)
 
     @property
     def multi_model(self) -> bool:
-        """Whether more than one model may be in memory, so that models share the device."""
+        """Whether more than one model may be loaded, so that the models share the device."""
         return self.installed or len(self.models) > 1
 
     def for_model(self, model: ModelSettings) -> "Settings":
-        """The settings of one model: its own settings, else those of all models. If there are
-        several models, `memory` is not inherited, since it is the budget of all of them."""
+        """Returns the settings of one model. The model's own settings override those for all
+        models. If there are several models, `memory` is not inherited, since it is the budget of
+        all of them together."""
         own = _model_overrides(model)
         if self.multi_model:
             own.setdefault("memory", None)
@@ -173,7 +184,7 @@ class Settings:
 
 
 def _model_overrides(model: ModelSettings) -> dict[str, Any]:
-    """The model's own values of settings that also exist for all models."""
+    """Returns the model's own values of settings that also exist for all models."""
     return {
         name: value
         for name in ("keep_alive", "quantize", "parallel", "context", "memory", "cache")
@@ -182,7 +193,7 @@ def _model_overrides(model: ModelSettings) -> dict[str, Any]:
 
 
 def _find_conflicts(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Yields (field, reason) of each conflict."""
+    """Yields a (field, reason) pair for each conflict."""
     if settings.context_shift and settings.cache != "slots":
         why = "--context-shift needs --cache slots"
         yield "context_shift", why

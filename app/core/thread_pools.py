@@ -1,10 +1,11 @@
-"""Thread pools for work that must not run on the event loop: parsing, templates, tokenizing.
+"""Thread pools for work that must not run on the event loop: parsing, templates, tokenization.
 
-Knows: asyncio, threads, the key and the size of the work. Must not know: what the work does.
+Knows: asyncio, threads, the key and the size of the work. Must not know: the purpose of the work.
 
-Small and large work run on different threads, so that a short request never waits for a long one.
-Each queue is fair: keys take turns, and one key never uses more than half of the threads. Most work
-holds the GIL, so a thread for large work sleeps after each item for as long as the item took.
+Small and large work items run on different threads, so that a short request never waits for a long
+one. Each queue is fair: keys take turns, and one key never uses more than half of the threads. Most
+work holds the GIL. A thread for large work therefore sleeps after each item for as long as the item
+took.
 """
 
 import asyncio
@@ -22,27 +23,28 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
-# Threads for small work. Most of it holds the GIL, so more threads would only delay the event
-# loop further.
+# The number of threads for small work. Most of this work holds the GIL, so more threads would only
+# delay the event loop further.
 _SMALL_THREADS = 4
 
-# Maximum number of threads for large work. Tokenizing releases the GIL.
+# The maximum number of threads for large work. Tokenization releases the GIL.
 _MAX_LARGE_THREADS = 8
 
-# Bytes or characters from which work counts as large. Tokenizing that many takes about 20 ms.
+# Work on at least this many bytes or characters counts as large. Tokenizing that many takes about
+# 20 ms.
 _LARGE_WORK_SIZE = 64 * 1024
 
 
-# Maximum seconds that a thread sleeps after an item.
+# The maximum number of seconds that a thread sleeps after an item.
 _MAX_REST_SECONDS = 1.0
 
 
 class WorkCancelled(Exception):
-    """The work was cancelled, since its result is no longer needed."""
+    """Raised when work is cancelled because its result is no longer needed."""
 
 
 class CancelToken:
-    """Informs running work that its result is no longer needed. Thread-safe."""
+    """Signals to running work that its result is no longer needed. Thread-safe."""
 
     def __init__(self) -> None:
         self._cancelled = False
@@ -58,7 +60,7 @@ class CancelToken:
 
 @dataclass(eq=False, slots=True)
 class _WorkItem:
-    """Queued work. done: future for its result, set on the event loop."""
+    """A queued work item. done: the future for its result, which is set on the event loop."""
 
     key: str
     work: Callable[[], Any]
@@ -66,10 +68,11 @@ class _WorkItem:
 
 
 class FairThreadPool:
-    """Runs work on threads; keys take turns. All other code of the class runs on one event loop.
+    """Runs work on threads; keys take turns. All other code of this class runs on one event loop.
 
-    The threads are daemons: the process exits without waiting for them. rest: seconds that a thread
-    sleeps per second of CPU time that its work took."""
+    The threads are daemon threads, so the process exits without waiting for them. rest: the number
+    of seconds that a thread sleeps per second of CPU time used by its work.
+    """
 
     def __init__(self, threads: int, name: str, *, rest: float = 0.0) -> None:
         self._name = name
@@ -91,9 +94,9 @@ class FairThreadPool:
         return sum(map(len, self._queues.values()))
 
     async def run(self, work: Callable[[], Result], *, key: str) -> Result:
-        """Calls `work` on a thread with a copy of this task's context, and returns its result or
-        raises its exception. Cancelling drops work that has not started; started work runs to its
-        end."""
+        """Calls `work` on a thread with a copy of this task's context. Returns its result or raises
+        its exception. Cancelling the call drops work that has not started; started work runs to
+        completion."""
         done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         item = _WorkItem(key, partial(copy_context().run, work), done)
         self._queues.setdefault(key, deque()).append(item)
@@ -102,8 +105,8 @@ class FairThreadPool:
             return await done
         finally:
             self._drop(item)
-            # The traceback of an error raised here refers to this frame. If the frame referred to
-            # the error as well, the cycle would keep the objects of the work in memory until the
+            # The traceback of an error raised here refers to this frame. If the frame also referred
+            # to the error, this cycle would keep the objects of the work in memory until the
             # garbage collector runs.
             del done, item
 
@@ -123,7 +126,8 @@ class FairThreadPool:
             self._inbox.put(item)
 
     def _pop_next(self) -> _WorkItem | None:
-        """The next item of the key whose turn it is; keys are ordered by their last turn."""
+        """Returns the next item of the key whose turn it is. Keys are ordered by their last
+        turn."""
         for key, queue in self._queues.items():
             if self._running[key] < self._max_per_key:
                 item = queue.popleft()
@@ -143,11 +147,11 @@ class FairThreadPool:
                 result = item.work()
             except BaseException as raised:  # the awaiting task raises it
                 error = raised
-            # the loop may be closed, since a stopping server does not wait for work
+            # the loop may be closed, because the server does not wait for work on shutdown
             with suppress(RuntimeError):
                 item.done.get_loop().call_soon_threadsafe(self._finish, item, result, error)
             used = time.thread_time() - began
-            # else this thread would keep them in memory until its next item
+            # otherwise this thread would keep these objects in memory until its next item
             del item, result, error
             if self._rest:
                 time.sleep(min(_MAX_REST_SECONDS, self._rest * used))
@@ -181,16 +185,16 @@ class ThreadPools:
         return self.small.queued + self.large.queued
 
     async def run(self, work: Callable[[], Result], *, size: int = 0, key: str = "") -> Result:
-        """Like `FairThreadPool.run`. size: bytes or characters that the work processes. key: owner
-        of the work; keys take turns."""
+        """Runs work like `FairThreadPool.run`. size: the number of bytes or characters that the
+        work processes. key: the owner of the work; keys take turns."""
         queue = self.large if size >= _LARGE_WORK_SIZE else self.small
         return await queue.run(work, key=key)
 
     async def run_cancellable(
         self, work: Callable[[CancelToken], Result], *, size: int = 0, key: str = ""
     ) -> Result:
-        """Like `run`, but passes `work` a token that is cancelled when this call is, so that work
-        that checks the token ends early."""
+        """Runs work like `run`, but passes a token to `work`. Cancelling this call cancels the
+        token, so that work that checks the token ends early."""
         token = CancelToken()
         try:
             return await self.run(lambda: work(token), size=size, key=key)

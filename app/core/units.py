@@ -1,6 +1,6 @@
 """Formats sizes, counts and durations for display, and parses durations.
 
-Knows: units. Must not know: what is counted.
+Knows: units. Must not know: the meaning of the values.
 """
 
 import re
@@ -14,7 +14,7 @@ _DURATION_PATTERN = re.compile(rf"-?(?:{_PART_PATTERN.pattern}){{1,4}}", re.ASCI
 
 def parse_duration(text: str) -> float | None:
     """Parses a number of seconds, or a duration in Go's format (time.ParseDuration), which Ollama
-    also uses: "90s", "5m", "1h30m"; the smallest unit is "ms". Returns None for invalid text."""
+    also uses: "90s", "5m", "1h30m". The smallest unit is "ms". Returns None for invalid text."""
     if _NUMBER_PATTERN.fullmatch(text):
         return float(text)
     if not _DURATION_PATTERN.fullmatch(text):
@@ -31,23 +31,29 @@ _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def format_bytes(count: float) -> str:
-    """Bytes in decimal units, like the hub, Ollama and the Finder: 1.23 GB. At least three
-    digits."""
+    """Formats bytes in decimal units, like Hugging Face, Ollama and the macOS Finder: 1.23 GB. The
+    result has at least three digits."""
     return _format_scaled(count, _DECIMAL_UNITS, " ")
 
 
 def format_memory(count: float) -> str:
-    """Bytes in binary units, like `--memory`: 1.23 GiB, so that `--memory 6` is displayed as 6."""
+    """Formats bytes in binary units, like `--memory`: 1.23 GiB. `--memory 6` is therefore displayed
+    as 6."""
     return _format_scaled(count, _BINARY_UNITS, " ", base=1024)
 
 
 def format_count(count: float) -> str:
-    """A number of parameters: 1.24B, 8.03B, 355M."""
+    """Formats a number of parameters: 1.24B, 8.03B, 355M."""
     return _format_scaled(count, _COUNT_SUFFIXES, "")
 
 
+def pluralize(count: int, noun: str) -> str:
+    """A count with its noun: "1 token", "2 tokens"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def format_duration(seconds: float) -> str:
-    """A duration: 12 s, 3 min, 2 h 05 min."""
+    """Formats a duration: 12 s, 3 min, 2 h 05 min."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)
@@ -56,7 +62,7 @@ def format_duration(seconds: float) -> str:
 
 def _format_scaled(count: float, units: tuple[str, ...], separator: str, base: int = 1000) -> str:
     unit = 0
-    # 999.5 would be written as 1000
+    # 999.5 would be rounded to 1000
     while count >= 999.5 and unit < len(units) - 1:
         count /= base
         unit += 1

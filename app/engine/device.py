@@ -1,9 +1,9 @@
-"""The compute device: what this process computes with, and the default memory budget of the engine.
+"""The compute device, and the default memory budget of the engine.
 
-Knows: the device, the machine, the containers that this process runs in. Must not know: models.
+Knows: the device, the machine, the containers of this process. Must not know: models.
 
-The budget depends on the free memory, not only on the installed memory: memory that other processes
-hold is not available.
+The budget depends on the free memory and not only on the installed memory, because memory used by
+other processes is not available.
 """
 
 import os
@@ -17,26 +17,27 @@ import mlx.core as mx
 from app.core.jobs import ComputeBackend
 from models import cpu_backend, kernels
 
-# rows and columns of the benchmark's matrices: a fast BLAS multiplies them in a few milliseconds, a
-# slow one in reasonable time
+# The numbers of rows and columns of the benchmark's matrices. A fast BLAS multiplies matrices of
+# this size in a few milliseconds, and a slow BLAS in a reasonable time.
 _MATRIX_SIZE = 512
 
 
 def detect_backend() -> ComputeBackend:
+    """Returns the compute backend of this process."""
     if mx.default_device().type == mx.DeviceType.gpu:
         return ComputeBackend(device="gpu")
-    ours = kernels.describe()
+    info = kernels.describe()
     return ComputeBackend(
         device="cpu",
-        kernels=ours.isa if ours.enabled else None,
+        kernels=info.isa if info.enabled else None,
         blas=cpu_backend.ACTIVE.blas,
         threads=cpu_backend.ACTIVE.threads,
     )
 
 
 def measure_gigaflops() -> float:
-    """The speed of multiplying two float32 matrices, in GFLOP/s; the best of three runs. Creates
-    arrays, so all calls must come from one thread."""
+    """Measures the speed of multiplying two float32 matrices. Returns the best of three runs in
+    GFLOP/s. The function creates arrays, so all calls must come from the same thread."""
     left, right = mx.ones((_MATRIX_SIZE, _MATRIX_SIZE)), mx.ones((_MATRIX_SIZE, _MATRIX_SIZE))
     mx.eval(left, right)
     taken: list[float] = []
@@ -47,16 +48,16 @@ def measure_gigaflops() -> float:
     return 2 * _MATRIX_SIZE**3 / min(taken) / 1e9
 
 
-# the fraction of a GPU's own memory that is used; that of a machine's memory, which other programs
-# share; and that of the memory that is free at the moment
+# The fraction of a GPU's own memory that the engine may use, the fraction of a machine's memory,
+# which other programs share, and the fraction of the memory that is currently free.
 _DEVICE_SHARE, _MACHINE_SHARE, _FREE_SHARE = 0.9, 0.7, 0.9
 
 _MEMINFO = Path("/proc/meminfo")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
 
-# names of the files with the limit and the usage, and of the statistics that count reclaimable page
-# cache: cgroup v2, v1
+# The names of the files with the limit and the usage, and of the statistics that count reclaimable
+# page cache, first for cgroup v2 and then for v1.
 _CGROUP_FILES = (
     ("memory.max", "memory.current", ("active_file", "inactive_file")),
     (
@@ -67,27 +68,27 @@ _CGROUP_FILES = (
 )
 
 
-def device_budget(held: int = 0) -> int:
-    """Bytes that the engine may use when no memory size is configured.
+def device_budget(own_bytes: int = 0) -> int:
+    """Returns the number of bytes that the engine may use if no memory size is configured.
 
-    On Metal this follows the recommended working set, on CUDA the free device memory, else the free
-    memory of the machine or container. Memory that this process already uses counts as free.
-
-    held: bytes that our other processes use; they count as free too.
+    On Metal, the budget depends on the recommended working set. On CUDA, it depends on the free
+    device memory. On other devices, it depends on the free memory of the machine or container.
+    Memory that this process already uses counts as free. `own_bytes` is the number of bytes that
+    other mlxrunner processes use; they also count as free.
     """
     device = mx.device_info()
     if mx.metal.is_available():
         return int(_DEVICE_SHARE * cast(int, device["max_recommended_working_set_size"]))
-    held += mx.get_active_memory() + mx.get_cache_memory()
+    own_bytes += mx.get_active_memory() + mx.get_cache_memory()
     if mx.default_device().type == mx.DeviceType.gpu:
         total = cast(int, device.get("total_memory", device.get("memory_size", 0)))
         free = cast(int, device.get("free_memory", total))
         if total:
-            return int(_DEVICE_SHARE * min(total, free + held))
-    return _machine_budget(held)
+            return int(_DEVICE_SHARE * min(total, free + own_bytes))
+    return _machine_budget(own_bytes)
 
 
-def _machine_budget(held: int) -> int:
+def _machine_budget(own_bytes: int) -> int:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = _available_bytes(total)
     for folder in _cgroups():
@@ -95,16 +96,16 @@ def _machine_budget(held: int) -> int:
             limit = _read_number(folder / limit_file)
             if limit is None or limit >= total:
                 continue
-            # the kernel's MemAvailable counts page cache as available, too
+            # The kernel's MemAvailable also counts page cache as available.
             kept = _page_cache_bytes(folder / "memory.stat", files)
             taken = max(0, (_read_number(folder / taken_file) or 0) - kept)
             total, free = limit, min(free, limit - taken)
-    return max(0, int(min(_MACHINE_SHARE * total, _FREE_SHARE * (free + held))))
+    return max(0, int(min(_MACHINE_SHARE * total, _FREE_SHARE * (free + own_bytes))))
 
 
 def _available_bytes(total: int) -> int:
-    """The memory of the machine that is available without swapping; `total` if the system does not
-    report it."""
+    """Returns the memory of the machine that is available without swapping, or `total` if the
+    system does not report it."""
     for line in _read_lines(_MEMINFO):
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
@@ -113,8 +114,8 @@ def _available_bytes(total: int) -> int:
 
 
 def _cgroups() -> Iterator[Path]:
-    """The folders of this process's cgroups and of their ancestors. In a container with its own
-    cgroup namespace, the outermost is the container's."""
+    """Yields the directories of this process's cgroups and of their ancestors. In a container with
+    its own cgroup namespace, the outermost cgroup is the container's."""
     yield _CGROUPS
     yield _CGROUPS / "memory"
     for line in _read_lines(_OWN_CGROUPS):
@@ -134,10 +135,10 @@ def _page_cache_bytes(stat: Path, names: tuple[str, str]) -> int:
 
 
 def _read_number(path: Path) -> int | None:
-    """The number in a file; None if the file does not exist or holds no number ("max" means no
-    limit)."""
-    said = "".join(_read_lines(path)).strip()
-    return int(said) if said.isdecimal() else None
+    """Returns the number in a file. Returns None if the file does not exist or contains no number
+    ("max" means no limit)."""
+    text = "".join(_read_lines(path)).strip()
+    return int(text) if text.isdecimal() else None
 
 
 def _read_lines(path: Path) -> list[str]:

@@ -1,12 +1,13 @@
 """The group of ranks that run one model together in lockstep.
 
-Knows: mlx.core.distributed. Must not know: how ranks are started, commands, requests. Implements
+Knows: mlx.core.distributed. Must not know: the launcher, commands, requests. The module implements
 `models.sharding.TensorParallelGroup`.
 
-Every value that decides what is computed next must be equal on all ranks; otherwise they deadlock
-in a collective. Sums are equal: a ring adds in a fixed order and distributes the result (MLX 0.32,
-measured with 2 and 3 ranks). Logits may differ between different machines, so the tokens that rank
-0 samples are used on all ranks. Memory budgets differ between machines, so the smallest is used.
+Every value that affects the next computation must be equal on all ranks. Otherwise, the ranks
+deadlock in a collective operation. Sums are equal on all ranks: a ring adds in a fixed order and
+distributes the result (MLX 0.32, measured with 2 and 3 ranks). Logits may differ between machines,
+so all ranks use the tokens that rank 0 samples. Memory budgets may also differ between machines, so
+all ranks use the smallest budget.
 """
 
 from dataclasses import replace
@@ -21,8 +22,8 @@ from app.engine.memory_profile import MemoryProfile
 
 
 class DistributedGroup:
-    """All ranks must call each method together, in the same order. Methods that return arrays are
-    lazy."""
+    """A group of ranks. All ranks must call each method together and in the same order. Methods
+    that return arrays are lazy."""
 
     def __init__(self, group: mx.distributed.Group) -> None:
         self._group = group
@@ -32,20 +33,20 @@ class DistributedGroup:
         return mx.distributed.all_sum(x, group=self._group)
 
     def broadcast_tokens(self, tokens: mx.array) -> mx.array:
-        """The tokens of rank 0."""
+        """Returns the tokens of rank 0."""
         return self.all_sum(tokens if self.rank == 0 else mx.zeros_like(tokens))
 
     def broadcast_bytes(self, data: bytes, length: int) -> bytes:
-        """The data of rank 0. length: its maximum length in bytes. The data must not contain zero
-        bytes."""
+        """Returns the data of rank 0. `length` is the maximum length of the data in bytes. The data
+        must not contain zero bytes."""
         assert len(data) <= length
-        mine = data if self.rank == 0 else b""
-        everybodys = self.all_sum(mx.array(list(mine.ljust(length, b"\0")), dtype=mx.uint8))
-        return bytes(cast(list[int], everybodys.tolist())).rstrip(b"\0")
+        local = data if self.rank == 0 else b""
+        summed = self.all_sum(mx.array(list(local.ljust(length, b"\0")), dtype=mx.uint8))
+        return bytes(cast(list[int], summed.tolist())).rstrip(b"\0")
 
     def reconcile_settings(self, settings: Settings) -> Settings:
-        """The settings with the smallest memory budget and prefill chunk of all ranks, instead of
-        those that each rank would choose for its own device."""
+        """Returns the settings with the smallest memory budget and the smallest prefill chunk of
+        all ranks. Without this step, each rank would choose both for its own device."""
         return replace(
             settings,
             memory=self._all_min(settings.memory or device_budget()),
@@ -53,7 +54,8 @@ class DistributedGroup:
         )
 
     def reconcile_memory(self, memory: MemoryProfile) -> MemoryProfile:
-        """The profile with the largest weights and working memory of all ranks."""
+        """Returns the profile with the largest weights and the largest working memory of all
+        ranks."""
         return replace(
             memory,
             weights=-self._all_min(-memory.weights),
@@ -68,8 +70,8 @@ class DistributedGroup:
 def join_group() -> DistributedGroup:
     """Connects to the other ranks and waits for all of them.
 
-    Holds the GIL while it waits: no other Python thread runs and no signal is handled until all
-    ranks are connected. Call it before the server accepts requests. Raises RuntimeError if the
-    other ranks cannot be reached.
+    The function holds the GIL while it waits. No other Python thread runs and no signal is handled
+    until all ranks are connected, so call it before the server accepts requests. Raises
+    RuntimeError if the other ranks cannot be reached.
     """
     return DistributedGroup(mx.distributed.init(strict=True))

@@ -1,27 +1,27 @@
-"""Embeds inputs: token ids to pooled hidden states, one vector per input.
+"""Computes embeddings: pools the hidden states of token IDs into one vector per input.
 
 Knows: the model as a function, embedding jobs, the memory that it borrows. Must not know:
-sequences, sampling, what else runs.
+sequences, sampling, scheduling.
 
-Jobs take turns, one forward pass ("piece") each. A piece is never larger than a prefill chunk:
+Jobs take turns. Each turn is one forward pass, which never has more tokens than a prefill chunk:
 
     short inputs, of any jobs   one forward pass [B, L], padded on the right
-    a long input                one chunk after its layer caches; one long input at a time
+    a long input                one chunk per pass, using its layer caches; one long input at a time
 
-Padding on the right does not change the results. Every layer looks backwards only (full or sliding
-window attention, a convolution, a recurrent state), and a mixture of experts treats each position
-separately, without a capacity limit per expert. So no position depends on the padding after it.
-Layer caches with padding in them are discarded.
+Padding on the right does not change the results. Every layer attends only to earlier positions
+(full or sliding window attention, a convolution, a recurrent state). A mixture of experts treats
+each position separately, without a capacity limit per expert. No position therefore depends on the
+padding after it. Layer caches that contain padding are discarded.
 
-The prefix cache is not used: it keeps the state that layers need to continue, but not the hidden
-states of earlier positions, which the vectors are computed from.
+The prefix cache is not used. It keeps the state that layers need to continue, but not the hidden
+states of earlier positions, from which the embeddings are computed.
 
-Both kinds of pooling are weighted sums over positions, so rows of either kind share a batch, and an
-input may be split into several pieces. "mean" gives each position the weight one over the length,
-"last" gives the last position the weight one. Sources: Reimers and Gurevych 2019 (arXiv:1908.10084)
-for the mean over all tokens, special ones included; Neelakantan et al. 2022 (arXiv:2201.10005) for
-the last token; Kusupati et al. 2022 (arXiv:2205.13147) for vectors that may be truncated to their
-first numbers.
+Both pooling types are weighted sums over positions. Rows of both types can therefore share a batch,
+and an input can be split into several chunks. For "mean", the weight of each position is one
+divided by the length. For "last", the last position has the weight one. Sources: Reimers and
+Gurevych 2019 (arXiv:1908.10084) for the mean over all tokens, including special tokens; Neelakantan
+et al. 2022 (arXiv:2201.10005) for the last token; Kusupati et al. 2022 (arXiv:2205.13147) for
+embeddings that may be truncated to their first dimensions.
 """
 
 import logging
@@ -33,17 +33,18 @@ from typing import Any, Protocol, cast
 import mlx.core as mx
 
 from app.core.embeddings import EmbedJob, EmbedResult, PoolingType
+from app.core.units import pluralize
 from app.engine.memory_profile import MemoryProfile
 from models.base import Model
 from models.kv import LayerCache
 
-# the minimum of torch.nn.functional.normalize, which the reference implementations use
+# The minimum norm of torch.nn.functional.normalize, which the reference implementations use.
 _MIN_NORM = 1e-12
 
 
 def pooling_weights(pooling: PoolingType, length: int, start: int, width: int) -> list[float]:
-    """The weights of `width` positions from `start` on, in a row of `length` positions; positions
-    after the end have weight 0."""
+    """Returns the pooling weights of `width` positions, beginning at position `start` of an input
+    with `length` tokens. Positions after the end of the input have weight 0."""
     if pooling == "mean":
         here = max(0, min(width, length - start))
         return [1 / length] * here + [0.0] * (width - here)
@@ -51,30 +52,31 @@ def pooling_weights(pooling: PoolingType, length: int, start: int, width: int) -
 
 
 def pool_hidden_states(hidden: mx.array, weights: mx.array) -> mx.array:
-    """hidden [B, L, D], weights [B, L] -> [B, D] float32. Positions of weight 0 may hold anything,
-    NaN too."""
+    """Pools hidden states [B, L, D] with weights [B, L]. Returns [B, D] in float32. Positions with
+    weight 0 may contain any value, including NaN."""
     weights = weights[..., None]
     return mx.sum(mx.where(weights > 0, weights * hidden.astype(mx.float32), 0), axis=1)
 
 
-def normalise(vectors: mx.array, dimensions: Sequence[int | None]) -> mx.array:
-    """[B, D] -> the same with unit length, after all but the first `dimensions` numbers of each row
-    are set to zero (None keeps all). Zero vectors stay zero."""
+def normalize(vectors: mx.array, dimensions: Sequence[int | None]) -> mx.array:
+    """Scales each row of [B, D] to unit length. All dimensions after the first `dimensions` of a
+    row are set to zero first (None keeps all). Zero vectors stay zero."""
     width = vectors.shape[-1]
     kept = mx.array([[width if count is None else count] for count in dimensions])
     cut = mx.where(mx.arange(width) < kept, vectors, 0)
-    # divided by the largest first: the square of a number may overflow
+    # Dividing by the maximum first prevents overflow when the values are squared.
     largest = mx.max(mx.abs(cut), axis=-1, keepdims=True)
     cut = cut / mx.where(largest > 0, largest, 1)
     return cut / mx.maximum(mx.linalg.norm(cut, axis=-1, keepdims=True), _MIN_NORM)
 
 
 def vectors_to_bytes(vectors: mx.array, dimensions: Sequence[int | None]) -> list[bytes | None]:
-    """The first `dimensions` numbers of each row as little-endian float32 (MLX only runs on
-    little-endian machines); None for a row with NaN or infinity. Waits for the device."""
+    """Returns the first `dimensions` values of each row as little-endian float32. MLX runs only on
+    little-endian machines. Returns None for a row that contains NaN or infinity. Waits for the
+    device."""
     width = vectors.shape[-1]
     sound = cast(list[bool], mx.all(mx.isfinite(vectors), axis=-1).tolist())
-    # MLX's stubs lack the buffer protocol
+    # MLX's type stubs lack the buffer protocol.
     view = memoryview(cast(Any, mx.contiguous(vectors))).cast("B")
     return [
         bytes(view[4 * width * row : 4 * (width * row + (count or width))]) if sound[row] else None
@@ -83,15 +85,16 @@ def vectors_to_bytes(vectors: mx.array, dimensions: Sequence[int | None]) -> lis
 
 
 class MemoryLender(Protocol):
-    """Lends memory of the KV budget."""
+    """Lends memory of the KV cache budget."""
 
     @property
     def borrowed_bytes(self) -> int:
-        """Bytes that are borrowed now; 0 after the lender reclaimed them."""
+        """The number of bytes that are currently borrowed. It is 0 after the lender has reclaimed
+        them."""
         ...
 
     def borrow(self, num_bytes: int) -> bool:
-        """Borrow this many more bytes. Returns False if they are not available now."""
+        """Borrows this many additional bytes. Returns False if they are not available now."""
         ...
 
     def return_borrowed(self, num_bytes: int) -> None: ...
@@ -100,8 +103,9 @@ class MemoryLender(Protocol):
 class EmbedTask:
     """A job in progress.
 
-    pending_inputs: indices of its inputs that are not embedded yet, shortest first. isolated:
-    whether it shares no forward pass, because an earlier shared one failed.
+    pending_inputs: the indices of the inputs that are not embedded yet, shortest first.
+    isolated: whether the inputs must not share a forward pass with other jobs, because an earlier
+        shared pass failed.
     """
 
     def __init__(self, job: EmbedJob) -> None:
@@ -118,10 +122,10 @@ class EmbedTask:
 
 
 class LongInput:
-    """An input that takes several pieces.
+    """An input that takes several forward passes.
 
-    borrowed_bytes: bytes that it holds until it is done. pooled_sum: the weighted sum so far, [1,
-    D] float32.
+    borrowed_bytes: the number of bytes that the input borrows until it is complete.
+    pooled_sum: the weighted sum of the hidden states so far, of shape [1, D] in float32.
     """
 
     def __init__(
@@ -135,12 +139,12 @@ class LongInput:
 
 log = logging.getLogger(__name__)
 
-# inputs in one forward pass: however short an input is, it takes a whole allocation step of
-# positions (models/kv.py) in every layer's cache
+# The maximum number of inputs in one forward pass. Even a short input uses a whole allocation step
+# of positions (models/kv.py) in the cache of every layer.
 MAX_ROWS = 16
 
-# layers whose caches exist at the same time if nothing else references them: one is read while the
-# next is made
+# The number of layers whose caches exist at the same time if nothing else references them. One
+# cache is read while the next one is created.
 _LAYERS_ALIVE = 2
 
 _FAILED = "the engine failed while processing this request"
@@ -152,10 +156,12 @@ _INVALID_OUTPUT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EmbedStep:
-    """A forward pass that the device computes.
+    """A forward pass that the device is computing.
 
-    inputs: tasks and indices of their inputs. tokens: without padding. vectors: the results [B, D];
-    None for a piece of a long input that is not its last. state: all arrays that must be evaluated.
+    inputs: the tasks and the indices of their inputs.
+    tokens: the number of tokens without padding.
+    vectors: the resulting embeddings [B, D]; None for a chunk of a long input that is not the last.
+    state: all arrays that must be evaluated.
     """
 
     inputs: Sequence[tuple[EmbedTask, int]]
@@ -165,11 +171,13 @@ class _EmbedStep:
 
 
 class Embedder:
-    """chunk: tokens of a piece, padding included.
+    """Runs the embedding jobs of one engine.
 
-    waiting_for_memory: whether it waits for memory; no new sequence may take memory before it.
-    embedded_tokens: tokens embedded since the start, without padding. exceptions: number of
-    exceptions so far.
+    chunk: the maximum number of tokens per forward pass, including padding.
+    waiting_for_memory: whether the embedder waits for memory. While it waits, no new sequence may
+        take memory.
+    embedded_tokens: the number of tokens embedded since the start, without padding.
+    exceptions: the number of exceptions so far.
     """
 
     def __init__(
@@ -186,7 +194,7 @@ class Embedder:
         self._tasks: deque[EmbedTask] = deque()  # in the order of their turns
         self._long: LongInput | None = None
         self._step: _EmbedStep | None = None
-        self._borrowed_for_step = 0  # bytes borrowed for this piece alone
+        self._borrowed_for_step = 0  # bytes borrowed for this forward pass only
         self._ended: list[EmbedResult] = []
 
     @property
@@ -201,19 +209,20 @@ class Embedder:
         self._tasks.append(EmbedTask(job))
 
     def cancel(self, job: str) -> None:
-        """Forget a job; does nothing for a job that has ended. A piece of it that is being computed
-        is finished, and its result discarded."""
+        """Removes a job. Does nothing if the job has already ended. If a forward pass of the job is
+        in flight, it is completed and its result is discarded."""
         for work in [work for work in self._tasks if work.job.id == job]:
             self._remove(work)
 
     def drain(self) -> tuple[EmbedResult, ...]:
-        """The results of the jobs that ended since the last call."""
+        """Returns the results of the jobs that ended since the last call."""
         ended, self._ended = tuple(self._ended), []
         return ended
 
     def dispatch(self) -> bool:
-        """Dispatch the next piece. Returns False if there is nothing to do or not enough memory."""
-        assert self._step is None, "one piece at a time"
+        """Dispatches the next forward pass. Returns False if there is no work or not enough
+        memory."""
+        assert self._step is None, "only one pass may be in flight"
         self.waiting_for_memory = False
         for _ in range(len(self._tasks)):
             work = self._tasks[0]
@@ -226,7 +235,7 @@ class Embedder:
         return False
 
     def collect(self) -> None:
-        """Wait for the piece that was dispatched."""
+        """Waits for the forward pass that was dispatched."""
         piece, self._step = self._step, None
         if piece is None:
             return
@@ -239,18 +248,23 @@ class Embedder:
         self._return_borrowed()
 
     def restart_if_reclaimed(self) -> None:
-        """Called between two pieces. Restarts a long input later if its memory was reclaimed."""
+        """Schedules a restart of the long input if its memory was reclaimed. Must be called between
+        two forward passes."""
         long = self._long
         if long is not None and self._lender.borrowed_bytes < long.borrowed_bytes:
             assert self._step is None, "the device still writes into its layer caches"
-            log.info("restarting an embedding input of %d tokens: out of KV memory", len(long.ids))
+            log.info(
+                "restarting an embedding input of %s: out of KV cache memory",
+                pluralize(len(long.ids), "token"),
+            )
             long.task.pending_inputs.appendleft(long.index)
             self._long = None
 
-    # pieces
+    # forward passes
 
     def _next_inputs(self, task: EmbedTask) -> Sequence[tuple[EmbedTask, int]]:
-        """The inputs of the task's next piece; empty if it must wait."""
+        """Returns the inputs of the task's next forward pass. Returns an empty list if the task
+        must wait."""
         if self._long is not None and self._long.task is task:
             return [(task, self._long.index)]
         if not task.pending_inputs:
@@ -266,7 +280,7 @@ class Embedder:
         return [(task, self._long.index)]
 
     def _pack_short_inputs(self, first: EmbedTask) -> Sequence[tuple[EmbedTask, int]]:
-        """Short inputs of this task, and of others while they fit in the same pass."""
+        """Returns short inputs of this task, and of other tasks if they fit in the same pass."""
         chosen, width = list[tuple[EmbedTask, int]](), 0
         others = (
             () if first.isolated else (w for w in self._tasks if w is not first and not w.isolated)
@@ -285,8 +299,8 @@ class Embedder:
         return chosen
 
     def _cache_bytes(self, width: int, rows: int) -> int:
-        """Bytes of the layer caches of a pass, each of which is freed once the next layer is
-        evaluated."""
+        """Returns the size of the layer caches of a forward pass. Each cache is freed when the next
+        layer has been computed."""
         alive = min(_LAYERS_ALIVE, self._layers)
         return rows * self._memory.kv_footprint(width) * alive // self._layers
 
@@ -318,9 +332,9 @@ class Embedder:
             pooling_weights(work.job.pooling, len(ids), 0, width)
             for (work, _), ids in zip(inputs, rows, strict=True)
         ]
-        # nothing references the layer caches, so each is freed when its layer is done
+        # Nothing references the layer caches, so each one is freed when its layer is complete.
         found = pool_hidden_states(self._model(tokens, self._model.make_kv()), mx.array(shares))
-        vectors = normalise(found, [work.job.dimensions for work, _ in inputs])
+        vectors = normalize(found, [work.job.dimensions for work, _ in inputs])
         count = sum(map(len, rows))
         return _EmbedStep(inputs=inputs, tokens=count, vectors=vectors, state=[vectors])
 
@@ -333,7 +347,7 @@ class Embedder:
         long.pooled_sum = found if long.pooled_sum is None else long.pooled_sum + found
         long.num_computed += count
         vectors = (
-            normalise(long.pooled_sum, [job.dimensions]) if long.num_computed == length else None
+            normalize(long.pooled_sum, [job.dimensions]) if long.num_computed == length else None
         )
         caches = [array for layer in long.kv for array in layer.state()]
         state = [long.pooled_sum, *caches] if vectors is None else [vectors]
@@ -362,8 +376,8 @@ class Embedder:
                 self._end(work)
 
     def _handle_failure(self, inputs: Sequence[tuple[EmbedTask, int]]) -> None:
-        """A piece with these inputs failed. A single job ends with an error; several jobs restart
-        their inputs, each in its own passes."""
+        """Handles a failed forward pass with these inputs. A single job ends with an error. Several
+        jobs restart their inputs, each in separate passes."""
         self.exceptions += 1
         works = {work for work, _ in inputs}
         if len(works) == 1:
@@ -381,7 +395,7 @@ class Embedder:
 
     def _remove(self, task: EmbedTask) -> None:
         self._tasks.remove(task)
-        self.waiting_for_memory = False  # set again at the turn of another task that needs memory
+        self.waiting_for_memory = False  # set again if the next task needs memory
         if self._long is not None and self._long.task is task:
             self._drop_long_input()
 

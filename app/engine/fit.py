@@ -1,13 +1,14 @@
 """Estimates whether a model fits in memory, before its weights are read.
 
-Knows: the engine's settings, shapes and types of unevaluated arrays in models and layer caches.
-Must not know: requests, what runs.
+Knows: the engine's settings, the shapes and types of unevaluated arrays in models and layer caches.
+Must not know: requests, running jobs.
 
     budget  [ weights | working memory | layer caches: sequences x context ....... | free ]
 
-Weights and layer caches are counted to the byte, with `--quantize` applied. The working memory is
-an estimate, which a measurement replaces once the weights are loaded (`adjust_after_load`). So a
-model that just fits by the estimate may not fit by the measurement, and vice versa.
+The sizes of the weights and the layer caches are exact, and account for `--quantize`. The working
+memory is an estimate. After the weights are loaded, a measurement replaces it
+(`adjust_after_load`). A model that barely fits according to the estimate may therefore not fit
+according to the measurement, and vice versa.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,17 +34,18 @@ from app.engine.memory_profile import (
 from app.engine.weights import list_parameters, open_model
 from models.base import Model, ModelError
 
-# concurrent sequences if not configured
+# The number of concurrent sequences if none is configured.
 DEFAULT_MAX_PARALLEL = 8
 
-# the context that each of several sequences should have if their number is not configured
+# The context length that each of several sequences should have if their number is not configured.
 TYPICAL_SEQUENCE_LENGTH = 4096
 
-# activations that a step holds per token, in rows of the widest layer output and in rows of hidden
-# states: measured on Llamas 288 to 2048 wide, and rounded up
+# The activations that a step holds per token, in rows of the widest layer output and in rows of
+# hidden states. The value was measured on Llama models with a width of 288 to 2048, and rounded up.
 _ACTIVATION_ROWS = 8
 
-# config keys of the number of experts per token, and its default if the config has none
+# The config keys for the number of experts per token, and the default if the config has none of
+# them.
 _EXPERTS_PER_TOKEN_KEYS, _DEFAULT_EXPERTS_PER_TOKEN = (
     ("num_experts_per_tok", "num_experts_per_token", "moe_topk"),
     8,
@@ -52,15 +54,19 @@ _EXPERTS_PER_TOKEN_KEYS, _DEFAULT_EXPERTS_PER_TOKEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """How much memory a model needs, and whether that fits. All sizes are bytes.
+    """The memory that a model needs, and whether it fits. All sizes are in bytes.
 
-    weights: of the model. kv_per_context: layer caches of one sequence of `context` positions.
-    working: activations and logits of a step. budget: for everything.
-
-    context: requested positions per sequence, else the context that the model is served with.
-    sequences: how many must have that context at the same time. context_that_fits: the longest
-    context that this many sequences can have, at most `context`; 0 if none fits. fits: whether the
-    server will start: with the requested context, or with any if none was requested.
+    weights: the size of the weights.
+    kv_per_context: the size of the layer caches of one sequence with `context` positions.
+    working: the size of the activations and logits of a step.
+    budget: the memory budget of the engine.
+    context: the requested number of positions per sequence. If none is requested, it is the context
+        length with which the model is served.
+    sequences: the number of sequences that must have this context at the same time.
+    context_that_fits: the maximum context, up to `context`, that this many sequences can have; 0 if
+        no context fits.
+    fits: whether the server will start. It starts if the requested context fits or, if none was
+        requested, if any context fits.
     """
 
     weights: int
@@ -74,15 +80,16 @@ class Fit:
 
     @property
     def needed(self) -> int:
-        """Bytes for everything that was requested."""
+        """The number of bytes needed for the weights, a step, and the requested sequences."""
         return self.weights + self.working + self.sequences * self.kv_per_context
 
 
 def estimate_fit(files: ModelFiles, settings: Settings) -> Fit:
-    """The fit of model files that `complete_config` returned. Reads headers only, and leaves
-    nothing in memory. Creates arrays, so call it on a thread that does no other work with MLX.
+    """Estimates the fit of model files that `complete_config` returned. Reads only headers, and
+    leaves nothing in memory. The function creates arrays, so call it on a thread that does no other
+    work with MLX.
 
-    Raises AppError(MODEL_FILES) for files that cannot become a model.
+    Raises AppError(MODEL_FILES) if no model can be built from the files.
     """
     return estimate_before_load(open_model(files, settings.quantize), files, settings)
 
@@ -90,11 +97,11 @@ def estimate_fit(files: ModelFiles, settings: Settings) -> Fit:
 def estimate_memory(
     files: ModelFiles, settings: Settings, loaded_bytes: int = 0
 ) -> MemoryRequirement:
-    """The memory that a model needs if it shares the device with other models. Otherwise like
-    `estimate_fit`. If the settings fix the memory, this is the requirement; whether the model fits
-    in it is checked when it is loaded.
+    """Estimates the memory that a model needs if it shares the device with other models. The
+    preconditions are those of `estimate_fit`. If the settings fix the memory, the function returns
+    that amount. The load then checks whether the model fits in it.
 
-    loaded_bytes: bytes of the models that are loaded already.
+    loaded_bytes: the number of bytes used by the models that are already loaded.
     """
     if settings.memory is not None:
         return MemoryRequirement(
@@ -106,19 +113,19 @@ def estimate_memory(
     context = files.resolve_context_length(settings.context)
     usual = min(context, TYPICAL_SEQUENCE_LENGTH)
     many = settings.parallel or DEFAULT_MAX_PARALLEL
-    asked = sizes.total_bytes(many if settings.parallel else 1, context)
-    least = asked if settings.context else sizes.total_bytes(1, usual)
-    # as much again for cached prefixes of finished requests
+    requested = sizes.total_bytes(many if settings.parallel else 1, context)
+    least = requested if settings.context else sizes.total_bytes(1, usual)
+    # The same amount is added for cached prefixes of finished requests.
     cached = many * sizes.kv_footprint(usual)
     return MemoryRequirement(
         min_bytes=least,
-        preferred_bytes=max(asked, sizes.total_bytes(many, usual)) + cached,
+        preferred_bytes=max(requested, sizes.total_bytes(many, usual)) + cached,
         device_budget=device_budget(loaded_bytes),
     )
 
 
 def estimate_before_load(model: Model, files: ModelFiles, settings: Settings) -> Fit:
-    """Like `estimate_fit`, for a model whose weights may or may not be loaded."""
+    """Estimates the fit like `estimate_fit`, for an open model. Its weights need not be loaded."""
     sizes = _ModelSizes(model, files, settings)
     budget = settings.memory or device_budget()
     sequences = settings.parallel or 1
@@ -139,7 +146,7 @@ def estimate_before_load(model: Model, files: ModelFiles, settings: Settings) ->
 
 
 def adjust_after_load(estimate: Fit, memory: MemoryProfile, settings: Settings) -> Fit:
-    """The estimate with the measured working memory in place of the estimated one."""
+    """Returns the estimate with the measured working memory in place of the estimated one."""
 
     def room(length: int) -> bool:
         return estimate.sequences * memory.kv_footprint(length) <= memory.kv_budget
@@ -154,41 +161,41 @@ def adjust_after_load(estimate: Fit, memory: MemoryProfile, settings: Settings) 
 
 
 def choose_prefill_chunk(settings: Settings) -> int:
-    """Prompt tokens per step: the smallest number that keeps the device busy
-    (docs/decisions/engine.md)."""
+    """Returns the number of prompt tokens per step. The default is the smallest number that keeps
+    the device busy (docs/decisions/engine.md)."""
     if settings.prefill_chunk:
         return settings.prefill_chunk
     return 128 if mx.default_device().type == mx.DeviceType.cpu else 512
 
 
 def raise_unless_fits(estimate: Fit, files: ModelFiles) -> None:
-    """Raises AppError(MODEL_FILES) for a model that does not fit, with a context that would."""
+    """Raises AppError(MODEL_FILES) if the model does not fit. The message suggests a context that
+    fits."""
     if estimate.fits:
         return
     many = "a sequence" if estimate.sequences == 1 else f"{estimate.sequences} sequences"
     needs = (
-        f"{files.path} does not fit in memory: weights {format_memory(estimate.weights)}, "
-        "activations "
-        f"{format_memory(estimate.working)}, KV cache for {many} of {estimate.context} tokens "
-        f"{format_memory(estimate.sequences * estimate.kv_per_context)}, "
-        f"{format_memory(estimate.needed)} "
-        f"in total, but the budget is {format_memory(estimate.budget)}"
+        f"{files.path} does not fit in memory: it needs {format_memory(estimate.needed)} "
+        f"({format_memory(estimate.weights)} for weights, "
+        f"{format_memory(estimate.working)} for activations, "
+        f"{format_memory(estimate.sequences * estimate.kv_per_context)} for the KV cache of {many} "
+        f"of {estimate.context} tokens), but the budget is {format_memory(estimate.budget)}"
     )
     if estimate.context_that_fits:
-        advice = f"the largest --context that fits is {estimate.context_that_fits}"
+        advice = f"set --context to at most {estimate.context_that_fits}"
         if estimate.sequences > 1:
-            advice += f", or set --parallel below {estimate.sequences}"
+            advice += f", or --parallel below {estimate.sequences}"
     else:
-        advice = "no context length fits: raise --memory, or serve a smaller model"
-    raise AppError(ErrorKind.MODEL_FILES, f"{needs}: {advice}")
+        advice = "no context length fits, so raise --memory or serve a smaller model"
+    raise AppError(ErrorKind.MODEL_FILES, f"{needs}; {advice}")
 
 
 class _ModelSizes:
-    """Sizes of a model in bytes. activation_bytes, kv_footprint: functions of a sequence's
-    length."""
+    """The sizes of a model in bytes. `activation_bytes` and `kv_footprint` are functions of the
+    sequence length."""
 
     def __init__(self, model: Model, files: ModelFiles, settings: Settings) -> None:
-        """Raises AppError(MODEL_FILES)."""
+        """Computes the sizes. Raises AppError(MODEL_FILES) if the model cannot be evaluated."""
         kv = model.make_kv()
         try:
             hidden = model(mx.array([[0]]), kv)
@@ -214,7 +221,7 @@ class _ModelSizes:
 def _activation_bytes_per_token(
     model: Model, config: Mapping[str, Any], hidden: mx.array, vocab: int
 ) -> int:
-    """Estimated bytes of activations that a step holds per token."""
+    """Returns the estimated size of the activations that a step holds per token."""
     assert isinstance(model, nn.Module)
     chosen = next(
         (config[name] for name in _EXPERTS_PER_TOKEN_KEYS if config.get(name)),
@@ -222,17 +229,17 @@ def _activation_bytes_per_token(
     )
     modules: Sequence[tuple[str, Any]] = model.named_modules()
     widths = {_output_width(module, chosen) for _, module in modules}
-    # without the output layer: logits are computed for one row only
+    # The output layer is excluded, because logits are computed for one row only.
     widest = max(widths - {vocab}, default=0)
     last = hidden.shape[-1]
-    # a model class that returns logits returns one row of them
+    # A model class that returns logits returns only one row of them.
     rows = _ACTIVATION_ROWS * (widest + last) if last < vocab else _ACTIVATION_ROWS * widest + last
     return rows * hidden.dtype.size
 
 
 def _output_width(module: Any, chosen: int) -> int:
-    """Output features of a linear layer per token; for stacked experts, those of the experts that a
-    token passes through. 0 for other layers."""
+    """Returns the number of output features per token of a linear layer. For stacked experts, it
+    counts only the experts that a token passes through. Returns 0 for other layers."""
     weight = module.get("weight")
     if (
         weight is None

@@ -1,8 +1,8 @@
 """Loads model files into a `Loop` that is ready to generate.
 
-Knows: the order of the steps, the device's memory settings, which prefix cache to use. Must not
-know: where models come from, requests. Runs on the engine thread, like everything that uses
-tensors.
+Knows: the steps of a load, the memory settings of the device, the prefix cache policies. Must not
+know: the model store, requests. Like all code that uses tensors, this module runs on
+the engine thread.
 """
 
 import gc
@@ -47,12 +47,16 @@ def load(
     report: ProgressCallback,
     ranks: DistributedGroup | None = None,
 ) -> Loop:
-    """Load a model. ranks: the group of ranks that each load a part of it, this one included.
+    """Loads a model.
 
-    Raises AppError(MODEL_FILES), also for a model that leaves no memory for a sequence. On any
-    exception all tensors are freed, also those referenced by the frames of the traceback.
+    ranks: the group of ranks that each load a part of the model, including this one. None if a
+        single process runs the model.
+
+    Raises AppError(MODEL_FILES) if the files are unusable or the model leaves no memory for a
+    sequence. After any exception, all tensors are freed, including those referenced by the frames
+    of the traceback.
     """
-    kept = mx.set_cache_limit(0)  # free the sources of a weight at once
+    kept = mx.set_cache_limit(0)  # free the sources of a weight immediately
     try:
         return _load(files, settings, report, ranks)
     except Exception as error:
@@ -68,8 +72,8 @@ def _load(
     if ranks is not None:
         settings = ranks.reconcile_settings(settings)
     elif settings.exact and is_batch_invariant(model):
-        # the CPU kernels are batch-invariant: without the restrictions of `exact` the bits are
-        # equal too
+        # The CPU kernels are batch-invariant, so the results are bit-identical even without the
+        # restrictions of `exact`.
         settings = replace(settings, exact=False)
     fit = estimate_before_load(model, files, settings)
     raise_unless_fits(fit, files)
@@ -117,7 +121,8 @@ def _profile_memory(model: Model, fit: Fit, files: ModelFiles, settings: Setting
 
 
 def _release_tensors(error: BaseException | None) -> None:
-    """The error outlives the load, and its traceback references the variables of every frame."""
+    """Frees the tensors that an error references. The error outlives the load, and its traceback
+    references the variables of every frame."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -126,8 +131,9 @@ def _release_tensors(error: BaseException | None) -> None:
 
 
 def _auto_parallel(settings: Settings, memory: MemoryProfile, context: int) -> int:
-    """As many sequences as fit with a typical length each, at least one. One if the prefix cache
-    has a single entry, or if results must be exact: kernels round differently for a batch."""
+    """Returns the number of sequences of typical length that fit in memory, which is at least one.
+    Returns one if the prefix cache has a single entry, or if results must be exact, because kernels
+    round differently for a batch."""
     if settings.exact or settings.cache == "single":
         return 1
     usual = memory.kv_footprint(min(context, TYPICAL_SEQUENCE_LENGTH))
@@ -137,8 +143,8 @@ def _auto_parallel(settings: Settings, memory: MemoryProfile, context: int) -> i
 def _make_prefix_cache(
     model: Model, settings: Settings, limits: SchedulerLimits, context: int
 ) -> PrefixCache[LayerCache]:
-    """The configured prefix cache; by default a radix tree for several sequences, a single entry
-    for one."""
+    """Creates the configured prefix cache. The default is a radix tree for several sequences, and a
+    single entry for one sequence."""
     grid = limits.max_prefill_tokens if limits.align_chunks else 1
     policy = settings.cache or ("single" if limits.max_running == 1 else "radix")
     config = PrefixCacheConfig(
@@ -153,9 +159,9 @@ def _make_prefix_cache(
 
 
 def _limit_allocator(memory: MemoryProfile) -> None:
-    """Limit the allocator's cache of free buffers to the working memory. On Metal, wire our memory:
-    otherwise the system may page it out between requests, and large models then decode an order of
-    magnitude slower (mlx-lm#652)."""
+    """Limits the allocator's cache of free buffers to the working memory. On Metal, also wires the
+    memory of this process. Otherwise, the system may page it out between requests, and large models
+    then decode an order of magnitude more slowly (mlx-lm#652)."""
     mx.set_cache_limit(memory.working)
     if mx.metal.is_available():
         recommended = int(mx.device_info()["max_recommended_working_set_size"])

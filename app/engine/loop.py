@@ -1,25 +1,26 @@
-"""The generation loop: admit, prefill, decode, sample, report.
+"""The engine loop: admits, prefills, decodes and samples sequences, and reports their output.
 
-Knows: the model as a function, sequences, the clock. Must not know: threads, text, HTTP. Not
-thread-safe: its owner calls it on one thread.
+Knows: the model as a function, sequences, the clock. Must not know: threads, text, HTTP. The loop
+is not thread-safe. Its owner calls it on one thread.
 
 One step:
 
     collect   wait for the prompt chunks that the last step dispatched
-    admit     take waiting sequences, lease caches for them
-    decode    dispatch token n+1 of every decoding sequence before token n has been read
-    prefill   dispatch the next chunk of prompts; the last chunk samples the first token
-              (or, in alternate steps, the next piece of the embedding inputs)
-    read      read the values of tokens n, which the device has finished meanwhile
-    sample    for a sequence whose grammar needs token n: sample n+1 now, from the logits
+    admit     start waiting sequences and lease caches for them
+    decode    dispatch token n+1 of every decoding sequence before reading token n
+    prefill   dispatch the next prompt chunks; the last chunk of a prompt samples the first token
+              (in alternate steps, dispatch the next batch of embedding inputs instead)
+    read      read the values of tokens n, which the device has computed by now
+    sample    for sequences whose grammar needs token n: sample token n+1 from the logits
               dispatched above
 
-So the device always has work while Python reads, reports and builds graphs. The cost is one
-evaluated token too many after an end-of-sequence id; it is recorded as evaluated, so the caches
-stay consistent.
+The device therefore always has work while Python reads tokens, reports them and builds graphs. The
+cost is one extra forward pass after an end-of-sequence token. The sequence counts that token as
+computed, so its caches stay consistent.
 
-A step that fails ends only the sequences it belongs to. If the failing sequence is unknown because
-several decoded together, all of them restart, each decoded alone until it has passed a step.
+A failing step ends only the sequences that caused the failure. If several sequences were decoded
+together, the failing one is unknown. In this case, all of them restart, and each is decoded
+unbatched until it completes a step.
 """
 
 import logging
@@ -31,6 +32,7 @@ import mlx.core as mx
 from app.core.embeddings import EmbedJob
 from app.core.jobs import Capacity, EngineStats, Job, StepOutput
 from app.core.ports import PrefixCache
+from app.core.units import pluralize
 from app.engine.embedder import Embedder
 from app.engine.memory_budget import MemoryBudget
 from app.engine.memory_profile import MemoryProfile
@@ -48,13 +50,19 @@ log = logging.getLogger(__name__)
 
 
 class Loop:
-    """model, prefix: owned by the loop. vocab: ids that may be sampled or biased, 0 to vocab-1.
-    context: positions that a sequence may have. exact: cache only prefilled positions, never
-    decoded ones, which other kernels compute with other rounding. shift: removes positions from the
-    layer caches (see `Model.shift`), for sequences that may outgrow their context; needs leases
-    that can `shift`. broadcast_tokens: see `app.engine.sampling.sampler.SamplerBatch`.
+    """The engine loop of one model.
 
-    on_stage: called with the name of each stage as it begins; the watchdog uses it.
+    model, prefix: the model and its prefix cache, owned by the loop.
+    vocab: the vocabulary size. Token IDs from 0 to vocab - 1 may be sampled or biased.
+    context: the maximum number of positions in a sequence.
+    exact: whether to cache only prefilled positions. Decoded positions are computed by other
+        kernels, which round differently.
+    shift: removes positions from the layer caches (see `Model.shift`) when a sequence outgrows its
+        context. It requires leases with a `shift` method. None disables context shift.
+    broadcast_tokens: see `app.engine.sampling.sampler.SamplerBatch`.
+
+    The loop calls `on_stage` with the name of each stage when the stage begins. The watchdog
+    reports these names.
     """
 
     def __init__(
@@ -79,7 +87,7 @@ class Loop:
         self._limits = limits
         self._context = context
         self._shift = shift
-        self._dispatched_prefills: list[Sequence] = []  # prompt chunks that the device computes
+        self._dispatched_prefills: list[Sequence] = []  # their chunks are in flight
         self._unsampled: list[BatchLogits] = []  # to be sampled in this step
         self._in_flight: list[InFlight] = []
         self._counters = EngineCounters()
@@ -89,8 +97,8 @@ class Loop:
 
     @property
     def exceptions(self) -> int:
-        """Exceptions in steps so far. A single process continues after one; a rank cannot, because
-        the state of the other ranks is then unknown."""
+        """The number of exceptions in steps so far. A single process continues after an exception.
+        A rank cannot continue, because the state of the other ranks is then unknown."""
         return self._counters.exceptions + self._embedder.exceptions
 
     @property
@@ -99,23 +107,23 @@ class Loop:
         return not busy and self._embedder.idle
 
     def submit(self, job: Job, matcher: Matcher | None = None) -> None:
-        """matcher: the job's compiled grammar, owned by the loop."""
+        """Adds a job to the queue. The loop owns `matcher`, the compiled grammar of the job."""
         self._scheduler.add(Sequence(job, vocab=self._vocab, matcher=matcher))
 
     def embed(self, job: EmbedJob) -> None:
-        assert self.capacity.hidden_size is not None, "a model that gives no hidden states"
+        assert self.capacity.hidden_size is not None, "the model returns no hidden states"
         self._embedder.submit(job)
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
-        """End a job now. Does nothing for a job that has ended. keep: cache only this many of its
-        sampled tokens."""
+        """Ends a job immediately. Does nothing if the job has already ended. If `keep` is given,
+        only this many of its sampled tokens are cached."""
         self._embedder.cancel(job)
         sequence = self._scheduler.find(job)
         if sequence is not None:
             self._outputs.finish(sequence, "cancelled", keep=keep)
 
     def step(self) -> StepOutput:
-        """Run one step and return its output. Errors that a job causes end the job; they are never
+        """Runs one step and returns its output. Errors caused by a job end the job and are never
         raised."""
         try:
             self._await_prefills()
@@ -147,7 +155,7 @@ class Loop:
         )
 
     def check(self) -> None:
-        """Assert the invariants that hold between two steps."""
+        """Asserts the invariants that hold between two steps."""
         self._scheduler.check()
 
     def _admit(self) -> None:
@@ -181,8 +189,8 @@ class Loop:
                     self._outputs.report_prefill(sequence)
 
     def _dispatch_prompts(self) -> None:
-        """Prefill and embedding take turns: a step contains one or the other, so embedding does not
-        delay the next token of running sequences."""
+        """Dispatches prompt chunks or embedding inputs, in turns. A step never contains both, so
+        that embedding does not delay the next token of running sequences."""
         prefilling = [
             s for s in self._scheduler.running if s.num_uncomputed_tokens and not s.num_in_flight
         ]
@@ -205,7 +213,9 @@ class Loop:
                     )
 
     def _prefill(self, sequence: Sequence, count: int) -> None:
-        self.on_stage(f"prefill of {count} tokens at position {sequence.num_computed_tokens}")
+        self.on_stage(
+            f"prefill of {pluralize(count, 'token')} at position {sequence.num_computed_tokens}"
+        )
         scored = self._model_runner.prefill(sequence, count)
         self._counters.prefilled_tokens += count
         self._dispatched_prefills.append(sequence)
@@ -217,11 +227,11 @@ class Loop:
     # decoding
 
     def _dispatch_decodes(self, in_flight: Ids[InFlight]) -> None:
-        """Dispatch the successor of every pending token."""
+        """Dispatches the computation of the token that follows each in-flight token."""
         self._counters.preemptions += self._scheduler.make_decode_room()
         self._embedder.restart_if_reclaimed()
         self._shift_contexts()
-        # a sequence that was shifted and must be evaluated again is prefilling, not decoding
+        # A sequence that must be recomputed after a shift is in the prefill phase, not decoding.
         growing = [
             s
             for group in in_flight
@@ -234,8 +244,8 @@ class Loop:
                 self._decode(batch, in_flight)
 
     def _shift_contexts(self) -> None:
-        """Shift sequences whose context is full, if context shift is enabled. If the layers cannot
-        shift, the remaining ids become a prompt again."""
+        """If context shift is enabled, shifts the sequences whose context is full. If the layers
+        cannot shift, the remaining tokens are prefilled again."""
         if self._shift is None:
             return
         for sequence in self._scheduler.running:
@@ -243,7 +253,7 @@ class Loop:
                 sequence.shift(self._shift)
 
     def _decode(self, batch: Ids[Sequence], in_flight: Ids[InFlight]) -> None:
-        self.on_stage(f"decode of {len(batch)} sequences")
+        self.on_stage(f"decode of {pluralize(len(batch), 'sequence')}")
         try:
             scored = self._model_runner.decode(batch, gather_in_flight(in_flight, batch))
             if scored.has_grammar:
@@ -252,15 +262,15 @@ class Loop:
             else:
                 self._in_flight.append(self._model_runner.sample(scored))
         except Exception:
-            log.exception("decode step of %d sequences failed", len(batch))
+            log.exception("decode step of %s failed", pluralize(len(batch), "sequence"))
             self._handle_batch_failure(batch)
             return
         if len(batch) == 1:
             batch[0].isolated = False
 
     def _handle_batch_failure(self, batch: Ids[Sequence]) -> None:
-        """A batch failed, and the caches of all its sequences are invalid. A single sequence ends
-        with an error; several restart, each decoded alone."""
+        """Handles a failed batch. The caches of all its sequences are invalid. A single sequence
+        ends with an error. Several sequences restart, and each is decoded unbatched."""
         self._counters.exceptions += 1
         if len(batch) == 1:
             self._outputs.fail(batch[0])
@@ -278,7 +288,8 @@ class Loop:
                 values = group.read()
             except Exception:
                 log.exception(
-                    "reading the sampled tokens of %d sequences failed", len(group.sequences)
+                    "reading the sampled tokens of %s failed",
+                    pluralize(len(group.sequences), "sequence"),
                 )
                 self._handle_batch_failure([s for s in group.sequences if s.running])
                 continue
@@ -287,12 +298,13 @@ class Loop:
                     self._outputs.process_token(sequence, drawn)
 
     def _sample_logits(self) -> None:
-        """Skips sequences that ended or restarted since their logits were dispatched."""
+        """Samples the next tokens of sequences with a grammar. Skips sequences that ended or
+        restarted after their logits were dispatched."""
         groups, self._unsampled = self._unsampled, []
         for scored in (group.without_ended() for group in groups):
             try:
                 if scored.sequences:
                     self._in_flight.append(self._model_runner.sample(scored))
             except Exception:
-                log.exception("sampling %d sequences failed", len(scored.sequences))
+                log.exception("sampling %s failed", pluralize(len(scored.sequences), "sequence"))
                 self._handle_batch_failure(scored.sequences)

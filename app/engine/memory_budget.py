@@ -1,8 +1,9 @@
-"""The memory ledger: bytes charged to each sequence, free bytes, and what is evicted when memory is
+"""The memory budget: reserves bytes for each sequence, and evicts cached prefixes when memory is
 short.
 
-Knows: bytes, sequences, the prefix cache as something that can shrink. Must not know: the model,
-tokens. Bytes are charged before they are allocated, so the budget also holds during allocation.
+Knows: bytes, sequences, the size and the eviction of the prefix cache. Must not know: the model,
+tokens. Bytes are reserved before they are allocated, so the engine stays within the budget during
+the allocation as well.
 """
 
 from collections.abc import Sequence as Ids
@@ -15,19 +16,20 @@ from app.engine.policy import choose_growing, count_preemptions
 from app.engine.sequence import Sequence
 from models.kv import STEP, LayerCache, round_up_to_step
 
-# a sequence with this many free positions left may grow before it has to
+# A sequence with fewer free positions may grow before it has to.
 GROW_AHEAD = 32
 
 
 class MemoryBudget:
-    """context: positions per sequence that the model and the configuration allow."""
+    """The memory budget of one engine. `context` is the maximum number of positions per sequence
+    that the model and the configuration allow."""
 
     def __init__(
         self, memory: MemoryProfile, prefix: PrefixCache[LayerCache], *, context: int, parallel: int
     ) -> None:
         self._memory = memory
         self._prefix = prefix
-        self.borrowed_bytes = 0  # bytes for layer caches that belong to no sequence
+        self.borrowed_bytes = 0  # for layer caches that belong to no sequence
         fits = memory.max_context(context)
         self.capacity = Capacity(
             parallel=parallel,
@@ -36,6 +38,7 @@ class MemoryBudget:
             kv_bytes_per_sequence=memory.kv_footprint(fits),
             limited_by_memory=fits < context,
             hidden_size=memory.hidden_size,
+            needs_checkpoints=prefix.needs_checkpoints,
             backend=detect_backend(),
         )
 
@@ -49,41 +52,45 @@ class MemoryBudget:
         )
 
     def make_room_for(self, sequence: Sequence, running: Ids[Sequence]) -> bool:
-        """Evict cached prefixes until the sequence can start. Returns whether there is enough
-        memory. A sequence may always start if it runs alone: requests that cannot fit were rejected
-        before."""
+        """Evicts cached prefixes until the sequence can start. Returns whether there is enough
+        memory. A sequence may always start if no other sequence runs, because requests that cannot
+        fit have already been rejected."""
         room = self._memory.kv_footprint(self.initial_positions(sequence))
         return self._evict_until_free(room, running) or not (running or self.borrowed_bytes)
 
     def borrow(self, num_bytes: int, running: Ids[Sequence]) -> bool:
-        """Borrow memory for layer caches that belong to no sequence. Returns whether it is
+        """Borrows memory for layer caches that belong to no sequence. Returns whether the memory is
         available."""
-        lent = self._evict_until_free(num_bytes, running) or not (running or self.borrowed_bytes)
-        self.borrowed_bytes += num_bytes if lent else 0
-        return lent
+        granted = self._evict_until_free(num_bytes, running) or not (running or self.borrowed_bytes)
+        self.borrowed_bytes += num_bytes if granted else 0
+        return granted
 
     def return_borrowed(self, num_bytes: int) -> None:
-        """Return borrowed bytes. Bytes that were reclaimed already are not counted again."""
+        """Returns borrowed bytes. Bytes that were already reclaimed are not counted again."""
         self.borrowed_bytes = max(0, self.borrowed_bytes - num_bytes)
 
     def initial_positions(self, sequence: Sequence) -> int:
-        """Positions to start with: those of its ids, plus some for its output."""
+        """Returns the number of positions to reserve at the start. It includes all tokens of the
+        sequence and the first part of its output."""
         answer = min(sequence.job.max_tokens - sequence.num_output_tokens, STEP)
-        wanted = min(len(sequence.ids) + answer, self.capacity.context_length)
-        return round_up_to_step(max(wanted, len(sequence.ids) + 1))
+        desired = min(len(sequence.ids) + answer, self.capacity.context_length)
+        return round_up_to_step(max(desired, len(sequence.ids) + 1))
 
     def reserve(self, sequence: Sequence, running: Ids[Sequence]) -> None:
-        """Charge a sequence that has just leased its layer caches. running: includes it."""
+        """Reserves the bytes of a sequence that has just leased its layer caches. `running`
+        includes the sequence."""
         sequence.reserved_positions = self.initial_positions(sequence)
-        # caches that it took over may have more capacity than requested
-        held = sum(layer.nbytes for layer in sequence.kv)
-        sequence.reserved_bytes = max(self._memory.kv_footprint(sequence.reserved_positions), held)
+        # Reused caches may have more capacity than requested.
+        allocated = sum(layer.nbytes for layer in sequence.kv)
+        sequence.reserved_bytes = max(
+            self._memory.kv_footprint(sequence.reserved_positions), allocated
+        )
         self._evict_until_free(0, running)
 
     def reclaim_for_decode(self, running: Ids[Sequence]) -> int:
-        """Make sure that every decoding sequence can have one more position. Evicts cached prefixes
-        first, then reclaims all borrowed memory. Returns how many of the youngest sequences must be
-        preempted as well. running: oldest first."""
+        """Makes room for one more position per decoding sequence. Evicts cached prefixes first,
+        then reclaims all borrowed memory. Returns how many of the youngest sequences must also be
+        preempted. `running` lists the oldest sequence first."""
         growth = self._plan_growth(running, ahead=0)
         if self._evict_until_free(sum(growth.values()), running):
             return 0
@@ -97,8 +104,8 @@ class MemoryBudget:
         )
 
     def grow_reservations(self, running: Ids[Sequence]) -> None:
-        """Charge the growing sequences for more positions, and allocate them. A sequence that only
-        needs them soon gets them if memory is free."""
+        """Reserves and allocates more positions for the growing sequences. A sequence that does not
+        need them yet gets them only if memory is free."""
         for sequence, count in self._plan_growth(running, ahead=GROW_AHEAD).items():
             if (
                 not self._evict_until_free(count, running)
@@ -111,8 +118,10 @@ class MemoryBudget:
                 layer.reserve(sequence.reserved_positions)
 
     def _plan_growth(self, running: Ids[Sequence], *, ahead: int) -> dict[Sequence, int]:
-        """The sequences that grow now and the additional bytes of each; usually empty."""
-        # a prompt's positions are reserved until it is evaluated, and the final length is bounded
+        """Returns the sequences that grow now, and the additional bytes of each. The result is
+        usually empty."""
+        # The positions of a prompt stay reserved until its prefill is complete, and the final
+        # length of a sequence is bounded.
         able = [
             s
             for s in running
@@ -135,9 +144,10 @@ class MemoryBudget:
         return short <= 0
 
     def _grown_positions(self, sequence: Sequence) -> int:
-        """A quarter more, so that the caches of a long output are copied only a few times; never
-        more than the sequence can need."""
-        wanted = max(sequence.num_computed_tokens + STEP, sequence.num_computed_tokens * 5 // 4)
+        """Returns the number of positions after the next growth. It is at least a quarter larger
+        than the current number, so that the caches of a long output are copied only a few times. It
+        never exceeds the number that the sequence can need."""
+        desired = max(sequence.num_computed_tokens + STEP, sequence.num_computed_tokens * 5 // 4)
         left = sequence.job.max_tokens - sequence.num_output_tokens
         most = min(self.capacity.context_length, len(sequence.ids) + left)
-        return round_up_to_step(max(min(wanted, most), sequence.num_computed_tokens + 1))
+        return round_up_to_step(max(min(desired, most), sequence.num_computed_tokens + 1))

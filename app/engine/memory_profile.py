@@ -1,10 +1,10 @@
-"""Memory sizes: bytes that a sequence takes, bytes that a step takes, and what fits.
+"""Memory sizes: the bytes per sequence, the bytes per step, and the maximum length that fits.
 
-Knows: layer caches, models as functions, arithmetic. Must not know: requests, what runs, the
+Knows: layer caches, models as functions, arithmetic. Must not know: requests, running jobs, the
 machine.
 
-Sizes of weights and caches are computed rather than read from the allocator: the ledger must be
-correct before the memory is allocated.
+The sizes of weights and caches are computed, not read from the allocator, because the ledger must
+be correct before the memory is allocated.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,23 +17,26 @@ from models.base import Model
 from models.kernels.in_place_attention import score_buffer_bytes
 from models.kv import STEP, LayerCache
 
-# config keys of the number of query heads, and its default if the config has none
+# The config keys for the number of query heads, and the default if the config has none of them.
 _QUERY_HEAD_KEYS = ("num_attention_heads", "num_query_heads", "num_heads", "n_heads", "n_head")
 _DEFAULT_QUERY_HEADS = 64
 
-# how far the device lags behind Python varies, and so does the peak memory: the largest of several
-# runs is used
+# The lag of the device behind Python varies, and the peak memory varies with it. The maximum of
+# several runs is therefore used.
 _PROFILE_RUNS = 3
 
-# prompt positions whose log-probabilities are computed at a time: few enough that their logits need
-# little memory, enough that the output layer's weights are not read for each position
+# The number of prompt positions whose log-probabilities are computed together. It is small, so that
+# their logits need little memory, but greater than one, so that the weights of the output layer are
+# not read for each position.
 PROMPT_LOGPROBS_CHUNK = 8
 
 
 def clear_allocator_cache() -> None:
-    """Free the allocator's cache of unused buffers. Does nothing on a CPU: there is no such cache,
-    and MLX would wait for all pending work with the GIL held. If that is a collective whose other
-    rank has died, it would wait forever, and no Python thread could report it or end the process.
+    """Frees the allocator's cache of unused buffers.
+
+    Does nothing on a CPU, which has no such cache. MLX would also wait for all pending work with
+    the GIL held. If that work is a collective operation and another rank has exited, MLX would wait
+    forever, and no Python thread could report the problem or end the process.
     """
     if mx.default_device().type != mx.DeviceType.cpu:
         mx.clear_cache()
@@ -41,12 +44,14 @@ def clear_allocator_cache() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryProfile:
-    """Sizes in bytes.
+    """The memory sizes of a loaded model in bytes.
 
-    budget: for everything. weights: of the model. working: reserved for the activations of a step,
-    with sequences of up to `max_length` positions. kv_footprint: positions -> bytes of one
-    sequence's layer caches. hidden_size: width of a hidden state; None for a model that returns
-    logits only.
+    budget: the memory budget of the engine.
+    weights: the size of the weights.
+    working: the bytes reserved for the activations of a step, for sequences of up to `max_length`
+        positions.
+    kv_footprint: returns the size of one sequence's layer caches for a number of positions.
+    hidden_size: the width of a hidden state; None if the model returns only logits.
     """
 
     budget: int
@@ -58,19 +63,21 @@ class MemoryProfile:
 
     @property
     def kv_budget(self) -> int:
-        """Bytes for layer caches of running sequences and for cached prefixes."""
+        """The number of bytes available to layer caches of running sequences and to cached
+        prefixes."""
         return max(0, self.budget - self.weights - self.working)
 
     def max_context(self, limit: int) -> int:
-        """The longest sequence that fits alone, at most `limit` positions."""
+        """Returns the maximum length of a single sequence that fits in memory, up to `limit`
+        positions."""
         return longest_fitting(
             lambda length: self.kv_footprint(length) <= self.kv_budget, min(limit, self.max_length)
         )
 
 
 def longest_fitting(fits: Callable[[int], bool], limit: int) -> int:
-    """`limit` if it fits, else the largest multiple of STEP that does. fits: a predicate that holds
-    up to some length."""
+    """Returns `limit` if it fits, and otherwise the largest multiple of STEP that fits. The
+    predicate `fits` must be true up to some length and false beyond it."""
     if fits(limit):
         return limit
     low, high = 0, -(-limit // STEP)
@@ -81,12 +88,12 @@ def longest_fitting(fits: Callable[[int], bool], limit: int) -> int:
 
 
 class KVFootprint:
-    """Bytes of one sequence's layer caches, computed from the caches of a sequence of one or two
-    tokens."""
+    """The size of one sequence's layer caches, computed from the caches of a sequence with one or
+    two tokens."""
 
     def __init__(self, layers: Sequence[LayerCache], chunk: int) -> None:
-        """layers: caches of such a sequence; they need not be evaluated. chunk: positions evaluated
-        at a time."""
+        """Stores the caches of such a sequence, which need not be evaluated. `chunk` is the number
+        of positions per forward pass."""
         self._layers = layers
         self._chunk = chunk
 
@@ -96,11 +103,14 @@ class KVFootprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationMemory:
-    """Working memory of a step.
+    """The working memory of a step.
 
-    bytes_per_token: bytes per prompt token. chunk: prompt tokens in a step. max_batch_size:
-    sequences that decode together. vocab: logits per sequence. heads: query heads of an attention
-    layer. layers: layer caches.
+    bytes_per_token: the number of bytes per prompt token.
+    chunk: the number of prompt tokens per step.
+    max_batch_size: the maximum number of sequences that are decoded together.
+    vocab: the number of logits per sequence.
+    heads: the number of query heads of an attention layer.
+    layers: the layer caches.
     """
 
     bytes_per_token: int
@@ -111,11 +121,13 @@ class ActivationMemory:
     layers: Sequence[LayerCache]
 
     def __call__(self, context: int) -> int:
-        """Bytes for sequences of up to `context` positions: activations of a prompt chunk, and
-        logits. On a CPU also attention scores: MLX's operations hold the scores of the chunk
-        against all visible positions, which other devices never materialise."""
-        # float32 logits, and three times as much again during sampling; also for the prompt
-        # positions whose log-probabilities are computed in the same step
+        """Returns the number of bytes for sequences of up to `context` positions. They are used for
+        the activations of a prompt chunk and for logits. On a CPU, attention scores are added:
+        MLX's operations hold the scores of the chunk for all visible positions, which other devices
+        never materialize."""
+        # Sampling needs three times the size of the float32 logits in addition to the logits. The
+        # prompt positions whose log-probabilities are computed in the same step need the same
+        # amount.
         needed = (
             self.chunk * self.bytes_per_token
             + 16 * (self.max_batch_size + PROMPT_LOGPROBS_CHUNK) * self.vocab
@@ -132,9 +144,9 @@ class ActivationMemory:
         return 2 * 4 * self.heads * self.chunk * seen if ours is None else ours
 
     def _visible_positions(self, layer: LayerCache, context: int) -> int:
-        """Positions that one query of the layer attends to, inferred from the cache size: a full
-        cache grows with the context, a sliding window stops growing at its window, a state never
-        grows."""
+        """Returns the number of positions that one query of the layer attends to. It is derived
+        from the cache size: a full cache grows with the context, a sliding window stops growing at
+        its window size, and a recurrent state never grows."""
         bytes_then = layer.estimate_nbytes(context, self.chunk)
         if layer.estimate_nbytes(2 * context, self.chunk) > bytes_then:
             return context
@@ -151,17 +163,17 @@ def profile_memory(
     heads: int,
     context: int,
 ) -> MemoryProfile:
-    """Measure the working memory by evaluating two tokens. The parameters are those of
+    """Measures the working memory by computing two tokens. The parameters are those of
     `ActivationMemory` and `MemoryProfile`.
 
-    A prompt token is assumed to need half of that. Logits are not included, since only those of a
-    prompt's last position are computed.
+    A prompt token is assumed to need half of the measured memory. Logits are not included, because
+    they are computed only for the last position of a prompt.
     """
     tries = [_profile_run(model) for _ in range(_PROFILE_RUNS)]
-    token = max(0, *(-(-held // 2) for held, _, _ in tries))
+    token = max(0, *(-(-kv_bytes // 2) for kv_bytes, _, _ in tries))
     _, hidden, kv = tries[-1]
     del tries
-    # copies without spare capacity, because these are kept
+    # These caches are kept, so they are copied without unused capacity.
     layers = [layer.copy() for layer in kv]
     mx.eval([layer.state() for layer in layers])
     last = hidden[:, -1]
@@ -180,14 +192,14 @@ def profile_memory(
         working=working(context),
         max_length=context,
         kv_footprint=KVFootprint(layers, chunk),
-        # a class that returns logits only passes them through (models/mlx_lm_adapter.py)
+        # A class that returns only logits passes them through (models/mlx_lm_adapter.py).
         hidden_size=None if logits is last else last.shape[-1],
     )
 
 
 def _profile_run(model: Model) -> tuple[int, mx.array, Sequence[LayerCache]]:
-    """(peak bytes without the caches, the hidden states, the caches). Two tokens, since a single
-    one may be computed with fewer operations than a prompt."""
+    """Returns the peak bytes without the caches, the hidden states, and the caches. The run uses
+    two tokens, because a single token may be computed with fewer operations than a prompt."""
     kv = model.make_kv()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
@@ -197,8 +209,8 @@ def _profile_run(model: Model) -> tuple[int, mx.array, Sequence[LayerCache]]:
 
 
 def num_query_heads(config: Mapping[str, Any]) -> int:
-    """The number of query heads under any of its names in the config; of a list with a number per
-    layer, the largest."""
+    """Returns the number of query heads under any of its config keys. If the config has a list with
+    one number per layer, returns the maximum."""
     for name in _QUERY_HEAD_KEYS:
         match config.get(name):
             case int(heads):

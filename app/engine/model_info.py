@@ -1,7 +1,8 @@
-"""Facts about a model before it is loaded: its completed config, and its parameters by format.
+"""Facts about a model before it is loaded: its completed config, and its parameter counts by
+storage format.
 
-Knows: layers, plain and quantized. Must not know: architectures. Nothing is evaluated: an array has
-its shape and type before it has a value.
+Knows: layers, plain and quantized. Must not know: architectures. Nothing is evaluated, because an
+array has a shape and a type before it has a value.
 """
 
 import logging
@@ -24,8 +25,8 @@ log = logging.getLogger(__name__)
 
 
 def complete_config(files: ModelFiles) -> ModelFiles:
-    """The same files with the config of the text model, in which the context length and the
-    vocabulary size are always set; some configs leave them to the architecture.
+    """Returns the same files with the config of the text model. The returned config always has the
+    context length and the vocabulary size, which some configs leave to the architecture.
 
     Raises AppError(MODEL_FILES) for an unsupported architecture or an incomplete config.
     """
@@ -45,14 +46,26 @@ def complete_config(files: ModelFiles) -> ModelFiles:
     return replace(files, config=config)
 
 
-# arrays of a quantized layer that belong to its weight
-_QUANTISATION_ARRAYS = ("scales", "biases")
+def check_config(name: str, config: Mapping[str, Any]) -> None:
+    """Raises AppError(MODEL_FILES) for the config of a model that could not be served."""
+    try:
+        models.read_info(config)
+    except ModelError as error:
+        raise AppError(ErrorKind.MODEL_FILES, f"{name}: {error}; nothing was downloaded") from error
+
+
+# The arrays of a quantized layer that belong to its weight.
+_QUANTIZATION_ARRAYS = ("scales", "biases")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCount:
-    """parameters: number of parameters; a packed weight holds several in one element. nbytes: their
-    size. by_format: parameters by storage format (`4-bit affine`, `bfloat16`), most common first.
+    """The number of parameters of a model.
+
+    parameters: the number of parameters. A packed weight holds several parameters in one element.
+    nbytes: the total size in bytes.
+    by_format: the number of parameters by storage format (`4-bit affine`, `bfloat16`), most common
+        format first.
     """
 
     parameters: int
@@ -61,13 +74,13 @@ class ParameterCount:
 
     @property
     def bits_per_parameter(self) -> float:
-        """Average bits per parameter, scales included."""
+        """The average number of bits per parameter, including scales."""
         return 8 * self.nbytes / max(self.parameters, 1)
 
 
 def count_parameters(files: ModelFiles) -> ParameterCount:
     """Counts the parameters of model files that `complete_config` returned. Raises
-    AppError(MODEL_FILES) for files that cannot become a model."""
+    AppError(MODEL_FILES) if no model can be built from the files."""
     model: Any = open_model(files, None)
     kinds: Counter[str] = Counter()
     nbytes = 0
@@ -81,12 +94,13 @@ def count_parameters(files: ModelFiles) -> ParameterCount:
 
 
 def _count_module(module: nn.Module) -> Iterator[tuple[str, int, int]]:
-    """Format, parameters and bytes of each array of the module itself, without its children."""
+    """Yields the format, the number of parameters and the bytes of each array of the module,
+    without its children."""
     packed: Any = module if "scales" in module and hasattr(module, "bits") else None
     for name, array in module.items():
         if not isinstance(array, mx.array) or name.startswith("_"):
             continue
-        if packed is None or name not in ("weight", *_QUANTISATION_ARRAYS):
+        if packed is None or name not in ("weight", *_QUANTIZATION_ARRAYS):
             yield str(array.dtype).removeprefix("mlx.core."), array.size, array.nbytes
         elif name == "weight":
             mode = getattr(packed, "mode", "affine")

@@ -1,12 +1,13 @@
-"""Runs the steps of a batch of sequences: one forward pass, one sampling.
+"""Runs the steps of a batch of sequences. A step consists of one forward pass and one sampling
+operation.
 
 Knows: the model as a function, sequences, the sampler. Must not know: scheduling, queues, memory.
 Only `InFlight.read` waits for the device.
 
     prefill, decode → BatchLogits → sample → InFlight → read → SampledToken
 
-Without grammars no token value has to be known for this. A batch that `has_grammar` can be
-evaluated, but not sampled, before the preceding token has been read.
+A batch without grammars needs no token values until `read`. If a batch has a grammar, its forward
+pass can run before the preceding tokens are read, but its tokens cannot be sampled.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from models.kv import LayerCache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledToken:
-    """A token whose value is known. valid: False if its logits were not valid numbers."""
+    """A token whose value is known. `valid` is False if its logits contained invalid numbers."""
 
     token: int
     valid: bool
@@ -35,19 +36,20 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLogits:
-    """Logits from which the next token of each sequence can be sampled. logits: [B, V or more],
-    lazy."""
+    """The logits from which the next token of each sequence can be sampled. `logits` is a lazy
+    array of shape [B, V or more]."""
 
     sequences: tuple[Sequence, ...]
     logits: mx.array
 
     @property
     def has_grammar(self) -> bool:
-        """Whether any sequence follows a grammar; then its preceding tokens must be known first."""
+        """Whether any sequence has a grammar. If so, the preceding tokens must be known before
+        sampling."""
         return any(s.matcher is not None for s in self.sequences)
 
     def without_ended(self) -> "BatchLogits":
-        """The batch without sequences that have ended meanwhile."""
+        """Returns the batch without the sequences that have ended since the forward pass."""
         rows = [row for row, sequence in enumerate(self.sequences) if sequence.running]
         if len(rows) == len(self.sequences):
             return self
@@ -57,26 +59,30 @@ class BatchLogits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InFlight:
-    """Sampled tokens that are not read yet, one for each of `sequences`."""
+    """Sampled tokens whose values have not been read yet, one for each of `sequences`."""
 
     sequences: tuple[Sequence, ...]
     output: SamplerOutput
 
     def read(self) -> list[SampledToken]:
-        """Wait until the device has computed the tokens."""
+        """Waits until the device has computed the tokens, and returns them."""
         sampled = self.output
         tokens = cast(list[int], sampled.tokens.tolist())
         sound = cast(list[bool], sampled.valid.tolist())
         logprobs, top_ids, top_logprobs = (_to_list(array) for array in _logprob_arrays(sampled))
         drawn = list[SampledToken]()
         for row, sequence in enumerate(self.sequences):
-            wants = sequence.job.top_logprobs
-            top = zip(top_ids[row][:wants], top_logprobs[row][:wants], strict=True) if wants else ()
+            num_top = sequence.job.top_logprobs
+            top = (
+                zip(top_ids[row][:num_top], top_logprobs[row][:num_top], strict=True)
+                if num_top
+                else ()
+            )
             drawn.append(
                 SampledToken(
                     token=tokens[row],
                     valid=sound[row],
-                    logprob=None if wants is None else logprobs[row],
+                    logprob=None if num_top is None else logprobs[row],
                     top_logprobs=tuple(top),
                 )
             )
@@ -84,8 +90,8 @@ class InFlight:
 
 
 class ModelRunner:
-    """Runs the model and the sampler. Keeps the sampling state of the last batch, so an unchanged
-    batch is not gathered again."""
+    """Runs the model and the sampler. The sampler state of the last batch is kept, so that an
+    unchanged batch need not be assembled again."""
 
     def __init__(
         self,
@@ -94,7 +100,8 @@ class ModelRunner:
         vocab: int,
         broadcast_tokens: Callable[[mx.array], mx.array] = local_tokens,
     ) -> None:
-        """vocab: ids that may be sampled, 0 to vocab - 1. broadcast_tokens: see `SamplerBatch`."""
+        """Creates a runner. `vocab` is the number of token IDs that may be sampled, from 0 to vocab
+        - 1. For `broadcast_tokens`, see `SamplerBatch`."""
         self._model = model
         self._broadcast_tokens = broadcast_tokens
         self._vocab = vocab
@@ -102,8 +109,8 @@ class ModelRunner:
         self._sampler_batch: SamplerBatch | None = None
 
     def prefill(self, sequence: Sequence, count: int) -> BatchLogits:
-        """Evaluate the next `count` known ids of one sequence. Waits for the device only if the job
-        wants prompt log-probabilities."""
+        """Prefills the next `count` known tokens of one sequence. Waits for the device only if the
+        job requests prompt log-probabilities."""
         start = sequence.num_computed_tokens
         tokens = mx.array([sequence.ids[start : start + count]])
         hidden = self._model(tokens, sequence.kv)
@@ -113,19 +120,19 @@ class ModelRunner:
         return self._last_logits([sequence], hidden)
 
     def decode(self, sequences: Ids[Sequence], tokens: mx.array) -> BatchLogits:
-        """Evaluate one token per sequence. tokens: [B]."""
+        """Runs a forward pass with one token per sequence. The shape of `tokens` is [B]."""
         hidden = self._model(tokens[:, None], _batched_kv(sequences))
         for sequence in sequences:
             sequence.num_computed_tokens += 1
         return self._last_logits(sequences, hidden)
 
     def sample(self, batch: BatchLogits) -> InFlight:
-        """Sample one token per sequence, under the sequences' grammars."""
+        """Samples one token per sequence, as allowed by the grammar of each sequence."""
         members = batch.sequences
-        asked = [s.job.top_logprobs for s in members if s.job.top_logprobs is not None]
+        requested = [s.job.top_logprobs for s in members if s.job.top_logprobs is not None]
         sampled = self._sampler_batch_for(members).sample(
             batch.logits,
-            top_logprobs=max(asked) if asked else None,
+            top_logprobs=max(requested) if requested else None,
             allowed=_grammar_masks(members) if batch.has_grammar else None,
         )
         pending = InFlight(sequences=members, output=sampled)
@@ -136,15 +143,18 @@ class ModelRunner:
         return pending
 
     def reset_sampler(self, sequence: Sequence) -> None:
-        """Drop the sampling state of the batch of a sequence whose step failed: it may be
-        invalid."""
+        """Drops the sampler state of a batch if it contains this sequence. The state may be
+        invalid, because a step of the sequence failed."""
         if sequence in self._members:
             self._members, self._sampler_batch = (), None
 
     def _compute_prompt_logprobs(self, sequence: Sequence, hidden: mx.array) -> None:
-        """hidden: [L, D], from the first position that is not evaluated yet. Each position gives
-        the log-probability of the next id; the prompt's last position gives none. Those that were
-        computed before a restart of the sequence are kept."""
+        """Computes the log-probabilities of the next prompt tokens.
+
+        `hidden` has the shape [L, D] and begins at the first position that is not computed yet.
+        Each position yields the log-probability of the next token; the last position of the prompt
+        yields none. Log-probabilities that were computed before a restart of the sequence are kept.
+        """
         job, first = sequence.job, sequence.num_computed_tokens
         begin = max(first, len(sequence.prompt_logprobs))
         end = min(first + len(hidden), len(job.prompt_token_ids) - 1)
@@ -160,7 +170,7 @@ class ModelRunner:
         )
 
     def _last_logits(self, sequences: Ids[Sequence], hidden: mx.array) -> BatchLogits:
-        """hidden: [B, L, D]; the logits of the last position."""
+        """Computes the logits of the last position. The shape of `hidden` is [B, L, D]."""
         return BatchLogits(sequences=tuple(sequences), logits=self._model.logits(hidden[:, -1]))
 
     def _sampler_batch_for(self, members: tuple[Sequence, ...]) -> SamplerBatch:
@@ -175,31 +185,33 @@ class ModelRunner:
 
 
 def gather_in_flight(groups: Ids[InFlight], sequences: Ids[Sequence]) -> mx.array:
-    """The pending tokens of `sequences`, which appear in `groups` in this order: [B]."""
+    """Returns the in-flight tokens of `sequences`, which appear in `groups` in this order. The
+    shape of the result is [B]."""
     if len(groups) == 1 and groups[0].sequences == tuple(sequences):
         return groups[0].output.tokens
-    wanted = set(sequences)
+    members = set(sequences)
     parts = list[mx.array]()
     for group in groups:
-        rows = [row for row, sequence in enumerate(group.sequences) if sequence in wanted]
+        rows = [row for row, sequence in enumerate(group.sequences) if sequence in members]
         if rows:
             parts.append(group.output.tokens[mx.array(rows)])
     return mx.concatenate(parts)
 
 
 def _grammar_masks(sequences: Ids[Sequence]) -> mx.array:
-    """The ids that each sequence may sample: [B, V or more] bool; all ids for those without a
-    grammar. The masks are copied to the device as bits and expanded there."""
+    """Returns the tokens that each sequence may sample, as a bool array of shape [B, V or more]. A
+    sequence without a grammar may sample all tokens. The masks are copied to the device as bits and
+    expanded there."""
     masks = [None if s.matcher is None else s.matcher.bitmask for s in sequences]
     size = next(len(mask) for mask in masks if mask is not None)
     bits = b"".join(b"\xff" * size if mask is None else mask for mask in masks)
-    # MLX's stubs lack the buffer protocol
+    # MLX's type stubs lack the buffer protocol.
     words = mx.array(cast(Any, memoryview(bits).cast("I"))).reshape(len(masks), -1, 1)
     return ((words >> mx.arange(32, dtype=mx.uint32)) & 1).reshape(len(masks), -1) != 0
 
 
 def _batched_kv(sequences: Ids[Sequence]) -> Ids[object]:
-    """The layer caches of the sequences, batched per layer."""
+    """Batches the layer caches of the sequences, layer by layer."""
     if len(sequences) == 1:
         return sequences[0].kv
     offsets = mx.array([sequence.num_computed_tokens for sequence in sequences])

@@ -1,8 +1,7 @@
-"""Processes the results of sequences and reports them as job updates: started, tokens, ended. Also
-counts what the engine has done.
+"""Processes the results of sequences, reports them as job updates, and counts the engine's work.
 
-Knows: sequences, the scheduler, the clock. Must not know: the model, how a step is composed.
-Everything that clients receive from the engine is reported here, in order and once.
+Knows: sequences, the scheduler, the clock. Must not know: the model, the stages of a step.
+Everything that clients receive from the engine is reported here, in order and exactly once.
 """
 
 import contextlib
@@ -27,6 +26,7 @@ from app.core.jobs import (
     Started,
     Token,
 )
+from app.core.units import pluralize
 from app.engine.memory_profile import clear_allocator_cache
 from app.engine.model_runner import SampledToken
 from app.engine.scheduler import Scheduler
@@ -35,7 +35,7 @@ from app.grammar.compiler import GrammarError, GrammarTooComplexError
 
 
 class EngineCounters:
-    """Counters since the engine started. exceptions: number of exceptions."""
+    """The counters since the engine started. `exceptions` is the number of exceptions."""
 
     def __init__(self) -> None:
         self.cached_tokens = self.prefix_query_tokens = self.prefilled_tokens = (
@@ -46,7 +46,7 @@ class EngineCounters:
         self._misses: Counter[CacheMissReason] = Counter()
 
     def record_lookup(self, length: int, cached: int, miss: CacheMiss | None) -> None:
-        """Record the prefix cache lookup of a prompt of `length` tokens."""
+        """Records the prefix cache lookup for a prompt of `length` tokens."""
         self.prefix_query_tokens += length
         self.cached_tokens += cached
         self._hits[bisect_left(PREFIX_HIT_BUCKETS, cached)] += 1
@@ -86,7 +86,7 @@ class EngineCounters:
 
 log = logging.getLogger(__name__)
 
-# sampled tokens of a sequence between two updates of the prefix cache
+# The number of tokens that a sequence samples between two updates of the prefix cache.
 PUBLISH_EVERY = 64
 
 _FAILED = "the engine failed while processing this request"
@@ -99,8 +99,8 @@ _NO_TOKEN_ALLOWED = (
 
 
 class OutputProcessor:
-    """exact: cache only prefilled positions, never decoded ones, which other kernels compute with
-    other rounding."""
+    """Reports the results of all sequences. If `exact` is set, only prefilled positions are cached.
+    Decoded positions are computed by other kernels, which round differently."""
 
     def __init__(self, scheduler: Scheduler, counters: EngineCounters, *, exact: bool) -> None:
         self._scheduler = scheduler
@@ -110,11 +110,11 @@ class OutputProcessor:
 
     @property
     def has_updates(self) -> bool:
-        """Whether there are updates that were not drained yet."""
+        """Whether there are updates that have not been drained yet."""
         return bool(self._updates)
 
     def drain(self) -> tuple[JobUpdate, ...]:
-        """All updates since the last call, in order."""
+        """Returns all updates since the last call, in order."""
         updates, self._updates = tuple(self._updates), []
         return updates
 
@@ -126,20 +126,20 @@ class OutputProcessor:
         )
         left = len(job.prompt_token_ids) - lease.cached
         log.debug(
-            "prompt of %d tokens: %d cached, %d to compute",
-            len(job.prompt_token_ids),
+            "prompt of %s: %d cached, %d to compute",
+            pluralize(len(job.prompt_token_ids), "token"),
             lease.cached,
             left,
         )
 
     def report_prefill(self, sequence: Sequence) -> None:
-        """A prompt chunk was evaluated that is not the last one."""
+        """Reports that a prompt chunk other than the last one was computed."""
         self._updates.append(
             Prefilled(job_id=sequence.job.id, computed_tokens=sequence.num_computed_tokens)
         )
 
     def process_token(self, sequence: Sequence, sampled: SampledToken) -> None:
-        """The value of the sequence's next token is known."""
+        """Processes the next token of the sequence, whose value is now known."""
         job = sequence.job
         if not sampled.valid or not _has_valid_logprobs(sequence):
             self.fail(sequence, _INVALID_LOGITS if sequence.matcher is None else _NO_TOKEN_ALLOWED)
@@ -149,11 +149,11 @@ class OutputProcessor:
         try:
             sequence.append_token(sampled.token)
         except GrammarError as error:
-            message = f"generation cannot continue under its grammar: {error}"
+            message = f"the grammar of the request failed during generation: {error}"
             self.fail(sequence, message, invalid_request=isinstance(error, GrammarTooComplexError))
             return
         if sampled.token in job.stop_token_ids:
-            self.finish(sequence, "stop")
+            self.finish(sequence, "stop", stop_token_id=sampled.token)
             return
         self._updates.append(
             Token(
@@ -174,20 +174,36 @@ class OutputProcessor:
         ):
             sequence.lease.publish(sequence.ids[: sequence.num_computed_tokens])
 
-    def finish(self, sequence: Sequence, reason: EndReason, *, keep: int | None = None) -> None:
-        """keep: cache only this many of its sampled tokens."""
+    def finish(
+        self,
+        sequence: Sequence,
+        reason: EndReason,
+        *,
+        keep: int | None = None,
+        stop_token_id: int | None = None,
+    ) -> None:
+        """Ends a sequence. If `keep` is given, only this many of its sampled tokens are cached.
+        stop_token_id: the token that ended it."""
         self._scheduler.remove(sequence)
         if sequence.running:
             if self._exact:
                 keep = 0
             unwanted = 0 if keep is None else sequence.num_output_tokens - keep
             sequence.commit(keep=len(sequence.ids) - unwanted)
-        self._updates.append(Ended(job_id=sequence.job.id, reason=reason, timestamp_ns=_now()))
+        self._updates.append(
+            Ended(
+                job_id=sequence.job.id,
+                reason=reason,
+                timestamp_ns=_now(),
+                stop_token_id=stop_token_id,
+            )
+        )
 
     def fail(
         self, sequence: Sequence, error: str = _FAILED, *, invalid_request: bool = False
     ) -> None:
-        """End a sequence with an error. invalid_request: whether the request caused it."""
+        """Ends a sequence with an error. `invalid_request` indicates that the request caused the
+        error."""
         self._scheduler.remove(sequence)
         if sequence.running:
             sequence.discard()
@@ -205,7 +221,7 @@ class OutputProcessor:
 
     @contextlib.contextmanager
     def fail_on_error(self, sequence: Sequence, message: str) -> Generator[None]:
-        """An exception in this context ends this sequence only."""
+        """Fails only this sequence if an exception is raised in the context."""
         try:
             yield
         except Exception:
@@ -214,11 +230,11 @@ class OutputProcessor:
             self.fail(sequence)
 
     def _report_prompt_done(self, sequence: Sequence) -> None:
-        """The whole prompt was evaluated."""
+        """Reports that the whole prompt was computed."""
         job = sequence.job
         self._updates.append(Prefilled(job_id=job.id, computed_tokens=len(job.prompt_token_ids)))
         if job.prompt_logprobs is not None:
-            assert not sequence.num_unscored_tokens, "a prompt is scored before anything follows it"
+            assert not sequence.num_unscored_tokens, "the prompt must be scored first"
             self._updates.append(
                 PromptLogprobs(job_id=job.id, logprobs=tuple(sequence.prompt_logprobs))
             )

@@ -1,7 +1,7 @@
-"""Scheduling policy for the next step: which sequences start, which are preempted, and how many
-prompt tokens each evaluates.
+"""The scheduling policy: which sequences start, which are preempted, and how many prompt tokens
+each one prefills in the next step.
 
-Knows: counts and bytes. Must not know: tensors, ids, requests. Pure functions: no side effects.
+Knows: counts and bytes. Must not know: tensors, token IDs, requests. All functions are pure.
 """
 
 import math
@@ -12,10 +12,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """max_running: sequences that may be in memory at once. max_prefill_tokens: prompt tokens that
-    a step may evaluate; this bounds the duration of a step, and with it the gaps in running streams
-    and the delay of a cancellation. align_chunks: prompts advance by exactly `max_prefill_tokens`
-    tokens, so that they are always split at the same positions (see `--exact`)."""
+    """The limits of the scheduler.
+
+    max_running: the maximum number of running sequences.
+    max_prefill_tokens: the maximum number of prompt tokens per step. It bounds the duration of a
+        step, and therefore the gaps in running streams and the latency of a cancellation.
+    align_chunks: whether every prompt chunk has exactly `max_prefill_tokens` tokens, so that
+        prompts are always split at the same positions (see `--exact`). The last chunk of a prompt
+        may be shorter.
+    """
 
     max_running: int = 1
     max_prefill_tokens: int = 512
@@ -23,21 +28,22 @@ class SchedulerLimits:
 
 
 def count_admissible(*, waiting: int, running: int, limits: SchedulerLimits) -> int:
-    """How many waiting sequences may start now."""
+    """Returns the number of waiting sequences that may start now."""
     return max(0, min(waiting, limits.max_running - running))
 
 
 def fair_order(
     waiting: Sequence[str], running: Sequence[str], last_started: Mapping[str, int]
 ) -> list[int]:
-    """The order in which waiting sequences start, as indices into `waiting`.
+    """Returns the order in which waiting sequences start, as indices into `waiting`.
 
-    waiting, running: the callers of sequences, in order of arrival. last_started: when a sequence
-    of each caller last started, on any clock.
+    waiting, running: the callers of the sequences, in order of arrival.
+    last_started: the time of each caller's last start, on any clock.
 
-    The caller with the fewest running sequences comes first; among equals the one whose last start
-    is longest ago, or who never started one. Sequences of one caller keep their order. So no caller
-    waits behind sixty sequences of another.
+    The caller with the fewest running sequences comes first. Among callers with the same number, a
+    caller that has never started a sequence comes first, followed by the least recent start.
+    Sequences of one caller keep their order. A caller therefore never waits behind sixty sequences
+    of another caller.
     """
     places = Counter(running)
     turn: list[tuple[int, float, int]] = []
@@ -48,24 +54,28 @@ def fair_order(
 
 
 def should_defer(*, shared_prefix: int, num_computed: int, min_gain: int, length: int) -> bool:
-    """Whether a prompt of `length` ids should start later, because a running prompt evaluates a
-    prefix that both share.
+    """Returns whether to defer the start of a prompt with `length` tokens, because a running
+    sequence is prefilling a prefix that both prompts share.
 
-    shared_prefix: ids that both prompts begin with. num_computed: ids that the other prompt has
-    evaluated. min_gain: least number of ids that is worth the wait; 1 if the shared prefix is all
-    but the last id, as for the choices of one request.
+    shared_prefix: the length of the shared prefix in tokens.
+    num_computed: the number of tokens that the running sequence has prefilled.
+    min_gain: the minimum number of saved tokens that justifies the wait. It is 1 if the shared
+        prefix contains all tokens except the last one, which is the case for the choices of one
+        request.
     """
     return shared_prefix - num_computed >= (1 if shared_prefix >= length - 1 else min_gain)
 
 
 def split_prefill_budget(remaining: Sequence[int], limits: SchedulerLimits) -> list[int]:
-    """Prompt tokens to evaluate for each prefilling sequence, oldest first.
+    """Returns the number of prompt tokens to prefill for each sequence, oldest first.
 
-    Half of the budget goes to the oldest prompt, so that it always advances. The other half goes to
-    the shortest prompts, so that a short prompt is never delayed by a long one; the rest goes to
-    the oldest again. Each piece is a forward pass, and a small pass takes almost as long as a large
-    one. So no piece is smaller than a quarter of the budget, unless it completes its prompt. Small
-    remainders of prompts, up to an eighth of the budget in total, are evaluated beyond the budget.
+    Half of the budget is reserved for the oldest prompt, so that it always advances. The other half
+    goes to the shortest prompts, so that a long prompt never delays a short one. The oldest prompt
+    also gets the rest of the budget.
+
+    Each chunk is a forward pass, and a small pass takes almost as long as a large one. Each chunk
+    therefore has at least a quarter of the budget, unless it completes its prompt. Small remainders
+    of prompts may exceed the budget by up to an eighth in total.
     """
     if limits.align_chunks:
         return _split_aligned(remaining, limits.max_prefill_tokens)
@@ -92,21 +102,25 @@ def split_prefill_budget(remaining: Sequence[int], limits: SchedulerLimits) -> l
 
 
 def _split_aligned(remaining: Sequence[int], chunk: int) -> list[int]:
-    """One chunk for the oldest, and one for the shortest of the others."""
+    """Assigns one chunk to the oldest prompt, and one chunk to the shortest of the others."""
     chosen = {0, *_shortest_first(remaining)[:1]} if remaining else set[int]()
-    return [min(wanted, chunk) if i in chosen else 0 for i, wanted in enumerate(remaining)]
+    return [min(count, chunk) if i in chosen else 0 for i, count in enumerate(remaining)]
 
 
 def _shortest_first(remaining: Sequence[int]) -> list[int]:
-    """Indices of all but the oldest, shortest first; among equals the older first."""
+    """Returns the indices of all prompts except the oldest, shortest first. Among prompts of equal
+    length, the older one comes first."""
     return sorted(range(1, len(remaining)), key=lambda i: remaining[i])
 
 
 def count_preemptions(*, reserved: Sequence[int], growth: Sequence[int], free: int) -> int:
-    """How many of the youngest sequences must free their memory so that the others can grow.
+    """Returns how many of the youngest sequences to preempt, so that the others can grow.
 
-    reserved, growth: bytes of each running sequence, and the additional bytes that it needs; oldest
-    first. free: bytes that are free. The oldest is never preempted, so there is always progress.
+    reserved: the reserved bytes of each running sequence, oldest first.
+    growth: the additional bytes that each of them needs.
+    free: the number of free bytes.
+
+    The oldest sequence is never preempted, so the engine always makes progress.
     """
     for count in range(len(reserved)):
         stay = len(reserved) - count
@@ -116,14 +130,14 @@ def count_preemptions(*, reserved: Sequence[int], growth: Sequence[int], free: i
 
 
 def choose_growing(left: Sequence[int], *, ahead: int) -> set[int]:
-    """Indices of the sequences that grow now.
+    """Returns the indices of the sequences whose caches grow now.
 
-    left: free positions of each. ahead: a sequence with fewer free positions may grow before it has
-    to.
+    left: the number of free positions of each sequence.
+    ahead: the number of free positions below which a sequence may grow before it has to.
 
-    Growing copies a sequence's caches, and sequences that started together fill up together: then
-    all streams would wait for all copies in one step. So each step grows at most one sequence ahead
-    of time.
+    Growing copies the caches of a sequence. Sequences that started together also fill up together,
+    and all streams would then wait for all copies in a single step. Each step therefore grows at
+    most one sequence ahead of time.
     """
     must = {i for i, positions in enumerate(left) if positions <= 0}
     if must or not left:

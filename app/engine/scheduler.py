@@ -1,7 +1,7 @@
-"""The scheduler: waiting and running sequences, starting and preempting them.
+"""The scheduler: holds the waiting and the running sequences, and starts and preempts them.
 
-Knows: sequences, the prefix cache that they lease from, the memory budget. Must not know: the
-model, tokens, how results are reported. State changes only between two forward passes.
+Knows: sequences, the prefix cache that leases their layer caches, the memory budget. Must not know:
+the model, tokens, job updates. The state changes only between two forward passes.
 """
 
 import logging
@@ -10,6 +10,7 @@ from collections.abc import Sequence as Ids
 
 from app.core.jobs import Ledger
 from app.core.ports import PrefixCache
+from app.core.units import pluralize
 from app.engine.memory_budget import MemoryBudget
 from app.engine.policy import SchedulerLimits, count_admissible, fair_order, should_defer
 from app.engine.sequence import Sequence
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """prefix: owned by the scheduler."""
+    """Schedules the sequences of one engine. The scheduler owns `prefix`, the prefix cache."""
 
     def __init__(
         self, prefix: PrefixCache[LayerCache], budget: MemoryBudget, limits: SchedulerLimits
@@ -30,7 +31,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # oldest first
         self._start_count = 0
-        self._last_started: dict[str, int] = {}  # caller -> number of its last start
+        self._last_started: dict[str, int] = {}  # caller -> start count at its last start
 
     @property
     def waiting(self) -> Ids[Sequence]:
@@ -49,8 +50,8 @@ class Scheduler:
         return self._budget.borrowed_bytes
 
     def borrow(self, num_bytes: int) -> bool:
-        """Borrow bytes for something that is not a sequence, such as embedding inputs.
-        `make_decode_room` may reclaim all borrowed bytes at once."""
+        """Borrows bytes for a purpose other than a sequence, such as embedding inputs.
+        `make_decode_room` may reclaim all borrowed bytes at any time."""
         return self._budget.borrow(num_bytes, self._running)
 
     def return_borrowed(self, num_bytes: int) -> None:
@@ -70,8 +71,9 @@ class Scheduler:
         return sequence.running or sequence in self._waiting
 
     def next_to_start(self) -> Sequence | None:
-        """The sequence to start now: the first waiting one that should not be deferred. None if no
-        place is free."""
+        """Returns the next sequence to start, which is the first waiting one that should not be
+        deferred. Returns None if the maximum number of sequences is running, or if all waiting
+        sequences are deferred."""
         count = count_admissible(
             waiting=len(self._waiting), running=len(self._running), limits=self._limits
         )
@@ -80,8 +82,8 @@ class Scheduler:
         return next((s for s in self._waiting_in_order() if not self._should_defer(s)), None)
 
     def _waiting_in_order(self) -> Ids[Sequence]:
-        """The waiting sequences in the order in which they start: preempted sequences first, then
-        new ones, whose callers take turns."""
+        """Returns the waiting sequences in the order in which they start. Preempted sequences come
+        first. New sequences follow, and their callers take turns."""
         begun = [s for s in self._waiting if s.has_run]
         fresh = [s for s in self._waiting if not s.has_run]
         here = [s.job.caller for s in (*self._running, *begun)]
@@ -89,9 +91,9 @@ class Scheduler:
         return (*begun, *(fresh[i] for i in order))
 
     def _should_defer(self, sequence: Sequence) -> bool:
-        """Whether a running sequence is now evaluating the prefix of this one. That sequence always
-        advances, so this one does not wait forever; and eight clients with one system prompt
-        evaluate it once."""
+        """Returns whether a running sequence is currently prefilling the prefix of this one. The
+        running sequence always advances, so this one does not wait forever. Eight clients with the
+        same system prompt therefore prefill it only once."""
         if not self._prefix.shares_live or not sequence.may_reuse_prefix:
             return False
         return any(
@@ -106,13 +108,15 @@ class Scheduler:
         )
 
     def start(self, sequence: Sequence) -> bool:
-        """Lease layer caches for a waiting sequence. Returns False if there is not enough
+        """Leases layer caches for a waiting sequence. Returns False if there is not enough
         memory."""
         if not self._budget.make_room_for(sequence, self._running):
             return False
         self._waiting.remove(sequence)
         job = sequence.job
-        marks = [i for i, token in enumerate(sequence.ids, 1) if token in job.stop_token_ids]
+        marks = job.message_ends
+        if marks is None:
+            marks = [i for i, token in enumerate(sequence.ids, 1) if token in job.stop_token_ids]
         room = self._budget.initial_positions(sequence)
         sequence.start(
             self._prefix.begin(
@@ -126,19 +130,22 @@ class Scheduler:
         return True
 
     def make_decode_room(self) -> int:
-        """Make sure that every decoding sequence can have one more position; preempts the youngest
-        if memory is short. Returns how many were preempted."""
+        """Makes room for one more position per decoding sequence. If memory is short, preempts the
+        youngest sequences. Returns the number of preempted sequences."""
         count = self._budget.reclaim_for_decode(self._running)
         for sequence in self._running[len(self._running) - count :][::-1]:
-            log.info("preempting a sequence of %d tokens: out of KV memory", len(sequence.ids))
+            log.info(
+                "preempting a sequence of %s: out of KV cache memory",
+                pluralize(len(sequence.ids), "token"),
+            )
             sequence.commit(keep=len(sequence.ids))
             self.requeue(sequence)
         self._budget.grow_reservations(self._running)
         return count
 
     def requeue(self, sequence: Sequence) -> None:
-        """Put a sequence without caches at the front of the queue. Its pending token may still be
-        read."""
+        """Puts a sequence without caches at the front of the queue. Its in-flight token may still
+        be read."""
         assert not sequence.running
         self._running.remove(sequence)
         self._waiting.appendleft(sequence)
@@ -150,7 +157,7 @@ class Scheduler:
             self._waiting.remove(sequence)
 
     def check(self) -> None:
-        """Assert the invariants that hold between two steps."""
+        """Asserts the invariants that hold between two steps."""
         self._prefix.check()
         assert all(s.running for s in self._running)
         assert not any(s.running for s in self._waiting)

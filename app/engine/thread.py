@@ -1,13 +1,13 @@
-"""The engine thread, the only thread that uses MLX: it loads the model, runs the loop, and frees
-everything.
+"""The engine thread: loads the model, runs the engine loop, and frees all device memory at the end.
+No other thread uses MLX.
 
-Knows: a function that loads, a function that receives messages. Must not know: asyncio, HTTP, which
-process it runs in.
+Knows: a function that loads the model, a function that receives messages. Must not know: asyncio,
+HTTP, the surrounding process.
 
-Arrays and streams belong to the thread that made them, so only plain data and compiled grammars,
-which hold no tensors, are passed to and from it: commands through a queue, messages through `post`,
-which is called on this thread. What the thread is currently doing can be read at any time, even if
-it hangs: see `Heartbeat`.
+Arrays and streams belong to the thread that created them. Only plain data and compiled grammars,
+which hold no tensors, are therefore passed to and from the thread. Commands arrive through a queue.
+Messages are sent through `post`, which is called on this thread. Other threads can read the current
+stage at any time, even if this thread hangs: see `Heartbeat`.
 """
 
 import gc
@@ -43,7 +43,8 @@ log = logging.getLogger(__name__)
 
 
 def release_device_memory() -> None:
-    """Free the device memory of a thread that ends. No references to its arrays may be left."""
+    """Frees the device memory of a thread that is about to end. No references to its arrays may
+    remain."""
     gc.collect()
     clear_allocator_cache()
     mx.clear_streams()
@@ -81,8 +82,8 @@ _Command = _Submit | _Embed | _Cancel | _Probe | _Stop
 
 
 class EngineLoop(Protocol):
-    """The loop that the thread runs: a single one, or one that runs in lockstep with other ranks.
-    Its methods are those of `app.engine.loop.Loop`."""
+    """The loop that the thread runs. It is either a single loop, or one that runs in lockstep with
+    other ranks. Its methods are those of `app.engine.loop.Loop`."""
 
     @property
     def on_stage(self) -> Callable[[str], None]: ...
@@ -113,9 +114,14 @@ LoadEngine = Callable[[Callable[[int, int], None]], EngineLoop]
 
 
 class EngineThread:
-    """load: called on the thread, with a function that reports (percent, bytes). post: called with
-    every message; must not block. check_invariants: whether to assert all invariants of the prefix
-    cache whenever the loop is idle; a violation ends the engine."""
+    """The thread of one engine.
+
+    load: loads the model. It is called on the thread, with a function that reports (percent,
+        bytes).
+    post: receives every message. It must not block.
+    check_invariants: whether to assert all invariants of the prefix cache whenever the loop is
+        idle. A violation ends the engine.
+    """
 
     def __init__(
         self,
@@ -128,7 +134,7 @@ class EngineThread:
         self._load = load
         self._post = post
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._stopping = False  # written by the thread itself only, like the heartbeat
+        self._stopping = False  # written only by the thread itself, like the heartbeat
         self._heartbeat = Heartbeat(timestamp_ns=time.monotonic_ns(), stage=IDLE)
         self._thread = threading.Thread(target=self._run, name="mlx-engine", daemon=True)
 
@@ -136,7 +142,7 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, job: Job, matcher: Matcher | None = None) -> None:
-        """matcher: the job's compiled grammar, owned by the thread."""
+        """Submits a job. The thread owns `matcher`, the compiled grammar of the job."""
         self._commands.put(_Submit(job=job, matcher=matcher))
 
     def embed(self, job: EmbedJob) -> None:
@@ -146,22 +152,22 @@ class EngineThread:
         self._commands.put(_Cancel(job=job, keep=keep))
 
     def probe(self, done: Callable[[], None]) -> None:
-        """Call `done` on the thread when it handles its next command; this shows that it would
-        handle a job, too."""
+        """Calls `done` on the thread when it handles its next command. The call shows that the
+        thread would also handle a job."""
         self._commands.put(_Probe(done=done))
 
     def stop(self) -> None:
-        """Request the thread to end; it does so between two steps."""
+        """Asks the thread to end. It ends between two steps."""
         self._commands.put(_Stop())
 
     def join(self, timeout: float) -> bool:
-        """Whether the thread has ended within `timeout` seconds."""
+        """Waits for up to `timeout` seconds, and returns whether the thread has ended."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def heartbeat(self) -> Heartbeat:
-        """What the thread is doing, and since when. May be called on any thread without locking:
-        the object is replaced as a whole."""
+        """Returns the current stage of the thread and the time at which it began. Any thread may
+        call this method without locking, because the thread never modifies a heartbeat."""
         return self._heartbeat
 
     def _run(self) -> None:
@@ -169,7 +175,7 @@ class EngineThread:
             self._run_loop()
         except AppError as error:
             self._post(EngineFailed(kind=error.kind, message=error.message))
-        except BaseException as error:  # report it, or all callers would wait forever
+        except BaseException as error:  # if it were not reported, all callers would wait forever
             log.exception("the engine thread crashed")
             self._post(
                 EngineFailed(
@@ -196,7 +202,7 @@ class EngineThread:
         self._heartbeat = Heartbeat(timestamp_ns=time.monotonic_ns(), stage=doing)
 
     def _handle_commands(self, loop: EngineLoop) -> None:
-        """Handle all queued commands; if the loop is idle, wait for the next one."""
+        """Handles all queued commands. If the loop is idle, waits for the next command."""
         if loop.idle:
             if self._check_invariants:
                 loop.check()
@@ -222,6 +228,7 @@ class EngineThread:
 
 
 def format_exception(error: BaseException) -> str:
-    """The exception's type and message, on one line. Python's MemoryError has no message."""
+    """Returns the type and the message of an exception on one line. Python's MemoryError has no
+    message."""
     message = str(error) or ("out of memory" if isinstance(error, MemoryError) else "")
     return f"{type(error).__name__}: {message}"

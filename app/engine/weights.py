@@ -1,9 +1,10 @@
-"""Opens model files as a model without its weights, then reads the weights.
+"""Opens model files as a model without weights, and then reads the weights.
 
-Knows: safetensors, `models.build`. Must not know: where models come from, what a model is for.
+Knows: safetensors, `models.build`. Must not know: the model store, requests.
 
-MLX reads a tensor when it is first evaluated. Until `read_weights` only headers are read, so the
-memory that a model of any size needs can be computed first. Unreadable files are detected before.
+MLX reads a tensor when it is first evaluated. Only the headers are read before `read_weights` is
+called, so the memory requirement of a model of any size can be computed first. Unreadable files are
+detected before the weights are read.
 """
 
 import resource
@@ -26,29 +27,33 @@ from models.multimodal import get_text_weights
 from models.ollama_names import to_mlx_names
 from models.sharding import TensorParallelGroup, shard_model
 
-# types that MLX can read; the model decides which of them it supports
+# The types that MLX can read. The model decides which of them it supports.
 _SUPPORTED_DTYPES = frozenset(
     {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"}
     | {"F8_E4M3", "F8_E8M0", "F16", "BF16", "F32", "C64"}
 )
 
-# bytes read between two reports of progress
+# The number of bytes read between two progress reports.
 _REPORT_EVERY_BYTES = 64 << 20
 
-# open files that the process may need besides the shards
+# The number of open files that the process may need in addition to the shards.
 _EXTRA_OPEN_FILES = 256
 
-# called with 0..100 and the bytes in memory
+# Called with a percentage from 0 to 100 and the number of bytes in memory.
 ProgressCallback = Callable[[int, int], None]
 
 
 def open_model(
     files: ModelFiles, bits: QuantizationBits | None, share: TensorParallelGroup | None = None
 ) -> Model:
-    """The model, with none of its weights in memory yet. bits: quantize plain weights to this when
-    they are read. share: the group of ranks that divides the model, if any.
+    """Opens a model without reading its weights.
 
-    Raises AppError(MODEL_FILES): one sentence that names the faulty file, if there is one.
+    bits: the number of bits to which plain weights are quantized when they are read. None keeps
+        the weights unchanged.
+    share: the group of ranks that share the model, if any.
+
+    Raises AppError(MODEL_FILES). The message is one sentence. If one file is faulty, the message
+    names it.
     """
     weights, places = _open_shards(files.shards)
     try:
@@ -64,24 +69,27 @@ def open_model(
 
 
 def read_weights(model: Model, path: Path, on_progress: ProgressCallback) -> None:
-    """Read the weights into memory, one at a time: the source of a weight (the plain weight of a
-    quantized one, the experts of a stack) is in memory only while it is converted. path: named in
-    the AppError(MODEL_FILES) that is raised if this fails."""
+    """Reads the weights into memory, one at a time.
+
+    The source of a weight is in memory only while the weight is converted. It may be the plain
+    weight of a quantized one, or the experts of a stack. Raises AppError(MODEL_FILES), which names
+    `path`.
+    """
     arrays = list_parameters(model)
     total = sum(array.nbytes for array in arrays) or 1
-    done, told = 0, 0
+    done, reported = 0, 0
     on_progress(0, mx.get_active_memory())
     for array in arrays:
         try:
             mx.eval(array)
-        # a truncated file, a disk error, or out of memory
+        # The file may be truncated, the disk may have failed, or the memory may be exhausted.
         except (MemoryError, RuntimeError) as error:
             raise AppError(
                 ErrorKind.MODEL_FILES, f"{path}: reading the weights failed: {error}"
             ) from error
         done += array.nbytes
-        if done - told >= _REPORT_EVERY_BYTES:
-            told = done
+        if done - reported >= _REPORT_EVERY_BYTES:
+            reported = done
             on_progress(100 * done // total, mx.get_active_memory())
 
 
@@ -92,7 +100,7 @@ def list_parameters(model: Model) -> list[mx.array]:
 
 
 def _open_shards(shards: Sequence[Path]) -> tuple[dict[str, mx.array], dict[str, Path]]:
-    """All tensors by name, and the file that contains each."""
+    """Returns all tensors by name, and the file that contains each of them."""
     weights: dict[str, mx.array] = {}
     places: dict[str, Path] = {}
     shards = list(dict.fromkeys(shards))
@@ -111,8 +119,8 @@ def _open_shards(shards: Sequence[Path]) -> tuple[dict[str, mx.array], dict[str,
 
 
 def _open_shard(shard: Path) -> dict[str, mx.array]:
-    """Open one file. It is checked first, because MLX reports a faulty file late and unclearly, or
-    not at all."""
+    """Opens one file. The file is checked first, because MLX reports a faulty file late and
+    unclearly, or not at all."""
     try:
         with PanicGuard(), safe_open(shard, framework="mlx") as file:
             types = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
@@ -126,15 +134,16 @@ def _open_shard(shard: Path) -> dict[str, mx.array]:
                 ErrorKind.MODEL_FILES,
                 f"{shard}: the tensor {name} is {dtype}, which MLX does not support",
             )
-    # the format is given because a blob's name has no suffix
+    # The format is given explicitly, because the file name of a blob has no suffix.
     arrays = mx.load(str(shard), format="safetensors")
     assert isinstance(arrays, dict)
     return arrays
 
 
 def _allow_open_files(count: int) -> None:
-    """Raise the limit of open files. A file stays open until its last tensor was read, and a store
-    with one file per tensor has more files than a process may open by default (256 on macOS)."""
+    """Raises the limit on open files. A file stays open until its last tensor has been read. A
+    model store with one file per tensor has more files than a process may open by default (256 on
+    macOS)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + _EXTRA_OPEN_FILES
     if soft == resource.RLIM_INFINITY or soft >= needed:
@@ -151,7 +160,8 @@ def _allow_open_files(count: int) -> None:
 def _find_faulty_file(
     error: ModelError, weights: Mapping[str, mx.array], places: Mapping[str, Path]
 ) -> Path | None:
-    """The file that contains the tensors named in the error, if it is one file."""
+    """Returns the file that contains the tensors named in the error, if they are all in one
+    file."""
     if not isinstance(error, models.TensorError):
         return None
     by_array = {id(array): places[name] for name, array in weights.items()}

@@ -1,12 +1,12 @@
-"""Compiles the grammars that outputs must follow, and tracks which ids may come next.
+"""Compiles the grammars that outputs must follow, and computes the tokens that may come next.
 
-Knows: llguidance, the model's tokenizer.json, ids, which grammars are cached. Must not know:
-tensors, sequences, what a caller is.
+Knows: llguidance, the model's tokenizer.json, token IDs, the cache of grammars. Must not know:
+tensors, sequences, API keys.
 
-Compiling needs no device and may take a second, so it is done before a job is submitted to the
-engine, on a separate thread; from then on the engine owns the `Matcher`. All errors are raised in
-`compile` or in `accept`, never while other sequences are sampled. Requests for a cached grammar
-wait for no thread, and a compilation that no request waits for is cancelled.
+Compilation needs no device and may take a second. It runs on a separate thread before a job is
+submitted to the engine. From then on, the engine owns the `Matcher`. All errors are raised in
+`compile` or in `accept`, and never while other sequences are sampled. Requests for a cached grammar
+do not wait for a thread. A compilation that no request waits for is cancelled.
 """
 
 import asyncio
@@ -29,16 +29,18 @@ from app.core.requests import ChoiceGrammar, Grammar, JsonSchema, LarkGrammar, R
 from app.core.thread_pools import CancelToken
 from app.grammar.llguidance_backend import GrammarCompileError, compile_grammar, explain_error
 
-# cached grammars, rejected ones included. A grammar takes some hundred kB; 20 MB at worst
+# The maximum number of cached grammars, including rejected ones. A grammar takes some hundred kB,
+# so the cache takes at most 20 MB.
 _MAX_CACHED = 32
-# seconds that a request waits for its grammar; the cost limits keep compilations far below
+# The time in seconds that a request waits for its grammar. The cost limits keep compilations far
+# below it.
 _COMPILE_TIMEOUT = 10.0
-# concurrent compilations; they take CPU time from the engine
+# the maximum number of concurrent compilations, because they take CPU time from the engine
 _MAX_CONCURRENT = 2
-# added to the niceness of their threads on Linux
+# the value added to the niceness of compilation threads on Linux
 _THREAD_NICENESS = 10
-# stack size of a compilation in bytes, because native code recurses as deep as references are
-# nested. Only the pages that are touched take memory
+# The stack size of a compilation in bytes. It is large because native code recurses as deep as
+# references are nested. Only the pages that are touched use memory.
 _STACK_BYTES = 1 << 28
 
 _KIND_NAMES = {
@@ -50,24 +52,24 @@ _KIND_NAMES = {
 
 
 class GrammarError(Exception):
-    """A matcher cannot continue. The message is a clause addressed to the author of the grammar."""
+    """The matcher cannot continue. The message is a clause for the author of the grammar."""
 
 
 class GrammarTooComplexError(GrammarError):
-    """A matcher cannot continue although each id was allowed: its grammar exceeds a limit of
-    llguidance, so the request is at fault."""
+    """The matcher cannot continue although each token was allowed. The grammar exceeds a limit of
+    llguidance, so the error is the client's."""
 
 
-# llguidance's error for an id that is not allowed, and for one that exceeds a limit
+# llguidance's error for a token that is not allowed, and for a token that exceeds a limit
 _TOKEN_NOT_ALLOWED = "doesn't satisfy the grammar"
 
 
 class Matcher:
     """The state of one output in its grammar.
 
-    bitmask: one bit per id, in little-endian words of 32: the ids that may come next. It contains
-    ids that end the sequence if and only if the output may end. done: only such an id may follow.
-    The sequence can also end without one.
+    bitmask: the tokens that may come next, with one bit per token ID in little-endian words of 32
+    bits. It contains end-of-sequence tokens if and only if the output may end. done: whether only
+    an end-of-sequence token may follow. The sequence can also end without such a token.
     """
 
     def __init__(
@@ -78,10 +80,10 @@ class Matcher:
         eos_ids: frozenset[int],
         on_exhausted: Callable[[], None] | None = None,
     ) -> None:
-        """stop_ids: ids that end this output. eos_ids: ids that llguidance treats as
-        end-of-sequence, and so allows where the output may end. on_exhausted: called before
-        GrammarTooComplexError is raised, because copies of `ll_matcher` share the lexer whose
-        states are exhausted."""
+        """stop_ids: the tokens that end this output. eos_ids: the tokens that llguidance treats as
+        end-of-sequence, so that it allows them wherever the output may end. on_exhausted: called
+        before GrammarTooComplexError is raised, because all copies of `ll_matcher` share the lexer
+        with the exhausted states."""
         self._ll_matcher = ll_matcher
         self._on_exhausted = on_exhausted
         self._disallowed_ends = eos_ids - stop_ids
@@ -89,8 +91,8 @@ class Matcher:
         self._update()
 
     def accept(self, token: int) -> None:
-        """Advance by this id. Raises GrammarError if the id is not allowed, or if the grammar turns
-        out to be too complex; the matcher must not be used afterwards."""
+        """Advances by one token. Raises GrammarError if the token is not allowed, or if the grammar
+        is too complex. After an error, the matcher must not be used again."""
         if token in self._extra_ends and self._ll_matcher.is_accepting():
             self.done = True
             return
@@ -115,7 +117,7 @@ class Matcher:
 
     def _read_state(self) -> None:
         allowed = self._ll_matcher.compute_bitmask()
-        # a matcher in an error state still allows the end
+        # a matcher in an error state still allows the end of the output
         if self._ll_matcher.is_error():
             raise self._too_complex_error(self._ll_matcher.get_error())
         self.done = self._ll_matcher.is_stopped()
@@ -135,8 +137,8 @@ class Matcher:
 
 
 class _Compilation:
-    """A queued or running compilation, shared by all requests for its grammar. Its result is the
-    matcher in its start state, which is copied and never advanced."""
+    """A queued or running compilation, which all requests for its grammar share. Its result is the
+    matcher in its start state. This matcher is only copied and never advanced."""
 
     def __init__(self, grammar: Grammar, caller: str) -> None:
         self.grammar = grammar
@@ -147,10 +149,11 @@ class _Compilation:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model, and caches them. Thread-safe.
+    """Compiles grammars for one model, and caches them. It is thread-safe.
 
-    tokenizer: path of its tokenizer.json. vocab: ids that may be sampled, 0 to vocab-1; at least
-    those of the tokenizer. eos_ids: ids that end this model's outputs, if known.
+    tokenizer: the path of the model's tokenizer.json. vocab: the number of tokens that may be
+    sampled, at least the size of the tokenizer's vocabulary. Their IDs are 0 to vocab-1. eos_ids:
+    the tokens that end the model's outputs, if known.
     """
 
     def __init__(self, tokenizer: Path, *, vocab: int, eos_ids: Collection[int] = ()) -> None:
@@ -173,15 +176,16 @@ class GrammarCompiler:
         )
 
     def preload_tokenizer(self) -> None:
-        """Read the tokenizer now, while the model loads. For a large vocabulary this holds the GIL
-        for a second; later, it would delay all running outputs."""
+        """Reads the tokenizer while the model loads. For a large vocabulary, this holds the GIL for
+        a second. Later, it would delay all running outputs."""
         threading.Thread(target=self._preload, name="grammar-tokenizer", daemon=True).start()
 
     async def compile_async(
         self, grammar: Grammar, stop_ids: frozenset[int], caller: str = ""
     ) -> Matcher:
-        """Like `compile`, without blocking the event loop; returns at once for a cached grammar.
-        Cancelling it ends the compilation, unless another request waits for it."""
+        """Compiles a grammar like `compile`, without blocking the event loop. For a cached grammar,
+        it returns immediately. If this coroutine is cancelled, the compilation is cancelled too,
+        unless another request waits for it."""
         compilation = self._enqueue(grammar, caller)
         try:
             await _wait_until_done(compilation.future, _COMPILE_TIMEOUT)
@@ -191,21 +195,22 @@ class GrammarCompiler:
         return self._build_matcher(compilation, stop_ids)
 
     def compile(self, grammar: Grammar, stop_ids: frozenset[int], caller: str = "") -> Matcher:
-        """The matcher of a grammar in its start state.
+        """Returns the matcher of a grammar in its start state.
 
-        stop_ids: those of the job. caller: whose request it is; the caller with the fewest running
-        compilations is served next.
+        stop_ids: the stop tokens of the job. caller: the caller of the request. The next
+        compilation is started for the caller with the fewest running compilations.
 
         Raises AppError(INVALID), with the keyword as `param`, for an invalid or unsupported
-        grammar; AppError(BUSY) if other grammars are compiled for too long; AppError(MODEL_FILES)
-        if the tokenizer is not supported.
+        grammar. Raises AppError(BUSY) if the compilation of other grammars takes too long. Raises
+        AppError(MODEL_FILES) if the tokenizer is not supported.
         """
         compilation = self._enqueue(grammar, caller)
         wait([compilation.future], timeout=_COMPILE_TIMEOUT)
         return self._build_matcher(compilation, stop_ids)
 
     def _enqueue(self, grammar: Grammar, caller: str) -> _Compilation:
-        """The caller must call `_build_matcher` or `_stop_waiting` afterwards."""
+        """Adds a waiting request. The caller must call `_build_matcher` or `_stop_waiting`
+        afterwards."""
         with self._lock:
             compilation = self._cache.get(grammar)
             if compilation is None:
@@ -219,8 +224,8 @@ class GrammarCompiler:
         return compilation
 
     def _stop_waiting(self, compilation: _Compilation) -> None:
-        """The request no longer needs it. Native code cannot be interrupted, so a running
-        compilation stops at its next step."""
+        """Removes a waiting request. Native code cannot be interrupted, so a running compilation
+        stops at its next step."""
         with self._lock:
             compilation.num_waiters -= 1
             if not compilation.num_waiters and not compilation.future.done():
@@ -228,7 +233,8 @@ class GrammarCompiler:
                 self._drop(compilation)
 
     def _build_matcher(self, compilation: _Compilation, stop_ids: frozenset[int]) -> Matcher:
-        """The matcher of a compilation that was waited for. Raises as `compile` does."""
+        """Returns the matcher after the wait for its compilation. Raises the same errors as
+        `compile`."""
         grammar = compilation.grammar
         name = _KIND_NAMES[type(grammar)]
         with self._lock:
@@ -239,7 +245,7 @@ class GrammarCompiler:
                         self._drop(compilation)
                     busy = "the server is busy compiling other grammars; retry later"
                     raise AppError(ErrorKind.BUSY, busy, retry_after=int(_COMPILE_TIMEOUT))
-                # it continues: a later request may find it compiled
+                # the compilation continues, so a later request may find the result
                 slow = f"compiling this {name} took more than {_COMPILE_TIMEOUT:g} s: simplify it"
                 raise AppError(ErrorKind.INVALID, slow, param=grammar.param)
             try:
@@ -260,20 +266,22 @@ class GrammarCompiler:
             raise AppError(ErrorKind.INVALID, message, param=grammar.param) from error
 
     def _invalidate(self, compilation: _Compilation) -> None:
-        """Remove it from the cache: the next request for this grammar compiles it again."""
+        """Removes the compilation from the cache, so that the next request for this grammar
+        compiles it again."""
         with self._lock:
             self._drop(compilation)
 
     def _drop(self, compilation: _Compilation) -> None:
-        """Call with the lock held. A running compilation keeps its thread until it ends."""
+        """Removes the compilation from the queue and the cache. The lock must be held. A running
+        compilation keeps its thread until it ends."""
         if compilation in self._queue:
             self._queue.remove(compilation)
         if self._cache.get(compilation.grammar) is compilation:
             del self._cache[compilation.grammar]
 
     def _start_next(self) -> None:
-        """Call with the lock held. Starts compilations of the callers with the fewest running ones,
-        in order of arrival."""
+        """Starts compilations for the callers with the fewest running compilations, in order of
+        arrival. The lock must be held."""
         while self._queue and len(self._running) < _MAX_CONCURRENT:
             running = Counter(compilation.caller for compilation in self._running)
             compilation = min(self._queue, key=lambda waiting: running[waiting.caller])
@@ -304,7 +312,7 @@ class GrammarCompiler:
         with self._lock:
             self._running.remove(compilation)
             if error is not None and not isinstance(error, GrammarCompileError):
-                # not the grammar's fault, so it may work the next time
+                # this is not an error of the grammar, so the next attempt may succeed
                 self._drop(compilation)
             self._start_next()
         if matcher is not None:
@@ -325,7 +333,7 @@ class GrammarCompiler:
 
     def _read_tokenizer(self) -> LLTokenizer:
         try:
-            # llguidance requires an end-of-sequence id and guesses one if none is given
+            # llguidance requires an end-of-sequence token, and guesses one if none is given
             with PanicGuard():
                 return LLTokenizer(
                     self.tokenizer.read_text("utf-8"),
@@ -340,15 +348,15 @@ class GrammarCompiler:
 
 
 def _lower_priority() -> None:
-    """Lower the priority of this thread, so that generation comes first. Only Linux has a priority
-    per thread."""
+    """Lowers the priority of this thread, so that generation takes precedence. Only Linux has a
+    priority per thread."""
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _THREAD_NICENESS)
 
 
 async def _wait_until_done(result: Future[Any], seconds: float) -> None:
-    """Returns when the result is available, or after this many seconds."""
+    """Returns when the result is available, or after `seconds`."""
     if result.done():
         return
     loop = asyncio.get_running_loop()

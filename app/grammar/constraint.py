@@ -1,8 +1,8 @@
-"""Builds the grammar of a whole output: reasoning first, then tool calls, a format, or both as
-alternatives.
+"""Builds the grammar of a complete output. The reasoning comes first, followed by tool calls, a
+response format, or a choice of both.
 
-Knows: how the parts are joined, in llguidance's variant of Lark. Must not know: which chat families
-there are, tokens beyond their ids, tensors, the sampler.
+Knows: the combination of these parts in llguidance's variant of Lark. Must not know: individual
+chat families, tokens beyond their IDs, tensors, the sampler.
 
     start: [reasoning] (calls | format | prose)
 """
@@ -32,18 +32,20 @@ from app.grammar.lark import (
     strip_literal_prefix,
 )
 
-# Prose in which no line can begin a call in plain JSON; prose that does not begin like a call.
+# Prose in which no line can begin a call in plain JSON, and prose that does not begin like a call.
 _LINE = r"[ \t]*([^ \t\n{][^\n]*|\{[^ \t\n\"][^\n]*)?"
 _NO_CALL = rf"/({_LINE}\n)*{_LINE}/"
 _NO_LEADING_CALL = r"/[ \t\n]*([^ \t\n{\[<;,](?s:.*))?/"
 
 _ANY = "/(?s:.*)/"
 
-# most calls in an output that must call: a confused model may repeat calls without end
+# The maximum number of calls in an output that must call a tool. A confused model may repeat calls
+# without end.
 _MAX_CALLS = 64
 
-# White space that templates put before reasoning and calls, and models after them. It is part of
-# the output if the prompt ends directly after a role (GLM 4.5 begins a line there).
+# The white space that templates put before reasoning and calls, and that models write after them.
+# It is part of the output if the prompt ends directly after a role. For example, GLM 4.5 begins a
+# new line there.
 _GAP = r"/[ \n]{0,2}/"
 
 
@@ -56,24 +58,24 @@ class ReasoningTags:
 
 
 MakeLiteral = Callable[[str], str]
-"""A text → the Lark expression that produces it; special tokens in it are produced as tokens, which
-plain text cannot spell."""
+"""Converts a text to the Lark expression that produces it. Special tokens in the text are produced
+as tokens, which plain text cannot contain."""
 
 MakeJsonSchema = Callable[[Tool], str]
-"""A tool → the Lark expression that produces the JSON object of its arguments."""
+"""Converts a tool to the Lark expression that produces the JSON object of its arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallGrammar:
-    """The syntax of calls, as llguidance Lark expressions, for outputs that must contain some.
+    """The syntax of calls, as llguidance Lark expressions, for outputs that must contain calls.
 
         before call (between call)* after
 
-    calls: one for each tool, in the order of the tools. between: None if an output contains one
-    call at most. trigger: the text that begins every call and cannot occur in prose; None if calls
-    can begin like prose. leading: for the latter, whether calls are only parsed at the beginning of
-    an output, rather than at the beginning of any line. rules: further Lark rules that the
-    expressions refer to.
+    calls: one expression for each tool, in the order of the tools. between: the expression between
+    two calls; None if an output contains at most one call. trigger: the text that begins every call
+    and cannot occur in prose; None if calls can begin like prose. leading: without a trigger,
+    whether calls are only parsed at the beginning of an output and not at the beginning of every
+    line. rules: further Lark rules that the expressions refer to.
     """
 
     calls: tuple[str, ...]
@@ -107,9 +109,9 @@ F = TypeVar("F", bound=ConstrainedFamily)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerStart:
-    """The state in which the output begins. reasoning_tags: None if the model does not reason, or
-    has finished reasoning. in_reasoning: whether the output begins inside reasoning.
-    thinking_budget: most reasoning tokens."""
+    """The state in which the output begins. reasoning_tags: the reasoning tags of the model; None
+    if the model does not reason or has already finished reasoning. in_reasoning: whether the output
+    begins inside reasoning. thinking_budget: the maximum number of reasoning tokens."""
 
     reasoning_tags: ReasoningTags | None
     in_reasoning: bool = False
@@ -118,7 +120,7 @@ class AnswerStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputRequirements:
-    """What the output after the reasoning must be. tools: those that may be called."""
+    """The requirements for the output after the reasoning. tools: the tools that may be called."""
 
     grammar: Grammar | None = None
     tools: tuple[Tool, ...] = ()
@@ -128,8 +130,8 @@ class OutputRequirements:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint(Generic[F]):
-    """grammar: what the whole output follows, if anything. family: the one that parses its
-    calls."""
+    """The constraint of one output. grammar: the grammar of the complete output, or None. family:
+    the family that parses the calls of the output."""
 
     grammar: Grammar | None
     family: F
@@ -142,12 +144,13 @@ def build_constraint(
     generic_family: Callable[[str | None], F],
     token: Callable[[str], int | None],
 ) -> Constraint[F]:
-    """Build the constraint of an output.
+    """Builds the constraint of an output.
 
-    generic_family: makes the family that writes calls in plain JSON, after the given trigger if
-    there is one. token: the id of a text that is an added token; plain text never produces that id.
+    generic_family: a function that creates the family for calls in plain JSON. Its argument is the
+    trigger, or None. token: a function that returns the ID of a text if the text is an added token.
+    Plain text never produces this ID.
 
-    Raises AppError(INVALID) for a budget that cannot be enforced.
+    Raises AppError(INVALID) for a reasoning budget that cannot be enforced.
     """
     forced = required.tools and required.choice not in ("auto", "none")
     strict = any(tool.strict for tool in required.tools)
@@ -204,8 +207,9 @@ class _GrammarBuilder:
     def choose_syntax(
         self, family: F, generic_family: Callable[[str | None], F], tools: Sequence[Tool]
     ) -> tuple[F, ToolCallGrammar]:
-        """The family's own call syntax if it can enforce the tools' schemas, else plain JSON after
-        the family's trigger, because the model writes that when it is about to call."""
+        """Returns the family's own call syntax if it can enforce the schemas of the tools.
+        Otherwise it returns plain JSON after the family's trigger, because the model writes the
+        trigger before a call."""
         own = family.build_tool_call_grammar(tools, self._literal, self._arguments)
         if own is not None:
             return family, own
@@ -224,18 +228,18 @@ class _GrammarBuilder:
         forced: bool,
         family: ConstrainedFamily,
     ) -> str:
-        """An expression for calls alone, or for calls alternating with what else the output may
-        be."""
+        """Returns an expression for calls only, or for calls as an alternative to the rest of the
+        output."""
         if syntax.rules:
             self._more.append(syntax.rules)
         one = isinstance(required.choice, NamedToolChoice) or not required.parallel
         self._rules["call"] = join_alternatives(syntax.calls)
         if forced:
-            # if every output begins with a prefix, calls do, too
+            # if every output begins with a prefix, calls also begin with it
             calls = _join_calls(syntax, "call", one=one)
             return calls if family.content_prefix else f"gap {calls}"
         if required.grammar is not None:
-            # nothing may come before a call: prose would not be in this format
+            # no text may precede a call, because it would not match the format
             return (
                 f"({_join_calls(syntax, 'call', one=one)} | "
                 f"{self.add_format(required.grammar, family)})"
@@ -247,13 +251,14 @@ class _GrammarBuilder:
         return self._add_triggered_calls(syntax, syntax.trigger, one=one)
 
     def _add_triggered_calls(self, syntax: ToolCallGrammar, trigger: str, *, one: bool) -> str:
-        """Prose, then a trigger and its call, repeated."""
+        """Returns an expression for prose, followed by a trigger and its call, possibly
+        repeated."""
         spelled = self._literal(trigger)
         if syntax.before:
             inner = replace(syntax, before=strip_literal_prefix(syntax.before, spelled))
             follows = _join_calls(inner, "call", one=one)
         else:
-            # defined once: with a hundred tools the grammar is long
+            # these rules are defined only once, because with a hundred tools the grammar is long
             self._rules["first"] = join_alternatives(
                 strip_literal_prefix(call, spelled) for call in syntax.calls
             )
@@ -266,8 +271,8 @@ class _GrammarBuilder:
     def _prose_until(self, trigger: str) -> str:
         id = self._token(trigger)
         if id is not None:
-            # the trigger must not be spelled in letters either: parsers of the output see only its
-            # text
+            # the text must not contain the spelled-out trigger either, because output parsers
+            # receive text and not tokens
             inner = escape_regex(trigger)
             self._rules["TEXT"] = f"{_ANY} & ~/(?s:.*){inner}(?s:.*)/"
             self._rules["text"] = "TEXT"
@@ -287,7 +292,8 @@ class _GrammarBuilder:
     # formats
 
     def free_text(self, family: ConstrainedFamily) -> str:
-        """Any text and any of the family's marker tokens, which plain text cannot produce."""
+        """Returns an expression for any text and any of the family's marker tokens. Plain text
+        cannot produce these tokens."""
         ids = [id for id in map(self._token, family.markers) if id is not None]
         if not ids:
             return "prose"
@@ -344,7 +350,7 @@ class _GrammarBuilder:
         if not is_token and budget is not None:
             raise AppError(
                 ErrorKind.INVALID,
-                "thinking_budget is not supported for this model: its tokenizer has no "
+                "this model does not support thinking_budget, because its tokenizer has no "
                 f"{tags.close} token",
                 param="thinking_budget",
             )

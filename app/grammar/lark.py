@@ -1,6 +1,6 @@
 """Lark expressions for texts, tokens and patterns, in llguidance's dialect (its docs/syntax.md).
 
-Knows: their syntax. Must not know: what they are combined into.
+Knows: the syntax of the expressions. Must not know: the grammars that contain them.
 """
 
 import json
@@ -11,10 +11,11 @@ _TO_ESCAPE = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
 class LiteralWriter:
-    """A text → the expression that produces it; added tokens in it are produced as tokens."""
+    """Converts a text to the expression that produces it. Added tokens in the text are produced as
+    tokens."""
 
     def __init__(self, token: Callable[[str], int | None]) -> None:
-        """token: the id of a text that is an added token."""
+        """token: a function that returns the ID of a text if the text is an added token."""
         self._token = token
 
     def __call__(self, text: str) -> str:
@@ -30,8 +31,9 @@ class LiteralWriter:
         return " ".join(expressions)
 
     def _next_token(self, text: str) -> tuple[int, int]:
-        """(start, length) of the first marker that is a token; (end, 0) if there is none. Markers
-        never begin with a letter, a digit or white space; other added tokens mostly do."""
+        """Returns (start, length) of the first marker that is a token, or (end, 0) if there is
+        none. Markers never begin with a letter, a digit or white space. Most other added tokens
+        do."""
         for start, first in enumerate(text):
             if first.isalnum() or first.isspace():
                 continue
@@ -46,7 +48,7 @@ def join_alternatives(expressions: Iterable[str]) -> str:
 
 
 def strip_literal_prefix(expression: str, spelled: str) -> str:
-    """An expression without the literal that it begins with. spelled: that literal, as
+    """Returns an expression without the literal at its beginning. spelled: this literal, as
     `LiteralWriter` writes it."""
     if spelled.startswith("<["):
         assert expression.startswith(spelled)
@@ -58,17 +60,17 @@ def strip_literal_prefix(expression: str, spelled: str) -> str:
 
 
 def quote(text: str) -> str:
-    # the only character that JSON strings may contain unescaped and Lark strings may not
+    # the only character that JSON strings may contain unescaped and Lark strings must not
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def escape_regex(text: str) -> str:
-    """A regular expression that matches the text."""
+    """Returns a regular expression that matches the text."""
     return "".join(c if c.isalnum() or c == "_" else f"\\x{{{ord(c):x}}}" for c in text)
 
 
 def regex_literal(pattern: str) -> str:
-    """The pattern between slashes, with slashes and line ends escaped."""
+    """Returns the pattern between slashes, with slashes and line breaks escaped."""
     spelled = {"/": r"\/", "\n": r"\n"}
     inner = _TO_ESCAPE.sub(lambda found: spelled.get(found[0], found[0]), pattern)
     return f"/{inner}/"

@@ -1,13 +1,15 @@
-"""Compiles a grammar of a request into an llguidance matcher, or explains why it cannot.
+"""Compiles a grammar of a request into an llguidance matcher, or returns the reason for its
+rejection.
 
 Knows: llguidance's syntax for each kind of grammar, its limits. Must not know: threads, the cache
-of compiled grammars, how masks are used.
+of compiled grammars, the use of masks.
 
-Grammars are untrusted. Everything whose cost grows faster than its text is limited: before
-llguidance parses it where possible (`check_schema`, `prepare_lark`), else inside llguidance. A few
-ids are consumed as a trial, because some limits are only detected after the first.
+Grammars are untrusted. If a cost can grow faster than the text of the grammar, it is limited. Where
+possible, the limit is checked before llguidance parses the grammar (`check_schema`,
+`prepare_lark`). Otherwise llguidance enforces it. A few tokens are consumed as a trial, because
+some limits are only detected after the first token.
 
-Schemas inside Lark and GBNF grammars are treated like standalone schemas: their white space is
+Schemas inside Lark and GBNF grammars are treated like standalone schemas. Their white space is
 bounded, no keyword is ignored, and their costs are limited. Only a client's own grammar allows JSON
 over several lines.
 """
@@ -36,14 +38,16 @@ from app.grammar.schema import (
 from app.grammar.schema_diagnosis import find_unsupported_keyword
 from app.grammar.schema_rewrite import rewrite_schema
 
-# characters of a grammar without its schemas: native code recurses as deep as there are rules
+# The maximum number of characters of a grammar without its schemas. Native code recurses as deep as
+# there are rules.
 MAX_GRAMMAR_LENGTH = 1 << 16
 
-# characters including schemas, which may be those of many tools
+# The maximum number of characters including schemas. The schemas may come from many tools.
 _MAX_LENGTH_WITH_SCHEMAS = 4 * MAX_SCHEMA_LENGTH
 
-# a token's name · a string · a comment · a regular expression · a schema · another structure.
-# Possessive quantifiers make a long string take few steps: a search holds the GIL until it ends
+# a token's name · a string · a comment · a regular expression · a schema · another structure. The
+# search holds the GIL until it ends. With possessive quantifiers, it takes few steps for a long
+# string.
 _LARK_PARTS = re.compile(
     r"""<[^<>\s]+> | "(?:\\.|[^"\\]++)*+"? | (?://|\#)[^\n]* | /((?:\\.|[^/\\\n]++)++)/?"""
     r"""| (%json\b\s*) | (%regex\b\s*)""",
@@ -54,19 +58,19 @@ _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 # one escaped character; the groups are GBNF's numeric escapes
 _ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 _OPTIONS = re.compile(r"^[ \t]*[!?]?[\w-]+(?:\{[^}\n]*\})?\[([^\]\n]*)\]", re.MULTILINE)
-# rule options that are not supported: the temperature is set by the request, and sampled ids are
-# never removed
+# Rule options that are not supported. The temperature is a parameter of the request, and sampled
+# tokens are never removed.
 _UNSUPPORTED_OPTION = re.compile(r"\b(temperature|stop|stop_capture)\s*=")
 
 _TOO_LONG = f"it is longer than {MAX_GRAMMAR_LENGTH} characters"
 
 
 def prepare_lark(text: str, *, compact: bool = False) -> str:
-    """The grammar in llguidance's Lark. compact: JSON of its schemas is on one line. Raises
-    UnsupportedGrammarError."""
+    """Converts the grammar to llguidance's Lark. compact: whether JSON of its schemas is on one
+    line. Raises UnsupportedGrammarError."""
     if len(text) > _MAX_LENGTH_WITH_SCHEMAS:
         raise UnsupportedGrammarError(
-            f"it is longer than {_MAX_LENGTH_WITH_SCHEMAS} characters, schemas included"
+            f"it is longer than {_MAX_LENGTH_WITH_SCHEMAS} characters, including schemas"
         )
     return _rewrite_schemas(_convert_gbnf(text), compact=compact)
 
@@ -80,13 +84,13 @@ def _convert_gbnf(text: str) -> str:
         return gbnf_to_lark(_ESCAPED.sub(_unescape, text))
     except RecursionError:
         raise UnsupportedGrammarError("it is nested too deeply") from None
-    # the converter's own exception type, and a bare Exception for unresolved names
+    # the converter raises its own exception type, and a bare Exception for undefined names
     except Exception as error:
         raise UnsupportedGrammarError(f"it is not valid GBNF: {error}") from error
 
 
 def _unescape(escape: re.Match[str]) -> str:
-    """The character of a numeric escape, which the converter would translate wrongly."""
+    """Returns the character of a numeric escape. The converter would translate it incorrectly."""
     digits = escape[1] or escape[2]
     if digits is None:
         return escape[0]
@@ -98,7 +102,7 @@ def _unescape(escape: re.Match[str]) -> str:
 
 
 def _rewrite_schemas(text: str, *, compact: bool) -> str:
-    """The grammar with every schema in it rewritten for llguidance."""
+    """Returns the grammar with every schema rewritten for llguidance."""
     pieces, end, size, plain = list[str](), 0, 0, list[str]()
     while (part := _LARK_PARTS.search(text, end)) is not None:
         regex, schema, structure = part.group(1, 2, 3)
@@ -125,7 +129,7 @@ def _rewrite_schemas(text: str, *, compact: bool) -> str:
 
 
 def _parse_json_at(text: str, start: int) -> tuple[Any, int]:
-    """The JSON value at `start`, and where it ends."""
+    """Returns the JSON value at `start`, and the position of its end."""
     try:
         return json.JSONDecoder().raw_decode(text, start)
     except RecursionError:
@@ -135,35 +139,38 @@ def _parse_json_at(text: str, start: int) -> tuple[Any, int]:
 
 
 def _check_options(plain: str) -> None:
-    """plain: the grammar without strings, regular expressions and schemas."""
+    """Raises UnsupportedGrammarError for an unsupported rule option. plain: the grammar without
+    strings, regular expressions and schemas."""
     for options in _OPTIONS.finditer(plain):
         found = _UNSUPPORTED_OPTION.search(options[1])
         if found is not None:
             raise UnsupportedGrammarError(f"the rule option {found[1]} is not supported: remove it")
 
 
-# ids that are consumed as a trial
+# the number of tokens that are consumed as a trial
 _TRIAL_TOKENS = 8
 
-# Parser items that llguidance may create: in one row, and in all rows of one step, which any token
-# of the vocabulary may lead to. A schema needs a few per row for each optional property that may
-# come next. With 151,669 tokens it needs few more per step, but 230 for each property if white
-# space is free: 460,000 for the most that `schema` accepts. These are cheap. An ambiguous grammar
-# has as many expensive ones: with 2000 in a row a step takes seconds, which delays all other
-# outputs of the model.
+# Limits on the number of parser items that llguidance may create, in one row and in all rows of one
+# step. A step tries every token of the vocabulary. A schema needs a few items per row for each
+# optional property that may come next. With 151,669 tokens, it needs only a few more per step. If
+# white space is free, however, it needs 230 items per property, which is 460,000 for the maximum
+# that `schema` accepts. These items are cheap. The items of an ambiguous grammar are equally many,
+# but expensive. With 2000 of them in a row, a step takes seconds, which delays all other outputs of
+# the model.
 _WIDE_ITEM_LIMITS = (30_000, 2_000_000)
 _NARROW_ITEM_LIMITS = (500, 2_000)
 
-# States of llguidance's lexer, in addition to one for each byte of the grammar: property names take
-# one for each of their bytes, and patterns, whose number of states is unbounded, take the others. A
-# state takes up to 1 kB. All outputs that follow a grammar share its states.
+# The number of states of llguidance's lexer, in addition to one state for each byte of the grammar.
+# Property names take one state for each of their bytes. The other states are for patterns, whose
+# number of states is unbounded. A state takes up to 1 kB. All outputs that follow a grammar share
+# its states.
 _MAX_LEXER_STATES = 50_000
 
-# characters kept at either end of an error message of llguidance
+# the number of characters that are kept at each end of an llguidance error message
 _ERROR_EDGE_CHARS = 200
 
 _UNIMPLEMENTED_KEYWORD = re.compile(r'Unimplemented keys: \["([^"]*)"')
-# start of the part of an error message that quotes llguidance's form of the grammar
+# the start of the part of an error message that quotes llguidance's form of the grammar
 _VERBOSE_PART = re.compile(r"<non-verbose/>|\n +\d+ \| |\n *while processing")
 _EXPLANATIONS = {
     "NoExtensionBias": "no token of this model is allowed next",
@@ -173,12 +180,12 @@ _EXPLANATIONS = {
     " required, or make the grammar less ambiguous",
     "too many states": "its patterns need too many states: simplify them",
     "panic": "it is too large",
-    "Unable to determine if regex": "its patterns are too complex in combination: remove one",
+    "Unable to determine if regex": "the combination of its patterns is too complex: remove one",
 }
 
 
 class GrammarCompileError(UnsupportedGrammarError):
-    """A rejected grammar; of a composed grammar, the part that is not supported."""
+    """A rejected grammar. For a composed grammar, it refers to the unsupported part."""
 
     def __init__(self, cause: UnsupportedGrammarError, grammar: Grammar) -> None:
         super().__init__(cause.reason, cause.path)
@@ -188,8 +195,9 @@ class GrammarCompileError(UnsupportedGrammarError):
 def compile_grammar(
     grammar: Grammar, tokenizer: LLTokenizer, token: CancelToken | None = None
 ) -> LLMatcher:
-    """The matcher in its start state, with its first mask computed. Raises GrammarCompileError, and
-    WorkCancelled soon after `token` is cancelled."""
+    """Returns the matcher in its start state, with its first mask computed. Raises
+    GrammarCompileError if the grammar is rejected. Raises WorkCancelled soon after `token` is
+    cancelled."""
     compiler = _Compiler(tokenizer, token or CancelToken())
     try:
         match grammar:
@@ -212,7 +220,8 @@ def compile_grammar(
 
 
 def explain_error(error: str) -> str:
-    """An error message of llguidance as a clause on one line, without its source excerpts."""
+    """Converts an error message of llguidance to a clause on one line, without its source
+    excerpts."""
     for sign, words in _EXPLANATIONS.items():
         if sign in error:
             return words
@@ -222,12 +231,13 @@ def explain_error(error: str) -> str:
     clause = _VERBOSE_PART.split(error.replace("/$defs/whole", "").replace("json-schema:///", ""))[
         0
     ]
-    # llguidance quotes expressions in full
+    # llguidance quotes complete expressions
     return " ".join(_elide_middle(clause).split())
 
 
 def _elide_middle(text: str) -> str:
-    """Keeps the end of a long message: it has the reason, after the expression that it is about."""
+    """Keeps both ends of a long message. The reason is at the end, after the rejected
+    expression."""
     if len(text) <= 2 * _ERROR_EDGE_CHARS:
         return text
     return f"{text[:_ERROR_EDGE_CHARS]} … {text[-_ERROR_EDGE_CHARS:]}"
@@ -257,14 +267,14 @@ class _Compiler:
                 f"it has more than {MAX_ENTRIES} options or {MAX_SCHEMA_LENGTH} characters"
             )
         spelled = " | ".join(json.dumps(option, ensure_ascii=False) for option in options)
-        # the one character that may stand in JSON's strings as it is, and not in Lark's
+        # the only character that JSON strings may contain unescaped and Lark strings must not
         spelled = spelled.replace("\x7f", "\\u007f")
         return self._compile_spec(_lark_spec(f"start: OPTION\nOPTION: {spelled}"))
 
     def compile_lark(self, grammar: LarkGrammar) -> LLMatcher:
         try:
-            # with `parts`, the schemas were parsed from the request; otherwise the client wrote the
-            # whole text
+            # With `parts`, the schemas were parsed from the request. Otherwise the client wrote the
+            # complete text.
             texts = [prepare_lark(grammar.text, compact=bool(grammar.parts))]
             if grammar.inner is not None:
                 texts.append(prepare_lark(grammar.inner.text))
@@ -297,9 +307,9 @@ class _Compiler:
         return made
 
     def _try_spec(self, spec: str, item_limits: tuple[int, int]) -> LLMatcher | str:
-        """The matcher, or the reason why there is none."""
+        """Returns the matcher, or the reason for its rejection."""
         self._token.check()
-        # reject unpaired surrogates here: llguidance's error message for them is unclear
+        # reject unpaired surrogates here, because llguidance's error message for them is unclear
         size = len(spec.encode())
         in_row, in_step = item_limits
         limits = LLParserLimits(
@@ -311,7 +321,7 @@ class _Compiler:
         try:
             with PanicGuard():
                 return self._create_matcher(spec, limits)
-        except LibraryPanic as panic:  # llguidance catches the panics that it expects
+        except LibraryPanic as panic:  # llguidance catches only the panics that it expects
             return explain_error(f"panic: {panic}")
 
     def _create_matcher(self, spec: str, limits: LLParserLimits) -> LLMatcher | str:
@@ -319,7 +329,7 @@ class _Compiler:
         mask = matcher.compute_bitmask()
         trial = matcher.deep_copy()
         for _ in range(_TRIAL_TOKENS):
-            # a matcher in an error state still allows the end
+            # a matcher in an error state still allows the end of the output
             if trial.is_error():
                 return explain_error(trial.get_error())
             id = _lowest_allowed_id(mask, self._tokenizer.eos_tokens)
@@ -331,7 +341,8 @@ class _Compiler:
 
 
 def _lark_spec(*texts: str) -> str:
-    """The first grammar refers to the second as @inner."""
+    """Returns llguidance's specification of the grammars. The first grammar refers to the second as
+    @inner."""
     grammars: list[dict[str, Any]] = [{"lark_grammar": text} for text in texts]
     for inner in grammars[1:]:
         inner["name"] = "inner"
@@ -339,12 +350,12 @@ def _lark_spec(*texts: str) -> str:
 
 
 def _dump_grammars(*grammars: Mapping[str, Any]) -> str:
-    # an unpaired surrogate is kept, and detected when the text is encoded
+    # an unpaired surrogate is kept here, and detected when the text is encoded
     return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
 def _lowest_allowed_id(mask: bytes, excluded: Sequence[int]) -> int | None:
-    """The lowest allowed id that is not excluded."""
+    """Returns the lowest allowed token ID that is not excluded."""
     bits = int.from_bytes(mask, "little")
     for id in excluded:
         bits &= ~(1 << id)

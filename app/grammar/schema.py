@@ -1,11 +1,12 @@
-"""Parses JSON Schemas and limits what they may cost to compile.
+"""Parses JSON Schemas and limits the cost of their compilation.
 
-Knows: which keywords hold schemas, what each may cost. Must not know: llguidance, tokens, requests.
+Knows: the keywords that contain schemas, the cost limits of keywords. Must not know: llguidance,
+tokens, requests.
 
-Schemas are untrusted, and compiling one runs in native code that cannot be interrupted: there, a
-long chain of references crashes the process, and a large `multipleOf` takes gigabytes. So
-everything that makes a compilation long or deep is counted before. This includes bounded
-repetitions in regular expressions (`count_repetitions`).
+Schemas are untrusted, and they are compiled in native code that cannot be interrupted. In this
+code, a long chain of references crashes the process, and a large `multipleOf` takes gigabytes of
+memory. Therefore this module limits everything that makes a compilation long or deep before the
+compilation starts. This includes bounded repetitions in regular expressions (`count_repetitions`).
 """
 
 import json
@@ -16,17 +17,17 @@ from fractions import Fraction
 from typing import Any, cast
 from urllib.parse import unquote
 
-# this many repetitions take 10 ms for each token; with ten times as many, native code reports that
-# the grammar is too complex in the middle of an output
+# This number of repetitions takes 10 ms for each token. With ten times as many, native code reports
+# in the middle of an output that the grammar is too complex.
 MAX_REPETITIONS = 10_000
 
 _REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\(|\)|\{(\d*)(,?)(\d*)\}", re.DOTALL)
 
 
 def count_repetitions(pattern: str) -> int:
-    """The largest product of nested bounded repetitions: 15 for `((ab){3}c){5}`. `{3,5}` and `{,5}`
-    count as 5, `{3,}` as 3; `*` and `+` do not count."""
-    # the product within each open group, and that of the last group or item
+    """Returns the largest product of nested bounded repetitions, which is 15 for `((ab){3}c){5}`.
+    `{3,5}` and `{,5}` count as 5, and `{3,}` counts as 3. `*` and `+` do not count."""
+    # the product within each open group, and the product of the last group or item
     groups, last, largest, end = [1], 1, 1, 0
     for part in _REGEX_PARTS.finditer(pattern):
         if part.start() > end:
@@ -40,7 +41,7 @@ def count_repetitions(pattern: str) -> int:
                 last = groups.pop()
             case "{":
                 count = part[3] or part[1]
-                # nine digits are larger than any limit
+                # a number of nine digits is larger than any limit
                 last *= max(1, int(count[:9] or 0))
             case _:
                 last = 1
@@ -53,19 +54,21 @@ def count_repetitions(pattern: str) -> int:
 SchemaPath = tuple[str, ...]
 Schema = dict[str, Any]
 
-# characters of a schema; the schemas of many tools take a tenth of it
+# The maximum number of characters of a schema. The schemas of many tools take a tenth of it.
 MAX_SCHEMA_LENGTH = 1 << 18
-# levels of a document: the native parser allows 128, and adds some itself
+# The maximum nesting depth of a document. The native parser allows 128 levels, and adds some levels
+# itself.
 MAX_LEVELS = 100
-# properties, required names, enum values, branches and definitions in total. OpenAI allows 5000
-# properties
+# The maximum number of properties, required names, enum values, branches and definitions in total.
+# OpenAI allows 5000 properties.
 MAX_ENTRIES = 5000
-# Optional properties of one object. Each of them may come next, so with 2000 of them and 151,669
-# tokens a step takes 0.1 s, which delays all other outputs of the model, and compiling takes 0.5 s;
-# with 5000, 0.5 s and 3 s. The time grows faster than the number.
+# The maximum number of optional properties of one object. Each of them may come next. With 2000 of
+# them and 151,669 tokens, a step takes 0.1 s, which delays all other outputs of the model, and
+# compilation takes 0.5 s. With 5000, a step takes 0.5 s and compilation takes 3 s. The time grows
+# faster than the number of properties.
 MAX_OPTIONAL_PROPERTIES = 2000
-# the least common multiple of all `multipleOf` values as integers, which is the number of rows of a
-# table. 100,000 rows take 0.3 s and 20 MB
+# The maximum least common multiple of all `multipleOf` values as integers. This multiple is the
+# number of rows of a table. 100,000 rows take 0.3 s and 20 MB.
 MAX_MULTIPLE = 100_000
 
 _SCHEMA_KEYWORDS = (
@@ -87,8 +90,8 @@ _DEFINITION_KEYWORDS = ("$defs", "definitions")
 
 
 class UnsupportedGrammarError(Exception):
-    """An invalid or unsupported grammar. reason: a clause. path: the keyword, relative to the
-    grammar."""
+    """An invalid or unsupported grammar. reason: a clause. path: the path of the keyword, relative
+    to the grammar."""
 
     def __init__(self, reason: str, path: SchemaPath = ()) -> None:
         super().__init__(reason)
@@ -97,7 +100,7 @@ class UnsupportedGrammarError(Exception):
 
 
 def parse_schema(text: str) -> Schema:
-    """The document, checked against all limits. Raises UnsupportedGrammarError."""
+    """Parses a document and checks all limits. Raises UnsupportedGrammarError."""
     if len(text) > MAX_SCHEMA_LENGTH:
         raise UnsupportedGrammarError(f"it is longer than {MAX_SCHEMA_LENGTH} characters")
     try:
@@ -110,7 +113,8 @@ def parse_schema(text: str) -> Schema:
 
 
 def check_schema(value: Any) -> Schema:
-    """The parsed document, checked against all limits. Raises UnsupportedGrammarError."""
+    """Checks all limits of a parsed document, and returns the document. Raises
+    UnsupportedGrammarError."""
     _check_levels(value)
     if value is True:
         return {}
@@ -122,24 +126,24 @@ def check_schema(value: Any) -> Schema:
 
 
 def iter_subschemas(schema: Any) -> Iterator[tuple[SchemaPath, Any]]:
-    """The schemas directly inside this one that apply to instances, with their relative paths."""
+    """Yields the direct subschemas that apply to instances, with their relative paths."""
     if not isinstance(schema, dict):
         return
-    held = cast(Mapping[str, Any], schema)
+    mapping = cast(Mapping[str, Any], schema)
     for key in _SCHEMA_KEYWORDS:
-        if isinstance(held.get(key), (dict, bool)):
-            yield (key,), held[key]
+        if isinstance(mapping.get(key), (dict, bool)):
+            yield (key,), mapping[key]
     for key in _SCHEMA_LIST_KEYWORDS:
-        if isinstance(held.get(key), list):
-            yield from (((key, str(i)), each) for i, each in enumerate(held[key]))
+        if isinstance(mapping.get(key), list):
+            yield from (((key, str(i)), each) for i, each in enumerate(mapping[key]))
     for key in _SCHEMA_MAP_KEYWORDS:
-        if isinstance(held.get(key), dict):
-            yield from (((key, name), each) for name, each in held[key].items())
+        if isinstance(mapping.get(key), dict):
+            yield from (((key, name), each) for name, each in mapping[key].items())
 
 
 def resolve_pointer(document: Any, pointer: str) -> tuple[SchemaPath, Any] | None:
-    """The path and value that a reference within the document (`#/…`) points to; None for any other
-    reference."""
+    """Returns the path and the value that a reference within the document (`#/…`) points to.
+    Returns None for any other reference."""
     if pointer != "#" and not pointer.startswith("#/"):
         return None
     path = tuple(
@@ -156,18 +160,18 @@ def resolve_pointer(document: Any, pointer: str) -> tuple[SchemaPath, Any] | Non
 
 
 def walk_schemas(document: Schema) -> Iterator[tuple[SchemaPath, Schema]]:
-    """Every schema of the document with its path, definitions included."""
+    """Yields every schema of the document with its path, including definitions."""
     todo: list[tuple[SchemaPath, Any]] = [((), document)]
     while todo:
         path, schema = todo.pop()
         if not isinstance(schema, dict):
             continue
-        held = cast(Schema, schema)
-        yield path, held
-        todo += [((*path, *below), each) for below, each in iter_subschemas(held)]
+        mapping = cast(Schema, schema)
+        yield path, mapping
+        todo += [((*path, *below), each) for below, each in iter_subschemas(mapping)]
         for key in _DEFINITION_KEYWORDS:
-            if isinstance(held.get(key), dict):
-                todo += [((*path, key, name), each) for name, each in held[key].items()]
+            if isinstance(mapping.get(key), dict):
+                todo += [((*path, key, name), each) for name, each in mapping[key].items()]
 
 
 _TOO_DEEP = f"it is nested deeper than {MAX_LEVELS} levels"
@@ -178,7 +182,7 @@ def _reject_constant(name: str) -> Any:
 
 
 def _check_levels(value: Any) -> None:
-    """Iterative, so that it never exceeds Python's stack."""
+    """Checks the nesting depth iteratively, so that the check never exceeds Python's stack."""
     todo: list[tuple[Any, int]] = [(value, 1)]
     while todo:
         each, level = todo.pop()
@@ -211,9 +215,7 @@ def _check_costs(document: Schema) -> None:
         if _count_optional(schema) > MAX_OPTIONAL_PROPERTIES:
             reason = (
                 f"one object has more than {MAX_OPTIONAL_PROPERTIES} optional properties: "
-                "make some "
-                "required, "
-                "or move some to nested objects"
+                "make some required, or move some to nested objects"
             )
             raise UnsupportedGrammarError(
                 reason, (*path, "properties") if "properties" in schema else path
@@ -221,8 +223,8 @@ def _check_costs(document: Schema) -> None:
         multiple = math.lcm(multiple, _numerator(schema.get("multipleOf")))
         if multiple > MAX_MULTIPLE:
             reason = (
-                f"its multipleOf values need a table of more than {MAX_MULTIPLE} "
-                "rows: use fewer digits"
+                f"its multipleOf values need a table of more than {MAX_MULTIPLE} rows: "
+                "use fewer digits"
             )
             raise UnsupportedGrammarError(reason, (*path, "multipleOf"))
         _check_patterns(path, schema)
@@ -230,12 +232,14 @@ def _check_costs(document: Schema) -> None:
 
 
 def _count_optional(schema: Any, depth: int = 0) -> int:
-    """Number of optional properties of an object, by this schema and the branches of its allOf;
-    references are not followed."""
+    """Returns the number of optional properties of an object, as declared by this schema and the
+    branches of its allOf. References are not followed."""
     if not isinstance(schema, dict) or depth > MAX_LEVELS:
         return 0
-    held = cast(Schema, schema)
-    properties, required, combined = (held.get(key) for key in ("properties", "required", "allOf"))
+    mapping = cast(Schema, schema)
+    properties, required, combined = (
+        mapping.get(key) for key in ("properties", "required", "allOf")
+    )
     names = set(cast(Schema, properties)) if isinstance(properties, dict) else set[str]()
     if isinstance(required, list):
         names -= {name for name in cast(list[Any], required) if isinstance(name, str)}
@@ -244,10 +248,11 @@ def _count_optional(schema: Any, depth: int = 0) -> int:
 
 
 def _numerator(multiple: Any) -> int:
-    """The value as an integer, without its decimal point; 1 if it is not a number."""
+    """Returns the value as an integer, without its decimal point. Returns 1 if it is not a
+    number."""
     if isinstance(multiple, bool) or not isinstance(multiple, (int, float)):
         return 1
-    # zero is rejected with a better message when it is compiled
+    # zero is rejected during compilation, with a better message
     return abs(Fraction(str(multiple)).numerator) or 1
 
 
@@ -264,12 +269,17 @@ def _check_patterns(path: SchemaPath, schema: Schema) -> None:
 
 
 def _check_min_properties(path: SchemaPath, schema: Schema) -> None:
-    """A name that the schema does not list may be written twice, which counts once. So at most one
-    property beyond the required ones can be guaranteed."""
+    """Rejects an unsupported `minProperties`. A model may write a name that the schema does not
+    list twice, but it counts only once. Therefore at most one property beyond the required ones can
+    be guaranteed."""
     least, required = schema.get("minProperties"), schema.get("required")
     if isinstance(least, bool) or not isinstance(least, int):
         return
-    certain = len(set(map(str, cast(list[Any], required)))) if isinstance(required, list) else 0
-    if least > certain + 1:
-        reason = f"it can be at most one more than the number of required properties, {certain}"
+    num_required = (
+        len(set(map(str, cast(list[Any], required)))) if isinstance(required, list) else 0
+    )
+    if least > num_required + 1:
+        reason = (
+            f"it can be at most one more than the number of required properties, {num_required}"
+        )
         raise UnsupportedGrammarError(reason, (*path, "minProperties"))

@@ -1,12 +1,13 @@
 """Finds the keyword of a JSON Schema that is not supported.
 
-Knows: the search. Must not know: llguidance, why a schema is rejected; the caller passes a function
-that checks a document.
+Knows: the search. Must not know: llguidance, the reasons for rejections. The caller passes a
+function that checks a document.
 
-llguidance reports why, but not where. So parts of the schema are checked separately: the search
-descends into the first rejected child until no child is rejected; then the keywords of the
-remaining schema are checked, each alone and each left out. Sibling schemas are checked together and
-bisected while they are rejected, so a wide schema costs the logarithm of its width.
+llguidance reports the reason for a rejection, but not the position of the keyword. Therefore parts
+of the schema are checked separately. The search descends into the first rejected child until no
+child is rejected. Then each keyword of the remaining schema is checked twice: the keyword on its
+own, and the schema without the keyword. Sibling schemas are checked together, and bisected while
+they are rejected. Therefore the cost of a wide schema only grows with the logarithm of its width.
 """
 
 import time
@@ -22,15 +23,15 @@ from app.grammar.schema import (
     resolve_pointer,
 )
 
-# returns the reason why a document is rejected, or None
+# returns the reason for which a document is rejected, or None
 SchemaCheck = Callable[[Schema], str | None]
 
-# most compilations of one search, and its time limit in seconds; then it reports what it has found
-# so far
+# The maximum number of compilations of one search, and its time limit in seconds. After either
+# limit, the search reports the best result so far.
 _MAX_TRIALS = 200
 _TIME_LIMIT = 1.0
 
-# keywords whose presence changes the meaning of others
+# keywords whose presence changes the meaning of other keywords
 _CONTEXT_KEYWORDS = frozenset({"type", "properties", "items", "prefixItems", "anyOf", "$ref"})
 # keywords without constraints
 _ANNOTATION_KEYWORDS = frozenset({"$defs", "definitions", "title", "description", "default"})
@@ -39,8 +40,9 @@ _ANNOTATION_KEYWORDS = frozenset({"$defs", "definitions", "title", "description"
 def find_unsupported_keyword(
     document: Schema, check: SchemaCheck, reason: str
 ) -> UnsupportedGrammarError:
-    """The error of the unsupported keyword, with the reason for which it is rejected alone.
-    document: a rejected document. reason: why it is rejected; used if no smaller part is."""
+    """Returns an error for the unsupported keyword, with the reason for which the keyword on its
+    own is rejected. document: a rejected document. reason: the reason for its rejection, used if no
+    smaller part is rejected."""
     return _Search(document, check).find((), document, reason)
 
 
@@ -58,7 +60,7 @@ class _Search:
         self._seen: set[SchemaPath] = set()
 
     def find(self, path: SchemaPath, schema: Any, reason: str) -> UnsupportedGrammarError:
-        """schema: the schema at `path`, which is rejected for `reason`."""
+        """Searches the schema at `path`, which is rejected for `reason`."""
         self._seen.add(path)
         self._relocated_document = self._relocate(self._document)
         try:
@@ -73,8 +75,8 @@ class _Search:
     def _find_rejected_child(
         self, path: SchemaPath, schema: Any
     ) -> tuple[SchemaPath, Any, str] | None:
-        """The first child that is rejected by itself."""
-        # false rejects everything on purpose
+        """Returns the first child that is rejected on its own."""
+        # the schema `false` rejects everything on purpose
         below = [child for child in iter_subschemas(schema) if child[1] is not False]
         children = [((*path, *names), each) for names, each in below]
         if isinstance(schema, dict) and isinstance(cast(Schema, schema).get("$ref"), str):
@@ -93,7 +95,8 @@ class _Search:
         return None if reason is None else (path, found, reason)
 
     def _try_together(self, children: Sequence[tuple[SchemaPath, Any]]) -> str | None:
-        """The reason why these schemas are rejected together; None if they are accepted."""
+        """Returns the reason for which these schemas are rejected together, or None if they are
+        accepted."""
         if not children:
             return None
         refs = {str(i): {"$ref": _reference_to(path)} for i, (path, _) in enumerate(children)}
@@ -109,34 +112,34 @@ class _Search:
         return self._check({**schema, "$defs": {"whole": self._relocated_document}})
 
     def _find_keyword(self, path: SchemaPath, schema: Any, reason: str) -> UnsupportedGrammarError:
-        """Find the keyword in the schema itself, not in its children."""
+        """Finds the keyword in the schema itself, not in its children."""
         if not isinstance(schema, dict):
             return UnsupportedGrammarError(reason, path)
-        held = cast(Schema, self._relocate(schema))
-        said = [key for key in held if key not in _ANNOTATION_KEYWORDS]
-        for key in said:
-            alone = self._try({key: held[key]})
+        mapping = cast(Schema, self._relocate(schema))
+        keywords = [key for key in mapping if key not in _ANNOTATION_KEYWORDS]
+        for key in keywords:
+            alone = self._try({key: mapping[key]})
             if alone is not None:
                 return UnsupportedGrammarError(alone, (*path, key))
-        # try constraints before the keywords that they constrain
-        for key in sorted(said, key=lambda key: key in _CONTEXT_KEYWORDS):
-            others = {name: held[name] for name in said if name != key}
+        # try constraints before the keywords whose values they constrain
+        for key in sorted(keywords, key=lambda key: key in _CONTEXT_KEYWORDS):
+            others = {name: mapping[name] for name in keywords if name != key}
             if self._try(others) is None:
                 return UnsupportedGrammarError(reason, (*path, key))
         return UnsupportedGrammarError(reason, path)
 
     def _relocate(self, value: Any) -> Any:
-        """The value with its references rewritten for one level down, so that its parts can be
-        referenced from outside. References to a schema that the search has already entered are
-        dropped: otherwise every schema with such a reference would be rejected for the same reason.
-        """
+        """Returns the value with its references rewritten for one level down, so that other
+        documents can refer to its parts. References to a schema that the search has already entered
+        are dropped. Otherwise every schema with such a reference would be rejected for the same
+        reason."""
         if isinstance(value, list):
             return [self._relocate(each) for each in cast(list[Any], value)]
         if not isinstance(value, dict):
             return value
-        held = cast(Schema, value)
-        ref = held.get("$ref")
-        moved = {key: self._relocate(each) for key, each in held.items()}
+        mapping = cast(Schema, value)
+        ref = mapping.get("$ref")
+        moved = {key: self._relocate(each) for key, each in mapping.items()}
         if isinstance(ref, str) and (ref == "#" or ref.startswith("#/")):
             moved["$ref"] = f"#/$defs/whole{ref[1:]}"
             found = resolve_pointer(self._document, ref)

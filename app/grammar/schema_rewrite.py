@@ -1,12 +1,13 @@
-"""Rewrites JSON Schemas into equivalent ones that llguidance supports.
+"""Rewrites JSON Schemas into equivalent schemas that llguidance supports.
 
-Knows: when no instance can satisfy two schemas at once. Must not know: llguidance, costs.
+Knows: the conditions under which no instance can satisfy two schemas. Must not know: llguidance,
+costs.
 
-llguidance supports `oneOf` if it can see that the branches exclude each other, but it does not
-follow references: so it would reject all tagged unions that pydantic generates. If branches are
-disjoint with references followed, `oneOf` is equivalent to `anyOf`. llguidance also rejects
-unimplemented keywords that constrain nothing, and accepts values of some formats that validators
-reject.
+llguidance supports `oneOf` if it can detect that the branches exclude each other. However, it does
+not follow references, so it would reject all tagged unions that pydantic generates. This module
+follows the references. If the branches are disjoint, `oneOf` is equivalent to `anyOf`. llguidance
+also rejects unimplemented keywords that have no effect, and accepts values of some formats that
+validators reject.
 """
 
 import json
@@ -17,22 +18,23 @@ from typing import Any, cast
 from app.grammar.schema import Schema, resolve_pointer
 
 # White space between JSON tokens, in llguidance's options (its docs/json_schema.md). Both rules
-# bound it: a confused model may write white space without end. compact: none but one space after a
-# colon or comma. JSON over several lines takes almost twice the tokens for the same content.
+# limit it, because a confused model may write white space without end. The compact rule only allows
+# one space after a colon or a comma. JSON over several lines takes almost twice as many tokens for
+# the same content.
 _COMPACT_WHITESPACE: Schema = {
     "item_separator": ",[ ]?",
     "key_separator": ":[ ]?",
     "whitespace_flexible": False,
 }
-# over several lines: llama.cpp's rule (json-schema-to-grammar.cpp)
+# white space for JSON over several lines: llama.cpp's rule (json-schema-to-grammar.cpp)
 _MULTILINE_WHITESPACE: Schema = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
 
-# branches are compared in pairs
+# the maximum number of branches, because they are compared in pairs
 _MAX_BRANCHES = 200
-# length of a chain of references, which may be circular
+# the maximum length of a chain of references, which may be circular
 _MAX_REFERENCE_HOPS = 20
 
-# values for which these keywords constrain nothing
+# values with which these keywords constrain nothing
 _NO_OP_KEYWORDS: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "dependentRequired": ({},),
@@ -42,8 +44,8 @@ _NO_OP_KEYWORDS: dict[str, tuple[Any, ...]] = {
     "unevaluatedProperties": (True, {}),
     "not": (False,),
 }
-# what llguidance's format patterns lack: RFC 5321 allows 64 octets before the @, and RFC 3339
-# allows second 60 only at leap seconds, which no pattern can express
+# Constraints that llguidance's format patterns lack. RFC 5321 allows 64 octets before the @. RFC
+# 3339 allows second 60 only at leap seconds, which no pattern can express.
 _STRICTER_FORMATS: dict[str, Schema] = {
     "email": {"pattern": r"^[^@]{1,64}@"},
     "time": {"pattern": r"^[0-9:]{5}:[0-5]"},
@@ -61,49 +63,54 @@ _ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comme
 
 
 def rewrite_schema(document: Schema, *, compact: bool = True) -> Schema:
-    """An equivalent schema that llguidance supports. White space is bounded, and no keyword is
-    ignored.
+    """Returns an equivalent schema that llguidance supports. White space is bounded, and no keyword
+    is ignored.
 
-    document: a schema that `check_schema` returned. compact: the JSON text is on one line.
+    document: a schema that `check_schema` returned. compact: whether the JSON text is on one line.
 
-    An object that lists its properties has no others unless the schema allows them: JSON Schema
-    would let a model continue with invented ones, and weak models do. llama.cpp and xgrammar
-    interpret schemas in the same way.
+    An object that lists its properties has no others unless the schema allows them. JSON Schema
+    would allow a model to continue with invented properties, and weak models do this. llama.cpp and
+    xgrammar interpret schemas in the same way.
     """
     closes = '"allOf"' not in json.dumps(document)
     rewritten = cast(Schema, _rewrite(document, document, closes=closes))
-    # last, so that a client's schema cannot override it
+    # added last, so that a client's schema cannot override it
     space = _COMPACT_WHITESPACE if compact else _MULTILINE_WHITESPACE
     rewritten["x-guidance"] = {**space, "lenient": False}
     return rewritten
 
 
 def _rewrite(schema: Any, document: Schema, *, closes: bool) -> Any:
-    """closes: whether objects here may be restricted to the properties that they list."""
+    """Rewrites a schema and its children. closes: whether objects may be restricted to the
+    properties that they list."""
     if not isinstance(schema, dict):
         return schema
-    held = {key: value for key, value in cast(Schema, schema).items() if not _is_no_op(key, value)}
+    rewritten = {
+        key: value for key, value in cast(Schema, schema).items() if not _is_no_op(key, value)
+    }
     if (
-        isinstance(held.get("oneOf"), list)
-        and "anyOf" not in held
-        and _are_exclusive(held, document)
+        isinstance(rewritten.get("oneOf"), list)
+        and "anyOf" not in rewritten
+        and _are_exclusive(rewritten, document)
     ):
-        held = {("anyOf" if key == "oneOf" else key): value for key, value in held.items()}
-    if closes and _can_be_closed(held):
-        held["additionalProperties"] = False
-    for key, value in held.items():
-        # closing a branch could make it appear exclusive when both hold
-        shared = key == "oneOf" or (key == "anyOf" and "properties" in held)
-        held[key] = _rewrite_children(key, value, document, closes=closes and not shared)
-    narrower = _STRICTER_FORMATS.get(str(held.get("format")))
+        rewritten = {
+            ("anyOf" if key == "oneOf" else key): value for key, value in rewritten.items()
+        }
+    if closes and _can_be_closed(rewritten):
+        rewritten["additionalProperties"] = False
+    for key, value in rewritten.items():
+        # closing a branch could make it appear exclusive when both branches hold
+        shared = key == "oneOf" or (key == "anyOf" and "properties" in rewritten)
+        rewritten[key] = _rewrite_children(key, value, document, closes=closes and not shared)
+    narrower = _STRICTER_FORMATS.get(str(rewritten.get("format")))
     if narrower is not None:
-        also = held.get("allOf")
-        held["allOf"] = [*(cast(list[Any], also) if isinstance(also, list) else []), narrower]
-    return held
+        also = rewritten.get("allOf")
+        rewritten["allOf"] = [*(cast(list[Any], also) if isinstance(also, list) else []), narrower]
+    return rewritten
 
 
 def _can_be_closed(schema: Schema) -> bool:
-    """Whether an instance can be restricted to the properties that the schema lists."""
+    """Returns whether an instance can be restricted to the properties that the schema lists."""
     return (
         isinstance(schema.get("properties"), dict)
         and _NOT_CLOSABLE.isdisjoint(schema)
@@ -128,12 +135,13 @@ def _rewrite_children(key: str, value: Any, document: Schema, *, closes: bool) -
 
 def _is_no_op(key: str, value: Any) -> bool:
     return any(
-        value is said or (said == {} and value == {}) for said in _NO_OP_KEYWORDS.get(key, ())
+        value is neutral or (neutral == {} and value == {})
+        for neutral in _NO_OP_KEYWORDS.get(key, ())
     )
 
 
 def _are_exclusive(schema: Schema, document: Schema) -> bool:
-    """Whether no instance satisfies two branches of its `oneOf`."""
+    """Returns whether no instance satisfies two branches of its `oneOf`."""
     branches = [_resolve(each, document) for each in schema["oneOf"]]
     if len(branches) > _MAX_BRANCHES or _has_reference_into_one_of(document):
         return False
@@ -141,19 +149,19 @@ def _are_exclusive(schema: Schema, document: Schema) -> bool:
 
 
 def _has_reference_into_one_of(document: Schema) -> bool:
-    """Whether a reference may point into a `oneOf`, which then cannot be renamed."""
+    """Returns whether a reference may point into a `oneOf`. Such a `oneOf` cannot be renamed."""
     return "/oneOf/" in json.dumps(document)
 
 
 def _resolve(schema: Any, document: Schema) -> Schema | None:
-    """The schema that a reference points to; None if it is not an object."""
+    """Returns the schema that a reference points to, or None if the target is not an object."""
     for _ in range(_MAX_REFERENCE_HOPS):
         if not isinstance(schema, dict):
             return None
-        held = cast(Schema, schema)
-        if not isinstance(held.get("$ref"), str) or set(held) - _ANNOTATIONS - {"$ref"}:
-            return held
-        found = resolve_pointer(document, held["$ref"])
+        mapping = cast(Schema, schema)
+        if not isinstance(mapping.get("$ref"), str) or set(mapping) - _ANNOTATIONS - {"$ref"}:
+            return mapping
+        found = resolve_pointer(document, mapping["$ref"])
         schema = None if found is None else found[1]
     return None
 
@@ -173,7 +181,8 @@ def _are_disjoint(one: Schema | None, other: Schema | None, document: Schema) ->
 
 
 def _tags_differ(one: Schema, other: Schema, name: str, document: Schema) -> bool:
-    """Whether both are objects in which the property `name` cannot have a common value."""
+    """Returns whether both schemas are objects in which the property `name` cannot have a common
+    value."""
     if _possible_types(one) | _possible_types(other) != {"object"}:
         return False
     tags = [_resolve(_properties(each).get(name), document) for each in (one, other)]
@@ -182,9 +191,9 @@ def _tags_differ(one: Schema, other: Schema, name: str, document: Schema) -> boo
 
 
 def _possible_types(schema: Schema) -> set[str]:
-    """The types that an instance may have; integers count as numbers."""
-    said = schema.get("type")
-    names = set[Any](cast(list[Any], said) if isinstance(said, list) else [said])
+    """Returns the types that an instance may have. Integers count as numbers."""
+    declared = schema.get("type")
+    names = set[Any](cast(list[Any], declared) if isinstance(declared, list) else [declared])
     known = {"null", "boolean", "number", "integer", "string", "array", "object"}
     if not names <= known:
         return known - {"integer"}
@@ -192,7 +201,8 @@ def _possible_types(schema: Schema) -> set[str]:
 
 
 def _listed_values(schema: Schema) -> frozenset[str] | None:
-    """The values that an instance may have, if they are listed. 1 and 1.0 are equal."""
+    """Returns the values that an instance may have, or None if they are not listed. 1 and 1.0 are
+    equal."""
     if "const" in schema:
         return frozenset(_canonical_json([schema["const"]]))
     listed = schema.get("enum")
@@ -201,8 +211,8 @@ def _listed_values(schema: Schema) -> frozenset[str] | None:
 
 def _canonical_json(values: list[Any]) -> Iterator[str]:
     for value in values:
-        whole = isinstance(value, float) and value.is_integer()
-        yield json.dumps(int(value) if whole else value, sort_keys=True)
+        is_integer = isinstance(value, float) and value.is_integer()
+        yield json.dumps(int(value) if is_integer else value, sort_keys=True)
 
 
 def _required_names(schema: Schema) -> list[str]:

@@ -1,8 +1,9 @@
 """Authentication and authorization: API keys against the required access level.
 
-Knows: the headers that carry a key (RFC 6750, 2.1, and x-api-key of Anthropic's SDK and llama.cpp's
-clients), which paths require an admin key and which require none. Must not know: where keys come
-from, bodies, responses.
+Knows: the headers that carry a key, the paths that require an admin key, the paths that require no
+key. Must not know: the origin of keys, request bodies, responses. A key arrives in the
+Authorization header (RFC 6750, 2.1), or in the x-api-key header of Anthropic's SDK and llama.cpp's
+clients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.core.errors import AppError, ErrorKind
 from app.http.api_keys import ApiKey, Keyring
-from app.http.responses import error_response
+from app.http.errors import error_response
 
 
 class AccessLevel(Enum):
@@ -25,19 +26,32 @@ class AccessLevel(Enum):
 
 
 # All other paths require a key, including unknown ones, so that clients without a key cannot probe
-# for paths. Checked against the routes by tests/http/test_auth.py.
+# for paths. tests/http/test_auth.py compares this table with the routes.
 _PUBLIC_PATHS = frozenset({"/health", "/v1/status"})
-_ADMIN_PATHS = frozenset({"/metrics", "/v1/models/load", "/v1/models/unload"})
+_ADMIN_PATHS = frozenset(
+    {
+        "/metrics",
+        "/v1/models/load",
+        "/v1/models/unload",
+        "/api/pull",
+        "/api/push",
+        "/api/create",
+        "/api/copy",
+        "/api/delete",
+    }
+)
+_ADMIN_PREFIX = "/api/blobs/"
 
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 
-# RFC 6750, 3: an error code follows the scheme, but not if the client sent no key
+# RFC 6750, 3: an error code follows the scheme, unless the client sent no key
 _CHALLENGE = 'Bearer realm="mlxrunner"'
 
 
 def required_access(method: str, path: str) -> AccessLevel:
-    """Returns the access level. path: decoded, as the router matches it."""
-    if path in _ADMIN_PATHS:
+    """Returns the access level that a request requires. path: the decoded path, as matched by the
+    router."""
+    if path in _ADMIN_PATHS or path.startswith(_ADMIN_PREFIX):
         return AccessLevel.ADMIN
     if path in _PUBLIC_PATHS and method in ("GET", "HEAD"):
         return AccessLevel.PUBLIC
@@ -45,7 +59,7 @@ def required_access(method: str, path: str) -> AccessLevel:
 
 
 def extract_keys(headers: Sequence[tuple[bytes, bytes]]) -> Sequence[str]:
-    """Returns the candidate keys of a request: at most one from each of the two headers. A repeated
+    """Returns the candidate keys of a request, at most one from each of the two headers. A repeated
     header is ignored, because proxies and servers differ in which value they use."""
     found: list[str] = []
     for header in _KEY_HEADERS:
@@ -61,12 +75,23 @@ def extract_keys(headers: Sequence[tuple[bytes, bytes]]) -> Sequence[str]:
     return found
 
 
+def get_caller(scope: Scope) -> str:
+    """Returns the caller, which is the name of its key, or "" if the server uses no keys."""
+    return scope.get("state", {}).get("caller", "")
+
+
+def is_admin(scope: Scope) -> bool:
+    """Returns whether the caller may manage models. It may if it has an admin key or if no keys are
+    configured."""
+    return scope.get("state", {}).get("admin", False)
+
+
 class AuthMiddleware:
     """ASGI middleware that authenticates requests.
 
-    Stores in `request.state`: `caller`, the name of the key, and `admin`, whether the caller has
-    admin access. Without configured keys every caller has the name "" and admin access. Removes the
-    key from the headers, so that the application cannot leak it.
+    Stores two values in `request.state`: `caller`, the name of the key, and `admin`, whether the
+    caller has admin access. If no keys are configured, every caller has the name "" and admin
+    access. Removes the key from the headers, so that the application cannot leak it.
     """
 
     def __init__(self, app: ASGIApp, keyring: Keyring) -> None:
@@ -77,7 +102,7 @@ class AuthMiddleware:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        assert scope["type"] == "http", "keys are asked for of requests only"
+        assert scope["type"] == "http", "only HTTP requests are authenticated"
         try:
             allowed = await self._authenticate(scope)
         except AppError as error:
@@ -88,23 +113,24 @@ class AuthMiddleware:
         await self._app(scope, receive, send)
 
     async def _authenticate(self, scope: Scope) -> Mapping[str, Any]:
-        """Returns the values for the state. Raises AppError(UNAUTHORIZED or FORBIDDEN)."""
+        """Returns the values for the state. Raises AppError(UNAUTHORIZED) or
+        AppError(FORBIDDEN)."""
         if not self._keyring.enabled:
             return {"caller": "", "admin": True}
-        asked = required_access(scope["method"], scope["path"])
+        required = required_access(scope["method"], scope["path"])
         shown = extract_keys(scope["headers"])
-        # all of them, even after a match, so that the duration reveals nothing
+        # check all keys even after a match, so that the duration reveals nothing
         known = [key for text in shown if (key := await self._keyring.find(text)) is not None]
         key = known[0] if known else None
-        authorize(asked, key, key_sent=bool(shown))
+        authorize(required, key, key_sent=bool(shown))
         if key is None:
             return {"caller": "", "admin": False}
         return {"caller": key.name, "admin": key.admin}
 
 
 def authorize(required: AccessLevel, key: ApiKey | None, *, key_sent: bool) -> None:
-    """Raises AppError(UNAUTHORIZED) if a key is required and missing, AppError(FORBIDDEN) if the
-    key is not sufficient. Neither message contains what was sent."""
+    """Raises AppError(UNAUTHORIZED) if a key is required and missing, and AppError(FORBIDDEN) if
+    the key is not sufficient. Neither message contains the key that the client sent."""
     if required is not AccessLevel.PUBLIC and key is None:
         raise AppError(
             ErrorKind.UNAUTHORIZED,
@@ -123,10 +149,10 @@ def authorize(required: AccessLevel, key: ApiKey | None, *, key_sent: bool) -> N
 
 
 def _challenge_headers(error: AppError) -> Mapping[str, str]:
-    told = {
+    challenges = {
         "missing_api_key": _CHALLENGE,
         "invalid_api_key": f'{_CHALLENGE}, error="invalid_token"',
         "insufficient_scope": f'{_CHALLENGE}, error="insufficient_scope"',
     }
     assert error.code is not None
-    return {"WWW-Authenticate": told[error.code]}
+    return {"WWW-Authenticate": challenges[error.code]}

@@ -1,7 +1,7 @@
-"""Checks before the server binds: whether the address may be used and is free.
+"""Checks before the server binds: whether the address is free, and whether it may be used.
 
-Knows: addresses, the settings that protect a public address. Must not know: how keys are checked,
-how the server listens.
+Knows: addresses, the settings that protect a public address. Must not know: key validation, the
+listening server.
 """
 
 import errno
@@ -25,9 +25,10 @@ _BIND_HINTS = {
 
 
 def check_bind_address(host: str, port: int) -> None:
-    """Checks that the address is free. port: 0 means any free port. Raises AppError(INVALID)."""
+    """Checks that the address is free. port: the port; 0 means any free port. Raises
+    AppError(INVALID) if the server cannot listen on the address."""
     try:
-        # same arguments as asyncio, where an empty name means every address
+        # the arguments are the same as in asyncio, where an empty name means every address
         found = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
@@ -42,10 +43,10 @@ def check_bind_address(host: str, port: int) -> None:
 def _try_bind(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -> None:
     try:
         probe = socket.socket(family, kind, protocol)
-    except OSError:  # a kernel without IPv6: the server skips it too
+    except OSError:  # a kernel without IPv6, which the server skips, too
         return
     with probe:
-        # otherwise connections of a previous server in TIME_WAIT would block the address
+        # otherwise a previous server's connections in TIME_WAIT would block the address
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -62,10 +63,10 @@ def _try_bind(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -
 def check_security_settings(
     settings: Settings, environment: MutableMapping[str, str]
 ) -> tuple[Keyring, Sequence[str]]:
-    """Checks keys, exposure and certificate, for `serve` before it listens and for `config`.
-    Origins and host names are checked where they are parsed (`app.config.value_types`). Removes the
-    keys from `environment`. Returns the keys and warnings for the log. Raises AppError(INVALID) for
-    settings that prevent the server from starting."""
+    """Checks the keys, the bind policy and the certificate. `serve` calls it before it listens, and
+    `config` calls it, too. Origins and host names are checked where they are parsed
+    (`app.config.value_types`). Removes the keys from `environment`. Returns the keys and warnings
+    for the log. Raises AppError(INVALID) for settings that prevent the server from starting."""
     keyring = Keyring.from_settings(settings, environment)
     warnings = list(check_bind_policy(settings, has_keys=keyring.enabled))
     if settings.tls_cert is not None and settings.tls_key is not None:
@@ -75,7 +76,8 @@ def check_security_settings(
 
 def check_bind_policy(settings: Settings, *, has_keys: bool) -> Sequence[str]:
     """Returns warnings for the log about settings that are allowed but risky. Raises
-    AppError(INVALID) for a public server without authentication that was not explicitly allowed."""
+    AppError(INVALID) for a public server without authentication, unless this was explicitly
+    allowed."""
     if has_keys:
         if is_loopback(settings.host) or settings.tls_cert is not None:
             return ()
@@ -95,8 +97,8 @@ def check_bind_policy(settings: Settings, *, has_keys: bool) -> Sequence[str]:
     if named and not settings.allow_anyone:
         raise AppError(
             ErrorKind.INVALID,
-            f"--allowed-host {named[0]} without API keys lets anyone use the server who reaches "
-            "it by that name, for example through a proxy, whose requests come from this machine: "
+            f"--allowed-host {named[0]} without API keys lets anyone who reaches the server by "
+            "that name use it, for example through a proxy, whose requests come from this machine: "
             "create a key with `mlxrunner key NAME --file FILE` and pass --api-keys FILE, or pass "
             "--allow-anyone",
             param="allowed_hosts",
@@ -118,7 +120,7 @@ def check_bind_policy(settings: Settings, *, has_keys: bool) -> Sequence[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only this machine can reach the host. A name other than `localhost` may
+    """Returns whether only this machine can reach the host. Names other than `localhost` may
     resolve to any address."""
     try:
         address = ipaddress.ip_address(host)

@@ -1,11 +1,11 @@
 """Request bodies: size limits, the memory budget of all bodies, JSON parsing off the event loop.
 
-Knows: ASGI messages, JSON's syntax, orjson, thread pools. Must not know: dialects, what is
-requested.
+Knows: ASGI messages, JSON's syntax, orjson, thread pools. Must not know: dialects, the content of
+requests.
 
-The parser builds an object for each JSON value, which takes many times the bytes of `[]`, and holds
-the GIL meanwhile. Therefore values are counted while the body arrives, before any is built, and
-large bodies are parsed on a thread, one at a time, in turn by caller.
+The parser builds an object for each JSON value. The objects take many times the bytes of `[]`, and
+the parser holds the GIL while it builds them. Values are therefore counted while the body arrives,
+before any object is built. Large bodies are parsed on a thread, one at a time; callers take turns.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import orjson
 from starlette.datastructures import Headers
@@ -24,42 +24,49 @@ from app.core.errors import AppError, ErrorKind, mark_client_text
 from app.core.malloc import trim_malloc
 from app.core.settings import MEBIBYTE, Settings
 from app.core.thread_pools import FairThreadPool, ThreadPools
-from app.http.responses import ClientDisconnected, get_caller, peek_model
+from app.http.auth import get_caller
+from app.http.responses import JsonObject
+from app.http.streaming import ClientDisconnected
 
 Found = TypeVar("Found")
 Result = TypeVar("Result")
 
-# JSON values of one body, including keys: 2,048 embedding inputs of 100 token ids each have
-# 207,000. Building that many takes 30 ms. A prompt of ids may have more if a model has a longer
-# context.
+# The maximum number of JSON values in one body, including keys. 2,048 embedding inputs of 100 token
+# IDs each have 207,000 values. Building that many takes 30 ms. A prompt of token IDs may have more
+# values if a model has a longer context.
 MAX_VALUES = 262_144
 
-# Values of a conversation, which has no ids. Ten times the largest recorded request of a coding
-# agent is 12,000, a schema of 5,000 properties has 40,000. Each value costs more than an id does:
-# templates and schemas process all of them.
+# The maximum number of values in a conversation, which has no token IDs. Ten times the largest
+# recorded request of a coding agent has 12,000 values, and a schema with 5,000 properties has
+# 40,000. Each value costs more than a token ID does, because templates and schemas process all of
+# them.
 MAX_CHAT_VALUES = 65_536
 
-# Values that a request may have in addition to a prompt of ids.
+# The number of values that a request may have in addition to a prompt of token IDs.
 _VALUES_BESIDE_PROMPT = 16_384
 
-# Bytes that all bodies in flight may take together, not counting the first _UNCOUNTED_BYTES of
-# each; at least this many bodies of full size are admitted. One caller with a key gets at most half
-# of it.
+# The number of bytes that all bodies in flight may use together, not counting the first
+# _UNCOUNTED_BYTES of each body, and the minimum number of bodies of full size that are admitted.
+# One caller with a key gets at most half of the bytes.
 _BUDGET_BYTES, _MIN_FULL_SIZE_BODIES = 128 * MEBIBYTE, 8
 
-# Bytes of each body that do not count against the budget, so that small requests are served when
-# large ones have used it up. --max-connections bounds them.
+# The number of bytes of each body that do not count against the budget. Small requests are
+# therefore served even if large ones have used up the budget. --max-connections bounds the
+# uncounted bytes.
 _UNCOUNTED_BYTES = 64 * 1024
 
-# Average bytes of a parsed JSON value, and its cost relative to reading one byte.
+# The average size of a parsed JSON value in bytes, and its cost relative to reading one byte.
 _VALUE_BYTES, _VALUE_WEIGHT = 64, 16
 
 # A body with more bytes or more values is parsed on a thread; others take less than 3 ms.
 _LARGE_BYTES, _LARGE_VALUES = MEBIBYTE, 16_384
 
-# Seconds after a large body until free memory is returned to the system, once for all bodies in
-# that time.
+# The number of seconds after a large body until free memory is returned to the system. This is done
+# once for all bodies in that time.
 _RELEASE_DELAY = 1.0
+
+# An ASGI extension: a function that restarts the timeout of the body that is being read.
+EXTEND_BODY = "mlxrunner.extend_body"
 
 _SEPARATORS = (b",", b":", b"[", b"{")
 _NOT_STRUCTURE = bytes(c for c in range(256) if c not in b'",:[{')
@@ -67,12 +74,12 @@ _STRING = re.compile(rb'"[^"]*"')
 
 
 class ValueCounter:
-    """Counts the values of a JSON text, including keys, as it arrives: every value but the first
-    follows a comma, a colon or an opening bracket outside of strings. Never less than the parser
-    would build; empty containers count twice.
+    """Counts the values of a JSON text, including keys, as the text arrives. Every value except the
+    first follows a comma, a colon or an opening bracket outside of strings. The count is never less
+    than the number of values that the parser would build; empty containers count twice.
 
-    Finding the strings takes ten times as long as reading the bytes, so it is only done above
-    `exact_from` values; below, characters inside strings count too.
+    Finding the strings takes ten times as long as reading the bytes, so it is done only above
+    `exact_from` values. Below that, characters inside strings are counted, too.
     """
 
     def __init__(self, exact_from: int = 0) -> None:
@@ -83,7 +90,7 @@ class ValueCounter:
         self._escapes = False  # the last byte is a backslash that escapes the next one
 
     def feed(self, data: bytes, before: bytes | bytearray = b"") -> None:
-        """Counts the values in `data`. before: everything that was fed before."""
+        """Counts the values in `data`. before: all data that was fed before."""
         if self._exact:
             self._feed_exact(data)
             return
@@ -110,7 +117,7 @@ class ValueCounter:
 
 
 class BodyMemoryBudget:
-    """Memory budget of the bodies in flight. total: bytes."""
+    """The memory budget of the bodies in flight. total: the budget in bytes."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -140,7 +147,8 @@ class BodyMemoryBudget:
 
 
 class Body:
-    """The complete body of one request. data: its bytes; empty once it was parsed."""
+    """The complete body of one request. data: the bytes of the body; empty after the body was
+    parsed."""
 
     def __init__(self, bodies: "RequestBodies", caller: str, max_values: int) -> None:
         self._bodies = bodies
@@ -158,7 +166,7 @@ class Body:
 
     @property
     def weight(self) -> int:
-        """The cost of parsing, in bytes of equal cost."""
+        """The cost of parsing, in units of the cost of one byte."""
         return self.size + _VALUE_WEIGHT * self.value_counter.count
 
     def take_data(self) -> bytearray:
@@ -167,7 +175,7 @@ class Body:
         return data
 
     async def json(self) -> object:
-        """Parses the body. Raises AppError(INVALID) for invalid JSON, AppError(OVERLOADED)."""
+        """Parses the body. Raises AppError(INVALID) for invalid JSON, and AppError(OVERLOADED)."""
         return await self._bodies.parse(self)
 
     async def read(
@@ -175,15 +183,15 @@ class Body:
         find: Callable[[str | None], Awaitable[Found]],
         read: Callable[[object, Found], Result],
     ) -> Result:
-        """Returns the result of `read` on the parsed JSON; `read` runs on a thread. `find` runs
-        first, on the event loop: it resolves the model that the body names, and its result is
-        passed to `read`. Raises as `json`, `find` and `read` do."""
+        """Parses the JSON, calls `read` on the result and returns its result. `read` runs on a
+        thread. `find` runs first, on the event loop: it resolves the model that the body names, and
+        its result is passed to `read`. Raises as `json`, `find` and `read` do."""
         return await self._bodies.read(self, find, read)
 
 
 class RequestBodies:
-    """The bodies of one server. max_prompt_tokens: returns the largest number of prompt tokens;
-    called for a body with more values than any other kind of body needs."""
+    """The bodies of one server. max_prompt_tokens: returns the maximum number of prompt tokens. It
+    is called for a body with more values than any other type of body needs."""
 
     def __init__(
         self, settings: Settings, workers: ThreadPools, max_prompt_tokens: Callable[[], int]
@@ -194,48 +202,54 @@ class RequestBodies:
         self._budget = BodyMemoryBudget(
             max(_BUDGET_BYTES, _MIN_FULL_SIZE_BODIES * settings.max_body)
         )
-        # one thread: the parser holds the GIL
+        # one thread is sufficient, because the parser holds the GIL
         self._parser = FairThreadPool(1, "parse", rest=1.0)
         self._release_timer: asyncio.TimerHandle | None = None
         self.in_flight = 0
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that count against the budget."""
+        """The number of bytes that count against the budget."""
         return self._budget.used
 
     @property
     def parsing(self) -> int:
-        """Large bodies that are being parsed or are queued for it."""
+        """The number of large bodies that are being parsed or wait to be parsed."""
         return self._parser.running + self._parser.queued
 
     @asynccontextmanager
     async def receive(self, scope: Scope, receive: Receive) -> AsyncGenerator[Body]:
-        """Receives the whole body, which counts as in flight until the context is left.
+        """Receives the whole body. The body counts as in flight until the context exits.
 
-        Raises AppError(TOO_LARGE) as soon as the size is known to exceed the limit,
-        AppError(MEDIA_TYPE) for a compressed body, which may expand a thousandfold,
-        AppError(OVERLOADED) when bodies in flight take too much memory. Discarding the rest of the
-        body, and its time limit, are up to the server (app/http/connection.py). Raises
-        ClientDisconnected if the client disconnects before the body is complete.
+        Raises AppError(TOO_LARGE) as soon as the size is known to exceed the limit. Raises
+        AppError(MEDIA_TYPE) for a compressed body, which may expand a thousandfold. Raises
+        AppError(OVERLOADED) if the bodies in flight use too much memory. The server
+        (app/http/connection.py) discards the rest of the body and enforces the time limit for it.
+        Raises ClientDisconnected if the client disconnects before the body is complete.
         """
         async with self._receive_body(scope, receive) as body:
             yield body
 
     @asynccontextmanager
     async def receive_json(
-        self, scope: Scope, receive: Receive, max_values: int = MAX_VALUES
+        self,
+        scope: Scope,
+        receive: Receive,
+        max_values: int = MAX_VALUES,
+        *,
+        check_type: bool = True,
     ) -> AsyncGenerator[Body]:
-        """Receives a JSON body as `receive` does. Also raises AppError(MEDIA_TYPE) for another
-        content type and AppError(INVALID) for too many values. MAX_VALUES also admits prompts of
-        ids up to the longest context."""
-        check_json(scope)
+        """Receives a JSON body as `receive` does. Also raises AppError(INVALID) for too many
+        values, and with `check_type` AppError(MEDIA_TYPE) for another content type. With
+        MAX_VALUES, it also admits prompts of token IDs up to the maximum context length."""
+        if check_type:
+            check_json(scope)
         async with self._receive_body(scope, receive, max_values) as body:
             yield body
 
     async def read_json(self, scope: Scope, receive: Receive) -> object:
-        """Returns the parsed body, for requests that need it only once. Raises as `receive_json`
-        and `Body.json` do."""
+        """Returns the parsed body, for requests that need the body only once. Raises as
+        `receive_json` and `Body.json` do."""
         async with self.receive_json(scope, receive) as body:
             return await body.json()
 
@@ -250,7 +264,7 @@ class RequestBodies:
         find: Callable[[str | None], Awaitable[Found]],
         read: Callable[[object, Found], Result],
     ) -> Result:
-        """See `Body.read`. A large body is parsed twice: otherwise the values of all queued bodies
+        """See `Body.read`. A large body is parsed twice. Otherwise, the values of all queued bodies
         would stay in memory until their model is found and a thread is free."""
         data = self._take(body)
         if not body.large:
@@ -262,7 +276,7 @@ class RequestBodies:
         return await self._parsed(body, data, lambda content: read(content, found))
 
     def _take(self, body: Body) -> bytearray:
-        """Takes all bytes of a body, for parsing."""
+        """Takes all bytes of a body for parsing."""
         if body.large:
             self._reserve(body, _VALUE_BYTES * body.value_counter.count)
         return body.take_data()
@@ -273,15 +287,15 @@ class RequestBodies:
         data: bytearray,
         work: Callable[[object], Result] = lambda content: content,
     ) -> Result:
-        """Returns the result of `work` on the JSON of a large body; both run on the parser's
-        thread."""
+        """Parses the JSON of a large body, calls `work` on the result and returns its result. Both
+        steps run on the parser's thread."""
         return await self._parser.run(lambda: work(_parse_json(data)), key=body.caller)
 
     @asynccontextmanager
     async def _receive_body(
         self, scope: Scope, receive: Receive, max_values: int = 0
     ) -> AsyncGenerator[Body]:
-        """Receives a body. max_values: limit on JSON values; 0 if the body is not JSON."""
+        """Receives a body. max_values: the limit on JSON values; 0 if the body is not JSON."""
         _check_headers(scope, self._limit)
         body = Body(self, get_caller(scope), max_values)
         self.in_flight += 1
@@ -330,6 +344,12 @@ class RequestBodies:
                 raise AppError(ErrorKind.INVALID, message, code="too_many_values")
 
 
+def peek_model(body: object) -> str | None:
+    """Returns the model that a body names, before the other fields are parsed."""
+    model = cast(JsonObject, body).get("model") if isinstance(body, dict) else None
+    return model if isinstance(model, str) else None
+
+
 def is_json(scope: Scope) -> bool:
     """Returns whether the content type is JSON."""
     given = Headers(scope=scope).get("content-type", "")
@@ -339,8 +359,8 @@ def is_json(scope: Scope) -> bool:
 def check_json(scope: Scope) -> None:
     """Raises AppError(MEDIA_TYPE) unless the content type is JSON.
 
-    This also blocks pages of other origins: a browser sends this type across origins only after a
-    preflight, which CORS rejects.
+    This also blocks pages of other origins. A browser sends this content type across origins only
+    after a preflight request, and CORS rejects the preflight.
     """
     if not is_json(scope):
         given = Headers(scope=scope).get("content-type", "")
@@ -373,10 +393,11 @@ def _too_large(limit: int) -> AppError:
 
 def _parse_json(data: bytearray) -> object:
     try:
-        # Rejects NaN, numbers beyond a double, lone surrogates and more than 1024 levels.
+        # orjson rejects NaN, numbers too large for a double, lone surrogates and more than 1024
+        # levels.
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
         reason = str(error)
-    # Outside of the handler, so that the parser's error, which holds the whole text, is not its
-    # context.
+    # This is raised outside of the handler. Otherwise the parser's error, which holds the whole
+    # text, would become its context.
     raise AppError(ErrorKind.INVALID, f"the body is not valid JSON: {reason}")

@@ -1,7 +1,8 @@
 """Scheduling of long request body reads: connections take turns and share a limited part of the
 event loop's time.
 
-Knows: asyncio's transports, uvicorn's flow control, time. Must not know: HTTP, what is read.
+Knows: asyncio's transports, uvicorn's flow control, time. Must not know: HTTP, the content of
+bodies.
 
 Each byte of a body costs time on the event loop before the request can be authenticated or parsed,
 and the loop reads every ready socket in each iteration. Without a limit, a few clients with long
@@ -14,14 +15,14 @@ from collections import deque
 
 from app.http.uvicorn_internals import HookedFlowControl
 
-# Seconds of work allowed at once after a pause. Event loop timers fire up to a millisecond late, so
-# without it short pieces of work would get less than their share.
+# The number of seconds of work allowed as a burst after a pause. Event loop timers fire up to a
+# millisecond late, so short work items would otherwise get less than their share.
 _BURST_SECONDS = 0.002
 
 
 class LoopTimeBudget:
-    """Limits work of one kind to `share` of the time, except for short bursts. Each piece waits for
-    `delay_seconds`; `consume` counts it afterwards."""
+    """Limits one type of work to `share` of the time, except for short bursts. Each work item waits
+    for `delay_seconds` before it starts, and is counted by `consume` after it ends."""
 
     def __init__(self, share: float) -> None:
         assert 0 < share <= 1
@@ -30,25 +31,27 @@ class LoopTimeBudget:
 
     @property
     def delay_seconds(self) -> float:
-        """Returns the seconds until more work may be done; 0 if it may be done now."""
+        """Returns the number of seconds until more work may be done, or 0 if work may be done
+        now."""
         return max(0.0, self._available_at - time.monotonic())
 
     def consume(self, seconds: float) -> None:
-        """Counts work that took this long."""
+        """Counts work that took this many seconds."""
         earliest = time.monotonic() - seconds - _BURST_SECONDS / self._share
         self._available_at = max(self._available_at, earliest) + seconds / self._share
 
 
-# Bytes of one body that are read without scheduling: most requests are shorter.
+# The number of bytes of one body that are read without scheduling. Most requests are shorter.
 UNSCHEDULED_BYTES = 16 * 1024
 
-# 8 KiB take 0.03 ms here, and as long again outside of what is measured, which limits reading to 50
-# MB/s.
+# Reading 8 KiB takes 0.03 ms here, and another 0.03 ms outside of the measured code. This limits
+# reading to 50 MB/s.
 _LOOP_SHARE = 0.2
 
 
 class ScheduledFlowControl(HookedFlowControl):
-    """uvicorn's flow control with a second reason to pause reading: another connection's turn."""
+    """uvicorn's flow control with a second reason to pause reading: it is another connection's
+    turn."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__(transport)
@@ -89,7 +92,7 @@ class BodyReadScheduler:
         self._timer: asyncio.TimerHandle | None = None
 
     def enqueue(self, flow: ScheduledFlowControl, seconds: float) -> None:
-        """Queues a connection for its next read. seconds: how long the last read took."""
+        """Queues a connection for its next read. seconds: the duration of the last read."""
         self._share.consume(seconds)
         flow.hold_reading()
         self._queue.append(flow)
@@ -107,8 +110,8 @@ class BodyReadScheduler:
             self._timer = loop.call_later(self._share.delay_seconds, self._release_next)
 
     def _release_next(self) -> None:
-        """Resumes the next connection; the loop reads it in its next iteration, before it checks
-        timers again."""
+        """Resumes the next connection. The loop reads from it in its next iteration, before it
+        checks timers again."""
         self._timer = None
         if not self._share.delay_seconds and self._queue:
             self._queue.popleft().release_reading()

@@ -7,15 +7,17 @@ The phases of a connection and their timeouts:
     accepted ─handshake─▶ head ─▶ body ─▶ response ─▶ idle ─first byte─▶ head …
        header_timeout ┘      ┘       ┘ body_timeout      ┘ uvicorn's keep-alive
 
-A response sent before its request is complete (401, 404, 413) is followed by `rest`: the remaining
-body is read and discarded for a limited time, because closing at once would reset the connection
-and lose the response (RFC 9112, 9.6). If no response may follow, or if this module rejected the
-request, the connection is `leaving`: its sending side is closed, and incoming data is discarded.
+If a response is sent before its request is complete (401, 404, 413), the phase `rest` follows. The
+remaining body is read and discarded for a limited time, because closing immediately would reset the
+connection and lose the response (RFC 9112, 9.6). If no response may follow, or if this module
+rejected the request, the connection enters the phase `leaving`: its sending side is closed, and
+incoming data is discarded.
 
-Write stalls: what a client reads is first visible in the system's send buffer, which grows to 4 MB
-on Linux. asyncio is notified only when a third of it is free, which at 57 kB/s takes longer than 20
-s. So bytes in this buffer count as unsent: their number falls whenever the client's system
-acknowledges some, which makes progress visible as soon as the client reads.
+Write stalls: progress of a client that reads its response first becomes visible in the system's
+send buffer, which grows to 4 MB on Linux. asyncio is notified only when a third of this buffer is
+free, which takes longer than 20 s at 57 kB/s. Bytes in this buffer therefore count as unsent. Their
+number falls whenever the client's system acknowledges some of them, so progress is visible as soon
+as the client reads.
 """
 
 import asyncio
@@ -35,11 +37,12 @@ from uvicorn import Config
 
 from app.core.errors import AppError, ErrorKind
 from app.core.server_stats import CloseReason
+from app.http.body import EXTEND_BODY
 from app.http.body_read_scheduler import UNSCHEDULED_BYTES, ScheduledFlowControl
 from app.http.connection_limits import ConnectionLimiter
+from app.http.errors import error_response
 from app.http.h11_connection import LimitedH11Connection
 from app.http.request_id import REQUEST_ID_HEADER, RequestIdMiddleware, new_request_id
-from app.http.responses import error_response
 from app.http.uvicorn_internals import (
     CLOSE_HEADER,
     HookedH11Protocol,
@@ -47,18 +50,17 @@ from app.http.uvicorn_internals import (
     ServerState,
 )
 
-# Bytes that a client must read for the stall timer to restart.
+# The number of bytes that a client must read before the stall timer restarts.
 _MIN_PROGRESS_BYTES = 16 * 1024
 
-
-# getsockopt for the bytes in a send buffer on macOS, from <sys/socket.h>; not in Python's socket
-# module
+# the getsockopt option for the number of bytes in a send buffer on macOS, from <sys/socket.h>;
+# Python's socket module does not have it
 _SO_NWRITE = 0x1024
 
 
 def get_unacked_bytes(transport: asyncio.BaseTransport) -> int:
-    """Returns the bytes in the system's send buffer that the peer has not acknowledged; 0 if
-    unknown or if the socket is closed."""
+    """Returns the number of bytes in the system's send buffer that the peer has not acknowledged.
+    Returns 0 if the number is unknown or the socket is closed."""
     below: socket.socket | None = transport.get_extra_info("socket")
     if below is None:
         return 0
@@ -71,10 +73,10 @@ def get_unacked_bytes(transport: asyncio.BaseTransport) -> int:
 
 
 class WriteStallTimer:
-    """Detects clients that do not read their response, which hold memory and a connection.
+    """Detects clients that do not read their response. Such clients hold memory and a connection.
 
-    seconds: time without progress after which `on_stall` is called, once. get_unsent: returns the
-    unsent bytes, here and in the system.
+    seconds: the time without progress after which `on_stall` is called, once. get_unsent: returns
+    the number of unsent bytes in this process and in the system.
     """
 
     def __init__(
@@ -91,12 +93,12 @@ class WriteStallTimer:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Starts when data could not be sent at once."""
+        """Starts the timer when data could not be sent immediately."""
         self.stop()
         self._timer = self._loop.call_later(self._seconds, self._check_progress, self._get_unsent())
 
     def stop(self) -> None:
-        """Stops when all data was sent or never will be."""
+        """Stops the timer when all data was sent or no more data will be sent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -110,7 +112,7 @@ class WriteStallTimer:
 
 
 class ClosingConnection(Protocol):
-    """A connection that closes itself in order."""
+    """A connection that closes itself gracefully."""
 
     transport: asyncio.Transport
 
@@ -123,9 +125,9 @@ class ClosingConnection(Protocol):
 
 
 class ResponseTransport(asyncio.Transport):
-    """Transport given to uvicorn, which closes it after the last response. If the request was not
-    read to its end, closing would reset the connection and lose the response, so the connection
-    decides how to close."""
+    """The transport given to uvicorn. uvicorn closes it after the last response. If the request was
+    not fully read, closing the socket would reset the connection and lose the response. The
+    connection therefore decides how to close it."""
 
     def __init__(self, connection: ClosingConnection) -> None:
         super().__init__()
@@ -145,8 +147,8 @@ Phase = TypeVar("Phase")
 
 
 class PhaseTimer(Generic[Phase]):
-    """A timer for one phase at a time. phase: the current one. on_expire: called when it took too
-    long, while `phase` is still set."""
+    """A timer for one phase at a time. phase: the current phase. on_expire: called when the phase
+    took too long, while `phase` is still set."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_expire: Callable[[], None]) -> None:
         self._loop = loop
@@ -168,14 +170,14 @@ class PhaseTimer(Generic[Phase]):
             self._timer = None
 
 
-# Bytes read in one iteration of the event loop: h11 takes 4 microseconds for a chunk of one byte,
-# so that asyncio's 256 KiB of them would block the loop for 0.2 s.
+# The number of bytes read in one iteration of the event loop. h11 takes 4 microseconds for a chunk
+# of one byte, so asyncio's buffer of 256 KiB could block the loop for 0.2 s.
 _READ_BYTES = 8 * 1024
 
 
 class BoundedReadProtocol(asyncio.BufferedProtocol):
-    """Reads into a bounded buffer and passes the data to `data_received`, as for a plain
-    protocol."""
+    """Reads into a bounded buffer and passes the data to `data_received`, as a plain protocol
+    would."""
 
     _buffer: bytearray
 
@@ -184,7 +186,7 @@ class BoundedReadProtocol(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         self._buffer = bytearray(_READ_BYTES)
-        # TLS fills it through slices, and slicing a bytearray copies
+        # TLS fills the buffer through slices, and slicing a bytearray would copy it
         return memoryview(self._buffer)
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -192,11 +194,12 @@ class BoundedReadProtocol(asyncio.BufferedProtocol):
         self.data_received(data)
 
 
-# Seconds for discarding the rest of a request that was responded to early, and for a client to read
-# a rejection.
+# The number of seconds for discarding the rest of a request after an early response, and for a
+# client to read a rejection.
 _DISCARD_SECONDS, _LINGER_SECONDS = 5.0, 2.0
 
-# Seconds in which a request that is in transit when shutdown begins is still handled.
+# The number of seconds after the start of a shutdown in which requests in transit are still
+# handled.
 _SHUTDOWN_GRACE_SECONDS = 0.05
 SHUTDOWN_MESSAGE = "the server is shutting down: try again in a moment"
 _CLOSE_HEADERS = {"Connection": "close"}
@@ -235,13 +238,13 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
         )
         self._tcp_transport: asyncio.Transport | None = None
         self._phase_timer = PhaseTimer[ConnectionPhase](loop, self._on_phase_timeout)
-        self._read_flow: ScheduledFlowControl | None = None  # while it reads HTTP
+        self._read_flow: ScheduledFlowControl | None = None  # set while the connection reads HTTP
         self._discarded_bytes = 0
-        self._body_bytes = 0  # bytes received since the last request was complete
-        # finished: no further response is sent. close_when_drained: close once all data is sent
+        self._body_bytes = 0  # number of bytes received since the last complete request
+        # finished: no further response is sent. close_when_drained: close after all data is sent
         self._shutting_down = self._finished = self._close_when_drained = False
 
-    # Called by asyncio, or by `TlsProtocol` in its place
+    # Called by asyncio, or by `TlsProtocol` instead
 
     def handshake_started(self, transport: asyncio.Transport) -> None:
         self.transport = self._tcp_transport = transport
@@ -251,7 +254,7 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # as uvicorn narrows it
         super().connection_made(transport)
         self.flow = self._read_flow = ScheduledFlowControl(transport)
-        # `pause_writing` as soon as one byte is not sent. For TLS, 0 means always.
+        # `pause_writing` is called as soon as one byte is unsent. For TLS, 0 would mean always.
         transport.set_write_buffer_limits(high=0 if self._tcp_transport is None else 1)
         self._phase_timer.start("head", self._limiter.header_timeout)
         if self._tcp_transport is None:
@@ -312,6 +315,8 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
         super().handle_events()
         if self._handling_request:
             self.cycle.transport = self._response_transport
+            extensions = cast(dict[str, Any], self.scope).setdefault("extensions", {})
+            extensions[EXTEND_BODY] = self._extend_body
         if self.conn.failure is not None:
             error, status = self.conn.failure
             self._limiter.log_invalid_request(self.client, error.message)
@@ -328,8 +333,8 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
             self._close()
 
     def shutdown(self) -> None:
-        """Finishes the current response, accepts no other request, and closes. May be called
-        again."""
+        """Finishes the current response, accepts no other request, and closes. This method may be
+        called again."""
         if self._shutting_down or self._finished:
             return
         self._shutting_down = True
@@ -354,15 +359,15 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
             self._close()
         else:
             message = "too many connections are open: try again in a moment"
-            told = AppError(ErrorKind.BUSY, message, code="too_many_connections")
-            self._reject(error_response(told, status=503))
+            error = AppError(ErrorKind.BUSY, message, code="too_many_connections")
+            self._reject(error_response(error, status=503))
 
     def abort(self) -> None:
         self._mark_finished()
         self.transport.abort()
 
     def close_after_response(self) -> None:
-        """Closes after the last response was sent or aborted."""
+        """Closes the connection after the last response was sent or aborted."""
         if self.conn.their_state is h11.SEND_BODY or self.conn.trailing_data[0]:
             self._linger_close(_DISCARD_SECONDS)
         else:
@@ -393,18 +398,18 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
         """Determines the current phase and starts its timer."""
         if self.closing:
             return
-        theirs = self.conn.their_state
-        if theirs is h11.IDLE:
+        client_state = self.conn.their_state
+        if client_state is h11.IDLE:
             self._limiter.table.mark_waiting(self)
             if self._shutting_down and not self._request_begun:
                 self._close()
                 return
-            # before the first byte, uvicorn's keep-alive timer applies unless it was stopped
+            # before the first byte, uvicorn's keep-alive timer applies, unless it was stopped
             if self._request_begun or self.timeout_keep_alive_task is None:
                 self._phase_timer.start("head", self._limiter.header_timeout)
             else:
                 self._phase_timer.stop()
-        elif theirs is not h11.SEND_BODY:
+        elif client_state is not h11.SEND_BODY:
             self._limiter.table.mark_active(self)
             self._phase_timer.stop()
         elif self._handling_request:
@@ -412,17 +417,23 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
         else:
             self._phase_timer.start("rest", _DISCARD_SECONDS)
 
+    def _extend_body(self) -> None:
+        """Restarts the body timeout, for a body that an administrator may send for longer."""
+        if self._phase_timer.phase == "body":
+            self._phase_timer.stop()
+            self._phase_timer.start("body", self._limiter.body_timeout)
+
     def _on_phase_timeout(self) -> None:
-        waited = self._phase_timer.phase
-        if waited in _TIMEOUT_REASONS:
-            self._limiter.count_rejected(_TIMEOUT_REASONS[waited])
-        if waited in ("head", "body") and self._request_begun:
+        phase = self._phase_timer.phase
+        if phase in _TIMEOUT_REASONS:
+            self._limiter.count_rejected(_TIMEOUT_REASONS[phase])
+        if phase in ("head", "body") and self._request_begun:
             seconds = (
-                self._limiter.header_timeout if waited == "head" else self._limiter.body_timeout
+                self._limiter.header_timeout if phase == "head" else self._limiter.body_timeout
             )
-            message = f"timed out reading the request {waited} ({seconds:g} s)"
+            message = f"timed out reading the request {phase} ({seconds:g} s)"
             self._reject(error_response(AppError(ErrorKind.REQUEST_TIMEOUT, message)))
-        elif waited == "head":
+        elif phase == "head":
             self._close()
         else:
             self.abort()
@@ -436,7 +447,8 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
             self._close()
 
     def _reject(self, response: Response) -> None:
-        """Sends a response in the application's place if none has started, and closes."""
+        """Sends a response instead of the application if none has started, and closes the
+        connection."""
         if self._handling_request:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -451,20 +463,19 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
         self._linger_close(_LINGER_SECONDS)
 
     def _linger_close(self, seconds: float) -> None:
-        """Closes the sending side and discards incoming data while the client reads the
-        response."""
+        """Closes the sending side, and discards incoming data while the client reads."""
         self._mark_finished()
         self._phase_timer.start("leaving", seconds)
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             try:
                 self.transport.write_eof()
-            except OSError:  # already gone, but not reported yet
+            except OSError:  # the socket is already closed, but this was not reported yet
                 self.abort()
 
     def _close(self) -> None:
         self._mark_finished()
-        # TLS, once it closes, has one timeout for all unsent data, not one for each piece
+        # once TLS closes, it has a single timeout for all unsent data, so the data is drained first
         if self._tcp_transport is not None and self._count_unsent():
             self._close_when_drained = True
         else:
@@ -478,7 +489,7 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
         self._phase_timer.stop()
 
     def _count_unsent(self) -> int:
-        """Returns the bytes that were not sent yet."""
+        """Returns the number of bytes that have not been sent yet."""
         below = 0 if self._tcp_transport is None else self._tcp_transport.get_write_buffer_size()
         return below + self.transport.get_write_buffer_size()
 

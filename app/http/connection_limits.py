@@ -1,13 +1,13 @@
-"""Connection limits: how many may be open, which one is evicted for a new one, and how accepting is
-paused.
+"""Connection limits: the maximum number of open connections, eviction, and pauses in accepting.
 
 Knows: the state of each connection (without a complete request, active, idle, closing), file
-descriptor limits. Must not know: HTTP, how a connection closes.
+descriptor limits. Must not know: HTTP, the way a connection closes.
 
-asyncio accepts every connection. When the process is out of file descriptors it logs a hundred
-errors at a time, and everything else that needs one fails: a connection to a runner process, an
-import, a template. So a server with few descriptors accepts no more connections than it has
-descriptors for; the next ones wait in the system's backlog until others close.
+asyncio accepts every connection. When the process is out of file descriptors, asyncio logs a
+hundred errors at a time. Everything else that needs a descriptor then fails, for example a
+connection to a runner process, an import, or a template. A server with few descriptors therefore
+accepts no more connections than it has descriptors for. Further connections wait in the system's
+backlog until others close.
 
 Log lines that clients can trigger without limit are throttled.
 """
@@ -28,19 +28,19 @@ from app.http.body_read_scheduler import BodyReadScheduler
 
 log = logging.getLogger(__name__)
 
-# connections accepted in one iteration of the event loop
+# the number of connections accepted in one iteration of the event loop
 _MAX_ACCEPTS_PER_TICK = 16
 
-# seconds until the next attempt, when the limit is reached and when the system reports an error
+# the seconds until the next attempt: after the limit was reached, and after a system error
 _RETRY_SECONDS, _ERROR_BACKOFF_SECONDS = 0.05, 0.5
 
 
 class Acceptor:
-    """Accepts connections in place of an asyncio server.
+    """Accepts connections instead of an asyncio server.
 
-    listener: the server's listening socket or its wrapper. protocol_factory: makes the protocol of
-    a connection. has_room: whether one more may be accepted, called with the number of accepted
-    connections whose protocol has not started.
+    listener: the server's listening socket or its wrapper. protocol_factory: creates the protocol
+    of a connection. has_room: returns whether one more connection may be accepted. Its argument is
+    the number of accepted connections whose protocol has not started.
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class Acceptor:
             accepted.close()
 
 
-# Smallest limit of discarded bytes after an early response: a body of a size that is accepted can
-# always be discarded.
+# The minimum for the limit on bytes that are discarded after an early response. A body whose size
+# is within the body limit can always be discarded.
 _MIN_DISCARD_BYTES = 16 * MEBIBYTE
 
-# Seconds that a connection may wait for a request while others wait to be accepted, and how many
-# are evicted at once.
+# The number of seconds that a connection may wait for a request while others wait to be accepted,
+# and the maximum number of connections evicted in one pass.
 _EVICTION_GRACE_SECONDS, _MAX_EVICTIONS = 1.0, 16
 
 
@@ -114,14 +114,15 @@ class EvictableConnection(Protocol):
     """The interface of a connection that can be evicted."""
 
     def evict(self, *, notify: bool) -> None:
-        """Closes in order. notify: send the reason, even if there is no request."""
+        """Closes the connection gracefully. notify: whether to send the reason, even if there is no
+        request."""
         ...
 
     def abort(self) -> None: ...
 
 
 class ConnectionLimiter:
-    """Enforces the limits of one server's connections. settings: the limits."""
+    """Enforces the connection limits of one server. settings: the limits."""
 
     def __init__(self, settings: Settings, traffic: ConnectionStats) -> None:
         self.header_timeout = settings.header_timeout
@@ -133,28 +134,28 @@ class ConnectionLimiter:
         self._invalid_requests = LogThrottle()
 
     def add(self, connection: EvictableConnection) -> None:
-        """Adds a connection. May evict another one or the connection itself."""
+        """Adds a connection. May evict another connection or the new connection itself."""
         self.traffic.accepted_connections += 1
-        leaver = self.table.add(connection)
-        if leaver is not None:
+        evicted = self.table.add(connection)
+        if evicted is not None:
             self.count_rejected("too_many_connections")
-            leaver.evict(notify=leaver is connection)
+            evicted.evict(notify=evicted is connection)
         late = self.table.pop_overdue()
         if late is not None:
             late.abort()
         self.traffic.open_connections = len(self.table)
 
     def has_room(self, max_sockets: int) -> bool:
-        """Returns whether fewer than `max_sockets` sockets are open. Otherwise evicts connections
-        that have been waiting for a while, since others wait to be accepted. Recent ones are kept,
-        because their request may have arrived without being read yet."""
+        """Returns whether fewer than `max_sockets` sockets are open. If not, evicts connections
+        that have been waiting for a while, because others wait to be accepted. Recent connections
+        are kept, because their request may have arrived without being read yet."""
         if len(self.table) < max_sockets:
             return True
-        for leaver in self.table.waiting_since(time.monotonic() - _EVICTION_GRACE_SECONDS)[
+        for connection in self.table.waiting_since(time.monotonic() - _EVICTION_GRACE_SECONDS)[
             :_MAX_EVICTIONS
         ]:
             self.count_rejected("too_many_connections")
-            leaver.evict(notify=False)
+            connection.evict(notify=False)
         return False
 
     def remove(self, connection: EvictableConnection) -> None:
@@ -166,8 +167,8 @@ class ConnectionLimiter:
         self.traffic.closed_by_reason[reason] += 1
 
     def log_invalid_request(self, client: tuple[str, int] | None, reason: str) -> None:
-        """Logs a request that could not be parsed. client: address and port. reason: may contain
-        data of the client."""
+        """Logs a request that could not be parsed. client: the address and the port. reason: the
+        reason, which may contain data from the client."""
         times = self._invalid_requests.record(time.monotonic())
         address = "an unknown address" if client is None else client[0]
         if times == 1:
@@ -176,7 +177,7 @@ class ConnectionLimiter:
             log.warning("rejected %d requests; the last one, from %s: %s", times, address, reason)
 
 
-# Seconds between two log lines about the same event.
+# The number of seconds between two log lines about the same event.
 _LOG_INTERVAL = 60.0
 
 
@@ -188,8 +189,8 @@ class LogThrottle:
         self._occurrences = 0
 
     def record(self, now: float) -> int:
-        """Returns the number of occurrences since the last log line, including this one; 0 if it
-        must not be logged now. now: monotonic seconds."""
+        """Returns the number of occurrences since the last log line, including this one. Returns 0
+        if nothing must be logged now. now: the monotonic time in seconds."""
         self._occurrences += 1
         if now - self._logged_at < _LOG_INTERVAL:
             return 0
@@ -202,32 +203,34 @@ Member = TypeVar("Member")
 # File descriptors reserved for other uses: models, child processes, logs.
 _RESERVED_FDS = 256
 
-# Closing connections beyond the limit, which may still read the reason.
+# The number of closing connections allowed beyond the limit. Their clients may still read the
+# reason.
 _MAX_CLOSING = 64
 
 
 def raise_fd_limit(connections: int) -> int | None:
-    """Raises the process's file descriptor limit for this many connections: macOS starts with 256.
-    Returns None if that is enough, otherwise the number of client sockets that may be open at once:
-    at least half of the descriptors, because each accepted request needs one more to reach its
-    model, and modules, templates and pipes need some."""
-    wanted = connections + _RESERVED_FDS
+    """Raises the process's file descriptor limit for this many connections. macOS starts with a
+    limit of 256. Returns None if the new limit is sufficient. Otherwise, returns the number of
+    client sockets that may be open at the same time. At least half of the descriptors remain for
+    other uses: each accepted request needs one more descriptor to reach its model, and modules,
+    templates and pipes need some."""
+    required = connections + _RESERVED_FDS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    if soft == resource.RLIM_INFINITY or soft >= required:
         return None
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    allowed = required if hard == resource.RLIM_INFINITY else min(required, hard)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     except (OSError, ValueError):
         allowed = soft
-    if allowed >= wanted:
+    if allowed >= required:
         return None
     fewer = max(1, allowed - min(_RESERVED_FDS, allowed // 2))
     log.warning(
         "%d connections need up to %d file descriptors, but the limit is %d: accepting at most %d "
         "connections; raise the limit (ulimit -n) or lower --max-connections",
         connections,
-        wanted,
+        required,
         allowed,
         fewer,
     )
@@ -235,14 +238,14 @@ def raise_fd_limit(connections: int) -> int | None:
 
 
 class ConnectionTable(Generic[Member]):
-    """The connections of one server in three queues, longest waiting first: those that have not
-    sent a complete request yet, idle ones, and closing ones whose socket is still open. A
-    connection with an active request is in no queue."""
+    """The connections of one server in three queues, longest waiting first: connections that have
+    not sent a complete request yet, idle connections, and closing connections whose socket is still
+    open. A connection with an active request is in no queue."""
 
     def __init__(self, max_connections: int) -> None:
         self._max_connections = max_connections
         self._open: set[Member] = set()
-        # when the wait began, monotonic seconds
+        # monotonic time in seconds at which the wait began
         self._awaiting_request: dict[Member, float] = {}
         self._idle: dict[Member, float] = {}
         self._closing: dict[Member, None] = {}
@@ -252,19 +255,19 @@ class ConnectionTable(Generic[Member]):
         return len(self._open) + len(self._closing)
 
     def add(self, connection: Member) -> Member | None:
-        """Adds a connection. Returns the connection to evict, possibly the new one, or None."""
-        leaver = None
+        """Adds a connection. Returns the connection to evict, which may be the new one, or None."""
+        evicted = None
         if len(self._open) >= self._max_connections:
             self._warn_limit_reached()
-            leaver = next(chain(self._awaiting_request, self._idle), connection)
+            evicted = next(chain(self._awaiting_request, self._idle), connection)
         self._open.add(connection)
         self._awaiting_request[connection] = time.monotonic()
-        return leaver
+        return evicted
 
     def pop_overdue(self) -> Member | None:
         """Removes and returns the oldest closing connection if too many are open, otherwise None.
-        It must be aborted. Called after each `add`, so at most `_max_connections` and a few more
-        are ever open."""
+        The caller must abort the returned connection. This method is called after each `add`, so
+        the number of open connections never exceeds `_max_connections` by more than a few."""
         if len(self) <= self._max_connections + _MAX_CLOSING or not self._closing:
             return None
         first = next(iter(self._closing))
@@ -277,7 +280,8 @@ class ConnectionTable(Generic[Member]):
         return [member for member, since in waiting if since < before]
 
     def mark_waiting(self, connection: Member) -> None:
-        """Marks a connection as waiting for a request, from now unless it already was."""
+        """Marks a connection as waiting for a request from now on, unless it was already
+        waiting."""
         if connection in self._open and connection not in self._awaiting_request:
             self._idle.setdefault(connection, time.monotonic())
 
@@ -287,7 +291,7 @@ class ConnectionTable(Generic[Member]):
         self._idle.pop(connection, None)
 
     def mark_closing(self, connection: Member) -> None:
-        """Marks a connection that was evicted or is closing by itself."""
+        """Marks a connection that was evicted or closes by itself."""
         if connection in self._open:
             self._remove_open(connection)
             self._closing[connection] = None
@@ -304,7 +308,7 @@ class ConnectionTable(Generic[Member]):
     def _warn_limit_reached(self) -> None:
         if self._limit_warnings.record(time.monotonic()):
             log.warning(
-                "connection limit reached (%d, --max-connections): each new connection closes one "
-                "that has no request in flight, if there is one",
+                "connection limit reached (%d, --max-connections): each new connection closes an "
+                "existing one without a request in flight, if there is one",
                 len(self._open),
             )

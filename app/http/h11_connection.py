@@ -1,6 +1,6 @@
 """h11 with limits on the parts of one request.
 
-Knows: HTTP/1.1 as h11 parses it. Must not know: sockets, time, the code that reads it.
+Knows: HTTP/1.1 as h11 parses it. Must not know: sockets, time, the code that reads requests.
 """
 
 import re
@@ -13,19 +13,20 @@ from starlette.responses import Response
 
 from app.core.errors import AppError, ErrorKind
 
-# Limits of a request line with its header fields, and of the number of fields. Nginx has 32 KiB,
-# Node 16 KiB, h11 no limit on the number of fields.
+# The limits on the size of a request line with its header fields, and on the number of fields.
+# Nginx allows 32 KiB and Node 16 KiB. h11 does not limit the number of fields.
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADER_FIELDS = 128
 
-# Chunks may have any size up to this count, and beyond it must have this many bytes on average.
+# Up to this number of chunks, chunks may have any size. Beyond it, they must have this many bytes
+# on average.
 _MAX_SMALL_CHUNKS = 1024
 _MIN_MEAN_CHUNK_BYTES = 128
 
 # A target in absolute form, as sent to a proxy (RFC 9112, 3.2.2).
 _ABSOLUTE_FORM = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
 
-# Maximum characters of a parse error in a message.
+# The maximum number of characters of a parse error that a message contains.
 _MAX_ERROR_CHARS = 200
 
 
@@ -37,11 +38,11 @@ class ParseFailure(NamedTuple):
 
 
 class LimitedH11Connection(h11.Connection):
-    """The server side of a connection, with limits. h11 alone limits the size of a head only while
-    it is incomplete, and limits neither fields nor chunks.
+    """The server side of a connection, with limits. h11 itself limits the size of a head only while
+    the head is incomplete, and limits neither fields nor chunks.
 
-    method: of the last request. failure: why parsing has stopped; it is stored here because uvicorn
-    logs a warning for every h11 error.
+    method: the method of the last request. failure: the reason why parsing has stopped. It is
+    stored here because uvicorn logs a warning for every h11 error.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,7 @@ class LimitedH11Connection(h11.Connection):
         except h11.RemoteProtocolError as error:
             status = error.error_status_hint
             code = "request_header_fields_too_large" if status == 431 else "invalid_http"
-            # h11 repeats the client's input at any length
+            # h11 repeats the client's input without a length limit
             why = f"invalid HTTP request: {str(error)[:_MAX_ERROR_CHARS]}"
             self.failure = ParseFailure(AppError(ErrorKind.INVALID, why, code=code), status)
             return h11.NEED_DATA
@@ -72,7 +73,8 @@ class LimitedH11Connection(h11.Connection):
     def serialize_response(
         self, response: Response, extra_headers: Sequence[tuple[bytes, bytes]]
     ) -> bytes:
-        """Serializes a whole response, if none has begun. extra_headers: header fields."""
+        """Serializes a whole response if no response has begun. extra_headers: additional header
+        fields."""
         status = response.status_code
         reason = HTTPStatus(status).phrase.encode()
         headers = [*extra_headers, *response.raw_headers]
@@ -85,12 +87,12 @@ class LimitedH11Connection(h11.Connection):
         self.method = head.method
         self._chunks = self._body_bytes = 0
         fields = head.headers.raw_items()
-        # each with its colon, space and line end
+        # count the colon, the space and the line end of each field
         size = len(head.target) + sum(len(name) + len(value) + 4 for name, value in fields)
         if len(fields) > MAX_HEADER_FIELDS or size > MAX_HEAD_BYTES:
             raise h11.RemoteProtocolError(
-                f"{len(fields)} header fields and {size} bytes of headers; the limits are "
-                f"{MAX_HEADER_FIELDS} and {MAX_HEAD_BYTES}",
+                f"the request has {len(fields)} header fields and {size} bytes of headers, but the "
+                f"limits are {MAX_HEADER_FIELDS} and {MAX_HEAD_BYTES}",
                 error_status_hint=431,
             )
 
@@ -100,7 +102,7 @@ class LimitedH11Connection(h11.Connection):
                 error_status_hint=505,
             )
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in head.headers}:
-            # a proxy may have used the other one (RFC 9112, 6.1)
+            # a proxy may have used the other header (RFC 9112, 6.1)
             raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding are present")
 
     def _check_chunk(self, data: h11.Data) -> None:

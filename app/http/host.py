@@ -1,12 +1,12 @@
 """Allowed host names: the defense against DNS rebinding.
 
 Knows: Host headers and request targets (RFC 9110, 7.2; RFC 9112, 3.2). Must not know: keys,
-origins, what is requested.
+origins, the content of requests.
 
-A page can change its own name to resolve to 127.0.0.1 after it is loaded. The browser then
-considers this server the page's own origin, and CORS does not apply. The page cannot change the
-Host header, which holds the name that the page was loaded under. So the server only accepts names
-that an attacker cannot own.
+A web page can make its own host name resolve to 127.0.0.1 after the page is loaded. The browser
+then considers this server the page's own origin, and CORS does not apply. The page cannot change
+the Host header, which contains the name from which the page was loaded. The server therefore
+accepts only names that an attacker cannot own.
 """
 
 import ipaddress
@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings, is_host_name
-from app.http.responses import error_response
+from app.http.errors import error_response
 
 # uri-host [":" port]; an IPv6 address may have a zone (RFC 6874)
 _AUTHORITY = re.compile(
@@ -27,10 +27,10 @@ _AUTHORITY = re.compile(
     re.ASCII | re.IGNORECASE,
 )
 
-# this machine's own name, and its names in Docker and Podman containers
+# this machine's own name and its names in Docker and Podman containers
 _LOCAL_NAMES = frozenset({"localhost", "host.docker.internal", "host.containers.internal"})
 
-# the longest DNS name and a port
+# the maximum length of a DNS name and a port
 _MAX_AUTHORITY_CHARS = 255 + len(":65535")
 
 
@@ -38,11 +38,13 @@ _MAX_AUTHORITY_CHARS = 255 + len(":65535")
 class AllowedHosts:
     """The allowed hosts.
 
-    names: in lower case. domains: with a leading dot; all names below them are allowed.
+    names: host names in lower case. domains: domains with a leading dot; all names below them are
+    allowed.
 
-    Always allowed are `localhost` and names below it, which resolvers must not look up elsewhere
-    (RFC 6761, 6.3), the names of the host inside containers, since no name in `.internal` can be
-    registered (reserved by ICANN in 2024), and every IP address: a rebound page has a name.
+    Some hosts are always allowed. `localhost` and the names below it are allowed because resolvers
+    must not look them up elsewhere (RFC 6761, 6.3). The names of the host inside containers are
+    allowed because no name in `.internal` can be registered (ICANN reserved it in 2024). Every IP
+    address is allowed because a rebound page has a name.
     """
 
     names: frozenset[str] = frozenset()
@@ -50,8 +52,8 @@ class AllowedHosts:
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
-        """Allows the name that the server listens on, and those of --allowed-host. Raises
-        AppError(INVALID)."""
+        """Allows the name that the server listens on, and the names of --allowed-host. Raises
+        AppError(INVALID) for an invalid name."""
         listed = [_validate_host_name(name) for name in settings.allowed_hosts]
         own = parse_host(settings.host)
         return cls(
@@ -60,7 +62,7 @@ class AllowedHosts:
         )
 
     def allows(self, host: str) -> bool:
-        """Returns whether the host is allowed. host: as returned by `parse_host`."""
+        """Returns whether the host is allowed. host: a host returned by `parse_host`."""
         return (
             host in self.names
             or host in _LOCAL_NAMES
@@ -70,8 +72,8 @@ class AllowedHosts:
 
 
 def parse_host(authority: str) -> str | None:
-    """Returns the host of "host:port" in lower case, without an address's brackets and a name's
-    trailing dot. None if it is neither a name nor an address."""
+    """Returns the host of "host:port" in lower case, without the brackets of an address or the
+    trailing dot of a name. Returns None if the host is neither a name nor an address."""
     found = _AUTHORITY.fullmatch(authority) if len(authority) <= _MAX_AUTHORITY_CHARS else None
     if found is None:
         return None
@@ -82,27 +84,27 @@ def parse_host(authority: str) -> str | None:
 
 
 def get_authorities(scope: Scope) -> Sequence[str]:
-    """Returns every authority of a request: the Host header, and the target if it names a host.
-    Empty for HTTP/1.0 without either."""
-    told = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+    """Returns every authority of a request: the Host header, and the target if it names a host. The
+    result is empty for an HTTP/1.0 request without either."""
+    authorities = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
     target = scope.get("raw_path") or b"/"
     _, scheme, rest = target.partition(b"://")
     if scheme and not target.startswith(b"/"):
-        told.append(rest.partition(b"/")[0].decode("latin-1"))
-    return told
+        authorities.append(rest.partition(b"/")[0].decode("latin-1"))
+    return authorities
 
 
 def check_host(scope: Scope, allowed: AllowedHosts) -> None:
     """Raises AppError(FORBIDDEN) unless all authorities are allowed."""
-    told = get_authorities(scope)
-    if not told:
-        # no browser sends HTTP/1.0, but some health checks of load balancers do
+    authorities = get_authorities(scope)
+    if not authorities:
+        # browsers never send HTTP/1.0, but the health checks of some load balancers do
         if scope["http_version"] == "1.0":
             return
         raise _host_error("the request has no Host header")
     if sum(name == b"host" for name, _ in scope["headers"]) > 1:
         raise _host_error("the request has more than one Host header")
-    for authority in told:
+    for authority in authorities:
         host = parse_host(authority)
         if host is None:
             raise _host_error(f"the Host header is not a valid host: {authority[:200]!r}")
@@ -114,7 +116,7 @@ def check_host(scope: Scope, allowed: AllowedHosts) -> None:
 
 
 class HostCheckMiddleware:
-    """ASGI middleware for the host check. Place it before everything that responds."""
+    """ASGI middleware for the host check. Place it outside of all code that sends responses."""
 
     def __init__(self, app: ASGIApp, allowed: AllowedHosts) -> None:
         self._app = app
@@ -131,7 +133,7 @@ class HostCheckMiddleware:
 
 
 def _validate_host_name(name: str) -> str:
-    """Returns a name of --allowed-host in lower case."""
+    """Returns the name from --allowed-host in lower case."""
     lower = name.lower().removesuffix(".")
     if not is_host_name(lower):
         raise AppError(

@@ -1,12 +1,12 @@
 """Origin checks: the defense against cross-site request forgery.
 
 Knows: the headers Origin (RFC 6454) and Sec-Fetch-Site (W3C Fetch Metadata). Must not know: keys,
-what is requested.
+the content of requests.
 
-A page of any site can make the browser send a POST to this server, by a form or by `fetch` with a
-plain content type, without a preflight. It cannot read the response, but the work is done. Browsers
-report the origin of such a request, and pages cannot change that. Clients other than browsers send
-neither header and are not affected.
+Any web page can make the browser send a POST request to this server without a preflight, through a
+form or through `fetch` with a plain content type. The page cannot read the response, but the server
+would do the work. Browsers report the origin of such a request, and pages cannot change the
+reported origin. Clients other than browsers send neither header and are not affected.
 """
 
 import re
@@ -17,25 +17,27 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.core.errors import AppError, ErrorKind
-from app.core.settings import LOOPBACK_ORIGIN_REGEX, Settings, is_origin
-from app.http.responses import error_response
+from app.core.settings import Settings, is_origin
+from app.http.errors import error_response
 
-_LOOPBACK_ORIGIN = re.compile(LOOPBACK_ORIGIN_REGEX, re.ASCII)
+# Origins of pages on this machine. CORS uses the same pattern (app/api/app.py).
+LOOPBACK_ORIGIN_REGEX = r"(?a:https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?)"
+_LOOPBACK_ORIGIN = re.compile(LOOPBACK_ORIGIN_REGEX)
 
-# Methods without side effects; CORS decides whether a page may read their responses.
+# Methods without side effects. CORS decides whether a page may read the responses.
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllowedOrigins:
-    """The allowed origins. origins: those of --cors-origin; "*" allows all. Pages on loopback are
-    always allowed, because this machine serves them."""
+    """The allowed origins. origins: the origins of --cors-origin; "*" allows all. Pages on loopback
+    are always allowed, because this machine serves them."""
 
     origins: frozenset[str] = frozenset()
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
-        """Raises AppError(INVALID)."""
+        """Returns the origins of --cors-origin. Raises AppError(INVALID) for an invalid origin."""
         for origin in settings.cors_origins:
             if origin != "*" and not is_origin(origin):
                 raise AppError(
@@ -56,12 +58,12 @@ class AllowedOrigins:
 
 
 def check_origin(method: str, headers: Headers, allowed: AllowedOrigins) -> None:
-    """Raises AppError(FORBIDDEN) for a request with side effects from a page of another origin that
-    is not allowed.
+    """Raises AppError(FORBIDDEN) for a request with side effects from a page of another origin,
+    unless this origin is allowed.
 
-    The checks are in the order of Go's net/http.CrossOriginProtection. Old browsers, and all
-    browsers on pages without TLS, send no Sec-Fetch-Site; hence the last check. It compares Origin
-    with the Host header, which app/http/host.py has checked before.
+    The checks run in the order of Go's net/http.CrossOriginProtection. Old browsers, and all
+    browsers on pages without TLS, send no Sec-Fetch-Site header. For these, the last check compares
+    Origin with the Host header, which app/http/host.py has already checked.
     """
     if method in _SAFE_METHODS:
         return
@@ -85,8 +87,8 @@ def check_origin(method: str, headers: Headers, allowed: AllowedOrigins) -> None
 
 
 class OriginCheckMiddleware:
-    """ASGI middleware for the origin check. Place it behind the host check, whose result it relies
-    on."""
+    """ASGI middleware for the origin check. Place it inside the host check, because it relies on
+    the result of that check."""
 
     def __init__(self, app: ASGIApp, allowed: AllowedOrigins) -> None:
         self._app = app

@@ -1,10 +1,10 @@
-"""Request ids, the access log and response counters.
+"""Request IDs, the access log and response counters.
 
-Knows: the header that OpenAI's SDKs read (`x-request-id`; they expose it as `_request_id` and in
+Knows: the header that OpenAI's SDKs read (`x-request-id`, which they expose as `_request_id` and in
 their exceptions), the header of W3C's Trace Context. Must not know: routes, response bodies.
 
-Every request has an id, which is sent with its response and added to log records. When the request
-ends, a line is logged and a counter is incremented.
+Every request has an ID, which is sent with the response and added to log records. When the request
+ends, this module logs a line and increments a counter.
 """
 
 import json
@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import Route
@@ -20,11 +20,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.core.request_context import REQUEST_CONTEXT, RequestContext
 from app.core.server_stats import ConnectionStats
+from app.http.errors import DialectErrors
 
-# a logger of its own, so that it can be disabled (app/serving/logs.py)
+# a separate logger, so that it can be disabled (app/serving/logs.py)
 log = logging.getLogger("app.access")
 
 REQUEST_ID_HEADER = "x-request-id"
+
+# the name that Anthropic's SDKs read
+ANTHROPIC_REQUEST_ID_HEADER = "request-id"
 
 # A valid client request id. It is copied into a header unchanged.
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}", re.ASCII)
@@ -32,10 +36,10 @@ _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}", re.ASCII)
 # A log value that needs no quotes.
 _UNQUOTED_VALUE = re.compile(r"[^\s\"=]+")
 
-# Polled every few seconds by monitoring.
+# Monitoring systems poll these paths every few seconds.
 _PROBE_PATHS = frozenset({"/health", "/metrics", "/v1/status"})
 
-# The server is loading, stopping or overloaded: not an error to investigate.
+# The server is loading, stopping or overloaded. These statuses are not errors to investigate.
 _TRANSIENT_STATUSES = frozenset({503, 504})
 
 # nginx's status for a client that disconnected before the response.
@@ -50,10 +54,18 @@ def new_request_id() -> str:
 
 class RequestIdMiddleware:
     """ASGI middleware for request ids; place it outermost. The id is the client's own if it is
-    valid, and is stored in `request.state.request_id`. traffic: where responses are counted."""
+    valid, and is stored in `request.state.request_id`. traffic: where responses are counted.
+    error_formats: those of dialects other than OpenAI's; the first that matches a request writes
+    its error responses."""
 
-    def __init__(self, app: ASGIApp, traffic: ConnectionStats | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        traffic: ConnectionStats | None = None,
+        error_formats: Sequence[DialectErrors] = (),
+    ) -> None:
         self._app = app
+        self._error_formats = error_formats
         self._traffic = ConnectionStats() if traffic is None else traffic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,7 +78,12 @@ class RequestIdMiddleware:
         name = given if _VALID_ID.fullmatch(given) else new_request_id()
         state = scope.setdefault("state", {})
         state["request_id"] = name
-        context = RequestContext(id=name, traceparent=headers.get("traceparent", ""), state=state)
+        context = RequestContext(
+            id=name,
+            traceparent=headers.get("traceparent", ""),
+            state=state,
+            error_format=next((one for one in self._error_formats if one.matches(scope)), None),
+        )
         # never reset: errors that the server logs after this middleware belong to the request too
         REQUEST_CONTEXT.set(context)
         status = _CLIENT_CLOSED_REQUEST
@@ -74,7 +91,9 @@ class RequestIdMiddleware:
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = name
+                response_headers = MutableHeaders(scope=message)
+                response_headers[REQUEST_ID_HEADER] = name
+                response_headers[ANTHROPIC_REQUEST_ID_HEADER] = name
                 status = message["status"]
             await send(message)
 
@@ -86,8 +105,8 @@ class RequestIdMiddleware:
 
 
 def _route_labels(scope: Scope) -> tuple[str, str]:
-    """Returns method and path of the matched route. Unknown paths are not used as labels, because
-    clients choose them."""
+    """Returns the method and the path of the matched route. Unknown paths are not used as labels,
+    because clients choose them."""
     match scope.get("route"):
         case Route(path=path, methods=methods) if methods and scope["method"] in methods:
             return scope["method"], path
@@ -117,15 +136,15 @@ def _log_level(path: str, status: int) -> int:
 
 
 def _quote_if_needed(value: str | int) -> str:
-    """Quotes a value that could be read as more than one."""
+    """Quotes a value that could be read as more than one value."""
     return str(value) if _UNQUOTED_VALUE.fullmatch(str(value)) else json.dumps(value)
 
 
 def _log_fields(
     scope: Scope, context: RequestContext, status: int, seconds: float
 ) -> Mapping[str, str | int]:
-    """Returns the fields of the log line, without the query, which may contain anything, and
-    without unset fields. The path is as sent by the client, with its escapes. error, reason: for a
+    """Returns the fields of the log line. Unset fields are omitted, and so is the query, which may
+    contain anything. The path is as sent by the client, with its escapes. error, reason: set for a
     status of 400 or more; the reason omits client data."""
     client = scope.get("client")
     fields: dict[str, str | int] = {

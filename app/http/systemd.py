@@ -1,14 +1,14 @@
 """State notifications for the system's service manager: sd_notify(3) of systemd.
 
-Knows: the variables and messages of that protocol. Must not know: uvicorn, what the server does.
+Knows: the variables and messages of that protocol. Must not know: uvicorn, requests.
 
     READY=1       when the server listens
     WATCHDOG=1    while the event loop runs
-    STOPPING=1    when it drains, with the time that may take
+    STOPPING=1    when the server drains, with the maximum duration
 
 Without the environment variables, as on every other system, nothing is sent. The main purpose is
-the watchdog: an HTTP process that hangs cannot report it over HTTP, and the engine watchdog only
-covers engines.
+the watchdog. An HTTP process that hangs cannot report this over HTTP, and the engine watchdog
+covers only engines.
 """
 
 import asyncio
@@ -20,23 +20,24 @@ from typing import Protocol, Self
 
 log = logging.getLogger(__name__)
 
-# Seconds between two polls of the server, and between the end of a drain and the stop timeout.
+# The number of seconds between two polls of the server, and between the end of a drain and the stop
+# timeout.
 _POLL_SECONDS = 0.25
 _STOP_MARGIN_SECONDS = 30.0
 
 
 class ServerFlags(Protocol):
-    """The state to report, as attributes of uvicorn's server. started: it listens. should_exit: it
-    is stopping."""
+    """The state to report, as attributes of uvicorn's server. started: whether the server listens.
+    should_exit: whether the server is stopping."""
 
     started: bool
     should_exit: bool
 
 
 class SystemdNotifier:
-    """Sends notifications. address: of a datagram socket, with @ for an abstract one; None sends
-    none. watchdog: seconds of silence after which the manager considers the process hung; None if
-    disabled."""
+    """Sends notifications. address: the address of a datagram socket, with @ for an abstract one;
+    None disables notifications. watchdog: the number of seconds of silence after which the manager
+    considers the process hung; None if disabled."""
 
     def __init__(self, address: str | None, watchdog: float | None) -> None:
         self._address = address
@@ -44,17 +45,18 @@ class SystemdNotifier:
 
     @classmethod
     def from_environment(cls, environment: MutableMapping[str, str], pid: int) -> Self:
-        """Reads and removes the environment variables, which are not meant for child processes."""
+        """Reads the environment variables and removes them, because they are not meant for child
+        processes."""
         address = environment.pop("NOTIFY_SOCKET", None)
         microseconds = environment.pop("WATCHDOG_USEC", "")
-        meant = environment.pop("WATCHDOG_PID", "") in ("", str(pid))
-        watched = meant and microseconds.isdecimal() and int(microseconds) > 0
+        for_this_process = environment.pop("WATCHDOG_PID", "") in ("", str(pid))
+        watched = for_this_process and microseconds.isdecimal() and int(microseconds) > 0
         return cls(address or None, int(microseconds) / 1e6 if watched else None)
 
     @contextlib.asynccontextmanager
     async def watch(self, server: ServerFlags, drain: float) -> AsyncGenerator[None]:
-        """Sends notifications while the server runs. drain: maximum seconds before the server
-        aborts running requests."""
+        """Sends notifications while the server runs. drain: the maximum number of seconds before
+        the server aborts running requests."""
         if self._address is None:
             yield
             return
@@ -65,7 +67,7 @@ class SystemdNotifier:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            # a stop without any wait happens between two polls
+            # a stop without any wait can happen between two polls
             self._notify_stopping(patience)
 
     async def _run(self, server: ServerFlags, timeout_us: int) -> None:
@@ -81,7 +83,7 @@ class SystemdNotifier:
             await asyncio.sleep(every)
 
     def _notify_stopping(self, timeout_us: int) -> bool:
-        """Reports how long stopping may take from now on. May be sent twice."""
+        """Reports the maximum time that stopping may take from now on. May be sent twice."""
         return self._notify(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={timeout_us}")
 
     def _notify(self, state: str) -> bool:

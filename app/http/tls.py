@@ -3,14 +3,14 @@ connection.
 
 Knows: the ssl module, asyncio's SSL protocol. Must not know: HTTP, the server.
 
-The certificate is verified as clients do, by a handshake in memory, because the module exposes
-nothing about a certificate that is merely loaded.
+The certificate is verified as clients verify it, by a handshake in memory. The ssl module exposes
+nothing about a certificate that is only loaded.
 
     accepted ──begin──▶ handshake ──connection_made──▶ everything in app/http/connection.py
 
-asyncio would handle TLS alone and report nothing: for a minute, a socket that never starts TLS
-would be an open file that no limit counts. So the connection is notified of its socket before the
-handshake.
+asyncio would handle TLS without reporting anything. For a minute, a socket that never starts TLS
+would be an open file that no limit counts. The connection is therefore notified of its socket
+before the handshake.
 """
 
 import asyncio
@@ -25,37 +25,38 @@ from typing import Protocol, cast
 
 from app.core.errors import AppError, ErrorKind
 
-# Bytes read at once: at most one TLS record. asyncio allocates 256 KiB per open connection, which
-# for a thousand of them is a quarter of a gigabyte.
+# The number of bytes per read, at most one TLS record. asyncio allocates 256 KiB per open
+# connection, which is a quarter of a gigabyte for a thousand connections.
 _READ_BYTES = 16 * 1024
 
 
 class TlsObserver(Protocol):
-    """The callbacks of a connection for events of its TLS layer."""
+    """The callbacks with which the TLS layer notifies a connection."""
 
     def handshake_started(self, transport: asyncio.Transport) -> None:
-        """The socket is accepted, and the handshake begins."""
+        """Called when the socket is accepted and the handshake begins."""
         ...
 
     def write_stalled(self) -> None:
-        """Some data was not sent at once."""
+        """Called when some data could not be sent immediately."""
         ...
 
     def write_drained(self) -> None:
-        """All data was sent."""
+        """Called when all data was sent."""
         ...
 
     def socket_closed(self) -> None:
-        """The socket is closed. Called also if `connection_lost` was or will be called."""
+        """Called when the socket is closed, even if `connection_lost` was or will be called."""
         ...
 
 
 class TlsProtocol(SSLProtocol):
     """TLS for one connection.
 
-    connection: its `connection_made` is called after the handshake, and never if that fails.
-    handshake_timeout: seconds for the handshake, after which asyncio aborts it; the connection may
-    do so earlier. shutdown_timeout: seconds in which a client must reply to close_notify.
+    connection: its `connection_made` is called after the handshake, but not if the handshake fails.
+    handshake_timeout: the number of seconds after which asyncio aborts the handshake; the
+    connection may abort it earlier. shutdown_timeout: the number of seconds in which a client must
+    reply to close_notify.
     """
 
     max_size = _READ_BYTES
@@ -74,9 +75,9 @@ class TlsProtocol(SSLProtocol):
             loop,
             connection,
             context,
-            cast("asyncio.Future[None]", None),  # as asyncio's own servers do
+            cast("asyncio.Future[None]", None),  # asyncio's own servers pass None, too
             server_side=True,
-            # floats are accepted, despite the type stubs
+            # asyncio accepts floats, although the type stubs do not
             ssl_handshake_timeout=cast("int", handshake_timeout),
             ssl_shutdown_timeout=cast("int", shutdown_timeout),
         )
@@ -84,7 +85,7 @@ class TlsProtocol(SSLProtocol):
         self._write_paused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # as asyncio's servers pass it
-        # TLS has buffers of its own above this one, and reports only their state
+        # TLS has its own buffers above this one and reports only the state of its own buffers
         transport.set_write_buffer_limits(high=0)
         self._observer.handshake_started(transport)
         super().connection_made(transport)
@@ -108,30 +109,33 @@ class TlsProtocol(SSLProtocol):
 
 _DAY = 24 * 60 * 60
 
-# Days before expiry from which a warning is logged. Automatic renewal happens earlier.
+# The number of days before expiry at which a warning is logged. Automatic renewal happens earlier.
 _EXPIRY_WARNING_DAYS = 14
 
 
 def check_certificate(cert: str, key: str, *, now: float | None = None) -> Sequence[str]:
-    """Checks the certificate and key. Returns warnings for the log: the certificate has expired or
-    soon will, others may read the key. These are not errors: clients that do not verify
-    certificates are served anyway, and a restart must not turn an old certificate into an outage.
+    """Checks the certificate and the key. Returns warnings for the log if the certificate has
+    expired or will soon expire, or if other users may read the key. These are not errors. Clients
+    that do not verify certificates are served anyway, and a restart must not turn an old
+    certificate into an outage.
 
-    cert: PEM, the server's certificate first, then the chain to the root. key: PEM, without a
-    passphrase. now: Unix time; None for the current time. Raises AppError(INVALID) if they cannot
-    be used.
+    cert: a PEM file with the server's certificate first, then the chain to the root. key: a PEM
+    file without a passphrase. now: the Unix time; None for the current time. Raises
+    AppError(INVALID) if the files cannot be used.
     """
     server = create_ssl_context(cert, key)
-    told: list[str] = []
+    warnings: list[str] = []
     if os.stat(key).st_mode & (stat.S_IRGRP | stat.S_IROTH):
-        told.append(f"--tls-key: {key} is readable by other users: chmod 600 {key}")
+        warnings.append(f"--tls-key: {key} is readable by other users: chmod 600 {key}")
     problem, ends = _verify_by_handshake(server, cert)
     if problem:
-        told.append(f"--tls-cert: clients that verify certificates will reject {cert}: {problem}")
+        warnings.append(
+            f"--tls-cert: clients that verify certificates will reject {cert}: {problem}"
+        )
     elif ends - (time.time() if now is None else now) < _EXPIRY_WARNING_DAYS * _DAY:
         day = time.strftime("%Y-%m-%d", time.gmtime(ends))
-        told.append(f"--tls-cert: {cert} expires on {day}: renew it and restart the server")
-    return told
+        warnings.append(f"--tls-cert: {cert} expires on {day}: renew it and restart the server")
+    return warnings
 
 
 def create_ssl_context(cert: str, key: str) -> ssl.SSLContext:
@@ -142,12 +146,12 @@ def create_ssl_context(cert: str, key: str) -> ssl.SSLContext:
         except OSError as error:
             why = (error.strerror or str(error)).lower()
             raise AppError(ErrorKind.INVALID, f"{option}: {file} cannot be read: {why}") from None
-        wanted = b"CERTIFICATE-----" if file == cert else b"PRIVATE KEY-----"
-        if wanted not in content and b"CERTIFICATE-----" not in content:
+        expected = b"CERTIFICATE-----" if file == cert else b"PRIVATE KEY-----"
+        if expected not in content and b"CERTIFICATE-----" not in content:
             raise AppError(
                 ErrorKind.INVALID,
                 f"{option}: {file} is not a PEM file: it must contain a line -----BEGIN …"
-                f"{wanted.decode()}",
+                f"{expected.decode()}",
             )
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
@@ -174,7 +178,7 @@ def _reject_passphrase() -> str:
 
 def _verify_by_handshake(server: ssl.SSLContext, cert: str) -> tuple[str, float]:
     """Returns the verification error of a client that trusts the certificate itself, and the Unix
-    time of expiry."""
+    time at which the certificate expires."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -183,7 +187,7 @@ def _verify_by_handshake(server: ssl.SSLContext, cert: str) -> tuple[str, float]
     ours = server.wrap_bio(up, down, server_side=True)
     theirs = client.wrap_bio(down, up)
     try:
-        for _ in range(4):  # each side sends two flights
+        for _ in range(4):  # each side sends messages twice
             for side in (theirs, ours):
                 try:
                     side.do_handshake()
@@ -194,5 +198,5 @@ def _verify_by_handshake(server: ssl.SSLContext, cert: str) -> tuple[str, float]
     except ssl.SSLError as error:
         return error.reason or str(error), 0.0
     found = theirs.getpeercert()
-    assert found is not None, "a handshake that checked the certificate has it"
+    assert found is not None, "a handshake that checked the certificate must have it"
     return "", ssl.cert_time_to_seconds(str(found["notAfter"]))

@@ -1,9 +1,9 @@
-"""Undocumented names of uvicorn: the only module that uses them.
+"""The undocumented names of uvicorn. No other module uses them.
 
-Knows: the names that other modules of app/http need, uvicorn's use of them. Must not know: what
-they are needed for.
+Knows: the names that other modules of app/http need, uvicorn's use of them. Must not know: the
+purpose for which other modules use them.
 
-`UNDOCUMENTED` lists every name, so that a test reports those that disappear in a new version.
+`UNDOCUMENTED` lists every name, so that a test reports names that disappear in a new version.
 pyproject.toml bounds the versions.
 """
 
@@ -25,7 +25,7 @@ __all__ = [
     "ServerState",
 ]
 
-# class -> attributes of the class or its instances
+# maps a class to attributes of the class or its instances
 UNDOCUMENTED: Sequence[tuple[type, Sequence[str]]] = (
     (uvicorn.Server, ("_log_started_message", "_captured_signals", "capture_signals")),
     (uvicorn.Server, ("handle_exit", "startup", "shutdown", "servers", "server_state")),
@@ -43,12 +43,12 @@ UNDOCUMENTED: Sequence[tuple[type, Sequence[str]]] = (
 
 class HookedServer(uvicorn.Server):
     def log_listening(self, listeners: Sequence[SocketType]) -> None:
-        """Called once the sockets listen, in place of uvicorn's own log line."""
+        """Called when the sockets are listening, instead of uvicorn's own log line."""
         raise NotImplementedError
 
     def record_signal(self, number: int) -> int:
-        """Returns the number of signals so far, including this one; uvicorn raises them again at
-        its end."""
+        """Returns the number of signals so far, including this one. uvicorn raises the signals
+        again when it exits."""
         self._captured_signals.append(number)
         return len(self._captured_signals)
 
@@ -61,8 +61,8 @@ class HookedH11Protocol(H11Protocol):
         self._unset_keepalive_if_required()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Suppresses uvicorn's log lines: Java's client requests HTTP/2 with each first request,
-        and HTTP/1.1 is a correct response."""
+        """Suppresses uvicorn's log lines. Java's client requests HTTP/2 with each first request,
+        and an HTTP/1.1 response is correct."""
 
 
 class HookedFlowControl(FlowControl):

@@ -1,12 +1,12 @@
 """A uvicorn server with a graceful shutdown.
 
 Knows: uvicorn's server, signals, TLS below a connection, the drain timeout. Must not know: routes,
-responses, how a running request is aborted.
+responses, the abort of a running request.
 
     signal ──▶ accepts no connection, handles no new request ──drain──▶ responses end with an error
            ──a few seconds──▶ clients that have not read it are disconnected ──▶ lifespan, exit
 
-On a second signal, the process ends as without a handler: immediately, with status 128 + n.
+On a second signal, the process ends immediately with status 128 + n, as if there were no handler.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from uvicorn import Config
 from app.core.errors import AppError, ErrorKind
 from app.core.server_stats import ConnectionStats
 from app.core.settings import Settings
+from app.core.units import pluralize
 from app.http.connection import SHUTDOWN_MESSAGE, Connection
 from app.http.connection_limits import Acceptor, ConnectionLimiter, raise_fd_limit
 from app.http.tls import TlsProtocol, create_ssl_context
@@ -36,8 +37,8 @@ def make_protocol_factory(
     limiter: ConnectionLimiter | None = None,
 ) -> type[asyncio.Protocol]:
     """Returns the protocol factory for `uvicorn.Config(http=…)`, which uvicorn calls for each
-    socket. The connections share their limits, and use TLS if the settings have a certificate;
-    uvicorn must not be configured for TLS too. limiter: the shared limits; None creates them.
+    socket. The connections share their limits. They use TLS if the settings have a certificate;
+    uvicorn itself must not be configured for TLS. limiter: the shared limits; None creates them.
     Raises AppError(INVALID) for a certificate that cannot be used."""
     common = limiter or ConnectionLimiter(
         settings, ConnectionStats() if traffic is None else traffic
@@ -72,13 +73,13 @@ def make_protocol_factory(
 
 log = logging.getLogger(__name__)
 
-# Seconds in which clients may read the error that ended their response.
+# The number of seconds in which clients may read the error that ended their response.
 _ERROR_DELIVERY_SECONDS = 3.0
 
-# Seconds in which requests of disconnected clients are cancelled.
+# The number of seconds in which requests of disconnected clients are cancelled.
 _CANCEL_SECONDS = 1.0
 
-# Seconds between two checks for running requests.
+# The number of seconds between two checks for running requests.
 _POLL_SECONDS = 0.05
 
 
@@ -91,9 +92,9 @@ class InflightRequests(Protocol):
 class UvicornServer(HookedServer):
     """A uvicorn server with a graceful shutdown.
 
-    config: with `http=make_protocol_factory(settings, limiter=limiter)`. inflight: aborted if
-    requests still run `settings.drain` seconds after the first signal. limiter: the shared
-    connection limits.
+    config: must be created with `http=make_protocol_factory(settings, limiter=limiter)`. inflight:
+    the running requests, which are aborted if they still run `settings.drain` seconds after the
+    first signal. limiter: the shared connection limits.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class UvicornServer(HookedServer):
 
     def _make_acceptor(self, listener: socket.socket, max_sockets: int) -> Acceptor:
         def make_protocol() -> asyncio.Protocol:
-            # as uvicorn calls it
+            # pass the same arguments as uvicorn
             made = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
             return made(
                 config=self.config,
@@ -135,15 +136,15 @@ class UvicornServer(HookedServer):
         )
 
     def log_listening(self, listeners: Sequence[socket.SocketType]) -> None:
-        """uvicorn does not know that this server uses TLS."""
+        """Logs the address, because uvicorn does not know that this server uses TLS."""
         scheme = "http" if self._tls_cert is None else "https"
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         port = self.config.port or listeners[0].getsockname()[1]
         log.info("running on %s://%s:%d (press Ctrl-C to stop)", scheme, host, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handles a signal. uvicorn's handling of a second signal depends on its number and waits
-        for the event loop, which may be blocked."""
+        """Handles a signal. uvicorn handles a second signal differently depending on its number,
+        and only when the event loop runs, which may be blocked."""
         self.should_exit = True
         if self.record_signal(sig) > 1:
             _flush_logs()
@@ -164,9 +165,10 @@ class UvicornServer(HookedServer):
             acceptor.close()
         for listener in self.servers:
             listener.close()
-        for handed_in in sockets or ():
-            handed_in.close()
-        log.info("shutting down (%d requests in flight)", len(self.server_state.tasks))
+        for inherited in sockets or ():
+            inherited.close()
+        requests = pluralize(len(self.server_state.tasks), "request")
+        log.info("shutting down (%s in flight)", requests)
         if not await self._wait_until_idle(self._drain_seconds):
             await self._abort_requests()
         await self.lifespan.shutdown()
@@ -175,30 +177,30 @@ class UvicornServer(HookedServer):
         """Aborts running requests at the end of the drain."""
         tasks, connections = self.server_state.tasks, self.server_state.connections
         log.warning(
-            "aborting %d requests: still running after %g s (--drain)",
-            len(tasks),
+            "aborting %s: still running after %g s (--drain)",
+            pluralize(len(tasks), "request"),
             self._drain_seconds,
         )
         self._inflight.abort_all(AppError(ErrorKind.STOPPING, SHUTDOWN_MESSAGE))
         if await self._wait_until_idle(_ERROR_DELIVERY_SECONDS):
             return
-        log.warning("closing %d connections", len(connections))
+        log.warning("closing %s", pluralize(len(connections), "connection"))
         for connection in tuple(connections):
             cast(Connection, connection).transport.abort()
         if await self._wait_until_idle(_CANCEL_SECONDS):
             return
-        log.error("cancelling %d requests that did not stop", len(tasks))
+        log.error("cancelling %s: still running", pluralize(len(tasks), "request"))
         for task in tuple(tasks):
             task.cancel()
 
     async def _wait_until_idle(self, seconds: float) -> bool:
-        """Returns whether all clients disconnect and all requests end within that time."""
+        """Returns whether all clients disconnect and all requests end within the given time."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         tasks, connections = self.server_state.tasks, self.server_state.connections
         while tasks or connections:
             for connection in tuple(connections):
-                # including those accepted while the others were closed
+                # includes connections accepted while the others were closed
                 connection.shutdown()
             if loop.time() >= until:
                 return False
@@ -207,6 +209,6 @@ class UvicornServer(HookedServer):
 
 
 def _flush_logs() -> None:
-    """Flushes log handlers, which may write on a thread that ends with the process."""
+    """Flushes log handlers, because they may write on a thread that ends with the process."""
     for handler in logging.getLogger().handlers:
         handler.flush()

@@ -1,11 +1,12 @@
-"""Admission control of one model: accepts a request into its queue, or rejects it.
+"""Admission control of one model: accepts requests into its queue, or rejects them.
 
-Knows: submissions, capacity, the duration of recent jobs. Must not know: runners, what jobs
-compute. All code runs on the event loop.
+Knows: submissions, capacity, the duration of recent jobs. Must not know: runners, the content of
+jobs. All code runs on the event loop.
 
-A request is admitted before any work is done for it. So jobs whose prompt is being prepared, whose
-grammar is being compiled or that wait in the engine's queue all count against one limit, and none
-of these stages has a separate queue that could grow unnoticed. The engine's queue is unbounded.
+A request is admitted before any work is done for it. Jobs whose prompt is being prepared, jobs
+whose grammar is being compiled and jobs in the engine's queue therefore all count against one
+limit. None of these stages has a separate queue that could grow without notice. The engine's queue
+is unbounded.
 """
 
 import math
@@ -19,13 +20,15 @@ from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, ErrorKind
 from app.core.jobs import Job
 from app.core.ports import RunnerStatus, Submission
+from app.core.units import pluralize
 
-# Maximum Retry-After in seconds: SDKs ignore values far above it.
+# The maximum Retry-After in seconds. SDKs ignore values far above it.
 _MAX_RETRY_AFTER = 60
 
 
 class JobRunner(Protocol):
-    """Runs admitted jobs: a runner, or the handle of a model whose runner may change."""
+    """Runs admitted jobs. It is either a runner, or the handle of a model whose runner may
+    change."""
 
     def submit(self, job: Job) -> AbstractAsyncContextManager[Submission]: ...
 
@@ -35,9 +38,9 @@ class JobRunner(Protocol):
 
 
 class LatencyAverage:
-    """The average time that a job occupies its place in the engine: an exponential moving average
-    in which each job has weight 1/8, as in TCP's smoothed round-trip time (RFC 6298).
-    """
+    """The average time for which a job occupies its place in the engine. It is an exponential
+    moving average in which each job has weight 1/8, as in TCP's smoothed round-trip time (RFC
+    6298)."""
 
     def __init__(self) -> None:
         self._mean: float | None = None
@@ -46,14 +49,14 @@ class LatencyAverage:
         self._mean = seconds if self._mean is None else self._mean + (seconds - self._mean) / 8
 
     def estimate_wait(self, *, waiting: int, parallel: int) -> int:
-        """Estimates the seconds, 1 to 60, until the jobs that wait now have started: `parallel` of
-        them start in the average time of a job."""
+        """Returns the estimated number of seconds, from 1 to 60, until all jobs that wait now have
+        started. During the average time of a job, `parallel` of them start."""
         seconds = (self._mean or 0.0) * waiting / parallel
         return max(1, min(math.ceil(seconds), _MAX_RETRY_AFTER))
 
 
 class Admission:
-    """Implements `Engine` for one model. max_queue: maximum number of queued requests."""
+    """Implements `Engine` for one model. `max_queue` is the maximum number of queued requests."""
 
     def __init__(self, jobs: JobRunner, max_queue: int) -> None:
         self._jobs = jobs
@@ -64,7 +67,7 @@ class Admission:
 
     @property
     def preparing(self) -> int:
-        """The number of jobs that have a place and were not submitted yet."""
+        """The number of jobs that have a place but have not been submitted yet."""
         return sum(not place.submitted for place in self._slots)
 
     def status(self) -> RunnerStatus:
@@ -85,9 +88,9 @@ class Admission:
     def _check_capacity(self, count: int) -> None:
         """Raises AppError(BUSY) if `count` more jobs do not fit in the queue."""
         capacity = self._jobs.status().capacity
-        # a model that is being reloaded will run at least one
+        # After a reload, a model will run at least one job at a time.
         parallel = 1 if capacity is None else capacity.parallel
-        # count admitted jobs; the engine's own counters are one step old
+        # Admitted jobs are counted here, because the engine's own counters are one step old.
         here = sum(not place.ended for place in self._slots)
         if here + count <= parallel + self._max_queue:
             return
@@ -95,14 +98,14 @@ class Admission:
         seconds = self._latency.estimate_wait(waiting=max(1, here - parallel), parallel=parallel)
         raise AppError(
             ErrorKind.BUSY,
-            f"the server is busy: {here} requests are running or queued (at most {parallel} run "
+            f"the server is busy: {pluralize(here, 'request')} in progress (at most {parallel} run "
             f"and {self._max_queue} wait); try again in about {seconds} s",
             retry_after=seconds,
         )
 
 
 class Reservation:
-    """Implements `ReservedSlots`: the places of one request."""
+    """The reserved places of one request. Implements `ReservedSlots`."""
 
     def __init__(self, jobs: JobRunner, slots: Sequence["_Slot"], latency: LatencyAverage) -> None:
         self._jobs = jobs
@@ -116,6 +119,10 @@ class Reservation:
             async with self._jobs.submit(job) as submission:
                 place.submission = submission
                 yield submission
+        except AppError:
+            # a job that was not accepted may be replaced by another one
+            place.submitted = place.submission is not None
+            raise
         finally:
             place.released = True
             if (seconds := place.seconds_in_engine()) is not None:
@@ -130,13 +137,16 @@ class Reservation:
 
     def _take_slot(self) -> "_Slot":
         place = next(place for place in self._slots if not place.submitted)
-        place.submitted = True
+        place.submitted, place.released = True, False
         return place
 
 
 class _Slot:
-    """The place of one job. submitted: the job was submitted or is being submitted. released: the
-    client has left the job."""
+    """The place of one job.
+
+    submitted: whether the job has been submitted or is being submitted.
+    released: whether the client has left the job.
+    """
 
     def __init__(self) -> None:
         self.submitted = self.released = False
@@ -144,7 +154,7 @@ class _Slot:
 
     @property
     def ended(self) -> bool:
-        """Whether the job has ended, even if its client still reads the output."""
+        """Whether the job has ended. Its client may still be reading the output."""
         return self.released or (
             self.submission is not None and self.submission.ended_ns is not None
         )

@@ -1,12 +1,12 @@
-"""Starts child processes, logs their output and reports why they exit.
+"""Starts child processes, logs their output, and reports why they exit.
 
 Knows: processes, pipes, signals, a listening socket. Must not know: models, HTTP, jobs.
 
-`ChildProcess` is the process of a model, `run_module` runs a short-lived process that handles one
-request. Both use the Python and the packages of this process.
+`ChildProcess` is the process of a model. `run_module` runs a short-lived process that handles one
+request. Both use the Python interpreter and the packages of this process.
 
-The socket of a `ChildProcess` is a Unix socket in a directory that only this user can open. It is
-bound and listening before the process exists, so a first request waits instead of being refused.
+The socket of a `ChildProcess` is a Unix socket in a directory that only this user can open. It
+listens before the process exists, so the first request waits instead of being refused.
 """
 
 import asyncio
@@ -25,16 +25,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.core.ports import FailureCause
+from app.core.units import pluralize
 
-# maximum bytes of a line; the rest is dropped
+# The maximum length of a line in bytes. The rest of a longer line is dropped.
 _MAX_LINE_BYTES = 2000
-# lines that are kept, and maximum characters of an exit reason
+# The number of lines that are kept, and the maximum length of an exit reason in characters.
 _KEPT_LINES = 50
 _MAX_REASON_CHARS = 2000
-# last lines used as the reason if no line has an error marker
+# The number of last lines that are used as the reason if no line has an error marker.
 _FALLBACK_LINES = 3
 
-# markers of lines that explain an exit: of Python, of the C++ runtimes, of MLX
+# The markers of lines that explain an exit. They come from Python, the C++ runtimes and MLX.
 _ERROR_MARKERS = (
     "Error:",
     "error:",
@@ -50,7 +51,7 @@ _ERROR_MARKERS = (
     "cannot allocate",
 )
 
-# maximum number of lines logged per window, and the window in seconds
+# The maximum number of lines logged per window, and the length of the window in seconds.
 _LINES_PER_WINDOW, _WINDOW = 100, 10.0
 
 
@@ -63,23 +64,25 @@ class ProcessOutput:
         self._last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
 
     def feed(self, data: bytes) -> Iterator[str]:
-        """Yields the lines that `data` completes: printable text, without empty lines."""
+        """Yields the lines that `data` completes. They contain only printable text, and empty lines
+        are omitted."""
         *ends, rest = data.split(b"\n")
         for end in ends:
             yield from self._end_line(end)
         self._extend(rest)
 
     def flush(self) -> Iterator[str]:
-        """Yields the last line if it has no line end."""
+        """Yields the last line if it has no line terminator."""
         yield from self._end_line(b"")
 
     def find_reason(self) -> str:
-        """The kept lines with an error marker, else the last lines."""
+        """Returns the kept lines with an error marker. If there are none, returns the last
+        lines."""
         telling = [
             line for line in self._last_lines if any(word in line for word in _ERROR_MARKERS)
         ]
-        told = dict.fromkeys(telling or list(self._last_lines)[-_FALLBACK_LINES:])
-        return "; ".join(told)[-_MAX_REASON_CHARS:]
+        lines = dict.fromkeys(telling or list(self._last_lines)[-_FALLBACK_LINES:])
+        return "; ".join(lines)[-_MAX_REASON_CHARS:]
 
     def _extend(self, data: bytes) -> None:
         room = _MAX_LINE_BYTES - len(self._partial)
@@ -106,7 +109,7 @@ class LogRateLimit:
         self._dropped = 0
 
     def admit(self, now: float) -> bool:
-        """Whether a line may be logged. now: monotonic time in seconds."""
+        """Returns whether a line may be logged. `now` is the monotonic time in seconds."""
         if now - self._since >= _WINDOW:
             self._since, self._passed = now, 0
         if self._passed == _LINES_PER_WINDOW:
@@ -116,13 +119,14 @@ class LogRateLimit:
         return True
 
     def take_dropped(self) -> int:
-        """The number of lines dropped since the last call."""
-        held, self._dropped = self._dropped, 0
-        return held
+        """Returns the number of lines dropped since the last call."""
+        dropped, self._dropped = self._dropped, 0
+        return dropped
 
 
 def describe_exit(status: int) -> str:
-    """How a process ended, as a clause. status: as in `subprocess`; negative for a signal."""
+    """Returns a clause that describes the exit of a process. `status` is defined as in
+    `subprocess`: it is negative for a signal."""
     if status == -signal.SIGKILL:
         return "was killed by SIGKILL, possibly because the system ran out of memory"
     if status < 0:
@@ -136,8 +140,12 @@ def describe_exit(status: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletedChild:
-    """stdout: output of the process. status: exit status; negative for a signal. reason: lines of
-    its standard error that may explain the exit."""
+    """The result of a process that has exited.
+
+    stdout: the output of the process.
+    status: the exit status; negative for a signal.
+    reason: the lines of standard error that may explain the exit.
+    """
 
     stdout: bytes
     status: int
@@ -149,9 +157,12 @@ async def run_module(
 ) -> CompletedChild:
     """Runs a module in a child process, and waits for its exit.
 
-    input_line: line to write to its standard input. limit: seconds until the process is killed,
-    which raises TimeoutError. extra_env: variables added to this process's environment. Raises
-    OSError if the process cannot be started."""
+    input_line: the line to write to its standard input.
+    limit: the number of seconds after which the process is killed. TimeoutError is then raised.
+    extra_env: variables to add to the environment of this process.
+
+    Raises OSError if the process cannot be started.
+    """
     process = await asyncio.create_subprocess_exec(
         *build_command(module),
         stdin=PIPE,
@@ -174,7 +185,7 @@ async def run_module(
 
 
 async def _communicate(process: Process, input_line: bytes, stderr: ProcessOutput) -> bytes:
-    """Returns the standard output of the process; its standard error goes to `stderr`."""
+    """Returns the standard output of the process. Its standard error is passed to `stderr`."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(input_line + b"\n")
@@ -194,13 +205,14 @@ async def _read_stderr(process: Process, stderr: ProcessOutput) -> None:
     deque(stderr.flush(), maxlen=0)
 
 
-# the folder of the packages `app` and `models`
+# The directory of the packages `app` and `models`.
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
 def build_command(module: str, *arguments: str) -> tuple[str, ...]:
-    """The command that runs a module. -P keeps the working directory off sys.path: users start
-    servers in folders that have an `app` of their own."""
+    """Returns the command that runs a module. The option -P keeps the working directory off
+    sys.path, because users may start servers in directories that contain their own `app`
+    package."""
     return (sys.executable, "-P", "-m", module, *arguments)
 
 
@@ -214,21 +226,22 @@ def build_environment() -> dict[str, str]:
 
 log = logging.getLogger(__name__)
 
-# connections that may wait to be accepted
+# The maximum number of connections that wait to be accepted.
 _BACKLOG = 128
 
-# of the directory of a socket, before the process id of the server
+# The prefix of a socket directory's name. The process ID of the server follows it.
 _SOCKET_PREFIX = "mlxrunner-"
 
-# A path of a Unix socket has at most 103 bytes on macOS, 107 on Linux.
+# The path of a Unix socket has at most 103 bytes on macOS and 107 on Linux.
 _MAX_DIRECTORY_BYTES = 60
 
 _CHUNK = 1 << 16
 
-# seconds for an orderly exit, and for reading the last output
+# The timeouts in seconds for an orderly exit and for reading the last output.
 _TERMINATE_TIMEOUT, _OUTPUT_TIMEOUT = 5.0, 1.0
 
-# Signals that other processes send: an operator's, or SIGKILL from a system that is out of memory.
+# Signals that other processes send. An operator may send any of them. The system sends SIGKILL when
+# it is out of memory.
 _EXTERNAL_SIGNALS = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 )
@@ -238,8 +251,12 @@ _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessExit:
-    """description: how the process ended, as a clause. last_output: lines of its output that may
-    explain the exit; empty after SIGKILL. cause: as in `RunnerFailure`."""
+    """The exit of a process.
+
+    description: a clause that describes the exit.
+    last_output: the lines of its output that may explain the exit; empty after SIGKILL.
+    cause: the cause, as in `RunnerFailure`.
+    """
 
     description: str
     last_output: str
@@ -247,8 +264,9 @@ class ProcessExit:
 
 
 def count_oom_kills() -> int | None:
-    """The number of processes that the system has killed because it was out of memory, inside and
-    outside containers (/proc/vmstat, Documentation/admin-guide/mm of Linux); None if unknown."""
+    """Returns the number of processes that the system has killed because it was out of memory,
+    inside and outside containers (/proc/vmstat, Documentation/admin-guide/mm of Linux). Returns
+    None if the number is unknown."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             name, _, count = line.partition(" ")
@@ -258,12 +276,12 @@ def count_oom_kills() -> int | None:
 
 
 class PrivateSocket:
-    """A listening Unix socket in a directory of its own, which only this user can enter. Raises
-    OSError if it cannot be created."""
+    """A listening Unix socket in its own directory, which only this user can enter. Raises OSError
+    if it cannot be created."""
 
     def __init__(self) -> None:
         _remove_stale_sockets()
-        # mkdtemp makes it with mode 0700
+        # mkdtemp creates the directory with mode 0700.
         prefix = f"{_SOCKET_PREFIX}{os.getpid()}-"
         self._directory = Path(tempfile.mkdtemp(prefix=prefix, dir=_socket_directory()))
         self.path = self._directory / "worker"
@@ -284,13 +302,13 @@ class PrivateSocket:
 
 
 def _socket_directory() -> Path:
-    """The temporary directory, or /tmp if the path of a socket in it would be too long."""
+    """Returns the temporary directory, or /tmp if the path of a socket in it would be too long."""
     usual = tempfile.gettempdir()
     return Path(usual if len(os.fsencode(usual)) <= _MAX_DIRECTORY_BYTES else "/tmp")
 
 
 def _remove_stale_sockets() -> None:
-    """Removes the directories of servers that were killed before they could."""
+    """Removes the directories of servers that were killed and could not remove them."""
     for directory in _socket_directory().glob(f"{_SOCKET_PREFIX}*-*"):
         pid = directory.name.removeprefix(_SOCKET_PREFIX).partition("-")[0]
         with contextlib.suppress(OSError):
@@ -299,7 +317,7 @@ def _remove_stale_sockets() -> None:
 
 
 def _is_alive(pid: str) -> bool:
-    """Whether a process of this id exists; True if it cannot be found out."""
+    """Returns whether a process with this ID exists, and True if this is unknown."""
     try:
         os.kill(int(pid), 0)
     except ProcessLookupError:
@@ -310,7 +328,8 @@ def _is_alive(pid: str) -> bool:
 
 
 class ChildProcess:
-    """A running model process. name: name of the model, for the log and for `ps`."""
+    """A running model process. `name` is the name of the model, which appears in the log and in
+    `ps`."""
 
     def __init__(
         self, name: str, process: asyncio.subprocess.Process, listener: "PrivateSocket"
@@ -326,10 +345,8 @@ class ChildProcess:
 
     @classmethod
     async def start(cls, name: str, make_init: Callable[[int], bytes]) -> "ChildProcess":
-        """Starts the process.
-
-        make_init: returns the first line of its standard input, given the descriptor of the
-        socket, which is the same in both processes."""
+        """Starts the process. `make_init` returns the first line of its standard input. Its
+        argument is the descriptor of the socket, which is the same in both processes."""
         listener = PrivateSocket()
         try:
             first_line = make_init(listener.fileno()) + b"\n"
@@ -340,9 +357,10 @@ class ChildProcess:
                 stderr=asyncio.subprocess.STDOUT,
                 pass_fds=(listener.fileno(),),
                 # Ctrl-C at the terminal must reach only the parent, which stops its children in
-                # order. A separate process group, not a session: see `parent_watch`. Also, Linux
-                # schedules by session (autogroups): on a busy machine, one token in a hundred was
-                # 0.1 s late from a separate session, and 0.02 s from the same one.
+                # order. The process therefore has its own process group, but not its own session;
+                # see `parent_watch`. Linux also schedules by session (autogroups). On a busy
+                # machine, one token in a hundred was 0.1 s late from a separate session, and 0.02 s
+                # late from the same session.
                 process_group=0,
                 env=build_environment(),
             )
@@ -368,12 +386,12 @@ class ChildProcess:
 
     @property
     def last_output(self) -> str:
-        """Lines of its output so far that may explain a failure."""
+        """The lines of the output so far that may explain a failure."""
         return self._output.find_reason()
 
     async def wait(self) -> ProcessExit:
-        """Waits until the process has exited and its resources are closed. Any number of tasks may
-        wait."""
+        """Waits until the process has exited and its resources are closed. Several tasks may wait
+        concurrently."""
         return await asyncio.shield(self._exit_task)
 
     def kill(self) -> None:
@@ -382,7 +400,7 @@ class ChildProcess:
             self._process.kill()
 
     async def terminate(self) -> None:
-        """Sends SIGINT and waits for the exit; kills the process after `_TERMINATE_TIMEOUT`."""
+        """Sends SIGINT and waits for the exit. Kills the process after `_TERMINATE_TIMEOUT`."""
         self._terminating = True
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGINT)
@@ -397,7 +415,7 @@ class ChildProcess:
 
     async def _reap(self) -> ProcessExit:
         status = await self._process.wait()
-        # read the rest of the pipe, with a timeout: another process may still hold it open
+        # Read the rest of the pipe with a timeout, because another process may still hold it open.
         await asyncio.wait({self._output_task}, timeout=_OUTPUT_TIMEOUT)
         self._output_task.cancel()
         await asyncio.gather(self._output_task, return_exceptions=True)
@@ -406,9 +424,11 @@ class ChildProcess:
         with contextlib.suppress(OSError):
             await self._process.stdin.wait_closed()
         self._listener.close()
-        said = "" if status == -signal.SIGKILL else self._output.find_reason()
+        last_output = "" if status == -signal.SIGKILL else self._output.find_reason()
         return ProcessExit(
-            description=describe_exit(status), last_output=said, cause=self._classify_exit(status)
+            description=describe_exit(status),
+            last_output=last_output,
+            cause=self._classify_exit(status),
         )
 
     def _classify_exit(self, status: int) -> FailureCause:
@@ -420,7 +440,7 @@ class ChildProcess:
         return "outside"
 
     async def _read_output(self) -> None:
-        """Reads all output of the process; a full pipe would block it."""
+        """Reads all output of the process, because a full pipe would block it."""
         stream = self._process.stdout
         assert stream is not None
         quota, level = LogRateLimit(), logging.WARNING
@@ -434,17 +454,18 @@ class ChildProcess:
     def _log_line(self, line: str, level: int, rate_limit: LogRateLimit, now: float) -> int:
         """Logs a line at its own level and returns the level.
 
-        A line without a level that is not indented was not written by a logger: it is a message of
-        a library, or the last output of a crashing process, and is logged as a warning."""
+        An unindented line without a level was not written by a logger. It is a message of a
+        library, or the last output of a crashing process, and is logged as a warning.
+        """
         first, _, rest = line.partition(" ")
         if first in _LOG_LEVELS:
             level, line = getattr(logging, first), rest
         elif not line.startswith(" "):
             level = max(level, logging.WARNING)
-        # messages about the requested exit are not of interest
+        # Messages about the requested exit are logged only at the debug level.
         shown = logging.DEBUG if self._terminating else level
         if rate_limit.admit(now):
-            if held := rate_limit.take_dropped():
-                log.warning("%s: %d more lines were suppressed", self._name, held)
+            if dropped := rate_limit.take_dropped():
+                log.warning("%s: suppressed %s", self._name, pluralize(dropped, "more line"))
             log.log(shown, "%s: %s", self._name, line)
         return level

@@ -1,11 +1,11 @@
-"""Encodes plain data as lines of JSON; decoding restores the same values and types.
+"""Encodes plain data as lines of JSON. Decoding restores the same values and types.
 
 Knows: type annotations. Must not know: the meaning of the encoded classes.
 
-A dataclass is encoded as an object of its fields; for a union of several, the key "is" names the
-class. JSON has no infinities, bytes or paths: these are strings. Annotations are evaluated once per
-class, when a `Codec` is created, so encoding a token costs two calls and a dict. Both ends run the
-same code, so nothing is validated.
+A dataclass is encoded as an object of its fields. For a union of several dataclasses, the key "is"
+contains the name of the class. JSON has no infinities, bytes or paths, so they are encoded as
+strings. Annotations are evaluated once per class, when a `Codec` is created. Encoding a token
+therefore costs two calls and a dict. Both ends run the same code, so nothing is validated.
 """
 
 import dataclasses
@@ -29,7 +29,8 @@ _TAG = "is"
 
 
 class _Coder:
-    """write, read: convert a value to and from its JSON form; None if both are the same."""
+    """Converts values with `write` to their JSON form, and with `read` back. Either function is
+    None if no conversion is needed."""
 
     __slots__ = ("read", "write")
 
@@ -39,15 +40,15 @@ class _Coder:
 
 
 class Codec(Generic[T]):
-    """Encodes and decodes values of one type. kind: a dataclass or a union of dataclasses. Raises
-    TypeError for an annotation that `_CoderFactory.make` does not support."""
+    """Encodes and decodes values of one type. `kind` is a dataclass or a union of dataclasses.
+    Raises TypeError for an annotation that `_CoderFactory.make` does not support."""
 
     def __init__(self, kind: Any) -> None:
         coder = _CoderFactory().make(kind)
         self._write, self._read = coder.write or _identity, coder.read or _identity
 
     def encode(self, value: T) -> bytes:
-        """The value as one line, without the line end."""
+        """Returns the value as one line, without the line terminator."""
         return orjson.dumps(self._write(value))
 
     def decode(self, line: bytes | bytearray) -> T:
@@ -55,7 +56,8 @@ class Codec(Generic[T]):
 
 
 class _CoderFactory:
-    """Creates coders, and caches those of dataclasses, which may refer to themselves."""
+    """Creates coders. The coders of dataclasses are cached, because dataclasses may refer to
+    themselves."""
 
     def __init__(self) -> None:
         self._classes: dict[tuple[type, bool], _Coder] = {}
@@ -126,11 +128,11 @@ class _CoderFactory:
         return _Coder(each.write or list, each.read)
 
     def _dataclass(self, kind: type, *, tagged: bool) -> _Coder:
-        """The coder of a dataclass. orjson writes an untagged one directly if no field needs
-        conversion."""
+        """Returns the coder of a dataclass. If no field needs conversion, orjson writes an untagged
+        dataclass directly."""
         if (known := self._classes.get((kind, tagged))) is not None:
             return known
-        # a field may refer to this class before its coder is complete
+        # A field may refer to this class before its coder is complete.
         made = self._classes[kind, tagged] = _Coder()
         made.write, made.read = _lazy(made, "write"), _lazy(made, "read")
         hints = get_type_hints(kind)
@@ -156,7 +158,7 @@ class _CoderFactory:
 
 
 def _lazy(coder: _Coder, direction: Literal["write", "read"]) -> _Convert:
-    """Calls the conversion that `coder` has at the time of the call."""
+    """Returns a function that calls the conversion of `coder` at the time of the call."""
 
     def turn(value: Any) -> Any:
         return getattr(coder, direction)(value)
@@ -165,7 +167,7 @@ def _lazy(coder: _Coder, direction: Literal["write", "read"]) -> _Convert:
 
 
 def _optional_coder(coder: _Coder) -> _Coder:
-    """The coder of an optional value."""
+    """Returns the coder of an optional value."""
 
     def optional(turn: _Convert | None) -> _Convert | None:
         return turn and (lambda value: None if value is None else turn(value))
@@ -174,8 +176,8 @@ def _optional_coder(coder: _Coder) -> _Coder:
 
 
 def _pair_coder(left: _Coder, right: _Coder) -> _Coder:
-    """The coder of a 2-tuple; faster than the general one, since logprobs are pairs and a prompt
-    may have millions of them."""
+    """Returns the coder of a 2-tuple. It is faster than the general coder, because
+    log-probabilities are pairs and a prompt may have millions of them."""
     read_left, read_right = left.read or _identity, right.read or _identity
     write_left, write_right = left.write or _identity, right.write or _identity
 
@@ -207,7 +209,7 @@ def _write_float(value: float) -> float | str:
 
 
 def _write_path(path: Path) -> str:
-    """Percent-encodes a path, whose bytes may not be valid UTF-8."""
+    """Percent-encodes a path, because its bytes may not be valid UTF-8."""
     return quote_from_bytes(os.fsencode(path))
 
 

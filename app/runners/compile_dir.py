@@ -1,12 +1,12 @@
-"""A private folder for the code that MLX compiles at run time.
+"""A private directory for the code that MLX compiles at run time.
 
-Knows: folders, their permissions. Must not know: MLX's arrays, processes. Must be called before the
-first array is evaluated.
+Knows: directories, their permissions. Must not know: MLX's arrays, processes. Must be called before
+the first array is evaluated.
 
-On Linux, MLX's CPU backend compiles the operations that `mx.compile` fuses with the machine's
-compiler, and loads them from $TMPDIR/mlx/<version>/cpu, under predictable names (MLX 0.32:
-mlx/backend/cpu/compiled.cpp). A file that already exists is loaded without a check. In a
-world-writable /tmp, another user of the machine could have put it there.
+On Linux, MLX's CPU backend uses the machine's compiler to compile the operations that `mx.compile`
+fuses. It loads them from $TMPDIR/mlx/<version>/cpu, under predictable names (MLX 0.32:
+mlx/backend/cpu/compiled.cpp). If a file already exists, MLX loads it without a check. In a
+world-writable /tmp, another user of the machine could have created the file.
 """
 
 import logging
@@ -20,8 +20,9 @@ log = logging.getLogger(__name__)
 
 
 def prepare_compile_dir(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment variables to set: none if the temporary folder is private; else TMPDIR, or
-    MLX_DISABLE_COMPILE if there is no private folder."""
+    """Returns the environment variables to set. There are none if the temporary directory is
+    private. Otherwise, the variable is TMPDIR, or MLX_DISABLE_COMPILE if there is no private
+    directory."""
     common = Path(environ.get("TMPDIR") or tempfile.gettempdir())
     if _is_private(common) and _allows_executables(common):
         return {}
@@ -33,7 +34,8 @@ def prepare_compile_dir(environ: Mapping[str, str] = os.environ) -> dict[str, st
         if _is_private(folder) and _allows_executables(folder):
             return {"TMPDIR": str(folder)}
     log.warning(
-        "no private directory for compiled code: MLX compilation is off, some operations are slower"
+        "there is no private directory for compiled code: MLX compilation is disabled, so some "
+        "operations are slower"
     )
     return {"MLX_DISABLE_COMPILE": "1"}
 
@@ -48,18 +50,18 @@ def _candidates(environ: Mapping[str, str], common: Path) -> Iterator[Path]:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether the folder belongs to this user and no other user may write to it. A symbolic link is
-    not accepted, since its target could change."""
+    """Returns whether the directory belongs to this user and no other user may write to it. A
+    symbolic link is not accepted, because its target could change."""
     try:
         found = folder.lstat()
     except OSError:
         return False
-    mine = found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode)
-    return mine and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    is_own = found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode)
+    return is_own and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _allows_executables(folder: Path) -> bool:
-    """Whether the folder is writable and its files may be executed."""
+    """Returns whether the directory is writable and its files may be executed."""
     try:
         flags = os.statvfs(folder).f_flag
     except OSError:

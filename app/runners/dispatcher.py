@@ -1,7 +1,8 @@
-"""Submits a runner's jobs to its engine, delivers their updates, and fails them with the engine.
+"""Submits the jobs of a runner to its engine, delivers their updates, and fails them if the engine
+fails.
 
-Knows: jobs, messages, asyncio. Must not know: threads, processes, how commands are sent, how many
-jobs there may be (app/runners/admission.py). All code runs on the event loop, so no lock is needed.
+Knows: jobs, messages, asyncio. Must not know: threads, processes, the command transport, the queue
+limit (app/runners/admission.py). All code runs on the event loop, so no lock is needed.
 """
 
 import asyncio
@@ -28,32 +29,36 @@ from app.core.jobs import (
 )
 from app.core.ports import FailureCause, RunnerFailure, RunnerState, RunnerStatus
 
-# seconds to wait for the reason why an engine cannot be reached
+# The timeout in seconds for finding the reason why an engine cannot be reached.
 _FAILURE_TIMEOUT = 5.0
 
-# error of jobs that end because the runner is stopped
+# The error of jobs that end because the runner is stopped.
 UNLOADING_MESSAGE = "the model is being unloaded"
 
 
 class EngineClient(Protocol):
-    """Sends commands to an engine. The engine's messages arrive by `Dispatcher.receive`, or by
-    `Dispatcher.finish_embedding` for embeddings."""
+    """Sends commands to an engine. The messages of the engine arrive through `Dispatcher.receive`.
+    Embeddings arrive through `Dispatcher.finish_embedding`."""
 
     async def submit(self, job: Job) -> None:
-        """Returns when the engine has the job. Raises AppError if the job is not accepted."""
+        """Submits a job, and returns when the engine has it. Raises AppError if the job is not
+        accepted."""
         ...
 
     def embed(self, job: EmbedJob) -> None: ...
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
-        """Cancels a job, even one that the engine does not have or that is being submitted. keep:
-        number of sampled tokens to cache; None caches all."""
+        """Cancels a job. The job may be unknown to the engine, or may still be being submitted.
+        `keep` is the number of sampled tokens to cache; None caches all of them."""
         ...
 
 
 class RequestStream:
-    """The updates of one job as they arrive. started_ns: when it left the queue. ended_ns: when its
-    place was free again. Both are monotonic times in ns."""
+    """The updates of one job as they arrive.
+
+    started_ns: the monotonic time in ns at which the job left the queue.
+    ended_ns: the monotonic time in ns at which the place of the job became free.
+    """
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -92,7 +97,8 @@ class _EngineState:
 
 
 class Dispatcher:
-    """Manages the jobs of one runner. engine: must be set before `EngineReady` is received."""
+    """Manages the jobs of one runner. The attribute `engine` must be set before `EngineReady` is
+    received."""
 
     engine: EngineClient
 
@@ -103,7 +109,7 @@ class Dispatcher:
         self._embedding: dict[str, asyncio.Future[EmbedResult]] = {}
         self._compiling = 0
         self._loss: RunnerFailure | None = None
-        self._load_finished = asyncio.Event()  # the model is loaded, or the load has failed
+        self._load_finished = asyncio.Event()  # set if the model is loaded or the load has failed
         self._ended = asyncio.Event()
         self._lost = asyncio.Event()
         self._job_error = "the engine cannot be reached"
@@ -120,7 +126,7 @@ class Dispatcher:
         )
 
     async def wait_until_ready(self) -> None:
-        """Returns when the model is ready. Raises the AppError with which the engine ended."""
+        """Returns when the model is ready. If the engine ended instead, raises its AppError."""
         await self._load_finished.wait()
         if self._failure is not None:
             raise self._failure
@@ -132,7 +138,7 @@ class Dispatcher:
         return self._loss
 
     async def get_failure(self) -> AppError:
-        """Returns the error with which jobs end, for a caller that cannot reach the engine; waits
+        """Returns the error with which jobs end, for a caller that cannot reach the engine. Waits
         up to `_FAILURE_TIMEOUT` for the reason."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), _FAILURE_TIMEOUT)
@@ -148,7 +154,7 @@ class Dispatcher:
                 try:
                     await self.engine.submit(job)
                 except AppError:
-                    waiting.ended_ns = time.monotonic_ns()  # the engine never had it
+                    waiting.ended_ns = time.monotonic_ns()  # the engine never received the job
                     raise
             yield waiting
         finally:
@@ -164,7 +170,7 @@ class Dispatcher:
             self.engine.embed(job)
             embedded = await over
         except asyncio.CancelledError:
-            if over.cancelled():  # else it has a result, and the engine may be gone
+            if over.cancelled():  # otherwise it has a result, and the engine may have exited
                 self.engine.cancel(job.id)
             raise
         finally:
@@ -175,7 +181,7 @@ class Dispatcher:
 
     def receive(self, message: EngineMessage) -> None:
         if self._failure is not None:
-            return  # a late message: the failure was already reported
+            return  # the failure has already been reported
         match message:
             case LoadProgress():
                 stats = EngineStats(allocated_bytes=message.allocated_bytes)
@@ -188,7 +194,7 @@ class Dispatcher:
             case StepOutput():
                 self._engine_state = replace(self._engine_state, stats=message.stats)
                 for update in message.updates:
-                    # the job of a disconnected client has been removed
+                    # The job of a disconnected client has already been removed.
                     if waiting := self._streams.get(update.job_id):
                         waiting.put(update)
                 for embedded in message.embed_results:
@@ -206,9 +212,12 @@ class Dispatcher:
     def fail(
         self, error: AppError, *, job_error: str | None = None, cause: FailureCause = "fault"
     ) -> None:
-        """The engine ended without having been stopped; ends all jobs. job_error: error of the
-        jobs; None derives it from `error`. cause: see `RunnerFailure`. Only the first call
-        counts."""
+        """Ends all jobs, because the engine ended without being stopped. Only the first call has an
+        effect.
+
+        job_error: the error of the jobs; None derives it from `error`.
+        cause: the cause of the failure, see `RunnerFailure`.
+        """
         if self._failure is not None:
             return
         was_ready = self._engine_state.state == "ready"
@@ -220,8 +229,8 @@ class Dispatcher:
             self._lost.set()
 
     def close(self, error: AppError, *, job_error: str) -> None:
-        """The engine was stopped; ends all jobs. job_error: error of the jobs. Only the first call
-        counts."""
+        """Ends all jobs, because the engine was stopped. `job_error` is the error of the jobs. Only
+        the first call has an effect."""
         if self._failure is None:
             self._end_jobs(error, job_error=job_error, lost=False)
 
@@ -248,8 +257,8 @@ class Dispatcher:
         self._ended.set()
 
     def _to_app_error(self, failed: EngineFailed) -> AppError:
-        """Converts the failure; an internal error during a load counts as an error of that model's
-        files."""
+        """Converts the failure to an AppError. An internal error during a load counts as an error
+        of the model's files."""
         if failed.is_internal_error and self._engine_state.state == "loading":
             message = f"the model could not be loaded: {failed.message}"
             return AppError(ErrorKind.MODEL_FILES, message)
@@ -266,10 +275,10 @@ class Dispatcher:
             self._compiling -= counted
 
     def _check_ready(self) -> None:
-        """Raises AppError(LOADING) or AppError(ENGINE) unless the engine is ready."""
+        """Raises AppError(LOADING) or AppError(ENGINE) if the engine is not ready."""
         known = self._engine_state
         if known.state == "loading":
-            message = f"the model is still loading ({known.progress} %), try again"
+            message = f"the model is still loading ({known.progress} %): try again"
             raise AppError(ErrorKind.LOADING, message)
         if known.state == "failed":
             raise AppError(ErrorKind.ENGINE, f"the engine is not running: {known.error}")

@@ -1,29 +1,31 @@
-"""The policy for which models are loaded and evicted: pure functions.
+"""The policy that decides which models are loaded and evicted, as pure functions.
 
 Knows: names, bytes, clock readings, waiting requests. Must not know: processes, asyncio, models.
 
-`plan` takes the whole state and returns actions. Called again after these were done, or with an
-unchanged state, it returns no new ones.
+`plan` takes the whole state and returns actions. If it is called again after these actions, or with
+an unchanged state, it returns no new actions.
 
     total   [ pinned | ready ... | leaving ... | loading |   free   ]
                        evicted in order of last use
 
 The rules:
 
-- One load at a time, in the order in which the first request of each model arrived. Requests for a
-  loaded model bypass this queue.
-- A model gets its preferred memory (`MemoryRequirement.preferred_bytes`) if that is free. No model
-  is evicted to give it more than its minimum (`MemoryRequirement.min_bytes`): the difference only
-  enlarges the prefix cache, and an eviction costs another load. For the same reason it gets only
-  the minimum if a recently evicted model could then be loaded next to it, so that two models that
-  fit in memory together end up loaded together.
-- Memory is freed by the fewest evictions: idle models before busy ones, least recently used first,
-  never a pinned model. Idle models are evicted at once, and only if that frees enough.
-- A busy model is drained first: its requests finish, new ones wait, then it is unloaded. It is not
-  drained while it has a request older than the one that waits for the memory: the waiting request
-  could not be served before that one ends, so others may be served meanwhile. The waiting request
-  therefore waits for one older request and one newer request at most. Requests for a draining model
-  join the queue: after the waiting request, but before later ones.
+- Models are loaded one at a time, in the order in which the first request of each model arrived.
+  Requests for a loaded model bypass this queue.
+- A model gets its preferred memory (`MemoryRequirement.preferred_bytes`) if that much is free. No
+  model is evicted to give it more than its minimum (`MemoryRequirement.min_bytes`). The additional
+  memory only enlarges the prefix cache, whereas an eviction costs another load. For the same
+  reason, a model gets only the minimum if a recently evicted model could then be loaded next to it.
+  Two models that fit in memory together are therefore eventually loaded together.
+- Memory is freed by the fewest evictions. Idle models are evicted before busy ones, and the least
+  recently used model comes first. A pinned model is never evicted. Idle models are evicted
+  immediately, but only if this frees enough memory.
+- A busy model is drained before it is unloaded: its running requests finish, and new ones wait. It
+  is not drained while it has a request older than the request that waits for the memory. The
+  waiting request could not be served before the older one ends, so the model may serve other
+  requests until then. The waiting request therefore waits for at most one older and one newer
+  request. Requests for a draining model join the queue after the waiting request, but before later
+  ones.
 - A draining model keeps draining, unless idle models now free enough memory, or no request waits
   for the memory any more.
 """
@@ -33,7 +35,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from app.core.model_state import MemoryRequirement
-from app.core.units import format_memory
+from app.core.units import format_memory, pluralize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +43,14 @@ class LoadedModel:
     """A model that is loaded, being loaded or being unloaded. Times are readings of one monotonic
     clock.
 
-    allocation: bytes reserved for it. busy_since: when the oldest of its current requests began to
-    hold it; None while it is idle. last_used: when a request last began or ceased to hold it.
-    expires_at: when it may be unloaded if it is idle; math.inf for never. has_demand: a request
-    waits for it, or it is to stay loaded always. unload_requested: unload it even if memory is
-    free. draining: whether the last plan drained it."""
+    allocation: the bytes reserved for the model.
+    busy_since: when the oldest of its current requests began to hold it; None while it is idle.
+    last_used: when a request last began or stopped holding it.
+    expires_at: when it may be unloaded if it is idle; math.inf if it never expires.
+    has_demand: whether a request waits for it or it must always stay loaded.
+    unload_requested: whether to unload it even if memory is free.
+    draining: whether the last plan drained it.
+    """
 
     name: str
     phase: Literal["loading", "ready", "leaving"]
@@ -61,11 +66,16 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """A model to load. waiting_since: when its oldest waiting request arrived. requirement_known:
-    whether `requirement` is known; planning stops at the first request whose requirement is
-    unknown. requirement: None for a model that gets all memory. max_bytes: limit from the model's
-    settings. may_evict: whether other models may be evicted for it; a preload without a request
-    only uses free memory."""
+    """A model to load.
+
+    waiting_since: when its oldest waiting request arrived.
+    requirement_known: whether `requirement` is known. Planning stops at the first request whose
+        requirement is unknown.
+    requirement: the memory requirement; None for a model that gets all memory.
+    max_bytes: the limit from the model's settings.
+    may_evict: whether other models may be evicted for it. A preload without a request uses only
+        free memory.
+    """
 
     name: str
     waiting_since: float
@@ -77,9 +87,13 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLimits:
-    """total_bytes: bytes for all models; None for a server with one model. max_loaded: maximum
-    number of loaded models. evicted_min_bytes: minimum bytes of each model that was evicted before
-    its keep-alive had expired."""
+    """The limits of the pool.
+
+    total_bytes: the bytes for all models; None for a server with one model.
+    max_loaded: the maximum number of loaded models.
+    evicted_min_bytes: the minimum bytes of each model that was evicted before its keep-alive
+        expired.
+    """
 
     total_bytes: int | None
     max_loaded: int | None
@@ -88,7 +102,7 @@ class PoolLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Load a model. allocation: its bytes; None for all memory."""
+    """Loads a model. `allocation` is the number of bytes that it may use; None means all memory."""
 
     name: str
     allocation: int | None
@@ -96,15 +110,15 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evict:
-    """Unload a model now: it is idle, or its load is no longer needed."""
+    """Unloads a model immediately, because it is idle or its load is no longer needed."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectLoad:
-    """The model cannot be loaded, whatever is evicted. reason: one sentence for the waiting
-    requests."""
+    """Rejects a load, because the model would not fit after any eviction. `reason` is one sentence
+    for the waiting requests."""
 
     name: str
     reason: str
@@ -112,7 +126,8 @@ class RejectLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkipPreload:
-    """Do not preload the model, since other models would have to be evicted. reason: a clause."""
+    """Skips the preload of a model, because other models would have to be evicted. `reason` is a
+    clause."""
 
     name: str
     reason: str
@@ -123,8 +138,11 @@ Action = Load | Evict | RejectLoad | SkipPreload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """draining: models that accept no new requests. wake_at: when to plan again without an event;
-    None for never."""
+    """The result of planning.
+
+    draining: the models that accept no new requests.
+    wake_at: when to plan again if no event occurs; None for never.
+    """
 
     actions: tuple[Action, ...]
     draining: frozenset[str]
@@ -134,15 +152,16 @@ class Plan:
 def plan(
     now: float, requests: Sequence[LoadRequest], loaded: Sequence[LoadedModel], limits: PoolLimits
 ) -> Plan:
-    """Decides which models to load, drain and unload. requests: in the order to serve them."""
+    """Decides which models to load, drain and unload. `requests` lists the requests in the order in
+    which they are served."""
     idle = [t for t in loaded if t.phase == "ready" and t.busy_since is None and not t.pinned]
     over = [t for t in idle if t.unload_requested or t.expires_at <= now]
     wake = min((t.expires_at for t in idle if t not in over), default=None)
     actions: list[Action] = [Evict(name=t.name) for t in over]
     closed = {t.name for t in loaded if t.unload_requested and t.phase == "ready"}
-    staying = [t for t in loaded if t not in over]
+    remaining = [t for t in loaded if t not in over]
     for request in requests:
-        step = _decide(request, staying, loaded, limits)
+        step = _decide(request, remaining, loaded, limits)
         actions += step.actions
         closed |= step.draining
         if step.blocks_queue:
@@ -156,7 +175,7 @@ def plan(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Decision:
-    """The decision about one request. blocks_queue: whether later requests must wait."""
+    """The decision about one request. `blocks_queue` is True if later requests must wait."""
 
     actions: tuple[Action, ...] = ()
     draining: frozenset[str] = frozenset()
@@ -169,14 +188,15 @@ def _decide(
     loaded: Sequence[LoadedModel],
     limits: PoolLimits,
 ) -> _Decision:
-    """Decides about one request. remaining: the models that are not unloaded by now."""
+    """Decides about one request. `remaining` lists the models that this plan has not unloaded so
+    far."""
     here = next((t for t in loaded if t.name == request.name), None)
     if here is not None and here.phase != "leaving":
-        # it was drained for a request that has been cancelled or rejected
+        # The model was drained for a request that has since been cancelled or rejected.
         return _Decision(blocks_queue=False)
     if loading := [t for t in loaded if t.phase == "loading"]:
-        useless = [t for t in loading if not (t.has_demand or t.pinned)]
-        return _Decision(actions=tuple(Evict(name=t.name) for t in useless))
+        unneeded = [t for t in loading if not (t.has_demand or t.pinned)]
+        return _Decision(actions=tuple(Evict(name=t.name) for t in unneeded))
     if here is not None or not request.requirement_known:
         return _Decision()
     missing = _compute_shortfall(request, loaded, limits)
@@ -191,7 +211,7 @@ def _decide(
     if missing.covered:
         return _Decision()
     if not request.may_evict:
-        why = "other models would be evicted for it; its first request will load it"
+        why = "other models would have to be evicted; its first request will load it"
         return _Decision(actions=(SkipPreload(name=request.name, reason=why),), blocks_queue=False)
     candidates = [t for t in remaining if t.phase == "ready" and not t.pinned]
     return _make_room(request, missing, candidates)
@@ -204,13 +224,13 @@ def _make_room(
     idle = [t for t in by_use if t.busy_since is None]
     busy = [t for t in by_use if t.busy_since is not None]
     if shortfall.after_evicting(idle).covered:
-        # models that have finished draining go first
+        # Models that have finished draining are evicted first.
         idle.sort(key=lambda t: not t.draining)
         return _Decision(
             actions=tuple(Evict(name=t.name) for t in _fewest_evictions(idle, shortfall))
         )
-    # evict the idle models that were draining; other idle ones may get a request before enough
-    # memory is free
+    # Only the idle models that were draining are evicted. The others may get a request before
+    # enough memory is free.
     leaving = [t for t in idle if t.draining]
     chosen = [t for t in busy if t.draining]
     if not shortfall.after_evicting([*idle, *chosen]).covered:
@@ -230,7 +250,8 @@ def _make_room(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shortfall:
-    """The bytes and the number of models to free; negative if more is free than needed."""
+    """The number of bytes and the number of models to free. A negative number means that more is
+    free than needed."""
 
     bytes: int
     models: int
@@ -259,12 +280,13 @@ def _compute_shortfall(
 def _rejection_reason(
     request: LoadRequest, loaded: Sequence[LoadedModel], limits: PoolLimits
 ) -> str | None:
-    """A sentence if the model would not fit even after all possible evictions, else None."""
+    """Returns a sentence if the model would not fit even after all possible evictions. Otherwise,
+    returns None."""
     pinned = [t for t in loaded if t.pinned]
     if limits.max_loaded is not None and len(pinned) >= limits.max_loaded:
         return (
-            f"{request.name} cannot be loaded: {len(pinned)} models are pinned, and at most "
-            f"{limits.max_loaded} can be loaded: raise --max-loaded or pin fewer models"
+            f"{request.name} cannot be loaded beside {pluralize(len(pinned), 'pinned model')}: at "
+            f"most {limits.max_loaded} can be loaded; raise --max-loaded or pin fewer models"
         )
     if request.requirement is None or limits.total_bytes is None:
         return None
@@ -293,8 +315,9 @@ def _rejection_reason(
 def _choose_allocation(
     request: LoadRequest, loaded: Sequence[LoadedModel], limits: PoolLimits
 ) -> int | None:
-    """The bytes for a model: up to its preferred memory, as far as memory is free and not left for
-    recently evicted models. None for all memory."""
+    """Returns the number of bytes for a model. The model gets up to its preferred memory, but only
+    from memory that is free and not left for recently evicted models. Returns None if the model
+    gets all memory."""
     need, total = request.requirement, limits.total_bytes
     if need is None or total is None:
         return None
@@ -305,17 +328,17 @@ def _choose_allocation(
     for least in limits.evicted_min_bytes[:places]:
         if least <= spare:
             spare -= least
-    wanted = max(
+    desired = max(
         need.min_bytes, min(need.preferred_bytes, request.max_bytes or need.preferred_bytes)
     )
-    return min(wanted, need.min_bytes + spare)
+    return min(desired, need.min_bytes + spare)
 
 
 def _fewest_evictions(
     candidates: Sequence[LoadedModel], shortfall: _Shortfall
 ) -> list[LoadedModel]:
-    """The smallest set of candidates that covers the shortfall, preferring the first candidates;
-    all of them if even that is not enough."""
+    """Returns the smallest set of candidates that covers the shortfall, and prefers the first
+    candidates. Returns all candidates if even they do not free enough memory."""
     left = list(candidates)
     chosen: list[LoadedModel] = []
     while not shortfall.covered and left:
@@ -333,8 +356,9 @@ def _fewest_evictions(
 
 
 def _min_eviction_count(candidates: Sequence[LoadedModel], shortfall: _Shortfall) -> int:
-    """The minimum number of candidates that cover the shortfall; one more than there are if all do
-    not. The candidates with the largest allocations form a smallest set."""
+    """Returns the minimum number of candidates that cover the shortfall. Returns one more than the
+    number of candidates if they do not free enough memory together. The candidates with the largest
+    allocations form the smallest set."""
     count = 0
     for model in sorted(candidates, key=lambda t: t.allocation, reverse=True):
         if shortfall.covered:

@@ -1,8 +1,8 @@
-"""The handle of one model, which exists as long as the server; its runners may be replaced.
+"""The handle of one model. It exists as long as the server, while its runners may be replaced.
 
-Knows: the current runner, if any, the requests that wait for the model, past failures, the sum of
-the runners' counters. Must not know: other models, when the model is loaded or evicted, which the
-pool decides. All code runs on the event loop.
+Knows: the current runner, if any, the requests that wait for the model, past failures, the sums of
+the runners' counters. Must not know: other models, the eviction policy. All code runs on the event
+loop.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ _COUNTERS = (
 
 
 def accumulate_stats(previous: EngineStats, current: EngineStats) -> EngineStats:
-    """`current`, with the counters of `previous` added."""
+    """Returns `current` with the counters of `previous` added."""
     if previous.steps == 0:
         return current
     misses: dict[CacheMissReason, int] = dict(previous.prefix_miss_counts)
@@ -66,13 +66,13 @@ def accumulate_stats(previous: EngineStats, current: EngineStats) -> EngineStats
 
 
 def counters_only(stats: EngineStats) -> EngineStats:
-    """The counters of `stats`, without its gauges; for an engine that has ended."""
+    """Returns the counters of `stats` without its gauges, for an engine that has ended."""
     return accumulate_stats(stats, EngineStats())
 
 
 log = logging.getLogger(__name__)
 
-# Retry-After, in seconds, for a client whose model did not load in time.
+# The Retry-After in seconds for a client whose model did not load in time.
 _LOADING_RETRY_AFTER = 10
 
 
@@ -80,13 +80,18 @@ class ModelHandle:
     """Implements `Engine` and `app.runners.quarantine.RunnerSource`. The attributes that the pool
     reads and sets are public.
 
-    phase: phase of its runner; "out" if there is none. capacity: set while it is ready. allocation:
-    bytes that it may use. requirement: its estimated memory. keep_alive: seconds that it stays
-    loaded without requests; see `set_keep_alive`. last_used: when a request last began or ceased to
-    hold it. keep_loaded: keep it loaded without requests. unload_requested: unload it when its
-    requests have finished. draining: it accepts no new requests, since other models need its
-    memory. would_have_expired: when its keep-alive would have expired, for an evicted model; in the
-    past for one that was not evicted."""
+    phase: the phase of the runner; "out" if there is none.
+    capacity: the capacity of the engine while it is ready, otherwise None.
+    allocation: the number of bytes that the model may use.
+    requirement: the estimated memory of the model.
+    keep_alive: the number of seconds that it stays loaded without requests; see `set_keep_alive`.
+    last_used: when a request last began or stopped holding it.
+    keep_loaded: whether to keep it loaded without requests.
+    unload_requested: whether to unload it when its requests have finished.
+    draining: whether it accepts no new requests, because other models need its memory.
+    would_have_expired: when the keep-alive of an evicted model would have expired. It is in the
+        past for a model that was not evicted.
+    """
 
     def __init__(
         self,
@@ -96,7 +101,7 @@ class ModelHandle:
         restart_policy: RestartPolicy,
         notify_pool: Callable[[], None],
     ) -> None:
-        """notify_pool: called when the model becomes ready."""
+        """Creates the handle. `notify_pool` is called when the model becomes ready."""
         self.served = served
         self.files: ModelFiles | None = None
         self.phase: Literal["out", "loading", "ready", "leaving"] = "out"
@@ -118,7 +123,7 @@ class ModelHandle:
         self._previous_stats = EngineStats()
         self._rejected = 0
         self._restarts = self._loads = self._evictions = 0
-        self._failed_since_ready = False  # since it was last ready
+        self._failed_since_ready = False  # whether it failed since it was last ready
 
     # for generation
 
@@ -155,7 +160,7 @@ class ModelHandle:
         )
 
     async def get_runner(self, lost_runner: Runner | None = None) -> Runner:
-        """Implements `RunnerSource.get_runner`, for requests that hold a lease; the lease causes
+        """Implements `RunnerSource.get_runner`, for requests that hold a lease. The lease causes
         the model to be reloaded."""
         try:
             async with asyncio.timeout(self.served.settings.load_wait):
@@ -163,12 +168,12 @@ class ModelHandle:
                     await self.leases.wait_until_ready(self._clock())
                 return runner
         except TimeoutError:
-            message = f"{self.served.name} is still being reloaded, try again"
+            message = f"{self.served.name} is still being reloaded: try again"
             raise AppError(ErrorKind.LOADING, message, retry_after=_LOADING_RETRY_AFTER) from None
 
     def _ready_runner(self) -> Runner | None:
-        """The runner if it is ready; also None if it has failed and the failure was not handled
-        yet."""
+        """Returns the runner if it is ready. Also returns None if the runner has failed and the
+        failure has not been handled yet."""
         runner = self._runner
         if runner is None or self.phase != "ready" or runner.status().state == "failed":
             return None
@@ -178,7 +183,7 @@ class ModelHandle:
 
     @property
     def allocated_bytes(self) -> int:
-        """The bytes held by the runner's allocator, as last reported."""
+        """The number of bytes held by the runner's allocator, as last reported."""
         return 0 if self._runner is None else self._runner.status().stats.allocated_bytes
 
     @property
@@ -197,7 +202,7 @@ class ModelHandle:
             allocation=self.allocation or 0,
             busy_since=self.leases.held_since,
             last_used=self.last_used,
-            # a waiting request is about to use it
+            # a waiting request will use the model soon
             expires_at=self.expires_at() if self.leases.waiting_since is None else math.inf,
             has_demand=self.has_demand,
             pinned=self.served.pinned,
@@ -206,21 +211,23 @@ class ModelHandle:
         )
 
     def expires_at(self) -> float:
-        """When it may be unloaded, if it is idle then."""
+        """Returns the time from which the model may be unloaded if it is idle."""
         return self.last_used + self.keep_alive
 
     def set_keep_alive(self, seconds: float, *, admin: bool) -> None:
-        """Sets the keep-alive that a request asks for.
+        """Sets the keep-alive requested by a client.
 
-        An admin's value replaces the operator's until the model is unloaded. Other callers may
-        extend the keep-alive beyond that, since the model is evicted anyway when another one needs
-        its memory, but not shorten it: that would unload the model for all other users."""
+        The value of an admin replaces the operator's value until the model is unloaded. Other
+        callers may only extend the keep-alive beyond that. An extension is harmless, because the
+        model is evicted anyway when another model needs its memory. A shorter keep-alive would
+        unload the model for all other users.
+        """
         if admin:
             self._min_keep_alive = seconds
         self.keep_alive = max(seconds, self._min_keep_alive)
 
     def count_rejected(self) -> None:
-        """Counts a request that was rejected because too many wait."""
+        """Counts a request that was rejected because too many requests are waiting."""
         self._rejected += 1
 
     def grant_leases(self) -> bool:
@@ -232,7 +239,7 @@ class ModelHandle:
         return granted
 
     def reset_backoff(self) -> None:
-        """Allows a load at once, as if there had been no recent failures."""
+        """Allows an immediate load, as if there had been no recent failures."""
         self.restart_state = replace(self.restart_state, load_failures=0, not_before=self._clock())
 
     def fail_load(self, error: AppError) -> None:
@@ -244,12 +251,13 @@ class ModelHandle:
         self.leases.fail_waiting(error)
 
     def forget_crashes(self) -> None:
-        """Forgets which prompts ran when the model crashed."""
+        """Clears the records of prompts that were running when the model crashed."""
         self._quarantine.forget_crashes()
 
     async def run(self, runner: Runner, files: ModelFiles, allocation: int | None) -> None:
-        """Loads the model, serves until the runner fails or this call is cancelled, and stops the
-        runner. allocation: bytes that the model may use; None for all memory."""
+        """Loads the model, serves requests until the runner fails or this call is cancelled, and
+        stops the runner. `allocation` is the number of bytes that the model may use; None means all
+        memory."""
         self._runner, self.files, self.allocation, self.phase = runner, files, allocation, "loading"
         self._restarts += self._failed_since_ready
         try:
@@ -259,7 +267,7 @@ class ModelHandle:
             since = self._clock()
             loss = await runner.wait_for_failure()
             self._on_runner_lost(loss, self._clock() - since)
-        except Exception as error:  # a failure of this model must not affect other models
+        except Exception as error:  # a failure of one model must not affect other models
             self._on_load_failed(error)
         finally:
             self.phase = "leaving"
@@ -269,11 +277,12 @@ class ModelHandle:
                 log.exception("stopping the runner of %s failed", self.served.name)
 
     def mark_unloaded(self) -> None:
-        """Must be called when the task of `run` has ended, even if it never began."""
+        """Resets the handle. Must be called when the task of `run` has ended, even if the task
+        never started."""
         if self._runner is not None:
             self._previous_stats = counters_only(self.status().stats)
         self.would_have_expired = 0.0 if self.unload_requested else self.expires_at()
-        # not an eviction if it failed, was unloaded on request or was never ready
+        # It is not an eviction if the model failed, was unloaded on request, or was never ready.
         self._evictions += self.capacity is not None and not (
             self._failed_since_ready or self.would_have_expired <= self._clock()
         )
@@ -355,7 +364,8 @@ class ModelHandle:
             now - started_at,
             context,
         )
-        # even if an unload was requested meanwhile, since these requests came first
+        # These requests are served even if an unload was requested during the load, because they
+        # came first.
         self.grant_leases()
         self._notify_pool()
 
@@ -381,8 +391,8 @@ class ModelHandle:
 
     @contextmanager
     def _redacting_errors(self) -> Generator[None]:
-        """Removes paths from the runner's errors; the log contains them. Errors of the request are
-        left unchanged, since they quote the client's text, which may look like a path."""
+        """Removes paths from the runner's errors. The log contains the paths. Errors of the request
+        are left unchanged, because they quote the client's text, which may look like a path."""
         try:
             yield
         except AppError as error:
@@ -394,8 +404,8 @@ class ModelHandle:
             raise cleaned from error
 
     def _on_load_failed(self, error: Exception) -> None:
-        """Fails the waiting requests at once with the error. After a crash of the runner, the next
-        load may succeed, so requests wait as long as it is retried."""
+        """Fails the waiting requests immediately with the error. After a crash of the runner,
+        however, the next load may succeed, so the requests wait as long as the load is retried."""
         self._failed_since_ready = True
         name = self.served.name
         if not isinstance(error, AppError):

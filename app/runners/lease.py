@@ -1,7 +1,7 @@
-"""Leases of a model: which requests hold it and which wait for it.
+"""The leases of a model: the requests that hold it and the requests that wait for it.
 
-Knows: waiting and held leases, since when. Must not know: runners, who decides that a model is
-loaded. A held lease keeps the model in memory; a waiting lease causes it to be loaded.
+Knows: waiting and held leases, their start times. Must not know: runners, the eviction policy. A
+held lease keeps the model in memory. A waiting lease causes it to be loaded.
 """
 
 import asyncio
@@ -10,16 +10,18 @@ from typing import Literal
 
 from app.core.errors import AppError, ErrorKind
 from app.core.events import ModelLoading
+from app.core.units import pluralize
 
-# Retry-After, in seconds, for a request that is rejected because too many wait
+# The Retry-After in seconds for a request that is rejected because too many requests are waiting.
 _RETRY_AFTER = 5
 
-# seconds after Retry-After for which the place of the client is kept
+# The time in seconds after Retry-After for which the client's place is kept.
 _RETRY_GRACE = 5.0
 
 
 class ModelLease:
-    """The lease of one request. since: when it began to wait, or to hold the model."""
+    """The lease of one request. `since` is the time at which it began to wait, or to hold the
+    model."""
 
     def __init__(self, since: float, loading: Callable[[], ModelLoading]) -> None:
         self.since = since
@@ -40,14 +42,14 @@ class ModelLease:
         return self._loading()
 
     async def wait(self) -> None:
-        """Returns when the model is loaded and this lease holds it. If the model fails meanwhile,
-        the lease waits for the next load. Raises AppError: BUSY if too many requests wait,
-        STOPPING, or the error that prevents the load."""
+        """Returns when the model is loaded and this lease holds it. If the model fails before, the
+        lease waits for the next load. Raises AppError: BUSY if too many requests wait, STOPPING, or
+        the error that prevents the load."""
         while self.state == "waits":
             self._changed.clear()
             await self._changed.wait()
         if self._error is not None:
-            # a copy for each waiter, since raising adds a traceback to the exception
+            # Each waiter gets a copy, because raising an exception adds a traceback to it.
             raise copy_error(self._error, self._error.retry_after)
 
     def set_state(self, state: Literal["waits", "holds", "refused"], since: float) -> None:
@@ -62,12 +64,14 @@ class ModelLease:
 class ModelLeases:
     """The leases of one model.
 
-    A client that cannot wait for the load gets an error with Retry-After. Its place is kept until
-    it retries: a placeholder, one lease for all such clients, waits for the model and holds it in
-    their place. Without it, these clients would lose their place in the queue with each attempt,
-    and a load that takes longer than they wait would be abandoned for other models each time.
+    A client that cannot wait for the load gets an error with Retry-After. A placeholder keeps its
+    place until it retries. The placeholder is one lease for all such clients. It waits for the
+    model and holds it on their behalf. Without it, these clients would lose their place in the
+    queue with each attempt. A load that takes longer than they wait would then be abandoned for
+    other models each time.
 
-    placeholder_until: when the placeholder expires; None if there is none."""
+    `placeholder_until` is the time at which the placeholder expires; None if there is none.
+    """
 
     def __init__(self, loading: Callable[[], ModelLoading]) -> None:
         self._loading = loading
@@ -102,8 +106,8 @@ class ModelLeases:
         return lease
 
     def keep_place(self, lease: ModelLease, error: AppError, now: float) -> None:
-        """Called before a request fails with `error`; adds a placeholder if the client is expected
-        to retry."""
+        """Adds a placeholder if the client is expected to retry. Called before a request fails with
+        `error`."""
         if not lease.is_waiting or error.kind is not ErrorKind.LOADING or error.retry_after is None:
             return
         if self._placeholder is None:
@@ -112,14 +116,15 @@ class ModelLeases:
         self.placeholder_until = now + error.retry_after + _RETRY_GRACE
 
     def drop_placeholder(self) -> None:
-        """Removes the placeholder: a client has arrived, or the model is not to be loaded."""
+        """Removes the placeholder, because a client has arrived or the model is not to be
+        loaded."""
         if self._placeholder is not None:
             del self._leases[self._placeholder]
         self._placeholder = self.placeholder_until = None
 
     async def wait_until_ready(self, now: float) -> None:
-        """Returns when the model is loaded, for jobs of a request that has a lease of its own; this
-        wait is not counted as a lease. Raises as `ModelLease.wait` does."""
+        """Returns when the model is loaded. Used by jobs whose request has its own lease, so this
+        wait does not count as a lease. Raises the same errors as `ModelLease.wait`."""
         lease = ModelLease(now, self._loading)
         self._reacquiring[lease] = None
         try:
@@ -134,7 +139,7 @@ class ModelLeases:
     def release(self, lease: ModelLease) -> None:
         del self._leases[lease]
         if lease.state == "waits":
-            # else another task that waits for this lease would wait forever
+            # Otherwise, another task that waits for this lease would wait forever.
             lease.fail(AppError(ErrorKind.LOADING, "the request has ended"))
 
     def grant(self, now: float) -> bool:
@@ -142,8 +147,8 @@ class ModelLeases:
         return self._set_states("waits", "holds", now)
 
     def return_to_waiting(self, now: float) -> None:
-        """The model was unloaded: held leases wait for it again. Requests that had started end with
-        an error at once; the others continue to wait."""
+        """Makes all held leases wait for the model again, because it was unloaded. Requests that
+        had started end immediately with an error. The others continue to wait."""
         self._set_states("holds", "waits", now)
 
     def fail_waiting(self, error: AppError) -> None:
@@ -163,13 +168,14 @@ class ModelLeases:
 
 
 def copy_error(error: AppError, retry_after: int | None) -> AppError:
-    """A copy of the error to raise in another task, with its own retry_after."""
+    """Returns a copy of the error with its own retry_after, which can be raised in another task."""
     return AppError(
         error.kind,
         error.marked_message,
         param=error.param,
         code=error.code,
         retry_after=retry_after,
+        excess=error.excess,
     )
 
 
@@ -180,7 +186,8 @@ def build_stopping_error() -> AppError:
 def build_busy_error(name: str, waiting: int) -> AppError:
     return AppError(
         ErrorKind.BUSY,
-        f"the server is busy: {waiting} requests are already waiting for {name} to load; "
+        f"the server is busy: the queue for {name}, which is loading, already has "
+        f"{pluralize(waiting, 'request')}; "
         f"try again in about {_RETRY_AFTER} s",
         retry_after=_RETRY_AFTER,
     )

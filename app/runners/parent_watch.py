@@ -1,13 +1,13 @@
 """Exits a child process when its parent process exits.
 
-Knows: standard input, the parent's pid, the kernel's support. Must not know: the purpose of the
-process. Imported before modules that take long to import.
+Knows: standard input, the parent's process ID, the kernel's support. Must not know: the purpose of
+the process. The module is imported before modules that take long to import.
 
-Standard input is a pipe whose other end only the parent holds, so end-of-file means that the parent
-has exited, for whatever reason. A separate thread reads it, whatever else the process is doing. A
-stopped process (SIGSTOP) runs no thread: on Linux the kernel kills it; elsewhere it gets SIGHUP and
-SIGCONT, as every stopped process of an orphaned process group does (POSIX.1-2024, exit()), which
-applies to a group in the session of the parent.
+Standard input is a pipe whose other end only the parent holds. End-of-file therefore means that the
+parent has exited, for any reason. A separate thread reads the pipe, independently of the other
+threads. A stopped process (SIGSTOP) runs no thread. On Linux, the kernel kills it. On other
+systems, it gets SIGHUP and SIGCONT, as every stopped process of an orphaned process group does
+(POSIX.1-2024, exit()). This rule applies to a group in the session of the parent.
 """
 
 import contextlib
@@ -21,19 +21,20 @@ from pathlib import Path
 # prctl(2)
 _PR_SET_PDEATHSIG = 1
 
-# Out of memory, the kernel kills processes with a higher score first; each point, up to 1000,
-# counts as a thousandth of the machine's memory (proc_pid_oom_score_adj(5)). A model process can be
-# restarted; the server process should survive.
+# When the system is out of memory, the kernel first kills the processes with the highest score.
+# Each point, up to 1000, counts as a thousandth of the machine's memory
+# (proc_pid_oom_score_adj(5)). A model process can be restarted, but the server process should
+# survive.
 _OOM_SCORE_ADJ = 500
 _OOM_SCORE_ADJ_FILE = Path("/proc/self/oom_score_adj")
 
-# exit status of a process whose parent is gone
+# The exit status of a process whose parent has exited.
 _ORPHANED_STATUS = 3
 
 
 def tie_to_parent() -> None:
     """On Linux, makes the kernel kill this process when its parent exits, and raises its OOM score.
-    A parent that exited before this call is detected by `exit_with_parent`."""
+    If the parent exits before this call, `exit_with_parent` detects it."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -43,7 +44,8 @@ def tie_to_parent() -> None:
 
 
 def read_first_line() -> bytes:
-    """The first line from the parent, which sends no other; empty if the parent is gone."""
+    """Returns the first line from the parent, which sends no other lines. Returns an empty line if
+    the parent has exited."""
     line = bytearray()
     while not line.endswith(b"\n") and (data := os.read(0, 1 << 16)):
         line += data
@@ -58,7 +60,8 @@ def exit_with_parent(parent_pid: int) -> None:
 
 
 def _exit_at_stdin_eof() -> None:
-    # os.read, not sys.stdin: a thread that reads the latter blocks the interpreter's exit
+    # os.read is used instead of sys.stdin, because a thread that reads sys.stdin blocks the exit of
+    # the interpreter.
     while os.read(0, 1 << 16):
         pass
     os._exit(_ORPHANED_STATUS)

@@ -1,11 +1,11 @@
-"""The pool of models: owns all handles, and loads and unloads models as the policy decides.
+"""The model pool: owns all handles, and loads and unloads models according to the policy.
 
-Knows: the policy (`app.runners.eviction`), how to create a runner, how to estimate a model's
-memory. Must not know: HTTP, text, how runners work.
+Knows: the policy (`app.runners.eviction`), the runner factory, the memory estimate. Must not know:
+HTTP, text, the implementation of runners.
 
-One task on the event loop supervises: it computes a plan after each change and starts the plan's
-actions. Each model has its own task, which loads, watches and stops its runner (`ModelHandle.run`),
-so that models do not block each other.
+A supervisor task on the event loop computes a plan after each change, and starts the actions of the
+plan. Each model has its own task, which loads, watches and stops its runner (`ModelHandle.run`), so
+that models do not block each other.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from app.runners.restart_policy import RestartPolicy
 
 log = logging.getLogger(__name__)
 
-# seconds until the next plan after a plan failed, which is a bug
+# The delay in seconds before the next plan if a plan has failed, which is a bug.
 _PLAN_RETRY_DELAY = 1.0
 
 
@@ -37,10 +37,13 @@ class ModelPool:
     """Loads and unloads models.
 
     make_runner: creates a runner from settings, whose `memory` is the model's allocation.
-    read_files: reads and checks a model's files. estimate_memory: estimates a model's memory; runs
-    while no model is being loaded; None for a server with one model, which gets all the memory of
-    its settings. total_bytes: bytes for all models; None is what the device has. max_loaded:
-    maximum number of loaded models. on_unloaded: called when a model's runner has ended."""
+    read_files: reads and checks the files of a model.
+    estimate_memory: estimates the memory of a model while no model is being loaded. None for a
+        server with one model, which gets all the memory of its settings.
+    total_bytes: the bytes for all models; None for the bytes that the device has.
+    max_loaded: the maximum number of loaded models.
+    on_unloaded: called when the runner of a model has ended.
+    """
 
     on_unloaded: Callable[[ServedModel], None]
 
@@ -70,7 +73,7 @@ class ModelPool:
     # for the code that serves requests
 
     def get_handle(self, served: ServedModel) -> ModelHandle:
-        """The model's handle: the same object for every call."""
+        """Returns the handle of the model, which is the same object for every call."""
         handle = self._handles.get(served.name)
         if handle is None:
             handle = ModelHandle(
@@ -85,7 +88,8 @@ class ModelPool:
 
     @asynccontextmanager
     async def lease(self, served: ServedModel) -> AsyncGenerator[ModelLease]:
-        """Yields a lease of the model, which may still be waiting; entering does not wait."""
+        """Yields a lease of the model. The lease may still be waiting, because entering the context
+        does not wait."""
         handle, now = self.get_handle(served), self._clock()
         waiting = handle.leases.num_waiting
         lease = handle.leases.add(now)
@@ -94,12 +98,12 @@ class ModelPool:
         elif handle.accepts_requests:
             handle.grant_leases()
         elif lease.is_held:
-            pass  # it took over a placeholder, though new requests have to wait
+            pass  # it replaced a placeholder that holds the model, so it need not wait
         elif (error := handle.restart_state.error) and handle.restart_state.is_refused(
             now, self._restart_policy
         ):
             lease.fail(copy_error(error, math.ceil(handle.restart_state.not_before - now)))
-        elif waiting >= max(1, served.settings.max_queue):  # one always may wait, or it never loads
+        elif waiting >= max(1, served.settings.max_queue):  # one may always wait
             handle.count_rejected()
             lease.fail(build_busy_error(served.name, waiting))
         else:
@@ -117,7 +121,7 @@ class ModelPool:
             self._changed.set()
 
     def set_keep_alive(self, served: ServedModel, seconds: float, *, admin: bool) -> None:
-        """Sets the keep-alive that an accepted request asks for, in seconds. admin: whether the
+        """Sets the keep-alive requested by an accepted request, in seconds. `admin` is True if the
         caller may manage models; see `ModelHandle.set_keep_alive`."""
         self.get_handle(served).set_keep_alive(seconds, admin=admin)
         self._changed.set()
@@ -129,30 +133,31 @@ class ModelPool:
         return handle.state()
 
     def context_length(self, served: ServedModel) -> int | None:
-        """The positions of one sequence; None while the model is not loaded. Thread-safe, since
-        requests are parsed outside the event loop."""
+        """Returns the maximum number of positions in a sequence, or None while the model is not
+        loaded. Thread-safe, because requests are parsed outside the event loop."""
         handle = self._handles.get(served.name)
         capacity = None if handle is None else handle.capacity
         return None if capacity is None else capacity.context_length
 
     def loaded_files(self, served: ServedModel) -> ModelFiles | None:
-        """The files that the model was loaded from; None while it is not loaded. Thread-safe."""
+        """Returns the files from which the model was loaded, or None while it is not loaded.
+        Thread-safe."""
         handle = self._handles.get(served.name)
         return None if handle is None or handle.capacity is None else handle.files
 
     def preload(self, served: ServedModel) -> None:
-        """Loads the model if memory is free, and restarts it after failures, even without requests:
-        until it is unloaded, its keep-alive expires or it is evicted. Resets the backoff after
-        failed loads."""
+        """Loads the model if memory is free, and restarts it after failures, even without requests.
+        This ends when the model is unloaded, its keep-alive expires, or it is evicted. Resets the
+        backoff after failed loads."""
         handle = self.get_handle(served)
         handle.keep_loaded = True
         handle.reset_backoff()
         self._changed.set()
 
     async def unload(self, served: ServedModel) -> None:
-        """Unloads the model; returns when its memory is free. Running requests finish first; new
-        requests load it again. Forgets which prompts ran when it crashed. Raises AppError(INVALID)
-        for a pinned model."""
+        """Unloads the model, and returns when its memory is free. Running requests finish first.
+        New requests load the model again. Clears the records of prompts that were running when the
+        model crashed. Raises AppError(INVALID) for a pinned model."""
         if served.pinned:
             raise AppError(
                 ErrorKind.INVALID,
@@ -163,13 +168,13 @@ class ModelPool:
         handle.keep_loaded = False
         handle.leases.drop_placeholder()
         handle.forget_crashes()
-        life = self._run_tasks.get(served.name)
-        if life is not None:
+        run_task = self._run_tasks.get(served.name)
+        if run_task is not None:
             handle.unload_requested = True
             if handle.phase == "loading" and not len(handle.leases):
                 self._start_unload(served.name)
             self._changed.set()
-            await asyncio.wait({life})
+            await asyncio.wait({run_task})
 
     # lifecycle
 
@@ -177,8 +182,8 @@ class ModelPool:
         self._supervisor_task = asyncio.create_task(self._supervise())
 
     async def stop(self, drain: float = 0.0) -> None:
-        """Rejects new and waiting requests, lets running ones finish for up to `drain` seconds, and
-        stops all runners concurrently. May be called again."""
+        """Rejects new and waiting requests, waits up to `drain` seconds for running ones, and stops
+        all runners concurrently. May be called again."""
         self._stopping = True
         for handle in self._handles.values():
             handle.leases.fail_waiting(build_stopping_error())
@@ -187,14 +192,14 @@ class ModelPool:
                 while any(r.leases.held_since is not None for r in self._handles.values()):
                     self._lease_released.clear()
                     await self._lease_released.wait()
-        lives = list(self._run_tasks.values())
+        run_tasks = list(self._run_tasks.values())
         for name in self._run_tasks:
             self._start_unload(name)
         if self._supervisor_task is not None:
             self._supervisor_task.cancel()
             await asyncio.gather(self._supervisor_task, return_exceptions=True)
         await self._preflight.stop()
-        await asyncio.gather(*lives, return_exceptions=True)
+        await asyncio.gather(*run_tasks, return_exceptions=True)
 
     async def _supervise(self) -> None:
         while True:
@@ -209,8 +214,8 @@ class ModelPool:
                     await self._changed.wait()
 
     def _run_plan(self, now: float) -> float | None:
-        """Computes a plan and starts its actions. Returns when to plan again if nothing changes
-        before; None for never."""
+        """Computes a plan and starts its actions. Returns the time of the next plan if nothing
+        changes before; None for never."""
         queue = self._pending_models(now)
         here = [self._handles[name] for name in self._run_tasks]
         head = next((handle for handle in queue if handle.phase == "out"), None)
@@ -224,7 +229,7 @@ class ModelPool:
                 case Load():
                     self._start_load(handle, action.allocation)
                 case Evict():
-                    # keep_loaded must not prevent other models from being loaded
+                    # keep_loaded must not prevent other models from being loaded.
                     handle.keep_loaded = False
                     self._start_unload(action.name)
                 case RejectLoad():
@@ -233,18 +238,18 @@ class ModelPool:
                 case SkipPreload():
                     log.warning("not preloading %s: %s", action.name, action.reason)
                     handle.keep_loaded = False
-        news = bool(decided.actions)
+        changed = bool(decided.actions)
         for name in self._run_tasks:
             handle = self._handles[name]
             handle.draining = name in decided.draining
-            news |= handle.accepts_requests and handle.grant_leases()
-        if news:
+            changed |= handle.accepts_requests and handle.grant_leases()
+        if changed:
             self._changed.set()
         later = [wake for r in self._handles.values() for wake in self._wake_times(r, now)]
         return min([*later, *([] if decided.wake_at is None else [decided.wake_at])], default=None)
 
     def _pending_models(self, now: float) -> list[ModelHandle]:
-        """The models with demand that may be loaded now, in the order of their requests."""
+        """Returns the models with demand that may be loaded now, in the order of their requests."""
         queue: list[tuple[float, ModelHandle]] = []
         for handle in self._handles.values():
             handle.leases.expire_placeholder(now)
@@ -301,14 +306,14 @@ class ModelPool:
             settings if allocation is None else replace(settings, memory=allocation)
         )
         handle.phase = "loading"
-        life = asyncio.create_task(handle.run(runner, files, allocation))
-        self._run_tasks[served.name] = life
-        life.add_done_callback(lambda _: self._on_unloaded(handle))
+        run_task = asyncio.create_task(handle.run(runner, files, allocation))
+        self._run_tasks[served.name] = run_task
+        run_task.add_done_callback(lambda _: self._on_unloaded(handle))
         log.info("loading %s", served.name)
 
     def _start_unload(self, name: str) -> None:
-        """Starts to unload a model, unless it is being unloaded: the cleanup must not be
-        interrupted."""
+        """Starts to unload a model. Does nothing if the model is already being unloaded, because
+        the cleanup must not be interrupted."""
         handle = self._handles[name]
         if handle.phase != "leaving":
             log.info("unloading %s", name)

@@ -1,11 +1,10 @@
 """Preflight: estimates the memory of the next model to load, in a short-lived process.
 
-Knows: how to read a model's files, how to run the estimate, its messages. Must not know: which
-models are evicted.
+Knows: the model files, the estimate process, its messages. Must not know: the eviction policy.
 
-The estimate runs once per model at the head of the queue, while no other model is being loaded or
-unloaded, so that the memory free at that time is available to it. The result is valid until the
-load begins or another model is at the head of the queue.
+The estimate runs once for each model at the head of the queue. No other model is loaded or unloaded
+at the same time, so the memory that is free during the estimate is available to the model. The
+result is valid until the load begins or another model reaches the head of the queue.
 """
 
 import asyncio
@@ -25,9 +24,12 @@ from app.runners.handle import ModelHandle
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateRequest:
-    """One line on the process's standard input, which stays open while the parent waits for the
-    response. parent_pid: pid of the parent. loaded_bytes: bytes of the models that are loaded
-    already."""
+    """One line on the standard input of the process. The input stays open while the parent waits
+    for the response.
+
+    parent_pid: the process ID of the parent.
+    loaded_bytes: the number of bytes used by the models that are already loaded.
+    """
 
     parent_pid: int
     files: ModelFiles
@@ -37,7 +39,7 @@ class EstimateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateError:
-    """kind, message: those of the AppError that the estimate raised."""
+    """The `kind` and the `message` of the AppError that the estimate raised."""
 
     kind: ErrorKind
     message: str
@@ -45,7 +47,7 @@ class EstimateError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateResponse:
-    """One line on the process's standard output."""
+    """One line on the standard output of the process."""
 
     result: MemoryRequirement | EstimateError
 
@@ -53,9 +55,12 @@ class EstimateResponse:
 async def estimate_memory(
     files: ModelFiles, settings: Settings, loaded_bytes: int
 ) -> MemoryRequirement:
-    """Estimates a model's memory in a separate process. loaded_bytes: bytes of the models that are
-    loaded already. Raises AppError(MODEL_FILES) for unusable files, if the process fails, or if it
-    takes longer than `settings.load_timeout`; AppError(ENGINE) if the process cannot be started."""
+    """Estimates the memory of a model in a separate process. `loaded_bytes` is the number of bytes
+    used by the models that are already loaded.
+
+    Raises AppError(MODEL_FILES) for unusable files, if the process fails, or if it takes longer
+    than `settings.load_timeout`. Raises AppError(ENGINE) if the process cannot be started.
+    """
     question = EstimateRequest(
         parent_pid=os.getpid(), files=files, settings=settings, loaded_bytes=loaded_bytes
     )
@@ -66,12 +71,14 @@ async def estimate_memory(
             settings.load_timeout,
         )
     except TimeoutError:
-        why = f"took longer than {settings.load_timeout:g} s"
+        why = f"the process took longer than {settings.load_timeout:g} s"
         raise _build_error(ErrorKind.MODEL_FILES, files, why) from None
     except OSError as error:
-        raise _build_error(ErrorKind.ENGINE, files, f"cannot start a process: {error}") from error
+        raise _build_error(
+            ErrorKind.ENGINE, files, f"the process could not be started: {error}"
+        ) from error
     if reply.status != 0 or not reply.stdout:
-        why = f"its process {describe_exit(reply.status)}{reply.reason and f': {reply.reason}'}"
+        why = f"the process {describe_exit(reply.status)}{reply.reason and f': {reply.reason}'}"
         raise _build_error(ErrorKind.MODEL_FILES, files, why)
     found = Codec[EstimateResponse](EstimateResponse).decode(reply.stdout).result
     if isinstance(found, EstimateError):
@@ -81,21 +88,22 @@ async def estimate_memory(
 
 def _build_error(kind: ErrorKind, files: ModelFiles, reason: str) -> AppError:
     return AppError(
-        kind, f"{files.path}: estimating the memory that the model needs failed: {reason}"
+        kind, f"{files.path}: the memory that the model needs could not be estimated: {reason}"
     )
 
 
 log = logging.getLogger(__name__)
 
 ReadFiles = Callable[[ServedModel], Awaitable[ModelFiles]]
-# arguments: files, settings, bytes of the models that are loaded already
+# The arguments are the files, the settings, and the bytes of the models that are already loaded.
 EstimateMemory = Callable[[ModelFiles, Settings, int], Awaitable[MemoryRequirement]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightResult:
-    """requirement, total_bytes: the model's memory and the bytes for all models; both None if the
-    model gets all memory."""
+    """The result of a preflight. `requirement` is the memory requirement of the model, and
+    `total_bytes` is the number of bytes for all models. Both are None if the model gets all
+    memory."""
 
     files: ModelFiles
     requirement: MemoryRequirement | None
@@ -103,9 +111,12 @@ class PreflightResult:
 
 
 class Preflight:
-    """Reads the files and estimates the memory of one model at a time. estimate: None if the model
-    gets all memory. total_bytes: bytes for all models; None is what the device has. on_result:
-    called when an estimate has finished."""
+    """Reads the files and estimates the memory of one model at a time.
+
+    estimate: estimates the memory; None if the model gets all memory.
+    total_bytes: the bytes for all models; None for the bytes that the device has.
+    on_result: called when an estimate has finished.
+    """
 
     def __init__(
         self,
@@ -124,26 +135,28 @@ class Preflight:
 
     @property
     def total_bytes(self) -> int | None:
-        """The bytes for all models according to the last result; None if there is none."""
+        """The number of bytes for all models according to the last result; None if there is no
+        result."""
         return None if self._result is None else self._result.total_bytes
 
     def get_result(self, name: str) -> PreflightResult | None:
         return self._result if self._model == name else None
 
     def select(self, handle: ModelHandle | None, loaded: Sequence[ModelHandle]) -> None:
-        """Sets the model at the head of the queue, and starts its estimate if possible. loaded:
-        the models in memory."""
+        """Sets the model at the head of the queue, and starts its estimate if possible. `loaded`
+        lists the models in memory."""
         name = None if handle is None else handle.served.name
         if name != self._model:
             self._reset()
         busy = self._task is not None or self._result is not None
-        moving = any(one.phase != "ready" for one in loaded)
-        if handle is not None and not busy and not moving:
+        in_transition = any(one.phase != "ready" for one in loaded)
+        if handle is not None and not busy and not in_transition:
             self._model = name
             self._task = asyncio.create_task(self._run(handle, loaded))
 
     def take_files(self, name: str) -> ModelFiles:
-        """Returns the files of the model and resets the preflight, since its load begins."""
+        """Returns the files of the model and resets the preflight, because the load of the model
+        begins."""
         assert self._model == name
         assert self._result is not None
         files = self._result.files
@@ -159,9 +172,9 @@ class Preflight:
     async def _estimate(
         self, handle: ModelHandle, files: ModelFiles, loaded_bytes: int
     ) -> MemoryRequirement | None:
-        """The model's memory. With a fixed total, the last estimate for the same files is reused:
-        an estimate takes about as long as the load of a small model. Otherwise the device's free
-        memory must be read each time."""
+        """Returns the memory requirement of the model. With a fixed total, the last estimate for
+        the same files is reused, because an estimate takes about as long as the load of a small
+        model. Otherwise, the free memory of the device must be read each time."""
         if self._estimate_memory is None:
             return None
         if (
@@ -199,7 +212,7 @@ class Preflight:
                 self._result = PreflightResult(
                     files=files, requirement=need, total_bytes=need.device_budget
                 )
-            else:  # a model was unloaded meanwhile, so the free memory is uncertain
+            else:  # a model was unloaded during the estimate, so the free memory is uncertain
                 self._reset()
         self._on_result()
 

@@ -1,7 +1,7 @@
-"""`python -m app.runners.preflight_main`: the process that estimates a model's memory.
+"""`python -m app.runners.preflight_main`: the process that estimates the memory of a model.
 
 Knows: one line of input, one line of output. Must not know: requests. The process runs for one
-estimate and exits with its parent.
+estimate, and exits if its parent exits.
 """
 
 import sys
@@ -19,7 +19,7 @@ def main() -> int:
         return 1
     question = Codec[EstimateRequest](EstimateRequest).decode(line)
     parent_watch.exit_with_parent(question.parent_pid)
-    # imported after `exit_with_parent`, since the import takes a while
+    # This import takes a while, so it follows `exit_with_parent`.
     from app.engine.fit import estimate_memory
 
     try:

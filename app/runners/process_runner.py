@@ -1,9 +1,9 @@
 """A runner whose engine runs in a separate process.
 
-Knows: the process, its client, the dispatcher, the watchdog. Must not know: tensors, text, how the
-process works. Nothing is computed here; only token ids, numbers and strings are exchanged.
+Knows: the process, its client, the dispatcher, the watchdog. Must not know: tensors, text, the
+worker server. Nothing is computed here. Only token IDs, numbers and strings are exchanged.
 
-One task, `_run_process`, owns the process from start to exit. However the process ends, the
+One task, `_run_process`, owns the process from its start to its exit. For every kind of exit, the
 dispatcher notifies all waiting tasks, and all resources are closed. `Watchdog` decides when a
 process that sends nothing, or makes no progress, counts as hung.
 """
@@ -37,34 +37,36 @@ from app.runners.worker_protocol import (
 
 
 class Watchdog:
-    """Detects a hung process. watchdog: seconds without progress after which it counts as hung.
-    interval: seconds between two heartbeats, and between two checks."""
+    """Detects a hung process.
+
+    watchdog: the number of seconds without progress after which the process counts as hung.
+    interval: the number of seconds between two heartbeats, and between two checks.
+    """
 
     def __init__(self, *, watchdog: float, interval: float) -> None:
         self._limit = math.ceil(watchdog / interval)
         self._interval = interval
-        self._silent_checks: int | None = None  # checks since the last message; None before any
+        self._silent_checks: int | None = None  # since the last message; None before the first
         self._unchanged_beats = 0  # consecutive heartbeats without progress
         self._last_heartbeat: Heartbeat | None = None
 
     def note_activity(self) -> None:
-        """Called for every message of the process."""
+        """Records a message. Called for every message of the process."""
         self._silent_checks = 0
 
     def note_heartbeat(self, heartbeat: Heartbeat) -> None:
-        stands = heartbeat == self._last_heartbeat and heartbeat.stage != IDLE
-        self._unchanged_beats = self._unchanged_beats + 1 if stands else 0
+        unchanged = heartbeat == self._last_heartbeat and heartbeat.stage != IDLE
+        self._unchanged_beats = self._unchanged_beats + 1 if unchanged else 0
         self._last_heartbeat = heartbeat
 
     def check(self) -> str | None:
-        """Must be called once per interval. Returns a sentence if the process hangs, else None."""
+        """Returns a sentence if the process hangs, and otherwise None. Must be called once per
+        interval."""
         if self._silent_checks is None:
             return None
         self._silent_checks += 1
         if self._silent_checks > self._limit:
-            return (
-                f"the engine's process has sent nothing for {self._seconds(self._silent_checks)} s"
-            )
+            return f"the engine process has sent nothing for {self._seconds(self._silent_checks)} s"
         if self._unchanged_beats >= self._limit and self._last_heartbeat is not None:
             seconds = self._seconds(self._unchanged_beats)
             return f"the engine has made no progress for {seconds} s ({self._last_heartbeat.stage})"
@@ -79,26 +81,29 @@ log = logging.getLogger(__name__)
 GetStatus = Callable[[], Awaitable[WorkerStatus]]
 OpenEvents = Callable[[], AbstractAsyncContextManager[AsyncIterator[WorkerEvent]]]
 
-# seconds between two polls while the model is being loaded
+# The interval in seconds between two polls while the model is being loaded.
 _LOAD_POLL_INTERVAL = 0.1
 
-# seconds for the start of a process, which takes one or two on a machine that is not busy
+# The timeout in seconds for the start of a process. The start takes one or two seconds on a machine
+# that is not busy.
 _STARTUP_TIMEOUT = 30.0
 
-# maximum seconds between two probes of the job endpoint; seconds between them while it fails
+# The maximum interval in seconds between two probes of the job endpoint, and the interval while the
+# endpoint fails.
 _PROBE_INTERVAL, _PROBE_RETRY_DELAY = 5.0, 1.0
 
-# Consecutive probes that must time out, each after `watchdog` seconds, before the process counts as
-# hung: this process may have been suspended during the first one, and a hung engine is detected
-# earlier by its heartbeats.
+# The number of consecutive probes that must time out before the process counts as hung. Each one
+# times out after `watchdog` seconds. A single timeout is not sufficient, because this process may
+# have been suspended during the first probe. A hung engine is detected earlier by its heartbeats.
 _MAX_MISSED_PROBES = 2
 
-# seconds for the exit of a process that has closed its connection
+# The timeout in seconds for the exit of a process that has closed its connection.
 _EXIT_TIMEOUT = 2.0
 
 
 class ProcessRunner:
-    """Implements `Runner`. settings: the engine's settings, `watchdog` and `load_timeout`."""
+    """Implements `Runner`. `settings` contains the engine's settings, `watchdog` and
+    `load_timeout`."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -110,7 +115,7 @@ class ProcessRunner:
         self._stopping = False
 
     async def start(self, files: ModelFiles) -> None:
-        assert self._task is None, "a runner is started once"
+        assert self._task is None, "a runner can be started only once"
         self._task = asyncio.create_task(self._run_process(files))
         try:
             await self._dispatcher.wait_until_ready()
@@ -157,9 +162,9 @@ class ProcessRunner:
                 self._process.kill()
             await self._supervise(files.name, self._process)
         except Exception as error:
-            if not isinstance(error, OSError):  # an OSError is an error of the machine, not a bug
+            if not isinstance(error, OSError):  # an OSError is not a bug
                 log.exception("%s: managing its process failed", files.name)
-            message = f"the process of {files.name} could not be started: {error}"
+            message = f"the {files.name} process could not be started: {error}"
             self._dispatcher.fail(AppError(ErrorKind.ENGINE, message))
             if self._process is not None:
                 self._process.kill()
@@ -179,30 +184,31 @@ class ProcessRunner:
         return opening
 
     async def _supervise(self, name: str, process: ChildProcess) -> None:
-        # imported while the process imports its own modules
+        # Imported while the process imports its own modules.
         from app.runners.worker_client import WorkerClient
 
         line = self._dispatcher.engine = WorkerClient(process.socket_path, self._dispatcher)
         interval = worker_protocol.heartbeat_interval(self._settings)
         watchdog = Watchdog(watchdog=self._settings.watchdog, interval=interval)
         gone = asyncio.create_task(process.wait())
-        talking = asyncio.create_task(
+        follow_task = asyncio.create_task(
             self._follow_worker(name, line.status, line.stream_events, watchdog)
         )
-        watching = asyncio.create_task(self._run_watchdog(watchdog, interval))
+        watchdog_task = asyncio.create_task(self._run_watchdog(watchdog, interval))
         broken = asyncio.create_task(line.wait_until_disconnected())
-        probing = asyncio.create_task(self._run_probes(name, line.probe))
-        work = {talking, watching, broken, probing}
+        probe_task = asyncio.create_task(self._run_probes(name, line.probe))
+        work = {follow_task, watchdog_task, broken, probe_task}
         try:
             await asyncio.wait({gone, *work}, return_when=asyncio.FIRST_COMPLETED)
             if not self._stopping:
-                # the connection was closed; the process may be about to exit with a reason
+                # The connection was closed, and the process may be about to exit with a reason.
                 await asyncio.wait({gone}, timeout=_EXIT_TIMEOUT)
                 if not gone.done():
                     self._fail_disconnected(name, process.last_output)
             self._report_exit(name, await gone)
-            # this task closes its connections on its own; cancelled, it would leave some open
-            await asyncio.wait({talking}, timeout=_EXIT_TIMEOUT)
+            # This task closes its connections on its own. If it were cancelled, it would leave some
+            # of them open.
+            await asyncio.wait({follow_task}, timeout=_EXIT_TIMEOUT)
         finally:
             for task in work:
                 task.cancel()
@@ -210,18 +216,19 @@ class ProcessRunner:
             await line.close()
 
     def _report_exit(self, name: str, process_exit: ProcessExit) -> None:
-        """Fails the dispatcher with the exit of the process, unless it has failed already."""
-        how, said = (
+        """Fails the dispatcher with the exit of the process, unless the dispatcher has already
+        failed."""
+        how, details = (
             process_exit.description,
             f": {process_exit.last_output}" if process_exit.last_output else "",
         )
         if self._dispatcher.status().state == "loading":
-            message = f"{name} could not be loaded: its process {how}{said}"
+            message = f"{name} could not be loaded: its process {how}{details}"
             self._dispatcher.fail(AppError(ErrorKind.MODEL_FILES, message, code=RUNNER_CRASHED))
             return
-        error = AppError(ErrorKind.ENGINE, f"the process of {name} {how}{said}")
-        told = f"the engine stopped: its process {how}"
-        self._dispatcher.fail(error, job_error=told, cause=process_exit.cause)
+        error = AppError(ErrorKind.ENGINE, f"the {name} process {how}{details}")
+        job_error = f"the engine stopped: its process {how}"
+        self._dispatcher.fail(error, job_error=job_error, cause=process_exit.cause)
 
     async def _follow_worker(
         self, name: str, get_status: GetStatus, open_events: OpenEvents, watchdog: Watchdog
@@ -231,31 +238,31 @@ class ProcessRunner:
             ready = await self._wait_until_loaded(name, get_status)
             if ready is None:
                 return
-            watchdog.note_activity()  # from here on, silence is a hang
-            async with open_events() as news:
+            watchdog.note_activity()  # from now on, silence counts as a hang
+            async with open_events() as events:
                 self._dispatcher.receive(ready)
-                await self._read_events(news, watchdog)
+                await self._read_events(events, watchdog)
         except ConnectionError as error:
             log.debug("%s: %s", name, error)
         except Exception:
             log.exception("%s: cannot decode a message from its process", name)
             self._fail_and_kill(
                 AppError(
-                    ErrorKind.ENGINE, f"the process of {name} sent a message that cannot be decoded"
+                    ErrorKind.ENGINE, f"the {name} process sent a message that cannot be decoded"
                 )
             )
 
     async def _wait_until_loaded(self, name: str, get_status: GetStatus) -> EngineReady | None:
-        """Polls until the model is loaded. Returns None if the load has failed, after reporting the
-        failure to the dispatcher. A process that does not respond for `watchdog` seconds is hung or
-        suspended, and fails without waiting for `load_timeout`."""
+        """Polls the process until the model is loaded. Returns None if the load has failed, after
+        reporting the failure to the dispatcher. A process that does not respond for `watchdog`
+        seconds is hung or suspended. It fails before `load_timeout` expires."""
         last, limit = None, self._settings.load_timeout
         now = asyncio.get_running_loop().time
         moved = now()
 
         async def look() -> worker_protocol.WorkerStatus:
-            silence = self._settings.watchdog
-            async with asyncio.timeout(silence if last else max(silence, _STARTUP_TIMEOUT)):
+            timeout = self._settings.watchdog
+            async with asyncio.timeout(timeout if last else max(timeout, _STARTUP_TIMEOUT)):
                 return await get_status()
 
         try:
@@ -305,9 +312,10 @@ class ProcessRunner:
         self._fail_and_kill(AppError(ErrorKind.ENGINE, stall))
 
     async def _run_probes(self, name: str, probe: Callable[[], Awaitable[None]]) -> None:
-        """Probes whether jobs can reach the engine, since heartbeats use another connection.
-        Returns when the engine has accepted no command for too long. An error on this side, such as
-        a lack of file descriptors, does not count: the process may be serving other requests."""
+        """Probes whether jobs can reach the engine, because heartbeats use another connection.
+        Returns when the engine has accepted no command for too long. An error in this process, such
+        as a lack of file descriptors, does not count, because the model process may still be
+        serving other requests."""
         await self._dispatcher.wait_until_ready()
         limit, missed = self._settings.watchdog, 0
         while missed < _MAX_MISSED_PROBES:
@@ -317,24 +325,24 @@ class ProcessRunner:
                 missed, self._unreachable = 0, None
                 await asyncio.sleep(min(_PROBE_INTERVAL, limit / 4))
             except ConnectionError as error:
-                self._unreachable = f"the process of {name} cannot be reached: {error}"
+                self._unreachable = f"the {name} process cannot be reached: {error}"
                 await asyncio.sleep(_PROBE_RETRY_DELAY)
             except TimeoutError:
                 missed += 1
         self._stall_message = (
-            f"the process of {name} has accepted no requests for {missed * limit:.0f} s"
+            f"the {name} process has accepted no requests for {missed * limit:.0f} s"
         )
         self._fail_and_kill(AppError(ErrorKind.ENGINE, self._stall_message))
 
     def _fail_disconnected(self, name: str, output: str) -> None:
-        message = f"the process of {name} closed its connection and did not exit"
+        message = f"the {name} process closed its connection but did not exit"
         error = AppError(ErrorKind.ENGINE, f"{message}: {output}" if output else message)
         self._fail_and_kill(
             error, job_error="the engine stopped: its process closed its connection"
         )
 
     def _fail_and_kill(self, error: AppError, *, job_error: str | None = None) -> None:
-        """Fails all jobs and kills a process that is unusable. job_error: as in
+        """Fails all jobs and kills a process that has become unusable. For `job_error`, see
         `Dispatcher.fail`."""
         assert self._process is not None
         self._dispatcher.fail(error, job_error=job_error)

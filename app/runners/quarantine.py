@@ -1,15 +1,15 @@
-"""Crash quarantine: retries jobs after a crash of the runner, suspects one at a time.
+"""Crash quarantine: retries jobs after a crash of the runner, and runs suspects one at a time.
 
-Knows: the jobs at the runner, which of them are suspects. Must not know: why there is a runner or
-none.
+Knows: the jobs of the runner, the suspects. Must not know: the life cycle of runners.
 
-A job that had not begun when the runner crashed is submitted to the next runner. All jobs that were
-running are suspects. Suspects run one at a time: a job that did not cause the crash then finishes,
-which clears it, and is not running when the cause crashes the runner again. Other jobs may run next
-to a suspect; if it crashes the runner, they become suspects as well.
+A job that had not started when the runner crashed is submitted to the next runner. All jobs that
+were running are suspects. Suspects run one at a time. A suspect that did not cause the crash then
+finishes, which clears it. It is also not running when the job that caused the crash crashes the
+runner again. Other jobs may run alongside a suspect. If the suspect crashes the runner, they become
+suspects as well.
 
-A crash by an operator's signal has no weight. The kernel sends the same SIGKILL when the system is
-out of memory; if the sender is unknown, the crash weighs less than a fault.
+A crash caused by an operator's signal has no weight. The kernel sends the same SIGKILL when the
+system is out of memory. If the sender is unknown, the crash weighs less than a fault.
 """
 
 import asyncio
@@ -27,17 +27,22 @@ from app.core.errors import AppError, ErrorKind
 from app.core.jobs import Ended, EngineStats, Job, JobUpdate
 from app.core.model_state import ServedModel
 from app.core.ports import FailureCause, Runner, Submission
+from app.core.units import pluralize
 
-# seconds after which the next suspect starts although the current one still runs: most crashes
-# happen within that time, and a long completion must not delay other suspects for minutes
+# The time in seconds after which the next suspect starts even if the current one is still running.
+# Most crashes happen within that time, and a long completion must not delay other suspects for
+# minutes.
 _MAX_TURN = 30.0
 
 SubmitJob = Callable[[Job], AbstractAsyncContextManager[Submission]]
 
 
 class SerialTurns:
-    """Runs tasks one at a time. max_waiting: maximum number of waiting tasks. max_turn: seconds
-    after which the next task may start."""
+    """Runs tasks one at a time.
+
+    max_waiting: the maximum number of waiting tasks.
+    max_turn: the number of seconds after which the next task may start.
+    """
 
     def __init__(self, max_waiting: int, max_turn: float = _MAX_TURN) -> None:
         self._max_waiting = max_waiting
@@ -47,7 +52,7 @@ class SerialTurns:
 
     @asynccontextmanager
     async def take_turn(self) -> AsyncGenerator[None]:
-        """Waits for a turn and holds it. Raises AppError(BUSY) if too many tasks wait."""
+        """Waits for a turn and holds it. Raises AppError(BUSY) if too many tasks are waiting."""
         if self._waiting >= self._max_waiting:
             raise AppError(
                 ErrorKind.BUSY,
@@ -78,12 +83,15 @@ class SerialTurns:
 
 
 class IsolatedSubmission:
-    """A job that waits for its turn. A separate task reads its updates, so that the turn ends with
-    the job, not when a slow client has read the output. Entering never waits, since a request
-    enters all of its jobs before it reads the first one, and would wait for itself; exceptions of
-    `submit` are raised by the iteration.
+    """A job that waits for its turn.
 
-    on_success: called with a job that has finished without an error."""
+    A separate task reads its updates. The turn therefore ends with the job, and not when a slow
+    client has read the output. Entering the context never waits. A request enters all of its jobs
+    before it reads the first one, so it would otherwise wait for itself. Iterating raises the
+    exceptions of `submit`.
+
+    `on_success` is called with a job that has finished without an error.
+    """
 
     def __init__(
         self, job: Job, submit: SubmitJob, turns: SerialTurns, on_success: Callable[[Job], None]
@@ -128,7 +136,7 @@ class IsolatedSubmission:
         return None if self._submission is None else self._submission.ended_ns
 
     def limit_cached_tokens(self, tokens: int) -> None:
-        # there is no output before the job is submitted
+        # There is no output before the job is submitted.
         assert self._submission is not None
         self._submission.limit_cached_tokens(tokens)
 
@@ -144,8 +152,8 @@ class IsolatedSubmission:
             self._updates.put_nowait(error)
 
 
-# The weight of a crash by cause, and the total weight from which a job is refused: two faults, or
-# six crashes that may have been caused by a lack of memory.
+# The weight of a crash by cause, and the total weight from which a job is refused. The limit is
+# reached by two faults, or by six crashes that may have been caused by a lack of memory.
 CRASH_WEIGHTS: Mapping[FailureCause, int] = {"fault": 3, "unknown": 1, "outside": 0}
 REFUSE_WEIGHT = 6
 
@@ -156,8 +164,12 @@ AnyJob = Job | EmbedJob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrashRecord:
-    """crashes: number of crashes during which a job ran. weight: their total weight. last_crash:
-    time of the last one."""
+    """The crashes during which a job was running.
+
+    crashes: the number of these crashes.
+    weight: their total weight.
+    last_crash: the time of the last crash.
+    """
 
     crashes: int = 0
     weight: int = 0
@@ -165,8 +177,11 @@ class CrashRecord:
 
 
 class CrashRecords:
-    """The crash records of one model. max_records: maximum number of records; the oldest are
-    dropped. ttl: seconds that a record is kept."""
+    """The crash records of one model.
+
+    max_records: the maximum number of records. The oldest records are dropped.
+    ttl: the number of seconds for which a record is kept.
+    """
 
     def __init__(
         self,
@@ -181,15 +196,15 @@ class CrashRecords:
         self._records: OrderedDict[bytes, CrashRecord] = OrderedDict()
 
     def get(self, job: AnyJob) -> CrashRecord:
-        """The crash record of a job; empty if there is none."""
+        """Returns the crash record of a job. The record is empty if there is none."""
         self._drop_expired()
-        # hashing a long prompt takes a millisecond: skipped if there are no records
+        # Hashing a long prompt takes a millisecond, so it is skipped if there are no records.
         known = self._records.get(_key(job)) if self._records else None
         return known or CrashRecord()
 
     def add_crash(self, jobs: Iterable[AnyJob], *, weight: int) -> None:
-        """Records that a runner crashed while these jobs ran; several choices of the same prompt
-        count once."""
+        """Records that a runner crashed while these jobs were running. Several choices of the same
+        prompt count once."""
         self._drop_expired()
         for key in {_key(job) for job in jobs}:
             before = self._records.pop(key, CrashRecord())
@@ -207,15 +222,15 @@ class CrashRecords:
         self._records.clear()
 
     def _drop_expired(self) -> None:
-        """Drops expired records. The oldest come first, since each crash moves its jobs to the
-        end."""
+        """Drops expired records. The oldest records come first, because each crash moves its jobs
+        to the end."""
         oldest = self._clock() - self._ttl
         while self._records and next(iter(self._records.values())).last_crash < oldest:
             self._records.popitem(last=False)
 
 
 def _key(job: AnyJob) -> bytes:
-    """A hash of the job's prompt and grammar; sampling parameters are not included."""
+    """Returns a hash of the job's prompt and grammar. Sampling parameters are not included."""
     if isinstance(job, EmbedJob):
         parts, rest = job.inputs, f"embed {job.pooling}"
     else:
@@ -227,11 +242,12 @@ def _key(job: AnyJob) -> bytes:
     return digest.digest()
 
 
-# Engine steps after which a cancellation has certainly taken effect: two (`Runner.submit`), and
-# steps that were complete but not yet reported.
+# The number of engine steps after which a cancellation has certainly taken effect. It covers the
+# two steps of `Runner.submit`, and steps that were complete but not yet reported.
 _STEPS_UNTIL_CANCELLED = 8
 
-# maximum number of cancelled jobs that are tracked, as they may still run; more than run at once
+# The maximum number of cancelled jobs that are tracked, because they may still be running. It is
+# larger than the number of jobs that run concurrently.
 _MAX_ABANDONED = 64
 
 
@@ -239,13 +255,13 @@ class RunnerSource(Protocol):
     """Provides the current runner of a model."""
 
     async def get_runner(self, lost_runner: Runner | None = None) -> Runner:
-        """Returns the current runner; waits for the next one if there is none or if it is
-        `lost_runner`. Raises AppError if there will be none."""
+        """Returns the current runner. If there is none, or if it is `lost_runner`, waits for the
+        next one. Raises AppError if there will be no next runner."""
         ...
 
 
 class CrashQuarantine:
-    """Runs the jobs of one model, suspects one at a time."""
+    """Runs the jobs of one model, and runs suspects one at a time."""
 
     def __init__(
         self, served: ServedModel, source: RunnerSource, clock: Callable[[], float]
@@ -257,25 +273,26 @@ class CrashQuarantine:
         self._tracked: dict[str, _TrackedJob] = {}
         self._abandoned: dict[
             str, int
-        ] = {}  # cancelled jobs of `_tracked`, and the engine's steps at that time
+        ] = {}  # cancelled jobs in `_tracked`, and the engine's step count at that time
 
     @asynccontextmanager
     async def submit(self, job: Job) -> AsyncGenerator[Submission]:
-        """Like `Runner.submit`; also raises AppError(INVALID) for a prompt whose crashes reach
-        `REFUSE_WEIGHT`. The iteration of a suspect waits until no other suspect runs. A job whose
-        runner fails before it began is submitted to the next runner."""
+        """Submits a job like `Runner.submit`. Also raises AppError(INVALID) for a prompt whose
+        crashes reach `REFUSE_WEIGHT`. Iterating over a suspect waits until no other suspect is
+        running. If the runner fails before the job has started, the job is submitted to the next
+        runner."""
         if not self._check_suspect(job):
             async with self._submit_with_retry(job) as submission:
                 yield submission
             return
         async with IsolatedSubmission(
             job, self._submit_with_retry, self._serial_turns, self._crash_records.clear
-        ) as apart:
-            yield apart
+        ) as submission:
+            yield submission
 
     async def embed(self, job: EmbedJob) -> Sequence[bytes]:
-        """Like `Runner.embed`, with the rules of `submit`; an embedding job always counts as
-        begun."""
+        """Computes embeddings like `Runner.embed`, with the rules of `submit`. An embedding job
+        always counts as started."""
         if not self._check_suspect(job):
             return await self._embed(job)
         async with self._serial_turns.take_turn():
@@ -286,45 +303,47 @@ class CrashQuarantine:
     def record_crash(self, parallel: int, stats: EngineStats, *, cause: FailureCause) -> None:
         """Records a failure of the runner.
 
-        Jobs that had begun are suspects, and so are the next jobs in order of arrival, as many as
-        there were free places: a runner that crashes at once has not reported that the job began.
+        Jobs that had started become suspects. For each free place, the next job in order of arrival
+        also becomes a suspect, because a runner that crashes immediately has not reported that a
+        job started.
 
-        parallel: maximum number of concurrent jobs. stats: last statistics of the engine. cause:
-        see `RunnerFailure`."""
+        parallel: the maximum number of concurrent jobs.
+        stats: the last statistics of the engine.
+        cause: the cause of the failure, see `RunnerFailure`.
+        """
         self._drop_abandoned(stats)
         jobs = [one for one in self._tracked.values() if isinstance(one.job, Job)]
         began = [one for one in jobs if one.has_started]
         others = [one for one in jobs if not one.has_started]
         embedding = [one for one in self._tracked.values() if isinstance(one.job, EmbedJob)]
-        accused = [*began, *others[: max(0, parallel - len(began))], *embedding]
+        suspects = [*began, *others[: max(0, parallel - len(began))], *embedding]
         if weight := CRASH_WEIGHTS[cause]:
-            self._crash_records.add_crash((one.job for one in accused), weight=weight)
+            self._crash_records.add_crash((one.job for one in suspects), weight=weight)
         for one in self._tracked.values():
-            one.set_implicated(implicated=one in accused)
+            one.set_implicated(implicated=one in suspects)
 
     def reset(self) -> None:
         """Drops all jobs of a runner that has ended."""
         for one in self._tracked.values():
             one.set_implicated(
                 implicated=True
-            )  # no effect if set before; else the job ends with the runner
+            )  # has no effect if already set; otherwise, the job ends with the runner
         self._tracked.clear()
         self._abandoned.clear()
 
     def forget_crashes(self) -> None:
-        """Forgets all suspects."""
+        """Clears the records of all suspects."""
         self._crash_records.clear_all()
 
     def _check_suspect(self, job: AnyJob) -> bool:
-        """Whether a job is a suspect. Raises AppError(INVALID) if it is refused."""
+        """Returns whether a job is a suspect. Raises AppError(INVALID) if the job is refused."""
         record = self._crash_records.get(job)
         if record.weight >= REFUSE_WEIGHT:
             raise AppError(
                 ErrorKind.INVALID,
-                f"this prompt is refused: {self._name} failed {record.crashes} times while "
-                "evaluating "
-                "it. Change the prompt or its response format; an operator can clear this by "
-                "unloading the model",
+                f"this prompt is refused, because {self._name} failed "
+                f"{pluralize(record.crashes, 'time')} while processing it: change the prompt or "
+                "its response format, or ask an operator to unload the model",
                 code="prompt_refused",
             )
         return record.weight > 0
@@ -338,7 +357,8 @@ class CrashQuarantine:
 
     @asynccontextmanager
     async def _track(self, job: Job, runner: Runner) -> AsyncGenerator["_TrackedJob"]:
-        # tracked before it is submitted, since compiling its grammar may crash the runner
+        # The job is tracked before it is submitted, because compiling its grammar may crash the
+        # runner.
         one = self._tracked[job.id] = _TrackedJob(job, runner)
         try:
             yield one
@@ -356,9 +376,9 @@ class CrashQuarantine:
             self._untrack(one)
 
     def _untrack(self, tracked: "_TrackedJob") -> None:
-        """Stops tracking a job. A job that did not finish is tracked until the engine has completed
-        a step without it: the engine may hang in it, and clients time out before the watchdog; or
-        the engine is dead and its failure was not handled yet."""
+        """Stops tracking a job. An unfinished job is tracked until the engine has completed a step
+        without it. The engine may hang in the job, and clients time out before the watchdog does.
+        The engine may also have failed without the failure being handled yet."""
         if self._tracked.get(tracked.job.id) is not tracked:
             return  # its runner has ended
         status = tracked.runner.status()
@@ -379,7 +399,7 @@ class CrashQuarantine:
 
 
 class _TrackedJob:
-    """A job submitted to a runner. succeeded: it has finished without an error."""
+    """A job submitted to a runner. `succeeded` is True if it has finished without an error."""
 
     def __init__(self, job: AnyJob, runner: Runner) -> None:
         self.job = job
@@ -393,21 +413,21 @@ class _TrackedJob:
         return self.submission is not None and self.submission.started_ns is not None
 
     def set_implicated(self, *, implicated: bool) -> None:
-        """Called when the runner has failed. implicated: the job may be the cause. Only the first
-        call counts."""
+        """Records whether the job may be the cause of the runner's failure. Called after the
+        failure. Only the first call has an effect."""
         if not self._implicated.done():
             self._implicated.set_result(implicated)
 
     async def may_retry(self) -> bool:
-        """Whether the job may be submitted to the next runner; waits until the failure of the
-        runner was handled. False for a job that had begun, since its client may have received
-        output, and for one that may be the cause."""
+        """Returns whether the job may be submitted to the next runner. Waits until the failure of
+        the runner has been handled. Returns False if the job had started, because its client may
+        have received output, or if the job may be the cause."""
         return not self.has_started and not await self._implicated
 
 
 class _RetryingSubmission:
-    """Implements `Submission`: submits a job to one runner after the other until it begins. stack:
-    exited when the job's context is."""
+    """Implements `Submission`. Submits a job to one runner after another until the job starts.
+    `stack` is exited together with the context of the job."""
 
     def __init__(
         self,
@@ -429,7 +449,8 @@ class _RetryingSubmission:
 
     @property
     def ended_ns(self) -> int | None:
-        """When the job's place was free again; None while the job may be resubmitted."""
+        """The time at which the place of the job became free; None while the job may be
+        resubmitted."""
         one = self._current
         if one is None or one.submission is None or one.submission.ended_ns is None:
             return None
@@ -439,14 +460,12 @@ class _RetryingSubmission:
 
     def limit_cached_tokens(self, tokens: int) -> None:
         assert self._current is not None
-        assert self._current.submission is not None, (
-            "nothing is seen of a job before it is submitted"
-        )
+        assert self._current.submission is not None, "a job has no output before it is submitted"
         self._current.submission.limit_cached_tokens(tokens)
 
     async def submit(self, lost_runner: Runner | None = None) -> None:
-        """Submits the job to a runner other than `lost_runner`. Raises as `Runner.submit` does, and
-        the error that prevents the model from being reloaded."""
+        """Submits the job to a runner other than `lost_runner`. Raises the errors of
+        `Runner.submit`, and the error that prevents the model from being reloaded."""
         while True:
             await self._stack.aclose()
             runner = await self._source.get_runner(lost_runner)

@@ -1,26 +1,31 @@
-"""The restart policy for failed models: pure functions.
+"""The restart policy for failed models, as pure functions.
 
 Knows: clock readings, the number of failures. Must not know: runners, waiting requests.
 
 A runner that fails soon after its start is restarted with increasing delays. A model whose load
-fails repeatedly is refused for a while; after that, one more failed load is enough to refuse it
-again, since the cause is likely still there.
+fails repeatedly is refused for a while. After that, a single failed load causes the model to be
+refused again, because the cause is likely to persist.
 """
 
 from dataclasses import dataclass, replace
 
 from app.core.errors import AppError
 
-# error code of a load that failed without a known error of the model; the next load may succeed
+# The error code of a load that failed without a known error of the model. The next load may
+# succeed.
 RUNNER_CRASHED = "runner_crashed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """All durations are in seconds. initial_delay: delay before the first restart; doubled for each
-    consecutive failure, up to max_delay. healthy_after: uptime after which a failure counts as the
-    first in a row again. max_load_failures: consecutive failed loads after which the model is
-    refused. refuse_for: how long it is refused."""
+    """The delays and limits of the policy. All durations are in seconds.
+
+    initial_delay: the delay before the first restart. It is doubled for each consecutive failure,
+        up to max_delay.
+    healthy_after: the uptime after which the count of consecutive failures restarts.
+    max_load_failures: the number of consecutive failed loads after which the model is refused.
+    refuse_for: the time for which the model is refused.
+    """
 
     initial_delay: float = 0.5
     max_delay: float = 30.0
@@ -31,9 +36,13 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartState:
-    """failures: consecutive failures, including failed loads. load_failures: consecutive failed
-    loads. not_before: clock reading before which the model is not loaded. error: last error; None
-    after a successful load."""
+    """The failures of one model.
+
+    failures: the number of consecutive failures, including failed loads.
+    load_failures: the number of consecutive failed loads.
+    not_before: the clock reading before which the model is not loaded.
+    error: the last error; None after a successful load.
+    """
 
     failures: int = 0
     load_failures: int = 0
@@ -55,15 +64,16 @@ def after_failed_load(
 
 
 def after_load(state: RestartState) -> RestartState:
-    """The state after a successful load. `failures` is kept, since the runner may still fail
-    soon."""
+    """Returns the state after a successful load. `failures` is kept, because the runner may still
+    fail soon."""
     return replace(state, load_failures=0, error=None)
 
 
 def after_crash(
     state: RestartState, now: float, uptime: float, error: AppError, policy: RestartPolicy
 ) -> RestartState:
-    """The state after a crash of a ready runner. uptime: seconds for which it was ready."""
+    """Returns the state after a crash of a ready runner. `uptime` is the number of seconds for
+    which the runner was ready."""
     breaks = 1 if uptime >= policy.healthy_after else state.failures + 1
     return RestartState(
         failures=breaks, not_before=now + _backoff_delay(breaks, policy), error=error
@@ -71,5 +81,5 @@ def after_crash(
 
 
 def _backoff_delay(failures: int, policy: RestartPolicy) -> float:
-    # the exponent is bounded, since a model may fail for weeks
+    # The exponent is bounded, because a model may fail for weeks.
     return min(policy.max_delay, policy.initial_delay * 2.0 ** min(failures - 1, 32))

@@ -2,8 +2,8 @@
 
 Knows: the engine thread, asyncio. Must not know: HTTP, text.
 
-Commands are sent through the thread's queue; messages reach the dispatcher by one
-`call_soon_threadsafe` per step. A thread cannot be killed, so a hung engine is only reported.
+Commands are sent through the thread's queue. Messages reach the dispatcher through one
+`call_soon_threadsafe` call per step. A thread cannot be killed, so a hung engine is only reported.
 """
 
 import asyncio
@@ -29,21 +29,25 @@ from app.runners.ranks.leader import RankGroup, load_leader
 
 log = logging.getLogger(__name__)
 
-# seconds for a stopping engine to finish its step
+# The timeout in seconds for a stopping engine to finish its step.
 _STOP_TIMEOUT = 30.0
 
-# the same, if the step may be waiting for a lost rank
+# The same timeout if the step may be waiting for a lost rank.
 _STOP_TIMEOUT_RANK_LOST = 1.0
 
 _MakeMatcher = Callable[[Grammar, frozenset[int], str], Awaitable[Matcher]]
 
-# checks of the heartbeat per `Settings.watchdog`
+# The number of heartbeat checks per `Settings.watchdog`.
 _CHECKS_PER_WATCHDOG = 4
 
 
 class ThreadRunner:
-    """Implements `Runner`. settings: the engine's settings and `watchdog`. rank_group: the other
-    ranks, if several run the model together; with it, only one runner can be started, and once."""
+    """Implements `Runner`.
+
+    settings: the engine's settings, and `watchdog`.
+    rank_group: the other ranks, if several ranks run the model together. With a rank group, only
+        one runner can be started, and only once.
+    """
 
     def __init__(self, settings: Settings, rank_group: RankGroup | None = None) -> None:
         self._settings = settings
@@ -56,7 +60,7 @@ class ThreadRunner:
         loop = asyncio.get_running_loop()
 
         def post(message: EngineMessage) -> None:
-            # the loop may be closed when a stopping engine sends its last message
+            # The event loop may be closed when a stopping engine sends its last message.
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._dispatcher.receive, message)
 
@@ -101,8 +105,8 @@ class ThreadRunner:
         if self._thread is None:
             return
         self._thread.stop()
-        hopeless = self._rank_group is not None and self._rank_group.wait_for_failure() is not None
-        patience = _STOP_TIMEOUT_RANK_LOST if hopeless else _STOP_TIMEOUT
+        rank_lost = self._rank_group is not None and self._rank_group.wait_for_failure() is not None
+        patience = _STOP_TIMEOUT_RANK_LOST if rank_lost else _STOP_TIMEOUT
         if not await asyncio.to_thread(self._thread.join, patience):
             log.error("the engine did not stop within %.0f s", patience)
 
@@ -110,7 +114,8 @@ class ThreadRunner:
         self._dispatcher.fail(AppError(ErrorKind.ENGINE, reason), job_error=reason)
 
     def _stall_message(self) -> str | None:
-        """A sentence if a loaded engine has made no progress for too long, else None."""
+        """Returns a sentence if a loaded engine has made no progress for too long, and otherwise
+        None."""
         if self._thread is None or self._dispatcher.status().state != "ready":
             return None
         beat = self._thread.heartbeat()

@@ -1,10 +1,10 @@
-"""Checks in a separate process whether a model's tokenizer may be used in the server's process.
+"""Checks in a separate process whether a model's tokenizer may be used in the server process.
 
 Knows: the limits of that process, its messages, earlier results. Must not know: the `tokenizers`
 library, the texts of the check.
 
 A tokenizer.json comes from the author of the model, and the `tokenizers` library aborts its process
-when it runs out of memory. In the server's process, that would end every model.
+when it runs out of memory. In the server process, this would end all models.
 """
 
 import asyncio
@@ -18,14 +18,14 @@ from app.core.model_files import ModelFiles
 from app.runners.child_process import CompletedChild, describe_exit, run_module
 from app.runners.codec import Codec
 
-# exit status of a check that exceeded its memory limit
+# The exit status of a check that exceeded its memory limit.
 OUT_OF_MEMORY_STATUS = 4
 
-# five times the memory for the check of the largest published tokenizers (35 MB)
+# Five times the memory that the check of the largest published tokenizers (35 MB) needs.
 _BASE_MEMORY = 2 << 30
 _MEMORY_PER_BYTE = 32
 
-# Each thread of the library would use address space, which is what the limit applies to. Without
+# Each thread of the library would use address space, to which the limit applies. Without
 # RUST_BACKTRACE=0, a panic may print a hundred lines.
 _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
@@ -33,14 +33,18 @@ _ENVIRONMENT = {
     "RUST_BACKTRACE": "0",
 }
 
-# messages of the allocators before they abort the process
+# The messages that the allocators print before they abort the process.
 _ALLOCATION_ERRORS = ("memory allocation of", "capacity overflow", "MemoryError")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckLimits:
-    """memory: bytes in addition to those derived from the size of tokenizer.json. cpu: seconds of
-    CPU time, the actual limit. wall: seconds of real time, for an overloaded machine."""
+    """The limits of a check.
+
+    memory: the number of bytes in addition to those derived from the size of tokenizer.json.
+    cpu: the number of seconds of CPU time. This is the actual limit.
+    wall: the number of seconds of real time, for an overloaded machine.
+    """
 
     memory: int = _BASE_MEMORY
     cpu: int = 60
@@ -49,8 +53,12 @@ class CheckLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRequest:
-    """One line on the process's standard input. parent_pid: pid of the parent. memory_limit: bytes
-    of address space. cpu_limit: seconds of CPU time."""
+    """One line on the standard input of the process.
+
+    parent_pid: the process ID of the parent.
+    memory_limit: the number of bytes of address space.
+    cpu_limit: the number of seconds of CPU time.
+    """
 
     parent_pid: int
     files: ModelFiles
@@ -60,37 +68,38 @@ class CheckRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResponse:
-    """One line on the process's standard output. error: message of the AppError that the check
-    raised; None if the tokenizer may be used."""
+    """One line on the standard output of the process. `error` is the message of the AppError that
+    the check raised; None if the tokenizer may be used."""
 
     error: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class _FileStamp:
-    """The size and modification time of a file when it was checked."""
+    """The size and the modification time of a file when it was checked."""
 
     size: int
     mtime_ns: int
 
 
 class TokenizerChecker:
-    """Checks each tokenizer.json once until it changes. Runs on the event loop. is_trusted: whether
-    a model is the built-in one, whose tokenizer is not checked."""
+    """Checks each tokenizer.json once until it changes. Runs on the event loop. `is_trusted`
+    returns whether a model is the built-in one, whose tokenizer is not checked."""
 
     def __init__(
         self, is_trusted: Callable[[ModelFiles], bool], limits: CheckLimits | None = None
     ) -> None:
         self._is_trusted = is_trusted
         self._limits = limits or CheckLimits()
-        # by path: the checked file and the error, None if it may be used
+        # By path: the stamp of the checked file, and the error; None if it may be used.
         self._outcomes: dict[str, tuple[_FileStamp, str | None]] = {}
-        # by path, since one model may have several names
+        # By path, because one model may have several names.
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def check(self, files: ModelFiles) -> None:
-        """Raises AppError(MODEL_FILES) for a tokenizer that must not be used, with the reason in
-        one line; AppError(ENGINE) if the process for the check cannot be started."""
+        """Raises AppError(MODEL_FILES) for a tokenizer that must not be used. The message gives the
+        reason in one line. Raises AppError(ENGINE) if the process for the check cannot be
+        started."""
         if self._is_trusted(files):
             return
         path = str(files.tokenizer_path)
@@ -104,7 +113,7 @@ class TokenizerChecker:
             raise AppError(ErrorKind.MODEL_FILES, refused)
 
     async def _run_check(self, files: ModelFiles, stamp: _FileStamp) -> str | None:
-        """Runs the check. Returns why the tokenizer must not be used, or None."""
+        """Runs the check. Returns the reason why the tokenizer must not be used, or None."""
         limits = self._limits
         memory = limits.memory + _MEMORY_PER_BYTE * stamp.size
         question = CheckRequest(

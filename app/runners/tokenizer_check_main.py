@@ -1,7 +1,7 @@
 """`python -m app.runners.tokenizer_check_main`: the process that checks a tokenizer.
 
 Knows: one line of input, one line of output, resource limits. Must not know: the texts of the
-check. The process runs for one check and exits with its parent.
+check. The process runs for one check, and exits if its parent exits.
 """
 
 import os
@@ -15,7 +15,7 @@ from app.runners import parent_watch
 from app.runners.codec import Codec
 from app.runners.tokenizer_check import OUT_OF_MEMORY_STATUS, CheckRequest, CheckResponse
 
-# seconds between two polls of the memory in use
+# The interval in seconds between two checks of the memory usage.
 _MEMORY_POLL_INTERVAL = 0.02
 
 
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def _check(request: CheckRequest) -> CheckResponse:
-    # imported after `exit_with_parent`, since the import takes a while
+    # This import takes a while, so it follows `exit_with_parent`.
     from app.text.tokenizer import Tokenizer
     from app.text.tokenizer_probe import probe_tokenizer
 
@@ -50,8 +50,8 @@ def _check(request: CheckRequest) -> CheckResponse:
 
 
 def apply_limits(memory: int, cpu: int) -> None:
-    """Limits this process. memory: bytes. cpu: seconds of CPU time, after which the process gets
-    SIGXCPU, and a second later SIGKILL."""
+    """Limits the resources of this process. `memory` is the limit in bytes. `cpu` is the number of
+    seconds of CPU time after which the process gets SIGXCPU; it gets SIGKILL one second later."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _lower_limit(resource.RLIMIT_CPU, cpu, cpu + 1)
     if sys.platform == "linux":
@@ -61,8 +61,8 @@ def apply_limits(memory: int, cpu: int) -> None:
 
 
 def watch_memory(max_bytes: int) -> None:
-    """Exits this process when it has used more than `max_bytes` bytes. The check runs on a thread:
-    the library releases the GIL while it processes a text."""
+    """Exits this process when it has used more than `max_bytes` bytes. The check runs on a thread,
+    because the library releases the GIL while it processes a text."""
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2)
 
     def watch() -> None:

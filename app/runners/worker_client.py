@@ -1,8 +1,9 @@
-"""The client of a model process: sends requests and reads its events by HTTP over a Unix socket.
+"""The client of a model process. It sends requests and reads events over HTTP on a Unix socket.
 
 Knows: the protocol, an HTTP client. Must not know: processes, admission.
 
-Imported only after the process was started, since importing the HTTP client takes a while.
+The module is imported only after the process was started, because importing the HTTP client takes a
+while.
 """
 
 import asyncio
@@ -34,40 +35,44 @@ from app.runners.worker_protocol import WorkerEvent, WorkerStatus
 
 log = logging.getLogger(__name__)
 
-# they log every request; those to a model process are internal
+# These libraries log every request. Requests to a model process are internal.
 for _chatty in ("httpx2", "httpcore2"):
     logging.getLogger(_chatty).setLevel(logging.WARNING)
 
-# No timeout: a request may wait for a long prefill, and it ends at the latest with the process,
-# which the watchdog of ProcessRunner kills if it hangs.
+# There is no timeout, because a request may wait for a long prefill. It ends with the process at
+# the latest. If the process hangs, the watchdog of ProcessRunner kills it.
 _NO_TIMEOUT = httpx2.Timeout(None)
 
-# Connection pools; each connection uses a file descriptor: one for the event stream, one for each
-# request in progress; further requests wait. Slow requests, which compile a grammar or compute
-# vectors, have their own pool, so that other requests do not wait for them. keepalive_expiry is
-# less than the keep-alive of the worker.
+# The connection pools. Each connection uses a file descriptor. The event stream uses one
+# connection, and each request in progress uses one; further requests wait. Slow requests, which
+# compile a grammar or compute embeddings, have their own pool, so that other requests do not wait
+# for them. keepalive_expiry is less than the keep-alive of the worker.
 _FAST_POOL = httpx2.Limits(max_connections=32, max_keepalive_connections=16, keepalive_expiry=60.0)
 _SLOW_POOL = httpx2.Limits(max_connections=64, max_keepalive_connections=4, keepalive_expiry=60.0)
 
-# Errors of the system when resources for a connection are exhausted: file descriptors of this
-# process or of the machine, memory for a socket, ports.
+# The errors of the system when the resources for a connection are exhausted. These are the file
+# descriptors of this process or of the machine, the memory for a socket, and ports.
 _EXHAUSTION_ERRNOS = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN}
 )
 
-# seconds for which a request waits for such resources, and seconds between two attempts
+# The timeout in seconds for such resources, and the delay between two attempts.
 _EXHAUSTION_TIMEOUT, _RETRY_DELAY = 2.0, 0.05
 
-# seconds for requests to end after the process has exited
+# The timeout in seconds for requests to end after the process has exited.
 _CLOSE_TIMEOUT = 1.0
 
-# maximum bytes of an event: many times the size of 512 positions with top_logprobs (`split_step`)
+# The maximum size of an event in bytes. It is many times the size of 512 positions with
+# top_logprobs (`split_step`).
 _MAX_LINE_BYTES = 1 << 24
 
 
 class WorkerClient:
-    """Implements `EngineClient` for a model process. port: its loopback port. secret: the bearer
-    token. dispatcher: receives the results of embedding jobs."""
+    """Implements `EngineClient` for a model process.
+
+    socket_path: the path of its Unix socket.
+    dispatcher: receives the results of embedding jobs.
+    """
 
     def __init__(self, socket_path: Path, dispatcher: Dispatcher) -> None:
         self._http, self._slow_http = (
@@ -76,7 +81,7 @@ class WorkerClient:
                 transport=httpx2.AsyncHTTPTransport(
                     uds=str(socket_path), verify=False, trust_env=False, limits=limits
                 ),
-                # ignore proxies from the environment, and load no certificates
+                # Proxies from the environment are ignored, and no certificates are loaded.
                 trust_env=False,
                 timeout=_NO_TIMEOUT,
             )
@@ -89,7 +94,7 @@ class WorkerClient:
         self._embedding: dict[str, asyncio.Task[None]] = {}
 
     async def status(self) -> WorkerStatus:
-        """Requests the status of the process. Raises ConnectionError."""
+        """Requests the status of the process. Raises ConnectionError if the request fails."""
         with _as_connection_error():
             reply = await _request_with_retry(lambda: self._http.get("/v1/status"), math.inf)
             reply.raise_for_status()
@@ -97,8 +102,8 @@ class WorkerClient:
 
     @asynccontextmanager
     async def stream_events(self) -> AsyncGenerator[AsyncIterator[WorkerEvent]]:
-        """Opens the event stream. May be called once; leaving the context makes the process exit.
-        Entering and iterating raise ConnectionError."""
+        """Opens the event stream. May be called only once. When the context is left, the process
+        exits. Entering the context and iterating raise ConnectionError."""
         with _as_connection_error():
             async with self._http.stream("GET", "/v1/updates") as reply:
                 reply.raise_for_status()
@@ -106,7 +111,7 @@ class WorkerClient:
                     yield lines
 
     async def probe(self) -> None:
-        """Sends a command by the same path as a job; returns when the engine has accepted it.
+        """Sends a command over the same path as a job, and returns when the engine has accepted it.
         Raises ConnectionError if the connection fails."""
         with _as_connection_error():
             reply = await _request_with_retry(lambda: self._http.post("/v1/probe"), math.inf)
@@ -117,8 +122,8 @@ class WorkerClient:
         await self._disconnected.wait()
 
     async def submit(self, job: Job) -> None:
-        """Submits a job. If this call is cancelled, the request continues, so that the job can then
-        be cancelled reliably."""
+        """Submits a job. If this call is cancelled, the request continues, so that the job can be
+        cancelled reliably afterwards."""
         posting = self._submitting[job.id] = self._start_task(self._post_job(job))
         posting.add_done_callback(lambda done: self._on_submitted(job.id, done))
         await asyncio.wait({posting})
@@ -129,7 +134,7 @@ class WorkerClient:
     def _on_submitted(self, job: str, posting: asyncio.Task[None]) -> None:
         del self._submitting[job]
         if not posting.cancelled():
-            posting.exception()  # mark it as retrieved: `submit` may have been cancelled
+            posting.exception()  # marks it as retrieved, as `submit` may have been cancelled
 
     def embed(self, job: EmbedJob) -> None:
         asking = self._embedding[job.id] = self._start_task(self._post_embed_job(job))
@@ -147,9 +152,9 @@ class WorkerClient:
         self._start_task(self._cancel_job(job, keep))
 
     async def close(self) -> None:
-        """Closes all connections after the process has exited. Requests are first given time to end
-        on their own: cancelling a task while the client's pool closes several connections leaves
-        the rest of them open forever."""
+        """Closes all connections after the process has exited. Requests first get time to end on
+        their own. If a task is cancelled while the client's pool closes several connections, the
+        rest of them stay open forever."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_CLOSE_TIMEOUT)
         for task in self._tasks:
@@ -175,12 +180,12 @@ class WorkerClient:
             partial += rest
             if len(partial) > _MAX_LINE_BYTES:
                 raise ValueError("an event is longer than the maximum line length")
-            # let other tasks run while more data is already available
+            # Other tasks may run while more data is already available.
             await asyncio.sleep(0)
 
     async def _post(self, path: str, body: bytes, *, slow: bool) -> httpx2.Response:
-        """Sends a POST request. slow: use the connection pool for slow requests. Raises AppError:
-        the one in the response, or the reason why there is none."""
+        """Sends a POST request. `slow` selects the connection pool for slow requests. Raises the
+        AppError of the response, or an AppError with the reason why there is no response."""
         http = self._slow_http if slow else self._http
         try:
             reply = await _request_with_retry(
@@ -189,14 +194,14 @@ class WorkerClient:
         except OSError as error:
             message = (
                 "the server is out of file descriptors and cannot run the request: try again in a "
-                "moment, or raise its limit of open files (ulimit -n)"
+                "moment, or raise its limit on open files (ulimit -n)"
             )
             raise AppError(
                 ErrorKind.OVERLOADED, message, code="out_of_resources", retry_after=1
             ) from error
         except httpx2.HTTPError as error:
-            # the socket listens as long as the process lives: a failed connect means that the
-            # process has exited; any other error means that it has just broken the connection
+            # The socket listens as long as the process runs. A failed connect therefore means that
+            # the process has exited. Any other error means that it has just closed the connection.
             if not isinstance(error, httpx2.ConnectError):
                 self._disconnected.set()
             raise await self._dispatcher.get_failure() from error
@@ -204,7 +209,7 @@ class WorkerClient:
             raise worker_protocol.build_app_error(worker_protocol.ERROR_BODY.decode(reply.content))
         if not reply.is_success:
             raise AppError(
-                ErrorKind.ENGINE, f"the engine's process returned HTTP {reply.status_code}"
+                ErrorKind.ENGINE, f"the engine process returned HTTP {reply.status_code}"
             )
         return reply
 
@@ -212,16 +217,17 @@ class WorkerClient:
         await self._post("/v1/jobs", worker_protocol.JOB.encode(job), slow=job.grammar is not None)
 
     async def _post_embed_job(self, job: EmbedJob) -> None:
-        """Posts an embedding job. The response has one vector per input, all of equal size."""
+        """Posts an embedding job. The response contains one embedding per input, all of equal
+        size."""
         reply = await self._post("/v1/embed", worker_protocol.EMBED_JOB.encode(job), slow=True)
-        whole, count = reply.content, len(job.inputs)
-        size = len(whole) // count
-        vectors = tuple(whole[i * size : (i + 1) * size] for i in range(count))
+        data, count = reply.content, len(job.inputs)
+        size = len(data) // count
+        vectors = tuple(data[i * size : (i + 1) * size] for i in range(count))
         self._dispatcher.finish_embedding(EmbedResult(job_id=job.id, vectors=vectors))
 
     async def _cancel_job(self, job: str, keep: int | None) -> None:
         if (posting := self._submitting.get(job)) is not None and not posting.done():
-            # its grammar may be compiling, or the process has not read it yet
+            # Its grammar may still be compiling, or the process may not have read it yet.
             await self._delete(job, early=1)
             await asyncio.wait({posting})
             if posting.cancelled() or posting.exception() is not None:
@@ -232,16 +238,16 @@ class WorkerClient:
 
     async def _delete(self, job: str, **parameters: int) -> None:
         path = f"/v1/jobs/{quote(job, safe='')}"
-        with suppress(httpx2.HTTPError):  # the process has exited, and the job with it
-            # retry without a limit, else the job would continue without a reader
+        with suppress(httpx2.HTTPError):  # the job ended with the process
+            # Retry without a limit. Otherwise, the job would continue without a reader.
             await _request_with_retry(lambda: self._http.delete(path, params=parameters), math.inf)
 
 
 async def _request_with_retry(
     send: Callable[[], Awaitable[httpx2.Response]], limit: float
 ) -> httpx2.Response:
-    """Sends a request; retries for up to `limit` seconds while the resources for a connection are
-    exhausted. Raises OSError after that, and HTTPError for any other error."""
+    """Sends a request. While the resources for a connection are exhausted, retries for up to
+    `limit` seconds, and then raises OSError. Raises HTTPError for any other error."""
     until = time.monotonic() + limit
     while True:
         try:
@@ -256,7 +262,7 @@ async def _request_with_retry(
 
 
 def _find_exhaustion(error: BaseException | None) -> OSError | None:
-    """The OSError for exhausted resources in the chain of an exception, or None."""
+    """Returns the OSError for exhausted resources in the chain of an exception, or None."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _EXHAUSTION_ERRNOS:
             return error

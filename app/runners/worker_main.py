@@ -1,6 +1,6 @@
-"""The main function of a model process: one engine and one loopback socket.
+"""The main function of a model process, which has one engine and one Unix socket.
 
-Knows: the order of start and exit. Must not know: requests. The process exits with its parent.
+Knows: the order of start and exit. Must not know: requests. The process exits if its parent exits.
 """
 
 import faulthandler
@@ -9,27 +9,24 @@ import os
 import signal
 import sys
 
+from app.core.switch_interval import shorten_switch_interval
 from app.runners import parent_watch
 from app.runners.compile_dir import prepare_compile_dir
 
-# Building a decode step holds the GIL for milliseconds at a time; at Python's default of 5 ms every
-# token would be sent that much later (docs/decisions/engine.md).
-_SWITCH_INTERVAL = 0.0005
-
-# seconds for the engine to finish its step; less than the parent's timeout
+# The timeout in seconds for the engine to finish its step. It is less than the parent's timeout.
 _STOP_TIMEOUT = 4.0
 
 
 def main() -> int:
     parent_watch.tie_to_parent()
     # A service manager sends SIGTERM to every process of a service. Only the parent decides when
-    # this process exits, since requests may still be running.
+    # this process exits, because requests may still be running.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
     line = parent_watch.read_first_line()
     if not line:
         return 1
-    # these imports take a third of a second, during which the parent may exit
+    # These imports take a third of a second, during which the parent may exit.
     from app.runners.worker_protocol import WORKER_INIT
     from app.runners.worker_server import WorkerServer
 
@@ -42,11 +39,12 @@ def main() -> int:
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     os.environ.update(prepare_compile_dir())
-    sys.setswitchinterval(_SWITCH_INTERVAL)
+    shorten_switch_interval()
     service = WorkerServer(opening)
     service.run()
     if not service.stop_engine(_STOP_TIMEOUT):
-        # a load, or a hung step: a thread cannot be killed, but the process can exit
+        # A load or a hung step is still running. A thread cannot be killed, but the process can
+        # exit.
         sys.stderr.flush()
         os._exit(1)
     return 0

@@ -2,9 +2,9 @@
 
 Knows: the messages. Must not know: pipes, sockets, HTTP.
 
-The parent sends a `WorkerInit` through standard input, which stays open as long as the parent
-lives, then a `Job` or an `EmbedJob` per request. The process sends a `WorkerStatus` on request, and
-a stream of `WorkerEvent` lines.
+The parent first sends a `WorkerInit` through standard input, which stays open as long as the parent
+runs. It then sends a `Job` or an `EmbedJob` per request. The process sends a `WorkerStatus` on
+request, and a stream of `WorkerEvent` lines.
 """
 
 from collections.abc import Iterator
@@ -26,11 +26,12 @@ from app.core.model_files import ModelFiles
 from app.core.settings import Settings
 from app.runners.codec import Codec
 
-# positions of prompt logprobs per line: those of a long prompt are millions of numbers, and
-# decoding a line blocks the event loop
+# The number of positions of prompt log-probabilities per line. A long prompt has millions of
+# numbers, and decoding a line blocks the event loop.
 _SCORES_PER_CHUNK = 512
 
-# minimum number of heartbeats per `Settings.watchdog`, maximum seconds between two of them
+# The minimum number of heartbeats per `Settings.watchdog`, and the maximum interval between them in
+# seconds.
 _HEARTBEATS_PER_WATCHDOG = 4
 _MAX_HEARTBEAT_INTERVAL = 1.0
 
@@ -39,8 +40,11 @@ Scores = tuple[tuple[float, tuple[tuple[int, float], ...]], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInit:
-    """The first message. parent_pid: process id of the parent. socket_fd: descriptor of a Unix
-    socket that already listens."""
+    """The first message.
+
+    parent_pid: the process ID of the parent.
+    socket_fd: the descriptor of a Unix socket that already listens.
+    """
 
     parent_pid: int
     socket_fd: int
@@ -51,7 +55,8 @@ class WorkerInit:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
     """The response to GET /v1/status. The first four fields have the names and values of Ollama's
-    runner (llm.ServerStatus: 0 ready, 3 loading, 5 error). Progress: 0 to 100. Memory: bytes."""
+    runner (llm.ServerStatus: 0 ready, 3 loading, 5 error). `Progress` is a percentage from 0 to
+    100, and `Memory` is in bytes."""
 
     Status: int
     Progress: int
@@ -62,7 +67,7 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScoresChunk:
-    """A part of a prompt's logprobs. More chunks may follow; the last part is in the
+    """A part of the log-probabilities of a prompt. More chunks may follow. The last part is in the
     `PromptLogprobs` of the next step."""
 
     job: str
@@ -80,7 +85,7 @@ class ErrorBody:
     retry_after: int | None = None
 
 
-# events of a loaded engine
+# The events of a loaded engine.
 WorkerEvent = Heartbeat | PromptScoresChunk | StepOutput | EngineFailed
 
 WORKER_INIT = Codec[WorkerInit](WorkerInit)
@@ -112,13 +117,13 @@ def build_app_error(body: ErrorBody) -> AppError:
 
 
 def heartbeat_interval(settings: Settings) -> float:
-    """The seconds between two heartbeats."""
+    """Returns the number of seconds between two heartbeats."""
     return min(_MAX_HEARTBEAT_INTERVAL, settings.watchdog / _HEARTBEATS_PER_WATCHDOG)
 
 
 def split_step(step: StepOutput) -> Iterator[PromptScoresChunk | StepOutput]:
-    """Splits prompt logprobs that are too long for one line: yields chunks, then the step with the
-    rest."""
+    """Splits prompt log-probabilities that are too long for one line. Yields chunks, and then the
+    step with the rest."""
     if not any(isinstance(update, PromptLogprobs) for update in step.updates):
         yield step
         return
@@ -146,12 +151,12 @@ class StepJoiner:
     def join(self, step: StepOutput) -> StepOutput:
         if not self._chunks:
             return step
-        held, self._chunks = self._chunks, {}
+        chunks, self._chunks = self._chunks, {}
         return replace(
             step,
             updates=tuple(
                 replace(
-                    update, logprobs=tuple(chain(*held.get(update.job_id, ()), update.logprobs))
+                    update, logprobs=tuple(chain(*chunks.get(update.job_id, ()), update.logprobs))
                 )
                 if isinstance(update, PromptLogprobs)
                 else update

@@ -1,11 +1,11 @@
-"""The HTTP server inside a model process: passes requests of the parent to the engine thread.
+"""The HTTP server inside a model process. It passes requests from the parent to the engine thread.
 
 Knows: the protocol, starlette, uvicorn, the engine thread. Must not know: text, clients, other
 models.
 
-Only the parent can open its Unix socket. The engine's messages go through a queue into one endless
-response; the server stops when the parent no longer reads it. The
-response has one line per engine step, not per token, and heartbeats in between.
+Only the parent can open the Unix socket of the server. The messages of the engine pass through a
+queue into one endless response. The response has one line per engine step, not per token, and
+heartbeats in between. The server stops when the parent no longer reads the response.
 """
 
 import asyncio
@@ -47,15 +47,15 @@ from app.runners.worker_protocol import WorkerEvent, WorkerInit, WorkerStatus
 
 log = logging.getLogger(__name__)
 
-# Values of Ollama's llm.ServerStatus.
+# The values of Ollama's llm.ServerStatus.
 _READY, _LOADING, _ERROR = 0, 3, 5
 
-# Maximum number of ids of jobs that were cancelled before they arrived. A job whose id was dropped
-# is cancelled again after its arrival.
+# The maximum number of IDs of jobs that were cancelled before they arrived. If an ID was dropped,
+# its job is cancelled again after its arrival.
 _MAX_EARLY_CANCELLED = 1024
 
-# seconds that a connection may be idle: longer than in the parent's pool, so that the parent never
-# uses a connection that is being closed
+# The idle timeout of a connection in seconds. It is longer than in the parent's pool, so that the
+# parent never uses a connection that is being closed.
 _KEEP_ALIVE = 3600
 
 
@@ -70,7 +70,8 @@ class WorkerServer:
             check_invariants=settings.debug,
         )
         self._grammars = GrammarCompiler.for_model(files)
-        # jobs whose grammar is being compiled, and jobs cancelled before they arrived
+        # The jobs whose grammar is being compiled, and the jobs that were cancelled before they
+        # arrived.
         self._compiling: dict[str, asyncio.Task[Matcher]] = {}
         self._early_cancelled: OrderedDict[str, None] = OrderedDict()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=init.socket_fd)
@@ -90,7 +91,7 @@ class WorkerServer:
         asyncio.run(self._serve())
 
     def stop_engine(self, timeout: float) -> bool:
-        """Stops the engine; returns whether it has ended within `timeout` seconds."""
+        """Stops the engine. Returns whether it has ended within `timeout` seconds."""
         if isinstance(self._state, LoadProgress):
             return False
         self._thread.stop()
@@ -117,7 +118,7 @@ class WorkerServer:
 
     def _post(self, message: EngineMessage) -> None:
         assert self._loop is not None
-        # the loop may be closed when a stopping engine sends its last message
+        # The event loop may be closed when a stopping engine sends its last message.
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._receive, message)
 
@@ -126,7 +127,8 @@ class WorkerServer:
             self._stats = message.stats
             for embedded in message.embed_results:
                 self._finish_embedding(embedded)
-            # vectors are sent in the response to /v1/embed: megabytes must not delay tokens
+            # Embeddings are sent in the response to /v1/embed, because megabytes of data must not
+            # delay tokens.
             self._events.put_nowait(
                 replace(message, embed_results=()) if message.embed_results else message
             )
@@ -147,47 +149,49 @@ class WorkerServer:
             over.set_result(embedded)
 
     def _request_stop(self) -> None:
-        """Called by a signal handler, between any two lines of other code."""
+        """Ends the event stream. A signal handler calls this method between any two lines of other
+        code."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._events.put_nowait, None)
 
     async def _get_status(self, request: Request) -> Response:
         match self._state:
             case LoadProgress(progress=progress, allocated_bytes=memory):
-                status, context = _LOADING, 0
+                code, context = _LOADING, 0
             case EngineReady(capacity=capacity):
-                status, context = _READY, capacity.context_length
+                code, context = _READY, capacity.context_length
                 progress, memory = 100, self._stats.allocated_bytes
             case EngineFailed():
-                status, progress, context, memory = _ERROR, 0, 0, 0
-        told = WorkerStatus(
-            Status=status,
+                code, progress, context, memory = _ERROR, 0, 0, 0
+        status = WorkerStatus(
+            Status=code,
             Progress=progress,
             ContextLength=context,
             Memory=memory,
             State=self._state,
         )
-        return Response(worker_protocol.WORKER_STATUS.encode(told), media_type="application/json")
+        return Response(worker_protocol.WORKER_STATUS.encode(status), media_type="application/json")
 
     async def _stream_events(self, request: Request) -> Response:
         if self._has_reader:
-            raise AppError(ErrorKind.INVALID, "the updates already have a reader")
+            raise AppError(ErrorKind.INVALID, "the event stream already has a reader")
         self._has_reader = True
         return StreamingResponse(self._event_lines(), media_type="application/jsonl")
 
     async def _event_lines(self) -> AsyncGenerator[bytes]:
-        beating = asyncio.create_task(self._send_heartbeats())
+        heartbeats = asyncio.create_task(self._send_heartbeats())
         try:
-            while (news := await self._events.get()) is not None:
-                for piece in _split_event(news):
+            while (message := await self._events.get()) is not None:
+                for piece in _split_event(message):
                     yield worker_protocol.WORKER_EVENT.encode(piece) + b"\n"
         finally:
-            beating.cancel()
+            heartbeats.cancel()
             self._server.should_exit = True
 
     async def _send_heartbeats(self) -> None:
         while True:
-            # after other events it would add nothing, and without a reader fill the memory
+            # A heartbeat adds no information after other events. Without a reader, heartbeats would
+            # fill the memory.
             if self._events.empty():
                 self._events.put_nowait(self._thread.heartbeat())
             await asyncio.sleep(self._heartbeat_interval)
@@ -206,7 +210,8 @@ class WorkerServer:
         return Response(status_code=202)
 
     async def _compile_grammar(self, job: Job, grammar: Grammar) -> Matcher | None:
-        """Compiles the grammar; None if the job is cancelled meanwhile. Raises AppError."""
+        """Compiles the grammar. Returns None if the job is cancelled before compilation finishes.
+        Raises AppError if the grammar cannot be compiled."""
         work = self._grammars.compile_async(grammar, job.stop_token_ids, job.caller)
         compiling = self._compiling[job.id] = asyncio.create_task(work)
         try:
@@ -242,7 +247,7 @@ class WorkerServer:
         return Response(status_code=204)
 
     async def _embed(self, request: Request) -> Response:
-        """Responds with the vectors, one after the other."""
+        """Responds with the concatenated embeddings of the inputs."""
         job = worker_protocol.EMBED_JOB.decode(await request.body())
         over = self._embedding[job.id] = asyncio.get_running_loop().create_future()
         try:
@@ -271,22 +276,22 @@ async def _handle_memory_error(request: Request, error: Exception) -> Response:
 
 
 def _handle_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Exits on a MemoryError of a task; other errors go to asyncio's default handler."""
+    """Exits on a MemoryError of a task. Other errors are passed to asyncio's default handler."""
     if isinstance(error := context.get("exception"), MemoryError):
         _exit_out_of_memory(error)
     loop.default_exception_handler(context)
 
 
 def _exit_out_of_memory(error: MemoryError) -> NoReturn:
-    """Exits the process, so that it is restarted: without memory it cannot read requests, but as
-    long as its engine runs, the watchdog sees no problem."""
+    """Exits the process, so that it is restarted. Without memory, the process cannot read requests,
+    but the watchdog detects no problem as long as its engine runs."""
     with suppress(MemoryError):
         log.critical("out of memory", exc_info=error)
     os._exit(1)
 
 
 class _UvicornServer(uvicorn.Server):
-    """A uvicorn server. on_exit: called on a stop signal, to end the endless response."""
+    """A uvicorn server. `on_exit` is called on a stop signal, to end the endless response."""
 
     def __init__(self, app: ASGIApp, on_exit: Callable[[], None]) -> None:
         super().__init__(

@@ -1,7 +1,7 @@
-"""Computes embeddings: encodes the inputs and submits a job to the engine.
+"""Computes embeddings: tokenizes the inputs and submits a job to the engine.
 
 Knows: the tokenizer, the pooling configuration in the model's folder, the `Engine` protocol. Must
-not know: HTTP, tensors, how hidden states are pooled. Cancelling a request cancels its job.
+not know: HTTP, tensors, the pooling of hidden states. Cancelling a request cancels its job.
 """
 
 import json
@@ -18,13 +18,14 @@ from app.core.model_files import ModelFiles
 from app.core.model_state import ContextLimit
 from app.core.ports import Engine
 from app.core.thread_pools import CancelToken, ThreadPools
+from app.core.units import pluralize
 from app.text.tokenizer import Tokenizer
 
-# maximum tokens of all inputs of a request, like OpenAI's limit; larger requests must be split
+# the maximum number of tokens in all inputs of a request, like OpenAI's limit
 MAX_INPUT_TOKENS = 300_000
 
-# the configuration files of sentence-transformers, and its module types that need no support here:
-# they have no effect on the vectors, or their computation is done anyway
+# the configuration files of sentence-transformers, and its module types that need no support here,
+# because they have no effect on the embeddings or are computed anyway
 _MODULES_FILE, _POOLING_FILE, _POOLING_FLAG_PREFIX = (
     "modules.json",
     "1_Pooling/config.json",
@@ -40,16 +41,16 @@ _KNOWN_POOLINGS: Mapping[str, PoolingType] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingConfig:
-    """The pooling that the model's authors have configured. unsupported: why it is not supported,
-    as a clause; None if it is."""
+    """The pooling configured by the model's authors. unsupported: a clause that describes why the
+    pooling is not supported, or None if it is supported."""
 
     pooling: PoolingType = "mean"
     unsupported: str | None = None
 
 
 class EmbeddingService:
-    """Computes the embeddings of one model. context_limit: returns the maximum length of an input;
-    called for each request."""
+    """Computes the embeddings of one model. context_limit: returns the maximum length of an input.
+    It is called for each request."""
 
     def __init__(
         self,
@@ -67,9 +68,9 @@ class EmbeddingService:
         self._pooling_config = read_pooling_config(files)
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
-        """Computes the vectors of a request. Raises AppError(INVALID) for a request that the model
-        does not support, AppError(CONTEXT_LENGTH), which names the input that is too long, and the
-        errors of the runner."""
+        """Computes the embeddings of a request. Raises AppError(INVALID) for a request that the
+        model does not support, AppError(CONTEXT_LENGTH), which names the input that is too long,
+        and the errors of the runner."""
         pooling = self._resolve_pooling(request)
         with self._engine.reserve() as places:
             inputs = await self._encode_on_thread(request)
@@ -84,7 +85,7 @@ class EmbeddingService:
     async def _encode_on_thread(self, request: EmbedRequest) -> tuple[tuple[int, ...], ...]:
         room = self._context_limit()
         return await self._workers.run_cancellable(
-            lambda token: self._encode_inputs(request.inputs, room, token),
+            lambda token: self._encode_inputs(request, room, token),
             size=sum(len(one.content) for one in request.inputs),
             key=f"{request.caller}/{self._files.name}",
         )
@@ -102,15 +103,15 @@ class EmbeddingService:
         return self._pooling_config.pooling
 
     def _encode_inputs(
-        self, inputs: Sequence[EmbedInput], context_limit: ContextLimit, token: CancelToken
+        self, request: EmbedRequest, context_limit: ContextLimit, token: CancelToken
     ) -> tuple[tuple[int, ...], ...]:
-        """Encodes the inputs, on a worker thread. Raises as `embed` does, and WorkCancelled when
-        `token` is cancelled."""
+        """Tokenizes the inputs on a worker thread. Raises as `embed` does, and raises WorkCancelled
+        when `token` is cancelled."""
         encoded: list[tuple[int, ...]] = []
         total = 0
-        for one in inputs:
+        for one in request.inputs:
             token.check()
-            encoded.append(self._encode_input(one, context_limit))
+            encoded.append(self._encode_input(one, context_limit, truncate=request.truncate))
             total += len(encoded[-1])
             if total > MAX_INPUT_TOKENS:
                 raise AppError(
@@ -122,7 +123,9 @@ class EmbeddingService:
                 )
         return tuple(encoded)
 
-    def _encode_input(self, one: EmbedInput, context_limit: ContextLimit) -> tuple[int, ...]:
+    def _encode_input(
+        self, one: EmbedInput, context_limit: ContextLimit, *, truncate: bool
+    ) -> tuple[int, ...]:
         more = ""
         if isinstance(one.content, str):
             text = self._tokenizer.truncate_text(one.content, context_limit.context_length)
@@ -130,12 +133,14 @@ class EmbeddingService:
             ids = tuple(self._tokenizer.encode_for_embedding(text))
         else:
             ids = one.content
+        if truncate:
+            ids = ids[: context_limit.context_length]
         self._check_ids(ids, one.param)
         if len(ids) > context_limit.context_length:
             raise AppError(
                 ErrorKind.CONTEXT_LENGTH,
-                f"{one.param} has {more}{len(ids)} tokens, but an input can have at most "
-                f"{context_limit.context_length}: shorten it, or split it",
+                f"{one.param} has {more}{pluralize(len(ids), 'token')}, but an input can have at "
+                f"most {context_limit.context_length}: shorten it, or split it",
                 param=one.param,
             )
         return ids
@@ -148,16 +153,16 @@ class EmbeddingService:
             if not 0 <= token < count:
                 raise AppError(
                     ErrorKind.INVALID,
-                    f"{param}: {token} is not a token id of this model, whose ids are 0 to "
-                    f"{count - 1}; use the ids of this model's tokenizer",
+                    f"{param}: {token} is not a token ID of this model, whose IDs are 0 to "
+                    f"{count - 1}: use this model's tokenizer",
                     param=param,
                 )
 
 
 def read_pooling_config(files: ModelFiles) -> PoolingConfig:
-    """Reads the pooling that sentence-transformers would use for the model's folder; the mean if
-    the model has no such configuration. Source: modules.json and 1_Pooling/config.json as that
-    library saves them (5.1)."""
+    """Reads the pooling that sentence-transformers would use for the model's folder. Without such a
+    configuration, the result is mean pooling. The source is modules.json and 1_Pooling/config.json,
+    as saved by that library (5.1)."""
     if files.config.get("is_causal") is False or files.config.get("use_bidirectional_attention"):
         return PoolingConfig(
             unsupported="it needs bidirectional attention, and only causal attention is supported"
@@ -172,21 +177,22 @@ def read_pooling_config(files: ModelFiles) -> PoolingConfig:
 
 
 def _parse_pooling(config: Mapping[str, Any]) -> PoolingConfig:
-    """Parses 1_Pooling/config.json: newer files have a name, older ones a flag per pooling mode."""
-    said = config.get("pooling_mode")
+    """Parses 1_Pooling/config.json. Newer files contain a name, older files one flag per pooling
+    mode."""
+    mode = config.get("pooling_mode")
     flags = [
         key.removeprefix(_POOLING_FLAG_PREFIX)
         for key in config
         if key.startswith(_POOLING_FLAG_PREFIX) and config[key]
     ]
-    wanted = [str(said)] if said is not None else flags
-    if len(wanted) == 1 and wanted[0] in _KNOWN_POOLINGS:
-        return PoolingConfig(pooling=_KNOWN_POOLINGS[wanted[0]])
-    return PoolingConfig(unsupported=f"its pooling is {' and '.join(wanted) or 'none'}")
+    poolings = [str(mode)] if mode is not None else flags
+    if len(poolings) == 1 and poolings[0] in _KNOWN_POOLINGS:
+        return PoolingConfig(pooling=_KNOWN_POOLINGS[poolings[0]])
+    return PoolingConfig(unsupported=f"its pooling is {' and '.join(poolings) or 'none'}")
 
 
 def _read_json(path: Path) -> object:
-    """Parsed JSON; None if the file is missing or invalid."""
+    """Parses a JSON file. Returns None if the file is missing or invalid."""
     try:
         return json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
@@ -194,7 +200,7 @@ def _read_json(path: Path) -> object:
 
 
 def _filter_objects(value: object) -> list[Mapping[str, Any]]:
-    """The objects of a JSON list; empty if `value` is not a list."""
+    """Returns the objects of a JSON list. The result is empty if `value` is not a list."""
     items = cast(list[object], value) if isinstance(value, list) else []
     return [cast(Mapping[str, Any], item) for item in items if isinstance(item, dict)]
 

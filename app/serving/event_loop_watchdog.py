@@ -1,11 +1,11 @@
-"""The event loop's watchdog: measures its lag, and reports when it is blocked.
+"""The event loop's watchdog: measures the event loop's lag, and reports when the loop is blocked.
 
-Knows: asyncio, threads, stacks. Must not know: what runs on the loop.
+Knows: asyncio, threads, stacks. Must not know: the code that runs on the loop.
 
-A task on the loop measures the lag and increments a counter; a thread checks the counter. Whatever
-blocks the loop is a bug, and the stack in the log shows it. A process whose loop stays blocked
-cannot serve or report anything: it exits, so that its supervisor restarts it. The thread counts its
-own checks, not seconds, so that a suspended machine or process does not count as hung.
+A task on the loop measures the lag and increments a counter; a thread checks the counter. Code that
+blocks the loop is a bug, and the stack in the log shows it. If the loop stays blocked, the process
+cannot serve or report anything; it exits, so that its supervisor restarts it. The thread counts its
+own checks rather than seconds, so that a suspended machine or process does not count as hung.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from app.core.server_stats import EventLoopLag
 
 log = logging.getLogger(__name__)
 
-# Seconds between two measurements, and between two checks of the counter.
+# The number of seconds between two measurements, and between two checks of the counter.
 _MEASURE_INTERVAL, _CHECK_INTERVAL = 0.05, 0.25
 
-# Seconds without an iteration of the loop after which a warning is logged.
+# The number of seconds without an iteration of the loop after which a warning is logged.
 _WARN_AFTER = 1.0
 
-# Minimum timeout in seconds: a machine that swaps may block everything for seconds.
+# The minimum timeout in seconds. On a machine that swaps, everything may block for seconds.
 _MIN_TIMEOUT = 30.0
 
 # EX_SOFTWARE of sysexits.h.
@@ -36,9 +36,9 @@ _EXIT_STATUS = 70
 
 
 class EventLoopWatchdog:
-    """Watches one event loop. lag: receives the measurements. watchdog: seconds without an
-    iteration of the loop after which `on_hang` is called; at least 30. on_hang: None dumps all
-    stacks and exits the process."""
+    """Watches one event loop. lag: receives the measurements. watchdog: the number of seconds
+    without an iteration of the loop after which `on_hang` is called; at least 30. on_hang: the
+    function to call; None dumps all stacks and exits the process."""
 
     def __init__(
         self, lag: EventLoopLag, *, watchdog: float, on_hang: Callable[[], None] | None = None
@@ -73,30 +73,30 @@ class EventLoopWatchdog:
             self._ticks += 1
 
     def _watch(self) -> None:
-        turns, looks, reported = -1, 0, False
+        turns, num_checks, reported = -1, 0, False
         while not self._ended.wait(_CHECK_INTERVAL):
             if turns != self._ticks:
                 if reported:
-                    log.warning("the event loop resumed after %.1f s", looks * _CHECK_INTERVAL)
-                turns, looks, reported = self._ticks, 0, False
+                    log.warning("the event loop resumed after %.1f s", num_checks * _CHECK_INTERVAL)
+                turns, num_checks, reported = self._ticks, 0, False
                 continue
-            looks += 1
-            if looks * _CHECK_INTERVAL >= _WARN_AFTER and not reported:
+            num_checks += 1
+            if num_checks * _CHECK_INTERVAL >= _WARN_AFTER and not reported:
                 reported = True
                 log.warning(
                     "the event loop has been blocked for %.1f s, at:\n%s",
-                    looks * _CHECK_INTERVAL,
+                    num_checks * _CHECK_INTERVAL,
                     self._format_loop_stack(),
                 )
-            if looks * _CHECK_INTERVAL >= self._timeout:
+            if num_checks * _CHECK_INTERVAL >= self._timeout:
                 log.critical(
-                    "the event loop was blocked for %.0f s: exiting", looks * _CHECK_INTERVAL
+                    "the event loop was blocked for %.0f s: exiting", num_checks * _CHECK_INTERVAL
                 )
                 self._on_hang()
                 return
 
     def _format_loop_stack(self) -> str:
-        # public, in spite of its name: documented in `sys`
+        # the `sys` documentation describes this function, so it is public in spite of its name
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
         frame = frames.get(self._loop_thread)
         return "" if frame is None else "".join(traceback.format_stack(frame))
@@ -104,9 +104,9 @@ class EventLoopWatchdog:
 
 def _dump_stacks_and_exit() -> None:
     """Prints the stacks of all threads, for a bug report, and exits. Model processes exit with
-    their parent."""
+    their parent process."""
     for handler in logging.getLogger().handlers:
         handler.flush()
-    with suppress(RuntimeError, OSError, ValueError):  # there may be no stderr
+    with suppress(RuntimeError, OSError, ValueError):  # the process may have no stderr
         faulthandler.dump_traceback()
     os._exit(_EXIT_STATUS)

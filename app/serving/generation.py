@@ -1,22 +1,20 @@
 """Runs generation requests: reserves a place, prepares and submits jobs, streams their events.
 
-Knows: the preparation of jobs, app.text, the `Engine` protocol. Must not know: HTTP, tensors, where
-the model runs.
+Knows: the preparation of jobs, app.text, the `Engine` protocol. Must not know: HTTP, tensors, the
+location of the model.
 
-Leaving `open` exits the contexts of the submissions, which cancels the jobs; no other code cancels
-them. A finished choice exits its own context at once, so that no unused tokens are computed.
+Leaving `open` exits the contexts of the submissions, which cancels the jobs. No other code cancels
+them. A finished choice exits its own context immediately, so that no unused tokens are computed.
 """
 
 import asyncio
-import hashlib
 import logging
 import time
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from typing import Any, TypeVar, assert_never
 
 from app.core.embeddings import Embeddings, EmbedRequest
@@ -36,51 +34,53 @@ from app.core.jobs import Ended, Job, Prefilled, PromptLogprobs, Started, Token
 from app.core.model_files import ModelFiles
 from app.core.model_state import ContextLimit
 from app.core.observers import count_choices
-from app.core.ports import Engine, Submission
-from app.core.requests import GenerateRequest
+from app.core.ports import Engine, ReservedSlots, Submission
+from app.core.requests import GenerateRequest, estimate_size
 from app.core.settings import Settings
 from app.core.thread_pools import ThreadPools
+from app.core.units import pluralize
 from app.serving.embeddings import EmbeddingService
-from app.serving.prompt_jobs import JobBuilder, PreparedChoice, estimate_size
+from app.serving.prompt_jobs import JobBuilder, PreparedChoice
 from app.text.chat_template import build_tokenizer_info
-from app.text.output import ChoiceOutputProcessor, build_token_logprob
+from app.text.generated_turns import TurnRecorder
+from app.text.output import ChoiceOutputProcessor, Delta, build_token_logprob
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class _StreamEnd:
-    """A stream has ended. error: the exception with which it failed, or None."""
+    """Marks the end of a stream. error: the exception with which the stream failed, or None."""
 
     error: Exception | None = None
 
 
 async def merge_async_iterators(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
-    """Yields the items of all streams as they arrive, each stream in its own order. Ends when all
-    streams have ended, or raises the first exception of a stream. Closing it closes the streams and
-    waits for that."""
+    """Yields the items of all streams as they arrive, and keeps the order within each stream. Ends
+    when all streams have ended, or raises the first exception of a stream. Closing the iterator
+    closes the streams and waits until they are closed."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
             async for item in only:
                 yield item
         return
-    heard: asyncio.Queue[tuple[T] | _StreamEnd] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[T] | _StreamEnd] = asyncio.Queue()
 
     async def listen(stream: AsyncGenerator[T]) -> None:
         error: Exception | None = None
         try:
             async with aclosing(stream):
                 async for item in stream:
-                    heard.put_nowait((item,))
+                    queue.put_nowait((item,))
         except Exception as raised:
             error = raised
-        heard.put_nowait(_StreamEnd(error))
+        queue.put_nowait(_StreamEnd(error))
 
     listeners = [asyncio.create_task(listen(stream)) for stream in streams]
     try:
         left = len(listeners)
         while left:
-            match await heard.get():
+            match await queue.get():
                 case (item,):
                     yield item
                 case _StreamEnd(error=error):
@@ -95,31 +95,19 @@ async def merge_async_iterators(streams: Sequence[AsyncGenerator[T]]) -> AsyncGe
 
 log = logging.getLogger(__name__)
 
-# settings that may affect the output
-_ENGINE_SETTINGS = (
-    "quantize",
-    "parallel",
-    "context",
-    "context_shift",
-    "memory",
-    "cache",
-    "multi_user",
-    "exact",
-    "prefill_chunk",
-)
-
-# Tokens of an echoed prompt per event. With 20 logprobs each, serialising them takes 2 ms.
+# The number of tokens of an echoed prompt per event. With 20 logprobs per token, serializing an
+# event takes 2 ms.
 _ECHO_CHUNK_TOKENS = 128
 
-# characters that take about as much work as one token id
+# the number of characters that take about as much work as one token ID
 _CHARACTERS_PER_TOKEN_ID = 4
 
-# tokens that a log line shows before and after the position of a cache miss
+# the number of tokens that a log line shows before and after the position of a cache miss
 _LOGGED_CONTEXT_TOKENS = 8
 
 
 class Generation:
-    """Generates from one model. The engine may be a handle, whose runners may be replaced."""
+    """Runs the requests of one model. The engine may be a handle, whose runners may be replaced."""
 
     def __init__(
         self,
@@ -128,8 +116,8 @@ class Generation:
         settings: Settings,
         workers: ThreadPools | None = None,
     ) -> None:
-        """workers: None creates new thread pools. Raises AppError(MODEL_FILES) if the tokenizer,
-        the template or the generation defaults are invalid."""
+        """workers: the thread pools; None creates new ones. Raises AppError(MODEL_FILES) if the
+        tokenizer, the template or the generation defaults are invalid."""
         self._settings = settings
         self._workers = workers or ThreadPools()
         self._files = files
@@ -147,24 +135,46 @@ class Generation:
         self._check_num_choices(choices, "prompt" if request.n == 1 else "n")
         async with AsyncExitStack() as stack:
             places = stack.enter_context(self._engine.reserve(choices))
-            said: list[AsyncGenerator[Event]] = []
-            for choice in await self._prepare(request):
+            streams: list[AsyncGenerator[Event]] = []
+            for prepared in await self._prepare(request):
                 own = await stack.enter_async_context(AsyncExitStack())
-                submission = await own.enter_async_context(places.submit(choice.job))
+                choice, submission = await self._submit(request, prepared, places, own)
                 line = _ChoiceState(
                     choice,
                     submission,
                     own,
                     choice.create_output_processor(self._tokenizer),
                     arrived,
+                    self._job_builder.create_turn_recorder(choice),
                 )
-                said.append(self._stream_choice(line))
-            # closed first, so that no submission is read while its context exits
-            yield await stack.enter_async_context(aclosing(merge_async_iterators(said)))
+                streams.append(self._stream_choice(line))
+            # close the stream first, so that no submission is read while its context exits
+            yield await stack.enter_async_context(aclosing(merge_async_iterators(streams)))
+
+    async def _submit(
+        self,
+        request: GenerateRequest,
+        choice: PreparedChoice,
+        places: ReservedSlots,
+        stack: AsyncExitStack,
+    ) -> tuple[PreparedChoice, Submission]:
+        """Submits a choice. If its grammar is not supported because of the schemas of tools that
+        need not be enforced, prepares it again without them. Returns it as submitted."""
+        try:
+            return choice, await stack.enter_async_context(places.submit(choice.job))
+        except AppError as error:
+            relaxed = replace(request, tool_schemas="ignore")
+            preferred = request.tools and request.tool_schemas == "prefer"
+            if error.kind is not ErrorKind.INVALID or not preferred or choice.job.grammar is None:
+                raise
+            log.info("the schemas of tools are not enforced: %s", error.redact())
+        again = (await self._prepare(relaxed))[choice.choice]
+        return again, await stack.enter_async_context(places.submit(again.job))
 
     async def _prepare(self, request: GenerateRequest) -> list[PreparedChoice]:
-        """Prepares the jobs of a request on a worker thread; ends early when cancelled. Requests of
-        other callers and to other models are prepared concurrently."""
+        """Prepares the jobs of a request on a worker thread. Cancelling the call ends the
+        preparation early. Requests from other callers and requests for other models are prepared
+        concurrently."""
         room = self._get_context_limit()
         return await self._workers.run_cancellable(
             lambda token: self._job_builder.prepare(request, room, token),
@@ -173,19 +183,19 @@ class Generation:
         )
 
     def _fairness_key(self, caller: str) -> str:
-        """The key for thread pools. It includes the model, since a slow template must not delay
-        requests to other models."""
+        """Returns the key for thread pools. The key includes the model, because a slow template
+        must not delay requests for other models."""
         return f"{caller}/{self._files.name}"
 
     def _check_num_choices(self, count: int, param: str) -> None:
-        """Raises AppError(INVALID) for more choices than the server can ever run and queue at once;
-        otherwise such a request would get a 429 forever."""
+        """Raises AppError(INVALID) if there are more choices than the server can ever run and queue
+        together. Otherwise, such a request would always get a 429."""
         capacity = self._engine.status().capacity
         if capacity is None or count <= (most := capacity.parallel + self._settings.max_queue):
             return
         message = (
-            f"the request asks for {count} choices, but the server can run and queue at most "
-            f"{most}: ask for fewer, or increase --max-queue"
+            f"the request asks for {pluralize(count, 'choice')}, but the server can run and queue "
+            f"at most {most}: ask for fewer, or increase --max-queue"
         )
         raise AppError(ErrorKind.INVALID, message, param=param)
 
@@ -197,13 +207,13 @@ class Generation:
         return await self._workers.run(encode, size=len(text))
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
-        """Encodes a text. Raises AppError(CONTEXT_LENGTH) for one that exceeds the model's context
+        """Tokenizes a text. Raises AppError(CONTEXT_LENGTH) if the text exceeds the model's context
         length."""
         read = self._tokenizer.truncate_text(text, self._files.context_length)
         if len(read) < len(text):
             message = (
-                f"the text has far more than {self._files.context_length} tokens, the context "
-                "length of this model: split it"
+                f"the text has far more than {self._files.context_length} tokens, which is the "
+                "context length of this model: split the text"
             )
             raise AppError(ErrorKind.CONTEXT_LENGTH, message)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -229,7 +239,7 @@ class Generation:
 
     @property
     def context_length(self) -> int:
-        """The maximum number of positions of a sequence, as far as it is known."""
+        """The maximum number of positions of a sequence, as far as it is known yet."""
         return self._get_context_limit().context_length
 
     def _get_context_limit(self) -> ContextLimit:
@@ -240,7 +250,7 @@ class Generation:
         )
 
     async def _stream_choice(self, choice: "_ChoiceState") -> AsyncGenerator[Event]:
-        """Converts the updates of a job to events of a choice. Ends with `Finish`, or raises
+        """Converts the updates of a job to the events of a choice. Ends with `Finish`, or raises
         AppError(ENGINE)."""
         prepared, answer, clock = choice.prepared, choice.answer, choice.clock
         job = prepared.job
@@ -263,7 +273,10 @@ class Generation:
                         clock.first_token_ns = update.timestamp_ns
                     case Token():
                         clock.record_token(update.timestamp_ns)
-                        for delta in answer.feed(update):
+                        deltas = answer.feed(update)
+                        if choice.recorder is not None:
+                            choice.recorder.feed(update.id, deltas)
+                        for delta in deltas:
                             yield delta
                         if answer.stopped:
                             choice.submission.limit_cached_tokens(answer.visible_tokens)
@@ -275,22 +288,24 @@ class Generation:
                     case Ended():
                         if update.reason == "error":
                             raise _job_error(job, update)
-                        assert update.reason != "cancelled", "nobody else may cancel a job"
+                        assert update.reason != "cancelled", "no other code may cancel a job"
                         clock.ended = update.timestamp_ns
                         choice.reason = update.reason
+                        if update.stop_token_id in prepared.stop_token_ids:
+                            choice.stop_token_id = update.stop_token_id
                     case _:
                         assert_never(update)
         if not answer.stopped:
-            for delta in answer.flush():
+            for delta in choice.flush():
                 yield delta
         yield choice.build_finish()
 
     async def _stream_echo(
         self, prepared: PreparedChoice, scores: PromptLogprobs
     ) -> AsyncGenerator[TextDelta]:
-        """Yields the prompt with its logprobs in pieces: a long prompt has a million of them, and
-        each piece is serialised on the event loop. A piece contains the text of its tokens; the
-        last one contains the rest of the text."""
+        """Yields the prompt with its logprobs in chunks. A long prompt has a million logprobs, and
+        each chunk is serialized on the event loop. Each chunk contains the text of its tokens, and
+        the last one also contains the rest of the text."""
         text = prepared.echo or ""
         for start in range(0, len(prepared.job.prompt_token_ids), _ECHO_CHUNK_TOKENS):
             read = partial(self._build_echo_logprobs, prepared, scores, start)
@@ -304,10 +319,10 @@ class Generation:
     def _build_echo_logprobs(
         self, prepared: PreparedChoice, scores: PromptLogprobs, start: int
     ) -> tuple[TokenLogprob, ...]:
-        """The logprobs of the prompt's tokens from `start` on, at most `_ECHO_CHUNK_TOKENS`. The
-        first token of the prompt has none, since it has no predecessor."""
+        """Returns the logprobs of up to `_ECHO_CHUNK_TOKENS` prompt tokens, beginning with `start`.
+        The first token of the prompt has no logprob, because it has no predecessor."""
         ids = prepared.job.prompt_token_ids[start : start + _ECHO_CHUNK_TOKENS]
-        # the scores begin with those of the second token
+        # the scores begin with the second token
         behind = scores.logprobs[max(0, start - 1) : start - 1 + len(ids)]
         known = behind if start else ((None, ()), *behind)
         return tuple(
@@ -321,8 +336,8 @@ class Generation:
         )
 
     def _log_cache_miss(self, job: Job, started: Started) -> None:
-        """Logs why no longer prefix was cached. The only code that logs text of a prompt, and only
-        with --debug."""
+        """Logs the reason why no longer prefix was cached. No other code logs text of a prompt, and
+        this method logs it only with --debug."""
         if not self._settings.debug:
             return
         served = (
@@ -352,8 +367,9 @@ class Generation:
 
 
 class _ChoiceState:
-    """The state of a running choice. stack: closing it exits the submission's context. arrived:
-    monotonic time in ns at which the request arrived."""
+    """The state of a running choice. stack: closing it exits the submission's context. arrived: the
+    monotonic time in ns at which the request arrived. recorder: records the output, if
+    a later prompt may contain it."""
 
     def __init__(
         self,
@@ -362,13 +378,24 @@ class _ChoiceState:
         stack: AsyncExitStack,
         answer: ChoiceOutputProcessor,
         arrived: int,
+        recorder: TurnRecorder | None,
     ) -> None:
+        self.recorder = recorder
         self.prepared = prepared
         self.submission = submission
         self.stack = stack
         self.answer = answer
         self.clock = _ChoiceTimer(arrived)
         self.reason: FinishReason = "stop"
+        self.stop_token_id: int | None = None
+
+    def flush(self) -> list[Delta]:
+        """Ends the output. Returns the remaining deltas."""
+        deltas = self.answer.flush(self.stop_token_id)
+        is_model_end = self.reason == "stop" and self.stop_token_id is None
+        if self.recorder is not None and is_model_end and not self.answer.stopped:
+            self.recorder.finish(deltas)
+        return deltas
 
     def build_finish(self) -> Finish:
         clock, answer, job = self.clock, self.answer, self.prepared.job
@@ -389,11 +416,12 @@ class _ChoiceState:
             ),
             timings=clock.build_timings(),
             stop_string=answer.matched_stop,
+            stop_token_id=self.stop_token_id,
         )
 
 
 class _ChoiceTimer:
-    """Timestamps of a choice, as monotonic times in ns, and its token counts."""
+    """The timestamps of a choice, as monotonic times in ns, and its token counts."""
 
     def __init__(self, arrived: int) -> None:
         self.arrived = self.started = arrived
@@ -401,7 +429,7 @@ class _ChoiceTimer:
         self.ended = arrived
         self.cached_tokens = 0
         self.num_tokens = 0
-        self.inter_token_ns = array("q")  # a list of ints takes five times as much
+        self.inter_token_ns = array("q")  # a list of ints would take five times the memory
 
     def record_token(self, at: int) -> None:
         self.num_tokens += 1
@@ -412,8 +440,8 @@ class _ChoiceTimer:
         self.ended = at
 
     def exceeds(self, seconds: float | None) -> bool:
-        """Whether at least `seconds` have passed between the first and the last token; False for
-        None."""
+        """Returns whether at least `seconds` have passed between the first and the last token.
+        Returns False if `seconds` is None."""
         return (
             seconds is not None
             and self.first_token_ns is not None
@@ -451,18 +479,3 @@ def _job_error(job: Job, ended: Ended) -> AppError:
     if not ended.invalid_request:
         return AppError(ErrorKind.ENGINE, message)
     return AppError(ErrorKind.INVALID, message, param=job.grammar.param if job.grammar else None)
-
-
-def compute_fingerprint(files: ModelFiles, settings: Settings) -> str:
-    """The system fingerprint. It changes with everything that may change the output for a seed: the
-    model and its weights, the versions of mlxrunner and MLX, and the engine's settings."""
-    parts = (
-        version("mlxrunner"),
-        version("mlx"),
-        files.name,
-        str(files.weight_bytes),
-        files.weights_digest,
-        repr(sorted((name, str(value)) for name, value in files.config.items())),
-        repr([getattr(settings, name) for name in _ENGINE_SETTINGS]),
-    )
-    return f"fp_{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:12]}"

@@ -1,9 +1,9 @@
 """Limits on the concurrent choices of a caller and on the duration of a request.
 
-Knows: callers, the number of their running choices, the clock. Must not know: HTTP, models, how
-output is generated. All code runs on the event loop.
+Knows: callers, the number of their running choices, the clock. Must not know: HTTP, models, the
+generation of output. All code runs on the event loop.
 
-A caller is the name of an API key; all clients without a key are one caller.
+A caller is the name of an API key. All clients without a key are one caller.
 """
 
 import asyncio
@@ -23,17 +23,26 @@ from typing import Any, TypeVar
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, ErrorKind
 from app.core.events import Event
+from app.core.model_details import ModelDetails, TensorDetails
 from app.core.model_state import ModelState
 from app.core.observers import count_choices
-from app.core.ports import Generate, ModelCard, Models, ResolvedModel, RunnerStatus
+from app.core.ports import (
+    Generate,
+    ModelCard,
+    ModelLibrary,
+    Models,
+    ResolvedModel,
+    RunnerStatus,
+)
 from app.core.requests import GenerateRequest
 from app.core.settings import Settings
+from app.core.units import pluralize
 
 Result = TypeVar("Result")
 
 
 class RequestLimits:
-    """Wraps a `Generate` and a `Models`, and implements both. settings: `max_per_key` and
+    """Wraps a `Generate` and a `Models`, and implements both. settings: only `max_per_key` and
     `deadline` are used."""
 
     def __init__(self, generate: Generate, models: Models, settings: Settings) -> None:
@@ -47,7 +56,7 @@ class RequestLimits:
         self._abort_error: AppError | None = None
 
     def abort_all(self, error: AppError) -> None:
-        """Ends all running requests and all future ones with this error."""
+        """Ends all running requests and all future requests with this error."""
         self._abort_error = error
         now = asyncio.get_running_loop().time()
         for wait in self._timeouts:
@@ -93,8 +102,25 @@ class RequestLimits:
     def status(self) -> RunnerStatus:
         return self._models.status()
 
-    async def load(self, model: ResolvedModel, keep_alive: float | None = None) -> ModelState:
-        return await self._await_until(lambda: self._models.load(model, keep_alive), None)
+    @property
+    def library(self) -> ModelLibrary:
+        return self._models.library
+
+    async def describe(self, model: ResolvedModel) -> ModelDetails:
+        return await self._await_until(lambda: self._models.describe(model), None)
+
+    async def list_details(self) -> Sequence[ModelDetails]:
+        return await self._await_until(lambda: self._models.list_details(), None)
+
+    async def list_tensors(self, model: ResolvedModel) -> Sequence[TensorDetails]:
+        return await self._await_until(lambda: self._models.list_tensors(model), None)
+
+    async def load(
+        self, model: ResolvedModel, keep_alive: float | None = None, *, admin: bool = True
+    ) -> ModelState:
+        return await self._await_until(
+            lambda: self._models.load(model, keep_alive, admin=admin), None
+        )
 
     async def unload(self, model: ResolvedModel) -> ModelState:
         return await self._await_until(lambda: self._models.unload(model), None)
@@ -128,8 +154,8 @@ class RequestLimits:
         )
 
     def _compute_deadline(self) -> float | None:
-        """The deadline of a request that arrives now, on the event loop's clock; None if there is
-        no limit."""
+        """Returns the deadline of a request that arrives now, on the event loop's clock. Returns
+        None if there is no limit."""
         if self._deadline is None:
             return None
         return asyncio.get_running_loop().time() + self._deadline
@@ -137,18 +163,19 @@ class RequestLimits:
     @contextmanager
     def _admit(self, caller: str, count: int, param: str) -> Generator[None]:
         """Counts `count` choices of a caller while the context is active. Raises AppError(INVALID)
-        for more than a caller can ever have, AppError(BUSY) for more than it can have now."""
+        if `count` exceeds the caller's limit. Raises AppError(BUSY) if it exceeds only the part of
+        the limit that is free now."""
         most, here = self._max_per_caller, self._active[caller]
         if most is not None and count > most:
             message = (
-                f"the request asks for {count} choices, but an API key can have at most {most} "
-                "at a time: ask for fewer, or increase --max-per-key"
+                f"the request asks for {pluralize(count, 'choice')}, but an API key can have at "
+                f"most {most} at a time: ask for fewer, or increase --max-per-key"
             )
             raise AppError(ErrorKind.INVALID, message, param=param)
         if most is not None and here + count > most:
             message = (
-                f"{here} choices are in progress for this API key, and the limit is {most}: wait "
-                "for one of them to finish"
+                f"this API key has {pluralize(here, 'choice')} in progress, and the limit is "
+                f"{most}: wait for one of them to finish"
             )
             raise AppError(ErrorKind.BUSY, message, code="too_many_requests", retry_after=1)
         self._active[caller] += count
@@ -163,7 +190,8 @@ class RequestLimits:
     def _interrupt_at(
         self, events: AsyncIterator[Event], deadline: float | None
     ) -> Generator[AsyncIterator[Event]]:
-        """The events until the deadline or `abort_all`, which end the stream with an error."""
+        """Yields a stream of the events. At the deadline, or on `abort_all`, the stream ends with
+        an error."""
         stream = _InterruptibleStream(events)
         if self._abort_error is not None:
             stream.interrupt(self._abort_error)
@@ -204,13 +232,13 @@ class RequestLimits:
         return AppError(
             ErrorKind.DEADLINE,
             f"the request exceeded the deadline of {self._deadline:g} s: "
-            "ask for a shorter answer, or increase --deadline",
+            "request a shorter response, or increase --deadline",
         )
 
 
 class _InterruptibleStream:
-    """A stream of events that an error can interrupt: the pending `__anext__` and all later ones
-    raise it. `asyncio.timeout` would need an object per event."""
+    """A stream of events that an error can interrupt. The pending `__anext__` call and all later
+    calls raise this error. `asyncio.timeout` would need one object per event."""
 
     def __init__(self, events: AsyncIterator[Event]) -> None:
         self._events = events
@@ -218,7 +246,7 @@ class _InterruptibleStream:
         self._waiting: asyncio.Task[Any] | None = None
 
     def interrupt(self, error: AppError) -> None:
-        """Interrupts the stream. Only the first error counts."""
+        """Interrupts the stream. Only the first error takes effect."""
         if self._error is None:
             self._error = error
             if self._waiting is not None:
@@ -237,7 +265,7 @@ class _InterruptibleStream:
         try:
             return await anext(self._events)
         except asyncio.CancelledError:
-            # like asyncio.timeout: a cancellation by other code stays a cancellation
+            # like asyncio.timeout, this does not convert a cancellation by other code
             if self._error is None or task.cancelling() > cancel_requests + 1:
                 raise
             raise self._error from None

@@ -1,12 +1,13 @@
 """The server's log: plain text or one JSON object per line, written by a separate thread.
 
-Knows: logging, the context of the current request. Must not know: what other modules log.
+Knows: logging, the context of the current request. Must not know: the log messages of other
+modules.
 
-Text from clients stays within its line: control characters, line ends and marks that change the
+Text from clients never leaves its line. Control characters, line ends and marks that change the
 writing direction are escaped, so that a client cannot forge or hide lines or control a terminal.
 
-Lines are formatted on the logging thread and written by the log thread: otherwise a pipe that is
-not read, or a terminal stopped by Ctrl-S, would block the event loop and all requests.
+Lines are formatted on the logging thread and written by a separate log thread. Otherwise, an unread
+pipe, or a terminal stopped by Ctrl-S, would block the event loop and all requests.
 """
 
 import json
@@ -24,11 +25,12 @@ from typing import Any
 
 from app.core.request_context import REQUEST_CONTEXT
 from app.core.settings import Settings
+from app.core.units import pluralize
 
-# Maximum number of queued lines; further lines are dropped and counted.
+# The maximum number of queued lines. Further lines are dropped and counted.
 _MAX_QUEUED_RECORDS = 4096
 
-# Seconds for writing queued lines when the process exits.
+# The number of seconds for writing queued lines when the process exits.
 _FLUSH_TIMEOUT = 1.0
 
 
@@ -36,7 +38,7 @@ class QueuedLogHandler(QueueHandler):
     """Queues lines for a thread that writes them to a file descriptor. Logging never blocks."""
 
     def __init__(self, descriptor: int) -> None:
-        # has no lock in Python code: a signal handler may interrupt it and flush the log
+        # SimpleQueue has no lock in Python code, so a signal handler may interrupt it and flush
         self._records: SimpleQueue[logging.LogRecord] = SimpleQueue()
         super().__init__(self._records)
         self._dropped = 0
@@ -50,7 +52,7 @@ class QueuedLogHandler(QueueHandler):
             return
         if self._dropped:
             lost, self._dropped = self._dropped, 0
-            # in an empty context: the line belongs to no request
+            # use an empty context, because the line belongs to no request
             self._records.put(Context().run(self.prepare, _make_dropped_record(lost)))
         self._records.put(record)
 
@@ -60,23 +62,25 @@ class QueuedLogHandler(QueueHandler):
     def close(self) -> None:
         if self._wait_until_written():
             self._listener.stop()
-        # else its thread stays blocked: it is a daemon, so the process exits without it
+        # otherwise the writer thread is still blocked; it is a daemon, so the process exits anyway
         super().close()
 
     def _wait_until_written(self) -> bool:
-        """Whether all lines so far are written within `_FLUSH_TIMEOUT`."""
+        """Waits until all lines so far are written. Returns False if this takes longer than
+        `_FLUSH_TIMEOUT`."""
         mark = _FlushMarker()
         self._records.put(mark)
         return mark.reached.wait(_FLUSH_TIMEOUT)
 
 
 def _make_dropped_record(count: int) -> logging.LogRecord:
-    message = "%d log lines were dropped because the output of the log was not read in time"
-    return logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, (count,), None)
+    message = "%s dropped: the output of the log was not read in time"
+    lines = pluralize(count, "log line")
+    return logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, (lines,), None)
 
 
 class _FlushMarker(logging.LogRecord):
-    """A marker in the queue. reached: set when all lines before it have been written."""
+    """A marker in the queue. reached: is set when all lines before it have been written."""
 
     def __init__(self) -> None:
         super().__init__(__name__, logging.DEBUG, __file__, 0, "", None, None)
@@ -86,10 +90,10 @@ class _FlushMarker(logging.LogRecord):
 class _LogWriter(QueueListener):
     """Writes records to a file descriptor, on the listener's thread.
 
-    It replaces the listener's handlers: `logging` locks a handler while it emits, and waits for
-    these locks when the process exits, but a thread that is blocked on a full pipe never releases
-    its lock. For the same reason it does not write to sys.stderr: Python waits for the lock of that
-    object when the process exits, and aborts.
+    This class replaces the listener's handlers. `logging` locks a handler while it emits a record,
+    and waits for these locks when the process exits. A thread that is blocked on a full pipe would
+    never release its lock. For the same reason, this class does not write to sys.stderr: when the
+    process exits, Python waits for the lock of that object and then aborts.
     """
 
     def __init__(self, queue: SimpleQueue[logging.LogRecord], descriptor: int) -> None:
@@ -105,7 +109,7 @@ class _LogWriter(QueueListener):
             while left:
                 left = left[self._write(left) :]
         except OSError:
-            return  # the descriptor is broken, and the error cannot be reported
+            return  # the descriptor is broken, so the error cannot be reported
 
     def _write(self, data: memoryview) -> int:
         try:
@@ -119,7 +123,7 @@ _INDENT = "    "
 
 
 def configure_logging(settings: Settings) -> None:
-    """Configures the logs of the server and its libraries, which go to stderr."""
+    """Configures the logs of the server and of its libraries. All logs go to stderr."""
     handler = _make_handler()
     handler.setFormatter(JsonFormatter() if settings.log_format == "json" else HumanFormatter())
     chosen = logging.getLevelNamesMapping()[settings.log_level.upper()]
@@ -128,7 +132,7 @@ def configure_logging(settings: Settings) -> None:
     for old in before:
         if isinstance(old, QueuedLogHandler):
             old.close()
-    # debug level only for our own modules: libraries log too much at that level
+    # debug level is used only for mlxrunner's modules, because libraries log too much at this level
     root.setLevel(max(chosen, logging.INFO))
     logging.getLogger("app").setLevel(logging.DEBUG if settings.debug else chosen)
     # errors are always logged
@@ -137,27 +141,28 @@ def configure_logging(settings: Settings) -> None:
     )
     # app.access logs more details
     logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
-    # it logs every request of a download, with URLs that contain credentials
+    # httpx2 logs every request of a download, with URLs that contain credentials
     logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 
 def flush_logs() -> None:
-    """Waits until all lines logged so far are written, for a limited time if they are not read."""
+    """Waits until all lines logged so far are written. If the lines are not read, the wait ends
+    after a timeout."""
     for handler in logging.getLogger().handlers:
         handler.flush()
 
 
 def _make_handler() -> logging.Handler:
-    if sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison]  # services may have none
+    if sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison]  # a service may have no stderr
         return logging.NullHandler()
     try:
         return QueuedLogHandler(sys.stderr.fileno())
-    except OSError:  # not backed by a file descriptor, so it cannot block
+    except OSError:  # stderr has no file descriptor, so writing cannot block
         return logging.StreamHandler(sys.stderr)
 
 
 def escape_control_characters(text: str) -> str:
-    """Replaces unprintable characters, such as control characters, by escapes."""
+    """Escapes unprintable characters, for example control characters."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -178,13 +183,13 @@ class HumanFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats records as ASCII-only JSON: time (RFC 3339, UTC), level, logger, message; request_id,
-    caller and model of the current request, as far as they are known; exception; and the record's
-    additional fields (`extra={"fields": …}`)."""
+    """Formats records as ASCII-only JSON. Every record has time (RFC 3339, UTC), level, logger and
+    message. The request_id, caller and model of the current request are added if they are known.
+    The record's exception and additional fields (`extra={"fields": …}`) follow."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        told: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "time": time.replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -193,17 +198,17 @@ class JsonFormatter(logging.Formatter):
         visit = REQUEST_CONTEXT.get()
         if visit is not None:
             known = {"request_id": visit.id, "caller": visit.caller, "model": visit.model}
-            told |= {name: value for name, value in known.items() if value}
+            entry |= {name: value for name, value in known.items() if value}
         fields: Mapping[str, Any] = getattr(record, "fields", {})
-        told |= {name: value for name, value in fields.items() if name not in told}
+        entry |= {name: value for name, value in fields.items() if name not in entry}
         if more := _format_tracebacks(self, record):
-            told["exception"] = "\n".join(more)
+            entry["exception"] = "\n".join(more)
         # json.dumps does not escape DEL, which is a control character in ASCII
-        return json.dumps(told, default=str).replace("\x7f", "\\u007f")
+        return json.dumps(entry, default=str).replace("\x7f", "\\u007f")
 
 
 def _format_tracebacks(formatter: logging.Formatter, record: logging.LogRecord) -> list[str]:
-    """The traceback and the stack of a record, if any."""
+    """Returns the traceback and the stack of a record, if any."""
     found: list[str] = []
     if record.exc_info and record.exc_info[0] is not None:
         found.append(formatter.formatException(record.exc_info))

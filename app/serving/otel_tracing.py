@@ -1,10 +1,10 @@
-"""Exports traces to an OpenTelemetry collector: a span per generation or embedding request.
+"""Exports traces to an OpenTelemetry collector: one span per generation or embedding request.
 
-Knows: OpenTelemetry's SDK, its conventions for errors and for generative AI
-(semantic-conventions-genai, docs/gen-ai/gen-ai-spans.md: in development, as of November 2026). Must
-not know: HTTP, how output is generated.
+Knows: OpenTelemetry's SDK, its conventions for errors and for generative AI. Must not know: HTTP,
+the generation of output. The conventions for generative AI (semantic-conventions-genai,
+docs/gen-ai/gen-ai-spans.md) are still in development, as of November 2026.
 
-Spans never contain prompts or output, nor stop strings, tools or keys.
+Spans never contain prompts, output, stop strings, tools or keys.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ from app.core.request_context import REQUEST_CONTEXT
 from app.core.requests import Conversation, GenerateRequest
 from app.core.settings import Settings
 
-# seconds for one export, and for the last exports when the server stops
+# the number of seconds for one export, and for the last exports when the server stops
 _EXPORT_TIMEOUT = 5.0
 _SHUTDOWN_TIMEOUT = 3.0
 
 _MAX_NAME_LENGTH = 200
 
-# Errors of clients: as for HTTP's 4xx, the status of the server's span is not an error.
+# Client errors. As with HTTP's 4xx, the status of the server's span is not an error.
 _CLIENT_ERRORS = frozenset(
     {
         ErrorKind.INVALID,
@@ -58,9 +58,8 @@ _SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_pen
 
 
 class OtelTracing:
-    """Implements `Tracing`. Exports spans in batches, on a separate thread. If the collector is
-    slow or unreachable, spans that do not fit in the queue are dropped; requests are not affected.
-    """
+    """Implements `Tracing`. Exports spans in batches on a separate thread. If the collector is slow
+    or unreachable, spans that do not fit in the queue are dropped. Requests are not affected."""
 
     def __init__(self, settings: Settings) -> None:
         """Raises AppError(INVALID) if `settings.otlp` is not a URL."""
@@ -69,7 +68,7 @@ class OtelTracing:
         resource = Resource.create(
             {"service.name": "mlxrunner", "service.version": version("mlxrunner")}
         )
-        # shut down by `stop`, not by an exit handler, which could delay the exit
+        # `stop` shuts the provider down, because an exit handler could delay the exit
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("mlxrunner")
@@ -79,7 +78,7 @@ class OtelTracing:
         }
 
     def observe(self, request: GenerateRequest | EmbedRequest) -> "RequestSpan":
-        """Starts the span of a request; an `app.core.observers.ObserverFactory`."""
+        """Starts the span of a request. This method is an `app.core.observers.ObserverFactory`."""
         attributes = {**self._server, **_request_attributes(request)}
         visit = REQUEST_CONTEXT.get()
         carried = {} if visit is None else {"traceparent": visit.traceparent}
@@ -96,7 +95,7 @@ class OtelTracing:
         return RequestSpan(self, span, request.model)
 
     def add_child_span(self, parent: Span, name: str, start: int, end: int, choice: int) -> None:
-        """Adds the span of a phase of a request. start, end: Unix time in ns."""
+        """Adds the span of a phase of a request. start, end: the Unix times in ns."""
         span = self._tracer.start_span(
             name,
             context=set_span_in_context(parent, Context()),
@@ -106,13 +105,13 @@ class OtelTracing:
         span.end(end_time=end)
 
     async def stop(self) -> None:
-        """Exports the remaining spans, for a few seconds at most."""
-        # a daemon: the process exits without waiting for an unresponsive collector
+        """Exports the remaining spans. This takes at most a few seconds."""
+        # use a daemon thread, so that the process exits even if the collector does not respond
         last = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         last.start()
         await asyncio.to_thread(last.join, _SHUTDOWN_TIMEOUT)
         if last.is_alive():
-            self._exporter.shutdown()  # no further attempts, and no further batches
+            self._exporter.shutdown()  # makes no further attempts and exports no further batches
 
 
 class RequestSpan:
@@ -122,7 +121,7 @@ class RequestSpan:
         self._spans = spans
         self._model = model
         self._span = span
-        # Unix time of the start, advanced by the monotonic clock
+        # the Unix time of the start, advanced by the monotonic clock
         self._started_ns = time.time_ns()
         self._started_monotonic_ns = time.monotonic_ns()
         self._loaded_ns = self._started_ns
@@ -151,7 +150,7 @@ class RequestSpan:
             return
         known = isinstance(error, AppError)
         self._error = error.kind.value if known else type(error).__qualname__
-        # no description, since the message may quote the request
+        # set no description, because the message may quote the request
         if not known or error.kind not in _CLIENT_ERRORS:
             self._span.set_status(Status(StatusCode.ERROR))
 
@@ -181,7 +180,7 @@ class RequestSpan:
     def _on_finish(self, event: Finish) -> None:
         usage = event.usage
         self._reasons.append(event.reason)
-        # a prompt counts once, whatever its number of choices
+        # count each prompt once, whatever its number of choices
         self._prompt_tokens.setdefault(
             event.prompt_index, (usage.prompt_tokens, usage.cached_tokens)
         )
@@ -192,10 +191,10 @@ class RequestSpan:
 
 
 def split_phases(arrived: int, timings: Timings) -> list[tuple[str, int, int]]:
-    """The consecutive phases of a choice, as (name, start, end). All times, including `arrived`,
-    are Unix times in ns.
+    """Returns the consecutive phases of a choice, as (name, start, end). All times, including
+    `arrived`, are Unix times in ns.
 
-    |-- queue --|-- prefill --|-- decode --|
+        |-- queue --|-- prefill --|-- decode --|
     """
     end = arrived + timings.total_ns
     first = end - timings.decode_ns
@@ -208,7 +207,7 @@ def split_phases(arrived: int, timings: Timings) -> list[tuple[str, int, int]]:
 
 
 def _request_attributes(request: GenerateRequest | EmbedRequest) -> dict[str, AttributeValue]:
-    """The attributes of a span that are known from the request."""
+    """Returns the span attributes that are known from the request."""
     attributes: dict[str, AttributeValue] = {
         "gen_ai.provider.name": "mlxrunner",
         "gen_ai.request.model": request.model[:_MAX_NAME_LENGTH],
@@ -232,8 +231,9 @@ def _request_attributes(request: GenerateRequest | EmbedRequest) -> dict[str, At
 
 
 def _resolve_traces_endpoint(address: str) -> str:
-    """The URL for traces at a collector: `/v1/traces` is appended unless the address has a path
-    (OpenTelemetry's OTLP Exporter Configuration). Raises AppError(INVALID)."""
+    """Returns the URL for traces at a collector. `/v1/traces` is appended unless the address has a
+    path (OpenTelemetry's OTLP Exporter Configuration). Raises AppError(INVALID) for an invalid
+    address."""
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise AppError(

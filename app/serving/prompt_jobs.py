@@ -1,7 +1,8 @@
 """Builds the jobs of a request, with the options for processing their output.
 
 Knows: app.text, the limit on a prompt's length, the generation defaults of the model. Must not
-know: runners, HTTP, tensors. Runs on a worker thread, since a long prompt takes a while.
+know: runners, HTTP, tensors. This code runs on a worker thread, because a long prompt takes a
+while.
 """
 
 import uuid
@@ -9,39 +10,48 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from app.core.context_shift import resolve_num_keep, truncate_prompt
-from app.core.errors import AppError, ErrorKind, mark_client_text
+from app.core.errors import AppError, ContextExcess, ErrorKind, mark_client_text
 from app.core.generation_config import read_generation_defaults
 from app.core.jobs import Job
 from app.core.model_files import ModelFiles
 from app.core.model_state import ContextLimit
-from app.core.requests import Conversation, GenerateRequest, Grammar, Message, Prompt, PromptBatch
+from app.core.requests import (
+    UNCONSTRAINED_FIELDS,
+    Conversation,
+    GenerateRequest,
+    Grammar,
+    Prompt,
+    PromptBatch,
+)
 from app.core.sampling_params import SamplingParams
 from app.core.settings import Settings
 from app.core.thread_pools import CancelToken
+from app.core.units import pluralize
+from app.text.generated_turns import GeneratedTurns, TurnRecorder
 from app.text.infill import build_infill_prompt, find_infill_stop_ids
 from app.text.output import ChoiceOutputProcessor, OutputOptions
 from app.text.prompt import PromptBuilder, RenderedPrompt
-from app.text.tokenizer import Tokenizer, find_model_stop_conditions
+from app.text.tokenizer import Tokenizer, encode_bad_words, find_model_stop_conditions
 
-# Default number of leading tokens that a context shift never discards: the first tokens get much
-# attention whatever they are (Xiao et al. 2023, arXiv:2309.17453; Ollama's num_keep is 4).
+# The default number of leading tokens that a context shift never discards. The first tokens get
+# much attention, whatever they are (Xiao et al. 2023, arXiv:2309.17453). Ollama's num_keep is also
+# 4.
 DEFAULT_NUM_KEEP = 4
 
-# Maximum output with context shift, in context lengths, as in Ollama.
+# The maximum output with context shift, as a multiple of the context length. Ollama uses the same
+# limit.
 MAX_SHIFTED_CONTEXTS = 10
 
 _SEED_RANGE = 1 << 64
 
-# Cost of rendering a message and a tool, in characters, in addition to their texts.
-_CHARACTERS_PER_MESSAGE, _CHARACTERS_PER_TOOL = 64, 1024
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedChoice:
-    """One choice and its job. prompt_index: index of its prompt in the request. echo: text of the
-    prompt if the output begins with it, else None. return_token_ids: whether to return the prompt's
-    ids. discard_output: the request asked for no tokens; the job samples one, which is the minimum.
-    """
+    """One choice and its job. prompt_index: the index of its prompt in the request. echo: the text
+    of the prompt if the output begins with it, else None. return_token_ids: whether to return the
+    prompt's token IDs. discard_output: whether the request asked for no tokens. The job then
+    samples one token, which is the minimum, and its output is discarded. stop_token_ids: the stop
+    tokens of the request, without those of the model."""
 
     choice: int
     prompt_index: int
@@ -51,6 +61,7 @@ class PreparedChoice:
     echo: str | None = None
     return_token_ids: bool = False
     discard_output: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
 
     def create_output_processor(self, tokenizer: Tokenizer) -> ChoiceOutputProcessor:
         return ChoiceOutputProcessor(
@@ -64,17 +75,19 @@ class PreparedChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EncodedPrompt:
-    """An encoded prompt. text: None if the request has only ids. rendered_prompt: set for a
-    conversation. stop_token_ids: ids that end the output in addition to the model's."""
+    """A tokenized prompt. text: the text; None if the request contains only token IDs.
+    rendered_prompt: set for a conversation. stop_token_ids: tokens that end the output, in addition
+    to those of the model. message_ends: as in `Job`."""
 
     token_ids: tuple[int, ...]
     text: str | None = None
     rendered_prompt: RenderedPrompt | None = None
     stop_token_ids: frozenset[int] = frozenset()
+    message_ends: tuple[int, ...] | None = None
 
 
 class JobBuilder:
-    """Builds the jobs of one model; immutable."""
+    """Builds the jobs of one model. generated_turns: its own output, for later prompts."""
 
     def __init__(self, files: ModelFiles, settings: Settings) -> None:
         """Raises AppError(MODEL_FILES) if the tokenizer, the template or the generation defaults
@@ -83,9 +96,13 @@ class JobBuilder:
         self._max_tokens_limit = settings.max_tokens
         self._files = files
         self.tokenizer = Tokenizer.load(files)
-        self._prompt_builder = PromptBuilder(files, self.tokenizer)
         self._defaults = read_generation_defaults(files)
         self._stops = find_model_stop_conditions(files, self.tokenizer, self._defaults.stop_strings)
+        self.generated_turns = GeneratedTurns()
+        turn_ends = [*map(self.tokenizer.token_text, self._stops.ids), *self._stops.strings]
+        self._prompt_builder = PromptBuilder(
+            files, self.tokenizer, self.generated_turns, [text for text in turn_ends if text]
+        )
 
     def prepare(
         self,
@@ -94,8 +111,10 @@ class JobBuilder:
         token: CancelToken | None = None,
     ) -> list[PreparedChoice]:
         """Returns all choices in order. Raises AppError(INVALID) or AppError(CONTEXT_LENGTH), and
-        WorkCancelled soon after `token` is cancelled."""
+        raises WorkCancelled soon after `token` is cancelled."""
         token = token or CancelToken()
+        if not self._context_shift:  # which needs the engine's own context
+            context_limit = replace(context_limit, request_context=request.max_context)
         several = isinstance(request.prompt, PromptBatch)
         prompts = request.prompt.prompts if isinstance(request.prompt, PromptBatch) else None
         prepared: list[PreparedChoice] = []
@@ -108,11 +127,24 @@ class JobBuilder:
             prepared += [_copy_choice(first, copy, request) for copy in range(request.n)]
         return prepared
 
+    def create_turn_recorder(self, choice: PreparedChoice) -> TurnRecorder | None:
+        """Returns the recorder of the output; None if no later prompt can contain it."""
+        prompt = choice.rendered_prompt
+        if prompt is None or choice.discard_output:
+            return None
+        return TurnRecorder(
+            self.generated_turns,
+            choice.job.caller,
+            prompt_length=len(prompt.text),
+            prompt_digest=prompt.digest,
+            context_ids=choice.job.prompt_token_ids,
+        )
+
     def render_prompt(
         self, request: GenerateRequest, token: CancelToken | None = None
     ) -> RenderedPrompt:
         """Renders the prompt of a request whose prompt is a conversation. Raises AppError(INVALID),
-        and WorkCancelled soon after `token` is cancelled."""
+        and raises WorkCancelled soon after `token` is cancelled."""
         assert isinstance(request.prompt, Conversation)
         return self._prompt_builder.build(request, request.prompt, token)
 
@@ -133,6 +165,7 @@ class JobBuilder:
             echo=self._get_echo_text(encoded) if request.echo else None,
             return_token_ids=request.return_token_ids,
             discard_output=request.max_tokens == 0,
+            stop_token_ids=frozenset(request.stop_token_ids),
         )
 
     def _get_echo_text(self, encoded: _EncodedPrompt) -> str:
@@ -146,21 +179,11 @@ class JobBuilder:
         context_limit: ContextLimit,
         token: CancelToken,
     ) -> _EncodedPrompt:
-        """Encodes a prompt to at least one id; without context shift, at least one more id fits in
-        the context. param: path of the request field."""
+        """Tokenizes a prompt. The result has at least one token. Without context shift, at least
+        one more token fits in the context. param: the path of the request field."""
         match prompt:
             case Conversation():
-                written = self._prompt_builder.build(request, prompt, token)
-                token.check()
-                ids = self._encode(
-                    written.text,
-                    param,
-                    context_limit,
-                    add_special_tokens=written.add_special_tokens,
-                )
-                return _EncodedPrompt(
-                    token_ids=tuple(ids), text=written.text, rendered_prompt=written
-                )
+                return self._encode_conversation(request, prompt, param, context_limit, token)
             case str(text) if request.suffix:
                 ids = self._encode_infill(text, request.suffix, param, context_limit)
                 return _EncodedPrompt(
@@ -176,12 +199,53 @@ class JobBuilder:
                     text=text,
                 )
             case PromptBatch():
-                raise AssertionError("prompts within prompts")
+                raise AssertionError("a prompt batch cannot contain another batch")
             case ids:
                 fitting = self._check_length(ids, param, context_limit)
                 for id_ in (min(ids), max(ids)):
                     self._check_id(id_, param, self._files.vocab_size)
                 return _EncodedPrompt(token_ids=tuple(fitting))
+
+    def _encode_conversation(
+        self,
+        request: GenerateRequest,
+        prompt: Conversation,
+        param: str,
+        context_limit: ContextLimit,
+        token: CancelToken,
+    ) -> _EncodedPrompt:
+        capacity = context_limit.capacity
+        written = self._prompt_builder.build(
+            request,
+            prompt,
+            token,
+            needs_message_ends=capacity is None or capacity.needs_checkpoints,
+        )
+        token.check()
+        ids, ends = self._encode_at(
+            written.text,
+            param,
+            context_limit,
+            add_special_tokens=written.add_special_tokens,
+            positions=written.message_ends,
+        )
+        if prompt.earlier_ids:
+            ids, ends = self._append_to_earlier(prompt.earlier_ids, ids, context_limit), ()
+        return _EncodedPrompt(
+            token_ids=tuple(ids),
+            text=written.text,
+            rendered_prompt=written,
+            message_ends=tuple(sorted(set(ends))),
+        )
+
+    def _append_to_earlier(
+        self, earlier: tuple[int, ...], ids: Sequence[int], context_limit: ContextLimit
+    ) -> Sequence[int]:
+        """Appends a prompt to the token IDs of an earlier conversation."""
+        for id_ in (min(earlier), max(earlier)):
+            self._check_id(id_, "context", self._files.vocab_size)
+        begun = ids[0] == self.tokenizer.bos_token_id
+        return self._check_length([*earlier, *ids[begun:]], "context", context_limit)
 
     def _build_job(
         self, request: GenerateRequest, encoded: _EncodedPrompt, context_limit: ContextLimit
@@ -190,13 +254,11 @@ class JobBuilder:
         keep = self._resolve_num_keep(request, ids)
         if self._context_shift:
             ids = truncate_prompt(ids, context=context_limit.context_length, num_keep=keep)
-        sampling = SamplingParams.merge(self._defaults.sampling, request.sampling)
-        for token, _ in sampling.logit_bias:
-            self._check_id(token, "logit_bias", self._files.sampleable_vocab_size)
+        sampling = self._resolve_sampling(request)
         grammar = _resolve_grammar(request, encoded.rendered_prompt)
         scored = request.echo and request.top_logprobs is not None
         # Programs that score a text (lm-evaluation-harness) request one more token and ignore its
-        # entry, the last one: it must exist even if the model would end the output.
+        # entry, which is the last one. It must exist even if the model would end the output.
         endless = request.ignore_eos or (scored and request.max_tokens == 1)
         return Job(
             id=uuid.uuid4().hex,
@@ -204,7 +266,9 @@ class JobBuilder:
             sampling=sampling,
             max_tokens=self._resolve_max_tokens(request, context_limit.context_length, len(ids)),
             min_tokens=request.min_tokens,
-            stop_token_ids=frozenset() if endless else self._stops.ids | encoded.stop_token_ids,
+            stop_token_ids=frozenset(request.stop_token_ids).union(
+                () if endless else self._stops.ids | encoded.stop_token_ids
+            ),
             top_logprobs=request.top_logprobs,
             prompt_logprobs=request.top_logprobs if scored else None,
             cache_prompt=request.cache_prompt,
@@ -213,15 +277,42 @@ class JobBuilder:
             if self._context_shift
             else 0,
             caller=request.caller,
+            # a truncated prompt has other positions
+            message_ends=encoded.message_ends if len(ids) == len(encoded.token_ids) else (),
         )
+
+    def _resolve_sampling(self, request: GenerateRequest) -> SamplingParams:
+        """Merges the defaults with the request's parameters. Raises AppError(INVALID) for ids that
+        the model does not have, and if no id could be drawn."""
+        sampling = SamplingParams.merge(self._defaults.sampling, request.sampling)
+        count = self._files.sampleable_vocab_size
+        for name, ids in (
+            ("logit_bias", (id_ for id_, _ in sampling.logit_bias)),
+            ("allowed_token_ids", sampling.allowed_token_ids),
+            ("stop_token_ids", request.stop_token_ids),
+        ):
+            for id_ in ids:
+                self._check_id(id_, name, count)
+        words = encode_bad_words(self.tokenizer, request.bad_words, count)
+        sampling = replace(sampling, bad_words=words)
+        forbidden = {word[-1] for word in words}
+        if request.min_tokens:
+            forbidden |= self._stops.ids.union(request.stop_token_ids)
+        if forbidden.issuperset(sampling.allowed_token_ids or range(count)):
+            name = "allowed_token_ids" if sampling.allowed_token_ids else "bad_words"
+            message = f"{name} could leave no token to sample, with bad_words and min_tokens"
+            raise AppError(ErrorKind.INVALID, message, param=name)
+        return sampling
 
     def _build_output_options(
         self, request: GenerateRequest, rendered_prompt: RenderedPrompt | None
     ) -> OutputOptions:
         reading = OutputOptions(
-            # separate from the request's: the model's stop strings end its turns in any request
+            # kept separate from the request's stop strings, because the model's stop strings end
+            # its turns in any request
             model_stops=() if request.ignore_eos else self._stops.strings,
             stop_strings=request.stop,
+            include_stop=request.include_stop,
             min_tokens=request.min_tokens,
             return_token_ids=request.return_token_ids,
             parallel_tool_calls=request.parallel_tool_calls,
@@ -235,8 +326,8 @@ class JobBuilder:
         )
 
     def _resolve_num_keep(self, request: GenerateRequest, ids: Sequence[int]) -> int:
-        """The argument of `resolve_num_keep`. A leading beginning-of-sequence id is added, since
-        clients do not count it."""
+        """Returns the argument of `resolve_num_keep`. A leading beginning-of-sequence token is
+        added, because clients do not count it."""
         keep = DEFAULT_NUM_KEEP if request.num_keep is None else request.num_keep
         begun = ids[0] == self.tokenizer.bos_token_id
         return keep + begun if keep >= 0 else keep
@@ -245,21 +336,52 @@ class JobBuilder:
         if request.max_tokens == 0:
             return 1
         left = MAX_SHIFTED_CONTEXTS * context if self._context_shift else context - prompt
-        asked = request.max_tokens or self._defaults.max_tokens or left
+        if left < request.output_reserve:
+            raise AppError(
+                ErrorKind.CONTEXT_LENGTH,
+                f"the prompt has {prompt} tokens and leaves {left} of the context of {context} "
+                f"tokens for the output, which needs {request.output_reserve}: shorten the prompt",
+                excess=ContextExcess(
+                    prompt_tokens=prompt,
+                    context_length=context,
+                    output_tokens=request.max_tokens or request.output_reserve,
+                ),
+            )
+        requested = request.max_tokens or self._defaults.max_tokens or left
         if not self._context_shift:
-            asked = min(asked, left)
-        return asked if self._max_tokens_limit is None else min(asked, self._max_tokens_limit)
+            requested = min(requested, left)
+        return (
+            requested if self._max_tokens_limit is None else min(requested, self._max_tokens_limit)
+        )
 
     def _encode(
         self, text: str, param: str, context_limit: ContextLimit, *, add_special_tokens: bool
     ) -> Sequence[int]:
+        ids, _ = self._encode_at(
+            text, param, context_limit, add_special_tokens=add_special_tokens, positions=()
+        )
+        return ids
+
+    def _encode_at(
+        self,
+        text: str,
+        param: str,
+        context_limit: ContextLimit,
+        *,
+        add_special_tokens: bool,
+        positions: Sequence[int],
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """The ids of a text, and the number of ids before each position."""
         try:
             read = self._clip_text(text, context_limit)
-            ids = self.tokenizer.encode(read, add_special_tokens=add_special_tokens)
+            ids, counts = self.tokenizer.encode_with_positions(
+                read, positions, add_special_tokens=add_special_tokens
+            )
         except AppError as error:
             raise AppError(error.kind, error.marked_message, param=param) from error
         self._check_embeddable(ids, param)
-        return self._check_length(ids, param, context_limit, is_clipped=len(read) < len(text))
+        is_clipped = len(read) < len(text)
+        return self._check_length(ids, param, context_limit, is_clipped=is_clipped), counts
 
     def _encode_infill(
         self, text: str, suffix: str, param: str, context_limit: ContextLimit
@@ -289,28 +411,33 @@ class JobBuilder:
         is_clipped: bool = False,
         what: str = "prompt",
     ) -> Sequence[int]:
-        """Returns `ids`. Raises AppError if there are none or too many. is_clipped: whether the
-        prompt is longer than these ids. what: name of the prompt in the message."""
+        """Returns `ids`. Raises AppError if there are no tokens or too many. is_clipped: whether
+        the prompt is longer than these tokens. what: the name of the prompt in the message."""
         if not ids:
             raise AppError(ErrorKind.INVALID, "the prompt has no tokens", param=param)
         if len(ids) >= context_limit.context_length and not self._context_shift:
-            has = f"the {what} has {'more than ' if is_clipped else ''}{len(ids)} tokens"
+            has = (
+                f"the {what} has {'more than ' if is_clipped else ''}{pluralize(len(ids), 'token')}"
+            )
             raise AppError(
                 ErrorKind.CONTEXT_LENGTH,
                 f"{has}, {context_limit.explain_too_long(len(ids))}",
                 param=param,
+                excess=ContextExcess(
+                    prompt_tokens=len(ids), context_length=context_limit.context_length
+                ),
             )
         return ids
 
     def _check_embeddable(self, ids: Sequence[int], param: str) -> None:
-        """Raises AppError(INVALID) for an id without an embedding: a tokenizer may have added
+        """Raises AppError(INVALID) for a token without an embedding. A tokenizer may have added
         tokens that the model lacks."""
         token = max(ids, default=0)
         if token >= self._files.vocab_size:
             text = mark_client_text(repr(self.tokenizer.token_text(token)))
             raise AppError(
                 ErrorKind.INVALID,
-                f"the prompt contains {text}, a token that the tokenizer has and the model "
+                f"the prompt contains {text}, a token that the tokenizer has but the model "
                 "does not: remove or rephrase it",
                 param=param,
             )
@@ -319,51 +446,32 @@ class JobBuilder:
         if not 0 <= token < count:
             raise AppError(
                 ErrorKind.INVALID,
-                f"{token} is not a token id of this model, whose ids are 0 to {count - 1}",
+                f"{token} is not a token ID of this model, whose IDs are 0 to {count - 1}",
                 param=param,
             )
-
-
-def estimate_size(request: GenerateRequest) -> int:
-    """The approximate number of characters to process to prepare a request."""
-    prompts = (
-        request.prompt.prompts if isinstance(request.prompt, PromptBatch) else (request.prompt,)
-    )
-    total = _CHARACTERS_PER_TOOL * len(request.tools) + len(request.suffix or "")
-    for prompt in prompts:
-        if isinstance(prompt, Conversation):
-            total += sum(map(_estimate_message_size, prompt.messages))
-        else:
-            total += len(prompt)
-    return total
-
-
-def _estimate_message_size(message: Message) -> int:
-    texts = (message.content, message.reasoning, *(call.arguments for call in message.tool_calls))
-    return _CHARACTERS_PER_MESSAGE + sum(len(text) for text in texts if text is not None)
 
 
 def _resolve_grammar(
     request: GenerateRequest, rendered_prompt: RenderedPrompt | None
 ) -> Grammar | None:
-    """The grammar of the output, or None. Raises AppError(INVALID) if the request also asks to
-    continue after the end of the output (min_tokens, ignore_eos)."""
+    """Returns the grammar of the output, or None. Raises AppError(INVALID) if the request also
+    changes where the output ends or which tokens it may contain."""
     grammar = request.grammar if rendered_prompt is None else rendered_prompt.grammar
     if grammar is None:
         return None
-    for name, given in (("min_tokens", request.min_tokens), ("ignore_eos", request.ignore_eos)):
-        if given:
+    for name in UNCONSTRAINED_FIELDS:
+        if request.sampling.get(name) or getattr(request, name, None):
             message = (
                 f"{name} cannot be combined with structured output, a forced tool call or a "
-                "reasoning budget: leave out one"
+                "reasoning budget: remove one of them"
             )
             raise AppError(ErrorKind.INVALID, message, param=name)
     return grammar
 
 
 def _copy_choice(first: PreparedChoice, copy: int, request: GenerateRequest) -> PreparedChoice:
-    """A further choice for the same prompt, with a different seed; only the first choice returns
-    the prompt's ids. copy: 0 is the first choice itself."""
+    """Returns a further choice for the same prompt, with a different seed. Only the first choice
+    returns the prompt's token IDs. copy: the number of the copy; 0 is the first choice itself."""
     if copy == 0:
         return first
     seed = first.job.sampling.seed

@@ -1,7 +1,8 @@
 """The registry of models that requests may use, and of their files.
 
-Knows: the models named at start, the installed models, their keep-alive. Must not know: which
-models are loaded, HTTP. All code runs on the event loop, except disk access, which uses threads.
+Knows: the models named at start, the installed models, their keep-alive time. Must not know: the
+state of loaded models, HTTP. All code runs on the event loop, except disk access, which uses
+threads.
 """
 
 import asyncio
@@ -17,14 +18,15 @@ from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
 from app.core.model_state import ServedModel
 from app.core.settings import ModelSettings, Settings
+from app.core.units import pluralize
 from app.engine.model_info import complete_config
 
 log = logging.getLogger(__name__)
 
-# keep-alive in seconds of models that were not named at start, as in Ollama
+# the keep-alive time in seconds of models that were not named at start, as in Ollama
 _DEFAULT_KEEP_ALIVE = 300.0
 
-# minimum seconds between two scans of the installed models
+# the minimum number of seconds between two scans of the installed models
 _RESCAN_INTERVAL = 1.0
 
 
@@ -33,7 +35,7 @@ _Tasks = dict[str, asyncio.Task[ModelFiles]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisteredModel:
-    """A model that requests may use. files: its files as last read."""
+    """A model that requests may use. files: the model's files as last read."""
 
     served: ServedModel
     files: ModelFiles
@@ -42,7 +44,7 @@ class RegisteredModel:
 def build_entry(
     model: ModelSettings | None, files: ModelFiles, settings: Settings
 ) -> RegisteredModel:
-    """Builds the entry of a model named at start. model: None is the built-in model."""
+    """Builds the entry of a model named at start. model: the model; None is the built-in model."""
     model = model or ModelSettings(name=files.name)
     own = settings.for_model(model)
     name = model.alias or files.name
@@ -74,14 +76,16 @@ class ModelRegistry:
         self._verify_tasks: _Tasks = {}
         self._update_tasks: _Tasks = {}
         if len(self._named) < len(entries):
-            twice = sorted(e.served.name for e in entries if self._named[e.served.name] is not e)
+            duplicates = sorted(
+                e.served.name for e in entries if self._named[e.served.name] is not e
+            )
             raise AppError(
                 ErrorKind.INVALID,
-                f"two models are named {twice[0]!r}: give one of them another alias",
+                f"two models are named {duplicates[0]!r}: give one of them another alias",
             )
 
     def entries(self) -> Iterator[RegisteredModel]:
-        """All entries, those named at start first."""
+        """Returns all entries. The models named at start come first."""
         yield from self._named.values()
         yield from self._installed.values()
 
@@ -95,7 +99,7 @@ class ModelRegistry:
         return None
 
     async def discover(self, name: str) -> None:
-        """Scans the installed models if there is no model of that name yet."""
+        """Scans the installed models if no model with that name is known yet."""
         if self.find(name) is None and self._settings.installed:
             await self.rescan()
 
@@ -108,6 +112,22 @@ class ModelRegistry:
             self._scan_task = asyncio.create_task(self._scan())
         await asyncio.shield(self._scan_task)
 
+    @property
+    def serves_installed(self) -> bool:
+        """Whether models that are installed while the server runs can be requested."""
+        return self._settings.installed
+
+    def is_named(self, name: str) -> bool:
+        """Whether a model was named at start."""
+        return name in self._named
+
+    async def refresh(self) -> None:
+        """Scans the installed models after one of them was changed here."""
+        if self._scan_task is not None:
+            await asyncio.shield(self._scan_task)
+        self._scanned_at = -math.inf
+        await self.discover("")
+
     async def update(self, served: ServedModel) -> None:
         """Reads the files of a model again, without verifying digests. Errors are ignored, since
         the next load reports them."""
@@ -115,23 +135,25 @@ class ModelRegistry:
             await self._share_read(self._update_tasks, served, _find_files)
 
     async def load_verified_files(self, served: ServedModel) -> ModelFiles:
-        """Reads the current files of a model and verifies their digests. Raises AppError.
+        """Reads the current files of a model and verifies their digests. Raises AppError if this
+        fails.
 
-        Concurrent calls share one read: it may take minutes and cannot be cancelled, and repeated
-        requests of disconnecting clients must not occupy all threads."""
+        Concurrent calls share one read. A read may take minutes and cannot be cancelled, and
+        repeated requests from clients that disconnect must not occupy all threads.
+        """
         try:
             return await self._share_read(self._verify_tasks, served, _resolve_verified)
         except AppError as error:
             if error.kind is not ErrorKind.MODEL_NOT_FOUND or served.name not in self._named:
                 raise
-            # the model is listed, so this is not an error of the request
+            # the model is listed, so the request did not cause this error
             message = f"the files of {served.name} no longer exist: {error.message}"
             raise AppError(ErrorKind.MODEL_FILES, message) from error
 
     async def _share_read(
         self, tasks: _Tasks, served: ServedModel, read: Callable[[str | None], ModelFiles]
     ) -> ModelFiles:
-        """Runs one read for all concurrent calls."""
+        """Shares one read between all concurrent calls."""
         task = tasks.get(served.name)
         if task is None:
             work = self._read(served, read)
@@ -142,8 +164,8 @@ class ModelRegistry:
     async def _read(
         self, served: ServedModel, read: Callable[[str | None], ModelFiles]
     ) -> ModelFiles:
-        """Reads the files on a thread. Equal files leave the entry unchanged, since other code
-        compares entries and files by identity."""
+        """Reads the files on a thread. If the files are equal, the entry is not changed, because
+        other code compares entries and files by identity."""
         files = replace(await asyncio.to_thread(read, served.source), name=served.name)
         for entries in (self._named, self._installed):
             entry = entries.get(served.name)
@@ -155,12 +177,13 @@ class ModelRegistry:
         try:
             found, unfit = await asyncio.to_thread(_scan_installed, self._installed)
         except AppError as error:
-            # known models are still served; models that cannot be found are reported as missing
+            # known models are still served; a model that is not found is reported as missing
             self._log_scan_error(error.message)
             return
         self._last_error = None
         if unfit and unfit != self._unservable:
-            log.info("%d installed models cannot be served: `mlxrunner list` shows why", len(unfit))
+            models = pluralize(len(unfit), "installed model")
+            log.info("cannot serve %s: `mlxrunner list` shows why", models)
         self._unservable = unfit
         self._installed = {
             name: self._reuse_entry(name, files) for name, files in found if name not in self._named
@@ -168,13 +191,13 @@ class ModelRegistry:
         self._scanned_at = time.monotonic()
 
     def _log_scan_error(self, message: str) -> None:
-        """Logs the error once, not for every request that names a missing model."""
+        """Logs the error once, rather than for every request that names a missing model."""
         if message != self._last_error:
             log.warning("cannot scan the installed models: %s", message)
         self._last_error, self._scanned_at = message, time.monotonic()
 
     def _reuse_entry(self, name: str, files: ModelFiles) -> RegisteredModel:
-        """Returns the existing entry if the files are unchanged, since other code caches data by
+        """Returns the existing entry if the files are unchanged, because other code caches data by
         its identity."""
         entry, known = self._build_entry(name, files), self._installed.get(name)
         return known if known is not None and known.files == entry.files else entry
@@ -203,12 +226,12 @@ def _find_files(source: str | None) -> ModelFiles:
 def _forget_task(tasks: _Tasks, name: str, task: asyncio.Task[ModelFiles]) -> None:
     del tasks[name]
     if not task.cancelled():
-        task.exception()  # mark it as retrieved: all waiting requests may have been cancelled
+        task.exception()  # marks it as retrieved: all waiting requests may be cancelled
 
 
 def _scan_installed(known: Iterable[str]) -> tuple[list[tuple[str, ModelFiles]], list[str]]:
-    """The installed models that can be served, as (name, files), and the names of those that
-    cannot. known: names that are not logged again."""
+    """Returns the installed models that can be served, as (name, files), and the names of installed
+    models that cannot be served. known: names that are not logged again."""
     found: list[tuple[str, ModelFiles]] = []
     unfit: list[str] = []
     known = set(known)
@@ -217,7 +240,7 @@ def _scan_installed(known: Iterable[str]) -> tuple[list[tuple[str, ModelFiles]],
             found.append((entry.name, complete_config(entry.read())))
         except AppError as error:
             unfit.append(entry.name)
-            log.debug("%s is installed and cannot be served: %s", entry.name, error.message)
+            log.debug("%s is installed but cannot be served: %s", entry.name, error.message)
     for name in sorted({name for name, _ in found} - known):
         log.debug("%s is installed and can be requested", name)
     return found, unfit

@@ -1,44 +1,63 @@
 """The router: resolves the model of a request, waits for its load and passes the request on.
 
-Knows: the registry, the pool, that creating a `Generation` takes a while. Must not know: HTTP,
-tensors, which models are evicted.
+Knows: the registry, the pool, the creation of a `Generation`. Must not know: HTTP, tensors, the
+eviction of models.
 """
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, ErrorKind, redact_paths
 from app.core.events import Event
 from app.core.jobs import EngineStats, Ledger
+from app.core.model_details import ModelDetails, TensorDetails
 from app.core.model_files import ModelFiles
 from app.core.model_state import ModelPhase, ModelState, ServedModel
-from app.core.ports import ModelCard, ResolvedModel, RunnerState, RunnerStatus
+from app.core.ports import ModelCard, ModelLibrary, ResolvedModel, RunnerState, RunnerStatus
 from app.core.requests import GenerateRequest
+from app.core.settings import Settings
 from app.core.thread_pools import ThreadPools
 from app.runners.pool import ModelLease, ModelPool
-from app.serving.generation import Generation, compute_fingerprint
+from app.serving.generation import Generation
+from app.serving.model_describer import ModelDescriber
 from app.serving.registry import ModelRegistry, RegisteredModel
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# seconds between two progress events to a request that waits for its model, and Retry-After of a
-# request whose model did not load in time
+# the number of seconds between two progress events for a request that waits for its model, and the
+# Retry-After value for a request whose model did not load in time
 _PROGRESS_INTERVAL, _LOADING_RETRY_AFTER = 1.0, 10
 
-# The state of the server by the phases of its models, worst state first. Other phases count as
-# ready: a model that is not loaded, or was evicted, is loaded on its next request.
+# Maps the phases of models to the state of the server, worst state first. Other phases count as
+# ready, because a model that is not loaded or was evicted is loaded on its next request.
 _STATES_BY_SEVERITY: Sequence[tuple[RunnerState, frozenset[ModelPhase]]] = (
     ("failed", frozenset({"failed", "refused"})),
     ("stalled", frozenset({"stalled"})),
     ("loading", frozenset({"loading", "queued"})),
+)
+
+
+# settings that may affect the output
+_ENGINE_SETTINGS = (
+    "quantize",
+    "parallel",
+    "context",
+    "context_shift",
+    "memory",
+    "cache",
+    "multi_user",
+    "exact",
+    "prefill_chunk",
 )
 
 
@@ -49,16 +68,18 @@ class _ResolvedModel:
 
 
 def _entry_of(model: ResolvedModel) -> RegisteredModel:
-    assert isinstance(model, _ResolvedModel), "resolved by another router"
+    assert isinstance(model, _ResolvedModel), "another router resolved the model"
     return model.entry
 
 
 class ModelRouter:
     """Implements `Generate` and `Models`.
 
-    preload: names of the models loaded at start; they determine the server's health. load_wait:
-    seconds that an embedding request waits for its model. check_tokenizer: raises AppError for
-    files whose tokenizer must not be used in this process."""
+    preload: the names of the models loaded at start, which determine the server's health.
+    load_wait: the number of seconds that an embedding request waits for its model. check_tokenizer:
+    raises AppError for files whose tokenizer must not be used in this process.
+    library: the models on the disk.
+    """
 
     def __init__(
         self,
@@ -69,8 +90,11 @@ class ModelRouter:
         *,
         load_wait: float,
         check_tokenizer: Callable[[ModelFiles], Awaitable[None]],
+        library: ModelLibrary,
     ) -> None:
         self._registry = registry
+        self.library = library
+        self._describer = ModelDescriber(workers)
         self._pool = pool
         self._preload_names = preload
         self._workers = workers
@@ -81,9 +105,9 @@ class ModelRouter:
         pool.on_unloaded = self._drop_generation
 
     async def preload_models(self) -> None:
-        """Loads the models to preload. Waits for a single model, and raises AppError if it cannot
-        be loaded. Several models are each loaded if memory is free; none is evicted for
-        another."""
+        """Loads the models to preload. If there is only one, waits for it, and raises AppError if
+        it cannot be loaded. If there are several, each is loaded only if memory is free; none is
+        evicted for another."""
         for name in self._preload_names:
             self._pool.preload(self._find_entry(name).served)
         if len(self._preload_names) == 1:
@@ -99,7 +123,7 @@ class ModelRouter:
         await self._registry.discover(name)
         entry = self._find_entry(name)
         if self._pool.model_state(entry.served).phase == "unloaded":
-            # the card is built before the load, and must describe the files that will be loaded
+            # the card is built before the load, but must describe the files that will be loaded
             await self._registry.update(entry.served)
             entry = self._find_entry(name)
         return _ResolvedModel(entry=entry, card=self._build_card(entry))
@@ -117,7 +141,7 @@ class ModelRouter:
                 async with aclosing(self._stream_after_load(entry, lease, request)) as events:
                     yield events
                 return
-            await lease.wait()  # raises at once if the lease was rejected
+            await lease.wait()  # raises immediately if the lease was rejected
             generation = await self._get_generation(entry)
             async with generation.open(request) as events:
                 self._apply_keep_alive(entry, request)
@@ -180,11 +204,13 @@ class ModelRouter:
         states = self.list_model_states()
         kept = [state for state in states if state.name in self._preload_names]
         phases: set[ModelPhase] = {
-            # unloading with an error means that it failed; the phase is "failed" only later
+            # unloading with an error means that the model failed; its phase becomes "failed" later
             "failed" if state.phase == "unloading" and state.error is not None else state.phase
             for state in kept
         }
-        bad: list[RunnerState] = [state for state, meant in _STATES_BY_SEVERITY if phases & meant]
+        bad: list[RunnerState] = [
+            state for state, matching in _STATES_BY_SEVERITY if phases & matching
+        ]
         loading = [state.progress for state in kept if state.phase in ("loading", "queued")]
         errors = [
             state.error if state.name in state.error else f"{state.name}: {state.error}"
@@ -203,14 +229,46 @@ class ModelRouter:
             compiling=sum(state.compiling for state in states),
         )
 
-    async def load(self, model: ResolvedModel, keep_alive: float | None = None) -> ModelState:
+    async def describe(self, model: ResolvedModel) -> ModelDetails:
+        return await self._describe(_entry_of(model))
+
+    async def list_details(self) -> Sequence[ModelDetails]:
+        await self.rescan()
+        entries = list(self._registry.entries())
+        self._describer.forget_others([entry.served.name for entry in entries])
+        results = await asyncio.gather(*map(self._describe, entries), return_exceptions=True)
+        for entry, details in zip(entries, results, strict=True):
+            if isinstance(details, AppError):
+                log.info("%s cannot be described: %s", entry.served.name, details.message)
+            elif isinstance(details, BaseException):
+                raise details
+        return [details for details in results if isinstance(details, ModelDetails)]
+
+    async def _describe(self, entry: RegisteredModel) -> ModelDetails:
+        facts = await self._describer.describe(entry.files, key=entry.served.name)
+        context = self._pool.context_length(entry.served)
+        return replace(
+            facts,
+            name=entry.served.name,
+            context_length=context
+            or entry.files.resolve_context_length(entry.served.settings.context),
+            keep_alive=entry.served.keep_alive,
+        )
+
+    async def list_tensors(self, model: ResolvedModel) -> Sequence[TensorDetails]:
+        return await self._describer.list_tensors(_entry_of(model).files)
+
+    async def load(
+        self, model: ResolvedModel, keep_alive: float | None = None, *, admin: bool = True
+    ) -> ModelState:
         entry = _entry_of(model)
-        # also load a model that is refused after failures: the cause may have been fixed
-        self._pool.get_handle(entry.served).reset_backoff()
+        if admin:
+            # also load a model that is refused after failures, since the cause may have been fixed
+            self._pool.get_handle(entry.served).reset_backoff()
         async with self._lease(entry) as lease:
             await asyncio.gather(lease.wait(), self._get_generation(entry))
             if keep_alive is not None:
-                self._pool.set_keep_alive(entry.served, keep_alive, admin=True)
+                self._pool.set_keep_alive(entry.served, keep_alive, admin=admin)
         return self._pool.model_state(entry.served)
 
     async def unload(self, model: ResolvedModel) -> ModelState:
@@ -240,7 +298,8 @@ class ModelRouter:
         )
 
     def _get_fingerprint(self, entry: RegisteredModel) -> str:
-        """The fingerprint of the model's files; cached, since computing it takes a millisecond."""
+        """Returns the fingerprint of the model's files. It is cached, since computing it takes a
+        millisecond."""
         name = entry.served.name
         current = self._pool.loaded_files(entry.served) or entry.files
         files, known = self._fingerprints.get(name, (None, ""))
@@ -260,7 +319,7 @@ class ModelRouter:
     def _apply_keep_alive(
         self, entry: RegisteredModel, request: GenerateRequest | EmbedRequest
     ) -> None:
-        """Applies the keep-alive of a request that was accepted."""
+        """Applies the keep-alive time of a request that was accepted."""
         if request.keep_alive is not None:
             self._pool.set_keep_alive(entry.served, request.keep_alive, admin=request.admin)
 
@@ -269,7 +328,7 @@ class ModelRouter:
     ) -> AsyncGenerator[Event]:
         """Yields `ModelLoading` periodically until the model is loaded, then the request's own
         events."""
-        # the tokenizer and templates are read while the weights are loaded
+        # read the tokenizer and the templates while the weights are loaded
         loaded = asyncio.gather(lease.wait(), self._get_generation(entry))
         try:
             while not loaded.done():
@@ -279,7 +338,7 @@ class ModelRouter:
         finally:
             loaded.cancel()
             await asyncio.gather(loaded, return_exceptions=True)
-        # get it again: the previous one may belong to a runner that was still being stopped
+        # get it again, because the previous one may belong to a runner that was being stopped
         generation = await self._get_generation(entry)
         async with generation.open(request) as events:
             self._apply_keep_alive(entry, request)
@@ -297,8 +356,8 @@ class ModelRouter:
             self._drop_if_unloaded(entry)
 
     async def _get_generation(self, entry: RegisteredModel) -> Generation:
-        """The `Generation` of a model; created once and kept while the model stays in memory.
-        Raises AppError if the tokenizer or templates are invalid."""
+        """Returns the `Generation` of a model. It is created once and kept while the model stays
+        loaded. Raises AppError if the tokenizer or the templates are invalid."""
         name = entry.served.name
         task = self._generations.get(name)
         if task is None:
@@ -328,20 +387,20 @@ class ModelRouter:
             raise redact_paths(error, entry.files.path if entry else None, served.name) from error
 
     def _drop_if_unloaded(self, entry: RegisteredModel) -> None:
-        """Drops the `Generation` of a model without requests that was never loaded: the pool does
-        not report such a model as unloaded."""
+        """Drops the `Generation` of a model that was never loaded and has no requests. The pool
+        does not report such a model as unloaded."""
         state = self._pool.model_state(entry.served)
         if not state.leases and state.phase in ("unloaded", "refused"):
             self._drop_generation(entry.served)
 
     def _drop_generation(self, served: ServedModel) -> None:
-        """Drops the `Generation` of a model to free the memory of its tokenizer; running requests
+        """Drops the `Generation` of a model to free the memory of its tokenizer. Running requests
         continue to use it."""
         self._generations.pop(served.name, None)
 
 
 def sum_engine_stats(stats: Sequence[EngineStats]) -> EngineStats:
-    """The sums of the statistics of several engines."""
+    """Returns the sum of the statistics of several engines."""
     misses: dict[str, int] = {}
     for one in stats:
         for reason, count in one.prefix_miss_counts:
@@ -360,5 +419,21 @@ def sum_engine_stats(stats: Sequence[EngineStats]) -> EngineStats:
         **plain,
         ledger=Ledger(**ledger),
         prefix_hit_counts=tuple(map(sum, zip(*hits, strict=True))),
-        prefix_miss_counts=tuple(misses.items()),  # pyright: ignore[reportArgumentType]  # the same reasons
+        prefix_miss_counts=tuple(misses.items()),  # pyright: ignore[reportArgumentType]  # the reasons are the same
     )
+
+
+def compute_fingerprint(files: ModelFiles, settings: Settings) -> str:
+    """Returns the system fingerprint. It changes with everything that may change the output for a
+    given seed: the model and its weights, the versions of mlxrunner and MLX, and the engine's
+    settings."""
+    parts = (
+        version("mlxrunner"),
+        version("mlx"),
+        files.name,
+        str(files.weight_bytes),
+        files.weights_digest,
+        repr(sorted((name, str(value)) for name, value in files.config.items())),
+        repr([getattr(settings, name) for name in _ENGINE_SETTINGS]),
+    )
+    return f"fp_{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:12]}"

@@ -17,17 +17,17 @@ class Tracing(Protocol):
     """Collects and exports traces."""
 
     def observe(self, request: GenerateRequest | EmbedRequest) -> RequestObserver:
-        """Starts the trace of a request; an `app.core.observers.ObserverFactory`."""
+        """Starts the trace of a request. This method is an `app.core.observers.ObserverFactory`."""
         ...
 
     async def stop(self) -> None:
-        """Exports the remaining traces, for a few seconds at most."""
+        """Exports the remaining traces. This takes at most a few seconds."""
         ...
 
 
 def create_tracing(settings: Settings) -> Tracing | None:
-    """Creates the tracing; None if it is not configured, in which case nothing is imported for it.
-    Raises AppError(INVALID) if it is configured and not available."""
+    """Creates the tracing if it is configured. Otherwise, returns None and imports nothing for it.
+    Raises AppError(INVALID) if tracing is configured but not available."""
     make = _load_tracing_class(settings)
     return None if make is None else make(settings)
 

@@ -1,14 +1,15 @@
-"""The model stores: resolves a name to `ModelFiles`. Never opens a tensor, never uses the network.
+"""The model stores. This package resolves a model name to `ModelFiles`. It never reads tensor data
+and never uses the network.
 
-Knows: the order in which sources are searched. Must not know: the contents of a model.
+Knows: the order of the sources. Must not know: the contents of a model.
 
     builtin                 the model that ships with the project
     a folder                in the layout of the Hugging Face hub; anything that looks like a path
     org/name[@revision]     the Hugging Face cache
     [[host/]ns/]name[:tag]  Ollama's store
 
-A name is looked up in this order, and the first match wins. A model that is not found may be
-downloadable; app.store.hub handles that.
+The sources are searched in this order, and the first match is used. app.store.hub can download
+models that were not found.
 """
 
 import contextlib
@@ -29,8 +30,8 @@ _Name = TypeVar("_Name")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstalledModel:
-    """An installed model, perhaps incomplete. source: the name of its source. read: reads its
-    files; raises AppError if it cannot be served."""
+    """An installed model, which may be incomplete. source: the name of its source. read: a function
+    that reads the model's files and raises AppError if the model cannot be served."""
 
     name: str
     source: str
@@ -39,7 +40,7 @@ class InstalledModel:
 
 
 def resolve(name: str | None) -> ModelFiles:
-    """Finds a model as `find` does, and verifies the digest of every blob that is named by one."""
+    """Finds a model like `find`, and verifies all blobs whose file names contain a digest."""
     files = find(name)
     DigestCache().verify(manifest.get_digests(files.shards))
     return files
@@ -47,8 +48,8 @@ def resolve(name: str | None) -> ModelFiles:
 
 @contextlib.contextmanager
 def _translate_os_errors() -> Generator[None]:
-    """Raises AppError(MODEL_FILES) for a file or folder that cannot be read or disappears, which
-    any disk access may find."""
+    """Raises AppError(MODEL_FILES) for a file or folder that cannot be read or disappears. This can
+    happen in any disk access."""
     try:
         yield
     except OSError as error:
@@ -59,22 +60,22 @@ def _translate_os_errors() -> Generator[None]:
 
 @_translate_os_errors()
 def find(name: str | None) -> ModelFiles:
-    """Finds a model; reads JSON and tensor headers only. name: None for the built-in model.
+    """Finds a model. Reads only JSON files and tensor headers. name: None for the built-in model.
 
-    Raises ModelNotFoundError if no source has it, and AppError(MODEL_FILES) with a message of one
-    line if the files of the first match are invalid.
+    Raises ModelNotFoundError if no source has the model. Raises AppError(MODEL_FILES), with a
+    message of one line, if the files of the first match are invalid.
     """
     if name is None or name == BUILTIN:
         return _read_builtin()
-    wanted = parse_model_name(name)
+    parsed = parse_model_name(name)
     found = (
-        _find_in_folder(wanted) or _find_in_hub_cache(wanted.hub) or _find_in_ollama_store(wanted)
+        _find_in_folder(parsed) or _find_in_hub_cache(parsed.hub) or _find_in_ollama_store(parsed)
     )
     if found is not None:
         return found
-    if wanted.hub is None and wanted.folder is not None and wanted.folder.is_dir():
-        return hf_folder.read(wanted.folder, name=name)  # names the missing files
-    raise _not_found_error(wanted)
+    if parsed.hub is None and parsed.folder is not None and parsed.folder.is_dir():
+        return hf_folder.read(parsed.folder, name=name)  # the error names the missing files
+    raise _not_found_error(parsed)
 
 
 def list_installed() -> Iterator[InstalledModel]:
@@ -82,7 +83,7 @@ def list_installed() -> Iterator[InstalledModel]:
     yield InstalledModel(
         name=BUILTIN, source="built in", path=_builtin_folder(), read=_read_builtin
     )
-    # takes a sixth of a second to import, which is only spent where needed
+    # the import takes a sixth of a second, so it is only done here
     from app.store.hub import cache
 
     with _translate_os_errors():
@@ -110,13 +111,13 @@ def _make_reader(
     return read
 
 
-def _find_in_folder(wanted: ModelName) -> ModelFiles | None:
-    """Reads a folder. An explicit path must be a model; a name that is also a folder only counts if
-    it looks like one."""
-    folder = wanted.folder
+def _find_in_folder(name: ModelName) -> ModelFiles | None:
+    """Reads a folder. An explicit path must be a model. A name that matches a folder is only
+    resolved to it if the folder looks like a model."""
+    folder = name.folder
     if folder is None or not folder.is_dir():
         return None
-    is_path = wanted.hub is None and wanted.ollama is None
+    is_path = name.hub is None and name.ollama is None
     if not is_path and not (folder / "config.json").is_file():
         return None
     return hf_folder.read(folder, name=folder.resolve().name)
@@ -130,35 +131,36 @@ def _find_in_hub_cache(name: HubName | None) -> ModelFiles | None:
     return cache.find(name)
 
 
-def _find_in_ollama_store(wanted: ModelName) -> ModelFiles | None:
-    return None if wanted.ollama is None else model.find(wanted.ollama)
+def _find_in_ollama_store(name: ModelName) -> ModelFiles | None:
+    return None if name.ollama is None else model.find(name.ollama)
 
 
-def _not_found_error(wanted: ModelName) -> ModelNotFoundError:
-    """Returns the error with the places searched and a suggestion."""
-    if wanted.hub is None and wanted.ollama is None:
-        return ModelNotFoundError(f"{wanted.text} is not a folder: check the path")
-    is_folder = wanted.folder is not None and wanted.folder.is_dir()
-    looked = ["the folder of that name holds no model" if is_folder else "no such folder"]
-    if wanted.hub is not None:
+def _not_found_error(name: ModelName) -> ModelNotFoundError:
+    """Returns the error, with the searched places and a suggestion."""
+    if name.hub is None and name.ollama is None:
+        return ModelNotFoundError(f"{name.text} is not a folder: check the path")
+    is_folder = name.folder is not None and name.folder.is_dir()
+    places = ["the folder with this name contains no model" if is_folder else "no such folder"]
+    if name.hub is not None:
         from app.store.hub import cache
 
-        looked.append(f"not in the Hugging Face cache ({cache.cache_folder()})")
-    if wanted.ollama is not None:
-        looked.append(f"not in Ollama's store ({manifest.store_folder()})")
-    said = f"model {wanted.text} was not found: {', '.join(looked)}"
-    if wanted.hub is None:
+        places.append(f"not in the Hugging Face cache ({cache.cache_folder()})")
+    if name.ollama is not None:
+        places.append(f"not in Ollama's store ({manifest.store_folder()})")
+    message = f"model {name.text} was not found: {', '.join(places)}"
+    if name.hub is None:
         return ModelNotFoundError(
-            f"{said}; run `mlxrunner list` to see local models, or download it with `ollama pull`"
+            f"{message}; run `mlxrunner list` to see local models, or download it with "
+            "`ollama pull`"
         )
     return ModelNotFoundError(
-        f"{said}; run `mlxrunner pull {wanted.text}` to download it, or serve it with --pull",
-        hub=wanted.hub,
+        f"{message}; run `mlxrunner pull {name.text}` to download it, or serve it with --pull",
+        hub=name.hub,
     )
 
 
 def is_builtin(files: ModelFiles) -> bool:
-    """Returns whether the model is the one that ships with the project."""
+    """Returns whether the model is the built-in model."""
     return files.path == _builtin_folder()
 
 

@@ -1,15 +1,15 @@
-"""Reading of a model's small files: JSON objects and text.
+"""Reads a model's small files, which contain JSON objects or text.
 
-Knows: what may be at a path instead of the expected file. Must not know: which files a model has,
-their meaning.
+Knows: the types of files that may be at a path. Must not know: the files of a model, their meaning.
 
-A folder of the Hugging Face cache consists of links to its blobs, so links are treated like files.
+A folder of the Hugging Face cache consists of links to its blobs. Therefore links are treated like
+files.
 """
 
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,20 +17,22 @@ import orjson
 
 from app.core.errors import AppError, ErrorKind
 
-# configs have a few kilobytes, the largest chat templates a hundred
+# The maximum size of a file. Config files have a few kilobytes, and the largest chat templates have
+# a hundred.
 _MAX_BYTES = 16 << 20
 
 
 def is_regular_file(path: Path) -> bool:
-    """Returns whether the path is a regular file. Raises AppError(MODEL_FILES) if it exists but
-    cannot be read: a broken or circular link, a folder, a pipe (which would block)."""
+    """Returns whether the path is a regular file. Raises AppError(MODEL_FILES) if the path exists
+    but is not a readable file. Examples are a broken or circular link, a folder, or a pipe (reading
+    it would block)."""
     try:
         found = os.stat(path)
     except FileNotFoundError as error:
         if path.is_symlink():
             raise unreadable_error(path, "it is a link to a missing file") from error
         return False
-    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
+    except (OSError, ValueError) as error:  # ValueError: the name contains a null byte
         raise unreadable_error(path, _format_reason(error)) from error
     if not stat.S_ISREG(found.st_mode):
         raise unreadable_error(path, "it is not a regular file")
@@ -38,8 +40,8 @@ def is_regular_file(path: Path) -> bool:
 
 
 def read_json_object(path: Path, *, max_bytes: int = _MAX_BYTES) -> Mapping[str, Any] | None:
-    """Reads the JSON object in a file; None if the file does not exist. max_bytes: largest size in
-    bytes.
+    """Reads the JSON object in a file. Returns None if the file does not exist. max_bytes: the
+    maximum size of the file in bytes.
 
     Raises AppError(MODEL_FILES) with a message of one line that names the file.
     """
@@ -57,9 +59,23 @@ def read_json_object(path: Path, *, max_bytes: int = _MAX_BYTES) -> Mapping[str,
     return cast(Mapping[str, Any], found)
 
 
-def read_text(path: Path, *, max_bytes: int = _MAX_BYTES) -> str | None:
-    """Reads the text in a file; None if the file does not exist. Raises as `read_json_object`
+def read_json_array(path: Path) -> Sequence[Any] | None:
+    """Reads the JSON array in a file; None if the file does not exist. Raises as `read_json_object`
     does."""
+    if not is_regular_file(path):
+        return None
+    try:
+        found = orjson.loads(_read(path, max_bytes=_MAX_BYTES))
+    except orjson.JSONDecodeError as error:
+        raise unreadable_error(path, str(error)) from error
+    if not isinstance(found, list):
+        raise AppError(ErrorKind.MODEL_FILES, f"{path} is not a JSON array")
+    return cast("list[Any]", found)
+
+
+def read_text(path: Path, *, max_bytes: int = _MAX_BYTES) -> str | None:
+    """Reads the text in a file. Returns None if the file does not exist. Raises the same errors as
+    `read_json_object`."""
     if not is_regular_file(path):
         return None
     try:
@@ -69,12 +85,12 @@ def read_text(path: Path, *, max_bytes: int = _MAX_BYTES) -> str | None:
 
 
 def _parse_with_infinity(content: bytes) -> Any:
-    """Parses JSON with Infinity, which Python writes although JSON lacks it, and which occurs in
-    configs (Nemotron-H's time_step_limit). Returns None if that is not the error; NaN is rejected,
-    because no setting uses it."""
+    """Parses JSON with Infinity. Python writes Infinity although JSON does not have it, and some
+    configs contain it (for example, Nemotron-H's time_step_limit). Returns None if the JSON is
+    invalid for another reason. NaN is rejected, because no setting uses it."""
     try:
         found = json.loads(content, parse_constant=_parse_infinity)
-        orjson.dumps(found)  # rejects everything else that is not JSON
+        orjson.dumps(found)  # rejects all other values that JSON does not have
     except (ValueError, TypeError, RecursionError):
         return None
     return found
@@ -98,7 +114,7 @@ def _read(path: Path, *, max_bytes: int) -> bytes:
         raise unreadable_error(path, _format_reason(error)) from error
     if len(content) > max_bytes:
         raise unreadable_error(
-            path, f"it is larger than {max_bytes >> 20} MiB, the limit for such files"
+            path, f"it is larger than {max_bytes >> 20} MiB, the maximum for this kind of file"
         )
     return content
 

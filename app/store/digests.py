@@ -1,9 +1,9 @@
-"""Verification of files whose name or listing contains their digest.
+"""Verifies files whose expected digest is known from their name or a listing.
 
-Knows: SHA-256, git's SHA-1 of a file, which files were verified before. Must not know: the contents
-of the files.
+Knows: SHA-256, git's SHA-1 of a file, the cache of verified files. Must not know: the contents of
+the files.
 
-hashlib releases the GIL, so threads hash at the disk's speed.
+hashlib releases the GIL, so several threads hash at the speed of the disk.
 """
 
 import contextlib
@@ -26,20 +26,20 @@ log = logging.getLogger(__name__)
 
 _THREADS = 4
 
-# size from which hashing takes a second or more
+# the total size from which a log message is written, because hashing takes a second or more
 _LOG_FROM_BYTES = 1 << 30
 _CHUNK = 1 << 20
 
 
 def sha256(path: Path) -> str:
-    """Returns 64 hexadecimal digits. Raises OSError."""
+    """Returns the SHA-256 of a file as 64 hexadecimal digits. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def git_sha1(path: Path) -> str:
-    """Returns git's blob id, which the hub uses for small files: the SHA-1 of type, size and
-    content. Raises OSError."""
+    """Returns git's blob ID, which the hub uses for small files. It is the SHA-1 of the type, the
+    size and the content. Raises OSError."""
     digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -48,19 +48,20 @@ def git_sha1(path: Path) -> str:
 
 
 class DigestCache:
-    """A cache of verified files, so that a start does not read every model again. It protects
-    against broken disks and copies, not against attackers, who could also write to this cache.
+    """A cache of verified files, so that the server does not hash every model at each start. It
+    detects errors of disks and copies. It does not protect against attackers, because they could
+    also write to this cache.
 
-    A file is identified by digest, size, modification time and inode; a replaced or modified file
-    is hashed again. If the cache cannot be written, nothing is cached.
+    A file is identified by its digest, size, modification time and inode. A replaced or modified
+    file is hashed again. If the cache cannot be written, nothing is cached.
     """
 
     def __init__(self, cache_file: Path | None = None) -> None:
         self._path = cache_file or app_cache_folder() / "verified.json"
 
     def verify(self, files: Mapping[Path, str]) -> None:
-        """Verifies files. files: the expected SHA-256 of each. Raises AppError(MODEL_FILES) for the
-        first that differs or cannot be read."""
+        """Verifies files. files: the expected SHA-256 of each file. Raises AppError(MODEL_FILES)
+        for the first file that differs or cannot be read."""
         known = self._read()
         try:
             marks = {path: _fingerprint(path) for path in files}
@@ -91,7 +92,7 @@ class DigestCache:
         return cast(dict[str, list[int]], found) if isinstance(found, dict) else {}
 
     def _write(self, verified: Mapping[str, Any]) -> None:
-        """Writes atomically, because another process may be reading."""
+        """Writes the cache atomically, because another process may be reading it."""
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._path.parent, delete=False) as file:
@@ -100,7 +101,7 @@ class DigestCache:
 
 
 def app_cache_folder() -> Path:
-    """Returns the cache folder of this program; it may be deleted at any time."""
+    """Returns the cache folder of this program. Users may delete this folder at any time."""
     if given := os.environ.get("XDG_CACHE_HOME"):
         return Path(given) / "mlxrunner"
     usual = "Library/Caches" if sys.platform == "darwin" else ".cache"

@@ -1,9 +1,9 @@
-"""Model folders in the layout of the Hugging Face hub.
+"""Reads model folders in the layout of the Hugging Face hub.
 
 Knows: file names, JSON. Must not know: tensors, tokenizers, the meaning of templates.
 
-The contents are checked as far as possible. Code in a folder is never run, and pickles, which are
-code, are never opened.
+The contents are checked as far as possible. Code in a folder is never run. Pickle files are never
+opened, because they contain code.
 """
 
 import logging
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 
-# the names of 100,000 tensors take 10 MB
+# the maximum size of the index; the names of 100,000 tensors take 10 MB
 _MAX_INDEX_BYTES = 128 << 20
 
 # weight formats that are not supported
@@ -41,8 +41,8 @@ def read(folder: Path, *, name: str) -> ModelFiles:
     tokenizer = folder / "tokenizer.json"
     if not is_regular_file(tokenizer):
         raise _model_files_error(
-            f"{folder} has no tokenizer.json, the only supported tokenizer format: save the "
-            "tokenizer with transformers' AutoTokenizer, which writes one"
+            f"{folder} has no tokenizer.json, the only supported tokenizer format: load the "
+            "tokenizer with transformers' AutoTokenizer and save it to create this file"
         )
     if "auto_map" in config:
         log.info("%s: the model's own code (auto_map) is not run", name)
@@ -76,7 +76,8 @@ _SUPPORTED_FORMATS = "safetensors version, or one that was converted for MLX"
 
 
 def _find_shards(folder: Path) -> tuple[SafetensorsHeader, ...]:
-    """Returns the shards: the files named in the index, or all files named like weights."""
+    """Returns the shards, which are the files listed in the index. Without an index, they are all
+    files whose names look like weights."""
     index = read_json_object(folder / _INDEX, max_bytes=_MAX_INDEX_BYTES)
     if index is None:
         found = tuple(safetensors_header.read(path) for path in _list_unindexed_shards(folder))
@@ -90,15 +91,15 @@ def _find_shards(folder: Path) -> tuple[SafetensorsHeader, ...]:
 
 
 def _list_unindexed_shards(folder: Path) -> Sequence[Path]:
-    """Returns `model*.safetensors` if there are any: other files beside them are adapters, or the
-    same weights under other names (consolidated.safetensors)."""
+    """Returns `model*.safetensors` if there are such files. Other files beside them are adapters,
+    or the same weights under other names (consolidated.safetensors)."""
     every = sorted(folder.glob("*.safetensors"))
     if every:
         return [path for path in every if path.name.startswith("model")] or every
     if any(folder.glob(_GGUF)):
-        why = "but a GGUF file, which is not supported"
+        why = "only a GGUF file, which is not supported"
     elif any(path for pattern in _PICKLES for path in folder.glob(pattern)):
-        why = "but a pickle file, which can run code and is never opened"
+        why = "only a pickle file, which is never opened because it can run code"
     else:
         raise _model_files_error(f"{folder} has no .safetensors file")
     raise _model_files_error(
@@ -107,7 +108,7 @@ def _list_unindexed_shards(folder: Path) -> Sequence[Path]:
 
 
 def _read_weight_map(path: Path, index: Mapping[str, Any]) -> Mapping[str, str]:
-    """Returns the file of each tensor, in the same folder as the index."""
+    """Returns the file of each tensor. All files are in the same folder as the index."""
     found: Any = index.get("weight_map")
     if not isinstance(found, dict) or not found:
         raise _model_files_error(f"{path} has no weight_map")
@@ -140,13 +141,13 @@ def _check_index_complete(
     here = {(name, header.path.name) for header in shards for name in header.tensors}
     broken = sorted(places.items() - here)
     if broken:
-        told = ", ".join(f"{name} in {file}" for name, file in broken[:_MAX_LISTED_TENSORS])
+        listed = ", ".join(f"{name} in {file}" for name, file in broken[:_MAX_LISTED_TENSORS])
         more = (
             f" and {len(broken) - _MAX_LISTED_TENSORS} more"
             if len(broken) > _MAX_LISTED_TENSORS
             else ""
         )
-        raise _model_files_error(f"{path} lists tensors that are missing: {told}{more}")
+        raise _model_files_error(f"{path} lists tensors that are missing: {listed}{more}")
 
 
 def _as_text(value: Any) -> str | None:

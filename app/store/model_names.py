@@ -1,8 +1,9 @@
-"""Model names: a folder, a hub id, an Ollama name, `builtin`.
+"""Parses model names: a folder, a hub ID, an Ollama name, or `builtin`.
 
-Knows: the syntax of each. Must not know: whether a model of that name exists.
+Knows: the syntax of each kind of name. Must not know: the existing models.
 
-Parsed names are safe as parts of a path: no part can escape the folder that it is looked up in.
+Parsed names are safe as parts of a path. No part can refer to a path outside of the folder in which
+it is looked up.
 """
 
 import re
@@ -18,12 +19,12 @@ DEFAULT_HOST, DEFAULT_NAMESPACE, DEFAULT_TAG = "registry.ollama.ai", "library", 
 
 _PATH_STARTS = ("/", "./", "../", "~")
 
-# of a hub id: huggingface_hub's own rule, which also forbids `--` and `..`
-_ORGANISATION_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+# the parts of a hub ID, by huggingface_hub's own rule; `--` and `..` are also forbidden
+_ORGANIZATION_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _REPOSITORY_PATTERN = re.compile(r"\w[\w.-]{0,95}", re.ASCII)
 _REVISION_PATTERN = re.compile(r"\w[\w./-]{0,254}", re.ASCII)
 
-# of an Ollama name; only the host may have a colon, before its port
+# the parts of an Ollama name; only the host may contain a colon, before its port
 _HOST_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,253}(:\d{1,5})?")
 _PART_PATTERN = re.compile(r"\w[\w.-]{0,79}", re.ASCII)
 
@@ -50,7 +51,7 @@ class OllamaName:
     tag: str
 
     def __str__(self) -> str:
-        """Returns the shortest form, without defaults."""
+        """Returns the shortest form of the name, without defaults."""
         parts = [self.model]
         if self.namespace != DEFAULT_NAMESPACE or self.host != DEFAULT_HOST:
             parts.insert(0, self.namespace)
@@ -61,7 +62,7 @@ class OllamaName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelName:
-    """A name and its possible interpretations; None for those that do not apply."""
+    """A name and its possible interpretations. An interpretation that is not possible is None."""
 
     text: str
     folder: Path | None
@@ -70,11 +71,11 @@ class ModelName:
 
 
 def parse_model_name(text: str) -> ModelName:
-    """Parses a name. Raises AppError(MODEL_NOT_FOUND) if it has no valid interpretation."""
+    """Parses a name. Raises AppError(MODEL_NOT_FOUND) if no interpretation is valid."""
     if "\0" in text or not text.strip():
         raise _name_error(text, "is not the name of a model")
     if "://" in text:
-        raise _name_error(text, "is a URL: give only the name, such as org/name")
+        raise _name_error(text, "is a URL: use only the name, such as org/name")
     folder = Path(text)
     if text.startswith("~"):
         folder = _expand_user(folder)
@@ -86,8 +87,8 @@ def parse_model_name(text: str) -> ModelName:
     if name.hub is None and name.ollama is None and not folder.is_dir():
         raise _name_error(
             text,
-            "is neither a folder nor a valid model name: org/name or org/name@revision on the hub, "
-            "name:tag or namespace/name:tag in Ollama's store",
+            "is neither a folder nor a valid model name: use org/name or org/name@revision for the "
+            "hub, or name:tag or namespace/name:tag for Ollama's store",
         )
     return name
 
@@ -95,10 +96,10 @@ def parse_model_name(text: str) -> ModelName:
 def parse_hub_name(text: str) -> HubName | None:
     """Parses org/name or org/name@revision."""
     repo, at, revision = text.partition("@")
-    organisation, slash, name = repo.partition("/")
+    organization, slash, name = repo.partition("/")
     if (
         not slash
-        or not _ORGANISATION_PATTERN.fullmatch(organisation)
+        or not _ORGANIZATION_PATTERN.fullmatch(organization)
         or not _REPOSITORY_PATTERN.fullmatch(name)
     ):
         return None
@@ -149,9 +150,9 @@ def _name_error(text: str, why: str) -> AppError:
 
 
 class ModelNotFoundError(AppError):
-    """A model that is not installed, or incomplete.
+    """The model is not installed, or is incomplete.
 
-    hub: the repository that it can be downloaded from; None if there is none.
+    hub: the repository from which the model can be downloaded, or None.
     """
 
     def __init__(self, message: str, *, hub: HubName | None = None) -> None:

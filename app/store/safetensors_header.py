@@ -1,14 +1,14 @@
-"""Parsing of safetensors headers; the data behind a header is never read.
+"""Parses safetensors headers. The data behind a header is never read.
 
 Knows: the format (huggingface/safetensors, README.md, "Format"). Must not know: the meaning of
-tensors, which of them a model needs.
+tensors, the tensors that a model needs.
 
     [ 8 bytes: size of the header | header: a JSON object | data ......................... ]
                                                           [ tensor | tensor | ... | tensor ]
 
-The header is checked against the length of the file, so that code that reads the tensors can rely
-on it: each tensor has exactly the bytes of its type and shape, and together they cover the data
-without gaps or overlap.
+The header is compared with the length of the file, so that code that reads the tensors can rely on
+it. Each tensor has exactly as many bytes as its type and shape require. Together, the tensors cover
+the data without gaps or overlap.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from typing import Any, cast
 
 from app.core.errors import AppError, ErrorKind
 
-# bits of one element
+# the number of bits of one element
 DTYPE_BITS: Mapping[str, int] = {
     "BOOL": 8,
     "F4": 4,
@@ -49,22 +49,23 @@ DTYPE_BITS: Mapping[str, int] = {
     "C64": 64,
 }
 
-_LENGTH_BYTES = 8  # bytes of the header's size field
+_LENGTH_BYTES = 8  # number of bytes of the header's size field
 
-# the format's limit on a header; a checkpoint of 90,000 tensors needs a tenth of it
+# the format's maximum size of a header; a checkpoint with 90,000 tensors needs a tenth of it
 _MAX_HEADER_BYTES = 100_000_000
 
-# dimensions are int32 in every tensor library, and no tensor has more than a few
+# dimensions are int32 in every tensor library, and no tensor has more than a few dimensions
 _MAX_DIMENSION = (1 << 31) - 1
 _MAX_NUM_DIMENSIONS = 16
 _MAX_ELEMENTS = (1 << 63) - 1
 
-_MAX_NAME_LENGTH = 80  # characters of an unknown name in a message
+_MAX_NAME_LENGTH = 80  # maximum number of characters of an unknown name in a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """start, end: byte offsets within the data, which begins after the header."""
+    """The description of a tensor. start, end: the byte offsets within the data, which begins after
+    the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -82,9 +83,9 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SafetensorsHeader:
-    """The header of one file. metadata: its `__metadata__`; empty if it has none. fingerprint: a
-    digest of the header, the size and the modification time of the file; it changes when the file
-    is replaced."""
+    """The header of one file. metadata: the `__metadata__` of the header; empty if it has none.
+    fingerprint: a digest of the header and of the size and the modification time of the file. It
+    changes when the file is replaced."""
 
     path: Path
     tensors: Mapping[str, TensorInfo]
@@ -93,13 +94,13 @@ class SafetensorsHeader:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors."""
+        """The total number of bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def read(path: Path) -> SafetensorsHeader:
-    """Reads a header. Raises AppError(MODEL_FILES), one line that names the file, if it violates
-    the format."""
+    """Reads a header. Raises AppError(MODEL_FILES) if the header violates the format. The message
+    is one line that names the file."""
     try:
         found = _stat_regular_file(path)
         size = found.st_size
@@ -107,16 +108,18 @@ def read(path: Path) -> SafetensorsHeader:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if size < _LENGTH_BYTES:
                 raise _invalid_header_error(
-                    path, f"it has {size} bytes, fewer than the 8-byte header length"
+                    path, f"it has {size} bytes, fewer than the 8 bytes of the header length"
                 )
             if length > _MAX_HEADER_BYTES:
                 raise _invalid_header_error(
-                    path, f"its header length is {length} bytes, more than the format allows"
+                    path,
+                    f"its header length is {length} bytes, which exceeds the limit of the format",
                 )
             if length > size - _LENGTH_BYTES:
                 raise _invalid_header_error(
                     path,
-                    f"its header length is {length} bytes, but only {size - _LENGTH_BYTES} follow",
+                    f"its header length is {length} bytes, but only {size - _LENGTH_BYTES} bytes "
+                    "follow",
                 )
             text = file.read(length)
     except OSError as error:
@@ -126,13 +129,13 @@ def read(path: Path) -> SafetensorsHeader:
 
 
 def combine_fingerprints(headers: Iterable[SafetensorsHeader]) -> str:
-    """Returns one digest for the versions of several files."""
+    """Returns one digest of the fingerprints of several files."""
     return hashlib.sha256(" ".join(header.fingerprint for header in headers).encode()).hexdigest()
 
 
 def _stat_regular_file(path: Path) -> os.stat_result:
-    """Returns the file status of a regular file. Opening a pipe would block until it has a writer.
-    Raises OSError."""
+    """Returns the file status of a regular file. Other files are rejected, because opening a pipe
+    would block until it has a writer. Raises OSError."""
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
         raise _invalid_header_error(path, "it is not a regular file")
@@ -142,10 +145,10 @@ def _stat_regular_file(path: Path) -> os.stat_result:
 def _parse_header(
     path: Path, text: bytes, *, data_bytes: int, fingerprint: str
 ) -> SafetensorsHeader:
-    """Parses the header. data_bytes: bytes after it."""
+    """Parses the header. data_bytes: the number of bytes after the header."""
     try:
         found: Any = json.loads(text.decode(), object_pairs_hook=_reject_duplicates)
-    # RecursionError: nested ten thousand levels deep
+    # RecursionError: the JSON is nested ten thousand levels deep
     except (ValueError, RecursionError) as error:
         raise _invalid_header_error(
             path, f"its header is not JSON ({_format_reason(error)})"
@@ -154,13 +157,13 @@ def _parse_header(
         raise _invalid_header_error(path, "its header is not a JSON object")
     entries = cast(dict[str, Any], found)
     metadata = _parse_metadata(path, entries.pop("__metadata__", None))
-    tensors = {name: _parse_tensor(path, name, told) for name, told in entries.items()}
+    tensors = {name: _parse_tensor(path, name, entry) for name, entry in entries.items()}
     _check_contiguous(path, tensors, data_bytes=data_bytes)
     return SafetensorsHeader(path=path, tensors=tensors, metadata=metadata, fingerprint=fingerprint)
 
 
 def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Rejects duplicate keys, because readers disagree on which one counts."""
+    """Rejects duplicate keys, because JSON parsers disagree on which value to use."""
     made = dict(pairs)
     if len(made) < len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
@@ -180,7 +183,7 @@ def _parse_metadata(path: Path, entry: Any) -> dict[str, str]:
 
 
 def _parse_tensor(path: Path, name: str, entry: Any) -> TensorInfo:
-    if not name.isprintable():  # it appears in messages and logs
+    if not name.isprintable():  # the name appears in messages and logs
         raise _invalid_header_error(
             path, f"the tensor name {_quote_name(name)} contains unprintable characters"
         )
@@ -189,7 +192,7 @@ def _parse_tensor(path: Path, name: str, entry: Any) -> TensorInfo:
             shape = cast("list[Any]", entry["shape"])
         case _:
             raise _invalid_header_error(
-                path, f"{_quote_name(name)} needs dtype, shape and data_offsets"
+                path, f"{_quote_name(name)} must have a valid dtype, shape and data_offsets"
             )
     if dtype not in DTYPE_BITS:
         raise _invalid_header_error(
@@ -210,7 +213,7 @@ def _parse_tensor(path: Path, name: str, entry: Any) -> TensorInfo:
 
 
 def _count_elements(shape: list[Any]) -> int | None:
-    """Returns the number of elements of this shape; None if it is invalid."""
+    """Returns the number of elements of this shape, or None if the shape is invalid."""
     if len(shape) > _MAX_NUM_DIMENSIONS:
         return None
     count, bound = 1, 1
@@ -227,13 +230,13 @@ def _count_elements(shape: list[Any]) -> int | None:
 
 
 def _check_contiguous(path: Path, tensors: Mapping[str, TensorInfo], *, data_bytes: int) -> None:
-    """Checks that the tensors cover exactly `data_bytes` bytes: each begins where another one ends,
-    and the last one ends the file."""
+    """Checks that the tensors cover exactly `data_bytes` bytes. Each tensor must begin at the end
+    of another one, and the last tensor must end at the end of the file."""
     at = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if tensor.start != at:
             kind = "overlaps" if tensor.start < at else "leaves a gap after"
-            raise _invalid_header_error(path, f"{_quote_name(name)} {kind} the tensor before it")
+            raise _invalid_header_error(path, f"{_quote_name(name)} {kind} the previous tensor")
         at = tensor.end
     if at > data_bytes:
         raise _invalid_header_error(

@@ -1,6 +1,6 @@
-"""The vocabulary size of a tokenizer.json, without the tokenizers library.
+"""Reads the vocabulary size of a tokenizer.json without the tokenizers library.
 
-Knows: where the file stores its tokens. Must not know: their text, how text is tokenized.
+Knows: the position of the tokens in the file. Must not know: the text of tokens, tokenization.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,20 +10,21 @@ from typing import Any, cast
 from app.core.errors import AppError, ErrorKind
 from app.store.config_files import read_json_object
 
-# the largest vocabularies, of a quarter of a million tokens, take 35 MB
+# the maximum size of the file; the largest vocabularies, with a quarter of a million tokens, take
+# 35 MB
 _MAX_BYTES = 512 << 20
 
 
 def count_token_ids(tokenizer: Path) -> int | None:
-    """Returns the highest id plus one; None if the file does not contain a vocabulary, which is
-    reported when it is loaded.
+    """Returns the highest token ID plus one. Returns None if the file does not contain a
+    vocabulary. The error is reported when the tokenizer is loaded.
 
     Raises AppError(MODEL_FILES) for a file that does not exist or is not a JSON object.
     """
     found = read_json_object(tokenizer, max_bytes=_MAX_BYTES)
     if found is None:
         raise AppError(
-            ErrorKind.MODEL_FILES, f"{tokenizer} is missing: a model needs its tokenizer"
+            ErrorKind.MODEL_FILES, f"{tokenizer} is missing: every model needs a tokenizer.json"
         )
     return max(_iterate_ids(found), default=-1) + 1 or None
 
@@ -33,7 +34,7 @@ def _iterate_ids(tokenizer: Mapping[str, Any]) -> Iterator[int]:
     vocabulary: Any = cast(dict[str, Any], model).get("vocab") if isinstance(model, dict) else None
     if isinstance(vocabulary, dict):
         yield from filter(_is_id, cast(dict[str, Any], vocabulary).values())
-    if isinstance(vocabulary, list):  # Unigram: pieces with scores, in id order
+    if isinstance(vocabulary, list):  # Unigram: tokens with scores, in the order of their IDs
         yield len(cast("list[Any]", vocabulary)) - 1
     for token in cast("list[Any]", added) if isinstance(added, list) else ():
         match token:

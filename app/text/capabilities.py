@@ -1,34 +1,37 @@
-"""Capabilities of a chat template, detected by rendering test conversations.
+"""Detects the capabilities of a chat template by rendering test conversations.
 
-Knows: a short conversation with a tool call, workarounds for templates that fail on it. Must not
-know: Jinja, tokens, whose template it is.
+Knows: a short conversation with a tool call, workarounds for templates that cannot render it. Must
+not know: Jinja, tokens, model names.
 
-Templates are written for the input of their authors. OpenAI's clients send less (a result without
-the name of its function, a tool without a description), more (two calls in a turn) and other forms
-(long ids). Each template has different requirements, and most only show them by failing. llama.cpp
-detects them the same way (`common/chat.cpp`, its template capabilities).
+Authors write templates for their own input. OpenAI's clients may send less: a result without the
+name of its function, or a tool without a description. They may send more, such as two calls in one
+turn. They may also use other formats, such as long call IDs. Each template has different
+requirements, and most templates only show them by failing. llama.cpp detects template capabilities
+in the same way (`common/chat.cpp`).
 """
 
 import hashlib
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from app.core.errors import AppError
 from app.core.requests import Message, Tool, ToolCall
+from app.text.message_folding import SYSTEM_ROLES, PlacementRules
+from app.text.placement_probe import PROBE_TOOL_NAME, detect_placement
 
-# Seconds for all test renders; a slower template is used without workarounds.
+# The time limit for all test renders together, in seconds. A template that is slower is used
+# without workarounds.
 _DETECTION_TIMEOUT = 5.0
-
-_SYSTEM_ROLES = ("system", "developer")
 
 _CALL_ID = "call_0123456789abcdef01234567"
 _USER_MESSAGE = Message(role="user", content="How warm is it?")
 _SYSTEM_MESSAGE = Message(role="system", content="Answer-in-rhymes.")
 _TOOL = Tool(
-    name="get_weather",
+    name=PROBE_TOOL_NAME,
     description="Tells the weather.",
     parameters={
         "type": "object",
@@ -39,7 +42,7 @@ _TOOL = Tool(
 
 
 class Render(Protocol):
-    """The signature of `ChatTemplate.render`, as far as needed here."""
+    """The part of the signature of `ChatTemplate.render` that this module uses."""
 
     def __call__(
         self,
@@ -47,22 +50,25 @@ class Render(Protocol):
         *,
         tools: Sequence[dict[str, Any]] | None = None,
         string_arguments: bool = False,
+        **template_kwargs: Any,
     ) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateCapabilities:
-    """What a template supports.
+    """The features that a template supports.
 
-    supports_system_role: system messages. supports_developer_role: developer messages.
-    supports_tools: tools. supports_tool_calls: calls and their results, together with tools.
-    supports_tool_calls_without_tools: the same without tools. supports_tool_responses: results,
-    even if calls are not supported.
+    supports_system_role: the template renders system messages. supports_developer_role: it renders
+    developer messages. supports_tools: it renders tool definitions. supports_tool_calls: it renders
+    calls and their results if the request also has tools. supports_tool_calls_without_tools: it
+    renders them without tools. supports_tool_responses: it renders results, even if it does not
+    render calls.
 
-    Required changes to the input: requires_tool_list: no tools must be an empty list.
-    requires_tool_description: every tool needs a description. requires_string_arguments: arguments
-    must be text. requires_short_call_ids: ids must be nine letters and digits.
-    requires_single_calls: a turn can have only one call.
+    The other fields are required changes to the input. requires_tool_list: an empty list must be
+    passed if there are no tools. requires_tool_description: every tool needs a description.
+    requires_string_arguments: arguments must be passed as text. requires_short_call_ids: call IDs
+    must consist of nine letters and digits. requires_single_calls: a turn must contain only one
+    call. placement: the positions at which the template renders messages where they are.
     """
 
     supports_system_role: bool = True
@@ -76,9 +82,10 @@ class TemplateCapabilities:
     requires_string_arguments: bool = False
     requires_short_call_ids: bool = False
     requires_single_calls: bool = False
+    placement: PlacementRules = field(default_factory=PlacementRules)
 
     def format_tools(self, tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
-        """Returns tools in OpenAI's format, which templates expect."""
+        """Returns the tools in OpenAI's format, which templates expect."""
         given = [self._format_tool(tool) for tool in tools]
         return given if given or self.requires_tool_list else None
 
@@ -90,7 +97,7 @@ class TemplateCapabilities:
         return {"type": "function", "function": function}
 
     def adapt_messages(self, messages: Iterable[Message]) -> list[Message]:
-        """Adapts a conversation, so that the template can render it."""
+        """Adapts a conversation so that the template can render it."""
         turns = list(add_tool_names(messages))
         if self.requires_single_calls:
             turns = list(_split_parallel_calls(turns))
@@ -103,8 +110,11 @@ class TemplateCapabilities:
         return turns if self.supports_system_role else _merge_system_into_user(turns)
 
 
-def detect_capabilities(render: Render) -> TemplateCapabilities:
-    """Detects the capabilities of the template behind `render`."""
+def detect_capabilities(
+    render: Render, variants: Sequence[Mapping[str, Any]] = ({},)
+) -> TemplateCapabilities:
+    """Detects the capabilities of the template behind `render`. variants: variables of the template
+    to try for the places of messages, such as reasoning on and off."""
     probe = _TemplateProbe(render)
     known = TemplateCapabilities()
     if not probe.renders(known, [_USER_MESSAGE]) and probe.renders(
@@ -124,39 +134,52 @@ def detect_capabilities(render: Render) -> TemplateCapabilities:
         known, [_USER_MESSAGE], [replace(_TOOL, description=None)]
     ):
         known = replace(known, requires_tool_description=True)
-    return _detect_tool_calls(probe, known)
+    known = _detect_tool_calls(probe, known)
+
+    def render_trial(messages: Sequence[Message], variables: Mapping[str, Any]) -> str | None:
+        return probe.render(
+            known, messages, [_TOOL] if known.supports_tool_calls else [], variables
+        )
+
+    roles = ("system", "developer") if known.supports_developer_role else ("system",)
+    placement = detect_placement(
+        render_trial, variants, system_roles=roles, has_system=known.supports_system_role
+    )
+    return replace(known, placement=placement)
 
 
 def _detect_tool_calls(
     probe: "_TemplateProbe", known: TemplateCapabilities
 ) -> TemplateCapabilities:
-    """Detects how calls and results are rendered, with the fewest changes."""
+    """Detects the support for calls and results, with as few changes to the input as possible."""
     one = [_USER_MESSAGE, *_build_call_round("1")]
     for changes in _subsets(("requires_short_call_ids", "requires_string_arguments")):
-        tried = replace(known, **dict.fromkeys(changes, True))
-        beside, alone = probe.renders(tried, one, [_TOOL]), probe.renders(tried, one)
+        trial = replace(known, **dict.fromkeys(changes, True))
+        beside, alone = probe.renders(trial, one, [_TOOL]), probe.renders(trial, one)
         if not (beside and known.supports_tools) and not alone:
             continue
-        tried = replace(
-            tried,
+        trial = replace(
+            trial,
             supports_tool_calls=beside and known.supports_tools,
             supports_tool_calls_without_tools=alone,
         )
         two = [_USER_MESSAGE, *_build_call_round("1", "2")]
-        tools = [_TOOL] if tried.supports_tool_calls else []
-        alike = replace(tried, requires_single_calls=True)
-        if not probe.renders(tried, two, tools) and probe.renders(alike, two, tools):
+        tools = [_TOOL] if trial.supports_tool_calls else []
+        alike = replace(trial, requires_single_calls=True)
+        if not probe.renders(trial, two, tools) and probe.renders(alike, two, tools):
             return alike
-        return tried
-    # the call written as plain text
-    said = [
+        return trial
+    # the call, written as plain text
+    messages = [
         _USER_MESSAGE,
         Message(role="assistant", content=_argument_value("1")),
         *_build_call_round("1")[1:],
     ]
     return replace(
         known,
-        supports_tool_responses=probe.renders(known, said, [_TOOL] if known.supports_tools else []),
+        supports_tool_responses=probe.renders(
+            known, messages, [_TOOL] if known.supports_tools else []
+        ),
     )
 
 
@@ -172,18 +195,29 @@ class _TemplateProbe:
         tools: Sequence[Tool] = (),
     ) -> bool:
         """Returns whether the prompt contains everything in the messages and tools."""
+        text = self.render(capabilities, messages, tools)
+        return text is not None and all(word in text for word in _expected_texts(messages, tools))
+
+    def render(
+        self,
+        capabilities: TemplateCapabilities,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str | None:
+        """Returns the prompt; None if the template rejects it or the time is over."""
         if time.monotonic() > self._deadline:
-            return False
+            return None
         turns = capabilities.adapt_messages(messages)
         try:
-            text = self._render(
+            return self._render(
                 turns,
                 tools=capabilities.format_tools(tools),
                 string_arguments=capabilities.requires_string_arguments,
+                **variables,
             )
         except AppError:
-            return False
-        return all(word in text for word in _expected_texts(messages, tools))
+            return None
 
 
 def _expected_texts(messages: Sequence[Message], tools: Sequence[Tool]) -> Iterator[str]:
@@ -198,7 +232,7 @@ def _expected_texts(messages: Sequence[Message], tools: Sequence[Tool]) -> Itera
 
 
 def _build_call_round(*numbers: str) -> list[Message]:
-    """Builds a turn with one call per number, and their results."""
+    """Builds a turn with one call per number, followed by the results of the calls."""
     ids = [_CALL_ID + number for number in numbers]
     calls = tuple(
         ToolCall(id=id, name=_TOOL.name, arguments=f'{{"place": "{_argument_value(id)}"}}')
@@ -213,13 +247,13 @@ def _argument_value(id: str) -> str:
 
 
 def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yields all subsets, small ones first."""
+    """Yields all subsets, smallest first."""
     for size in range(len(names) + 1):
         yield from itertools.combinations(names, size)
 
 
 def add_tool_names(messages: Iterable[Message]) -> Iterator[Message]:
-    """Adds the function names to results, which OpenAI's clients omit."""
+    """Adds the function names to tool results. OpenAI's clients omit them."""
     names: dict[str, str] = {}
     for message in messages:
         names.update((call.id, call.name) for call in message.tool_calls)
@@ -231,7 +265,7 @@ def add_tool_names(messages: Iterable[Message]) -> Iterator[Message]:
 
 
 def _split_parallel_calls(turns: Sequence[Message]) -> Iterator[Message]:
-    """Puts each call into a turn of its own, followed by its result."""
+    """Puts each call into its own turn, followed by its result."""
     place = 0
     while place < len(turns):
         turn = turns[place]
@@ -240,15 +274,15 @@ def _split_parallel_calls(turns: Sequence[Message]) -> Iterator[Message]:
         while turn.tool_calls and place < len(turns) and turns[place].role == "tool":
             results.append(turns[place])
             place += 1
-        answered = {result.tool_call_id: result for result in results}
-        wanted = [call.id for call in turn.tool_calls]
-        if len(wanted) < 2 or sorted(wanted) != sorted(map(str, answered)):
+        results_by_id = {result.tool_call_id: result for result in results}
+        call_ids = [call.id for call in turn.tool_calls]
+        if len(call_ids) < 2 or sorted(call_ids) != sorted(map(str, results_by_id)):
             yield from (turn, *results)
             continue
         for number, call in enumerate(turn.tool_calls):
-            said = turn if number == 0 else replace(turn, content=None, reasoning=None)
-            yield replace(said, tool_calls=(call,))
-            yield answered[call.id]
+            message = turn if number == 0 else replace(turn, content=None, reasoning=None)
+            yield replace(message, tool_calls=(call,))
+            yield results_by_id[call.id]
 
 
 def _shorten_call_ids(turn: Message) -> Message:
@@ -260,7 +294,7 @@ def _shorten_call_ids(turn: Message) -> Message:
 
 
 def _shorten_id(id: str) -> str:
-    """Shortens an id deterministically, so that cached prefixes still match."""
+    """Shortens a call ID deterministically, so that cached prefixes still match."""
     if len(id) == 9 and id.isascii() and id.isalnum():
         return id
     return hashlib.sha256(id.encode()).hexdigest()[:9]
@@ -268,12 +302,12 @@ def _shorten_id(id: str) -> str:
 
 def _merge_system_into_user(turns: Sequence[Message]) -> list[Message]:
     """Merges a leading system message into the user's message."""
-    first = list(itertools.takewhile(lambda turn: turn.role in _SYSTEM_ROLES, turns))
+    first = list(itertools.takewhile(lambda turn: turn.role in SYSTEM_ROLES, turns))
     if not first:
         return list(turns)
     rest = turns[len(first) :]
-    told = "\n\n".join(turn.content or "" for turn in first)
+    instructions = "\n\n".join(turn.content or "" for turn in first)
     if not rest or rest[0].role != "user":
-        return [Message(role="user", content=told), *rest]
+        return [Message(role="user", content=instructions), *rest]
     user, *others = rest
-    return [replace(user, content=f"{told}\n\n{user.content or ''}"), *others]
+    return [replace(user, content=f"{instructions}\n\n{user.content or ''}"), *others]

@@ -1,7 +1,7 @@
-"""Chat templates: from conversations to prompts.
+"""Renders conversations to prompts with a model's chat template.
 
-Knows: which template a model has, the format of messages in it. Must not know: token ids, HTTP,
-Jinja (`app/text/jinja_sandbox.py`).
+Knows: the templates of a model, the message format that templates expect. Must not know: token IDs,
+HTTP, Jinja (`app/text/jinja_sandbox.py`).
 """
 
 import json
@@ -17,25 +17,25 @@ from app.core.thread_pools import CancelToken
 from app.text.jinja_sandbox import Clock, SandboxedTemplate
 from app.text.tokenizer import Tokenizer, find_model_stop_conditions, parse_special_token
 
-# For models without a template, which were not trained on roles: the contents are concatenated, so
-# that a single message is continued like a plain prompt. Such a model would take invented markers
-# (such as ChatML's) for text to imitate.
+# The template for models that have none. Such models were not trained on roles, so the contents of
+# the messages are concatenated, and a single message is continued like a plain prompt. A model
+# without a template would treat invented markers, such as those of ChatML, as text to imitate.
 FALLBACK_TEMPLATE = "{{ messages | map(attribute='content') | join('\\n') }}"
 
 
 class ChatTemplate:
-    """The template of one model, or `FALLBACK_TEMPLATE`; immutable.
+    """The template of one model, or `FALLBACK_TEMPLATE`. Instances are immutable.
 
-    includes_special_tokens: the rendered text contains the special tokens at the start of a prompt,
-    so encode it without adding any. False for `FALLBACK_TEMPLATE`, whose text is encoded like any
-    other.
+    includes_special_tokens: whether the rendered text already contains the special tokens at the
+    start of a prompt, so that it must be encoded without adding them. It is False for
+    `FALLBACK_TEMPLATE`, whose output is encoded like any other text.
     """
 
     def __init__(self, files: ModelFiles, now: Clock = datetime.now) -> None:
         """now: the clock for templates that include the current date.
 
         A separate chat_template.jinja takes precedence over tokenizer_config.json. Raises
-        AppError(MODEL_FILES) if a template is broken.
+        AppError(MODEL_FILES) if a template is invalid.
         """
         sources = _read_sources(files)
         file = "tokenizer_config.json" if files.chat_template is None else "chat_template.jinja"
@@ -63,11 +63,11 @@ class ChatTemplate:
         cancel_token: CancelToken | None = None,
         **template_kwargs: Any,
     ) -> str:
-        """Renders the prompt. string_arguments: pass the arguments of calls as text.
+        """Renders the prompt. string_arguments: whether the arguments of calls are passed as text.
         template_kwargs: other template variables, such as enable_thinking.
 
-        Raises AppError(INVALID) if the template rejects the conversation or fails on it. Raises
-        WorkCancelled when `cancel_token` is cancelled.
+        Raises AppError(INVALID) if the template rejects the conversation or cannot render it.
+        Raises WorkCancelled when `cancel_token` is cancelled.
         """
         template = self._select(tools=tools is not None)
         context = {
@@ -87,8 +87,8 @@ class ChatTemplate:
         return template.render(context, now=self._now, cancel_token=cancel_token)
 
     def _functions_variables(self, tools: Sequence[Json] | None) -> dict[str, Any]:
-        """Returns the variables of Firefunction's template: the tools as text and the current
-        time."""
+        """Returns the variables of Firefunction's template, which are the tools as text and the
+        current time."""
         if tools is None:
             return {}
         functions = [tool.get("function", tool) for tool in tools]
@@ -109,9 +109,10 @@ class ChatTemplate:
 def build_tokenizer_info(
     files: ModelFiles, tokenizer: Tokenizer, *, context: int
 ) -> dict[str, Any]:
-    """Returns the fields for clients that render and count tokens themselves: the keys of
-    tokenizer_config.json for special tokens (None if the model lacks one), the tokenizer class and
-    the chat template. context: positions of one sequence."""
+    """Returns the fields for clients that render prompts and count tokens themselves. These are the
+    keys of tokenizer_config.json for special tokens (None if the model lacks a token), the
+    tokenizer class and the chat template. context: the maximum number of positions of one
+    sequence."""
     ends = sorted(find_model_stop_conditions(files, tokenizer).ids)
     beginning = (
         None if tokenizer.bos_token_id is None else tokenizer.id_to_token(tokenizer.bos_token_id)
@@ -122,7 +123,7 @@ def build_tokenizer_info(
         "model_max_length": context,
         "add_bos_token": config.get("add_bos_token") is True,
         "bos_token": beginning,
-        # config.json may name one where tokenizer_config.json does not
+        # config.json may define an end-of-sequence token when tokenizer_config.json does not
         "eos_token": tokenizer.id_to_token(ends[0]) if ends else None,
         **dict.fromkeys(("unk_token", "pad_token")),
         **_read_special_tokens(config),
@@ -131,7 +132,8 @@ def build_tokenizer_info(
 
 
 def _read_sources(files: ModelFiles) -> dict[str, str]:
-    """Returns templates by name: empty without a template, otherwise with a "default"."""
+    """Returns the templates by name. The result is empty if the model has no template. Otherwise it
+    contains a "default"."""
     if files.chat_template is not None:
         return {"default": files.chat_template}
     given: Any = files.tokenizer_config.get("chat_template")
@@ -155,7 +157,8 @@ def _read_sources(files: ModelFiles) -> dict[str, str]:
 
 
 def _read_special_tokens(config: Json) -> dict[str, Any]:
-    """Returns bos_token, eos_token and so on for templates, as far as the model has them."""
+    """Returns the special tokens that the model has, such as bos_token and eos_token, for use in
+    templates."""
     tokens: dict[str, Any] = {}
     for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"):
         text = parse_special_token(config.get(f"{name}_token"))
@@ -172,21 +175,21 @@ def _read_special_tokens(config: Json) -> dict[str, Any]:
 def _to_template_message(
     message: Message, field: str, template: str, *, string_arguments: bool
 ) -> dict[str, Any]:
-    """Converts a message to the form that the template expects. "developer" is OpenAI's newer name
-    for "system"."""
+    """Converts a message to the format that the template expects. "developer" is OpenAI's newer
+    name for "system"."""
     renamed = message.role == "developer" and "developer" not in template
-    said: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "role": "system" if renamed else message.role,
         "content": message.content or "",
     }
     if message.name is not None:
-        said["name"] = message.name
+        fields["name"] = message.name
     if message.tool_call_id is not None:
-        said["tool_call_id"] = message.tool_call_id
+        fields["tool_call_id"] = message.tool_call_id
     if message.reasoning is not None:
-        said |= dict.fromkeys(_reasoning_keys(message, template), message.reasoning)
+        fields |= dict.fromkeys(_reasoning_keys(message, template), message.reasoning)
     if message.tool_calls:
-        said["tool_calls"] = [
+        fields["tool_calls"] = [
             _to_template_call(
                 call,
                 f"{field}.tool_calls.{place}.function.arguments",
@@ -194,13 +197,13 @@ def _to_template_message(
             )
             for place, call in enumerate(message.tool_calls)
         ]
-    return said
+    return fields
 
 
 def _reasoning_keys(message: Message, template: str) -> Iterator[str]:
-    """Yields the template's keys for the reasoning of an earlier turn. gpt-oss's key is "thinking",
-    and its template rejects a turn with calls, content and thinking; then the content takes
-    precedence."""
+    """Yields the template's keys for the reasoning of an earlier turn. The key of gpt-oss is
+    "thinking". Its template rejects a turn with calls, content and thinking. In this case, the
+    content takes precedence."""
     for name in ("reasoning_content", "reasoning", "thinking"):
         crowded = name == "thinking" and message.tool_calls and message.content
         if re.search(rf"""(\.|\[['"]|['"]){name}\b""", template) and not crowded:
@@ -208,9 +211,9 @@ def _reasoning_keys(message: Message, template: str) -> Iterator[str]:
 
 
 def parse_arguments(call: ToolCall, field: str) -> dict[str, Any]:
-    """Parses the arguments of a call in the history. An empty text, which some clients send for a
-    tool without parameters, is the empty object. Raises AppError(INVALID) for any other text, with
-    `field` as its path."""
+    """Parses the arguments of a call in the history. Some clients send an empty string for a tool
+    without parameters. It is parsed as the empty object. Raises AppError(INVALID) for any other
+    invalid text, with `field` as its path."""
     try:
         arguments: Any = json.loads(call.arguments) if call.arguments.strip() else {}
     except (ValueError, RecursionError) as error:
@@ -223,8 +226,8 @@ def parse_arguments(call: ToolCall, field: str) -> dict[str, Any]:
 
 
 def _to_template_call(call: ToolCall, field: str, *, string_arguments: bool) -> dict[str, Any]:
-    """Converts a call. Most templates write arguments in their models' own syntax, so they require
-    the object."""
+    """Converts a call. Most templates write the arguments in the model's own syntax, so they need
+    the parsed object."""
     arguments = parse_arguments(call, field)
     return {
         "id": call.id,

@@ -1,10 +1,9 @@
-"""Detokenization: from sampled ids to text that may be sent.
+"""Converts sampled tokens to text that may be sent to the client.
 
-Knows: how to wait for complete characters and possible stop strings. Must not know: sampling,
-clients, the network.
+Knows: incomplete characters, possible stop strings. Must not know: sampling, clients, the network.
 
-Every stage has `feed` and `flush`; its concatenated output never depends on how its input was
-split.
+Every stage has the methods `feed` and `flush`. The concatenated output of a stage never depends on
+how its input was split.
 """
 
 import codecs
@@ -20,14 +19,17 @@ _MAX_CHARACTER_BYTES = 4  # bytes of the longest UTF-8 character
 
 
 class Detokenizer:
-    """Converts sampled ids to text, in complete characters. The concatenated output is what the
-    sampled ids add when they are decoded together with the prompt's ids. So a leading space is kept
-    after a prompt, and dropped at the start of a text if the tokenizer drops it there; a character
-    whose first bytes are in the prompt is output whole.
+    """Converts sampled tokens to text in complete characters.
 
-    `tokenizers.decoders.DecodeStream` (0.23) is not used because it has no flush, so a text that
-    ends within a character is lost; after a bad byte in a run of byte tokens every further step
-    raises "Invalid prefix encountered"; and a run of n bad bytes costs n² (4000 took two seconds).
+    The concatenated output is the text that the sampled tokens add when they are decoded together
+    with the prompt. A leading space after a prompt is kept. At the start of a text, it is dropped
+    if the tokenizer drops it there. If the first bytes of a character are in the prompt, the
+    complete character is output.
+
+    `tokenizers.decoders.DecodeStream` (0.23) is not used, for three reasons. It has no flush, so a
+    text that ends within a character is lost. After an invalid byte in a run of byte tokens, every
+    further step raises "Invalid prefix encountered". The cost of a run of n invalid bytes is O(n²),
+    and 4000 bytes took two seconds.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class Detokenizer:
         *,
         visible_special_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """visible_special_ids: special tokens of the output that are shown as text."""
+        """visible_special_ids: the special tokens of the output that are shown as text."""
         byte_decoder = tokenizer.byte_decoder
         self._backend: _Backend = (
             _WordDetokenizer(tokenizer, prompt, visible_special_ids)
@@ -47,14 +49,14 @@ class Detokenizer:
 
     @property
     def has_partial_character(self) -> bool:
-        """Whether the last id ended within a character that has not been output."""
+        """Whether the last token ended within a character that has not been output."""
         return self._backend.has_partial_character
 
     def feed(self, id: int) -> str:
         return self._backend.feed(id)
 
     def flush(self) -> str:
-        """Returns the rest: U+FFFD if the text ends within a character."""
+        """Returns the remaining text, which is U+FFFD if the output ends within a character."""
         return self._backend.flush()
 
 
@@ -68,8 +70,8 @@ class _Backend(Protocol):
 
 
 class _ByteDetokenizer:
-    """For byte-level tokens: an incremental UTF-8 decoder, initialized with the end of the
-    prompt."""
+    """Decodes byte-level tokens with an incremental UTF-8 decoder. The decoder is initialized with
+    the end of the prompt."""
 
     def __init__(
         self,
@@ -86,7 +88,8 @@ class _ByteDetokenizer:
             tail = self._visible_bytes(id) + tail
             if len(tail) >= _MAX_CHARACTER_BYTES:
                 break
-        # This is the prompt's own text, except for the first bytes of an incomplete last character.
+        # The result is discarded: it is the text of the prompt, except for the first bytes of an
+        # incomplete last character.
         self._utf8_decoder.decode(tail)
         self._strips_space = byte_decoder.strips_leading_space and not tail
 
@@ -113,12 +116,13 @@ class _ByteDetokenizer:
 
 
 class _WordDetokenizer:
-    """For decoders that join words: outputs what a token adds to the text of the few before it.
+    """Detokenizes for decoders that join words. It outputs the text that a token adds to the text
+    of the last few tokens.
 
-    Such decoders only look at the previous token, to decide on a space between two words. The
-    window is output | pending with at most `_MAX_CHARACTER_BYTES` ids on each side. The stream may
-    differ from decoding everything at once only if the decoder also has byte tokens and a byte is
-    invalid.
+    Such a decoder only uses the previous token, to decide whether to put a space between two words.
+    The window is output | pending, with at most `_MAX_CHARACTER_BYTES` tokens on each side. The
+    stream can differ from the decoded full text only if the decoder also has byte tokens and a byte
+    is invalid.
     """
 
     def __init__(
@@ -159,14 +163,15 @@ class _WordDetokenizer:
         return text
 
     def _may_begin_mid_character(self) -> bool:
-        """Whether the previous ids may begin within a character, which makes the library decode the
-        following bytes incorrectly. The character's other bytes are at most three ids away."""
+        """Returns whether the previous tokens may begin within a character. In this case, the
+        library would decode the following bytes incorrectly. The other bytes of the character are
+        at most three tokens away."""
         return len(
             self._context_ids
         ) < 2 * _MAX_CHARACTER_BYTES - 1 and "\ufffd" in self._tokenizer.decode(self._context_ids)
 
     def _decode_marker(self, id: int) -> str:
-        """Returns the text of a special token; the words before and after it are not joined."""
+        """Returns the text of a special token. The words before and after it are not joined."""
         text = self.flush() + self._tokenizer.token_text(id)
         self._context_ids = []
         return text
@@ -179,28 +184,28 @@ class _WordDetokenizer:
 
 
 class VisibleTokens:
-    """Counts the sampled tokens that lie completely within the first characters of their text: the
-    tokens that a client that received these characters will send back."""
+    """Counts the sampled tokens that lie completely within the first characters of their text. A
+    client that received these characters sends these tokens back in its next request."""
 
     def __init__(self) -> None:
         self._length = 0
         self._ends = array("q")  # a list of ints takes five times the memory
 
     def feed(self, text: str, *, has_partial_character: bool) -> None:
-        """Adds the text that one token produced, and the Detokenizer's state after it."""
+        """Adds the text of one token, and the state of the Detokenizer after this token."""
         self._length += len(text)
-        # Pending bytes become exactly one character, whether they are completed or not.
+        # Pending bytes become exactly one character, whether or not they are completed.
         self._ends.append(self._length + has_partial_character)
 
     def count_within(self, length: int) -> int:
-        """Returns the number of tokens. length: characters of the text that were output."""
+        """Returns the number of tokens within the first `length` characters of the output."""
         return bisect_right(self._ends, length)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopResult:
-    """text: text that may be output now. matched_stop: the stop string that was found, which ends
-    the output; else None."""
+    """The result of feeding text to a StopFinder. text: the text that may be output now.
+    matched_stop: the stop string that was found and ends the output, or None."""
 
     text: str
     matched_stop: str | None = None
@@ -209,33 +214,36 @@ class StopResult:
 class StopFinder:
     """Cuts the text at the first stop string.
 
-    The first is the one that starts first, and of two with the same start the one that ends first.
-    Text is held back only while it may still become a stop string or, after one was found, part of
-    another that started before it. With the stops "bcde" and "d":
+    The first stop string is the one that starts first. If two start at the same position, the one
+    that ends first is used. Text is held back while it may still become a stop string. After a stop
+    string was found, text is held back while it may become part of another one that started
+    earlier. This is an example with the stop strings "bcde" and "d":
 
         output | held
              a | bcd      "d" was found, but "bcde" starts earlier and may follow
-             a | bcde     it did: the result is "a"
-           abc | dx       it did not: the result is "abc"
+             a | bcde     "bcde" was found: the result is "a"
+           abc | dx       "bcde" was not found: the result is "abc"
 
-    There is one Knuth-Morris-Pratt automaton per stop string: the amortized cost of a character
-    does not depend on how the text is split or how a stop string repeats itself.
+    Each stop string has its own Knuth-Morris-Pratt automaton. The amortized cost of a character
+    does not depend on how the text is split or on repetitions within a stop string.
     """
 
-    def __init__(self, stop_strings: tuple[str, ...]) -> None:
-        """stop_strings: not empty strings."""
+    def __init__(self, stop_strings: tuple[str, ...], *, include_stop: bool = False) -> None:
+        """stop_strings: the stop strings, none of which may be empty. include_stop: whether the
+        stop string is output too."""
+        self._include_stop = include_stop
         self._automata = tuple(_KmpAutomaton(stop) for stop in stop_strings)
-        self._held_text = ""  # the text output | held
-        self._num_read = 0  # characters read
+        self._held_text = ""  # the text: output | held
+        self._num_read = 0  # number of characters read
         self._match: tuple[int, str] | None = (
-            None  # start of the first stop found so far, and its index
+            None  # start of the first stop string found so far, and its index
         )
         self.released = (
-            0  # characters output; `VisibleTokens.count_within` needs this after a match
+            0  # number of characters output; `VisibleTokens.count_within` needs it after a match
         )
 
     def feed(self, text: str) -> StopResult:
-        """Adds text. Must not be called after a stop was found."""
+        """Adds text. This method must not be called after a stop string was found."""
         self._held_text += text
         for character in text:
             self._step(character)
@@ -244,7 +252,8 @@ class StopFinder:
         return StopResult(text=self._release(self._open_match_start))
 
     def flush(self) -> StopResult:
-        """Ends the text: returns the rest, or the stop that waited for an earlier one."""
+        """Ends the text. Returns the remaining text, or the stop string that was held back for an
+        earlier one."""
         return self._finish()
 
     @property
@@ -263,6 +272,8 @@ class StopFinder:
 
     def _finish(self) -> StopResult:
         end, stop = self._match or (self._num_read, None)
+        if stop is not None and self._include_stop:
+            end += len(stop)
         return StopResult(text=self._release(end), matched_stop=stop)
 
     def _release(self, end: int) -> str:
@@ -273,16 +284,17 @@ class StopFinder:
 
 
 class _KmpAutomaton:
-    """matched: length of the longest suffix of the text that is a proper prefix of the stop string
-    (Knuth, Morris, Pratt: Fast Pattern Matching in Strings, 1977)."""
+    """Searches for one stop string (Knuth, Morris, Pratt: Fast Pattern Matching in Strings, 1977).
+    matched: the length of the longest suffix of the text that is a proper prefix of the stop
+    string."""
 
     def __init__(self, stop: str) -> None:
         assert stop
         self.stop = stop
         self.matched = 0
-        # borders[n]: the longest proper prefix of stop[:n] that is also its suffix. Computed only
-        # up to `matched`, so a long stop string costs no more than the text that it is compared
-        # with.
+        # borders[n]: the length of the longest proper prefix of stop[:n] that is also its suffix.
+        # It is only computed up to `matched`, so a long stop string costs no more than the text
+        # that it is compared with.
         self._borders = [0, 0]
 
     def step(self, character: str) -> bool:
@@ -293,7 +305,7 @@ class _KmpAutomaton:
                 border = self._next(self._borders[-1], self.stop[self.matched - 1])
                 self._borders.append(border)
             return False
-        self.matched = 0  # a later match starts later, so it is not the first
+        self.matched = 0  # a later match also starts later, so it cannot be the first
         return True
 
     def _next(self, matched: int, character: str) -> int:

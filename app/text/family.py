@@ -1,11 +1,12 @@
-"""Chat families: how a kind of model marks its reasoning and its tool calls.
+"""The interface of chat families. A family defines how related models mark reasoning and tool
+calls.
 
-Knows: the common interface of families, where their modules are. Must not know: any family's
-markers, token ids, events.
+Knows: the common interface of families, the location of their modules. Must not know: the markers
+of any family, token IDs, events.
 
-A family is a module in `app/text/families` with a class `Family`; it needs no other registration.
-It is selected by the markers in the model's chat template, never by the model's name: a fine-tuned
-model may have any name, but keeps the format of its turns.
+A family is a module in `app/text/families` with a class `Family`. No other registration is needed.
+The family is selected by the markers in the model's chat template and never by the model's name. A
+fine-tuned model may have any name, but it keeps the format of its turns.
 """
 
 import json as jsons
@@ -21,19 +22,21 @@ from app.text import families
 from app.text.syntax.output_parser import OutputBuilder, OutputParser
 from app.text.syntax.reader import Reader, Resumable
 
-# one Lark literal, which is a JSON string; several
+# one Lark literal, which is a JSON string, and several of them
 _LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
 _LITERALS = re.compile(rf"(?:\s*{_LITERAL.pattern})*\s*")
 
 
 class ChatFamily:
-    """The base class of families: reasoning in tags at the start of the output, no calls.
+    """The base class of families. By default, reasoning is in tags at the start of the output, and
+    there are no calls.
 
-    markers: parts of the syntax that may be special tokens, which are hidden otherwise.
-    implicit_reasoning_ends: markers that end reasoning besides the closing tag, because models
-    sometimes omit it before them. content_prefix, content_suffix: text required before and after
-    content that is not a call. reasoning_separator: text required between reasoning and what
-    follows. plain_without_tools: without tools and reasoning, the whole output is content.
+    markers: the parts of the syntax that may be special tokens. Special tokens are hidden unless
+    they are listed here. implicit_reasoning_ends: markers that end reasoning besides the closing
+    tag, because models sometimes omit the closing tag before them. content_prefix, content_suffix:
+    the text required before and after content that is not a call. reasoning_separator: the text
+    required between the reasoning and the following part. plain_without_tools: whether the whole
+    output is content if there are no tools and no reasoning.
     """
 
     markers: tuple[str, ...] = ()
@@ -44,36 +47,39 @@ class ChatFamily:
     plain_without_tools: bool = False
 
     def matches(self, template: str) -> bool:
-        """Returns whether a chat template is of this family. A template may match one family
-        only."""
+        """Returns whether a chat template belongs to this family. A template may match only one
+        family."""
         raise NotImplementedError
 
     def reasoning_tags(self, template: str) -> ReasoningTags | None:
-        """Returns the reasoning tags of the template's models; None if they do not reason."""
+        """Returns the reasoning tags of models with this template, or None if they do not
+        reason."""
         return ReasoningTags(open="<think>", close="</think>") if "</think>" in template else None
 
     def make_call_id(self, index: int) -> str | None:
-        """Returns an id for the call at `index` if the template requires a certain form and the
-        syntax has no ids; otherwise None."""
+        """Returns an ID for the call at `index` if the template requires a certain ID format and
+        the call syntax has no IDs. Returns None otherwise."""
         return None
 
     def parse_tool_calls(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
     ) -> Resumable[None]:
-        """Parses what follows the reasoning, to the end. tools: those that may be called; if empty,
-        no calls are parsed. A call that cannot be parsed stays text."""
+        """Parses the output after the reasoning, to the end. tools: the tools that may be called.
+        If it is empty, no calls are parsed. A call that cannot be parsed remains text."""
         yield from reader.read_until(on_text=output.add_content)
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
     ) -> ToolCallGrammar | None:
-        """Returns the grammar of calls. None if this syntax cannot constrain one of the tools to
-        its schema; then calls are requested in plain JSON, which can."""
+        """Returns the grammar of calls. Returns None if this syntax cannot constrain one of the
+        tools to its schema. In this case, calls are requested in plain JSON, which can enforce any
+        schema."""
         return None
 
     def render_calls(self, calls: Sequence[ToolCall]) -> str | None:
-        """Renders calls of an earlier turn as the model wrote them, for templates that cannot. None
-        if only the template can place them, or if the grammar does not determine their text."""
+        """Renders the calls of an earlier turn as the model wrote them, for templates that cannot
+        render calls. Returns None if only the template can place the calls, or if the grammar does
+        not determine their text."""
         if self.content_prefix:
             return None
         taken: list[str] = []
@@ -117,8 +123,8 @@ class ChatFamily:
     def parse_reasoning(
         self, reader: Reader, output: OutputBuilder, tags: ReasoningTags, *, in_reasoning: bool
     ) -> Resumable[None]:
-        """Parses reasoning at the start of the text. If the prompt opened it, the model may open it
-        again."""
+        """Parses reasoning at the start of the text. If the prompt opened the reasoning, the model
+        may open it again."""
         start = reader.hold()
         yield from reader.skip_space()
         again = (yield from reader.accept(tags.open)) is not None
@@ -144,7 +150,7 @@ def find_family(template: str) -> ChatFamily | None:
 
 @cache
 def _load_families() -> tuple[ChatFamily, ...]:
-    """Loads all families; they have no state."""
+    """Loads all families. Families have no state."""
     found: list[ChatFamily] = []
     for module in pkgutil.iter_modules(families.__path__):
         found.append(import_module(f"{families.__name__}.{module.name}").Family())

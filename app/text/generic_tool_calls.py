@@ -1,17 +1,17 @@
-"""Tool calls for models whose template does not support them: described in text, written as JSON.
+"""Supports tool calls for models whose template has no tool support. The prompt describes the tools
+in words, and the model writes calls as JSON.
 
     {"name": "get_weather", "arguments": {"city": "Oslo"}}
 
-Knows: how to describe tools, calls and results to a model that was not trained on them. Must not
-know: templates, tokens.
+Knows: the description of tools, calls and results in text. Must not know: templates, tokens.
 
-Every model also uses this format for required calls if its own syntax cannot constrain them to
-their schema.
+Every model also uses this format for required calls if its own syntax cannot enforce the schemas of
+the tools.
 
-Some templates offer tools but do not render earlier calls. They expect that a turn with calls is
-sent back as it was written (those of LFM2, Granite and SmolLM3 do). OpenAI's clients send the calls
-separately from the text, so they are rendered into the text again: models imitate the format of
-their earlier turns.
+The templates of some models, such as LFM2, Granite and SmolLM3, render tools but not earlier calls.
+They expect that a turn with calls is sent back exactly as the model wrote it. OpenAI's clients send
+the calls separately from the text, so this module inserts the calls into the text again. Models
+imitate the format of their earlier turns.
 """
 
 import json
@@ -31,9 +31,9 @@ from app.text.syntax.reader import Reader, Resumable
 def inline_tool_calls(
     messages: Sequence[Message], family: ChatFamily, *, keep_results: bool
 ) -> Sequence[Message]:
-    """Moves calls into the text of their turns. keep_results: whether the template renders results;
-    if not, they become user messages. If the family cannot write one of the calls, all are
-    described in plain text. Raises AppError(INVALID) for arguments that are not an object."""
+    """Moves calls into the text of their turns. keep_results: whether the template renders results.
+    If not, the results become user messages. If the family cannot write one of the calls, all calls
+    are described in plain text. Raises AppError(INVALID) for arguments that are not an object."""
     turns: list[Message] = []
     for place, message in enumerate(messages):
         for number, call in enumerate(message.tool_calls):
@@ -43,28 +43,29 @@ def inline_tool_calls(
             written = family.render_calls(message.tool_calls)
             if written is None:
                 return render_tools_as_text(messages, ())
-            said = f"{message.content}\n{written}" if message.content else written
-            turns.append(replace(message, content=said, tool_calls=()))
+            content = f"{message.content}\n{written}" if message.content else written
+            turns.append(replace(message, content=content, tool_calls=()))
         else:
             turns.append(message)
     return turns if keep_results else render_tools_as_text(turns, ())
 
 
-# what models write around JSON
+# the text that models write around JSON
 _FENCE_STARTS, _FENCE_END = ("```json\n", "```tool_call\n", "```\n"), "```"
 
 _CALL_EXAMPLE = '{"name": "…", "arguments": {…}}'
 
 
 class GenericFamily(ChatFamily):
-    """Calls as JSON objects at the start of a line, each with the name of a tool; a Markdown code
-    block around an object is part of the call. With a trigger, calls are only parsed after it."""
+    """The family of calls in plain JSON. A call is a JSON object at the start of a line, with the
+    name of a tool. A Markdown code block around an object is part of the call. If there is a
+    trigger, calls are only parsed after it."""
 
     plain_without_tools = True
 
     def __init__(self, reasoning_separator: str = "", *, trigger: str | None = None) -> None:
-        """reasoning_separator: of the model's own family, whose reasoning precedes such calls.
-        trigger: the begin marker of its own calls."""
+        """reasoning_separator: the separator of the model's own family, whose reasoning precedes
+        the calls. trigger: the begin marker of the family's own calls."""
         self.reasoning_separator = reasoning_separator
         self._trigger = trigger
 
@@ -74,7 +75,7 @@ class GenericFamily(ChatFamily):
     def parse_reasoning(
         self, reader: Reader, output: OutputBuilder, tags: ReasoningTags, *, in_reasoning: bool
     ) -> Resumable[None]:
-        # white space before the tag was consumed already, if the tag begins with some
+        # the white space at the start of the tag was already consumed
         bare = replace(tags, open=tags.open.lstrip())
         yield from super().parse_reasoning(reader, output, bare, in_reasoning=in_reasoning)
         if (
@@ -131,7 +132,7 @@ def _call_prefix(name: str) -> str:
 
 
 def _skip_fence_end(reader: Reader) -> Resumable[bool]:
-    """Consumes the end of the code block after a call; returns whether there was one."""
+    """Consumes the end of the code block after a call. Returns whether there was one."""
     behind = reader.hold()
     yield from reader.skip_space()
     if (yield from reader.accept(_FENCE_END)) is not None:
@@ -150,9 +151,9 @@ def _parse_line(reader: Reader, output: OutputBuilder) -> Resumable[None]:
 
 
 def render_tools_as_text(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """Renders tools as text that any template can render: the tools in the system message, calls
-    and their results in assistant and user messages. tools: empty if only the history contains
-    calls."""
+    """Renders the conversation so that any template can render it. The tools are described in the
+    system message, and calls and results become assistant and user messages. tools: empty if only
+    the history contains calls."""
     turns = list(_merge_user_messages(map(_render_message_as_text, messages)))
     if not tools:
         return turns
@@ -193,13 +194,13 @@ def _render_message_as_text(message: Message) -> Message:
         f"{_call_prefix(call.name)}{call.arguments.strip() or '{}'}}}"
         for call in message.tool_calls
     ]
-    said = [message.content] if message.content else []
-    return replace(message, content="\n".join([*said, *calls]), tool_calls=())
+    parts = [message.content] if message.content else []
+    return replace(message, content="\n".join([*parts, *calls]), tool_calls=())
 
 
 def _merge_user_messages(messages: Iterator[Message]) -> Iterator[Message]:
-    """Merges consecutive results and user messages into one turn: many templates require that user
-    and assistant alternate."""
+    """Merges consecutive results and user messages into one turn. Many templates require that user
+    and assistant turns alternate."""
     last: Message | None = None
     for message in messages:
         if last is not None and last.role == message.role == "user":

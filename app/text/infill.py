@@ -1,11 +1,13 @@
-"""Fill-in-the-middle prompts: the text between a prefix and a suffix, for models trained for it.
+"""Builds fill-in-the-middle prompts, for models that were trained to write the text between a
+prefix and a suffix.
 
-Knows: the tokens that code models use for the three parts. Must not know: requests, callers.
+Knows: the tokens of code models for the three parts. Must not know: requests, API keys.
 
-Each format was published with its models (introduced by Bavarian et al. 2022, arXiv:2207.14255):
-StarCoder and Granite, Qwen-Coder and CodeGemma, Code Llama, DeepSeek-Coder, Codestral.
+The method was introduced by Bavarian et al. 2022 (arXiv:2207.14255). Each format was published with
+its models: StarCoder and Granite, Qwen-Coder and CodeGemma, Code Llama, DeepSeek-Coder, Codestral.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,22 +17,22 @@ from app.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class _FimFormat:
-    """Tokens before the prefix, before the suffix, and before the middle (None: the middle follows
-    the prefix, which then comes last)."""
+    """The tokens before the prefix, the suffix and the middle. If the token before the middle is
+    None, the prefix comes last and the middle follows it directly."""
 
     prefix: str
     suffix: str
     middle: str | None
 
 
-# The models end the middle with these, which may differ from their end-of-turn tokens; the last
-# four would start another file (llama.cpp's vocabulary has the same list).
+# The models end the middle with these tokens, which may differ from their end-of-turn tokens. The
+# last four would start another file. llama.cpp's vocabulary has the same list.
 _FIM_STOP_TOKENS = (
     *("▁<EOT>", "<EOT>", "<|endoftext|>", "<|fim_pad|>", "<fim_pad>"),
     *("<|repo_name|>", "<|file_sep|>", "<file_sep>", "<|file_separator|>"),
 )
 
-# a character that starts no other text
+# a rare character that does not merge with the following text
 _BOUNDARY = "\u263a"
 
 _FIM_FORMATS = (
@@ -44,10 +46,24 @@ _FIM_FORMATS = (
 )
 
 
-def build_infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> Sequence[int]:
-    """Returns the ids of a prompt for the text between the two.
+def has_infill_tokens(tokenizer: bytes) -> bool:
+    """Returns whether a tokenizer has the tokens of one of the formats. tokenizer: the content of
+    tokenizer.json, which is searched, not parsed: it may have 35 MB."""
 
-    Raises AppError(INVALID) if the tokenizer has no tokens for it.
+    def contains(token: str) -> bool:
+        spellings = (json.dumps(token, ensure_ascii=escape) for escape in (False, True))
+        return any(spelled.encode() in tokenizer for spelled in spellings)
+
+    return any(
+        all(contains(token) for token in (form.prefix, form.suffix, form.middle) if token)
+        for form in _FIM_FORMATS
+    )
+
+
+def build_infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> Sequence[int]:
+    """Returns the token IDs of a prompt for the text between the prefix and the suffix.
+
+    Raises AppError(INVALID) if the tokenizer has no fill-in-the-middle tokens.
     """
     for form in _FIM_FORMATS:
         before = tokenizer.token_to_id(form.prefix)
@@ -63,21 +79,22 @@ def build_infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> Seque
         return [*begin, before, *head, between, *tail, middle]
     raise AppError(
         ErrorKind.INVALID,
-        "this model does not support fill-in-the-middle: its tokenizer has no tokens for a prefix "
-        "and a suffix; omit suffix",
+        "this model does not support fill-in-the-middle, because its tokenizer has no tokens for a "
+        "prefix and a suffix; omit suffix",
         param="suffix",
     )
 
 
 def find_infill_stop_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Returns ids that end the middle, besides the end-of-sequence ids."""
+    """Returns the token IDs that end the middle, besides the end-of-sequence tokens."""
     ids = (tokenizer.token_to_id(text) for text in _FIM_STOP_TOKENS)
     return frozenset(id for id in ids if id is not None)
 
 
 def _encode_continuation(tokenizer: Tokenizer, text: str) -> Sequence[int]:
-    """Encodes a text that starts in the middle, without the space that some tokenizers prepend.
-    Code Llama and Codestral were trained this way (mistral-common, `encode_infilling`)."""
+    """Encodes a text that starts in the middle of a document, without the space that some
+    tokenizers prepend. Code Llama and Codestral were trained this way (mistral-common,
+    `encode_infilling`)."""
     if tokenizer.byte_decoder is None or not tokenizer.byte_decoder.strips_leading_space:
         return tokenizer.encode(text, add_special_tokens=False)
     ids = tokenizer.encode(_BOUNDARY + text, add_special_tokens=False)

@@ -1,14 +1,15 @@
 """A Jinja sandbox for chat templates, compatible with Hugging Face transformers.
 
-Knows: jinja2, the conventions of templates in transformers (`utils/chat_template_utils.py`,
-render_jinja_template). Must not know: where templates come from, messages, token ids.
+Knows: jinja2, the template conventions of transformers (`utils/chat_template_utils.py`,
+render_jinja_template). Must not know: the source of templates, messages, token IDs.
 
-Templates come with models, and their input comes from clients; neither is trusted. The sandbox
-gives both no access to Python. A `RenderCostLimit` limits the time of a render and the text that it
-produces: the clock is checked in every iteration of every loop and at every call (which is how
-macros recurse), and everything that creates text or lists is estimated or counted. Jinja evaluates
-constants when it compiles, so compiling has a budget as well. A hostile template can still allocate
-many small objects, as fast as Python creates them, within the time limit of a render.
+Templates come with models, and their input comes from clients. Neither is trusted, and the sandbox
+gives neither access to Python. A `RenderCostLimit` limits the duration of a render and the amount
+of text that it produces. The clock is checked in every iteration of a loop and at every call,
+because macros recurse through calls. The cost of every operation that creates text or lists is
+estimated or counted. Jinja evaluates constants at compile time, so compilation has a budget as
+well. A hostile template can still allocate many small objects within the time limit of a render, as
+fast as Python creates them.
 """
 
 import functools
@@ -37,24 +38,27 @@ Clock = Callable[[], datetime]
 
 RENDER_TIMEOUT = 5.0
 
-# characters produced by all steps of one render; a long conversation takes a hundredth
+# The maximum number of characters that all steps of one render may produce. A long conversation
+# needs a hundredth of it.
 _MAX_RENDERED_CHARACTERS = 1 << 28
 
-# characters of a template; the longest known ones have a tenth
+# The maximum number of characters of a template. The longest known templates have a tenth of it.
 _MAX_TEMPLATE_CHARACTERS = 1 << 18
 
-# characters of a template's error message
+# the maximum number of characters of a template's error message
 _MAX_REASON_LENGTH = 500
 
-# For web pages, and their output may be much larger than their input.
+# These filters are made for web pages, and their output may be much larger than their input.
 _REMOVED_FILTERS = ("pprint", "urlize", "wordwrap", "xmlattr")
 
 
 class SandboxedTemplate:
-    """A compiled template; immutable. variables: the names that it reads from its context."""
+    """A compiled template. Instances are immutable. variables: the names that the template reads
+    from its context."""
 
     def __init__(self, source: str, *, location: str, seconds: float = RENDER_TIMEOUT) -> None:
-        """location: the template's file, for error messages. seconds: time limit of one render.
+        """location: the path of the template's file, for error messages. seconds: the time limit of
+        one render.
 
         Raises AppError(MODEL_FILES) if the source cannot be compiled.
         """
@@ -81,8 +85,9 @@ class SandboxedTemplate:
     ) -> str:
         """Renders the template. now: the clock for templates that include the current date.
 
-        Raises AppError(INVALID), with the template's own message if it rejects the context. Raises
-        WorkCancelled when `cancel_token` is cancelled.
+        Raises AppError(INVALID) if the template rejects the context or cannot render it. If the
+        template rejects it, the error has the template's own message. Raises WorkCancelled when
+        `cancel_token` is cancelled.
         """
 
         def strftime_now(form: str) -> str:
@@ -99,8 +104,8 @@ class SandboxedTemplate:
         except WorkCancelled:
             raise
         except Exception as error:
-            # A template may fail with any exception; usually the conversation does not have the
-            # expected form.
+            # A template may fail with any exception. Usually the conversation does not have the
+            # expected format.
             reason = mark_client_text(_format_reason(error))
             message = f"the model's chat template cannot render this conversation: {reason}"
             raise AppError(ErrorKind.INVALID, message, param="messages") from error
@@ -120,7 +125,8 @@ class _RaisedByTemplate(TemplateError):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of transformers with a budget, for one render or one compilation."""
+    """The Jinja environment of transformers with a cost limit, for one render or one
+    compilation."""
 
     intercepted_binops = frozenset(render_cost.OPERATORS)
 
@@ -201,7 +207,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return counted
 
     def _check_output(self, value: Any) -> Any:
-        """Checks a value output by {{ }}, which is converted to text next."""
+        """Checks a value that {{ }} outputs. Jinja converts it to text in the next step."""
         if not isinstance(value, str):
             self._limit.check_size(self._limit.measure(value))
         return value
@@ -243,8 +249,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """Encodes JSON. Jinja's own filter escapes HTML and sorts keys, unlike the models' training
-        data."""
+        """Encodes JSON. Unlike Jinja's own filter, it does not escape HTML or sort keys, because
+        the training data of the models does neither."""
         around = sum(map(len, separators or ())) + 1
         self._limit.check_size(self._limit.measure(value) * around)
         self._limit.check_size(indent if isinstance(indent, int) else len(indent or ""))
@@ -255,7 +261,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Formatter(SandboxedFormatter):
-    """`str.format` with the width of each field checked."""
+    """`str.format` with a limit on the width of each field."""
 
     def __init__(self, sandbox: _Sandbox, limit: RenderCostLimit) -> None:
         super().__init__(sandbox)
@@ -269,7 +275,7 @@ class _Formatter(SandboxedFormatter):
 
 
 class _SandboxRewriter(NodeTransformer):
-    """Replaces operations that Jinja compiles to plain Python by the sandbox's filters."""
+    """Replaces operations that Jinja compiles to plain Python by filters of the sandbox."""
 
     def __init__(self, sandbox: _Sandbox) -> None:
         self._sandbox = sandbox
@@ -298,8 +304,8 @@ class _SandboxRewriter(NodeTransformer):
 
 
 class _GenerationTag(Extension):
-    """{% generation %}…{% endgeneration %} marks the assistant's output for training. Here it only
-    renders its body, in a scope of its own, as in transformers."""
+    """{% generation %}…{% endgeneration %} marks the assistant's output for training. As in
+    transformers, the sandbox only renders its body, in a separate scope."""
 
     tags = {"generation"}  # noqa: RUF012  # declared so by Jinja
 

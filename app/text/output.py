@@ -1,13 +1,13 @@
-"""Output processing: from sampled tokens to deltas for the client.
+"""Converts sampled tokens to deltas for the client.
 
-Knows: detokenization, stop strings, the output parser of a chat family, which tokens the released
-text contains. Must not know: where tokens come from, how deltas are sent.
+Knows: detokenization, stop strings, the output parser of a chat family, the tokens that the
+released text contains. Must not know: the engine, the network.
 
-A stage with `feed` and `flush`, like those of `detokenizer.py`:
+ChoiceOutputProcessor is a stage with `feed` and `flush`, like the stages in `detokenizer.py`:
 
-    id → Detokenizer → the model's stops → OutputParser ┬ text → the request's stops → TextDelta
-                                                        ├ reasoning → ReasoningDelta
-                                                        └ calls → ToolCallDelta
+    token → Detokenizer → the model's stops → OutputParser ┬ text → the request's stops → TextDelta
+                                                           ├ reasoning → ReasoningDelta
+                                                           └ calls → ToolCallDelta
 """
 
 import os
@@ -33,17 +33,19 @@ Delta = TextDelta | ReasoningDelta | ToolCallDelta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """How one output is processed.
+    """The options for processing one output.
 
-    model_stops: strings that end the model's turn anywhere. stop_strings: the request's stop
-    strings, applied to the text that the client sees, after the first `min_tokens` tokens.
-    visible_special_ids: special tokens that are text. return_token_ids: whether the client wants
-    token ids. parallel_tool_calls: whether more than one call may be parsed. make_call_id: see
-    `ChatFamily.make_call_id`.
+    model_stops: strings that end the model's turn at any position. stop_strings: the request's stop
+    strings. They apply to the text that the client receives, after the first `min_tokens` tokens.
+    include_stop: whether the text contains the stop string or token that ended it.
+    visible_special_ids: the special tokens that are output as text. return_token_ids: whether the
+    client requested token IDs. parallel_tool_calls: whether more than one call may be parsed.
+    make_call_id: see `ChatFamily.make_call_id`.
     """
 
     model_stops: tuple[str, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    include_stop: bool = False
     min_tokens: int = 0
     visible_special_ids: frozenset[int] = frozenset()
     return_token_ids: bool = False
@@ -52,8 +54,8 @@ class OutputOptions:
 
 
 class ChoiceOutputProcessor:
-    """Processes the output of one choice. stopped: the output has ended, and no more tokens may be
-    fed. matched_stop: the request's stop string that ended it, or None."""
+    """Processes the output of one choice. stopped: whether the output has ended, so that no more
+    tokens may be fed. matched_stop: the request's stop string that ended the output, or None."""
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class ChoiceOutputProcessor:
         options: OutputOptions,
         parser: OutputParser | None = None,
     ) -> None:
-        """parser: of the model's family; None if the whole output is text."""
+        """parser: the output parser of the model's family, or None if the whole output is text."""
         self._tokenizer = tokenizer
         self._choice = choice
         self._options = options
@@ -73,13 +75,13 @@ class ChoiceOutputProcessor:
         )
         self._model_stop_finder = StopFinder(options.model_stops)
         self._parser = parser
-        self._stop_filter = _StopFilter(options.stop_strings)
+        self._stop_filter = _StopFilter(options.stop_strings, include_stop=options.include_stop)
         self._token_ends = VisibleTokens()
-        self._pending_tokens: list[Token] = []  # whose logprobs or ids were not sent yet
-        self._num_attached = 0  # tokens whose were sent
-        self._parser_position = 0  # characters fed to the parser
+        self._pending_tokens: list[Token] = []  # tokens whose logprobs or IDs were not sent yet
+        self._num_attached = 0  # number of tokens whose logprobs or IDs were sent
+        self._parser_position = 0  # number of characters fed to the parser
         self._last_settled = 0  # the settled position when tokens were last attached
-        self._cut_at: int | None = None  # where the output was cut, if it was
+        self._cut_at: int | None = None  # the position at which the output was cut, if it was cut
         self._num_tokens = 0
         self.num_tool_calls = 0
         self._call_ids: set[str] = set()
@@ -104,9 +106,14 @@ class ChoiceOutputProcessor:
         deltas = self._feed_parser(self._model_stop_finder.feed(text))
         return self._attach_tokens(deltas, self.visible_tokens)
 
-    def flush(self) -> list[Delta]:
-        """Ends the output. Returns the remaining deltas."""
-        deltas = self._feed_parser(self._model_stop_finder.feed(self._detokenizer.flush()))
+    def flush(self, stop_token_id: int | None = None) -> list[Delta]:
+        """Ends the output. stop_token_id: the request's stop token that ended it. Returns the
+        remaining deltas."""
+        end = ""
+        if stop_token_id is not None and self._options.include_stop:
+            end = self._detokenizer.feed(stop_token_id)
+        end += self._detokenizer.flush()
+        deltas = self._feed_parser(self._model_stop_finder.feed(end))
         if not self.stopped:
             deltas += self._feed_parser(self._model_stop_finder.flush())
         if not self.stopped and self._parser is not None:
@@ -119,7 +126,7 @@ class ChoiceOutputProcessor:
 
     @property
     def _settled(self) -> int:
-        """Returns the position in the model's output before which nothing is held back."""
+        """The position in the model's output before which no text is held back."""
         settled = self._parser_position if self._parser is None else self._parser.settled
         return min(settled, self._stop_filter.settled_before(settled))
 
@@ -163,7 +170,7 @@ class ChoiceOutputProcessor:
                 if self.stopped:
                     return before
                 if self.num_tool_calls and not self._options.parallel_tool_calls:
-                    # it begins after all text released before this piece
+                    # the call begins after all text that was released before this piece
                     self._stop_at(self._last_settled)
                     return before
                 return [*before, self._start_tool_call(piece)]
@@ -177,13 +184,13 @@ class ChoiceOutputProcessor:
     def _start_tool_call(self, piece: ToolCallStart) -> ToolCallDelta:
         call, self.num_tool_calls = self.num_tool_calls, self.num_tool_calls + 1
         id = piece.id or self._options.make_call_id(call)
-        if id is None or id in self._call_ids:  # a degenerate model repeats itself
+        if id is None or id in self._call_ids:  # a degenerate model may repeat IDs
             id = f"call_{os.urandom(12).hex()}"
         self._call_ids.add(id)
         return ToolCallDelta(choice=self._choice, call_index=call, id=id, name=piece.name)
 
     def _flush_text(self) -> list[Delta]:
-        """Ends a text part: no stop string extends beyond it."""
+        """Ends a text part. A stop string cannot extend beyond it."""
         return self._emit_text(self._stop_filter.flush())
 
     def _emit_text(self, found: StopResult) -> list[Delta]:
@@ -198,31 +205,32 @@ class ChoiceOutputProcessor:
 
     def _attach_tokens(self, deltas: list[Delta], limit: int) -> list[Delta]:
         """Attaches the data of the tokens before `limit` to the first text delta."""
-        told = self._pending_tokens[: max(0, limit - self._num_attached)]
-        if not told:
+        attached = self._pending_tokens[: max(0, limit - self._num_attached)]
+        if not attached:
             return deltas
-        self._pending_tokens = self._pending_tokens[len(told) :]
-        self._num_attached += len(told)
+        self._pending_tokens = self._pending_tokens[len(attached) :]
+        self._num_attached += len(attached)
         logprobs = tuple(
             build_token_logprob(self._tokenizer, token)
-            for token in told
+            for token in attached
             if token.logprob is not None
         )
-        ids = tuple(token.id for token in told) if self._options.return_token_ids else ()
+        ids = tuple(token.id for token in attached) if self._options.return_token_ids else ()
         if deltas and isinstance(deltas[0], TextDelta):
             return [replace(deltas[0], logprobs=logprobs, token_ids=ids), *deltas[1:]]
         return [TextDelta(choice=self._choice, text="", logprobs=logprobs, token_ids=ids), *deltas]
 
 
 class _StopFilter:
-    """Cuts client-visible text at its first stop string, and tracks where it ends in the model's
-    output. A stop string does not extend across a call or reasoning."""
+    """Cuts client-visible text at its first stop string, and computes the position of this cut in
+    the model's output. A stop string does not extend across a call or reasoning."""
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: tuple[str, ...], *, include_stop: bool = False) -> None:
         self._stop_strings = stops
-        self._finder = StopFinder(stops)
-        self._num_fed = 0  # characters fed to the finder
-        self._offsets: list[tuple[int, int]] = []  # position of each piece: fed, output
+        self._include_stop = include_stop
+        self._finder = self._make_finder()
+        self._num_fed = 0  # number of characters fed to the finder
+        self._offsets: list[tuple[int, int]] = []  # pairs (position in fed text, in output)
         self.cut_at = 0
 
     def settled_before(self, upto: int) -> int:
@@ -247,10 +255,13 @@ class _StopFilter:
     def flush(self) -> StopResult:
         """Ends the current text part."""
         found = self._record_stop(self._finder.flush())
-        self._finder = StopFinder(self._stop_strings)
+        self._finder = self._make_finder()
         self._offsets.clear()
         self._num_fed = 0
         return found
+
+    def _make_finder(self) -> StopFinder:
+        return StopFinder(self._stop_strings, include_stop=self._include_stop)
 
     def _record_stop(self, found: StopResult) -> StopResult:
         if found.matched_stop is not None:

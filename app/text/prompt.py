@@ -1,13 +1,13 @@
-"""Prompt construction: from requests to text or ids, and the settings for parsing the output.
+"""Builds prompts from requests, and determines the settings for parsing the output.
 
-Knows: the model's template and family, tools, reasoning variables of templates, fill-in-the-middle.
-Must not know: the context length, the engine, sampling.
+Knows: the model's template and family, tools, the reasoning variables of templates. Must not know:
+the context length, the engine, sampling.
 """
 
 import re
 from collections.abc import Mapping, Sequence, Set
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from app.core.errors import AppError, ErrorKind, mark_client_text
@@ -20,23 +20,36 @@ from app.core.requests import (
     NamedToolChoice,
     ReasoningOptions,
     Tool,
+    Verbosity,
 )
 from app.core.thread_pools import CancelToken
 from app.grammar.constraint import AnswerStart, OutputRequirements, ReasoningTags, build_constraint
-from app.text.capabilities import add_tool_names, detect_capabilities
+from app.text.capabilities import detect_capabilities
 from app.text.chat_template import ChatTemplate
+from app.text.conversation_renderer import ConversationRenderer
 from app.text.family import ChatFamily, find_family
-from app.text.generic_tool_calls import GenericFamily, inline_tool_calls, render_tools_as_text
+from app.text.generated_turns import (
+    GeneratedTurns,
+    OutputMeaning,
+    RestoredPrompt,
+    digest_prompt,
+    restore_generated_text,
+)
+from app.text.generic_tool_calls import GenericFamily
+from app.text.message_folding import SYSTEM_ROLES
+from app.text.prompt_boundaries import find_message_ends, render_to_continue
 from app.text.syntax.output_parser import OutputParser
 from app.text.tokenizer import Tokenizer
 
-# most common first; the last is Cohere's
+# ordered by frequency in templates; the last one is Cohere's
 _ENABLE_VARIABLES = ("enable_thinking", "thinking", "reasoning")
 
-# Seed-OSS's: the model was trained to respect it, and does not reason at 0
+# The variable of Seed-OSS. The model was trained to respect it and does not reason if it is 0.
 _BUDGET_VARIABLE = "thinking_budget"
 
 _OFF_EFFORTS = ("none",)
+
+_VERBOSITY_VARIABLE, DEFAULT_VERBOSITY = "verbosity", "medium"
 
 
 def build_thinking_kwargs(
@@ -46,69 +59,146 @@ def build_thinking_kwargs(
     supports_reasoning: bool,
     supports_none: bool,
 ) -> Mapping[str, Any]:
-    """Returns reasoning variables for the template. variables: those that it reads.
-    supports_reasoning: whether its models reason. supports_none: whether it supports the effort
-    "none".
+    """Returns the reasoning variables for the template. variables: the variables that the template
+    reads. supports_reasoning: whether models with this template reason. supports_none: whether the
+    template supports the effort "none".
 
-    Raises AppError(INVALID) for an effort that the model does not support or that is unknown.
+    Raises AppError(INVALID) for an effort that is unknown or that the model does not support.
     """
     budget = {} if thinking.token_budget is None else {_BUDGET_VARIABLE: thinking.token_budget}
-    told = budget if _BUDGET_VARIABLE in variables else {}
+    budget_kwargs = budget if _BUDGET_VARIABLE in variables else {}
+    if thinking.effort is None and thinking.enabled:
+        switch_kwargs = _build_switch_kwargs(thinking, variables, supports_reasoning)
+        return {**budget_kwargs, **switch_kwargs}
     return {
-        **told,
+        **budget_kwargs,
         **_build_effort_kwargs(
             thinking.effort,
             variables,
             supports_reasoning=supports_reasoning,
             supports_none=supports_none,
+            param=thinking.param,
         ),
     }
 
 
+def build_verbosity_kwargs(verbosity: Verbosity | None, variables: Set[str]) -> dict[str, Any]:
+    """Returns the template's variable for the length of answers. Raises AppError(INVALID) for one
+    that is not the default if the template has no such variable."""
+    if verbosity is None:
+        return {}
+    if _VERBOSITY_VARIABLE in variables:
+        return {_VERBOSITY_VARIABLE: verbosity.level}
+    if verbosity.level != DEFAULT_VERBOSITY:
+        message = (
+            f"this model's chat template does not read {_VERBOSITY_VARIABLE}: omit "
+            f"{verbosity.param}, or use {DEFAULT_VERBOSITY!r}"
+        )
+        raise AppError(ErrorKind.INVALID, message, param=verbosity.param)
+    return {}
+
+
+def _build_switch_kwargs(
+    thinking: ReasoningOptions, variables: Set[str], supports_reasoning: bool
+) -> dict[str, Any]:
+    switch = _find_switch(variables)
+    if switch is not None:
+        return {switch: True}
+    if not supports_reasoning and "reasoning_effort" not in variables:
+        message = f"this model does not support reasoning: omit {thinking.param}"
+        raise AppError(ErrorKind.INVALID, message, param=thinking.param)
+    return {}
+
+
 def _build_effort_kwargs(
-    effort: str | None, variables: Set[str], *, supports_reasoning: bool, supports_none: bool
+    effort: str | None,
+    variables: Set[str],
+    *,
+    supports_reasoning: bool,
+    supports_none: bool,
+    param: str,
 ) -> Mapping[str, Any]:
     if effort is None:
         return {}
-    switch = next((name for name in _ENABLE_VARIABLES if name in variables), None)
+    switch = _find_switch(variables)
     if effort in _OFF_EFFORTS and switch is not None:
         return {switch: False}
     if effort in _OFF_EFFORTS and _BUDGET_VARIABLE in variables:
         return {_BUDGET_VARIABLE: 0}
     if "reasoning_effort" in variables and (supports_none or effort not in _OFF_EFFORTS):
-        told = {"reasoning_effort": effort}
-        return told if switch is None else {switch: True, **told}
+        kwargs = {"reasoning_effort": effort}
+        return kwargs if switch is None else {switch: True, **kwargs}
     if switch is not None:
         return {switch: True}
     if effort in _OFF_EFFORTS and not supports_reasoning:
         return {}
     if effort in _OFF_EFFORTS:
-        message = "this model always reasons: set thinking_budget to limit it"
-        raise AppError(ErrorKind.INVALID, message, param="reasoning_effort")
+        message = "this model cannot disable reasoning: set thinking_budget to limit it"
+        raise AppError(ErrorKind.INVALID, message, param=param)
     if not supports_reasoning:
-        message = "this model does not support reasoning: omit reasoning_effort"
-        raise AppError(ErrorKind.INVALID, message, param="reasoning_effort")
+        message = f"this model does not support reasoning: omit {param}"
+        raise AppError(ErrorKind.INVALID, message, param=param)
     return {}
 
 
+def _find_switch(variables: Set[str]) -> str | None:
+    """Returns the variable that turns reasoning on and off, if the template reads one."""
+    return next((name for name in _ENABLE_VARIABLES if name in variables), None)
+
+
 def check_thinking_budget(thinking: ReasoningOptions, *, supports_reasoning: bool) -> None:
-    """Raises AppError(INVALID) for a reasoning budget if the model does not reason."""
+    """Raises AppError(INVALID) if the request sets a reasoning budget and the model does not
+    reason."""
     if thinking.token_budget is not None and not supports_reasoning:
         message = "this model does not support reasoning: omit thinking_budget"
         raise AppError(ErrorKind.INVALID, message, param="thinking_budget")
 
 
-_SYSTEM_ROLES = ("system", "developer")
+NONE_EFFORT = re.compile(r"""(['"])none\1""")
 
-_NONE_EFFORT = re.compile(r"""(['"])none\1""")
+
+# the highest efforts, for templates that do not know them
+_TOP_EFFORTS, _HIGH_EFFORT = ("xhigh", "max"), "high"
+
+
+def fit_reasoning(
+    thinking: ReasoningOptions,
+    variables: Set[str],
+    source: str,
+    *,
+    supports_reasoning: bool,
+    supports_budget: bool,
+) -> ReasoningOptions:
+    """Returns lenient options without what the model does not support. source: the source of the
+    template. supports_budget: whether the end of the reasoning can be enforced."""
+    effort, budget = thinking.effort, thinking.token_budget
+    if effort in _TOP_EFFORTS and not re.search(rf"""(['"]){effort}\1""", source):
+        effort = _HIGH_EFFORT
+    switchable = _find_switch(variables) is not None
+    if effort in _OFF_EFFORTS:
+        switchable = switchable or _BUDGET_VARIABLE in variables
+        supported = switchable or (
+            "reasoning_effort" in variables and NONE_EFFORT.search(source) is not None
+        )
+    else:
+        supported = switchable or "reasoning_effort" in variables
+    return replace(
+        thinking,
+        effort=effort if supported else None,
+        enabled=thinking.enabled and (supported or supports_reasoning),
+        token_budget=budget if supports_reasoning and supports_budget else None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedPrompt:
-    """A rendered conversation. text: the prompt. add_special_tokens: whether to encode it with the
-    special tokens at the start of a text. grammar: the grammar of the output. family, tools,
-    reasoning_tags, in_reasoning: how the output is parsed; see `ChatFamily.build_parser`.
-    visible_special_ids: special tokens of its syntax."""
+    """A rendered conversation. text: the prompt. add_special_tokens: whether the special tokens at
+    the start of a text must be added when the prompt is encoded. grammar: the grammar of the
+    output. family, tools, reasoning_tags, in_reasoning: the settings for parsing the output; see
+    `ChatFamily.build_parser`. visible_special_ids: the special tokens of the family's syntax.
+    digest: the digest of the text; see `GeneratedTurns`. message_ends: the positions in the text
+    where other prompts are likely to diverge, in ascending order. It is empty unless the caller
+    asked for them."""
 
     text: str
     add_special_tokens: bool
@@ -118,9 +208,11 @@ class RenderedPrompt:
     reasoning_tags: ReasoningTags | None
     in_reasoning: bool
     visible_special_ids: frozenset[int]
+    digest: bytes = b""
+    message_ends: tuple[int, ...] = ()
 
     def build_parser(self) -> OutputParser | None:
-        """Returns the output parser; None if the whole output is content."""
+        """Returns the output parser, or None if the whole output is content."""
         if self.reasoning_tags is None and not self.tools and self.family.plain_without_tools:
             return None
         return self.family.build_parser(
@@ -129,54 +221,72 @@ class RenderedPrompt:
 
 
 class PromptBuilder:
-    """Builds the prompts of one model; immutable."""
+    """Builds the prompts of one model. Instances are immutable."""
 
-    def __init__(self, files: ModelFiles, tokenizer: Tokenizer) -> None:
-        """Raises AppError(MODEL_FILES) if the template is broken."""
+    def __init__(
+        self,
+        files: ModelFiles,
+        tokenizer: Tokenizer,
+        generated_turns: GeneratedTurns | None = None,
+        turn_ends: Sequence[str] = (),
+    ) -> None:
+        """generated_turns: those of this model. turn_ends: texts that end the model's turns. Raises
+        AppError(MODEL_FILES) if the template is invalid."""
         self._system_prompt = files.system_prompt
+        self._first_messages = tuple(
+            Message(role=role, content=content) for role, content in files.first_messages
+        )
         self._tokenizer = tokenizer
+        self._generated_turns = generated_turns or GeneratedTurns()
+        self._turn_ends = turn_ends
         self._template = ChatTemplate(files)
         source = self._template.get_source(tools=True)
         self._family = find_family(source) or GenericFamily()
         self._generic_family = GenericFamily(self._family.reasoning_separator)
         self._reasoning_tags = self._family.reasoning_tags(source)
-        self._capabilities = detect_capabilities(self._template.render)
+        switch = _find_switch(self._template.get_variables(tools=True))
+        variants: list[Mapping[str, Any]] = [{}]
+        if switch is not None:
+            variants = [{switch: True}, {switch: False}]
+        self._capabilities = detect_capabilities(self._template.render, variants)
 
     def build(
         self,
         request: GenerateRequest,
         conversation: Conversation,
         cancel_token: CancelToken | None = None,
+        *,
+        needs_message_ends: bool = False,
     ) -> RenderedPrompt:
-        """Renders a conversation. Raises AppError(INVALID); WorkCancelled when `cancel_token` is
-        cancelled."""
+        """Renders a conversation. Raises AppError(INVALID) if the conversation cannot be rendered.
+        Raises WorkCancelled when `cancel_token` is cancelled."""
         tools = () if request.tool_choice == "none" else request.tools
         _check_tool_choice(request)
         reasons = self._reasoning_tags is not None
+        request = replace(request, reasoning=self._fit_reasoning(request, bool(tools)))
         check_thinking_budget(request.reasoning, supports_reasoning=reasons)
-        messages = self._add_system_prompt(conversation.messages)
-        text, offered = self._render_with_fallback(request, messages, tools, cancel_token)
-        turn = self._detect_reasoning(request, text)
-        asked = OutputRequirements(
-            grammar=request.grammar,
+        renderer = ConversationRenderer(
+            self._template,
+            self._capabilities,
+            self._family,
             tools=tools,
-            choice=request.tool_choice,
-            parallel=request.parallel_tool_calls,
+            get_variables=partial(self._get_variables, request),
+            cancel_token=cancel_token,
         )
-        # a model that was given tools as text calls them in the generic format
-        reader = self._family if offered or not tools else self._generic_family
-        grammar, family = None, reader
-        if tools or request.grammar is not None or turn.thinking_budget is not None:
-            constraint = build_constraint(
-                asked,
-                turn,
-                reader,
-                lambda trigger: GenericFamily(reader.reasoning_separator, trigger=trigger),
-                self._tokenizer.added_token_to_id,
-            )
-            grammar, family = constraint.grammar, constraint.family
+        messages = self._add_system_prompt(self._add_first_messages(conversation))
+        conversation = replace(conversation, messages=tuple(messages))
+        rendered = self._render(renderer, conversation)
+        # a model that received the tools as text calls them in the generic format
+        reader = self._family if renderer.offers_tools or not tools else self._generic_family
+        restored = self._restore_turns(request, conversation, rendered, reader, tools)
+        ends: Sequence[int] = ()
+        if needs_message_ends:
+            before = messages[:-1] if conversation.continue_final else messages
+            ends = find_message_ends(renderer.render_part, renderer.fold, before, rendered)
+        turn = self._begin_answer(request, conversation, restored.text)
+        grammar, family = self._build_grammar(request, tools, turn, reader)
         return RenderedPrompt(
-            text=text,
+            text=restored.text,
             add_special_tokens=not self._template.includes_special_tokens,
             grammar=grammar,
             family=family,
@@ -186,65 +296,111 @@ class PromptBuilder:
             visible_special_ids=self._find_marker_ids(
                 family if tools else None, turn.reasoning_tags
             ),
+            digest=digest_prompt(restored.text),
+            message_ends=tuple(map(restored.map_position, ends)),
         )
 
-    def _render_with_fallback(
-        self,
-        request: GenerateRequest,
-        messages: Sequence[Message],
-        tools: Sequence[Tool],
-        cancel_token: CancelToken | None,
-    ) -> tuple[str, bool]:
-        """Renders the prompt; also returns whether the template rendered the tools. What it does
-        not support or fails on is rendered as text. Raises the template's error if that fails
-        too."""
-        capabilities = self._capabilities
-        calls = any(message.tool_calls or message.role == "tool" for message in messages)
-        recounts = (
-            capabilities.supports_tool_calls
-            if tools
-            else capabilities.supports_tool_calls_without_tools
-        )
-        offered = capabilities.supports_tools and bool(tools)
-        messages = list(add_tool_names(messages))
-        if offered and calls and not recounts:
-            messages = inline_tool_calls(
-                messages, self._family, keep_results=capabilities.supports_tool_responses
-            )
-        elif (tools and not offered) or (calls and not recounts):
-            messages = render_tools_as_text(messages, tools)
-        try:
-            return self._render(request, messages, tools if offered else (), cancel_token), offered
-        except AppError:
-            if not tools and not calls:
-                raise
-            with suppress(AppError):
-                return self._render(
-                    request, render_tools_as_text(messages, tools), (), cancel_token
-                ), False
-            raise
-
-    def _render(
-        self,
-        request: GenerateRequest,
-        messages: Sequence[Message],
-        tools: Sequence[Tool],
-        cancel_token: CancelToken | None,
-    ) -> str:
-        template, capabilities = self._template, self._capabilities
-        variables = build_thinking_kwargs(
+    def _fit_reasoning(self, request: GenerateRequest, tools: bool) -> ReasoningOptions:
+        """tools: whether the template renders tools."""
+        if not request.reasoning.lenient:
+            return request.reasoning
+        tags = self._reasoning_tags
+        close = None if tags is None else self._tokenizer.added_token_to_id(tags.close)
+        return fit_reasoning(
             request.reasoning,
-            template.get_variables(tools=bool(tools)),
+            self._template.get_variables(tools=tools),
+            self._template.get_source(tools=tools),
+            supports_reasoning=tags is not None,
+            supports_budget=close is not None,
+        )
+
+    def _build_grammar(
+        self,
+        request: GenerateRequest,
+        tools: tuple[Tool, ...],
+        turn: AnswerStart,
+        reader: ChatFamily,
+    ) -> tuple[Grammar | None, ChatFamily]:
+        """Returns the grammar of the output, and the family that parses it."""
+        if not (tools or request.grammar is not None or turn.thinking_budget is not None):
+            return None, reader
+        requirements = OutputRequirements(
+            grammar=request.grammar,
+            tools=_drop_schemas(tools) if request.tool_schemas == "ignore" else tools,
+            choice=request.tool_choice,
+            parallel=request.parallel_tool_calls,
+        )
+        constraint = build_constraint(
+            requirements,
+            turn,
+            reader,
+            lambda trigger: GenericFamily(reader.reasoning_separator, trigger=trigger),
+            self._tokenizer.added_token_to_id,
+        )
+        return constraint.grammar, constraint.family
+
+    def _restore_turns(
+        self,
+        request: GenerateRequest,
+        conversation: Conversation,
+        rendered: str,
+        family: ChatFamily,
+        tools: tuple[Tool, ...],
+    ) -> RestoredPrompt:
+        """Puts our own output of earlier turns back, exactly as it was generated."""
+
+        def parse(prompt: str, output: str) -> OutputMeaning:
+            start = self._detect_reasoning(request, prompt)
+            parser = family.build_parser(
+                tools=tools, tags=start.reasoning_tags, in_reasoning=start.in_reasoning
+            )
+            return OutputMeaning.of([*parser.feed(output), *parser.flush()])
+
+        return restore_generated_text(
+            rendered,
+            self._generated_turns.find(request.caller, conversation.messages),
+            decode=lambda turn: turn.decode(self._tokenizer),
+            turn_ends=self._turn_ends,
+            parse=parse,
+        )
+
+    def _render(self, renderer: ConversationRenderer, conversation: Conversation) -> str:
+        messages = renderer.fold(conversation.messages)
+        if not conversation.continue_final:
+            return renderer.render(messages)
+        return render_to_continue(
+            partial(renderer.render, add_generation_prompt=False),
+            messages,
+            param=conversation.param,
+        )
+
+    def _get_variables(self, request: GenerateRequest, tools: bool) -> Mapping[str, Any]:
+        """Returns the request's variables for the template with or without tools."""
+        template = self._template
+        known = template.get_variables(tools=tools)
+        verbosity = build_verbosity_kwargs(request.verbosity, known)
+        variables = build_thinking_kwargs(
+            self._fit_reasoning(request, tools),
+            known,
             supports_reasoning=self._reasoning_tags is not None,
-            supports_none=_NONE_EFFORT.search(template.get_source(tools=bool(tools))) is not None,
+            supports_none=NONE_EFFORT.search(template.get_source(tools=tools)) is not None,
         )
-        return template.render(
-            capabilities.adapt_messages(messages),
-            tools=capabilities.format_tools(tools),
-            string_arguments=capabilities.requires_string_arguments,
-            cancel_token=cancel_token,
-            **{**variables, **request.chat_template_kwargs},
-        )
+        return {**verbosity, **variables, **request.chat_template_kwargs}
+
+    def _begin_answer(
+        self, request: GenerateRequest, conversation: Conversation, text: str
+    ) -> AnswerStart:
+        """Returns how the output begins. An output that continues content has no reasoning, and one
+        that continues reasoning is within it."""
+        last = conversation.messages[-1] if conversation.continue_final else None
+        if last is not None and last.content:
+            return AnswerStart(reasoning_tags=None)
+        if last is not None and last.reasoning and self._reasoning_tags is not None:
+            budget = request.reasoning.token_budget
+            return AnswerStart(
+                reasoning_tags=self._reasoning_tags, in_reasoning=True, thinking_budget=budget
+            )
+        return self._detect_reasoning(request, text)
 
     def _detect_reasoning(self, request: GenerateRequest, text: str) -> AnswerStart:
         tags = self._reasoning_tags
@@ -258,18 +414,32 @@ class PromptBuilder:
     def _find_marker_ids(
         self, family: ChatFamily | None, tags: ReasoningTags | None
     ) -> frozenset[int]:
-        """Returns special tokens that the output parser needs to see."""
+        """Returns the special tokens that the output parser needs."""
         texts = () if family is None and tags is None else self._family.markers
         ids = (self._tokenizer.token_to_id(text) for text in texts)
         return frozenset(id for id in ids if id is not None)
 
+    def _add_first_messages(self, conversation: Conversation) -> Sequence[Message]:
+        """Adds the model's own messages behind the system messages at the start."""
+        messages = conversation.messages
+        if not self._first_messages or conversation.earlier_ids:
+            return messages
+        at = next(
+            (n for n, message in enumerate(messages) if message.role not in SYSTEM_ROLES),
+            len(messages),
+        )
+        return (*messages[:at], *self._first_messages, *messages[at:])
+
     def _add_system_prompt(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Adds the model's default system prompt, unless the conversation has one."""
-        if self._system_prompt is None or any(
-            message.role in _SYSTEM_ROLES for message in messages
-        ):
+        """Adds the model's default system prompt, unless the conversation begins with one."""
+        if self._system_prompt is None or (messages and messages[0].role in SYSTEM_ROLES):
             return messages
         return (Message(role="system", content=self._system_prompt), *messages)
+
+
+def _drop_schemas(tools: Sequence[Tool]) -> tuple[Tool, ...]:
+    """Returns tools whose arguments may be any object, for the grammar of the output."""
+    return tuple(replace(tool, parameters={"type": "object"}, strict=False) for tool in tools)
 
 
 def _check_tool_choice(request: GenerateRequest) -> None:

@@ -1,14 +1,16 @@
-"""Limits on the cost of rendering a chat template: time and produced text.
+"""Limits the cost of rendering a chat template, in time and in produced text.
 
 Knows: Python's methods and Jinja's filters by name and signature. Must not know: templates.
 
-A step that may produce far more than its input (`'x' * 10**10`) is estimated before it runs; one
-that produces about as much as its input is counted afterwards. Both use the same budget, so that
-splitting the work into many steps does not avoid it.
+Some steps can produce far more than their input, such as `'x' * 10**10`. Their cost is estimated
+before they run. Other steps produce about as much as their input, and their output is counted
+afterwards. All steps share one budget, so a template cannot avoid the limit by splitting its work
+into many steps.
 
-An estimate has the signature of its function, after the budget as first argument, and returns the
-maximum number of characters or elements produced; or it raises as the budget does. Functions not in
-these tables produce at most a few times their input.
+The estimate of a function has the same signature as the function, with the budget as an additional
+first argument. It returns the maximum number of characters or elements that the function produces,
+or raises the same errors as the budget. Functions that are not in these tables produce at most a
+few times their input.
 """
 
 import re
@@ -20,19 +22,20 @@ from app.core.thread_pools import CancelToken
 
 _CONTAINERS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
 
-# values visited between two checks of the clock
+# the number of visited values between two checks of the clock
 _CLOCK_CHECK_INTERVAL = 1024
 
-# cost of a list element, in characters
+# the cost of a list element, in characters
 ELEMENT_CHARACTERS = 8
 
-# characters of a number, a bracket with its comma, and similar
+# the cost of a number, a bracket with its comma, and similar values, in characters
 _SCALAR_CHARACTERS = 4
 
 
 class RenderCostLimit:
-    """characters: what all steps together may produce, as `measure` counts it. cancel_token:
-    cancelled when the render is no longer needed."""
+    """The remaining budget of one render. characters: the maximum size of the output of all steps
+    together, as counted by `measure`. cancel_token: cancelled when the render is no longer
+    needed."""
 
     def __init__(
         self, *, seconds: float, characters: int, cancel_token: CancelToken | None = None
@@ -43,7 +46,8 @@ class RenderCostLimit:
         self._max_characters = self._remaining = characters
 
     def check_time(self) -> None:
-        """Raises TimeoutError, WorkCancelled."""
+        """Raises TimeoutError after the time limit, and WorkCancelled when the token is
+        cancelled."""
         self._cancel_token.check()
         if time.monotonic() > self._deadline:
             raise TimeoutError(f"rendering takes longer than {self._seconds:g} seconds")
@@ -54,43 +58,44 @@ class RenderCostLimit:
             raise MemoryError(f"rendering produces more than {self._max_characters} characters")
 
     def charge(self, value: object) -> None:
-        """Counts a produced value. Raises as `check_size` does."""
+        """Counts a produced value. Raises the same errors as `check_size`."""
         count = shallow_size(value)
         self.check_size(count)
         self._remaining -= count
 
     def iterate(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Yields the items, with a check of the clock before each."""
+        """Yields the items. Checks the clock before each item."""
         for item in items:
             self.check_time()
             yield item
 
     def join(self, parts: Iterable[str]) -> str:
-        """Joins texts; the size is counted before the result is created."""
-        held: list[str] = []
+        """Joins strings. The size is counted before the result is created."""
+        pieces: list[str] = []
         total = 0
         for piece in parts:
-            held.append(piece)
+            pieces.append(piece)
             total += len(piece)
             self.check_size(total)
         self._remaining -= total
-        return "".join(held)
+        return "".join(pieces)
 
     def measure(self, value: object) -> int:
-        """Estimates the characters of `value` as text; an element contained several times counts
-        each time. Raises as `check_size` and `check_time` do, and stops early."""
+        """Estimates the number of characters of `value` as text. An element that occurs several
+        times counts each time. Raises the same errors as `check_size` and `check_time`, and then
+        stops early."""
         if isinstance(value, str | bytes):
             return len(value)
-        total, looked = 0, 0
+        total, num_items = 0, 0
         todo: list[Any] = [value]
         while todo:
             item = todo.pop()
-            looked += 1
-            if looked % _CLOCK_CHECK_INTERVAL == 0:
+            num_items += 1
+            if num_items % _CLOCK_CHECK_INTERVAL == 0:
                 self.check_time()
             total += len(item) if isinstance(item, str | bytes) else _SCALAR_CHARACTERS
             inner = _children(item)
-            # before the list of values to visit grows
+            # checked before the list of values to visit grows
             self.check_size(total + len(todo) + len(inner))
             todo += inner
         return total
@@ -114,12 +119,13 @@ def _children(value: object) -> list[Any]:
 
 CostEstimate = Callable[..., int]
 
-# bits of an integer: more than any hash, but cheap to compute with
+# The maximum number of bits of an integer. It is larger than any hash, but computing with it is
+# cheap.
 _MAX_INTEGER_BITS = 1 << 16
 
 _UNBOUNDED = 1 << 63
 
-# a conversion of the % operator, with width and precision
+# a conversion of the % operator, with its width and precision
 _CONVERSION = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(\*|\d+)?(?:\.(\*|\d+))?")
 
 _DIGITS = re.compile(r"\d+")
@@ -134,8 +140,8 @@ def estimate_multiply(limit: RenderCostLimit, left: Any, right: Any) -> int:
 
 
 def estimate_power(limit: RenderCostLimit, left: Any, right: Any) -> int:
-    whole = isinstance(left, int) and isinstance(right, int)
-    return _integer_size(left.bit_length() * right) if whole else 0
+    integers = isinstance(left, int) and isinstance(right, int)
+    return _integer_size(left.bit_length() * right) if integers else 0
 
 
 def estimate_add(limit: RenderCostLimit, left: Any, right: Any) -> int:
@@ -143,13 +149,13 @@ def estimate_add(limit: RenderCostLimit, left: Any, right: Any) -> int:
 
 
 def estimate_percent_format(limit: RenderCostLimit, form: Any, given: Any) -> int:
-    """Estimates `form % given`. Raises ValueError for a width given as an argument."""
+    """Estimates `form % given`. Raises ValueError if a width is given as an argument."""
     if not isinstance(form, str):
         return 0
     total = len(form) + form.count("%") * limit.measure(given)
     for width, precision in _CONVERSION.findall(form):
         if "*" in (width, precision):
-            raise ValueError("* as a width in a format is not supported: write a number")
+            raise ValueError("a format must not use * as a width: write a number")
         total += _parse_width(width) + _parse_width(precision)
     return total
 
@@ -164,7 +170,7 @@ def _integer_size(count: int) -> int:
 
 
 def _parse_width(digits: str) -> int:
-    """Parses a width. Python rejects numbers of thousands of digits."""
+    """Parses a width. Python rejects numbers with thousands of digits."""
     return int(digits or 0) if len(digits) < 19 else _UNBOUNDED
 
 

@@ -1,16 +1,15 @@
-"""Tokenizers: conversion between text and token ids.
+"""Tokenizers convert between text and token IDs.
 
-Knows: the model's tokenizer.json, through the `tokenizers` library, the ids at the start and end of
-a text, how tokens represent bytes. Must not know: chat templates, requests, where ids come from or
-go to.
+Knows: the model's tokenizer.json, through the `tokenizers` library; the tokens at the start and the
+end of a text; the bytes of tokens. Must not know: chat templates, requests, the engine.
 
-A token represents bytes. The text of ids is the concatenated bytes decoded as UTF-8, where each
-malformed sequence becomes one U+FFFD (the Unicode Standard's "maximal subpart", as on the web).
-This definition holds for whole texts, streams and log-probabilities. `tokenizers` does the same,
-with one exception: with byte tokens such as <0xFF>, one bad byte turns the *whole run* of byte
-tokens around it into U+FFFD, including valid characters. A stream cannot retract a character, and
-valid characters are worth keeping, so this module, like SentencePiece, replaces only the malformed
-bytes.
+Each token represents a sequence of bytes. The text of several tokens is their concatenated bytes,
+decoded as UTF-8. Each malformed sequence becomes one U+FFFD (the Unicode Standard's "maximal
+subpart", as on the web). This definition holds for complete texts, streams and log-probabilities.
+`tokenizers` uses the same definition, with one exception: if the vocabulary has byte tokens such as
+<0xFF>, one invalid byte turns the *whole run* of byte tokens around it into U+FFFD, including the
+valid characters. A stream cannot retract valid characters. Therefore this module replaces only the
+malformed bytes, as SentencePiece does.
 """
 
 import json
@@ -32,9 +31,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteDecoder:
-    """alphabet: character → byte; empty if tokens are plain text. replacements: (from, to), applied
-    to plain text in order. strips_leading_space: whether one space at the very start of a text was
-    added by the tokenizer and is removed (SentencePiece's dummy prefix)."""
+    """Decodes tokens to bytes. alphabet: the byte of each character; empty if tokens are plain
+    text. replacements: pairs (from, to) that are applied to plain text in order.
+    strips_leading_space: whether the tokenizer added one space at the start of a text, which must
+    be removed (SentencePiece's dummy prefix)."""
 
     alphabet: Mapping[str, int]
     replacements: tuple[tuple[str, str], ...] = ()
@@ -42,9 +42,9 @@ class ByteDecoder:
 
     @staticmethod
     def from_config(config: Json) -> "ByteDecoder | None":
-        """Builds the byte decoder from the "decoder" of a tokenizer.json. None for decoders that
-        join words instead of bytes: WordPiece, Metaspace, BPE with a word suffix, CTC, none at
-        all."""
+        """Builds the byte decoder from the "decoder" of a tokenizer.json. Returns None if there is
+        no decoder, or for decoders that join words instead of bytes: WordPiece, Metaspace, BPE with
+        a word suffix, and CTC."""
         parts = _flatten_decoder(config)
         if [part["type"] for part in parts] == ["ByteLevel"]:
             return ByteDecoder(alphabet=_build_byte_alphabet())
@@ -88,9 +88,9 @@ def _flatten_decoder(decoder: Json) -> list[Json]:
 
 
 def _build_byte_alphabet() -> Mapping[str, int]:
-    """Returns byte-level BPE's printable characters for bytes (openai/gpt-2 `src/encoder.py`,
-    bytes_to_unicode): a printable Latin-1 byte is its own character, the others follow from U+0100
-    on, in order."""
+    """Returns the printable characters that byte-level BPE uses for bytes (openai/gpt-2
+    `src/encoder.py`, bytes_to_unicode). A printable Latin-1 byte is represented by its own
+    character. The other bytes are represented by the characters from U+0100 on, in order."""
     own = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}
     others = (byte for byte in range(256) if byte not in own)
     return {
@@ -99,28 +99,32 @@ def _build_byte_alphabet() -> Mapping[str, int]:
     }
 
 
-# tokens with cached bytes, 100 B each
+# the number of tokens whose bytes are cached, at 100 bytes each
 _TOKEN_BYTES_CACHE_SIZE = 1 << 15
 
-# Limits on the normalized size of a text in the library, which needs up to a hundred times as much
-# memory: bytes in total, and bytes per input byte that are accepted in any case. Only texts that
-# the tokenizer could expand further are measured, in pieces.
+# Limits on the normalized size of a text. The library needs up to a hundred times as much memory.
+# The first limit is the total number of bytes. The second is the number of normalized bytes per
+# input byte that is always accepted. Only texts that the tokenizer could expand further are
+# measured, in chunks.
 _MAX_NORMALIZED_BYTES, _MAX_EXPANSION = 16 << 20, 16
 _NORMALIZER_CHUNK_BYTES = 4 << 20
 
-# bytes of one character
+# the maximum number of bytes of one character
 _MAX_CHARACTER_BYTES = 4
 
-# characters of a library error repeated in a message
+# characters searched for the next token
+_MAX_SPACES = 8
+
+# the maximum number of characters of a library error that an error message repeats
 _MAX_REASON_LENGTH = 200
 
 
 class Tokenizer:
-    """One model's tokenizer; immutable.
+    """The tokenizer of one model. Instances are immutable.
 
-    bos_token_id: the id at the start of a text; None if the model has none. special_ids: ids of
-    control tokens, which are not text. byte_decoder: None if only the library's decoder knows the
-    bytes of tokens.
+    bos_token_id: the token at the start of a text; None if the model has none. special_ids: the
+    control tokens, which are not part of the visible text. byte_decoder: None if only the library's
+    decoder knows the bytes of tokens.
     """
 
     def __init__(
@@ -130,10 +134,10 @@ class Tokenizer:
         bos_token_id: int | None = None,
         add_bos: bool | None = None,
     ) -> None:
-        """add_bos: whether a text begins with bos; None uses the post-processor of tokenizer.json.
-        Raises ValueError for a tokenizer that can expand a text more than `ExpansionFactors`
-        accepts."""
-        inner.no_truncation()  # set for training and still in some files
+        """add_bos: whether a text begins with the BOS token; None uses the post-processor of
+        tokenizer.json. Raises ValueError if the tokenizer can expand a text by more than
+        `ExpansionFactors` accepts."""
+        inner.no_truncation()  # set for training, and still present in some files
         inner.no_padding()
         self._inner = inner
         self.bos_token_id = bos_token_id
@@ -146,17 +150,17 @@ class Tokenizer:
         self.byte_decoder = ByteDecoder.from_config(_component_config(inner.decoder))
         self._prefix_ids = _find_prefix_ids(inner, bos_token_id, add_bos)
         self._suffix_ids = _find_suffix_ids(inner)
-        # twenty alternatives of each token are mostly the same few
+        # the twenty alternatives of each token are mostly the same few tokens
         self._cached_token_bytes = lru_cache(_TOKEN_BYTES_CACHE_SIZE)(self._compute_token_bytes)
 
     @staticmethod
     def load(files: ModelFiles) -> "Tokenizer":
         """Loads a tokenizer. Raises AppError(MODEL_FILES) if tokenizer.json is missing or
-        broken."""
+        invalid."""
         path = files.tokenizer_path
         if not path.is_file():
             raise AppError(
-                ErrorKind.MODEL_FILES, f"{path} is missing: a model needs its tokenizer.json"
+                ErrorKind.MODEL_FILES, f"{path} is missing: every model needs a tokenizer.json"
             )
         add_bos = files.tokenizer_config.get("add_bos_token")
         with _LibraryErrorGuard(ErrorKind.MODEL_FILES, f"{path} is not a usable tokenizer"):
@@ -169,38 +173,71 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens, including added ones. The model's logits may be padded beyond
-        it."""
+        """The number of tokens, including added tokens. The logits of the model may be padded to a
+        larger size."""
         with _LibraryErrorGuard(ErrorKind.MODEL_FILES, _BROKEN_MESSAGE):
             return self._inner.get_vocab_size()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Returns the ids of a text. Special tokens written out in it are recognized.
+        """Returns the tokens of a text. Special tokens in the text are recognized.
 
-        add_special_tokens: add the model's tokens at the start of a text (usually BOS), unless the
-        text contains them already. EOS is never added, because the text will be continued. Raises
-        AppError(INVALID).
+        add_special_tokens: whether to add the model's tokens at the start of a text (usually BOS),
+        unless the text already begins with them. EOS is never added, because the text will be
+        continued. Raises AppError(INVALID) if the text cannot be encoded.
         """
+        # releases the GIL; without offsets it is twice as fast
+        ids = self._encode_with(self._inner.encode_batch_fast, text).ids
+        return [*self._missing_prefix(ids, add_special_tokens), *ids]
+
+    def encode_with_positions(
+        self, text: str, positions: Sequence[int], *, add_special_tokens: bool
+    ) -> tuple[list[int], list[int]]:
+        """Returns the ids of a text as `encode` does, and for each position in the text the number
+        of ids before it that a text with another continuation most likely begins with, too: next to
+        an added token all of them, elsewhere one less, because tokens merge. The end of the text is
+        before the last id. A position without a known token is omitted."""
+        if not positions:
+            return self.encode(text, add_special_tokens=add_special_tokens), []
+        encoding = self._encode_with(self._inner.encode_batch, text)
+        ids, added = encoding.ids, frozenset(self._added_tokens.values())
+        prefix = self._missing_prefix(ids, add_special_tokens)
+        counts: list[int] = []
+        for position in positions:
+            # some tokenizers do not count the space at the start of a token
+            after = range(position, min(position + _MAX_SPACES, len(text)))
+            tokens = (encoding.char_to_token(at) for at in after)
+            count = next((token for token in tokens if token is not None), None)
+            if count is None and position < len(text):
+                continue
+            count = len(ids) - 1 if count is None else count
+            is_safe = any(id in added for id in ids[max(0, count - 1) : count + 1])
+            counts.append(len(prefix) + max(0, count - (not is_safe)))
+        return [*prefix, *ids], counts
+
+    def _encode_with(self, encode_batch: Any, text: str) -> tokenizers.Encoding:
         with _LibraryErrorGuard(ErrorKind.INVALID, "this model's tokenizer cannot encode the text"):
             self._check_expansion(text)
             try:
-                # releases the GIL; without offsets it is twice as fast
-                ids = self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
+                return encode_batch([text], add_special_tokens=False)[0]
             except TypeError as error:  # raised for a str that is not valid UTF-8
                 raise _surrogate_error() from error
+
+    def _missing_prefix(self, ids: Sequence[int], add_special_tokens: bool) -> tuple[int, ...]:
+        """Returns the tokens at the start of a text that have to be added to the ids."""
         if not add_special_tokens or tuple(ids[: len(self._prefix_ids)]) == self._prefix_ids:
-            return ids
-        return [*self._prefix_ids, *ids]
+            return ()
+        return self._prefix_ids
 
     def encode_for_embedding(self, text: str) -> list[int]:
-        """Returns the ids of a text for an embedding: with the start tokens of `encode` and the end
-        tokens of tokenizer.json's post-processor (last-token pooling uses the last of these).
-        Raises AppError(INVALID)."""
+        """Returns the tokens of a text for an embedding. They include the start tokens of `encode`
+        and the end tokens of tokenizer.json's post-processor. Last-token pooling uses the last one
+        of these. Raises AppError(INVALID) if the text cannot be encoded."""
         return [*self.encode(text, add_special_tokens=True), *self._suffix_ids]
 
     def truncate_text(self, text: str, num_tokens: int) -> str:
-        """Returns the text, or a prefix of it that alone has far more than `num_tokens` tokens, so
-        that ten million characters cost no more than one context. Raises as `encode` does."""
+        """Returns the text, or a prefix that has far more than `num_tokens` tokens. This limits the
+        cost: ten million characters cost no more than one context. Raises the same errors as
+        `encode`."""
         size = 8 * num_tokens
         while size < len(text):
             if len(self.encode(text[:size], add_special_tokens=False)) > 2 * num_tokens:
@@ -218,7 +255,7 @@ class Tokenizer:
         ):
             return
         normalizer = self._inner.normalizer
-        assert normalizer is not None, "pre-tokenizers alone are limited to less"
+        assert normalizer is not None, "pre-tokenizers have a lower limit"
         most = max(_MAX_NORMALIZED_BYTES, _MAX_EXPANSION * len(text.encode(errors="surrogatepass")))
         step = max(1, int(_NORMALIZER_CHUNK_BYTES / (_MAX_CHARACTER_BYTES * expansion.normalizer)))
         written = 0
@@ -233,12 +270,12 @@ class Tokenizer:
                 raise AppError(ErrorKind.INVALID, message)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the visible text: special tokens and unknown ids are skipped."""
+        """Returns the visible text. Special tokens and unknown IDs are skipped."""
         return self._decode_all([id for id in ids if self.is_visible(id)])
 
     def decode_verbatim(self, ids: Sequence[int]) -> str:
-        """Returns the text with special tokens written out. Raises AppError(INVALID) for an id
-        outside the vocabulary, and for ids that the tokenizer cannot decode."""
+        """Returns the text, including the special tokens. Raises AppError(INVALID) for an ID
+        outside the vocabulary, and for tokens that the tokenizer cannot decode."""
         for id in ids:
             if self._lookup_token(id) is None:
                 message = f"{id} is not a token of this model, which has {self.vocab_size} tokens"
@@ -249,11 +286,11 @@ class Tokenizer:
             raise AppError(ErrorKind.INVALID, error.marked_message) from error
 
     def is_visible(self, id: int) -> bool:
-        """Returns whether the id is part of the visible text."""
+        """Returns whether the token is part of the visible text."""
         return id not in self.special_ids and self.has_id(id)
 
     def has_id(self, id: int) -> bool:
-        """Returns whether the id is a token."""
+        """Returns whether the vocabulary contains the ID."""
         return self._lookup_token(id) is not None
 
     def id_to_token(self, id: int) -> str | None:
@@ -261,17 +298,17 @@ class Tokenizer:
         return self._lookup_token(id)
 
     def token_to_id(self, token: str) -> int | None:
-        """Returns the id of a token as stored in the vocabulary, such as "</s>"."""
+        """Returns the ID of a token as stored in the vocabulary, such as "</s>"."""
         with _LibraryErrorGuard(ErrorKind.MODEL_FILES, _BROKEN_MESSAGE):
             return self._inner.token_to_id(token)
 
     def added_token_to_id(self, text: str) -> int | None:
-        """Returns the id of an added token: usually a marker."""
+        """Returns the ID of an added token. Added tokens are usually markers."""
         return self._added_tokens.get(text)
 
     def token_bytes(self, id: int) -> bytes:
-        """Returns the exact bytes of a token in the middle of a text: with its leading space,
-        incomplete characters included, b"" for an unknown id."""
+        """Returns the exact bytes of a token in the middle of a text, with its leading space and
+        incomplete characters. Returns b"" for an unknown ID."""
         return self._cached_token_bytes(id)
 
     def _compute_token_bytes(self, id: int) -> bytes:
@@ -280,7 +317,7 @@ class Tokenizer:
             return b""
         if self.byte_decoder is not None:
             return self.byte_decoder.decode_token(token)
-        # Other decoders treat the first token differently: decode two and use the second.
+        # Other decoders treat the first token differently. Decode two tokens and use the second.
         return self._decode_all([id, id]).removeprefix(self._decode_all([id])).encode()
 
     def token_text(self, id: int) -> str:
@@ -288,8 +325,8 @@ class Tokenizer:
         return self.token_bytes(id).decode(errors="replace")
 
     def _decode_all(self, ids: Sequence[int]) -> str:
-        """Decodes ids that the model sampled, so an error is not the client's: raises
-        AppError(MODEL_FILES)."""
+        """Decodes tokens that the model sampled. A failure is not the client's error, so
+        AppError(MODEL_FILES) is raised."""
         if self.byte_decoder is None:
             with _LibraryErrorGuard(
                 ErrorKind.MODEL_FILES, "this model's tokenizer cannot decode tokens"
@@ -301,7 +338,7 @@ class Tokenizer:
         return raw.decode(errors="replace")
 
     def _lookup_token(self, id: int) -> str | None:
-        # The library takes unsigned 32-bit ids, and raises OverflowError for others.
+        # The library accepts unsigned 32-bit IDs and raises OverflowError for all others.
         if not 0 <= id < 1 << 32:
             return None
         with _BROKEN_GUARD:
@@ -309,8 +346,8 @@ class Tokenizer:
 
 
 class _LibraryErrorGuard:
-    """A context manager that raises AppError in place of library errors, which are plain Exception
-    or PanicException."""
+    """A context manager that converts library errors to AppError. The library raises plain
+    Exception or PanicException."""
 
     __slots__ = ("_kind", "_what")
 
@@ -342,7 +379,7 @@ class _LibraryErrorGuard:
 
 
 _BROKEN_MESSAGE = "this model's tokenizer is broken"
-# created once, because it is used for each output token
+# created only once, because it is used for each output token
 _BROKEN_GUARD = _LibraryErrorGuard(ErrorKind.MODEL_FILES, _BROKEN_MESSAGE)
 
 
@@ -359,14 +396,14 @@ def _pipeline_components(inner: tokenizers.Tokenizer) -> tuple[Any, Any, Any]:
 
 
 def _component_config(part: Any) -> Json:
-    """Returns the component's part of tokenizer.json; {} for none."""
+    """Returns the component's configuration in tokenizer.json, or {} if there is no component."""
     return {} if part is None else json.loads(part.__getstate__())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStopConditions:
-    """The stop conditions of one model. ids: stop tokens. strings: stop strings that are not a
-    token."""
+    """The stop conditions of one model. ids: stop tokens. strings: stop strings that are not
+    tokens."""
 
     ids: frozenset[int]
     strings: tuple[str, ...]
@@ -375,17 +412,17 @@ class ModelStopConditions:
 def find_model_stop_conditions(
     files: ModelFiles, tokenizer: Tokenizer, extra_strings: Sequence[str] = ()
 ) -> ModelStopConditions:
-    """Returns the union of eos_token_id in generation_config.json (or else in config.json), the
-    eos_token of tokenizer_config.json, and `extra_strings`. A string that is a special token is
-    used as its id, since it never appears as text.
+    """Returns the union of three sources: eos_token_id in generation_config.json (or in config.json
+    if it is missing there), the eos_token of tokenizer_config.json, and `extra_strings`. A string
+    that is a special token is used as a token ID, because it never appears as text.
 
-    mlx-lm (utils.py, TokenizerWrapper) and vLLM use the same union. Each of the three alone is
-    wrong for some model: conversions drop generation_config.json, and then config.json contains
-    only the end of a document (Llama 3's <|end_of_text|>, Phi 3's <|endoftext|>) while
-    tokenizer_config has the end of a turn; for Gemma it is the other way round. An id that is not a
-    token is never sampled, and is omitted.
+    mlx-lm (utils.py, TokenizerWrapper) and vLLM use the same union. Each of the sources on its own
+    is wrong for some models. Some conversions drop generation_config.json. In this case,
+    config.json contains only the end of a document (Llama 3's <|end_of_text|>, Phi 3's
+    <|endoftext|>), and tokenizer_config.json contains the end of a turn. For Gemma, it is the other
+    way round. An ID that is not in the vocabulary is never sampled, so it is omitted.
 
-    Raises AppError(MODEL_FILES) for an eos_token_id that is neither an id nor a list of ids.
+    Raises AppError(MODEL_FILES) if eos_token_id is neither an ID nor a list of IDs.
     """
     ids = set(next(files.read_token_ids("eos_token_id"), frozenset[int]()))
     eos = parse_special_token(files.tokenizer_config.get("eos_token"))
@@ -400,7 +437,8 @@ def find_model_stop_conditions(
 
 
 def parse_special_token(value: Any) -> str | None:
-    """Parses a special token of tokenizer_config.json: a string, or an object that contains one."""
+    """Parses a special token of tokenizer_config.json, which is a string or an object that contains
+    one."""
     match value:
         case str(text) | {"content": str(text)}:
             return text
@@ -411,7 +449,7 @@ def parse_special_token(value: Any) -> str | None:
 def _find_prefix_ids(
     inner: tokenizers.Tokenizer, bos: int | None, add_bos: bool | None
 ) -> tuple[int, ...]:
-    """Returns the ids at the start of every text."""
+    """Returns the tokens at the start of every text."""
     probe = inner.encode("a", add_special_tokens=True)
     mask = [*probe.special_tokens_mask, 0]
     written = tuple(probe.ids[: mask.index(0)])
@@ -423,7 +461,7 @@ def _find_prefix_ids(
 
 
 def _find_suffix_ids(inner: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """Returns the ids that the post-processor appends to every text."""
+    """Returns the tokens that the post-processor appends to every text."""
     probe = inner.encode("a", add_special_tokens=True)
     behind = probe.special_tokens_mask[::-1].index(0)
     return tuple(probe.ids[len(probe.ids) - behind :])
@@ -435,3 +473,19 @@ def _find_bos_token_id(files: ModelFiles, inner: tokenizers.Tokenizer) -> int | 
         return inner.token_to_id(text)
     ids = next(files.read_token_ids("bos_token_id"), frozenset[int]())
     return next((id for id in sorted(ids) if inner.id_to_token(id) is not None), None)
+
+
+def encode_bad_words(
+    tokenizer: Tokenizer, words: Sequence[str], vocab: int
+) -> tuple[tuple[int, ...], ...]:
+    """Returns the token IDs of each word at the beginning of a text and after a space, as in vLLM.
+    A text may also have other token IDs, which are not excluded. vocab: the number of token IDs
+    that can be sampled. A word with other token IDs is omitted."""
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip(" ")
+        for text in (word, bare, f" {bare}"):
+            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if ids and max(ids) < vocab:
+                sequences[ids] = None
+    return tuple(sequences)

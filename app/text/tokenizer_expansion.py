@@ -1,11 +1,12 @@
-"""Limits on how much a tokenizer can expand a text.
+"""Limits how much a tokenizer can expand a text.
 
-Knows: the normalizers, pre-tokenizers and decoders of tokenizer.json, the maximum output of each
-per input byte. Must not know: the `tokenizers` library, texts.
+Knows: the normalizers, pre-tokenizers and decoders of tokenizer.json, their maximum output per
+input byte. Must not know: the `tokenizers` library, texts.
 
-A chain of a few `Replace` multiplies: six that write a thousand characters for one produce 10^18
-from a single letter, and the library aborts the process when it is out of memory. Tests cannot find
-the letter, so the product of the worst cases is limited.
+The factors of several `Replace` normalizers multiply. Six normalizers that each replace one
+character by a thousand produce 10^18 characters from a single letter. The library aborts the
+process when it runs out of memory. Tests cannot find the letter, so the product of the worst cases
+is limited.
 """
 
 import base64
@@ -18,20 +19,21 @@ from typing import Any, cast
 
 from app.core.model_files import Json
 
-# Bytes that a chain may write per byte. The chains of published tokenizers have 1 to 150; ALBERT's,
-# which normalizes Unicode twice, has 550.
+# The maximum number of bytes that a chain may write per input byte. The chains of published
+# tokenizers have factors of 1 to 150. ALBERT's chain has a factor of 550, because it normalizes
+# Unicode twice.
 MAX_NORMALIZER_FACTOR = 1000
-# published tokenizers: at most 4
+# published tokenizers have at most 4
 MAX_PRE_TOKENIZER_FACTOR = 8
-# published tokenizers: at most 4
+# published tokenizers have at most 4
 MAX_DECODER_FACTOR = 64
 
-# of an unknown component type
+# the factor of an unknown component type
 _UNKNOWN_COMPONENT_FACTOR = 4.0
 
-# One required character, possibly repeated, and nothing else. Any other expression counts as if it
-# matched the empty text at every position. Lazy quantifiers are excluded: Oniguruma reads `x{2}?`
-# as `(?:x{2})?`.
+# A pattern of one required character, possibly repeated, and nothing else. Any other pattern counts
+# as if it matched the empty text at every position. Lazy quantifiers are excluded, because
+# Oniguruma interprets `x{2}?` as `(?:x{2})?`.
 _ONE_CHARACTER = re.compile(
     r"(?:[^\\()\[\]{}|*+?.^$]|\\[snrtd]|\[\^?[^\[\]\\&]+\])(?:\+|\{[1-9][0-9]*(?:,[0-9]*)?\})?"
 )
@@ -41,7 +43,7 @@ _Factors = Mapping[str, float | Callable[[Json], float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpansionFactors:
-    """The maximum number of bytes that each part writes per byte."""
+    """The maximum number of bytes that each part writes per input byte."""
 
     normalizer: float
     pre_tokenizer: float
@@ -49,8 +51,8 @@ class ExpansionFactors:
 
     @staticmethod
     def from_config(normalizer: Json, pre_tokenizer: Json, decoder: Json) -> "ExpansionFactors":
-        """Computes the factors. Arguments: the parts of tokenizer.json, {} for none. Raises
-        ValueError for a chain that exceeds the limit."""
+        """Computes the factors. Each argument is the configuration of a part in tokenizer.json, or
+        {} if there is none. Raises ValueError for a chain that exceeds the limit."""
         return ExpansionFactors(
             normalizer=_chain_factor(
                 "normalizers", normalizer, _NORMALIZERS, MAX_NORMALIZER_FACTOR
@@ -63,7 +65,7 @@ class ExpansionFactors:
 
 
 def _chain_factor(name: str, config: Json, factors: _Factors, limit: float) -> float:
-    # an int of this size does not fit a float
+    # an integer of this size does not fit into a float
     product = min(math.prod(_component_factor(part, factors) for part in _flatten(config)), 1e300)
     if product > limit:
         raise ValueError(
@@ -92,12 +94,13 @@ def _count_bytes(text: Any) -> int:
 
 
 def _prepend_factor(part: Json) -> float:
-    """The worst case is a text of one byte."""
+    """Returns the factor of the worst case, a text of one byte."""
     return 1 + _count_bytes(part["prepend"])
 
 
 def _replace_factor(part: Json) -> float:
-    """A pattern that matches the empty text does so on both sides of a single byte."""
+    """Returns the factor of a replacement. A pattern that matches the empty text matches on both
+    sides of a single byte."""
     pattern, written = cast(Json, part["pattern"]), _count_bytes(part["content"])
     if "String" in pattern:
         size = _count_bytes(pattern["String"])
@@ -106,8 +109,9 @@ def _replace_factor(part: Json) -> float:
 
 
 def _precompiled_factor(part: Json) -> float:
-    """SentencePiece's table: [size of the trie: 4 bytes | trie | null-terminated texts]. The trie
-    may point into any text, so the longest counts, for one byte."""
+    """Returns the factor of SentencePiece's table, which has the layout [size of the trie: 4 bytes
+    | trie | null-terminated texts]. The trie may point into any text, so the longest text counts as
+    the output for one byte."""
     try:
         table = base64.b64decode(str(part["precompiled_charsmap"]))
     except binascii.Error:
@@ -117,18 +121,20 @@ def _precompiled_factor(part: Json) -> float:
 
 
 def _metaspace_factor(part: Json) -> float:
-    """Each space becomes the replacement, and each word is prefixed by one."""
+    """Returns the factor of a Metaspace. Each space becomes the replacement, and each word is
+    prefixed with a replacement."""
     return 1 + _count_bytes(part["replacement"])
 
 
 def _byte_level_factor(part: Json) -> float:
-    """Two bytes for most non-ASCII bytes; each word may be prefixed by a space."""
+    """Returns the factor of a ByteLevel. Most non-ASCII bytes become two bytes, and each word may
+    be prefixed with a space."""
     return 4 if part.get("add_prefix_space", True) else 2
 
 
 # Unicode's factors: https://www.unicode.org/faq/normalization.html#12, for UTF-8
 _NORMALIZERS: _Factors = {
-    "BertNormalizer": 8,  # spaces around a character, NFD, lower case
+    "BertNormalizer": 8,  # it adds spaces around a character and applies NFD and lower case
     "ByteLevel": 2,
     "Lowercase": 1.5,
     "NFC": 3,
@@ -158,7 +164,7 @@ _PRE_TOKENIZERS: _Factors = {
 _DECODERS: _Factors = {
     "BPEDecoder": 2,  # an empty suffix matches between all characters
     "ByteFallback": 1,
-    "ByteLevel": 3,  # U+FFFD for a byte
+    "ByteLevel": 3,  # one byte may become U+FFFD
     "CTC": 4,
     "Fuse": 1,
     "Metaspace": 1,

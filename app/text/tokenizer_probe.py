@@ -1,10 +1,10 @@
-"""Test inputs for a tokenizer before it is used in the server's process.
+"""Test inputs for a tokenizer, used before the server's process loads it.
 
-Knows: texts that break tokenizers, that each must be processed. Must not know: processes, memory
-and time limits, which the caller sets.
+Knows: texts that crash tokenizers. Must not know: processes, limits of memory and time. The caller
+sets these limits.
 
-A tokenizer may reject any of these texts; later that becomes an error of the request. It must not
-abort the process, or need unbounded memory or time.
+A tokenizer may reject any of these texts. In the server, such a rejection becomes an error of the
+request. However, the tokenizer must not abort the process or need unbounded memory or time.
 """
 
 from collections.abc import Iterator
@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from app.core.errors import AppError, ErrorKind
 from app.text.tokenizer import Tokenizer
 
-# lengths of a run of one ASCII character, and of one that often occurs in long runs
+# the length of a run of one ASCII character, and of a character that often occurs in long runs
 _RUN_LENGTH, _LONG_RUN_LENGTH = 500, 5_000
 _LONG_RUN_CHARACTERS = " \n\t-=_.#*a0x"
 
-# of scripts and symbols that normalizers change: Latin, Greek, Cyrillic, Arabic, Hebrew,
-# Devanagari, Thai, Hangul, Kana, Han, ligatures that become many letters, emoji, marks, blanks
+# Samples of scripts and symbols that normalizers change: Latin, Greek, Cyrillic, Arabic, Hebrew,
+# Devanagari, Thai, Hangul, Kana, Han, ligatures that become many letters, emoji, combining marks,
+# blanks.
 _SAMPLES = (
     "éüßøıİſ Ελληνικά Русский",
     "العربية عברית हिन्दी ไทย",
@@ -29,23 +30,24 @@ _SAMPLES = (
 )
 _SAMPLE_REPEATS = 50
 
-# code points per test text
+# the number of code points per test text
 _CODE_POINTS_PER_TEXT = 4096
 _SURROGATES = range(0xD800, 0xE000)
 _BASIC_PLANE_END = 0x10000
 
-# special tokens written out in a text, and ids decoded at once
+# the maximum number of special tokens in a text, and the number of tokens decoded per call
 _MAX_SPECIAL_TOKENS, _IDS_PER_DECODE = 2_000, 1_000
 
-# Characters of all tokens together; the bytes of 32768 tokens are cached. The largest vocabularies,
-# of a quarter of a million tokens, have two megabytes.
+# The maximum number of characters of all tokens together. The bytes of 32768 tokens are cached. The
+# largest vocabularies have a quarter of a million tokens and two megabytes of text.
 _MAX_DECODED_CHARACTERS = 64 << 20
 
 
 def probe_tokenizer(tokenizer: Tokenizer) -> None:
     """Encodes texts of all kinds, and decodes every token.
 
-    Raises AppError(MODEL_FILES) if the tokens' text is too large; MemoryError.
+    Raises AppError(MODEL_FILES) if the text of all tokens is too large. Raises MemoryError if the
+    tokenizer runs out of memory.
     """
     for text in (*_probe_texts(), *_special_token_texts(tokenizer)):
         try:
@@ -56,7 +58,7 @@ def probe_tokenizer(tokenizer: Tokenizer) -> None:
                 tokenizer.decode_verbatim(ids)
         except AppError as error:
             _raise_memory_error(error)
-    # unless tokens are bytes in GPT-2's alphabet, the file does not bound their text
+    # if tokens are not bytes in GPT-2's alphabet, the size of the file does not limit their text
     if tokenizer.byte_decoder is None or not tokenizer.byte_decoder.alphabet:
         _decode_all(tokenizer)
 
@@ -82,7 +84,7 @@ def _probe_texts() -> Iterator[str]:
 
 
 def _special_token_texts(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yields texts with the model's own special tokens."""
+    """Yields texts with the special tokens of the model."""
     marks = [tokenizer.token_text(id) for id in sorted(tokenizer.special_ids)[:_MAX_SPECIAL_TOKENS]]
     yield from marks
     yield "".join(marks)
@@ -104,6 +106,6 @@ def _decode_all(tokenizer: Tokenizer) -> None:
 
 
 def _raise_memory_error(error: AppError) -> None:
-    """Raises MemoryError for an out-of-memory error, which is not a rejected text."""
+    """Raises MemoryError if the error was caused by a lack of memory and not by a rejected text."""
     if isinstance(error.__cause__, MemoryError):
         raise error.__cause__

@@ -1,12 +1,12 @@
 """Our own operations for the CPU, if the extension was built: `ops`.
 
 Knows: whether the extension exists, was built for this MLX, is enabled (`MLXRUNNER_KERNELS=off`
-disables it), supports the requested instruction set (`MLXRUNNER_ISA`), and whether the device is
-the CPU. Must not know: layers, architectures. `_kernels.pyi` documents the operations,
-CMakeLists.txt beside it how they are built.
+disables it) and supports the requested instruction set (`MLXRUNNER_ISA`), and whether the device is
+the CPU. Must not know: layers, architectures. `_kernels.pyi` documents the operations.
+CMakeLists.txt in this folder builds them.
 
-MLX's own operations for a Linux CPU aim at correctness, not speed: one thread, one row at a time,
-not vectorized. They are used if `ops` is None.
+MLX's own operations for a Linux CPU are optimized for correctness and not for speed. They use one
+thread, process one row at a time, and are not vectorized. They are used if `ops` returns None.
 """
 
 import importlib.metadata
@@ -22,9 +22,9 @@ from models import cpu_backend
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelInfo:
-    """A description for users. enabled: whether models on this process's default device use the
-    kernels. why: why they do not, as one sentence. isa, threads: None if the extension was not
-    built."""
+    """The state of the kernels, for users. enabled: whether models on this process's default device
+    use the kernels. why: the reason why models do not use them, as one sentence. isa, threads: the
+    instruction set and the number of threads; None if the extension was not built."""
 
     built: bool
     enabled: bool
@@ -34,18 +34,18 @@ class KernelInfo:
 
 
 def ops(*arrays: mx.array) -> Any:
-    """The extension, whose types are in `_kernels.pyi`, if it supports arrays like these; else
-    None."""
+    """Returns the extension if it supports arrays like these, or None. `_kernels.pyi` declares its
+    types."""
     if _module is None or mx.default_device().type != mx.DeviceType.cpu:
         return None
     return _module if all(array.dtype == mx.float32 for array in arrays) else None
 
 
 def trim_memory() -> None:
-    """Return cached memory of freed arrays to the system. Called when many arrays were freed for
-    good."""
+    """Returns cached memory of freed arrays to the system. It is called when many arrays were freed
+    permanently."""
     if _module is not None:
-        _module.return_memory()
+        _module.trim_memory()
 
 
 def describe() -> KernelInfo:
@@ -56,37 +56,38 @@ def describe() -> KernelInfo:
         built=True,
         enabled=on,
         isa=_module.isa(),
-        threads=_module.threads(),
+        threads=_module.num_threads(),
         why=None if on else "the device is not the CPU",
     )
 
 
 def _load_extension() -> tuple[Any, bool, str | None]:
-    """(the extension, whether it was built, the reason why it cannot be used)."""
+    """Returns the extension, whether it was built, and the reason why it cannot be used."""
     if os.environ.get("MLXRUNNER_KERNELS") == "off":
         return None, True, "MLXRUNNER_KERNELS is off"
     try:
-        # not `from models.kernels`: while the package is being imported, that raises another error
+        # `from models.kernels` would raise another error while the package is being imported
         import models.kernels._kernels as found
     except ModuleNotFoundError as error:
         if error.name != f"{__name__}._kernels":
             raise
         return None, False, cpu_backend.read_not_built_reason(Path(__file__).parent)
-    except ImportError as error:  # built for another Python, or another MLX
+    except ImportError as error:  # built for another Python or another MLX
         return None, True, f"the kernels cannot be loaded; rebuild them with `make`: {error}"
     ours, theirs = found.built_for, importlib.metadata.version("mlx")
     if ours != theirs:
         return (
             None,
             True,
-            f"the kernels were built for MLX {ours}, but MLX {theirs} is installed; run `make`",
+            f"the kernels were built for MLX {ours}, but MLX {theirs} is installed; rebuild them "
+            "with `make`",
         )
     try:
-        found.isa()  # selects the instruction set: fail now rather than at the first operation
+        found.isa()  # selects the instruction set; fail now and not at the first operation
     except RuntimeError as error:
         return None, True, str(error)
-    found.use_threads(cpu_backend.ACTIVE.threads)
-    found.keep_memory()
+    found.set_num_threads(cpu_backend.ACTIVE.threads)
+    found.retain_freed_memory()
     return found, True, None
 
 

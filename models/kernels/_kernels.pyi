@@ -1,31 +1,33 @@
-# The operations of the extension (src/module.cpp). All run on the CPU, are lazy like MLX's, compute
-# in float32, and are batch-invariant: the result for a row depends bitwise on that row only, not on
-# the other rows or on the number of threads.
+# The operations of the extension (src/module.cpp). All of them run on the CPU, are lazy like MLX's
+# operations, compute in float32, and are batch-invariant. The result for a row depends bit for bit
+# only on that row, and not on the other rows or the number of threads.
 
 import mlx.core as mx
 
-# the version of MLX whose headers it was compiled with
+# the MLX version whose headers the extension was compiled with
 built_for: str
 
 def isa() -> str:
-    """The instruction set in use, selected once: the best, or the one that MLXRUNNER_ISA names.
-    Raises RuntimeError, as all operations do, if this machine does not support that one."""
+    """Returns the instruction set in use, which is selected only once. It is the best supported
+    one, or the one in MLXRUNNER_ISA. Like all operations, this function raises RuntimeError if this
+    machine does not support the one in MLXRUNNER_ISA."""
 
-def threads() -> int: ...
-def use_threads(count: int) -> None:
-    """Use this many threads, at most 256; must not be called while anything is evaluated. Raises
-    ValueError for other numbers."""
+def num_threads() -> int: ...
+def set_num_threads(count: int) -> None:
+    """Sets the number of threads, at most 256. It must not be called while anything is evaluated.
+    Raises ValueError for other numbers."""
 
-def keep_memory() -> None:
-    """From now on keep up to 128 MiB of freed memory in the process for later arrays."""
+def retain_freed_memory() -> None:
+    """Keeps up to 128 MiB of freed memory in the process for later arrays, from now on."""
 
-def return_memory() -> None:
-    """Return free memory to the system."""
+def trim_memory() -> None:
+    """Returns free memory to the system."""
 
-class Product:
-    """A product with a matrix [out, in]: float32, bfloat16 or float16, or in MLX's affine packing
-    of 4 or 8 bits, groups of 32, 64 or 128; weight, scales and biases in the layout of `strips`.
-    bias: [out] float32. Raises ValueError for other shapes and types."""
+class Matmul:
+    """Computes x @ W^T + bias with a matrix W [out, in]. The matrix is float32, bfloat16 or
+    float16, or in MLX's affine packing of 4 or 8 bits, in groups of 32, 64 or 128. weight, scales
+    and biases have the layout of `repack`. bias: [out] float32. Raises ValueError for other shapes
+    and types."""
 
     def __init__(
         self,
@@ -38,28 +40,29 @@ class Product:
         bits: int = 0,
     ) -> None: ...
     def __call__(self, x: mx.array) -> mx.array:
-        """[..., in] -> [..., out], in x's type."""
+        """Maps [..., in] to [..., out], in the type of x."""
 
-    def choose(self, x: mx.array, chosen: mx.array) -> mx.array:
-        """For a stack [E, out, in]: x [..., 1, in] times the matrices with the indices chosen [...,
-        k], leading axes that broadcast -> [..., k, 1, out]."""
+    def gather(self, x: mx.array, indices: mx.array) -> mx.array:
+        """Multiplies x [..., 1, in] by the matrices `indices` [..., k] of a stack [E, out, in].
+        Leading axes are broadcast. Returns [..., k, 1, out]."""
 
-    def alike(self, other: Product) -> bool:
-        """Whether both have the same shape and format."""
+    def has_same_format(self, other: Matmul) -> bool:
+        """Returns whether both matrices have the same shape and format."""
 
-    def rows(self, ids: mx.array) -> mx.array:
-        """[...] row indices -> [..., in] float32."""
+    def dequantize_rows(self, ids: mx.array) -> mx.array:
+        """Returns rows [..., in] as float32. ids: the row indices, [...]."""
 
-def strips(a: mx.array, bits: int = 0, *, back: bool = False) -> mx.array:
-    """Packs a matrix, scales or biases, or with bits 4 or 8 packed words, [..., out, n], into
-    panels of sixteen interleaved rows, in the same shape; back: unpacks them. Works in place if
-    there is no other reference to the array."""
+def repack(a: mx.array, bits: int = 0, *, undo: bool = False) -> mx.array:
+    """Packs an array [..., out, n] into panels of sixteen interleaved rows, in the same shape. The
+    array is a matrix, scales or biases, or packed words if bits is 4 or 8. undo: whether to unpack
+    instead. Works in place if there is no other reference to the array."""
 
-def gated(activation: str, gate: Product, up: Product, x: mx.array) -> mx.array:
-    """activation(gate(x)) * up(x). activation: see `gate`."""
+def gate_up(activation: str, gate: Matmul, up: Matmul, x: mx.array) -> mx.array:
+    """Returns activation(gate(x)) * up(x). activation: see `glu`."""
 
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
-    """float32 [..., D] with any strides -> contiguous. weight: [D] float32."""
+    """Normalizes float32 rows [..., D] with any strides. The result is contiguous. weight: [D]
+    float32."""
 
 def rope(
     x: mx.array,
@@ -70,11 +73,11 @@ def rope(
     traditional: bool = False,
     magnitude: float = 1.0,
 ) -> mx.array:
-    """float32 [B, H, L, D] with any strides -> contiguous; see `Rope` in models/rope.py. Angles
-    must be below 2^20."""
+    """Rotates float32 heads [B, H, L, D] with any strides; see `Rope` in models/rope.py. The result
+    is contiguous. Angles must be below 2^20."""
 
-def gate(kind: str, gate: mx.array, up: mx.array) -> mx.array:
-    """activation(gate) * up. kind: silu, gelu (with erf), gelu_tanh, relu."""
+def glu(activation: str, gate: mx.array, up: mx.array) -> mx.array:
+    """Returns activation(gate) * up. activation: silu, gelu (with erf), gelu_tanh or relu."""
 
 def attend(
     q: mx.array,
@@ -84,16 +87,17 @@ def attend(
     values: list[mx.array],
     slots: list[int],
     lengths: list[int],
-    heads: list[int],
-    firsts: list[int],
+    head_slots: list[int],
+    first_positions: list[int],
     *,
     scale: float,
     window: int = 0,
     sinks: mx.array | None = None,
     softcap: float = 0.0,
 ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
-    """Write new positions to the buffers and attend to them (src/attention_ops.hpp). A buffer
-    without other references is written in place, so drop references to the old ones."""
+    """Writes new positions to the buffers and computes attention to all positions
+    (src/attention_ops.hpp). A buffer without other references is written in place, so the caller
+    should drop references to the old buffers."""
 
 def attention(
     q: mx.array,
@@ -106,22 +110,24 @@ def attention(
     sinks: mx.array | None = None,
     softcap: float = 0.0,
 ) -> mx.array:
-    """Attention to given keys and values. causal: aligns the last query with the last key."""
+    """Computes attention to given keys and values. causal: aligns the last query with the last
+    key."""
 
 class AttentionBlock:
-    """x + o(attention(...)) for one new position of each sequence: bitwise equal to
-    `attention_residual` of models/prenorm.py with the attention of models/attention.py. A norm is
-    (weight, epsilon); q_norm and k_norm apply to each head; without periods nothing is rotated. For
-    a few rows only: all intermediate results are in memory at once. Raises ValueError for parts
-    with inconsistent shapes."""
+    """Computes x + o(attention(...)) for one new position of each sequence. The result is
+    bit-identical to `attention_residual` of models/prenorm.py with the attention of
+    models/attention.py. A norm is a pair (weight, epsilon). q_norm and k_norm apply to each head.
+    Without periods, nothing is rotated. This operation is for a few rows only, because all
+    intermediate results are in memory together. Raises ValueError for parts with inconsistent
+    shapes."""
 
     def __init__(
         self,
         norm: tuple[mx.array, float],
-        q: Product,
-        k: Product,
-        v: Product,
-        o: Product,
+        q: Matmul,
+        k: Matmul,
+        v: Matmul,
+        o: Matmul,
         *,
         heads: int,
         kv_heads: int,
@@ -141,23 +147,24 @@ class AttentionBlock:
         values: list[mx.array],
         slots: list[int],
         lengths: list[int],
-        heads: list[int],
-        firsts: list[int],
+        head_slots: list[int],
+        first_positions: list[int],
         window: int,
     ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
-        """x [B, 1, hidden]; the other parameters and the result as for `attend`. The slot mapping
-        gives the position for the rotation."""
+        """x: [B, 1, hidden]. The other parameters and the result are the same as for `attend`. The
+        slot mapping determines the position for the rotation."""
 
 class MlpBlock:
-    """x + down(activation(gate(h)) * up(h)), h = rms_norm(x): bitwise equal to `mlp_residual` of
-    models/prenorm.py with the GatedMLP of models/layers.py. For a few rows only."""
+    """Computes x + down(activation(gate(h)) * up(h)) with h = rms_norm(x). The result is
+    bit-identical to `mlp_residual` of models/prenorm.py with the GatedMLP of models/layers.py. This
+    operation is for a few rows only."""
 
     def __init__(
         self,
         norm: tuple[mx.array, float],
         activation: str,
-        gate: Product,
-        up: Product,
-        down: Product,
+        gate: Matmul,
+        up: Matmul,
+        down: Matmul,
     ) -> None: ...
     def __call__(self, x: mx.array) -> mx.array: ...

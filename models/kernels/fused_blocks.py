@@ -1,11 +1,11 @@
-"""The halves of a decoder block as one fused operation each, for decode steps.
+"""Fuses each half of a decoder block into one operation, for decode steps.
 
 Knows: the pre-norm block (models/prenorm.py), grouped-query attention (models/attention.py), the
-gated MLP, their kernel layers, what `_kernels` offers. Must not know: architectures, kinds of
+gated MLP, their kernel layers, the operations of `_kernels`. Must not know: architectures, kinds of
 caches. Subclasses that override one of their methods are not fused.
 
-For a small model, dispatching an MLX operation takes as long as the operation itself, and a block
-is about 21 of them, dispatched again for each token.
+For a small model, the dispatch of an MLX operation takes as long as the operation itself. A block
+consists of about 21 operations, which are dispatched again for each token.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +24,8 @@ from models.layers import GatedMLP
 from models.prenorm import PreNormBlock
 from models.rope import Rope
 
-# most sequences of a fused step: with more, the number of operations does not matter, and the
-# intermediate results, which MLX does not count, grow
+# The maximum number of sequences in a fused step. With more sequences, the number of operations
+# does not matter. The intermediate results also grow, and MLX does not count their memory.
 MAX_FUSED_ROWS = 64
 
 _GET_MATMUL, _GET_WEIGHT = attrgetter("matmul"), itemgetter("weight")
@@ -35,82 +35,83 @@ MlpResidual = Callable[[mx.array], mx.array]
 
 
 def fuse_attention(block: PreNormBlock, ops: Any) -> AttentionResidual | None:
-    """The replacement of `block.attention_residual`; None if it cannot be fused."""
+    """Returns the replacement of `block.attention_residual`, or None if it cannot be fused."""
     attention: Any = block.self_attn
     if not _has_unmodified(block, PreNormBlock, "attention_residual") or not _has_unmodified(
         attention, GroupedQueryAttention, "__call__"
     ):
         return None
-    products = [attention[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    of_heads = (attention.q_norm, attention.k_norm)
-    norms = [block.input_layernorm, *(norm for norm in of_heads if norm is not None)]
-    if not _are_kernel_layers(products, norms):
+    linears = [attention[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    head_norms = (attention.q_norm, attention.k_norm)
+    norms = [block.input_layernorm, *(norm for norm in head_norms if norm is not None)]
+    if not _are_kernel_layers(linears, norms):
         return None
 
     def make(*parts: Any) -> Any:
-        """parts: four products, the weights of the norms, and the sinks."""
-        matrices, weights, sinks = parts[:4], parts[4:-1], parts[-1]
-        norm, *of_each = zip(weights, (norm.eps for norm in norms), strict=True)
-        more: Any = dict(zip(("q_norm", "k_norm"), of_each, strict=False))
+        """Creates the operation. parts: four matmuls, the weights of the norms, and the sinks."""
+        matmuls, weights, sinks = parts[:4], parts[4:-1], parts[-1]
+        norm, *per_head = zip(weights, (norm.eps for norm in norms), strict=True)
+        optional: Any = dict(zip(("q_norm", "k_norm"), per_head, strict=False))
         return ops.AttentionBlock(
             norm,
-            *matrices,
+            *matmuls,
             heads=attention.heads,
             kv_heads=attention.kv_heads,
             scale=attention.scale,
             sinks=sinks,
-            **more,
+            **optional,
             **_rope_arguments(attention.rope),
         )
 
-    fused = _CachedOp(lambda: [*_op_parts(products, norms), attention.get("sinks")], make)
-    # the shape for `allocate_slots`; never evaluated
+    fused = _CachedOp(lambda: [*_op_parts(linears, norms), attention.get("sinks")], make)
+    # the shape for `allocate_slots`, which is never evaluated
     heads = attention.kv_heads
-    like = mx.zeros((1, heads, 1, products[1].weight.shape[0] // heads))
-    # a weak reference, so that a dropped model is freed at once
-    itself = ref(block)
+    new_keys = mx.zeros((1, heads, 1, linears[1].weight.shape[0] // heads))
+    # a weak reference, so that a dropped model is freed immediately
+    block_ref = ref(block)
 
     def attention_residual(x: mx.array, kv: AttentionCache) -> mx.array:
         caches = kv.in_place_caches
         rows, length, _ = x.shape
         if length > 1 or rows > MAX_FUSED_ROWS or rows != len(caches) or x.dtype != mx.float32:
-            return PreNormBlock.attention_residual(_dereference(itself), x, kv)
-        return write_in_place(caches, like, like, partial(fused(), x))
+            return PreNormBlock.attention_residual(_dereference(block_ref), x, kv)
+        return write_in_place(caches, new_keys, new_keys, partial(fused(), x))
 
     return attention_residual
 
 
 def fuse_mlp(block: PreNormBlock, ops: Any) -> MlpResidual | None:
-    """The replacement of `block.mlp_residual`; None if it cannot be fused."""
+    """Returns the replacement of `block.mlp_residual`, or None if it cannot be fused."""
     mlp: Any = block.mlp
     if not _has_unmodified(block, PreNormBlock, "mlp_residual") or not _has_unmodified(
         mlp, GatedMLP, "__call__", "gate_up"
     ):
         return None
-    products, norms = [mlp[name] for name in mlp.projection_names], [block.post_attention_layernorm]
+    linears, norms = [mlp[name] for name in mlp.projection_names], [block.post_attention_layernorm]
     kind = layers.get_activation_name(mlp.activation)
-    if kind is None or not _are_kernel_layers(products, norms):
+    if kind is None or not _are_kernel_layers(linears, norms):
         return None
-    if not products[0].matmul.alike(products[1].matmul):
+    if not linears[0].matmul.has_same_format(linears[1].matmul):
         return None
 
     def make(gate: Any, up: Any, down: Any, weight: mx.array) -> Any:
         return ops.MlpBlock((weight, norms[0].eps), kind, gate, up, down)
 
-    fused = _CachedOp(lambda: _op_parts(products, norms), make)
-    itself = ref(block)
+    fused = _CachedOp(lambda: _op_parts(linears, norms), make)
+    block_ref = ref(block)
 
     def mlp_residual(x: mx.array) -> mx.array:
         rows, length, _ = x.shape
         if length > 1 or rows > MAX_FUSED_ROWS or x.dtype != mx.float32:
-            return PreNormBlock.mlp_residual(_dereference(itself), x)
+            return PreNormBlock.mlp_residual(_dereference(block_ref), x)
         return fused()(x)
 
     return mlp_residual
 
 
 class _CachedOp:
-    """make(*get_parts()), made again whenever one of the parts was replaced, such as a weight."""
+    """Returns make(*get_parts()), which is created again whenever one of the parts, such as a
+    weight, was replaced."""
 
     def __init__(self, get_parts: Callable[[], Sequence[Any]], make: Callable[..., Any]) -> None:
         self._get_parts, self._make = get_parts, make
@@ -125,7 +126,7 @@ class _CachedOp:
 
 
 def _has_unmodified(module: Any, base: type, *methods: str) -> bool:
-    """Whether the module is a `base` and does not override these methods."""
+    """Returns whether the module is a `base` and does not override these methods."""
     return isinstance(module, base) and all(
         getattr(type(module), name) is getattr(base, name) for name in methods
     )
@@ -133,13 +134,13 @@ def _has_unmodified(module: Any, base: type, *methods: str) -> bool:
 
 def _are_kernel_layers(linears: Sequence[Any], norms: Sequence[Any]) -> bool:
     linear = layers.KernelLinear | layers.KernelQuantizedLinear
-    return all(isinstance(one, linear) for one in linears) and all(
-        isinstance(one, layers.KernelRMSNorm) for one in norms
+    return all(isinstance(layer, linear) for layer in linears) and all(
+        isinstance(layer, layers.KernelRMSNorm) for layer in norms
     )
 
 
 def _op_parts(linears: Sequence[Any], norms: Sequence[Any]) -> list[Any]:
-    """The parts of kernel layers that a fused operation takes."""
+    """Returns the parts of kernel layers that a fused operation takes."""
     return [*map(_GET_MATMUL, linears), *map(_GET_WEIGHT, norms)]
 
 
@@ -154,8 +155,8 @@ def _rope_arguments(rope: Any) -> dict[str, Any]:
     }
 
 
-def _dereference(itself: ref[PreNormBlock]) -> PreNormBlock:
-    """The block is alive, because it is the caller."""
-    found = itself()
-    assert found is not None
-    return found
+def _dereference(block_ref: ref[PreNormBlock]) -> PreNormBlock:
+    """Returns the block. It is alive, because it is the caller."""
+    block = block_ref()
+    assert block is not None
+    return block

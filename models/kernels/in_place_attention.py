@@ -1,7 +1,7 @@
-"""Attention that writes new keys and values directly into the caches' buffers.
+"""Attention that writes new keys and values directly into the buffers of the caches.
 
 Knows: the buffers that a cache passes (`InPlaceCache`), the kernels. Must not know: kinds of
-caches. One operation computes all rows of a batch, or the many positions of one sequence; MLX needs
+caches. One operation computes all rows of a batch, or many positions of one sequence. MLX needs
 several operations per row.
 """
 
@@ -16,12 +16,12 @@ from models import kernels
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotMapping:
-    """Where the positions of a sequence, new ones included, are in a ring buffer of slots.
+    """The slots of a sequence's positions, including the new ones, in a ring buffer.
 
-    length: number of positions. head_slot: slot of the oldest position; after the last slot, slots
-    continue at 0. first_position: absolute position of the oldest. write_slot: first slot of the
-    new positions, which are the newest. window: how many positions a query attends to, its own
-    included; 0 for all.
+    length: the number of positions. head_slot: the slot of the oldest position. The slot after the
+    last one is slot 0. first_position: the absolute position of the oldest position. write_slot:
+    the first slot of the new positions, which are the newest. window: the number of positions that
+    a query attends to, including its own position; 0 for all positions.
     """
 
     write_slot: int
@@ -32,13 +32,13 @@ class SlotMapping:
 
 
 class InPlaceCache(Protocol):
-    """See `models.kv.KVBuffers`."""
+    """A cache whose buffers can be written in place. See `models.kv.KVBuffers`."""
 
     @property
     def supports_in_place(self) -> bool: ...
 
     def allocate_slots(self, keys: mx.array, values: mx.array) -> SlotMapping:
-        """Only shapes and types of the arrays are used."""
+        """Allocates slots. Only the shapes and types of the arrays are used."""
         ...
 
     def take_buffers(self) -> tuple[mx.array, mx.array]: ...
@@ -56,19 +56,19 @@ def attend_in_place(
     sinks: mx.array | None,
     softcap: float | None,
 ) -> mx.array | None:
-    """Like `models.kv.AttentionCache.attend`, with a cache per row. Returns None, with nothing
-    changed, if the kernels do not support it: other types or devices, several sequences in one
-    cache, or a cache without `supports_in_place`."""
+    """Computes attention like `models.kv.AttentionCache.attend`, with one cache per row. If the
+    kernels do not support it, returns None and changes nothing. They do not support other types or
+    devices, several sequences in one cache, and caches without `supports_in_place`."""
     ops = kernels.ops(queries, keys, values)
     if ops is None or len(caches) != len(queries) or not caches[0].supports_in_place:
         return None
 
-    def attend(*lent: Any, window: int) -> AttentionResult:
+    def attend(*buffers: Any, window: int) -> AttentionResult:
         return ops.attend(
             queries,
             keys,
             values,
-            *lent,
+            *buffers,
             scale=scale,
             window=window,
             sinks=sinks,
@@ -78,12 +78,12 @@ def attend_in_place(
     return write_in_place(caches, keys[:1], values[:1], attend)
 
 
-# the result, and the buffers of keys and of values with the new positions in them
+# the result, and the buffers of keys and of values, which contain the new positions
 AttentionResult = tuple[mx.array, list[mx.array], list[mx.array]]
 
 
 class InPlaceOp(Protocol):
-    """An operation that writes new positions to buffers, one cache per row."""
+    """An operation that writes new positions to buffers, with one cache per row."""
 
     def __call__(
         self,
@@ -91,8 +91,8 @@ class InPlaceOp(Protocol):
         values: list[mx.array],
         slots: list[int],
         lengths: list[int],
-        heads: list[int],
-        firsts: list[int],
+        head_slots: list[int],
+        first_positions: list[int],
         /,
         *,
         window: int,
@@ -102,29 +102,30 @@ class InPlaceOp(Protocol):
 def write_in_place(
     caches: Sequence[InPlaceCache], keys: mx.array, values: mx.array, op: InPlaceOp
 ) -> mx.array:
-    """The result of `op`, which gets the caches' buffers with slots for what it writes. keys,
-    values: see `InPlaceCache.allocate_slots`."""
-    places = [cache.allocate_slots(keys, values) for cache in caches]
+    """Returns the result of `op`. The operation receives the buffers of the caches, with slots for
+    the positions that it writes. keys, values: see `InPlaceCache.allocate_slots`."""
+    mappings = [cache.allocate_slots(keys, values) for cache in caches]
     buffers = [cache.take_buffers() for cache in caches]
-    seen, new_keys, new_values = op(
+    output, new_keys, new_values = op(
         [keys for keys, _ in buffers],
         [values for _, values in buffers],
-        [place.write_slot for place in places],
-        [place.length for place in places],
-        [place.head_slot for place in places],
-        [place.first_position for place in places],
-        window=places[0].window,
+        [mapping.write_slot for mapping in mappings],
+        [mapping.length for mapping in mappings],
+        [mapping.head_slot for mapping in mappings],
+        [mapping.first_position for mapping in mappings],
+        window=mappings[0].window,
     )
-    for cache, made in zip(caches, zip(new_keys, new_values, strict=True), strict=True):
-        cache.return_buffers(*made)
-    return seen
+    for cache, arrays in zip(caches, zip(new_keys, new_values, strict=True), strict=True):
+        cache.return_buffers(*arrays)
+    return output
 
 
 def score_buffer_bytes(layer: object, heads: int, length: int) -> int | None:
-    """An upper bound of the bytes that `attend_in_place` needs for scores if a query of the layer
-    attends to `length` positions: those of the queries that one thread computes at a time
-    (src/attention_job.cpp), on each thread. None for a layer that does not use our attention."""
+    """Returns an upper bound of the number of bytes that `attend_in_place` needs for scores if a
+    query of the layer attends to `length` positions. On each thread, there are scores for the
+    queries that this thread computes at a time (src/attention_job.cpp). Returns None for a layer
+    that does not use our attention."""
     ops = kernels.ops()
     if ops is None or not getattr(layer, "supports_in_place", False):
         return None
-    return ops.threads() * 4 * max(24, heads) * (length + 32)
+    return ops.num_threads() * 4 * max(24, heads) * (length + 32)

@@ -1,11 +1,12 @@
 """Layers of mlx.nn that compute with our own operations.
 
-Knows: mlx.nn's layers and what `_kernels` offers. Must not know: architectures, checkpoints.
+Knows: the layers of mlx.nn, the operations of `_kernels`. Must not know: architectures,
+checkpoints.
 
-A kernel layer is a subclass instance that replaces a layer and has its arrays, under the same
-names, as packed panels; nothing is evaluated. `ops` is what `models.kernels.ops` returns. Matrices
-keep their stored type; all other arrays and the results are float32. Stacks of matrices:
-models/kernels/stacked_layers.py.
+A kernel layer is an instance of a subclass of the layer that it replaces. It has the arrays of the
+layer under the same names, as packed panels. Nothing is evaluated. `ops` is the result of
+`models.kernels.ops`. Matrices keep their stored type. All other arrays and the results are float32.
+models/kernels/stacked_layers.py contains stacks of matrices.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 if TYPE_CHECKING:
-    from models.kernels._kernels import Product
+    from models.kernels._kernels import Matmul
 
 _SUPPORTED_BITS, _SUPPORTED_GROUP_SIZES = (4, 8), (32, 64, 128)
 _PARAMETERS = ("weight", "scales", "biases", "bias")
@@ -27,26 +28,27 @@ class KernelLayer(nn.Module):
         nn.Module.__init__(self)
         self._ops = ops
         copy_parameters(self, layer, ops)
-        self._matmul: Product | None = make_matmul(self, ops)
+        self._matmul: Matmul | None = make_matmul(self, ops)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Repacks parameters: classes of other libraries replace the weights of their layers."""
+        """Sets an attribute, and repacks it if it is a parameter. Classes of other libraries
+        replace the weights of their layers."""
         if name in _PARAMETERS:
             value = to_kernel_layout(self, name, value, self._ops)
             self._matmul = None
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """As attributes, matrices have their usual row order, as users of a layer expect; as items
-        (`layer[name]`), they have their packed layout."""
+        """Returns an attribute. As attributes, matrices have their usual row order, which users of
+        a layer expect. As items (`layer[name]`), they have their packed layout."""
         value: Any = super().__getattr__(name)
         if name not in _PARAMETERS or value.ndim < 2 or name == "bias":
             return value
-        return self._ops.strips(value, _bits(self, name), back=True)
+        return self._ops.repack(value, _bits(self, name), undo=True)
 
     @property
-    def matmul(self) -> "Product":
-        """The product with the current arrays."""
+    def matmul(self) -> "Matmul":
+        """The matmul operation with the current arrays."""
         if self._matmul is None:
             self._matmul = make_matmul(self, self._ops)
         return self._matmul
@@ -64,7 +66,7 @@ class KernelQuantizedLinear(KernelLayer, nn.QuantizedLinear):
 
 class KernelEmbedding(KernelLayer, nn.Embedding):
     def __call__(self, x: mx.array) -> mx.array:
-        return self.matmul.rows(x)
+        return self.matmul.dequantize_rows(x)
 
     def as_linear(self, x: mx.array) -> mx.array:
         return self.matmul(x)
@@ -72,7 +74,7 @@ class KernelEmbedding(KernelLayer, nn.Embedding):
 
 class KernelQuantizedEmbedding(KernelLayer, nn.QuantizedEmbedding):
     def __call__(self, x: mx.array) -> mx.array:
-        return self.matmul.rows(x)
+        return self.matmul.dequantize_rows(x)
 
     def as_linear(self, x: mx.array) -> mx.array:
         return self.matmul(x)
@@ -90,7 +92,7 @@ class KernelRMSNorm(nn.RMSNorm):
         return self._norm(x.astype(mx.float32), self.weight, self.eps)
 
 
-# names of the activation functions in the kernels
+# the names of the activation functions in the kernels
 _ACTIVATION_NAMES: Mapping[Any, str] = {
     nn.silu: "silu",
     nn.gelu: "gelu",
@@ -100,21 +102,21 @@ _ACTIVATION_NAMES: Mapping[Any, str] = {
 
 
 def get_activation_name(activation: Any) -> str | None:
-    """The activation's name for `ops.gate`; None if it is not supported."""
+    """Returns the name of the activation for `ops.glu`, or None if it is not supported."""
     return _ACTIVATION_NAMES.get(activation)
 
 
 def fuse_gate_up(
     activation: Any, gate: Any, up: Any, ops: Any
 ) -> Callable[[mx.array], mx.array] | None:
-    """activation(gate(x)) * up(x) as one operation, for two kernel layers; None if it is not
-    supported."""
+    """Returns one operation for activation(gate(x)) * up(x), for two kernel layers. Returns None if
+    it is not supported."""
     kind = get_activation_name(activation)
     if kind is None or not isinstance(gate, KernelLayer) or not isinstance(up, KernelLayer):
         return None
-    if not gate.matmul.alike(up.matmul):
+    if not gate.matmul.has_same_format(up.matmul):
         return None
-    return lambda x: ops.gated(kind, gate.matmul, up.matmul, x)
+    return lambda x: ops.gate_up(kind, gate.matmul, up.matmul, x)
 
 
 def is_unquantized(layer: Any) -> bool:
@@ -122,7 +124,7 @@ def is_unquantized(layer: Any) -> bool:
 
 
 def is_supported_quantization(layer: Any) -> bool:
-    """Whether the kernels support the layer's packing."""
+    """Returns whether the kernels support the packing of the layer."""
     return (
         layer.mode == "affine"
         and layer.bits in _SUPPORTED_BITS
@@ -130,7 +132,7 @@ def is_supported_quantization(layer: Any) -> bool:
     )
 
 
-# exact class of a layer -> (class of its kernel layer, predicate of the supported layers)
+# the exact class of a layer -> (the class of its kernel layer, a predicate of the supported layers)
 KernelLayerTable = Mapping[type, tuple[Callable[[Any, Any], Any], Callable[[Any], bool]]]
 
 KERNEL_LAYERS: KernelLayerTable = {
@@ -143,13 +145,13 @@ KERNEL_LAYERS: KernelLayerTable = {
 
 
 def to_kernel_layer(layer: Any, ops: Any, table: KernelLayerTable = KERNEL_LAYERS) -> Any:
-    """The kernel layer for a layer; the layer itself if there is none."""
+    """Returns the kernel layer for a layer, or the layer itself if there is none."""
     made, suits = table.get(type(layer), (None, None))
     return layer if made is None or suits is None or not suits(layer) else made(layer, ops)
 
 
 def copy_parameters(target: Any, layer: Any, ops: Any) -> None:
-    """Copy all attributes of the layer, and its arrays in the layout of `to_kernel_layout`."""
+    """Copies all attributes of the layer. Its arrays get the layout of `to_kernel_layout`."""
     for name, value in vars(layer).items():
         if name not in ("_no_grad", "_training"):
             setattr(target, name, value)
@@ -160,22 +162,22 @@ def copy_parameters(target: Any, layer: Any, ops: Any) -> None:
 
 
 def to_kernel_layout(layer: Any, name: str, array: mx.array, ops: Any) -> mx.array:
-    """A parameter in the type and memory layout that the kernels use."""
+    """Returns a parameter in the type and memory layout that the kernels use."""
     if name == "bias":
         return mx.contiguous(array.astype(mx.float32))
-    return array if array.ndim < 2 else ops.strips(array, _bits(layer, name))
+    return array if array.ndim < 2 else ops.repack(array, _bits(layer, name))
 
 
 def _bits(layer: Any, name: str) -> int:
     return layer.bits if name == "weight" and "scales" in layer else 0
 
 
-def make_matmul(layer: Any, ops: Any) -> "Product":
-    """The product with a kernel layer's parameters."""
+def make_matmul(layer: Any, ops: Any) -> "Matmul":
+    """Returns the matmul operation with a kernel layer's parameters."""
     bias = layer.get("bias")
     if "scales" not in layer:
-        return ops.Product(layer["weight"], bias=bias)
-    return ops.Product(
+        return ops.Matmul(layer["weight"], bias=bias)
+    return ops.Matmul(
         layer["weight"],
         layer["scales"],
         layer["biases"],

@@ -1,7 +1,7 @@
 """Stacks of matrices, per expert or per head, that compute with our own operations.
 
-Knows: our stacked layers (models/experts.py, models/mla.py) and what `_kernels` offers. Must not
-know: architectures, checkpoints. See models/kernels/layers.py for kernel layers.
+Knows: our stacked layers (models/experts.py, models/mla.py), the operations of `_kernels`. Must not
+know: architectures, checkpoints. models/kernels/layers.py describes kernel layers.
 """
 
 from typing import Any
@@ -23,8 +23,8 @@ class KernelExpertLinear(KernelLayer, experts.ExpertLinear):
     def __call__(
         self, x: mx.array, expert_ids: mx.array, *, sorted_indices: bool = False
     ) -> mx.array:
-        # `choose` sorts the rows itself
-        return self.matmul.choose(x, expert_ids)
+        # `gather` sorts the rows itself
+        return self.matmul.gather(x, expert_ids)
 
 
 class KernelQuantizedExpertLinear(KernelLayer, experts.QuantizedExpertLinear):
@@ -33,12 +33,12 @@ class KernelQuantizedExpertLinear(KernelLayer, experts.QuantizedExpertLinear):
     def __call__(
         self, x: mx.array, expert_ids: mx.array, *, sorted_indices: bool = False
     ) -> mx.array:
-        return self.matmul.choose(x, expert_ids)
+        return self.matmul.gather(x, expert_ids)
 
 
 class KernelMultiLinear(KernelLayer, mla.MultiLinear):
-    """`apply_transposed`, which only prompts need, uses MLX's operation: a transposed kernel layout
-    would need the weights twice."""
+    """A `MultiLinear` with our operations. `apply_transposed` is only needed for prompts and uses
+    MLX's operation, because a transposed kernel layout would need the weights twice."""
 
     def __call__(self, x: mx.array) -> mx.array:
         return _matmul_per_head(self, x)
@@ -60,6 +60,6 @@ STACKED_KERNEL_LAYERS: KernelLayerTable = {
 
 
 def _matmul_per_head(layer: Any, x: mx.array) -> mx.array:
-    """[B, H or 1, L, in] -> [B, H, L, out]; each head uses its own matrix."""
+    """Maps [B, H or 1, L, in] to [B, H, L, out]. Each head uses its own matrix."""
     heads = mx.arange(layer["weight"].shape[0])[:, None]
-    return layer.matmul.choose(x[..., None, :], heads).squeeze(-2)
+    return layer.matmul.gather(x[..., None, :], heads).squeeze(-2)

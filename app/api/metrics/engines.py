@@ -1,11 +1,11 @@
 """A Prometheus collector for engine metrics, per model, read at each scrape.
 
-Knows: prometheus_client, the mapping from vLLM's metric names to our figures. Must not know: how
-they are counted.
+Knows: prometheus_client, the mapping from vLLM's metric names to engine statistics. Must not know:
+the counting of statistics.
 
-A family is named vllm:… where vLLM has one with the same meaning (vllm/v1/metrics/loggers.py,
-docs/design/metrics.md), so that its dashboards work, and mlxrunner_… otherwise. No figure is
-exported under two names.
+If vLLM has a metric with the same meaning (vllm/v1/metrics/loggers.py, docs/design/metrics.md), the
+family is named vllm:…, so that vLLM's dashboards work. Other families are named mlxrunner_…. No
+value is exported under two names.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,14 +28,14 @@ MetricRow = tuple[str, str, Callable[[ModelState], float | None]]
 
 
 def _kv_usage(state: ModelState) -> float:
-    """Returns the share of cache memory used by running sequences. Cached prefixes that no sequence
-    uses count as free, as in vLLM: they are evicted on demand."""
+    """Returns the fraction of KV cache memory used by running sequences. Cached prefixes that no
+    sequence uses count as free, as in vLLM, because they are evicted on demand."""
     ledger = state.stats.ledger
     room = ledger.kv + ledger.prefix + ledger.free
     return ledger.kv / room if room > 0 else 0.0
 
 
-# None: unknown, and not exported
+# a value of None is unknown and is not exported
 GAUGES: Sequence[MetricRow] = (
     ("vllm:num_requests_running", "Requests running in the engine", lambda s: s.stats.running),
     (
@@ -70,10 +70,10 @@ GAUGES: Sequence[MetricRow] = (
     ),
     (
         "mlxrunner_model_share_bytes",
-        "Memory allocated to the model, if models share the device",
+        "Memory that the model may use, if models share the device",
         lambda s: s.allocation,
     ),
-    ("mlxrunner_max_num_seqs", "Maximum number of requests running at once", lambda s: s.parallel),
+    ("mlxrunner_max_num_seqs", "Maximum number of concurrent requests", lambda s: s.parallel),
     (
         "mlxrunner_max_model_len",
         "Maximum context length of a request, in tokens",
@@ -91,7 +91,7 @@ GAUGES: Sequence[MetricRow] = (
     ),
 )
 
-# without the suffix _total of their samples
+# names without the suffix _total of their samples
 COUNTERS: Sequence[MetricRow] = (
     (
         "vllm:prompt_tokens",
@@ -112,7 +112,7 @@ COUNTERS: Sequence[MetricRow] = (
     ),
     (
         "vllm:num_preemptions",
-        "Requests preempted for lack of KV memory",
+        "Requests preempted for lack of KV cache memory",
         lambda s: s.stats.preemptions,
     ),
     (
@@ -123,7 +123,7 @@ COUNTERS: Sequence[MetricRow] = (
     ("mlxrunner_engine_steps", "Steps of the engine loop", lambda s: s.stats.steps),
     (
         "mlxrunner_engine_failures",
-        "Jobs that failed with an error after which the engine continued",
+        "Jobs that failed while the engine continued to run",
         lambda s: s.stats.failures,
     ),
     (
@@ -133,32 +133,33 @@ COUNTERS: Sequence[MetricRow] = (
     ),
     (
         "mlxrunner_model_loads",
-        "Times the model was loaded",
+        "Number of times that the model was loaded",
         lambda s: s.loads,
     ),
     (
         "mlxrunner_model_evictions",
-        "Times the model was evicted to make room for another model",
+        "Number of times that the model was evicted to make room for another model",
         lambda s: s.evictions,
     ),
     (
         "mlxrunner_model_restarts",
-        "Times the model's runner was restarted",
+        "Number of times that the model's runner was restarted",
         lambda s: s.restarts,
     ),
 )
 
 
 class EngineCollector(Collector):
-    """Exports the state of every model. Counters only grow: `ModelState.stats` carries over when a
-    model's engine is replaced."""
+    """Exports the state of every model. The counters never decrease: `ModelState.stats` is carried
+    over when a model's engine is replaced."""
 
     def __init__(self) -> None:
         self._server_state: RunnerState = "loading"
         self._states: Sequence[ModelState] = ()
 
     def refresh(self, models: Models) -> Sequence[ModelState]:
-        """Takes the snapshot for the next scrape. Call on the event loop, which owns the state."""
+        """Takes the snapshot for the next scrape. Call this method on the event loop, which owns
+        the state."""
         self._server_state, self._states = models.status().state, models.list_model_states()
         return self._states
 
@@ -170,13 +171,13 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yields the metrics. May be called on any thread."""
         now, states = self._server_state, self._states
-        whole = GaugeMetricFamily(
+        gauge = GaugeMetricFamily(
             "mlxrunner_state", "1 for the current state of the server", labels=["state"]
         )
         for name in _SERVER_STATES:
-            whole.add_metric([name], name == now)
-        yield whole
-        yield _labelled_gauge(
+            gauge.add_metric([name], name == now)
+        yield gauge
+        yield _labeled_gauge(
             "mlxrunner_model_state",
             "1 for the current state of the model",
             "state",
@@ -187,7 +188,7 @@ class EngineCollector(Collector):
             yield _add_samples(GaugeMetricFamily(name, text, labels=LABELS), states, value)
         for name, text, value in COUNTERS:
             yield _add_samples(CounterMetricFamily(name, text, labels=LABELS), states, value)
-        yield _labelled_gauge(
+        yield _labeled_gauge(
             "mlxrunner_memory_bytes",
             "The engine's memory budget by use; the sum is mlxrunner_memory_budget_bytes",
             "line",
@@ -221,7 +222,7 @@ def _prefix_cache_metrics(states: Iterable[ModelState]) -> Iterator[Metric]:
     )
     misses = CounterMetricFamily(
         "mlxrunner_prefix_cache_misses",
-        "Prefix cache lookups that missed a part of the prompt, by reason",
+        "Prefix cache lookups that missed part of the prompt, by reason",
         labels=[*LABELS, "reason"],
     )
     for state in states:
@@ -229,7 +230,7 @@ def _prefix_cache_metrics(states: Iterable[ModelState]) -> Iterator[Metric]:
         buckets = list(
             zip(bounds, map(float, accumulate(state.stats.prefix_hit_counts)), strict=True)
         )
-        # the sum over all lookups is the number of cached tokens
+        # the sum of all observations is the number of cached tokens
         hits.add_metric(labels, buckets, sum_value=state.stats.cached_tokens)
         for reason, count in state.stats.prefix_miss_counts:
             misses.add_metric([*labels, reason], count)
@@ -248,7 +249,7 @@ def _add_samples(
     return family
 
 
-def _labelled_gauge(
+def _labeled_gauge(
     name: str,
     text: str,
     label: str,

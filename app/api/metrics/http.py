@@ -1,7 +1,7 @@
 """Prometheus collectors for the HTTP layer: connections and responses, request bodies, work on
 threads and event loop lag.
 
-Knows: prometheus_client. Must not know: how anything is counted.
+Knows: prometheus_client. Must not know: the counting of connections, responses and work.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class HttpCollector(Collector):
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the metrics. May run on any thread while the event loop writes, so it reads
+        """Yields the metrics. This may run on any thread while the event loop writes, so it reads
         copies."""
         traffic = self._traffic
         yield GaugeMetricFamily(
@@ -36,28 +36,28 @@ class HttpCollector(Collector):
             "Connections opened since the start",
             traffic.accepted_connections,
         )
-        turned_away = CounterMetricFamily(
+        rejected = CounterMetricFamily(
             "mlxrunner_http_connections_turned_away",
-            "Connections closed by the server before the request was complete or the response was "
-            "read, by reason",
+            "Connections that the server closed before the request was complete or the response "
+            "was read, by reason",
             labels=["reason"],
         )
         for reason, count in traffic.closed_by_reason.copy().items():
-            turned_away.add_metric([reason], count)
-        yield turned_away
-        answered = CounterMetricFamily(
+            rejected.add_metric([reason], count)
+        yield rejected
+        responses = CounterMetricFamily(
             "http_requests",
             "Responses by route (none: rejected before routing), method and status class; 4xx if "
             "the client disconnected",
             labels=["handler", "method", "status"],
         )
         for (method, route, status), count in traffic.responses.copy().items():
-            answered.add_metric([route, method, status], count)
-        yield answered
+            responses.add_metric([route, method, status], count)
+        yield responses
 
 
 class FrontendCollector(Collector):
-    """Exports the load figures of one server."""
+    """Exports the load statistics of one server."""
 
     def __init__(self, stats: FrontendStats) -> None:
         self._stats = stats
@@ -66,7 +66,7 @@ class FrontendCollector(Collector):
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the metrics. May run on any thread while the event loop writes."""
+        """Yields the metrics. This may run on any thread while the event loop writes."""
         bodies, workers = self._stats.bodies, self._stats.workers
         for name, text, value in (
             ("mlxrunner_http_bodies", "Request bodies in flight", bodies.in_flight),

@@ -1,10 +1,10 @@
 """The Prometheus endpoint: /metrics.
 
-Knows: prometheus_client, starlette. Must not know: how the figures below are counted.
+Knows: prometheus_client, starlette. Must not know: the counting of the values below.
 
-Each figure has one writer: engine figures are read from the models' states at each scrape, figures
-of a request's life are recorded by a request observer, and figures of connections by the HTTP
-layer.
+Each value has one writer. Engine values are read from the models' states at each scrape. Values of
+a request's lifecycle are recorded by a request observer. Values of connections are recorded by the
+HTTP layer.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from app.core.server_stats import ConnectionStats
 
 
 class Metrics:
-    """The metrics of one server, in a registry of its own."""
+    """The metrics of one server, in their own registry."""
 
     def __init__(self, models: Models, traffic: ConnectionStats, frontend: FrontendStats) -> None:
         self._registry = CollectorRegistry()
@@ -37,7 +37,7 @@ class Metrics:
         self.observe: ObserverFactory = self._request_metrics.observe
         self._registry.register(HttpCollector(traffic))
         self._registry.register(FrontendCollector(frontend))
-        # of the HTTP process only: runners are separate processes. Linux only.
+        # covers only the HTTP process, because runners are separate processes; Linux only
         ProcessCollector(registry=self._registry)
         Info("mlxrunner_build", "Version of the server", registry=self._registry).info(
             {"version": version("mlxrunner")}
@@ -49,8 +49,8 @@ class Metrics:
                 if state.phase != "unloaded":
                     self._request_metrics.for_model(
                         state.name
-                    )  # so that its counters start at zero, not at one
-            # takes five milliseconds per model, which must not delay other responses
+                    )  # so that the model's counters start at zero rather than one
+            # this takes five milliseconds per model, which must not delay other responses
             text = await asyncio.to_thread(generate_latest, self._registry)
             return Response(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 

@@ -1,7 +1,7 @@
 """The metric families that are counted per request: names, labels, bucket bounds.
 
 Knows: prometheus_client, vLLM's names and bounds (vllm/v1/metrics/loggers.py). Must not know:
-requests, when anything is counted.
+requests, the time at which values are counted.
 """
 
 from bisect import bisect_left
@@ -45,7 +45,7 @@ CHOICE_COUNT_BUCKETS = (1, 2, 5, 10, 20)
 HistogramKey = Literal[
     "first",
     "per_token",
-    "whole",
+    "e2e",
     "load",
     "queue",
     "prefill",
@@ -69,19 +69,19 @@ HISTOGRAMS: Mapping[HistogramKey, tuple[str, str, Sequence[float]]] = {
         "Mean time per output token, observed once for each finished choice",
         TOKEN_LATENCY_BUCKETS,
     ),
-    "whole": (
+    "e2e": (
         "vllm:e2e_request_latency_seconds",
         "Time from a request's arrival to the end of its response",
         REQUEST_LATENCY_BUCKETS,
     ),
     "load": (
         "mlxrunner_request_load_time_seconds",
-        "Time from a request's arrival until its model was loaded, if it was not",
+        "Time from a request's arrival until its model was loaded, if it was not loaded yet",
         REQUEST_LATENCY_BUCKETS,
     ),
     "queue": (
         "vllm:request_queue_time_seconds",
-        "Time a request waited to start in the engine, model loading excluded",
+        "Time that a request waited to start in the engine, excluding model loading",
         REQUEST_LATENCY_BUCKETS,
     ),
     "prefill": (
@@ -122,7 +122,7 @@ HISTOGRAMS: Mapping[HistogramKey, tuple[str, str, Sequence[float]]] = {
     ),
 }
 
-# vLLM's finish reasons of an engine request
+# the finish reasons of an engine request in vLLM
 FinishedReason = Literal["stop", "length", "abort", "error"]
 FINISHED_REASONS: Sequence[FinishedReason] = ("stop", "length", "abort", "error")
 
@@ -157,13 +157,13 @@ class MetricFamilies:
         )
         self._errors = Counter(
             "mlxrunner_request_errors",
-            "Requests that failed, by kind of error",
+            "Failed requests by error type",
             [*LABELS, "reason"],
             registry=registry,
         )
         self._embeddings = Counter(
             "mlxrunner_embedding_requests",
-            "Embedding requests that did not fail, by outcome",
+            "Completed and cancelled embedding requests, by outcome",
             [*LABELS, "outcome"],
             registry=registry,
         )
@@ -203,7 +203,7 @@ class ModelMetrics:
         self._embeddings = embeddings
         self._inter_token_latency = inter_token_latency
         self._model = model
-        # exported from zero: an increase is only visible if the counter existed before
+        # exported from zero, because an increase is visible only if the counter existed before
         inter_token_latency.add(model, ())
         for kind in _ERRORS_FROM_ZERO:
             errors.labels(model, ENGINE_INDEX, kind)
@@ -227,9 +227,9 @@ class ModelMetrics:
 
 
 class InterTokenLatency(Collector):
-    """A histogram of the time between tokens. A response may have tens of thousands, which are
-    recorded at once on the event loop: for 32,768 values the library's histogram takes 48 ms, this
-    one five."""
+    """A histogram of the time between tokens. A response may have tens of thousands of values,
+    which are recorded together on the event loop. For 32,768 values, the library's histogram takes
+    48 ms and this class takes five."""
 
     NAME = "vllm:inter_token_latency_seconds"
     TEXT = "Time between consecutive output tokens, recorded when the choice finishes"
@@ -253,9 +253,10 @@ class InterTokenLatency(Collector):
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self.NAME, self.TEXT, labels=LABELS)
         bounds = [*map(str, TOKEN_LATENCY_BUCKETS), "+Inf"]
-        # copies, each made in one step: this runs on a thread while the event loop calls `add`
+        # use copies, each made in one step, because this runs on a thread while the event loop
+        # calls `add`
         for model, counts in list(self._counts.items()):
-            told = list(counts)
-            buckets = list(zip(bounds, map(float, accumulate(told)), strict=True))
+            bucket_counts = list(counts)
+            buckets = list(zip(bounds, map(float, accumulate(bucket_counts)), strict=True))
             family.add_metric([model, ENGINE_INDEX], buckets, sum_value=self._sums[model] / 1e9)
         yield family

@@ -1,13 +1,13 @@
 """Records metrics of requests while they run, per model.
 
-Knows: what the events of a response mean for its timing. Must not know: names of families, how
-responses are generated.
+Knows: the meaning of response events for the timing. Must not know: the names of families, the
+generation of responses.
 
-The meanings are vLLM's (vllm/v1/metrics/stats.py): a request for n choices is n engine requests,
-each counted and timed when it finishes; the time to first token is recorded when that token
-arrives. The queue time ends when the engine starts the request, prefill ends with the first token,
-decode with the last one; inference is both. There are two differences: tokenization counts as queue
-time, and the end-of-sequence token is not counted.
+The definitions are vLLM's (vllm/v1/metrics/stats.py). A request for n choices counts as n engine
+requests, and each is counted and timed when it finishes. The time to first token is recorded when
+that token arrives. The queue time ends when the engine starts the request. Prefill ends with the
+first token, and decode with the last one; inference time covers both. There are two differences:
+tokenization counts as queue time, and the end-of-sequence token is not counted.
 """
 
 import time
@@ -37,14 +37,14 @@ _FINISHED_REASON: dict[FinishReason, FinishedReason] = {
 
 
 class RequestMetrics:
-    """Metrics by model. Only served models become labels, not names that a client invents."""
+    """Metrics by model. Only served models become labels; arbitrary names from clients do not."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._families = MetricFamilies(registry)
         self._models: dict[str, ModelMetrics] = {}
 
     def for_model(self, name: str) -> ModelMetrics:
-        """Returns the metrics of a served model; creates them at zero on first use."""
+        """Returns the metrics of a served model. On first use, creates them at zero."""
         if name not in self._models:
             self._models[name] = self._families.for_model(name)
         return self._models[name]
@@ -90,7 +90,7 @@ class GenerateObserver:
                 pass
 
     def on_embeddings(self, found: Embeddings) -> None:
-        raise AssertionError("vectors, to a request for text")
+        raise AssertionError("a generation request received embeddings")
 
     def on_error(self, error: Exception) -> None:
         if not self._failed:
@@ -98,7 +98,7 @@ class GenerateObserver:
             self._model.count_error(_error_kind(error))
 
     def on_end(self, *, complete: bool) -> None:
-        """Ends the request. A choice that has not finished was lost to an error or was
+        """Ends the request. A choice that has not finished was either ended by an error or
         cancelled."""
         if not complete and (self._started_choices or not self._failed):
             self._model.count_finished("error" if self._failed else "abort", self._choices_left)
@@ -118,7 +118,7 @@ class GenerateObserver:
         prefill = timings.prefill_ns / 1e9
         self._observe_first_token(event.choice, max(0.0, self._elapsed() - decode))
         model.count_finished(_FINISHED_REASON[event.reason])
-        model.observe("whole", self._elapsed())
+        model.observe("e2e", self._elapsed())
         model.observe("queue", max(0.0, timings.total_ns / 1e9 - prefill - decode))
         model.observe("prefill", prefill)
         model.observe("decode", decode)
@@ -139,7 +139,7 @@ class EmbedObserver:
         self._finished = False
 
     def on_event(self, event: Event) -> None:
-        raise AssertionError("text, to a request for vectors")
+        raise AssertionError("an embedding request received text")
 
     def on_embeddings(self, found: Embeddings) -> None:
         self._finished = True

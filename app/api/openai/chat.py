@@ -1,9 +1,9 @@
-"""OpenAI's chat completions: from events to chunks and bodies.
+"""OpenAI's chat completions: converts events to chunks and bodies.
 
 Knows: the shape of a choice that is a message (text, reasoning and tool calls). Must not know: the
-request that it belongs to.
+request of the response.
 
-A stream never sends an empty text, and sends the role with the first output, because clients take
+A stream never sends an empty text. It sends the role with the first output, because clients take
 the first chunk for the first token.
 """
 
@@ -19,6 +19,7 @@ from app.api.openai.output import (
     TokenBuffer,
     ToolCallOutput,
     render_body,
+    render_stop_reason,
 )
 from app.core.events import Finish, OutputEvent, ReasoningDelta, TextDelta, ToolCallDelta
 from app.http.responses import JsonObject
@@ -32,7 +33,7 @@ class ChatChunkEncoder(ChunkEncoder):
     def __init__(self, metadata: CompletionMetadata) -> None:
         super().__init__(metadata, "chat.completion.chunk")
         self._buffers: dict[int, TokenBuffer] = {}
-        self._role_sent: set[int] = set()  # choices whose role was sent
+        self._role_sent: set[int] = set()  # choices whose role was already sent
         self._prompt_ids_sent = False
 
     def delta_choices(self, event: TextDelta | ReasoningDelta | ToolCallDelta) -> list[JsonObject]:
@@ -53,10 +54,10 @@ class ChatChunkEncoder(ChunkEncoder):
 
     def finish_choice(self, event: Finish) -> JsonObject:
         choice = self._choice(event.choice, {})
-        return choice | {"finish_reason": event.reason, "stop_reason": event.stop_string}
+        return choice | {"finish_reason": event.reason, "stop_reason": render_stop_reason(event)}
 
     def extra_fields(self) -> JsonObject:
-        """Returns the prompt's token ids, for the very first chunk."""
+        """Returns the token IDs of the prompt, for the very first chunk."""
         if self._prompt_ids_sent or not self.metadata.return_token_ids:
             return {}
         self._prompt_ids_sent = True
@@ -65,25 +66,25 @@ class ChatChunkEncoder(ChunkEncoder):
     def _choice(self, choice: int, delta: JsonObject) -> JsonObject:
         role = {} if choice in self._role_sent else ROLE
         self._role_sent.add(choice)
-        held = self._buffers.get(choice, TokenBuffer()).take()
+        buffered = self._buffers.get(choice, TokenBuffer()).take()
         return {
             "index": choice,
             "delta": role | delta,
-            "logprobs": render_chat_logprobs(held.logprobs) if held.logprobs else None,
+            "logprobs": render_chat_logprobs(buffered.logprobs) if buffered.logprobs else None,
             "finish_reason": None,
-            **({"token_ids": held.ids} if self.metadata.return_token_ids else {}),
+            **({"token_ids": buffered.ids} if self.metadata.return_token_ids else {}),
         }
 
 
 def collect_chat(metadata: CompletionMetadata, events: Sequence[OutputEvent]) -> JsonObject:
-    """Builds the body of a chat completion that is not streamed."""
-    whole = Completion.from_events(events)
+    """Builds the body of a non-streaming chat completion."""
+    completion = Completion.from_events(events)
     choices = [
-        _render_choice(metadata, place, said)
-        for place, said in enumerate(whole.select_choices(metadata))
+        _render_choice(metadata, place, output)
+        for place, output in enumerate(completion.select_choices(metadata))
     ]
-    ids = {"prompt_token_ids": whole.prompt_ids[0]} if metadata.return_token_ids else {}
-    return render_body(metadata, "chat.completion", whole, choices) | ids
+    ids = {"prompt_token_ids": completion.prompt_ids[0]} if metadata.return_token_ids else {}
+    return render_body(metadata, "chat.completion", completion, choices) | ids
 
 
 def _render_choice(metadata: CompletionMetadata, place: int, output: ChoiceOutput) -> JsonObject:
@@ -92,7 +93,7 @@ def _render_choice(metadata: CompletionMetadata, place: int, output: ChoiceOutpu
         "message": _render_message(output),
         "logprobs": render_chat_logprobs(output.tokens.logprobs) if metadata.logprobs else None,
         "finish_reason": output.finish_event.reason,
-        "stop_reason": output.finish_event.stop_string,
+        "stop_reason": render_stop_reason(output.finish_event),
         **({"token_ids": output.tokens.ids} if metadata.return_token_ids else {}),
     }
 
@@ -109,8 +110,8 @@ def _render_message(output: ChoiceOutput) -> JsonObject:
 
 
 def _reasoning_fields(text: str) -> JsonObject:
-    """Returns the reasoning under DeepSeek's field name, which most clients read, and vLLM's newer
-    one."""
+    """Returns the reasoning under two field names: DeepSeek's, which most clients read, and vLLM's
+    newer one."""
     return {"reasoning_content": text, "reasoning": text}
 
 
@@ -120,7 +121,8 @@ def _render_tool_call(call: ToolCallOutput) -> JsonObject:
 
 
 def _tool_call_deltas(event: ToolCallDelta) -> list[JsonObject]:
-    """Renders a tool call: first its name without arguments, then the arguments in pieces."""
+    """Renders a tool call. The first delta has the name without arguments; later deltas have parts
+    of the arguments."""
     pieces: list[JsonObject] = []
     if event.id is not None:
         function = {"name": event.name, "arguments": ""}

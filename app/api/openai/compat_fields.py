@@ -1,17 +1,19 @@
-"""Fields of other servers that this one does not support, and the values that have no effect.
+"""Fields that this server does not support, and the values that have no effect.
 
-Knows: one table. A row is deleted when its field becomes supported. Must not know: any field that a
-dialect supports.
+Knows: one table. A row is deleted when its field becomes supported. Must not know: the fields that
+a dialect supports.
 
-Clients written for vLLM, SGLang, llama.cpp or text-generation-webui send these with every request,
-mostly at the default. At that value a field is accepted; any other value is rejected by name,
-because ignoring it would change the output silently.
+Clients written for other servers send these fields with every request, mostly with the default
+value. A field is accepted with that value. Any other value is rejected by name, because ignoring it
+would silently change the output. A field that cannot change any output is accepted with every value
+of its type.
 
 Names and defaults: vLLM's chat_completion/protocol.py and completion/protocol.py, SGLang 0.5.23's
 entrypoints/openai/protocol.py, llama.cpp's tools/server/README.md, text-generation-inference's
 GenerateParameters, text-generation-webui's extensions/openai/typing.py, mlx-lm's server.py.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,29 +25,33 @@ _GENERATING: tuple[Endpoint, ...] = ("chat", "completions", "responses")
 
 VLLM, SGLANG, LLAMA, MLX = "vLLM", "SGLang", "llama.cpp", "mlx-lm"
 TGI, WEBUI, OLLAMA = "text-generation-inference", "text-generation-webui", "Ollama"
+OPENAI, CODEX, OPENROUTER, OPENCODE = "OpenAI", "Codex", "OpenRouter", "opencode"
+
+AnyType = Literal["number", "boolean", "text", "texts", "object", "array"]
 
 
 @dataclass(frozen=True, slots=True)
 class CompatField:
     """A field and its accepted values.
 
-    servers: the servers that have it. neutral: JSON values that match what happens here anyway.
-    any_type: the field configures something that is off here, so every value of this type is
-    accepted; "texts" is a text or an array of texts.
+    servers: the servers that have the field, or the clients that send it. neutral: JSON values that
+    match the behavior of this server. any_type: the accepted type of a field that configures a
+    feature that this server does not have, or that changes no output. Every value of this type is
+    accepted; "texts" means a text or an array of texts.
     """
 
     name: str
     servers: tuple[str, ...]
     neutral: tuple[object, ...]
     endpoints: tuple[Endpoint, ...]
-    any_type: Literal["number", "text", "texts"] | None
+    any_type: AnyType | None
 
 
 def _row(
     name: str,
     *servers: str,
     neutral: tuple[object, ...] = (),
-    any_type: Literal["number", "text", "texts"] | None = None,
+    any_type: AnyType | None = None,
     endpoints: tuple[Endpoint, ...] = _GENERATING,
 ) -> CompatField:
     assert neutral or any_type
@@ -56,7 +62,6 @@ COMPAT_FIELDS = (
     # output format
     _row("skip_special_tokens", VLLM, SGLANG, WEBUI, neutral=(True,)),
     _row("spaces_between_special_tokens", VLLM, neutral=(True,)),
-    _row("include_stop_str_in_output", VLLM, neutral=(False,)),
     _row("no_stop_trim", SGLANG, neutral=(False,)),
     _row("include_reasoning", VLLM, neutral=(True,), endpoints=("chat",)),
     _row("separate_reasoning", SGLANG, neutral=(True,), endpoints=("chat",)),
@@ -74,13 +79,10 @@ COMPAT_FIELDS = (
     _row("return_full_text", TGI, neutral=(False,)),
     _row("decoder_input_details", TGI, neutral=(False,)),
     _row("return_progress", LLAMA, neutral=(False,)),
-    _row("timings_per_token", LLAMA, neutral=(False,)),
     _row("n_probs", LLAMA, neutral=(0,)),
     _row("post_sampling_probs", LLAMA, neutral=(False,)),
     # prompt format
     _row("echo", VLLM, neutral=(False,), endpoints=("chat",)),
-    _row("add_generation_prompt", VLLM, LLAMA, neutral=(True,), endpoints=("chat",)),
-    _row("continue_final_message", VLLM, SGLANG, neutral=(False,), endpoints=("chat",)),
     _row("add_special_tokens", VLLM, neutral=(False,), endpoints=("chat",)),
     _row("add_special_tokens", VLLM, neutral=(True,), endpoints=("completions", "embeddings")),
     _row("add_bos_token", WEBUI, neutral=(True,)),
@@ -91,7 +93,6 @@ COMPAT_FIELDS = (
     _row("negative_prompt", WEBUI, neutral=("",)),
     _row("guidance_scale", WEBUI, neutral=(1,)),
     # end of the output
-    _row("stop_token_ids", VLLM, SGLANG, neutral=([],)),
     _row("n_predict", LLAMA, neutral=(-1,), endpoints=("chat", "responses")),
     _row("n_indent", LLAMA, neutral=(0,)),
     _row("t_max_predict_ms", LLAMA, neutral=(0, -1)),
@@ -99,7 +100,6 @@ COMPAT_FIELDS = (
     # sampling
     _row("use_beam_search", VLLM, neutral=(False,)),
     _row("length_penalty", VLLM, neutral=(1,)),
-    _row("bad_words", VLLM, neutral=([],)),
     _row("custom_token_bans", WEBUI, neutral=("",)),
     _row("logits_processors", VLLM, neutral=([],)),
     _row("watermarking", VLLM, neutral=(False,)),
@@ -139,9 +139,22 @@ COMPAT_FIELDS = (
     _row("grammar", LLAMA, neutral=("",)),
     _row("grammar_string", WEBUI, neutral=("",)),
     _row("guided_decoding_backend", VLLM, neutral=("auto", "guidance")),
+    # accounting and caching: no value changes an output
+    _row("client_metadata", CODEX, any_type="object"),
+    _row("usage", OPENROUTER, neutral=({"include": True}, {"include": False})),
+    _row("session_id", VLLM, SGLANG, OPENROUTER, any_type="text"),
+    _row("request_id", VLLM, any_type="text"),
+    _row("timings_per_token", LLAMA, any_type="boolean"),
+    _row("cache_control", OPENROUTER, any_type="object"),
+    _row("promptCacheKey", OPENCODE, any_type="text"),
+    _row(
+        "prompt_cache_retention",
+        OPENAI,
+        neutral=("in_memory", "in-memory", "24h"),
+        endpoints=("chat", "responses"),
+    ),
     # scheduling and placement
     _row("priority", VLLM, SGLANG, neutral=(0,), endpoints=(*_GENERATING, "embeddings")),
-    _row("session_id", VLLM, SGLANG, any_type="text"),
     _row("id_slot", LLAMA, neutral=(-1,)),
     _row("n_cmpl", LLAMA, neutral=(1,)),
     _row("n_cache_reuse", LLAMA, neutral=(0,)),
@@ -158,29 +171,51 @@ COMPAT_FIELDS = (
 )
 
 
+# Fields of messages, of their parts and of tools, that change no output: Anthropic's cache
+# breakpoints, and fields that other servers add to messages that a client sends back.
+PART_FIELDS = (_row("cache_control", OPENROUTER, any_type="object"),)
+MESSAGE_FIELDS = (
+    *PART_FIELDS,
+    _row("id", OPENROUTER, any_type="text"),
+    _row("reasoning_details", OPENROUTER, any_type="array"),
+)
+
+
 def check_compat_fields(fields: Fields, endpoint: Endpoint) -> None:
-    """Raises AppError(INVALID) for a field of the table at a value that would have an effect."""
-    for row in COMPAT_FIELDS:
-        if endpoint in row.endpoints:
-            _check(fields, row)
+    """Raises AppError(INVALID) for a field of the table if its value would have an effect."""
+    check_fields(fields, [row for row in COMPAT_FIELDS if endpoint in row.endpoints])
+
+
+def check_fields(fields: Fields, rows: Iterable[CompatField]) -> None:
+    """Raises AppError(INVALID) for a field if its value would have an effect."""
+    for row in rows:
+        _check(fields, row)
 
 
 def _check(fields: Fields, row: CompatField) -> None:
     value = fields.value(row.name)
     if value is None:
         return
-    path = fields.path(row.name)
     match row.any_type:
         case None:
             fields.reject(row.name, *row.neutral)
-        case "number" if as_number(value) is None:
-            raise invalid_request(path, f"{path} must be a number, not {quote_value(value)}")
-        case "text" if not isinstance(value, str):
-            raise invalid_request(path, f"{path} must be a string, not {quote_value(value)}")
-        case "texts" if not _is_string_or_strings(value):
-            raise invalid_request(path, f"{path} must be a string or an array of strings")
-        case _:
-            pass
+        case "boolean":
+            fields.boolean(row.name)
+        case "text":
+            fields.string(row.name)
+        case "object":
+            fields.nested(row.name)
+        case "array":
+            fields.array(row.name)
+        case "number" | "texts":
+            _check_number_or_texts(fields.path(row.name), value, row.any_type)
+
+
+def _check_number_or_texts(path: str, value: object, type_: Literal["number", "texts"]) -> None:
+    if type_ == "number" and as_number(value) is None:
+        raise invalid_request(path, f"{path} must be a number, not {quote_value(value)}")
+    if type_ == "texts" and not _is_string_or_strings(value):
+        raise invalid_request(path, f"{path} must be a string or an array of strings")
 
 
 def _is_string_or_strings(value: object) -> bool:

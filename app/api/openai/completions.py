@@ -1,6 +1,6 @@
-"""OpenAI's completions: from events to chunks and bodies.
+"""OpenAI's completions: converts events to chunks and bodies.
 
-Knows: the shape of a choice that is a text. Must not know: the request that it belongs to.
+Knows: the shape of a choice that is a text. Must not know: the request of the response.
 
 A stream never sends an empty text before its end.
 """
@@ -15,6 +15,7 @@ from app.api.openai.output import (
     CompletionMetadata,
     TokenBuffer,
     render_body,
+    render_stop_reason,
 )
 from app.core.events import Finish, OutputEvent, ReasoningDelta, TextDelta, ToolCallDelta
 from app.http.responses import JsonObject
@@ -29,35 +30,35 @@ class CompletionChunkEncoder(ChunkEncoder):
         super().__init__(metadata, OBJECT_TYPE)
         self._buffers: dict[int, TokenBuffer] = {}
         self._logprobs: dict[int, CompletionLogprobs] = {}
-        self._prompt_ids_sent: set[int] = set()  # choices whose prompt ids were sent
+        self._prompt_ids_sent: set[int] = set()  # choices whose prompt tokens were already sent
 
     def delta_choices(self, event: TextDelta | ReasoningDelta | ToolCallDelta) -> list[JsonObject]:
-        # a plain prompt yields only text
+        # a plain prompt produces only text
         assert isinstance(event, TextDelta)
         self._buffers.setdefault(event.choice, TokenBuffer()).add(event)
         return [self._choice(event.choice, event.text)] if event.text else []
 
     def finish_choice(self, event: Finish) -> JsonObject:
         choice = self._choice(event.choice, "")
-        return choice | {"finish_reason": event.reason, "stop_reason": event.stop_string}
+        return choice | {"finish_reason": event.reason, "stop_reason": render_stop_reason(event)}
 
     def _choice(self, choice: int, text: str) -> JsonObject:
-        held = self._buffers.get(choice, TokenBuffer()).take()
+        buffered = self._buffers.get(choice, TokenBuffer()).take()
         columns = self._logprobs.setdefault(choice, CompletionLogprobs())
         return {
             "index": choice,
             "text": text,
-            "logprobs": columns.render(held.logprobs) if held.logprobs else None,
+            "logprobs": columns.render(buffered.logprobs) if buffered.logprobs else None,
             "finish_reason": None,
             **(
-                {"token_ids": held.ids, **self._prompt_ids(choice)}
+                {"token_ids": buffered.ids, **self._prompt_ids(choice)}
                 if self.metadata.return_token_ids
                 else {}
             ),
         }
 
     def _prompt_ids(self, choice: int) -> JsonObject:
-        """Returns the prompt's token ids, for the first chunk of each choice."""
+        """Returns the token IDs of the prompt, for the first chunk of each choice."""
         if choice in self._prompt_ids_sent:
             return {}
         self._prompt_ids_sent.add(choice)
@@ -65,14 +66,17 @@ class CompletionChunkEncoder(ChunkEncoder):
 
 
 def collect_completion(metadata: CompletionMetadata, events: Sequence[OutputEvent]) -> JsonObject:
-    """Builds the body of a completion that is not streamed."""
-    whole = Completion.from_events(events)
-    told = whole.select_choices(metadata)
+    """Builds the body of a non-streaming completion."""
+    completion = Completion.from_events(events)
+    outputs = completion.select_choices(metadata)
     return render_body(
         metadata,
         OBJECT_TYPE,
-        whole,
-        [_render_choice(metadata, place, said, whole) for place, said in enumerate(told)],
+        completion,
+        [
+            _render_choice(metadata, place, output, completion)
+            for place, output in enumerate(outputs)
+        ],
     )
 
 
@@ -90,6 +94,6 @@ def _render_choice(
         if metadata.logprobs
         else None,
         "finish_reason": output.finish_event.reason,
-        "stop_reason": output.finish_event.stop_string,
+        "stop_reason": render_stop_reason(output.finish_event),
         **(ids if metadata.return_token_ids else {}),
     }

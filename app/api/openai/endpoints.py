@@ -1,8 +1,7 @@
 """The OpenAI dialect: chat completions, completions, models.
 
-Knows: the path of each endpoint. Must not know: how requests are parsed
-(app/api/openai/request.py), how responses are written (chat.py and completions.py beside it), how
-they are generated.
+Knows: the path of each endpoint. Must not know: request parsing (app/api/openai/request.py),
+response formats (chat.py and completions.py in the same folder), generation.
 """
 
 import os
@@ -36,7 +35,7 @@ def routes(
                 request=parsed.request, reply=EventStream(ChatChunkEncoder(metadata))
             )
         return ParsedRequest(
-            request=parsed.request, reply=JsonBody(lambda said: collect_chat(metadata, said))
+            request=parsed.request, reply=JsonBody(lambda events: collect_chat(metadata, events))
         )
 
     def prepare_completion(body: object, _caller: str, card: ModelCard) -> ParsedRequest:
@@ -47,7 +46,8 @@ def routes(
                 request=parsed.request, reply=EventStream(CompletionChunkEncoder(metadata))
             )
         return ParsedRequest(
-            request=parsed.request, reply=JsonBody(lambda said: collect_completion(metadata, said))
+            request=parsed.request,
+            reply=JsonBody(lambda events: collect_completion(metadata, events)),
         )
 
     return [
@@ -80,7 +80,7 @@ def _model_routes(models: Models) -> list[Route]:
 
     return [
         Route("/v1/models", list_models, methods=["GET"]),
-        # Ids may contain slashes, as repository names do.
+        # Model IDs may contain slashes, as repository names do.
         Route("/v1/models/{id:path}", retrieve_model, methods=["GET"]),
     ]
 

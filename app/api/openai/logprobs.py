@@ -1,8 +1,9 @@
-"""Log-probabilities in the formats of chat completions and completions.
+"""Log probabilities in the formats of chat completions and completions.
 
-Knows: both formats. Must not know: how tokens are decoded to text.
+Knows: both formats. Must not know: the detokenizer.
 
-A token that is not valid text by itself (half a character) is represented by its bytes in both.
+A token that is not valid text by itself (half a character) is represented by its bytes in both
+formats.
 """
 
 import codecs
@@ -11,7 +12,7 @@ from collections.abc import Iterable
 from app.core.events import TokenLogprob, TopLogprob
 from app.http.responses import JsonObject, encode_long_array
 
-# OpenAI's value for an almost impossible token; JSON has no infinities.
+# OpenAI's value for an almost impossible token, because JSON has no infinity.
 MIN_LOGPROB = -9999.0
 
 
@@ -22,14 +23,15 @@ def render_chat_logprobs(tokens: Iterable[TokenLogprob]) -> JsonObject:
 def render_token_logprobs(tokens: Iterable[TokenLogprob]) -> list[JsonObject]:
     """Renders one object per token, including its alternatives."""
     return [
-        _entry(token) | {"top_logprobs": [_entry(rival) for rival in token.top_logprobs]}
+        _entry(token)
+        | {"top_logprobs": [_entry(alternative) for alternative in token.top_logprobs]}
         for token in tokens
     ]
 
 
 class CompletionLogprobs:
-    """The four parallel lists of completions. Offsets count the characters of the completion before
-    each token; a token inside a character has the offset of that character."""
+    """The four parallel lists of completions. An offset is the number of characters in the
+    completion before a token. A token inside a character has the offset of that character."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -39,18 +41,18 @@ class CompletionLogprobs:
         """Returns the lists for the next tokens of the response."""
         names: list[str] = []
         logprobs: list[float | None] = []
-        rivals: list[dict[str, float | None] | None] = []
+        top_logprobs: list[dict[str, float | None] | None] = []
         offsets: list[int] = []
         for token in tokens:
             names.append(_token_key(token))
             logprobs.append(_logprob(token))
-            rivals.append(_top_logprobs(token))
+            top_logprobs.append(_top_logprobs(token))
             offsets.append(self._offset)
             self._offset += len(self._decoder.decode(token.token_bytes))
         return {
             "tokens": encode_long_array(names),
             "token_logprobs": encode_long_array(logprobs),
-            "top_logprobs": encode_long_array(rivals),
+            "top_logprobs": encode_long_array(top_logprobs),
             "text_offset": encode_long_array(offsets),
         }
 
@@ -65,17 +67,19 @@ def _entry(token: TokenLogprob | TopLogprob) -> JsonObject:
 
 def _top_logprobs(token: TokenLogprob) -> dict[str, float | None] | None:
     """Returns the alternatives of a token. The sampled token is always included, so there may be
-    one more than requested. The first token of an echoed prompt has None, because it was not
-    predicted."""
+    one more alternative than requested. For the first token of an echoed prompt, returns None,
+    because this token was not predicted."""
     if token.logprob is None:
         return None
-    rivals = {_token_key(rival): _logprob(rival) for rival in token.top_logprobs}
-    return rivals | {_token_key(token): _logprob(token)}
+    alternatives = {
+        _token_key(alternative): _logprob(alternative) for alternative in token.top_logprobs
+    }
+    return alternatives | {_token_key(token): _logprob(token)}
 
 
 def _token_key(token: TokenLogprob | TopLogprob) -> str:
-    """Returns the token's text, or OpenAI's spelling of its bytes if it is not valid text: map keys
-    must differ, and every half character would decode to U+FFFD."""
+    """Returns the token's text, or OpenAI's spelling of its bytes if the token is not valid text.
+    The keys of a map must differ, but every half character would decode to U+FFFD."""
     try:
         return token.token_bytes.decode()
     except UnicodeDecodeError:

@@ -1,9 +1,9 @@
-"""OpenAI's messages: from JSON to a conversation.
+"""OpenAI's messages: converts JSON to a conversation.
 
 Knows: every field of every documented role, the order of calls and their results, the arguments of
 calls in earlier messages. Must not know: chat templates.
 
-Content that a text model cannot take (images, audio, files) is rejected with its path in the
+Content that a text model cannot process (images, audio, files) is rejected with its path in the
 request.
 """
 
@@ -13,16 +13,17 @@ from typing import Any
 import orjson
 
 from app.api.fields import Fields, as_array, invalid_request, quote_value
+from app.api.openai.compat_fields import MESSAGE_FIELDS, PART_FIELDS, check_fields
 from app.core.requests import Conversation, Message, ToolCall
 
-# the key under which a template sees arguments that are not an object
+# the key under which a template receives arguments that are not an object
 INVALID_ARGUMENTS_KEY = "invalid_arguments"
 
 
 def normalize_arguments(text: str) -> str:
-    """Returns the text of a JSON object, the only form that templates can render. Clients send ""
-    for no arguments. Any other text is a mistake of the model or was truncated; it is stored under
-    INVALID_ARGUMENTS_KEY."""
+    """Returns the text of a JSON object, which is the only form that templates can render. Clients
+    send "" for no arguments. Any other text was truncated or is a mistake of the model; it is
+    stored under INVALID_ARGUMENTS_KEY."""
     object_ = text.strip() or "{}"
     return (
         object_
@@ -45,7 +46,7 @@ def read_conversation(fields: Fields) -> Conversation:
     fields.required("messages")
     messages = fields.array("messages")
     if not messages:
-        raise invalid_request("messages", "messages must hold at least one message")
+        raise invalid_request("messages", "messages must contain at least one message")
     read = tuple(
         _message(Fields.from_value(message, f"messages.{n}")) for n, message in enumerate(messages)
     )
@@ -54,8 +55,9 @@ def read_conversation(fields: Fields) -> Conversation:
 
 
 def _check_tool_results(messages: Sequence[Message]) -> None:
-    """Applies OpenAI's rule, with its messages: a message with calls is followed by the results of
-    all calls and nothing else. Raises AppError(INVALID)."""
+    """Applies OpenAI's rule, with OpenAI's error messages: a message with calls must be followed by
+    the results of all calls, without other messages in between. Raises AppError(INVALID) for
+    any other order."""
     called_at, called, waiting = 0, frozenset[str](), set[str]()
     for n, message in enumerate(messages):
         id_ = message.tool_call_id
@@ -110,31 +112,33 @@ def _message(fields: Fields) -> Message:
             name=name,
             tool_call_id=fields.required_string("tool_call_id") if role == "tool" else None,
         )
+    check_fields(fields, MESSAGE_FIELDS)
     fields.reject_unknown()
     return message
 
 
 def _assistant(fields: Fields, name: str | None) -> Message:
-    """Reads an earlier response as this or another server sent it, including empty extra fields."""
+    """Reads an earlier response in the form in which this or another server sent it, including
+    empty extra fields."""
     fields.reject("audio")
     fields.reject("function_call", instead="use tool_calls")
     fields.reject("annotations", [])
     content = _content(fields, ("text", "refusal"))
     refusal = fields.string("refusal")
-    fields.value("parsed")  # what the SDK parsed from the content
+    fields.value("parsed")  # the value that the SDK parsed from the content
     reasoning = _read_reasoning(fields)
     calls = _tool_calls(fields)
     # A refusal is part of the assistant's text.
-    said = [text for text in (content, refusal) if text is not None]
-    if not said and not calls:
+    texts = [text for text in (content, refusal) if text is not None]
+    if not texts and not calls:
         path = fields.path("content")
         raise invalid_request(path, f"{path} is required unless there are tool_calls")
-    text = "\n".join(filter(None, said)) if said else None
+    text = "\n".join(filter(None, texts)) if texts else None
     return Message(role="assistant", content=text, reasoning=reasoning, name=name, tool_calls=calls)
 
 
 def _read_reasoning(fields: Fields) -> str | None:
-    """Returns the reasoning under either of the two names that responses use; a client may send
+    """Returns the reasoning under either of the two names that responses use. A client may send
     both."""
     older, newer = fields.string("reasoning_content"), fields.string("reasoning")
     if older and newer and older != newer:
@@ -155,8 +159,8 @@ def _content(fields: Fields, allowed: tuple[str, ...]) -> str | None:
             path, f"{path} must be a string or an array of parts, not {quote_value(value)}"
         )
     if not parts:
-        raise invalid_request(path, f"{path} must hold at least one part")
-    # Each part is a paragraph, as in vLLM and llama.cpp, so that parts are not joined.
+        raise invalid_request(path, f"{path} must contain at least one part")
+    # Each part is a paragraph, as in vLLM and llama.cpp, so that parts do not run together.
     return "\n".join(_part(part, f"{path}.{n}", allowed) for n, part in enumerate(parts))
 
 
@@ -171,6 +175,7 @@ def _part(value: object, path: str, allowed: tuple[str, ...]) -> str:
         )
     text = fields.required_string(type_)
     fields.reject("prompt_cache_breakpoint")
+    check_fields(fields, PART_FIELDS)
     fields.reject_unknown()
     return text
 
@@ -183,14 +188,14 @@ def _tool_calls(fields: Fields) -> tuple[ToolCall, ...]:
 
 def _tool_call(fields: Fields) -> ToolCall:
     id_ = fields.required_string("id")
-    fields.integer("index", 0)  # their order, which the array keeps
+    fields.integer("index", 0)  # the order of the calls, which the array already has
     type_ = fields.required_string("type")
     if type_ != "function":
         path = fields.path("type")
         raise invalid_request(path, f"{path} must be 'function', not {quote_value(type_)}")
     function = Fields.from_value(fields.required("function"), fields.path("function"))
     name = function.required_string("name")
-    function.value("parsed_arguments")  # what the SDK parsed from them
+    function.value("parsed_arguments")  # the value that the SDK parsed from the arguments
     arguments = normalize_arguments(function.required_string("arguments"))
     function.reject_unknown()
     fields.reject_unknown()

@@ -1,8 +1,8 @@
-"""OpenAI's responses: the common part of chat completions and completions, whole and streamed.
+"""OpenAI's responses: the common part of chat completions and completions, streamed or not.
 
-Knows: the envelope shared by chunks and bodies, how a stream ends, how the events of each choice
-are collected. Must not know: the shape of a choice, the request beyond the fields that its response
-repeats.
+Knows: the envelope shared by chunks and bodies, the end of a stream, the collection of each
+choice's events. Must not know: the shape of a choice, the request. Only the request fields that a
+response repeats are known here.
 """
 
 import math
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from app.api.generate_endpoint import CommentedStream
 from app.api.openai.usage import UsageTotals, render_usage
 from app.core.errors import AppError
 from app.core.events import (
@@ -22,20 +23,23 @@ from app.core.events import (
     TokenLogprob,
     ToolCallDelta,
 )
-from app.http.responses import JsonObject, encode_sse_event, render_error
+from app.http.errors import render_error
+from app.http.responses import JsonObject
+from app.http.streaming import encode_sse_event
 
 DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionMetadata:
-    """Fields of a response that come from its request and the server.
+    """Response fields that come from the request and the server.
 
-    created: Unix time. num_prompts: number of prompts. n: choices returned per prompt. best_of:
-    choices generated per prompt. logprobs, return_token_ids: whether the request asks for them.
-    echo: whether each text begins with its prompt. include_usage: whether a stream ends with token
-    counts. continuous_usage: whether each chunk has the token counts of its choice so far. tier:
-    the service tier, if the request names one.
+    created: the creation time as Unix time. num_prompts: the number of prompts. n: the number of
+    choices returned per prompt. best_of: the number of choices generated per prompt. logprobs,
+    return_token_ids: whether the request asks for them. echo: whether each text begins with its
+    prompt. include_usage: whether a stream ends with token counts. continuous_usage: whether each
+    chunk contains the token counts of its choice so far. tier: the service tier, if the request
+    names one.
     """
 
     id: str
@@ -53,30 +57,30 @@ class CompletionMetadata:
     tier: str | None = None
 
 
-# Streamed
+# Streaming responses
 
 
-class ChunkEncoder:
+class ChunkEncoder(CommentedStream):
     """Encodes a streamed response. Chunks of different choices are interleaved in the order of
-    their events. The token counts of all choices are in the chunk that ends the last one."""
+    their events. The chunk that ends the last choice contains the token counts of all choices."""
 
     def __init__(self, metadata: CompletionMetadata, kind: str) -> None:
         self.metadata = metadata
-        self.prompt_ids: dict[int, Sequence[int]] = {}  # token ids by prompt
+        self.prompt_ids: dict[int, Sequence[int]] = {}  # token IDs by prompt
         self._kind = kind
         self._totals = UsageTotals()
-        self._sampled_tokens: Counter[int] = Counter()  # tokens sampled so far, by choice
+        self._sampled_tokens: Counter[int] = Counter()  # number of tokens sampled so far, by choice
 
     def delta_choices(self, event: TextDelta | ReasoningDelta | ToolCallDelta) -> list[JsonObject]:
         """Returns the choices of the chunks for this event."""
         raise NotImplementedError
 
     def finish_choice(self, event: Finish) -> JsonObject:
-        """Returns the choice with its finish reason and any output held back."""
+        """Returns the choice with its finish reason and any output that was held back."""
         raise NotImplementedError
 
     def extra_fields(self) -> JsonObject:
-        """Returns the keys of the next chunk besides its choice."""
+        """Returns the keys of the next chunk in addition to its choice."""
         return {}
 
     def feed(self, event: OutputEvent) -> bytes:
@@ -97,7 +101,7 @@ class ChunkEncoder:
                 )
 
     def end(self) -> bytes:
-        assert self._all_finished, "an answer ended without Finish"
+        assert self._all_finished, "a response ended without Finish"
         if not self.metadata.include_usage:
             return DONE
         return self._encode_chunk([], {"usage": render_usage(self._totals.usage)}) + DONE
@@ -136,8 +140,8 @@ class ChunkEncoder:
 
 @dataclass(slots=True)
 class TokenBuffer:
-    """Log-probabilities and ids of tokens for the next chunk of a choice: tokens whose text is
-    still incomplete or is not part of the response."""
+    """The log probabilities and IDs of tokens for the next chunk of a choice. The text of these
+    tokens is still incomplete or is not part of the response."""
 
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     ids: list[int] = field(default_factory=list[int])
@@ -152,7 +156,7 @@ class TokenBuffer:
         return taken
 
 
-# Whole
+# Non-streaming responses
 
 
 @dataclass(slots=True)
@@ -182,7 +186,7 @@ class ChoiceOutput:
 
     @property
     def finish_event(self) -> Finish:
-        assert self.finish is not None, "a choice without an end"
+        assert self.finish is not None, "the choice has not finished"
         return self.finish
 
     def add(self, event: TextDelta | ReasoningDelta | ToolCallDelta | Finish) -> None:
@@ -203,8 +207,8 @@ class ChoiceOutput:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Collects all events of a response. choices: outputs by choice number. prompt_ids: token ids
-    of each prompt, if requested."""
+    """Collects all events of a response. choices: the outputs by choice number. prompt_ids: the
+    token IDs of each prompt, if requested."""
 
     choices: Mapping[int, ChoiceOutput]
     prompt_ids: Mapping[int, Sequence[int]]
@@ -225,20 +229,22 @@ class Completion:
         return Completion(choices, prompts, usage)
 
     def select_choices(self, metadata: CompletionMetadata) -> list[ChoiceOutput]:
-        """Returns the choices of the response in order: for each prompt the most likely ones if
-        more were generated than requested."""
-        told: list[ChoiceOutput] = []
+        """Returns the choices of the response in order. If more choices were generated than
+        requested, returns the most likely ones for each prompt."""
+        selected: list[ChoiceOutput] = []
         for first in range(0, metadata.num_prompts * metadata.best_of, metadata.best_of):
             made = [self.choices[first + place] for place in range(metadata.best_of)]
             if metadata.n < metadata.best_of:
-                made.sort(key=lambda said: _mean_logprob(said, echo=metadata.echo), reverse=True)
-            told += made[: metadata.n]
-        return told
+                made.sort(
+                    key=lambda output: _mean_logprob(output, echo=metadata.echo), reverse=True
+                )
+            selected += made[: metadata.n]
+        return selected
 
 
 def _mean_logprob(output: ChoiceOutput, *, echo: bool) -> float:
-    """Returns the mean log-probability of the sampled tokens, OpenAI's ranking criterion. A choice
-    without sampled tokens ranks last."""
+    """Returns the mean log probability of the sampled tokens, which is OpenAI's ranking criterion.
+    A choice without sampled tokens ranks last."""
     prompt = output.finish_event.usage.prompt_tokens if echo else 0
     sampled = [
         token.logprob for token in output.tokens.logprobs[prompt:] if token.logprob is not None
@@ -258,12 +264,17 @@ def render_body(
 
 
 def render_base_fields(metadata: CompletionMetadata, kind: str) -> dict[str, Any]:
-    told = {} if metadata.tier is None else {"service_tier": metadata.tier}
+    tier_fields = {} if metadata.tier is None else {"service_tier": metadata.tier}
     return {
         "id": metadata.id,
         "object": kind,
         "created": metadata.created,
         "model": metadata.model,
         "system_fingerprint": metadata.fingerprint,
-        **told,
+        **tier_fields,
     }
+
+
+def render_stop_reason(finish: Finish) -> str | int | None:
+    """Returns the request's stop string or token that ended a choice, as vLLM does."""
+    return finish.stop_token_id if finish.stop_string is None else finish.stop_string

@@ -1,11 +1,11 @@
-"""OpenAI's requests: from JSON to a generate request.
+"""OpenAI's requests: converts JSON to a generate request.
 
 Knows: the fields of chat completions and completions, the prompts of completions (a text, token
-ids, or several of either). Must not know: how responses are written, the model's vocabulary and
-context length (both are checked by the engine).
+IDs, or several of either). Must not know: response formats, the model's vocabulary, the context
+length. The serving layer checks the vocabulary and the context length.
 
-The values of shared fields are parsed by the modules beside this one. Each field is either
-supported, or rejected by name where it would have an effect.
+The other modules in this folder parse the values of shared fields. Each field is either supported,
+or rejected by name if it would have an effect.
 """
 
 from dataclasses import dataclass, replace
@@ -21,17 +21,20 @@ from app.api.openai.common_fields import (
 )
 from app.api.openai.compat_fields import check_compat_fields
 from app.api.openai.messages import read_conversation
+from app.api.openai.reasoning import read_thinking
 from app.api.openai.sampling import (
     read_sampling,
     read_stop_conditions,
     read_template_options,
-    read_thinking,
+    read_verbosity,
 )
 from app.api.openai.structured_outputs import read_grammar
 from app.api.openai.tools import read_tool_options
-from app.core.requests import GenerateRequest, Prompt, PromptBatch
+from app.core.requests import Conversation, GenerateRequest, Prompt, PromptBatch
+from app.core.units import pluralize
 
-# Choices, and therefore prompts, of one request: OpenAI's limit for `n`.
+# The maximum number of choices, and therefore of prompts, in one request. This is OpenAI's limit
+# for `n`.
 MAX_CHOICES = 128
 
 
@@ -41,12 +44,14 @@ def read_prompt(fields: Fields) -> Prompt:
         return value
     items = as_array(value)
     if not items:
-        wanted = "a string, an array of token ids, or an array of these"
+        wanted = "a string, an array of token IDs, or an array of these"
         raise invalid_request("prompt", f"prompt must be {wanted}, not {quote_value(value)}")
     if not isinstance(items[0], str | list):
         return as_token_ids(items, "prompt")
     if len(items) > MAX_CHOICES:
-        raise invalid_request("prompt", f"prompt must hold at most {MAX_CHOICES}, not {len(items)}")
+        raise invalid_request(
+            "prompt", f"prompt must contain at most {MAX_CHOICES}, not {len(items)}"
+        )
     prompts = tuple(_read_prompt_item(item, f"prompt.{place}") for place, item in enumerate(items))
     return prompts[0] if len(prompts) == 1 else PromptBatch(prompts=prompts)
 
@@ -57,13 +62,13 @@ def read_n(fields: Fields, prompt: Prompt) -> int:
 
 
 def check_choice_limit(name: str, count: int, prompt: Prompt) -> int:
-    """Returns `count`, the choices per prompt, unless the total exceeds the limit."""
+    """Returns `count`, the number of choices per prompt, unless the total exceeds the limit."""
     prompts = count_prompts(prompt)
     if count * prompts > MAX_CHOICES:
         raise invalid_request(
             name,
-            f"{name}: {count} for each of {prompts} prompts are {count * prompts} choices; a "
-            f"request may have at most {MAX_CHOICES}",
+            f"{name}: {count} for each of {pluralize(prompts, 'prompt')} makes "
+            f"{count * prompts} choices; a request may have at most {MAX_CHOICES}",
         )
     return count
 
@@ -78,10 +83,10 @@ def _read_prompt_item(item: object, path: str) -> str | tuple[int, ...]:
     ids = as_array(item)
     if ids is None:
         raise invalid_request(
-            path, f"{path} must be a string or an array of token ids, not {quote_value(item)}"
+            path, f"{path} must be a string or an array of token IDs, not {quote_value(item)}"
         )
     if not ids:
-        raise invalid_request(path, f"{path} must hold at least one token id")
+        raise invalid_request(path, f"{path} must contain at least one token ID")
     return as_token_ids(ids, path)
 
 
@@ -94,11 +99,11 @@ MAX_LOGPROBS = 20
 class ParsedCompletionRequest:
     """A valid request.
 
-    num_prompts: number of prompts. n: choices returned per prompt; request.n is the number
-    generated, of which the most likely are returned. logprobs, return_token_ids: include them in
-    the response. include_usage: end the stream with a chunk of token counts. continuous_usage: add
-    the token counts so far to every chunk with a choice. tier: the service tier to return; None
-    omits it.
+    num_prompts: the number of prompts. n: the number of choices returned per prompt. request.n is
+    the number of choices generated; the most likely of them are returned. logprobs,
+    return_token_ids: whether to include them in the response. include_usage: whether to end the
+    stream with a chunk of token counts. continuous_usage: whether to add the token counts so far to
+    every chunk with a choice. tier: the service tier to return; None omits it.
     """
 
     request: GenerateRequest
@@ -113,10 +118,11 @@ class ParsedCompletionRequest:
 
 
 def parse_chat(body: object, model: str) -> ParsedCompletionRequest:
-    """Parses the body of POST /v1/chat/completions. Raises AppError(INVALID)."""
+    """Parses the body of POST /v1/chat/completions. Raises AppError(INVALID) for an invalid
+    request."""
     fields = Fields.from_value(body)
     check_model(fields)
-    conversation = read_conversation(fields)
+    conversation = read_continuation(fields, read_conversation(fields))
     newer = fields.integer("max_completion_tokens", 1)
     # -1 means unset in LM Studio's and llama.cpp's clients
     older = None if fields.value("max_tokens") == -1 else fields.integer("max_tokens", 1)
@@ -135,6 +141,7 @@ def parse_chat(body: object, model: str) -> ParsedCompletionRequest:
         # A response that must be a tool call has no text to constrain.
         grammar=None if tool_options.must_call else grammar,
         reasoning=thinking,
+        verbosity=read_verbosity(fields),
         chat_template_kwargs=read_template_options(fields, thinking),
     )
     # a reasoning budget is also enforced by a grammar
@@ -151,13 +158,39 @@ def parse_chat(body: object, model: str) -> ParsedCompletionRequest:
     return parsed
 
 
+def read_continuation(fields: Fields, conversation: Conversation) -> Conversation:
+    """Applies `continue_final_message`, under vLLM's rules for it and for `add_generation_prompt`,
+    which begins a new message."""
+    begins = fields.boolean("add_generation_prompt")
+    if not fields.boolean("continue_final_message"):
+        if begins is False:
+            raise invalid_request(
+                "add_generation_prompt",
+                "add_generation_prompt: false requires continue_final_message: true",
+            )
+        return conversation
+    if begins:
+        raise invalid_request(
+            "continue_final_message",
+            "continue_final_message and add_generation_prompt exclude each other: keep one of them",
+        )
+    last = conversation.messages[-1]
+    if last.role != "assistant" or not last.content or last.tool_calls:
+        raise invalid_request(
+            "continue_final_message",
+            "continue_final_message requires that the last message is the assistant's, with text "
+            "and without tool_calls",
+        )
+    return replace(conversation, continue_final=True)
+
+
 def parse_completion(body: object, model: str) -> ParsedCompletionRequest:
-    """Parses the body of POST /v1/completions. Raises AppError(INVALID)."""
+    """Parses the body of POST /v1/completions. Raises AppError(INVALID) for an invalid request."""
     fields = Fields.from_value(body)
     check_model(fields)
     prompt = read_prompt(fields)
     echo = fields.boolean("echo") or False
-    # zero tokens are useful if the prompt is echoed
+    # a limit of zero tokens is useful if the prompt is echoed
     max_tokens = fields.integer("max_tokens", 0 if echo else 1)
     grammar = read_grammar(fields)
     request = GenerateRequest(
@@ -188,13 +221,10 @@ def _parse_common(
         fields, max_tokens=request.max_tokens, constrained=constrained
     )
     request = replace(
-        request,
+        stop_conditions.apply(request),
         sampling=read_sampling(fields),
-        min_tokens=stop_conditions.min_tokens,
-        ignore_eos=stop_conditions.ignore_eos,
-        stop=stop_conditions.stop,
         cache_prompt=fields.boolean("cache_prompt") is not False,
-        # running token counts are computed from ids
+        # running token counts are computed from token IDs
         return_token_ids=ids or options.continuous_usage,
         keep_alive=read_keep_alive(fields),
     )
@@ -211,8 +241,8 @@ def _parse_common(
 
 
 def _apply_best_of(fields: Fields, parsed: ParsedCompletionRequest) -> ParsedCompletionRequest:
-    """Applies `best_of`. Candidates are ranked by their log-probabilities, so all of them must be
-    complete before any output is sent."""
+    """Applies `best_of`. The candidates are ranked by their log probabilities, so all of them must
+    be complete before any output is sent."""
     best_of = fields.integer("best_of", 1, MAX_BEST_OF)
     request = parsed.request
     if best_of is None or best_of == request.n:
@@ -232,7 +262,7 @@ class _StreamOptions(NamedTuple):
 
 
 def _stream_options(fields: Fields, stream: bool) -> _StreamOptions:
-    """Reads OpenAI's stream options, and `continuous_usage_stats` of vLLM and SGLang."""
+    """Reads OpenAI's stream options, and `continuous_usage_stats` from vLLM and SGLang."""
     options = fields.nested("stream_options")
     if options is None:
         return _StreamOptions()
@@ -248,9 +278,9 @@ def _stream_options(fields: Fields, stream: bool) -> _StreamOptions:
 
 
 def _chat_logprobs(fields: Fields) -> int | None:
-    wanted = fields.boolean("logprobs")
+    enabled = fields.boolean("logprobs")
     top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
-    if wanted:
+    if enabled:
         return top or 0
     if top is not None:
         raise invalid_request("top_logprobs", "top_logprobs is only allowed with logprobs: true")
@@ -267,12 +297,10 @@ def _check_store(fields: Fields) -> None:
 
 
 def _reject_unsupported(fields: Fields) -> None:
-    """Rejects fields that OpenAI documents for chat completions and this server does not
+    """Rejects fields that OpenAI documents for chat completions but that this server does not
     support."""
-    # These values describe what happens anyway.
+    # These values match the behavior of this server.
     fields.reject("modalities", ["text"])
-    fields.reject("prompt_cache_retention", "in_memory")
-    fields.reject("verbosity", "medium")
     fields.reject("functions", instead="use tools")
     fields.reject("function_call", instead="use tool_choice")
     fields.reject("web_search_options", instead="define a search function in tools")

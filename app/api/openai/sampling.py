@@ -1,28 +1,33 @@
-"""Request fields for sampling, stop conditions, reasoning and chat templates.
+"""Request fields for sampling, stop conditions and chat templates.
 
-Knows: these fields, including our extensions, which all generating endpoints share. Must not know:
-the prompt.
+Knows: these fields, including mlxrunner's extensions, which all generating endpoints share. Must
+not know: the prompt.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from app.api.fields import INT32_MAX, Fields, as_number, invalid_request, quote_value
+from app.api.fields import (
+    INT32_MAX,
+    Fields,
+    as_number,
+    as_token_ids,
+    invalid_request,
+    quote_value,
+)
 from app.core.errors import mark_client_text
-from app.core.requests import ReasoningOptions
+from app.core.requests import (
+    UNCONSTRAINED_FIELDS,
+    GenerateRequest,
+    ReasoningOptions,
+    Verbosity,
+)
 from app.core.sampling_params import SAMPLING_KNOBS, SamplingKnob, SamplingValue
 
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+# Variables that turn reasoning on and off in most templates.
+SWITCH_VARIABLES = ("enable_thinking", "thinking")
 
-# Our name (and Qwen's), vLLM's, llama.cpp's newer and older names.
-THINKING_BUDGET_FIELDS = (
-    "thinking_budget",
-    "thinking_token_budget",
-    "thinking_budget_tokens",
-    "reasoning_budget_tokens",
-)
-
-# Variables that the server sets itself, from other fields or its own state.
+# Variables that the server sets itself, from other fields or from its own state.
 RESERVED_TEMPLATE_OPTIONS = (
     "messages",
     "tools",
@@ -34,15 +39,8 @@ RESERVED_TEMPLATE_OPTIONS = (
 )
 
 
-def read_thinking(fields: Fields) -> ReasoningOptions:
-    return ReasoningOptions(
-        effort=fields.one_of("reasoning_effort", REASONING_EFFORTS),
-        token_budget=read_thinking_budget(fields),
-    )
-
-
 def read_template_options(fields: Fields, thinking: ReasoningOptions) -> dict[str, Any]:
-    """Reads variables for the chat template, as vLLM and llama.cpp accept them. A template may
+    """Reads variables for the chat template, as accepted by vLLM and llama.cpp. A template may
     ignore them."""
     options = fields.mapping("chat_template_kwargs") or {}
     for name in options:
@@ -51,44 +49,97 @@ def read_template_options(fields: Fields, thinking: ReasoningOptions) -> dict[st
             raise invalid_request(path, f"{path} cannot be set: the server sets it")
         if name == "reasoning_effort" and thinking.effort is not None:
             raise invalid_request(
-                path, f"{path} duplicates the field reasoning_effort: keep one of them"
+                path, f"{path} duplicates the field {thinking.param}: keep one of them"
+            )
+        if name in SWITCH_VARIABLES and _contradicts(thinking, options[name]):
+            raise invalid_request(
+                path, f"{path} duplicates the field {thinking.param}: keep one of them"
             )
     return options
 
 
-def read_thinking_budget(fields: Fields) -> int | None:
-    """Reads the largest number of reasoning tokens. -1 means no limit, as in llama.cpp."""
-    given = [(name, fields.integer(name, -1, INT32_MAX)) for name in THINKING_BUDGET_FIELDS]
-    said = [(name, budget) for name, budget in given if budget is not None]
-    if len(said) > 1:
-        (first, _), (second, _), *_ = said
-        raise invalid_request(second, f"{first} and {second} are aliases: keep one of them")
-    return said[0][1] if said and said[0][1] >= 0 else None
+def _contradicts(thinking: ReasoningOptions, switch: object) -> bool:
+    return (thinking.enabled and switch is False) or (thinking.effort == "none" and switch is True)
 
+
+def read_verbosity(fields: Fields) -> Verbosity | None:
+    level = fields.one_of("verbosity", VERBOSITIES)
+    return None if level is None else Verbosity(level=level, param=fields.path("verbosity"))
+
+
+VERBOSITIES = ("low", "medium", "high")
 
 MAX_STOP_STRINGS = 16  # OpenAI allows four, but few local clients respect that
+MAX_STOP_TOKEN_IDS = 1024
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 256, 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopConditions:
-    """When generation ends, besides its maximum length."""
+    """The conditions that end generation, in addition to the maximum length, and the texts that the
+    output must not contain. The fields are those of `GenerateRequest`."""
 
     min_tokens: int
     ignore_eos: bool
     stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    bad_words: tuple[str, ...] = ()
+
+    def apply(self, request: GenerateRequest) -> GenerateRequest:
+        return replace(
+            request,
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            include_stop=self.include_stop,
+            bad_words=self.bad_words,
+        )
 
 
 def read_sampling(fields: Fields) -> dict[str, SamplingValue]:
-    """Returns only the parameters that the client set; the model's defaults apply to the others."""
+    """Returns only the parameters that the client set. The model's defaults apply to the others."""
     read: dict[str, SamplingValue] = {
-        knob.name: read_knob(fields, knob, knob.name, knob.high) for knob in SAMPLING_KNOBS
+        knob.name: _read_knob_or_alias(fields, knob) for knob in SAMPLING_KNOBS
     }
     read["logit_bias"] = _logit_bias(fields)
+    read["allowed_token_ids"] = _read_allowed_token_ids(fields)
     return {name: value for name, value in read.items() if value is not None}
 
 
+def _read_knob_or_alias(fields: Fields, knob: SamplingKnob) -> float | int | None:
+    value = read_knob(fields, knob, knob.name, knob.high)
+    if knob.runner_name is None:
+        return value
+    alias = read_knob(fields, knob, knob.runner_name, knob.high)
+    if value is not None and alias is not None and value != alias:
+        raise invalid_request(
+            knob.runner_name, f"{knob.name} and {knob.runner_name} are aliases: keep one of them"
+        )
+    return alias if value is None else value
+
+
+def _read_allowed_token_ids(fields: Fields) -> tuple[int, ...] | None:
+    ids = _read_token_ids(fields, "allowed_token_ids")
+    if ids == ():
+        raise invalid_request(
+            "allowed_token_ids",
+            "allowed_token_ids must contain at least one token ID: omit it to allow all tokens",
+        )
+    return ids
+
+
+def _read_token_ids(fields: Fields, name: str) -> tuple[int, ...] | None:
+    """Reads token ids, in order and each once; the vocabulary is checked later."""
+    ids = fields.array(name)
+    if ids is None:
+        return None
+    return tuple(sorted(set(as_token_ids(ids, fields.path(name))))) if ids else ()
+
+
 def read_knob(fields: Fields, knob: SamplingKnob, name: str, high: float) -> float | int | None:
-    """None where it is not set. name: of the field."""
+    """Reads one sampling parameter. Returns None if it is not set. name: the name of the field."""
     if knob.kind is int:
         value = fields.integer(name, int(knob.low), int(high))
     else:
@@ -99,13 +150,16 @@ def read_knob(fields: Fields, knob: SamplingKnob, name: str, high: float) -> flo
 def read_stop_conditions(
     fields: Fields, *, max_tokens: int | None, constrained: bool
 ) -> StopConditions:
-    """Reads the stop conditions. constrained: all or part of the output must follow a grammar. The
-    grammar determines where the output may end, so other stop conditions could leave no valid
-    token."""
+    """Reads the stop conditions. constrained: whether all or part of the output must match a
+    grammar. The grammar determines where the output may end and which tokens it may contain, so
+    other conditions could leave no valid token."""
     stop_conditions = StopConditions(
         min_tokens=fields.integer("min_tokens", 0, INT32_MAX) or 0,
         ignore_eos=fields.boolean("ignore_eos") or False,
         stop=fields.strings("stop", MAX_STOP_STRINGS),
+        stop_token_ids=_read_stop_token_ids(fields),
+        include_stop=fields.boolean("include_stop_str_in_output") or False,
+        bad_words=_read_bad_words(fields),
     )
     if max_tokens is not None and stop_conditions.min_tokens > max_tokens:
         raise invalid_request(
@@ -113,17 +167,36 @@ def read_stop_conditions(
             f"min_tokens is {stop_conditions.min_tokens}, but max_tokens is {max_tokens}",
         )
     if constrained:
-        for name, given in (
-            ("min_tokens", stop_conditions.min_tokens),
-            ("ignore_eos", stop_conditions.ignore_eos),
-        ):
-            if given:
+        for name in UNCONSTRAINED_FIELDS:
+            if fields.value(name):
                 raise invalid_request(
                     name,
                     f"{name} cannot be combined with structured output, a thinking budget, strict "
-                    "tools or required tool calls: leave out one of them",
+                    "tools or required tool calls: remove one of them",
                 )
     return stop_conditions
+
+
+def _read_stop_token_ids(fields: Fields) -> tuple[int, ...]:
+    ids = _read_token_ids(fields, "stop_token_ids") or ()
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise invalid_request(
+            "stop_token_ids",
+            f"stop_token_ids must hold at most {MAX_STOP_TOKEN_IDS} ids, not {len(ids)}",
+        )
+    return ids
+
+
+def _read_bad_words(fields: Fields) -> tuple[str, ...]:
+    words = fields.strings("bad_words", MAX_BAD_WORDS)
+    for word in words:
+        if len(word) > MAX_BAD_WORD_CHARS or not word.strip(" "):
+            raise invalid_request(
+                "bad_words",
+                f"bad_words must hold texts of 1 to {MAX_BAD_WORD_CHARS} characters, not only "
+                f"spaces, and not {quote_value(word)}",
+            )
+    return words
 
 
 def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...] | None:
@@ -133,11 +206,11 @@ def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...] | None:
     read: list[tuple[int, float]] = []
     for key, value in biases.items():
         path = biases.path(key[:20])
-        # One spelling per id: "7" and "07" would be two biases for the same token.
+        # Each ID has only one spelling; "7" and "07" would be two biases for the same token.
         if not (key.isascii() and key.isdecimal() and len(key) < 10 and str(int(key)) == key):
             at = mark_client_text(path)
             raise invalid_request(
-                path, f"{at}: keys are token ids, such as '42', not {quote_value(key)}"
+                path, f"{at}: keys are token IDs, such as '42', not {quote_value(key)}"
             )
         bias = as_number(value)
         if bias is None or not -100 <= bias <= 100:

@@ -1,7 +1,8 @@
-"""Constraints on the output format: from OpenAI's `response_format` and vLLM's fields to a grammar.
+"""Constraints on the output format: converts OpenAI's `response_format` and vLLM's fields to a
+grammar.
 
-Knows: every spelling of a constraint, that a request may have only one. Must not know: whether a
-schema, an expression or a grammar is supported (checked when it is compiled).
+Knows: every spelling of a constraint, the rule that a request may have only one. Must not know: the
+supported schemas, expressions and grammars, which are checked by the grammar compiler.
 
 vLLM has two spellings: `guided_…` fields, and the object `structured_outputs` that replaced them
 (docs.vllm.ai, "Structured Outputs").
@@ -17,10 +18,10 @@ from app.core.requests import ChoiceGrammar, Grammar, JsonSchema, LarkGrammar, R
 
 ANY_OBJECT_SCHEMA = '{"type":"object"}'
 
-# Grammar kinds, as named in vLLM's `structured_outputs` and, prefixed, in `guided_…`.
+# The grammar types, as named in vLLM's `structured_outputs` and, with a prefix, in `guided_…`.
 GRAMMAR_KINDS = ("json", "regex", "choice", "grammar")
 
-# Other options of `structured_outputs`, which configure vLLM's grammar libraries.
+# Other options of `structured_outputs`. They configure vLLM's grammar libraries.
 UNSUPPORTED_OPTIONS = (
     "structural_tag",
     "disable_any_whitespace",
@@ -33,12 +34,12 @@ UNSUPPORTED_OPTIONS = (
 def read_grammar(fields: Fields) -> Grammar | None:
     """Returns the grammar of the output. Raises AppError(INVALID) if the request contains more than
     one."""
-    wishes = [
+    candidates = [
         ("response_format", _response_format(fields)),
         *((f"guided_{kind}", _read_kind(fields, kind, f"guided_{kind}")) for kind in GRAMMAR_KINDS),
         ("structured_outputs", _structured_outputs(fields)),
     ]
-    given = [(name, grammar) for name, grammar in wishes if grammar is not None]
+    given = [(name, grammar) for name, grammar in candidates if grammar is not None]
     return _require_single(given)
 
 
@@ -49,14 +50,14 @@ def read_schema(fields: Fields) -> JsonSchema:
     fields.string("description")
     fields.boolean("strict")
     at = fields.path("schema")
-    return _json_schema(as_mapping(fields.required("schema"), at), at)
+    return build_json_schema(as_mapping(fields.required("schema"), at), at)
 
 
 def _require_single(given: list[tuple[str, Grammar]]) -> Grammar | None:
     if len(given) > 1:
         names = [name for name, _ in given]
         raise invalid_request(
-            names[1], f"{' and '.join(names)} exclude each other: keep one of them"
+            names[1], f"{' and '.join(names)} are mutually exclusive: keep one of them"
         )
     return given[0][1] if given else None
 
@@ -84,17 +85,19 @@ def _structured_outputs(fields: Fields) -> Grammar | None:
     outputs = fields.nested("structured_outputs")
     if outputs is None:
         return None
-    wishes = [(outputs.path(kind), _read_kind(outputs, kind, kind)) for kind in GRAMMAR_KINDS]
+    candidates = [(outputs.path(kind), _read_kind(outputs, kind, kind)) for kind in GRAMMAR_KINDS]
     if outputs.boolean("json_object"):
         path = outputs.path("json_object")
-        wishes.append((path, JsonSchema(text=ANY_OBJECT_SCHEMA, param=path)))
+        candidates.append((path, JsonSchema(text=ANY_OBJECT_SCHEMA, param=path)))
     for name in UNSUPPORTED_OPTIONS:
         outputs.reject(name, False)
     outputs.reject_unknown()
-    grammar = _require_single([(name, grammar) for name, grammar in wishes if grammar is not None])
+    grammar = _require_single(
+        [(name, grammar) for name, grammar in candidates if grammar is not None]
+    )
     if grammar is None:
-        wanted = f"one of {', '.join(GRAMMAR_KINDS)}, or json_object: true"
-        raise invalid_request("structured_outputs", f"structured_outputs must contain {wanted}")
+        expected = f"one of {', '.join(GRAMMAR_KINDS)}, or json_object: true"
+        raise invalid_request("structured_outputs", f"structured_outputs must contain {expected}")
     return grammar
 
 
@@ -128,7 +131,7 @@ def _json(fields: Fields, name: str) -> JsonSchema | None:
             value = orjson.loads(value)
         except orjson.JSONDecodeError:
             raise invalid_request(at, f"{at} is not valid JSON: {quote_value(value)}") from None
-    return _json_schema(as_mapping(value, at), at)
+    return build_json_schema(as_mapping(value, at), at)
 
 
 def _choice(fields: Fields, name: str) -> ChoiceGrammar | None:
@@ -149,5 +152,6 @@ def _choice(fields: Fields, name: str) -> ChoiceGrammar | None:
     return ChoiceGrammar(options=tuple(read), param=at)
 
 
-def _json_schema(schema: Mapping[str, Any], at: str) -> JsonSchema:
+def build_json_schema(schema: Mapping[str, Any], at: str) -> JsonSchema:
+    """at: path of the request field."""
     return JsonSchema(text=orjson.dumps(schema).decode(), param=at)

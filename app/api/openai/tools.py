@@ -1,28 +1,32 @@
-"""OpenAI's tools: from JSON to functions that the model may or must call.
+"""OpenAI's tools: converts JSON to functions that the model may or must call.
 
-Knows: the fields `tools`, `tool_choice` and `parallel_tool_calls`. Must not know: how calls are
-written or parsed, whether a function's parameters are a supported schema.
+Knows: the fields `tools`, `tool_choice` and `parallel_tool_calls`. Must not know: the syntax of
+calls, the supported schemas.
 
-Only functions are supported; a tool of another type is rejected by its type.
+Only functions are supported. A tool of another type is rejected; the error names the type.
 """
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from app.api.fields import Fields, invalid_request, quote_value
+from app.api.openai.compat_fields import PART_FIELDS, check_fields
+from app.core.errors import AppError
 from app.core.requests import NamedToolChoice, Tool, ToolChoice
 
-# OpenAI allows no dot in names, but the function calling benchmark BFCL and its clients use it.
-FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}", re.ASCII)
+# OpenAI does not allow dots in names, but the function calling benchmark BFCL and its clients use
+# them.
+FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.-]+", re.ASCII)
+MAX_NAME_CHARS = 64
 
 NO_PARAMETERS = {"type": "object", "properties": dict[str, Any]()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOptions:
-    """Functions and how they may be used. constrained: a schema or a required call constrains the
+    """Functions and their options. constrained: whether a schema or a required call constrains the
     output."""
 
     tools: tuple[Tool, ...] = ()
@@ -46,12 +50,13 @@ def read_tool_options(fields: Fields) -> ToolOptions:
         reject_tool_options(choice, parallel)
         return ToolOptions()
     tools = read_tools(given, _nested_function)
-    chosen, tools = read_tool_choice(choice, tools, nested=True)
+    reader = _make_name_reader(tools)
+    chosen, tools = read_tool_choice(choice, tools, reader, ("function",), nested=True)
     return ToolOptions(tools=tools, choice=chosen, parallel=parallel is not False)
 
 
 def reject_tool_options(choice: object, parallel: bool | None) -> None:
-    """Raises AppError(INVALID) if a request without tools has options for them."""
+    """Raises AppError(INVALID) if a request without tools contains options for tools."""
     if choice not in (None, "none"):
         raise invalid_request("tool_choice", "tool_choice is only allowed with tools")
     if parallel is not None:
@@ -61,11 +66,12 @@ def reject_tool_options(choice: object, parallel: bool | None) -> None:
 
 
 def read_tools(given: list[object], function: Callable[[Fields], Tool]) -> tuple[Tool, ...]:
-    """Reads the array of tools. function: reads one tool; its type was checked before."""
+    """Reads the array of tools. function: reads one tool, whose type was already checked."""
     if not given:
-        raise invalid_request("tools", "tools must hold at least one tool: leave it out for none")
+        raise invalid_request(
+            "tools", "tools must contain at least one tool: omit the field to use no tools"
+        )
     tools: list[Tool] = []
-    names: set[str] = set()
     for place, value in enumerate(given):
         fields = Fields.from_value(value, f"tools.{place}")
         kind = fields.required_string("type")
@@ -73,31 +79,44 @@ def read_tools(given: list[object], function: Callable[[Fields], Tool]) -> tuple
             path = fields.path("type")
             raise invalid_request(path, f"{path} must be 'function', not {quote_value(kind)}")
         tool = function(fields)
+        check_fields(fields, PART_FIELDS)
         fields.reject_unknown()
+        tools.append(tool)
+    check_tool_names(tools)
+    return tuple(tools)
+
+
+def check_tool_names(tools: Iterable[Tool]) -> None:
+    """Raises AppError(INVALID) if two tools have the same name."""
+    names: set[str] = set()
+    for tool in tools:
         if tool.name in names:
             raise invalid_request(f"{tool.param}.name", f"two tools have the name {tool.name}")
         names.add(tool.name)
-        tools.append(tool)
-    return tuple(tools)
 
 
 def read_function(fields: Fields, at: str) -> Tool:
     """Reads the fields of a function."""
-    name = fields.required_string("name")
-    if not FUNCTION_NAME.fullmatch(name):
-        path = fields.path("name")
-        raise invalid_request(
-            path,
-            f"{path} must be 1 to 64 letters, digits, underscores, hyphens or dots, "
-            f"not {quote_value(name)}",
-        )
     return Tool(
-        name=name,
+        name=read_tool_name(fields),
         description=fields.string("description"),
         parameters=fields.mapping("parameters") or NO_PARAMETERS,
         strict=fields.boolean("strict") or False,
         param=at,
     )
+
+
+def read_tool_name(fields: Fields, max_chars: int = MAX_NAME_CHARS) -> str:
+    """Reads the name of a tool. Raises AppError(INVALID)."""
+    name = fields.required_string("name")
+    if len(name) > max_chars or not FUNCTION_NAME.fullmatch(name):
+        path = fields.path("name")
+        raise invalid_request(
+            path,
+            f"{path} must be 1 to {max_chars} letters, digits, underscores, hyphens or dots, "
+            f"not {quote_value(name)}",
+        )
+    return name
 
 
 def _nested_function(tool: Fields) -> Tool:
@@ -108,12 +127,29 @@ def _nested_function(tool: Fields) -> Tool:
     return read
 
 
+def unknown_tool_error(path: str, name: str) -> AppError:
+    """Returns the error for a name in `tool_choice` that no tool has."""
+    return invalid_request(
+        path, f"{path} must be the name of one of the tools, not {quote_value(name)}"
+    )
+
+
+ReadToolName = Callable[[Fields, str], str | None]
+"""Reads the name of one of the tools from an object of this type; None for a tool that the model
+does not see."""
+
+
 def read_tool_choice(
-    value: object, tools: tuple[Tool, ...], *, nested: bool
+    value: object,
+    tools: tuple[Tool, ...],
+    read_name: ReadToolName,
+    kinds: Sequence[str],
+    *,
+    nested: bool = False,
 ) -> tuple[ToolChoice, tuple[Tool, ...]]:
-    """Reads `tool_choice`; returns it with the tools that remain. nested: names are in nested
-    objects, as in chat completions."""
-    names = {tool.name for tool in tools}
+    """Reads `tool_choice`. Returns the choice and the tools that remain. kinds: the types of tools
+    that it may name. nested: whether allowed tools are in nested objects, as in chat completions.
+    """
     if value is None:
         return "auto", tools
     if isinstance(value, str):
@@ -121,48 +157,55 @@ def read_tool_choice(
         word = choice.required_one_of("tool_choice", ("none", "auto", "required"))
         return cast("Literal['none', 'auto', 'required']", word), tools
     fields = Fields.from_value(value, "tool_choice")
-    kind = fields.required_one_of("type", ("function", "allowed_tools"))
-    if kind == "function":
-        name = _read_tool_name(fields, names, nested=nested)
+    kind = fields.required_one_of("type", (*kinds, "allowed_tools"))
+    if kind != "allowed_tools":
+        name = read_name(fields, kind)
+        if name is None:
+            raise invalid_request(
+                "tool_choice.type", "tool_choice requires a tool that this server does not run"
+            )
         fields.reject_unknown()
         return NamedToolChoice(name=name), tools
     path = fields.path("allowed_tools")
     allowed = Fields.from_value(fields.required("allowed_tools"), path) if nested else fields
-    choice, left = _read_allowed_tools(allowed, names, nested=nested)
+    mode, left = _read_allowed_tools(allowed, read_name, kinds)
     allowed.reject_unknown()
     fields.reject_unknown()
-    return choice, tuple(tool for tool in tools if tool.name in left)
+    return mode, tuple(tool for tool in tools if tool.name in left)
 
 
 def _read_allowed_tools(
-    fields: Fields, names: Collection[str], *, nested: bool
+    fields: Fields, read_name: ReadToolName, kinds: Sequence[str]
 ) -> tuple[Literal["auto", "required"], set[str]]:
-    """Reads a subset of the tools for this response. The others are ignored."""
+    """Reads a subset of the tools for this response. All other tools are ignored."""
     mode = fields.required_one_of("mode", ("auto", "required"))
     fields.required("tools")
     given = fields.array("tools") or []
     path = fields.path("tools")
     if not given:
-        raise invalid_request(path, f"{path} must hold at least one tool")
+        raise invalid_request(path, f"{path} must contain at least one tool")
     left: set[str] = set()
     for place, value in enumerate(given):
         tool = Fields.from_value(value, f"{path}.{place}")
-        tool.required_one_of("type", ("function",))
-        left.add(_read_tool_name(tool, names, nested=nested))
+        name = read_name(tool, tool.required_one_of("type", kinds))
+        if name is not None:
+            left.add(name)
         tool.reject_unknown()
+    if mode == "required" and not left:
+        raise invalid_request(path, f"{path} must hold a tool that the model may call")
     return cast("Literal['auto', 'required']", mode), left
 
 
-def _read_tool_name(fields: Fields, names: Collection[str], *, nested: bool) -> str:
-    """Reads the name of one of the tools."""
-    path = fields.path("function")
-    inner = Fields.from_value(fields.required("function"), path) if nested else fields
-    name = inner.required_string("name")
-    if name not in names:
-        path = inner.path("name")
-        raise invalid_request(
-            path, f"{path} must be the name of one of the tools, not {quote_value(name)}"
-        )
-    if nested:
+def _make_name_reader(tools: Sequence[Tool]) -> ReadToolName:
+    """Returns the reader of chat completions, where each name is in a nested object."""
+    names = {tool.name for tool in tools}
+
+    def read(fields: Fields, kind: str) -> str:
+        inner = Fields.from_value(fields.required(kind), fields.path(kind))
+        name = inner.required_string("name")
+        if name not in names:
+            raise unknown_tool_error(inner.path("name"), name)
         inner.reject_unknown()
-    return name
+        return name
+
+    return read

@@ -1,7 +1,8 @@
 """Token counts and timings at the end of OpenAI's responses, over all choices.
 
-Knows: OpenAI's `usage`, Ollama's counters (durations in nanoseconds), the `timings` of llama.cpp
-(its server's README.md, "Timings"; milliseconds). Must not know: the generated output.
+Knows: OpenAI's `usage`, Ollama's counters, llama.cpp's `timings`. Must not know: the generated
+output. Ollama's durations are in nanoseconds. llama.cpp's are in milliseconds (its server's
+README.md, "Timings").
 """
 
 from app.core.events import Finish, Timings, Usage
@@ -11,9 +12,9 @@ from app.http.responses import JsonObject
 class UsageTotals:
     """Sums over the choices that have finished.
 
-    A prompt counts once, however many choices continue it. Its cached tokens are those of the
-    choice with the fewest cache hits, because the other choices hit what that one computed. Choices
-    run in parallel, so the total time is the longest one.
+    A prompt counts once, however many choices continue it. Its number of cached tokens is that of
+    the choice with the fewest cache hits, because the other choices reuse the prefix that this
+    choice computed. Choices run in parallel, so the total time is the maximum of their times.
     """
 
     def __init__(self) -> None:
@@ -79,8 +80,8 @@ def _render_timings(usage: Usage, timings: Timings) -> JsonObject:
 
 
 def _rate_fields(name: str, count: int, nanoseconds: int) -> JsonObject:
-    """Returns count and rate. The rate is 0 if nothing was done or the time is 0: JSON has no
-    infinity."""
+    """Returns the count and the rate. The rate is 0 if the count or the time is 0, because JSON has
+    no infinity."""
     return {
         f"{name}_n": count,
         f"{name}_ms": nanoseconds / 1e6,

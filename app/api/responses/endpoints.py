@@ -1,11 +1,11 @@
 """OpenAI's Responses API: create, store, read and delete responses.
 
-Knows: the path of each operation, when a response is stored, pagination of item lists. Must not
-know: how requests are parsed (app/api/responses/request.py), how responses are written (events.py
-beside it), how they are generated.
+Knows: the path of each operation, the time at which a response is stored, pagination of item lists.
+Must not know: request parsing (app/api/responses/request.py), response formats (events.py in the
+same folder), generation.
 
-A response is stored when it is complete and before its last byte is sent, so that a client that has
-read it may continue it.
+A response is stored when it is complete and before its last byte is sent. A client that has read
+the response can therefore continue it immediately.
 """
 
 import os
@@ -38,8 +38,9 @@ from app.api.responses.store import (
 from app.core.errors import AppError, ErrorKind
 from app.core.ports import Generate, ModelCard, Models, ResolvedModel
 from app.core.settings import Settings
+from app.http.auth import get_caller
 from app.http.body import MAX_CHAT_VALUES, RequestBodies
-from app.http.responses import JsonObject, get_caller, json_response
+from app.http.responses import JsonObject, json_response
 
 MAX_LIMIT, DEFAULT_LIMIT = 100, 20
 
@@ -47,9 +48,9 @@ Order = Literal["asc", "desc"]
 
 
 def paginate_items(items: Sequence[JsonObject], query: Mapping[str, str]) -> JsonObject:
-    """Returns a page of items, which are given in the order of the conversation. Newest first, as
-    at OpenAI, unless the query specifies an order. Raises AppError(INVALID) for an invalid
-    query."""
+    """Returns a page of items. `items` must be in the order of the conversation. The page begins
+    with the newest item, as in OpenAI's API, unless the query specifies an order. Raises
+    AppError(INVALID) for an invalid query."""
     limit, order = _limit(query), _order(query)
     listed = list(items) if order == "asc" else list(reversed(items))
     after = query.get("after")
@@ -86,7 +87,7 @@ def _find_index(items: Sequence[JsonObject], id_: str) -> int:
         if item["id"] == id_:
             return place
     raise invalid_request(
-        "after", f"after must be the id of an item of this response, not {quote_value(id_)}"
+        "after", f"after must be the ID of an item of this response, not {quote_value(id_)}"
     )
 
 
@@ -124,14 +125,18 @@ class _ResponsesApi:
             body, card.id, store, context_shift=self._settings.context_shift
         )
         metadata = ResponseMetadata(
-            id=f"resp_{os.urandom(24).hex()}", created=int(time.time()), echo=parsed.echo
+            id=f"resp_{os.urandom(24).hex()}",
+            created=int(time.time()),
+            echo=parsed.echo,
+            tools=parsed.tools,
+            encrypted_reasoning=parsed.encrypted_reasoning,
         )
         answer, keep = ResponseBuilder(metadata), _make_saver(store, parsed)
         if parsed.stream:
             reply = EventStream(ResponseEventEncoder(answer, keep))
         else:
-            reply = JsonBody(lambda said: collect_response(answer, said), keep)
-        return ParsedRequest(request=parsed.request, reply=reply)
+            reply = JsonBody(lambda events: collect_response(answer, events), keep)
+        return ParsedRequest(request=parsed.request, reply=reply, notice=parsed.tools.notice)
 
     def _find_response(self, request: Request) -> tuple[ResponseStore, StoredResponse]:
         store = self._stores.for_caller(get_caller(request.scope))
@@ -185,13 +190,13 @@ class _ResponsesApi:
     async def compact(self, request: Request) -> Response:
         raise AppError(
             ErrorKind.NOT_FOUND,
-            "compacting is not supported: send fewer items, or start the server with "
+            "compaction is not supported: send fewer items, or start the server with "
             "--context-shift",
         )
 
 
 def _with_defaults(body: object, model: str) -> object:
-    """Adds defaults for model and input, which are optional for counting tokens."""
+    """Adds defaults for model and input, which are optional when tokens are counted."""
     if not isinstance(body, dict):
         return body
     fields = cast(JsonObject, body)
@@ -200,8 +205,8 @@ def _with_defaults(body: object, model: str) -> object:
 
 
 def _make_saver(store: ResponseStore, parsed: ParsedResponsesRequest) -> OnComplete:
-    """Returns the function that stores the complete response. Called on the thread that parses the
-    request, so that the input is not encoded on the event loop."""
+    """Returns the function that stores the complete response. Call this on the thread that parses
+    the request, so that the input is not encoded on the event loop."""
     written = orjson.dumps(parsed.input_items) if parsed.store else b""
 
     def keep(response: JsonObject) -> None:
@@ -228,10 +233,9 @@ def _require_stored(store: ResponseStore, request: Request) -> StoredResponse:
     if kept is None:
         raise AppError(
             ErrorKind.NOT_FOUND,
-            f"the response {quote_value(id_)} was not found: responses are stored in "
-            "memory for the API "
-            "key that created them, the least recently used are evicted, and responses larger "
-            f"than {MAX_RESPONSE_BYTES >> 20} MiB are not stored",
+            f"the response {quote_value(id_)} was not found: responses are stored in memory for "
+            "the API key that created them; the least recently used ones are evicted, and those "
+            f"larger than {MAX_RESPONSE_BYTES >> 20} MiB are not stored",
             param="response_id",
         )
     return kept

@@ -1,9 +1,9 @@
-"""Responses of /v1/responses: from generate events to stream events and a response object.
+"""Responses of /v1/responses: converts generate events to stream events and a response object.
 
 Knows: the shapes of output items, the stream events that build them, their order. Must not know:
-the request beyond the fields that its response repeats, where responses are stored.
+the request, response storage. Only the request fields that a response repeats are known here.
 
-One builder serves both forms: a stream ends with the same object that a request without streaming
+One builder serves both forms: a stream ends with the same object that a non-streaming request
 returns.
 
 Format: OpenAI's API reference, `Response` and `ResponseStreamEvent`.
@@ -11,15 +11,23 @@ Format: OpenAI's API reference, `Response` and `ResponseStreamEvent`.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import assert_never
 
+from app.api.generate_endpoint import Progress
 from app.api.openai.usage import UsageTotals
-from app.api.responses.output_items import FunctionCallItem, OutputItem, TextItem
+from app.api.responses.output_items import (
+    CallItem,
+    OutputItem,
+    TextItem,
+    create_call_item,
+)
+from app.api.responses.tools import ResponseTools
 from app.core.errors import AppError, ErrorKind
 from app.core.events import (
     Finish,
     OutputEvent,
+    PrefillProgress,
     PromptTokenIds,
     ReasoningDelta,
     TextDelta,
@@ -27,7 +35,9 @@ from app.core.events import (
     ToolCallDelta,
     Usage,
 )
-from app.http.responses import JsonObject, encode_sse_event, render_error
+from app.http.errors import render_error
+from app.http.responses import JsonObject
+from app.http.streaming import encode_sse_event
 
 OnComplete = Callable[[JsonObject], None]
 """Called with a complete response."""
@@ -35,27 +45,33 @@ OnComplete = Callable[[JsonObject], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseMetadata:
-    """Fields of a response known before generation starts. created: Unix time. echo: the fields
-    that repeat the request."""
+    """Response fields that are known before generation starts. created: the creation time as Unix
+    time. echo: the fields that repeat the request. tools: the tools that the model may call.
+    encrypted_reasoning: whether reasoning items have `encrypted_content`."""
 
     id: str
     created: int
     echo: JsonObject
+    tools: ResponseTools = field(default_factory=ResponseTools)
+    encrypted_reasoning: bool = False
 
 
 class ResponseBuilder:
-    """Builds a response from events. `feed` returns the stream events, without sequence numbers."""
+    """Builds a response from events. `feed` returns the stream events without sequence numbers."""
 
     def __init__(self, metadata: ResponseMetadata) -> None:
         self._metadata = metadata
         self._items: list[OutputItem] = []
         self._open_item: OutputItem | None = None
         self._call_index: int | None = None
-        self._pending_logprobs: list[TokenLogprob] = []  # of tokens whose text is not complete yet
+        self._pending_logprobs: list[TokenLogprob] = []  # for tokens whose text is not complete yet
         self._finish: Finish | None = None
 
     def begin(self) -> Iterator[JsonObject]:
         yield {"type": "response.created", "response": self._response("in_progress")}
+        yield from self.keep_alive()
+
+    def keep_alive(self) -> Iterator[JsonObject]:
         yield {"type": "response.in_progress", "response": self._response("in_progress")}
 
     def feed(self, event: OutputEvent) -> Iterator[JsonObject]:
@@ -72,13 +88,13 @@ class ResponseBuilder:
             case Finish():
                 yield from self._end_last_item(event)
             case PromptTokenIds():
-                raise AssertionError("nobody asked for ids")
+                raise AssertionError("token IDs were not requested")
             case _:
                 assert_never(event)
 
     def build(self) -> JsonObject:
-        """Returns the response, after `Finish` was fed."""
-        assert self._finish is not None, "an answer ended without Finish"
+        """Returns the response. Call this after `Finish` was fed."""
+        assert self._finish is not None, "a response ended without Finish"
         status = "incomplete" if self._finish.reason == "length" else "completed"
         return self._response(status)
 
@@ -94,8 +110,8 @@ class ResponseBuilder:
             return
         yield from self._ensure_open("message")
         assert isinstance(self._open_item, TextItem)
-        held, self._pending_logprobs = self._pending_logprobs, []
-        yield self._open_item.add_text(event.text, held)
+        logprobs, self._pending_logprobs = self._pending_logprobs, []
+        yield self._open_item.add_text(event.text, logprobs)
 
     def _add_call(self, event: ToolCallDelta) -> Iterator[JsonObject]:
         self._pending_logprobs.clear()
@@ -103,17 +119,18 @@ class ResponseBuilder:
             assert event.id is not None
             assert event.name is not None
             self._call_index = event.call_index
-            call = FunctionCallItem(len(self._items), call_id=event.id, name=event.name)
+            tool = self._metadata.tools.find(event.name)
+            call = create_call_item(len(self._items), call_id=event.id, tool=tool)
             yield from self._start_item(call)
         if event.arguments:
-            assert isinstance(self._open_item, FunctionCallItem)
-            yield self._open_item.add_arguments(event.arguments)
+            assert isinstance(self._open_item, CallItem)
+            yield from self._open_item.add_arguments(event.arguments)
 
     def _end_last_item(self, event: Finish) -> Iterator[JsonObject]:
         self._finish = event
         cut = event.reason == "length"
-        silent = not any(item.kind in ("message", "function_call") for item in self._items)
-        if silent and not cut:
+        without_output = all(item.kind == "reasoning" for item in self._items)
+        if without_output and not cut:
             # an empty output is still a valid message
             yield from self._ensure_open("message")
         if isinstance(self._open_item, TextItem):
@@ -121,9 +138,11 @@ class ResponseBuilder:
         yield from self._close_item("incomplete" if cut else "completed")
 
     def _ensure_open(self, kind: str) -> Iterator[JsonObject]:
-        """Makes an item of this kind the open one."""
+        """Ensures that the open item is of this type."""
         if self._open_item is None or self._open_item.kind != kind:
-            yield from self._start_item(TextItem.create(kind, len(self._items)))
+            encrypted = self._metadata.encrypted_reasoning
+            item = TextItem.create(kind, len(self._items), encrypted=encrypted)
+            yield from self._start_item(item)
 
     def _start_item(self, item: OutputItem) -> Iterator[JsonObject]:
         yield from self._close_item("completed")
@@ -156,33 +175,44 @@ class ResponseBuilder:
 
 
 class ResponseEventEncoder:
-    """Encodes a streamed response. Sequence numbers start at 0."""
+    """Encodes a streamed response. Sequence numbers start at 0.
+
+    Codex ends a stream that is silent for too long, and comments do not count for it. So a stream
+    begins before its output does, and is kept open by the event that OpenAI sends meanwhile."""
 
     def __init__(self, builder: ResponseBuilder, on_complete: OnComplete) -> None:
         self._builder = builder
         self._on_complete = on_complete
         self._sequence_number = 0
 
+    @property
+    def keep_alive(self) -> bytes:
+        return self._begin() or self._encode_events(self._builder.keep_alive())
+
+    def progress(self, event: Progress) -> bytes:
+        return self._begin() if isinstance(event, PrefillProgress) else b""
+
     def feed(self, event: OutputEvent) -> bytes:
         return self._begin() + self._encode_events(self._builder.feed(event))
 
     def end(self) -> bytes:
         """Returns the last frames. The response is stored first, because a client that has read the
-        last frame may refer to it immediately."""
+        last frame may refer to the response immediately."""
         response = self._builder.build()
         self._on_complete(response)
         return self._encode_event({"type": f"response.{response['status']}", "response": response})
 
     def fail(self, error: AppError) -> bytes:
-        """Returns the last frames of a failed stream: the error, which the SDKs raise, then the
-        final event of the stream format. The error's fields appear twice: at the top level, as
-        documented, and within `error`, as OpenAI's servers send them and the SDKs expect them."""
-        told = render_error(error)
-        inner: JsonObject = told["error"]
+        """Returns the last frames of a failed stream: the error, which the SDKs raise, and then the
+        final event of the stream format. The error's fields appear twice. They are at the top
+        level, as documented, and within `error`, as OpenAI's servers send them and the SDKs expect
+        them."""
+        body = render_error(error)
+        inner: JsonObject = body["error"]
         bare = {"code": inner["code"], "message": inner["message"], "param": inner["param"]}
         return (
             self._begin()
-            + self._encode_event({"type": "error", **bare, **told})
+            + self._encode_event({"type": "error", **bare, **body})
             + self._encode_event(
                 {"type": "response.failed", "response": self._builder.build_failed(error)}
             )
@@ -202,7 +232,7 @@ class ResponseEventEncoder:
 
 
 def collect_response(builder: ResponseBuilder, events: Sequence[OutputEvent]) -> JsonObject:
-    """Builds the body of a response that is not streamed."""
+    """Builds the body of a non-streaming response."""
     for event in events:
         for _ in builder.feed(event):
             pass
@@ -214,7 +244,7 @@ def _render_usage(usage: Usage) -> JsonObject:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {
             "cached_tokens": usage.cached_tokens,
-            # every computed token is cached while memory allows
+            # every computed token is cached as long as memory allows
             "cache_write_tokens": usage.prompt_tokens - usage.cached_tokens,
         },
         "output_tokens": usage.completion_tokens,

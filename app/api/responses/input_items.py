@@ -1,11 +1,11 @@
 """The input items of /v1/responses: their parsing, their normalized form, and their conversion to
 messages.
 
-Knows: every field of the items that a text model with functions supports, how items form the
-messages of a conversation. Must not know: where items are stored, chat templates.
+Knows: every field of the items that a text model with functions supports, the way items form the
+messages of a conversation. Must not know: item storage, chat templates.
 
-Every other item is rejected by its type and path. Items are stored, listed and given to the model
-in their normalized form.
+All other items are rejected; the error names their type and path. Items are stored, listed and
+given to the model in their normalized form.
 
 Format: OpenAI's API reference, `ResponseInputItem`.
 """
@@ -14,8 +14,13 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import orjson
+
 from app.api.fields import Fields, as_array, invalid_request, quote_value
+from app.api.opaque_reasoning import decode_reasoning
+from app.api.openai.compat_fields import PART_FIELDS, check_fields
 from app.api.openai.messages import normalize_arguments
+from app.api.responses.tools import CUSTOM_INPUT, qualify_name
 from app.core.errors import AppError, ErrorKind
 from app.core.requests import Message, ToolCall
 from app.http.responses import JsonObject
@@ -24,7 +29,7 @@ from app.http.responses import JsonObject
 @dataclass(slots=True)
 class _AssistantTurn:
     """The assistant's output between two other messages. It may contain reasoning, text and calls
-    in any order and number; templates take one of each, in this order."""
+    in any order and number. Templates accept at most one of each, in this order."""
 
     reasoning: list[str] = field(default_factory=list[str])
     content: list[str] = field(default_factory=list[str])
@@ -42,7 +47,7 @@ class _AssistantTurn:
 
 
 def build_messages(items: Iterable[JsonObject]) -> tuple[Message, ...]:
-    """Converts normalized items to messages. A call that was truncated was never made and is
+    """Converts normalized items to messages. A call that was truncated was never made, so it is
     dropped. Raises AppError(INVALID) for an earlier call with invalid arguments."""
     messages: list[Message | None] = []
     names: dict[str, str] = {}
@@ -55,10 +60,11 @@ def build_messages(items: Iterable[JsonObject]) -> tuple[Message, ...]:
             case "message", "assistant":
                 turn.content.append(_join_text(item["content"]))
                 continue
-            case "function_call", _:
-                names[item["call_id"]] = item["name"]
+            case "function_call" | "custom_tool_call", _:
+                call = _to_tool_call(item)
+                names[call.id] = call.name
                 if item["status"] != "incomplete":
-                    turn.calls.append(_to_tool_call(item))
+                    turn.calls.append(call)
                 continue
             case _:
                 messages.append(turn.message())
@@ -71,21 +77,22 @@ def build_messages(items: Iterable[JsonObject]) -> tuple[Message, ...]:
 def prepend_instructions(
     instructions: str | None, messages: tuple[Message, ...]
 ) -> tuple[Message, ...]:
-    """Puts instructions before the conversation. Many templates accept one system message, at the
-    start only, so a leading system message of the conversation is merged into it."""
+    """Inserts instructions before the conversation. Many templates accept only one system message,
+    at the start. If the conversation begins with a system message, it is therefore merged into the
+    instructions."""
     if instructions is None:
         return messages
-    told = [instructions]
+    texts = [instructions]
     rest = list(messages)
     while rest and rest[0].role in ("system", "developer"):
-        told.append(rest.pop(0).content or "")
-    return (Message(role="system", content="\n\n".join(told)), *rest)
+        texts.append(rest.pop(0).content or "")
+    return (Message(role="system", content="\n\n".join(texts)), *rest)
 
 
 def _to_message(item: JsonObject, names: dict[str, str]) -> Message:
     if item["type"] == "message":
         return Message(role=item["role"], content=_join_text(item["content"]))
-    assert item["type"] == "function_call_output"
+    assert item["type"] in _OUTPUT_TYPES
     call_id = item["call_id"]
     return Message(
         role="tool",
@@ -96,12 +103,16 @@ def _to_message(item: JsonObject, names: dict[str, str]) -> Message:
 
 
 def _to_tool_call(item: JsonObject) -> ToolCall:
-    arguments = normalize_arguments(item["arguments"])
-    return ToolCall(id=item["call_id"], name=item["name"], arguments=arguments)
+    if item["type"] == "custom_tool_call":
+        arguments = orjson.dumps({CUSTOM_INPUT: item["input"]}).decode()
+    else:
+        arguments = normalize_arguments(item["arguments"])
+    name = qualify_name(item["name"], item.get("namespace"))
+    return ToolCall(id=item["call_id"], name=name, arguments=arguments)
 
 
 def _join_text(content: str | list[JsonObject]) -> str:
-    """Joins parts as paragraphs, as in chat completions."""
+    """Joins parts as separate paragraphs, as in chat completions."""
     if isinstance(content, str):
         return content
     return "\n".join(part["refusal"] if "refusal" in part else part["text"] for part in content)
@@ -109,7 +120,20 @@ def _join_text(content: str | list[JsonObject]) -> str:
 
 ROLES = ("user", "assistant", "system", "developer")
 STATUSES = ("in_progress", "completed", "incomplete")
-TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+TYPES = (
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "reasoning",
+    "item_reference",
+)
+_OUTPUT_TYPES = ("function_call_output", "custom_tool_call_output")
+
+# The text for an image in the output of a tool. An image of the user is an error; but a model calls
+# tools that return images, and the conversation could not go on.
+_OMITTED_IMAGE = "[image omitted: this model reads text only]"
 
 ItemLookup = Callable[[str], JsonObject | None]
 """Returns a stored item by its id; None if it is not stored."""
@@ -120,7 +144,8 @@ def new_item_id(prefix: str) -> str:
 
 
 def read_input(fields: Fields, find_item: ItemLookup) -> list[JsonObject]:
-    """Reads the field `input`: a user's text or items. Raises AppError(INVALID or NOT_FOUND)."""
+    """Reads the field `input`, which is a user's text or items. Raises AppError(INVALID) or
+    AppError(NOT_FOUND)."""
     value: object = fields.required("input")
     if isinstance(value, str):
         return [_message_item("user", [{"type": "input_text", "text": value}])]
@@ -141,8 +166,10 @@ def _item(fields: Fields, resolve: ItemLookup) -> JsonObject:
             item = _message(fields)
         case "function_call":
             item = _function_call(fields)
-        case "function_call_output":
-            item = _function_call_output(fields)
+        case "custom_tool_call":
+            item = _custom_tool_call(fields)
+        case type_ if type_ in _OUTPUT_TYPES:
+            item = _tool_output(fields, type_)
         case "reasoning":
             item = _read_reasoning(fields)
         case "item_reference":
@@ -158,7 +185,7 @@ def _item(fields: Fields, resolve: ItemLookup) -> JsonObject:
 
 
 def _type(fields: Fields) -> str:
-    """Returns the type of an item, which two kinds of item may omit."""
+    """Returns the type of an item. Two types of items may omit this field."""
     type_ = fields.string("type")
     if type_ is not None:
         return type_
@@ -168,9 +195,11 @@ def _type(fields: Fields) -> str:
 def _message(fields: Fields) -> JsonObject:
     role = fields.required_one_of("role", ROLES)
     fields.one_of("phase", ("commentary", "final_answer"))
-    said = ("output_text", "refusal", "input_text") if role == "assistant" else ("input_text",)
+    part_types = (
+        ("output_text", "refusal", "input_text") if role == "assistant" else ("input_text",)
+    )
     fields.required("content")
-    parts = _parts(fields, "content", said)
+    parts = _parts(fields, "content", part_types)
     if isinstance(parts, str):
         written = _output_text(parts) if role == "assistant" else _input_text(parts)
         parts = [written]
@@ -218,16 +247,20 @@ def _part(fields: Fields, allowed: tuple[str, ...]) -> JsonObject:
             path,
             f"{path} is {quote_value(type_)}, which is not supported: use {' or '.join(allowed)}",
         )
+    if type_ == "input_image":
+        fields.items()
+        return _input_text(_OMITTED_IMAGE)
     if type_ == "refusal":
         part: JsonObject = {"type": type_, "refusal": fields.required_string("refusal")}
     elif type_ == "output_text":
         part = _output_text(fields.required_string("text"))
-        # annotations are not shown to the model, and therefore not stored
+        # annotations are not shown to the model and are therefore not stored
         fields.array("annotations")
         fields.array("logprobs")
     else:
         part = _input_text(fields.required_string("text"))
     fields.reject("prompt_cache_breakpoint")
+    check_fields(fields, PART_FIELDS)
     fields.reject_unknown()
     return part
 
@@ -236,56 +269,75 @@ def _function_call(fields: Fields) -> JsonObject:
     status = _status(fields)
     arguments = fields.required_string("arguments")
     fields.reject("async", False)
-    fields.reject("caller", {"type": "direct"})
-    fields.reject("namespace")
     return {
         "type": "function_call",
         "id": fields.string("id") or new_item_id("fc"),
-        "call_id": fields.required_string("call_id"),
-        "name": fields.required_string("name"),
+        **_call_fields(fields),
         "arguments": arguments,
         "status": status,
     }
 
 
-def _function_call_output(fields: Fields) -> JsonObject:
+def _custom_tool_call(fields: Fields) -> JsonObject:
+    return {
+        "type": "custom_tool_call",
+        "id": fields.string("id") or new_item_id("ctc"),
+        **_call_fields(fields),
+        "input": fields.required_string("input"),
+        "status": _status(fields),
+    }
+
+
+def _call_fields(fields: Fields) -> JsonObject:
+    fields.reject("caller", {"type": "direct"})
+    namespace = fields.string("namespace")
+    return {
+        "call_id": fields.required_string("call_id"),
+        "name": fields.required_string("name"),
+        **({} if namespace is None else {"namespace": namespace}),
+    }
+
+
+def _tool_output(fields: Fields, type_: str) -> JsonObject:
+    """Reads the output of a call. Its name and namespace repeat those of the call."""
     fields.required("output")
     fields.reject("caller", {"type": "direct"})
-    fields.reject("namespace")
-    fields.reject("name")
+    fields.string("namespace")
+    fields.string("name")
     return {
-        "type": "function_call_output",
-        "id": fields.string("id") or new_item_id("fco"),
+        "type": type_,
+        "id": fields.string("id") or new_item_id("fco" if type_ == _OUTPUT_TYPES[0] else "ctco"),
         "call_id": fields.required_string("call_id"),
-        "output": _parts(fields, "output", ("input_text",)),
+        "output": _parts(fields, "output", ("input_text", "input_image")),
         "status": _status(fields),
     }
 
 
 def _read_reasoning(fields: Fields) -> JsonObject:
-    """Reads a reasoning item. Its text is given to the model; a summary is stored only. An item
-    without text, from a client that keeps only encrypted content, has no effect."""
-    if fields.value("encrypted_content") is not None:
-        path = fields.path("encrypted_content")
-        raise invalid_request(
-            path,
-            f"{path} was encrypted by another server and cannot be decrypted: leave the item out",
-        )
+    """Reads a reasoning item. Its text is given to the model; a summary is only stored. The text
+    may be in `encrypted_content` only, if this server created it. Content that another server
+    encrypted has no effect, like an item without text."""
+    encrypted = fields.string("encrypted_content")
+    content = _texts(fields, "content", ("reasoning_text", "text"))
+    if not content and encrypted is not None:
+        text = decode_reasoning(encrypted)
+        content = [] if text is None else [{"type": "reasoning_text", "text": text}]
     return {
         "type": "reasoning",
         "id": fields.string("id") or new_item_id("rs"),
-        "summary": _texts(fields, "summary", "summary_text"),
-        "content": _texts(fields, "content", "reasoning_text"),
+        "summary": _texts(fields, "summary", ("summary_text",)),
+        "content": content,
         "status": _status(fields),
     }
 
 
-def _texts(fields: Fields, name: str, type_: str) -> list[JsonObject]:
+def _texts(fields: Fields, name: str, types: tuple[str, ...]) -> list[JsonObject]:
+    """Reads parts of text. types: the allowed ones; the first one replaces the others."""
     read: list[JsonObject] = []
     for place, value in enumerate(fields.array(name) or []):
         part = Fields.from_value(value, f"{fields.path(name)}.{place}")
-        part.required_one_of("type", (type_,))
-        read.append({"type": type_, "text": part.required_string("text")})
+        part.required_one_of("type", types)
+        read.append({"type": types[0], "text": part.required_string("text")})
         part.reject_unknown()
     return read
 

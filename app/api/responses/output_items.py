@@ -1,20 +1,24 @@
 """The output items of a response while they are generated.
 
-Knows: the events and the object of each kind of item. Must not know: which items a response has,
+Knows: the events and the object of each item type. Must not know: the list of items in a response,
 the other fields of a response.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
+import orjson
+
+from app.api.opaque_reasoning import encode_reasoning
 from app.api.openai.logprobs import render_token_logprobs
 from app.api.responses.input_items import new_item_id
+from app.api.responses.tools import CUSTOM_INPUT, DeclaredTool
 from app.core.events import TokenLogprob
 from app.http.responses import JsonObject
 
 
 class OutputItem(Protocol):
-    """One output item. Call `begin`, add the pieces, then call `end`."""
+    """One output item. Call `begin`, add the parts, then call `end`."""
 
     kind: str
 
@@ -30,9 +34,12 @@ class OutputItem(Protocol):
 class TextItem:
     """A message or a reasoning item, each with one part of text."""
 
-    def __init__(self, kind: str, index: int, *, id_: str, part: str) -> None:
+    def __init__(
+        self, kind: str, index: int, *, id_: str, part: str, encrypted: bool = False
+    ) -> None:
         self.kind = kind
         self._part = part
+        self._encrypted = encrypted
         self._status = "in_progress"
         self._texts: list[str] = []
         self._logprobs: list[JsonObject] = []
@@ -40,11 +47,14 @@ class TextItem:
         self._location: JsonObject = {"item_id": id_, "output_index": index, "content_index": 0}
 
     @staticmethod
-    def create(kind: str, index: int) -> "TextItem":
+    def create(kind: str, index: int, *, encrypted: bool = False) -> "TextItem":
+        """encrypted: reasoning has `encrypted_content`, too."""
         if kind == "message":
             return TextItem(kind, index, id_=new_item_id("msg"), part="output_text")
         assert kind == "reasoning"
-        return TextItem(kind, index, id_=new_item_id("rs"), part="reasoning_text")
+        return TextItem(
+            kind, index, id_=new_item_id("rs"), part="reasoning_text", encrypted=encrypted
+        )
 
     def begin(self) -> Iterator[JsonObject]:
         empty = self.render()
@@ -87,7 +97,12 @@ class TextItem:
         begun: JsonObject = {"id": self._id, "type": self.kind, "status": self._status}
         if self.kind == "message":
             return begun | {"role": "assistant", "content": content}
-        return begun | {"summary": [], "content": content}
+        reasoning = begun | {"summary": [], "content": content}
+        if self._encrypted:
+            complete = self._status != "in_progress"
+            text = content[0]["text"]
+            reasoning["encrypted_content"] = encode_reasoning(text) if complete else None
+        return reasoning
 
     def _text_part(self) -> JsonObject:
         part: JsonObject = {"type": self._part, "text": "".join(self._texts)}
@@ -97,28 +112,29 @@ class TextItem:
 
 
 class FunctionCallItem:
-    """A call of a client's function."""
+    """A call of a function that the client has defined."""
 
     kind = "function_call"
 
-    def __init__(self, index: int, *, call_id: str, name: str) -> None:
+    def __init__(self, index: int, *, call_id: str, tool: DeclaredTool) -> None:
         self._index = index
         self._id = new_item_id("fc")
         self._call_id = call_id
-        self._name = name
+        self._tool = tool
         self._status = "in_progress"
         self._arguments: list[str] = []
 
     def begin(self) -> Iterator[JsonObject]:
         yield self._item_event("response.output_item.added")
 
-    def add_arguments(self, arguments: str) -> JsonObject:
+    def add_arguments(self, arguments: str) -> Iterator[JsonObject]:
         self._arguments.append(arguments)
-        return self._arguments_event("delta", delta=arguments)
+        yield self._arguments_event("delta", delta=arguments)
 
     def end(self, status: str) -> Iterator[JsonObject]:
         self._status = status
-        yield self._arguments_event("done", name=self._name, arguments="".join(self._arguments))
+        arguments = "".join(self._arguments)
+        yield self._arguments_event("done", name=self._tool.name, arguments=arguments)
         yield self._item_event("response.output_item.done")
 
     def render(self) -> JsonObject:
@@ -127,17 +143,92 @@ class FunctionCallItem:
             "type": self.kind,
             "status": self._status,
             "call_id": self._call_id,
-            "name": self._name,
+            **_render_name(self._tool),
             "arguments": "".join(self._arguments),
         }
 
     def _item_event(self, type_: str) -> JsonObject:
         return {"type": type_, "output_index": self._index, "item": self.render()}
 
-    def _arguments_event(self, what: str, **said: Any) -> JsonObject:
+    def _arguments_event(self, what: str, **fields: Any) -> JsonObject:
         return {
             "type": f"response.function_call_arguments.{what}",
             "item_id": self._id,
             "output_index": self._index,
-            **said,
+            **fields,
         }
+
+
+class CustomToolCallItem:
+    """A call of a client's custom tool. The model writes its input as an argument in JSON, so the
+    text is known when the call is complete."""
+
+    kind = "custom_tool_call"
+
+    def __init__(self, index: int, *, call_id: str, tool: DeclaredTool) -> None:
+        self._index = index
+        self._id = new_item_id("ctc")
+        self._call_id = call_id
+        self._tool = tool
+        self._status = "in_progress"
+        self._arguments: list[str] = []
+        self._input = ""
+
+    def begin(self) -> Iterator[JsonObject]:
+        yield self._item_event("response.output_item.added")
+
+    def add_arguments(self, arguments: str) -> Iterator[JsonObject]:
+        self._arguments.append(arguments)
+        return iter(())
+
+    def end(self, status: str) -> Iterator[JsonObject]:
+        self._status = status
+        self._input = _read_custom_input("".join(self._arguments))
+        if self._input:
+            yield self._input_event("delta", delta=self._input)
+        yield self._input_event("done", input=self._input)
+        yield self._item_event("response.output_item.done")
+
+    def render(self) -> JsonObject:
+        return {
+            "id": self._id,
+            "type": self.kind,
+            "status": self._status,
+            "call_id": self._call_id,
+            **_render_name(self._tool),
+            "input": self._input,
+        }
+
+    def _item_event(self, type_: str) -> JsonObject:
+        return {"type": type_, "output_index": self._index, "item": self.render()}
+
+    def _input_event(self, what: str, **fields: Any) -> JsonObject:
+        return {
+            "type": f"response.custom_tool_call_input.{what}",
+            "item_id": self._id,
+            "output_index": self._index,
+            **fields,
+        }
+
+
+CallItem = FunctionCallItem | CustomToolCallItem
+
+
+def create_call_item(index: int, *, call_id: str, tool: DeclaredTool) -> CallItem:
+    kind = CustomToolCallItem if tool.custom else FunctionCallItem
+    return kind(index, call_id=call_id, tool=tool)
+
+
+def _render_name(tool: DeclaredTool) -> JsonObject:
+    namespace = {} if tool.namespace is None else {"namespace": tool.namespace}
+    return {"name": tool.name, **namespace}
+
+
+def _read_custom_input(arguments: str) -> str:
+    """Returns the input of a custom tool; all arguments if the model wrote them in another form."""
+    try:
+        read: object = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return arguments
+    text = cast("JsonObject", read).get(CUSTOM_INPUT) if isinstance(read, dict) else None
+    return text if isinstance(text, str) else arguments

@@ -1,20 +1,21 @@
-"""Stored responses, bounded in memory: what `previous_response_id` refers to.
+"""Stored responses, bounded in memory, to which `previous_response_id` refers.
 
-Knows: ids, JSON as bytes, how much may be stored. Must not know: what an item means, HTTP.
+Knows: IDs, JSON as bytes, the storage limits. Must not know: the meaning of items, HTTP.
 
-Responses are stored in memory and are lost when the process ends. Continuing a conversation by an
-id requires every response before it, so a chain is only evicted from its newest end: whenever a
-response is used, it and then each one before it move to the end of the LRU order, and eviction
-starts at the front. Hence:
+Responses are stored in memory and are lost when the process ends. A conversation can be continued
+by an ID only if every response before it is still stored. A chain is therefore evicted only from
+its newest end: whenever a response is used, it moves to the end of the LRU order, and then each
+response before it does. Eviction starts at the front. Hence:
 
     the older one of a chain  >  the younger one      in the order of use
 
-Each caller has its own store, so that no caller can read or continue the responses of another one.
-All stores share one limit; when it is exceeded, the caller that uses the most memory loses its
-least recently used response. A caller below its fair share loses nothing to others.
+Each caller has its own store, so that no caller can read or continue the responses of another
+caller. All stores share one limit. When it is exceeded, the caller that uses the most memory loses
+its least recently used response. A caller below its fair share loses nothing to other callers.
 
-Owner: the event loop, the only thread that adds, moves and removes. `find` and the chain lookups
-may be called from the thread that parses a body: each step is one lookup of an immutable value.
+Owner: the event loop, which is the only thread that adds, moves and removes responses. `find` and
+the chain lookups may be called from the thread that parses a body, because each step is one lookup
+of an immutable value.
 """
 
 from collections import OrderedDict
@@ -29,10 +30,10 @@ from app.http.responses import JsonObject
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 64 << 20
-# bytes of one response with its input; a larger one is not stored
+# maximum size in bytes of one response with its input; a larger response is not stored
 MAX_RESPONSE_BYTES = 4 << 20
 
-# bytes of an entry, and of an item's entry in the index, besides the JSON
+# size in bytes of an entry, and of an item's entry in the index, in addition to the JSON
 _OVERHEAD, _ITEM_OVERHEAD = 1024, 256
 
 
@@ -40,9 +41,9 @@ _OVERHEAD, _ITEM_OVERHEAD = 1024, 256
 class StoredResponse:
     """One stored response.
 
-    input: the JSON array of its own input items, without those of earlier responses. body: the
-    response object as JSON. items: the ids of the items in both. previous_response_id: the response
-    that it continues.
+    input: the JSON array of the response's own input items, without the items of earlier responses.
+    body: the response object as JSON. items: the IDs of the items in both. previous_response_id:
+    the response that this response continues.
     """
 
     id: str
@@ -64,7 +65,7 @@ class StoredResponse:
 
 
 class ResponseStores:
-    """The stores of all callers, with common limits on count and bytes."""
+    """The stores of all callers, with common limits on the number of responses and on bytes."""
 
     def __init__(
         self,
@@ -78,12 +79,12 @@ class ResponseStores:
         self._stores: dict[str, ResponseStore] = {}
 
     def for_caller(self, caller: str) -> "ResponseStore":
-        """Returns the store of a caller. caller: the name of its API key, so there are as many
-        stores as keys. May be called on any thread."""
+        """Returns the store of a caller. caller: the name of the caller's API key, so there are as
+        many stores as keys. May be called on any thread."""
         return self._stores.setdefault(caller, ResponseStore(self))
 
     def evict(self) -> None:
-        """Evicts responses until the limits hold."""
+        """Evicts responses until the limits are met."""
         stores = self._stores.values()
         while sum(map(len, stores)) > self._max_responses:
             max(stores, key=len).drop_oldest()
@@ -97,9 +98,9 @@ class ResponseStore:
     def __init__(self, stores: ResponseStores) -> None:
         self._stores = stores
         self._bytes = 0
-        # Moving an entry does not affect concurrent lookups; deleting and inserting it again would.
+        # Moving an entry does not affect concurrent lookups. Deleting and inserting it would.
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._response_of_item: dict[str, str] = {}  # item id → the response that contains it
+        self._response_of_item: dict[str, str] = {}  # item ID → ID of the response
 
     def __len__(self) -> int:
         return len(self._responses)
@@ -112,16 +113,16 @@ class ResponseStore:
         return self._responses.get(id_)
 
     def chain(self, id_: str) -> Sequence[StoredResponse]:
-        """Returns the response and all before it, oldest first. Raises AppError(INVALID) if one of
-        them is not stored, with the error code that the SDKs know."""
+        """Returns the response and all responses before it, oldest first. Raises AppError(INVALID)
+        if one of them is not stored; the error code is one that the SDKs know."""
         found: list[StoredResponse] = []
-        wanted: str | None = id_
-        while wanted is not None:
-            kept = self.find(wanted)
+        next_id: str | None = id_
+        while next_id is not None:
+            kept = self.find(next_id)
             if kept is None:
-                raise _not_found(id_, wanted)
+                raise _not_found(id_, next_id)
             found.append(kept)
-            wanted = kept.previous_response_id
+            next_id = kept.previous_response_id
         return found[::-1]
 
     def get_conversation(self, id_: str) -> Sequence[JsonObject]:
@@ -142,18 +143,18 @@ class ResponseStore:
         for item in (*kept.input_items(), *kept.output_items()):
             if item.get("id") == id_:
                 return item
-        raise AssertionError("an item that its holder does not hold")
+        raise AssertionError("the response does not contain the item")
 
     def add(self, response: StoredResponse) -> None:
-        """Stores a response as the most recently used one, and evicts others. A response that is
-        too large, or does not fit beside its chain, is not stored."""
+        """Stores a response as the most recently used one, and evicts others if necessary. A
+        response is not stored if it is too large or does not fit together with its chain."""
         assert response.id not in self._responses
         if response.size > self._stores.max_response_bytes:
             return
         self._responses[response.id] = response
         self._bytes += response.size
         for item in response.items:
-            # if a client sent an item again under its old id, the copy that is evicted later
+            # if a client sent an item again under its old ID, use the copy that is evicted later
             self._response_of_item[item] = response.id
         self.touch(response.id)
         self._stores.evict()
@@ -162,7 +163,7 @@ class ResponseStore:
         self.delete(next(iter(self._responses)))
 
     def touch(self, id_: str) -> None:
-        """Marks a response and all that it continues as recently used."""
+        """Marks a response and all responses that it continues as recently used."""
         wanted: str | None = id_
         while wanted is not None and (kept := self._responses.get(wanted)) is not None:
             self._responses.move_to_end(wanted)
@@ -180,21 +181,21 @@ class ResponseStore:
         return True
 
 
-def _not_found(asked: str, missing: str) -> AppError:
-    which = f"the response {mark_client_text(repr(asked[:200]))}"
-    if missing != asked:
+def _not_found(requested: str, missing: str) -> AppError:
+    which = f"the response {mark_client_text(repr(requested[:200]))}"
+    if missing != requested:
         which += f" continues {mark_client_text(repr(missing[:200]))}, which"
     return AppError(
         ErrorKind.INVALID,
-        f"{which} was not found: responses are stored in memory, the least recently used are "
-        "evicted, and those with store: false, of other API keys, or larger than "
-        f"{MAX_RESPONSE_BYTES >> 20} MiB are not stored; send the whole conversation as "
-        "input instead",
+        f"{which} was not found: send the whole conversation as input instead; responses are "
+        "stored in memory for the API key that created them, the least recently used ones are "
+        f"evicted, and those with store: false or larger than {MAX_RESPONSE_BYTES >> 20} MiB are "
+        "not stored",
         param="previous_response_id",
         code="previous_response_not_found",
     )
 
 
 def item_ids(items: Sequence[Any]) -> tuple[str, ...]:
-    """Returns the ids of the items that have one."""
+    """Returns the IDs of the items that have one."""
     return tuple(item["id"] for item in items if isinstance(item.get("id"), str))

@@ -1,6 +1,6 @@
-"""Comparing sequences of ids, and trimming the layer caches of a sequence together.
+"""Compares sequences of token IDs, and trims all layer caches of a sequence together.
 
-Knows: ids, layer caches as `LayerKV`. Must not know: how prefixes are stored.
+Knows: token IDs, layer caches as `LayerKV`. Must not know: the prefix caches.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,13 @@ def trim_to(kv: Sequence[Layer], length: int) -> None:
 
 
 def common_prefix_length(a: tuple[int, ...], b: tuple[int, ...], offset: int = 0) -> int:
-    """The number of leading ids that `a` shares with `b` from position `offset` on.
+    """Returns the number of leading tokens that `a` shares with `b` from position `offset` on.
 
-    By bisection: slices are compared at the speed of C, and each id at most three times. A prompt
-    of 32,000 ids takes about half a millisecond; a loop over them would take several.
+    The function uses bisection. Slices are compared at the speed of C, and each token is compared
+    at most three times. A prompt of 32,000 tokens takes about half a millisecond. A Python loop
+    would take several milliseconds.
     """
-    # invariant: the first `low` ids are equal, the first `high` are not
+    # Invariant: the first `low` tokens are equal, the first `high` are not.
     low, high = 0, min(len(a), len(b) - offset)
     if a[:high] == b[offset : offset + high]:
         return high

@@ -1,9 +1,9 @@
 """Prefix cache policies by name: `--cache` names a module of this package.
 
-Knows: what every policy is built from. Must not know: any policy, settings, the scheduler.
+Knows: the arguments of every policy. Must not know: any policy, settings, the scheduler.
 
-A policy is a module with a function `create_cache(config)` that returns a `PrefixCache`. Its name
-must also be in `app.core.settings.CachePolicy`, which lists what the option accepts.
+A policy is a module with a function `create_cache(config)` that returns a `PrefixCache`. The name
+of the module must also be in `app.core.settings.CachePolicy`, which lists the values of the option.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +16,15 @@ from models.kv import LayerCache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixCacheConfig:
-    """make_kv: makes the empty caches of all layers. evaluate: evaluates lazy caches. alignment:
-    prefixes are reused up to multiples of this many tokens. num_slots: sequences in memory at once.
-    context: positions of one sequence. multi_user: prompts may reuse a prefix of a busy slot."""
+    """The arguments of a prefix cache policy.
+
+    make_kv: creates the empty caches of all layers.
+    evaluate: evaluates lazy caches.
+    alignment: prefix lengths are multiples of this number of tokens.
+    num_slots: the maximum number of running sequences.
+    context: the maximum number of positions in a sequence.
+    multi_user: whether a prompt may reuse the prefix of a busy slot.
+    """
 
     make_kv: Callable[..., Sequence[LayerCache]]
     evaluate: Callable[[Sequence[LayerCache]], None]

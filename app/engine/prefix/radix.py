@@ -1,16 +1,17 @@
-"""The prefix cache for many users: a radix tree of sequences that share their common prefixes.
+"""The prefix cache for many users: a radix tree of sequences that share common prefixes.
 
-Knows: ids, layer caches as `LayerKV`, what a prompt may reuse. Must not know: tensors, models,
-requests, how the tree is stored (radix_tree.py).
+Knows: token IDs, layer caches as `LayerKV`, the rules for the reuse of a prefix. Must not know:
+tensors, models, requests, the structure of the tree (radix_tree.py).
 
-A sequence runs on contiguous caches of its own. They begin as a copy of the cached prefix; or they
-are the cached layers themselves, if the prompt only continues where these end, so a single chat
-never copies. `publish` makes what a sequence has computed available to others while it still runs.
-When it ends, the tree stores once what it shares with others. While it runs, only a prefix that
-others share as well is stored twice.
+Each sequence runs on its own contiguous caches. They start as a copy of the cached prefix. If the
+prompt only continues a cached sequence, they are the cached layers themselves, so a single chat
+never copies. `publish` makes the computed prefix of a sequence available to others while the
+sequence still runs. When the sequence ends, the tree stores the prefix that it shares with others
+only once. While it runs, only a prefix that is shared with other sequences is stored twice.
 
-Layers are divisible (any range of positions can be copied out) or not. The state of the latter is
-restored from checkpoints; `plan_checkpoints` chooses their positions.
+Layers are either divisible or indivisible. Any range of positions of a divisible layer can be
+copied out. The state of an indivisible layer is restored from checkpoints. `plan_checkpoints`
+chooses the positions of the checkpoints.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,16 +25,21 @@ from app.engine.prefix.policy import PrefixCacheConfig
 from app.engine.prefix.radix_tree import KVStore, RadixNode, RadixTree
 from models.kv import LayerCache
 
-# number of cached ids that a miss reports where the prompt diverges
+# The number of cached tokens that a miss reports after the position where the prompt diverges.
 _MISS_IDS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixMatch(Generic[Layer]):
-    """path: the nodes that match a prompt, the last perhaps in part. matched: ids in common with
-    them. usable: how many of these may be reused. cached: how many are reused, because every layer
-    can be restored there. checkpoint: the node whose checkpoint this needs, if any. exclusive:
-    nodes at the path's end, last first, that only this prompt uses."""
+    """The match of a prompt with the tree.
+
+    path: the nodes that match the prompt. The last one may match only partially.
+    matched: the number of tokens that the prompt shares with the path.
+    usable: the number of these tokens that may be reused.
+    cached: the number of tokens that are reused, because every layer can be restored there.
+    checkpoint: the node whose checkpoint is needed for this, if any.
+    exclusive: the nodes at the end of the path that only this prompt uses, last node first.
+    """
 
     path: Sequence[RadixNode[Layer]] = ()
     matched: int = 0
@@ -43,8 +49,8 @@ class PrefixMatch(Generic[Layer]):
     exclusive: Sequence[RadixNode[Layer]] = ()
 
     def extendable_store(self) -> KVStore[Layer] | None:
-        """The idle store that holds exactly this path, if there is one and its content after the
-        cached part is not needed by other sequences."""
+        """Returns the idle store that holds exactly this path, if no other sequence needs its
+        content after the cached part. Returns None if there is no such store."""
         if self.cached == 0:
             return None
         store = self.path[0].store
@@ -57,25 +63,27 @@ class PrefixMatch(Generic[Layer]):
         return store
 
     def explain_miss(self) -> CacheMiss:
-        """Why no more is cached. Only valid if there is a miss."""
+        """Returns the reason why no more tokens are cached. Valid only if there is a miss."""
         if self.cached < self.usable:
             return CacheMiss(position=self.cached, reason="no_state")
         if self.matched == 0:
             return CacheMiss(position=0, reason="empty")
         last = self.path[-1]
-        had = last.ids[self.matched - last.start :]
-        if not had and last.children:
-            had = max(last.children.values(), key=_last_used).ids
-        return CacheMiss(position=self.matched, reason="diverged", cached_ids=had[:_MISS_IDS_SHOWN])
+        cached_ids = last.ids[self.matched - last.start :]
+        if not cached_ids and last.children:
+            cached_ids = max(last.children.values(), key=_last_used).ids
+        return CacheMiss(
+            position=self.matched, reason="diverged", cached_ids=cached_ids[:_MISS_IDS_SHOWN]
+        )
 
 
 def match_prefix(
     tree: RadixTree[Layer], ids: tuple[int, ...], *, alignment: int
 ) -> PrefixMatch[Layer]:
-    """Look up a prompt without changing the tree. Takes time linear in the ids, independent of the
-    size of the cache."""
+    """Looks up a prompt without changing the tree. The time is linear in the number of tokens, and
+    independent of the size of the cache."""
     path, matched = tree.match(ids)
-    # the last id must be evaluated: the output starts from its hidden state
+    # The last token must be computed, because the output starts from its hidden state.
     usable = min(matched, len(ids) - 1)
     usable -= usable % alignment
     cached, checkpoint = find_restorable(path, usable) if tree.needs_checkpoints else (usable, None)
@@ -91,8 +99,8 @@ def match_prefix(
 
 
 def _exclusive_nodes(path: Sequence[RadixNode[Layer]], matched: int) -> Sequence[RadixNode[Layer]]:
-    """The idle nodes at the end of a path that only lead to the end of a prompt that matches all of
-    them."""
+    """Returns the idle nodes at the end of a path that lead only to the end of the prompt. The
+    prompt must match all of them."""
     own: list[RadixNode[Layer]] = []
     if matched < path[-1].end:
         return own
@@ -107,19 +115,20 @@ def _last_used(node: RadixNode[Layer]) -> int:
     return node.last_used
 
 
-# nodes after a prompt's end that are searched for a checkpoint that can be trimmed to it
+# The maximum number of nodes after the end of a prompt that are searched for a checkpoint that can
+# be trimmed to it.
 _MAX_LATER_NODES = 16
 
 
 def find_restorable(
     path: Sequence[RadixNode[Layer]], usable: int
 ) -> tuple[int, RadixNode[Layer] | None]:
-    """How many of the first `usable` positions can be restored, and the node whose checkpoint
-    restores them.
+    """Returns how many of the first `usable` positions can be restored, and the node whose
+    checkpoint restores them.
 
-    path: the nodes that cover these positions; it may continue after them. Preferred is a
-    checkpoint after `usable` that can be trimmed to it, such as that of a sliding window that is
-    not full yet; else the last one before.
+    `path` contains the nodes that cover these positions, and may continue after them. A checkpoint
+    after `usable` is preferred if it can be trimmed to `usable`. An example is the checkpoint of a
+    sliding window that is not full yet. Otherwise, the last checkpoint before `usable` is chosen.
     """
     if usable == 0:
         return 0, None
@@ -135,6 +144,10 @@ def find_restorable(
     return 0, None
 
 
+# turn ends near the end of a prompt that get a checkpoint
+_LAST_TURN_ENDS = 5
+
+
 def plan_checkpoints(
     length: int,
     turn_ends: Sequence[int],
@@ -144,34 +157,47 @@ def plan_checkpoints(
     alignment: int,
     interval: int,
 ) -> tuple[int, ...]:
-    """Positions at which prefill of a prompt of `length` ids should leave a checkpoint.
+    """Returns the positions at which the prefill of a prompt with `length` tokens should create a
+    checkpoint.
 
-    Each costs a chunk that ends early, and memory until it is evicted. Useful positions are:
+    Each checkpoint costs a chunk that ends early, and memory until it is evicted. Useful positions
+    are:
 
     - the first turn end, where all conversations with this system prompt diverge;
-    - the last two turn ends, for a response that is generated again, an edited turn, or a
-    template that leaves out the reasoning;
+    - the last five turn ends: the end of the prompt's messages, or the start of what an answer
+    changes, for the next turn of a tool loop; the end of the user's last message, after which a
+    template may leave out the reasoning; the end of the message before it, for an edited turn; and
+    the start of a temporary message;
     - `usable`, which matched but could not be restored: other prompts diverge there, too;
     - every `interval` positions, to bound the loss if no other fits;
     - with an alignment, the last aligned position, because the state at the end of the output
-    cannot be trimmed to it.
+      cannot be trimmed to it.
     """
-    wanted = {*turn_ends[:1], *turn_ends[-2:], usable, *range(interval, length, interval)}
+    positions = {
+        *turn_ends[:1],
+        *turn_ends[-_LAST_TURN_ENDS:],
+        usable,
+        *range(interval, length, interval),
+    }
     if alignment > 1:
-        wanted.add(length - 1)
-    floors = {position - position % alignment for position in wanted}
+        positions.add(length - 1)
+    floors = {position - position % alignment for position in positions}
     return tuple(sorted(position for position in floors if cached < position < length))
 
 
 def _no_evaluation(_: object) -> None:
-    """The default `evaluate`: for layers that are not lazy."""
+    """The default `evaluate`, for layers that are not lazy."""
 
 
 class RadixPrefixCache(Generic[Layer]):
-    """make_kv: makes fresh layer caches. evaluate: called with copied layers, to evaluate them
-    before their source is written to. alignment: prefixes end at multiples of it only (see
-    `--exact`). checkpoint_every: prompt positions between two checkpoints of indivisible layers.
-    max_bytes: most bytes to keep; None leaves eviction to the caller."""
+    """A prefix cache with a radix tree.
+
+    make_kv: creates fresh layer caches.
+    evaluate: called with copied layers, to evaluate them before their source is written to.
+    alignment: prefix lengths are multiples of this number of tokens (see `--exact`).
+    checkpoint_every: the number of prompt positions between two checkpoints of indivisible layers.
+    max_bytes: the maximum number of bytes to keep; None leaves eviction to the caller.
+    """
 
     def __init__(
         self,
@@ -202,7 +228,7 @@ class RadixPrefixCache(Generic[Layer]):
         reuse: bool = True,
         reserve_length: int = 0,
     ) -> "RadixLease[Layer]":
-        assert ids, "an empty prompt has nothing to evaluate"
+        assert ids, "the prompt is empty"
         ids = tuple(ids)
         found: PrefixMatch[Layer] = (
             match_prefix(self._tree, ids, alignment=self._alignment) if reuse else PrefixMatch()
@@ -216,6 +242,10 @@ class RadixPrefixCache(Generic[Layer]):
         return RadixLease(
             self, kv, store, cached=found.cached, miss=miss, checkpoint_positions=stops
         )
+
+    @property
+    def needs_checkpoints(self) -> bool:
+        return self._tree.needs_checkpoints
 
     @property
     def shares_live(self) -> bool:
@@ -243,8 +273,8 @@ class RadixPrefixCache(Generic[Layer]):
     def publish(
         self, store: KVStore[Layer], kv: Sequence[Layer], ids: Sequence[int], *, checkpoint: bool
     ) -> None:
-        """Called by a lease. checkpoint: whether to store the state of the indivisible layers
-        here."""
+        """Inserts the tokens of a running sequence. Called by its lease. `checkpoint` determines
+        whether to store the state of the indivisible layers here."""
         assert all(layer.offset >= len(ids) for layer in kv)
         length = self._align_down(len(ids))
         if length == 0:
@@ -261,14 +291,16 @@ class RadixPrefixCache(Generic[Layer]):
     def store_prefix(
         self, store: KVStore[Layer], kv: Sequence[Layer], ids: Sequence[int], *, keep: int
     ) -> None:
-        """Called by a lease that ends."""
-        # layers may differ after a step that failed half-way: use what all of them have
+        """Stores the caches of a lease that ends."""
+        # The offsets of the layers may differ after a failed step, so only the positions that all
+        # layers have are used.
         offset = min(min((layer.offset for layer in kv), default=0), len(ids))
-        # keep what other sequences may have used already
-        held = max((node.end for node in store.nodes), default=0)
-        wanted = self._align_down(min(offset, max(keep, held)))
-        # if a layer cannot be trimmed to the wanted length, store all: longer, but also valid
-        lengths = (wanted, offset) if self._alignment == 1 else (wanted,)
+        # Tokens that other sequences may already have used are kept.
+        tree_end = max((node.end for node in store.nodes), default=0)
+        target = self._align_down(min(offset, max(keep, tree_end)))
+        # If a layer cannot be trimmed to the requested length, all tokens are stored. This entry is
+        # longer, but also valid.
+        lengths = (target, offset) if self._alignment == 1 else (target,)
         state = tuple(compress(kv, self._indivisible))
         for length in lengths:
             if length > 0 and all(layer.can_trim(layer.offset - length) for layer in state):
@@ -281,7 +313,7 @@ class RadixPrefixCache(Generic[Layer]):
             self.evict(self.nbytes - self._max_bytes)
 
     def discard(self, store: KVStore[Layer]) -> None:
-        """Called by a lease whose caches may be invalid."""
+        """Drops the store of a lease whose caches may be invalid."""
         self._tree.discard_store(store)
 
     def _checkpoint(self, node: RadixNode[Layer], state: tuple[Layer, ...]) -> None:
@@ -293,8 +325,8 @@ class RadixPrefixCache(Generic[Layer]):
     def _lease_layers(
         self, found: PrefixMatch[Layer], *, reserve_length: int
     ) -> tuple[Sequence[Layer], KVStore[Layer]]:
-        """Layer caches with the cached prefix of a prompt, and the live store that they belong
-        to."""
+        """Returns layer caches with the cached prefix of a prompt, and the live store to which they
+        belong."""
         store = found.extendable_store()
         if store is None:
             return self._copy_prefix(found, reserve_length)
@@ -303,13 +335,14 @@ class RadixPrefixCache(Generic[Layer]):
     def _extend_idle_store(
         self, store: KVStore[Layer], found: PrefixMatch[Layer], reserve_length: int
     ) -> Sequence[Layer]:
-        """Leases an idle store itself. Its nodes stay in the tree and serve other prompts."""
-        whole = found.checkpoint.checkpoint_at(found.cached) if found.checkpoint else ()
+        """Leases an idle store itself. Its nodes stay in the tree and remain available to other
+        prompts."""
+        indivisible = found.checkpoint.checkpoint_at(found.cached) if found.checkpoint else ()
         for node in found.exclusive:
             self._tree.truncate_leaf(node, found.cached)
         self._tree.mark_live(store)
         self._tree.free_unused()
-        kv = self._in_model_order(store.layers, whole)
+        kv = self._in_model_order(store.layers, indivisible)
         try:
             store.trim(found.cached)
             _reserve(store, kv, reserve_length)
@@ -322,21 +355,21 @@ class RadixPrefixCache(Generic[Layer]):
     def _copy_prefix(
         self, found: PrefixMatch[Layer], reserve_length: int
     ) -> tuple[Sequence[Layer], KVStore[Layer]]:
-        """Fresh caches with a copy of the path. Nodes that only this prompt uses are backed by the
-        copy from now on, so that no conversation is stored twice while it runs."""
+        """Creates fresh caches with a copy of the path. Nodes that only this prompt uses are then
+        backed by the copy, so that no conversation is stored twice while it runs."""
         fresh, cached = self._make_kv(), found.cached
         store = KVStore(list(compress(fresh, self._divisible)))
-        whole = tuple(compress(fresh, self._indivisible))
+        indivisible = tuple(compress(fresh, self._indivisible))
         if found.checkpoint is not None:
-            whole = found.checkpoint.checkpoint_at(cached)
-        kv = self._in_model_order(store.layers, whole)
+            indivisible = found.checkpoint.checkpoint_at(cached)
+        kv = self._in_model_order(store.layers, indivisible)
         _reserve(store, kv, reserve_length)
         served = [node for node in found.path if node.start < cached]
         for donor, nodes in groupby(served, key=lambda node: node.store):
-            held = list(nodes)
-            start, end = held[0].start - donor.base, min(held[-1].end, cached) - donor.base
-            for layer, lent in zip(store.layers, donor.layers, strict=True):
-                layer.append(lent, start, end)
+            copied = list(nodes)
+            start, end = copied[0].start - donor.base, min(copied[-1].end, cached) - donor.base
+            for layer, source in zip(store.layers, donor.layers, strict=True):
+                layer.append(source, start, end)
         if cached:
             self._evaluate(kv)
         self._tree.mark_live(store)
@@ -348,10 +381,10 @@ class RadixPrefixCache(Generic[Layer]):
         return kv, store
 
     def _in_model_order(
-        self, divisible: Sequence[Layer], whole: Sequence[Layer]
+        self, divisible: Sequence[Layer], indivisible: Sequence[Layer]
     ) -> tuple[Layer, ...]:
-        """The layers of both kinds in the order of the model."""
-        kinds = {True: iter(divisible), False: iter(whole)}
+        """Returns the layers of both types in the order of the model."""
+        kinds = {True: iter(divisible), False: iter(indivisible)}
         return tuple(next(kinds[divisible]) for divisible in self._divisible)
 
     def _plan_checkpoints(
@@ -373,7 +406,7 @@ class RadixPrefixCache(Generic[Layer]):
 
 
 class RadixLease(Generic[Layer]):
-    """Layer caches leased to one sequence; ends once."""
+    """The layer caches leased to one sequence. A lease ends exactly once."""
 
     def __init__(
         self,

@@ -1,40 +1,50 @@
-"""The radix tree of cached ids, its stores of layer caches, and their eviction.
+"""The radix tree of cached tokens, its stores of layer caches, and their eviction.
 
-Knows: ids, nodes, stores, bytes, ages. Must not know: leases, alignment, what a prompt may reuse.
+Knows: token IDs, nodes, stores, bytes, times of use. Must not know: leases, alignment, the rules
+for the reuse of a prefix.
 
-    root ── [0, 40) ──┬── [40, 90)                two conversations that share 40 ids
+    root ── [0, 40) ──┬── [40, 90)                two conversations that share 40 tokens
                       └── [40, 75) ── [75, 80)
 
-    store   live   [0 ................... 90)     caches of a running sequence: hold all of its
-                                                  path, are only appended to, and may be copied
-                                                  from as far as they are in the tree
-    store   idle         [40 ........ 80)         of a sequence that ended: the part it backed
+    store   live   [0 ................... 90)     the caches of a running sequence: they hold its
+                                                  whole path, are only appended to, and may be
+                                                  copied as far as they are in the tree
+    store   idle         [40 ........ 80)         the part that a finished sequence backed
 
-Each node is backed by one store, which holds its positions of the divisible layers; a store backs
-nodes of one path. The state of indivisible layers is stored whole, in a checkpoint at a node's end.
+Each node is backed by one store, which holds its positions of the divisible layers. A store backs
+only nodes of one path. The state of indivisible layers is stored as a whole, in a checkpoint at the
+end of a node.
 
-The tree is that of SGLang's RadixAttention (Zheng et al. 2023, arXiv:2312.07104) with two changes:
-stores are contiguous, as attention requires, so a running sequence has a copy of the prefix that it
-shares; and the prefix of a running sequence can be reused before it ends.
+The tree is that of SGLang's RadixAttention (Zheng et al. 2023, arXiv:2312.07104) with two changes.
+Stores are contiguous, as attention requires, so a running sequence has its own copy of the prefix
+that it shares. The prefix of a running sequence can be reused before the sequence ends.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Generic
 
 from app.core.ports import Layer
 from app.engine.prefix.matching import common_prefix_length
+
+# A leaf that ends at up to this number of tokens has the weight 1. A longer leaf has a higher
+# weight, up to a limit, so that a long prompt without further requests is evicted eventually.
+_LIGHT_TOKENS, _MAX_WEIGHT = 1024, 16.0
+
+# least recently used leaves that are compared, so that an eviction takes constant time
+_EVICTION_WINDOW = 64
 
 
 @dataclass(slots=True, eq=False)
 class KVStore(Generic[Layer]):
     """Positions [base, end) of the divisible layers, in the order of the model.
 
-    live: leased to a running sequence. Then base is 0, its layers grow beyond what the nodes need,
-    and its bytes are charged to the sequence instead of the tree. reserved: positions reserved in
-    total.
+    live: whether the store is leased to a running sequence. In that case, base is 0, the layers
+        grow beyond the positions that the nodes need, and the bytes are charged to the sequence
+        instead of the tree.
+    reserved: the total number of reserved positions.
     """
 
     layers: list[Layer]
@@ -56,19 +66,20 @@ class KVStore(Generic[Layer]):
         return max(self.nodes, key=end_of, default=None)
 
     def update_nbytes(self) -> int:
-        """Recompute the size of the layers; returns the change in bytes."""
+        """Recomputes the size of the layers, and returns the change in bytes."""
         before, self.nbytes = self.nbytes, sum(layer.nbytes for layer in self.layers)
         return self.nbytes - before
 
     def trim(self, end: int) -> None:
-        """Remove positions from `end` on; keeps their capacity."""
+        """Removes all positions from `end` on, but keeps their capacity."""
         for layer in self.layers:
             layer.trim(layer.offset - (end - self.base))
         self.end = end
 
     def keep_range(self, start: int, end: int, evaluate: Callable[[Sequence[Layer]], None]) -> None:
-        """Keep [start, end) only and free the rest. If this raises, the content is invalid."""
-        # one layer at a time, so that at most one layer is in memory twice
+        """Keeps only [start, end) and frees the rest. If this method raises an exception, the
+        content is invalid."""
+        # The layers are copied one at a time, so that at most one layer is in memory twice.
         for index, layer in enumerate(self.layers):
             piece = layer.slice(start - self.base, end - self.base)
             evaluate((piece,))
@@ -90,10 +101,12 @@ class KVStore(Generic[Layer]):
 
 @dataclass(slots=True, eq=False)
 class RadixNode(Generic[Layer]):
-    """The ids of positions [start, end).
+    """The tokens of positions [start, end).
 
-    children: by their first id. checkpoint: the state of the indivisible layers at `end`.
-    last_used: the tree's use counter at the last use; at least that of any child.
+    children: the child nodes, by their first token.
+    checkpoint: the state of the indivisible layers at `end`.
+    last_used: the use counter of the tree at the last use of this node. It is never less than that
+        of a child.
     """
 
     ids: tuple[int, ...]
@@ -115,15 +128,16 @@ class RadixNode(Generic[Layer]):
         return 0 if self.checkpoint is None else sum(layer.nbytes for layer in self.checkpoint)
 
     def checkpoint_at(self, position: int) -> tuple[Layer, ...]:
-        """Copies of the indivisible layers, trimmed to `position`, which must be possible."""
+        """Returns copies of the indivisible layers, trimmed to `position`. The checkpoint must
+        support this."""
         state = tuple(layer.copy() for layer in self.checkpoint or ())
         for layer in state:
             layer.trim(layer.offset - position)
         return state
 
     def subtree(self) -> "list[RadixNode[Layer]]":
-        """This node and all below it, parents before children. Iterative, because paths may be
-        deeper than Python's stack."""
+        """Returns this node and all nodes below it, parents before children. The implementation is
+        iterative, because paths may be deeper than Python's stack."""
         nodes: list[RadixNode[Layer]] = [self]
         for node in nodes:
             nodes.extend(node.children.values())
@@ -149,8 +163,11 @@ def end_of(node: RadixNode[Layer]) -> int:
 
 
 class RadixTree(Generic[Layer]):
-    """evaluate: makes copied layers independent of their source. needs_checkpoints: whether the
-    model has indivisible layers; then an idle leaf without a checkpoint is useless and is removed.
+    """A radix tree of token sequences.
+
+    evaluate: makes copied layers independent of their source.
+    needs_checkpoints: whether the model has indivisible layers. If it does, an idle leaf without a
+        checkpoint is useless and is removed.
     """
 
     def __init__(
@@ -161,15 +178,16 @@ class RadixTree(Generic[Layer]):
         self.root = RadixNode[Layer]((), 0, None, KVStore[Layer]([]))
         self.nbytes = 0
         self.live: dict[KVStore[Layer], None] = {}
-        # Every node is before its parent, since a use moves a path to the end, deepest node first.
-        # So the first node that can be evicted is also the least recently used one.
+        # Every node precedes its parent, because each use moves a path to the end, deepest node
+        # first. The first node that can be evicted is therefore also the least recently used one.
         self._lru = OrderedDict[RadixNode[Layer], None]()
         self._clock = 0
-        self._oversized: dict[KVStore[Layer], None] = {}  # may hold more than their nodes need
+        self._oversized: dict[KVStore[Layer], None] = {}  # may hold more than the nodes need
 
     def match(self, ids: tuple[int, ...]) -> tuple[list[RadixNode[Layer]], int]:
-        """The nodes that match `ids`, and the number of shared ids: the last node may match in
-        part. Takes time linear in the ids, independent of the size of the tree."""
+        """Returns the nodes that match `ids`, and the number of shared tokens. The last node may
+        match only partially. The time is linear in the number of tokens, and independent of the
+        size of the tree."""
         path: list[RadixNode[Layer]] = []
         node, at = self.root, 0
         while at < len(ids) and (child := node.children.get(ids[at])) is not None:
@@ -181,7 +199,7 @@ class RadixTree(Generic[Layer]):
         return path, at
 
     def insert(self, ids: tuple[int, ...], store: KVStore[Layer]) -> list[RadixNode[Layer]]:
-        """Insert a live sequence. Its store backs only ids that are not in the tree yet."""
+        """Inserts a live sequence. Its store backs only tokens that are not in the tree yet."""
         path, at = self.match(ids)
         if at < len(ids):
             last = self.split_at(path, at)
@@ -193,14 +211,14 @@ class RadixTree(Generic[Layer]):
         return path
 
     def split_at(self, path: list[RadixNode[Layer]], end: int) -> RadixNode[Layer]:
-        """The node of a path that ends at `end`; splits the last node if it is longer. The path
-        must reach `end`."""
+        """Returns the node of a path that ends at `end`, and splits the last node if it is longer.
+        The path must reach `end`."""
         if not path:
             return self.root
         lower = path[-1]
         if end < lower.end:
-            # the lower part stays the same object: its children and its position in the LRU order
-            # are right
+            # The lower part remains the same object, because its children and its position in the
+            # LRU order are already correct.
             assert lower.parent is not None
             cut = end - lower.start
             upper = self._add_node(lower.ids[:cut], lower.start, lower.parent, lower.store)
@@ -217,7 +235,7 @@ class RadixTree(Generic[Layer]):
             self._lru.move_to_end(node)
 
     def assign_store(self, node: RadixNode[Layer], store: KVStore[Layer]) -> None:
-        """Back the node by `store`, which has the same content. Call `free_unused` afterwards."""
+        """Backs the node by `store`, which has the same content. Call `free_unused` afterwards."""
         self._detach_from_store(node)
         node.store = store
         store.nodes.add(node)
@@ -228,28 +246,28 @@ class RadixTree(Generic[Layer]):
         self.nbytes += node.checkpoint_bytes
 
     def detach_checkpoint(self, node: RadixNode[Layer]) -> int:
-        """Remove a node's checkpoint; returns its bytes."""
+        """Removes the checkpoint of a node, and returns its size in bytes."""
         freed = node.checkpoint_bytes
         self.nbytes -= freed
         node.checkpoint = None
         return freed
 
     def mark_live(self, store: KVStore[Layer]) -> None:
-        """A store is leased: a new one, or an idle one that begins at 0."""
+        """Marks a store as leased. The store is either new, or idle with a base of 0."""
         assert store.base == 0
         self.nbytes -= store.nbytes
         store.nbytes, store.live = 0, True
         self.live[store] = None
 
     def mark_idle(self, store: KVStore[Layer]) -> None:
-        """A live store becomes idle and keeps what it backs."""
+        """Marks a live store as idle. The store keeps the positions that it backs."""
         del self.live[store]
         store.live = False
         if store.deepest is not None:
             self.prune(store.deepest)
         start, end = store.span
         if start == 0 and store.reserved <= 2 * end:
-            # keep spare capacity: the sequence is likely to be continued
+            # Unused capacity is kept, because the sequence is likely to be continued.
             store.trim(end)
         else:
             store.end = 0  # forces keep_range in free_unused
@@ -257,8 +275,8 @@ class RadixTree(Generic[Layer]):
         self.free_unused()
 
     def discard_store(self, store: KVStore[Layer]) -> None:
-        """The content of a store may be invalid. Nodes that another live sequence's path includes
-        are assigned to its store; the others are removed with their subtrees."""
+        """Drops a store whose content may be invalid. Nodes that are also on the path of another
+        live sequence are assigned to its store. The others are removed with their subtrees."""
         self.live.pop(store, None)
         for node in sorted(store.nodes, key=end_of):
             if node not in store.nodes:
@@ -277,7 +295,7 @@ class RadixTree(Generic[Layer]):
         self.free_unused()
 
     def truncate_leaf(self, leaf: RadixNode[Layer], end: int) -> None:
-        """Remove what an idle leaf holds from `end` on, if anything. Call `free_unused`
+        """Removes all positions of an idle leaf from `end` on, if there are any. Call `free_unused`
         afterwards."""
         if leaf.start >= end:
             self.remove_leaf(leaf)
@@ -288,7 +306,7 @@ class RadixTree(Generic[Layer]):
             self._oversized[leaf.store] = None
 
     def remove_leaf(self, leaf: RadixNode[Layer]) -> int:
-        """Remove a leaf. Returns an estimate of the freed bytes. Call `free_unused` afterwards."""
+        """Removes a leaf. Returns an estimate of the freed bytes. Call `free_unused` afterwards."""
         assert not leaf.children
         assert leaf.parent is not None
         store = leaf.store
@@ -299,7 +317,7 @@ class RadixTree(Generic[Layer]):
         return freed + self.detach_checkpoint(leaf)
 
     def prune(self, node: RadixNode[Layer]) -> int:
-        """Remove a useless leaf, and then its ancestors as far as they are useless. Returns an
+        """Removes a useless leaf, and then each ancestor that is useless as well. Returns an
         estimate of the freed bytes."""
         freed = 0
         while (
@@ -313,7 +331,7 @@ class RadixTree(Generic[Layer]):
         return freed
 
     def free_unused(self) -> None:
-        """Free memory of stores that no node needs."""
+        """Frees the memory of stores that no node needs."""
         while self._oversized:
             store, _ = self._oversized.popitem()
             if store.live:
@@ -326,11 +344,12 @@ class RadixTree(Generic[Layer]):
             self.nbytes += store.update_nbytes()
 
     def evict(self, count: int) -> int:
-        """Free at least `count` bytes, or all that can be freed. Returns the number of evicted
-        leaves and checkpoints.
+        """Frees at least `count` bytes, or all bytes that can be freed. Returns the number of
+        evicted leaves and checkpoints.
 
-        First frees what live stores hold as well, which loses nothing. Then leaves, least recently
-        used first; but before the leaf of a path without branches, the checkpoints on that path.
+        First frees what live stores hold as well, which loses nothing. Then leaves: those least
+        recently used first, but long ones later (`_relative_age`); and before the leaf of a path
+        without branches, the checkpoints on that path.
         """
         if count <= 0:
             return 0
@@ -339,7 +358,7 @@ class RadixTree(Generic[Layer]):
         while self.nbytes > goal and (dropped := self._evict_leaves(self.nbytes - goal)):
             given_up += dropped
             self.free_unused()
-        for node in self._lru:  # only checkpoints on live paths are left
+        for node in self._lru:  # only checkpoints on live paths remain
             if self.nbytes <= goal:
                 break
             if node.checkpoint is not None:
@@ -347,9 +366,9 @@ class RadixTree(Generic[Layer]):
                 given_up += 1
         return given_up
 
-    def _evict_leaves(self, wanted: int) -> int:
+    def _evict_leaves(self, num_bytes: int) -> int:
         given_up = freed = 0
-        while freed < wanted and (leaf := self._oldest_leaf()) is not None:
+        while freed < num_bytes and (leaf := self._oldest_leaf()) is not None:
             spare = _spare_checkpoint(leaf)
             if spare is not None:
                 freed += self.detach_checkpoint(spare)
@@ -361,11 +380,20 @@ class RadixTree(Generic[Layer]):
         return given_up
 
     def _oldest_leaf(self) -> RadixNode[Layer] | None:
+        """The leaf to evict: among the least recently used, the one that is oldest for the tokens
+        that it saves."""
         # skipped nodes are on live paths: few, and mostly at the other end
-        return next((n for n in self._lru if not n.children and not n.store.live), None)
+        leaves = (n for n in self._lru if not n.children and not n.store.live)
+        return max(islice(leaves, _EVICTION_WINDOW), key=self._relative_age, default=None)
+
+    def _relative_age(self, leaf: RadixNode[Layer]) -> float:
+        """The uses of the tree since the leaf's last one, divided by its weight: a long prompt
+        waits while its session runs many short ones (titles, sub-agents), but not forever."""
+        weight = min(max(leaf.end / _LIGHT_TOKENS, 1.0), _MAX_WEIGHT)
+        return (self._clock - leaf.last_used + 1) / weight
 
     def _reassign_to_live(self) -> None:
-        """Back the whole path of each live sequence by its own store."""
+        """Backs the whole path of each live sequence by its own store."""
         for store in self.live:
             node = store.deepest or self.root
             while node.parent is not None:
@@ -377,8 +405,8 @@ class RadixTree(Generic[Layer]):
     def _add_node(
         self, ids: tuple[int, ...], start: int, parent: RadixNode[Layer], store: KVStore[Layer]
     ) -> RadixNode[Layer]:
-        """Add a node, in place of a child that begins with the same id. The caller must touch the
-        path."""
+        """Adds a node, in place of a child that begins with the same token. The caller must touch
+        the path."""
         node = RadixNode(ids, start, parent, store)
         parent.children[ids[0]] = node
         store.nodes.add(node)
@@ -411,7 +439,7 @@ class RadixTree(Generic[Layer]):
             useful = (
                 node.children or node.store.live or node.checkpoint or not self.needs_checkpoints
             )
-            assert useful, "a leaf that serves nobody"
+            assert useful, "a leaf without users"
         stores = {node.store for node in nodes}
         for store in stores | set(self.live):
             store.check()
@@ -422,8 +450,8 @@ class RadixTree(Generic[Layer]):
 
 
 def _spare_checkpoint(leaf: RadixNode[Layer]) -> RadixNode[Layer] | None:
-    """The first node on the path to a leaf that has a checkpoint and was used by this path only.
-    The path's end is evicted last, because it is most likely to be continued."""
+    """Returns the first node on the path to a leaf that has a checkpoint and was used only by this
+    path. The end of the path is evicted last, because it is most likely to be continued."""
     spare, node = None, leaf.parent
     while node is not None and node.last_used == leaf.last_used and len(node.children) == 1:
         spare = node if node.checkpoint is not None else spare

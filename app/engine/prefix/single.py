@@ -1,11 +1,11 @@
 """A prefix cache with a single entry, for one chat at a time.
 
-Knows: ids and layer caches as `LayerKV`. Must not know: tensors, models, requests.
+Knows: token IDs, layer caches as `LayerKV`. Must not know: tensors, models, requests.
 
-The semantics are those of Ollama's mlxrunner (x/mlxrunner/cache.go of March 2026): reuse the
-longest common prefix; always leave one id to evaluate; trim the layers if all of them can be
-trimmed, else start with fresh layers. Invariant: while the entry is stored, every layer's offset is
-len(entry.ids).
+The semantics are those of Ollama's mlxrunner (x/mlxrunner/cache.go of March 2026). The longest
+common prefix is reused, but at least one token is always left to compute. If all layers can be
+trimmed, they are trimmed; otherwise, the sequence starts with fresh layers. While the entry is
+stored, the offset of every layer is len(entry.ids).
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from app.engine.prefix.matching import can_trim_to, common_prefix_length, trim_t
 from app.engine.prefix.policy import PrefixCacheConfig
 from models.kv import LayerCache
 
-# number of cached ids that a miss reports where the prompt diverges
+# The number of cached tokens that a miss reports after the position where the prompt diverges.
 _MISS_IDS_SHOWN = 8
 
 
@@ -29,8 +29,11 @@ class _Entry(Generic[Layer]):
 
 
 class SinglePrefixCache(Generic[Layer]):
-    """make_kv: makes fresh layer caches. alignment: prefixes end at multiples of it only (see
-    `--exact`)."""
+    """A prefix cache with one entry.
+
+    make_kv: creates fresh layer caches.
+    alignment: prefix lengths are multiples of this number of tokens (see `--exact`).
+    """
 
     def __init__(self, make_kv: Callable[[], Sequence[Layer]], *, alignment: int = 1) -> None:
         assert alignment > 0
@@ -47,18 +50,19 @@ class SinglePrefixCache(Generic[Layer]):
         reuse: bool = True,
         reserve_length: int = 0,
     ) -> "SingleLease[Layer]":
-        """See `PrefixCache`. turn_ends is ignored: the only entry ends where its sequence ended."""
-        assert ids, "an empty prompt has nothing to evaluate"
+        """Implements `PrefixCache.begin`. `turn_ends` is ignored, because the only entry ends at
+        the end of its sequence."""
+        assert ids, "the prompt is empty"
         entry, self._entry = self._entry, None
-        had = entry.ids if entry is not None and reuse else ()
-        shared = common_prefix_length(had, tuple(ids))
-        # the last id must be evaluated: the output starts from its hidden state
+        cached_ids = entry.ids if entry is not None and reuse else ()
+        shared = common_prefix_length(cached_ids, tuple(ids))
+        # The last token must be computed, because the output starts from its hidden state.
         usable = self._align_down(min(shared, len(ids) - 1))
         kv, cached = None, 0
         if entry is not None and usable > 0 and can_trim_to(entry.kv, usable):
             trim_to(entry.kv, usable)
             kv, cached = entry.kv, usable
-        # free the old layers, if they are not reused, before new ones are made
+        # If the old layers are not reused, free them before new ones are created.
         del entry
         if kv is None:
             kv = self._make_kv()
@@ -67,11 +71,15 @@ class SinglePrefixCache(Generic[Layer]):
         miss = None
         if cached < self._align_down(len(ids) - 1):
             miss = (
-                _explain_miss(had, shared, usable, cached)
+                _explain_miss(cached_ids, shared, usable, cached)
                 if reuse
                 else CacheMiss(position=0, reason="unwanted")
             )
         return SingleLease(self, kv, cached=cached, miss=miss)
+
+    @property
+    def needs_checkpoints(self) -> bool:
+        return False
 
     @property
     def shares_live(self) -> bool:
@@ -86,7 +94,7 @@ class SinglePrefixCache(Generic[Layer]):
         return self._evictions
 
     def evict(self, num_bytes: int) -> int:
-        """Evicts the whole entry."""
+        """Evicts the whole entry, and returns the number of freed bytes."""
         freed = self.nbytes
         if num_bytes <= 0 or self._entry is None:
             return 0
@@ -106,12 +114,14 @@ class SinglePrefixCache(Generic[Layer]):
         assert all(layer.offset == length for layer in self._entry.kv)
 
     def store_prefix(self, ids: Sequence[int], kv: Sequence[Layer], *, keep: int) -> None:
-        """Called by a lease that ends. Replaces the entry."""
-        # layers may differ after a step that failed half-way: use what all of them have
+        """Replaces the entry. Called by a lease that ends."""
+        # The offsets of the layers may differ after a failed step, so only the positions that all
+        # layers have are used.
         offset = min(min((layer.offset for layer in kv), default=0), len(ids))
-        wanted = self._align_down(min(offset, keep))
-        # if a layer cannot be trimmed to the wanted length, store all: longer, but also valid
-        lengths = (wanted, offset) if self._alignment == 1 else (wanted,)
+        target = self._align_down(min(offset, keep))
+        # If a layer cannot be trimmed to the requested length, all tokens are stored. This entry is
+        # longer, but also valid.
+        lengths = (target, offset) if self._alignment == 1 else (target,)
         for length in lengths:
             if length > 0 and can_trim_to(kv, length):
                 trim_to(kv, length)
@@ -123,7 +133,7 @@ class SinglePrefixCache(Generic[Layer]):
 
 
 class SingleLease(Generic[Layer]):
-    """Layer caches leased to one sequence; ends once."""
+    """The layer caches leased to one sequence. A lease ends exactly once."""
 
     def __init__(
         self,
@@ -140,7 +150,7 @@ class SingleLease(Generic[Layer]):
         self.checkpoint_positions: Sequence[int] = ()
 
     def publish(self, ids: Sequence[int]) -> None:
-        """Does nothing: the entry is not shared before the lease ends."""
+        """Does nothing, because the entry is not shared before the lease ends."""
 
     def commit(self, ids: Sequence[int], *, keep: int) -> None:
         assert self._cache is not None, "the lease has ended"
@@ -152,15 +162,22 @@ class SingleLease(Generic[Layer]):
         self.kv = ()
 
 
-def _explain_miss(had: Sequence[int], shared: int, usable: int, cached: int) -> CacheMiss:
-    """had: ids of the entry. shared: leading ids that the entry and the prompt have in common.
-    usable: how many of these may be reused."""
+def _explain_miss(cached_ids: Sequence[int], shared: int, usable: int, cached: int) -> CacheMiss:
+    """Returns the reason for a miss.
+
+    cached_ids: the tokens of the entry.
+    shared: the length of the common prefix of the entry and the prompt.
+    usable: the part of this prefix that may be reused.
+    cached: the part of this prefix that is reused.
+    """
     if cached < usable:
         return CacheMiss(position=cached, reason="no_state")
     if shared == 0:
         return CacheMiss(position=0, reason="empty")
     return CacheMiss(
-        position=shared, reason="diverged", cached_ids=tuple(had[shared : shared + _MISS_IDS_SHOWN])
+        position=shared,
+        reason="diverged",
+        cached_ids=tuple(cached_ids[shared : shared + _MISS_IDS_SHOWN]),
     )
 
 

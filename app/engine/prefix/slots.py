@@ -1,12 +1,13 @@
-"""A prefix cache with a fixed number of slots, one for each concurrent sequence, like Ollama's.
+"""A prefix cache with a fixed number of slots, one for each concurrent sequence, as in Ollama.
 
-Knows: ids and layer caches as `LayerKV`. Must not know: tensors, models, requests.
+Knows: token IDs, layer caches as `LayerKV`. Must not know: tensors, models, requests.
 
 The semantics are those of Ollama's llamarunner (InputCache in runner/llamarunner/cache.go of
-February 2025). One user: the idle slot that shares the longest prefix with the prompt is used. Many
-users: the prefix of the slot that shares most, busy or idle, is copied to the least recently used
-idle slot. Differences: layers that cannot be trimmed are never assumed to be trimmable; and shifted
-positions are reused only by the sequence that shifted them.
+February 2025). For a single user, the idle slot that shares the longest prefix with the prompt is
+used. For many users, the prefix of the slot that shares the longest prefix is copied to the least
+recently used idle slot. The source may be busy or idle. There are two differences from Ollama:
+layers that cannot be trimmed are never treated as trimmable, and shifted positions are reused only
+by the sequence that shifted them.
 
     idle slot    ids     [ .............................. ]
                  layers  [ .............................. ]
@@ -26,16 +27,19 @@ from app.engine.prefix.matching import can_trim_to, common_prefix_length, trim_t
 from app.engine.prefix.policy import PrefixCacheConfig
 from models.kv import LayerCache
 
-# number of cached ids that a miss reports: enough to recognise them in a log
+# The number of cached tokens that a miss reports. A few are sufficient to recognize them in a log.
 _MISS_IDS_SHOWN = 8
 
 
-# compared by identity: two empty slots are different
+# Slots are compared by identity, because two empty slots are different.
 @dataclass(slots=True, eq=False)
 class _Slot(Generic[Layer]):
-    """last_used: when its last use began, as a unique counter value; 0 for an empty slot, which is
-    therefore the oldest. With a clock, two slots could have the same reading, and the order would
-    depend on the speed of the machine."""
+    """A slot of the cache.
+
+    `last_used` is a unique counter value, which is set when a use begins. It is 0 for an empty
+    slot, which is therefore the oldest. If a clock were used, two slots could have the same time,
+    and their order would depend on the speed of the machine.
+    """
 
     ids: tuple[int, ...] = ()
     kv: Sequence[Layer] = ()
@@ -51,9 +55,15 @@ class _Slot(Generic[Layer]):
 
 
 class SlotPrefixCache(Generic[Layer]):
-    """make_kv: makes fresh layer caches. slots: concurrent sequences. context: positions of one
-    sequence. multi_user: how a slot is chosen. evaluate: called with copied layers before they are
-    written to. alignment: prefixes end at multiples of it only (see `--exact`)."""
+    """A prefix cache with slots.
+
+    make_kv: creates fresh layer caches.
+    slots: the number of concurrent sequences.
+    context: the maximum number of positions in a sequence.
+    multi_user: whether to choose slots for many users.
+    evaluate: called with copied layers before they are written to.
+    alignment: prefix lengths are multiples of this number of tokens (see `--exact`).
+    """
 
     def __init__(
         self,
@@ -83,24 +93,29 @@ class SlotPrefixCache(Generic[Layer]):
         reuse: bool = True,
         reserve_length: int = 0,
     ) -> "SlotLease[Layer]":
-        """See `PrefixCache`. turn_ends is ignored: a slot stores no intermediate states."""
-        assert ids, "an empty prompt has nothing to evaluate"
+        """Implements `PrefixCache.begin`. `turn_ends` is ignored, because a slot stores no
+        intermediate states."""
+        assert ids, "the prompt is empty"
         prompt = tuple(ids)
         shared = {
             slot: self._align_down(common_prefix_length(slot.ids, prompt)) for slot in self._slots
         }
         slot, best = self._choose_slot(shared)
-        had = best.ids  # before the slot, which may be the same one, is cut
-        # the last id must be evaluated: the output starts from its hidden state
+        cached_ids = best.ids  # read before the slot is trimmed, as both may be the same
+        # The last token must be computed, because the output starts from its hidden state.
         most = self._align_down(len(ids) - 1) if reuse else 0
-        own, lent = min(shared[slot], most), min(shared[best], most)
+        own_length, best_length = min(shared[slot], most), min(shared[best], most)
         cached = self._prepare_layers(
-            slot, own, best, lent, reserve_length=max(reserve_length, len(ids))
+            slot, own_length, best, best_length, reserve_length=max(reserve_length, len(ids))
         )
         self._uses += 1
         slot.ids, slot.in_use, slot.last_used = prompt[:cached], True, self._uses
-        miss = self._explain_miss(had if reuse else None, prompt, cached)
+        miss = self._explain_miss(cached_ids if reuse else None, prompt, cached)
         return SlotLease(self, slot, cached=cached, miss=miss)
+
+    @property
+    def needs_checkpoints(self) -> bool:
+        return False
 
     @property
     def shares_live(self) -> bool:
@@ -148,13 +163,18 @@ class SlotPrefixCache(Generic[Layer]):
     def store_prefix(
         self, slot: _Slot[Layer], ids: Sequence[int], *, keep: int, shareable: int
     ) -> None:
-        """Called by a lease that ends. keep: how many of the ids to store. shareable: how many of
-        them other prompts may reuse."""
-        # layers may differ after a step that failed half-way: use what all of them have
+        """Stores the caches of a lease that ends.
+
+        keep: the number of tokens to store.
+        shareable: the number of these tokens that other prompts may reuse.
+        """
+        # The offsets of the layers may differ after a failed step, so only the positions that all
+        # layers have are used.
         offset = min(min((layer.offset for layer in slot.kv), default=0), len(ids))
-        wanted = self._align_down(min(offset, keep, shareable))
-        # if a layer cannot be trimmed to the wanted length, store all: longer, but also valid
-        lengths = (wanted, offset) if self._alignment == 1 and offset <= shareable else (wanted,)
+        target = self._align_down(min(offset, keep, shareable))
+        # If a layer cannot be trimmed to the requested length, all tokens are stored. This entry is
+        # longer, but also valid.
+        lengths = (target, offset) if self._alignment == 1 and offset <= shareable else (target,)
         for length in lengths:
             if length > 0 and can_trim_to(slot.kv, length):
                 trim_to(slot.kv, length)
@@ -164,50 +184,60 @@ class SlotPrefixCache(Generic[Layer]):
         slot.clear()
 
     def _copy_states(self, slot: _Slot[Layer]) -> None:
-        """Copies states of indivisible layers: one may be a view of a whole batch, which it would
-        keep in memory."""
+        """Copies the states of layers that cannot be sliced. Such a state may be a view of a whole
+        batch, and the view would keep the batch in memory."""
         if not all(layer.sliceable for layer in slot.kv):
             slot.kv = [layer if layer.sliceable else layer.copy() for layer in slot.kv]
             self._evaluate(slot.kv)
 
     def _choose_slot(self, shared: Mapping[_Slot[Layer], int]) -> tuple[_Slot[Layer], _Slot[Layer]]:
-        """The slot to use, and the one that shares most with the prompt. The first wins ties."""
+        """Returns the slot to use, and the slot that shares the longest prefix with the prompt.
+        Among equal slots, the first one is chosen."""
         idle = self._idle()
-        assert idle, "more sequences than slots"
+        assert idle, "there are more sequences than slots"
         if not self._multi_user:
-            # also if nothing is shared: then the same memory is used again
+            # This slot is also used if no prefix is shared, so that its memory is reused.
             slot = max(idle, key=shared.__getitem__)
             return slot, slot
         best = max(self._slots, key=shared.__getitem__)
         if not best.in_use and shared[best] == len(best.ids):
-            return best, best  # the prompt only extends it: nothing is lost
+            return best, best  # the prompt extends the slot, so no cached token is lost
         return min(idle, key=lambda slot: slot.last_used), best
 
     def _prepare_layers(
-        self, slot: _Slot[Layer], own: int, best: _Slot[Layer], lent: int, *, reserve_length: int
+        self,
+        slot: _Slot[Layer],
+        own_length: int,
+        best: _Slot[Layer],
+        best_length: int,
+        *,
+        reserve_length: int,
     ) -> int:
-        """Prepare the slot's layers; returns the number of ids that they hold. own, lent: ids
-        available from the slot itself, and from the best one. Its own are preferred on a tie,
-        because that copies nothing."""
-        own = own if can_trim_to(slot.kv, own) else 0
-        # a copy can be trimmed where its source can
-        if best is not slot and lent > own and can_trim_to(best.kv, lent):
-            self._fork(best, slot, lent, reserve_length=reserve_length)
-            return lent
-        if own == 0:
+        """Prepares the layers of the slot, and returns the number of tokens that they hold.
+
+        own_length: the number of tokens available from the slot itself. On a tie, the slot itself
+            is preferred, because it needs no copy.
+        best_length: the number of tokens available from the best slot.
+        """
+        own_length = own_length if can_trim_to(slot.kv, own_length) else 0
+        # A copy can be trimmed to the same lengths as its source.
+        if best is not slot and best_length > own_length and can_trim_to(best.kv, best_length):
+            self._fork(best, slot, best_length, reserve_length=reserve_length)
+            return best_length
+        if own_length == 0:
             self._evict(slot)
             slot.kv = self.make_layers(reserve_length=reserve_length)
             return 0
-        trim_to(slot.kv, own)
-        slot.ids = slot.ids[:own]
+        trim_to(slot.kv, own_length)
+        slot.ids = slot.ids[:own_length]
         for layer in slot.kv:
             layer.reserve(reserve_length)
-        return own
+        return own_length
 
     def _fork(
         self, donor: _Slot[Layer], slot: _Slot[Layer], length: int, *, reserve_length: int
     ) -> None:
-        self._evict(slot)  # first, so that old layers and copies are never in memory together
+        self._evict(slot)  # so that old layers and copies are never in memory together
         kv = list(self.make_layers(reserve_length=reserve_length))
         for index, layer in enumerate(donor.kv):
             if layer.sliceable:
@@ -219,22 +249,26 @@ class SlotPrefixCache(Generic[Layer]):
         slot.ids, slot.kv = donor.ids[:length], kv
 
     def _explain_miss(
-        self, had: tuple[int, ...] | None, ids: tuple[int, ...], cached: int
+        self, cached_ids: tuple[int, ...] | None, ids: tuple[int, ...], cached: int
     ) -> CacheMiss | None:
-        """had: ids of the slot that shared most with the prompt; None if reuse was off."""
+        """Returns the reason for a miss. `cached_ids` contains the tokens of the slot that shares
+        the longest prefix with the prompt; None if reuse is disabled."""
         most = self._align_down(len(ids) - 1)
         if cached == most:
             return None
-        if had is None:
+        if cached_ids is None:
             return CacheMiss(position=0, reason="unwanted")
-        shared = common_prefix_length(had, ids)
+        shared = common_prefix_length(cached_ids, ids)
         if cached < min(self._align_down(shared), most):
             return CacheMiss(position=cached, reason="no_state")
         if shared == 0:
             return CacheMiss(position=0, reason="empty")
-        # with an alignment this may be after `cached`: report where the ids actually diverge
+        # With an alignment, this position may be after `cached`. The miss reports the position
+        # where the tokens actually diverge.
         return CacheMiss(
-            position=shared, reason="diverged", cached_ids=had[shared : shared + _MISS_IDS_SHOWN]
+            position=shared,
+            reason="diverged",
+            cached_ids=cached_ids[shared : shared + _MISS_IDS_SHOWN],
         )
 
     def _evict(self, slot: _Slot[Layer]) -> None:
@@ -249,7 +283,7 @@ class SlotPrefixCache(Generic[Layer]):
 
 
 class SlotLease(Generic[Layer]):
-    """A slot leased to one sequence; ends once."""
+    """A slot leased to one sequence. A lease ends exactly once."""
 
     checkpoint_positions: Sequence[int] = ()
 
@@ -263,7 +297,7 @@ class SlotLease(Generic[Layer]):
     ) -> None:
         self._cache = cache
         self._slot: _Slot[Layer] | None = slot
-        self._shareable = sys.maxsize  # how many of the ids other prompts may reuse
+        self._shareable = sys.maxsize  # the number of tokens that other prompts may reuse
         self.cached = cached
         self.miss = miss
 
@@ -283,20 +317,23 @@ class SlotLease(Generic[Layer]):
         num_keep: int,
         remove: Callable[[Sequence[Layer], int, int], bool],
     ) -> ShiftResult:
-        """Free part of a full context by removing the older half of what follows `num_keep` ids.
+        """Frees part of a full context by removing the older half of the tokens after the first
+        `num_keep`.
 
-        ids: everything that was evaluated into the layers, in order. num_keep: fewer than the
-        context has. remove(kv, start, end): removes positions [start, end) from the layers and
-        moves the later ones up (`Model.shift`); returns False, with nothing changed, if they
-        cannot. Then the lease starts again with fresh layers.
+        ids: all tokens in the layers, in order.
+        num_keep: the number of tokens to keep at the start. It is less than the context length.
+        remove: remove(kv, start, end) removes positions [start, end) from the layers and moves the
+            later ones up (`Model.shift`). It returns False and changes nothing if the layers do not
+            support this. In that case, the lease starts again with fresh layers.
 
             before   [ keep | discarded | rest ....... | ]     len(ids) positions
-            after    [ keep | rest ....... |             ]     `ShiftResult.ids`; all or none are
-                                                               evaluated
+            after    [ keep | rest ....... |             ]     `ShiftResult.ids`; either all or none
+                                                           of them are computed
 
-        Changes nothing if the context is not full. The positions that move up attended to the
-        discarded ids when they were evaluated; those of a prompt with the same ids would not. So
-        other prompts, now and after `commit`, reuse at most the kept part.
+        Does nothing if the context is not full. The positions that move up attended to the
+        discarded tokens when they were computed. The same tokens in another prompt would not attend
+        to them. Other prompts can therefore reuse at most the kept part, both now and after
+        `commit`.
         """
         slot = self._active_slot()
         assert all(layer.offset == len(ids) for layer in self.kv)

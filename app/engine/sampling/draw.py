@@ -1,19 +1,21 @@
-"""Draws one id per row from processed logits: temperature, top_k, top_p, min_p and random noise.
+"""Samples one token per row from processed logits, with temperature, top_k, top_p, min_p and random
+noise.
 
-Knows: tensors, the filters' definitions, seeds. Must not know: penalties, the state of sequences.
+Knows: tensors, the definitions of the filters, seeds. Must not know: penalties, the state of
+sequences.
 
-Every array has one row per sequence, every stage works along a row, and everything that decides how
-a row is computed (its `SamplingMethod`) comes from its own settings. So a row does not depend on
-the other rows of its batch.
+Every array has one row per sequence, and every stage works along a row. The `SamplingMethod` of a
+row, which decides how the row is computed, depends only on the row's own settings. A row therefore
+does not depend on the other rows of its batch.
 
-All filters keep "the most likely ids, down to some bound". Hence a draw never needs a filtered copy
-of the vocabulary, only a few ids:
+Each filter keeps the most likely tokens down to some bound. Sampling therefore never needs a
+filtered copy of the vocabulary. It needs only a few tokens:
 
-    greedy    the most likely id
-    all       argmax(scaled + noise)                           temperature, min_p
-    best      the same among `size` most likely, sorted        top_k, then the rest on these
-    nucleus   `size` leaders by scaled + noise, of which the   top_p over the whole vocabulary
-              first that lies in the nucleus is the draw
+    greedy    the most likely token
+    all       argmax(scaled + noise)                            temperature, min_p
+    best      the same among the `size` most likely tokens      top_k, then the other filters
+    nucleus   the first of the `size` candidates with the       top_p over the whole vocabulary
+              largest scaled + noise that is in the nucleus
 """
 
 import math
@@ -27,53 +29,56 @@ from app.core.sampling_params import SamplingParams
 
 _MASK64 = (1 << 64) - 1
 
-# a lower temperature scales logits out of float32's range; vLLM has the same limit
+# A lower temperature would scale logits out of the range of float32. vLLM has the same limit.
 _MIN_TEMPERATURE = 1e-5
 
-# top_k up to this shares one method: fewer candidates are not cheaper
+# All values of top_k up to this number share one method, because fewer candidates are not cheaper.
 _MIN_TOP_K_CANDIDATES = 64
 
-# leaders of a nucleus are 2^n - 1, so that n bisection steps search them; and so many that all of
-# them lie outside it at most once in 2^60 draws
+# The number of nucleus candidates is 2^n - 1, so that n bisection steps search them. It is large
+# enough that all of them lie outside the nucleus at most once in 2^60 draws.
 _MIN_NUCLEUS_CANDIDATES = 63
 _NUCLEUS_MISS_BITS = 60
 
-# 2^-32, but such that (2^32 - 1) times it rounds to the largest float32 below one
+# Slightly less than 2^-32, so that (2^32 - 1) times this value rounds to the largest float32 below
+# one.
 _UNIT = (1 - 2**-24) * 2**-32
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingMethod:
-    """How a row is drawn. Rows with one method are computed together. size: see the module's
-    table."""
+    """The sampling method of a row. Rows with the same method are computed together. For `size`,
+    see the table of the module."""
 
     kind: Literal["greedy", "all", "best", "nucleus"]
     size: int = 0
 
 
 def choose_method(sampling: SamplingParams, vocab: int) -> SamplingMethod:
+    """Returns the cheapest method that implements these sampling parameters."""
     if sampling.temperature < _MIN_TEMPERATURE:
         return SamplingMethod("greedy")
     if 0 < sampling.top_k < vocab:
-        wanted = max(sampling.top_k, _MIN_TOP_K_CANDIDATES)
-        return SamplingMethod("best", min(1 << (wanted - 1).bit_length(), vocab))
+        count = max(sampling.top_k, _MIN_TOP_K_CANDIDATES)
+        return SamplingMethod("best", min(1 << (count - 1).bit_length(), vocab))
     if sampling.top_p < 1:
         return SamplingMethod("nucleus", _num_candidates(sampling.top_p, vocab))
     return SamplingMethod("all")
 
 
 def _num_candidates(top_p: float, vocab: int) -> int:
-    """How many leaders to examine. Each lies outside the nucleus with a probability of at most 1 -
-    p, given that all leaders before it were outside."""
+    """Returns the number of candidates to examine. Each candidate lies outside the nucleus with a
+    probability of at most 1 - p, given that all candidates before it lie outside."""
     bits = -math.log2(1 - top_p)
-    wanted = vocab if bits * vocab < _NUCLEUS_MISS_BITS else math.ceil(_NUCLEUS_MISS_BITS / bits)
-    return (1 << max(wanted, _MIN_NUCLEUS_CANDIDATES).bit_length()) - 1
+    count = vocab if bits * vocab < _NUCLEUS_MISS_BITS else math.ceil(_NUCLEUS_MISS_BITS / bits)
+    return (1 << max(count, _MIN_NUCLEUS_CANDIDATES).bit_length()) - 1
 
 
 class Draw:
-    """The draws of rows that share a method.
+    """Samples the rows that share a method.
 
-    seeds: one per row, taken modulo 2^64. num_drawn: how many ids each row has drawn before.
+    seeds: one seed per row, taken modulo 2^64.
+    num_drawn: the number of tokens that each row has already sampled.
     """
 
     def __init__(
@@ -87,8 +92,8 @@ class Draw:
         self._method = method
         self._temperature = _column(samplings, lambda s: s.temperature)
         self._top_k = _column(samplings, lambda s: s.top_k)
-        # the most likely id always stays; "off" also keeps ids that rounding puts beyond a sum of
-        # one
+        # The most likely token is always kept. If top_p is off, tokens that rounding puts beyond a
+        # sum of one are kept, too.
         self._top_p = _column(samplings, lambda s: max(s.top_p, 1e-30) if s.top_p < 1 else math.inf)
         self._min_p = _column(samplings, lambda s: math.log(s.min_p) if s.min_p > 0 else -math.inf)
         self._any_min_p = any(s.min_p > 0 for s in samplings)
@@ -98,8 +103,9 @@ class Draw:
         self._num_drawn = mx.array([[count] for count in num_drawn], dtype=mx.uint32)
 
     def __call__(self, logits: mx.array, step: int) -> mx.array:
-        """logits: [b, V] float32. step: number of earlier calls. -> [b] ids, uint32. A row with
-        NaN, or without a finite logit, returns some id of the vocabulary."""
+        """Samples one token per row. `logits` has the shape [b, V] and the type float32. `step` is
+        the number of earlier calls. Returns the token IDs [b] as uint32. For a row with NaN, or
+        without a finite logit, the result is an arbitrary token of the vocabulary."""
         match self._method.kind:
             case "greedy":
                 return mx.argmax(logits, axis=-1)
@@ -116,10 +122,12 @@ class Draw:
         return mx.argmax(self._add_noise(scaled, ids, step), axis=-1)
 
     def _draw_from_top_k(self, logits: mx.array, step: int) -> mx.array:
-        """Exactly top_k ids are kept; among equal logits at the bound, the lower ids.
+        """Samples from the top_k most likely tokens. Exactly top_k tokens are kept. Among equal
+        logits at the bound, the tokens with lower IDs are kept.
 
-        Nucleus (Holtzman et al. 2020): the most likely ids whose predecessors sum to less than p,
-        so the one that crosses p is kept, and so are ids of the same probability.
+        The nucleus (Holtzman et al. 2020) contains the most likely tokens whose predecessors sum to
+        less than p. The token that crosses p is therefore kept, together with tokens of the same
+        probability.
         """
         ids, best = topk(logits, self._method.size)
         ranks = mx.arange(best.shape[-1])[None]
@@ -132,12 +140,13 @@ class Draw:
         return _take_at(ids, mx.argmax(self._add_noise(scaled, ids, step), axis=-1, keepdims=True))
 
     def _draw_from_nucleus(self, logits: mx.array, step: int) -> mx.array:
-        """A draw from the nucleus, without sorting the vocabulary to find it.
+        """Samples from the nucleus without sorting the vocabulary to find it.
 
-        The largest scaled + noise within the nucleus belongs to the first id of the nucleus in the
-        ranking of all ids by scaled + noise. So it is enough to rank, and to test for a few leaders
-        whether the ids that are more likely sum to less than p. Each test is one pass over the row;
-        if a leader is inside, all more likely ones are, so bisection needs few tests.
+        The result is the first token of the nucleus in the ranking of all tokens by scaled + noise.
+        It is therefore sufficient to rank the tokens, and to test a few candidates: a candidate is
+        in the nucleus if the more likely tokens sum to less than p. Each test is one pass over the
+        row. If a candidate is in the nucleus, all more likely candidates are, too, so bisection
+        needs only a few tests.
         """
         top = mx.argmax(logits, axis=-1, keepdims=True)
         scaled = self._scale(logits, mx.take_along_axis(logits, top, axis=-1))
@@ -145,25 +154,26 @@ class Draw:
         leaders, _ = topk(
             self._add_noise(scaled, ids, step), min(self._method.size, logits.shape[-1])
         )
-        theirs = mx.take_along_axis(scaled, leaders, axis=-1)
-        inside = theirs >= self._nucleus_threshold(scaled, theirs)
-        # the most likely id is the last candidate: it is always inside
+        top_logits = mx.take_along_axis(scaled, leaders, axis=-1)
+        inside = top_logits >= self._nucleus_threshold(scaled, top_logits)
+        # The most likely token is the last candidate, because it is always in the nucleus.
         first = mx.argmax(mx.concatenate([inside, mx.ones_like(top) > 0], axis=-1), axis=-1)
         return _take_at(mx.concatenate([leaders, top], axis=-1), first[:, None])
 
-    def _nucleus_threshold(self, scaled: mx.array, theirs: mx.array) -> mx.array:
-        """The least likely of `theirs` [b, m] that lies in the nucleus of `scaled`; -> [b, 1], inf
-        if none does."""
-        ladder = -mx.sort(-theirs, axis=-1)
+    def _nucleus_threshold(self, scaled: mx.array, top_logits: mx.array) -> mx.array:
+        """Returns the smallest of `top_logits` [b, m] that is in the nucleus of `scaled`. The shape
+        of the result is [b, 1]. The result is inf for a row without such a logit."""
+        ladder = -mx.sort(-top_logits, axis=-1)
         missing = self._method.size - ladder.shape[-1]
         ladder = mx.pad(ladder, [(0, 0), (0, missing)], constant_values=-mx.inf)
         mass = mx.exp(scaled)
         bound = self._top_p * mx.sum(mass, axis=-1, keepdims=True)
-        inside = mx.zeros((len(ladder), 1), dtype=mx.int32)  # rungs known to be inside
+        inside = mx.zeros((len(ladder), 1), dtype=mx.int32)  # candidates known to be inside
         step = (self._method.size + 1) // 2
         while step:
             rung = mx.take_along_axis(ladder, inside + step - 1, axis=-1)
-            # multiplied by a mask: mx.where takes four times as long on a CPU
+            # The mask is applied by multiplication, because mx.where takes four times as long on a
+            # CPU.
             above = mx.sum((scaled > rung) * mass, axis=-1, keepdims=True)
             inside = inside + step * (above < bound)
             step //= 2
@@ -171,25 +181,28 @@ class Draw:
         return mx.where(inside > 0, last, mx.inf)
 
     def _scale(self, logits: mx.array, largest: mx.array) -> mx.array:
-        """Log-likelihoods relative to the largest, so that no temperature overflows."""
+        """Returns log-likelihoods relative to the maximum, so that no temperature causes an
+        overflow."""
         return (logits - largest) / self._temperature
 
     def _add_noise(self, scaled: mx.array, ids: mx.array, step: int) -> mx.array:
-        """Gumbel-max: argmax(scaled + noise) is a draw from softmax(scaled). Ids less likely than
-        min_p times the most likely (Nguyen et al. 2024) are excluded."""
+        """Adds Gumbel noise (the Gumbel-max trick): argmax(scaled + noise) is a sample from
+        softmax(scaled). Tokens less likely than min_p times the most likely token (Nguyen et al.
+        2024) are excluded."""
         keys = lowbias32(self._bases + (self._num_drawn + step) * self._strides)
         noisy = scaled + gumbel_noise(keys, ids)
         return mx.where(scaled >= self._min_p, noisy, -mx.inf) if self._any_min_p else noisy
 
 
 def topk(values: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """The `count` largest values of each row, largest first; among equals the lower index first.
+    """Returns the `count` largest values of each row, largest first. Among equal values, the one
+    with the lower index comes first.
 
     values: [b, n], count <= n -> indices [b, count] uint32, values [b, count].
 
-    The row is split into blocks. Each of the `count` largest values lies in one of the `count`
-    blocks with the largest maxima: otherwise `count` maxima would rank before it. So most of the
-    row is read only once, to find the maxima.
+    The row is split into blocks. Each of the `count` largest values is in one of the `count` blocks
+    with the largest maxima, because otherwise `count` maxima would rank before it. Most of the row
+    is therefore read only once, to find the maxima.
     """
     width = values.shape[-1]
     block = 1 << int(math.log2(width / count) / 2)
@@ -199,12 +212,13 @@ def topk(values: mx.array, count: int) -> tuple[mx.array, mx.array]:
         values = mx.pad(values, [(0, 0), (0, -width % block)], constant_values=-mx.inf)
     blocks = values.reshape(len(values), -1, block)
     found, _ = _topk_by_partition(mx.max(blocks, axis=-1), count)
-    # ascending, so that among equals the lower position still has the lower index
+    # The order is ascending, so that among equal values the lower position still has the lower
+    # index.
     found = mx.sort(found, axis=-1)
     inside = mx.take_along_axis(blocks, found[:, :, None], axis=1).reshape(len(values), -1)
     places, best = _topk_by_partition(inside, count)
     indices = mx.take_along_axis(found, places // block, axis=-1) * block + places % block
-    # the padding is reached only by a row with NaN
+    # Only a row with NaN reaches the padding.
     return mx.minimum(indices, width - 1), best
 
 
@@ -220,32 +234,34 @@ def _topk_by_partition(values: mx.array, count: int) -> tuple[mx.array, mx.array
 
 
 def gumbel_noise(keys: mx.array, ids: mx.array) -> mx.array:
-    """Standard Gumbel noise of each id; keys: [b, 2] uint32, ids: [b or 1, n] uint32 -> [b, n].
+    """Returns standard Gumbel noise for each token; keys: [b, 2] uint32, ids: [b or 1, n] uint32 ->
+    [b, n].
 
-    A 32-bit SplitMix stream (Steele, Lea, Flood 2014) with random access: the key is the start and
-    the odd stride, the id is the position. So the noise depends on (key, id) only, not on the other
-    ids.
+    The noise comes from a 32-bit SplitMix stream (Steele, Lea, Flood 2014) with random access. The
+    key contains the start and the odd stride, and the token ID is the position. The noise therefore
+    depends only on (key, ID), not on the other tokens.
     """
     hashed = lowbias32(keys[:, :1] + ids * (keys[:, 1:] | 1))
-    # u in (0, 1), with full relative precision near 0, where the largest noise comes from
+    # u is in (0, 1). It has full relative precision near 0, where the largest noise comes from.
     u = (hashed.astype(mx.float32) + 0.5) * _UNIT
-    # -log(1 - u) corrected for the rounding of 1 - u (Kahan's log1p, four times as fast as mx.log1p
-    # on a CPU); where 1 - u rounds to 1 it is u
+    # -log(1 - u) is corrected for the rounding of 1 - u (Kahan's log1p, four times as fast as
+    # mx.log1p on a CPU). Where 1 - u rounds to 1, the result is u.
     rest = 1 - u
     exponential = mx.maximum(u, mx.log(rest) * u / mx.minimum(rest - 1, -(2.0**-25)))
     return -mx.log(exponential)
 
 
 def lowbias32(words: mx.array) -> mx.array:
-    """A bijection of uint32 in which every input bit affects every output bit: `lowbias32`
-    (Wellons, "Prospecting for Hash Functions", 2018)."""
+    """A bijection of uint32 in which every input bit affects every output bit. It is `lowbias32`
+    from Wellons, "Prospecting for Hash Functions", 2018."""
     words = (words ^ (words >> 16)) * mx.array(0x7FEB352D, dtype=mx.uint32)
     words = (words ^ (words >> 15)) * mx.array(0x846CA68B, dtype=mx.uint32)
     return words ^ (words >> 16)
 
 
 def _seed_words(seed: int) -> tuple[int, int, int, int]:
-    """SplitMix64's output for the seed, and for that output again, as 32-bit halves."""
+    """Returns SplitMix64's output for the seed, and its output for that output, as 32-bit
+    halves."""
     first = _splitmix64(seed + 1)
     second = _splitmix64(first + 1)
     return first >> 32, first & 0xFFFFFFFF, second >> 32, second & 0xFFFFFFFF
@@ -259,7 +275,7 @@ def _splitmix64(place: int) -> int:
 
 
 def _take_at(ids: mx.array, places: mx.array) -> mx.array:
-    """ids: [b, n], places: [b, 1] -> [b]."""
+    """Returns ids[row, places[row]] for each row. ids: [b, n], places: [b, 1] -> [b]."""
     return mx.take_along_axis(ids, places, axis=-1)[:, 0]
 
 

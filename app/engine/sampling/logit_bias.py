@@ -1,4 +1,4 @@
-"""OpenAI's `logit_bias`: a number that is added to the logit of a token id.
+"""OpenAI's `logit_bias`, which adds a number to the logit of a token.
 
 Knows: tensors. Must not know: other stages, sequences.
 """
@@ -13,7 +13,7 @@ from app.engine.sampling.stage import StageInput
 
 @dataclass(frozen=True, slots=True)
 class BiasState:
-    """bias: [V] float32."""
+    """The bias of one sequence. `bias` has the shape [V] and the type float32."""
 
     bias: mx.array
 

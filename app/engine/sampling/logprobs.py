@@ -1,8 +1,8 @@
-"""Log-probabilities of sampled ids and of prompts.
+"""Log-probabilities of sampled tokens and of prompt tokens.
 
-Knows: tensors, a model's logits. Must not know: sequences, caches, requests.
+Knows: tensors, the logits of a model. Must not know: sequences, caches, requests.
 
-They are always computed from the raw logits over all ids that may be sampled, in float32, before
+They are always computed in float32 from the raw logits of all tokens that may be sampled, before
 any sampling stage.
 """
 
@@ -16,19 +16,20 @@ from app.engine.memory_profile import PROMPT_LOGPROBS_CHUNK
 from app.engine.sampling.draw import topk
 from models.base import Model
 
-# of one id: its natural log-probability, and the most likely ids with theirs, most likely first
+# The natural log-probability of one token, and the most likely tokens with their log-probabilities,
+# most likely first.
 PromptLogprob = tuple[float, tuple[tuple[int, float], ...]]
 
 
 def compute_logprobs(
     logits: mx.array, ids: mx.array, count: int
 ) -> tuple[mx.array, mx.array | None, mx.array | None]:
-    """Log-probabilities of `ids` [B] under logits [B, V], float32 -> [B]; and the `count` most
-    likely ids, most likely first: ids [B, k] and their log-probabilities [B, k], None if count is
-    0.
+    """Returns the log-probabilities of `ids` [B] under logits [B, V], as float32 [B]. Also returns
+    the `count` most likely tokens and their log-probabilities, both of shape [B, k] and most likely
+    first; None if count is 0.
 
-    The maximum is subtracted before summing: near logits of 1e4, float32 has a resolution of 1e-3,
-    which would be the error of every log-probability.
+    The maximum is subtracted before summing. Near logits of 1e4, float32 has a resolution of 1e-3,
+    which would otherwise be the error of every log-probability.
     """
     relative = logits - mx.max(logits, axis=-1, keepdims=True)
     total = mx.logsumexp(relative, axis=-1, keepdims=True)
@@ -42,12 +43,12 @@ def compute_logprobs(
 def compute_prompt_logprobs(
     model: Model, hidden: mx.array, ids: Sequence[int], *, vocab: int, count: int
 ) -> list[PromptLogprob]:
-    """The log-probability of each of `ids` given the hidden state before it, [n, D]. Waits for the
-    device.
+    """Returns the log-probability of each of `ids`, given the hidden states [n, D] before them.
+    Waits for the device.
 
-    A few positions at a time, each group evaluated before the next: the logits of a whole chunk
-    would be as large as a model. vocab: ids that may be sampled, 0 to vocab - 1; others have
-    probability 0.
+    The function processes a few positions at a time, and evaluates each group before the next one,
+    because the logits of a whole chunk would be as large as a model. Token IDs from 0 to vocab - 1
+    may be sampled; all others have probability 0.
     """
     assert hidden.shape[0] == len(ids)
     found: list[PromptLogprob] = []
@@ -59,11 +60,11 @@ def compute_prompt_logprobs(
         known = mx.array([min(id, vocab - 1) for id in some])
         logprobs, best, largest = compute_logprobs(logits, known, count)
         mx.eval([array for array in (logprobs, best, largest) if array is not None])
-        said = cast(list[float], logprobs.tolist())
+        values = cast(list[float], logprobs.tolist())
         tops = _top_logprobs(best, largest, len(some))
         found += [
             (logprob if id < vocab else -math.inf, top)
-            for id, logprob, top in zip(some, said, tops, strict=True)
+            for id, logprob, top in zip(some, values, tops, strict=True)
         ]
     return found
 
@@ -74,5 +75,7 @@ def _top_logprobs(
     if ids is None or logprobs is None:
         return [()] * rows
     found = cast(list[list[int]], ids.tolist())
-    theirs = cast(list[list[float]], logprobs.tolist())
-    return [tuple(zip(row, values, strict=True)) for row, values in zip(found, theirs, strict=True)]
+    top_values = cast(list[list[float]], logprobs.tolist())
+    return [
+        tuple(zip(row, values, strict=True)) for row, values in zip(found, top_values, strict=True)
+    ]

@@ -1,4 +1,4 @@
-"""`min_tokens`: the ids that end an output have probability 0 until it is long enough.
+"""`min_tokens`: the tokens that end an output have probability 0 until the output is long enough.
 
 Knows: tensors. Must not know: other stages, sequences, grammars.
 """
@@ -11,7 +11,8 @@ from app.engine.sampling.stage import StageInput
 
 
 class MinTokensState:
-    """tokens_left: how many more tokens are drawn before the output may end."""
+    """The state of one sequence. `tokens_left` is the number of tokens that must still be sampled
+    before the output may end."""
 
     def __init__(self, stop_token_ids: list[int], tokens_left: int, vocab: int) -> None:
         self.stop_token_ids = stop_token_ids
@@ -39,7 +40,8 @@ class MinTokens:
 
 
 class _MinTokensBatch:
-    """Masks by the number of drawn tokens, which is known before their values are."""
+    """Masks stop tokens by the number of sampled tokens, which is known before the values of the
+    tokens are known."""
 
     def __init__(self, states: Sequence[MinTokensState]) -> None:
         self._states = states

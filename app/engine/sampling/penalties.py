@@ -1,6 +1,6 @@
-"""Repetition, presence and frequency penalties over the tokens of a prompt and its output.
+"""Repetition, presence and frequency penalties for the tokens of a prompt and its output.
 
-Knows: tensors, counts of token ids. Must not know: other stages, sequences.
+Knows: tensors, token counts. Must not know: other stages, sequences.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,16 +12,20 @@ from app.engine.sampling.stage import StageInput
 
 
 class PenaltyState:
-    """token_counts: [V] int32, occurrences of each id in the window. window: [up to repeat_last_n]
-    ids, see `_PenaltyBatch`; None if the window is the whole sequence. num_counted: ids that were
-    ever in the window."""
+    """The penalty state of one sequence.
+
+    token_counts: [V] int32, the number of occurrences of each token in the window.
+    window: [up to repeat_last_n] token IDs, see `_PenaltyBatch`; None if the window is the whole
+        sequence.
+    num_counted: the number of tokens that were ever in the window.
+    """
 
     def __init__(self, sequence: StageInput) -> None:
         self.sampling = sequence.sampling
         last = self.sampling.repeat_last_n
         seen = list(sequence.prompt if last < 0 else sequence.prompt[-last:])
         self.num_counted = len(seen)
-        # a prompt may contain ids that cannot be sampled; they take a place in the window, too
+        # A prompt may contain tokens that cannot be sampled. They also take a place in the window.
         ids = mx.array([id for id in seen if id < sequence.vocab], dtype=mx.int32)
         self.token_counts = mx.zeros((sequence.vocab,), dtype=mx.int32).at[ids].add(1)
         self.window = mx.array(seen, dtype=mx.int32) if last > 0 else None
@@ -46,12 +50,12 @@ class Penalties:
 
 
 class _PenaltyBatch:
-    """Rows that all have a window, or all have none.
+    """The penalties of rows that either all have a window or all have none.
 
-    Added tokens may still be lazy, because the loop runs one step ahead; so counts and windows are
-    arrays. A window of n ids is a ring buffer: the i-th id is stored at i mod n and overwrites an
-    older one from i = n on. Its array is only as long as it has been filled, because n may be
-    larger than any context.
+    Added tokens may still be lazy, because the loop runs one step ahead. Counts and windows are
+    therefore arrays. A window of n tokens is a ring buffer: the i-th token is stored at i mod n and
+    overwrites an older one from i = n on. The array is only as long as the filled part of the
+    window, because n may be larger than any context.
     """
 
     def __init__(self, states: Sequence[PenaltyState]) -> None:
@@ -69,12 +73,13 @@ class _PenaltyBatch:
         self._longest = max(state.sampling.repeat_last_n for state in states)
 
     def apply(self, logits: mx.array, step: int) -> mx.array:
-        """Repetition (Keskar et al. 2019) divides a positive logit and multiplies a negative one;
-        presence is subtracted once per seen id, frequency once per occurrence (OpenAI)."""
+        """Applies the penalties. The repetition penalty (Keskar et al. 2019) divides a positive
+        logit and multiplies a negative one. The presence penalty is subtracted once per seen token,
+        and the frequency penalty once per occurrence (OpenAI)."""
         repeated = mx.maximum(logits, 0) / self._repetition
         repeated = repeated + mx.minimum(logits, 0) * self._repetition
-        penalised = repeated - self._presence - self._frequency * self._counts
-        return mx.where(self._counts > 0, penalised, logits)
+        penalized = repeated - self._presence - self._frequency * self._counts
+        return mx.where(self._counts > 0, penalized, logits)
 
     def add(self, tokens: mx.array, step: int) -> None:
         self._counts = self._counts.at[self._numbers, tokens].add(1)

@@ -1,19 +1,19 @@
 """Samples the next token from logits, one row per sequence.
 
-Knows: tensors, `SamplingParams`, the order of the stages. Must not know: sequences, caches, what
-the tokens mean, how a stage computes.
+Knows: tensors, `SamplingParams`, the order of the stages. Must not know: sequences, caches, text,
+the implementation of the stages.
 
-The order is Ollama's (x/mlxrunner/sample/sample.go of August 2026):
+The order is that of Ollama (x/mlxrunner/sample/sample.go of August 2026):
 
     logit bias → penalties → top_k → temperature → top_p → min_p → draw
     └───────── STAGES, row by row of [B, V] ─────┘ └── app/engine/sampling/draw.py ──┘
 
-What forbids ids is applied between the two, so that nothing can allow them again: `MinTokens`, the
-last stage, and then a grammar's mask.
+Stages that forbid tokens are applied between the two parts, so that no other stage can allow these
+tokens again. They are the last three stages, and then the mask of a grammar.
 
-The randomness of a row depends only on its seed and the number of tokens that it has drawn, and
-rows are computed together only if they are computed the same way (`_GroupKey`). So a request gives
-the same output alone, in a batch, and at any time.
+The randomness of a row depends only on its seed and on the number of tokens that it has sampled.
+Rows are computed together only if they are computed in the same way (`_GroupKey`). A request
+therefore gives the same output batched, unbatched, and at any time.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from app.core.sampling_params import SamplingParams
+from app.engine.sampling.allowed_tokens import AllowedTokens
+from app.engine.sampling.bad_words import BadWords
 from app.engine.sampling.draw import Draw, SamplingMethod, choose_method
 from app.engine.sampling.logit_bias import LogitBias
 from app.engine.sampling.logprobs import compute_logprobs
@@ -29,16 +31,18 @@ from app.engine.sampling.min_tokens import MinTokens
 from app.engine.sampling.penalties import Penalties
 from app.engine.sampling.stage import Stage, StageInput
 
-# in the order in which they change the logits
-STAGES: tuple[Stage, ...] = (LogitBias(), Penalties(), MinTokens())
+# The stages in the order in which they change the logits.
+STAGES: tuple[Stage, ...] = (LogitBias(), Penalties(), AllowedTokens(), BadWords(), MinTokens())
 
 
 class SamplerState:
     """The sampling state of one sequence while it is in no `SamplerBatch`.
 
-    seed: taken modulo 2^64. prompt: ids that penalties count, besides those to be sampled. vocab:
-    ids that may be sampled or biased are 0 to vocab - 1. stop_token_ids: ids that are not drawn
-    before min_tokens other tokens. stages: one state for each of `STAGES`.
+    seed: the seed, taken modulo 2^64.
+    prompt: the tokens that penalties count in addition to sampled tokens.
+    vocab: the vocabulary size. Token IDs from 0 to vocab - 1 may be sampled or biased.
+    stop_token_ids: the tokens that are not sampled before min_tokens other tokens.
+    stages: one state for each of `STAGES`.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class SamplerState:
             vocab=vocab,
             stop_token_ids=stop_token_ids,
             min_tokens=min_tokens - num_drawn,
+            num_drawn=num_drawn,
         )
         self.stages = tuple(
             stage.create_state(sequence) if sequence.sets(stage.knobs) else None for stage in STAGES
@@ -70,10 +75,14 @@ class SamplerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerOutput:
-    """tokens: [B] ids, uint32. valid: [B] bool; False if the token is meaningless, because the
-    row's logits contain NaN or +inf, or no finite logit that may be drawn. logprobs: [B] natural
-    logs; top_ids, top_logprobs: [B, k], most likely first; None unless requested. Lazy until
-    evaluated."""
+    """The output of one sampling operation. All arrays are lazy.
+
+    tokens: [B] token IDs, uint32.
+    valid: [B] bool. False if the token is meaningless, because the row's logits contain NaN or
+        +inf, or no finite logit that may be sampled.
+    logprobs: [B] natural log-probabilities; None unless requested.
+    top_ids, top_logprobs: [B, k], most likely first; None unless requested.
+    """
 
     tokens: mx.array
     valid: mx.array
@@ -83,15 +92,16 @@ class SamplerOutput:
 
 
 def local_tokens(tokens: mx.array) -> mx.array:
-    """The default `broadcast_tokens`: the tokens drawn in this process."""
+    """Returns the tokens sampled in this process. This is the default `broadcast_tokens`."""
     return tokens
 
 
 class SamplerBatch:
-    """The rows that are sampled together, in this order, until one joins or leaves.
+    """The rows that are sampled together, in this order. A batch is used until a row joins or
+    leaves.
 
-    broadcast_tokens: maps the drawn tokens to those that are used, both [b] uint32 and lazy; for
-    ranks that sample the same rows and may round differently.
+    `broadcast_tokens` maps the sampled tokens to the tokens that are used. Both are lazy uint32
+    arrays of shape [b]. It serves ranks that sample the same rows and may round differently.
     """
 
     def __init__(
@@ -99,9 +109,9 @@ class SamplerBatch:
         states: Sequence[SamplerState],
         broadcast_tokens: Callable[[mx.array], mx.array] = local_tokens,
     ) -> None:
-        assert states, "nobody to sample for"
+        assert states, "the batch is empty"
         self._vocab = states[0].vocab
-        assert all(row.vocab == self._vocab for row in states), "rows of two models"
+        assert all(row.vocab == self._vocab for row in states), "the vocabularies differ"
         kinds: dict[_GroupKey, list[int]] = {}
         for place, row in enumerate(states):
             kinds.setdefault(_group_key(row), []).append(place)
@@ -120,17 +130,18 @@ class SamplerBatch:
         top_logprobs: int | None = None,
         allowed: mx.array | None = None,
     ) -> SamplerOutput:
-        """Draw one token per row and add it to the rows' state.
+        """Samples one token per row and adds it to the state of the rows.
 
-        logits: [B, V or more], any float type; columns beyond V are padding of the output layer and
-        are ignored. top_logprobs: the most that any row requested, or None. allowed: [B, V or more]
-        bool, the ids that a row may draw.
+        logits: [B, V or more], any float type. Columns beyond V are padding of the output layer and
+            are ignored.
+        top_logprobs: the maximum that any row requested, or None.
+        allowed: [B, V or more] bool, the tokens that a row may sample.
 
-        Log-probabilities are computed from the raw logits over V ids, before any stage, in float32.
+        Log-probabilities are computed in float32 from the raw logits of V tokens, before any stage.
         """
-        assert self._groups, "released"
+        assert self._groups, "the batch was released"
         raw = logits[:, : self._vocab].astype(mx.float32)
-        # a maximum is NaN if anything is
+        # A maximum is NaN if any value is NaN.
         sound = mx.isfinite(mx.max(raw, axis=-1))
         if allowed is not None:
             allowed = allowed[:, : self._vocab]
@@ -142,7 +153,7 @@ class SamplerBatch:
         return _with_logprobs(tokens, sound, raw, top_logprobs)
 
     def release(self) -> None:
-        """Write the state back to the rows. The batch must not be used afterwards."""
+        """Writes the state back to the rows. The batch must not be used afterwards."""
         for _, group in self._groups:
             group.release(self._num_draws)
         self._groups = []
@@ -159,8 +170,9 @@ class SamplerBatch:
 
 @dataclass(frozen=True, slots=True)
 class _GroupKey:
-    """Rows with equal keys are computed together. It does not depend on other rows. stages: the key
-    of each of `STAGES`, None for those that are not run."""
+    """The group key of a row. Rows with equal keys are computed together. The key does not depend
+    on other rows. `stages` contains the key of each of `STAGES`, or None for a stage that is not
+    run."""
 
     method: SamplingMethod
     stages: tuple[Hashable, ...]
@@ -174,7 +186,7 @@ def _group_key(row: SamplerState) -> _GroupKey:
 
 
 class _Group:
-    """Rows with one key."""
+    """The rows with one group key."""
 
     def __init__(
         self,
@@ -197,7 +209,8 @@ class _Group:
         )
 
     def draw(self, logits: mx.array, allowed: mx.array | None, step: int) -> mx.array:
-        """[b, V] float32 -> [b] uint32. step: draws before this one."""
+        """Samples one token per row, [b, V] float32 -> [b] uint32. `step` is the number of earlier
+        calls."""
         for stage in self._stages:
             logits = stage.apply(logits, step)
         if allowed is not None:

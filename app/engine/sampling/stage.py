@@ -1,10 +1,10 @@
-"""The interface of a sampling stage, which changes the logits of a row before a token is drawn.
+"""The interface of a sampling stage, which changes the logits of a row before a token is sampled.
 
 Knows: the interface between the sampler and its stages. Must not know: any stage, sequences, the
 model.
 
-A stage is one module with one object: it makes the state of a sequence and computes batches of
-sequences. `STAGES` in app/engine/sampling/sampler.py lists the stages in their order.
+A stage is a module with one object. The object creates the state of a sequence and processes
+batches of sequences. `STAGES` in app/engine/sampling/sampler.py lists the stages in their order.
 """
 
 from collections.abc import Hashable, Sequence
@@ -20,18 +20,25 @@ _DEFAULTS = SamplingParams()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageInput:
-    """What a stage may use of a sequence. prompt: token ids. vocab: ids that may be sampled are 0
-    to vocab - 1. stop_token_ids: ids that end the output. min_tokens: tokens still to be drawn
-    before that."""
+    """The properties of a sequence that a stage may use.
+
+    prompt: the prompt tokens.
+    vocab: the vocabulary size. Token IDs from 0 to vocab - 1 may be sampled.
+    stop_token_ids: the tokens that end the output.
+    min_tokens: the number of tokens that must still be sampled before the output may end.
+    num_drawn: how many tokens at the end of `prompt` were sampled before.
+    """
 
     sampling: SamplingParams
     prompt: Sequence[int]
     vocab: int
     stop_token_ids: frozenset[int]
     min_tokens: int
+    num_drawn: int = 0
 
     def sets(self, knobs: Sequence[str]) -> bool:
-        """Whether one of these fields, of this or of `sampling`, differs from its default."""
+        """Returns whether one of these fields differs from its default. The names are fields of
+        this class or of `sampling`."""
         return any(
             self.min_tokens > 0
             if knob == "min_tokens"
@@ -41,13 +48,13 @@ class StageInput:
 
 
 class StageState(Protocol):
-    """What a stage remembers of one sequence between batches."""
+    """The state that a stage keeps for one sequence between batches."""
 
     @property
     def group_key(self) -> Hashable:
-        """Sequences are computed together only if their keys are equal, so that a row is computed
-        the same way in every batch. None: the stage is the identity for this sequence and is not
-        run."""
+        """The key of the sequence. Sequences are computed together only if their keys are equal, so
+        that a row is computed in the same way in every batch. None means that the stage does not
+        change the logits of this sequence and is not run."""
         ...
 
 
@@ -55,29 +62,34 @@ class StageBatch(Protocol):
     """A stage for the rows of one batch."""
 
     def apply(self, logits: mx.array, step: int) -> mx.array:
-        """[b, V] float32 -> the same shape. step: tokens that this batch drew before."""
+        """Changes the logits, [b, V] float32 -> the same shape. `step` is the number of tokens that
+        this batch has already sampled per row."""
         ...
 
     def add(self, tokens: mx.array, step: int) -> None:
-        """tokens: [b] uint32, drawn in this step, perhaps lazy."""
+        """Adds the tokens sampled in this step. `tokens` is a uint32 array of shape [b], which may
+        be lazy."""
         ...
 
     def release(self, num_draws: int) -> None:
-        """Write back to the states. num_draws: tokens that this batch drew."""
+        """Writes the state back to the sequences. `num_draws` is the number of tokens that this
+        batch has sampled per row."""
         ...
 
 
 class Stage(Protocol):
     @property
     def knobs(self) -> Sequence[str]:
-        """Fields of `SamplingParams` or `StageInput`. The sampler skips the stage for sequences in
-        which all of them have their defaults."""
+        """The fields of `SamplingParams` or `StageInput` that the stage uses. The sampler skips the
+        stage for sequences in which all of these fields have their defaults."""
         ...
 
     def create_state(self, sequence: StageInput) -> StageState | None:
-        """None if the stage never changes a logit of this sequence."""
+        """Creates the state of a sequence. Returns None if the stage never changes a logit of this
+        sequence."""
         ...
 
     def create_batch(self, states: Sequence[Any]) -> StageBatch:
-        """states: of one group key, made by `create_state`."""
+        """Creates a batch from states with equal group keys, which were created by
+        `create_state`."""
         ...

@@ -2,9 +2,10 @@
 
 Knows: the engine loop, the connection to rank 0, signals. Must not know: HTTP, text.
 
-The main thread reads the connection and handles signals; the engine runs on its own thread, as on
-rank 0. Rank 0 decides when all ranks exit. A follower that receives a stop signal waits for that
-for a while: the signal is usually sent to all ranks at once, while requests may still be running.
+The main thread reads the connection and handles signals. The engine runs on its own thread, as on
+rank 0. Rank 0 decides when all ranks exit. A follower that receives a stop signal waits a while for
+rank 0 to exit. The signal is usually sent to all ranks at the same time, while requests may still
+be running.
 """
 
 import contextlib
@@ -50,26 +51,27 @@ from app.runners.ranks.rendezvous import (
 
 log = logging.getLogger(__name__)
 
-# seconds to connect to rank 0, once its address is known
+# The timeout in seconds for connecting to rank 0 after its address is known.
 _CONNECT_TIMEOUT = 30.0
 
-# seconds beyond `Settings.drain` within which rank 0 must exit after a stop signal
+# The time in seconds, in addition to `Settings.drain`, within which rank 0 must exit after a stop
+# signal.
 _EXIT_GRACE = 15.0
 
-# seconds to wait for the end of the current step
+# The timeout in seconds for the end of the current step.
 _STEP_TIMEOUT = 30.0
 
 _DIVERGED = (
-    "its results differ from those of rank 0 for the same requests, so they cannot compute "
-    "together; this is a bug in mlxrunner or a hardware fault"
+    "its results differ from those of rank 0 for the same requests, so the ranks cannot run the "
+    "model together; this is a bug in mlxrunner or a hardware fault"
 )
-_STEP_FAILED = "a step failed on this rank; its log has the error"
+_STEP_FAILED = "a step failed on this rank; its log contains the error"
 
 
 def run_follower(launch: Launch, files: ModelFiles, settings: Settings) -> int:
     """Runs until rank 0 stops, and returns the exit status. Raises AppError if rank 0 rejects this
-    rank. If rank 0 is lost, the process exits at once, since the engine may wait forever for a sum
-    over all ranks."""
+    rank. If rank 0 is lost, the process exits immediately, because the engine may wait forever for
+    a sum over all ranks."""
     ranks = join_rank_group(launch)
     line = _connect(launch, ranks, files, settings)
     follower = _Follower(line, ranks, files, settings)
@@ -105,7 +107,7 @@ def _connect(
             return line
         case HelloReply(refused=why):
             line.close()
-            raise AppError(ErrorKind.INVALID, f"refused by rank 0: {why}")
+            raise AppError(ErrorKind.INVALID, f"rank 0 refused this rank: {why}")
         case _:
             line.close()
             raise AppError(ErrorKind.ENGINE, "rank 0 disconnected")
@@ -152,7 +154,8 @@ class _Follower:
         return False
 
     def _run_engine(self) -> None:
-        """Runs on the engine thread. An error is reported to rank 0 and closes the connection."""
+        """Runs the engine on the engine thread. An error is reported to rank 0 and closes the
+        connection."""
         try:
             self._run_steps()
         except AppError as error:
@@ -168,16 +171,16 @@ class _Follower:
         log.info(
             "rank %d of %d is ready (process %d)", self._ranks.rank, self._ranks.size, os.getpid()
         )
-        said = StepChecksum()
+        checksum = StepChecksum()
         while (turn := self._steps.get()) is not None:
-            if turn.checksum != said.value:
+            if turn.checksum != checksum.value:
                 raise AppError(ErrorKind.ENGINE, _DIVERGED)
             for command in turn.commands:
                 self._execute(command, loop)
             step = loop.step()
             if loop.exceptions:
                 raise AppError(ErrorKind.ENGINE, _STEP_FAILED)
-            said.update(step)
+            checksum.update(step)
 
     def _execute(self, command: Command, loop: Loop) -> None:
         match command:
@@ -189,12 +192,13 @@ class _Follower:
                 loop.cancel(job, keep=keep)
 
     def _compile_matcher(self, command: Submit) -> Matcher | None:
-        """The matcher of the job's grammar, which `Compile` has usually compiled before."""
+        """Returns the matcher of the job's grammar. A `Compile` message has usually compiled the
+        grammar before."""
         job = command.job
         return job.grammar and self._grammars.compile(job.grammar, job.stop_token_ids)
 
     def _compile(self, message: Compile) -> None:
-        """Compiles a grammar in advance, so that it is cached. Rank 0 reports its errors."""
+        """Compiles a grammar in advance, so that it is cached. Rank 0 reports the errors."""
         try:
             self._grammars.compile(message.grammar, message.stop_ids)
         except AppError as error:
@@ -210,11 +214,11 @@ class _Follower:
 
 @contextlib.contextmanager
 def _exit_with_leader(settings: Settings) -> Generator[None]:
-    """After a stop signal, or when the launcher has exited, waits for rank 0 to exit; a second
-    signal exits at once. The exit of the launcher does not count as a signal: a signal sent to all
-    processes may end the launcher before it reaches this one."""
+    """After a stop signal, or when the launcher has exited, waits for rank 0 to exit. A second
+    signal causes an immediate exit. The exit of the launcher does not count as a signal, because a
+    signal sent to all processes may end the launcher before it reaches this process."""
     patience: list[threading.Timer] = []
-    told: list[int] = []
+    received: list[int] = []
 
     def end_later(status: int) -> None:
         timer = threading.Timer(settings.drain + _EXIT_GRACE, os._exit, (status,))
@@ -223,11 +227,11 @@ def _exit_with_leader(settings: Settings) -> Generator[None]:
         timer.start()
 
     def handle(number: int, _: FrameType | None) -> None:
-        if told:
+        if received:
             os._exit(128 + number)
-        told.append(number)
+        received.append(number)
         end_later(128 + number)
-        log.info("stop signal received: this rank exits when rank 0 does, or at a second signal")
+        log.info("stop signal received: this rank exits when rank 0 exits, or on a second signal")
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handle)

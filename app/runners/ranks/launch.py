@@ -22,8 +22,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """rank: rank of this process, from 0. size: number of ranks, at least 2. host: address of rank
-    0 for the other ranks; None if unknown (MPI)."""
+    """The launch of a rank.
+
+    rank: the rank of this process, counted from 0.
+    size: the number of ranks, at least 2.
+    host: the address at which the other ranks reach rank 0; None if unknown (MPI).
+    """
 
     rank: int
     size: int
@@ -31,8 +35,8 @@ class Launch:
 
 
 def detect_launch(environ: Mapping[str, str]) -> Launch | None:
-    """Reads the launch from the environment; None for a single process. Raises AppError(INVALID)
-    for inconsistent variables."""
+    """Reads the launch from the environment. Returns None for a single process. Raises
+    AppError(INVALID) for inconsistent variables."""
     if "MLX_RANK" in environ:
         rank = _read_int(environ, "MLX_RANK")
         size, host = _read_peers(environ)
@@ -51,14 +55,15 @@ def detect_launch(environ: Mapping[str, str]) -> Launch | None:
 
 
 def watch_launcher(environ: Mapping[str, str], on_exit: Callable[[], None]) -> None:
-    """Watches for the exit of `mlx.launch`, which holds the other end of the pipe that is standard
-    input. On a remote machine, ssh sends SIGHUP instead. on_exit: called on another thread."""
+    """Watches for the exit of `mlx.launch`, which holds the other end of the standard input pipe.
+    On a remote machine, ssh sends SIGHUP instead. `on_exit` is called on another thread."""
 
     def wait() -> None:
-        # os.read, not sys.stdin: a thread that reads the latter blocks the interpreter's exit
+        # os.read is used instead of sys.stdin, because a thread that reads sys.stdin blocks the
+        # exit of the interpreter.
         while os.read(0, 1 << 16):
             pass
-        log.error("mlx.launch exited: stopping its ranks")
+        log.error("mlx.launch exited: stopping this rank")
         on_exit()
 
     if "MLX_RANK" in environ and stat.S_ISFIFO(os.fstat(0).st_mode):
@@ -66,8 +71,8 @@ def watch_launcher(environ: Mapping[str, str], on_exit: Callable[[], None]) -> N
 
 
 def restrict_to_one_model(settings: Settings) -> Settings:
-    """The settings of a rank: one model, whose engine is a thread of this process, since each rank
-    is a process. Raises AppError(INVALID) for several models."""
+    """Returns the settings of a rank. It serves one model, whose engine is a thread of this
+    process, because each rank is a process. Raises AppError(INVALID) for several models."""
     if settings.multi_model:
         raise AppError(
             ErrorKind.INVALID,
@@ -78,7 +83,8 @@ def restrict_to_one_model(settings: Settings) -> Settings:
 
 
 def _read_peers(environ: Mapping[str, str]) -> tuple[int, str | None]:
-    """(number of ranks, address of rank 0) from the variables of each MLX backend."""
+    """Returns the number of ranks and the address of rank 0, from the variables of each MLX
+    backend."""
     if file := environ.get("MLX_IBV_DEVICES"):
         address = environ.get("MLX_JACCL_COORDINATOR", "")
         return len(_read_rank_list("MLX_IBV_DEVICES", file)), address.rpartition(":")[0] or None
@@ -91,19 +97,20 @@ def _read_peers(environ: Mapping[str, str]) -> tuple[int, str | None]:
 
 
 def _read_rank_list(name: str, file: str) -> list[Any]:
-    """The entries of the file, one per rank; the file of a single rank is empty."""
+    """Returns the entries of the file, one per rank. The file of a single rank is empty."""
     try:
         text = Path(file).read_text("utf-8").strip()
         found: Any = json.loads(text) if text else []
     except (OSError, ValueError) as error:
         raise AppError(ErrorKind.INVALID, f"{name}: cannot read {file}: {error}") from None
     if not isinstance(found, list):
-        raise AppError(ErrorKind.INVALID, f"{name}: {file} does not hold a list of ranks")
+        raise AppError(ErrorKind.INVALID, f"{name}: {file} does not contain a list of ranks")
     return found  # pyright: ignore[reportUnknownVariableType]  # parsed JSON
 
 
 def _first_address(hosts: list[Any]) -> str | None:
-    """The address of rank 0 in a ring's host file, which lists each rank's addresses and ports."""
+    """Returns the address of rank 0 from the host file of a ring, which lists the addresses and
+    ports of each rank."""
     match hosts:
         case [[str(address), *_], *_]:
             return address.rpartition(":")[0] or None

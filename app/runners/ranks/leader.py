@@ -3,10 +3,10 @@
 Knows: connections, the threads that read them, the engine loop. Must not know: HTTP, asyncio, the
 structure of models.
 
-Every step of rank 0's engine is also run by the followers. Each connection is read on its own
-thread. A sum with a lost rank never returns, or raises an error that does not name the rank. So if
-one rank is lost, all fail at once, with its name in the message, and the process must exit; if it
-hangs while exiting, it is killed.
+The followers repeat every step of rank 0's engine. A separate thread reads each connection. A sum
+with a lost rank never returns, or raises an error that does not name the rank. If one rank is lost,
+all ranks therefore fail immediately with an error that names the lost rank, and the process must
+exit. If it hangs during the exit, it is killed.
 """
 
 import logging
@@ -54,7 +54,7 @@ from app.runners.ranks.rendezvous import (
     join_rank_group,
 )
 
-# seconds to wait for the name of a lost rank after a step has failed
+# The timeout in seconds for finding the lost rank after a step has failed.
 _FAILURE_TIMEOUT = 2.0
 
 
@@ -71,7 +71,7 @@ class RankPeer:
 
 
 class RankGroup:
-    """The followers of rank 0. ranks: the distributed group for the engine."""
+    """The followers of rank 0. `ranks` is the distributed group for the engine."""
 
     def __init__(self, ranks: DistributedGroup, peers: Mapping[int, RankPeer]) -> None:
         self.ranks = ranks
@@ -89,8 +89,8 @@ class RankGroup:
             ).start()
 
     def attach_engine(self, on_failure: Callable[[str], None]) -> None:
-        """Attaches the engine of rank 0. on_failure: see `add_failure_listener`. Raises
-        AppError(ENGINE) for a second engine, since followers load the model only once."""
+        """Attaches the engine of rank 0. For `on_failure`, see `add_failure_listener`. Raises
+        AppError(ENGINE) for a second engine, because followers load the model only once."""
         if self._engine_attached:
             raise AppError(
                 ErrorKind.ENGINE,
@@ -100,8 +100,8 @@ class RankGroup:
         self.add_failure_listener(on_failure)
 
     def add_failure_listener(self, listener: Callable[[str], None]) -> None:
-        """Adds a function that is called once, on another thread, with the reason for which the
-        group has failed; at once if it has failed already."""
+        """Adds a function that is called once, on another thread, with the reason for the failure
+        of the group. If the group has already failed, the function is called immediately."""
         with self._changed:
             self._listeners.append(listener)
             why = self._failure
@@ -113,14 +113,15 @@ class RankGroup:
             member.connection.send_to_follower(message)
 
     def wait_for_failure(self, timeout: float = 0.0) -> str | None:
-        """The reason for which the group has failed; None if it has not within `timeout`
-        seconds."""
+        """Waits for up to `timeout` seconds for a failure of the group. Returns the reason, or None
+        if the group has not failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None, timeout)
             return self._failure
 
     def fail(self, reason: str) -> None:
-        """Fails the whole group. Only the first call counts, and none after `stop_followers`."""
+        """Fails the whole group. Only the first call has an effect. Calls after `stop_followers`
+        have no effect."""
         with self._changed:
             if self._failure is not None or self._stopped:
                 return
@@ -143,9 +144,9 @@ class RankGroup:
     def compile_grammar(
         self, grammars: GrammarCompiler, grammar: Grammar, stop_ids: frozenset[int]
     ) -> Matcher:
-        """Like `GrammarCompiler.compile`, but returns when all followers have compiled the grammar,
-        too, so that no step waits for it. Must not be called on the engine thread. Raises
-        AppError(BUSY) if the followers take too long."""
+        """Compiles a grammar like `GrammarCompiler.compile`, but returns only when all followers
+        have also compiled it, so that no step waits for the compilation. Must not be called on the
+        engine thread. Raises AppError(BUSY) if the followers take too long."""
         with self._changed:
             number = self._last_number = self._last_number + 1
             self._compiled[number] = 0
@@ -153,15 +154,15 @@ class RankGroup:
         try:
             matcher = grammars.compile(grammar, stop_ids)
             with self._changed:
-                everybody = self._changed.wait_for(
+                complete = self._changed.wait_for(
                     lambda: self._failure or self._compiled[number] == len(self._peers),
                     _COMPILE_TIMEOUT,
                 )
         finally:
             with self._changed:
                 del self._compiled[number]
-        if not everybody:
-            slow = "the other ranks did not compile the grammar in time; try again in a moment"
+        if not complete:
+            slow = "the other ranks did not compile the grammar in time: try again in a moment"
             raise AppError(ErrorKind.BUSY, slow, retry_after=round(_COMPILE_TIMEOUT))
         return matcher
 
@@ -179,7 +180,7 @@ class RankGroup:
 
     def _count_compiled(self, number: int) -> None:
         with self._changed:
-            if number in self._compiled:  # else `compile_grammar` has returned
+            if number in self._compiled:  # otherwise, `compile_grammar` has returned
                 self._compiled[number] += 1
                 self._changed.notify_all()
 
@@ -187,8 +188,8 @@ class RankGroup:
 def load_leader(
     files: ModelFiles, settings: Settings, group: RankGroup, report: ProgressCallback
 ) -> "LeaderLoop":
-    """Loads rank 0's part of the model while the followers load theirs. Raises as
-    `app.engine.loader.load` does."""
+    """Loads rank 0's part of the model while the followers load theirs. Raises the same errors as
+    `app.engine.loader.load`."""
     return LeaderLoop(load(files, settings, report, group.ranks), group)
 
 
@@ -203,8 +204,8 @@ class StepGroup(Protocol):
 
 
 class LeaderLoop:
-    """An engine loop whose steps are repeated by the followers: each step first sends them the
-    commands since the last step, in the same order."""
+    """An engine loop whose steps the followers repeat. Before each step, it sends them the commands
+    since the last step in the same order."""
 
     def __init__(self, loop: Loop, group: StepGroup) -> None:
         self._loop = loop
@@ -243,8 +244,8 @@ class LeaderLoop:
         self._loop.cancel(job, keep=keep)
 
     def step(self) -> StepOutput:
-        """Runs one step on all ranks. Raises AppError(ENGINE) if it fails on any rank: the state of
-        the other ranks is unknown then."""
+        """Runs one step on all ranks. Raises AppError(ENGINE) if the step fails on any rank,
+        because the state of the other ranks is then unknown."""
         if (why := self._group.wait_for_failure()) is not None:
             raise AppError(ErrorKind.ENGINE, why)
         commands, self._commands = tuple(self._commands), []
@@ -268,20 +269,19 @@ class LeaderLoop:
 
 log = logging.getLogger(__name__)
 
-# seconds in which all followers must connect, and in which each must then send its hello
+# The timeouts in seconds for all followers to connect, and for each of them to send its hello.
 _RENDEZVOUS_TIMEOUT, _HELLO_TIMEOUT = 60.0, 5.0
 
-# seconds that followers may take longer than rank 0 to compile a grammar
+# The additional time in seconds that followers may take to compile a grammar.
 _COMPILE_TIMEOUT = 20.0
 
-# seconds within which the process must exit after a rank was lost
+# The timeout in seconds for the exit of the process after a rank was lost.
 _EXIT_TIMEOUT = 10.0
 
 
 def gather_ranks(launch: Launch, files: ModelFiles, settings: Settings) -> RankGroup:
-    """Waits for all followers; see `app.engine.distributed.join_group`.
-
-    Raises AppError if a rank cannot be reached, or has a different model, version or setting."""
+    """Waits for all followers; see `app.engine.distributed.join_group`. Raises AppError if a rank
+    cannot be reached, or has a different model, version or setting."""
     ranks = join_rank_group(launch)
     with _create_listener(launch) as server:
         meeting = RendezvousInfo(
@@ -318,7 +318,7 @@ def _accept_peers(
         line = RankConnection(connected)
         line.set_timeout(_HELLO_TIMEOUT)
         hello = line.read_hello()
-        # only ranks of this group know the secret
+        # Only ranks of this group know the secret.
         if hello is None or not secrets.compare_digest(
             hello.secret.encode(), rendezvous.secret.encode()
         ):
@@ -341,15 +341,15 @@ def _find_mismatch(
     for name, value in ours.items():
         if theirs.get(name) != value:
             return (
-                f"{peer} has {name} {theirs.get(name)}, and rank 0 has {value}: all ranks must "
-                "have the same"
+                f"{peer} has {name} {theirs.get(name)}, but rank 0 has {value}: the values must "
+                "be equal on all ranks"
             )
     return None
 
 
 def _exit_after(seconds: float) -> None:
-    """Kills the process after `seconds`: a thread that waits for a sum over all ranks cannot be
-    stopped, and MLX cannot be shut down meanwhile."""
+    """Kills the process after `seconds`. A thread that waits for a sum over all ranks cannot be
+    stopped, and MLX cannot be shut down until it ends."""
 
     def end() -> None:
         time.sleep(seconds)

@@ -2,10 +2,10 @@
 
 Knows: sockets, messages. Must not know: engines, models.
 
-The connection also detects a lost rank: a process that exits closes it, and the kernel detects an
-unreachable machine within half a minute. The messages do not use the distributed group that
-computes the model's sums: waiting there keeps a core busy, and cannot be interrupted when rank 0 is
-idle or gone.
+The connection also detects a lost rank. A process that exits closes its connection, and the kernel
+detects an unreachable machine within half a minute. The messages do not use the distributed group
+that computes the model's sums. Waiting in that group keeps a core busy, and cannot be interrupted
+when rank 0 is idle or has exited.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ from app.runners.codec import Codec
 
 
 class StepChecksum:
-    """A checksum of an engine's output, to verify that all ranks compute the same. value: CRC-32 of
-    all steps so far."""
+    """A checksum of an engine's output, to verify that all ranks compute the same results. `value`
+    is the CRC-32 of all steps so far."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -59,15 +59,15 @@ def _compared_fields(update: JobUpdate) -> tuple[object, ...]:
             return update.job_id, update.reason, update.error
 
 
-# Seconds after which a peer counts as lost if it does not respond to TCP keepalive probes or does
-# not acknowledge data.
+# The number of seconds after which a peer counts as lost if it does not respond to TCP keepalive
+# probes or does not acknowledge data.
 _PEER_TIMEOUT = 30
 
-# TCP keepalive: idle seconds before the first probe (under Linux's and macOS's names), seconds
-# between probes, number of probes without a response
+# The TCP keepalive options: the idle seconds before the first probe (under the names of Linux and
+# macOS), the seconds between probes, and the number of probes without a response.
 _KEEPALIVE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
-# TCP_RXT_CONNDROPTIME of macOS's netinet/tcp.h, in seconds; Python has no name for it
+# TCP_RXT_CONNDROPTIME of macOS's netinet/tcp.h, in seconds. Python has no name for it.
 _DARWIN_DROP_TIME = 0x80
 
 
@@ -92,8 +92,9 @@ Command = Submit | Embed | Cancel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStep:
-    """Execute the commands in order, then run a step. checksum: checksum of the output of rank 0's
-    engine in all previous steps, which must equal the follower's own."""
+    """Requests one step. The follower executes the commands in order and then runs the step.
+    `checksum` is the checksum of the output of rank 0's engine in all previous steps. It must equal
+    the follower's own checksum."""
 
     commands: tuple[Command, ...]
     checksum: int
@@ -101,7 +102,8 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compile:
-    """Compile this grammar for a job that will follow. number: identifies the reply."""
+    """Requests the compilation of a grammar for a job that will follow. `number` identifies the
+    reply."""
 
     number: int
     grammar: Grammar
@@ -110,12 +112,13 @@ class Compile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """Exit, since rank 0 is stopping."""
+    """Requests the exit of the follower, because rank 0 is stopping."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HelloReply:
-    """refused: why rank 0 rejects the follower; None if it is accepted."""
+    """The reply to `Hello`. `refused` is the reason why rank 0 rejects the follower; None if it is
+    accepted."""
 
     refused: str | None = None
 
@@ -125,8 +128,11 @@ LeaderMessage = RunStep | Compile | Stop | HelloReply
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """secret: the secret that rank 0 has sent to the group. traits: values that must be equal on
-    all ranks, by name."""
+    """The first message of a follower.
+
+    secret: the secret that rank 0 has sent to the group.
+    traits: the values that must be equal on all ranks, by name.
+    """
 
     secret: str
     rank: int
@@ -141,7 +147,7 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailed:
-    """This rank has failed. reason: one sentence."""
+    """Reports that this rank has failed. `reason` is one sentence."""
 
     reason: str
 
@@ -155,7 +161,7 @@ _FOLLOWER_CODEC: Codec[FollowerMessage] = Codec(FollowerMessage)
 
 
 class RankConnection:
-    """One end of the connection. Any thread may write; only one may read."""
+    """One end of the connection. Any thread may write, but only one thread may read."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -164,7 +170,7 @@ class RankConnection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE_OPTIONS.items():
-            # each operating system has only some of these
+            # Each operating system has only some of these options.
             if (option := getattr(socket, name, None)) is not None:
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
         if sys.platform == "darwin":
@@ -173,11 +179,11 @@ class RankConnection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _PEER_TIMEOUT)
 
     def set_timeout(self, seconds: float | None) -> None:
-        """Sets the timeout for reads and writes; None waits forever."""
+        """Sets the timeout for reads and writes in seconds. None means no timeout."""
         self._socket.settimeout(seconds)
 
     def send_to_follower(self, message: LeaderMessage) -> None:
-        """Sends a message from rank 0. Errors are ignored: reading detects a lost peer."""
+        """Sends a message from rank 0. Errors are ignored, because reading detects a lost peer."""
         self._write(_LEADER_CODEC.encode(message))
 
     def send_to_leader(self, message: FollowerMessage) -> None:
@@ -192,8 +198,8 @@ class RankConnection:
         return map(_FOLLOWER_CODEC.decode, self._read_lines())
 
     def read_hello(self) -> Hello | None:
-        """Reads the first message on a connection to rank 0; None if it is not a `Hello`, since any
-        program can connect."""
+        """Reads the first message on a connection to rank 0. Returns None if the message is not a
+        `Hello`, because any program can connect."""
         try:
             hello = _FOLLOWER_CODEC.decode(self._reader.readline(_MAX_HELLO_BYTES))
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -206,7 +212,7 @@ class RankConnection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Closes the connection; called by the reading thread."""
+        """Closes the connection. Called by the reading thread."""
         self.shutdown()
         self._reader.close()
         self._socket.close()

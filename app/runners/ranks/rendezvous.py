@@ -1,4 +1,5 @@
-"""Rendezvous: joins the ranks of a launch, and collects what must be equal on all of them.
+"""Rendezvous: joins the ranks of a launch, and collects the values that must be equal on all of
+them.
 
 Knows: the address that rank 0 sends to the group, the values that must be equal on all ranks. Must
 not know: connections, engines.
@@ -23,10 +24,10 @@ from app.runners.ranks.launch import Launch
 
 log = logging.getLogger(__name__)
 
-# size of an encoded `RendezvousInfo` in bytes
+# The size of an encoded `RendezvousInfo` in bytes.
 RENDEZVOUS_BYTES = 512
 
-# settings that affect the computation; `memory` may differ between ranks
+# The settings that affect the computation. `memory` may differ between ranks.
 _SHARED_SETTINGS = (
     "quantize",
     "parallel",
@@ -42,8 +43,11 @@ _PACKAGES = ("mlxrunner", "mlx", "llguidance")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousInfo:
-    """The address at which rank 0 accepts connections. secret: identifies the ranks of the group.
-    host: host name of rank 0."""
+    """The address at which rank 0 accepts connections.
+
+    secret: identifies the ranks of the group.
+    host: the host name of rank 0.
+    """
 
     secret: str
     port: int
@@ -59,8 +63,8 @@ class RendezvousInfo:
 
 
 def join_rank_group(launch: Launch) -> DistributedGroup:
-    """Joins the distributed group; returns when all ranks have joined. Raises AppError(ENGINE) if
-    ranks cannot be reached."""
+    """Joins the distributed group, and returns when all ranks have joined. Raises AppError(ENGINE)
+    if ranks cannot be reached."""
     log.info("rank %d of %d: waiting for the other ranks", launch.rank, launch.size)
     try:
         with _interruptible():
@@ -79,14 +83,14 @@ def join_rank_group(launch: Launch) -> DistributedGroup:
 
 
 def collect_traits(files: ModelFiles, settings: Settings) -> Mapping[str, str]:
-    """The values that must be equal on all ranks, by the name used in error messages."""
-    told = hashlib.sha256(json.dumps(files.config, sort_keys=True, default=str).encode())
-    with contextlib.suppress(OSError):  # the load reports an unreadable file
-        told.update(files.tokenizer_path.read_bytes())
-    told.update(str(files.weight_bytes).encode())
+    """Returns the values that must be equal on all ranks, by the names used in error messages."""
+    model_digest = hashlib.sha256(json.dumps(files.config, sort_keys=True, default=str).encode())
+    with contextlib.suppress(OSError):  # the load reports unreadable files
+        model_digest.update(files.tokenizer_path.read_bytes())
+    model_digest.update(str(files.weight_bytes).encode())
     return {
         **{f"{name}, version": version(name) for name in _PACKAGES},
-        "the model": f"{files.name} ({told.hexdigest()[:12]})",
+        "the model": f"{files.name} ({model_digest.hexdigest()[:12]})",
         **{
             f"--{name.replace('_', '-')}": str(getattr(settings, name)) for name in _SHARED_SETTINGS
         },
@@ -95,7 +99,8 @@ def collect_traits(files: ModelFiles, settings: Settings) -> Mapping[str, str]:
 
 @contextlib.contextmanager
 def _interruptible() -> Generator[None]:
-    """Lets Ctrl-C end the process while MLX blocks the main thread: no Python handler would run."""
+    """Lets Ctrl-C end the process while MLX blocks the main thread. No Python signal handler would
+    run during that time."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,13 +1,14 @@
-"""The Hugging Face cache: models downloaded before, by this or other tools.
+"""The Hugging Face cache, which contains models that this or another tool downloaded.
 
-Knows: the cache's layout, as far as huggingface_hub does not expose it. Must not know: the network,
-which is never used here.
+Knows: the layout of the cache, as far as huggingface_hub does not expose it. Must not know: the
+network. This module never uses it.
 
 HF_HUB_CACHE and HF_HOME set the location of the cache.
 """
 
 import os
 import re
+import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from huggingface_hub import constants, get_cached_repo_tree, try_to_load_from_ca
 from huggingface_hub.errors import CachedRepoTreeNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 
+from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
 from app.store import hf_folder
 from app.store.hub import required_files
@@ -25,7 +27,7 @@ from app.store.model_names import HubName, ModelNotFoundError, is_revision, pars
 
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
-# displayed digits of a commit
+# the number of displayed digits of a commit
 _SHORT_COMMIT_LENGTH = 12
 
 
@@ -38,8 +40,9 @@ class CachedRevision:
 
 
 def find(name: HubName) -> ModelFiles | None:
-    """Finds a model in the cache; None if nothing of it is cached. Raises ModelNotFoundError for an
-    interrupted download, and AppError(MODEL_FILES) for files that cannot be read."""
+    """Finds a model in the cache. Returns None if no file of the model is cached. Raises
+    ModelNotFoundError for an interrupted download. Raises AppError(MODEL_FILES) for files that
+    cannot be read."""
     storage = repo_folder(name.repo_id)
     revision = _expand_commit(storage, name.revision)
     config = try_to_load_from_cache(
@@ -57,11 +60,12 @@ def find(name: HubName) -> ModelFiles | None:
 
 
 def list_revisions() -> Iterator[CachedRevision]:
-    """Yields every revision that looks like a language model, complete or not, and every repository
-    that cannot be read; `find` raises the reason. Raises OSError if the whole cache cannot be read.
+    """Yields every revision that looks like a language model, including incomplete revisions, and
+    every repository that cannot be read. For such a repository, `find` raises the reason. Raises
+    OSError if the cache folder cannot be read.
 
-    Does not use huggingface_hub's scan_cache_dir, which omits incomplete revisions and fails at the
-    first unreadable entry.
+    This function does not use huggingface_hub's scan_cache_dir, because that function omits
+    incomplete revisions and fails at the first unreadable entry.
     """
     for storage in sorted(_list_folder(cache_folder())):
         kind, _, repo = storage.name.partition("--")
@@ -99,9 +103,9 @@ def _read_refs(folder: Path) -> Mapping[str, Sequence[str]]:
 
 
 def _list_folder(folder: Path) -> list[Path]:
-    """Lists a folder; empty if there is none. Raises OSError for one that cannot be read, which
-    `Path.glob` treats as empty: always without permission, and from Python 3.13 on for every
-    reason."""
+    """Lists a folder. Returns an empty list if the folder does not exist. Raises OSError if it
+    cannot be read. `Path.glob` would treat an unreadable folder as empty if permission is missing,
+    and for every reason since Python 3.13."""
     try:
         return list(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -118,7 +122,7 @@ def repo_folder(repo_id: str) -> Path:
 
 
 def _expand_commit(storage: Path, revision: str | None) -> str | None:
-    """Expands an abbreviated commit, as `list` shows it."""
+    """Expands an abbreviated commit, as displayed by `list`."""
     if revision is None or not _COMMIT.fullmatch(revision):
         return revision
     names = [path.name for path in _list_folder(storage / "snapshots")]
@@ -128,7 +132,7 @@ def _expand_commit(storage: Path, revision: str | None) -> str | None:
 
 def _has_partial_download(repo_id: str, revision: str | None) -> bool:
     """Returns whether this revision was partly downloaded. The main revision gets its ref when it
-    is complete; before, there are only partial files and revisions without a ref."""
+    is complete. Before that, there are only partial files and revisions without a ref."""
     storage = repo_folder(repo_id)
     if revision is None:
         snapshots = _list_folder(storage / "snapshots")
@@ -143,20 +147,19 @@ def _has_incomplete_blobs(storage: Path) -> bool:
 
 
 def _find_missing_files(repo_id: str, folder: Path) -> list[str]:
-    """Returns files that the repository, its index or a link names and that do not exist."""
+    """Returns the missing files among those that the repository, its index or a link names."""
     links = [path.name for path in folder.iterdir() if path.is_symlink()]
-    wanted = required_files.select_files(
+    required = required_files.select_files(
         [*(_read_cached_listing(repo_id, folder) or ()), *links]
     ) + _read_indexed_shards(folder)
-    missing = sorted({name for name in wanted if not (folder / name).is_file()})
+    missing = sorted({name for name in required if not (folder / name).is_file()})
     if not missing and not any(folder.glob("*.safetensors")):
         return ["model.safetensors"]
     return missing
 
 
 def _read_indexed_shards(folder: Path) -> list[str]:
-    """Returns the shards that the index names. Errors in an index are reported by
-    app.store.hf_folder."""
+    """Returns the shards that the index lists. app.store.hf_folder reports errors in the index."""
     try:
         index = orjson.loads((folder / required_files.INDEX).read_bytes())
         names = {name for name in index["weight_map"].values() if isinstance(name, str)}
@@ -175,7 +178,8 @@ def _has_weights(repo_id: str, folder: Path) -> bool:
 
 
 def _read_cached_listing(repo_id: str, folder: Path) -> list[str] | None:
-    """Returns the repository's files at that commit, if the cache has the listing."""
+    """Returns the repository's files at that commit, or None if the cache does not have the
+    listing."""
     try:
         tree = get_cached_repo_tree(repo_id, revision=folder.name, cache_dir=cache_folder())
     except CachedRepoTreeNotFoundError:
@@ -192,3 +196,18 @@ def _incomplete_error(name: HubName, *missing: str) -> ModelNotFoundError:
         f"run `mlxrunner pull {name.repo_id}{revision}` to complete it",
         hub=name,
     )
+
+
+def delete_repository(name: HubName) -> None:
+    """Deletes all revisions of a repository. It disappears at once, before its files are deleted.
+    Raises AppError(INVALID) for one revision of several, and FileNotFoundError."""
+    if name.revision is not None:
+        message = f"{name} is one revision: delete {name.repo_id}, with all of its revisions"
+        raise AppError(ErrorKind.INVALID, message)
+    folder = repo_folder(name.repo_id)
+    if folder.is_symlink() or not folder.is_dir():
+        raise FileNotFoundError(str(folder))
+    doomed = cache_folder() / f".mlxrunner-deleted-{folder.name}"
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)

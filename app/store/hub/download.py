@@ -1,12 +1,13 @@
-"""Downloads of models from the hub to the cache: the only module that transfers large files.
+"""Downloads models from the hub to the cache. This is the only module that transfers large files.
 
 Knows: huggingface_hub, the location of blobs in its cache. Must not know: the contents of a model.
 
-huggingface_hub creates the cache layout and fetches the small files. Large files are fetched here,
-with its HTTP client, because huggingface_hub restarts interrupted files from the beginning and only
-compares sizes, not contents. A blob gets its name, which is its SHA-256, only when it has that
-digest; the ref is updated when the revision is complete. Until then an earlier revision continues
-to be served.
+huggingface_hub creates the cache layout and downloads the small files. This module downloads the
+large files with huggingface_hub's HTTP client, for two reasons: huggingface_hub restarts
+interrupted files from the beginning, and it compares only the sizes of files and not their
+contents. The name of a blob is its SHA-256. A file gets this name only after its digest was
+verified. The ref is updated when the revision is complete. Until then, an earlier revision can
+still be served.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TextIO, cast
 
-# their stubs leave unused types unknown
+# the type stubs of these functions leave unused types unknown
 from huggingface_hub import (
     constants,
     hf_hub_download,  # pyright: ignore[reportUnknownVariableType]
@@ -36,28 +37,46 @@ from app.store import digests
 from app.store.hub.cache import cache_folder, repo_folder
 from app.store.hub.download_plan import DownloadPlan, RemoteFile, count_downloaded_bytes
 from app.store.hub.errors import model_error, translate_hub_errors
-from app.store.hub.progress import DownloadProgress, ProgressBarAdapter
+from app.store.hub.progress import (
+    DownloadProgress,
+    FileProgress,
+    ProgressBarAdapter,
+    ProgressListener,
+)
 from app.store.model_names import HubName
 
-# parallel large files: enough to use the bandwidth, few enough that an interruption leaves few
-# partial files
+# The number of large files that are downloaded in parallel. It is sufficient to use the bandwidth.
+# An interruption leaves only a few partial files.
 _DOWNLOAD_THREADS = 4
 
-# bytes of disk space that a download leaves free
+# the number of bytes of disk space that a download leaves free
 _RESERVED_BYTES = 1 << 30
 
 
-def download(plan: DownloadPlan, out: TextIO | None = None) -> Path:
-    """Downloads what is missing, verifies everything, and returns the folder. out: where progress
-    is written; None is stderr. Raises AppError; data received before stays, and the next attempt
-    continues from it."""
+def download(
+    plan: DownloadPlan, out: TextIO | None = None, listener: FileProgress | None = None
+) -> Path:
+    """Downloads the missing files, verifies all files, and returns the folder. out: the stream for
+    the progress display; None is stderr. listener: counts the bytes instead, and may stop the
+    download. Raises AppError. Data that was already received is kept,
+    and the next attempt continues from it."""
     storage = repo_folder(plan.name.repo_id)
     large = [file for file in plan.files if file.sha256 is not None and _fits_http(file)]
     with translate_hub_errors(plan.name):
         _check_disk_space(plan)
-        total = sum(file.size for file in large)
-        here = sum(count_downloaded_bytes(storage, plan.commit, file) for file in large)
-        progress = DownloadProgress(total, here, out)
+        here = [count_downloaded_bytes(storage, plan.commit, file) for file in large]
+        progress: ProgressListener
+        if listener is None:
+            progress = DownloadProgress(sum(file.size for file in large), sum(here), out)
+        else:
+            listener.begin(
+                {
+                    file.sha256: (file.size, done)
+                    for file, done in zip(large, here, strict=True)
+                    if file.sha256 is not None
+                }
+            )
+            progress = listener
         try:
             _download_files(plan, storage, large, progress)
         finally:
@@ -72,10 +91,11 @@ def download(plan: DownloadPlan, out: TextIO | None = None) -> Path:
 
 
 def _download_files(
-    plan: DownloadPlan, storage: Path, files: Sequence[RemoteFile], progress: DownloadProgress
+    plan: DownloadPlan, storage: Path, files: Sequence[RemoteFile], progress: ProgressListener
 ) -> None:
-    """Downloads files on threads. The threads are daemons, which no exit waits for: a thread
-    waiting for an unresponsive hub only ends after its timeout, a minute after Ctrl-C."""
+    """Downloads files on several threads. They are daemon threads, so the process can exit without
+    waiting for them. A thread that waits for an unresponsive hub ends only after its timeout, a
+    minute after Ctrl-C."""
     waiting: SimpleQueue[RemoteFile] = SimpleQueue()
     ended: SimpleQueue[BaseException | None] = SimpleQueue()
     for file in files:
@@ -98,15 +118,15 @@ def _download_files(
         for _ in files:
             if (error := ended.get()) is not None:
                 raise error
-    except BaseException:  # Ctrl-C too: the threads end when they next receive data
+    except BaseException:  # also on Ctrl-C: each thread ends when it next receives data
         progress.stop()
         raise
 
 
 def _download_blob(
-    plan: DownloadPlan, storage: Path, file: RemoteFile, progress: DownloadProgress
+    plan: DownloadPlan, storage: Path, file: RemoteFile, progress: ProgressListener
 ) -> None:
-    """Downloads one large file to the blobs. Continues a partial file, including one left by an
+    """Downloads one large file to the blobs. Continues a partial file. It may also come from an
     older huggingface_hub, which used the same name."""
     assert file.sha256 is not None
     blob = storage / "blobs" / file.sha256
@@ -118,16 +138,16 @@ def _download_blob(
         if blob.is_file():
             if digests.sha256(blob) == file.sha256:
                 return
-            progress.add(-file.size)
+            progress.add(-file.size, file.sha256)
             blob.unlink()
         began = _download_partial(plan, file, partial, progress)
-        whole = digests.sha256(partial) == file.sha256
-        if not whole and began:  # the earlier part may be damaged
-            progress.add(-file.size)
+        valid = digests.sha256(partial) == file.sha256
+        if not valid and began:  # the earlier part of the file may be damaged
+            progress.add(-file.size, file.sha256)
             partial.unlink()
             _download_partial(plan, file, partial, progress)
-            whole = digests.sha256(partial) == file.sha256
-        if not whole:
+            valid = digests.sha256(partial) == file.sha256
+        if not valid:
             partial.unlink()
             raise model_error(
                 plan.name,
@@ -137,9 +157,9 @@ def _download_blob(
 
 
 def _download_partial(
-    plan: DownloadPlan, file: RemoteFile, partial: Path, progress: DownloadProgress
+    plan: DownloadPlan, file: RemoteFile, partial: Path, progress: ProgressListener
 ) -> int:
-    """Downloads the rest of a file. Returns the number of bytes that existed before."""
+    """Downloads the rest of a file. Returns the number of bytes that were already present."""
     if partial.is_file() and partial.stat().st_size > file.size:
         partial.unlink()
     with partial.open("ab") as out:
@@ -150,14 +170,14 @@ def _download_partial(
             resume_size=began,
             headers={**build_hf_headers(), "Accept-Encoding": "identity"},
             expected_size=file.size,
-            tqdm_class=cast(Any, ProgressBarAdapter(progress)),
+            tqdm_class=cast(Any, ProgressBarAdapter(progress, file.sha256 or "")),
         )
     return began
 
 
 def _place_in_snapshot(plan: DownloadPlan, file: RemoteFile) -> Path:
-    """Places a file in the snapshot: a small file, or a link to an existing blob."""
-    # not snapshot_download, which waits for the repository's listing without a timeout
+    """Places a file in the snapshot. The result is a small file, or a link to an existing blob."""
+    # snapshot_download is not used, because it waits for the repository's listing without a timeout
     place = hf_hub_download(
         plan.name.repo_id, file.path, revision=plan.commit, cache_dir=cache_folder()
     )
@@ -165,8 +185,8 @@ def _place_in_snapshot(plan: DownloadPlan, file: RemoteFile) -> Path:
 
 
 def _fits_http(file: RemoteFile) -> bool:
-    """Returns whether plain HTTP suffices. Above this size the hub only supports its own protocol,
-    which huggingface_hub implements."""
+    """Returns whether the file can be downloaded with plain HTTP. For larger files, the hub only
+    supports its own protocol, which huggingface_hub implements."""
     return file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE
 
 
@@ -180,20 +200,19 @@ def _check_disk_space(plan: DownloadPlan) -> None:
     if plan.missing_bytes + _RESERVED_BYTES > free:
         raise AppError(
             ErrorKind.MODEL_FILES,
-            f"{plan.name} needs {format_bytes(plan.missing_bytes)} more on the disk of "
-            f"{folder}, which has "
-            f"{format_bytes(free)} free: free some space, or set HF_HOME to a folder on "
-            "another disk",
+            f"{plan.name} needs {format_bytes(plan.missing_bytes)} more on the disk of {folder}, "
+            f"but only {format_bytes(free)} are free: free some space, or set HF_HOME to a folder "
+            "on another disk",
         )
 
 
 def _verify_file(name: HubName, path: Path, file: RemoteFile) -> None:
-    found, wanted = (
+    found, expected = (
         (digests.git_sha1(path), file.git_sha1)
         if file.sha256 is None
         else (digests.sha256(path), file.sha256)
     )
-    if found != wanted:
+    if found != expected:
         path.resolve().unlink(missing_ok=True)
         path.unlink(missing_ok=True)
         raise model_error(
@@ -202,7 +221,7 @@ def _verify_file(name: HubName, path: Path, file: RemoteFile) -> None:
 
 
 def _update_ref(storage: Path, plan: DownloadPlan) -> None:
-    """Points the revision to this commit, atomically for readers."""
+    """Points the revision to this commit, atomically for concurrent readers."""
     revision = plan.name.revision or constants.DEFAULT_REVISION
     if revision == plan.commit:
         return

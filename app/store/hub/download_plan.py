@@ -1,6 +1,6 @@
-"""Download plans: the files of a model on the hub, before the download.
+"""Plans a download: lists the files of a model on the hub before the download.
 
-Knows: huggingface_hub's listing of a repository. Must not know: how files are downloaded.
+Knows: huggingface_hub's listing of a repository. Must not know: the download of files.
 """
 
 import re
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# its stub leaves unused types unknown
+# its type stub leaves unused types unknown
 from huggingface_hub import (
     HfApi,
     constants,
@@ -28,8 +28,9 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteFile:
-    """One file of a repository. sha256: of a file in Git LFS, which every large file is; None for
-    others. git_sha1: git's blob id (for an LFS file: of its pointer)."""
+    """One file of a repository. sha256: the digest of a file in Git LFS; None for other files.
+    Every large file is in Git LFS. git_sha1: git's blob ID of the file, or of the pointer to an LFS
+    file."""
 
     path: str
     size: int
@@ -39,8 +40,8 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DownloadPlan:
-    """The files to download. commit: the revision's current commit. config: its config.json.
-    missing_bytes: bytes that are not downloaded yet."""
+    """The files to download. commit: the current commit of the revision. config: the contents of
+    config.json. missing_bytes: the number of bytes that are not downloaded yet."""
 
     name: HubName
     commit: str
@@ -54,9 +55,9 @@ class DownloadPlan:
 
 
 def plan_download(name: HubName) -> DownloadPlan:
-    """Lists the repository and fetches config.json. Raises AppError, one line each, for a
-    repository that does not exist, is not accessible or contains no loadable model, and for a hub
-    that cannot be reached."""
+    """Lists the repository and downloads config.json. Raises AppError, with a message of one line,
+    if the repository does not exist, is not accessible or contains no loadable model, or if the hub
+    cannot be reached."""
     with translate_hub_errors(name):
         with translate_response_errors(name):
             info = HfApi().model_info(
@@ -88,7 +89,7 @@ def plan_download(name: HubName) -> DownloadPlan:
 
 
 def count_downloaded_bytes(storage: Path, commit: str, file: RemoteFile) -> int:
-    """Returns the bytes of a file that need not be downloaded."""
+    """Returns the number of bytes of a file that do not need to be downloaded."""
     places = [storage / "snapshots" / commit / file.path]
     if file.sha256 is not None:
         places = [storage / "blobs" / file.sha256, storage / "blobs" / f"{file.sha256}.incomplete"]
@@ -97,13 +98,13 @@ def count_downloaded_bytes(storage: Path, commit: str, file: RemoteFile) -> int:
 
 
 def _parse_file(name: HubName, sibling: Any) -> RemoteFile:
-    """Parses a listed file. The hub's values become parts of local paths, so their format is
+    """Parses a listed file. Values from the hub become parts of local paths, so their format is
     checked."""
     sha256 = None if sibling.lfs is None else sibling.lfs.sha256
     size = sibling.size if sibling.lfs is None else sibling.lfs.size
     if not isinstance(size, int) or not (sha256 is None or _SHA256.fullmatch(sha256)):
         raise model_error(
-            name, f"has no size or digest for {sibling.rfilename} in the listing of the hub"
+            name, f"has no size or digest for {sibling.rfilename} in the hub's listing"
         )
     return RemoteFile(
         path=sibling.rfilename, size=size, sha256=sha256, git_sha1=sibling.blob_id or ""

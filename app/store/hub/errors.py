@@ -1,6 +1,6 @@
-"""Errors of the hub, translated to one-line messages that suggest what to do.
+"""Converts errors of the hub to messages of one line that suggest a solution.
 
-Knows: the errors of huggingface_hub. Must not know: what was requested.
+Knows: the errors of huggingface_hub. Must not know: the requested files.
 """
 
 import contextlib
@@ -23,16 +23,16 @@ from app.core.errors import AppError, ErrorKind
 from app.store.hub.progress import DownloadStopped
 from app.store.model_names import HubName
 
-# user and password in a URL
+# user name and password in a URL
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")
 
 
 @contextlib.contextmanager
 def translate_hub_errors(name: HubName) -> Generator[None]:
-    """Translates every error of huggingface_hub to AppError."""
+    """Converts every error of huggingface_hub to AppError."""
     try:
         yield
-    except DownloadStopped as error:  # one file failed after another one had reported first
+    except DownloadStopped as error:  # another file had already failed before this one
         raise model_error(name, "was not downloaded: the download was stopped") from error
     except (HTTPError, OSError) as error:
         raise _to_app_error(name, error) from error
@@ -40,8 +40,8 @@ def translate_hub_errors(name: HubName) -> Generator[None]:
 
 @contextlib.contextmanager
 def translate_response_errors(name: HubName) -> Generator[None]:
-    """Raises AppError if the response does not come from a hub, such as the login page of a
-    network, or if the configured URL is invalid."""
+    """Raises AppError if the response does not come from a hub, or if the configured URL is
+    invalid. Such a response may be the login page of a network."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -66,9 +66,10 @@ def _to_app_error(name: HubName, error: BaseException) -> AppError:
                 "your access token"
             )
         case RepositoryNotFoundError():
-            why = (
-                f"was not found on {where}, or is private: check the name, or set HF_TOKEN to an "
-                "access token that may read it"
+            return AppError(
+                ErrorKind.MODEL_NOT_FOUND,
+                f"{name} was not found on {where}, or is private: check the name, or set HF_TOKEN "
+                "to an access token that may read it",
             )
         case RevisionNotFoundError():
             return AppError(
@@ -102,5 +103,5 @@ def _get_endpoint() -> str:
 
 
 def _format_reason(error: BaseException) -> str:
-    """Returns the first line, without secrets."""
+    """Returns the first line of the error message, without credentials."""
     return _CREDENTIALS.sub("", str(error)).partition("\n")[0] or type(error).__name__

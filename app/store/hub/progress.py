@@ -1,18 +1,19 @@
-"""Progress display of a download.
+"""Displays the progress of a download.
 
-Knows: bytes, time, whether the output is a terminal. Must not know: where the bytes come from.
+Knows: bytes, time, the terminal. Must not know: the source of the bytes.
 
-On a terminal one line is overwritten; elsewhere a line is written at intervals.
+On a terminal, one line is overwritten repeatedly. Otherwise a line is written at intervals.
 """
 
 import sys
 import threading
 import time
-from typing import Self, TextIO
+from collections.abc import Mapping
+from typing import Protocol, Self, TextIO
 
 from app.core.units import format_bytes, format_duration
 
-# seconds between two lines, on a terminal and in a log
+# the number of seconds between two updates, on a terminal and in a log
 _TERMINAL_INTERVAL, _LOG_INTERVAL = 0.2, 15.0
 
 
@@ -20,10 +21,63 @@ class DownloadStopped(Exception):
     """Raised when data arrives after the download was stopped."""
 
 
-class DownloadProgress:
-    """Counts the bytes fetched by all threads. `stop` ends each thread when it next receives data.
+class ProgressListener(Protocol):
+    """Counts the bytes of a download; called by all of its threads."""
 
-    out: where lines are written; None is stderr.
+    def add(self, count: int, sha256: str) -> None:
+        """Adds bytes of a file. count: negative if bytes are fetched again. sha256: of the file.
+        Raises DownloadStopped after `stop`."""
+        ...
+
+    def stop(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class FileProgress:
+    """Counts the bytes of each file, for another thread to read. begin: sizes and downloaded bytes
+    by digest, set when the download begins."""
+
+    def __init__(self) -> None:
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._totals: dict[str, int] = {}
+        self._done: dict[str, int] = {}
+        self._shown: dict[str, int] = {}
+
+    def begin(self, files: Mapping[str, tuple[int, int]]) -> None:
+        """files: total and downloaded bytes by digest."""
+        with self._lock:
+            self._totals = {sha256: total for sha256, (total, _) in files.items()}
+            self._done = {sha256: done for sha256, (_, done) in files.items()}
+
+    def snapshot(self) -> list[tuple[str, int, int]]:
+        """Returns digest, total and completed bytes of each file. Completed bytes never decrease,
+        even if some are fetched again."""
+        with self._lock:
+            for sha256, total in self._totals.items():
+                done = min(max(self._done[sha256], 0), total)
+                self._shown[sha256] = max(self._shown.get(sha256, 0), done)
+            return [(sha256, total, self._shown[sha256]) for sha256, total in self._totals.items()]
+
+    def add(self, count: int, sha256: str) -> None:
+        if self._stopped.is_set():
+            raise DownloadStopped
+        with self._lock:
+            self._done[sha256] = self._done.get(sha256, 0) + count
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def close(self) -> None:
+        pass
+
+
+class DownloadProgress:
+    """Counts the bytes received by all threads. After `stop`, each thread ends when it next
+    receives data.
+
+    out: the stream for the progress lines; None is stderr.
     """
 
     def __init__(self, total: int, initial: int = 0, out: TextIO | None = None) -> None:
@@ -34,8 +88,9 @@ class DownloadProgress:
         self._lock = threading.Lock()
         self._stopped = threading.Event()
 
-    def add(self, count: int) -> None:
-        """Adds bytes. count: negative if bytes are fetched again. Raises DownloadStopped."""
+    def add(self, count: int, sha256: str = "") -> None:
+        """Adds received bytes. count: the number of bytes; it is negative if bytes must be
+        downloaded again. Raises DownloadStopped."""
         if self._stopped.is_set():
             raise DownloadStopped
         with self._lock:
@@ -68,19 +123,21 @@ class DownloadProgress:
         left = self._total - self._done
         if left > 0 and speed > 0:
             line += f", {format_duration(left / speed)} left"
-        # padded to overwrite a longer line
+        # the line is padded to overwrite a longer one
         self._out.write(f"\r{line:<70}" if self._is_terminal else f"{line}\n")
         self._out.flush()
 
 
 class ProgressBarAdapter:
-    """Takes the place of a progress bar in huggingface_hub and updates a `DownloadProgress`.
+    """Replaces a progress bar of huggingface_hub and updates a listener.
 
-    Accepts all arguments of a progress bar and ignores them.
+    It accepts all arguments of a progress bar and ignores them. sha256: the digest of the
+    file.
     """
 
-    def __init__(self, progress: DownloadProgress) -> None:
+    def __init__(self, progress: ProgressListener, sha256: str = "") -> None:
         self._progress = progress
+        self._sha256 = sha256
 
     def __call__(self, *_: object, **__: object) -> Self:
         return self
@@ -92,7 +149,7 @@ class ProgressBarAdapter:
         pass
 
     def update(self, count: float | None = 1) -> None:
-        self._progress.add(int(count or 0))
+        self._progress.add(int(count or 0), self._sha256)
 
     def close(self) -> None:
         pass

@@ -1,6 +1,6 @@
-"""The files of a repository that a model needs.
+"""Selects the files of a repository that a model needs.
 
-Knows: conventional file names on the hub. Must not know: where the files are.
+Knows: conventional file names on the hub. Must not know: the location of the files.
 """
 
 import re
@@ -25,7 +25,7 @@ _CONFIG_FILES = frozenset(
 )
 # the pooling configuration of sentence-transformers (app/serving/embeddings.py)
 _EMBEDDING_FILES = frozenset({"modules.json", "1_Pooling/config.json"})
-# The same weights in another layout (Mistral's own), and weights that are not a model.
+# the same weights in another layout (Mistral's own), and weights that are not a model
 _OTHER_WEIGHTS = re.compile(r"(consolidated|adapter)")
 _SAFE_NAME = re.compile(r"\w[\w.+ -]*", re.ASCII)
 
@@ -33,8 +33,9 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def select_files(paths: Iterable[str]) -> list[str]:
-    """Returns the files that a model is loaded from, weights last. Almost only files at the top
-    level: folders contain other formats of the same model."""
+    """Returns the files that a model is loaded from. The weights come last. With few exceptions,
+    only files at the top level are selected, because folders contain other formats of the same
+    model."""
     paths = sorted(paths)
     here = [path for path in paths if _SAFE_NAME.fullmatch(path)]
     return [path for path in paths if path in _CONFIG_FILES | _EMBEDDING_FILES] + _select_weights(
@@ -47,8 +48,8 @@ def is_weights_file(path: str) -> bool:
 
 
 def check_loadable(repo: str, paths: Iterable[str]) -> None:
-    """Raises AppError(MODEL_FILES) for a repository without a loadable model; the message lists the
-    formats that it has."""
+    """Raises AppError(MODEL_FILES) for a repository without a loadable model. The message lists the
+    formats in the repository."""
     paths = list(paths)
     found = set(select_files(paths))
     if not any(map(is_weights_file, found)):
@@ -57,14 +58,14 @@ def check_loadable(repo: str, paths: Iterable[str]) -> None:
         if name not in found:
             raise AppError(
                 ErrorKind.MODEL_FILES,
-                f"{repo} has no {name}, which is required: look for a copy that "
-                "has one, such as those of mlx-community",
+                f"{repo} has no {name}, which is required: use a copy of the model that "
+                "has this file, for example from mlx-community",
             )
 
 
 def _select_weights(here: list[str]) -> list[str]:
-    """Returns `model*.safetensors` if there are any, otherwise all weights not known to be
-    something else."""
+    """Returns `model*.safetensors` if there are such files. Otherwise it returns all weights except
+    those with known other purposes."""
     weights = [path for path in here if is_weights_file(path)]
     usual = [path for path in weights if path.startswith("model")]
     return usual or [path for path in weights if not _OTHER_WEIGHTS.match(path)]
@@ -73,12 +74,12 @@ def _select_weights(here: list[str]) -> list[str]:
 def _describe_contents(paths: list[str]) -> str:
     if any(path.endswith(".gguf") for path in paths):
         return (
-            "contains GGUF files, which are not supported: look for the same model in safetensors, "
-            "such as those of mlx-community"
+            "contains GGUF files, which are not supported: use the same model in the safetensors "
+            "format, for example from mlx-community"
         )
     if any(path.endswith(_PICKLED) for path in paths):
         return (
             "contains pickled weights, which are never opened because they can run code: "
-            "look for the same model in safetensors"
+            "use the same model in the safetensors format"
         )
-    return "has no .safetensors file in its top folder: it is not a language model"
+    return "has no .safetensors file in its top-level folder: it is not a language model"

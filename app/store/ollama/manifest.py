@@ -1,6 +1,6 @@
-"""Ollama's store: names, manifests and blobs.
+"""Ollama's store, which consists of manifests and blobs.
 
-Knows: the layout on disk. Must not know: the meaning of a blob.
+Knows: the layout on disk, the names of models. Must not know: the meaning of a blob.
 
     manifests/<host>/<namespace>/<model>/<tag>      JSON: which blobs, in which role
     blobs/sha256-<64 digits>                        each named by the digest of its content
@@ -18,7 +18,7 @@ from app.store import digests
 from app.store.config_files import is_regular_file, read_json_object
 from app.store.model_names import OllamaName, parse_ollama_name
 
-TENSOR, JSON, TEMPLATE, SYSTEM, PARAMS, GGUF, ADAPTER, MESSAGES = (
+TENSOR, JSON, TEMPLATE, SYSTEM, PARAMS, GGUF, ADAPTER, MESSAGES, LICENSE = (
     f"application/vnd.ollama.image.{kind}"
     for kind in (
         "tensor",
@@ -29,19 +29,21 @@ TENSOR, JSON, TEMPLATE, SYSTEM, PARAMS, GGUF, ADAPTER, MESSAGES = (
         "model",
         "adapter",
         "messages",
+        "license",
     )
 )
 
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 
-# one blob for each of 50,000 experts takes 10 MB
+# the maximum size of a manifest; one blob for each of 50,000 experts takes 10 MB
 _MAX_MANIFEST_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestLayer:
-    """One layer. media_type: one of the media types above, or an unknown one. name: of a tensor, or
-    of the original file, such as config.json. sha256: 64 digits."""
+    """One layer of a manifest. media_type: one of the media types above, or an unknown one. name:
+    the name of a tensor or of the original file, such as config.json. sha256: 64 hexadecimal
+    digits."""
 
     media_type: str
     name: str
@@ -51,8 +53,8 @@ class ManifestLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A manifest. layers: in the order of the file; each blob exists and has its size. config:
-    Ollama's description of the model."""
+    """A manifest. layers: the layers in the order of the file. Each blob exists and has the given
+    size. config: Ollama's description of the model."""
 
     path: Path
     layers: tuple[ManifestLayer, ...]
@@ -74,7 +76,7 @@ def get_manifest_path(name: OllamaName) -> Path:
 def list_names() -> Iterator[OllamaName]:
     """Yields every name that has a manifest."""
     folder = store_folder() / "manifests"
-    # exactly this many levels, so that circular links are harmless
+    # the fixed number of levels makes circular links harmless
     for path in sorted(folder.glob("*/*/*/*")):
         if path.is_dir():
             continue
@@ -85,36 +87,36 @@ def list_names() -> Iterator[OllamaName]:
 
 
 def read(path: Path) -> Manifest | None:
-    """Reads a manifest; None if the file does not exist. Raises AppError(MODEL_FILES), one line
-    that names the file, for an invalid manifest and for missing or truncated blobs."""
-    found = read_json_object(path, max_bytes=_MAX_MANIFEST_BYTES)
-    if found is None:
+    """Reads a manifest. Returns None if the file does not exist. Raises AppError(MODEL_FILES) for
+    an invalid manifest and for missing or truncated blobs. The message is one line that names the
+    file."""
+    content = read_json_object(path, max_bytes=_MAX_MANIFEST_BYTES)
+    if content is None:
         return None
-    told = found.get("layers")
-    if not isinstance(told, list):
+    entries = content.get("layers")
+    if not isinstance(entries, list):
         raise _model_files_error(f"{path} is not a manifest: it has no layers")
-    # a tensor blob holds a weight and its scales, or a group of experts, so a digest may occur
+    # a tensor blob contains a weight and its scales, or a group of experts, so a digest may occur
     # twice
-    layers = tuple(_parse_layer(path, layer) for layer in cast("list[Any]", told))
-    return Manifest(path=path, layers=layers, config=_parse_layer(path, found.get("config")))
+    layers = tuple(_parse_layer(path, layer) for layer in cast("list[Any]", entries))
+    return Manifest(path=path, layers=layers, config=_parse_layer(path, content.get("config")))
 
 
 def verify_layer(layer: ManifestLayer) -> None:
     """Raises AppError(MODEL_FILES) for a small blob whose content does not match its digest."""
     try:
-        whole = digests.sha256(layer.blob) == layer.sha256
+        valid = digests.sha256(layer.blob) == layer.sha256
     except OSError as error:
         raise _model_files_error(f"{layer.blob} cannot be read: {error}") from error
-    if not whole:
+    if not valid:
         raise _model_files_error(
-            f"{layer.blob} ({layer.name or layer.media_type}) is damaged: its SHA-256 is "
-            "not the one in "
-            "its name; remove it and run `ollama pull` again"
+            f"{layer.blob} ({layer.name or layer.media_type}) is damaged: its SHA-256 does not "
+            "match its name; remove it and run `ollama pull` again"
         )
 
 
 def get_digests(shards: tuple[Path, ...]) -> Mapping[Path, str]:
-    """Returns the expected digest of each shard. Only Ollama's file names contain one."""
+    """Returns the expected digest of each shard. Only Ollama's file names contain a digest."""
     named = {path: _DIGEST.fullmatch(path.name.replace("-", ":", 1)) for path in shards}
     return {path: match[1] for path, match in named.items() if match}
 

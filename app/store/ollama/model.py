@@ -1,10 +1,11 @@
-"""Models of Ollama's store: from a manifest to ModelFiles.
+"""Reads models of Ollama's store. It converts a manifest to ModelFiles.
 
-Knows: the role of each layer, Ollama's parameter names. Must not know: where blobs are, tensors.
+Knows: the role of each layer, Ollama's parameter names. Must not know: the location of blobs,
+tensors.
 
-The files of a model folder are blobs here; in addition there are a system prompt, a template and
-parameters. The template is a Go template, which is not used: models with tensor layers also include
-tokenizer_config.json with their Jinja template.
+The files of a model folder are blobs in this store. In addition, a model has a system prompt, a
+template and parameters. The template is a Go template and is not used. Models with tensor layers
+also include tokenizer_config.json with their Jinja template.
 """
 
 import logging
@@ -14,13 +15,14 @@ from typing import Any
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import Json, ModelFiles
 from app.store import safetensors_header
-from app.store.config_files import read_json_object, read_text
+from app.store.config_files import read_json_array, read_json_object, read_text
 from app.store.model_names import OllamaName
 from app.store.ollama import manifest
 from app.store.ollama.manifest import (
     ADAPTER,
     GGUF,
     JSON,
+    LICENSE,
     MESSAGES,
     PARAMS,
     SYSTEM,
@@ -32,7 +34,7 @@ from app.store.vocabulary import count_token_ids
 
 log = logging.getLogger(__name__)
 
-# Ollama's parameter -> the equivalent key of generation_config.json
+# Ollama's parameters and the equivalent keys of generation_config.json
 _PARAMETERS: Mapping[str, str] = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -47,31 +49,30 @@ _PARAMETERS: Mapping[str, str] = {
     "stop": "stop_strings",
 }
 
-# in Ollama, 0 and below mean none
+# in Ollama, these parameters are unset if they are 0 or negative
 _POSITIVE = ("repeat_penalty", "num_predict")
 
-# tensors of a draft model for speculative decoding
+# our own key of the config blob; Ollama ignores keys that it does not know
+PARENT_KEY = "parent_model"
+
+# the prefix of tensors of a draft model for speculative decoding
 _DRAFT_PREFIX = "draft."
 
 
 def find(name: OllamaName) -> ModelFiles | None:
-    """Finds a model; None if the store has no such name. Verifies the digests of small blobs;
-    tensors are not read, `manifest.get_digests` returns their digests.
+    """Finds a model. Returns None if the store does not contain the name. The digests of small
+    blobs are verified. Tensors are not read, but `manifest.get_digests` returns their digests.
 
-    Raises AppError(MODEL_FILES), one line, for a model that cannot be served.
+    Raises AppError(MODEL_FILES), with a message of one line, for a model that cannot be served.
     """
     found = manifest.read(manifest.get_manifest_path(name))
     if found is None:
         return None
     _check_format(name, found)
     files = {layer.name: layer for layer in found.get_layers(JSON)}
-    for layer in (
-        *files.values(),
-        *found.get_layers(SYSTEM),
-        *found.get_layers(PARAMS),
-        *found.get_layers(TEMPLATE),
-    ):
-        manifest.verify_layer(layer)
+    for media_type in (JSON, SYSTEM, PARAMS, TEMPLATE, MESSAGES, LICENSE):
+        for layer in found.get_layers(media_type):
+            manifest.verify_layer(layer)
     for needed in ("config.json", "tokenizer.json"):
         if needed not in files:
             raise _model_files_error(f"{found.path} has no {needed} layer: run `ollama pull` again")
@@ -79,7 +80,7 @@ def find(name: OllamaName) -> ModelFiles | None:
     objects = {
         file: read_json_object(files[file].blob) or {} if file in files else {} for file in names
     }
-    # each blob once, although several tensors may share one
+    # each blob is listed only once, although several tensors may share one
     tensors = found.get_layers(TENSOR)
     blobs = dict.fromkeys(layer.blob for layer in tensors if _is_model_tensor(layer.name))
     parameters = _read_parameters(found)
@@ -98,7 +99,10 @@ def find(name: OllamaName) -> ModelFiles | None:
         generation_config=_merge_generation_config(objects["generation_config.json"], parameters),
         chat_template=template,
         created=int(found.path.stat().st_mtime),
-        system_prompt=_read_system_prompt(found),
+        system_prompt=_read_texts(found, SYSTEM),
+        first_messages=_read_messages(found),
+        license=_read_texts(found, LICENSE) or "",
+        parent=_read_parent(found),
         recommended_context=_read_context_length(found, parameters),
         tokenizer_vocab_size=count_token_ids(files["tokenizer.json"].blob),
         weight_bytes=sum(header.nbytes for header in shards),
@@ -114,28 +118,50 @@ def _check_format(name: OllamaName, found: Manifest) -> None:
     """Raises AppError(MODEL_FILES) unless the model consists of tensor layers without adapters."""
     if found.get_layers(GGUF) or not found.get_layers(TENSOR):
         raise _model_files_error(
-            f"{name} is a GGUF model, which is not supported: look for the same model "
-            "in safetensors, such as those of mlx-community: `mlxrunner pull mlx-community/...`"
+            f"{name} is a GGUF model, which is not supported: use the same model in the "
+            "safetensors format, for example from mlx-community: "
+            "`mlxrunner pull mlx-community/...`"
         )
     if found.get_layers(ADAPTER):
         raise _model_files_error(
-            f"{name} has a LoRA adapter, which is not supported: serve the base model"
+            f"{name} has a LoRA adapter, which is not supported: serve the base model instead"
         )
-    if found.get_layers(MESSAGES):
-        log.warning("%s: its example conversation (MESSAGE) is ignored", name)
 
 
 def _has_template(objects: Mapping[str, Json]) -> bool:
     return bool(objects["tokenizer_config.json"].get("chat_template"))
 
 
-def _read_system_prompt(found: Manifest) -> str | None:
-    texts = [read_text(layer.blob) or "" for layer in found.get_layers(SYSTEM)]
+def _read_texts(found: Manifest, media_type: str) -> str | None:
+    texts = [read_text(layer.blob) or "" for layer in found.get_layers(media_type)]
     return "\n\n".join(filter(None, texts)) or None
 
 
+def _read_messages(found: Manifest) -> tuple[tuple[str, str], ...]:
+    """Reads Ollama's MESSAGE lines: a JSON array of objects with role and content."""
+    messages: list[tuple[str, str]] = []
+    for layer in found.get_layers(MESSAGES):
+        value = read_json_array(layer.blob)
+        for entry in value or ():
+            match entry:
+                case {"role": "system" | "user" | "assistant" as role, "content": str(content)}:
+                    messages.append((role, content))
+                case _:
+                    raise _model_files_error(
+                        f"{layer.blob} holds a message that is not a role and a text"
+                    )
+    return tuple(messages)
+
+
+def _read_parent(found: Manifest) -> str:
+    """Reads the name of the model that this one was created from, which `create` writes."""
+    config = read_json_object(found.config.blob) or {}
+    parent = config.get(PARENT_KEY)
+    return parent if isinstance(parent, str) else ""
+
+
 def _read_parameters(found: Manifest) -> Json:
-    """Merges the parameters. Later layers win, as in Ollama."""
+    """Merges the parameters. As in Ollama, later layers take precedence."""
     merged: dict[str, Any] = {}
     for layer in found.get_layers(PARAMS):
         merged.update(read_json_object(layer.blob) or {})
@@ -146,14 +172,14 @@ def _read_parameters(found: Manifest) -> Json:
 
 
 def _merge_generation_config(config: Json, parameters: Json) -> Json:
-    """Overrides generation_config.json with the parameters. Both are validated in
-    app.core.generation_config."""
+    """Overrides the values of generation_config.json with the parameters.
+    app.core.generation_config validates both."""
     changed = {
         key: parameters[name]
         for name, key in _PARAMETERS.items()
         if name in parameters and not _is_unset(name, parameters[name])
     }
-    if "temperature" in changed:  # a temperature enables sampling, whatever the file contains
+    if "temperature" in changed:  # a temperature enables sampling, even if do_sample is false
         config = {key: value for key, value in config.items() if key != "do_sample"}
     return {**config, **changed}
 
@@ -170,7 +196,7 @@ def _read_context_length(found: Manifest, parameters: Json) -> int | None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise _model_files_error(
-            f"{found.path}: the parameter num_ctx is {value!r}, but must be 1 or more"
+            f"{found.path}: the parameter num_ctx is {value!r}, but must be at least 1"
         )
     return value
 

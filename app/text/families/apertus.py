@@ -1,8 +1,12 @@
-"""Apertus' tool calls: a JSON array between tokens; each function name is the key of its arguments.
+"""Apertus writes its tool calls as a JSON array between tokens. Each function name is the key of
+its arguments.
 
     <|inner_prefix|>…<|tools_prefix|>[{"get_weather": {"city": "Oslo"}}]<|tools_suffix|>
 
-Calls may occur within reasoning, which may continue after a call.
+Calls may occur within reasoning, and the reasoning may continue after a call.
+
+Knows: these tokens, the format of the array, calls within reasoning. Must not know: the validation
+of arguments, other families.
 
 Source: the chat template of Apertus 8B Instruct.
 """
@@ -104,10 +108,10 @@ def _parse_keyed_call(reader: Reader, output: OutputBuilder) -> Resumable[CallOu
     output.start_tool_call(name)
     reader.release()
     end = yield from parse_json_value(reader, lambda text, _: output.add_arguments(text))
-    if end != "whole":
+    if end != "complete":
         return "broken"
     yield from reader.skip_space()
-    return "broken" if (yield from reader.accept("}")) is None else "whole"
+    return "broken" if (yield from reader.accept("}")) is None else "complete"
 
 
 def _quote_json(text: str) -> str:

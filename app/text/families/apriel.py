@@ -1,4 +1,5 @@
-"""Apriel's tool calls: a JSON array between tags. Its reasoning is delimited by sentences.
+"""Apriel writes its tool calls as a JSON array between tags. Sentences mark the beginning and the
+end of its reasoning.
 
     Here are my reasoning steps:
     …
@@ -6,7 +7,9 @@
     <tool_calls>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]</tool_calls>
     [END FINAL RESPONSE]
 
-Source: ServiceNow's chat templates of Apriel 1.5 and 1.6, whose system prompts describe it.
+Knows: these tags and sentences. Must not know: the parser of JSON calls, other families.
+
+Source: ServiceNow's chat templates of Apriel 1.5 and 1.6. Their system prompts describe the format.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Cohere's Command R7B and Command A: each part of the output is between its own tokens.
+"""Cohere's Command R7B and Command A put each part of the output between separate tokens.
 
     <|START_THINKING|>I think…<|END_THINKING|>
     <|START_ACTION|>[
@@ -6,7 +6,10 @@
     ]<|END_ACTION|>
     <|START_RESPONSE|>It rains.<|END_RESPONSE|>
 
-(without the line breaks between the parts). Source: the chat templates of these models.
+The output has no line breaks between the parts. Source: the chat templates of these models.
+
+Knows: these tokens, the keys of an action. Must not know: the JSON parser, the validation of
+arguments.
 """
 
 from collections.abc import Sequence

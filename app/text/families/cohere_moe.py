@@ -1,4 +1,6 @@
-"""Cohere2MoE: as Command A, but with other tokens around the text.
+"""Cohere2MoE uses the format of Command A, but with other tokens around the text.
+
+Knows: the different tokens. Must not know: the parser of calls.
 
 Source: the chat template of these models.
 """

@@ -1,4 +1,4 @@
-"""Cohere's Command R and R+ of 2024: a list of actions in a JSON code block.
+"""Cohere's Command R and R+ of 2024 write a list of actions in a JSON code block.
 
     Action:
     ```json
@@ -9,6 +9,9 @@
         }
     ]
     ```
+
+Knows: the code block around the actions. Must not know: the keys of an action (cohere.py), other
+families.
 
 Source: the tool use templates of these models.
 """

@@ -1,11 +1,14 @@
-"""DeepSeek R1's and V3's tool calls: the name, then JSON in a code block.
+"""DeepSeek R1 and V3 write a tool call as the function's name, followed by JSON in a code block.
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
     ```json
     {"city": "Oslo"}
     ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
 
-Source: the chat templates of DeepSeek V3 and R1, those of its distillates, and Cogito's.
+Knows: these tokens, the code block. Must not know: the parser of the calls
+(`app/text/syntax/deepseek_calls.py`).
+
+Source: the chat templates of DeepSeek V3 and R1, of R1's distilled models, and of Cogito.
 """
 
 from collections.abc import Sequence

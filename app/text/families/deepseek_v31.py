@@ -1,9 +1,12 @@
-"""DeepSeek V3.1's tool calls: the name, then JSON.
+"""DeepSeek V3.1 writes a tool call as the function's name, followed by JSON.
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Oslo"}
     <｜tool▁call▁end｜><｜tool▁calls▁end｜>
 
-(without the line break). Source: the chat template of DeepSeek V3.1.
+The output has no line break. Source: the chat template of DeepSeek V3.1.
+
+Knows: the tokens around a call. Must not know: the parser of the calls
+(`app/text/syntax/deepseek_calls.py`).
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""DeepSeek V4: tool calls in DSML (`app/text/syntax/dsml.py`)."""
+"""DeepSeek V4 writes tool calls in DSML (`app/text/syntax/dsml.py`).
+
+Knows: the outer tag of this version. Must not know: the DSML parser.
+"""
 
 from app.text.syntax.dsml import DSML_MARKER, build_dsml_tags
 from app.text.syntax.tagged_family import TaggedFamily

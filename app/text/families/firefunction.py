@@ -1,6 +1,8 @@
-"""Firefunction's tool calls: a keyword, then a JSON array.
+"""Firefunction writes its tool calls as a keyword, followed by a JSON array.
 
      functools[{"name": "get_weather", "arguments": {"city": "Oslo"}}]
+
+Knows: the keyword. Must not know: the parser of JSON calls, other families.
 
 Source: Fireworks' chat template of Firefunction v2.
 """

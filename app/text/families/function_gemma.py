@@ -1,6 +1,9 @@
-"""FunctionGemma: Gemma's call notation between tags.
+"""FunctionGemma writes tool calls in Gemma's notation, between tags.
 
     <start_function_call>call:get_weather{city:<escape>Oslo<escape>}<end_function_call>
+
+Knows: these tags, the quotes of this version. Must not know: the parser of the notation
+(`app/text/syntax/gemma_calls.py`).
 
 Source: Google's documentation of FunctionGemma's formatting.
 """

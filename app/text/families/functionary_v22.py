@@ -1,10 +1,13 @@
-"""Functionary 2.2's output: parts addressed to all or to a function.
+"""The output of Functionary 2.2 has several parts, each addressed to `all` or to a function.
 
     all
     <|content|>Let me see.
     <|from|>assistant
     <|recipient|>get_weather
     <|content|>{"city": "Oslo"}
+
+Knows: the separators between the parts. Must not know: the parser of the parts
+(`app/text/syntax/recipients.py`).
 
 Source: MeetKai's chat template of Functionary medium v2.2.
 """

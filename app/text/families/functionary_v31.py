@@ -1,9 +1,11 @@
-"""Functionary 3.1's tool calls, also Llama 3.1's for custom functions: JSON in a tag named after
-the function.
+"""Functionary 3.1 writes the arguments of a tool call as JSON in a tag with the name of the
+function. Llama 3.1 uses the same format for custom functions.
 
     <function=get_weather>{"city": "Oslo"}</function>
 
 The token `<|python_tag|>` is followed by the arguments of a function named python.
+
+Knows: these tags, the token for Python code. Must not know: the JSON parser, other families.
 
 Source: MeetKai's chat template of Functionary medium v3.1.
 """
@@ -61,7 +63,7 @@ def _parse_tagged_call(reader: Reader, output: OutputBuilder) -> Resumable[CallO
     reader.release()
     yield from parse_json_arguments(reader, output, _CLOSE, _OPEN, _PYTHON)
     yield from reader.accept(_CLOSE)
-    return "whole"
+    return "complete"
 
 
 def _parse_python_call(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
@@ -71,4 +73,4 @@ def _parse_python_call(reader: Reader, output: OutputBuilder) -> Resumable[CallO
     output.start_tool_call("python")
     reader.release()
     end = yield from parse_json_value(reader, lambda text, _: output.add_arguments(text))
-    return "whole" if end == "whole" else "broken"
+    return "complete" if end == "complete" else "broken"

@@ -1,8 +1,11 @@
-"""Functionary 3.2's output: parts addressed to all or to a function.
+"""The output of Functionary 3.2 has several parts, each addressed to `all` or to a function.
 
     all
     Let me see.>>>get_weather
     {"city": "Oslo"}
+
+Knows: the separators between the parts. Must not know: the parser of the parts
+(`app/text/syntax/recipients.py`).
 
 Source: MeetKai's chat template of Functionary medium v3.2.
 """

@@ -1,7 +1,11 @@
-"""Gemma 4: tool calls in its own notation, and reasoning in channels, which may occur anywhere.
+"""Gemma 4 writes tool calls in its own notation. Its reasoning is in channels, which may occur at
+any position.
 
     <|channel>thought
     I think…<channel|><|tool_call>call:get_weather{city:<|"|>Oslo<|"|>}<tool_call|><|tool_response>
+
+Knows: these tokens, the label of a reasoning channel. Must not know: the parser of the notation
+(`app/text/syntax/gemma_calls.py`).
 
 Source: the chat template of Gemma 4, and Google's documentation of its prompt format.
 """
@@ -21,7 +25,7 @@ _OPEN, _CLOSE, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _CHANNEL, _CHANNEL_END = "<|channel>", "<channel|>"
 _LABEL = "thought"
 
-# where the results follow: usually the end of the output
+# the marker before the results, which usually ends the output
 _RESPONSE = "<|tool_response>"
 
 
@@ -42,8 +46,8 @@ class Family(ChatFamily):
     def parse_reasoning(
         self, reader: Reader, output: OutputBuilder, tags: ReasoningTags, *, in_reasoning: bool
     ) -> Resumable[None]:
-        """Parses only reasoning that the prompt began; all other reasoning is in channels, which
-        may occur anywhere."""
+        """Parses only reasoning that the prompt began. All other reasoning is in channels, which
+        may occur at any position."""
         if in_reasoning:
             output.add_marker()
             yield from _parse_thoughts(reader, output)
@@ -52,7 +56,7 @@ class Family(ChatFamily):
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
     ) -> Resumable[None]:
         calls = GemmaCallParser(quote=_QUOTE, close=_CLOSE, tools=tools)
-        # an end without a beginning is ignored: the models occasionally write one
+        # an end marker without a begin marker is ignored, because the models occasionally write one
         marks = (_CHANNEL, _CHANNEL_END, *((_OPEN, _CLOSE, _RESPONSE) if tools else ()))
         while (
             mark := (yield from reader.read_until(*marks, on_text=output.add_content))
@@ -87,11 +91,11 @@ def _parse_thoughts(reader: Reader, output: OutputBuilder) -> Resumable[None]:
 
 
 def _skip_label(reader: Reader) -> Resumable[None]:
-    """Skips the channel's name, which is not part of the reasoning."""
+    """Skips the name of the channel, which is not part of the reasoning."""
     start = reader.hold()
     yield from reader.skip_space()
-    labelled = (yield from reader.accept(_LABEL)) is not None
+    labeled = (yield from reader.accept(_LABEL)) is not None
     character = yield from reader.peek()
-    if not labelled or not (character.isspace() or character in ("", "<")):
+    if not labeled or not (character.isspace() or character in ("", "<")):
         reader.rewind(start)
     reader.release()

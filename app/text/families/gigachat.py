@@ -1,9 +1,13 @@
-"""GigaChat 3's tool calls: a JSON object in a separate turn, which the model starts itself.
+"""GigaChat 3 writes a tool call as a JSON object in a separate turn. The model starts this turn
+itself.
 
     <|message_sep|>
 
     function call<|role_sep|>
     {"name": "get_weather", "arguments": {"city": "Oslo"}}
+
+Knows: the tokens at the beginning of a turn. Must not know: the parser of JSON calls, other
+families.
 
 Source: Sber's chat template of GigaChat 3, which supports one call per turn.
 """

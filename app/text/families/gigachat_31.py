@@ -1,6 +1,8 @@
-"""GigaChat 3.1's tool calls: a token, then a JSON object.
+"""GigaChat 3.1 writes a tool call as a token, followed by a JSON object.
 
     <|function_call|>{"name": "get_weather", "arguments": {"city": "Oslo"}}
+
+Knows: the token. Must not know: the parser of JSON calls, other families.
 
 Source: Sber's chat template of GigaChat 3.1, which supports one call per turn.
 """

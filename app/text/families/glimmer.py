@@ -1,4 +1,5 @@
-"""Muse Glimmer's ATEM: an output of several messages, each with a recipient.
+"""Muse Glimmer uses the ATEM format. An output consists of several messages, and each message has a
+recipient.
 
      to=self<|message|>I think…<|eom|>
     <|start|>assistant to=get_weather<|message|><atem:function_calls>
@@ -7,8 +8,11 @@
     </atem:invoke>
     </atem:function_calls>
 
-A message to "self" is reasoning, one to a tool contains calls, the others are for the user. The
-prompt ends with `<|start|>assistant`; `<|eot|>` is a stop token, so it is usually not in the text.
+A message to "self" is reasoning, and a message to a tool contains calls. All other messages are for
+the user. The prompt ends with `<|start|>assistant`. `<|eot|>` is a stop token, so it is usually not
+part of the text.
+
+Knows: the headers of messages, the tags of calls. Must not know: the parser of tagged calls.
 
 Source: the model's chat template.
 """
@@ -57,8 +61,8 @@ class Family(TaggedFamily):
     def parse_reasoning(
         self, reader: Reader, output: OutputBuilder, tags: ReasoningTags, *, in_reasoning: bool
     ) -> Resumable[None]:
-        """Parses only reasoning that the prompt began; all other reasoning is a separate
-        message."""
+        """Parses only reasoning that the prompt began. All other reasoning is in separate
+        messages."""
         if in_reasoning:
             output.add_marker()
             yield from reader.read_before(_START, *_ENDS, on_text=output.add_reasoning)
@@ -103,7 +107,7 @@ class Family(TaggedFamily):
 
 
 def _parse_header(reader: Reader, output: OutputBuilder) -> Resumable[str | None]:
-    """Returns the recipient of the message that begins here; None if none begins."""
+    """Returns the recipient of the message that begins here, or None if no message begins here."""
     start = reader.hold()
     yield from reader.skip_space()
     yield from reader.accept(_ASSISTANT)

@@ -1,12 +1,14 @@
-"""GLM from 4.5 on, and Poolside's Laguna: the function's name after the outer tag, keys and values
-in tags.
+"""GLM 4.5 and later, and Poolside's Laguna, write the function's name after the outer tag. Keys and
+values are in separate tags.
 
     <tool_call>get_weather
     <arg_key>city</arg_key>
     <arg_value>Oslo</arg_value>
     </tool_call>
 
-From GLM 4.7 on there are no line breaks in it.
+GLM 4.7 and later versions omit the line breaks.
+
+Knows: these tags. Must not know: the parser of tagged calls.
 
 Source: the chat templates of these models.
 """

@@ -1,9 +1,11 @@
-"""Granite's tool calls: a token, then a JSON array.
+"""Granite writes its tool calls as a token, followed by a JSON array.
 
     <|tool_call|>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]
 
-If reasoning is enabled, the response is between tags too: `<think>…</think>`, then
+If reasoning is enabled, the response is between tags too: `<think>…</think>` is followed by
 `<response>…</response>`.
+
+Knows: the token of each version. Must not know: the parser of JSON calls, other families.
 
 Source: IBM's chat templates of Granite 3.0 to 3.3. Granite 3.1 writes `<tool_call>` instead of the
 token.

@@ -1,13 +1,16 @@
-"""Harmony, the output format of gpt-oss: several messages, each with a header.
+"""gpt-oss uses the harmony format. An output consists of several messages, and each message has a
+header.
 
     <|channel|>analysis<|message|>I think…<|end|>
     <|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>
     {"city": "Oslo"}<|call|>
 
-(without the line breaks). A header names a channel and may name a recipient: a message to a
-function is a call, one without a recipient is reasoning in the channel "analysis" and text in any
-other. `<|call|>` and `<|return|>` are stop tokens, so they are usually not in the text. The prompt
-ends with `<|start|>assistant`.
+The output has no line breaks. A header names a channel and may name a recipient. A message to a
+function is a call. A message without a recipient is reasoning if its channel is "analysis", and
+text in any other channel. `<|call|>` and `<|return|>` are stop tokens, so they are usually not part
+of the text. The prompt ends with `<|start|>assistant`.
+
+Knows: channels, recipients and headers. Must not know: the JSON parser, other families.
 
 Source: OpenAI's description of the harmony response format, and the template of gpt-oss.
 """
@@ -27,7 +30,7 @@ _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrai
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _TO = "to="
 
-# a role, a channel, a recipient, a content type
+# a role, a channel, a recipient or a content type
 _WORD = re.compile(r"[^\s<]{1,256}")
 _MAX_HEADER_WORDS = 12
 
@@ -37,7 +40,8 @@ _NON_FUNCTION_RECIPIENTS = ("assistant", "user", "all")
 
 @dataclass(slots=True)
 class _Header:
-    """is_complete: whether the header was parsed to its end; else the text ended within it."""
+    """The header of a message. is_complete: whether the header was parsed to its end. If it is
+    False, the text ended within the header."""
 
     channel: str | None = None
     recipient: str | None = None
@@ -45,7 +49,7 @@ class _Header:
 
     @property
     def function(self) -> str | None:
-        """The function that is called; None if the message is not a call."""
+        """The called function, or None if the message is not a call."""
         if self.recipient is None or self.recipient in _NON_FUNCTION_RECIPIENTS:
             return None
         return self.recipient.removeprefix("functions.") or None
@@ -66,8 +70,8 @@ class Family(ChatFamily):
     def parse_reasoning(
         self, reader: Reader, output: OutputBuilder, tags: ReasoningTags, *, in_reasoning: bool
     ) -> Resumable[None]:
-        """Parses only reasoning that the prompt began; all other reasoning is a separate
-        message."""
+        """Parses only reasoning that the prompt began. All other reasoning is in separate
+        messages."""
         if in_reasoning:
             output.add_marker()
             yield from _parse_content(reader, output, output.add_reasoning)
@@ -90,17 +94,17 @@ class Family(ChatFamily):
             if header.function is not None:
                 yield from _parse_call(reader, output, header.function)
             else:
-                said = header.channel != "analysis"
+                is_content = header.channel != "analysis"
                 yield from _parse_content(
-                    reader, output, output.add_content if said else output.add_reasoning
+                    reader, output, output.add_content if is_content else output.add_reasoning
                 )
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
     ) -> ToolCallGrammar | None:
-        """Builds a grammar for one call, which ends the output: the model supports one only. The
-        recipient follows the channel, as the model usually writes it, or precedes it, as the
-        template does."""
+        """Builds a grammar for one call, which ends the output, because the model supports only one
+        call. The recipient follows the channel, as the model usually writes it, or precedes it, as
+        the template writes it."""
         kind = f"({literal(f' {_CONSTRAIN}json')} | {literal(' json')})?"
         return ToolCallGrammar(
             calls=tuple(
@@ -123,8 +127,8 @@ def _build_header_expression(name: str, literal: MakeLiteral) -> str:
 
 
 def _parse_header(reader: Reader) -> Resumable[_Header | None]:
-    """Parses up to the beginning of a message's content; returns None if the text is not a header.
-    A header truncated within a marker or a word is not a header."""
+    """Parses a header up to the beginning of the message's content. Returns None if the text is not
+    a header. Text that ends within a marker or a word of a header is not a header."""
     header = _Header()
     marked = False
     for _ in range(_MAX_HEADER_WORDS):
@@ -151,7 +155,7 @@ def _parse_header(reader: Reader) -> Resumable[_Header | None]:
 
 
 def _parse_text(reader: Reader, output: OutputBuilder, size: int) -> Resumable[None]:
-    """Parses text outside of messages. size: characters that are text in any case."""
+    """Parses text outside of messages. size: the number of characters that are certainly text."""
     if not size and (yield from reader.peek_any(*_ENDS)) is None:
         size = 1
     output.add_content(reader.take(size), reader.at - size)
@@ -159,7 +163,7 @@ def _parse_text(reader: Reader, output: OutputBuilder, size: int) -> Resumable[N
 
 
 def _parse_content(reader: Reader, output: OutputBuilder, on_text: OnText) -> Resumable[None]:
-    """Parses to the end of the message, or the beginning of another one."""
+    """Parses to the end of the message, or to the beginning of another message."""
     if (yield from reader.read_before(_START, *_ENDS, on_text=on_text)) is not None:
         yield from reader.accept(*_ENDS)
         output.add_marker()

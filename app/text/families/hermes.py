@@ -1,8 +1,10 @@
-"""Hermes' tool calls, also used by Qwen and many others: JSON objects between tags.
+"""Hermes, Qwen and many other models write tool calls as JSON objects between tags.
 
     <tool_call>
     {"name": "get_weather", "arguments": {"city": "Oslo"}}
     </tool_call>
+
+Knows: these tags. Must not know: the parser of JSON calls, the models that use these tags.
 
 Source: NousResearch's Hermes function calling, and the chat templates of Qwen 2.5 and Qwen 3.
 """
@@ -19,7 +21,7 @@ from app.text.syntax.reader import Reader, Resumable
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
-# syntax of other families that use the same tags
+# the syntax of other families that use the same tags
 _OTHER_FAMILY_MARKERS = ("<function=", "<arg_key>", "<use_mcp_tool>", "<tool_calls>")
 
 

@@ -1,8 +1,10 @@
-"""Jamba's tool calls: a JSON array between tags, one object per line.
+"""Jamba writes its tool calls as a JSON array between tags, with one object per line.
 
     <tool_calls>[
     {"name": "get_weather", "arguments": {"city": "Oslo"}}
     ]</tool_calls>
+
+Knows: these tags. Must not know: the parser of JSON calls, other families.
 
 Source: AI21's chat template of Jamba 1.6.
 """

@@ -1,12 +1,15 @@
-"""Kimi's tool calls: an id that contains the name, then JSON, between tokens.
+"""Kimi writes a tool call as an ID that contains the function's name, followed by JSON, between
+tokens.
 
     <|tool_calls_section_begin|>
     <|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Oslo"}
     <|tool_call_end|>
     <|tool_calls_section_end|>
 
-(without the line breaks). Source: the chat templates of Kimi K2 and K2 Thinking, and the tool call
-guidance in MoonshotAI's repository Kimi-K2.
+The output has no line breaks. Source: the chat templates of Kimi K2 and K2 Thinking, and the tool
+call guidance in MoonshotAI's repository Kimi-K2.
+
+Knows: these tokens, the format of an ID. Must not know: the JSON parser, other families.
 """
 
 import re
@@ -86,10 +89,10 @@ def _parse_call(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]
     yield from reader.skip_space()
     if parts is None or (yield from reader.accept(_ARGUMENTS)) is None:
         return "none"
-    # an id in another form than the template's is replaced
-    whole = parts["full"] and parts["index"]
-    output.start_tool_call(parts["name"], id if whole else None)
+    # an ID that does not have the template's format is replaced
+    complete = parts["full"] and parts["index"]
+    output.start_tool_call(parts["name"], id if complete else None)
     reader.release()
     yield from parse_json_arguments(reader, output, _CALL_END, _CALL, _SECTION_END)
     yield from reader.accept(_CALL_END)
-    return "whole"
+    return "complete"

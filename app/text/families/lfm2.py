@@ -1,9 +1,12 @@
-"""LFM2's tool calls: a Python list between tags, which LFM2.5 sometimes omits.
+"""LFM2 writes its tool calls as a Python list between tags. LFM2.5 sometimes omits the tags.
 
     <|tool_call_start|>[get_weather(city="Oslo"), add(a=1, b=2)]<|tool_call_end|>
 
-If the prompt asks for it, the models write a JSON list there. Source: the chat templates of LFM2,
-LFM2.5 and LFM2.5-VL, and Liquid AI's documentation of tool use.
+If the prompt requests it, the models write a JSON list between the tags instead. Source: the chat
+templates of LFM2, LFM2.5 and LFM2.5-VL, and Liquid AI's documentation of tool use.
+
+Knows: these tokens, both notations between them. Must not know: the parsers of Python and JSON
+calls.
 """
 
 from collections.abc import Collection, Sequence
@@ -29,7 +32,8 @@ class Family(ChatFamily):
         return "List of tools: [" in template and "keep_past_thinking" in template
 
     def reasoning_tags(self, template: str) -> ReasoningTags | None:
-        """Returns the tags. Some models reason although their templates do not mention it."""
+        """Returns the reasoning tags. Some models reason although their templates do not contain
+        the tags."""
         return ReasoningTags(open="<think>", close="</think>")
 
     def parse_tool_calls(
@@ -78,8 +82,8 @@ def _parse_list(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]
 def _parse_bare_list(
     reader: Reader, output: OutputBuilder, names: Collection[str]
 ) -> Resumable[None]:
-    """Parses a list without tags, or a bracket in the text. Only a list with a tool's name is a
-    call."""
+    """Parses a list without tags, or a bracket in the text. Only a list that contains the name of a
+    tool is parsed as a call."""
     start = reader.hold()
     outcome = yield from parse_python_list(reader, output, names=names)
     if outcome == "none":

@@ -1,6 +1,10 @@
-"""Llama 3's tool calls: a JSON object that is the whole output or follows a token.
+"""Llama 3 writes a tool call as a JSON object. The object is the whole output, or it follows a
+token.
 
     {"name": "get_weather", "parameters": {"city": "Oslo"}}
+
+Knows: the key of the arguments. Must not know: the tokens around a call
+(`app/text/syntax/llama_calls.py`), the parser of JSON calls.
 
 Source: Meta's chat templates of Llama 3.1 to 4.
 """
@@ -31,7 +35,7 @@ class Family(ChatFamily):
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
     ) -> ToolCallGrammar | None:
-        """Builds a grammar for one call: the template supports one per turn."""
+        """Builds a grammar for one call, because the template supports one call per turn."""
         return ToolCallGrammar(
             calls=tuple(
                 build_call_expression(tool, literal, json_schema, arguments_key="parameters")

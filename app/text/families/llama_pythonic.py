@@ -1,6 +1,9 @@
-"""Llama's tool calls in Python syntax: a list that is the whole output.
+"""Some Llama templates request tool calls in Python syntax. The list of calls is the whole output.
 
     [get_weather(city="Oslo"), add(a=1, b=2)]
+
+Knows: the templates that request this notation. Must not know: the tokens around a call
+(`app/text/syntax/llama_calls.py`), the parser of Python calls.
 
 Source: Meta's documentation of Llama 3.2's prompts, and vLLM's templates for Llama 3.2 and 4.
 """
@@ -37,5 +40,5 @@ class Family(ChatFamily):
         syntax = build_python_grammar(
             tools, literal, json_schema, before="[", between=", ", after="]", trigger="["
         )
-        # prose contains brackets
+        # prose may contain brackets
         return syntax and replace(syntax, trigger=None, leading=True)

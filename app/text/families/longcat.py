@@ -1,9 +1,11 @@
-"""Meituan's LongCat: GLM's tool calls with other tag names.
+"""Meituan's LongCat uses the syntax of GLM's tool calls with other tag names.
 
     <longcat_tool_call>get_weather
     <longcat_arg_key>city</longcat_arg_key>
     <longcat_arg_value>Oslo</longcat_arg_value>
     </longcat_tool_call>
+
+Knows: these tags. Must not know: the parser of tagged calls.
 
 Source: the chat templates of LongCat-Flash.
 """

@@ -1,4 +1,4 @@
-"""MiniCPM3's tool calls: a block of Python between tags, after the reasoning.
+"""MiniCPM3 writes its tool calls as a block of Python between tags, after the reasoning.
 
     <|thought_start|>
     I should look.
@@ -8,6 +8,8 @@
     get_weather(city="Oslo")
     ```
     <|tool_call_end|>
+
+Knows: these tokens, the code block. Must not know: the parser of Python calls.
 
 Source: the chat template of MiniCPM3-4B.
 """
@@ -62,7 +64,7 @@ def _parse_block(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome
     yield from reader.skip_space()
     yield from reader.accept(f"{_FENCE}python", _FENCE)
     outcome = yield from parse_python_calls(reader, output)
-    if outcome == "whole":
+    if outcome == "complete":
         yield from reader.skip_space()
         yield from reader.accept(_FENCE)
     return outcome

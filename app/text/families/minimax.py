@@ -1,10 +1,12 @@
-"""MiniMax M2: all tool calls in one pair of tags, names in attributes.
+"""MiniMax M2 writes all tool calls in one pair of tags. Names are in attributes.
 
     <minimax:tool_call>
     <invoke name="get_weather">
     <parameter name="city">Oslo</parameter>
     </invoke>
     </minimax:tool_call>
+
+Knows: these tags. Must not know: the parser of tagged calls.
 
 Source: MiniMax's guide to the tool calls of M2, and its chat template.
 """

@@ -1,4 +1,4 @@
-"""MiroThinker's tool calls: JSON between tags, with the names of the tool and its server.
+"""MiroThinker writes a tool call as JSON between tags, with the names of the tool and its server.
 
     <use_mcp_tool>
     <server_name>generic-extras</server_name>
@@ -8,8 +8,10 @@
     </arguments>
     </use_mcp_tool>
 
-Source: MiroMind's chat template of MiroThinker, which derives the server from the tool's name; so
-the server is ignored here.
+Knows: these tags. Must not know: the JSON parser, the existing servers.
+
+Source: MiroMind's chat template of MiroThinker. The template derives the server from the tool's
+name, so the parser ignores the server.
 """
 
 import re
@@ -66,12 +68,12 @@ def _build_call_head(name: str) -> str:
 
 def _parse_calls(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
     outcome = yield from _parse_call(reader, output)
-    while outcome == "whole":
+    while outcome == "complete":
         behind = reader.hold()
         outcome = yield from _parse_call(reader, output)
         if outcome == "none":
             reader.rewind(behind)
-            return "whole"
+            return "complete"
     return outcome
 
 
@@ -86,11 +88,11 @@ def _parse_call(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]
     yield from reader.accept(_ARGUMENTS)
     yield from parse_json_arguments(reader, output, _ARGUMENTS_END, _CLOSE)
     yield from reader.accept(_ARGUMENTS_END)
-    return "whole"
+    return "complete"
 
 
 def _parse_tagged_word(reader: Reader, open: str, close: str) -> Resumable[str]:
-    """Parses the word between two tags; returns "" if there is none."""
+    """Parses the word between two tags. Returns "" if there is none."""
     yield from reader.skip_space()
     if (yield from reader.accept(open)) is None:
         return ""

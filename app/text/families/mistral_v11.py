@@ -1,6 +1,10 @@
-"""Tool calls of Mistral Small 3.2 and Magistral 2506: name, id and JSON, each after a token.
+"""Mistral Small 3.2 and Magistral 2506 write a tool call as a name, an ID and JSON, each after a
+token.
 
     [TOOL_CALLS]get_weather[CALL_ID]…[ARGS]{"city": "Oslo"}
+
+Knows: the order of the tokens. Must not know: the parser of the calls
+(`app/text/syntax/mistral_calls.py`).
 
 Source: mistral-common's tokenizer v11.
 """

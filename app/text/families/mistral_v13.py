@@ -1,6 +1,9 @@
-"""Tool calls of Mistral's models since Devstral 2507: name and JSON, each after a token.
+"""Mistral's models since Devstral 2507 write a tool call as a name and JSON, each after a token.
 
     [TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}
+
+Knows: the order of the tokens. Must not know: the parser of the calls
+(`app/text/syntax/mistral_calls.py`).
 
 Source: mistral-common's tokenizer v13.
 """

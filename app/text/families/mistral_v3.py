@@ -1,9 +1,12 @@
-"""Tool calls of Mistral's models up to Small 3.1: a JSON array.
+"""Mistral's models up to Small 3.1 write their tool calls as a JSON array.
 
     [TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Oslo"}, "id": "…"}]
 
-Source: mistral-common's tokenizers v3 and v7. The id may be missing and is ignored, see
-`mistral_calls.py`. SentencePiece tokenizers put a space before the array.
+Knows: the keys of a call. Must not know: the parser of the calls
+(`app/text/syntax/mistral_calls.py`).
+
+Source: mistral-common's tokenizers v3 and v7. The ID may be missing. It is ignored, for the reason
+in `mistral_calls.py`. SentencePiece tokenizers put a space before the array.
 """
 
 import json as jsons

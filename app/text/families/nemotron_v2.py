@@ -1,8 +1,11 @@
-"""Nemotron Nano 2's tool calls: a JSON array between tags.
+"""Nemotron Nano 2 writes its tool calls as a JSON array between tags.
 
     <TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]</TOOLCALL>
 
-Source: NVIDIA's chat templates of Nemotron Nano 2; those of Llama Nemotron use the same syntax.
+Knows: these tags. Must not know: the parser of JSON calls, other families.
+
+Source: NVIDIA's chat templates of Nemotron Nano 2. The templates of Llama Nemotron use the same
+syntax.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,9 @@
-"""OLMo 3's tool calls: Python between tags, one call per line.
+"""OLMo 3 writes its tool calls in Python syntax between tags, with one call per line.
 
     <function_calls>get_weather(city="Oslo")
     add(a=1, b=2)</function_calls>
+
+Knows: these tags. Must not know: the parser of Python calls.
 
 Source: Ai2's chat templates of OLMo 3 Instruct and Think.
 """

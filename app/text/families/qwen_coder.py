@@ -1,5 +1,5 @@
-"""Tool calls of Qwen3-Coder, also used by Qwen 3.5, Nemotron 3 and Step 3.5: tags for the function
-and each parameter, unescaped values on separate lines.
+"""Qwen3-Coder, Qwen 3.5, Nemotron 3 and Step 3.5 write a tool call with tags for the function and
+each parameter. Values are unescaped and on separate lines.
 
     <tool_call>
     <function=get_weather>
@@ -8,6 +8,8 @@ and each parameter, unescaped values on separate lines.
     </parameter>
     </function>
     </tool_call>
+
+Knows: these tags. Must not know: the parser of tagged calls.
 
 Source: the chat templates of these models.
 """

@@ -1,10 +1,13 @@
-"""ByteDance's Seed-OSS: Qwen3-Coder's tags in another outer tag, values on the same line.
+"""ByteDance's Seed-OSS uses Qwen3-Coder's tags in another outer tag. Values are on the same line as
+their tags.
 
     <seed:tool_call>
     <function=get_weather>
     <parameter=city>Oslo</parameter>
     </function>
     </seed:tool_call>
+
+Knows: these tags, the notation of values. Must not know: the parser of tagged calls.
 
 Source: the model's chat template. Lists and objects are written as Python literals.
 """

@@ -1,9 +1,10 @@
-"""Grammars of arguments written as separate pairs of name and value instead of a JSON object.
+"""Builds grammars of arguments that are written as separate pairs of a name and a value instead of
+a JSON object.
 
     city="Oslo", days=3
 
-Knows: which JSON Schema keywords for objects such a list can satisfy, its Lark rules. Must not
-know: how a family writes a name or a value.
+Knows: the JSON Schema keywords for objects that such a list can satisfy, its Lark rules. Must not
+know: the notation of names and values in a family.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 MakePair = Callable[[str, Any], str | None]
-"""Returns the expression for a parameter's name and schema; None if it cannot be expressed."""
+"""Returns the expression for a parameter's name and schema. Returns None if it cannot be
+expressed."""
 
-# keywords that do not constrain a value, or that a list of pairs satisfies anyway
+# keywords that do not constrain a value, or that every list of pairs satisfies
 _ANNOTATIONS = frozenset(
     ("title", "description", "default", "examples", "deprecated", "$comment", "$schema")
 )
@@ -26,13 +28,14 @@ _TYPES = ["null", "boolean", "number", "string", "array", "object"]
 
 
 def has_only_keywords(schema: Mapping[str, Any], *keywords: str) -> bool:
-    """Returns whether only these keywords constrain the value."""
+    """Returns whether no keywords other than these constrain the value."""
     return _ANNOTATIONS.issuperset(schema.keys() - set(keywords))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentGrammar:
-    """expression: of the whole list, which may be empty. rules: the rules that it refers to."""
+    """The grammar of a list of pairs. expression: the expression of the whole list, which may be
+    empty. rules: the rules that the expression refers to."""
 
     expression: str
     rules: tuple[str, ...]
@@ -41,12 +44,12 @@ class ArgumentGrammar:
 def build_argument_grammar(
     schema: Mapping[str, Any], prefix: str, *, separator: str, pair: MakePair
 ) -> ArgumentGrammar | None:
-    """Builds the grammar of pairs in the order of the schema, with optional ones omitted or
-    present. None if such a list cannot satisfy the schema, or if a pair cannot be expressed.
-    prefix: of the rule names. separator: an expression.
+    """Builds the grammar of pairs in the order of the schema. Optional pairs may be omitted.
+    Returns None if such a list cannot satisfy the schema, or if a pair cannot be expressed. prefix:
+    the prefix of the rule names. separator: the expression between two pairs.
 
         some_i: pair_i more_i+1 | some_i+1      the list has not begun yet
-        more_i: (between pair_i)? more_i+1      it has
+        more_i: (between pair_i)? more_i+1      the list has begun
     """
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not _KEYWORDS.issuperset(schema) or schema.get("type", "object") != "object":
@@ -78,7 +81,7 @@ def build_argument_grammar(
 
 def extract_schema(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Extracts a part of a schema as a separate schema, with the definitions that it refers to.
-    None if it refers to anything else."""
+    Returns None if it refers to anything else."""
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping) or not all(map(_is_definition, _find_references(schema))):

@@ -1,8 +1,8 @@
-"""Shared syntax of DeepSeek's models up to V3.1: tool calls between tokens.
+"""The shared syntax of DeepSeek's models up to V3.1, in which tool calls are between tokens.
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>…<｜tool▁call▁end｜><｜tool▁calls▁end｜>
 
-Knows: how to parse both forms of a call. Must not know: which template uses which form.
+Knows: the parser of both forms of a call. Must not know: the form that each template uses.
 
     get_weather<｜tool▁sep｜>{"city": "Oslo"}
 
@@ -49,13 +49,13 @@ class DeepSeekFamily(ChatFamily):
 
 
 def _parse_call(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
-    """Parses one call and its end. All calls of a group begin with the same token."""
+    """Parses one call and its end marker. All calls of a group begin with the same token."""
     yield from reader.skip_space()
     yield from reader.accept(CALL)
     name = yield from _parse_word(reader)
     if (yield from reader.accept(SEPARATOR)) is None:
         return "none"
-    # if a name follows, the word before was the call type
+    # if a name follows, the previous word was the call type
     name = (yield from _parse_word(reader)) or name
     if not name:
         return "none"
@@ -69,7 +69,7 @@ def _parse_call(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]
         yield from reader.accept(FENCE_END)
         yield from reader.skip_space()
     yield from reader.accept(CALL_END)
-    return "whole"
+    return "complete"
 
 
 def _parse_word(reader: Reader) -> Resumable[str]:

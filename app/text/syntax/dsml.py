@@ -1,4 +1,4 @@
-"""DSML, DeepSeek's tool call syntax from V3.2 on.
+"""DSML is DeepSeek's syntax of tool calls since V3.2.
 
     <｜DSML｜function_calls>
     <｜DSML｜invoke name="get_weather">
@@ -6,11 +6,15 @@
     </｜DSML｜invoke>
     </｜DSML｜function_calls>
 
-V4 uses `tool_calls` for `function_calls`. The attribute `string` distinguishes text from JSON; if
-it contradicts the tool's schema, the schema takes precedence, which the caller validates against.
+V4 uses `tool_calls` instead of `function_calls`. The attribute `string` distinguishes text from
+JSON. If it contradicts the tool's schema, the schema takes precedence, because the caller validates
+the arguments against the schema.
 
-Source: DeepSeek's encoding of V3.2 (`encoding_dsv32.py` beside the weights), and chat templates
-derived from it.
+Knows: the tags, the attribute of a parameter. Must not know: the outer tag (it depends on the
+version), the parser of tagged calls.
+
+Source: DeepSeek's encoding of V3.2 (`encoding_dsv32.py`, published with the weights), and chat
+templates derived from it.
 """
 
 from app.text.syntax.parameter_types import STRING_TYPE, JsonTypes
@@ -20,7 +24,7 @@ DSML_MARKER = "｜DSML｜"
 
 
 def build_dsml_tags(calls: str) -> CallTags:
-    """calls: name of the tag around all calls."""
+    """calls: the name of the tag around all calls."""
     return CallTags(
         before=f"<{DSML_MARKER}{calls}>",
         after=f"</{DSML_MARKER}{calls}>",

@@ -1,11 +1,11 @@
 """An incremental parser of Gemma's tool calls, `call:get_weather{city:<|"|>Oslo<|"|>,days:3}`.
 
-Knows: this notation, how values are typed by a schema. Must not know: which token quotes strings,
-what surrounds the calls.
+Knows: this notation, the types of values in a schema. Must not know: the token that quotes strings,
+the markers around calls.
 
-Keys have no quotes; strings are between quote tokens without escapes, so a string can contain any
-text except that token. Models sometimes omit it: the type of an unquoted value is taken from the
-tool's schema.
+Keys are not quoted. Strings are between quote tokens and have no escapes, so a string can contain
+any text except that token. Models sometimes omit the quote token. The type of an unquoted value is
+determined by the tool's schema.
 """
 
 import json
@@ -25,32 +25,33 @@ from app.text.syntax.reader import Reader, Resumable
 _CALL = "call:"
 _NAME = re.compile(r"[^\s{}<]{1,256}")
 _KEY = re.compile(r"[A-Za-z_][\w.-]*")
-_VALUE_ENDS = (",", "}", "]")  # end an unquoted value
+_VALUE_ENDS = (",", "}", "]")  # these characters end an unquoted value
 
 
 def is_key(name: str) -> bool:
-    """Returns whether a name needs no quotes."""
+    """Returns whether a name can be a key without quotes."""
     return _KEY.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmaCallParser:
-    """Parses the calls of one output. quote: the token around strings. close: the token after
-    calls, which may only occur within a string."""
+    """Parses the calls of one output. quote: the token around strings. close: the token after the
+    calls. Inside a call, it may only occur within a string."""
 
     quote: str
     close: str
     tools: Sequence[Tool]
 
     def parse(self, reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
-        """Parses one call, and others immediately after it; returns as `parse_call_object` does."""
+        """Parses one call, and other calls immediately after it. Returns the same values as
+        `parse_call_object`."""
         outcome = yield from self._parse_call(reader, output)
-        while outcome == "whole":
+        while outcome == "complete":
             behind = reader.hold()
             outcome = yield from self._parse_call(reader, output)
             if outcome == "none":
                 reader.rewind(behind)
-                return "whole"
+                return "complete"
         return outcome
 
     def _parse_call(self, reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
@@ -69,11 +70,11 @@ class GemmaCallParser:
             parse_key=self._parse_key,
             parse_scalar=_ValueParser(self, name).parse,
         )
-        whole = yield from parse_nested_pairs(notation, reader, output.add_arguments)
-        return "whole" if whole else "broken"
+        complete = yield from parse_nested_pairs(notation, reader, output.add_arguments)
+        return "complete" if complete else "broken"
 
     def _parse_key(self, reader: Reader) -> Resumable[str | None]:
-        held = reader.hold()
+        mark = reader.hold()
         if (yield from reader.accept(self.quote)) is not None:
             name, end = yield from reader.read_text_until(self.quote)
             yield from reader.skip_space()
@@ -84,7 +85,7 @@ class GemmaCallParser:
             )
             colon = end == ":"
         if end is None or not colon:
-            reader.rewind(held)
+            reader.rewind(mark)
             return None
         reader.release()
         return json.dumps(name.strip(), ensure_ascii=False)
@@ -111,8 +112,8 @@ class _ValueParser:
         if (yield from reader.accept(self.parser.quote)) is not None:
             return (yield from self.parser.parse_string(reader, write))
         if (yield from reader.peek()) == '"':
-            return (yield from parse_json_value(reader, lambda text, _: write(text))) == "whole"
-        held = reader.hold()
+            return (yield from parse_json_value(reader, lambda text, _: write(text))) == "complete"
+        mark = reader.hold()
         raw: list[str] = []
         quote, close = self.parser.quote, self.parser.close
         end = yield from reader.read_before(
@@ -120,16 +121,16 @@ class _ValueParser:
         )
         text = "".join(raw)
         if not text.strip() or end in (None, quote):
-            # truncated, or not a value: it is passed on unchanged
-            reader.rewind(held)
+            # the value is truncated or invalid: it is output unchanged
+            reader.rewind(mark)
             return False
         reader.release()
         write(to_json(text.strip(), self._get_types(path)))
         return True
 
     def _get_types(self, path: KeyPath) -> JsonTypes | None:
-        """Returns the schema's types of the parameter at `path`; None for nested values, whose type
-        follows from their syntax."""
+        """Returns the types that the schema allows for the parameter at `path`. Returns None for
+        nested values, because their syntax determines their type."""
         [name, *within] = path
         tool = next((tool for tool in self.parser.tools if tool.name == self.name), None)
         return (

@@ -1,6 +1,7 @@
-"""Grammars that constrain Gemma's call notation to a tool's schema, as Lark rules.
+"""Builds grammars that constrain Gemma's call notation to a tool's schema, as Lark rules.
 
-Knows: which JSON Schema keywords this notation supports. Must not know: which token quotes strings.
+Knows: the JSON Schema keywords that this notation supports. Must not know: the token that quotes
+strings.
 """
 
 import json
@@ -14,7 +15,7 @@ from app.text.syntax.argument_grammar import build_argument_grammar, has_only_ke
 from app.text.syntax.gemma_calls import is_key
 from app.text.syntax.parameter_types import resolve_reference
 
-_MAX_DEPTH = 64  # nested objects and lists
+_MAX_DEPTH = 64  # maximum depth of nested objects and lists
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
 _WORD_EXPRESSIONS = {"boolean": '("true" | "false")', "null": '"null"'}
 _NUMBER_KEYWORDS = (
@@ -32,9 +33,9 @@ def build_gemma_grammar(
     close: str,
     quote: str,
 ) -> ToolCallGrammar | None:
-    """Builds the grammar as `ChatFamily.build_tool_call_grammar` does. open, close: markers around
-    a call. None if a schema has constraints that this notation cannot express, such as a pattern or
-    a length of strings."""
+    """Builds the grammar for `ChatFamily.build_tool_call_grammar`. open, close: the markers around
+    a call. Returns None if a schema has constraints that this notation cannot express, such as a
+    pattern or a length of strings."""
     calls: list[str] = []
     rules = [*_write_free_value_rules(literal, quote)]
     for place, tool in enumerate(tools):
@@ -48,13 +49,14 @@ def build_gemma_grammar(
 
 
 def _write_free_value_rules(literal: MakeLiteral, quote: str) -> Iterable[str]:
-    """Yields the rules of strings, and of values without a schema."""
+    """Yields the rules of strings and of values without a schema."""
     spelled = literal(quote)
     if spelled.startswith("<["):
-        # no text contains the token
+        # text cannot contain the token
         yield f"gemmatext: {spelled} /(?s:.*)/ {spelled}"
     else:
-        # one terminal, because terminals match greedily: text alone would include the quote
+        # this is one terminal: terminals match greedily, so a separate terminal for text would
+        # include the quote
         yield "gemmatext: GEMMA_QUOTED"
         yield f"GEMMA_QUOTED: {spelled} GEMMA_TEXT {spelled}"
         yield f"GEMMA_TEXT: /(?s:.*)/ & ~(/(?s:.*)/ {spelled} /(?s:.*)/)"
@@ -68,9 +70,10 @@ def _write_free_value_rules(literal: MakeLiteral, quote: str) -> Iterable[str]:
 
 @dataclass(slots=True)
 class _SchemaGrammar:
-    """Expressions for the values of one tool's arguments; None for each that cannot be expressed.
+    """The expressions for the values of one tool's arguments. An expression is None if the notation
+    cannot express the constraints.
 
-    rules: the rules that the expressions refer to. reference_rules: rule names of definitions.
+    rules: the rules that the expressions refer to. reference_rules: the rule names of definitions.
     is_complete: whether every definition has an expression.
     """
 
@@ -103,7 +106,7 @@ class _SchemaGrammar:
         )
 
     def _write_reference(self, schema: Mapping[str, Any], depth: int) -> str | None:
-        """Refers to the rule of a definition; definitions have rules because they may be
+        """Refers to the rule of a definition. Each definition has a rule because definitions may be
         recursive."""
         target = resolve_reference(schema, self.tool.parameters)
         if not has_only_keywords(schema, "$ref") or "$ref" in target:
@@ -135,7 +138,7 @@ class _SchemaGrammar:
 
     def _write_choice(self, schema: Mapping[str, Any], keyword: str, depth: int) -> str | None:
         if keyword == "anyOf":
-            # other keywords beside it would have to hold as well
+            # other keywords in the same schema would have to hold as well
             parts = _as_list(schema["anyOf"]) if has_only_keywords(schema, "anyOf") else []
             return _join_alternatives(self.write_value(part, depth + 1) for part in parts)
         if not has_only_keywords(schema, keyword, "type"):

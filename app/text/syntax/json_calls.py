@@ -1,8 +1,8 @@
-"""Incremental parsers of tool calls in JSON: an object `{"name": …, "arguments": {…}}`, an array of
-such objects, and bare arguments between markers, with the name outside.
+"""Incremental parsers of tool calls in JSON. They support an object `{"name": …, "arguments":
+{…}}`, an array of such objects, and arguments without a name between markers.
 
-Knows: the keys that models use for name and arguments, that these come in either order. Must not
-know: what surrounds the object, which depends on the family.
+Knows: the keys that models use for the name and the arguments, both orders of these keys. Must not
+know: the markers around the object, which depend on the family.
 """
 
 import json
@@ -16,10 +16,10 @@ from app.text.syntax.json_reader import decode_json_string, parse_json_string, p
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
-CallOutcome = Literal["none", "whole", "broken"]
+CallOutcome = Literal["none", "complete", "broken"]
 
 ParseCall = Callable[[Reader, OutputBuilder], Resumable[CallOutcome]]
-"""Parses one or more calls; returns as `parse_call_object` does."""
+"""Parses one or more calls. Returns the same values as `parse_call_object`."""
 
 
 def parse_call_object(
@@ -31,9 +31,10 @@ def parse_call_object(
     id_keys: Collection[str] = ("id",),
     names: Collection[str] | None = None,
 ) -> Resumable[CallOutcome]:
-    """Parses one such object, skipping white space before it. names: the names of the tools; an
-    object with another name or with other keys is not a call. None accepts any. Nothing is added to
-    `output` before the name is known; the caller holds the reader, and rewinds it after "none"."""
+    """Parses one call object, after optional white space. names: the names of the tools. An object
+    with another name or with other keys is not a call. If it is None, any name is accepted. Nothing
+    is added to `output` before the name is known. The caller holds the reader and rewinds it if the
+    result is "none"."""
     call = _Call(reader, output, names)
     yield from reader.skip_space()
     if (yield from reader.accept("{")) is None:
@@ -48,7 +49,7 @@ def parse_call_object(
             return _fail_call(call)
         known = (*name_keys, *argument_keys, *id_keys, "type")
         if names is not None and key not in known and not call.is_started:
-            return "none"  # a response in JSON must not be held back to its end
+            return "none"  # do not hold back a response in JSON to its end
         if not (yield from _parse_value(reader, call, key, name_keys, argument_keys, id_keys)):
             return _fail_call(call)
         yield from reader.skip_space()
@@ -59,34 +60,36 @@ def parse_call_object(
 def parse_call_list(
     reader: Reader, output: OutputBuilder, parse: ParseCall = parse_call_object
 ) -> Resumable[CallOutcome]:
-    """Parses such an array, skipping white space before it; otherwise as `parse_call_object`. After
-    a complete call, text that is neither another call nor the end of the array is not consumed."""
+    """Parses an array of call objects, after optional white space. Otherwise it behaves like
+    `parse_call_object`. After a complete call, text that is neither another call nor the end of the
+    array is not consumed."""
     yield from reader.skip_space()
     if (yield from reader.accept("[")) is None:
         return "none"
     outcome = yield from parse(reader, output)
-    while outcome == "whole":
+    while outcome == "complete":
         behind = reader.hold()
         yield from reader.skip_space()
         if (yield from reader.accept("]")) is not None:
             reader.release()
-            return "whole"
+            return "complete"
         more = (yield from reader.accept(",")) is not None
         outcome = (yield from parse(reader, output)) if more else "none"
         if outcome == "none":
             reader.rewind(behind)
-            return "whole"
+            return "complete"
     return outcome
 
 
 def parse_json_arguments(
     reader: Reader, output: OutputBuilder, *ends: str
 ) -> Resumable[str | None]:
-    """Outputs the arguments of the current call, up to one of these markers, which is not consumed.
-    Returns the marker; None if the text ends without one.
+    """Outputs the arguments of the current call, up to one of the given markers, which is not
+    consumed. Returns this marker, or None if the text ends without one.
 
-    A marker within a JSON string is ignored. Text that is not JSON, or follows the JSON value, is
-    output unchanged, so that nothing is lost. No text at all is the empty object.
+    A marker within a JSON string is ignored. Text that is not JSON, or that follows the JSON value,
+    is output unchanged, so that no text is lost. If there is no text, the arguments are the empty
+    object.
     """
 
     def take(text: str, at: int) -> None:
@@ -97,13 +100,14 @@ def parse_json_arguments(
     if met is not None:
         output.add_arguments("{}")
         return met
-    if (yield from parse_json_value(reader, take)) == "whole":
+    if (yield from parse_json_value(reader, take)) == "complete":
         yield from reader.skip_space()
     return (yield from reader.read_before(*ends, on_text=take))
 
 
-""""none": no call was started; rewind. "whole": a call was parsed. "broken": a call was started,
-and the following text is not JSON; it belongs to the arguments, so that nothing is lost."""
+"""The outcome of parsing a call. "none": no call was started, so the caller must rewind the reader.
+"complete": a call was parsed. "broken": a call was started, but the following text is not JSON.
+This text belongs to the arguments, so that no text is lost."""
 
 
 @dataclass(slots=True)
@@ -124,7 +128,7 @@ class _Call:
         if self.name is None or (self.tool_names is not None and self.name not in self.tool_names):
             return False
         self.output.start_tool_call(self.name, self.id)
-        self.reader.release()  # rewinding is no longer possible
+        self.reader.release()  # the reader cannot be rewound after this
         self.is_started = True
         self.output.add_arguments("".join(self.early_arguments))
         return True
@@ -139,8 +143,8 @@ def build_call_expression(
     after: str = "",
     arguments_key: str = "arguments",
 ) -> str:
-    """Returns the Lark expression of such an object; see `ChatFamily.build_tool_call_grammar`.
-    before, after: expressions around it. arguments_key: the key of the arguments."""
+    """Returns the Lark expression of a call object; see `ChatFamily.build_tool_call_grammar`.
+    before, after: the expressions around the object. arguments_key: the key of the arguments."""
     name = json.dumps(tool.name, ensure_ascii=False)
     begin = f'{before}{{"name": {name}, "{arguments_key}": '
     return f"{literal(begin)} {json_schema(tool)} {literal('}' + after)}"
@@ -164,39 +168,39 @@ def _parse_value(
     if key in id_keys and (yield from reader.peek()) == '"':
         call.id = yield from parse_json_string(reader)
         return call.id is not None
-    return (yield from parse_json_value(reader, lambda text, at: None)) == "whole"
+    return (yield from parse_json_value(reader, lambda text, at: None)) == "complete"
 
 
 def _parse_arguments(reader: Reader, call: _Call) -> Resumable[bool]:
-    """Parses the arguments. They are output as they arrive if the name precedes them. Some models
-    write them as a string that contains the object."""
+    """Parses the arguments. If the name precedes them, they are output as they arrive. Some models
+    write the arguments as a string that contains the object."""
     call.has_arguments = True
     if call.name is not None and not call.start():
         return False
     take = call.output.add_arguments if call.is_started else call.early_arguments.append
     yield from reader.skip_space()
     if (yield from reader.peek()) != '"':
-        whole = (yield from parse_json_value(reader, lambda text, at: take(text))) == "whole"
+        complete = (yield from parse_json_value(reader, lambda text, at: take(text))) == "complete"
     else:
         written: list[str] = []
         end = yield from parse_json_value(reader, lambda text, at: written.append(text))
-        text = decode_json_string("".join(written)) if end == "whole" else None
+        text = decode_json_string("".join(written)) if end == "complete" else None
         take("".join(written) if text is None else text or "{}")
-        whole = text is not None
-    if whole and call.is_started:
+        complete = text is not None
+    if complete and call.is_started:
         call.arguments_end = reader.hold()
-    return whole
+    return complete
 
 
 def _finish_call(call: _Call) -> CallOutcome:
     if call.is_started:
         call.reader.release()
-        return "whole"
+        return "complete"
     if not call.start():
         return "none"
     if not call.has_arguments:
         call.output.add_arguments("{}")
-    return "whole"
+    return "complete"
 
 
 def _fail_call(call: _Call) -> CallOutcome:

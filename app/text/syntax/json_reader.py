@@ -1,4 +1,4 @@
-"""An incremental JSON reader: outputs a value while the model is writing it.
+"""An incremental JSON reader, which outputs a value while the model is writing it.
 
 Knows: JSON's grammar (RFC 8259). Must not know: the meaning of the value.
 """
@@ -14,14 +14,14 @@ _NUMBER_CHARACTERS = frozenset("0123456789+-.eE")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _SPACE = frozenset(" \t\n\r")
 
-ValueEnd = Literal["whole", "broken", "cut"]
-"""How a value ended: complete; at an invalid character, which is not consumed; or at the end of the
-text."""
+ValueEnd = Literal["complete", "broken", "cut"]
+"""The way in which a value ended: it was complete, an invalid character followed (which is not
+consumed), or the text ended."""
 
 
 def parse_json_value(reader: Reader, on_text: OnText) -> Resumable[ValueEnd]:
-    """Outputs one JSON value as it is written, skipping white space before it. Control characters
-    within strings, which models write although JSON forbids them, are escaped."""
+    """Outputs one JSON value as it is written, after optional white space. Models write control
+    characters within strings although JSON forbids them. These characters are escaped."""
     yield from reader.skip_space()
     scan = _JsonScanner()
     while (yield from reader.peek()):
@@ -31,26 +31,26 @@ def parse_json_value(reader: Reader, on_text: OnText) -> Resumable[ValueEnd]:
             reader.take(count)
             on_text(text, at)
         if scan.done:
-            return "whole"
+            return "complete"
         if count < len(ahead):
-            return "whole" if scan.finish() else "broken"
-    return "whole" if scan.finish() else "cut"
+            return "complete" if scan.finish() else "broken"
+    return "complete" if scan.finish() else "cut"
 
 
 def parse_json_string(reader: Reader) -> Resumable[str | None]:
-    """Reads a JSON string, skipping white space before it, and decodes it; None if it is incomplete
-    or `decode_json_string` fails."""
+    """Reads a JSON string, after optional white space, and decodes it. Returns None if the string
+    is incomplete or `decode_json_string` returns None."""
     yield from reader.skip_space()
     if (yield from reader.peek()) != '"':
         return None
     pieces: list[str] = []
     end = yield from parse_json_value(reader, lambda text, at: pieces.append(text))
-    return decode_json_string("".join(pieces)) if end == "whole" else None
+    return decode_json_string("".join(pieces)) if end == "complete" else None
 
 
 def decode_json_string(string: str) -> str | None:
-    """Returns the text of a complete JSON string; None if it is not valid text: half of a surrogate
-    pair."""
+    """Returns the text of a complete JSON string. Returns None if the string contains half of a
+    surrogate pair, because it is not valid text."""
     text: str = json.loads(string)
     return None if any("\ud800" <= character <= "\udfff" for character in text) else text
 
@@ -58,20 +58,20 @@ def decode_json_string(string: str) -> str | None:
 class _JsonScanner:
     """A push-down automaton over characters.
 
-    expect: what may follow: value, first (a value or the end of an array), key, name (a key or the
-    end of an object), colon, comma, string, escape, hex, number, word or nothing.
+    expect: the token that may follow: value, first (a value or the end of an array), key, name (a
+    key or the end of an object), colon, comma, string, escape, hex, number, word or nothing.
     """
 
     def __init__(self) -> None:
         self.done = False
         self._expect = "value"
-        self._open: list[str] = []  # "{" and "["
+        self._open: list[str] = []  # the open brackets, "{" and "["
         self._is_key = False
-        self._word = ""  # rest of true, false, null; of a number, its start
+        self._word = ""  # the rest of true, false or null; the start of a number
         self._hex_digits_left = 0
 
     def feed(self, text: str) -> tuple[int, str]:
-        """Returns the number of characters that belong to the value, and their output."""
+        """Returns the number of characters that belong to the value, and the output for them."""
         written: list[str] = []
         for count, character in enumerate(text):
             if self.done or not self._step(character):

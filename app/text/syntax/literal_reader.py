@@ -1,13 +1,13 @@
-"""An incremental converter of objects and lists, in JSON or Python notation, to JSON.
+"""An incremental converter of objects and lists to JSON. The input is in JSON or Python notation.
 
     {'append': True, 'tags': ["it's", None]}  →  {"append": true, "tags": ["it's", null]}
 
-Knows: strings and words of both notations. Must not know: the meaning of the value, whether its
-brackets match (checked by the code that parses the JSON).
+Knows: the strings and the words of both notations. Must not know: the meaning of the value, the
+matching of brackets (the JSON parser checks it).
 
-Templates that print arguments with Jinja's `string` train models on Python's notation, those with
-`tojson` on JSON. The two differ in quotes, three words and a few escapes, and text that is valid in
-both has the same meaning.
+Some templates print arguments with Jinja's `string`. They train models on Python's notation.
+Templates with `tojson` train models on JSON. The two notations differ in quotes, three words and a
+few escapes. Text that is valid in both notations has the same meaning in both.
 """
 
 import json
@@ -17,15 +17,15 @@ from collections.abc import Callable
 from app.text.syntax.reader import Reader, Resumable
 
 _WORDS = {"True": "true", "False": "false", "None": "null"}
-_ESCAPES = frozenset('"\\/bfnrtu')  # JSON's own
+_ESCAPES = frozenset('"\\/bfnrtu')  # JSON's own escapes
 _HEX = re.compile(r"[0-9a-fA-F]+")
 
 
 def convert_literal_before(
     reader: Reader, *marks: str, on_text: Callable[[str], None]
 ) -> Resumable[str | None]:
-    """Outputs the text before the first of these marks outside of a string. Returns the mark, which
-    is not consumed; None if the text ends without one."""
+    """Outputs the text before the first of the given marks outside of a string. Returns the mark,
+    which is not consumed, or None if the text ends without a mark."""
     while True:
         stop = yield from reader.read_before(
             '"', "'", *_WORDS, *marks, on_text=lambda text, _: on_text(text)
@@ -46,17 +46,17 @@ def convert_literal(text: str) -> str:
     reader.push(text)
     reader.end()
     for _ in convert_literal_before(reader, on_text=pieces.append):
-        raise AssertionError("nothing is to be waited for")
+        raise AssertionError("the converter must not wait for more text")
     return "".join(pieces)
 
 
 def escape_json(text: str) -> str:
-    """Escapes a text for a JSON string, without quotes."""
+    """Escapes a text for a JSON string, without adding quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _convert_string(reader: Reader, quote: str, on_text: Callable[[str], None]) -> Resumable[None]:
-    """Converts the rest of a string, including its end."""
+    """Converts the rest of a string, including its closing quote."""
     while True:
         stop = yield from reader.read_until(
             quote, '"', "\\", on_text=lambda text, _: on_text(_escape_controls(text))
@@ -73,8 +73,8 @@ def _convert_string(reader: Reader, quote: str, on_text: Callable[[str], None]) 
 
 
 def _convert_escape(reader: Reader) -> Resumable[str]:
-    """Converts the characters after a backslash to JSON. An unknown escape stands for itself, as in
-    Python."""
+    """Converts the characters after a backslash to JSON. As in Python, an unknown escape is kept
+    unchanged."""
     kind = yield from reader.peek()
     if not kind:
         return "\\"
@@ -95,6 +95,5 @@ def _convert_escape(reader: Reader) -> Resumable[str]:
 
 
 def _escape_controls(text: str) -> str:
-    """Escapes control characters, which JSON forbids in strings; models write line breaks
-    anyway."""
+    """Escapes control characters. JSON forbids them in strings, but models write line breaks."""
     return "".join(escape_json(c) if c < " " else c for c in text)

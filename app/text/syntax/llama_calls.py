@@ -1,15 +1,16 @@
-"""Tool calls of Llama's models, in all syntaxes that they use.
+"""Parses tool calls of Llama's models, in all syntaxes that they use.
 
     {"name": "get_weather", "parameters": {"city": "Oslo"}}
     [get_weather(city="Oslo")]
     <|python_tag|>{"name": "get_weather", "parameters": {"city": "Oslo"}}
     <|python_tag|>brave_search.call(query="Oslo")
 
-Knows: that without the token a call must start the output and name a tool. Must not know: which
-template requests which syntax.
+Knows: the conditions for a call without the token (it must be at the start of the output and name a
+tool). Must not know: the syntax that each template requests.
 
-Source: Meta's documentation of the prompts of Llama 3.1 to 4, and its chat templates. These support
-one call per turn; models that write more separate them by a semicolon, a comma or a line break.
+Source: Meta's documentation of the prompts of Llama 3.1 to 4, and its chat templates. The templates
+support one call per turn. Models that write several calls separate them with a semicolon, a comma
+or a line break.
 """
 
 from collections.abc import Collection, Sequence
@@ -79,7 +80,7 @@ def _parse_tagged_call(
         case "[":
             return (yield from parse_python_list(reader, output))
         case _:
-            # code for an interpreter may also be here
+            # the token may also be followed by code for an interpreter
             return (
                 yield from parse_python_call(reader, output, names=names, method_suffix=".call")
             )

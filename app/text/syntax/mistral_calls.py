@@ -4,11 +4,11 @@
     [TOOL_CALLS]get_weather[CALL_ID]…[ARGS]{"city": "Oslo"}
     [TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}
 
-Knows: how to parse each syntax, since a model trained on one sometimes writes another, reasoning at
-any position, the format of ids. Must not know: which template uses which syntax.
+Knows: the parser of each syntax, reasoning at any position, the format of call IDs. Must not know:
+the syntax that each template uses. A model that was trained on one syntax sometimes writes another.
 
-Source: mistral-common's tokenizers v3, v11 and v13, and Mistral's chat templates. An id after the
-arguments is not used, because the call was already output.
+Source: mistral-common's tokenizers v3, v11 and v13, and Mistral's chat templates. An ID after the
+arguments is ignored, because the call was already output.
 """
 
 import re
@@ -28,7 +28,7 @@ from app.text.syntax.reader import Reader, Resumable
 CALLS, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 THINK, THINK_END = "[THINK]", "[/THINK]"
 
-# required by the templates: nine letters or digits
+# the format that the templates require: nine letters or digits
 ID_PATTERN = "[a-zA-Z0-9]{9}"
 
 _WORD = re.compile(r"[^\s\[\]{}\"]+")
@@ -60,7 +60,7 @@ class MistralFamily(ChatFamily):
 def _parse_interleaved(
     reader: Reader, output: OutputBuilder, tools: Sequence[Tool], tags: ReasoningTags | None
 ) -> Resumable[None]:
-    """Parses text, calls and reasoning in any order; a call within reasoning is not parsed."""
+    """Parses text, calls and reasoning in any order. A call within reasoning is not parsed."""
     calls = (CALLS,) if tools else ()
     marks = calls if tags is None else (*calls, tags.open)
     while (mark := (yield from reader.read_until(*marks, on_text=output.add_content))) is not None:
@@ -87,7 +87,7 @@ def _parse_calls(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome
     output.start_tool_call(name, id or None)
     reader.release()
     end = yield from parse_json_value(reader, lambda text, _: output.add_arguments(text))
-    return "whole" if end == "whole" else "broken"
+    return "complete" if end == "complete" else "broken"
 
 
 def _parse_word(reader: Reader) -> Resumable[str]:

@@ -1,8 +1,8 @@
-"""An incremental parser of nested lists and mappings in any notation, with JSON output.
+"""An incremental parser of nested lists and mappings in any notation. Its output is JSON.
 
     {name: 'a', tags: [1, 2,]}  →  {"name": "a", "tags": [1, 2]}
 
-Knows: brackets, commas, nesting. Must not know: how a notation writes keys and scalar values.
+Knows: brackets, commas, nesting. Must not know: the notation of keys and scalar values.
 """
 
 import json
@@ -12,26 +12,28 @@ from dataclasses import dataclass
 from app.text.syntax.reader import Reader, Resumable
 
 WriteJson = Callable[[str], None]
-"""Receives the next piece of JSON text."""
+"""Receives the next chunk of JSON text."""
 
 KeyPath = tuple[str | None, ...]
-"""The location of a value: the keys that lead to it, None for an item of a list."""
+"""The location of a value, as the list of keys that lead to it. An item of a list has the key
+None."""
 
 ParseKey = Callable[[Reader], Resumable[str | None]]
-"""Parses a key and its separator; returns the key as JSON text. If there is no key, returns None
+"""Parses a key and its separator. Returns the key as JSON text. If there is no key, it returns None
 and consumes nothing."""
 
 ParseScalar = Callable[[Reader, WriteJson, KeyPath], Resumable[bool]]
-"""Parses a scalar value. Returns whether it was complete; if it could not be parsed at all, nothing
+"""Parses a scalar value. Returns whether it was complete. If the value could not be parsed, nothing
 was consumed."""
 
-_MAX_DEPTH = 64  # nested brackets; deeper values are rejected
+_MAX_DEPTH = 64  # maximum depth of nested brackets; deeper values are rejected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notation:
-    """list_brackets: closing bracket by opening bracket of a list. parse_key: parses a key of a
-    mapping. Mappings are always in braces."""
+    """The notation of lists and mappings. list_brackets: the closing bracket for each opening
+    bracket of a list. parse_key: the parser of a key of a mapping. Mappings are always in
+    braces."""
 
     list_brackets: Mapping[str, str]
     parse_key: ParseKey
@@ -41,8 +43,8 @@ class Notation:
 def parse_nested_value(
     notation: Notation, reader: Reader, write: WriteJson, path: KeyPath = ()
 ) -> Resumable[bool]:
-    """Parses one value, skipping white space before it. Returns whether it was complete. Invalid
-    text is not consumed."""
+    """Parses one value, after optional white space. Returns whether it was complete. Invalid text
+    is not consumed."""
     yield from reader.skip_space()
     if len(path) < _MAX_DEPTH:
         opened = yield from reader.accept("{", *notation.list_brackets)
@@ -68,8 +70,8 @@ def parse_nested_pairs(
     close: str = "}",
     path: KeyPath = (),
 ) -> Resumable[bool]:
-    """Parses the rest of a mapping after its opening bracket, up to `close`. parse_key: replaces
-    the notation's key parser."""
+    """Parses the rest of a mapping after its opening bracket, up to `close`. parse_key: a
+    replacement for the notation's key parser."""
     before = ""
     while True:
         yield from reader.skip_space()
@@ -110,7 +112,7 @@ def _parse_items(
 
 
 def _write_after(before: str, write: WriteJson) -> WriteJson:
-    """Returns a writer that writes `before` with the first piece."""
+    """Returns a writer that writes `before` together with the first chunk."""
     waiting = [before]
 
     def written(text: str) -> None:

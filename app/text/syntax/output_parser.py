@@ -1,7 +1,7 @@
-"""The output parser: splits a model's output into text, reasoning and tool calls.
+"""Splits a model's output into text, reasoning and tool calls.
 
 Knows: the treatment of white space around markers, which is the same for all families. Must not
-know: any family's markers (`app/text/families`), tokens, events.
+know: the markers of any family (`app/text/families`), tokens, events.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from app.text.syntax.reader import Reader, Resumable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """A piece of content, exactly as the model wrote it. at: position of its first character in the
-    model's output."""
+    """A part of the content, exactly as the model wrote it. at: the position of its first character
+    in the model's output."""
 
     text: str
     at: int
@@ -21,7 +21,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reasoning:
-    """A piece of reasoning, exactly as the model wrote it."""
+    """A part of the reasoning, exactly as the model wrote it."""
 
     text: str
     at: int
@@ -29,7 +29,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallStart:
-    """The start of a tool call. id: None if the syntax has no ids."""
+    """The start of a tool call. id: the call ID, or None if the syntax has no IDs."""
 
     name: str
     id: str | None = None
@@ -37,7 +37,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallArguments:
-    """The next piece of the arguments of the last call, as JSON text."""
+    """The next part of the arguments of the last call, as JSON text."""
 
     text: str
 
@@ -48,16 +48,16 @@ OutputPart = Content | Reasoning | ToolCallStart | ToolCallArguments
 class OutputBuilder:
     """Collects the parts found by a parser.
 
-    White space next to a marker belongs to the marker: at the end of text before a call or
-    reasoning, at the start and end of reasoning, and after either. All other white space is kept
-    unchanged.
+    White space next to a marker belongs to the marker. This applies to white space at the end of
+    text before a call or reasoning, at the start and the end of reasoning, and after a call or
+    reasoning. All other white space is kept unchanged.
     """
 
     def __init__(self) -> None:
         self._parts: list[OutputPart] = []
         self._current_kind: type[Content] | type[Reasoning] | None = None
-        self._after_marker = False  # directly after a marker
-        self._held_space: list[tuple[str, int]] = []  # read, but possibly next to a marker
+        self._after_marker = False  # whether the position is directly after a marker
+        self._held_space: list[tuple[str, int]] = []  # consumed, but may be next to a marker
 
     def add_content(self, text: str, at: int) -> None:
         self._add(Content, text, at)
@@ -66,7 +66,7 @@ class OutputBuilder:
         self._add(Reasoning, text, at)
 
     def add_marker(self) -> None:
-        """Adds a marker: one that starts or ends reasoning, a call or a part of the output."""
+        """Adds a marker that starts or ends reasoning, a call or a part of the output."""
         self._held_space.clear()
         self._after_marker = True
 
@@ -84,11 +84,11 @@ class OutputBuilder:
 
     @property
     def held_position(self) -> int | None:
-        """Position of the first white space held back; None if there is none."""
+        """The position of the first white space that is held back, or None if there is none."""
         return self._held_space[0][1] if self._held_space else None
 
     def drain(self) -> list[OutputPart]:
-        """Returns the parts found since the last call."""
+        """Returns the parts found since the last call of this method."""
         found, self._parts = self._parts, []
         return found
 
@@ -102,12 +102,12 @@ class OutputBuilder:
             if not text:
                 return
             self._after_marker = False
-        solid = text.rstrip()
-        if solid:
+        stripped = text.rstrip()
+        if stripped:
             self._flush_space()
-            self._parts.append(kind(text=solid, at=at))
-        if len(solid) < len(text):
-            self._held_space.append((text[len(solid) :], at + len(solid)))
+            self._parts.append(kind(text=stripped, at=at))
+        if len(stripped) < len(text):
+            self._held_space.append((text[len(stripped) :], at + len(stripped)))
 
     def _flush_space(self) -> None:
         assert self._current_kind is not None or not self._held_space
@@ -120,11 +120,11 @@ Parse = Callable[[Reader, OutputBuilder], Resumable[None]]
 
 
 class OutputParser:
-    """Converts the model's output to parts. A stage with `feed` and `flush`; its concatenated
+    """Converts the model's output to parts. It is a stage with `feed` and `flush`. Its concatenated
     output does not depend on how the text was split."""
 
     def __init__(self, parse: Parse) -> None:
-        """parse: parses to the end of the text; accepts any text."""
+        """parse: a parser that accepts any text and parses it to its end."""
         self._reader = Reader()
         self._output = OutputBuilder()
         self._parser = parse(self._reader, self._output)
@@ -147,7 +147,7 @@ class OutputParser:
 
     @property
     def settled(self) -> int:
-        """Position before which nothing is held back."""
+        """The position before which no text is held back."""
         waiting = self._output.held_position
         return self._reader.settled if waiting is None else min(waiting, self._reader.settled)
 

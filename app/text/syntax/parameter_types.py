@@ -1,9 +1,9 @@
-"""Parameter types from a tool's schema, and conversion of unquoted values.
+"""Reads parameter types from a tool's schema, and converts unquoted values to these types.
 
-Knows: the JSON Schema keywords that determine the type of a value. Must not know: how a family
-marks a parameter.
+Knows: the JSON Schema keywords that determine the type of a value. Must not know: the markers of
+parameters in a family.
 
-Only the type is checked here; grammars enforce that a value satisfies its schema.
+This module only checks the type. Grammars enforce that a value satisfies its schema.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any, cast
 from app.text.syntax.literal_reader import convert_literal, escape_json
 
 JsonTypes = frozenset[str]
-"""The types that a value may have, out of JSON Schema's seven."""
+"""The types that a value may have, out of the seven types of JSON Schema."""
 
 STRING_TYPE: JsonTypes = frozenset({"string"})
 ALL_TYPES: JsonTypes = STRING_TYPE | {"number", "integer", "boolean", "null", "object", "array"}
@@ -26,7 +26,7 @@ ANNOTATION_KEYWORDS = frozenset(
 )
 
 _NUMBER = re.compile(r"([+-]?)0*([0-9]+)((?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)")
-_MAX_REFERENCE_DEPTH = 16  # chained references
+_MAX_REFERENCE_DEPTH = 16  # maximum length of a chain of references
 
 # the possible types other than string, by a value's first character
 _TYPES_BY_FIRST_CHARACTER = {
@@ -39,19 +39,19 @@ _TYPES_BY_FIRST_CHARACTER = {
 
 
 def get_parameter_types(parameters: Mapping[str, Any], name: str) -> JsonTypes | None:
-    """Returns the types of one parameter; None if the schema does not restrict them."""
+    """Returns the types of one parameter, or None if the schema does not restrict them."""
     return _property_types(parameters, name, parameters, _MAX_REFERENCE_DEPTH)
 
 
 def get_schema_types(schema: Any, root: Mapping[str, Any]) -> JsonTypes | None:
-    """Returns the types that a schema allows; None if it does not restrict them. root: the document
-    that its references refer to."""
+    """Returns the types that a schema allows, or None if it does not restrict them. root: the
+    document that its references refer to."""
     return _schema_types(schema, root, _MAX_REFERENCE_DEPTH)
 
 
 def resolve_reference(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Returns the target of a reference within its document; the schema itself if it is not a
-    reference, has other keywords, or its target does not exist."""
+    """Returns the target of a reference within its document. Returns the schema itself if it is not
+    a reference, has other keywords, or refers to a missing target."""
     found = schema
     for _ in range(_MAX_REFERENCE_DEPTH):
         if not isinstance(found, Mapping):
@@ -64,8 +64,7 @@ def resolve_reference(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def may_be_non_string(first: str, types: JsonTypes | None) -> bool:
-    """Returns whether a value that begins with this character may be something else than a
-    string."""
+    """Returns whether a value that begins with this character can have a type other than string."""
     if types == STRING_TYPE:
         return False
     if types is not None and "string" not in types:
@@ -79,11 +78,11 @@ def may_be_non_string(first: str, types: JsonTypes | None) -> bool:
 
 
 def to_json(raw: str, types: JsonTypes | None) -> str:
-    """Converts an unquoted value to JSON text: to one of these types if possible, otherwise to a
-    string. If a string is one of several allowed types, the others take precedence: a schema that
-    wanted numbers to stay strings would not list them.
+    """Converts an unquoted value to JSON text. The value is converted to one of these types if
+    possible, and otherwise to a string. If several types including string are allowed, the other
+    types take precedence, because a schema for strings only would not list them.
 
-    Without types, a value that is valid JSON is used as such.
+    Without types, a value that is valid JSON is used unchanged.
     """
     text = raw.strip()
     if types is None:
@@ -92,7 +91,8 @@ def to_json(raw: str, types: JsonTypes | None) -> str:
 
 
 def _convert_untyped(text: str) -> str | None:
-    """Converts to the type that the text suggests; None if it can only be a string."""
+    """Converts a value to the type that the text suggests. Returns None if it can only be a
+    string."""
     if _is_json(text):
         return text
     if text[:1] in ("{", "[") or text in ("True", "False", "None"):
@@ -102,17 +102,18 @@ def _convert_untyped(text: str) -> str | None:
 
 
 def _convert_typed(text: str, types: JsonTypes) -> str | None:
-    """Converts to one of these types except string; None if none fits."""
+    """Converts a value to one of the given types except string. Returns None if it matches none of
+    them."""
     word = text.lower()
-    # if no string is allowed, "null" can only mean null
+    # if strings are not allowed, "null" can only mean null
     if word in ("null", "none") and ("null" in types or "string" not in types):
         return "null"
     if "boolean" in types and word in ("true", "false"):
         return word
     if types & {"number", "integer"} and (match := _NUMBER.fullmatch(text)):
-        sign, whole, rest = match.groups()
+        sign, integer, rest = match.groups()
         if not rest or "number" in types or "string" not in types:
-            return ("-" if sign == "-" else "") + whole + rest
+            return ("-" if sign == "-" else "") + integer + rest
     kind = {"{": "object", "[": "array"}.get(text[:1])
     if kind in types and _is_json(written := convert_literal(text)):
         return written
@@ -125,7 +126,7 @@ def _to_json_string(text: str) -> str:
 
 def _is_json(text: str) -> bool:
     try:
-        # json.loads also accepts constants that are not JSON
+        # json.loads also accepts constants that are not valid JSON
         json.loads(text, parse_constant=_reject_constant, parse_int=str)
     except (ValueError, RecursionError):
         return False
@@ -156,12 +157,14 @@ def _property_types(
     for part in _as_schema_list(schema.get("allOf")):
         found = _intersect_types(found, _property_types(part, name, root, depth - 1))
     for keyword in ("anyOf", "oneOf"):
-        said = [
+        constraints = [
             _property_types(part, name, root, depth - 1)
             for part in _as_schema_list(schema.get(keyword))
         ]
-        # alternatives without the property do not restrict it
-        found = _intersect_types(found, _union_types(types for types in said if types is not None))
+        # alternatives without the property do not restrict its type
+        found = _intersect_types(
+            found, _union_types(types for types in constraints if types is not None)
+        )
     return found
 
 
@@ -189,7 +192,7 @@ def _schema_types(schema: Any, root: Mapping[str, Any], depth: int) -> JsonTypes
 
 
 def _declared_types(schema: Mapping[str, Any]) -> JsonTypes | None:
-    """Returns the types that a schema declares itself."""
+    """Returns the types that the schema itself declares."""
     declared = schema.get("type")
     if isinstance(declared, str):
         declared = [declared]
@@ -225,7 +228,8 @@ def _type_of(value: Any) -> str:
 
 
 def _intersect_types(one: JsonTypes | None, other: JsonTypes | None) -> JsonTypes | None:
-    """Returns the types allowed by both; those of one if they contradict each other."""
+    """Returns the types that both sets allow. If they contradict each other, the result is the
+    first set."""
     if one is None or other is None:
         return other if one is None else one
     return (_add_integer(one) & _add_integer(other)) or one
@@ -236,7 +240,8 @@ def _add_integer(types: JsonTypes) -> JsonTypes:
 
 
 def _union_types(parts: Iterable[JsonTypes | None]) -> JsonTypes | None:
-    """Returns the types allowed by any; None if one is unrestricted or there are none."""
+    """Returns the types that any of the parts allows. Returns None if a part is unrestricted or
+    there are no parts."""
     found: JsonTypes = frozenset()
     for part in parts:
         if part is None:
@@ -250,7 +255,7 @@ def _as_schema_list(value: Any) -> list[Any]:
 
 
 def _resolve_pointer(root: Mapping[str, Any], reference: Any) -> Any:
-    """Returns the target of a reference within the document; None if it does not exist."""
+    """Returns the target of a reference within the document, or None if it does not exist."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     found: Any = root

@@ -1,7 +1,7 @@
 """An incremental parser of tool calls in Python syntax, `get_weather(city="Oslo", days=3)`.
 
-Knows: the syntax of a call and its arguments, their grammar. Must not know: what surrounds the
-calls, which depends on the family, how values are written.
+Knows: the syntax of a call and its arguments, the grammar of calls. Must not know: the markers
+around the calls (they depend on the family), the notation of values.
 """
 
 import json
@@ -26,25 +26,25 @@ _NAME = re.compile(r"[^\W\d][\w.-]*")
 def parse_python_list(
     reader: Reader, output: OutputBuilder, *, names: Collection[str] | None = None
 ) -> Resumable[CallOutcome]:
-    """Parses `[f(…), g(…)]`, as `parse_call_list` does. names, and the caller's use of the reader:
-    as for `parse_call_object`."""
+    """Parses `[f(…), g(…)]`, like `parse_call_list`. The parameter `names` and the requirements for
+    the caller's reader are the same as for `parse_call_object`."""
     return (yield from parse_call_list(reader, output, partial(parse_python_call, names=names)))
 
 
 def parse_python_calls(
     reader: Reader, output: OutputBuilder, *, names: Collection[str] | None = None
 ) -> Resumable[CallOutcome]:
-    """Parses `f(…)`, and further calls after commas or white space; otherwise as
+    """Parses `f(…)`, and further calls after commas or white space. Otherwise it behaves like
     `parse_python_list`."""
     outcome = yield from parse_python_call(reader, output, names=names)
-    while outcome == "whole":
-        held = reader.hold()
+    while outcome == "complete":
+        mark = reader.hold()
         yield from reader.skip_space()
         yield from reader.accept(",")
         outcome = yield from parse_python_call(reader, output, names=names)
         if outcome == "none":
-            reader.rewind(held)
-            return "whole"
+            reader.rewind(mark)
+            return "complete"
     return outcome
 
 
@@ -55,8 +55,8 @@ def parse_python_call(
     names: Collection[str] | None = None,
     method_suffix: str = "",
 ) -> Resumable[CallOutcome]:
-    """Parses one call, skipping white space before it. Arguments must be named; each is converted
-    as it arrives. method_suffix: a suffix of the name that is dropped."""
+    """Parses one call, after optional white space. Arguments must be named, and each argument is
+    converted as it arrives. method_suffix: a suffix of the name that is dropped."""
     yield from reader.skip_space()
     written = yield from reader.match(_NAME)
     name = written.removesuffix(method_suffix)
@@ -68,10 +68,10 @@ def parse_python_call(
     output.start_tool_call(name)
     reader.release()
     output.add_arguments("{")
-    whole = yield from parse_nested_pairs(
+    complete = yield from parse_nested_pairs(
         PYTHON_NOTATION, reader, output.add_arguments, parse_key=_parse_keyword, close=")"
     )
-    return "whole" if whole else "broken"
+    return "complete" if complete else "broken"
 
 
 def build_python_grammar(
@@ -84,10 +84,10 @@ def build_python_grammar(
     after: str,
     trigger: str,
 ) -> ToolCallGrammar | None:
-    """Builds the grammar as `ChatFamily.build_tool_call_grammar` does, with these texts around the
-    calls. None if a schema has constraints beyond names and values of parameters. Values are
-    written as JSON, which `parse_python_call` accepts, so the JSON grammar enforces their
-    schemas."""
+    """Builds the grammar for `ChatFamily.build_tool_call_grammar`, with the given texts around the
+    calls. Returns None if a schema has constraints beyond the names and the values of parameters.
+    Values are written as JSON, which `parse_python_call` accepts, so the JSON grammar enforces
+    their schemas."""
     calls: list[str] = []
     rules: list[str] = []
     for place, tool in enumerate(tools):
@@ -128,12 +128,12 @@ def _build_argument_grammar(
 
 
 def _parse_keyword(reader: Reader) -> Resumable[str | None]:
-    held = reader.hold()
+    mark = reader.hold()
     name = yield from reader.match(_NAME)
     reader.take(len(name))
     yield from reader.skip_space()
     if not name or (yield from reader.accept("=")) is None:
-        reader.rewind(held)
+        reader.rewind(mark)
         return None
     reader.release()
     return json.dumps(name, ensure_ascii=False)

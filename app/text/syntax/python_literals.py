@@ -1,12 +1,12 @@
-"""An incremental parser of Python literals with JSON output.
+"""An incremental parser of Python literals. Its output is JSON.
 
-Knows: Python's literals (language reference, 2.4 and 6.2) and their JSON form. Must not know:
-calls.
+Knows: Python's literals (language reference, 2.4 and 6.2), their JSON representation. Must not
+know: calls.
 
-Models write literals loosely, and chat templates print strings without escaping them. So JSON's
-`true`, `false` and `null` are accepted; a string may contain line breaks; an unknown escape stands
-for itself, except for JSON's `\\/`; and a quotation mark ends a string only if the following text
-is valid after a string.
+Models write literals loosely, and chat templates print strings without escaping them. Therefore the
+parser is tolerant. It accepts JSON's `true`, `false` and `null`. A string may contain line breaks.
+An unknown escape is kept unchanged, except for JSON's `\\/`. A quotation mark ends a string only if
+the following text is valid after a string.
 """
 
 import json
@@ -48,13 +48,13 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 def _parse_dictionary_key(reader: Reader) -> Resumable[str | None]:
-    """Parses a key. JSON keys are strings, so other keys are converted to one."""
-    held = reader.hold()
+    """Parses a key. JSON keys are strings, so other keys are converted to strings."""
+    mark = reader.hold()
     pieces: list[str] = []
-    whole = yield from _parse_scalar(reader, pieces.append)
+    complete = yield from _parse_scalar(reader, pieces.append)
     yield from reader.skip_space()
-    if not whole or (yield from reader.accept(":")) is None:
-        reader.rewind(held)
+    if not complete or (yield from reader.accept(":")) is None:
+        reader.rewind(mark)
         return None
     reader.release()
     text = "".join(pieces)
@@ -78,23 +78,24 @@ def _parse_scalar(reader: Reader, write: WriteJson, path: KeyPath = ()) -> Resum
 
 
 def _convert_number(word: str) -> str | None:
-    """Converts a Python number to JSON; None if it is not a number or has no JSON form."""
+    """Converts a Python number to JSON. Returns None if the word is not a number or has no JSON
+    representation."""
     word = word.replace("_", "")
     if _OTHER_BASES.fullmatch(word):
         return str(int(word, 0))
     match = _DECIMAL.fullmatch(word)
     if match is None:
         return None
-    sign, whole, fraction, only_fraction, exponent = match.groups()
+    sign, integer, fraction, only_fraction, exponent = match.groups()
     digits = fraction if only_fraction is None else only_fraction
-    text = ("-" if sign == "-" else "") + (whole or "0")
+    text = ("-" if sign == "-" else "") + (integer or "0")
     if digits is not None:
         text += f".{digits or '0'}"
     return text + exponent
 
 
 def _parse_string(reader: Reader, write: WriteJson, quote: str, *, raw: bool) -> Resumable[bool]:
-    """Parses from after the opening quotation marks to the closing ones."""
+    """Parses a string from its first character to its closing quotation marks."""
     write('"')
     while True:
         mark = yield from reader.read_until(
@@ -116,7 +117,7 @@ def _parse_string(reader: Reader, write: WriteJson, quote: str, *, raw: bool) ->
 
 
 def _is_value_end(reader: Reader) -> Resumable[bool]:
-    """Returns whether the following text is valid after a value; consumes nothing."""
+    """Returns whether the following text is valid after a value. Consumes nothing."""
     seen = 0
     while True:
         rest = reader.ahead[seen:].lstrip()
@@ -127,7 +128,8 @@ def _is_value_end(reader: Reader) -> Resumable[bool]:
 
 
 def _parse_raw_escape(reader: Reader) -> Resumable[str]:
-    """In a raw string, a backslash and a quotation mark after it stand for themselves."""
+    """Parses an escape in a raw string, where a backslash and a following quotation mark are
+    literal characters."""
     character = yield from reader.peek()
     return escape_json("\\" + reader.take(len(character)))
 
@@ -148,7 +150,8 @@ def _parse_escape(reader: Reader) -> Resumable[str]:
     if code > 0x10FFFF:
         return "\\\\"
     reader.take(size + 1)
-    # half of a surrogate pair, JSON's form of characters beyond U+FFFF: the other half follows
+    # half of a surrogate pair, JSON's representation of characters beyond U+FFFF; the other half
+    # follows
     return f"\\u{code:04x}" if 0xD800 <= code < 0xE000 else escape_json(chr(code))
 
 
@@ -158,7 +161,7 @@ PYTHON_NOTATION = Notation(
 
 
 def render_python_literal(value: Any) -> str:
-    """Renders a JSON value as a Python literal, strings in double quotes."""
+    """Renders a JSON value as a Python literal, with strings in double quotes."""
     match value:
         case str():
             return json.dumps(value, ensure_ascii=False)

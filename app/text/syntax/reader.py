@@ -1,10 +1,11 @@
-"""A resumable text reader: parsers for streamed text are written as if all text were available.
+"""A resumable text reader. Parsers of streamed text can be written as if all text were available.
 
-Knows: the text received so far, and whether more may follow. Must not know: any family's syntax.
+Knows: the text received so far, the end of the text. Must not know: the syntax of any family.
 
-A parser is a generator that reads from a `Reader` with `yield from`; if the result is not known
-yet, the reader yields, and the caller resumes the parser when more text has arrived. So each syntax
-is written once, from top to bottom, and its result does not depend on how the text was split.
+A parser is a generator that reads from a `Reader` with `yield from`. If a result is not known yet,
+the reader yields, and the caller resumes the parser when more text has arrived. Each syntax is
+therefore written only once, from top to bottom, and its result does not depend on how the text was
+split.
 
     consumed | known, not consumed | not known yet
              at                    added by `push`
@@ -16,19 +17,20 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# characters of a name or a number; limits the cost, because a match is repeated with every new
-# piece
+# The maximum number of characters of a name or a number. It limits the cost, because matching is
+# repeated with every new chunk.
 _MAX_MATCH_LENGTH = 4096
 
-# the type of `yield from` calls: suspended until the following text is known
+# the type of `yield from` calls, which are suspended until the following text is known
 Resumable = Generator[None, None, T]
 
 OnText = Callable[[str, int], None]
-"""Receives a piece of text and the position of its first character."""
+"""Receives a chunk of text and the position of its first character."""
 
 
 class Reader:
-    """at: position of the next character. ended: whether the text is complete."""
+    """Reads the text of one output. at: the position of the next character. ended: whether the text
+    is complete."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -50,12 +52,12 @@ class Reader:
 
     @property
     def ahead(self) -> str:
-        """Known text that is not consumed."""
+        """The known text that is not consumed."""
         return self._buffer[self.at - self._start :]
 
     @property
     def settled(self) -> int:
-        """Position before which nothing will be read again or become text. A mark may still become
+        """The position before which no text will be read again or returned. A mark may still become
         text while the text after it is held."""
         settled = self.at if self._held is None else min(self.at, self._held)
         begins, ends = self._last_mark
@@ -69,7 +71,8 @@ class Reader:
         return text
 
     def hold(self) -> int:
-        """Keeps the text from here on, so that `rewind` can return, until `release`."""
+        """Keeps the text from the current position until `release`, so that `rewind` can return to
+        it."""
         self._held = self.at
         return self.at
 
@@ -83,7 +86,7 @@ class Reader:
     def release(self) -> None:
         self._held = None
 
-    # methods that wait
+    # methods that may wait for more text
 
     def wait_for_more(self) -> Resumable[bool]:
         """Waits for an unknown character. Returns whether one arrived."""
@@ -93,14 +96,14 @@ class Reader:
         return len(self.ahead) > known
 
     def peek(self) -> Resumable[str]:
-        """Returns the next character without consuming it; "" at the end."""
+        """Returns the next character without consuming it, or "" at the end of the text."""
         while not self.ahead and not self.ended:
             yield
         return self.ahead[:1]
 
     def peek_any(self, *texts: str) -> Resumable[str | None]:
-        """Returns the longest of these texts that follows, without consuming it; None if none
-        does."""
+        """Returns the longest of the given texts that follows, without consuming it. Returns None
+        if none of them follows."""
         longest = max(map(len, texts))
         while True:
             ahead = self.ahead[:longest]
@@ -111,7 +114,7 @@ class Reader:
             yield from self.wait_for_more()
 
     def accept(self, *texts: str) -> Resumable[str | None]:
-        """Like `peek_any`, but consumes the text."""
+        """Consumes a text. Returns the same values as `peek_any`."""
         met = yield from self.peek_any(*texts)
         if met is not None:
             self.at += len(met)
@@ -126,9 +129,9 @@ class Reader:
         return taken
 
     def match(self, pattern: re.Pattern[str]) -> Resumable[str]:
-        """Returns the longest match of the pattern, without consuming it; "" for none. The pattern
-        must also match when more of the same follows; a match too long for a name or a number is
-        rejected."""
+        """Returns the longest match of the pattern without consuming it, or "" if there is no
+        match. The pattern must also match every non-empty prefix of a matching text. A match that
+        is too long for a name or a number is rejected."""
         while True:
             match = pattern.match(self.ahead)
             if (match is None and self.ahead) or (match and match.end() > _MAX_MATCH_LENGTH):
@@ -138,15 +141,15 @@ class Reader:
             yield from self.wait_for_more()
 
     def read_before(self, *marks: str, on_text: OnText) -> Resumable[str | None]:
-        """Like `read_until`, but does not consume the mark."""
+        """Outputs text like `read_until`, but does not consume the mark."""
         mark = yield from self.read_until(*marks, on_text=on_text)
         self.at -= len(mark or "")
         return mark
 
     def read_until(self, *marks: str, on_text: OnText) -> Resumable[str | None]:
-        """Outputs the text before the first of these marks, each piece as soon as it cannot be part
-        of one, and consumes the mark. Returns the mark; None if the text ends without one. Of two
-        marks with the same start, the longer one is used."""
+        """Outputs the text before the first of the given marks, and consumes the mark. Each chunk
+        is output as soon as it cannot be part of a mark. Returns the mark, or None if the text ends
+        without one. Of two marks with the same start, the longer one is used."""
         found = re.compile("|".join(re.escape(m) for m in sorted(marks, key=len, reverse=True)))
         while True:
             ahead = self.ahead
@@ -167,7 +170,7 @@ class Reader:
             yield from self.wait_for_more()
 
     def read_text_until(self, *marks: str) -> Resumable[tuple[str, str | None]]:
-        """Returns the text before the first mark, and the mark, like `read_until`."""
+        """Returns the text before the first of the given marks, and the mark, like `read_until`."""
         pieces: list[str] = []
         mark = yield from self.read_until(*marks, on_text=lambda text, _: pieces.append(text))
         return "".join(pieces), mark

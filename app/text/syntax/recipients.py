@@ -1,14 +1,14 @@
-"""The base of families whose output has parts addressed to everybody or to a function.
+"""The base of families whose output has parts addressed to `all` or to a function.
 
     all
     Let me see.
     >>>get_weather
     {"city": "Oslo"}
 
-Knows: how to parse such an output. Must not know: the separators between the parts.
+Knows: the parser of such an output. Must not know: the separators between the parts.
 
-Source: MeetKai's chat templates of Functionary 2 and 3. The prompt ends where the first recipient
-follows.
+Source: MeetKai's chat templates of Functionary 2 and 3. The prompt ends directly before the first
+recipient.
 """
 
 import re
@@ -26,8 +26,9 @@ _WORD = re.compile(r"[^\s<>]+")
 
 
 class RecipientFamily(ChatFamily):
-    """separator: text before each recipient except the first. gap: white space before it. opening:
-    text after a recipient."""
+    """Parses and constrains outputs with recipients. separator: the text before each recipient
+    except the first. gap: the white space before the separator. opening: the text after a
+    recipient."""
 
     separator: str
     gap: str = ""
@@ -64,8 +65,8 @@ class RecipientFamily(ChatFamily):
     def _parse_part(
         self, reader: Reader, output: OutputBuilder, names: Collection[str], on_text: OnText
     ) -> Resumable[str | None]:
-        """Parses to the end of a part. Returns the recipient of the next part; None if there is
-        none."""
+        """Parses to the end of a part. Returns the recipient of the next part, or None if there is
+        no further part."""
         while (yield from reader.read_until(self.separator, on_text=on_text)) is not None:
             inside = reader.hold()
             to = yield from self._parse_recipient(reader, names)
@@ -92,6 +93,6 @@ def _parse_call(reader: Reader, output: OutputBuilder, name: str) -> Resumable[O
         output.add_arguments(text)
 
     output.start_tool_call(name)
-    if (yield from parse_json_value(reader, take)) == "whole":
+    if (yield from parse_json_value(reader, take)) == "complete":
         yield from reader.skip_space()
     return take

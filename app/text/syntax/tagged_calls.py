@@ -1,4 +1,4 @@
-"""Tool calls between tags with raw values: no quotes, no escapes.
+"""Parses tool calls between tags with raw values, without quotes and escapes.
 
     <tool_call><function=get_weather><parameter=city>Oslo</parameter></function></tool_call>
 
@@ -7,8 +7,8 @@
 
 Knows: the common structure of such syntaxes. Must not know: the tags of any of them.
 
-Only the tool's schema distinguishes strings from numbers (`parameter_types.py`). Since nothing is
-escaped, a value may contain any tag, including its own closing tag: a tag ends a value only if
+Only the tool's schema distinguishes strings from numbers (`parameter_types.py`). Values are not
+escaped, so a value may contain any tag, including its own closing tag. A tag ends a value only if
 valid text follows it.
 """
 
@@ -28,18 +28,19 @@ from app.text.syntax.parameter_types import (
 from app.text.syntax.reader import Reader, Resumable
 
 NarrowTypes = Callable[[JsonTypes | None], JsonTypes | None]
-"""Narrows a schema's types by those that a tag implies."""
+"""Narrows the types of a schema to the types that a tag implies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTags:
     """The tags of a family.
 
-    before, after: around a call; grouped: around all calls of an output. begin: "" if the name
-    follows `before`. end: None if `after` ends the call. key_ends: with the types that each
-    implies. value_begin: "" if the value follows the key's end. values_on_own_lines: whether values
-    are on separate lines. gap, gap_optional: the white space between tags, and whether it may be
-    missing.
+    before, after: the tags around a call. grouped: whether `before` and `after` are around all
+    calls of an output instead. begin: the tag before the name, or "" if the name follows `before`.
+    end: the tag after the arguments, or None if `after` ends the call. key_ends: the tags after a
+    key, with the types that each tag implies. value_begin: the tag before a value, or "" if the
+    value follows the tag after the key. values_on_own_lines: whether values are on separate lines.
+    gap: the white space between tags. gap_optional: whether this white space may be missing.
     """
 
     before: str
@@ -58,12 +59,12 @@ class CallTags:
 
     @property
     def start_markers(self) -> tuple[str, ...]:
-        """Markers that start calls."""
+        """The markers that start calls."""
         return (self.before, self.begin) if self.begin else (self.before,)
 
     @property
     def end_markers(self) -> tuple[str, ...]:
-        """Markers that end a call, or all calls."""
+        """The markers that end a call or all calls."""
         return (self.after,) if self.end is None else (self.end, self.after)
 
     @property
@@ -74,7 +75,7 @@ class CallTags:
     @property
     def value_ends(self) -> dict[str, tuple[str, ...]]:
         """The markers that end a value, each with the texts that may follow it. If a value's own
-        end tag is missing, the end of the call or of all calls ends it."""
+        end tag is missing, the value ends with the end tag of the call or of all calls."""
         ends = {self.value_end: (self.key_begin, *self.end_markers)}
         if self.end is not None:
             return {**ends, self.end: (self.after, *self.start_markers)}
@@ -94,10 +95,10 @@ class TaggedCallParser:
         return self._tags.start_markers if self._schemas else ()
 
     def parse(self, reader: Reader, output: OutputBuilder, mark: str) -> Resumable[None]:
-        """Parses what follows a start marker, which was consumed: calls, or text if it is not a
-        call.
+        """Parses the text after a start marker, which was already consumed. The text consists of
+        calls, or of plain text if it is not a call.
 
-        Models sometimes omit the outer tag, so a call may start without it; then it must name a
+        Models sometimes omit the outer tag, so a call may start without it. Such a call must name a
         tool, because nothing else identifies it as a call.
         """
         inside = reader.hold()
@@ -116,7 +117,7 @@ class TaggedCallParser:
         output.add_marker()
 
     def _parse_first(self, reader: Reader, output: OutputBuilder) -> Resumable[bool]:
-        """Parses what follows the outer tag. Returns whether it was a call."""
+        """Parses the text after the outer tag. Returns whether it was a call."""
         yield from reader.skip_space()
         if (yield from reader.peek()) == "{":
             return (yield from self._parse_json_call(reader, output))
@@ -128,7 +129,7 @@ class TaggedCallParser:
         return name is not None
 
     def _parse_json_call(self, reader: Reader, output: OutputBuilder) -> Resumable[bool]:
-        """Parses a call in JSON, which models trained on much JSON write."""
+        """Parses a call in JSON. Models that were trained on much JSON write such calls."""
         outcome = yield from parse_call_object(reader, output)
         if outcome == "none":
             return False
@@ -140,7 +141,7 @@ class TaggedCallParser:
         return True
 
     def _parse_rest(self, reader: Reader, output: OutputBuilder) -> Resumable[None]:
-        """Parses further calls within the outer tag, and its end."""
+        """Parses further calls within the outer tag, and the end of the outer tag."""
         while True:
             yield from reader.skip_space()
             begin = self._tags.begin
@@ -158,7 +159,7 @@ class TaggedCallParser:
             _take_truncated(reader, *self._tags.start_markers[1:], self._tags.after)
 
     def _parse_name(self, reader: Reader) -> Resumable[str | None]:
-        """Parses a function's name and its end marker; None if there is none."""
+        """Parses a function's name and its end marker. Returns None if there is none."""
         tags = self._tags
         if tags.begin:
             name, end = yield from reader.read_text_until(tags.name_end, "\n", "<")
@@ -166,14 +167,14 @@ class TaggedCallParser:
         pieces: list[str] = []
         end = yield from reader.read_before("\n", "<", on_text=lambda text, _: pieces.append(text))
         name = "".join(pieces).strip()
-        # if no marker follows the name, the text after it must confirm the call
+        # if no marker follows the name, the following text must confirm the call
         if end is None or not name or len(name.split()) > 1:
             return None
         return name if (yield from _is_followed_by(reader, (tags.key_begin, tags.after))) else None
 
     def _parse_call(self, reader: Reader, output: OutputBuilder, name: str) -> Resumable[None]:
-        """Parses a call's arguments, to its end or to the end of the outer tag, which is not
-        consumed."""
+        """Parses a call's arguments, up to its end or to the end of the outer tag. The end of the
+        outer tag is not consumed."""
         reader.release()
         output.start_tool_call(name)
         tags, schema = self._tags, self._schemas.get(name, {})
@@ -205,8 +206,7 @@ class TaggedCallParser:
     def _parse_value(
         self, reader: Reader, output: OutputBuilder, types: JsonTypes | None
     ) -> Resumable[bool]:
-        """Parses a value and its end. Returns whether there was an end, otherwise the text has
-        ended."""
+        """Parses a value and its end tag. Returns False if the text ends before the end tag."""
         tags = self._tags
         if tags.value_begin:
             yield from reader.skip_space()
@@ -219,12 +219,12 @@ class TaggedCallParser:
         if may_be_non_string(first, types):
             return (yield from self._parse_unquoted(reader, output, types))
         output.add_arguments('"')
-        whole = yield from self._parse_raw(
+        complete = yield from self._parse_raw(
             reader, lambda text: output.add_arguments(escape_json(text))
         )
-        if whole:
+        if complete:
             output.add_arguments('"')
-        return whole
+        return complete
 
     def _parse_literal(self, reader: Reader, output: OutputBuilder) -> Resumable[bool]:
         """Parses an object or a list. A tag within one of its strings is ignored."""
@@ -241,39 +241,39 @@ class TaggedCallParser:
     ) -> Resumable[bool]:
         """Parses a value whose type is only known at its end."""
         raw: list[str] = []
-        whole = yield from self._parse_raw(reader, raw.append)
+        complete = yield from self._parse_raw(reader, raw.append)
         written = to_json("".join(raw), types)
-        # a truncated string stays open
-        output.add_arguments(written if whole else written.removesuffix('"'))
-        return whole
+        # a truncated string remains open
+        output.add_arguments(written if complete else written.removesuffix('"'))
+        return complete
 
     def _parse_raw(self, reader: Reader, on_text: Callable[[str], None]) -> Resumable[bool]:
-        """Reads a raw value and its end. Returns whether there was an end."""
+        """Reads a raw value and its end tag. Returns False if the text ends before the end tag."""
         ends = self._tags.value_ends
         marks = (*ends, *_line_end_markers(self._tags))
         while True:
             mark = yield from reader.read_before(*marks, on_text=lambda text, _: on_text(text))
             if mark is None:
                 return False
-            held = reader.hold()
+            position = reader.hold()
             reader.take(len(mark))
             tag = mark.removeprefix("\n")
             if (yield from _is_followed_by(reader, ends[tag])):
-                # an end tag of an outer element is left to be read again
+                # the end tag of an outer element is not consumed
                 own = tag == self._tags.value_end
-                reader.rewind(held + len(mark) - (0 if own else len(tag)))
+                reader.rewind(position + len(mark) - (0 if own else len(tag)))
                 return True
-            reader.rewind(held + len(mark))
+            reader.rewind(position + len(mark))
             on_text(mark)
 
 
 def _line_end_markers(tags: CallTags) -> Iterable[str]:
-    """Yields the end tags of values with a preceding line break."""
+    """Yields the end tags of values, each with a preceding line break."""
     return (f"\n{end}" for end in tags.value_ends) if tags.values_on_own_lines else ()
 
 
 def _is_followed_by(reader: Reader, marks: Sequence[str]) -> Resumable[bool]:
-    """Returns whether one of these follows after white space, as far as the text is known."""
+    """Returns whether one of the marks follows after white space, as far as the text is known."""
     yield from reader.skip_space()
     if (yield from reader.peek_any(*marks)) is not None:
         return True
@@ -281,8 +281,8 @@ def _is_followed_by(reader: Reader, marks: Sequence[str]) -> Resumable[bool]:
 
 
 def _take_truncated(reader: Reader, *marks: str) -> bool:
-    """Returns whether the text ends within one of these, or before it; then consumes the rest. None
-    of them may follow completely."""
+    """Returns whether the text ends within or before one of the marks, and consumes the rest in
+    this case. None of the marks may follow completely."""
     cut = _ends_within_mark(reader, marks)
     if cut:
         reader.take(len(reader.ahead))

@@ -18,7 +18,7 @@ namespace mlxrunner {
 
 namespace mx = mlx::core;
 
-// Base class of the primitives. They run on the CPU only and have no gradients.
+// The base class of the primitives. They run only on the CPU and have no gradients.
 class CpuPrimitive : public mx::Primitive {
  public:
   using mx::Primitive::Primitive;
@@ -33,7 +33,7 @@ inline void require(bool condition, const char* message) {
 
 inline mx::Stream cpu() { return mx::default_stream(mx::Device::cpu); }
 
-// An uninitialised float buffer, aligned to a cache line.
+// An uninitialized float buffer, aligned to a cache line.
 class ScratchBuffer {
  public:
   ScratchBuffer() = default;
@@ -44,7 +44,7 @@ class ScratchBuffer {
   // Returns room for at least `floats` floats. If the buffer has to grow, its contents are lost.
   float* resize(std::size_t floats) {
     if (floats > capacity_) {
-      // grow by at least half: each new position of a sequence needs a little more
+      // grow by at least half, because each new position of a sequence needs a little more
       const std::size_t capacity = std::max(floats, capacity_ + capacity_ / 2);
       release();  // free the old buffer first, so that both are never allocated at once
       data_ = static_cast<float*>(::operator new(capacity * sizeof(float), kCacheLine));
@@ -66,7 +66,7 @@ class ScratchBuffer {
 };
 
 // Returns thread-local scratch memory. It is valid until the next call on this thread with the same
-// `Tag`, so each use has a tag of its own. The memory is freed when the thread ends.
+// `Tag`, so each use has its own tag. The memory is freed when the thread ends.
 template <class Tag>
 float* scratch(std::size_t floats) {
   static thread_local ScratchBuffer buffer;
@@ -108,8 +108,8 @@ struct View {
       : data(first_row), shape{batch, heads, 1, width},
         strides{static_cast<std::int64_t>(heads) * width, width, width, 1}, contiguous(true) {}
 
-  // Returns all rows as contiguous memory: the data itself if it is contiguous, else a copy in
-  // `buffer`.
+  // Returns all rows as contiguous memory. The result is the data itself if it is contiguous, and a
+  // copy in `buffer` otherwise.
   const float* rows(float* buffer) const {
     if (contiguous) return data;
     const std::int64_t width = shape.back(), step = strides.back();
@@ -120,8 +120,8 @@ struct View {
   }
 };
 
-// Returns the array with contiguous rows. Adds no operation to the graph if the array is evaluated
-// and row-contiguous.
+// Returns the array with contiguous rows. If the array is evaluated and row-contiguous, no
+// operation is added to the graph.
 inline mx::array contiguous_rows(const mx::array& a) {
   if (a.is_available() && a.flags().row_contiguous) return a;
   return mx::contiguous(a, false, cpu());

@@ -1,8 +1,8 @@
-// Attention kernel: a few queries of one key/value head.
+// Attention kernel for a few queries of one key/value head.
 //
 // Knows: `V`, `AttentionTask`. Must not know: caches, threads.
 //
-// The result of a query is computed in an order that depends on nothing else in the batch:
+// The result of a query is computed in an order that does not depend on the rest of the batch:
 //
 //   score     sixteen lanes along key_dim, reduced in a tree (`sum`), times scale, then softcap
 //   weight    e^(score - largest visible score). For the sum of the weights, absolute position p
@@ -10,11 +10,11 @@
 //   out       weight times value, added up from the oldest visible position to the newest, divided
 //             by the sum of the weights
 //
-// Unlike flash attention, the kernel subtracts the final maximum, not a running one: the scores of
-// a few queries fit into scratch memory, and the result does not depend on where blocks of keys
-// begin. The queries and the heads of a group are the rows of a tile, which share loads of keys and
-// values. Keys that are visible to only some rows (because of causality or a window) are processed
-// before and after the keys that all rows share.
+// Unlike flash attention, the kernel subtracts the final maximum and not a running maximum. The
+// scores of a few queries fit into scratch memory, and the result does not depend on the boundaries
+// of key blocks. The queries and the heads of a group are the rows of a tile, which share loads of
+// keys and values. Because of causality or a window, some keys are visible to only some rows. These
+// keys are processed before and after the keys that all rows share.
 #pragma once
 
 #include "vmath.hpp"
@@ -26,14 +26,14 @@ inline i64 round_up_16(i64 n) { return (n + 15) / 16 * 16; }
 inline constexpr i64 kKeysPerBlock = 8;     // keys that all rows process before the next block
 inline constexpr i64 kValuesPerBlock = 64;  // the same for values
 
-// The number of keys, or of vectors of value columns, in a tile of `rows` rows.
+// The number of keys, or of registers of value columns, in a tile of `rows` rows.
 constexpr int tile_keys(int rows) {
   int keys = 8;
   while (keys > 1 && keys * rows > kTileSums) keys /= 2;
   return keys;
 }
 
-// The keys that query i of a task sees, [from, to), counted from the oldest stored position.
+// The keys that query i of a task attends to, [from, to), counted from the oldest stored position.
 struct KeyRange {
   i64 from, to;
 };
@@ -71,8 +71,8 @@ struct Workspace {
   float* score_at(i64 row, i64 index) const { return scores + row * columns + pad + index - begin; }
 };
 
-// Calls function(index, slot, count) for each part of [from, to) that is contiguous in memory, with
-// at most max_count keys per call.
+// Calls function(index, slot, count) for each part of [from, to) that is contiguous in memory. Each
+// call gets at most max_count keys.
 template <class F>
 inline void for_contiguous_slots(const AttentionTask& a, i64 from, i64 to, i64 max_count,
                                  F function) {
@@ -173,7 +173,7 @@ inline float max_lane(V a) {
   return largest;
 }
 
-// Replaces the scores of a row by weights and returns the sum of the weights.
+// Replaces the scores of a row with weights, and returns the sum of the weights.
 inline float softmax_row(const AttentionTask& a, const Workspace& ws, i64 row, KeyRange visible,
                          const float* sink) {
   const float minus_infinity = -__builtin_inff();
@@ -206,7 +206,8 @@ inline float softmax_row(const AttentionTask& a, const Workspace& ws, i64 row, K
 
 // ---- values ----------------------------------------------------------------------------------
 
-// Adds to C vectors of the sums of M rows. With kTail, only `tail` lanes of a vector are loaded.
+// Adds to C registers of the sums of M rows. With kTail, only `tail` lanes of a register are
+// loaded.
 template <int M, int C, bool kTail>
 inline void accumulate_values(const float* weights, i64 columns, const float* values, i64 step,
                               i64 count, float* sums, i64 value_dim, i64 tail) {
@@ -248,7 +249,7 @@ inline void accumulate_rows(const AttentionTask& a, const Workspace& ws, i64 row
     if (row < end) accumulate_rows<M - 1>(a, ws, row, end, index, values, count);
 }
 
-// Rows [row, end) and the keys [from, to), which all these rows see.
+// Accumulates rows [row, end) over the keys [from, to), which all these rows attend to.
 inline void accumulate_range(const AttentionTask& a, const Workspace& ws, i64 row, i64 end,
                              i64 from, i64 to) {
   for_contiguous_slots(a, from, to, kValuesPerBlock, [&](i64 index, i64 slot, i64 count) {
@@ -258,7 +259,8 @@ inline void accumulate_range(const AttentionTask& a, const Workspace& ws, i64 ro
 
 inline void accumulate_all(const AttentionTask& a, const Workspace& ws) {
   for (i64 k = 0; k < ws.rows * ws.value_dim; k += 16) store(ws.sums + k, zero());
-  // the newest query's window begins last, and the oldest query's visible range ends first
+  // the window of the newest query begins last, and the visible range of the oldest query ends
+  // first
   KeyRange shared{visible_keys(a, a.queries - 1).from, visible_keys(a, 0).to};
   const bool overlap = shared.from < shared.to;
   const auto for_each_query = [&](auto select) {

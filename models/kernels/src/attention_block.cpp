@@ -26,9 +26,9 @@ bool same_input_packing(const Matrix& a, const Matrix& b) {
          a.width == b.width;
 }
 
-// Multiplies the same contiguous rows of x by several matrices; the results equal those of separate
-// calls of `multiply`. If all matrices use the same input packing, x is packed once and the threads
-// synchronise once.
+// Multiplies the same contiguous rows of x by several matrices. The results equal those of separate
+// calls of `multiply`. If all matrices use the same input packing, x is packed only once and the
+// threads synchronize only once.
 void multiply_qkv(const std::array<MatmulOutput, 3>& outputs, const float* x, std::int64_t count) {
   const Matrix& first = outputs[0].matrix.w;
   const auto same_packing = [&](const MatmulOutput& one) {
@@ -63,7 +63,7 @@ void multiply_qkv(const std::array<MatmulOutput, 3>& outputs, const float* x, st
   for (std::int64_t n = 0; n < total; n++) run_task(n);
 }
 
-// Normalises and rotates the heads of one new position per sequence before attention.
+// Normalizes and rotates the heads of one new position per sequence before attention.
 class HeadTransform {
  public:
   HeadTransform(const std::optional<RopeParams>& rope, const std::vector<KVBuffers>& buffers,
@@ -123,7 +123,7 @@ void run_block(const AttentionWeights& weights, const View& x,
   float *normed = arena.allocate(count * hidden), *queries = arena.allocate(count * q.w.rows),
         *keys = arena.allocate(count * k.w.rows), *values = arena.allocate(count * v.w.rows),
         *attended = arena.allocate(count * o.w.width);
-  normalise(weights.norm, residual, count, hidden, normed);
+  normalize(weights.norm, residual, count, hidden, normed);
   multiply_qkv({{{q, queries}, {k, keys}, {v, values}}}, normed, count);
   const HeadTransform transform(weights.rope, buffers, key_dim, arena.allocate(angle_floats));
   transform(weights.q_norm, queries, weights.heads, count);
@@ -139,7 +139,7 @@ void run_block(const AttentionWeights& weights, const View& x,
   add(residual, count, hidden, out);
 }
 
-// Inputs: x, key buffers, value buffers, then pending inputs.
+// Its inputs are x, the key buffers, the value buffers, and then the pending inputs.
 class AttentionBlockPrimitive : public CpuPrimitive {
  public:
   AttentionBlockPrimitive(mx::Stream stream, std::shared_ptr<const AttentionWeights> weights,
@@ -183,7 +183,7 @@ void check_shapes(const AttentionWeights& weights) {
               weights.o.matmul.outputs() == hidden,
           "hidden states must be of one width");
   require(weights.params.scale > 0 && weights.params.softcap >= 0,
-          "scale must be positive, softcap positive or 0");
+          "scale must be positive, and softcap must not be negative");
   if (weights.params.sinks)
     require(weights.params.sinks->dtype() == mx::float32 &&
                 weights.params.sinks->shape() == mx::Shape{heads},

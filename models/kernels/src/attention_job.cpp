@@ -41,7 +41,7 @@ std::int64_t num_blocks(const AttentionJob& job) {
   return (job.length + block_size(job) - 1) / block_size(job);
 }
 
-// Makes a task without keys, values and their slots. Its position is relative to the first new
+// Creates a task without keys, values and their slots. Its position is relative to the first new
 // position.
 AttentionTask make_task(const AttentionJob& job, const HeadView& q, std::int64_t b, std::int64_t h,
                         std::int64_t i) {
@@ -65,7 +65,7 @@ template <class F>
 void for_tasks(const AttentionJob& job, std::int64_t num_keys, F function) {
   const std::int64_t num_heads = job.batch * job.kv_heads, tasks = num_heads * num_blocks(job);
   const auto task = [&](std::int64_t n) {
-    // late queries see the most keys; they run first, so that no thread ends with a long task
+    // late queries attend to the most keys; they run first, so that no thread ends with a long task
     function(n % num_heads / job.kv_heads, n % job.kv_heads, num_blocks(job) - 1 - n / num_heads);
   };
   if (num_keys * job.heads * job.length * (job.key_dim + job.value_dim) >= kMinParallelWork)
@@ -127,7 +127,7 @@ void append_and_attend(const AttentionJob& job, const View& q, const View& k, co
     write_head(v_heads, b, h, job.length, row.values, row.capacity, row.slots.write_slot,
                job.value_dim);
   };
-  // with one block of queries, the task that reads a head's keys also writes them
+  // with one block of queries, the task that reads the keys of a head also writes them
   const bool append_first = num_blocks(job) > 1;
   if (append_first)
     ThreadPool::shared().run(job.batch * job.kv_heads,

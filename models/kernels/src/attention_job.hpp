@@ -1,7 +1,7 @@
 // An attention operation, divided into tasks for the thread pool.
 //
-// Knows: memory layouts of arrays, slots of a cache. Must not know: the graph, who owns a buffer. A
-// task is one key/value head of one sequence and a block of queries.
+// Knows: the memory layouts of arrays, the slots of a cache. Must not know: the graph, the owners
+// of buffers. A task is one key/value head of one sequence and a block of queries.
 #pragma once
 
 #include <vector>
@@ -34,8 +34,8 @@ struct AttentionJob {
 // q [B, Hq, L, D], keys [B, Hkv, S, D], values [B, Hkv, S, Dv].
 void attend(const AttentionJob& job, const View& q, const View& keys, const View& values);
 
-// Writes k and v of the new positions to each sequence's buffers, then attends to all positions in
-// the buffers.
+// Writes k and v of the new positions to the buffers of each sequence, and then computes attention
+// to all positions in the buffers.
 void append_and_attend(const AttentionJob& job, const View& q, const View& k, const View& v,
                        const std::vector<KVBuffers>& buffers);
 

@@ -50,7 +50,7 @@ class AttentionPrimitive : public CpuPrimitive {
   bool causal_;
 };
 
-// Inputs: q, k, v, key buffers, value buffers, and sinks if given.
+// Its inputs are q, k, v, the key buffers, the value buffers, and the sinks if given.
 class AppendAndAttendPrimitive : public CpuPrimitive {
  public:
   AppendAndAttendPrimitive(mx::Stream stream, AttentionParams params,
@@ -92,7 +92,7 @@ void check_heads(const mx::array& q, const mx::array& k, const mx::array& v,
   require(k.shape(1) > 0 && q.shape(1) > 0 && q.shape(1) % k.shape(1) == 0,
           "heads of queries must be a multiple of those of keys");
   require(params.scale > 0 && params.window >= 0 && params.softcap >= 0,
-          "scale must be positive, window and softcap positive or 0");
+          "scale must be positive, and window and softcap must not be negative");
   if (params.sinks)
     require(params.sinks->dtype() == mx::float32 && params.sinks->shape() == mx::Shape{q.shape(1)},
             "sinks must be [heads] of float32");

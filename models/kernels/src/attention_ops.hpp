@@ -9,9 +9,9 @@
 
 namespace mlxrunner {
 
-// The parameters of softmax(scale * Q K^T) V. window: how many positions a query sees, including
-// its own (0: all); softcap: scores become softcap * tanh(score / softcap) (0: off); sinks: [Hq],
-// the logit of an additional key whose value is zero.
+// The parameters of softmax(scale * Q K^T) V. window: the number of positions that a query attends
+// to, including its own (0: all). softcap: scores become softcap * tanh(score / softcap) (0: off).
+// sinks: [Hq], the logit of an additional key whose value is zero.
 struct AttentionParams {
   float scale;
   int window;
@@ -19,10 +19,10 @@ struct AttentionParams {
   float softcap;
 };
 
-// The slots of one sequence's positions in its buffer, after the new ones are written: `length`
-// positions, of which the oldest has absolute position `first_position` and is in slot `head_slot`;
-// after the last slot, positions continue in slot 0. The new positions are the last ones and begin
-// in slot `write_slot`.
+// The slots of one sequence's positions in its buffer, after the new positions are written. There
+// are `length` positions. The oldest one has the absolute position `first_position` and is in slot
+// `head_slot`. After the last slot, positions continue in slot 0. The new positions are the last
+// ones and begin in slot `write_slot`.
 struct SlotMapping {
   int write_slot, length, head_slot, first_position;
 };
@@ -37,17 +37,17 @@ struct KVShape {
 void check_slots(const SlotMapping& slots, int length, const mx::array& keys,
                  const mx::array& values, const KVShape& shape);
 
-// q [B, Hq, L, D], k [B, Hkv, L, D] and v [B, Hkv, L, Dv] of the new positions; for each of the B
-// sequences a key buffer [1, Hkv, capacity, D] and a value buffer [1, Hkv, capacity, Dv]. Returns
-// [B, Hq, L, Dv], a view of [B, L, Hq, Dv], and the buffers with the new positions. A buffer with
-// no other reference is written in place.
+// Appends k [B, Hkv, L, D] and v [B, Hkv, L, Dv] of the new positions, and computes attention from
+// their queries q [B, Hq, L, D]. Each of the B sequences has a key buffer [1, Hkv, capacity, D] and
+// a value buffer [1, Hkv, capacity, Dv]. Returns [B, Hq, L, Dv], which is a view of [B, L, Hq, Dv],
+// and the buffers with the new positions. A buffer without other references is written in place.
 std::tuple<mx::array, std::vector<mx::array>, std::vector<mx::array>> attend(
     const mx::array& q, const mx::array& k, const mx::array& v, const std::vector<mx::array>& keys,
     const std::vector<mx::array>& values, const std::vector<SlotMapping>& slot_mappings,
     const AttentionParams& params);
 
-// Attention to given keys [B, Hkv, S, D] and values [B, Hkv, S, Dv]. causal: the last query has the
-// position of the last key.
+// Computes attention to given keys [B, Hkv, S, D] and values [B, Hkv, S, Dv]. causal: whether the
+// last query has the position of the last key.
 mx::array attention(const mx::array& q, const mx::array& keys, const mx::array& values, bool causal,
                     const AttentionParams& params);
 

@@ -1,9 +1,9 @@
 // The attention half and the MLP half of a pre-norm decoder block, each as one operation.
 //
-// In a decode step of a small model, MLX's overhead per operation is as long as the operation
-// itself, so all work between two additions to the residual stream is one operation. These
-// operations are for few rows, because all intermediate results are in memory at once. The results
-// equal those of the separate operations to the bit.
+// In a decode step of a small model, MLX's overhead per operation takes as long as the operation
+// itself. Therefore all work between two additions to the residual stream is one operation. These
+// operations are for a few rows only, because all intermediate results are in memory together. The
+// results are bit-identical to those of the separate operations.
 #pragma once
 
 #include <memory>
@@ -17,9 +17,9 @@
 
 namespace mlxrunner {
 
-// The weights and parameters of grouped-query attention. q, k, v, o: projections from and to hidden
-// states; q_norm, k_norm: norms of each head before the rotation. The window is not included,
-// because the caches determine it.
+// The weights and parameters of grouped-query attention. q, k, v, o: the projections from and to
+// hidden states. q_norm, k_norm: the norms of each head before the rotation. The window is not
+// included, because the caches determine it.
 struct AttentionWeights {
   RmsNorm norm;
   BoundMatmul q, k, v, o;
@@ -38,9 +38,9 @@ class AttentionBlock {
   // Raises if the shapes of the weights do not match.
   explicit AttentionBlock(AttentionWeights weights);
 
-  // Returns x + o(attention(...)) of one new position per sequence, x [B, 1, hidden] float32, and
-  // the buffers with the new positions, like `attend`. A position's rotation follows from its slot
-  // mapping.
+  // Returns x + o(attention(...)) of one new position per sequence, and the buffers with the new
+  // positions, like `attend`. x: [B, 1, hidden] float32. The slot mapping determines the rotation
+  // of a position.
   std::tuple<mx::array, std::vector<mx::array>, std::vector<mx::array>> operator()(
       const mx::array& x, const std::vector<mx::array>& keys, const std::vector<mx::array>& values,
       const std::vector<SlotMapping>& slot_mappings, int window);
@@ -61,7 +61,7 @@ class MlpBlock {
   // Raises if the shapes of the weights do not match, or if gate and up differ in shape or format.
   explicit MlpBlock(MlpWeights weights);
 
-  // Returns x + down(activation(gate(h)) * up(h)) with h = norm(x), x [..., hidden] float32.
+  // Returns x + down(activation(gate(h)) * up(h)) with h = norm(x). x: [..., hidden] float32.
   mx::array operator()(const mx::array& x);
 
  private:

@@ -1,4 +1,4 @@
-// Products with matrices of a stack; each row of x has its own indices.
+// Products with the matrices of a stack. Each row of x has its own indices.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -17,7 +17,7 @@ class GatherMatmulPrimitive : public CpuPrimitive {
   GatherMatmulPrimitive(mx::Stream stream, Matmul matmul)
       : CpuPrimitive(stream), matmul_(std::move(matmul)) {}
 
-  // x [..., 1, in], broadcast to the shape of indices: one matrix of the stack per row.
+  // x [..., 1, in] is broadcast to the shape of indices, with one matrix of the stack per row.
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& outs) override {
     allocate(outs[0]);
     std::vector<Matrix> stack;
@@ -35,7 +35,7 @@ class GatherMatmulPrimitive : public CpuPrimitive {
   bool is_equivalent(const mx::Primitive&) const override { return false; }
 
  private:
-  // Groups the rows of each matrix, so that each matrix is read once.
+  // Groups the rows by matrix, so that each matrix is read only once.
   static void run_grouped(const View& x, const std::vector<Matrix>& stack,
                           const std::int32_t* indices, std::int64_t count, const float* bias,
                           float* y) {

@@ -8,8 +8,8 @@ namespace mlxrunner {
 
 void retain_freed_memory() {
 #if defined(__GLIBC__)
-  // larger arrays, such as those of a long prompt, still come from the system and return to it:
-  // glibc does not allow a larger threshold
+  // larger arrays, for example those of a long prompt, are still requested from the system and
+  // returned to it, because glibc does not allow a larger threshold
   mallopt(M_MMAP_THRESHOLD, 32 << 20);
   mallopt(M_TRIM_THRESHOLD, 128 << 20);
   // arenas of other threads release memory regardless of these thresholds

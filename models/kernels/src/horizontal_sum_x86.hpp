@@ -10,7 +10,7 @@ inline float sum(V a) {
   q = _mm_add_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
 }
-// four sums at once, added in the same tree
+// computes four sums together, added in the same tree
 inline void sum4(V a, V b, V c, V d, float* out) {
   const __m128 p = reduce_to_4(a), q = reduce_to_4(b), r = reduce_to_4(c), s = reduce_to_4(d);
   const __m128 pq = _mm_add_ps(_mm_unpacklo_ps(p, q), _mm_unpackhi_ps(p, q));

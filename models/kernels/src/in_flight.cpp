@@ -15,15 +15,15 @@ namespace mlxrunner {
 
 namespace {
 
-// How long MLX may take to release the arrays of finished work. MLX releases them with its next
-// task, and takes longer only if its thread was preempted.
+// The maximum time that MLX may need to release the arrays of finished work. MLX releases them with
+// its next task, and takes longer only if its thread was preempted.
 constexpr auto kReleaseTimeout = std::chrono::microseconds(500);
 
-// How long to poll for finished work before sleeping. The waiting thread is a step ahead of that
-// work, so waiting delays nothing, while polling takes CPU time from the threads that compute.
+// The time to poll for finished work before sleeping. The waiting thread is a step ahead of that
+// work, so waiting delays nothing. Polling takes CPU time from the threads that compute.
 constexpr auto kSpinTime = std::chrono::microseconds(50);
 
-// The memory that work in flight uses, with one entry per use.
+// The memory that work in flight uses. There is one entry per use.
 struct InFlightRegistry {
   std::mutex mutex;
   std::condition_variable released;
@@ -92,7 +92,8 @@ bool wait_until_writable(const mx::array& a) {
     break;
   }
   for (const auto start = std::chrono::steady_clock::now(); !a.is_donatable();) {
-    // only this array holds the data: other references to the array itself are not work in flight
+    // only this array holds the data, and other references to the array itself are not work in
+    // flight
     if (a.data_shared_ptr().use_count() == 1) return a.is_donatable();
     if (std::chrono::steady_clock::now() - start > kReleaseTimeout) return false;
     std::this_thread::yield();
@@ -103,8 +104,8 @@ bool wait_until_writable(const mx::array& a) {
 WritableBuffers::WritableBuffers(const std::vector<mx::array>& in, std::size_t first,
                                  std::vector<mx::array>& outs)
     : in_flight_(outs.size()) {
-  // every output references all inputs until MLX clears them later; until then, no input would be
-  // donatable
+  // Every output references all inputs until MLX clears these references later. Until then, no
+  // input would be donatable.
   for (mx::array& out : outs)
     if (&out.inputs() != &in && !out.is_tracer()) out.inputs().clear();
   for (std::size_t i = 1; i < outs.size(); i++) {

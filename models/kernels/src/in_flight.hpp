@@ -1,9 +1,9 @@
 // Tracks the memory that work in flight uses, and when it may be written again.
 //
 // MLX passes arrays to a primitive before the work of earlier primitives is done, and retains their
-// arrays until then. So a buffer appears to be shared as long as the step that wrote it last is not
+// arrays until then. Therefore a buffer appears to be shared until the last step that wrote it is
 // finished. For a buffer of keys, waiting is cheaper than copying. The computing stream never waits
-// for the thread that waits here, and meanwhile has all but one layer of a step to compute.
+// for the thread that waits here, and it still has all but one layer of a step to compute.
 #pragma once
 
 #include <cstddef>
@@ -15,13 +15,13 @@
 
 namespace mlxrunner {
 
-// The arrays of one unit of work. Copies share their state, and the last copy releases what is
-// left: work that failed or never started blocks no waiting thread.
+// The arrays of one unit of work. Copies share their state. The last copy releases the remaining
+// arrays, so that work that failed or never started does not block a waiting thread.
 class InFlightArrays {
  public:
   explicit InFlightArrays(std::size_t arrays);
   void add(const mx::array& a);
-  // Call when the work is done, which is before MLX releases the arrays.
+  // Call this when the work is done, which is before MLX releases the arrays.
   void release();
 
  private:
@@ -33,15 +33,15 @@ class InFlightArrays {
 // done.
 bool wait_until_writable(const mx::array& a);
 
-// The buffers that a primitive writes: the inputs themselves if they have no other reference, else
-// copies.
+// The buffers that a primitive writes. They are the inputs themselves if these have no other
+// reference, and copies otherwise.
 class WritableBuffers {
  public:
-  // Call when the primitive receives its arrays: in[first..] are the buffers, and outs[1..] are
-  // their updated versions. outs[0] is already allocated.
+  // Call this when the primitive receives its arrays. in[first..] are the buffers, and outs[1..]
+  // are their updated versions. outs[0] is already allocated.
   WritableBuffers(const std::vector<mx::array>& in, std::size_t first,
                   std::vector<mx::array>& outs);
-  // Call before and after the work.
+  // call copy_shared before the work and release after it
   void copy_shared() const;
   void release() { in_flight_.release(); }
 

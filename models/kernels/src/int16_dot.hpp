@@ -1,15 +1,15 @@
-// Dot products of quantised x and w in pairs of 16-bit integers, which every processor supports.
+// Dot products of quantized x and w in pairs of 16-bit integers, which every processor supports.
 //
 // Knows: words of kWordRows rows (simd_*.hpp). Must not know: scales, panels. int8_vnni.hpp
-// computes the same bits in another way.
+// computes bit-identical results in another way.
 //
-// An integer of x is 256 * high + low, with low in [-128, 128), stored as two 16-bit integers. A
-// pair takes 8 bytes:
+// An integer of x is 256 * high + low, with low in [-128, 128). It is stored as two 16-bit
+// integers. A pair of integers takes 8 bytes:
 //
 //   high high low low
 //
-// The J-th pair of a word is bits [J * kBits, (J + 1) * kBits) of the word's two halves. These two
-// integers are not adjacent in a row, so x is stored in the same order.
+// The J-th pair of a word is bits [J * kBits, (J + 1) * kBits) of both halves of the word. These
+// two integers are not adjacent in a row, so x is stored in the same order.
 #pragma once
 
 #include "panels.hpp"

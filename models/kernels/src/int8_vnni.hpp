@@ -1,5 +1,5 @@
-// Dot products of quantised x and w in groups of four 8-bit integers with AVX-512 VNNI. The results
-// equal those of int16_dot.hpp to the bit.
+// Dot products of quantized x and w in groups of four 8-bit integers with AVX-512 VNNI. The results
+// are bit-identical to those of int16_dot.hpp.
 //
 // Knows: words of kWordRows rows (simd_avx512.hpp). Must not know: scales, panels.
 //
@@ -35,8 +35,8 @@ inline WordVector select_numbers(WordVector words) {
 // Four bytes of x, broadcast to all rows.
 using FourBytes [[gnu::may_alias, gnu::aligned(1)]] = std::int32_t;
 
-// Inline assembly, because GCC 12 moves the accumulators of _mm512_dpbusd_epi32 back and forth,
-// which takes a third longer.
+// This is inline assembly, because GCC 12 moves the accumulators of _mm512_dpbusd_epi32 back and
+// forth, which takes a third longer.
 inline void dot_vnni(IntVector& sum, WordVector numbers, const FourBytes& x) {
   asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(numbers), "m"(x));
 }

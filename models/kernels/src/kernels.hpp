@@ -1,8 +1,8 @@
 // The interface of the kernels of one instruction set: plain structs and a table of functions.
 //
 // Knows: raw memory. Must not know: MLX, threads. This header is included by files that are
-// compiled for instruction sets which this machine may lack, so it uses nothing of the standard
-// library that could emit code.
+// compiled for instruction sets which this machine may lack. Therefore it does not use any part of
+// the standard library that could emit code.
 #pragma once
 
 #include <cstdint>
@@ -12,16 +12,16 @@ namespace mlxrunner {
 // The number of rows of a matrix in a panel. A panel is never divided among threads.
 inline constexpr std::int64_t kPanelRows = 16;
 
-// The format of a matrix. q4 and q8 are MLX's affine modes: packed words and, for each group of a
-// row, a scale and a bias; a weight is scale * integer + bias.
+// The format of a matrix. q4 and q8 are MLX's affine modes. They consist of packed words, and of a
+// scale and a bias for each group of a row. A weight is scale * integer + bias.
 enum class WeightFormat : std::uint8_t { f32, bf16, f16, q4, q8 };
 
 // The type of scales and biases.
 enum class ScaleType : std::uint8_t { f32, bf16, f16 };
 
 // A matrix [rows, width], stored as consecutive panels of sixteen rows (matmul_float.hpp,
-// matmul_quantized.hpp). If it is quantised, width is a multiple of `group` (32, 64 or 128); else
-// group is 0.
+// matmul_quantized.hpp). If it is quantized, width is a multiple of `group` (32, 64 or 128).
+// Otherwise group is 0.
 struct Matrix {
   WeightFormat format;
   ScaleType scale_type;
@@ -29,7 +29,8 @@ struct Matrix {
   std::int64_t rows, width;
   const void *data, *scales, *biases;
 
-  // always inlined: a shared copy could be compiled for an instruction set that this machine lacks
+  // always inlined, because a shared copy could be compiled for an instruction set that this
+  // machine lacks
   [[gnu::always_inline]] std::int64_t row_bytes() const {
     switch (format) {
       case WeightFormat::f32:
@@ -46,8 +47,8 @@ struct Matrix {
   }
 };
 
-// Rows of x, [count, stride] float32: a single row as given, or rows in the layout of
-// `Kernels::pack_input` (interleaved, or quantised).
+// Rows of x, [count, stride] float32. They are a single row in its original layout, or rows in the
+// layout of `Kernels::pack_input` (interleaved, or quantized).
 struct PackedRows {
   const float* data;
   std::int64_t count, stride;
@@ -56,8 +57,9 @@ struct PackedRows {
 // The activation of a gated linear unit. gelu: the exact one, with erf.
 enum class Activation : std::uint8_t { silu, gelu, gelu_tanh, relu };
 
-// Rotates the first `dims` elements of a row of `width`: pairs of one element of each half or, if
-// traditional, of adjacent elements. The rotated elements are multiplied by magnitude.
+// Rotates the first `dims` elements of a row of `width`. It rotates pairs with one element from
+// each half or, if traditional, pairs of adjacent elements. The rotated elements are multiplied by
+// magnitude.
 struct Rotation {
   std::int64_t dims, width;
   bool traditional;
@@ -93,33 +95,34 @@ struct Kernels {
   // The stride of packed rows if `count` rows of x have to be packed for this matrix, else 0.
   std::int64_t (*packed_input_stride)(const Matrix&, std::int64_t count);
 
-  // Packs x [count, width] into out [count, stride]. The rows may be packed in several calls; all
-  // calls but the last take a multiple of `input_block` rows.
+  // Packs x [count, width] into out [count, stride]. The rows may be packed in several calls. All
+  // calls except the last one take a multiple of `input_block` rows.
   std::int64_t input_block;
   void (*pack_input)(const Matrix&, const float* x, std::int64_t count, float* out,
                      std::int64_t stride);
 
-  // y[m, n] = sum over k of x[m, k] * w[n, k] (+ bias[n] if not null) for n in [begin, end). The
-  // rows of y are `ldy` apart. The order of each sum depends on width and format only. begin and
-  // end are multiples of 16, or end is the number of rows. scratch: `matmul_scratch` floats,
-  // aligned to 64 bytes.
+  // Computes y[m, n] = sum over k of x[m, k] * w[n, k] (+ bias[n] if not null) for n in [begin,
+  // end). The rows of y are `ldy` apart. The order of each sum depends only on width and format.
+  // begin must be a multiple of 16, and end must be a multiple of 16 or the number of rows.
+  // scratch: `matmul_scratch` floats, aligned to 64 bytes.
   void (*matmul)(const Matrix&, PackedRows x, const float* bias, float* y, std::int64_t ldy,
                  std::int64_t begin, std::int64_t end, float* scratch);
   std::int64_t (*matmul_scratch)(const Matrix&);
 
-  // Row n of the matrix as float32, in row-major order.
+  // Converts row n of the matrix to float32, in row-major order.
   void (*dequantize_row)(const Matrix&, std::int64_t n, float* out);
 
-  // out = x / sqrt(mean of squares + eps) (* weight if not null), for one row. out may be x.
+  // Computes out = x / sqrt(mean of squares + eps) (* weight if not null) for one row. out may be
+  // x.
   void (*rms_norm)(const float* x, std::int64_t width, const float* weight, float eps, float* out);
 
-  // Cosines and sines [half] of position / period. Angles must be below 2^20.
+  // Computes cosines and sines [half] of position / period. Angles must be below 2^20.
   void (*rope_angles)(float position, const float* periods, std::int64_t half, float* cos,
                       float* sin);
   // out may be x.
   void (*rotate)(const Rotation&, const float* x, const float* cos, const float* sin, float* out);
 
-  // out = activation(gate) * up, n elements. out may be one of the inputs.
+  // Computes out = activation(gate) * up for n elements. out may be one of the inputs.
   void (*glu)(Activation, const float* gate, const float* up, float* out, std::int64_t n);
 
   // scratch: `attend_scratch` floats, aligned to 64 bytes.
@@ -127,7 +130,8 @@ struct Kernels {
   std::int64_t (*attend_scratch)(const AttentionTask&);
 };
 
-// nullptr if this machine does not support the instruction set, or if it was not compiled.
+// These functions return nullptr if this machine does not support the instruction set, or if it was
+// not compiled.
 const Kernels* kernels_avx512_vnni();
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx2();

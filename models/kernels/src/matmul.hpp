@@ -1,10 +1,10 @@
-// Multiplication of x by a matrix, for one row of x or many.
+// Multiplication of x by a matrix, for one or more rows of x.
 //
 //   matmul_float.hpp      a matrix of float32, bfloat16 or float16
 //   matmul_quantized.hpp  a matrix of 4 or 8 bits
 //
-// Every element of y is a sum in a fixed order, which depends neither on the number of rows of x,
-// nor on tiling, nor on threads.
+// Every element of y is a sum in a fixed order. The order does not depend on the number of rows of
+// x, tiling or threads.
 #pragma once
 
 #include "matmul_quantized.hpp"

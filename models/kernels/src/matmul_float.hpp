@@ -1,15 +1,16 @@
 // Multiplication of x by a float matrix, in float32.
 //
-// Knows: `V`, sixteen lanes (simd_*.hpp), panels. Must not know: which registers those are,
-// threads.
+// Knows: `V`, sixteen lanes (simd_*.hpp), panels. Must not know: the registers of an instruction
+// set, threads.
 //
-// Sixteen rows of w form a panel, in which the k-th elements of all rows are adjacent. So lane r of
-// a register belongs to row r, and a register is multiplied by one broadcast element of x. Memory
-// is read sequentially, and no sum crosses lanes. If the number of rows is not a multiple of
-// sixteen, the last panel is narrower.
+// Sixteen rows of w form a panel, in which the k-th elements of all rows are adjacent. Therefore
+// lane r of a register belongs to row r, and a register is multiplied by one broadcast element of
+// x. Memory is read sequentially, and no sum crosses lanes. If the number of rows is not a multiple
+// of sixteen, the last panel is narrower.
 //
-// Each sum is computed in K blocks: within a block from the first element to the last, then the
-// blocks are added one after the other. This order does not depend on the number of rows of x.
+// Each sum is computed in K blocks. Within a block, products are added from the first element to
+// the last. Then the blocks are added one after the other. This order does not depend on the number
+// of rows of x.
 #pragma once
 
 #include "panels.hpp"
@@ -33,7 +34,7 @@ struct F16 {
   static V load_column(const std::uint16_t* p) { return load_f16(p); }
 };
 
-// Calls `with` with an empty object of the matrix's format, which must not be a quantised one.
+// Calls `with` with an empty object of the matrix's format, which must not be a quantized format.
 template <class F>
 inline auto for_format(const Matrix& w, F with) {
   switch (w.format) {
@@ -50,7 +51,7 @@ inline auto for_format(const Matrix& w, F with) {
 
 using Float4 = float __attribute__((vector_size(16)));
 
-// Transposes four elements each of four rows.
+// Transposes four elements of each of four rows.
 inline void transpose_4x4(const float* x, i64 width, float* out, i64 rows) {
   Float4 a, b, c, d;
   __builtin_memcpy(&a, x, sizeof a);
@@ -67,7 +68,7 @@ inline void transpose_4x4(const float* x, i64 width, float* out, i64 rows) {
   for (int i = 0; i < 4; i++) __builtin_memcpy(out + i * rows, columns + i, sizeof *columns);
 }
 
-// Packs a block of up to kInputRowsPerTile rows: the k-th elements of the block are adjacent.
+// Packs a block of up to kInputRowsPerTile rows. The k-th elements of the block become adjacent.
 inline void pack_input_block(const float* x, i64 width, i64 rows, float* out) {
   const i64 fours = rows / 4 * 4, whole = width / 4 * 4;
   for (i64 k = 0; k < whole; k += 4)
@@ -93,7 +94,7 @@ struct OutputTile {
   bool overwrite;  // true for the first K block; the others are added to the output
 };
 
-// Elements [0, count) of R panels that are `next` apart, and of M rows of x.
+// Multiplies elements [0, count) of R panels that are `next` apart by those of M rows of x.
 template <class Format, int R, int M>
 inline void tile_kernel(const typename Format::Number* w, i64 next, const float* x, i64 count,
                         OutputTile out) {
@@ -106,7 +107,8 @@ inline void tile_kernel(const typename Format::Number* w, i64 next, const float*
     V weights[R];
     MLXRUNNER_UNROLL
     for (int r = 0; r < R; r++) weights[r] = Format::load_column(w + r * next);
-    // one panel is streamed from memory; several panels are in the cache after the first rows of x
+    // one panel is streamed from memory, but several panels are in the cache after the first rows
+    // of x
     if constexpr (R == 1) prefetch(reinterpret_cast<std::uintptr_t>(w) + kPrefetchBytes);
     MLXRUNNER_UNROLL
     for (int m = 0; m < M; m++) {
@@ -132,7 +134,7 @@ void tile_kernel_dispatch(i64 rows, const typename Format::Number* w, const floa
   tile_kernel<Format, 1, M>(w, 0, x, count, out);
 }
 
-// One panel and one block of x.
+// Multiplies one panel by one block of x.
 template <class Format>
 void panel_times_block(const typename Format::Number* w, const float* x, i64 rows, i64 width,
                        float* y, i64 ldy) {
@@ -141,7 +143,7 @@ void panel_times_block(const typename Format::Number* w, const float* x, i64 row
                                  width - k < kBlockK ? width - k : kBlockK, {y, ldy, k == 0});
 }
 
-// One K block of R panels and all blocks of x.
+// Multiplies one K block of R panels by all blocks of x.
 template <class Format, int R>
 void panels_times_all(const typename Format::Number* w, PackedRows x, i64 width, i64 k, float* y,
                       i64 ldy) {
@@ -161,7 +163,7 @@ void panels_times_all(const typename Format::Number* w, PackedRows x, i64 width,
   }
 }
 
-// All full panels in [begin, end).
+// Multiplies all full panels in [begin, end).
 template <class Format>
 void panels_matmul(const Matrix& w, PackedRows x, float* y, i64 ldy, i64 begin, i64 end) {
   const auto* panels = static_cast<const typename Format::Number*>(w.data);
@@ -180,7 +182,7 @@ void panels_matmul(const Matrix& w, PackedRows x, float* y, i64 ldy, i64 begin, 
   }
 }
 
-// The last panel, which has fewer rows, padded to sixteen.
+// Multiplies the last panel, which has fewer rows and is padded to sixteen.
 template <class Format>
 void last_panel_matmul(const Matrix& w, PackedRows x, float* y, i64 ldy, i64 begin,
                        float* scratch) {
@@ -210,7 +212,7 @@ inline void float_matmul(const Matrix& w, PackedRows x, float* y, i64 ldy, i64 b
 
 inline i64 float_scratch(const Matrix& w) { return kPanelRows * (w.width + kInputRowsPerTile); }
 
-// Row n in row-major order.
+// Converts row n to row-major order.
 inline void convert_float_row(const Matrix& w, i64 n, float* out) {
   const i64 begin = n / kPanelRows * kPanelRows;
   const i64 rows = w.rows - begin < kPanelRows ? w.rows - begin : kPanelRows;

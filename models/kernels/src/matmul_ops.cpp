@@ -85,7 +85,7 @@ std::int64_t rows_per_task(const Matrix& w, std::int64_t count) {
   const std::int64_t threads = ThreadPool::shared().num_threads();
   if (count * w.rows * w.width < kMinParallelWork) return w.rows;
   const std::int64_t rows_by_size = kBytesPerTask / std::max<std::int64_t>(1, w.row_bytes());
-  // with many rows of x, each row of w is much work
+  // with many rows of x, each row of w requires much work
   const std::int64_t rows =
       count > 8 ? w.rows / (8 * threads) : std::min(rows_by_size, w.rows / threads);
   return std::max<std::int64_t>(1, (rows + kPanelRows - 1) / kPanelRows) * kPanelRows;
@@ -131,13 +131,16 @@ Matmul::Matmul(mx::array weight, std::optional<mx::array> scales, std::optional<
     : weight_(std::move(weight)), scales_(std::move(scales)), biases_(std::move(biases)),
       bias_(std::move(bias)), group_(group) {
   const int axes = static_cast<int>(weight_.ndim());
-  if (axes != 2 && axes != 3) throw std::invalid_argument("a matrix has two axes, a stack three");
+  if (axes != 2 && axes != 3)
+    throw std::invalid_argument("a matrix must have two axes, and a stack three");
   mx::Shape outer(weight_.shape().begin(), weight_.shape().end() - 1);
   stacked_ = axes == 3 ? outer[0] : 0;
   outputs_ = outer.back();
   if (scales_) {
     if (!biases_ || (bits != 4 && bits != 8) || (group != 32 && group != 64 && group != 128))
-      throw std::invalid_argument("4 or 8 bits with scales and biases, in groups of 32, 64 or 128");
+      throw std::invalid_argument(
+          "a quantized matrix must have 4 or 8 bits with scales and biases, in groups of 32, 64 or "
+          "128");
     if (weight_.dtype() != mx::uint32) throw std::invalid_argument("packed words must be uint32");
     inputs_ = weight_.shape(-1) * 32 / bits;
     mx::Shape groups = outer;
@@ -176,7 +179,7 @@ Matrix Matmul::matrix(const std::vector<mx::array>& in, std::size_t first, int i
   const std::size_t num_arrays = scales_ ? 3 : 1;
   for (std::size_t i = first; i < first + num_arrays; i++)
     if (!in[i].flags().row_contiguous)
-      throw std::runtime_error("a matrix must lie in memory row after row");
+      throw std::runtime_error("a matrix must be stored row after row");
   Matrix w{format_, scale_type_, group_, outputs_, inputs_, in[first].data<char>(),
            nullptr, nullptr};
   w.data = in[first].data<char>() + index * w.rows * w.row_bytes();

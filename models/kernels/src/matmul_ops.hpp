@@ -9,25 +9,27 @@
 
 namespace mlxrunner {
 
-// The matrix of a layer: [out, in] of float32, bfloat16 or float16, or MLX's affine packing in 4 or
-// 8 bits with scales and biases [out, in / group], all in panels (repack.hpp). bias: [out] float32,
-// added to the product. Or a stack of such matrices, with an additional first axis.
+// The matrix of a layer. It is [out, in] of float32, bfloat16 or float16, or has MLX's affine
+// packing in 4 or 8 bits with scales and biases [out, in / group]. All arrays are in panels
+// (repack.hpp). bias: [out] float32, added to the product. The object can also be a stack of such
+// matrices, with an additional first axis.
 class Matmul {
  public:
   Matmul(mx::array weight, std::optional<mx::array> scales, std::optional<mx::array> biases,
          std::optional<mx::array> bias, int group, int bits);
 
-  // x [..., in] -> [..., out], in x's type. The sums are float32.
+  // Maps x [..., in] to [..., out], in the type of x. The sums are float32.
   mx::array operator()(const mx::array& x) const;
 
-  // For a stack: x [..., 1, in], multiplied by the matrices indices [..., k] -> [..., k, 1, out],
-  // in x's type. Leading axes are broadcast.
+  // Multiplies x [..., 1, in] by the matrices indices [..., k] of a stack. Returns [..., k, 1, out]
+  // in the type of x. Leading axes are broadcast.
   mx::array gather(const mx::array& x, const mx::array& indices) const;
 
-  // activation(gate(x)) * up(x), in x's type. Raises if gate and up differ in shape or format.
+  // Returns activation(gate(x)) * up(x), in the type of x. Raises if gate and up differ in shape or
+  // format.
   friend mx::array gate_up(const Matmul& gate, const Matmul& up, Activation, const mx::array& x);
 
-  // Row numbers ids [...] -> rows [..., in] float32.
+  // Returns rows [..., in] as float32. ids: the row numbers [...].
   mx::array dequantize_rows(const mx::array& ids) const;
 
   int outputs() const { return outputs_; }
@@ -35,9 +37,9 @@ class Matmul {
   int stacked() const { return stacked_; }
   bool has_same_format(const Matmul& other) const;
 
-  // The arrays of the matrix, with contiguous rows, to be used as inputs of an operation. The
-  // functions below read evaluated inputs, of which the matrix's arrays begin at `first`; they
-  // return the matrix and the bias with number `index` of a stack.
+  // Returns the arrays of the matrix, with contiguous rows, to be used as inputs of an operation.
+  // The functions below read evaluated inputs, in which the arrays of the matrix begin at `first`.
+  // They return the matrix and the bias with number `index` of a stack.
   std::vector<mx::array> arrays() const;
   Matrix matrix(const std::vector<mx::array>& arrays, std::size_t first, int index = 0) const;
   const float* bias(const std::vector<mx::array>& arrays, std::size_t first) const;
@@ -53,8 +55,9 @@ class Matmul {
 // Multiplies on the thread pool. x: contiguous rows [count, width].
 void multiply(const Matrix& w, const float* x, std::int64_t count, const float* bias, float* y);
 
-// The steps of `multiply`. pack_rows: rows of x in the layout that the matrix needs, valid until
-// the next call on this thread. rows_per_task: the number of rows of the matrix per task.
+// The steps of `multiply`. pack_rows returns rows of x in the layout that the matrix needs. They
+// are valid until the next call on this thread. rows_per_task returns the number of rows of the
+// matrix per task.
 PackedRows pack_rows(const Matrix& w, const float* x, std::int64_t count);
 std::int64_t rows_per_task(const Matrix& w, std::int64_t count);
 
@@ -64,8 +67,8 @@ struct MatrixAndBias {
   const float* bias;
 };
 
-// The maximum number of rows of x per batch. Without a limit, packed rows and intermediate results
-// would grow with the length of a prompt.
+// The maximum number of rows of x per batch. Without this limit, packed rows and intermediate
+// results would grow with the length of a prompt.
 inline constexpr std::int64_t kMaxInputRows = 768;
 
 // Divides `count` rows into as few batches as possible and calls function(from, num_rows) for each.
@@ -79,8 +82,8 @@ void for_input_batches(std::int64_t count, F function) {
   }
 }
 
-// Returns x as float32. Raises if its last axis is not `width` long, or if its type is not a type
-// of matrices.
+// Returns x as float32. Raises if its last axis does not have the length `width`, or if a matrix
+// cannot have its type.
 mx::array to_float32(const mx::array& x, int width);
 
 mx::array gate_up(const Matmul& gate, const Matmul& up, Activation, const mx::array& x);

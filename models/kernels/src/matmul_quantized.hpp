@@ -1,25 +1,25 @@
-// Multiplication of x by a quantised matrix, in integers.
+// Multiplication of x by a quantized matrix, in integers.
 //
 // Knows: integer dot products (int16_dot.hpp, int8_vnni.hpp), panels. Must not know: threads.
 //
 // A weight is scale * integer + bias, with an integer of 4 or 8 bits. An element of x becomes
 // integer * scale, with an integer of 24 bits and one scale per group. The products within a group
-// are added up exactly, and the groups one after the other in float32:
+// are added exactly, and the groups are added one after the other in float32:
 //
 //   y += scale of w * (scale of x * sum of products) + bias of w * (scale of x * sum of x)
 //
-// So the order within a group cannot matter, and the order of groups is always the same. The
+// The order within a group does not matter, and the order of groups is always the same. The
 // rounding error of x is at most 2^-24 of the largest element in its group, which is the float32
-// rounding error of that element. (llama.cpp keeps 8 bits of x. With 16 bits, the logits of models
-// were off by up to 3e-4.)
+// rounding error of that element. llama.cpp keeps 8 bits of x. With 16 bits, the error of the
+// logits of models was up to 3e-4.
 //
 // Sixteen rows of w form a panel, in which the words of the sixteen rows are adjacent:
 //
 //   row      0    1        15   0          15
 //   k      0..7 0..7 ... 0..7  8..15 ... 8..15     4 bits; with 8 bits 0..3, 4..7
 //
-// Scales and biases have the same layout. In a word of 8-bit integers, the integers are in order;
-// in a word of 4-bit integers, the first four are the low nibbles of the bytes, and the next four
+// Scales and biases have the same layout. In a word of 8-bit integers, the integers are in order.
+// In a word of 4-bit integers, the first four are the low nibbles of the bytes, and the next four
 // are the high nibbles. If the number of rows is not a multiple of sixteen, the last panel is
 // narrower.
 #pragma once
@@ -32,8 +32,8 @@ inline bool is_quantized(const Matrix& w) { return w.group != 0; }
 
 // ---- x ---------------------------------------------------------------------------------------
 
-// A quantised row of x: its integers, then a scale and a sum for each group. input_floats: the size
-// of the integers, in floats.
+// A quantized row of x consists of its integers, followed by a scale and a sum for each group.
+// input_floats: the size of the integers, in floats.
 inline i64 input_floats(const Matrix& w) { return w.width * kInputBytes / 4; }
 inline i64 quantized_row_stride(const Matrix& w) {
   const i64 size = (input_floats(w) + 2 * (w.width / w.group) + 15) / 16 * 16;
@@ -41,11 +41,11 @@ inline i64 quantized_row_stride(const Matrix& w) {
 }
 
 // kMaxInt24: slightly less than 0x7f7f7f, the maximum of three signed bytes, because the largest
-// element is rounded, too. kMinScale: a group whose largest absolute value is below this counts as
-// zero, because the reciprocal of its scale would be infinite.
+// element is also rounded. kMinScale: a group whose largest absolute value is below this limit
+// counts as zero, because the reciprocal of its scale would be infinite.
 inline constexpr float kMaxInt24 = 0x7f7f70, kMinScale = 0x1p-100f;
 
-// The largest absolute value; NaN if any element is NaN or infinite.
+// Returns the largest absolute value, or NaN if any element is NaN or infinite.
 inline float max_abs(const float* x, i64 count) {
   V largest = zero(), non_finite = zero();
   for (i64 k = 0; k < count; k += 16) {
@@ -61,7 +61,7 @@ inline float max_abs(const float* x, i64 count) {
   return size + sum;
 }
 
-// Quantises a group. If an element is not finite, the scale is NaN.
+// Quantizes a group. If an element is not finite, the scale is NaN.
 template <int kBits>
 inline void quantize_group(const float* x, i64 count, std::int8_t* out, float* scale, float* sum) {
   const float size = max_abs(x, count);
@@ -103,7 +103,7 @@ inline QuantizedPanel get_panel(const Matrix& w, i64 n) {
           static_cast<const char*>(w.scales) + groups, static_cast<const char*>(w.biases) + groups};
 }
 
-// The last panel, which has fewer rows, padded to sixteen.
+// Copies the last panel, which has fewer rows, and pads it to sixteen rows.
 inline QuantizedPanel pad_panel(const Matrix& w, i64 n, float* buffer) {
   const QuantizedPanel partial = get_panel(w, n);
   const i64 rows = w.rows - n, groups = w.width / w.group, size = scale_bytes(w.scale_type);
@@ -125,7 +125,7 @@ inline SubVector load_scales(const void* p, ScaleType type, i64 index) {
 
 // ---- x times w -------------------------------------------------------------------------------
 
-// The integers of one word of each row, from the J-th kNumbersPerDot on, and of M rows of x.
+// Multiplies the integers of one word of each row, from the J-th kNumbersPerDot on, by M rows of x.
 template <int kBits, int M, int C, int J = 0>
 inline void dot_word(WordVector words, const std::int8_t* x, i64 stride, SplitSum (&sums)[C][M]) {
   if constexpr (J * kNumbersPerDot * kBits < 32) {
@@ -137,7 +137,7 @@ inline void dot_word(WordVector words, const std::int8_t* x, i64 stride, SplitSu
   }
 }
 
-// The integer sums of one group, for kWordRows rows of a panel.
+// Computes the integer sums of one group, for kWordRows rows of a panel.
 template <int kBits, int M>
 inline void dot_group(i64 group, const std::uint32_t* words, const std::int8_t* x, i64 stride,
                       bool should_prefetch, SplitSum (&sums)[M]) {
@@ -159,7 +159,7 @@ inline void dot_group(i64 group, const std::uint32_t* words, const std::int8_t* 
   }
 }
 
-// A panel and M rows of x -> out [M, kPanelRows], whose rows are `ldo` apart.
+// Multiplies a panel by M rows of x. out: [M, kPanelRows], whose rows are `ldo` apart.
 template <int kBits, int M>
 inline void dot_panel(const Matrix& w, const QuantizedPanel& panel, const float* x, i64 stride,
                       float* out, i64 ldo) {
@@ -190,7 +190,7 @@ inline void dot_panel(const Matrix& w, const QuantizedPanel& panel, const float*
   }
 }
 
-// M rows of x and rows [begin, end) of w.
+// Multiplies M rows of x by rows [begin, end) of w.
 template <int kBits, int M>
 void matmul_rows(const Matrix& w, const float* x, i64 stride, float* y, i64 ldy, i64 begin, i64 end,
                  float* scratch) {
@@ -215,7 +215,8 @@ void matmul_rows_dispatch(const Matrix& w, PackedRows x, float* y, i64 ldy, i64 
   matmul_rows<kBits, M>(w, x.data, x.stride, y, ldy, begin, end, scratch);
 }
 
-// begin is the first row of a panel; end likewise, or the number of rows.
+// begin must be the first row of a panel. end must be the first row of a panel or the number of
+// rows.
 inline void quantized_matmul(const Matrix& w, PackedRows x, float* y, i64 ldy, i64 begin, i64 end,
                              float* scratch) {
   const i64 blocks = (x.count + kMaxIntRows - 1) / kMaxIntRows;
@@ -237,7 +238,7 @@ inline float get_scale(const void* p, ScaleType type, i64 index) {
   return lanes[0];
 }
 
-// Row n in row-major order.
+// Converts row n to row-major order.
 inline void dequantize_affine_row(const Matrix& w, i64 n, float* out) {
   const i64 begin = n / kPanelRows * kPanelRows;
   const i64 rows = w.rows - begin < kPanelRows ? w.rows - begin : kPanelRows;

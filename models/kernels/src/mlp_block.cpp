@@ -21,7 +21,7 @@ void run_block(const MlpWeights& weights, const View& x, std::int64_t count, flo
   ScratchArena arena(scratch<ForArena>(static_cast<std::size_t>(2 * hidden_floats + inner_floats)));
   const float* residual = x.rows(arena.allocate(count * hidden));
   float *normed = arena.allocate(count * hidden), *gated = arena.allocate(count * inner);
-  normalise(weights.norm, residual, count, hidden, normed);
+  normalize(weights.norm, residual, count, hidden, normed);
   multiply_gate_up(weights.activation, gate, up, normed, count, gated);
   multiply(down.w, gated, count, down.bias, out);
   add(residual, count, hidden, out);

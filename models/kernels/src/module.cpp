@@ -1,4 +1,4 @@
-// The Python bindings: objects that hold weights and are called with arrays.
+// The Python bindings. The objects hold weights and are called with arrays.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -34,7 +34,7 @@ void bind_rowwise(nb::module_& m) {
       },
       "x"_a, "offset"_a, "periods"_a, "dims"_a, nb::kw_only(), "traditional"_a = false,
       "magnitude"_a = 1.0f);
-  m.def("gate", &glu, "kind"_a, "gate"_a, "up"_a);
+  m.def("glu", &glu, "activation"_a, "gate"_a, "up"_a);
 }
 
 using Ints = std::vector<int>;
@@ -64,8 +64,8 @@ void bind_attention(nb::module_& m) {
         return attend(q, k, v, keys, values, slot_mappings,
                       {scale, window, std::move(sinks), softcap});
       },
-      "q"_a, "k"_a, "v"_a, "keys"_a, "values"_a, "slots"_a, "lengths"_a, "heads"_a, "firsts"_a,
-      nb::kw_only(), "scale"_a, "window"_a = 0, "sinks"_a = nb::none(), "softcap"_a = 0.0f);
+      "q"_a, "k"_a, "v"_a, "keys"_a, "values"_a, "slots"_a, "lengths"_a, "head_slots"_a,
+      "first_positions"_a, nb::kw_only(), "scale"_a, "window"_a = 0, "sinks"_a = nb::none(), "softcap"_a = 0.0f);
   m.def(
       "attention",
       [](const mx::array& q, const mx::array& keys, const mx::array& values, float scale,
@@ -118,7 +118,8 @@ void bind_blocks(nb::module_& m) {
             return self(x, keys, values,
                         make_slot_mappings(slots, lengths, head_slots, first_positions), window);
           },
-          "x"_a, "keys"_a, "values"_a, "slots"_a, "lengths"_a, "heads"_a, "firsts"_a, "window"_a);
+          "x"_a, "keys"_a, "values"_a, "slots"_a, "lengths"_a, "head_slots"_a,
+          "first_positions"_a, "window"_a);
   nb::class_<MlpBlock>(m, "MlpBlock", "The gated MLP half of a decoder block.")
       .def(
           "__init__",
@@ -144,32 +145,32 @@ NB_MODULE(_kernels, m) {
                         number(MLX_VERSION_PATCH);
   m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
   m.def(
-      "threads", [] { return mlxrunner::ThreadPool::shared().num_threads(); },
+      "num_threads", [] { return mlxrunner::ThreadPool::shared().num_threads(); },
       "The number of threads that share a matmul.");
   m.def(
-      "use_threads", [](int count) { mlxrunner::ThreadPool::shared().set_num_threads(count); },
-      "count"_a, "Set the number of threads; not while anything is evaluated.");
+      "set_num_threads", [](int count) { mlxrunner::ThreadPool::shared().set_num_threads(count); },
+      "count"_a, "Set the number of threads. Must not be called while anything is evaluated.");
 
-  m.def("keep_memory", &retain_freed_memory, "Keep freed memory for later arrays.");
-  m.def("return_memory", &trim_memory, "Return free memory to the system.");
+  m.def("retain_freed_memory", &retain_freed_memory, "Keep freed memory for later arrays.");
+  m.def("trim_memory", &trim_memory, "Return free memory to the system.");
 
-  nb::class_<Matmul>(m, "Product", "x @ W^T + bias with a repacked matrix W.")
+  nb::class_<Matmul>(m, "Matmul", "x @ W^T + bias with a repacked matrix W.")
       .def(nb::init<mx::array, std::optional<mx::array>, std::optional<mx::array>,
                     std::optional<mx::array>, int, int>(),
            "weight"_a, "scales"_a = nb::none(), "biases"_a = nb::none(), "bias"_a = nb::none(),
            nb::kw_only(), "group_size"_a = 0, "bits"_a = 0)
       .def("__call__", &Matmul::operator(), "x"_a)
-      .def("alike", &Matmul::has_same_format, "other"_a)
-      .def("choose", &Matmul::gather, "x"_a, "chosen"_a)
-      .def("rows", &Matmul::dequantize_rows, "ids"_a);
+      .def("has_same_format", &Matmul::has_same_format, "other"_a)
+      .def("gather", &Matmul::gather, "x"_a, "indices"_a)
+      .def("dequantize_rows", &Matmul::dequantize_rows, "ids"_a);
   m.def(
-      "gated",
+      "gate_up",
       [](const std::string& activation, const Matmul& gate, const Matmul& up, const mx::array& x) {
         return gate_up(gate, up, parse_activation(activation), x);
       },
       "activation"_a, "gate"_a, "up"_a, "x"_a);
 
-  m.def("strips", &repack, "a"_a, "bits"_a = 0, nb::kw_only(), "back"_a = false);
+  m.def("repack", &repack, "a"_a, "bits"_a = 0, nb::kw_only(), "undo"_a = false);
   bind_rowwise(m);
   bind_attention(m);
   bind_blocks(m);

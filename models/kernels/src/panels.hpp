@@ -7,10 +7,10 @@ namespace mlxrunner::ISA {
 
 using i64 = std::int64_t;
 
-// Unrolls loops over registers; otherwise the compiler would keep the registers in memory.
+// Unrolls loops over registers. Otherwise the compiler would keep the registers in memory.
 #define MLXRUNNER_UNROLL _Pragma("GCC unroll 32")
 
-// How many bytes ahead to prefetch.
+// the number of bytes to prefetch ahead
 inline constexpr std::uintptr_t kPrefetchBytes = 8192;
 
 // Pads `count` rows of `rows` elements of `size` bytes to kPanelRows elements each, with zeros.

@@ -1,7 +1,7 @@
-// Norms, rotations and gated activations: the row-wise operations between two products.
+// Norms, rotations and gated activations, which are the row-wise operations between two products.
 //
-// Knows: rows of float32. An element depends on its row only, and in `glu` only on the same element
-// of the inputs.
+// Knows: rows of float32. An element depends only on its row. In `glu`, it depends only on the same
+// element of the inputs.
 #pragma once
 
 #include "vmath.hpp"

@@ -27,7 +27,7 @@ std::uint32_t join_nibbles(std::uint32_t word) {
   return out;
 }
 
-// Transposes a panel, or back if `undo`, and applies `convert` to each element.
+// Transposes a panel, or transposes it back if `undo`, and applies `convert` to each element.
 template <class T, class F>
 void transpose_panel(const T* src, T* dst, std::int64_t rows, std::int64_t width, bool undo,
                      F convert) {
@@ -91,7 +91,8 @@ class RepackPrimitive : public CpuPrimitive {
 }  // namespace
 
 mx::array repack(const mx::array& a, int bits, bool undo) {
-  if (a.ndim() < 2) throw std::invalid_argument("a matrix has two axes, a stack more");
+  if (a.ndim() < 2)
+    throw std::invalid_argument("a matrix must have two axes, and a stack more");
   if (bits ? (bits != 4 && bits != 8) || a.dtype() != mx::uint32
            : a.itemsize() != 2 && a.itemsize() != 4)
     throw std::invalid_argument("only 4- and 8-bit words, floats and scales can be repacked");

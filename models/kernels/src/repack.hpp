@@ -1,13 +1,14 @@
-// Conversion of matrices to the panels that matmul_float.hpp and matmul_quantized.hpp describe.
+// Converts matrices to the panels that matmul_float.hpp and matmul_quantized.hpp describe.
 #pragma once
 
 #include "arrays.hpp"
 
 namespace mlxrunner {
 
-// [..., out, n] in row-major order -> the same shape, in panels of sixteen rows: floats, scales,
-// biases, or, with bits 4 or 8, uint32 words in MLX's packing. undo: from panels to row-major
-// order. An array with no other reference is repacked in place.
+// Converts [..., out, n] from row-major order to panels of sixteen rows, with the same shape. The
+// array contains floats, scales or biases or, with 4 or 8 bits, uint32 words in MLX's packing.
+// undo: whether to convert from panels to row-major order instead. An array without other
+// references is repacked in place.
 mx::array repack(const mx::array& a, int bits, bool undo);
 
 }  // namespace mlxrunner

@@ -1,4 +1,5 @@
-// The common parts of both halves of a block: the norm before and the residual addition after.
+// The common parts of both halves of a block: the norm before the half, and the residual addition
+// after it.
 #pragma once
 
 #include "weights.hpp"
@@ -20,7 +21,7 @@ class ScratchArena {
 };
 
 // x and out: contiguous rows.
-inline void normalise(const RmsNorm& norm, const float* x, std::int64_t count, std::int64_t width,
+inline void normalize(const RmsNorm& norm, const float* x, std::int64_t count, std::int64_t width,
                       float* out) {
   const float* weight = norm.weight.data<float>();
   parallel_for_rows(count, width, [&](std::int64_t row) {

@@ -22,8 +22,8 @@ class StridedRows {
       : data_(a.data<float>()), shape_(a.shape()), strides_(a.strides()),
         contiguous_(a.flags().row_contiguous), width_(a.ndim() ? a.shape(-1) : 1) {}
 
-  // Returns the row with this number: a pointer into the array, or a copy in the scratch memory of
-  // `Tag`.
+  // Returns the row with this number. The result is a pointer into the array, or a copy in the
+  // scratch memory of `Tag`.
   template <class Tag>
   const float* at(std::int64_t row) const {
     if (contiguous_) return data_ + row * width_;
@@ -83,7 +83,7 @@ class NormPrimitive : public CpuPrimitive {
   Norm norm_;
 };
 
-// Inputs: x, periods, and offsets if they are an array.
+// Its inputs are x, the periods, and the offsets if they are an array.
 class RopePrimitive : public CpuPrimitive {
  public:
   RopePrimitive(mx::Stream stream, Rotation rotation, std::optional<int> offset)
@@ -102,7 +102,7 @@ class RopePrimitive : public CpuPrimitive {
                                                      x = StridedRows(in[0])] {
       const Kernels& k = kernels();
       const std::int64_t half = rotation.dims / 2, stride = (half + 15) / 16 * 16;
-      // the heads share the angles, so they are computed once per position
+      // the heads share the angles, so the angles are computed only once per position
       float* cos = scratch<ForAngles>(static_cast<std::size_t>(2 * starts * length * stride));
       float* sin = cos + starts * length * stride;
       parallel_for_rows(starts * length, 8 * half, [&](std::int64_t i) {
@@ -110,7 +110,7 @@ class RopePrimitive : public CpuPrimitive {
         k.rope_angles(static_cast<float>(start + i % length), periods, half, cos + i * stride,
                       sin + i * stride);
       });
-      // iterate over positions first, which is the memory order of heads that come from one
+      // iterate over positions first, because this is the memory order of heads that come from one
       // product
       parallel_for_rows(rows, rotation.width, [&](std::int64_t i) {
         const std::int64_t b = i / (heads * length), l = i / heads % length, h = i % heads;
@@ -169,7 +169,7 @@ void check_norm_weight(const mx::array& x, const std::optional<mx::array>& weigh
 void check_rope(const RopeParams& params, int head_dim) {
   require_float32(params.periods, "periods");
   if (params.dims < 2 || params.dims % 2 || params.dims > head_dim)
-    throw std::invalid_argument("dims must be even, and no more than a head has");
+    throw std::invalid_argument("dims must be even and at most the size of a head");
   if (params.periods.shape() != mx::Shape{params.dims / 2})
     throw std::invalid_argument("periods must be [dims / 2]");
 }

@@ -11,12 +11,12 @@
 
 namespace mlxrunner {
 
-// x [..., D] / sqrt(mean of squares + eps), times weight [D] if given.
+// Returns x [..., D] / sqrt(mean of squares + eps), times weight [D] if given.
 mx::array rms_norm(const mx::array& x, std::optional<mx::array> weight, float eps);
 
-// The parameters of a rotary embedding. The first `dims` elements of a head are rotated: pairs of
-// one element of each half or, if traditional, of adjacent elements; they are multiplied by
-// magnitude. periods: [dims / 2], positions per radian.
+// The parameters of a rotary embedding. The first `dims` elements of a head are rotated, in pairs
+// with one element from each half or, if traditional, in pairs of adjacent elements. The rotated
+// elements are multiplied by magnitude. periods: [dims / 2], positions per radian.
 struct RopeParams {
   mx::array periods;
   int dims;
@@ -27,14 +27,14 @@ struct RopeParams {
 // Raises if the parameters are not valid for heads of this size.
 void check_rope(const RopeParams& params, int head_dim);
 
-// x [B, H, L, D]. offset: the first position, or [B] with one per sequence.
+// x: [B, H, L, D]. offset: the first position, or [B] with one position per row.
 using Offset = std::variant<int, mx::array>;
 mx::array rope(const mx::array& x, const Offset& offset, const RopeParams& params);
 
 // Raises if the name is unknown.
 Activation parse_activation(const std::string& activation);
 
-// activation(gate) * up. activation: silu, gelu (with erf), gelu_tanh or relu.
+// Returns activation(gate) * up. activation: silu, gelu (with erf), gelu_tanh or relu.
 mx::array glu(const std::string& activation, const mx::array& gate, const mx::array& up);
 
 }  // namespace mlxrunner

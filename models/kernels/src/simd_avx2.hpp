@@ -1,4 +1,5 @@
-// Sixteen float32 in two AVX2 registers. simd_avx512.hpp documents the rules for all SIMD headers.
+// Sixteen float32 values in two AVX2 registers. simd_avx512.hpp documents the rules for all SIMD
+// headers.
 #pragma once
 
 #include <immintrin.h>
@@ -97,7 +98,7 @@ namespace mlxrunner::ISA {
 using SubVector = __m256;
 inline SubVector load_sub(const float* p) {
   SubVector a = _mm256_loadu_ps(p);
-  // force a load into a register: as a memory operand it would be loaded once per product
+  // force a load into a register, because a memory operand would be loaded once per product
   asm("" : "+x"(a));
   return a;
 }

@@ -1,6 +1,6 @@
-// Sixteen float32 in one AVX-512 register. Rules for all SIMD headers (simd_*.hpp): each operation
-// rounds once, as IEEE 754 requires, and `sum` adds in a fixed tree, so that all instruction sets
-// with fused multiply-add agree to the bit.
+// Sixteen float32 values in one AVX-512 register. The following rules apply to all SIMD headers
+// (simd_*.hpp). Each operation rounds once, as IEEE 754 requires. `sum` adds in a fixed tree.
+// Therefore the results of all instruction sets with fused multiply-add are bit-identical.
 #pragma once
 
 #include <immintrin.h>
@@ -39,7 +39,7 @@ inline V min(V a, V b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline V less(V a, V b, V x, V y) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), y.v, x.v)};
 }
-// shifts each lane's bits, as an integer, left by 23; vmath.hpp makes 2^n from this
+// shifts each lane's bits, as an integer, left by 23; vmath.hpp computes 2^n with it
 inline V shift_into_exponent(V a) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a.v), 23))};
 }
@@ -114,7 +114,7 @@ inline void prefetch(std::uintptr_t p) {
 }
 
 // tile sizes that fit into the registers: panels and rows of x in a tile, rows of x in an integer
-// tile, rows and sums in a tile of attention
+// tile, rows and sums in an attention tile
 inline constexpr int kPanelsPerTile = 2, kInputRowsPerTile = 12;
 inline constexpr int kMaxIntRows = 6;
 inline constexpr int kTileRows = 6, kTileSums = 24;

@@ -1,4 +1,5 @@
-// Sixteen float32 in four NEON registers. simd_avx512.hpp documents the rules for all SIMD headers.
+// Sixteen float32 values in four NEON registers. simd_avx512.hpp documents the rules for all SIMD
+// headers.
 #pragma once
 
 #include <arm_neon.h>
@@ -64,7 +65,8 @@ inline V less(V a, V b, V x, V y) {
   return {vbslq_f32(vcltq_f32(a.a, b.a), x.a, y.a), vbslq_f32(vcltq_f32(a.b, b.b), x.b, y.b),
           vbslq_f32(vcltq_f32(a.c, b.c), x.c, y.c), vbslq_f32(vcltq_f32(a.d, b.d), x.d, y.d)};
 }
-// a > b ? a : b and a < b ? a : b, so b if either is NaN; NEON's own instructions differ
+// a > b ? a : b and a < b ? a : b, so b if either is NaN; NEON's own instructions behave
+// differently
 inline V max(V a, V b) { return less(b, a, a, b); }
 inline V min(V a, V b) { return less(a, b, a, b); }
 // shifts each lane's bits, as an integer, left by 23

@@ -1,7 +1,8 @@
-// Sixteen float32 without intrinsics, for every processor. simd_avx512.hpp documents the rules for
-// all SIMD headers. The compiler translates the vectors of four to what the target supports. If the
-// target has no fused multiply-add (x86-64 below AVX2), products are rounded before they are added,
-// so results differ from those of the other instruction sets in the last bits.
+// Sixteen float32 values without intrinsics, for every processor. simd_avx512.hpp documents the
+// rules for all SIMD headers. The compiler translates the vectors of four values to instructions of
+// the target. If the target has no fused multiply-add (x86-64 below AVX2), products are rounded
+// before they are added. In this case, the results differ from those of the other instruction sets
+// in the last bits.
 #pragma once
 
 #include <cstdint>
@@ -103,9 +104,9 @@ inline V load_bf16(const std::uint16_t* p) {
 }
 inline SubVector f16_to_f32(Bits h) {
   const Bits sign = (h & 0x8000) << 16, size = h & 0x7fff, bits = size << 13;
-  // the exponent bias is 15 in float16 and 127 in float32; a product is also exact for denormals
+  // The exponent bias is 15 in float16 and 127 in float32. The product is also exact for denormals.
   const SubVector number = reinterpret_cast<SubVector>(bits) * splat(0x1p112f);
-  // infinities and NaN; NaN becomes quiet
+  // handles infinities and NaN; NaN becomes quiet
   const Bits quiet = reinterpret_cast<Bits>(size > 0x7c00) & 0x400000;
   const SubVector special = reinterpret_cast<SubVector>(bits | 0x7f800000 | quiet);
   const SubVector magnitude = select(reinterpret_cast<Bits>(size >= 0x7c00), special, number);

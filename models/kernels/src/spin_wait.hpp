@@ -1,6 +1,7 @@
 // Spin-waiting for another thread.
 //
-// A sleep and a wake-up take tens of microseconds, longer than most waits in a decode step.
+// A sleep and a wake-up take tens of microseconds, which is longer than most waits in a decode
+// step.
 #pragma once
 
 #include <sched.h>
@@ -10,8 +11,8 @@
 
 namespace mlxrunner {
 
-// How long to spin: until kPauseTime without yielding the CPU, then with yielding, because another
-// thread may be building the next step.
+// The time to spin. Until kPauseTime, the thread does not yield the CPU. After that, it yields,
+// because another thread may be building the next step.
 inline constexpr auto kPauseTime = std::chrono::microseconds(10);
 inline constexpr auto kSpinTimeout = std::chrono::microseconds(300);
 
@@ -23,7 +24,7 @@ inline void pause() {
 #endif
 }
 
-// Returns true as soon as `word` differs from `old_value`, or false after the timeout.
+// Returns true as soon as `word` differs from `old_value`. Returns false after the timeout.
 template <class T>
 bool spin_until_changed(const std::atomic<T>& word, T old_value,
                         std::chrono::microseconds timeout = kSpinTimeout) {

@@ -16,10 +16,10 @@ namespace mlxrunner {
 struct ThreadPool::State {
   std::atomic<int> num_threads{1};
   int num_started = 1;
-  // not a mutex: a nested `run` would lock it again on the same thread
+  // not a mutex, because a nested `run` would lock it again on the same thread
   std::atomic<bool> busy{false};
 
-  // The current job. job_number counts jobs; a worker takes part in a job at most once.
+  // The current job. job_number counts jobs. A worker takes part in a job at most once.
   std::atomic<std::uint32_t> job_number{0};
   std::atomic<std::int64_t> next{0};
   std::atomic<int> active_workers{0};
@@ -31,7 +31,7 @@ struct ThreadPool::State {
   std::exception_ptr error;  // of the first task that failed
 
   // noexcept: the context is on the stack of the caller of `run`, which must not unwind before all
-  // workers are done with it; and no worker could catch an exception.
+  // workers are done with the context. No worker could catch an exception.
   void run_tasks() noexcept {
     try {
       for (std::int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;)
@@ -48,9 +48,9 @@ struct ThreadPool::State {
       if (!spin_until_changed(job_number, known_job))
         job_number.wait(known_job, std::memory_order_acquire);
       known_job = job_number.load(std::memory_order_acquire);
-      // `run` waits for workers that entered before it closed the job; workers that enter later
-      // find it closed. This requires a total order of these two operations and the two at the end
-      // of `run`.
+      // `run` waits for workers that entered before it closed the job. Workers that enter later
+      // find the job closed. This requires a total order of these two operations and the two at the
+      // end of `run`.
       active_workers.fetch_add(1, std::memory_order_seq_cst);
       if (open_workers.load(std::memory_order_seq_cst) > worker) run_tasks();
       active_workers.fetch_sub(1, std::memory_order_release);
@@ -70,7 +70,7 @@ struct ThreadPool::State {
 ThreadPool::ThreadPool() : state_(new State) {}
 
 ThreadPool& ThreadPool::shared() {
-  // never destroyed: workers outlive static objects
+  // never destroyed, because workers outlive static objects
   static ThreadPool* pool = new ThreadPool;
   return *pool;
 }

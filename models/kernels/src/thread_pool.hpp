@@ -1,8 +1,9 @@
 // The thread pool that products and attention share.
 //
-// Knows: numbered tasks. Must not know: what the tasks compute. MLX evaluates a stream on its own
-// thread; that thread calls `run` and works, too. Workers poll for work for a short time after the
-// last job (a decode step has a product every few microseconds), then sleep.
+// Knows: numbered tasks. Must not know: the computations of the tasks. MLX evaluates a stream on
+// its own thread. This thread calls `run` and also executes tasks. After the last job, workers poll
+// for work for a short time and then sleep. In a decode step, there is a product every few
+// microseconds.
 #pragma once
 
 #include <algorithm>
@@ -10,9 +11,9 @@
 
 namespace mlxrunner {
 
-// Fewer multiplications than this take less time than waking a second thread.
+// fewer multiplications than this take less time than waking a second thread
 inline constexpr std::int64_t kMinParallelWork = 1 << 16;
-// The number of elements per task of a row-wise operation.
+// the number of elements per task of a row-wise operation
 inline constexpr std::int64_t kElementsPerTask = 1 << 14;
 
 // More threads do not help, because each job waits for all of them. MAX_THREADS in
@@ -21,19 +22,19 @@ inline constexpr int kMaxThreads = 256;
 
 class ThreadPool {
  public:
-  // The pool of this process. The first job that is worth it starts the workers.
+  // Returns the pool of this process. Workers are started by the first job that is large enough.
   static ThreadPool& shared();
 
-  // The number of threads, including the caller.
+  // Returns the number of threads, including the caller.
   int num_threads() const;
-  // Sets the number of threads, 1 to kMaxThreads. Must not be called while a job runs. The default
-  // is 1; models/cpu_backend.py determines the number for this machine.
+  // Sets the number of threads, from 1 to kMaxThreads. It must not be called while a job runs. The
+  // default is 1. models/cpu_backend.py determines the number for this machine.
   void set_num_threads(int count);
 
-  // Calls task(context, i) once for every i in [0, count), in any order, on any of the threads, and
-  // returns when all calls have returned. If some throw (out of memory), one of the exceptions is
-  // rethrown here, and some tasks may not have been called. Only one `run` at a time is parallel; a
-  // concurrent `run` of another thread executes on that thread alone.
+  // Calls task(context, i) once for every i in [0, count), in any order, on any of the threads.
+  // Returns when all calls have returned. If some calls throw (out of memory), one of the
+  // exceptions is rethrown here, and some tasks may not have been called. Only one `run` at a time
+  // is parallel. A concurrent `run` on another thread executes only on that thread.
   void run(std::int64_t count, void (*task)(void*, std::int64_t), void* context);
 
   template <class F>
@@ -48,7 +49,7 @@ class ThreadPool {
   State* state_;
 };
 
-// Calls function(row) for all rows of a row-wise operation, on as many threads as are worth it.
+// Calls function(row) for all rows of a row-wise operation, on as many threads as are useful.
 template <class F>
 void parallel_for_rows(std::int64_t rows, std::int64_t width, F function) {
   const std::int64_t task_rows =

@@ -1,9 +1,9 @@
 // exp, tanh, erf, sine and cosine of sixteen lanes.
 //
-// Knows: `V`. Each is a polynomial (least squares, weighted until the largest relative error is
-// minimal) after a reduction of the argument, and is written once for all instruction sets, which
-// therefore agree. The error is at most two units in the last place in the stated ranges; NaN stays
-// NaN.
+// Knows: `V`. Each function is a polynomial after a reduction of the argument. The polynomial is a
+// least squares fit, weighted until the largest relative error is minimal. Each function is written
+// only once for all instruction sets, so their results agree. The error is at most two units in the
+// last place in the stated ranges. NaN stays NaN.
 #pragma once
 
 #include "kernels.hpp"
@@ -20,25 +20,26 @@ inline V polynomial(V x, const float (&c)[N]) {
   return y;
 }
 
-// 1.5 * 2^23: a sum with it has no fraction bits, and its lowest bits are the rounded integer
+// 1.5 * 2^23: a sum with this number has no fraction bits, and its lowest bits are the rounded
+// integer
 inline constexpr float kRoundMagic = 12582912.0f;
 
 // Rounds to the nearest integer, |x| < 2^22.
 inline V round_nearest(V x) { return sub(add(x, set1(kRoundMagic)), set1(kRoundMagic)); }
 
-// 2^n for an integer n in [-126, 127]: n + 127 in the exponent bits.
+// Returns 2^n for an integer n in [-126, 127], by storing n + 127 in the exponent bits.
 inline V exp2_int(V n) { return shift_into_exponent(add(n, set1(kRoundMagic + 127))); }
 
 inline V exp(V x) {
-  // the result is 0 or inf outside this range; with this order of operands NaN passes
+  // the result is 0 or inf outside of this range; with this order of operands, NaN is passed on
   x = min(set1(89.0f), max(set1(-104.0f), x));
   const V n = round_nearest(mul(x, set1(1.44269504f)));
-  // ln 2 in two parts; the first has so few bits that n times it is exact
+  // ln 2 in two parts; the first part has so few bits that its product with n is exact
   V r = fma(n, set1(-0.693359375f), x);
   r = fma(n, set1(2.12194440e-4f), r);
   const V p = polynomial(r, {0.5f, 0.166665122f, 0.0416661873f, 0.00836959854f, 0.00139517174f});
   const V y = add(set1(1), fma(p, mul(r, r), r));
-  // in two steps, because 2^n alone may overflow or underflow
+  // computed in two steps, because 2^n may overflow or underflow
   const V half = round_nearest(mul(n, set1(0.5f)));
   return mul(mul(y, exp2_int(half)), exp2_int(sub(n, half)));
 }
@@ -57,7 +58,7 @@ inline V erf(V x) {
   const V p = polynomial(mul(x, x), {0.128379166f, -0.376126319f, 0.112836838f, -0.026858706f,
                                      0.00519924704f, -0.000812188373f, 8.28038829e-05f});
   const V small = fma(p, x, x);
-  // erfc(t) = e^(q(t) t - t); from 4 on it is negligible beside 1
+  // erfc(t) = e^(q(t) t - t); from 4 on, it is negligible compared with 1
   const V t = min(set1(4.0f), magnitude);
   const V q = polynomial(t, {-0.12865217f, -0.635135889f, -0.106263161f, 0.0237853602f,
                              -0.00365377055f, 0.000325654342f, -1.15224593e-05f});
@@ -69,11 +70,11 @@ struct SinCos {
   V cos, sin;
 };
 
-// Angles below 2^20, reduced to n quarter turns and a remainder.
+// Angles must be below 2^20. They are reduced to n quarter turns and a remainder.
 inline SinCos sincos(V angle) {
   const V n = round_nearest(mul(angle, set1(0.636619772f)));
-  // Both n and pi / 2 are split into parts of few bits, so that the first four steps are exact with
-  // or without fused multiply-add.
+  // Both n and pi / 2 are split into parts with few bits, so that the first four steps are exact
+  // with or without fused multiply-add.
   const V high = mul(round_nearest(mul(n, set1(1.0f / 1024))), set1(1024)), low = sub(n, high);
   V r = fma(high, set1(-1.5703125f), angle);
   r = fma(low, set1(-1.5703125f), r);
@@ -87,7 +88,7 @@ inline SinCos sincos(V angle) {
   const V c = fma(
       mul(z, z), polynomial(z, {0.0416666679f, -0.00138888834f, 2.47993503e-05f, -2.71963017e-07f}),
       fma(z, set1(-0.5f), set1(1)));
-  // of n mod 4: whether it is 2 or 3, and whether it is odd
+  // whether n mod 4 is 2 or 3, and whether it is odd
   const V n_mod_4 = fma(round_nearest(fma(n, set1(0.25f), set1(-0.375f))), set1(-4), n);
   const V is_2_or_3 = round_nearest(fma(n_mod_4, set1(0.5f), set1(-0.25f)));
   const V is_odd = fma(is_2_or_3, set1(-2), n_mod_4);

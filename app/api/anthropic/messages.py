@@ -1,0 +1,203 @@
+"""Anthropic's messages: from JSON to a conversation.
+
+Knows: the system prompt, the order of roles, calls and their results, prefill, messages that later
+requests do not contain. Must not know: the types of blocks (content_blocks.py beside it), chat
+templates.
+
+System messages keep their position, so that each prompt begins with the prompt before it. If a
+template does not support a position, the message is folded when the prompt is built.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from app.api.anthropic.content_blocks import MessageContent, read_content, read_texts
+from app.api.fields import Fields, invalid_request, quote_value
+from app.core.requests import Conversation, Message
+
+# The last two occur in requests of Claude Code, as other servers report.
+_ROLES = {
+    "user": "user",
+    "assistant": "assistant",
+    "system": "system",
+    "ctx": "user",
+    "msg": "user",
+}
+
+# between the blocks of the system prompt, and between those of a user message; the texts of an
+# assistant message are joined without a separator
+_SYSTEM_SEPARATOR, _USER_SEPARATOR = "\n\n", "\n"
+
+# Claude Code begins its system prompt with a line such as
+#     x-anthropic-billing-header: cc_version=2.1.197.a3f; cc_entrypoint=cli; cch=5e1c9;
+# The value of `cch` is a checksum of the request. With it, the prefix cache would find nothing
+# (anthropics/claude-code#68900).
+_BILLING_HEADER = re.compile(r"\s*x-anthropic-billing-header:[^\n]*(?:\n+|$)")
+
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadMessages:
+    """The conversation of a request. effort: the effort that a system message sets for the current
+    turn. omitted: the types of the omitted blocks, in names of this module."""
+
+    conversation: Conversation
+    effort: str | None = None
+    omitted: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Turn:
+    """Consecutive messages of one role. is_temporary: as in `Message`."""
+
+    role: str
+    content: MessageContent
+    is_temporary: bool = False
+    effort: str | None = None
+
+
+def read_messages(fields: Fields) -> ReadMessages:
+    """Reads `system` and `messages`. Raises AppError(INVALID)."""
+    fields.required("messages")
+    values = fields.array("messages")
+    if not values:
+        raise invalid_request("messages", "messages must hold at least one message")
+    turns = _merge(_drop_cleared([_read_turn(value, n) for n, value in enumerate(values)]))
+    messages = _build_messages(turns)
+    if not messages:
+        raise invalid_request("messages", "messages must hold at least one message with content")
+    last = messages[-1]
+    if last.role == "assistant" and last.tool_calls:
+        path = f"messages.{len(values) - 1}"
+        raise invalid_request(
+            path,
+            f"{path}: tool_use blocks must be followed by a user message with their tool_result "
+            "blocks",
+        )
+    return ReadMessages(
+        conversation=Conversation(
+            messages=(*_read_system(fields), *messages),
+            continue_final=last.role == "assistant" and bool(last.content or last.reasoning),
+        ),
+        effort=_find_effort(turns),
+        omitted=tuple(sorted({kind for turn in turns for kind in turn.content.omitted})),
+    )
+
+
+def _read_system(fields: Fields) -> list[Message]:
+    """Reads the system prompt, without the billing header of Claude Code."""
+    value = fields.value("system")
+    if value is None:
+        return []
+    texts = read_texts(value, "system")
+    if texts:
+        texts[0] = strip_billing_header(texts[0])
+    text = _SYSTEM_SEPARATOR.join(filter(None, texts))
+    return [Message(role="system", content=text)] if text else []
+
+
+def _read_turn(value: object, place: int) -> _Turn:
+    path = f"messages.{place}"
+    fields = Fields.from_value(value, path)
+    role_name = fields.required_string("role")
+    if role_name not in _ROLES:
+        at = fields.path("role")
+        raise invalid_request(
+            at, f"{at} must be user, assistant or system, not {quote_value(role_name)}"
+        )
+    role = _ROLES[role_name]
+    content = read_content(fields.required("content"), fields.path("content"), role)
+    turn = _Turn(role=role, content=content)
+    if role == "system":
+        cleared = fields.one_of("clear_at", ("never", "next_user_message"))
+        turn.is_temporary = cleared == "next_user_message"
+        output_config = fields.nested("output_config")
+        if output_config is not None:
+            turn.effort = output_config.one_of("effort", EFFORTS)
+    return turn
+
+
+def _drop_cleared(turns: Sequence[_Turn]) -> list[_Turn]:
+    """Omits temporary messages before the last user message. The client still sends them."""
+    last_user = max((n for n, turn in enumerate(turns) if turn.role == "user"), default=-1)
+    return [turn for n, turn in enumerate(turns) if not (turn.is_temporary and n < last_user)]
+
+
+def _merge(turns: Sequence[_Turn]) -> list[_Turn]:
+    """Merges consecutive messages of one role, as Anthropic does, except for system messages."""
+    merged: list[_Turn] = []
+    for turn in turns:
+        if merged and turn.role != "system" and merged[-1].role == turn.role:
+            merged[-1].content.extend(turn.content)
+        else:
+            merged.append(turn)
+    return merged
+
+
+def _build_messages(turns: Sequence[_Turn]) -> list[Message]:
+    messages: list[Message] = []
+    waiting: set[str] = set()  # calls without a result
+    for turn in turns:
+        content = turn.content
+        match turn.role:
+            case "assistant":
+                waiting = {call.id for call in content.calls}
+                messages += _build_assistant(content)
+            case "system":
+                messages += _build_system(turn)
+            case _:
+                messages += _build_user(content, waiting)
+    return messages
+
+
+def _build_assistant(content: MessageContent) -> list[Message]:
+    if not (content.texts or content.calls or content.reasoning):
+        return []
+    text = "".join(content.texts)
+    return [
+        Message(
+            role="assistant",
+            content=text or (None if content.calls else ""),
+            reasoning="\n".join(content.reasoning) or None,
+            tool_calls=tuple(content.calls),
+        )
+    ]
+
+
+def _build_system(turn: _Turn) -> list[Message]:
+    text = _USER_SEPARATOR.join(turn.content.texts)
+    return [Message(role="system", content=text, is_temporary=turn.is_temporary)] if text else []
+
+
+def _build_user(content: MessageContent, waiting: set[str]) -> list[Message]:
+    """Builds the messages for tool results, then the message for the text. A result without a call
+    in `waiting` becomes text. waiting: the IDs of calls without a result; those with a result are
+    removed."""
+    results: list[Message] = []
+    texts: list[str] = []
+    for result in content.results:
+        if result.tool_call_id in waiting:
+            waiting.discard(result.tool_call_id)
+            results.append(result)
+        elif result.content:
+            texts.append(f"Result of the tool call {result.tool_call_id}:\n{result.content}")
+    text = _USER_SEPARATOR.join((*texts, *content.texts))
+    return [*results, Message(role="user", content=text)] if text else results
+
+
+def _find_effort(turns: Sequence[_Turn]) -> str | None:
+    """Returns the latest effort that a system message sets since the user's last text."""
+    for turn in reversed(turns):
+        if turn.effort is not None:
+            return turn.effort
+        if turn.role == "user" and turn.content.texts and not turn.content.results:
+            return None
+    return None
+
+
+def strip_billing_header(text: str) -> str:
+    """Removes the billing header from the start of a system prompt or of one of its blocks. Returns
+    "" if the text has no other content."""
+    return _BILLING_HEADER.sub("", text, count=1) if _BILLING_HEADER.match(text) else text

@@ -1,0 +1,50 @@
+"""Ollama's request bodies, and the keep-alive and error lines of its streams.
+
+Knows: bodies of any content type. Must not know: their fields.
+
+Like Ollama's server, this does not check the content type, so that curl works without a header.
+app/http/origin.py rejects requests from web pages with another origin.
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from starlette.types import Receive, Scope
+
+from app.api.fields import Fields
+from app.api.ollama.errors import encode_error_line
+from app.core.errors import AppError, ErrorKind
+from app.http.body import MAX_VALUES, Body, RequestBodies
+from app.http.streaming import encode_json_line
+
+
+class OllamaBodies:
+    def __init__(self, bodies: RequestBodies) -> None:
+        self._bodies = bodies
+
+    @asynccontextmanager
+    async def receive(
+        self, scope: Scope, receive: Receive, max_values: int = MAX_VALUES
+    ) -> AsyncGenerator[Body]:
+        """Receives a body of any content type, as `RequestBodies.receive_json` does. Raises
+        AppError(INVALID) for an empty body."""
+        async with self._bodies.receive_json(scope, receive, max_values, check_type=False) as body:
+            if not body.size:
+                raise AppError(ErrorKind.INVALID, "missing request body")
+            yield body
+
+    async def read_fields(self, scope: Scope, receive: Receive) -> Fields:
+        """Reads the fields of a body. Raises AppError."""
+        async with self.receive(scope, receive) as body:
+            return Fields.from_value(await body.json())
+
+
+class LineResponse:
+    """The keep-alive and error lines of a stream of steps. Implements
+    `app.api.generate_endpoint.StreamEnds`."""
+
+    # clients show the status of a line unless it is empty
+    keep_alive = encode_json_line({"status": ""})
+
+    def fail(self, error: AppError) -> bytes:
+        return encode_error_line(error)

@@ -1,0 +1,286 @@
+"""Ollama's native API: the path of each endpoint.
+
+Knows: routes, loading and unloading. Must not know: how requests are parsed (request.py), how
+responses are written (output.py), how they are generated.
+
+Wire format: ollama/ollama of August 2026 (fb3076099), docs/api.md there.
+"""
+
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
+from typing import Literal
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.api.generate_endpoint import (
+    NDJSON,
+    GenerateResponder,
+    JsonBody,
+    JsonLines,
+    ParsedRequest,
+)
+from app.api.ollama.body import OllamaBodies
+from app.api.ollama.embed import embed, parse_embed, parse_embeddings, render_embed
+from app.api.ollama.errors import OllamaErrors
+from app.api.ollama.library import LibraryEndpoints
+from app.api.ollama.model_lists import render_running, render_show, render_tags
+from app.api.ollama.names import MAX_NAME_CHARS, find_model, read_name
+from app.api.ollama.options import limit_keep_alive
+from app.api.ollama.output import LineEncoder, LineFormat, collect
+from app.api.ollama.request import OllamaRequest, parse_chat, parse_generate
+from app.core.embeddings import EmbedRequest
+from app.core.errors import AppError, ErrorKind, mark_client_text
+from app.core.model_details import ModelDetails
+from app.core.ports import Generate, Models, ResolvedModel
+from app.core.settings import Settings
+from app.http.auth import is_admin
+from app.http.body import MAX_CHAT_VALUES, MAX_VALUES, RequestBodies
+from app.http.responses import JsonObject, json_response
+from app.http.streaming import cancel_on_disconnect, encode_json_line, send_json
+
+ERRORS = OllamaErrors()
+
+# Clients compare this version with the one that they require. It may have only numbers and dots.
+VERSION = "0.32.0"
+
+Kind = Literal["chat", "generate"]
+Parse = Callable[..., OllamaRequest]
+_ParseEmbed = Callable[..., EmbedRequest]
+_RespondEmbed = Callable[[str, ResolvedModel, EmbedRequest], Awaitable[object]]
+
+
+def routes(
+    generate: Generate, models: Models, settings: Settings, bodies: RequestBodies
+) -> list[Route]:
+    own = OllamaBodies(bodies)
+    responder = GenerateResponder(generate, settings, bodies)
+    library = LibraryEndpoints(models, own, responder)
+    embeds = _EmbedEndpoints(generate, models, bodies, own)
+    return [
+        Route("/", _greet, methods=["GET"]),
+        Route("/api/version", _version, methods=["GET"]),
+        Route("/api/status", _status, methods=["GET"]),
+        *_list_routes(models, own),
+        Route(
+            "/api/chat",
+            OllamaEndpoint("chat", parse_chat, models, own, responder, MAX_CHAT_VALUES),
+            methods=["POST"],
+        ),
+        Route(
+            "/api/generate",
+            OllamaEndpoint("generate", parse_generate, models, own, responder, MAX_VALUES),
+            methods=["POST"],
+        ),
+        Route("/api/embed", _AsgiMethod(embeds.embed), methods=["POST"]),
+        Route("/api/embeddings", _AsgiMethod(embeds.embeddings), methods=["POST"]),
+        Route("/api/pull", _AsgiMethod(library.pull), methods=["POST"]),
+        Route("/api/create", _AsgiMethod(library.create), methods=["POST"]),
+        Route("/api/copy", library.copy, methods=["POST"]),
+        Route("/api/delete", library.delete, methods=["DELETE"]),
+        Route("/api/push", library.push, methods=["POST"]),
+        Route("/api/blobs/{digest}", library.blob, methods=["HEAD", "POST"]),
+    ]
+
+
+class _AsgiMethod:
+    """A method as an ASGI application. Starlette would call a plain method with a request."""
+
+    def __init__(self, method: ASGIApp) -> None:
+        self._method = method
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._method(scope, receive, send)
+
+
+async def _greet(request: Request) -> Response:
+    """Returns Ollama's text at `/`, which launchers and editors check."""
+    return PlainTextResponse("Ollama is running")
+
+
+async def _version(request: Request) -> Response:
+    return json_response({"version": VERSION})
+
+
+async def _status(request: Request) -> Response:
+    return json_response({"cloud": {"disabled": True, "source": "none"}})
+
+
+def _list_routes(models: Models, bodies: OllamaBodies) -> list[Route]:
+    async def tags(request: Request) -> Response:
+        return json_response(render_tags(await models.list_details()))
+
+    async def running(request: Request) -> Response:
+        details = {one.name: one for one in await models.list_details()}
+        return json_response(render_running(models.list_model_states(), details))
+
+    async def show(request: Request) -> Response:
+        fields = await bodies.read_fields(request.scope, request.receive)
+        name = read_name(fields, "model", "name")
+        model = await find_model(models, name)
+        tensors = await models.list_tensors(model) if fields.boolean("verbose") else None
+        return json_response(render_show(name, await models.describe(model), tensors))
+
+    return [
+        Route("/api/tags", tags, methods=["GET"]),
+        Route("/api/ps", running, methods=["GET"]),
+        Route("/api/show", show, methods=["POST"]),
+    ]
+
+
+async def _find_to_embed(models: Models, name: str | None) -> tuple[ResolvedModel, ModelDetails]:
+    try:
+        return await _find_described(models, name)
+    except AppError as error:
+        if error.kind is ErrorKind.MODEL_NOT_FOUND:
+            shown = mark_client_text((name or "")[:MAX_NAME_CHARS])
+            message = f'model "{shown}" not found, try pulling it first'
+            raise AppError(error.kind, message, param="model") from error
+        raise
+
+
+async def _find_described(models: Models, name: str | None) -> tuple[ResolvedModel, ModelDetails]:
+    model = await find_model(models, name)
+    return model, await models.describe(model)
+
+
+class OllamaEndpoint:
+    """An ASGI application for an endpoint that generates, loads and unloads.
+
+    parse: builds the request from the parsed JSON, the model's details and the caller's rights."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        parse: Parse,
+        models: Models,
+        bodies: OllamaBodies,
+        responder: GenerateResponder,
+        max_values: int,
+    ) -> None:
+        self._kind: Kind = kind
+        self._parse = parse
+        self._models = models
+        self._bodies = bodies
+        self._responder = responder
+        self._max_values = max_values
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = time.time_ns()
+        async with self._bodies.receive(scope, receive, self._max_values) as body:
+
+            async def exchange(send: Send) -> None:
+                model, details, parsed = await body.read(
+                    partial(_find_described, self._models),
+                    lambda content, described: (
+                        *described,
+                        self._parse(content, described[1], admin=is_admin(scope)),
+                    ),
+                )
+                format = LineFormat(
+                    model=parsed.model,
+                    kind=self._kind,
+                    started=started,
+                    logprobs=parsed.request is not None and parsed.request.top_logprobs is not None,
+                    with_context=parsed.request is not None and parsed.request.return_token_ids,
+                )
+                if parsed.request is None:
+                    await self._load(model, details, parsed, format, scope, send)
+                    return
+                reply = (
+                    JsonLines(LineEncoder(format), NDJSON)
+                    if parsed.stream
+                    else JsonBody(partial(collect, format))
+                )
+                request = ParsedRequest(request=parsed.request, reply=reply, notice=parsed.notice)
+                await self._responder.respond(model, request, scope, send)
+
+            await cancel_on_disconnect(receive, send, exchange)
+
+    async def _load(
+        self,
+        model: ResolvedModel,
+        details: ModelDetails,
+        parsed: OllamaRequest,
+        format: LineFormat,
+        scope: Scope,
+        send: Send,
+    ) -> None:
+        """Loads or unloads the model, for a request without a prompt."""
+        admin = is_admin(scope)
+        if parsed.unloads and not admin:
+            message = "unloading a model needs an admin key: keep_alive cannot be 0 here"
+            raise AppError(ErrorKind.FORBIDDEN, message, code="insufficient_scope")
+
+        async def apply() -> JsonObject:
+            if parsed.unloads:
+                if self._models.model_state(model).phase not in ("unloaded", "refused"):
+                    await self._models.unload(model)
+                return format.render(reason="unload")
+            seconds = limit_keep_alive(parsed.keep_alive, details, admin=admin)
+            await self._models.load(model, seconds, admin=admin)
+            return format.render(reason="load")
+
+        async def lines() -> AsyncGenerator[bytes]:
+            yield encode_json_line(await apply())
+
+        if parsed.stream:
+            await self._responder.respond_lines(lines(), LineEncoder(format), scope, send)
+        else:
+            await send_json(await apply(), scope, send)
+
+
+class _EmbedEndpoints:
+    """The ASGI applications of both embedding endpoints. A client that disconnects cancels its
+    request."""
+
+    def __init__(
+        self, generate: Generate, models: Models, bodies: RequestBodies, own: OllamaBodies
+    ) -> None:
+        self._generate = generate
+        self._models = models
+        self._workers = bodies.workers
+        self._bodies = own
+
+    async def embed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = time.time_ns()
+
+        async def respond(name: str, model: ResolvedModel, request: EmbedRequest) -> object:
+            found = await embed(request, model, self._generate, self._workers, scope)
+            return render_embed(name, *found, started)
+
+        await self._exchange(parse_embed, respond, scope, receive, send)
+
+    async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def respond(name: str, model: ResolvedModel, request: EmbedRequest) -> object:
+            vectors, _ = await embed(request, model, self._generate, self._workers, scope)
+            return {"embedding": vectors[0] if vectors else []}
+
+        await self._exchange(parse_embeddings, respond, scope, receive, send)
+
+    async def _exchange(
+        self, parse: _ParseEmbed, respond: _RespondEmbed, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        async with self._bodies.receive(scope, receive) as body:
+
+            async def exchange(send: Send) -> None:
+                name = ""
+
+                async def find(requested: str | None) -> tuple[ResolvedModel, ModelDetails]:
+                    nonlocal name
+                    name = requested or ""
+                    return await _find_to_embed(self._models, requested)
+
+                model, request = await body.read(
+                    find,
+                    lambda content, described: (
+                        described[0],
+                        parse(content, described[1], admin=is_admin(scope)),
+                    ),
+                )
+                await send_json(await respond(name, model, request), scope, send)
+
+            await cancel_on_disconnect(receive, send, exchange)

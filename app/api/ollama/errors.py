@@ -1,0 +1,45 @@
+"""Ollama's error responses: `{"error": TEXT}` and the statuses of its server.
+
+Knows: the format and the texts that clients look for. Must not know: routes, requests.
+"""
+
+from starlette.types import Scope
+
+from app.core.errors import AppError, ErrorKind
+from app.http.errors import ERROR_FORMATS
+from app.http.responses import JsonObject
+from app.http.streaming import encode_json_line
+
+PREFIX = "/api/"
+
+# clients compare these texts
+_BUSY = "server busy, please try again.  maximum pending requests exceeded"
+_TOO_LONG = "the input length exceeds the context length"
+
+_OWN_STATUSES = {ErrorKind.BUSY: 503}
+
+
+def render_message(error: AppError) -> str:
+    match error.kind:
+        case ErrorKind.BUSY if error.code is None:
+            return f"{_BUSY}: {error.message}"
+        case ErrorKind.CONTEXT_LENGTH:
+            return f"{_TOO_LONG}: {error.message}"
+        case _:
+            return error.message
+
+
+def encode_error_line(error: AppError) -> bytes:
+    """Encodes the last line of a stream that fails."""
+    return encode_json_line({"error": render_message(error)})
+
+
+class OllamaErrors:
+    """Implements `app.http.errors.DialectErrors`."""
+
+    def matches(self, scope: Scope) -> bool:
+        return scope["path"].startswith(PREFIX)
+
+    def render(self, error: AppError, request_id: str) -> tuple[int, JsonObject]:
+        status = _OWN_STATUSES.get(error.kind, ERROR_FORMATS[error.kind].status)
+        return status, {"error": render_message(error)}

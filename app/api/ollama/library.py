@@ -1,0 +1,257 @@
+"""Ollama's model management endpoints: pull, create, copy, delete and blobs.
+
+Knows: their fields and lines. Must not know: how models are stored and downloaded. Only
+administrators reach these routes (app/http/auth.py).
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from app.api.fields import Fields, invalid_request
+from app.api.generate_endpoint import GenerateResponder
+from app.api.ollama.body import LineResponse, OllamaBodies
+from app.api.ollama.messages import ROLES
+from app.api.ollama.names import find_model, read_name, strip_prefix
+from app.api.ollama.options import IGNORED_OPTIONS
+from app.core.errors import AppError, ErrorKind
+from app.core.model_details import LibraryStep, ModelRecipe
+from app.core.ports import BlobWriter, Models
+from app.core.sampling_params import SAMPLING_KNOBS
+from app.http.body import EXTEND_BODY
+from app.http.errors import error_response
+from app.http.responses import JsonObject
+from app.http.streaming import (
+    ClientDisconnected,
+    cancel_on_disconnect,
+    encode_json_line,
+    send_json,
+)
+
+# bytes that are written to the disk at once
+_WRITE_BYTES = 1 << 20
+
+MAX_FILES = 4096
+MAX_PRESET_MESSAGES = 1024
+
+# the parameters that `create` stores; app/store/ollama/model.py reads the same ones
+_PARAMETERS = frozenset(
+    {knob.runner_name or knob.name for knob in SAMPLING_KNOBS} | {"num_ctx", "num_predict", "stop"}
+)
+
+# fields of `create` that would change the weights, or that use Ollama's template format
+_UNSUPPORTED = ("adapters", "template", "quantize", "quantization", "renderer", "parser")
+
+
+class LibraryEndpoints:
+    """ASGI applications and handlers of the routes."""
+
+    def __init__(self, models: Models, bodies: OllamaBodies, responder: GenerateResponder) -> None:
+        self._models = models
+        self._bodies = bodies
+        self._responder = responder
+
+    async def pull(self, scope: Scope, receive: Receive, send: Send) -> None:
+        fields = await self._bodies.read_fields(scope, receive)
+        name = await self._resolve_spelling(strip_prefix(read_name(fields, "model", "name")))
+        fields.boolean("insecure")
+        steps = self._models.library.pull(name)
+        await self._send_steps(steps, fields, scope, receive, send)
+
+    async def create(self, scope: Scope, receive: Receive, send: Send) -> None:
+        fields = await self._bodies.read_fields(scope, receive)
+        recipe = await self._read_recipe(fields)
+        steps = self._models.library.create(recipe)
+        await self._send_steps(steps, fields, scope, receive, send)
+
+    async def copy(self, request: Request) -> Response:
+        fields = await self._bodies.read_fields(request.scope, request.receive)
+        source, destination = read_name(fields, "source"), read_name(fields, "destination")
+        model = await find_model(self._models, source)
+        await self._models.library.copy(model.card.id, strip_prefix(destination))
+        return Response(status_code=200)
+
+    async def delete(self, request: Request) -> Response:
+        fields = await self._bodies.read_fields(request.scope, request.receive)
+        name = read_name(fields, "model", "name")
+        try:
+            model = await find_model(self._models, name)
+        except AppError as error:
+            if error.kind is not ErrorKind.MODEL_NOT_FOUND:
+                raise
+            # a model that cannot be served can still be deleted
+            await self._models.library.delete(strip_prefix(name))
+        else:
+            if self._models.model_state(model).phase not in ("unloaded", "refused"):
+                await self._models.unload(model)
+            await self._models.library.delete(model.card.id)
+        return Response(status_code=200)
+
+    async def push(self, request: Request) -> Response:
+        message = "push is not supported: this server uploads nothing"
+        return error_response(AppError(ErrorKind.NOT_FOUND, message), status=501)
+
+    async def blob(self, request: Request) -> Response:
+        """Checks whether a file is stored (HEAD), or receives a file of any size (POST). The file
+        is written to the disk while it arrives, and does not use the memory for request bodies."""
+        digest = request.path_params["digest"]
+        library = self._models.library
+        exists = await library.has_blob(digest)
+        if exists or request.method == "HEAD":
+            return Response(status_code=200 if exists else 404)
+        async with library.upload_blob(digest) as blob:
+            await _receive_blob(request.scope, request.receive, blob)
+        return Response(status_code=201)
+
+    async def _resolve_spelling(self, name: str) -> str:
+        """Returns the name of the served model with this spelling. If there is none, returns the
+        name without its default tag, because repositories of the hub have no tags."""
+        try:
+            return (await find_model(self._models, name)).card.id
+        except AppError as error:
+            if error.kind is not ErrorKind.MODEL_NOT_FOUND:
+                raise
+            return name.removesuffix(":latest")
+
+    async def _read_recipe(self, fields: Fields) -> ModelRecipe:
+        name = read_name(fields, "model", "name")
+        base, files = fields.string("from") or None, fields.mapping("files") or {}
+        for unsupported in _UNSUPPORTED:
+            fields.reject(unsupported, "", {})
+        if base is None and not files:
+            raise invalid_request("from", "neither 'from' or 'files' was specified")
+        if base is not None and files:
+            raise invalid_request("files", "from and files exclude each other: keep one of them")
+        if base is not None:
+            base = (await find_model(self._models, base)).card.id
+        return ModelRecipe(
+            name=strip_prefix(name),
+            base=base,
+            files=_read_files(files),
+            system=fields.string("system"),
+            license=_read_license(fields),
+            parameters=_read_parameters(fields),
+            messages=_read_preset_messages(fields),
+        )
+
+    async def _send_steps(
+        self,
+        steps: AsyncGenerator[LibraryStep],
+        fields: Fields,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Sends the steps as lines, or the last step without `stream`. A disconnect stops the
+        work."""
+        stream = fields.boolean("stream") is not False
+
+        async def exchange(send: Send) -> None:
+            async with aclosing(steps):
+                if stream:
+                    lines = _encode_steps(steps)
+                    await self._responder.respond_lines(lines, LineResponse(), scope, send)
+                    return
+                try:
+                    last = [step async for step in steps][-1]
+                except AppError as error:
+                    if error.kind is not ErrorKind.MODEL_FILES:
+                        raise
+                    # the hub or the disk failed, not the server
+                    response = error_response(error, status=502)
+                    await response(scope, receive, send)
+                    return
+            await send_json(_render_step(last), scope, send)
+
+        await cancel_on_disconnect(receive, send, exchange)
+
+
+async def _encode_steps(steps: AsyncGenerator[LibraryStep]) -> AsyncGenerator[bytes]:
+    async with aclosing(steps):
+        async for step in steps:
+            yield encode_json_line(_render_step(step))
+
+
+def _render_step(step: LibraryStep) -> JsonObject:
+    layer = step.layer
+    if layer is None:
+        return {"status": step.status}
+    return {
+        "status": f"pulling {layer.digest.partition(':')[2][:12]}",
+        "digest": layer.digest,
+        "total": layer.total,
+        "completed": layer.completed,
+    }
+
+
+async def _receive_blob(scope: Scope, receive: Receive, blob: BlobWriter) -> None:
+    """Writes the body to the blob. Raises ClientDisconnected if it does not arrive completely."""
+    extend = scope.get("extensions", {}).get(EXTEND_BODY)
+    buffer, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        buffer += message.get("body", b"")
+        more = message.get("more_body", False)
+        if buffer and (len(buffer) >= _WRITE_BYTES or not more):
+            await blob.write(bytes(buffer))
+            buffer.clear()
+            if extend is not None:
+                extend()
+    await blob.commit()
+
+
+def _read_files(files: dict[str, Any]) -> dict[str, str]:
+    if len(files) > MAX_FILES:
+        raise invalid_request("files", f"files must hold at most {MAX_FILES} files")
+    for name, digest in files.items():
+        if not isinstance(digest, str):
+            raise invalid_request("files", "files maps file names to digests")
+        if name.startswith("/") or ".." in name.split("/"):
+            raise invalid_request("files", "file path must be relative")
+    return files
+
+
+def _read_license(fields: Fields) -> str | None:
+    """Reads a text or a list of texts."""
+    if fields.value("license") is None or fields.value("license") == "":
+        return None
+    return "\n\n".join(fields.strings("license", 64))
+
+
+def _read_parameters(fields: Fields) -> dict[str, Any]:
+    """Reads `parameters`. Raises AppError(INVALID) for an unknown name and an invalid type."""
+    values = fields.nested("parameters") or Fields({}, "parameters")
+    parameters: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in IGNORED_OPTIONS or name == "num_keep":
+            continue
+        path = values.path(name[:100])
+        if name not in _PARAMETERS:
+            raise invalid_request(path, f"unknown parameter {path}")
+        if name == "stop":
+            parameters[name] = list(values.strings(name, 64))
+        elif isinstance(value, bool) or not isinstance(value, int | float):
+            raise invalid_request(path, f"{path} must be a number")
+        else:
+            parameters[name] = value
+    return parameters
+
+
+def _read_preset_messages(fields: Fields) -> tuple[tuple[str, str], ...] | None:
+    values = fields.array("messages")
+    if values is None:
+        return None
+    if len(values) > MAX_PRESET_MESSAGES:
+        raise invalid_request("messages", f"messages must hold at most {MAX_PRESET_MESSAGES}")
+    messages: list[tuple[str, str]] = []
+    for place, value in enumerate(values):
+        message = Fields.from_value(value, f"messages.{place}")
+        role = message.required_one_of("role", [role for role in ROLES if role != "tool"])
+        messages.append((role, message.required_string("content")))
+    return tuple(messages)

@@ -1,0 +1,134 @@
+"""Ollama's messages and tools: from JSON to a conversation.
+
+Knows: every field of a message and of a tool, how results find their calls. Must not know: chat
+templates.
+
+Many clients do not send the IDs of calls back (ollama-python, LangChain). A result without an ID
+belongs to the first call of its name without a result. A result without a name and an ID belongs to
+the first call without a result.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import orjson
+
+from app.api.fields import Fields, drop_nulls, invalid_request, quote_value
+from app.api.openai.messages import normalize_arguments
+from app.api.openai.tools import NO_PARAMETERS, check_tool_names, read_function
+from app.core.model_details import ModelDetails
+from app.core.requests import Message, Tool, ToolCall
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def read_messages(fields: Fields) -> tuple[Message, ...]:
+    """Reads `messages`; () if there are none. Raises AppError(INVALID)."""
+    messages: list[Message] = []
+    for place, value in enumerate(fields.array("messages") or ()):
+        messages.append(_read_message(Fields.from_value(value, f"messages.{place}"), place))
+    return tuple(_match_results(messages))
+
+
+def reject_images(fields: Fields) -> None:
+    if fields.array("images"):
+        path = fields.path("images")
+        raise invalid_request(path, f"{path}: this model does not support vision")
+
+
+def _read_message(fields: Fields, place: int) -> Message:
+    role = fields.required_string("role").lower()
+    if role not in ROLES:
+        shown = quote_value(role)
+        raise invalid_request(
+            fields.path("role"), f"invalid role {shown}: it must be one of {', '.join(ROLES)}"
+        )
+    reject_images(fields)
+    is_assistant, is_tool = role == "assistant", role == "tool"
+    calls = tuple(_read_calls(fields, place))
+    content, thinking = fields.string("content"), fields.string("thinking")
+    name, call_id = fields.string("tool_name"), fields.string("tool_call_id")
+    return Message(
+        role=role,
+        content=None if is_assistant and calls and not content else content or "",
+        reasoning=(thinking or None) if is_assistant else None,
+        name=(name or None) if is_tool else None,
+        tool_calls=calls if is_assistant else (),
+        tool_call_id=(call_id or None) if is_tool else None,
+    )
+
+
+def _read_calls(fields: Fields, place: int) -> list[ToolCall]:
+    path = fields.path("tool_calls")
+    calls: list[ToolCall] = []
+    for number, value in enumerate(fields.array("tool_calls") or ()):
+        call = Fields.from_value(value, f"{path}.{number}")
+        function = Fields.from_value(call.required("function"), call.path("function"))
+        arguments = function.value("arguments")
+        # Ollama's clients send an object; a text, as in OpenAI's API, is also accepted
+        text = arguments if isinstance(arguments, str) else _dump(function)
+        calls.append(
+            ToolCall(
+                id=call.string("id") or f"call_{place}_{number}",
+                name=function.required_string("name"),
+                arguments=normalize_arguments(text),
+            )
+        )
+    return calls
+
+
+def _dump(function: Fields) -> str:
+    return orjson.dumps(function.mapping("arguments") or {}).decode()
+
+
+def _match_results(messages: Sequence[Message]) -> list[Message]:
+    """Sets the ID of the call in each result. A result without a call gets its own ID, because
+    templates read only its text."""
+    matched: list[Message] = []
+    waiting: list[ToolCall] = []
+    for place, message in enumerate(messages):
+        if message.role != "tool":
+            waiting = list(message.tool_calls) or waiting
+            matched.append(message)
+            continue
+        call = _find_call(message, waiting)
+        if call is None:
+            matched.append(replace(message, tool_call_id=message.tool_call_id or f"result_{place}"))
+            continue
+        waiting.remove(call)
+        matched.append(replace(message, tool_call_id=call.id, name=call.name))
+    return matched
+
+
+def _find_call(result: Message, waiting: Sequence[ToolCall]) -> ToolCall | None:
+    for call in waiting:
+        if result.tool_call_id is not None and call.id == result.tool_call_id:
+            return call
+    named = [call for call in waiting if call.name == result.name]
+    if result.name is not None:
+        return named[0] if named else None
+    return waiting[0] if waiting and result.tool_call_id is None else None
+
+
+def read_tools(fields: Fields, details: ModelDetails) -> tuple[Tool, ...]:
+    """Reads `tools`. Raises AppError(INVALID), also for a model that does not support tools."""
+    tools: list[Tool] = []
+    for place, value in enumerate(fields.array("tools") or ()):
+        entry = Fields.from_value(drop_nulls_in(value, f"tools.{place}"), f"tools.{place}")
+        kind = entry.string("type") or "function"
+        if kind != "function":
+            path = entry.path("type")
+            raise invalid_request(path, f"{path} must be 'function', not {quote_value(kind)}")
+        at = entry.path("function")
+        tool = read_function(Fields.from_value(entry.required("function"), at), at)
+        tools.append(tool if tool.parameters else replace(tool, parameters=NO_PARAMETERS))
+    check_tool_names(tools)
+    if tools and "tools" not in details.capabilities:
+        raise invalid_request("tools", f'"{details.name}" does not support tools')
+    return tuple(tools)
+
+
+def drop_nulls_in(value: object, path: str) -> object:
+    """Removes nulls from a tool. Clients send null for absent attributes of a parameter."""
+    Fields({"tool": value}, path).mapping("tool")  # raises if it is nested too deeply
+    return drop_nulls(value)

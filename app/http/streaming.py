@@ -1,0 +1,220 @@
+"""Streamed responses: server-sent events, JSON lines, keep-alive comments, client disconnects.
+
+Knows: starlette, sse_starlette, orjson, the framing of both formats. Must not know: the requests
+and responses of dialects, generation.
+"""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+import orjson
+from sse_starlette import EventSourceResponse
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from app.http.responses import json_response
+
+
+class ClientDisconnected(Exception):
+    """Raised if the client disconnects before its request is complete, so that no response is
+    possible."""
+
+
+# Frames
+
+
+_UNICODE_LINE_ENDS = (
+    ("\x85".encode(), b"\\u0085"),
+    ("\u2028".encode(), b"\\u2028"),
+    ("\u2029".encode(), b"\\u2029"),
+)
+
+
+def encode_sse_event(payload: object, name: str = "") -> bytes:
+    """Encodes a server-sent event. Lines end with LF rather than CRLF, because vLLM's benchmark
+    client splits events at two line feeds. name: the name of the event; "" for none."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + _escape_line_ends(orjson.dumps(payload)) + b"\n\n"
+
+
+def encode_sse_comment(text: str) -> bytes:
+    """Encodes a comment, which keeps a stream alive. Every SSE client skips it."""
+    return b": " + text.encode() + b"\n\n"
+
+
+KEEP_ALIVE_COMMENT = encode_sse_comment("keep-alive")
+
+
+def encode_json_line(payload: object) -> bytes:
+    return _escape_line_ends(orjson.dumps(payload)) + b"\n"
+
+
+def _escape_line_ends(json: bytes) -> bytes:
+    """Escapes three characters that JSON allows unescaped. They end a line for clients that split
+    text with Python's `str.splitlines`, as httpx does. The chaos tests found this (`python -m
+    tests.chaos`)."""
+    for character, escaped in _UNICODE_LINE_ENDS:
+        json = json.replace(character, escaped)
+    return json
+
+
+# Sending, inside `cancel_on_disconnect`
+
+
+async def send_json(
+    content: object, scope: Scope, send: Send, headers: Mapping[str, str] | None = None
+) -> None:
+    await json_response(content, headers=headers)(scope, _never_receive, send)
+
+
+def _make_comment() -> bytes:
+    return KEEP_ALIVE_COMMENT
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAlive:
+    """What keeps a silent stream open. seconds: of silence. make_frame: returns what is then
+    sent."""
+
+    seconds: float
+    make_frame: Callable[[], bytes] = _make_comment
+
+
+async def send_event_stream(
+    frames: AsyncIterator[bytes],
+    scope: Scope,
+    send: Send,
+    keep_alive: KeepAlive,
+    headers: Mapping[str, str] | None = None,
+) -> None:
+    """Sends server-sent events."""
+    # Frames arrive complete, and keep-alives depend on what was sent, so the library's ping is off.
+    # The library would also end streams half a second after shutdown begins, without a last frame:
+    # app/http/uvicorn_server.py ends them.
+    response = EventSourceResponse(frames, headers=headers, ping=0, shutdown_grace_period=math.inf)
+    timer = _KeepAliveTimer(send, keep_alive)
+    try:
+        await response(scope, _never_receive, timer.send)
+    finally:
+        await timer.stop()
+
+
+class _KeepAliveTimer:
+    """Sends a frame when a response was silent for some seconds. There is one timer per response,
+    which messages do not restart: when it fires, it checks the time of the last message."""
+
+    def __init__(self, send: Send, keep_alive: KeepAlive) -> None:
+        self._send = send
+        self._seconds = keep_alive.seconds
+        self._make_frame = keep_alive.make_frame
+        self._loop = asyncio.get_running_loop()
+        self._lock = asyncio.Lock()  # no frame comes between two halves of another
+        self._sent_at = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+        self._sending: asyncio.Task[None] | None = None
+
+    async def send(self, message: Message) -> None:
+        async with self._lock:
+            if message["type"] == "http.response.start":
+                self._timer = self._loop.call_later(self._seconds, self._check)
+            elif not message.get("more_body", False):
+                self._cancel_timer()
+            await self._send(message)
+            self._sent_at = self._loop.time()
+
+    async def stop(self) -> None:
+        self._cancel_timer()
+        if self._sending is not None:
+            self._sending.cancel()
+            await asyncio.gather(self._sending, return_exceptions=True)
+
+    def _check(self) -> None:
+        due_at = self._sent_at + self._seconds
+        if self._lock.locked():  # the client does not read, so nothing else would reach it either
+            due_at = self._loop.time() + self._seconds
+        elif due_at <= self._loop.time():
+            due_at = self._loop.time() + self._seconds
+            self._sending = asyncio.create_task(self._send_frame())
+            # a client that disconnected is the main sender's error
+            self._sending.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._timer = self._loop.call_at(due_at, self._check)
+
+    async def _send_frame(self) -> None:
+        async with self._lock:
+            if self._timer is not None:  # otherwise the response has ended
+                frame = self._make_frame()
+                body = {"type": "http.response.body", "body": frame, "more_body": True}
+                await self._send(body)
+                self._sent_at = self._loop.time()
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+async def send_json_lines(
+    frames: AsyncIterator[bytes],
+    scope: Scope,
+    send: Send,
+    keep_alive: KeepAlive | None,
+    media_type: str = "application/jsonl",
+    headers: Mapping[str, str] | None = None,
+) -> None:
+    """Sends JSON lines."""
+    # without the header, nginx holds lines back until its buffer is full
+    response = StreamingResponse(
+        frames, media_type=media_type, headers={"X-Accel-Buffering": "no", **(headers or {})}
+    )
+    if keep_alive is None:
+        await response(scope, _never_receive, send)
+        return
+    timer = _KeepAliveTimer(send, keep_alive)
+    try:
+        await response(scope, _never_receive, timer.send)
+    finally:
+        await timer.stop()
+
+
+async def _never_receive() -> Message:
+    """A `receive` function that never returns. Streaming responses normally listen for a disconnect
+    themselves. Two listeners on one `receive` would take each other's messages, and
+    `cancel_on_disconnect` already listens."""
+    return await asyncio.get_running_loop().create_future()
+
+
+async def cancel_on_disconnect(
+    receive: Receive, send: Send, handler: Callable[[Send], Awaitable[None]]
+) -> None:
+    """Runs `handler` and cancels it when the client disconnects.
+
+    Call this function after the body was read. It always awaits the handler, so that everything
+    that the handler opened is closed when the function returns. A disconnect after a complete
+    response (servers report one) cancels nothing.
+    """
+    complete = False
+
+    async def tracking_send(message: Message) -> None:
+        nonlocal complete
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            complete = True
+        await send(message)
+
+    async def listen_for_disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    work = asyncio.ensure_future(handler(tracking_send))
+    watch = asyncio.create_task(listen_for_disconnect())
+    try:
+        await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if complete:
+            await asyncio.wait({work})
+    finally:
+        work.cancel()
+        watch.cancel()
+        await asyncio.gather(work, watch, return_exceptions=True)
+    if not work.cancelled():
+        work.result()

@@ -1,0 +1,119 @@
+"""Describes models from their files, which need not be loaded.
+
+Knows: what app.store and app.text read from the files of a model. Must not know: HTTP, which models
+are loaded.
+"""
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Collection, Sequence
+from functools import partial
+from pathlib import Path
+
+from app.core.errors import AppError, ErrorKind, redact_paths
+from app.core.generation_config import GenerationDefaults, read_generation_defaults
+from app.core.model_details import Capability, ModelDetails, TensorDetails
+from app.core.model_files import ModelFiles
+from app.core.thread_pools import ThreadPools
+from app.store.tensor_summary import list_tensors, summarize_tensors
+from app.text.model_traits import ModelTraits, read_model_traits
+
+# sentence-transformers writes this file beside a model that was made for embeddings
+_EMBEDDING_FILE = "modules.json"
+
+# a description reads headers and renders templates, which counts as large work
+_WORK_SIZE = 1 << 20
+
+
+class ModelDescriber:
+    """Describes models. A description is kept until the files of the model change or the model is
+    removed. All code runs on the event loop, except the reading of files."""
+
+    def __init__(self, workers: ThreadPools) -> None:
+        self._workers = workers
+        self._known: dict[str, tuple[ModelFiles, asyncio.Task[ModelDetails]]] = {}
+
+    async def describe(self, files: ModelFiles, *, key: str) -> ModelDetails:
+        """Describes a model. key: its name. Concurrent calls share one reading, which their
+        cancellation does not end. Raises AppError(MODEL_FILES)."""
+        known = self._known.get(key)
+        if known is None or known[0] is not files:
+            task = asyncio.create_task(self._read(files, key))
+            task.add_done_callback(partial(self._forget_failed, key))
+            known = self._known[key] = (files, task)
+        return await asyncio.shield(known[1])
+
+    async def list_tensors(self, files: ModelFiles) -> Sequence[TensorDetails]:
+        return await self._workers.run(partial(list_tensors, files), size=_WORK_SIZE)
+
+    def forget_others(self, keys: Collection[str]) -> None:
+        """Drops the descriptions of all models except those with these keys."""
+        for key in self._known.keys() - set(keys):
+            del self._known[key]
+
+    def _forget_failed(self, key: str, task: asyncio.Task[ModelDetails]) -> None:
+        known = self._known.get(key)
+        failed = task.cancelled() or task.exception() is not None
+        if failed and known is not None and known[1] is task:
+            del self._known[key]
+
+    async def _read(self, files: ModelFiles, key: str) -> ModelDetails:
+        try:
+            return await self._workers.run(partial(_describe, files), size=_WORK_SIZE, key=key)
+        except AppError as error:
+            raise redact_paths(error, files.path, key) from error
+        except OSError as error:
+            message = f"{key} cannot be read: {error.strerror}"
+            raise AppError(ErrorKind.MODEL_FILES, message) from error
+
+
+def _describe(files: ModelFiles) -> ModelDetails:
+    traits, summary = read_model_traits(files), summarize_tensors(files)
+    defaults: GenerationDefaults = read_generation_defaults(files)
+    return ModelDetails(
+        name=files.name,
+        architecture=str(files.config.get("model_type") or "unknown"),
+        parameters=summary.parameters,
+        quantization=summary.quantization,
+        size=files.weight_bytes,
+        digest=_compute_digest(files),
+        modified=files.created,
+        context_length=files.resolve_context_length(None),
+        keep_alive=math.inf,
+        capabilities=_list_capabilities(files, traits),
+        reasoning=traits.reasoning,
+        chat=traits.chat,
+        template=traits.template,
+        system=files.system_prompt or "",
+        messages=files.first_messages,
+        license=files.license,
+        parent=files.parent,
+        defaults=defaults.sampling,
+        max_tokens=defaults.max_tokens,
+        stop=defaults.stop_strings,
+        config=files.config,
+    )
+
+
+def _list_capabilities(files: ModelFiles, traits: ModelTraits) -> frozenset[Capability]:
+    if Path(files.path, _EMBEDDING_FILE).is_file():
+        return frozenset({"embedding"})
+    flags: tuple[tuple[Capability, bool], ...] = (
+        ("completion", True),
+        ("tools", traits.tools),
+        ("insert", traits.infill),
+        ("thinking", traits.reasoning != "none"),
+    )
+    return frozenset(name for name, is_set in flags if is_set)
+
+
+def _compute_digest(files: ModelFiles) -> str:
+    """Returns a digest of everything that `create` and a download may change."""
+    parts = (
+        files.weights_digest,
+        repr(sorted(files.config.items(), key=lambda item: item[0])),
+        repr(sorted(files.generation_config.items(), key=lambda item: item[0])),
+        repr((files.chat_template, files.system_prompt, files.first_messages, files.license)),
+    )
+    return hashlib.sha256(chr(0).join(parts).encode(errors="replace")).hexdigest()

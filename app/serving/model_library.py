@@ -1,0 +1,304 @@
+"""Installs, creates and deletes models while the server runs.
+
+Knows: the stores, the registry of models. Must not know: HTTP, which models are loaded. All code
+runs on the event loop, except disk and network access, which uses threads.
+
+One download and one upload can run at a time. If a caller stops waiting, the work on the thread
+ends at its next check. Only then can the next download or upload begin.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from app import store
+from app.core.errors import AppError, ErrorKind, mark_client_text, redact_paths
+from app.core.model_details import LayerProgress, LibraryStep, ModelRecipe
+from app.core.model_files import ModelFiles
+from app.core.ports import BlobWriter
+from app.core.thread_pools import CancelToken, WorkCancelled
+from app.engine.model_info import check_config, complete_config
+from app.serving.registry import ModelRegistry
+from app.store.model_names import HubName, OllamaName, parse_hub_name, parse_ollama_name
+from app.store.ollama import manifest, uploads, writer
+from app.store.ollama.create import create_model
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+# seconds between two steps of a download
+_PROGRESS_INTERVAL = 0.2
+
+# clients search for this text
+_MISSING_MODEL = "pull model manifest: file does not exist"
+
+# seconds between two searches for uploads that no model uses
+_SWEEP_INTERVAL = 3600.0
+
+
+class InstalledModels:
+    """Implements `app.core.ports.ModelLibrary`."""
+
+    def __init__(self, registry: ModelRegistry) -> None:
+        self._registry = registry
+        self._download: asyncio.Task[None] | None = None
+        self._upload: asyncio.Lock = asyncio.Lock()
+        self._writing = asyncio.Lock()
+
+    @asynccontextmanager
+    async def sweep_uploads(self) -> AsyncGenerator[None]:
+        """Deletes unused uploads periodically until the context exits."""
+        if not self._registry.serves_installed:  # and so accepts no uploads
+            yield
+            return
+        task = asyncio.create_task(self._sweep())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def pull(self, name: str) -> AsyncGenerator[LibraryStep]:
+        self._check_serves_installed()
+        yield LibraryStep(status="pulling manifest")
+        hub = parse_hub_name(name)
+        if hub is None:
+            await self._check_installed(name)
+            yield LibraryStep(status="success")
+            return
+        async for step in self._download_steps(hub):
+            yield step
+        yield LibraryStep(status="verifying sha256 digest")
+        yield LibraryStep(status="writing manifest")
+        await self._registry.refresh()
+        yield LibraryStep(status="success")
+
+    async def create(self, recipe: ModelRecipe) -> AsyncGenerator[LibraryStep]:
+        self._check_serves_installed()
+        name = self._parse_new_name(recipe.name)
+        yield LibraryStep(status="reading model metadata")
+        token = CancelToken()
+        async with self._writing:
+            work = asyncio.create_task(
+                asyncio.to_thread(_create, name, recipe, self._find_base(recipe.base), token)
+            )
+            try:
+                await asyncio.shield(work)
+            except WorkCancelled as error:
+                raise AssertionError("a creation that is awaited was cancelled") from error
+            finally:
+                token.cancel()
+                with suppress(Exception):
+                    await asyncio.shield(work)
+        yield LibraryStep(status="writing manifest")
+        await self._registry.refresh()
+        yield LibraryStep(status="success")
+
+    async def copy(self, source: str, destination: str) -> None:
+        self._check_serves_installed()
+        recipe = ModelRecipe(name=destination, base=source)
+        async for _ in self.create(recipe):
+            pass
+
+    async def delete(self, name: str) -> None:
+        if self._registry.is_named(name):
+            message = f"{_quote(name)} was named when the server was started: it cannot be deleted"
+            raise AppError(ErrorKind.INVALID, message)
+        async with self._writing:
+            await asyncio.to_thread(_delete, name)
+        await self._registry.refresh()
+
+    async def has_blob(self, digest: str) -> bool:
+        sha256 = writer.parse_digest(digest)
+
+        def find() -> bool:
+            uploads.touch_upload(sha256)
+            return writer.get_blob_path(sha256).is_file()
+
+        return await asyncio.to_thread(find)
+
+    @asynccontextmanager
+    async def upload_blob(self, digest: str) -> AsyncGenerator[BlobWriter]:
+        sha256 = writer.parse_digest(digest)
+        if self._upload.locked():
+            message = "another upload is running: try again when it has finished"
+            raise AppError(ErrorKind.BUSY, message, code="upload_running", retry_after=10)
+        async with self._upload:
+            await asyncio.to_thread(uploads.delete_unused_uploads)
+            upload = _UploadOnThread(await asyncio.to_thread(uploads.BlobUpload, sha256))
+            try:
+                yield upload
+            finally:
+                await upload.close()
+
+    async def _sweep(self) -> None:
+        while True:
+            try:
+                if count := await asyncio.to_thread(uploads.delete_unused_uploads):
+                    log.info("deleted %d uploaded files that no model uses", count)
+            except OSError as error:
+                log.warning("unused uploads cannot be deleted: %s", error)
+            await asyncio.sleep(_SWEEP_INTERVAL)
+
+    def _check_serves_installed(self) -> None:
+        if not self._registry.serves_installed:
+            raise AppError(
+                ErrorKind.INVALID,
+                "this server serves only the models that were named when it was started: start it "
+                "with --installed to install and create models",
+            )
+
+    def _parse_new_name(self, text: str) -> OllamaName:
+        name = parse_ollama_name(text)
+        if name is None:
+            raise AppError(ErrorKind.INVALID, f"invalid model name: {_quote(text)}")
+        taken = self._registry.find(str(name))
+        if taken is not None and taken.files.path != manifest.get_manifest_path(name):
+            message = f"{_quote(text)} is the name of a model elsewhere: choose another name"
+            raise AppError(ErrorKind.INVALID, message)
+        return name
+
+    def _find_base(self, name: str | None) -> ModelFiles | None:
+        if name is None:
+            return None
+        entry = self._registry.find(name)
+        if entry is None:
+            raise AppError(ErrorKind.MODEL_NOT_FOUND, f"model {_quote(name)} not found")
+        return entry.files
+
+    async def _check_installed(self, name: str) -> None:
+        await self._registry.discover(name)
+        if self._registry.find(name) is None:
+            raise AppError(
+                ErrorKind.MODEL_NOT_FOUND,
+                f"{_MISSING_MODEL}: models are pulled from the Hugging Face hub, as "
+                "organization/name; use `ollama pull` for those of Ollama's registry",
+            )
+
+    async def _download_steps(self, name: HubName) -> AsyncGenerator[LibraryStep]:
+        """Downloads a model on a thread. Closing the generator stops the download."""
+        from app.store.hub.progress import FileProgress
+
+        if self._download is not None and not self._download.done():
+            message = "another download is running: try again when it has finished"
+            raise AppError(ErrorKind.BUSY, message, code="download_running", retry_after=10)
+        progress = FileProgress()
+        work = asyncio.create_task(asyncio.to_thread(_download, name, progress))
+        self._download = work
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            while not work.done():
+                await asyncio.wait({work}, timeout=_PROGRESS_INTERVAL)
+                for sha256, total, completed in progress.snapshot():
+                    yield _layer_step(sha256, total, completed)
+            work.result()
+            for sha256, total, _ in progress.snapshot():
+                yield _layer_step(sha256, total, total)
+        finally:
+            progress.stop()
+
+
+class _UploadOnThread:
+    """Runs the steps of an upload on a thread, one after another. Implements
+    `app.core.ports.BlobWriter`."""
+
+    def __init__(self, upload: uploads.BlobUpload) -> None:
+        self._upload = upload
+        self._step: asyncio.Task[None] | None = None
+
+    async def write(self, data: bytes) -> None:
+        await self._run(partial(self._upload.write, data))
+
+    async def commit(self) -> None:
+        await self._run(self._upload.commit)
+
+    async def close(self) -> None:
+        if self._step is not None:  # a cancelled step still runs
+            await asyncio.gather(self._step, return_exceptions=True)
+        await asyncio.to_thread(self._upload.close)
+
+    async def _run(self, work: Callable[[], None]) -> None:
+        self._step = asyncio.create_task(asyncio.to_thread(work))
+        await asyncio.shield(self._step)
+
+
+def _layer_step(sha256: str, total: int, completed: int) -> LibraryStep:
+    return LibraryStep(
+        layer=LayerProgress(digest=f"sha256:{sha256}", total=total, completed=completed)
+    )
+
+
+def _download(name: HubName, progress: object) -> None:
+    """Downloads a model, on a thread."""
+    from app.store.hub.download import download
+    from app.store.hub.download_plan import plan_download
+    from app.store.hub.progress import FileProgress
+
+    assert isinstance(progress, FileProgress)
+    try:
+        plan = plan_download(name)
+    except AppError as error:
+        if error.kind is not ErrorKind.MODEL_NOT_FOUND:
+            raise
+        message = f"{_MISSING_MODEL}: {error.marked_message}"
+        raise AppError(error.kind, message) from error
+    try:
+        check_config(str(name), plan.config)
+    except AppError as error:
+        raise AppError(ErrorKind.INVALID, error.marked_message) from error
+    download(plan, listener=progress)
+
+
+def _create(
+    name: OllamaName, recipe: ModelRecipe, base: ModelFiles | None, token: CancelToken
+) -> None:
+    """Creates a model, on a thread. Deletes a model that cannot be served."""
+    path = manifest.get_manifest_path(name)
+    before = path.read_bytes() if path.is_file() else None
+    try:
+        create_model(name, recipe, base, token)
+        complete_config(store.find(_full_name(name)))
+    except AppError as error:
+        _restore(name, path, before)
+        raise AppError(
+            ErrorKind.INVALID if error.kind is ErrorKind.MODEL_FILES else error.kind,
+            redact_paths(error, path, str(name)).marked_message,
+        ) from error
+
+
+def _full_name(name: OllamaName) -> str:
+    """Returns the full name, which no folder and no repository of the hub can have."""
+    return f"{name.host}/{name.namespace}/{name.model}:{name.tag}"
+
+
+def _restore(name: OllamaName, path: Path, before: bytes | None) -> None:
+    if before is not None:
+        writer.write_manifest_file(name, before)
+    elif path.is_file():
+        writer.delete_manifest(name)
+
+
+def _delete(text: str) -> None:
+    """Deletes a model, on a thread: one of Ollama's store, or a repository of the hub's cache."""
+    from app.store.hub.cache import delete_repository
+
+    ollama, hub = parse_ollama_name(text), parse_hub_name(text)
+    if ollama is not None and manifest.get_manifest_path(ollama).is_file():
+        writer.delete_manifest(ollama)
+        return
+    try:
+        if hub is not None:
+            delete_repository(hub)
+            return
+    except FileNotFoundError:
+        pass
+    raise AppError(ErrorKind.MODEL_NOT_FOUND, f"model '{_quote(text)}' not found")
+
+
+def _quote(name: str) -> str:
+    return mark_client_text(name[:200])

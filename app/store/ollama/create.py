@@ -1,0 +1,182 @@
+"""Creates models in Ollama's store: from another model or from uploaded files.
+
+Knows: the role of each layer. Must not know: HTTP, which models are served. Everything here blocks:
+call it on a thread.
+
+A new model shares the layers of a base model in the store, so that Ollama can also run it. The
+weights of other base models become one layer per file, which only this server can read.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from app.core.errors import AppError, ErrorKind, mark_client_text
+from app.core.model_details import ModelRecipe
+from app.core.model_files import ModelFiles
+from app.core.thread_pools import CancelToken
+from app.store.config_files import read_json_object
+from app.store.model_names import OllamaName
+from app.store.ollama import manifest
+from app.store.ollama.manifest import (
+    JSON,
+    LICENSE,
+    MESSAGES,
+    PARAMS,
+    SYSTEM,
+    TENSOR,
+    Manifest,
+    ManifestLayer,
+)
+from app.store.ollama.model import PARENT_KEY
+from app.store.ollama.writer import (
+    BlobReference,
+    add_blob,
+    get_blob_path,
+    parse_digest,
+    write_blob,
+    write_json_blob,
+    write_manifest,
+)
+
+# files of a model folder that become layers, in addition to the weights
+_JSON_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+
+_WEIGHTS_NAME = re.compile(r"\w[\w.-]{0,200}\.safetensors", re.ASCII)
+
+
+def create_model(
+    name: OllamaName, recipe: ModelRecipe, base: ModelFiles | None, token: CancelToken
+) -> None:
+    """Creates a model. base: the files of `recipe.base`. Raises AppError, and WorkCancelled soon
+    after `token` is cancelled. In both cases, no model of that name is created or replaced."""
+    if base is None:
+        layers, config = _import_files(recipe, token), dict[str, Any]()
+    else:
+        layers, config = _take_layers(base, token)
+    layers = _replace_text(layers, SYSTEM, recipe.system)
+    layers = _replace_text(layers, LICENSE, recipe.license)
+    if recipe.messages is not None:
+        layers = _without(layers, MESSAGES)
+        messages = [{"role": role, "content": content} for role, content in recipe.messages]
+        layers += [write_json_blob(messages, MESSAGES)] if messages else []
+    layers = _merge_parameters(layers, recipe.parameters)
+    token.check()
+    write_manifest(name, layers, {**_describe(base), **config, PARENT_KEY: recipe.base or ""})
+
+
+def _take_layers(
+    base: ModelFiles, token: CancelToken
+) -> tuple[list[BlobReference], Mapping[str, Any]]:
+    """Returns the layers and the config of the base."""
+    if base.path.is_dir():
+        return _import_folder(base, token), {}
+    base_manifest = manifest.read(base.path)
+    if base_manifest is None:
+        message = f"{base.name} was deleted meanwhile"
+        raise AppError(ErrorKind.MODEL_NOT_FOUND, message)
+    return [_refer(layer) for layer in base_manifest.layers], _read_config(base_manifest)
+
+
+def _read_config(base_manifest: Manifest) -> Mapping[str, Any]:
+    config = read_json_object(base_manifest.config.blob) or {}
+    return {key: value for key, value in config.items() if key != "rootfs"}
+
+
+def _refer(layer: ManifestLayer) -> BlobReference:
+    return BlobReference(
+        media_type=layer.media_type,
+        sha256=layer.sha256,
+        size=layer.blob.stat().st_size,
+        name=layer.name,
+    )
+
+
+def _import_folder(base: ModelFiles, token: CancelToken) -> list[BlobReference]:
+    names = [name for name in _JSON_FILES if (base.path / name).is_file()]
+    layers = [add_blob(base.path / name, JSON, name, token) for name in names]
+    return layers + [add_blob(shard, TENSOR, shard.name, token) for shard in base.shards]
+
+
+def _import_files(recipe: ModelRecipe, token: CancelToken) -> list[BlobReference]:
+    """Creates layers from uploaded files. Raises AppError(INVALID)."""
+    layers: list[BlobReference] = []
+    for name, digest in recipe.files.items():
+        path = _find_upload(name, digest)
+        token.check()
+        is_weights = _WEIGHTS_NAME.fullmatch(name) is not None
+        if not is_weights and name not in _JSON_FILES:
+            continue  # for example, a README
+        layers.append(
+            BlobReference(
+                media_type=TENSOR if is_weights else JSON,
+                sha256=parse_digest(digest),
+                size=path.stat().st_size,
+                name=name,
+            )
+        )
+    names = {layer.name for layer in layers}
+    for needed in ("config.json", "tokenizer.json"):
+        if needed not in names:
+            raise AppError(ErrorKind.INVALID, f"files has no {needed}, which a model needs")
+    if all(layer.media_type != TENSOR for layer in layers):
+        raise AppError(ErrorKind.INVALID, "files has no .safetensors file, which a model needs")
+    return layers
+
+
+def _find_upload(name: str, digest: str) -> Path:
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise AppError(ErrorKind.INVALID, "file path must be relative")
+    path = get_blob_path(parse_digest(digest))
+    if not path.is_file():
+        shown = mark_client_text(name[:100])
+        message = f"the blob of {shown} is missing: upload it with POST /api/blobs/{digest}"
+        raise AppError(ErrorKind.INVALID, message)
+    return path
+
+
+def _replace_text(
+    layers: list[BlobReference], media_type: str, text: str | None
+) -> list[BlobReference]:
+    if text is None:
+        return layers
+    kept = _without(layers, media_type)
+    return [*kept, write_blob(text.encode(), media_type)] if text else kept
+
+
+def _merge_parameters(
+    layers: list[BlobReference], parameters: Mapping[str, Any]
+) -> list[BlobReference]:
+    """Adds parameters. They override those of the base."""
+    if not parameters:
+        return layers
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        if layer.media_type == PARAMS:
+            merged.update(read_json_object(get_blob_path(layer.sha256)) or {})
+    merged.update(parameters)
+    return [*_without(layers, PARAMS), write_json_blob(merged, PARAMS)]
+
+
+def _without(layers: Iterable[BlobReference], media_type: str) -> list[BlobReference]:
+    return [layer for layer in layers if layer.media_type != media_type]
+
+
+def _describe(base: ModelFiles | None) -> dict[str, Any]:
+    """Returns the config blob of a model whose base is not in the store."""
+    architecture = "" if base is None else str(base.config.get("model_type", ""))
+    return {
+        "model_format": "safetensors",
+        "model_family": architecture,
+        "model_families": [architecture] if architecture else [],
+        "architecture": "amd64",
+        "os": "linux",
+    }

@@ -1,0 +1,110 @@
+"""The tensors of a model: their names, their number of parameters, the format of most of them.
+
+Knows: safetensors headers, how MLX and Ollama pack quantised weights. Must not know: architectures.
+
+MLX stores the scales of `X.weight` as `X.scales`, Ollama as `X.weight.scale`. Each scale belongs to
+a group of parameters, so the scales give the number of parameters of a packed weight.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from app.core.model_details import TensorDetails
+from app.core.model_files import Json, ModelFiles
+from app.store import safetensors_header
+from app.store.safetensors_header import SafetensorsHeader, TensorInfo
+
+# parameters per scale, by the name of the format; other formats have 64
+_GROUP_SIZES: Mapping[str, int] = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
+_DEFAULT_GROUP_SIZE = 64
+
+_SCALE_SUFFIXES = (".scales", ".weight.scale")
+_OFFSET_SUFFIXES = (".biases", ".weight.bias", ".weight.global_scale")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSummary:
+    """parameters: number of parameters. quantization: the format of most of them, such as "int4"
+    or "BF16"."""
+
+    parameters: int
+    quantization: str
+
+
+def list_tensors(files: ModelFiles) -> tuple[TensorDetails, ...]:
+    """Returns the tensors of a model. Raises AppError(MODEL_FILES)."""
+    return tuple(
+        TensorDetails(name=name, dtype=tensor.dtype, shape=tensor.shape)
+        for shard in files.shards
+        for name, tensor in safetensors_header.read(shard).tensors.items()
+    )
+
+
+def summarize_tensors(files: ModelFiles) -> TensorSummary:
+    """Counts the parameters of a model. Raises AppError(MODEL_FILES)."""
+    counts: Counter[str] = Counter()
+    for shard in files.shards:
+        for kind, count in _count_shard(safetensors_header.read(shard), files.config):
+            counts[kind] += count
+    most_common = counts.most_common(1)
+    return TensorSummary(
+        parameters=counts.total(), quantization=most_common[0][0] if most_common else ""
+    )
+
+
+def _count_shard(header: SafetensorsHeader, config: Json) -> Iterator[tuple[str, int]]:
+    """Yields the format and the number of parameters of each weight. The scales of a packed weight
+    may be in another shard; then its size is computed from the configured bits."""
+    for name, tensor in header.tensors.items():
+        if name.endswith((*_SCALE_SUFFIXES, *_OFFSET_SUFFIXES)):
+            continue
+        module = name.removesuffix(".weight")
+        scales = next(
+            (
+                header.tensors[n]
+                for suffix in _SCALE_SUFFIXES
+                if (n := module + suffix) in header.tensors
+            ),
+            None,
+        )
+        if tensor.dtype != "U32" and scales is None:
+            yield tensor.dtype, tensor.num_elements
+            continue
+        yield _count_packed(tensor, scales, _read_format(module, name, header, config))
+
+
+def _count_packed(
+    tensor: TensorInfo, scales: TensorInfo | None, packing: Mapping[str, Any]
+) -> tuple[str, int]:
+    mode = packing.get("mode") or "affine"
+    if scales is None:
+        bits = packing.get("bits") or 4
+        return _format_name(mode, bits), tensor.nbytes * 8 // bits
+    group = packing.get("group_size") or _GROUP_SIZES.get(mode, _DEFAULT_GROUP_SIZE)
+    count = scales.num_elements * group
+    return _format_name(mode, round(tensor.nbytes * 8 / max(count, 1))), count
+
+
+def _format_name(mode: str, bits: int) -> str:
+    return f"int{bits}" if mode == "affine" else mode
+
+
+def _read_format(
+    module: str, name: str, header: SafetensorsHeader, config: Json
+) -> Mapping[str, Any]:
+    """Returns mode, group_size and bits of a packed weight, as far as the files name them."""
+    metadata = header.metadata
+    kind = metadata.get(f"{name}.quant_type") or metadata.get("quant_type")
+    group = metadata.get(f"{name}.group_size") or metadata.get("group_size")
+    if kind is not None:
+        mode = kind if kind in _GROUP_SIZES else "affine"
+        size = int(group) if group is not None and group.isdecimal() else None
+        return {"mode": mode, "group_size": size}
+    general = _as_object(config.get("quantization"))
+    return {**general, **_as_object(general.get(module))}
+
+
+def _as_object(value: Any) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}

@@ -1,0 +1,179 @@
+"""Folding: joins a message to an adjacent one if the chat template would drop, reject or move it.
+
+Knows: roles of messages, where a template keeps them (`PlacementRules`). Must not know: Jinja, how
+the rules are detected (`app/text/placement_probe.py`), dialects.
+
+The result depends only on the messages up to the next assistant message. A later turn of the same
+conversation therefore folds its beginning in the same way, and each prompt is a prefix of the next:
+
+    system          at the start             → one system message
+    system          after a user message     → the end of that message
+    system          after results of calls   → the end of the last result
+    system          after the assistant      → the start of the next user message, else a new one
+    user            after results of calls   → the end of the last result
+    anything        between call and result  → after the results
+
+One rule depends on later messages, like the templates that require it:
+`keeps_system_in_tool_loop`.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from app.core.requests import Message
+
+SYSTEM_ROLES = ("system", "developer")
+
+# a blank line, between texts that become one
+_SEPARATOR = "\n\n"
+
+_ERROR_PREFIX = "Error: "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementRules:
+    """The positions in which a template keeps messages.
+
+    keeps_several_system: whether it keeps several system messages at the start.
+    keeps_system_after: the roles of the messages ("user", "assistant", "tool") after which a system
+    message keeps its position. keeps_user_after_results: whether a user message directly after tool
+    results leaves the current tool loop and its reasoning unchanged. keeps_several_user: whether it
+    keeps consecutive user messages. keeps_system_in_tool_loop: whether it keeps the system prompt
+    if the last message is a result. Some templates render the system prompt before the last user
+    message, and only if this is the last message.
+    """
+
+    keeps_several_system: bool = True
+    keeps_system_after: frozenset[str] = frozenset({"user", "assistant", "tool"})
+    keeps_user_after_results: bool = True
+    keeps_several_user: bool = True
+    keeps_system_in_tool_loop: bool = True
+
+
+def fold_messages(messages: Sequence[Message], rules: PlacementRules) -> list[Message]:
+    """Folds the messages that the template would not keep. No text is lost. The texts keep their
+    order, but results directly follow their calls."""
+    at_start = next(
+        (n for n, message in enumerate(messages) if message.role not in SYSTEM_ROLES), len(messages)
+    )
+    folder = _MessageFolder(rules, _merge_system(messages[:at_start], rules))
+    for message in _move_results_to_calls(messages[at_start:]):
+        folder.add(message)
+    folded = folder.finish()
+    return folded if rules.keeps_system_in_tool_loop else _move_system_to_last_user(folded)
+
+
+def _merge_system(messages: Sequence[Message], rules: PlacementRules) -> list[Message]:
+    if rules.keeps_several_system or len(messages) < 2:
+        return list(messages)
+    return [replace(messages[0], content=_join(message.content for message in messages))]
+
+
+def _move_system_to_last_user(messages: list[Message]) -> list[Message]:
+    """Moves the system prompt before the last user message, as such a template does."""
+    last = max((n for n, message in enumerate(messages) if message.role == "user"), default=0)
+    if messages[-1].role == "user" or last == 0 or messages[0].role not in SYSTEM_ROLES:
+        return messages
+    content = _join((messages[0].content, messages[last].content))
+    return [*messages[1:last], replace(messages[last], content=content), *messages[last + 1 :]]
+
+
+def _move_results_to_calls(messages: Sequence[Message]) -> Iterable[Message]:
+    """Moves results to the front of the messages between calls and the next assistant message."""
+    after_calls: list[Message] = []
+    has_calls = False
+    for message in messages:
+        if message.role == "tool" or (message.role != "assistant" and not has_calls):
+            yield message
+        elif message.role == "assistant":
+            yield from after_calls
+            after_calls.clear()
+            has_calls = bool(message.tool_calls)
+            yield message
+        else:
+            after_calls.append(message)
+    yield from after_calls
+
+
+class _MessageFolder:
+    """Folds one message after another. place: the role of the last message that is not a system
+    message."""
+
+    def __init__(self, rules: PlacementRules, start: list[Message]) -> None:
+        self._rules = rules
+        self._messages = start
+        self._place = ""
+        self._before_user: list[str] = []  # texts for the start of the next user message
+
+    def add(self, message: Message) -> None:
+        if message.role in SYSTEM_ROLES:
+            self._add_system(message)
+        elif message.role == "user":
+            self._add_user(message)
+        else:
+            self._add_user_for_texts()
+            self._append(_mark_error(message))
+
+    def finish(self) -> list[Message]:
+        self._add_user_for_texts()
+        return self._messages
+
+    def _add_system(self, message: Message) -> None:
+        if self._place in self._rules.keeps_system_after:
+            self._messages.append(message)
+        elif not (text := message.content):
+            return
+        elif self._place == "assistant":
+            self._before_user.append(text)
+        else:
+            self._join_to_last(text)
+
+    def _add_user(self, message: Message) -> None:
+        if self._before_user:
+            text = _join((*self._before_user, message.content))
+            self._before_user.clear()
+            self._append(replace(message, content=text))
+        elif self._keeps_user:
+            self._append(message)
+        else:
+            self._join_to_last(message.content)
+
+    @property
+    def _keeps_user(self) -> bool:
+        match self._place:
+            case "tool":
+                return self._rules.keeps_user_after_results
+            case "user":
+                return self._rules.keeps_several_user
+            case _:
+                return True
+
+    def _add_user_for_texts(self) -> None:
+        if self._before_user:
+            self._append(Message(role="user", content=_join(self._before_user)))
+            self._before_user.clear()
+
+    def _append(self, message: Message) -> None:
+        self._messages.append(message)
+        self._place = message.role
+
+    def _join_to_last(self, text: str | None) -> None:
+        """Joins a text to the last message that is not a system message. System messages after it
+        are joined first, so that the order is kept."""
+        texts = [text]
+        while self._messages[-1].role in SYSTEM_ROLES:
+            texts.insert(0, self._messages.pop().content)
+        last = self._messages[-1]
+        self._messages[-1] = replace(last, content=_join((last.content, *texts)))
+
+
+def _mark_error(message: Message) -> Message:
+    """Marks the result of a failed call in its text, because templates do not render `is_error`."""
+    text = message.content or ""
+    if not message.is_error or text.lower().startswith("error"):
+        return message
+    return replace(message, content=_ERROR_PREFIX + text)
+
+
+def _join(texts: Iterable[str | None]) -> str:
+    return _SEPARATOR.join(text for text in texts if text)
