@@ -1,8 +1,8 @@
-"""Tests. What MLX computes with is settled before any of them imports it, as it is where mlxrunner
-serves: they run on the BLAS and the kernels that users get."""
+"""Tests. The compute backend is set up before MLX is imported, as in mlxrunner: tests run with the
+BLAS and the kernels that users get."""
 
 import importlib.util
 
-# what is measured against others runs beside them, where MLX is not (tests/bench/cpu_llama.py)
+# benchmarks of other servers run in their environments, without MLX (tests/bench/cpu_llama.py)
 if importlib.util.find_spec("mlx"):
     import models as models

@@ -1,7 +1,7 @@
 """Questions of the Berkeley Function Calling Leaderboard (Patil et al. 2025), as requests.
 
-Their schemas name Python's types and their functions have dots in their names. Both are turned
-into what OpenAI takes, as the leaderboard does it for OpenAI's models (convert_to_tool in
+Their schemas use Python's types, and their functions have dots in their names. Both are converted
+to OpenAI's format, as the leaderboard does for OpenAI's models (convert_to_tool in
 bfcl_eval/model_handler/utils.py of ShishirPatil/gorilla).
 """
 
@@ -16,7 +16,7 @@ _TYPES = {"dict": "object", "float": "number", "tuple": "array"}
 
 
 def questions(traces: Path) -> Iterator[dict[str, Any]]:
-    """Every question, as fields of a request. Only some of them want several calls."""
+    """Every question, as fields of a request. Only some of them need several calls."""
     for kind in _KINDS:
         for line in (traces / f"BFCL_v4_{kind}.jsonl").read_text("utf-8").splitlines():
             row = json.loads(line)
@@ -40,12 +40,14 @@ def _tool(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema(schema: dict[str, Any]) -> dict[str, Any]:
-    made = dict(schema)
-    kind = made.pop("type")
+    converted = dict(schema)
+    kind = converted.pop("type")
     if kind != "any":
-        made["type"] = _TYPES.get(kind, kind)
-    if "properties" in made:
-        made["properties"] = {name: _schema(one) for name, one in made["properties"].items()}
-    if "items" in made:
-        made["items"] = _schema(made["items"])
-    return made
+        converted["type"] = _TYPES.get(kind, kind)
+    if "properties" in converted:
+        converted["properties"] = {
+            name: _schema(one) for name, one in converted["properties"].items()
+        }
+    if "items" in converted:
+        converted["items"] = _schema(converted["items"])
+    return converted

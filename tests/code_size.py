@@ -48,7 +48,7 @@ class Module:
 
 def load_modules(*folders: str) -> dict[str, Module]:
     """The modules below the folders by dotted name, without the training of the built-in model."""
-    found: dict[str, Module] = {}
+    modules: dict[str, Module] = {}
     for folder in folders or ("app", "models"):
         for file in sorted((ROOT / folder).rglob("*.py")):
             if "training" in file.parts:
@@ -56,8 +56,8 @@ def load_modules(*folders: str) -> dict[str, Module]:
             text = file.read_text("utf-8")
             path = file.relative_to(ROOT).as_posix()
             module = Module(path, len(text.splitlines()), ast.parse(text))
-            found[module.name] = module
-    return found
+            modules[module.name] = module
+    return modules
 
 
 def find_importers(modules: Mapping[str, Module]) -> dict[str, set[str]]:
@@ -68,8 +68,8 @@ def find_importers(modules: Mapping[str, Module]) -> dict[str, set[str]]:
             targets: list[str] = []
             if isinstance(node, ast.ImportFrom) and node.module:
                 for alias in node.names:
-                    whole = f"{node.module}.{alias.name}"
-                    targets.append(whole if whole in modules else node.module)
+                    full_name = f"{node.module}.{alias.name}"
+                    targets.append(full_name if full_name in modules else node.module)
             elif isinstance(node, ast.Import):
                 targets += [alias.name for alias in node.names]
             for target in targets:
@@ -91,7 +91,7 @@ def find_fragments(modules: Mapping[str, Module]) -> list[Module]:
 
 
 def iter_functions(module: Module) -> Iterator[tuple[str, int]]:
-    """(name, lines) of every function, decorators left out."""
+    """(name, lines) of every function, without decorators."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None

@@ -4,7 +4,8 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.machine_lock import MachineLock, machine_lock_of_run
 from tests.throttle import Throttle
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+NO_SHARED_DATA = "needs ../shared/data (real tokenizers, templates, models), which is missing"
 
 TIES = pytest.StashKey[list[int]]()
 MACHINE_LOCK = pytest.StashKey[MachineLock]()
@@ -30,7 +32,7 @@ settings.load_profile("reproducible")
 def shared() -> Path:
     """Real tokenizers, templates and small trained models. Not part of the repository."""
     if not SHARED.is_dir():
-        pytest.skip("needs ../shared/data (real tokenizers, templates, models), which is missing")
+        pytest.skip(NO_SHARED_DATA)
     return SHARED
 
 
@@ -79,15 +81,73 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Gives all tests that need ../shared/data the same location, so that the summary has one line
+    for them."""
+    report = yield
+    if report.skipped and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2]
+        if reason.endswith(NO_SHARED_DATA):
+            report.longrepr = (__file__, 1, reason)
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests whose input is drawn are not traced, nor are those that are marked so one by one:
-    matrices, long histories, all questions of a benchmark. Tracing doubles their time, and a line
-    counts as covered when a test was written for it, not when chance came by."""
+    """Selects the cases of each test that is marked `product` for `make test`, and marks the others
+    `exhaustive`: `make test-all` runs them.
+
+    Tests whose input is generated are not traced, nor are those that are marked `no_cover` one by
+    one: matrices, long histories, all questions of a benchmark. Tracing doubles their time, and a
+    line counts as covered when a test was written for it, not when chance reached it."""
     for item in items:
         # hypothesis marks its own
         if item.get_closest_marker("hypothesis"):
             item.add_marker("no_cover")
+    for cases in _group_product_cases(items).values():
+        chosen = choose_cases([_get_indices(case, place) for place, case in enumerate(cases)])
+        for place, case in enumerate(cases):
+            if place not in chosen:
+                case.add_marker("exhaustive")
+
+
+def _group_product_cases(items: Sequence[pytest.Item]) -> dict[str, list[Any]]:
+    """The cases of each test that is marked `product`, in order."""
+    cases: dict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("product"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    return cases
+
+
+def _get_indices(case: Any, place: int) -> Mapping[str, int]:
+    """The index of each parameter's value, by parameter; schemathesis's cases have only a place."""
+    callspec = getattr(case, "callspec", None)
+    return {"case": place} if callspec is None else callspec.indices
+
+
+def choose_cases(cases: Sequence[Mapping[str, int]]) -> frozenset[int]:
+    """Chooses cases of a test. cases: the index of each parameter's value, by parameter.
+
+    Every value of every parameter is in a chosen case, if the test has several parameters. Of a
+    parameter with more than eight values, or of the only one, at least every fourth value is. The
+    choice depends on the cases alone, so it is the same on each machine. It takes the cases in an
+    order that mixes the values, and chooses those that have a value not yet seen."""
+    # parameters that are set together are one
+    columns = {tuple(case[name] for case in cases) for name in cases[0]}
+    values = [
+        [at // 4 for at in column] if len(columns) == 1 or len(set(column)) > 8 else column
+        for column in sorted(columns)
+    ]
+    seen: set[tuple[int, int]] = set()
+    chosen: set[int] = set()
+    for place in sorted(range(len(cases)), key=lambda place: place * 2654435761 % (1 << 32)):
+        found = {(number, column[place]) for number, column in enumerate(values)}
+        if not seen.issuperset(found):
+            seen |= found
+            chosen.add(place)
+    return frozenset(chosen)
 
 
 def pytest_collection_finish() -> None:

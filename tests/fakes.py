@@ -1,4 +1,4 @@
-"""Stand-ins for what lies below a seam, driven by a script."""
+"""Fakes of the product's ports, driven by a script."""
 
 import asyncio
 import struct
@@ -26,6 +26,7 @@ from app.core.events import (
     Usage,
 )
 from app.core.jobs import Capacity, EngineStats, Ledger
+from app.core.model_details import LibraryStep, ModelDetails, ModelRecipe, TensorDetails
 from app.core.model_state import ModelState
 from app.core.ports import ModelCard, ResolvedModel, RunnerStatus
 from app.core.requests import Conversation, GenerateRequest, PromptBatch
@@ -55,13 +56,30 @@ READY = RunnerStatus(state="ready", progress=100, stats=STATS, capacity=CAPACITY
 CARD = ModelCard(id="fake/model", created=1_700_000_000, context_length=4096)
 
 
+DETAILS = ModelDetails(
+    name=CARD.id,
+    architecture="fake",
+    parameters=8_190_735_360,
+    quantization="int4",
+    size=4_800_000_000,
+    digest="ab" * 32,
+    modified=1_700_000_000,
+    context_length=4096,
+    keep_alive=300.0,
+    capabilities=frozenset({"completion", "tools", "insert", "thinking"}),
+    reasoning="optional",
+    template="{{ messages }}",
+    config={"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32},
+)
+
+
 def make_rust_panic() -> BaseException:
-    """What a library written in Rust raises where it panics: nothing else makes one. The expression
-    engine gives up after ten million tries."""
-    made = tokenizers.Tokenizer(models.WordLevel({"x": 0}, unk_token="x"))
-    made.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(x+x+)+y"), "isolated")
+    """The exception of a panic in a Rust library; only a real panic can create one. The regex
+    engine panics after ten million backtracking steps."""
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({"x": 0}, unk_token="x"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(x+x+)+y"), "isolated")
     try:
-        made.encode("x" * 40)
+        tokenizer.encode("x" * 40)
     except BaseException as error:
         if not isinstance(error, Exception):
             return error
@@ -70,14 +88,14 @@ def make_rust_panic() -> BaseException:
 
 
 def make_front_end() -> FrontendStats:
-    """One that is not busy."""
+    """The stats of an idle front end."""
     workers = ThreadPools()
     return FrontendStats(RequestBodies(Settings(), workers, lambda: 0), workers, EventLoopLag())
 
 
 @dataclass(frozen=True)
 class Pause:
-    """A place in a script where nothing happens for so many seconds."""
+    """A pause in a script."""
 
     seconds: float
 
@@ -85,7 +103,7 @@ class Pause:
 FOREVER = Pause(1e6)
 
 Script = Sequence[Event | Pause | asyncio.Event | Exception]
-"""Of an asyncio.Event, the test says when the script goes on."""
+"""At an asyncio.Event, the script waits until the test sets it."""
 
 
 def text(text: str, *logprobs: TokenLogprob) -> TextDelta:
@@ -104,13 +122,13 @@ HELLO: Script = (text("Hel"), text("lo"), finish())
 
 
 def script_greetings(request: GenerateRequest) -> Script:
-    """`HELLO` from every choice that was asked for, in turns, behind the ids of its prompt if those
-    were asked for too."""
-    asked = request.prompt
-    prompts = len(asked.prompts) if isinstance(asked, PromptBatch) else 1
-    ids = [PromptTokenIds(prompt_index=place, token_ids=(72, 105)) for place in range(prompts)]
+    """`HELLO` from every choice, interleaved, after the token ids of the prompts if they were
+    requested."""
+    prompt = request.prompt
+    num_prompts = len(prompt.prompts) if isinstance(prompt, PromptBatch) else 1
+    ids = [PromptTokenIds(prompt_index=index, token_ids=(72, 105)) for index in range(num_prompts)]
     hel, lo, end = text("Hel"), text("lo"), finish()
-    choices = range(prompts * request.n)
+    choices = range(num_prompts * request.n)
     return [
         *(ids if request.return_token_ids else ()),
         *(replace(hel, choice=choice) for choice in choices),
@@ -128,12 +146,12 @@ class FakeModel:
 
 @dataclass
 class FakeGenerate:
-    """`app.core.ports.Generate` and `Models` from a script: its events happen, its pauses pass, its
-    errors are raised. The vocabulary is the 256 bytes.
+    """`app.core.ports.Generate` and `Models` from a script of events, pauses and errors. The
+    vocabulary is the 256 bytes.
 
-    script: what every answer does, or a function of the request. open_error: raised by `open`.
-    opened, num_closed: requests whose context was entered, and how many of these contexts were
-    left. resolved: names given to `resolve`. rescans: calls of `rescan`.
+    script: of every answer, or a function of the request. open_error: raised by `open`. opened,
+    num_closed: the requests whose context was entered, and how many of these contexts were exited.
+    resolved: names given to `resolve`. rescans: calls of `rescan`.
     """
 
     script: Script | Callable[[GenerateRequest], Script] = script_greetings
@@ -145,6 +163,8 @@ class FakeGenerate:
     embedded: list[EmbedRequest] = field(default_factory=list[EmbedRequest])
     resolved: list[str | None] = field(default_factory=list[str | None])
     rescans: int = 0
+    details: ModelDetails = DETAILS
+    library: "FakeLibrary" = field(default_factory=lambda: FakeLibrary())
     loaded: list[tuple[str, float | None]] = field(default_factory=list[tuple[str, float | None]])
     unloaded: list[str] = field(default_factory=list[str])
     tokenized: list[tuple[str, str | None, bool]] = field(
@@ -159,9 +179,9 @@ class FakeGenerate:
                 message = "no model is available yet: try again in a moment"
                 raise AppError(ErrorKind.LOADING, message)
             return FakeModel(self.cards[0])
-        for spelled in (name, name.removesuffix(":latest")):
+        for candidate in (name, name.removesuffix(":latest")):
             for card in self.cards:
-                if card.id == spelled:
+                if card.id == candidate:
                     return FakeModel(card)
         message = (
             f"the model {name[:200]!r} does not exist: GET /v1/models lists the available models"
@@ -174,8 +194,8 @@ class FakeGenerate:
     ) -> AsyncGenerator[AsyncIterator[Event]]:
         if self.open_error is not None:
             raise self.open_error
-        asked = request.prompt
-        for prompt in asked.prompts if isinstance(asked, PromptBatch) else (asked,):
+        prompts = request.prompt
+        for prompt in prompts.prompts if isinstance(prompts, PromptBatch) else (prompts,):
             if isinstance(prompt, tuple):
                 await self.detokenize(model, prompt)
         self.opened.append(request)
@@ -184,12 +204,12 @@ class FakeGenerate:
         try:
             yield events
         finally:
-            # Fails if somebody still waits for an event: nobody may hold on to a left context.
+            # Fails if a task still waits for an event after the context was exited.
             await events.aclose()
             self.num_closed += 1
 
     async def embed(self, request: EmbedRequest, model: ResolvedModel) -> Embeddings:
-        """Of each input a vector of four numbers, which say where it stands and how long it is."""
+        """For each input, a vector of four numbers, with its index and its length."""
         if self.open_error is not None:
             raise self.open_error
         for one in request.inputs:
@@ -197,8 +217,8 @@ class FakeGenerate:
                 await self.detokenize(model, one.content)
         self.embedded.append(request)
         vectors = [
-            struct.pack("<4f", place, len(one.content), 0.5, -0.25)[: 4 * (request.dimensions or 4)]
-            for place, one in enumerate(request.inputs)
+            struct.pack("<4f", index, len(one.content), 0.5, -0.25)[: 4 * (request.dimensions or 4)]
+            for index, one in enumerate(request.inputs)
         ]
         tokens = sum(len(one.content) for one in request.inputs)
         return Embeddings(vectors=tuple(vectors), prompt_tokens=tokens)
@@ -210,7 +230,7 @@ class FakeGenerate:
         return list(text.encode())
 
     async def tokenize_chat(self, model: ResolvedModel, request: GenerateRequest) -> Sequence[int]:
-        """One for each character of the messages."""
+        """One token for each byte of the messages."""
         if self.open_error is not None:
             raise self.open_error
         self.tokenized_chats.append(request)
@@ -235,26 +255,38 @@ class FakeGenerate:
         return next(s for s in self.list_model_states() if s.name == model.card.id)
 
     def list_model_states(self) -> Sequence[ModelState]:
-        """Every model stands as the whole does."""
-        now = self.runner_status
-        phase = "loading" if now.state == "loading" else now.state
+        """Every model has the state of the runner."""
+        status = self.runner_status
+        phase = "loading" if status.state == "loading" else status.state
         return [
             ModelState(
                 name=card.id,
                 phase=phase,
-                progress=now.progress,
-                stats=now.stats,
-                preparing=now.preparing,
-                compiling=now.compiling,
-                rejected=now.rejected,
+                progress=status.progress,
+                stats=status.stats,
+                preparing=status.preparing,
+                compiling=status.compiling,
+                rejected=status.rejected,
                 context_length=card.context_length,
-                parallel=now.capacity.parallel if now.capacity else None,
-                error=now.error,
+                parallel=status.capacity.parallel if status.capacity else None,
+                error=status.error,
             )
             for card in self.cards
         ]
 
-    async def load(self, model: ResolvedModel, keep_alive: float | None = None) -> ModelState:
+    async def describe(self, model: ResolvedModel) -> ModelDetails:
+        return replace(self.details, name=model.card.id)
+
+    async def list_details(self) -> Sequence[ModelDetails]:
+        self.rescans += 1
+        return [replace(self.details, name=card.id) for card in self.cards]
+
+    async def list_tensors(self, model: ResolvedModel) -> Sequence[TensorDetails]:
+        return [TensorDetails(name="lm_head.weight", dtype="BF16", shape=(256, 64))]
+
+    async def load(
+        self, model: ResolvedModel, keep_alive: float | None = None, *, admin: bool = True
+    ) -> ModelState:
         if self.open_error is not None:
             raise self.open_error
         self.loaded.append((model.card.id, keep_alive))
@@ -271,6 +303,65 @@ class FakeGenerate:
 
     def status(self) -> RunnerStatus:
         return self.runner_status
+
+
+@dataclass
+class FakeBlob:
+    """Implements `BlobWriter`."""
+
+    library: "FakeLibrary"
+    digest: str
+    content: bytes = b""
+
+    async def write(self, data: bytes) -> None:
+        self.content += data
+
+    async def commit(self) -> None:
+        self.library.blobs[self.digest] = self.content
+
+
+@dataclass
+class FakeLibrary:
+    """`app.core.ports.ModelLibrary` without a disk. steps: of every pull and creation; an exception
+    among them is raised. calls: what was done, in order. stopped: closed generators."""
+
+    steps: Sequence[LibraryStep | Pause | Exception] = (LibraryStep(status="success"),)
+    calls: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
+    blobs: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    stopped: int = 0
+
+    async def _run(self) -> AsyncGenerator[LibraryStep]:
+        try:
+            for step in self.steps:
+                if isinstance(step, Pause):
+                    await asyncio.sleep(step.seconds)
+                elif isinstance(step, Exception):
+                    raise step
+                else:
+                    yield step
+        finally:
+            self.stopped += 1
+
+    def pull(self, name: str) -> AsyncGenerator[LibraryStep]:
+        self.calls.append(("pull", name))
+        return self._run()
+
+    def create(self, recipe: ModelRecipe) -> AsyncGenerator[LibraryStep]:
+        self.calls.append(("create", recipe))
+        return self._run()
+
+    async def copy(self, source: str, destination: str) -> None:
+        self.calls.append(("copy", source, destination))
+
+    async def delete(self, name: str) -> None:
+        self.calls.append(("delete", name))
+
+    async def has_blob(self, digest: str) -> bool:
+        return digest in self.blobs
+
+    @asynccontextmanager
+    async def upload_blob(self, digest: str) -> AsyncGenerator[FakeBlob]:
+        yield FakeBlob(self, digest)
 
 
 def build_fake_app(generate: Any, settings: Settings, **options: Any) -> Starlette:

@@ -1,8 +1,8 @@
-"""Who uses the processors while a latency is measured: the test that measures, and no other worker.
+"""A lock for latency measurements: no other test runs meanwhile.
 
-A promise such as "at most twice as long" is about the server and what attacks it. Tests of other
-workers would take the same two cores meanwhile. So each test holds a shared lock, and a measurement
-takes the lock alone: it begins when the tests that run have ended, and the next ones wait for it.
+A limit such as "at most twice as long" is about the server and the attack. Tests of other pytest
+workers would use the same two cores. So each test holds a shared lock, and a measurement takes it
+exclusively: it starts after the running tests have ended, and the next tests wait for it.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ from typing import IO
 
 
 class MachineLock:
-    """folder: the same for all workers of a run. One thread of each worker uses this."""
+    """folder: the same for all workers of a run. Used by one thread of each worker."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -24,8 +24,8 @@ class MachineLock:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """While a test runs."""
-        with self._locked("turn", fcntl.LOCK_SH):  # not past a measurement that waits
+        """Held while a test runs."""
+        with self._locked("turn", fcntl.LOCK_SH):  # do not overtake a waiting measurement
             self._shared_lock = self._lock("users", fcntl.LOCK_SH)
         try:
             yield
@@ -34,11 +34,9 @@ class MachineLock:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Within `shared`: until no other test runs, and while none does."""
+        """Within `shared`: waits until no other test runs, and prevents new ones."""
         assert self._shared_lock is not None
-        fcntl.flock(
-            self._shared_lock, fcntl.LOCK_UN
-        )  # or two that want to measure wait for each other
+        fcntl.flock(self._shared_lock, fcntl.LOCK_UN)  # otherwise two measurements would deadlock
         with self._locked("turn", fcntl.LOCK_EX):
             fcntl.flock(self._shared_lock, fcntl.LOCK_EX)
             try:
@@ -47,26 +45,26 @@ class MachineLock:
                 fcntl.flock(self._shared_lock, fcntl.LOCK_SH)
 
     @contextmanager
-    def _locked(self, name: str, how: int) -> Iterator[None]:
-        file = self._lock(name, how)
+    def _locked(self, name: str, operation: int) -> Iterator[None]:
+        file = self._lock(name, operation)
         try:
             yield
         finally:
             _unlock(file)
 
-    def _lock(self, name: str, how: int) -> IO[str]:
+    def _lock(self, name: str, operation: int) -> IO[str]:
         file = (self._folder / name).open("w")
-        fcntl.flock(file, how)
+        fcntl.flock(file, operation)
         return file
 
 
 def _unlock(file: IO[str]) -> None:
-    # closing is not enough: a child that was forked meanwhile has the same file open
+    # closing is not enough: a forked child process has the same file open
     fcntl.flock(file, fcntl.LOCK_UN)
     file.close()
 
 
 def machine_lock_of_run() -> MachineLock:
-    """The one that all workers of this run share; of a run without workers, its own."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    return MachineLock(Path(tempfile.gettempdir()) / f"mlxrunner-tests-{run}")
+    """The lock that all workers of this run share; without workers, one for this process."""
+    run_id = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    return MachineLock(Path(tempfile.gettempdir()) / f"mlxrunner-tests-{run_id}")

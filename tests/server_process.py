@@ -1,4 +1,4 @@
-"""A real server: the command, in a process of its own, on a port of its own."""
+"""A real server: the command, in its own process, on a free port."""
 
 import contextlib
 import os
@@ -17,14 +17,14 @@ import httpx
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT = 60.0
 
-# what coverage sets for processes that it is to trace
+# disables coverage in child processes
 UNTRACED = {"COVERAGE_PROCESS_CONFIG": ""}
 
 
 class ServerProcess:
-    """A running `mlxrunner serve`. log: what it wrote so far. environ: what its environment holds
-    beside ours. ssl_context: who signed its certificate, for a client. max_open_files: how many it
-    may have open, where not as many as we."""
+    """A running `mlxrunner serve`. log: the lines written so far. environ: additional environment
+    variables. ssl_context: of the client. max_open_files: None for the limit of this process.
+    module: runs the command."""
 
     def __init__(
         self,
@@ -32,8 +32,9 @@ class ServerProcess:
         environ: Mapping[str, str] | None = None,
         ssl_context: ssl.SSLContext | None = None,
         max_open_files: int | None = None,
+        module: str = "app",
     ) -> None:
-        command = [sys.executable, "-m", "app", "serve", "--port", "0", *arguments]
+        command = [sys.executable, "-m", module, "serve", "--port", "0", *arguments]
         if max_open_files is not None:
             command = ["/bin/sh", "-c", f'ulimit -n {max_open_files}; exec "$@"', "sh", *command]
         self.started = time.monotonic()
@@ -46,7 +47,7 @@ class ServerProcess:
             text=True,
         )
         self.log: list[str] = []
-        # one for all: a client of its own takes 30 ms to make, most of it for certificates
+        # one client for all requests: creating one takes 30 ms, mostly for certificates
         self._http = httpx.Client(verify=True if ssl_context is None else ssl_context)
         self._listening = threading.Event()
         self.port = 0
@@ -101,11 +102,14 @@ def run_server(
     environ: Mapping[str, str] | None = None,
     ssl_context: ssl.SSLContext | None = None,
     max_open_files: int | None = None,
+    module: str = "app",
 ) -> Iterator[ServerProcess]:
-    """Arguments of `mlxrunner serve`. It is killed in the end, when what coverage has noted of it
-    is lost, so it is not traced either: that takes half as long again. One that ends by itself may
-    be, with `variables=os.environ`."""
-    server = ServerProcess(arguments, {**UNTRACED, **(environ or {})}, ssl_context, max_open_files)
+    """Run `mlxrunner serve` with these arguments. It is killed at the end, which would lose its
+    coverage data, so it is not traced: tracing takes 50 % longer. A server that ends by itself can
+    be traced with `environ=os.environ`."""
+    server = ServerProcess(
+        arguments, {**UNTRACED, **(environ or {})}, ssl_context, max_open_files, module
+    )
     try:
         yield server.wait_until_ready()
     finally:

@@ -1,8 +1,8 @@
-"""Calls that must be made are valid, whatever the model: all questions of a leaderboard, put to
-models with random weights that speak like each family.
+"""Required tool calls are valid with any model: all questions of a leaderboard, sent to models with
+random weights and the template of each family.
 
-Every question is asked of one family, with `tool_choice: required`: in turn streamed, whole, and
-in both ways from the same seed.
+Every question is sent to one family, with `tool_choice: required`: in turn streamed, unstreamed,
+and both with the same seed.
 """
 
 import asyncio
@@ -28,6 +28,7 @@ from app.engine.model_info import complete_config
 from app.runners.pool import ModelPool
 from app.runners.thread_runner import ThreadRunner
 from app.runners.tokenizer_check import TokenizerChecker
+from app.serving.model_library import InstalledModels
 from app.serving.registry import ModelRegistry, build_entry
 from app.serving.router import ModelRouter
 from app.text import families
@@ -40,23 +41,23 @@ from tests.server_process import TIMEOUT
 
 pytestmark = pytest.mark.no_cover  # see tests/conftest.py
 
-# templates that cannot show any tool: one wants it in a variable that only its makers' server has,
-# the other's macros look for the variable of a loop
-UNABLE = ("fireworks-ai-llama-3-firefunction-v2", "MiroThinker")
+# templates that cannot render tools: one needs a variable that only its maker's server sets, the
+# macros of the other use a loop variable
+TEMPLATES_WITHOUT_TOOLS = ("fireworks-ai-llama-3-firefunction-v2", "MiroThinker")
 
 MAX_TOKENS = 160
 MERGES = 4000
-AT_ONCE = 16
+MAX_CONCURRENT = 16
 
-# whether an answer is streamed, by the question's place
-# ((True, False),) asks all of them both ways, which takes half as long again
-WAYS = ((True, False), (True,), (False,))
+# whether an answer is streamed, by the index of the question
+# ((True, False),) sends each question in both ways, which takes 50 % longer
+STREAM_MODES = ((True, False), (True,), (False,))
 
-# Random weights write strings without an end, and numbers, and lists. What closes them is made
-# likelier, so that most answers come to their end; which of it may stand where is for the grammar
-# to say all the same. A string has thousands of ways to go on, a number only dozens.
+# Random weights generate endless strings, numbers and lists. A bias makes the closing tokens more
+# likely, so that most answers end; the grammar still decides where they are allowed. A string has
+# thousands of possible next tokens, a number only dozens.
 CLOSES = {'"': 28.0, "</s>": 34.0, "}": 20.0, "]": 20.0, "\n]": 20.0, ")": 20.0, ",": 14.0}
-# where strings end with a tag, and a quotation mark is mostly text
+# for strings that end with a tag, in which a quotation mark is mostly text
 CLOSES_TAGGED = CLOSES | {'"': 20.0, "</": 28.0}
 MARKER = 28.0
 CLOSING_TAG = re.compile(r"</[^\s<>{}'\"]*(?:parameter|value)>")
@@ -67,8 +68,8 @@ class Client:
     http: httpx.AsyncClient
     bias: dict[str, float]
 
-    async def ask(self, question: dict[str, Any], seed: int) -> list[dict[str, Any]]:
-        """The message and why it ended, in each of the ways that it is asked in."""
+    async def send(self, question: dict[str, Any], seed: int) -> list[dict[str, Any]]:
+        """The message and its finish reason, streamed, unstreamed or both."""
         body = {
             **question,
             "model": "tiny",
@@ -79,15 +80,15 @@ class Client:
             "logit_bias": self.bias,
         }
         answers: list[dict[str, Any]] = []
-        for streamed in WAYS[seed % len(WAYS)]:
+        for streamed in STREAM_MODES[seed % len(STREAM_MODES)]:
             answer = await self.http.post("/v1/chat/completions", json=body | {"stream": streamed})
             assert answer.status_code == 200, answer.text
-            whole = None if streamed else answer.json()["choices"][0]
-            answers.append(_folded(answer.text) if whole is None else _said(whole))
+            choice = None if streamed else answer.json()["choices"][0]
+            answers.append(_join_stream(answer.text) if choice is None else _read_choice(choice))
         return answers
 
 
-def _said(choice: dict[str, Any]) -> dict[str, Any]:
+def _read_choice(choice: dict[str, Any]) -> dict[str, Any]:
     message = choice["message"]
     return {
         "content": message["content"] or "",
@@ -100,39 +101,39 @@ def _said(choice: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _folded(stream: str) -> dict[str, Any]:
-    """Server-sent events, added up as a client would."""
-    said: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "finish": None}
+def _join_stream(stream: str) -> dict[str, Any]:
+    """The joined deltas of the server-sent events."""
+    message: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "finish": None}
     frames = [line[6:] for line in stream.splitlines() if line.startswith("data: ")]
     assert frames.pop() == "[DONE]"
     for frame in frames:
         for choice in json.loads(frame)["choices"]:
             delta = choice["delta"]
-            said["content"] += delta.get("content") or ""
-            said["reasoning"] += delta.get("reasoning_content") or ""
-            said["finish"] = choice["finish_reason"] or said["finish"]
+            message["content"] += delta.get("content") or ""
+            message["reasoning"] += delta.get("reasoning_content") or ""
+            message["finish"] = choice["finish_reason"] or message["finish"]
             for piece in delta.get("tool_calls") or ():
-                _add(said["calls"], piece)
-    return said
+                _add(message["calls"], piece)
+    return message
 
 
-def _add(calls: list[tuple[str, str]], piece: dict[str, Any]) -> None:
-    function = piece["function"]
-    if piece["index"] == len(calls):
-        assert piece["id"]
+def _add(calls: list[tuple[str, str]], delta_: dict[str, Any]) -> None:
+    function = delta_["function"]
+    if delta_["index"] == len(calls):
+        assert delta_["id"]
         calls.append((function["name"], function.get("arguments") or ""))
         return
-    assert piece["index"] == len(calls) - 1, "one call is over before the next one begins"
+    assert delta_["index"] == len(calls) - 1, "calls must not be interleaved"
     assert function.get("name") is None
     name, arguments = calls[-1]
     calls[-1] = (name, arguments + function["arguments"])
 
 
 @contextlib.asynccontextmanager
-async def serving(folder: Path) -> AsyncGenerator[httpx.AsyncClient]:
+async def serve_in_process(folder: Path) -> AsyncGenerator[httpx.AsyncClient]:
     """The application with a real engine, without a socket."""
     model = ModelSettings(name=str(folder))
-    settings = Settings(models=(model,), parallel=AT_ONCE, memory=1 << 30)
+    settings = Settings(models=(model,), parallel=MAX_CONCURRENT, memory=1 << 30)
     entry = build_entry(model, complete_config(store.resolve(str(folder))), settings)
     registry = ModelRegistry([entry], settings)
     pool = ModelPool(ThreadRunner, registry.load_verified_files, None, total_bytes=None)
@@ -143,6 +144,7 @@ async def serving(folder: Path) -> AsyncGenerator[httpx.AsyncClient]:
         ThreadPools(),
         load_wait=60.0,
         check_tokenizer=TokenizerChecker(store.is_builtin).check,
+        library=InstalledModels(registry),
     )
     await pool.start()
     try:
@@ -160,14 +162,14 @@ def template_of(family: ChatFamily) -> str | None:
     """A real template of a family."""
     for path in sorted((SHARED / "chat_templates").glob("templates*/*.jinja")):
         template = path.read_text("utf-8")
-        if path.stem not in UNABLE and family.matches(template):
+        if path.stem not in TEMPLATES_WITHOUT_TOOLS and family.matches(template):
             return template
     return None
 
 
-def spoken() -> dict[str, tuple[ChatFamily, str]]:
+def list_families() -> dict[str, tuple[ChatFamily, str]]:
     """Every family with a syntax, by name, with a real template of it."""
-    found: dict[str, tuple[ChatFamily, str]] = {}
+    families_: dict[str, tuple[ChatFamily, str]] = {}
     for module in iter_modules(families.__path__):
         family: ChatFamily = import_module(f"{families.__name__}.{module.name}").Family()
         template = template_of(family)
@@ -175,67 +177,69 @@ def spoken() -> dict[str, tuple[ChatFamily, str]]:
             template is not None
             and type(family).build_tool_call_grammar is not ChatFamily.build_tool_call_grammar
         ):
-            found[module.name] = family, template
-    return found
+            families_[module.name] = family, template
+    return families_
 
 
-def write(folder: Path, family: ChatFamily, template: str) -> dict[str, float]:
-    """A model of two layers, which has the family's markers as tokens. The `logit_bias` that brings
-    its answers to an end."""
+def write_model(folder: Path, family: ChatFamily, template: str) -> dict[str, float]:
+    """Write a model of two layers with the family's markers as tokens. Returns the `logit_bias`
+    that makes its answers end."""
     tags = set(CLOSING_TAG.findall(template)) - set(family.markers)
-    tagged = sorted({*tags, *(f"\n{tag}" for tag in tags)})
-    tokenizer = shortened(SHARED / "tokenizers" / "gpt2" / "tokenizer.json", [*tagged, "\n]"])
+    tag_tokens = sorted({*tags, *(f"\n{tag}" for tag in tags)})
+    tokenizer = load_short_tokenizer(
+        SHARED / "tokenizers" / "gpt2" / "tokenizer.json", [*tag_tokens, "\n]"]
+    )
     markers = [AddedToken(text, special=True) for text in ("<s>", "</s>", *family.markers)]
     tokenizer.add_special_tokens(markers)
     end = tokenizer.token_to_id("</s>")
     tiny.write(folder, vocab_size=tokenizer.get_vocab_size(), eos_token_id=end, chat=False)
     tokenizer.save(str(folder / "tokenizer.json"))
-    described = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    tokenizer_config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     closes = CLOSES_TAGGED if tags or "DSML" in template else CLOSES
-    biases = {_spelled(text): bias for text, bias in closes.items()}
-    biases |= dict.fromkeys((*map(_spelled, tagged), *family.markers), MARKER)
+    biases = {_to_byte_level(text): bias for text, bias in closes.items()}
+    biases |= dict.fromkeys((*map(_to_byte_level, tag_tokens), *family.markers), MARKER)
     ids = {tokenizer.token_to_id(text): bias for text, bias in biases.items()}
     return {str(id): bias for id, bias in ids.items() if id is not None}
 
 
-def shortened(file: Path, more: Sequence[str]) -> Tokenizer:
-    """A byte-level tokenizer without its later merges, because a step's time goes into the
-    vocabulary. more: texts that become tokens of it, not special ones."""
-    described = json.loads(file.read_text("utf-8"))
-    model = described["model"]
-    # first the bytes, then what each merge makes, in order
+def load_short_tokenizer(file: Path, more: Sequence[str]) -> Tokenizer:
+    """A byte-level tokenizer without its later merges, because the time of a step depends on the
+    vocabulary. more: texts that become ordinary tokens."""
+    data = json.loads(file.read_text("utf-8"))
+    model = data["model"]
+    # first the bytes, then the result of each merge, in order
     model["vocab"] = {text: id for text, id in model["vocab"].items() if id < 256 + MERGES}
     model["merges"] = model["merges"][:MERGES]
-    # the model may say these, though nothing is ever encoded as one of them
-    model["vocab"] |= {_spelled(text): 256 + MERGES + i for i, text in enumerate(more)}
-    described["added_tokens"] = []
-    return Tokenizer.from_str(json.dumps(described))
+    # the model may generate these, although no text is encoded to them
+    model["vocab"] |= {_to_byte_level(text): 256 + MERGES + i for i, text in enumerate(more)}
+    data["added_tokens"] = []
+    return Tokenizer.from_str(json.dumps(data))
 
 
-def _spelled(text: str) -> str:
-    """As a byte-level vocabulary writes it."""
-    [(spelled, _)] = pre_tokenizers.ByteLevel(
+def _to_byte_level(text: str) -> str:
+    """The text in the alphabet of a byte-level vocabulary."""
+    [(encoded, _)] = pre_tokenizers.ByteLevel(
         add_prefix_space=False, use_regex=False
     ).pre_tokenize_str(text)
-    return spelled
+    return encoded
 
 
-def check(question: dict[str, Any], said: dict[str, Any]) -> None:
-    """Calls, and nothing but calls; each of a function that was offered, each as its schema wants
-    it. Of an answer that was cut, the last call is the beginning of such a one."""
+def check(question: dict[str, Any], message: dict[str, Any]) -> None:
+    """The answer has only valid calls of the given functions. In a truncated answer, the last call
+    is the beginning of a valid one."""
     schemas = {
         tool["function"]["name"]: jsonschema_rs.Draft202012Validator(tool["function"]["parameters"])
         for tool in question["tools"]
     }
-    cut = said["finish"] == "length"
-    whole = said["calls"][:-1] if cut else said["calls"]
-    assert cut or (whole and said["finish"] == "tool_calls"), said
-    assert cut or not said["content"].strip(), said
-    for name, arguments in whole:
+    truncated = message["finish"] == "length"
+    complete_calls = message["calls"][:-1] if truncated else message["calls"]
+    assert truncated or (complete_calls and message["finish"] == "tool_calls"), message
+    assert truncated or not message["content"].strip(), message
+    for name, arguments in complete_calls:
         schemas[name].validate(json.loads(arguments))
-    if cut:
-        for name, arguments in said["calls"][-1:]:
+    if truncated:
+        for name, arguments in message["calls"][-1:]:
             assert name in schemas
             assert begins_an_object(arguments), arguments
 
@@ -261,36 +265,41 @@ def begins_an_object(text: str) -> bool:
     return text[:1] in ("", "{")
 
 
-FAMILIES = spoken()
+FAMILIES = list_families()
 
 
-def test_the_data_speaks_most_families(shared: Path):
+def test_the_data_covers_most_families(shared: Path):
     assert len(FAMILIES) >= 25
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", FAMILIES)
 def test_required_calls_are_valid_and_streamed_equals_collected(
     name: str, shared: Path, tmp_path: Path
 ):
     family, template = FAMILIES[name]
-    place, count = [*FAMILIES].index(name), len(FAMILIES)
-    mine = list(questions(shared / "traces"))[place::count]
-    bias = write(tmp_path / "tiny", family, template)
+    index, count = [*FAMILIES].index(name), len(FAMILIES)
+    own_questions = list(questions(shared / "traces"))[index::count]
+    bias = write_model(tmp_path / "tiny", family, template)
 
-    async def ask_all() -> list[list[dict[str, Any]]]:
-        gate = asyncio.Semaphore(AT_ONCE)
+    async def send_all() -> list[list[dict[str, Any]]]:
+        semaphore = asyncio.Semaphore(MAX_CONCURRENT)
 
-        async def one(client: Client, seed: int) -> list[dict[str, Any]]:
-            async with gate:
-                return await client.ask(mine[seed], seed)
+        async def send_one(client: Client, seed: int) -> list[dict[str, Any]]:
+            async with semaphore:
+                return await client.send(own_questions[seed], seed)
 
-        async with serving(tmp_path / "tiny") as http:
+        async with serve_in_process(tmp_path / "tiny") as http:
             client = Client(http, bias)
-            return await asyncio.gather(*(one(client, seed) for seed in range(len(mine))))
+            return await asyncio.gather(
+                *(send_one(client, seed) for seed in range(len(own_questions)))
+            )
 
-    answers = asyncio.run(ask_all())
-    for question, (answer, *again) in zip(mine, answers, strict=True):
+    answers = asyncio.run(send_all())
+    for question, (answer, *again) in zip(own_questions, answers, strict=True):
         check(question, answer)
         assert all(other == answer for other in again)
-    ended = sum(answer["finish"] == "tool_calls" for answer, *_ in answers)
-    assert ended > 0.4 * len(mine), f"{ended} of {len(mine)}: too few to have proved anything"
+    num_ended = sum(answer["finish"] == "tool_calls" for answer, *_ in answers)
+    assert num_ended > 0.4 * len(own_questions), (
+        f"{num_ended} of {len(own_questions)}: too few answers ended"
+    )

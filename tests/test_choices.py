@@ -1,4 +1,4 @@
-"""Several answers to one request: beside each other, each for itself, and all over together."""
+"""Several choices of one request: generated concurrently and independently, and closed together."""
 
 import asyncio
 import threading
@@ -30,17 +30,18 @@ from app.core.settings import Settings
 from app.runners.admission import Admission
 from app.runners.thread_runner import ThreadRunner
 from app.serving import generation
-from app.serving.generation import Generation, compute_fingerprint
+from app.serving.generation import Generation
+from app.serving.router import compute_fingerprint
 from app.text.output import build_token_logprob
 from app.text.tokenizer import Tokenizer
 from tests.serving.test_generation import (
     PLAIN,
     FakeRunner,
-    capacity,
-    events,
-    refusal,
+    build_capacity,
+    collect_events,
+    get_error,
+    join_text,
     request,
-    text_of,
 )
 
 
@@ -49,41 +50,41 @@ def files(tiny_model: Path) -> ModelFiles:
     return store.resolve(str(tiny_model))
 
 
-SPEAKS = Conversation(messages=(Message(role="user", content="hi"),))
+CONVERSATION = Conversation(messages=(Message(role="user", content="hi"),))
 
 
-class Lines:
-    """A runner whose jobs wait for each other: each says one byte of its text in turn, and notes
-    what became of it. room: jobs that it takes on."""
+class InterleavedRunner:
+    """A runner whose jobs take turns: each generates one byte of its text at a time, and records
+    it. max_jobs: jobs that it accepts."""
 
-    def __init__(self, *texts: str, room: int = 100, fails: int | None = None) -> None:
+    def __init__(self, *texts: str, max_jobs: int = 100, fails: int | None = None) -> None:
         self.texts = texts
-        self.room = room
+        self.max_jobs = max_jobs
         self.fails = fails
         self.jobs: list[Job] = []
-        self.kept: dict[int, int] = {}
-        self.left: list[int] = []
-        self.said: list[tuple[int, str]] = []
+        self.kept_tokens: dict[int, int] = {}
+        self.closed: list[int] = []
+        self.generated: list[tuple[int, str]] = []
 
     @contextmanager
-    def reserve(self, count: int = 1) -> Iterator["Lines"]:
-        if count > self.room:
+    def reserve(self, count: int = 1) -> Iterator["InterleavedRunner"]:
+        if count > self.max_jobs:
             raise AppError(ErrorKind.BUSY, "full", retry_after=1)
         yield self
 
     @asynccontextmanager
-    async def submit(self, job: Job) -> AsyncIterator["Line"]:
+    async def submit(self, job: Job) -> AsyncIterator["InterleavedSubmission"]:
         number = len(self.jobs)
         self.jobs.append(job)
         try:
-            yield Line(self, number)
+            yield InterleavedSubmission(self, number)
         finally:
-            self.left.append(number)
+            self.closed.append(number)
 
     async def start(self, files: ModelFiles) -> None: ...
 
     async def embed(self, job: EmbedJob) -> Sequence[bytes]:
-        raise AssertionError("nothing is embedded here")
+        raise AssertionError("this runner does not embed")
 
     async def stop(self) -> None: ...
 
@@ -91,16 +92,16 @@ class Lines:
         return RunnerStatus(state="ready", progress=100, stats=EngineStats())
 
 
-class Line:
+class InterleavedSubmission:
     started_ns: int | None = None
     ended_ns: int | None = None
 
-    def __init__(self, runner: Lines, number: int) -> None:
+    def __init__(self, runner: InterleavedRunner, number: int) -> None:
         self.runner = runner
         self.number = number
 
     def limit_cached_tokens(self, tokens: int) -> None:
-        self.runner.kept[self.number] = tokens
+        self.runner.kept_tokens[self.number] = tokens
 
     async def __aiter__(self) -> AsyncIterator[JobUpdate]:
         runner, number = self.runner, self.number
@@ -110,187 +111,203 @@ class Line:
             scores = ((-0.5, ((65, -0.5),)),) * (len(job.prompt_token_ids) - 1)
             yield PromptLogprobs(job_id=job.id, logprobs=scores)
         text = runner.texts[number % len(runner.texts)]
-        for place, id in enumerate(text.encode()[: job.max_tokens]):
+        for index, id in enumerate(text.encode()[: job.max_tokens]):
             await asyncio.sleep(0)
-            if number == runner.fails and place == 1:
+            if number == runner.fails and index == 1:
                 yield Ended(job_id=job.id, reason="error", timestamp_ns=3000, error="planted")
                 return
-            runner.said.append((number, chr(id)))
+            runner.generated.append((number, chr(id)))
             logprob = None if job.top_logprobs is None else -0.25
-            yield Token(job_id=job.id, id=id, timestamp_ns=2000 + place, logprob=logprob)
+            yield Token(job_id=job.id, id=id, timestamp_ns=2000 + index, logprob=logprob)
         reason = "length" if len(text.encode()) >= job.max_tokens else "stop"
         yield Ended(job_id=job.id, reason=reason, timestamp_ns=5000)
 
 
-def spoken(found: list[Event], choice: int) -> str:
-    return "".join(e.text for e in found if isinstance(e, TextDelta) and e.choice == choice)
+def join_choice(received: list[Event], choice: int) -> str:
+    return "".join(e.text for e in received if isinstance(e, TextDelta) and e.choice == choice)
 
 
-def finishes(found: list[Event]) -> dict[int, Finish]:
-    ends = [event for event in found if isinstance(event, Finish)]
+def collect_finishes(received: list[Event]) -> dict[int, Finish]:
+    ends = [event for event in received if isinstance(event, Finish)]
     assert len({end.choice for end in ends}) == len(ends)
     return {end.choice: end for end in ends}
 
 
 class TestSeveralChoices:
-    def test_they_are_numbered_through_all_prompts(self, files: ModelFiles) -> None:
-        runner = Lines("aa", "bb", "cc", "dd", "ee", "ff")
-        asked = PromptBatch(prompts=("one", (1, 2), "three"))
-        found = events(files, runner, prompt=asked, n=2)
-        assert [spoken(found, choice) for choice in range(6)] == list(runner.texts)
-        ends = finishes(found)
+    def test_choices_are_numbered_across_all_prompts(self, files: ModelFiles) -> None:
+        runner = InterleavedRunner("aa", "bb", "cc", "dd", "ee", "ff")
+        prompts = PromptBatch(prompts=("one", (1, 2), "three"))
+        received = collect_events(files, runner, prompt=prompts, n=2)
+        assert [join_choice(received, choice) for choice in range(6)] == list(runner.texts)
+        ends = collect_finishes(received)
         assert [ends[choice].prompt_index for choice in range(6)] == [0, 0, 1, 1, 2, 2]
         assert [len(job.prompt_token_ids) for job in runner.jobs] == [3, 3, 2, 2, 5, 5]
         assert len({job.id for job in runner.jobs}) == 6
 
     @pytest.mark.parametrize(
-        ("seed", "drawn"),
+        ("seed", "seeds"),
         [
             (7, [7, 8, 9]),
             (None, [None, None, None]),
             (2**63 - 2, [2**63 - 2, 2**63 - 1, -(2**63)]),
         ],
     )
-    def test_each_draws_otherwise_and_prompts_alike(
-        self, files: ModelFiles, seed: int | None, drawn: list[int | None]
+    def test_choices_have_different_seeds_and_prompts_the_same_ones(
+        self, files: ModelFiles, seed: int | None, seeds: list[int | None]
     ) -> None:
-        """A prompt among several is answered as it is alone."""
-        runner = Lines("x")
+        """A prompt in a batch gets the same answer as alone."""
+        runner = InterleavedRunner("x")
         sampling = {} if seed is None else {"seed": seed}
-        events(files, runner, prompt=PromptBatch(prompts=("a", "b")), n=3, sampling=sampling)
-        assert [job.sampling.seed for job in runner.jobs] == [*drawn, *drawn]
+        collect_events(
+            files, runner, prompt=PromptBatch(prompts=("a", "b")), n=3, sampling=sampling
+        )
+        assert [job.sampling.seed for job in runner.jobs] == [*seeds, *seeds]
 
-    def test_ids_of_a_prompt_are_told_once_and_before_its_choices(self, files: ModelFiles) -> None:
-        asked = PromptBatch(prompts=("hi", (1, 2)))
-        found = events(files, Lines("x", "y"), prompt=asked, n=2, return_token_ids=True)
-        told = [event for event in found if isinstance(event, PromptTokenIds)]
-        assert told == [
+    def test_prompt_token_ids_are_sent_once_before_the_choices(self, files: ModelFiles) -> None:
+        prompts = PromptBatch(prompts=("hi", (1, 2)))
+        received = collect_events(
+            files, InterleavedRunner("x", "y"), prompt=prompts, n=2, return_token_ids=True
+        )
+        prompt_ids = [event for event in received if isinstance(event, PromptTokenIds)]
+        assert prompt_ids == [
             PromptTokenIds(prompt_index=0, token_ids=tuple(b"hi")),
             PromptTokenIds(prompt_index=1, token_ids=(1, 2)),
         ]
-        for prompt in told:
-            spoke = [
-                place
-                for place, event in enumerate(found)
+        for prompt in prompt_ids:
+            positions = [
+                index
+                for index, event in enumerate(received)
                 if isinstance(event, TextDelta) and event.choice // 2 == prompt.prompt_index
             ]
-            assert found.index(prompt) < min(spoke)
+            assert received.index(prompt) < min(positions)
 
-    def test_one_that_stops_leaves_at_once_while_others_go_on(self, files: ModelFiles) -> None:
-        runner = Lines("ab!" + "x" * 50, "c" * 40)
-        seen: list[int] = []
+    def test_a_finished_choice_is_closed_while_others_continue(self, files: ModelFiles) -> None:
+        runner = InterleavedRunner("ab!" + "x" * 50, "c" * 40)
+        closed_before: list[int] = []
 
-        async def watch() -> list[Event]:
-            found: list[Event] = []
+        async def collect() -> list[Event]:
+            received: list[Event] = []
             generation = Generation(files, runner, PLAIN)
             async with generation.open(request(n=2, stop=("!",))) as stream:
                 async for event in stream:
-                    found.append(event)
+                    received.append(event)
                     if isinstance(event, Finish) and event.choice == 0:
-                        seen.extend(runner.left)
-            return found
+                        closed_before.extend(runner.closed)
+            return received
 
-        found = asyncio.run(watch())
-        assert seen == [0]
-        assert (spoken(found, 0), spoken(found, 1)) == ("ab", "c" * 40)
-        assert runner.kept == {0: 2}
-        assert (finishes(found)[0].stop_string, finishes(found)[1].stop_string) == ("!", None)
-        assert sum(number == 0 for number, _ in runner.said) == 3
+        received = asyncio.run(collect())
+        assert closed_before == [0]
+        assert (join_choice(received, 0), join_choice(received, 1)) == ("ab", "c" * 40)
+        assert runner.kept_tokens == {0: 2}
+        assert (
+            collect_finishes(received)[0].stop_string,
+            collect_finishes(received)[1].stop_string,
+        ) == ("!", None)
+        assert sum(number == 0 for number, _ in runner.generated) == 3
 
-    def test_one_that_fails_ends_all(self, files: ModelFiles) -> None:
-        runner = Lines("a" * 500, fails=1)
+    def test_a_failed_choice_ends_all(self, files: ModelFiles) -> None:
+        runner = InterleavedRunner("a" * 500, fails=1)
         with pytest.raises(AppError, match="planted") as caught:
-            events(files, runner, n=3)
+            collect_events(files, runner, n=3)
         assert caught.value.kind is ErrorKind.ENGINE
-        assert sorted(runner.left) == [0, 1, 2]
-        assert len(runner.said) < 50
+        assert sorted(runner.closed) == [0, 1, 2]
+        assert len(runner.generated) < 50
 
-    def test_leaving_early_leaves_all(self, files: ModelFiles) -> None:
-        runner = Lines("a" * 500)
+    def test_closing_the_stream_closes_all_choices(self, files: ModelFiles) -> None:
+        runner = InterleavedRunner("a" * 500)
 
-        async def leave() -> None:
+        async def disconnect() -> None:
             async with Generation(files, runner, PLAIN).open(request(n=4)) as stream:
                 async for event in stream:
                     if isinstance(event, TextDelta):
                         break
-            assert len(asyncio.all_tasks()) == 1, "nobody listens to what was left"
+            assert len(asyncio.all_tasks()) == 1, "no task reads a closed choice"
 
-        asyncio.run(leave())
-        assert sorted(runner.left) == [0, 1, 2, 3]
-        assert len(runner.said) < 50
+        asyncio.run(disconnect())
+        assert sorted(runner.closed) == [0, 1, 2, 3]
+        assert len(runner.generated) < 50
 
-    def test_without_places_for_all_of_them_none_is_begun(self, files: ModelFiles) -> None:
-        runner = Lines("a", room=2)
+    def test_without_capacity_for_all_choices_none_is_started(self, files: ModelFiles) -> None:
+        runner = InterleavedRunner("a", max_jobs=2)
         with pytest.raises(AppError) as caught:
-            events(files, runner, n=4)
+            collect_events(files, runner, n=4)
         assert caught.value.kind is ErrorKind.BUSY
         assert runner.jobs == []
 
-    def test_more_than_can_ever_be_here_are_refused_for_good(self, files: ModelFiles) -> None:
+    def test_more_choices_than_the_capacity_are_invalid(self, files: ModelFiles) -> None:
         settings = Settings(max_queue=3)
-        room = capacity(100)  # two run
-        assert events(files, FakeRunner("x", capacity=room), settings, n=5)
-        error = refusal(files, settings, room, n=6)
+        capacity = build_capacity(100)  # two run at once
+        assert collect_events(files, FakeRunner("x", capacity=capacity), settings, n=5)
+        error = get_error(files, settings, capacity, n=6)
         assert (error.kind, error.param) == (ErrorKind.INVALID, "n")
         assert "at most 5: ask for fewer" in error.message
-        error = refusal(files, settings, room, prompt=PromptBatch(prompts=("a",) * 6))
+        error = get_error(files, settings, capacity, prompt=PromptBatch(prompts=("a",) * 6))
         assert error.param == "prompt"
 
 
 class TestEcho:
-    def test_the_prompt_stands_before_each_answer(self, files: ModelFiles) -> None:
-        asked = PromptBatch(prompts=("one ", tuple(b"two ")))
-        found = events(files, Lines("a", "b", "c", "d"), prompt=asked, n=2, echo=True)
-        assert [spoken(found, n) for n in range(4)] == ["one a", "one b", "two c", "two d"]
+    def test_the_prompt_precedes_each_answer(self, files: ModelFiles) -> None:
+        prompts = PromptBatch(prompts=("one ", tuple(b"two ")))
+        received = collect_events(
+            files, InterleavedRunner("a", "b", "c", "d"), prompt=prompts, n=2, echo=True
+        )
+        assert [join_choice(received, n) for n in range(4)] == ["one a", "one b", "two c", "two d"]
 
-    def test_it_brings_its_own_logprobs_but_for_the_first(self, files: ModelFiles) -> None:
-        runner = Lines("xy")
-        found = events(files, runner, prompt="abc", echo=True, top_logprobs=1)
+    def test_the_echo_has_logprobs_except_for_its_first_token(self, files: ModelFiles) -> None:
+        runner = InterleavedRunner("xy")
+        received = collect_events(files, runner, prompt="abc", echo=True, top_logprobs=1)
         assert runner.jobs[0].prompt_logprobs == 1
-        told = [entry for e in found if isinstance(e, TextDelta) for entry in e.logprobs]
-        assert [entry.text for entry in told] == [*"abcxy"]
-        assert [entry.logprob for entry in told] == [None, -0.5, -0.5, -0.25, -0.25]
-        assert text_of(found) == "abcxy"
+        entries = [entry for e in received if isinstance(e, TextDelta) for entry in e.logprobs]
+        assert [entry.text for entry in entries] == [*"abcxy"]
+        assert [entry.logprob for entry in entries] == [None, -0.5, -0.5, -0.25, -0.25]
+        assert join_text(received) == "abcxy"
 
-    def test_its_logprobs_are_spelled_beside_the_event_loop(
+    def test_logprobs_of_the_echo_are_built_outside_the_event_loop(
         self, files: ModelFiles, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A prompt of ten thousand tokens has two hundred thousand rivals."""
-        spelled: list[int] = []
+        """A prompt of ten thousand tokens has two hundred thousand top logprobs."""
+        thread_ids: list[int] = []
 
-        def noting(tokenizer: Tokenizer, token: Token) -> TokenLogprob:
-            spelled.append(threading.get_ident())
+        def recording_build(tokenizer: Tokenizer, token: Token) -> TokenLogprob:
+            thread_ids.append(threading.get_ident())
             return build_token_logprob(tokenizer, token)
 
-        monkeypatch.setattr(generation, "build_token_logprob", noting)
-        events(files, Lines("xy"), prompt="abc", echo=True, top_logprobs=1)
-        assert len(spelled) == 3
-        assert threading.get_ident() not in spelled
+        monkeypatch.setattr(generation, "build_token_logprob", recording_build)
+        collect_events(files, InterleavedRunner("xy"), prompt="abc", echo=True, top_logprobs=1)
+        assert len(thread_ids) == 3
+        assert threading.get_ident() not in thread_ids
 
-    def test_a_long_one_comes_in_pieces(self, files: ModelFiles) -> None:
-        """16,000 tokens with 20 rivals each were one event, written on the event loop: 1.2 s."""
+    def test_a_long_echo_is_split_into_events(self, files: ModelFiles) -> None:
+        """16,000 tokens with 20 top logprobs each were one event, encoded on the event loop in 1.2
+        s."""
         prompt = "abcdefg" * 100
-        found = events(files, Lines("xy"), prompt=prompt, echo=True, top_logprobs=1)
-        pieces = [event for event in found if isinstance(event, TextDelta)]
+        received = collect_events(
+            files, InterleavedRunner("xy"), prompt=prompt, echo=True, top_logprobs=1
+        )
+        pieces = [event for event in received if isinstance(event, TextDelta)]
         assert max(len(piece.logprobs) for piece in pieces) == 128
-        assert all(piece.text for piece in pieces), "a stream holds back what has no text"
-        told = [entry for piece in pieces for entry in piece.logprobs]
-        assert "".join(entry.text for entry in told) == prompt + "xy"
-        assert [entry.logprob for entry in told] == [None, *[-0.5] * 699, -0.25, -0.25]
-        assert text_of(found) == prompt + "xy"
+        assert all(piece.text for piece in pieces), "streams hold back events without text"
+        entries = [entry for piece in pieces for entry in piece.logprobs]
+        assert "".join(entry.text for entry in entries) == prompt + "xy"
+        assert [entry.logprob for entry in entries] == [None, *[-0.5] * 699, -0.25, -0.25]
+        assert join_text(received) == prompt + "xy"
 
     @pytest.mark.parametrize("top", [None, 0])
-    def test_alone_it_is_all_there_is(self, files: ModelFiles, top: int | None) -> None:
-        runner = Lines("never seen")
-        found = events(files, runner, prompt="abc", echo=True, max_tokens=0, top_logprobs=top)
-        assert text_of(found) == "abc"
+    def test_the_echo_alone_is_the_complete_answer(
+        self, files: ModelFiles, top: int | None
+    ) -> None:
+        runner = InterleavedRunner("never seen")
+        received = collect_events(
+            files, runner, prompt="abc", echo=True, max_tokens=0, top_logprobs=top
+        )
+        assert join_text(received) == "abc"
         assert runner.jobs[0].max_tokens == 1
-        end = finishes(found)[0]
+        end = collect_finishes(received)[0]
         assert (end.reason, end.usage.completion_tokens) == ("length", 0)
 
 
 class TestCallsAndReasoning:
-    """A model whose template speaks Hermes."""
+    """A model whose template uses the Hermes format."""
 
     @pytest.fixture
     def hermes(self, files: ModelFiles) -> ModelFiles:
@@ -305,68 +322,70 @@ class TestCallsAndReasoning:
     PAINT = Tool(name="paint", description=None, parameters={"type": "object"})
 
     @pytest.mark.parametrize(("limit", "reason"), [(None, "tool_calls"), (44, "length")])
-    def test_an_answer_with_calls_ends_for_them_unless_it_was_cut(
+    def test_the_finish_reason_is_tool_calls_unless_the_answer_was_truncated(
         self, hermes: ModelFiles, limit: int | None, reason: str
     ) -> None:
-        runner = Lines(self.CALL)
-        asked = {"prompt": SPEAKS, "tools": (self.PAINT,), "max_tokens": limit}
-        found = events(hermes, runner, **asked)
-        assert [e.name for e in found if isinstance(e, ToolCallDelta) and e.name] == ["paint"]
-        assert finishes(found)[0].reason == reason
-        assert text_of(found) == ""
+        runner = InterleavedRunner(self.CALL)
+        fields = {"prompt": CONVERSATION, "tools": (self.PAINT,), "max_tokens": limit}
+        received = collect_events(hermes, runner, **fields)
+        assert [e.name for e in received if isinstance(e, ToolCallDelta) and e.name] == ["paint"]
+        assert collect_finishes(received)[0].reason == reason
+        assert join_text(received) == ""
 
-    def test_reasoning_is_told_apart_and_counted(self, hermes: ModelFiles) -> None:
-        found = events(hermes, Lines("<think>hm</think>yes"), prompt=SPEAKS)
-        assert "".join(e.text for e in found if isinstance(e, ReasoningDelta)) == "hm"
-        assert text_of(found) == "yes"
-        assert finishes(found)[0].usage.reasoning_tokens == len("<think>hm")
+    def test_reasoning_is_separated_and_counted(self, hermes: ModelFiles) -> None:
+        received = collect_events(
+            hermes, InterleavedRunner("<think>hm</think>yes"), prompt=CONVERSATION
+        )
+        assert "".join(e.text for e in received if isinstance(e, ReasoningDelta)) == "hm"
+        assert join_text(received) == "yes"
+        assert collect_finishes(received)[0].usage.reasoning_tokens == len("<think>hm")
 
-    def test_choices_are_read_each_for_itself(self, hermes: ModelFiles) -> None:
-        runner = Lines(self.CALL, "<think>hm</think>yes", "no")
-        found = events(hermes, runner, prompt=SPEAKS, tools=(self.PAINT,), n=3)
-        ends = finishes(found)
+    def test_each_choice_is_parsed_separately(self, hermes: ModelFiles) -> None:
+        runner = InterleavedRunner(self.CALL, "<think>hm</think>yes", "no")
+        received = collect_events(hermes, runner, prompt=CONVERSATION, tools=(self.PAINT,), n=3)
+        ends = collect_finishes(received)
         assert [ends[n].reason for n in range(3)] == ["tool_calls", "stop", "stop"]
-        assert [spoken(found, n) for n in range(3)] == ["", "yes", "no"]
-        assert {e.choice for e in found if isinstance(e, ToolCallDelta)} == {0}
-        assert {e.choice for e in found if isinstance(e, ReasoningDelta)} == {1}
+        assert [join_choice(received, n) for n in range(3)] == ["", "yes", "no"]
+        assert {e.choice for e in received if isinstance(e, ToolCallDelta)} == {0}
+        assert {e.choice for e in received if isinstance(e, ReasoningDelta)} == {1}
 
     @pytest.mark.parametrize("field", [{"min_tokens": 3}, {"ignore_eos": True}])
-    def test_what_must_not_end_cannot_follow_a_grammar(
+    def test_min_tokens_and_ignore_eos_cannot_be_combined_with_strict_tools(
         self, hermes: ModelFiles, field: dict[str, Any]
     ) -> None:
-        """The dialect does not see the grammar that is made of strict tools."""
+        """The dialect does not know the grammar of strict tools."""
         strict = replace(self.PAINT, strict=True)
-        error = refusal(hermes, prompt=SPEAKS, tools=(strict,), **field)
+        error = get_error(hermes, prompt=CONVERSATION, tools=(strict,), **field)
         assert (error.kind, error.param) == (ErrorKind.INVALID, next(iter(field)))
 
 
-def test_the_fingerprint_changes_with_what_changes_answers(files: ModelFiles) -> None:
-    def told(files: ModelFiles, settings: Settings = PLAIN) -> str:
+def test_the_fingerprint_depends_on_model_and_settings(files: ModelFiles) -> None:
+    def compute(files: ModelFiles, settings: Settings = PLAIN) -> str:
         return compute_fingerprint(files, settings)
 
-    assert told(files) == told(files)
-    others = {
-        told(replace(files, config={**files.config, "rms_norm_eps": 1e-6})),
-        told(replace(files, name="other")),
-        told(replace(files, weights_digest="other")),
-        told(files, Settings(parallel=3)),
+    assert compute(files) == compute(files)
+    changed = {
+        compute(replace(files, config={**files.config, "rms_norm_eps": 1e-6})),
+        compute(replace(files, name="other")),
+        compute(replace(files, weights_digest="other")),
+        compute(files, Settings(parallel=3)),
     }
-    assert len({told(files), *others}) == 5
+    assert len({compute(files), *changed}) == 5
 
 
 @pytest.mark.parametrize(
-    ("cache", "least", "most"),
+    ("cache", "min_tokens", "max_tokens"),
     [
-        # all but what does not fill a block of the tree
+        # all tokens except for incomplete blocks of the tree
         ("radix", 450, 450 + 3 * 128),
-        # one after the other, each behind what the last left
+        # sequentially, each with the cache of the previous one
         ("single", 450, 450 + 3),
-        # lends nothing of what runs beside it
+        # does not share with running sequences
         ("slots", 4 * 450, 4 * 450),
     ],
 )
-def test_choices_share_their_prompt_as_far_as_the_cache_can(
-    files: ModelFiles, cache: Any, least: int, most: int
+def test_choices_share_their_prompt_if_the_cache_can(
+    files: ModelFiles, cache: Any, min_tokens: int, max_tokens: int
 ) -> None:
     async def count() -> EngineStats:
         settings = Settings(cache=cache, parallel=1 if cache == "single" else 4, context=512)
@@ -375,8 +394,8 @@ def test_choices_share_their_prompt_as_far_as_the_cache_can(
         try:
             engine = Admission(runner, settings.max_queue)
             generation = Generation(files, engine, settings)
-            asked = request(prompt=tuple(n % 256 for n in range(450)), n=4, max_tokens=8)
-            async with generation.open(asked) as stream:
+            request_ = request(prompt=tuple(n % 256 for n in range(450)), n=4, max_tokens=8)
+            async with generation.open(request_) as stream:
                 async for _ in stream:
                     pass
             return runner.status().stats
@@ -385,4 +404,4 @@ def test_choices_share_their_prompt_as_far_as_the_cache_can(
 
     stats = asyncio.run(count())
     assert stats.cached_tokens + stats.prefilled_tokens == 4 * 450
-    assert least <= stats.prefilled_tokens <= most
+    assert min_tokens <= stats.prefilled_tokens <= max_tokens

@@ -1,4 +1,4 @@
-"""The command line: options in, settings out, mistakes in one line."""
+"""The command line: options become settings, and errors are one line."""
 
 import logging
 import os
@@ -15,8 +15,8 @@ from app.core.settings import ModelSettings, Settings
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
-    """The settings that serve was called with."""
+def serve_calls(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """The settings of each call of serve."""
     calls: list[Settings] = []
 
     def serve(settings: Settings) -> int:
@@ -28,7 +28,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
 
 
 @pytest.fixture(autouse=True)
-def untouched_log() -> Iterator[None]:
+def restore_logging() -> Iterator[None]:
     names = ("", "app", "app.access", "uvicorn.access", "httpx2")
     levels = {name: logging.getLogger(name).level for name in names}
     handlers = logging.root.handlers
@@ -38,21 +38,21 @@ def untouched_log() -> Iterator[None]:
         logging.getLogger(name).setLevel(level)
 
 
-def test_without_options_the_settings_are_the_defaults(served: list[Settings]) -> None:
+def test_without_options_the_settings_are_the_defaults(serve_calls: list[Settings]) -> None:
     assert cli.main(["serve"]) == 0
-    assert served == [Settings()]
+    assert serve_calls == [Settings()]
 
 
-def test_options_reach_their_settings(served: list[Settings]) -> None:
-    """That each does is shown in tests/config; here, that the command asks all of them."""
-    line = (
+def test_options_reach_their_settings(serve_calls: list[Settings]) -> None:
+    """tests/config has a test of each option; this test shows that the command uses them."""
+    command_line = (
         "serve folder --pull --quantize 4 --host ::1 --port 9 "
         "--cors-origin https://a --cors-origin https://b "
         "--parallel 3 --max-queue 0 --context 2048 --context-shift --memory 6.5 --cache slots "
         "--multi-user --prefill-chunk 64 --watchdog 2.5 --max-body 2 --ping 0.5 --debug"
     )
-    assert cli.main(line.split()) == 0
-    assert served == [
+    assert cli.main(command_line.split()) == 0
+    assert serve_calls == [
         Settings(
             models=(ModelSettings(name="folder"),),
             pull=True,
@@ -76,30 +76,32 @@ def test_options_reach_their_settings(served: list[Settings]) -> None:
     ]
 
 
-@pytest.mark.parametrize("line", ["", " --parallel 1", " --cache single", " --cache radix"])
-def test_exact_goes_with_everything_that_does_not_forget(line: str, served: list[Settings]) -> None:
-    assert cli.main(["serve", "--exact", *line.split()]) == 0
-    assert served[0].exact
+@pytest.mark.parametrize("command_line", ["", " --parallel 1", " --cache single", " --cache radix"])
+def test_exact_is_accepted_with_other_cache_options(
+    command_line: str, serve_calls: list[Settings]
+) -> None:
+    assert cli.main(["serve", "--exact", *command_line.split()]) == 0
+    assert serve_calls[0].exact
 
 
 @pytest.mark.parametrize(
-    ("line", "level"),
+    ("command_line", "level"),
     [
         ("serve", logging.INFO),
         ("serve --debug", logging.DEBUG),
         ("serve --log-level error", logging.ERROR),
     ],
 )
-def test_the_log_is_set_up_before_anything_is_served(
-    line: str, level: int, served: list[Settings]
+def test_logging_is_configured_before_serve(
+    command_line: str, level: int, serve_calls: list[Settings]
 ) -> None:
-    assert cli.main(line.split()) == 0
+    assert cli.main(command_line.split()) == 0
     assert logging.getLogger("app").level == level
     assert logging.getLogger("starlette").getEffectiveLevel() >= logging.INFO
 
 
 @pytest.mark.parametrize(
-    ("line", "why"),
+    ("command_line", "reason"),
     [
         ("--context-shift", "--context-shift needs --cache slots"),
         ("--context-shift --cache radix", "--context-shift needs --cache slots"),
@@ -109,17 +111,17 @@ def test_the_log_is_set_up_before_anything_is_served(
         ("--cache single --parallel 2", "but --parallel is 2"),
     ],
 )
-def test_options_that_exclude_each_other_are_refused_by_name(
-    line: str, why: str, served: list[Settings], capsys: pytest.CaptureFixture[str]
+def test_conflicting_options_are_rejected_by_name(
+    command_line: str, reason: str, serve_calls: list[Settings], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["serve", *line.split()]) == 1
-    [told] = capsys.readouterr().err.splitlines()
-    assert why in told
-    assert not served
+    assert cli.main(["serve", *command_line.split()]) == 1
+    [message] = capsys.readouterr().err.splitlines()
+    assert reason in message
+    assert not serve_calls
 
 
 @pytest.mark.parametrize(
-    "line",
+    "command_line",
     [
         "",
         "dance",
@@ -148,34 +150,34 @@ def test_options_that_exclude_each_other_are_refused_by_name(
         "show --context 0",
     ],
 )
-def test_a_bad_line_is_refused(
-    line: str, served: list[Settings], capsys: pytest.CaptureFixture[str]
+def test_an_invalid_command_line_is_rejected(
+    command_line: str, serve_calls: list[Settings], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main(line.split())
+        cli.main(command_line.split())
     assert caught.value.code == 2
     [message] = capsys.readouterr().err.splitlines()
     assert message.startswith("mlxrunner: ")
-    assert not served
+    assert not serve_calls
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("command_line", "message"),
     [
         (
             "srve",
-            "unknown command 'srve': the commands are serve, pull, list, show, doctor, config, key"
-            "; did you mean serve?",
+            "unknown command 'srve': the commands are serve, launch, pull, list, show, doctor, "
+            "config, key; did you mean serve?",
         ),
-        ("", "no command: the commands are serve, pull, list, show, doctor, config, key"),
+        ("", "no command: the commands are serve, launch, pull, list, show, doctor, config, key"),
         ("list one", "unexpected argument 'one' (`mlxrunner list --help` lists what is accepted)"),
     ],
 )
-def test_an_unknown_command_is_refused_with_the_known_ones(
-    line: str, message: str, capsys: pytest.CaptureFixture[str]
+def test_an_unknown_command_is_rejected_with_the_known_ones(
+    command_line: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main(line.split())
+        cli.main(command_line.split())
     assert caught.value.code == 2
     assert capsys.readouterr().err == f"mlxrunner: {message}\n"
 
@@ -190,7 +192,7 @@ def test_every_listed_command_exists(
     assert "usage: mlxrunner key" in capsys.readouterr().out
 
 
-def test_a_model_that_is_not_there_is_one_line_and_status_1(
+def test_a_missing_model_is_one_line_and_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["serve", str(tmp_path)]) == 1
@@ -198,7 +200,7 @@ def test_a_model_that_is_not_there_is_one_line_and_status_1(
     assert message == f"mlxrunner: {tmp_path} has no config.json: it is not a model folder\n"
 
 
-def test_an_error_while_serving_is_one_line_too(
+def test_an_error_of_serve_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def serve(_: Settings) -> int:
@@ -210,37 +212,37 @@ def test_an_error_while_serving_is_one_line_too(
 
 
 @pytest.mark.parametrize("name", ["org/nothing", "nothing:4b", "./nothing", "org/../nothing"])
-def test_a_name_that_nothing_has_is_one_line_for_every_command(
+def test_an_unknown_model_name_is_one_line_for_every_command(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
     for command in ("serve", "show"):
         assert cli.main([command, name]) == 1
-        [line] = capsys.readouterr().err.splitlines()
-        assert line.startswith("mlxrunner: ")
+        [message] = capsys.readouterr().err.splitlines()
+        assert message.startswith("mlxrunner: ")
 
 
-def test_environment_and_file_count_for_serve_too(
-    served: list[Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_serve_reads_environment_and_file(
+    serve_calls: list[Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.toml").write_text('models = ["c"]\nport = 7\nmax_queue = 7\nmax_tokens = 7')
     monkeypatch.setenv("MLXRUNNER_CONFIG", str(tmp_path / "a.toml"))
     monkeypatch.setenv("MLXRUNNER_PORT", "8")
     monkeypatch.setenv("MLXRUNNER_MAX_QUEUE", "8")
     assert cli.main(["serve", "a", "--port", "9", "b"]) == 0
-    named = (ModelSettings(name="a"), ModelSettings(name="b"))
-    assert served == [Settings(models=named, port=9, max_queue=8, max_tokens=7)]
+    models = (ModelSettings(name="a"), ModelSettings(name="b"))
+    assert serve_calls == [Settings(models=models, port=9, max_queue=8, max_tokens=7)]
 
 
-def test_settings_are_known_before_anything_heavy_is_imported() -> None:
-    """`mlxrunner config` may be asked at any start; so may a wrong option."""
+def test_settings_are_resolved_without_heavy_imports() -> None:
+    """`mlxrunner config` and errors of options must be fast."""
     heavy = {"mlx", "starlette", "uvicorn", "tokenizers", "jinja2", "huggingface_hub"}
     program = (
         "import sys; from app.cli import main; main(['config']); "
         f"print(sorted({heavy} & sys.modules.keys()), file=sys.stderr)"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    assert ended.stderr == b"[]\n"
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert process.stderr == b"[]\n"
 
 
 def test_show_describes_the_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,49 +254,49 @@ def test_show_describes_the_built_in_model(capsys: pytest.CaptureFixture[str]) -
 def test_a_command_interrupted_before_a_download_does_not_mention_one(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ctrl-C during the start of a server did."""
+    """The message at Ctrl-C during the start of a server did."""
 
-    def interrupted(_: object) -> int:
+    def interrupt(_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(server, "serve", interrupted)
-    monkeypatch.setattr("app.commands.pull.plan_download", interrupted)
+    monkeypatch.setattr(server, "serve", interrupt)
+    monkeypatch.setattr("app.store.hub.download_plan.plan_download", interrupt)
     assert cli.main(command.split()) == 130
     assert capsys.readouterr().err == "mlxrunner: interrupted\n"
 
 
-def test_an_interrupted_command_that_downloads_nothing_speaks_of_no_download(
+def test_an_interrupted_command_without_a_download_does_not_mention_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(*_: object) -> int:
+    def interrupt(*_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("app.commands.config.show_config", interrupted)
+    monkeypatch.setattr("app.commands.config.show_config", interrupt)
     assert cli.main(["config"]) == 130
     assert capsys.readouterr().err == "mlxrunner: interrupted\n"
 
 
-@pytest.mark.parametrize("line", ["list", "show --json"])
-def test_a_reader_that_has_seen_enough_is_no_failure(line: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command_line", ["list", "show --json"])
+def test_a_closed_output_pipe_is_no_failure(command_line: str, tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
-    homes = {"HF_HOME": str(tmp_path), "OLLAMA_MODELS": str(tmp_path)}
+    variables = {"HF_HOME": str(tmp_path), "OLLAMA_MODELS": str(tmp_path)}
     program = "import sys; from app.cli import main; sys.exit(main())"
-    ended = subprocess.run(
-        [sys.executable, "-c", program, *line.split()],
+    process = subprocess.run(
+        [sys.executable, "-c", program, *command_line.split()],
         stdout=write,
         stderr=subprocess.PIPE,
-        env={**os.environ, **homes},
+        env={**os.environ, **variables},
         check=False,
     )
     os.close(write)
-    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert (process.returncode, process.stderr) == (0, b"")
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that Linux has")
-def test_a_full_disk_is_told_in_one_line() -> None:
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full of Linux")
+def test_a_full_disk_is_an_error_of_one_line() -> None:
     with open("/dev/full", "w") as full:
-        ended = subprocess.run(
+        process = subprocess.run(
             [
                 sys.executable,
                 "-c",
@@ -306,6 +308,15 @@ def test_a_full_disk_is_told_in_one_line() -> None:
             text=True,
             check=False,
         )
-    assert ended.returncode == 1
-    assert ended.stderr.startswith("mlxrunner: ")
-    assert ended.stderr.count("\n") == 1
+    assert process.returncode == 1
+    assert process.stderr.startswith("mlxrunner: ")
+    assert process.stderr.count("\n") == 1
+
+
+def test_a_server_loads_the_hubs_library_only_for_a_download() -> None:
+    """It takes 10 MiB and a third of the start time."""
+    code = "import sys, app.server; print('huggingface_hub' in sys.modules)"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout == "False\n"

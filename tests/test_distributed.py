@@ -1,7 +1,7 @@
 """Two ranks serve one model: the real launcher, the real command, on loopback.
 
-What a rank's part of a model is stands in tests/models/test_sharding.py, and what ranks tell each
-other in tests/runners/ranks.
+tests/models/test_sharding.py tests the shards of a model, and tests/runners/ranks the messages
+between ranks.
 """
 
 import contextlib
@@ -28,31 +28,31 @@ import models
 from tests import tiny
 from tests.throttle import Throttle
 
-Found = TypeVar("Found")
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHER = Path(sys.executable).parent / "mlx.launch"
 PATIENCE = 60.0
 
-# logits that are closer than this may change places between equally right computations
-NEAR = 1e-4
+# the order of logits that are closer than this may differ between correct computations
+TOLERANCE = 1e-4
 
 PROMPTS = ("hello", "The quick brown fox jumps over the lazy dog. " * 8, "x", "to be or not to be")
 
-# an answer that never ends by itself on `long_model`
+# an endless answer of `long_model`
 LONG: dict[str, Any] = {"max_tokens": tiny.LONG // 2, "ignore_eos": True}
 
 
-class Launched:
-    """Ranks of a running `mlxrunner serve`. pids: of rank 0 and rank 1."""
+class LaunchedServer:
+    """The ranks of a running `mlxrunner serve`. pids: of rank 0 and rank 1."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        command = [LAUNCHER, "-n", "2", "--backend", "ring", "-p", str(two_free_ports())]
-        ours = ["-m", "app", "serve", "--port", "0", *arguments]
+        command = [LAUNCHER, "-n", "2", "--backend", "ring", "-p", str(find_two_free_ports())]
+        arguments_ = ["-m", "app", "serve", "--port", "0", *arguments]
         self.process = subprocess.Popen(
-            [*command, "--python", sys.executable, "--", *ours],
+            [*command, "--python", sys.executable, "--", *arguments_],
             cwd=ROOT,
-            stdin=subprocess.PIPE,  # the launcher reads it without pause where it is at its end
+            stdin=subprocess.PIPE,  # the launcher reads it in a busy loop at end of file
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -66,17 +66,17 @@ class Launched:
     def text(self) -> str:
         return "".join(self._log)
 
-    def ready(self) -> "Launched":
-        self.port = int(self.says(r"running on http://[^:]+:(\d+)"))
+    def wait_until_ready(self) -> "LaunchedServer":
+        self.port = int(self.wait_for_log(r"running on http://[^:]+:(\d+)"))
         self.pids = (
-            int(self.says(r"Started server process \[(\d+)\]")),
-            int(self.says(r"rank 1 of 2 is ready \(process (\d+)\)")),
+            int(self.wait_for_log(r"Started server process \[(\d+)\]")),
+            int(self.wait_for_log(r"rank 1 of 2 is ready \(process (\d+)\)")),
         )
-        self.says(r"(tiny is ready after)")
+        self.wait_for_log(r"(tiny is ready after)")
         return self
 
-    def says(self, pattern: str) -> str:
-        until(lambda: re.search(pattern, self.text), self)
+    def wait_for_log(self, pattern: str) -> str:
+        wait_until(lambda: re.search(pattern, self.text), self)
         [found, *_] = re.findall(pattern, self.text)
         return found
 
@@ -86,30 +86,32 @@ class Launched:
         return reply.json()
 
     @contextlib.contextmanager
-    def streaming(self, **body: Any) -> Iterator[Iterator[dict[str, Any]]]:
-        """Events of a completion, from the first on."""
-        asked = {"model": "tiny", "prompt": "hello", "stream": True, **body}
-        with httpx.stream("POST", self._url("/v1/completions"), json=asked, timeout=PATIENCE) as on:
-            lines = (line.removeprefix("data: ") for line in on.iter_lines())
+    def stream(self, **body: Any) -> Iterator[Iterator[dict[str, Any]]]:
+        """The events of a streamed completion."""
+        body = {"model": "tiny", "prompt": "hello", "stream": True, **body}
+        with httpx.stream(
+            "POST", self._url("/v1/completions"), json=body, timeout=PATIENCE
+        ) as reply:
+            lines = (line.removeprefix("data: ") for line in reply.iter_lines())
             yield (json.loads(line) for line in lines if line.startswith("{"))
 
-    def running(self) -> int:
+    def num_running(self) -> int:
         return httpx.get(self._url("/v1/status")).json()["Running"]
 
-    def end(self) -> None:
+    def wait_until_ended(self) -> None:
         """Returns when the launcher and all ranks have ended."""
         self.process.wait(PATIENCE)
         self._reader.join(PATIENCE)
         for pid in self.pids:
-            until(lambda pid=pid: not alive(pid), self)
+            wait_until(lambda pid=pid: not is_alive(pid), self)
 
     def status(self, rank: int) -> int:
-        """What a rank exited with, as the launcher tells it; its own status is always 0."""
+        """The exit status of a rank, as the launcher reports it; its own status is always 0."""
         found = re.search(rf"rank {rank} exited with code (-?\d+)", self.text)
         return int(found[1]) if found else 0
 
     def close(self) -> None:
-        """Whatever is left."""
+        """Kill all remaining processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(PATIENCE)
@@ -126,15 +128,15 @@ class Launched:
         self._log.extend(self.process.stdout)
 
 
-def until(found: Callable[[], Found], launched: Launched) -> Found:
+def wait_until(condition: Callable[[], T], server: LaunchedServer) -> T:
     deadline = time.monotonic() + PATIENCE
-    while not (value := found()):
-        assert time.monotonic() < deadline, launched.text
+    while not (value := condition()):
+        assert time.monotonic() < deadline, server.text
         time.sleep(0.05)
     return value
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -142,8 +144,8 @@ def alive(pid: int) -> bool:
     return True
 
 
-def two_free_ports() -> int:
-    """The first of two that stand side by side; a ring listens on one for each rank."""
+def find_two_free_ports() -> int:
+    """The first of two consecutive free ports; a ring listens on one for each rank."""
     while True:
         with socket.create_server(("127.0.0.1", 0)) as first:
             port = first.getsockname()[1]
@@ -155,60 +157,60 @@ def two_free_ports() -> int:
 
 
 @contextlib.contextmanager
-def launched(*arguments: str) -> Iterator[Launched]:
-    ranks = Launched(arguments)
+def launch(*arguments: str) -> Iterator[LaunchedServer]:
+    ranks = LaunchedServer(arguments)
     try:
-        yield ranks.ready()
+        yield ranks.wait_until_ready()
     finally:
         ranks.close()
 
 
 @pytest.fixture(scope="module")
-def ranks(long_model: Path) -> Iterator[Launched]:
-    with launched(str(long_model)) as running:
-        yield running
+def ranks(long_model: Path) -> Iterator[LaunchedServer]:
+    with launch(str(long_model)) as server:
+        yield server
 
 
-def whole_model(prompt: str, count: int) -> list[tuple[int, np.ndarray]]:
-    """What one process says: greedy ids, each with the log-probabilities that it was chosen by."""
+def compute_reference(prompt: str, count: int) -> list[tuple[int, np.ndarray]]:
+    """The answer of one process: greedy ids, each with all log-probabilities."""
     model = models.build(tiny.CONFIG, tiny.weights())
-    kv, fed, said = model.make_kv(), list(prompt.encode()), list[tuple[int, np.ndarray]]()
+    kv, inputs, tokens = model.make_kv(), list(prompt.encode()), list[tuple[int, np.ndarray]]()
     for _ in range(count):
-        logits = model.logits(model(mx.array([fed]), kv)[:, -1])[0]
+        logits = model.logits(model(mx.array([inputs]), kv)[:, -1])[0]
         scores = np.array(logits - mx.logsumexp(logits))
-        said.append((int(scores.argmax()), scores))
-        fed = [said[-1][0]]
-    return said
+        tokens.append((int(scores.argmax()), scores))
+        inputs = [tokens[-1][0]]
+    return tokens
 
 
-def answered(ranks: Launched, prompt: str) -> dict[str, Any]:
-    asked = {"prompt": prompt, "temperature": 0, "max_tokens": 16, "logprobs": 1}
-    return ranks.post("/v1/completions", {**asked, "ignore_eos": True, "return_token_ids": True})
+def send_completion(ranks: LaunchedServer, prompt: str) -> dict[str, Any]:
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 16, "logprobs": 1}
+    return ranks.post("/v1/completions", {**body, "ignore_eos": True, "return_token_ids": True})
 
 
-def test_answers_are_those_of_one_process(ranks: Launched, ties: list[int]) -> None:
-    """Side by side, so that batches and chunked prompts are among them."""
+def test_answers_are_those_of_one_process(ranks: LaunchedServer, ties: list[int]) -> None:
+    """Concurrent requests, so that there are batches and chunked prompts."""
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        replies = list(pool.map(lambda prompt: answered(ranks, prompt), PROMPTS))
-    met = 0
+        replies = list(pool.map(lambda prompt: send_completion(ranks, prompt), PROMPTS))
+    num_ties = 0
     for prompt, reply in zip(PROMPTS, replies, strict=True):
         [choice] = reply["choices"]
         logprobs = choice["logprobs"]["token_logprobs"]
         assert len(logprobs) == 16
-        expected = whole_model(prompt, 16)
-        for id, logprob, (wanted, scores) in zip(
+        expected = compute_reference(prompt, 16)
+        for id, logprob, (expected_id, scores) in zip(
             choice["token_ids"], logprobs, expected, strict=True
         ):
-            if id != wanted:
-                assert scores[wanted] - scores[id] < NEAR
-                met += 1
-                break  # from here on both are right, and different
-            assert abs(scores[id] - logprob) < NEAR
-    ties.append(met)
+            if id != expected_id:
+                assert scores[expected_id] - scores[id] < TOLERANCE
+                num_ties += 1
+                break  # both are correct, but differ from here on
+            assert abs(scores[id] - logprob) < TOLERANCE
+    ties.append(num_ties)
 
 
-def test_what_is_sampled_constrained_or_embedded_is_the_same_on_both(ranks: Launched) -> None:
-    """Were anything computed otherwise on rank 1, the next step would end both."""
+def test_sampling_grammars_and_embeddings_are_equal_on_both_ranks(ranks: LaunchedServer) -> None:
+    """If rank 1 computed anything differently, the next step would end both ranks."""
     hot = {"temperature": 1.5, "max_tokens": 24, "frequency_penalty": 0.5}
     one, two = (ranks.post("/v1/completions", {"prompt": "a", **hot, "seed": 7}) for _ in range(2))
     assert one["choices"] == two["choices"]
@@ -221,59 +223,61 @@ def test_what_is_sampled_constrained_or_embedded_is_the_same_on_both(ranks: Laun
     assert re.fullmatch("[ab]{5}c", constrained["choices"][0]["text"])
     vectors = ranks.post("/v1/embeddings", {"input": ["one", "two"]})["data"]
     assert len(vectors) == 2
-    assert answered(ranks, "and on")["usage"]["completion_tokens"] == 16
+    assert send_completion(ranks, "and on")["usage"]["completion_tokens"] == 16
 
 
-def test_a_client_that_hangs_up_ends_its_answer_on_both(ranks: Launched) -> None:
-    with ranks.streaming(**LONG) as events:
+def test_a_disconnect_cancels_the_request_on_both_ranks(ranks: LaunchedServer) -> None:
+    with ranks.stream(**LONG) as events:
         next(events)
-        assert ranks.running() == 1
-    until(lambda: ranks.running() == 0, ranks)
-    assert answered(ranks, "hello")["usage"]["completion_tokens"] == 16
+        assert ranks.num_running() == 1
+    wait_until(lambda: ranks.num_running() == 0, ranks)
+    assert send_completion(ranks, "hello")["usage"]["completion_tokens"] == 16
 
 
-def test_ranks_with_nothing_to_do_take_no_time(ranks: Launched) -> None:
-    def used() -> float:
+def test_idle_ranks_use_no_cpu_time(ranks: LaunchedServer) -> None:
+    def read_cpu_seconds() -> float:
         fields = [Path(f"/proc/{pid}/stat").read_text().split() for pid in ranks.pids]
         return sum(int(field) for of in fields for field in of[13:15]) / os.sysconf("SC_CLK_TCK")
 
     if not Path("/proc/self/stat").exists():
-        pytest.skip("needs /proc to tell what processes take")
-    before = used()
+        pytest.skip("needs /proc for the CPU time of processes")
+    before = read_cpu_seconds()
     time.sleep(1.0)
-    assert used() - before < 0.2
+    assert read_cpu_seconds() - before < 0.2
 
 
-def test_the_loss_of_rank_1_is_told_by_name_and_ends_the_server(long_model: Path) -> None:
-    with launched(str(long_model)) as ranks:
-        with ranks.streaming(**LONG) as events:
+def test_the_loss_of_rank_1_is_reported_and_ends_the_server(long_model: Path) -> None:
+    with launch(str(long_model)) as ranks:
+        with ranks.stream(**LONG) as events:
             next(events)
             os.kill(ranks.pids[1], signal.SIGKILL)
             *_, last = events
         assert re.search(r"rank 1 \(.*\) disconnected", last["error"]["message"])
-        ranks.end()
-        # by itself, or told to by the launcher, whichever comes first
+        ranks.wait_until_ended()
+        # by itself, or by the launcher, whichever comes first
         assert ranks.status(0) in (1, -signal.SIGTERM)
 
 
-def test_told_to_stop_they_finish_their_answers_and_leave_nobody(
+@pytest.mark.exhaustive
+def test_sigterm_completes_the_requests_and_ends_all_ranks(
     tiny_model: Path, throttle: Throttle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A service manager tells the launcher, which dies of it, and all ranks at once."""
+    """A service manager signals the launcher, which ends at once, and all ranks."""
     for name, value in throttle.on().variables.items():
         monkeypatch.setenv(name, value)
-    with launched(str(tiny_model)) as ranks:
-        with ranks.streaming(max_tokens=50, ignore_eos=True) as events:
+    with launch(str(tiny_model)) as ranks:
+        with ranks.stream(max_tokens=50, ignore_eos=True) as events:
             next(events)
             os.killpg(ranks.process.pid, signal.SIGTERM)
-            said = list(events)
-        assert said[-1]["choices"][0]["finish_reason"] == "length"
-        ranks.end()
+            received = list(events)
+        assert received[-1]["choices"][0]["finish_reason"] == "length"
+        ranks.wait_until_ended()
 
 
+@pytest.mark.exhaustive
 def test_the_loss_of_rank_0_ends_rank_1(tiny_model: Path) -> None:
-    with launched(str(tiny_model)) as ranks:
+    with launch(str(tiny_model)) as ranks:
         os.kill(ranks.pids[0], signal.SIGKILL)
-        ranks.end()
+        ranks.wait_until_ended()
         assert ranks.status(1) == 1
         assert "rank 0 disconnected" in ranks.text

@@ -1,6 +1,6 @@
-"""The image's recipe, read without an engine to build it: what it copies is there, who runs it is
-nobody special, the commands in its head would start, and its health check, run for real, tells a
-ready server from all others."""
+"""The Dockerfile, checked without building it: copied files exist, the user is unprivileged, the
+commands in its head are valid, and its health check, which runs for real, recognizes a ready
+server."""
 
 import json
 import os
@@ -18,7 +18,7 @@ import pytest
 
 from app.core.errors import AppError
 from app.core.settings import ModelSettings, Settings
-from tests.deploy.command import settings_of, would_start
+from tests.deploy.command import check_start, parse_serve_command
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -52,13 +52,13 @@ def arguments(word: str, stage: list[Instruction]) -> list[str]:
 
 
 def variables() -> dict[str, str]:
-    """The environment that the image brings."""
+    """The environment of the image."""
     lines = arguments("ENV", stages()[-1])
     return dict(word.split("=", 1) for line in lines for word in shlex.split(line))
 
 
 def entry(words: Sequence[str]) -> list[str]:
-    """What runs when `docker run … mlxrunner` is followed by these words."""
+    """The command of `docker run … mlxrunner` with these arguments."""
     [command] = arguments("ENTRYPOINT", stages()[-1])
     return [*json.loads(command), *words]
 
@@ -85,19 +85,23 @@ def health_server(status: int) -> Generator[int]:
 
 
 def is_healthy(port: int) -> bool:
-    """With a proxy in the environment, as Docker puts one into every container if told so."""
+    """With a proxy in the environment, as Docker adds one to every container if configured."""
     [check] = arguments("HEALTHCHECK", stages()[-1])
     program, option, code = json.loads(check[check.index("[") :])
     assert (program, option) == ("python", "-c")
-    nowhere = "http://127.0.0.1:9"
-    around = {"MLXRUNNER_PORT": str(port), "HTTP_PROXY": nowhere, "http_proxy": nowhere}
-    done = subprocess.run(
+    unreachable = "http://127.0.0.1:9"
+    environment = {
+        "MLXRUNNER_PORT": str(port),
+        "HTTP_PROXY": unreachable,
+        "http_proxy": unreachable,
+    }
+    process = subprocess.run(
         [sys.executable, "-c", code],
         check=False,
-        env={**os.environ, **around},
+        env={**os.environ, **environment},
         stderr=subprocess.DEVNULL,
     )
-    return done.returncode == 0
+    return process.returncode == 0
 
 
 @pytest.mark.parametrize("status", [200, 503])
@@ -106,30 +110,30 @@ def test_only_a_ready_server_is_healthy(status: int):
         assert is_healthy(port) is (status == 200)
 
 
-def test_a_server_that_is_gone_is_not_healthy():
+def test_a_stopped_server_is_not_healthy():
     with health_server(200) as port:
         pass
     assert not is_healthy(port)
 
 
-def test_what_is_copied_exists_and_is_let_through_to_the_builder():
-    let_through = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
+def test_copied_files_exist_and_are_not_ignored():
+    included = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
     build, _ = stages()
     copied = [source for copy in arguments("COPY", build) for source in copy.split()[:-1]]
     assert copied
     for source in copied:
         assert (ROOT / source).exists(), source
-        assert f"!{source}" in let_through
+        assert f"!{source}" in included
 
 
-def test_nothing_else_is_let_through():
+def test_all_other_files_are_ignored():
     rules = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
     copied = {source for copy in arguments("COPY", stages()[0]) for source in copy.split()[:-1]}
     assert "*" in rules
     assert {rule[1:] for rule in rules if rule.startswith("!")} == copied
 
 
-def test_it_runs_as_nobody_special():
+def test_it_runs_as_an_unprivileged_user():
     last = stages()[-1]
     assert arguments("USER", last) == ["10001"]
     words = [word for word, _ in last]
@@ -145,7 +149,7 @@ def test_the_cpu_is_the_default_and_each_choice_has_a_hashed_lock():
         assert "--hash=sha256:" in (ROOT / "requirements" / f"{lock}.txt").read_text("utf-8")
 
 
-def test_a_compiler_is_in_the_stage_that_builds_and_in_no_other():
+def test_only_the_build_stage_has_a_compiler():
     build, last = stages()
     [compiler] = [run for run in arguments("RUN", build) if "apt-get install" in run]
     assert re.search(r"\bg\+\+", compiler)
@@ -153,24 +157,27 @@ def test_a_compiler_is_in_the_stage_that_builds_and_in_no_other():
     assert not [run for run in arguments("RUN", last) if "apt-get" in run]
 
 
-def test_what_only_a_build_needs_is_taken_away_again():
-    """Everything that the lock holds for the group `build`, and for nothing else."""
+def test_build_dependencies_are_uninstalled():
+    """The packages of the lock that only the group `build` needs."""
     lock = (ROOT / "requirements" / "serve.txt").read_text("utf-8")
-    wanted_by = {
+    required_by = {
         name: {word.strip(" #") for word in via.replace("via", "", 1).splitlines()} - {""}
         for name, via in re.findall(
             r"^([\w.-]+)==.*\n(?:    --hash.*\n)+((?:    #.*\n?)+)", lock, re.MULTILINE
         )
     }
     for_building = {"mlxrunner (pyproject.toml:build)"}
-    while more := {name for name, by in wanted_by.items() if by <= for_building} - for_building:
+    while (
+        more := {name for name, requirers in required_by.items() if requirers <= for_building}
+        - for_building
+    ):
         for_building |= more
     [install] = [run for run in arguments("RUN", stages()[0]) if "pip uninstall" in run]
     [removed] = re.findall(r"pip uninstall --yes ([\w -]+?) &&", install)
     assert set(removed.split()) == for_building - {"mlxrunner (pyproject.toml:build)"}
 
 
-def test_what_was_compiled_elsewhere_is_not_let_through():
+def test_compiled_files_are_ignored():
     rules = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
     assert rules.index("models/kernels/*.so") > rules.index("!models")
 
@@ -184,43 +191,43 @@ def test_models_are_a_volume_and_the_port_is_the_servers_own():
 
 def test_its_user_may_write_where_downloads_go():
     last = stages()[-1]
-    [made] = [run for run in arguments("RUN", last) if "install --directory" in run]
-    assert "--home-dir /models" in made
+    [install] = [run for run in arguments("RUN", last) if "install --directory" in run]
+    assert "--home-dir /models" in install
     for folder in ("/models", "/keys"):
-        assert re.search(rf"install --directory --owner=10001 --mode=\d+ {folder}\b", made)
+        assert re.search(rf"install --directory --owner=10001 --mode=\d+ {folder}\b", install)
     assert variables()["HOME"] == "/models"
 
 
 def test_it_starts_the_command_that_the_package_installs():
-    settings = settings_of(entry(["/models/some-model"]), variables())
+    settings = parse_serve_command(entry(["/models/some-model"]), variables())
     assert settings.host == "0.0.0.0"
     assert settings.models == (ModelSettings(name="/models/some-model"),)
 
 
-def test_it_serves_nobody_who_was_not_let_in():
+def test_without_keys_it_does_not_start():
     with pytest.raises(AppError, match="anyone who can reach it"):
-        would_start(settings_of(entry([]), variables()), variables())
+        check_start(parse_serve_command(entry([]), variables()), variables())
 
 
-def commands() -> list[list[str]]:
-    """`docker run …` in the head of the recipe."""
+def list_commands() -> list[list[str]]:
+    """The `docker run …` commands in the head of the Dockerfile."""
     lines = (ROOT / "Dockerfile").read_text("utf-8").split("ARG")[0].splitlines()
-    said = [line.removeprefix("# ") for line in lines if line.startswith("# docker run")]
-    return [shlex.split(line.replace("…", "a-key-of-16-letters")) for line in said]
+    lines_ = [line.removeprefix("# ") for line in lines if line.startswith("# docker run")]
+    return [shlex.split(line.replace("…", "a-key-of-16-letters")) for line in lines_]
 
 
-@pytest.mark.parametrize("command", commands(), ids=" ".join)
-def test_each_command_that_is_told_would_start(command: list[str]):
+@pytest.mark.parametrize("command", list_commands(), ids=" ".join)
+def test_each_documented_command_is_valid(command: list[str]):
     environment = {**variables()}
     words = iter(command[2:])
-    published = program = None
+    published_port = program = None
     for word in words:
         match word:
             case "-e":
                 name, _, value = next(words).partition("=")
                 environment[name] = value
             case "-p":
-                published = next(words)
+                published_port = next(words)
             case "-v":
                 assert next(words).endswith(":/models")
             case "--entrypoint":
@@ -234,8 +241,8 @@ def test_each_command_that_is_told_would_start(command: list[str]):
     if program is not None:
         assert (program, rest) == ("mlxrunner", ["key", "me"])
         return
-    settings = would_start(settings_of(entry(rest), environment), environment)
-    # without a key for this machine only
-    assert settings.allow_anyone is (published == "127.0.0.1:8080:8080")
-    assert published is not None
-    assert published.endswith(f":{settings.port}")
+    settings = check_start(parse_serve_command(entry(rest), environment), environment)
+    # without a key only for this machine
+    assert settings.allow_anyone is (published_port == "127.0.0.1:8080:8080")
+    assert published_port is not None
+    assert published_port.endswith(f":{settings.port}")

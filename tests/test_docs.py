@@ -40,7 +40,7 @@ DOCUMENTS = (
     *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")),
 )
 
-# Spelled in pieces, so that this file does not hold what it forbids.
+# Written in pieces, so that this file does not contain the forbidden names.
 REGISTRIES = (
     "pypi." + "org",
     "python" + "hosted.org",
@@ -59,26 +59,26 @@ def read(name: str) -> str:
     return (ROOT / name).read_text("utf-8")
 
 
-def published() -> list[Path]:
-    """Every text file that is, or would be, in the repository."""
-    listed = subprocess.run(
+def list_text_files() -> list[Path]:
+    """Every text file that is in the repository, or would be added to it."""
+    output = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
         capture_output=True,
         check=True,
     ).stdout.decode()
-    files = [ROOT / name for name in listed.split("\0") if name]
+    files = [ROOT / name for name in output.split("\0") if name]
     return [file for file in files if file.is_file() and b"\0" not in file.read_bytes()[:8192]]
 
 
-def code(markdown: str) -> str:
-    """The contents of fences and of backquotes."""
+def extract_code(markdown: str) -> str:
+    """The contents of code fences and code spans."""
     fences = re.findall(r"^```.*?\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL)
     spans = re.findall(r"`([^`\n]+)`", markdown)
     return "\n".join([*fences, *spans])
 
 
-def anchors(markdown: str) -> set[str]:
+def extract_anchors(markdown: str) -> set[str]:
     """The fragments that headings get on the usual hosts."""
     headings = re.findall(r"^#+ +(.+?) *$", markdown, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
@@ -109,11 +109,11 @@ def test_no_row_names_an_unknown_option():
     section = page.split("\n## Options of `mlxrunner serve`\n")[1].split("\n## ")[0]
     known = {option.flag for option in OPTIONS} | {"--config", "--no", "--no-access-log"}
     of_config = {"--toml", "--json"}
-    assert set(re.findall(r"--[a-z][a-z-]*[a-z]", code(section))) == known | of_config
+    assert set(re.findall(r"--[a-z][a-z-]*[a-z]", extract_code(section))) == known | of_config
     variables = {option.env_var for option in OPTIONS} | {CONFIG_VARIABLE, MODELS_VARIABLE}
-    told = set(re.findall(r"MLXRUNNER_[A-Z_]+", code(section)))
-    assert told <= variables | {*SECRET_VARIABLES, *BACKEND_VARIABLES}
-    assert told >= set(BACKEND_VARIABLES)
+    variables_ = set(re.findall(r"MLXRUNNER_[A-Z_]+", extract_code(section)))
+    assert variables_ <= variables | {*SECRET_VARIABLES, *BACKEND_VARIABLES}
+    assert variables_ >= set(BACKEND_VARIABLES)
 
 
 def test_the_example_configuration_is_valid(tmp_path):
@@ -126,12 +126,12 @@ def test_the_example_configuration_is_valid(tmp_path):
 EXAMPLE = "deploy/mlxrunner.toml"
 
 
-def test_the_example_file_is_as_if_there_were_none():
+def test_the_example_file_has_the_default_settings():
     assert resolve_config({}, str(ROOT / EXAMPLE), {}).settings == Settings()
 
 
 def test_the_example_file_names_every_key_with_its_default(tmp_path):
-    """What has no value for a default has an example of one."""
+    """An option without a default has an example value."""
     keys = re.sub(r"^#(?=\w+ = |\[\[)", "", read(EXAMPLE), flags=re.MULTILINE)
     document = tomllib.loads(keys)
     [model] = document.pop("models")
@@ -165,42 +165,42 @@ def test_each_command_is_valid(command):
 DESCRIPTION_COLUMN = 24
 
 
-def tree() -> set[str]:
+def read_tree() -> set[str]:
     """The paths of the tree in ARCHITECTURE.md."""
     page = read("ARCHITECTURE.md")
-    [drawn] = re.findall(r"^```\n(models/ .*?)^```", page, re.MULTILINE | re.DOTALL)
-    found: set[str] = set()
-    above: list[str] = []
-    for line in drawn.splitlines():
+    [tree_text] = re.findall(r"^```\n(models/ .*?)^```", page, re.MULTILINE | re.DOTALL)
+    paths: set[str] = set()
+    parents: list[str] = []
+    for line in tree_text.splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
         names = line[:DESCRIPTION_COLUMN].split()
-        found |= {"/".join([*above[:depth], name.rstrip("/")]) for name in names}
-        above[depth:] = [names[0].rstrip("/")]
-    return found
+        paths |= {"/".join([*parents[:depth], name.rstrip("/")]) for name in names}
+        parents[depth:] = [names[0].rstrip("/")]
+    return paths
 
 
 def test_the_tree_has_each_package_and_only_existing_paths():
-    drawn = tree()
-    assert [path for path in drawn if not (ROOT / path).exists()] == []
+    paths = read_tree()
+    assert [path for path in paths if not (ROOT / path).exists()] == []
     packages = {
         file.parent.relative_to(ROOT).as_posix()
         for top in ("app", "models")
         for file in (ROOT / top).rglob("__init__.py")
     }
     modules = {f"app/{file.name}" for file in (ROOT / "app").glob("*.py") if file.name[0] != "_"}
-    assert packages | modules <= drawn
+    assert packages | modules <= paths
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_each_make_target_exists(document):
     targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE))
-    named = set(re.findall(r"\bmake ([a-z-]+)\b", code(read(document))))
-    assert named <= targets
+    targets_ = set(re.findall(r"\bmake ([a-z-]+)\b", extract_code(read(document))))
+    assert targets_ <= targets
 
 
 def test_the_readme_or_contributing_names_each_target():
     targets = set(re.findall(r"^([a-z-]+):.*## ", read("Makefile"), re.MULTILINE))
-    text = code(read("README.md") + read("CONTRIBUTING.md"))
+    text = extract_code(read("README.md") + read("CONTRIBUTING.md"))
     assert targets <= set(re.findall(r"\bmake ([a-z-]+)\b", text))
 
 
@@ -220,14 +220,14 @@ def test_each_relative_link_has_a_target(document):
         file = (ROOT / document).parent / path if path else ROOT / document
         assert file.exists(), target
         if fragment:
-            assert fragment in anchors(file.read_text("utf-8")), target
+            assert fragment in extract_anchors(file.read_text("utf-8")), target
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_each_path_and_name_exists(document):
     """As a path, or as path:name; foo is a file that a reader would write."""
     pattern = r"\b((?:app|models|tests)/[\w/]+\.(?:py|[ch]pp|c)\b)(?::([\w.]*\w))?"
-    for path, name in re.findall(pattern, code(read(document))):
+    for path, name in re.findall(pattern, extract_code(read(document))):
         if "foo" in path:
             continue
         assert (ROOT / path).is_file(), path
@@ -236,27 +236,27 @@ def test_each_path_and_name_exists(document):
             assert re.search(defined, read(path), re.MULTILINE), f"{path}:{name}"
 
 
-def test_the_changelog_has_this_version_and_a_place_for_the_next():
+def test_the_changelog_has_this_version_and_an_unreleased_section():
     version = tomllib.loads(read("pyproject.toml"))["project"]["version"]
     headings = re.findall(r"^## \[([^\]]+)\]", read("CHANGELOG.md"), re.MULTILINE)
     assert headings[:2] == ["Unreleased", version]
 
 
 def test_no_file_names_a_package_registry():
-    for file in published():
+    for file in list_text_files():
         text = file.read_text("utf-8").lower()
         assert [name for name in REGISTRIES if name in text] == [], file
 
 
 def test_no_file_names_a_private_folder():
-    for file in published():
+    for file in list_text_files():
         assert PRIVATE_FOLDER.findall(file.read_text("utf-8")) == [], file
 
 
 @pytest.mark.parametrize(
     "lock", sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("requirements/*.txt"))
 )
-def test_a_lock_pins_and_hashes_everything_and_points_nowhere(lock):
+def test_a_lock_has_pins_and_hashes_and_no_index(lock):
     text = read(lock)
     assert not INDEX_LINE.search(text)
     entries = re.split(r"^(?=\w)", re.sub(r"^ *#.*\n", "", text, flags=re.MULTILINE), flags=re.M)
@@ -264,14 +264,38 @@ def test_a_lock_pins_and_hashes_everything_and_points_nowhere(lock):
     assert [entry for entry in entries[1:] if "--hash=sha256:" not in entry] == []
 
 
-def test_the_lock_for_node_pins_and_hashes_everything_and_points_nowhere():
-    lock = json.loads(read("examples/node/package-lock.json"))
+NODE_FOLDERS = ("examples/node", "tests/clients/programs")
+
+
+@pytest.mark.parametrize("folder", NODE_FOLDERS)
+def test_a_lock_for_node_has_pins_and_hashes_and_no_registry(folder):
+    lock = json.loads(read(f"{folder}/package-lock.json"))
     packages = {name: entry for name, entry in lock["packages"].items() if name}
     assert packages
     for name, entry in packages.items():
         assert entry["version"], name
         assert entry["integrity"].startswith("sha512-"), name
         assert "resolved" not in entry, name
+
+
+@pytest.mark.parametrize("folder", NODE_FOLDERS)
+def test_a_lock_for_node_has_each_required_package(folder):
+    """A registry did not have the programs of all platforms when the lock was written. npm left
+    these out, and refused the lock where the registry listed them."""
+    packages = json.loads(read(f"{folder}/package-lock.json"))["packages"]
+    kinds = ("dependencies", "devDependencies", "optionalDependencies")
+    manifest = json.loads(read(f"{folder}/package.json"))
+    assert {kind: packages[""].get(kind) for kind in kinds} == {
+        kind: manifest.get(kind) for kind in kinds
+    }
+    locked = {name.rpartition("node_modules/")[2] for name in packages}
+    for name, entry in packages.items():
+        required = {
+            dependency
+            for kind in ("dependencies", "optionalDependencies")
+            for dependency in entry.get(kind, {})
+        }
+        assert required - locked == set(), name
 
 
 def test_the_locks_agree_with_each_other():
@@ -285,12 +309,12 @@ def test_the_locks_agree_with_each_other():
 
 
 @pytest.mark.parametrize(
-    ("text", "caught"),
+    ("text", "expected"),
     [
         ("see /ro" + "ot/models", True),
         ('"/ho' + 'me/ada/models"', True),
         ("see ~/models, ./work/x, app/root/x", False),
     ],
 )
-def test_a_planted_folder_is_caught(text, caught):
-    assert bool(PRIVATE_FOLDER.search(text)) is caught
+def test_a_planted_folder_is_found(text, expected):
+    assert bool(PRIVATE_FOLDER.search(text)) is expected

@@ -20,12 +20,12 @@ ROOT = Path(__file__).resolve().parents[1]
 @dataclass(frozen=True)
 class Drill:
     """new: path -> text of a new file. inserted: (path, anchor, lines before it). program: run in
-    the copy; exits with 0 if the change works. most: files that the change may touch."""
+    the copy; exits with 0 if the change works. max_files: that the change may touch."""
 
     new: Mapping[str, str]
     inserted: Sequence[tuple[str, str, str]]
     program: str
-    most: int
+    max_files: int
 
 
 STAGE = '''
@@ -187,7 +187,7 @@ DRILLS = {
             )
         ],
         program=STAGE_PROGRAM,
-        most=2,
+        max_files=2,
     ),
     "a knob": Drill(
         new={},
@@ -204,7 +204,7 @@ DRILLS = {
             ),
         ],
         program=KNOB_PROGRAM,
-        most=2,
+        max_files=2,
     ),
     "a flag": Drill(
         new={},
@@ -217,35 +217,37 @@ DRILLS = {
             ),
         ],
         program=FLAG_PROGRAM,
-        most=2,
+        max_files=2,
     ),
     "a prefix policy": Drill(
         new={"app/engine/prefix/foo.py": POLICY},
         inserted=[("app/core/settings.py", "CachePolicy = Literal[", "")],
         program=POLICY_PROGRAM,
-        most=2,
+        max_files=2,
     ),
-    "a dialect": Drill(new={"app/api/foo.py": DIALECT}, inserted=[], program=ROUTE_PROGRAM, most=1),
+    "a dialect": Drill(
+        new={"app/api/foo.py": DIALECT}, inserted=[], program=ROUTE_PROGRAM, max_files=1
+    ),
     "a route": Drill(
         new={},
         inserted=[("app/api/models.py", '        Route("/v1/models/load", load', ROUTE)],
         program=ROUTE_PROGRAM,
-        most=2,
+        max_files=2,
     ),
     "an architecture": Drill(
-        new={"models/foo.py": ARCHITECTURE}, inserted=[], program=ARCHITECTURE_PROGRAM, most=1
+        new={"models/foo.py": ARCHITECTURE}, inserted=[], program=ARCHITECTURE_PROGRAM, max_files=1
     ),
 }
 
-# What an insertion before the anchor cannot do: the anchor's line itself is changed.
-CHANGED = {
+# Changes of the anchor's line itself, which an insertion cannot do.
+REPLACEMENTS = {
     "STAGES: tuple[Stage, ...] = (": "STAGES: tuple[Stage, ...] = (Foo(), ",
     "CachePolicy = Literal[": 'CachePolicy = Literal["foo", ',
 }
 
 
 @pytest.mark.parametrize("name", DRILLS)
-def test_a_change_takes_few_files(name: str, tmp_path: Path) -> None:
+def test_a_change_touches_few_files(name: str, tmp_path: Path) -> None:
     drill = DRILLS[name]
     ignore = shutil.ignore_patterns("__pycache__", "training", "src", "bench", "clients")
     for folder in ("app", "models", "tests"):
@@ -255,11 +257,11 @@ def test_a_change_takes_few_files(name: str, tmp_path: Path) -> None:
     for path, anchor, lines in drill.inserted:
         source = (tmp_path / path).read_text("utf-8")
         assert source.count(anchor) == 1, f"{path} has no single {anchor!r}"
-        after = CHANGED.get(anchor, anchor)
+        after = REPLACEMENTS.get(anchor, anchor)
         (tmp_path / path).write_text(source.replace(anchor, lines + after), "utf-8")
     touched = {*drill.new, *(path for path, _, _ in drill.inserted)}
-    assert len(touched) <= drill.most
-    done = subprocess.run(
+    assert len(touched) <= drill.max_files
+    process = subprocess.run(
         [sys.executable, "-c", drill.program],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
@@ -267,4 +269,4 @@ def test_a_change_takes_few_files(name: str, tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr

@@ -1,4 +1,4 @@
-"""A measurement has the machine to itself, whichever worker makes it."""
+"""No other test runs during a measurement, in any pytest worker."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ while not Path(sys.argv[4]).exists() if sys.argv[3] == "endless" else times < 20
 """
 
 
-def test_no_test_runs_beside_a_measurement_and_none_waits_for_ever(tmp_path: Path):
+def test_no_test_runs_during_a_measurement_and_none_waits_forever(tmp_path: Path):
     log = tmp_path / "log"
     workers = [
         subprocess.Popen([sys.executable, "-c", WORKER, tmp_path / "locks", log, kind], cwd=ROOT)
@@ -58,7 +58,7 @@ def test_no_test_runs_beside_a_measurement_and_none_waits_for_ever(tmp_path: Pat
     assert measured == 40
 
 
-def test_a_measurement_does_not_wait_for_tests_that_keep_coming(tmp_path: Path):
+def test_a_measurement_does_not_wait_for_new_tests(tmp_path: Path):
     log, locks, stop = tmp_path / "log", tmp_path / "locks", tmp_path / "stop"
     busy = [
         subprocess.Popen([sys.executable, "-c", WORKER, locks, log, "endless", stop], cwd=ROOT)
@@ -77,7 +77,7 @@ def test_a_measurement_does_not_wait_for_tests_that_keep_coming(tmp_path: Path):
         assert worker.wait(TIMEOUT) == 0
 
 
-def test_a_child_that_outlives_its_test_keeps_no_lock(tmp_path: Path):
+def test_a_child_that_outlives_its_test_holds_no_lock(tmp_path: Path):
     """Locks belong to the open file, which a fork shares."""
     machine = MachineLock(tmp_path / "locks")
     with machine.shared():

@@ -1,4 +1,4 @@
-"""openapi.yaml and the application say the same, route by route and answer by answer."""
+"""openapi.yaml matches the application: its routes and its responses."""
 
 import json
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from app.core.errors import AppError, ErrorKind
 from app.core.server_stats import ConnectionStats, EventLoopLag
 from app.core.settings import Settings
 from app.core.thread_pools import ThreadPools
-from app.http.responses import ERROR_FORMATS
-from tests.api.asgi import ask
+from app.http.errors import ERROR_FORMATS
+from tests.api.asgi import send_request
 from tests.fakes import FakeGenerate
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
 DOCUMENT: Any = yaml.safe_load((Path(__file__).parents[1] / "openapi.yaml").read_text("utf-8"))
-FOUND_BELOW = [
+MODEL_ERRORS = [
     kind
     for kind in ErrorKind
     if kind not in (ErrorKind.METHOD_NOT_ALLOWED, ErrorKind.NOT_FOUND, ErrorKind.MODEL_NOT_FOUND)
@@ -30,15 +30,15 @@ COMMENT_OR_END = (b": ", b"data: [DONE]")
 
 
 def validator(schema: Any) -> Any:
-    """For a schema that may point into the document. Draft 2020-12 is what OpenAPI 3.1 uses."""
+    """A validator of a schema with references into the document. OpenAPI 3.1 uses draft 2020-12."""
     return jsonschema_rs.Draft202012Validator({**schema, "components": DOCUMENT["components"]})
 
 
-def named(name: str) -> Any:
+def schema_validator(name: str) -> Any:
     return validator({"$ref": f"#/components/schemas/{name}"})
 
 
-def documented() -> set[tuple[str, str]]:
+def list_documented_routes() -> set[tuple[str, str]]:
     return {
         (method.upper(), path)
         for path, operations in DOCUMENT["paths"].items()
@@ -46,8 +46,8 @@ def documented() -> set[tuple[str, str]]:
     }
 
 
-def served() -> set[tuple[str, str]]:
-    found: set[tuple[str, str]] = set()
+def list_served_routes() -> set[tuple[str, str]]:
+    routes: set[tuple[str, str]] = set()
     generate = FakeGenerate()
     for route in build_routes(
         generate, generate, Settings(), ConnectionStats(), ThreadPools(), EventLoopLag()
@@ -55,30 +55,30 @@ def served() -> set[tuple[str, str]]:
         assert isinstance(route, Route)
         assert route.methods is not None
         # HEAD comes with every GET, by the definition of HTTP.
-        found |= {(method, route.path_format) for method in route.methods - {"HEAD"}}
-    return found
+        routes |= {(method, route.path_format) for method in route.methods - {"HEAD"}}
+    return routes
 
 
-def test_every_route_is_documented_and_every_documented_route_is_there():
-    assert documented() == served()
+def test_the_documented_routes_are_the_served_ones():
+    assert list_documented_routes() == list_served_routes()
 
 
-def references(node: Any) -> Iterator[str]:
+def iter_references(node: Any) -> Iterator[str]:
     match node:
         case {"$ref": str(reference)}:
             yield reference
         case dict():
             for value in node.values():
-                yield from references(value)
+                yield from iter_references(value)
         case list():
             for value in node:
-                yield from references(value)
+                yield from iter_references(value)
         case _:
             pass
 
 
-def test_every_reference_leads_somewhere_and_every_component_is_used():
-    used = set(references(DOCUMENT))
+def test_every_reference_is_valid_and_every_component_is_used():
+    used = set(iter_references(DOCUMENT))
     for reference in used:
         node = DOCUMENT
         for key in reference.removeprefix("#/").split("/"):
@@ -92,9 +92,9 @@ def test_every_reference_leads_somewhere_and_every_component_is_used():
     assert components == {"/".join(reference.split("/")[:4]) for reference in used}
 
 
-def test_every_schema_is_a_schema():
+def test_every_schema_is_valid():
     for name in DOCUMENT["components"]["schemas"]:
-        named(name)  # raises if it is none
+        schema_validator(name)  # raises if it is invalid
 
 
 def test_every_example_is_valid():
@@ -106,8 +106,8 @@ def test_every_example_is_valid():
     validator(invalid["schema"]).validate(invalid["example"])
 
 
-def told_by_responses(suffix: str, answer: bytes) -> Iterator[tuple[str, Any]]:
-    """What a transcript of /v1/responses holds, each with the name of its schema."""
+def iter_response_objects(suffix: str, answer: bytes) -> Iterator[tuple[str, Any]]:
+    """The objects of a transcript of /v1/responses, each with the name of its schema."""
     if suffix == ".json":
         body = json.loads(answer)
         yield "Response" if "object" in body else "Error", body
@@ -118,33 +118,35 @@ def told_by_responses(suffix: str, answer: bytes) -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("path", sorted(TRANSCRIPTS.glob("*")), ids=lambda path: path.name)
-def test_every_transcript_is_as_documented(path: Path):
-    whole = {"chat": "ChatCompletion", "completion": "Completion", "error": "Error"}
+def test_every_transcript_matches_the_document(path: Path):
+    schema_names = {"chat": "ChatCompletion", "completion": "Completion", "error": "Error"}
     dialect, _, kind = path.stem.partition("_")
     answer = path.read_bytes()
     if path.stem.startswith("responses"):
-        for name, told in told_by_responses(path.suffix, answer):
-            named(name).validate(told)
+        for name, payload in iter_response_objects(path.suffix, answer):
+            schema_validator(name).validate(payload)
         return
     match path.suffix, kind.split("_")[0]:
         case ".json", kind:
-            named(whole[kind]).validate(json.loads(answer))
+            schema_validator(schema_names[kind]).validate(json.loads(answer))
         case ".sse", kind:
             for event in answer.removesuffix(b"\n\n").split(b"\n\n"):
                 if event.startswith(COMMENT_OR_END):
                     continue
                 payload = json.loads(event.removeprefix(b"data: "))
-                named("Error" if "error" in payload else f"{whole[kind]}Chunk").validate(payload)
+                schema_validator(
+                    "Error" if "error" in payload else f"{schema_names[kind]}Chunk"
+                ).validate(payload)
         case _:
             assert dialect.startswith("runner")
             for line in answer.splitlines():
-                named("RunnerLine").validate(json.loads(line))
+                schema_validator("RunnerLine").validate(json.loads(line))
 
 
 def examples() -> list[tuple[str, str, Any, str]]:
     """Every operation with its own example for a body: method, path, body, content type."""
     found: list[tuple[str, str, Any, str]] = []
-    for method, path in sorted(documented()):
+    for method, path in sorted(list_documented_routes()):
         operation = DOCUMENT["paths"][path][method.lower()]
         contents = operation.get("requestBody", {}).get("content", {"": {"example": None}})
         for kind, content in contents.items():
@@ -153,17 +155,21 @@ def examples() -> list[tuple[str, str, Any, str]]:
 
 
 def with_model(body: Any) -> Any:
-    """The examples name a model of their own."""
-    served = FakeGenerate().list_models()[0].id
-    return {**body, "model": served} if isinstance(body, dict) and "model" in body else body
+    """The body with the name of the served model."""
+    model = FakeGenerate().list_models()[0].id
+    if not isinstance(body, dict):
+        return body
+    # of a creation, `from` is the served one
+    names = {"from", "source"} & set(body) or {"model"} & set(body)
+    return {**body, **dict.fromkeys(names, model)}
 
 
-# What needs a response that is kept, which tests/api/responses/test_endpoints.py has.
+# Operations on a stored response, tested in tests/api/responses/test_endpoints.py.
 NEED_A_RESPONSE = "/v1/responses/{response_id}"
 
 
 @pytest.mark.parametrize(("method", "path", "body", "kind"), examples())
-def test_the_documented_examples_are_answered_as_documented(
+def test_responses_to_the_documented_examples_match_the_document(
     method: str, path: str, body: Any, kind: str
 ):
     if path.startswith(NEED_A_RESPONSE):
@@ -173,29 +179,30 @@ def test_the_documented_examples_are_answered_as_documented(
     generate = FakeGenerate()
     data = body.encode() if isinstance(body, str) else with_model(body)
     url = path.replace("{id}", generate.list_models()[0].id)
-    reply = ask(generate, method, url, data, {"content-type": kind})
+    reply = send_request(generate, method, url, data, {"content-type": kind})
     assert reply.status == 200
-    contents = DOCUMENT["paths"][path][method.lower()]["responses"]["200"]["content"]
-    got = reply.headers["content-type"]
-    assert got in contents
-    if got == "application/json":
-        validator(contents[got]["schema"]).validate(reply.json)
+    contents = DOCUMENT["paths"][path][method.lower()]["responses"]["200"].get("content")
+    if contents is None:
+        assert reply.body == b""
+        return
+    content_type = reply.headers["content-type"]
+    assert content_type in contents
+    if content_type == "application/json":
+        validator(contents[content_type]["schema"]).validate(reply.json)
 
 
-@pytest.mark.parametrize("kind", FOUND_BELOW)
+@pytest.mark.parametrize("kind", MODEL_ERRORS)
 @pytest.mark.parametrize(
     "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/completion"]
 )
-def test_every_mistake_that_is_found_below_is_documented(path: str, kind: ErrorKind):
+def test_every_error_of_the_model_is_documented(path: str, kind: ErrorKind):
     generate = FakeGenerate(open_error=AppError(kind, "what", param="where"))
     operation = DOCUMENT["paths"][path]["post"]
     body = operation["requestBody"]["content"]["application/json"]["example"]
-    reply = ask(generate, "POST", path, with_model(body))
+    reply = send_request(generate, "POST", path, with_model(body))
     assert reply.status == ERROR_FORMATS[kind].status
     assert str(reply.status) in operation["responses"]
-    named("Error").validate(reply.json)
-    documented = DOCUMENT["components"]["responses"]
+    schema_validator("Error").validate(reply.json)
+    responses = DOCUMENT["components"]["responses"]
     name = operation["responses"][str(reply.status)]["$ref"].rpartition("/")[2]
-    assert ("retry-after" in reply.headers) == (
-        "Retry-After" in documented[name].get("headers", {})
-    )
+    assert ("retry-after" in reply.headers) == ("Retry-After" in responses[name].get("headers", {}))

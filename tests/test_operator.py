@@ -1,4 +1,4 @@
-"""What an operator sees of a real server under load: refusals, figures, limits."""
+"""A real server under load, as an operator sees it: rejections, metrics, limits."""
 
 import asyncio
 import json
@@ -18,8 +18,8 @@ from tests.throttle import Throttle
 
 
 def scrape(server: ServerProcess) -> dict[tuple[str, ...], float]:
-    """Samples of the one model by name, vLLM's without its prefix and ours without ours, and by the
-    values of the labels that it has besides."""
+    """The samples of the model by name, without the prefixes of vLLM and mlxrunner, and by the
+    values of its other labels."""
     text = httpx.get(f"{server.url}/metrics").text
     found: dict[tuple[str, ...], float] = {}
     for family in text_string_to_metric_families(text):
@@ -32,93 +32,95 @@ def scrape(server: ServerProcess) -> dict[tuple[str, ...], float]:
     return found
 
 
-async def crowd(server: ServerProcess, count: int, **body: Any) -> list[httpx.Response]:
-    """So many completions at the same moment."""
-    asked = {"model": "tiny", "temperature": 0, **body}
+async def send_concurrently(server: ServerProcess, count: int, **body: Any) -> list[httpx.Response]:
+    """Send so many completions concurrently."""
+    fields = {"model": "tiny", "temperature": 0, **body}
     async with httpx.AsyncClient(timeout=TIMEOUT) as client:
-        one = (
-            client.post(f"{server.url}/v1/completions", json={**asked, "prompt": f"number {n}"})
+        requests = (
+            client.post(f"{server.url}/v1/completions", json={**fields, "prompt": f"number {n}"})
             for n in range(count)
         )
-        return await asyncio.gather(*one)
+        return await asyncio.gather(*requests)
 
 
-def test_a_crowd_is_served_refused_and_counted(tiny_model: Path, throttle: Throttle) -> None:
-    """Slow until all are here, so that places and queue are full when the others come."""
+def test_concurrent_requests_are_answered_rejected_and_counted(
+    tiny_model: Path, throttle: Throttle
+) -> None:
+    """The engine is slow until all requests have arrived, so that the queue is full."""
     arguments = (str(tiny_model), "--parallel", "2", "--max-queue", "3")
     with run_server(*arguments, environ=throttle.on().variables) as server:
         with ThreadPoolExecutor(1) as pool:
-            asked = {"max_tokens": 100, "logit_bias": {"257": -100}}
-            replying = pool.submit(lambda: asyncio.run(crowd(server, 20, **asked)))
+            body = {"max_tokens": 100, "logit_bias": {"257": -100}}
+            future = pool.submit(lambda: asyncio.run(send_concurrently(server, 20, **body)))
             wait_until(lambda: server.status()["Rejected"] == 15)
             throttle.off()
-            replies = replying.result()
+            replies = future.result()
         statuses = Counter(reply.status_code for reply in replies)
         assert statuses == {200: 5, 429: 15}
         for reply in replies:
             if reply.status_code == 429:
                 assert 1 <= int(reply.headers["retry-after"]) <= 60
                 assert reply.json()["error"]["code"] == "server_busy"
-        told, status = scrape(server), server.status()
-        assert told["request_success_total", "length"] == statuses[200]
-        assert told["request_errors_total", "server_busy"] == statuses[429] == status["Rejected"]
-        assert told["time_to_first_token_seconds_count",] == statuses[200]
-        assert told["inter_token_latency_seconds_count",] == 99 * statuses[200]
-        assert told["generation_tokens_total",] == 100 * statuses[200]
+        metrics, status = scrape(server), server.status()
+        assert metrics["request_success_total", "length"] == statuses[200]
+        assert metrics["request_errors_total", "server_busy"] == statuses[429] == status["Rejected"]
+        assert metrics["time_to_first_token_seconds_count",] == statuses[200]
+        assert metrics["inter_token_latency_seconds_count",] == 99 * statuses[200]
+        assert metrics["generation_tokens_total",] == 100 * statuses[200]
 
 
-def test_the_figures_of_both_routes_are_the_same_and_add_up(tiny_model: Path) -> None:
+def test_metrics_and_status_agree_and_add_up(tiny_model: Path) -> None:
     with run_server(str(tiny_model), "--parallel", "4", "--context", "256") as server:
         replies = [
-            *asyncio.run(crowd(server, 8, max_tokens=8)),
-            *asyncio.run(crowd(server, 8, max_tokens=8)),
-            *asyncio.run(crowd(server, 1, max_tokens=8, cache_prompt=False)),
+            *asyncio.run(send_concurrently(server, 8, max_tokens=8)),
+            *asyncio.run(send_concurrently(server, 8, max_tokens=8)),
+            *asyncio.run(send_concurrently(server, 1, max_tokens=8, cache_prompt=False)),
         ]
         assert {reply.status_code for reply in replies} == {200}
-        told, status = scrape(server), server.status()
+        metrics, status = scrape(server), server.status()
         ledger: Any = status["Ledger"]
         tokens: Any = status["Tokens"]
         hits: Any = status["Hits"]
         misses: Any = status["Misses"]
         lines = {name: ledger[name] for name in ("weights", "kv", "prefix", "working", "free")}
-        assert {name: told["memory_bytes", name] for name in lines} == lines
-        assert sum(lines.values()) == ledger["budget"] == told["memory_budget_bytes",]
+        assert {name: metrics["memory_bytes", name] for name in lines} == lines
+        assert sum(lines.values()) == ledger["budget"] == metrics["memory_budget_bytes",]
         assert min(lines.values()) >= 0
         assert (status["Running"], status["Waiting"], ledger["kv"]) == (0, 0, 0)
         assert tokens["cached"] + tokens["prefilled"] == 17 * len("number 0")
-        assert told["prompt_tokens_total",] == told["prefix_cache_queries_total",]
-        assert told["prefix_cache_hits_total",] == tokens["cached"] > 0
-        assert sum(hits.values()) == told["prefix_cache_hit_tokens_count",] == 17
-        assert {name: told["prefix_cache_misses_total", name] for name in misses} == misses
+        assert metrics["prompt_tokens_total",] == metrics["prefix_cache_queries_total",]
+        assert metrics["prefix_cache_hits_total",] == tokens["cached"] > 0
+        assert sum(hits.values()) == metrics["prefix_cache_hit_tokens_count",] == 17
+        assert {name: metrics["prefix_cache_misses_total", name] for name in misses} == misses
         assert misses["unwanted"] == 1
-        assert status["ContextLength"] == told["max_model_len",] == 256
+        assert status["ContextLength"] == metrics["max_model_len",] == 256
 
 
-def test_counters_go_on_when_a_runner_is_replaced(tiny_model: Path) -> None:
-    def counted() -> dict[tuple[str, ...], float]:
-        told = scrape(server)
-        return {key: told[key] for key in told if key[0].endswith("_tokens_total")}
+def test_counters_continue_after_a_runner_is_replaced(tiny_model: Path) -> None:
+    def read_counters() -> dict[tuple[str, ...], float]:
+        metrics = scrape(server)
+        return {key: metrics[key] for key in metrics if key[0].endswith("_tokens_total")}
 
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 8}
     with run_server(str(tiny_model)) as server:
         httpx.post(f"{server.url}/v1/completions", json=body, timeout=TIMEOUT)
-        before = counted()
+        before = read_counters()
         status: Any = server.status()
         [model] = status["Models"]
         os.kill(model["Pid"], signal.SIGKILL)
-        # streamed, it waits for as long as it takes
+        # a streamed request waits until the model is loaded again
         reply = None
         while reply is None or reply.status_code != 200:
             reply = httpx.post(
                 f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=TIMEOUT
             )
-        after = counted()
+        after = read_counters()
         assert after["generation_tokens_total",] >= before["generation_tokens_total",] + 1
         assert all(after[key] >= before[key] for key in before)
         assert scrape(server)["model_restarts_total",] == 1
 
 
-def test_the_log_is_for_programs_too_and_names_each_request(tiny_model: Path) -> None:
+def test_the_json_log_has_the_request_id(tiny_model: Path) -> None:
     with run_server(str(tiny_model), "--log-format", "json") as server:
         reply = httpx.post(
             f"{server.url}/v1/completions?key=secret",
@@ -136,17 +138,17 @@ def test_the_log_is_for_programs_too_and_names_each_request(tiny_model: Path) ->
     assert not [found for found in server.log if "secret" in found or "nobody" in found]
 
 
-def test_a_context_that_was_asked_for_is_the_one_that_counts(tiny_model: Path) -> None:
+def test_the_configured_context_is_used(tiny_model: Path) -> None:
     with run_server(str(tiny_model), "--context", "64") as server:
         body = {"model": "tiny", "prompt": "x" * 64}
         reply = httpx.post(f"{server.url}/v1/completions", json=body)
         assert reply.status_code == 400
         assert "the server's context is 64 tokens" in reply.json()["error"]["message"]
-        listed = httpx.get(f"{server.url}/v1/models").json()["data"]
-        assert [model["context_length"] for model in listed] == [64]
+        models = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert [model["context_length"] for model in models] == [64]
 
 
-def test_a_context_that_shifts_is_no_end(tiny_model: Path) -> None:
+def test_generation_continues_with_context_shift(tiny_model: Path) -> None:
     options = ("--context", "64", "--context-shift", "--cache", "slots", "--parallel", "1")
     with run_server(str(tiny_model), *options) as server:
         body = {
@@ -162,22 +164,22 @@ def test_a_context_that_shifts_is_no_end(tiny_model: Path) -> None:
         assert reply.json()["usage"]["prompt_tokens"] == 63
 
 
-def test_debug_tells_where_a_prompt_left_the_cached_ones(tiny_model: Path) -> None:
+def test_debug_logs_where_a_prompt_diverges_from_the_cache(tiny_model: Path) -> None:
     body = {"model": "tiny", "max_tokens": 2, "temperature": 0}
     with run_server(str(tiny_model), "--debug") as server:
         for prompt in ("once upon a time", "once upon a hill"):
             httpx.post(f"{server.url}/v1/completions", json={**body, "prompt": prompt})
-        # which is killed then, and may have answered before it wrote
+        # the server is killed at the end, and may respond before it writes its log
         wait_until(lambda: "the cached prefix with 'time" in server.log_text())
     assert "12 of 16 prompt tokens were cached (diverged at 12)" in server.log_text()
-    told = "after ' upon a ' the prompt continues with 'hill', and the cached prefix with 'time"
-    assert told in server.log_text()
+    expected = "after ' upon a ' the prompt continues with 'hill', and the cached prefix with 'time"
+    assert expected in server.log_text()
     with run_server(str(tiny_model)) as quiet:
         httpx.post(f"{quiet.url}/v1/completions", json={**body, "prompt": "once upon a time"})
     assert "upon" not in quiet.log_text()
 
 
-def test_too_little_memory_is_told_before_anything_is_served(tiny_model: Path) -> None:
+def test_too_little_memory_is_a_startup_error(tiny_model: Path) -> None:
     server = ServerProcess([str(tiny_model), "--memory", "0.0001"])
     assert server.process.wait(TIMEOUT) == 1
     server.stop()

@@ -1,5 +1,5 @@
-"""What `pip install` gets: a wheel built from a copy of the sources holds the built-in model and
-the command, and nothing of the tests; and what the serving lock installs is enough to serve."""
+"""The package: a wheel built from a copy of the sources has the built-in model and the command, but
+no tests; and the packages of the serving lock are sufficient to serve."""
 
 import base64
 import csv
@@ -31,9 +31,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory) -> Path:
-    """The folder that both are built into. The kernels are left out, since compiling them takes
-    most of a minute: `make wheel` builds a wheel with them and tries it."""
+def dist(tmp_path_factory) -> Path:
+    """The folder with the built wheel and sdist. The kernels are left out, because compiling them
+    takes almost a minute: `make wheel` builds and tests a wheel with them."""
     copy = tmp_path_factory.mktemp("sources")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
@@ -42,7 +42,7 @@ def built(tmp_path_factory) -> Path:
     (copy / "models/kernels/_kernels.elsewhere.so").touch()
     shutil.copytree(ROOT / "deploy/wheel", copy / "deploy/wheel")
     build = "import sys; sys.path.insert(0, 'deploy/wheel'); from backend import *"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-W", "error", "-c", f"{build}; build_wheel('dist'); build_sdist('dist')"],
         cwd=copy,
         env={**os.environ, "MLXRUNNER_BUILD_KERNELS": "0"},
@@ -50,25 +50,25 @@ def built(tmp_path_factory) -> Path:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     return copy / "dist"
 
 
 @pytest.fixture(scope="module")
-def wheel(built) -> zipfile.ZipFile:
-    [file] = built.glob("*.whl")
+def wheel(dist) -> zipfile.ZipFile:
+    [file] = dist.glob("*.whl")
     return zipfile.ZipFile(file)
 
 
 @pytest.fixture(scope="module")
-def sdist(built) -> set[str]:
-    """Its files, by the paths that they have in the project."""
-    [file] = built.glob("*.tar.gz")
+def sdist(dist) -> set[str]:
+    """The files of the sdist, by their paths in the project."""
+    [file] = dist.glob("*.tar.gz")
     with tarfile.open(file) as opened:
         return {name.partition("/")[2] for name in opened.getnames()}
 
 
-def test_every_module_is_in_it(wheel):
+def test_the_wheel_has_every_module(wheel):
     modules = {
         f"mlxrunner/{path.relative_to(ROOT).as_posix()}"
         for top in ("app", "models")
@@ -78,12 +78,12 @@ def test_every_module_is_in_it(wheel):
     assert modules <= set(wheel.namelist())
 
 
-def test_the_training_of_the_built_in_model_is_not_in_it(wheel):
+def test_the_wheel_has_no_training_code(wheel):
     assert not [name for name in wheel.namelist() if "training" in name]
 
 
-def test_the_built_in_model_is_in_it(wheel):
-    held = {
+def test_the_wheel_has_the_built_in_model(wheel):
+    files = {
         name.removeprefix("mlxrunner/models/builtin/")
         for name in wheel.namelist()
         if name.startswith("mlxrunner/models/builtin/")
@@ -95,22 +95,22 @@ def test_the_built_in_model_is_in_it(wheel):
         "tokenizer.json",
         "tokenizer_config.json",
         "MODEL_CARD.md",
-    } <= held
+    } <= files
 
 
-def test_its_only_top_level_name_is_ours(wheel):
+def test_the_only_top_level_name_is_mlxrunner(wheel):
     tops = {name.partition("/")[0] for name in wheel.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"mlxrunner"}
 
 
-def test_neither_are_the_sources_of_the_kernels_nor_what_was_compiled_among_them(wheel):
+def test_the_wheel_has_neither_sources_nor_foreign_builds_of_the_kernels(wheel):
     kernels = {name for name in wheel.namelist() if name.startswith("mlxrunner/models/kernels/")}
     assert kernels
-    strange = {name for name in kernels if not name.endswith((".py", ".pyi"))}
-    assert strange <= {"mlxrunner/models/kernels/not_built.txt"}
+    other_files = {name for name in kernels if not name.endswith((".py", ".pyi"))}
+    assert other_files <= {"mlxrunner/models/kernels/not_built.txt"}
 
 
-def test_an_sdist_has_all_that_a_wheel_is_built_from(wheel, sdist):
+def test_the_sdist_has_all_sources_of_the_wheel(wheel, sdist):
     assert {"pyproject.toml", "README.md", "LICENSE"} <= sdist
     sources = {
         path.relative_to(ROOT).as_posix()
@@ -118,22 +118,22 @@ def test_an_sdist_has_all_that_a_wheel_is_built_from(wheel, sdist):
         if path.is_file()
     }
     assert {"models/kernels/CMakeLists.txt", *sources} <= sdist
-    packed = {
+    wheel_files = {
         name.removeprefix("mlxrunner/")
         for name in wheel.namelist()
         if name.startswith(("mlxrunner/app/", "mlxrunner/models/"))
     }
-    assert packed - {"models/kernels/not_built.txt"} <= sdist
+    assert wheel_files - {"models/kernels/not_built.txt"} <= sdist
     assert {"deploy/wheel/backend.py", "deploy/wheel/launcher.py"} <= sdist
     assert not [name for name in sdist if name.endswith(".so")]
 
 
-def test_it_brings_the_command(wheel):
+def test_the_wheel_has_the_command(wheel):
     [points] = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
     assert "mlxrunner = mlxrunner:main" in wheel.read(points).decode()
 
 
-def test_its_record_is_right(wheel):
+def test_the_record_of_the_wheel_is_correct(wheel):
     [record] = [name for name in wheel.namelist() if name.endswith("RECORD")]
     rows = list(csv.reader(io.StringIO(wheel.read(record).decode())))
     assert {name for name, _, _ in rows} == set(wheel.namelist())
@@ -145,8 +145,9 @@ def test_its_record_is_right(wheel):
             assert int(size) == len(content)
 
 
-def test_an_installed_wheel_answers_beside_foreign_packages_of_the_same_names(wheel, tmp_path):
-    """Of its own process and of the worker process alike: both names are common."""
+@pytest.mark.exhaustive
+def test_an_installed_wheel_works_with_foreign_packages_of_the_same_names(wheel, tmp_path):
+    """In its own process and in the worker process: both names are common."""
     site, foreign, home = tmp_path / "site", tmp_path / "foreign", tmp_path / "home"
     wheel.extractall(site)
     home.mkdir()
@@ -157,19 +158,19 @@ def test_an_installed_wheel_answers_beside_foreign_packages_of_the_same_names(wh
     environment = tmp_path / "environment"
     venv.create(environment)
     [packages] = environment.glob("lib/python*/site-packages")
-    # a path in a .pth file is searched without the .pth files there, so not for our source tree
+    # .pth files in a path of a .pth file are not read, so our source tree is not on the path
     dependencies = Path(orjson.__file__).parents[1]
     (packages / "test.pth").write_text(f"{foreign}\n{site}\n{dependencies}\n")
-    with serving(
+    with run_server(
         [environment / "bin/python", "-m", "mlxrunner", "serve", "--runner", "process"],
         cwd=home,
         log=tmp_path / "log",
     ) as url:
-        ask(url)
+        check_answer(url)
 
 
-# Hides every distribution that the serving lock does not name. Coverage, which watches this
-# process too, may load the rest of itself.
+# Hides every distribution that is not in the serving lock, except for coverage, which traces this
+# process, too.
 SERVING_ONLY = """
 import importlib.metadata, re, sys
 
@@ -201,7 +202,7 @@ def fetch(url: str, body: object = None) -> Any:
         return json.load(reply)
 
 
-def until_ready(url: str, server: subprocess.Popen[bytes], seconds: float = 30) -> None:
+def wait_until_ready(url: str, server: subprocess.Popen[bytes], seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         assert server.poll() is None, "the server has ended"
@@ -217,8 +218,8 @@ def until_ready(url: str, server: subprocess.Popen[bytes], seconds: float = 30) 
 
 
 @contextmanager
-def serving(command: Sequence[str | Path], *, cwd: Path, log: Path) -> Generator[str]:
-    """The address of a server that is ready. command: without the port."""
+def run_server(command: Sequence[str | Path], *, cwd: Path, log: Path) -> Generator[str]:
+    """Run a server and yield its address when it is ready. command: without the port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -231,7 +232,7 @@ def serving(command: Sequence[str | Path], *, cwd: Path, log: Path) -> Generator
             env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         )
     try:
-        until_ready(f"http://127.0.0.1:{port}", server)
+        wait_until_ready(f"http://127.0.0.1:{port}", server)
         yield f"http://127.0.0.1:{port}"
     except AssertionError:
         print(log.read_text())
@@ -241,15 +242,16 @@ def serving(command: Sequence[str | Path], *, cwd: Path, log: Path) -> Generator
         server.wait(20)
 
 
-def ask(url: str) -> None:
+def check_answer(url: str) -> None:
     [model] = fetch(f"{url}/v1/models")["data"]
     question = {"model": model["id"], "messages": [{"role": "user", "content": "Hello!"}]}
     answer = fetch(f"{url}/v1/chat/completions", {**question, "max_tokens": 8})
     assert answer["choices"][0]["message"]["content"]
 
 
-def test_the_serving_lock_is_enough_to_answer(tmp_path):
-    """Once `safetensors` asked for numpy when a file was opened, and only tests had numpy."""
+@pytest.mark.exhaustive
+def test_the_serving_lock_is_sufficient(tmp_path):
+    """`safetensors` once needed numpy to open a file, and only tests had numpy."""
     command = [sys.executable, "-c", SERVING_ONLY, "serve"]
-    with serving(command, cwd=ROOT, log=tmp_path / "log") as url:
-        ask(url)
+    with run_server(command, cwd=ROOT, log=tmp_path / "log") as url:
+        check_answer(url)

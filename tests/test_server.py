@@ -1,4 +1,4 @@
-"""The whole of it: a server process, real models, real clients."""
+"""End-to-end: a server process, real models, real clients."""
 
 import asyncio
 import itertools
@@ -36,40 +36,43 @@ HELLO: Any = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path) -> Iterator[ServerProcess]:
-    with run_server(str(tiny_model)) as running:
-        yield running
+    with run_server(str(tiny_model)) as running_server:
+        yield running_server
 
 
 @pytest.fixture(scope="module")
 def long_server(long_model: Path) -> Iterator[ServerProcess]:
-    with run_server(str(long_model)) as running:
-        yield running
+    with run_server(str(long_model)) as running_server:
+        yield running_server
 
 
 @pytest.fixture(scope="module")
-def builtin() -> Iterator[ServerProcess]:
-    with run_server() as running:
-        yield running
+def builtin_server() -> Iterator[ServerProcess]:
+    with run_server() as running_server:
+        yield running_server
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A context so short that an answer without a limit soon ends."""
+def short_context_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server with a short context, so that answers without a limit end soon."""
     folder = tiny.write(tmp_path_factory.mktemp("small") / "tiny", max_position_embeddings=96)
-    with run_server(str(folder)) as running:
-        yield running
+    with run_server(str(folder)) as running_server:
+        yield running_server
 
 
-DESCRIBED = schemathesis.openapi.from_dict(document("tiny", tiny.VOCAB))
+SCHEMA = schemathesis.openapi.from_dict(document("tiny", tiny.VOCAB))
 
 
-@DESCRIBED.parametrize()
+@pytest.mark.product
+@SCHEMA.parametrize()
 @examples(10)
-def test_the_real_server_answers_as_documented(case: Any, small: ServerProcess) -> None:
-    """Nothing faked. What is given for each field, each left out, each made wrong, and ten drawn at
-    random for each operation come to some 2,500 requests; the fake of tests/api takes more."""
-    case.call_and_validate(base_url=small.url, checks=CHECKS)
-    assert small.status()["Status"] == 0
+def test_the_real_server_matches_the_openapi_document(
+    case: Any, short_context_server: ServerProcess
+) -> None:
+    """Without fakes. Each field with its examples, absent and invalid, and ten random requests per
+    operation, add up to some 2,500 requests; tests/api sends more to a fake."""
+    case.call_and_validate(base_url=short_context_server.url, checks=CHECKS)
+    assert short_context_server.status()["Status"] == 0
 
 
 def client(server: ServerProcess) -> openai.OpenAI:
@@ -77,15 +80,15 @@ def client(server: ServerProcess) -> openai.OpenAI:
 
 
 def complete(server: ServerProcess, prompt: Any, **body: Any) -> dict[str, Any]:
-    """One plain completion, greedy unless told otherwise."""
-    asked = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 16, **body}
-    reply = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=TIMEOUT)
+    """One unstreamed completion, greedy by default."""
+    request = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 16, **body}
+    reply = httpx.post(f"{server.url}/v1/completions", json=request, timeout=TIMEOUT)
     assert reply.status_code == 200, reply.text
     return reply.json()
 
 
-def test_the_official_sdk_talks_to_the_built_in_model(builtin: ServerProcess) -> None:
-    sdk = client(builtin)
+def test_the_official_sdk_talks_to_the_built_in_model(builtin_server: ServerProcess) -> None:
+    sdk = client(builtin_server)
     assert [model.id for model in sdk.models.list()] == ["builtin"]
     plain = sdk.chat.completions.create(model="builtin", messages=HELLO)
     chunks = list(sdk.chat.completions.create(model="builtin", messages=HELLO, stream=True))
@@ -95,18 +98,18 @@ def test_the_official_sdk_talks_to_the_built_in_model(builtin: ServerProcess) ->
     assert chunks[-1].choices[0].finish_reason == plain.choices[0].finish_reason == "stop"
 
 
-def test_counts_so_far_grow_with_every_chunk_up_to_those_of_the_whole(
-    builtin: ServerProcess,
+def test_continuous_usage_grows_with_every_chunk(
+    builtin_server: ServerProcess,
 ) -> None:
-    """What guidellm asks for."""
+    """guidellm requests these."""
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
-    *chunks, last = client(builtin).chat.completions.create(
+    *chunks, last = client(builtin_server).chat.completions.create(
         model="builtin", messages=HELLO, temperature=0, stream=True, stream_options=options
     )
     assert last.usage is not None
     counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
     assert len(counts) == len(chunks)
-    # one token is at least one character, and no chunk is empty but the last
+    # one token is at least one character, and only the last chunk is empty
     assert counts[0] >= 1
     assert all(a < b for a, b in itertools.pairwise(counts[:-1]))
     assert counts[-1] == last.usage.completion_tokens
@@ -116,54 +119,58 @@ def test_counts_so_far_grow_with_every_chunk_up_to_those_of_the_whole(
     assert "token_ids" not in chunks[0].choices[0].model_dump()
 
 
-@pytest.mark.parametrize("over", [False, True])
-def test_a_scored_text_has_an_entry_for_the_one_token_behind_it(
-    builtin: ServerProcess, over: bool
+@pytest.mark.parametrize("ends_turn", [False, True])
+def test_an_echoed_text_with_logprobs_has_an_entry_for_the_next_token(
+    builtin_server: ServerProcess, ends_turn: bool
 ) -> None:
-    """Whichever that token is. lm-evaluation-harness takes away the last entry, and scored one
-    token too few where the model would have ended its answer."""
+    """For any token. lm-evaluation-harness drops the last entry, and scored one token too few if
+    the model would have ended its answer."""
     turn = "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\nHello! How can I help you"
-    text = f"{turn}?" if over else turn
+    text = f"{turn}?" if ends_turn else turn
     body = {"model": "builtin", "prompt": text, "temperature": 0}
     scored = httpx.post(
-        f"{builtin.url}/v1/completions",
+        f"{builtin_server.url}/v1/completions",
         json={**body, "max_tokens": 1, "logprobs": 1, "echo": True},
         timeout=TIMEOUT,
     ).json()
     (choice,) = scored["choices"]
-    ids = httpx.post(f"{builtin.url}/tokenize", json={"prompt": text}, timeout=TIMEOUT).json()
+    ids = httpx.post(
+        f"{builtin_server.url}/tokenize", json={"prompt": text}, timeout=TIMEOUT
+    ).json()
     names = choice["logprobs"]["tokens"]
     assert len(names) == ids["count"] + 1 == len(choice["logprobs"]["token_logprobs"])
     assert "".join(names[:-1]) == text
-    assert (names[-1] == "<|im_end|>") is over
-    assert choice["text"] == (text if over else f"{text}?")
+    assert (names[-1] == "<|im_end|>") is ends_turn
+    assert choice["text"] == (text if ends_turn else f"{text}?")
     assert choice["finish_reason"] == "length"
 
 
-def test_the_official_sdk_gets_the_json_that_it_asked_for(builtin: ServerProcess) -> None:
+def test_the_official_sdk_gets_the_requested_json(builtin_server: ServerProcess) -> None:
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string", "maxLength": 20}, "sure": {"type": "boolean"}},
         "required": ["name", "sure"],
         "additionalProperties": False,
     }
-    wanted: Any = {"type": "json_schema", "json_schema": {"name": "who", "schema": schema}}
-    sdk = client(builtin)
-    whole = sdk.chat.completions.create(model="builtin", messages=HELLO, response_format=wanted)
+    response_format: Any = {"type": "json_schema", "json_schema": {"name": "who", "schema": schema}}
+    sdk = client(builtin_server)
+    unstreamed = sdk.chat.completions.create(
+        model="builtin", messages=HELLO, response_format=response_format
+    )
     chunks = sdk.chat.completions.create(
-        model="builtin", messages=HELLO, response_format=wanted, stream=True
+        model="builtin", messages=HELLO, response_format=response_format, stream=True
     )
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    assert streamed == whole.choices[0].message.content
-    assert whole.choices[0].finish_reason == "stop"
+    assert streamed == unstreamed.choices[0].message.content
+    assert unstreamed.choices[0].finish_reason == "stop"
     value = json.loads(streamed)
     assert set(value) == {"name", "sure"}
     assert isinstance(value["sure"], bool)
 
 
-def test_the_official_async_sdk_talks_to_it_too(builtin: ServerProcess) -> None:
+def test_the_official_async_sdk_talks_to_the_built_in_model(builtin_server: ServerProcess) -> None:
     async def talk() -> tuple[str, str]:
-        async with openai.AsyncOpenAI(base_url=f"{builtin.url}/v1", api_key="none") as sdk:
+        async with openai.AsyncOpenAI(base_url=f"{builtin_server.url}/v1", api_key="none") as sdk:
             plain = await sdk.chat.completions.create(model="builtin", messages=HELLO)
             stream = await sdk.chat.completions.create(model="builtin", messages=HELLO, stream=True)
             parts = [c.choices[0].delta.content or "" async for c in stream]
@@ -180,33 +187,33 @@ def test_greedy_text_is_that_of_the_published_runs(shared: Path, name: str) -> N
     documented = folder / "anchors/upstream_documented.jsonl"
     strict = [row for row in rows if row.get("strict")]
     assert len(strict) > 5
-    with run_server(str(folder), "--parallel", str(len(strict))) as running:
+    with run_server(str(folder), "--parallel", str(len(strict))) as running_server:
 
         def ask(row: dict[str, Any]) -> dict[str, Any]:
-            asked = {"model": name, "max_tokens": row["max_tokens"], "logprobs": 0}
-            return complete(running, row["prompt"], **asked)["choices"][0]
+            body = {"model": name, "max_tokens": row["max_tokens"], "logprobs": 0}
+            return complete(running_server, row["prompt"], **body)["choices"][0]
 
-        # the first one alone, the others together, which takes a fifth of the steps
+        # the first one alone, the others concurrently, which takes a fifth of the steps
         answers = [ask(strict[0])]
-        with ThreadPoolExecutor(len(strict)) as together:
-            answers += together.map(ask, strict[1:])
-        for row, got in zip(strict, answers, strict=True):
-            assert row["prompt"] + got["text"] == row["text_with_prompt"]
-            assert got["finish_reason"] == row["finish_reason"]
-            told = got["logprobs"]["token_logprobs"]
-            # the published list ends with the end-of-sequence token, which is no text
-            assert len(row["logprobs"]) - len(told) == (got["finish_reason"] == "stop")
-            assert told == pytest.approx(row["logprobs"][: len(told)], abs=1e-4)
+        with ThreadPoolExecutor(len(strict)) as answers_:
+            answers += answers_.map(ask, strict[1:])
+        for row, choice in zip(strict, answers, strict=True):
+            assert row["prompt"] + choice["text"] == row["text_with_prompt"]
+            assert choice["finish_reason"] == row["finish_reason"]
+            logprobs = choice["logprobs"]["token_logprobs"]
+            # the published list ends with the end-of-sequence token, which has no text
+            assert len(row["logprobs"]) - len(logprobs) == (choice["finish_reason"] == "stop")
+            assert logprobs == pytest.approx(row["logprobs"][: len(logprobs)], abs=1e-4)
         for row in _rows(documented) if documented.exists() else []:
             if row["temperature"] != 0:
                 continue
-            got = complete(running, row["prompt"], model=name, max_tokens=256)
-            text = row["prompt"] + got["choices"][0]["text"]
+            choice = complete(running_server, row["prompt"], model=name, max_tokens=256)
+            text = row["prompt"] + choice["choices"][0]["text"]
             assert text.startswith(row.get("text") or row["text_prefix"])
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return [json.loads(connection) for connection in file.read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -220,12 +227,12 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     ],
 )
 def test_streamed_equals_collected_to_the_byte(server: ServerProcess, body: dict[str, Any]) -> None:
-    whole = (
+    collected = (
         complete(server, "once upon", max_tokens=64, **{"logprobs": 2, **body})
         if ("max_tokens" not in body)
         else complete(server, "once upon", logprobs=2, **body)
     )
-    asked = {
+    body = {
         "model": "tiny",
         "prompt": "once upon",
         "temperature": 0,
@@ -235,23 +242,27 @@ def test_streamed_equals_collected_to_the_byte(server: ServerProcess, body: dict
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=asked) as reply:
-        lines = [line[6:] for line in reply.iter_lines() if line.startswith("data: ")]
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as reply:
+        lines = [
+            connection[6:] for connection in reply.iter_lines() if connection.startswith("data: ")
+        ]
     assert lines[-1] == "[DONE]"
-    chunks = [json.loads(line) for line in lines[:-1]]
+    chunks = [json.loads(connection) for connection in lines[:-1]]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
-    assert choices[-1]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    assert "".join(choice["text"] for choice in choices) == collected["choices"][0]["text"]
+    assert choices[-1]["finish_reason"] == collected["choices"][0]["finish_reason"]
     for part in ("tokens", "token_logprobs", "text_offset"):
-        told = [x for c in choices if c["logprobs"] for x in c["logprobs"][part]]
-        wanted = whole["choices"][0]["logprobs"][part]
-        assert told == (pytest.approx(wanted, abs=1e-4) if part == "token_logprobs" else wanted)
+        streamed = [x for c in choices if c["logprobs"] for x in c["logprobs"][part]]
+        expected = collected["choices"][0]["logprobs"][part]
+        assert streamed == (
+            pytest.approx(expected, abs=1e-4) if part == "token_logprobs" else expected
+        )
     usage = chunks[-1]["usage"]
     for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
-        assert usage[count] == whole["usage"][count]
+        assert usage[count] == collected["usage"][count]
 
 
-def test_a_warm_prompt_is_told_to_be_cached(server: ServerProcess) -> None:
+def test_a_repeated_prompt_is_reported_as_cached(server: ServerProcess) -> None:
     prompt = "the very same words " * 20
     cold, warm = (complete(server, prompt) for _ in range(2))
     assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
@@ -259,18 +270,18 @@ def test_a_warm_prompt_is_told_to_be_cached(server: ServerProcess) -> None:
     assert warm["prompt_eval_count"] == len(prompt)
 
 
-def hang_up(server: ServerProcess, path: str, body: dict[str, Any], after: bytes | None) -> None:
-    """Send a request, read until `after` has come, and cut the line. None: cut it when the engine
-    runs the request, of which nothing is read."""
+def disconnect(server: ServerProcess, path: str, body: dict[str, Any], after: bytes | None) -> None:
+    """Send a request, read until `after` is received, and disconnect. None: read nothing, and
+    disconnect when the engine runs the request."""
     payload = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT) as line:
-        line.sendall(f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
-        seen = b""
-        while after is not None and after not in seen:
-            received = line.recv(65536)
-            assert received, seen
-            seen += received
+    with socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT) as connection:
+        connection.sendall(f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
+        data = b""
+        while after is not None and after not in data:
+            part = connection.recv(65536)
+            assert part, data
+            data += part
         if after is None:
             wait_until(lambda: server.status()["Running"] == 1)
 
@@ -279,47 +290,47 @@ LONG = "all work and no play makes jack a dull boy. " * 90  # 3960 bytes, a toke
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_while_decoding_frees_the_engine(
+def test_a_disconnect_during_decoding_frees_the_engine(
     long_server: ServerProcess, stream: bool
 ) -> None:
     complete(long_server, "something else")
     body = {"model": "tiny", "prompt": "never ending", **tiny.UNENDING, "stream": stream}
-    hang_up(long_server, "/v1/completions", body, b"data: " if stream else None)
+    disconnect(long_server, "/v1/completions", body, b"data: " if stream else None)
     wait_until(lambda: long_server.status()["Running"] == 0)
     again = complete(long_server, "never ending", max_tokens=1)
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == len("never ending") - 1
 
 
-def test_a_client_that_leaves_while_prefilling_leaves_its_work_to_the_next(
+def test_a_disconnect_during_prefill_keeps_the_cached_part(
     tiny_model: Path, throttle: Throttle
 ) -> None:
-    # one entry, so that the second request forgets the first
+    # one cache entry, so that the second request replaces the first
     arguments = ("--cache", "single", "--parallel", "1", "--prefill-chunk", "16")
-    with run_server(str(tiny_model), *arguments, environ=throttle.variables) as running:
-        fresh = complete(running, LONG)
-        complete(running, "something else")
+    with run_server(str(tiny_model), *arguments, environ=throttle.variables) as running_server:
+        fresh = complete(running_server, LONG)
+        complete(running_server, "something else")
         body = {"model": "tiny", "prompt": LONG, "stream": True}
         throttle.on()
-        hang_up(running, "/v1/completions", body, b": prefill")
-        wait_until(lambda: running.status()["Running"] == 0)
+        disconnect(running_server, "/v1/completions", body, b": prefill")
+        wait_until(lambda: running_server.status()["Running"] == 0)
         throttle.off()
-        again = complete(running, LONG)
+        again = complete(running_server, LONG)
         assert again["choices"][0]["text"] == fresh["choices"][0]["text"]
-        kept = again["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert 0 < kept < len(LONG) - 1
+        num_cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert 0 < num_cached < len(LONG) - 1
 
 
-def test_a_run_after_a_cancel_is_a_run_on_a_fresh_server(long_model: Path) -> None:
-    asked = {"temperature": 1, "seed": 3, "max_tokens": 40}
-    with run_server(str(long_model)) as running:
-        fresh = complete(running, "it was a dark", **asked)["choices"][0]["text"]
-    with run_server(str(long_model)) as running:
+def test_an_answer_after_a_cancellation_is_that_of_a_fresh_server(long_model: Path) -> None:
+    sampling = {"temperature": 1, "seed": 3, "max_tokens": 40}
+    with run_server(str(long_model)) as running_server:
+        fresh = complete(running_server, "it was a dark", **sampling)["choices"][0]["text"]
+    with run_server(str(long_model)) as running_server:
         body = {"model": "tiny", "prompt": "it was a bright", **tiny.UNENDING, "stream": True}
-        hang_up(running, "/v1/completions", body, b"data: ")
-        assert complete(running, "it was a dark", **asked)["choices"][0]["text"] == fresh
+        disconnect(running_server, "/v1/completions", body, b"data: ")
+        assert complete(running_server, "it was a dark", **sampling)["choices"][0]["text"] == fresh
 
 
-def test_requests_at_once_get_their_own_answers(server: ServerProcess) -> None:
+def test_concurrent_requests_get_their_own_answers(server: ServerProcess) -> None:
     bodies: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 1, "seed": 1},
@@ -330,22 +341,22 @@ def test_requests_at_once_get_their_own_answers(server: ServerProcess) -> None:
     ]
     alone = [complete(server, "at once", **body)["choices"][0]["text"] for body in bodies]
     assert len(set(alone)) == len(alone)
-    together = [""] * len(bodies)
+    answers_ = [""] * len(bodies)
 
-    def ask(place: int) -> None:
-        together[place] = complete(server, "at once", **bodies[place])["choices"][0]["text"]
+    def ask(index: int) -> None:
+        answers_[index] = complete(server, "at once", **bodies[index])["choices"][0]["text"]
 
     for order in (range(len(bodies)), reversed(range(len(bodies)))):
-        threads = [threading.Thread(target=ask, args=(place,)) for place in order]
+        threads = [threading.Thread(target=ask, args=(index,)) for index in order]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(TIMEOUT)
-        assert together == alone
+        assert answers_ == alone
 
 
-def test_status_answers_at_once_while_a_long_prompt_is_read(long_server: ServerProcess) -> None:
-    # a hundred times as much as is read while this looks
+def test_status_is_fast_during_a_long_prefill(long_server: ServerProcess) -> None:
+    # a hundred times as much as is prefilled during this test
     body = {"model": "tiny", "prompt": LONG * 100, "stream": True}
     url = f"{long_server.url}/v1/completions"
     times: list[float] = []
@@ -356,19 +367,19 @@ def test_status_answers_at_once_while_a_long_prompt_is_read(long_server: ServerP
         comments = reply.iter_lines()
         assert next(comments).startswith(": prefill")
         for _ in range(20):
-            begun = time.monotonic()
+            start = time.monotonic()
             status = http.get("/v1/status").json()
-            times.append(time.monotonic() - begun)
+            times.append(time.monotonic() - start)
             assert (status["Status"], status["Running"]) == (0, 1)
         assert status["Tokens"]["prefilled"] < len(LONG) * 100
-    # the figure of the requirement is the bench's to take; this only catches blocking
+    # the benchmark measures the required latency; this test only detects blocking
     assert statistics.median(times) < 0.25
     wait_until(lambda: long_server.status()["Running"] == 0)
 
 
-def test_the_seeds_client_finds_what_it_reads(server: ServerProcess) -> None:
+def test_ollamas_client_finds_its_fields(server: ServerProcess) -> None:
     status = server.status()
-    # Go's decoder matches names whatever their case, and skips those it does not know
+    # Go's decoder is case-insensitive, and ignores unknown names
     read = {"status": int, "progress": int, "contextlength": int, "memory": int}
     found = [(k.lower(), type(v)) for k, v in status.items() if k.lower() in read]
     assert sorted(found) == sorted(read.items())
@@ -379,76 +390,77 @@ def test_the_seeds_client_finds_what_it_reads(server: ServerProcess) -> None:
         *"hé".encode()
     ]
     assert httpx.post(f"{server.url}/v1/tokenize", content="").json() == []
-    asked = {"prompt": "once upon", "options": {"num_predict": 5}}
-    reply = httpx.post(f"{server.url}/completion", json=asked)
-    lines = [json.loads(line) for line in reply.text.splitlines()]
+    body = {"prompt": "once upon", "options": {"num_predict": 5}}
+    reply = httpx.post(f"{server.url}/completion", json=body)
+    lines = [json.loads(connection) for connection in reply.text.splitlines()]
     text = complete(server, "once upon", max_tokens=5)["choices"][0]["text"]
-    assert "".join(line["Content"] for line in lines) == text
-    assert [line["Done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+    assert "".join(connection["Content"] for connection in lines) == text
+    assert [connection["Done"] for connection in lines] == [False] * (len(lines) - 1) + [True]
     assert lines[-1]["DoneReason"] == 1
     assert lines[-1]["PromptEvalCount"] == 9
     assert lines[-1]["EvalCount"] == 5
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_server_even_while_it_streams(long_model: Path, sent: int) -> None:
-    with run_server(str(long_model), "--drain", "0.5", environ=os.environ) as running:
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_server_during_a_stream(long_model: Path, signal_number: int) -> None:
+    with run_server(str(long_model), "--drain", "0.5", environ=os.environ) as running_server:
         body = {"model": "tiny", "prompt": "x", **tiny.UNENDING, "stream": True}
         with httpx.stream(
-            "POST", f"{running.url}/v1/completions", json=body, timeout=TIMEOUT
+            "POST", f"{running_server.url}/v1/completions", json=body, timeout=TIMEOUT
         ) as reply:
             lines = reply.iter_lines()
             next(lines)
-            code = running.stop(sent)
-        assert code == (0 if sent == signal.SIGINT else -sent)
-        assert "Traceback" not in running.log_text()
+            code = running_server.stop(signal_number)
+        assert code == (0 if signal_number == signal.SIGINT else -signal_number)
+        assert "Traceback" not in running_server.log_text()
 
 
-def test_a_port_that_is_taken_gives_status_1(server: ServerProcess, tiny_model: Path) -> None:
+def test_a_used_port_gives_status_1(server: ServerProcess, tiny_model: Path) -> None:
     second = ServerProcess([str(tiny_model), "--port", str(server.port)])
     second.process.wait(TIMEOUT)
     assert second.stop() == 1
-    told = f"mlxrunner: cannot listen on 127.0.0.1:{server.port}: the port is in use"
-    assert second.log_text().startswith(told), "one line, and nothing was begun"
+    message = f"mlxrunner: cannot listen on 127.0.0.1:{server.port}: the port is in use"
+    assert second.log_text().startswith(message), "the error must be the only line"
     assert "Traceback" not in second.log_text()
 
 
-def test_a_load_that_breaks_ends_the_server(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def broken(_: ThreadRunner, __: ModelFiles) -> None:
+def test_a_failed_load_ends_the_server(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(_: ThreadRunner, __: ModelFiles) -> None:
         raise RuntimeError("of all things")
 
-    monkeypatch.setattr(ThreadRunner, "start", broken)
+    monkeypatch.setattr(ThreadRunner, "start", fail)
     monkeypatch.setattr("sys.setswitchinterval", lambda _: None)
     with pytest.raises(AppError, match="tiny could not be loaded: of all things"):
         serve(Settings(models=(ModelSettings(name=str(tiny_model)),), port=0, runner="thread"))
 
 
-def test_a_fault_of_ours_at_the_start_is_told_and_ends_a_server_that_would_serve_nobody(
+def test_an_internal_error_at_startup_is_logged_and_ends_the_server(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of all tasks, this one's errors nobody would look at before the server ends."""
+    """Otherwise the exception of this task would be unnoticed until the server ends."""
 
-    async def broken(_: ModelRouter) -> None:
+    async def fail(_: ModelRouter) -> None:
         raise RuntimeError("of all things")
 
-    monkeypatch.setattr(ModelRouter, "preload_models", broken)
+    monkeypatch.setattr(ModelRouter, "preload_models", fail)
     monkeypatch.setattr("sys.setswitchinterval", lambda _: None)
     with pytest.raises(AppError, match="models could not be loaded: of all things"):
         serve(Settings(models=(ModelSettings(name=str(tiny_model)),), port=0, runner="thread"))
-    assert "in broken" in caplog.text
+    assert "in fail" in caplog.text
 
 
-def test_a_context_beyond_the_models_is_told_to_be_less(tiny_model: Path) -> None:
-    with run_server(str(tiny_model), "--context", "9999") as running:
-        assert running.wait_until_ready().status()["ContextLength"] == 4096
-    assert "--context 9999 exceeds the context length of tiny, which is 4096" in running.log_text()
+def test_a_context_beyond_that_of_the_model_is_reduced_with_a_warning(tiny_model: Path) -> None:
+    with run_server(str(tiny_model), "--context", "9999") as running_server:
+        assert running_server.wait_until_ready().status()["ContextLength"] == 4096
+    assert (
+        "--context 9999 exceeds the context length of tiny, which is 4096"
+        in running_server.log_text()
+    )
 
 
 CHAT = b'{"model":"tiny","max_tokens":2,"messages":'
 
-BAD: list[tuple[str, bytes, int, str | None]] = [
+INVALID_REQUESTS: list[tuple[str, bytes, int, str | None]] = [
     ("malformed", CHAT, 400, None),
     ("not a number", CHAT + b'[{"role":"user","content":"x"}],"temperature":NaN}', 400, None),
     ("half a surrogate", CHAT + b'[{"role":"user","content":"\\ud800"}]}', 400, None),
@@ -485,9 +497,11 @@ BAD: list[tuple[str, bytes, int, str | None]] = [
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "code"), [case[1:] for case in BAD], ids=[case[0] for case in BAD]
+    ("body", "status", "code"),
+    [case[1:] for case in INVALID_REQUESTS],
+    ids=[case[0] for case in INVALID_REQUESTS],
 )
-def test_bad_input_gets_an_error_object_and_harms_nobody(
+def test_invalid_requests_get_an_error_object_and_affect_no_others(
     server: ServerProcess, body: bytes, status: int, code: str | None
 ) -> None:
     path = "completions" if b'"prompt"' in body else "chat/completions"
@@ -502,23 +516,23 @@ def test_bad_input_gets_an_error_object_and_harms_nobody(
     assert complete(server, "fine", max_tokens=2)["usage"]["completion_tokens"] == 2
 
 
-def test_garbage_on_the_wire_harms_nobody(server: ServerProcess) -> None:
+def test_garbage_on_the_wire_affects_no_other_requests(server: ServerProcess) -> None:
     for garbage in (
         b"\x00" * 4096,
         b"GET / HTTP/9.9\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\n",
     ):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT) as line:
-            line.sendall(garbage)
+        with socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT) as connection:
+            connection.sendall(garbage)
     assert complete(server, "still there")["choices"][0]["finish_reason"]
 
 
 def test_a_broken_folder_gives_one_line_and_status_1(tmp_path: Path) -> None:
     folder = tiny.write(tmp_path / "broken")
     (folder / "model.safetensors").write_bytes(b"garbage")
-    running = ServerProcess([str(folder)])
-    running.process.wait(TIMEOUT)
-    assert running.stop() == 1
-    assert running.log[-1].startswith("mlxrunner: ")
-    assert "is not a valid safetensors file" in running.log[-1]
-    assert "Traceback" not in running.log_text()
+    running_server = ServerProcess([str(folder)])
+    running_server.process.wait(TIMEOUT)
+    assert running_server.stop() == 1
+    assert running_server.log[-1].startswith("mlxrunner: ")
+    assert "is not a valid safetensors file" in running_server.log[-1]
+    assert "Traceback" not in running_server.log_text()

@@ -1,7 +1,7 @@
-"""Engines that take their time, so that a test can act while they work on a known request.
+"""Slow engines, so that a test can act while they work on a known request.
 
-For answers that have to be running at some moment and have to end afterwards; one that may run for
-ever needs no throttle but `tiny.UNENDING`.
+For requests that must be running at some moment and must end afterwards; requests that may run
+forever need no throttle, but `tiny.UNENDING`.
 """
 
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.server_process import ROOT
 
-# Seconds for a step of a throttled engine: 900 tokens take longer than any test waits.
+# Seconds per step of a throttled engine: 900 tokens take longer than the timeout of any test.
 STEP_SECONDS = 0.1
 
 _SITECUSTOMIZE = """
@@ -28,14 +28,15 @@ Loop.step = throttled
 
 
 class Throttle:
-    """Engines in processes that are started with `variables` are slow while this is on."""
+    """Engines in processes with `variables` in their environment are slow while the throttle is
+    on."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
         self._file = folder / "on"
-        planted = _SITECUSTOMIZE.format(file=str(self._file), seconds=STEP_SECONDS)
-        (folder / "sitecustomize.py").write_text(planted)
-        # what is planted imports our package, which may be installed from other sources than these
+        code = _SITECUSTOMIZE.format(file=str(self._file), seconds=STEP_SECONDS)
+        (folder / "sitecustomize.py").write_text(code)
+        # sitecustomize imports our package, which may be installed from other sources than these
         self.variables = {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
 
     def on(self) -> "Throttle":

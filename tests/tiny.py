@@ -1,7 +1,7 @@
-"""A model folder small enough to make in milliseconds: two layers, random weights from a seed.
+"""A model folder that is written in milliseconds: two layers, random weights from a seed.
 
-The tokenizer is byte-level, so any text goes in and comes out: ids 0 to 255 are bytes, then come
-the special tokens. Logits are spread widely, so that near-ties are rare.
+The tokenizer is byte-level, so any text can be encoded and decoded: ids 0 to 255 are bytes, then
+come the special tokens. Logits are spread widely, so that near-ties are rare.
 """
 
 import json
@@ -18,11 +18,11 @@ from models import llama
 BOS, END = 256, 257
 VOCAB = 258
 
-# Positions of a context that no engine fills while a test runs: reading the keys and values of that
-# many tokens, one token after the other, takes minutes at any memory bandwidth.
+# Positions of a context that no engine fills during a test: attention over that many tokens, one
+# token after the other, takes minutes at any memory bandwidth.
 LONG = 1 << 20
 
-# Fields of a completion that never ends by itself in a context of `LONG`.
+# Fields of a completion that is endless in a context of `LONG`.
 UNENDING: dict[str, Any] = {"max_tokens": LONG // 2, "logit_bias": {str(END): -100}}
 
 CHAT_TEMPLATE = (
@@ -49,29 +49,29 @@ def weights(config: dict[str, Any] = CONFIG, seed: int = 0) -> dict[str, mx.arra
     """Every tensor that the Llama of `config` needs, by name, drawn from `seed`."""
     rng = np.random.default_rng(seed)
     shapes: Any = tree_flatten(llama.Model(llama.Config.from_dict(config)).parameters())
-    drawn: dict[str, mx.array] = {}
+    tensors: dict[str, mx.array] = {}
     for name, array in shapes:
         scale = 4.0 if "lm_head" in name else 1.0
         values = rng.standard_normal(array.shape) * scale / np.sqrt(array.shape[-1])
         if name.endswith("norm.weight"):
             values = 1 + 0.1 * rng.standard_normal(array.shape)
-        drawn[name] = mx.array(values.astype(np.float32))
-    return drawn
+        tensors[name] = mx.array(values.astype(np.float32))
+    return tensors
 
 
 def tokenizer() -> Tokenizer:
-    """One token a byte; <s> and </s> behind."""
+    """One token per byte, followed by <s> and </s>."""
     # byte-level BPE writes bytes as printable characters; the alphabet lists them
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
-    made = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
-    return made
+    byte_level = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    byte_level.decoder = decoders.ByteLevel()
+    byte_level.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
+    return byte_level
 
 
 def _byte_of(character: str) -> int:
-    """GPT-2's map: printable Latin-1 stands for itself, the rest are moved behind U+0100."""
+    """GPT-2's map: printable Latin-1 is unchanged, other bytes are mapped to U+0100 and above."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     if ord(character) in printable:
         return ord(character)
@@ -85,8 +85,12 @@ def write(folder: Path, *, seed: int = 0, chat: bool = True, **changes: Any) -> 
     (folder / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(folder / "model.safetensors"), weights(config, seed))
     tokenizer().save(str(folder / "tokenizer.json"))
-    described: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False}
+    tokenizer_config: dict[str, Any] = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "add_bos_token": False,
+    }
     if chat:
-        described["chat_template"] = CHAT_TEMPLATE
-    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+        tokenizer_config["chat_template"] = CHAT_TEMPLATE
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     return folder

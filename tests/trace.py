@@ -1,4 +1,4 @@
-"""`make trace`: which of our files a streamed chat request runs through, and what each token costs.
+"""`make trace`: the files of ours that a streamed chat request uses, and the cost of each token.
 
 The built-in model in this process (`--runner thread`), the second request of a connection, 16
 streamed tokens, no tools. Every call of a Python function of ours is recorded with `sys.setprofile`
@@ -22,12 +22,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 OURS = (f"{ROOT}/app/", f"{ROOT}/models/")
 NUM_TOKENS = 16
-# tokens whose work is counted: the first ones share their turn of the loop with the prompt
+# tokens whose calls are counted: the first ones share a turn of the loop with the prompt
 STEADY = range(4, NUM_TOKENS - 2)
 
 
 class Recorder:
-    """Calls of functions of ours, by thread and by the number of tokens sent before."""
+    """Records calls of our functions, by thread and by the number of tokens sent before."""
 
     def __init__(self) -> None:
         self.on = False
@@ -38,15 +38,16 @@ class Recorder:
         self.created: dict[str, list[tuple[int, str]]] = {"task": [], "timer": []}
 
     def record_idle(self, seconds: float) -> None:
-        """What runs while there is no request, such as the watchdog, is not part of one."""
+        """Records the calls of an idle server, such as the watchdog's, which are not part of a
+        request."""
         self.on = True
         time.sleep(seconds)
         self.on = False
         self.idle = set().union(*self.calls.values())
-        self.idle_created = {where for made in self.created.values() for _, where in made}
+        self.idle_created = {where for created_ in self.created.values() for _, where in created_}
         self.calls.clear()
-        for made in self.created.values():
-            made.clear()
+        for created_ in self.created.values():
+            created_.clear()
 
     def profile(self, frame: FrameType, event: str, _: object) -> None:
         if self.on and event == "call":
@@ -55,10 +56,10 @@ class Recorder:
                 self.calls[threading.get_ident(), self.num_sent].add(code)
 
     def count(self, kind: str, create: Callable[..., Any]) -> Callable[..., Any]:
-        """`create` as it was, with a record of calls that our code makes."""
+        """`create`, with a record of the calls by our code."""
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            # through asyncio's own functions to whoever called them
+        def counting_create(*args: Any, **kwargs: Any) -> Any:
+            # skip asyncio's own functions, to find their caller
             frame: FrameType | None = sys._getframe(1)
             while frame is not None and "/asyncio/" in frame.f_code.co_filename:
                 frame = frame.f_back
@@ -67,10 +68,10 @@ class Recorder:
                 self.created[kind].append((self.num_sent, where))
             return create(*args, **kwargs)
 
-        return counted
+        return counting_create
 
 
-def ask(connection: http.client.HTTPConnection, recorder: Recorder | None = None) -> None:
+def send_chat(connection: http.client.HTTPConnection, recorder: Recorder | None = None) -> None:
     connection.request("GET", "/v1/models")
     model = json.load(connection.getresponse())["data"][0]["id"]
     question = {
@@ -96,20 +97,20 @@ def report(recorder: Recorder, loop_thread: int) -> str:
     def files(codes: set[CodeType]) -> set[str]:
         return {str(Path(code.co_filename).relative_to(ROOT)) for code in codes}
 
-    everything = set().union(*recorder.calls.values()) - recorder.idle
+    all_functions = set().union(*recorder.calls.values()) - recorder.idle
     per_token: dict[bool, set[str]] = {}
     for is_loop in (True, False):
         tokens: dict[int, set[str]] = defaultdict(set)
         for (thread, token), codes in recorder.calls.items():
             if token in STEADY and (thread == loop_thread) == is_loop:
                 tokens[token] |= files(codes - recorder.idle)
-        # those of most tokens: what happens once in a while costs no token anything
+        # files of most tokens: rare calls do not count
         counts = Counter(chain.from_iterable(tokens.values()))
         per_token[is_loop] = {name for name, count in counts.items() if 2 * count > len(STEADY)}
     lines = [
-        f"files of ours for the whole request: {len(files(everything))}, "
-        f"with {len(everything)} functions",
-        *(f"    {name}" for name in sorted(files(everything))),
+        f"files of ours for the whole request: {len(files(all_functions))}, "
+        f"with {len(all_functions)} functions",
+        *(f"    {name}" for name in sorted(files(all_functions))),
         f"files per token on the event loop: {len(per_token[True])}",
         *(f"    {name}" for name in sorted(per_token[True])),
         f"files per token on other threads: {len(per_token[False])}",
@@ -135,10 +136,10 @@ def main() -> None:
     from app.cli import main as run_cli
     from app.http.uvicorn_server import UvicornServer
 
-    started = UvicornServer.startup
+    original_startup = UvicornServer.startup
 
     async def startup(self: UvicornServer, *args: Any, **kwargs: Any) -> None:
-        await started(self, *args, **kwargs)
+        await original_startup(self, *args, **kwargs)
         port = self.servers[0].sockets[0].getsockname()[1]
         client = threading.Thread(target=drive, args=(port, self))
         threading.setprofile(None)
@@ -147,8 +148,8 @@ def main() -> None:
 
     def drive(port: int, server: UvicornServer) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", port)
-        ask(connection)
-        ask(connection, recorder)
+        send_chat(connection)
+        send_chat(connection, recorder)
         print(report(recorder, loop_thread), flush=True)
         server.should_exit = True
 

@@ -1,9 +1,9 @@
-"""`make wheel`: a wheel with the CPU kernels in it, for Linux machines that have no compiler.
+"""`make wheel`: a wheel with the CPU kernels, for Linux machines without a compiler.
 
-The wheel is built from an sdist, so that both are known to be whole, and gets the tag of the oldest
-Linux on which MLX's own wheel runs: an older one would promise what MLX cannot keep, and auditwheel
-refuses it where our library asks for more. Then it is installed, with what it needs, into an
-environment that has no compiler on its PATH, and multiplies there.
+The wheel is built from an sdist, which tests both, and gets the tag of the oldest Linux on which
+MLX's own wheel runs: MLX would not run on an older one. auditwheel rejects the tag if our library
+needs a newer Linux. Then the wheel is installed, with its dependencies, into an environment without
+a compiler on its PATH, and multiplies matrices.
 """
 
 import importlib.metadata
@@ -32,33 +32,33 @@ from models import cpu_backend, kernels
 
 import mlx.core as mx
 
-told = kernels.describe()
-assert told.enabled, told.why
+kernel_info = kernels.describe()
+assert kernel_info.enabled, kernel_info.why
 assert cpu_backend.ACTIVE.blas, cpu_backend.ACTIVE.why
 assert not any(map(shutil.which, ["cc", "c++", "gcc", "g++", "clang"]))
 weight = mx.random.randint(-8, 8, (96, 256)).astype(mx.float32)
 x = mx.random.randint(-8, 8, (5, 256)).astype(mx.float32)
 ops = kernels.ops()
 for kind in (mx.float32, mx.bfloat16, mx.float16):
-    assert mx.array_equal(ops.Product(ops.strips(weight.astype(kind)))(x), x @ weight.T), kind
+    assert mx.array_equal(ops.Matmul(ops.repack(weight.astype(kind)))(x), x @ weight.T), kind
 for bits in (4, 8):
     packed = mx.quantize(weight, group_size=64, bits=bits)
-    laid = ops.strips(packed[0], bits), ops.strips(packed[1]), ops.strips(packed[2])
-    ours = ops.Product(*laid, group_size=64, bits=bits)(x)
+    laid = ops.repack(packed[0], bits), ops.repack(packed[1]), ops.repack(packed[2])
+    ours = ops.Matmul(*laid, group_size=64, bits=bits)(x)
     theirs = mx.quantized_matmul(x, *packed, group_size=64, bits=bits)
     assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-2), bits
 blas = cpu_backend.ACTIVE.blas
-print(f"there: {told.isa}, {told.threads} threads, BLAS {blas}; products as MLX's")
+print(f"kernels: {kernel_info.isa}, {kernel_info.threads} threads, BLAS {blas}")
 """
 
 
 class WheelError(Exception):
-    """A wheel that must not be given to anybody."""
+    """A wheel that must not be published."""
 
 
 def run(*command: str | Path, **options) -> None:
-    """Quiet unless it fails."""
-    done = subprocess.run(
+    """Run a command; its output is shown only if it fails."""
+    process = subprocess.run(
         [str(word) for word in command],
         check=False,
         text=True,
@@ -66,12 +66,12 @@ def run(*command: str | Path, **options) -> None:
         stderr=subprocess.STDOUT,
         **options,
     )
-    if done.returncode:
-        raise WheelError(f"{' '.join(map(str, command))}\n{done.stdout}")
+    if process.returncode:
+        raise WheelError(f"{' '.join(map(str, command))}\n{process.stdout}")
 
 
 def build_wheel(folder: Path) -> Path:
-    """A wheel for this machine, made from an sdist."""
+    """Build a wheel for this machine, from an sdist."""
     hook = (
         "import sys; sys.path.insert(0, 'deploy/wheel'); from backend import build_sdist as build"
     )
@@ -92,50 +92,50 @@ def build_wheel(folder: Path) -> Path:
 
 
 def manylinux_tag() -> str:
-    """Where MLX's own library runs: manylinux_2_35_x86_64 and the like."""
-    told = importlib.metadata.distribution("mlx-cpu").read_text("WHEEL") or ""
-    tags = re.findall(r"^Tag: .*-(manylinux_\d+_\d+_\w+)$", told, re.MULTILINE)
+    """The tag of MLX's own library, for example manylinux_2_35_x86_64."""
+    metadata = importlib.metadata.distribution("mlx-cpu").read_text("WHEEL") or ""
+    tags = re.findall(r"^Tag: .*-(manylinux_\d+_\d+_\w+)$", metadata, re.MULTILINE)
     if not tags:
         raise WheelError("the mlx-cpu wheel has no manylinux tag")
     return tags[0]
 
 
 def tag_wheel(wheel: Path, tag: str) -> Path:
-    """In dist, under the tag, if its libraries keep what that promises. libmlx.so is not ours to
-    bring: it is found beside us."""
-    made = DIST / re.sub(r"-linux_\w+[.]whl$", f"-{tag}.whl", wheel.name)
-    made.unlink(missing_ok=True)
+    """Write the wheel to dist with the tag, if its libraries are compatible with it. libmlx.so is
+    not included: MLX's own wheel has it."""
+    tagged_wheel = DIST / re.sub(r"-linux_\w+[.]whl$", f"-{tag}.whl", wheel.name)
+    tagged_wheel.unlink(missing_ok=True)
     run(
         *(BIN / "auditwheel", "repair", "--plat", tag, "--only-plat"),
         *("--exclude", "libmlx.so", "--wheel-dir", DIST, wheel),
         env={**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"},
     )
-    assert made.is_file()
-    return made
+    assert tagged_wheel.is_file()
+    return tagged_wheel
 
 
 def install_and_check(wheel: Path, folder: Path) -> str:
-    """Installs it as anybody would, and lets it multiply. Returns what it says of itself."""
-    place = folder / "environment"
-    venv.create(place, with_pip=True)
-    python = place / "bin/python"
-    around = {**os.environ, "PATH": str(place / "bin")}
+    """Install the wheel as a user would, and run the check script. Returns its output."""
+    environment = folder / "environment"
+    venv.create(environment, with_pip=True)
+    python = environment / "bin/python"
+    variables = {**os.environ, "PATH": str(environment / "bin")}
     run(
         *(python, "-m", "pip", "install", "--only-binary=:all:", f"{wheel}[cpu]"),
         cwd=folder,
-        env=around,
+        env=variables,
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [python, "-c", CHECK_SCRIPT],
         cwd=folder,
-        env=around,
+        env=variables,
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode:
-        raise WheelError(done.stderr)
-    return done.stdout.strip()
+    if process.returncode:
+        raise WheelError(process.stderr)
+    return process.stdout.strip()
 
 
 def main() -> int:
@@ -144,12 +144,13 @@ def main() -> int:
             folder = Path(name)
             wheel = build_wheel(folder)
             print(f"built from an sdist: {wheel.name}", flush=True)
-            made = tag_wheel(wheel, manylinux_tag())
+            tagged_wheel = tag_wheel(wheel, manylinux_tag())
             print(
-                f"tagged: {made.relative_to(ROOT)}, {made.stat().st_size / 2**20:.1f} MiB",
+                f"tagged: {tagged_wheel.relative_to(ROOT)}, "
+                f"{tagged_wheel.stat().st_size / 2**20:.1f} MiB",
                 flush=True,
             )
-            print(install_and_check(made, folder), flush=True)
+            print(install_and_check(tagged_wheel, folder), flush=True)
     except WheelError as error:
         print(error, file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""Calling an ASGI application: as a raw conversation, whole, or over a real socket."""
+"""Clients of an ASGI application: message by message, one request at once, or over a socket."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from tests.fakes import FakeGenerate, build_fake_app
 
 @dataclass
 class Reply:
-    """An HTTP reply as it lay on the wire."""
+    """An HTTP reply as it was on the wire."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict[str, str])
@@ -36,8 +36,8 @@ Message = MutableMapping[str, Any]
 
 
 class Conversation:
-    """One request to an ASGI application, message by message, as a server would hold it. Without a
-    body, the test puts what comes into `incoming`."""
+    """One request to an ASGI application, message by message, in the role of the server. Without a
+    body, the test puts the request's messages into `incoming`."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Conversation:
         headers: dict[str, str] | None = None,
     ) -> None:
         path, _, query = path.partition("?")
-        sent = {"host": "127.0.0.1", "content-type": "application/json", **(headers or {})}
+        all_headers = {"host": "127.0.0.1", "content-type": "application/json", **(headers or {})}
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -59,14 +59,16 @@ class Conversation:
             "raw_path": path.encode(),
             "query_string": query.encode(),
             "root_path": "",
-            "headers": [(name.lower().encode(), value.encode()) for name, value in sent.items()],
+            "headers": [
+                (name.lower().encode(), value.encode()) for name, value in all_headers.items()
+            ],
             "server": ("127.0.0.1", 80),
             "client": ("127.0.0.1", 50000),
         }
         self.incoming: asyncio.Queue[Message] = asyncio.Queue()
         self.reply = Reply()
-        self.stalled = False  # a client that takes headers and then reads no more
-        self._news = asyncio.Condition()
+        self.stalled = False  # a client that reads the headers and nothing after them
+        self._changed = asyncio.Condition()
         if body is not None:
             self.incoming.put_nowait({"type": "http.request", "body": body, "more_body": False})
         self.task = asyncio.create_task(app(scope, self._receive, self._send))
@@ -79,7 +81,7 @@ class Conversation:
     async def _send(self, message: Message) -> None:
         if self.stalled and self.reply.status:
             await asyncio.get_running_loop().create_future()
-        async with self._news:
+        async with self._changed:
             if message["type"] == "http.response.start":
                 assert not self.reply.status, "two replies to one request"
                 self.reply.status = message["status"]
@@ -87,17 +89,17 @@ class Conversation:
             else:
                 self.reply.body += message.get("body", b"")
                 self.reply.complete = not message.get("more_body", False)
-            self._news.notify_all()
+            self._changed.notify_all()
         if self.reply.complete:
             self.incoming.put_nowait({"type": "http.disconnect"})
 
     async def until(self, condition: Callable[[Reply], bool]) -> Reply:
-        """Waits until what was sent so far fulfils the condition."""
-        async with asyncio.timeout(5), self._news:
-            await self._news.wait_for(lambda: condition(self.reply))
+        """Waits until the reply so far fulfils the condition."""
+        async with asyncio.timeout(5), self._changed:
+            await self._changed.wait_for(lambda: condition(self.reply))
         return self.reply
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         self.incoming.put_nowait({"type": "http.disconnect"})
 
     async def end(self) -> Reply:
@@ -107,7 +109,7 @@ class Conversation:
         return self.reply
 
 
-def ask(
+def send_request(
     generate: FakeGenerate,
     method: str,
     path: str,
@@ -115,21 +117,21 @@ def ask(
     headers: dict[str, str] | None = None,
     **settings: Any,
 ) -> Reply:
-    """One request to an application of its own, which is held to leave no task behind. The body
-    is JSON unless it is bytes."""
+    """One request to an application of its own, which must leave no task behind. The body is sent
+    as JSON unless it is bytes."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
 
     async def run() -> Reply:
         app = build_fake_app(generate, Settings(**settings))
         reply = await Conversation(app, method, path, data, headers).end()
-        assert not leftovers()
+        assert not pending_tasks()
         return reply
 
     return asyncio.run(run())
 
 
-def leftovers() -> set[str]:
-    """Tasks that nobody has waited for. sse-starlette keeps one watcher per event loop."""
+def pending_tasks() -> set[str]:
+    """Names of the tasks that still run. sse-starlette keeps one watcher per event loop."""
     return {
         name
         for task in asyncio.all_tasks()
@@ -139,8 +141,8 @@ def leftovers() -> set[str]:
 
 
 @contextlib.contextmanager
-def serving(app: Any, **options: Any) -> Generator[str]:
-    """A real server on a free port, in a thread. Yields its address."""
+def serve_app(app: Any, **options: Any) -> Generator[str]:
+    """Run a real server on a free port, in a thread. Yields its address."""
     server = uvicorn.Server(
         uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=2, **options)
     )

@@ -1,11 +1,11 @@
-"""Fixtures of the tests of HTTP."""
+"""Fixtures of the API tests."""
 
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.api.asgi import ask
+from tests.api.asgi import send_request
 from tests.fakes import FakeGenerate
 
 TRANSCRIPTS = Path(__file__).parents[1] / "transcripts"
@@ -23,17 +23,18 @@ def generate() -> FakeGenerate:
 @pytest.fixture
 def call(generate: FakeGenerate):
     """call(method, path, body, headers, **settings) → Reply"""
-    return partial(ask, generate)
+    return partial(send_request, generate)
 
 
 @pytest.fixture
 def transcript(request: pytest.FixtureRequest):
-    """transcript(name, bytes): compares with tests/transcripts/name; --transcripts writes it."""
+    """transcript(name, bytes): compares with tests/transcripts/name, or writes that file with
+    --transcripts."""
 
-    def check(name: str, got: bytes) -> None:
+    def check(name: str, body: bytes) -> None:
         path = TRANSCRIPTS / name
         if request.config.getoption("--transcripts", default=False):
-            path.write_bytes(got)
-        assert path.read_bytes() == got
+            path.write_bytes(body)
+        assert path.read_bytes() == body
 
     return check

@@ -1,4 +1,4 @@
-"""openapi.yaml as a fuzzer needs it."""
+"""openapi.yaml, prepared for a fuzzer."""
 
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,17 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-# what holds for any model
+
+def is_no_server_error(context: Any, response: Any, case: Any) -> bool | None:
+    """schemathesis' own check, except for 501 where openapi.yaml documents it."""
+    if response.status_code == 501 and "501" in case.operation.definition.raw["responses"]:
+        return None
+    return not_a_server_error(context, response, case)
+
+
+# checks that pass with any model
 CHECKS = (
-    not_a_server_error,
+    is_no_server_error,
     status_code_conformance,
     content_type_conformance,
     response_headers_conformance,
@@ -25,10 +33,10 @@ CHECKS = (
     negative_data_rejection,
 )
 
-# Rules about several fields at once, which a schema could only tell by naming every combination;
-# the documents tell them in words. By what the refusal says.
+# Rules about several fields at once, which a schema could only express by listing every
+# combination; openapi.yaml describes them in words. Identified by a part of the error message.
 BETWEEN_FIELDS = (
-    "exclude each other",
+    "are mutually exclusive",
     "are aliases",
     "duplicates the field",
     "is only allowed with tools",
@@ -45,32 +53,42 @@ BETWEEN_FIELDS = (
     "must be a response to a preceding message",
     "not found in 'tool_calls' of previous message",
     "must be followed by tool messages",
-    # of responses: what is kept here, and what a server with other settings would do
+    # /v1/responses: stored responses, and settings of the server
     "was not found",
     "must contain at least one item for the model",
     "truncation cannot be",
+    # of Anthropic's messages
+    "must hold at least one message with content",
+    "must be followed by a user message with their tool_result blocks",
+    "requires a tool that the client can run",
+    "is a tool that Anthropic's servers run",
+    "keep one of them",
+    # of Ollama's API
+    "raw mode does not support",
+    "'from' or 'files' was specified",
 )
 
 
-# of one endpoint, and of another server's other endpoint
-OWN = {"echo", "best_of"}
+# fields of one endpoint here, and of another endpoint on other servers
+ENDPOINT_FIELDS = {"echo", "best_of"}
 
 
 def accepts_valid_requests(context: Any, response: Any, case: Any) -> bool | None:
-    """schemathesis' own check, but for requests that break one of those rules."""
+    """schemathesis' own check, except for requests that break one of these rules."""
     if response.status_code == 400:
-        message = response.json()["error"]["message"]
+        error = response.json()["error"]
+        message = error if isinstance(error, str) else error["message"]
         if any(rule in message for rule in BETWEEN_FIELDS):
             return None
     return positive_data_acceptance(context, response, case)
 
 
-# whether valid requests are accepted too depends on the model: on its context, for one
+# whether valid requests are accepted depends on the model as well, for example on its context
 ACCEPTING_CHECKS = (*CHECKS, accepts_valid_requests)
 
 
 def examples(count: int) -> hypothesis.settings:
-    """The same requests on every run, as many as that for each operation."""
+    """The same requests on every run, `count` for each operation."""
     return hypothesis.settings(
         max_examples=count,
         deadline=None,
@@ -85,18 +103,18 @@ def examples(count: int) -> hypothesis.settings:
 
 
 def document(model: str, vocab: int) -> Any:
-    """As it stands in the repository, but for what a schema cannot say or cannot know: which model
-    is served, how large its vocabulary is, and that a text is JSON."""
+    """openapi.yaml with facts that a schema cannot express or does not know: the served model, the
+    size of its vocabulary, and which strings are JSON."""
     text = (Path(__file__).parents[2] / "openapi.yaml").read_text("utf-8")
-    read = yaml.safe_load(text)
-    schemas = read["components"]["schemas"]
+    spec = yaml.safe_load(text)
+    schemas = spec["components"]["schemas"]
     schemas["ModelId"]["enum"] = [model]
     schemas["TokenIds"]["items"]["maximum"] = vocab - 1
     schemas["ToolCall"]["properties"]["function"]["properties"]["arguments"]["enum"] = ["", "{}"]
     schemas["FunctionCallItem"]["properties"]["arguments"]["enum"] = ["", "{}"]
     schemas["GuidedJson"]["anyOf"][1]["enum"] = ["{}"]
     schemas["StructuredOutputs"]["properties"]["json"]["anyOf"][1]["enum"] = ["{}"]
-    # so that choices meet tools, and formats do not always meet each other
+    # so that tool choices name existing tools, and not every request has conflicting formats
     schemas["FunctionName"]["enum"] = ["f", "math.add"]
     chat, completion = (schemas[f"{kind}Request"] for kind in ("ChatCompletion", "Completion"))
     for name in ("guided_json", "guided_regex", "guided_grammar", "response_format"):
@@ -105,12 +123,12 @@ def document(model: str, vocab: int) -> Any:
         del chat["properties"][name]
     for name in ("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget_tokens"):
         del chat["properties"][name]
-    completion["properties"]["max_tokens"]["minimum"] = 1  # 0 is for those who echo
-    # tests/api/openai/test_compat_fields.py tries each of these; here they would be most of every
-    # request
-    others = {name for group in read["x-fields-of-other-servers"].values() for name in group}
+    completion["properties"]["max_tokens"]["minimum"] = 1  # 0 needs echo
+    # tests/api/openai/test_compat_fields.py tests each of these; with them, they would be most of
+    # every request
+    others = {name for group in spec["x-fields-of-other-servers"].values() for name in group}
     for kind in ("ChatCompletion", "Completion", "Response", "Embedding"):
         properties = schemas[f"{kind}Request"]["properties"]
-        for name in others - {"priority", "skip_special_tokens", "mirostat_tau"} - OWN:
+        for name in others - {"priority", "skip_special_tokens", "mirostat_tau"} - ENDPOINT_FIELDS:
             properties.pop(name, None)
-    return read
+    return spec

@@ -1,4 +1,4 @@
-"""What a stream said, put together again as OpenAI's SDK does it."""
+"""Decode streams and join their deltas, as OpenAI's SDK does."""
 
 import json
 from collections.abc import Sequence
@@ -8,22 +8,22 @@ from app.api.openai.output import ChunkEncoder
 from app.core.events import OutputEvent
 
 
-def chunks(writer: ChunkEncoder, events: Sequence[OutputEvent]) -> list[Any]:
-    """The payloads of a stream that ends as it should."""
-    told = b"".join(map(writer.feed, events)) + writer.end()
-    frames = told.decode().split("\n\n")
+def chunks(encoder: ChunkEncoder, events: Sequence[OutputEvent]) -> list[Any]:
+    """The payloads of a stream that ends properly."""
+    body = b"".join(map(encoder.feed, events)) + encoder.end()
+    frames = body.decode().split("\n\n")
     assert frames[-2:] == ["data: [DONE]", ""]
     return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
 
 
 def choices(payloads: Sequence[Any], index: int | None = None) -> list[Any]:
-    """The pieces of all choices, or of one, in the order in which they came."""
-    said = [choice for payload in payloads for choice in payload["choices"]]
-    return said if index is None else [choice for choice in said if choice["index"] == index]
+    """The deltas of all choices, or of one, in order."""
+    found = [choice for payload in payloads for choice in payload["choices"]]
+    return found if index is None else [choice for choice in found if choice["index"] == index]
 
 
 def message(pieces: Sequence[Any]) -> dict[str, Any]:
-    """The message that the deltas of one choice come to."""
+    """The message that the deltas of one choice add up to."""
     message: dict[str, Any] = {}
     for delta in (piece["delta"] for piece in pieces):
         for name, value in delta.items():

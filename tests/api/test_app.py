@@ -1,4 +1,4 @@
-"""What surrounds the routes: unknown paths, wrong methods, faults of ours, other origins, names."""
+"""Around the routes: unknown paths, wrong methods, internal errors, CORS, request ids."""
 
 import asyncio
 import json
@@ -9,14 +9,14 @@ import pytest
 
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
-from tests.api.asgi import Conversation, Reply, ask
+from tests.api.asgi import Conversation, Reply, send_request
 from tests.fakes import FakeGenerate, build_fake_app
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/nonsense", "/docs", CHAT + "/"])
+@pytest.mark.parametrize("path", ["/v0", "/v1", "/v1/nonsense", "/docs", CHAT + "/"])
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_an_unknown_path_is_not_found(call: Any, method: str, path: str):
     reply = call(method, path)
@@ -26,7 +26,7 @@ def test_an_unknown_path_is_not_found(call: Any, method: str, path: str):
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "allowed"),
+    ("method", "path", "expected"),
     [
         ("GET", CHAT, "POST"),
         ("PUT", "/v1/completions", "POST"),
@@ -37,14 +37,14 @@ def test_an_unknown_path_is_not_found(call: Any, method: str, path: str):
         ("GET", "/completion", "POST"),
     ],
 )
-def test_a_wrong_method_is_told_the_right_one(call: Any, method: str, path: str, allowed: str):
+def test_a_wrong_method_gets_the_allowed_ones(call: Any, method: str, path: str, expected: str):
     reply = call(method, path)
     assert reply.status == 405
-    assert reply.headers["allow"] == allowed
+    assert reply.headers["allow"] == expected
     assert reply.error["code"] == "method_not_supported"
 
 
-def test_models_are_listed_and_found_by_an_id_with_a_slash(call: Any):
+def test_models_are_listed_and_found_by_ids_with_slashes(call: Any):
     listed = call("GET", "/v1/models").json
     assert listed["object"] == "list"
     (model,) = listed["data"]
@@ -64,7 +64,7 @@ def test_models_are_listed_and_found_by_an_id_with_a_slash(call: Any):
     assert call("GET", "/v1/models/fake/model").json == model
 
 
-def test_what_was_installed_meanwhile_is_looked_for(call: Any, generate: FakeGenerate):
+def test_models_are_rescanned_for_unknown_names(call: Any, generate: FakeGenerate):
     for method, path, body in [
         ("GET", "/v1/models", None),
         ("GET", "/v1/models/a/b", None),
@@ -85,7 +85,7 @@ def test_a_model_that_is_not_served_is_not_found(call: Any, name: str):
     assert len(reply.error["message"]) < 400
 
 
-def test_a_fault_of_ours_has_a_reply_without_details():
+def test_an_internal_error_gets_a_reply_without_details():
     async def run() -> Reply:
         generate = FakeGenerate(open_error=KeyError("secret"))
         body = json.dumps({"model": "fake/model", "messages": HI}).encode()
@@ -125,7 +125,7 @@ def preflight(call: Any, origin: str, more: str = "", **settings: Any) -> Reply:
 @pytest.mark.parametrize(
     "origin", ["http://localhost:3000", "https://127.0.0.1", "http://[::1]:8080"]
 )
-def test_pages_of_this_machine_may_call(call: Any, origin: str):
+def test_local_origins_are_allowed(call: Any, origin: str):
     reply = preflight(call, origin)
     assert reply.status == 200
     assert reply.headers["access-control-allow-origin"] == origin
@@ -138,17 +138,17 @@ def test_pages_of_this_machine_may_call(call: Any, origin: str):
 @pytest.mark.parametrize(
     "origin", ["http://evil.example", "http://localhost.evil.example", "null", "file://"]
 )
-def test_pages_from_elsewhere_may_not(call: Any, origin: str):
+def test_other_origins_are_rejected(call: Any, origin: str):
     assert preflight(call, origin).status == 400
     assert "access-control-allow-origin" not in preflight(call, origin).headers
 
 
-def test_further_origins_can_be_let_in(call: Any):
+def test_more_origins_can_be_allowed(call: Any):
     origin = "https://chat.example"
     assert preflight(call, origin, cors_origins=(origin,)).status == 200
 
 
-def test_errors_reach_pages_that_may_call(call: Any):
+def test_errors_have_cors_headers(call: Any):
     reply = call("POST", CHAT, {}, {"origin": "http://localhost:3000"})
     assert reply.status == 400
     assert reply.headers["access-control-allow-origin"] == "http://localhost:3000"
@@ -170,7 +170,7 @@ def test_errors_reach_pages_that_may_call(call: Any):
         ("POST", "/completion", {"prompt": "hi"}, 200),
     ],
 )
-def test_every_answer_has_a_name(call: Any, method: str, path: str, body: Any, status: int):
+def test_every_response_has_a_request_id(call: Any, method: str, path: str, body: Any, status: int):
     replies = [call(method, path, body) for _ in range(2)]
     assert [reply.status for reply in replies] == [status] * 2
     first, second = (reply.headers["x-request-id"] for reply in replies)
@@ -178,19 +178,19 @@ def test_every_answer_has_a_name(call: Any, method: str, path: str, body: Any, s
     assert first != second
 
 
-def test_a_request_may_bring_its_name(call: Any):
+def test_a_request_may_have_a_request_id(call: Any):
     for name in ("my-request/7", "x" * 128):
         reply = call("GET", "/nowhere", None, {"X-Request-ID": name})
         assert reply.headers["x-request-id"] == name
 
 
 @pytest.mark.parametrize("name", ["", "two words", "x" * 129, "é", "a\tb", "a\x7f"])
-def test_a_name_that_cannot_be_repeated_is_replaced(call: Any, name: str):
+def test_an_invalid_request_id_is_replaced(call: Any, name: str):
     reply = call("GET", "/health", None, {"X-Request-ID": name})
     assert reply.headers["x-request-id"].startswith("req_")
 
 
-def test_a_fault_of_ours_is_named_in_the_log_and_reaches_pages_that_may_call(
+def test_an_internal_error_is_logged_and_has_cors_headers(
     caplog: pytest.LogCaptureFixture,
 ):
     async def run() -> Reply:
@@ -214,17 +214,17 @@ def test_a_fault_of_ours_is_named_in_the_log_and_reaches_pages_that_may_call(
     ("kind", "logged"),
     [(ErrorKind.ENGINE, 1), (ErrorKind.LOADING, 0), (ErrorKind.BUSY, 0), (ErrorKind.INVALID, 0)],
 )
-def test_only_what_somebody_should_look_into_is_logged(
+def test_only_errors_of_the_engine_are_logged(
     kind: ErrorKind, logged: int, caplog: pytest.LogCaptureFixture
 ):
     generate = FakeGenerate(open_error=AppError(kind, "what"))
-    reply = ask(generate, "POST", CHAT, {"model": "fake/model", "messages": HI})
+    reply = send_request(generate, "POST", CHAT, {"model": "fake/model", "messages": HI})
     assert reply.status >= 400
     assert len(caplog.messages) == logged
 
 
-def test_pages_may_read_the_name_and_when_to_ask_again(call: Any):
+def test_cors_exposes_the_request_id_and_retry_after(call: Any):
     reply = call("GET", "/health", None, {"origin": "http://localhost:3000"})
-    told = reply.headers["access-control-expose-headers"].lower().split(", ")
-    assert told == ["x-request-id", "retry-after"]
+    exposed = reply.headers["access-control-expose-headers"].lower().split(", ")
+    assert exposed == ["x-request-id", "retry-after"]
     assert preflight(call, "http://localhost:3000", more=",x-request-id").status == 200

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: what clients may send, what they get, and that leaving cancels."""
+"""POST /v1/embeddings: requests, responses, and that a disconnect cancels."""
 
 import asyncio
 import base64
@@ -17,7 +17,7 @@ from app.core.embeddings import Embeddings, EmbedInput, EmbedRequest
 from app.core.errors import AppError, ErrorKind
 from app.core.ports import ResolvedModel
 from app.core.settings import Settings
-from tests.api.asgi import Conversation, Reply, ask, serving
+from tests.api.asgi import Conversation, Reply, send_request, serve_app
 from tests.fakes import CARD, FakeGenerate, build_fake_app
 
 Call = Callable[..., Reply]
@@ -27,7 +27,7 @@ def body(value: Any = "hello", **fields: Any) -> dict[str, Any]:
     return {"model": CARD.id, "input": value, **fields}
 
 
-def understood(value: Any = "hello", **fields: Any) -> EmbedRequest:
+def parse(value: Any = "hello", **fields: Any) -> EmbedRequest:
     return parse_embeddings(body(value, **fields), CARD.id).request
 
 
@@ -36,7 +36,7 @@ def contents(request: EmbedRequest) -> list[tuple[Any, str]]:
 
 
 @pytest.mark.parametrize(
-    ("value", "wanted"),
+    ("value", "expected"),
     [
         ("a text", [("a text", "input")]),
         ([1, 2, 3.0], [((1, 2, 3), "input")]),
@@ -45,20 +45,20 @@ def contents(request: EmbedRequest) -> list[tuple[Any, str]]:
         (["a", [7]], [("a", "input.0"), ((7,), "input.1")]),
     ],
 )
-def test_every_form_of_input_is_understood(value: Any, wanted: Any):
-    assert contents(understood(value)) == wanted
+def test_every_form_of_input_is_parsed(value: Any, expected: Any):
+    assert contents(parse(value)) == expected
 
 
-def test_what_is_not_said_is_left_to_the_model():
+def test_unset_fields_are_left_to_the_model():
     for request in (
-        understood(),
-        understood(pooling=None, dimensions=None, encoding_format=None, user=None),
+        parse(),
+        parse(pooling=None, dimensions=None, encoding_format=None, user=None),
     ):
         assert request == EmbedRequest(
             model=CARD.id, inputs=(EmbedInput(content="hello", param="input"),)
         )
-    asked = understood(pooling="last", dimensions=3, user="me")
-    assert (asked.pooling, asked.dimensions) == ("last", 3)
+    request = parse(pooling="last", dimensions=3, user="me")
+    assert (request.pooling, request.dimensions) == ("last", 3)
 
 
 @pytest.mark.parametrize(
@@ -86,12 +86,12 @@ def test_what_is_not_said_is_left_to_the_model():
         ({"model": None}, "model"),
     ],
 )
-def test_what_is_wrong_is_named(call: Call, changes: dict[str, Any], param: str):
+def test_an_invalid_field_is_named(call: Call, changes: dict[str, Any], param: str):
     reply = call("POST", "/v1/embeddings", {**body(), **changes})
     assert (reply.status, reply.error["param"]) == (400, param)
 
 
-def test_as_many_inputs_as_openai_takes_are_taken(call: Call):
+def test_the_number_of_inputs_is_limited_as_at_openai(call: Call):
     reply = call("POST", "/v1/embeddings", body(["a"] * 2048))
     assert [one["index"] for one in reply.json["data"]] == list(range(2048))
 
@@ -101,7 +101,7 @@ def test_an_unknown_model_is_not_found(call: Call):
     assert (reply.status, reply.error["code"]) == (404, "model_not_found")
 
 
-def test_the_answer_is_openais(call: Call):
+def test_the_response_has_openais_format(call: Call):
     reply = call("POST", "/v1/embeddings", body(["ab", "abc"]))
     assert reply.json == {
         "object": "list",
@@ -126,33 +126,33 @@ def test_base64_holds_the_same_numbers(call: Call):
     assert [list(struct.unpack("<4f", base64.b64decode(one))) for one in packed] == plain
 
 
-def test_floats_are_written_so_that_none_is_lost():
-    """Read back, a float32 is the same to the bit."""
+def test_floats_are_written_without_loss():
+    """Parsed again, each float32 is bit-identical."""
     vector = struct.pack("<5f", 0.1, -1 / 3, 1e-38, 3.4e38, 0.0)
-    found = Embeddings(vectors=(vector,), prompt_tokens=1)
+    embeddings = Embeddings(vectors=(vector,), prompt_tokens=1)
     parsed = parse_embeddings(body(), CARD.id)
-    reply = json.loads(orjson.dumps(render_embeddings(parsed, found)))
+    reply = json.loads(orjson.dumps(render_embeddings(parsed, embeddings)))
     assert struct.pack("<5f", *reply["data"][0]["embedding"]) == vector
 
 
 @pytest.mark.parametrize(
     "kind", [ErrorKind.INVALID, ErrorKind.BUSY, ErrorKind.LOADING, ErrorKind.ENGINE]
 )
-def test_what_is_refused_below_is_told_above(kind: ErrorKind):
+def test_errors_of_the_model_reach_the_client(kind: ErrorKind):
     generate = FakeGenerate(open_error=AppError(kind, "no", param="dimensions"))
-    reply = ask(generate, "POST", "/v1/embeddings", body())
+    reply = send_request(generate, "POST", "/v1/embeddings", body())
     assert reply.status in (400, 429, 500, 503)
     assert (reply.error["message"], reply.error["param"]) == ("no", "dimensions")
 
 
 class Endless(FakeGenerate):
-    """Embeds for ever, and notes who stops waiting."""
+    """Embeds forever, and counts cancelled calls."""
 
-    asked: asyncio.Event
+    started: asyncio.Event
     cancelled = 0
 
     async def embed(self, request: EmbedRequest, model: ResolvedModel) -> Embeddings:
-        self.asked.set()
+        self.started.set()
         try:
             return await asyncio.get_running_loop().create_future()
         except asyncio.CancelledError:
@@ -160,45 +160,45 @@ class Endless(FakeGenerate):
             raise
 
 
-def counted(family: str, label: str) -> str:
-    """A sample of the one model, as /metrics writes it."""
+def sample_line(family: str, label: str) -> str:
+    """A sample of the only model, as /metrics writes it."""
     return f'{family}{{engine="0",model_name="{CARD.id}",{label}}} 1.0'
 
 
-def test_a_client_that_leaves_cancels_and_is_counted():
+def test_a_disconnect_cancels_and_is_counted():
     generate = Endless()
 
     async def run() -> Reply:
-        app, generate.asked = build_fake_app(generate, Settings()), asyncio.Event()
-        sent = Conversation(app, "POST", "/v1/embeddings", json.dumps(body()).encode())
-        await generate.asked.wait()
-        sent.incoming.put_nowait({"type": "http.disconnect"})
-        await sent.end()
+        app, generate.started = build_fake_app(generate, Settings()), asyncio.Event()
+        conversation = Conversation(app, "POST", "/v1/embeddings", json.dumps(body()).encode())
+        await generate.started.wait()
+        conversation.incoming.put_nowait({"type": "http.disconnect"})
+        await conversation.end()
         return await Conversation(app, "GET", "/metrics").end()
 
     metrics = asyncio.run(run()).body.decode()
     assert generate.cancelled == 1
-    assert counted("mlxrunner_embedding_requests_total", 'outcome="cancelled"') in metrics
+    assert sample_line("mlxrunner_embedding_requests_total", 'outcome="cancelled"') in metrics
 
 
-def test_each_end_is_counted(generate: FakeGenerate):
-    refused = FakeGenerate(open_error=AppError(ErrorKind.BUSY, "no"))
+def test_every_outcome_is_counted(generate: FakeGenerate):
+    rejecting = FakeGenerate(open_error=AppError(ErrorKind.BUSY, "no"))
 
     async def run(generate: FakeGenerate) -> str:
         app = build_fake_app(generate, Settings())
         await Conversation(app, "POST", "/v1/embeddings", json.dumps(body()).encode()).end()
         return (await Conversation(app, "GET", "/metrics").end()).body.decode()
 
-    done = counted("mlxrunner_embedding_requests_total", 'outcome="done"')
+    done = sample_line("mlxrunner_embedding_requests_total", 'outcome="done"')
     assert done in asyncio.run(run(generate))
-    busy = counted("mlxrunner_request_errors_total", 'reason="server_busy"')
-    assert busy in asyncio.run(run(refused))
+    busy = sample_line("mlxrunner_request_errors_total", 'reason="server_busy"')
+    assert busy in asyncio.run(run(rejecting))
 
 
-def test_openais_client_reads_them(generate: FakeGenerate):
-    """It asks for base64 of its own accord, and hands out floats."""
+def test_openais_client_reads_the_embeddings(generate: FakeGenerate):
+    """It requests base64 by default and returns floats."""
     with (
-        serving(build_fake_app(generate, Settings())) as url,
+        serve_app(build_fake_app(generate, Settings())) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
         create = client.embeddings.create

@@ -1,7 +1,7 @@
-"""The table of errors in docs/api.md: each row is what a client gets, and there is no other error.
+"""The table of errors in docs/api.md: each row is correct, and there is no other error.
 
-What is raised is read from the sources: every `AppError` that names its kind. Those which pass on
-what another one said have the words of that one.
+The raised errors are read from the sources: every `AppError` that names its kind. An error that is
+passed on has the kind and code of the original one.
 """
 
 import ast
@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from app.core.errors import AppError, ErrorKind
-from app.http.responses import ERROR_FORMATS
-from tests.api.asgi import ask
+from app.http.errors import ERROR_FORMATS
+from tests.api.asgi import send_request
 from tests.fakes import CARD, FakeGenerate
 
 ROOT = Path(__file__).parents[2]
 
 CHAT = {"model": CARD.id, "messages": [{"role": "user", "content": "hi"}]}
 
-# What is answered with another status than that of its kind, because HTTP has one for it: by the
-# connection itself (tests/http/test_connection.py), and by /health (tests/api/test_health.py).
+# Errors with another status than that of their kind, because HTTP defines one: sent by the
+# connection (tests/http/test_connection.py) and by /health (tests/api/test_health.py).
 OTHER_STATUSES = {
     "request_header_fields_too_large": {431},
     "invalid_http": {400, 501, 505},
@@ -33,7 +33,7 @@ OTHER_STATUSES = {
 
 @dataclass(frozen=True)
 class Row:
-    """code: None where there is none. retry_after: always, sometimes or never."""
+    """code: None if there is none. retry_after: always, sometimes or never."""
 
     status: int
     code: str | None
@@ -46,70 +46,70 @@ class Row:
 
 @dataclass(frozen=True)
 class Raised:
-    """An error as our code makes it. waits: whether it says how long."""
+    """An error as the product code creates it. waits: whether it has retry_after."""
 
     kind: ErrorKind
     code: str | None
     waits: bool
 
 
-def rows() -> list[Row]:
+def read_rows() -> list[Row]:
     text = (ROOT / "docs/api.md").read_text("utf-8")
     _, _, table = text.partition("| Status | Code | Type | What happened | Retry-After |\n")
-    found: list[Row] = []
+    rows: list[Row] = []
     for line in table.split("\n\n")[0].splitlines()[1:]:
         status, code, type_, _, retry_after = line.strip("| ").split(" | ")
         assert retry_after in ("always", "sometimes", "never"), line
-        known = None if code == "–" else code.strip("`")
-        found.append(Row(int(status), known, type_.strip("`"), retry_after))
-    return found
+        code_or_none = None if code == "–" else code.strip("`")
+        rows.append(Row(int(status), code_or_none, type_.strip("`"), retry_after))
+    return rows
 
 
-def raised() -> Iterator[Raised]:
+def iter_raised_errors() -> Iterator[Raised]:
     trees = [ast.parse(file.read_text("utf-8")) for file in (ROOT / "app").rglob("*.py")]
-    constants = {name: value for tree in trees for name, value in assigned(tree.body)}
+    constants = {name: value for tree in trees for name, value in iter_assignments(tree.body)}
     for tree in trees:
-        # a name is what was assigned to it in its own file, else a constant of another one
-        names = {**constants, **dict(assigned(ast.walk(tree)))}
+        # a name has the value assigned in its own file, else that of a constant of another file
+        names = {**constants, **dict(iter_assignments(ast.walk(tree)))}
         for call in ast.walk(tree):
             match call:
                 case ast.Call(func=ast.Name(id="AppError"), args=[ast.Attribute(attr=kind), *_]):
                     if kind not in ErrorKind.__members__:
                         continue
-                    said = {keyword.arg: keyword.value for keyword in call.keywords}
-                    for code in codes(said.get("code"), names) or [
+                    arguments = {keyword.arg: keyword.value for keyword in call.keywords}
+                    for code in possible_codes(arguments.get("code"), names) or [
                         ERROR_FORMATS[ErrorKind[kind]].code
                     ]:
-                        yield Raised(ErrorKind[kind], code, "retry_after" in said)
+                        yield Raised(ErrorKind[kind], code, "retry_after" in arguments)
 
 
-def assigned(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
+def iter_assignments(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
     for node in nodes:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 yield name, value
 
 
-def codes(value: ast.expr | None, names: Mapping[str, ast.expr]) -> list[str]:
-    """The texts that an expression may have for its value."""
+def possible_codes(value: ast.expr | None, names: Mapping[str, ast.expr]) -> list[str]:
+    """The strings that an expression may evaluate to."""
     match value:
         case None:
             return []
         case ast.Name(id=name):
-            return codes(names[name], names)
+            return possible_codes(names[name], names)
         case ast.IfExp(body=one, orelse=other):
-            return [*codes(one, names), *codes(other, names)]
+            return [*possible_codes(one, names), *possible_codes(other, names)]
         case ast.Constant(value=str(text)):
             return [text]
         case _:
-            raise AssertionError(f"nobody can tell which codes {ast.unparse(value)} may be")
+            raise AssertionError(f"cannot tell the possible codes of {ast.unparse(value)}")
 
 
-ROWS = rows()
-RAISED = set(raised())
+ROWS = read_rows()
+RAISED = set(iter_raised_errors())
 
 
-def test_the_table_has_all_that_is_raised_and_nothing_else():
+def test_the_table_lists_exactly_the_raised_errors():
     expected = {
         (status, one.code)
         for one in RAISED
@@ -119,7 +119,7 @@ def test_the_table_has_all_that_is_raised_and_nothing_else():
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_a_client_is_told_what_the_row_says(row: Row):
+def test_a_client_gets_the_error_of_the_row(row: Row):
     HTTPStatus(row.status)
     for one in (one for one in RAISED if one.code == row.code):
         assert row.type == ERROR_FORMATS[one.kind].type
@@ -127,7 +127,9 @@ def test_a_client_is_told_what_the_row_says(row: Row):
             assert not one.waits
         for wait in (None, 7) if row.retry_after == "sometimes" else (None,):
             error = AppError(one.kind, "what", code=one.code, retry_after=wait)
-            reply = ask(FakeGenerate(open_error=error), "POST", "/v1/chat/completions", CHAT)
+            reply = send_request(
+                FakeGenerate(open_error=error), "POST", "/v1/chat/completions", CHAT
+            )
             assert reply.error["code"] == row.code
             if row.code not in OTHER_STATUSES:
                 assert reply.status == row.status

@@ -1,7 +1,7 @@
-"""The tables of docs/api.md, row by row: the server does what each row says.
+"""The tables of fields in docs/api.md, row by row: the server does what each row says.
 
-A field that is honoured reaches the model, or is seen in the answer; one that is accepted does
-neither; one that is refused is named in the error.
+A supported field reaches the model or changes the response; an accepted field does neither; a
+refused field is named in the error.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.api.asgi import Reply, ask
+from tests.api.asgi import Reply, send_request
 from tests.fakes import CARD, FakeGenerate
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +23,7 @@ PATHS = {
     "completions": "/v1/completions",
     "responses": "/v1/responses",
     "embeddings": "/v1/embeddings",
+    "messages": "/v1/messages",
 }
 
 MINIMAL: dict[str, dict[str, Any]] = {
@@ -30,9 +31,15 @@ MINIMAL: dict[str, dict[str, Any]] = {
     "completions": {"model": CARD.id, "prompt": "hi"},
     "responses": {"model": CARD.id, "input": "hi"},
     "embeddings": {"model": CARD.id, "input": "hi"},
+    "messages": {
+        "model": CARD.id,
+        "max_tokens": 9,
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [{"name": "g", "input_schema": {"type": "object"}}],
+    },
 }
 
-# OpenAI's reference, November 2026.
+# OpenAI's reference, and Anthropic's with the fields of its betas (as in its SDK), November 2026.
 DOCUMENTED = {
     "chat": """
         audio frequency_penalty function_call functions logit_bias logprobs max_completion_tokens
@@ -55,15 +62,22 @@ DOCUMENTED = {
         truncation user
     """,
     "embeddings": "dimensions encoding_format input model user",
+    "messages": """
+        betas billing_policy cache_control compaction container context_management diagnostics
+        fallback_credit_token fallbacks inference_geo max_tokens mcp_servers messages metadata model
+        output_config service_tier speed stop_sequences stream system temperature thinking thread
+        tool_choice tools top_k top_p user_profile_id workspace_id
+    """,
 }
 
-# what differs from one answer to the next
+# fields that differ in every response
 FRESH = re.compile(rb'"(?:id|item_id|created|\w+_at)":(?:"[^"]*"|[0-9.]+)')
 
 
 @dataclass(frozen=True)
 class Row:
-    """field: dotted. endpoint: one of `PATHS`. status: honoured, accepted or refused."""
+    """field: dotted. endpoint: a key of `PATHS`, or the last part of a path of Ollama's API.
+    status: supported, accepted or refused."""
 
     field: str
     endpoint: str
@@ -74,81 +88,99 @@ class Row:
         return f"{self.endpoint}-{self.field}-{self.status}"
 
 
-def rows() -> list[Row]:
-    found: list[Row] = []
-    # the tables behind this title tell of keywords and grammars:
+def read_rows() -> list[Row]:
+    # the tables after this title list keywords and grammars:
     # tests/grammar/test_llguidance_backend.py
     fields, _, _ = (ROOT / "docs/api.md").read_text("utf-8").partition("\n## Structured output\n")
-    for line in fields.splitlines():
+    # tests/api/ollama/test_fields.py checks the tables of Ollama's API
+    before, _, rest = fields.partition("\n## Ollama's API\n")
+    return parse_rows(before + rest.partition("\n## ")[2])
+
+
+def parse_rows(text: str) -> list[Row]:
+    """Parses the rows of the tables of fields in a part of docs/api.md."""
+    rows: list[Row] = []
+    for line in text.splitlines():
         if not line.startswith("| `"):
             continue
-        field, endpoints, happens, examples = line.strip("| ").split(" | ")
-        status = re.match(r"\*\*(honoured|accepted|refused)\*\*", happens)
+        field, endpoints, behavior, examples = line.strip("| ").split(" | ")
+        status = re.match(r"\*\*(supported|accepted|refused)\*\*", behavior)
         assert status, line
         for endpoint in endpoints.split(", "):
             example = json.loads(example_for(endpoint, examples))
-            found.append(Row(field.strip("`"), endpoint, status[1], example))
-    return found
+            rows.append(Row(field.strip("`"), endpoint, status[1], example))
+    return rows
 
 
 def example_for(endpoint: str, examples: str) -> str:
-    """The one that is said to be for this endpoint, or the only one."""
+    """The example for this endpoint, or the only one."""
     spans: list[tuple[str, str]] = re.findall(r"`([^`]+)`(?: in (\w+))?", examples)
     [example] = [text for text, where in spans if where in ("", endpoint)]
     return example
 
 
-ROWS = rows()
+ROWS = read_rows()
 
 
 def send(endpoint: str, example: dict[str, Any]) -> tuple[Reply, FakeGenerate]:
     generate = FakeGenerate()
     body = {**MINIMAL[endpoint], **example}
     if "model" in example:
-        body["model"] = CARD.id  # the document's model is nobody's
-    return ask(generate, "POST", PATHS[endpoint], body), generate
+        body["model"] = CARD.id  # the model of the document is not served
+    return send_request(generate, "POST", PATHS[endpoint], body), generate
 
 
-def asked(generate: FakeGenerate) -> list[object]:
+def rejected_field(reply: Reply) -> str:
+    """Anthropic's errors begin with it."""
+    error = reply.error
+    return error["param"] if "param" in error else error["message"].partition(":")[0]
+
+
+def recorded_requests(generate: FakeGenerate) -> list[object]:
     return [*generate.opened, *generate.embedded]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_what_the_table_says_is_what_happens(row: Row):
+def test_the_server_does_what_the_row_says(row: Row):
     reply, generate = send(row.endpoint, row.example)
     if row.status == "refused":
-        assert (reply.status, asked(generate)) == (400, [])
-        assert f"{reply.error['param']}.".startswith(f"{row.field}.")
+        assert (reply.status, recorded_requests(generate)) == (400, [])
+        assert f"{rejected_field(reply)}.".startswith(f"{row.field}.")
         return
-    plain, before = send(row.endpoint, {})
+    plain, plain_generate = send(row.endpoint, {})
     assert (plain.status, reply.status) == (200, 200)
-    same_request = asked(generate) == asked(before)
-    same_answer = FRESH.sub(b"", reply.body) == FRESH.sub(b"", plain.body)
+    same_request = recorded_requests(generate) == recorded_requests(plain_generate)
+    same_response = FRESH.sub(b"", reply.body) == FRESH.sub(b"", plain.body)
     if row.status == "accepted":
         assert same_request
-        assert same_answer
+        assert same_response
     elif row.field != "model":
-        assert not (same_request and same_answer)
+        assert not (same_request and same_response)
 
 
 @pytest.mark.parametrize("endpoint", PATHS)
-def test_no_field_of_openais_is_missing(endpoint: str):
+def test_every_documented_field_is_in_the_table(endpoint: str):
     assert set(DOCUMENTED[endpoint].split()) <= {r.field for r in ROWS if r.endpoint == endpoint}
 
 
 @pytest.mark.parametrize("endpoint", PATHS)
-def test_the_table_and_the_schema_name_the_same_fields(endpoint: str):
-    schema = fields_of_schema(endpoint)
-    told = [row for row in ROWS if row.endpoint == endpoint and "." not in row.field]
-    assert schema <= {row.field for row in told}
-    assert {row.field for row in told if row.status != "refused"} <= schema
+def test_the_table_and_the_schema_list_the_same_fields(endpoint: str):
+    schema = read_schema_fields(PATHS[endpoint])
+    rows = [row for row in ROWS if row.endpoint == endpoint and "." not in row.field]
+    assert schema <= {row.field for row in rows}
+    assert {row.field for row in rows if row.status != "refused"} <= schema
 
 
-def fields_of_schema(endpoint: str) -> set[str]:
+def read_schema_fields(path: str, method: str = "post") -> set[str]:
+    """Reads the fields of a request body from openapi.yaml."""
     document = yaml.safe_load((ROOT / "openapi.yaml").read_text("utf-8"))
-    node: Any = document["paths"][PATHS[endpoint]]["post"]["requestBody"]
-    node = node["content"]["application/json"]["schema"]
-    for key in node["$ref"].removeprefix("#/").split("/") if "$ref" in node else ():
-        document = document[key]
+    node: Any = document["paths"][path][method]["requestBody"]
+    while "$ref" in node or "content" in node:
+        if "content" in node:
+            node = node["content"]["application/json"]["schema"]
+            continue
+        keys = node["$ref"].removeprefix("#/").split("/")
         node = document
+        for key in keys:
+            node = node[key]
     return set(node["properties"])

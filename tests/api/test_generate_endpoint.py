@@ -1,4 +1,4 @@
-"""The life of a request: what goes out when, and that every way out is the same way out."""
+"""The generate endpoint: order of its output, errors, and that every exit closes the generation."""
 
 import asyncio
 import json
@@ -18,22 +18,22 @@ from app.core.settings import Settings
 from app.core.thread_pools import ThreadPools
 from app.http.api_keys import ApiKey, Keyring, hash_key
 from app.http.body import RequestBodies
-from tests.api.asgi import Conversation, Reply, leftovers
+from tests.api.asgi import Conversation, Reply, pending_tasks
 from tests.fakes import FOREVER, HELLO, FakeGenerate, Pause, Script, build_fake_app, finish, text
 
 CHAT = "/v1/chat/completions"
 LINES = "/completion"
-ASK: dict[str, Any] = {"model": "fake/model", "messages": [{"role": "user", "content": "hi"}]}
+CHAT_BODY: dict[str, Any] = {"model": "fake/model", "messages": [{"role": "user", "content": "hi"}]}
 BROKEN = AppError(ErrorKind.ENGINE, "out of memory")
 
-# Every way to be answered: path and body.
-WHOLE = (CHAT, ASK)
-STREAM = (CHAT, {**ASK, "stream": True})
+# Every kind of response: path and body.
+BODY = (CHAT, CHAT_BODY)
+STREAM = (CHAT, {**CHAT_BODY, "stream": True})
 JSONL = (LINES, {"prompt": "hi"})
-WAYS = [WHOLE, STREAM, JSONL, ("/v1/completions", {"model": "fake/model", "prompt": "x"})]
+REQUESTS = [BODY, STREAM, JSONL, ("/v1/completions", {"model": "fake/model", "prompt": "x"})]
 
 
-# what a client does, beside what is asked
+# the behaviour of a client
 Act = Callable[[Conversation, FakeGenerate], Coroutine[Any, Any, None]]
 
 
@@ -44,7 +44,7 @@ def converse(
     act: Act | None = None,
     **settings: Any,
 ) -> tuple[Reply, FakeGenerate]:
-    """Holds one conversation, with `act` as the client; afterwards no task may be left."""
+    """One request, with `act` as the client; no task may be left afterwards."""
     generate = FakeGenerate(script)
 
     async def run() -> Reply:
@@ -53,143 +53,146 @@ def converse(
         if act is not None:
             await act(conversation, generate)
         reply = await conversation.end()
-        assert not leftovers()
+        assert not pending_tasks()
         return reply
 
     return asyncio.run(run()), generate
 
 
-async def opened(generate: FakeGenerate) -> None:
-    """Returns when the request is being answered, which some threads come before."""
+async def wait_until_opened(generate: FakeGenerate) -> None:
+    """Returns when generation has begun; threads parse the request before that."""
     async with asyncio.timeout(20):
-        while not generate.opened:  # noqa: ASYNC110  # no event tells of it
+        while not generate.opened:  # noqa: ASYNC110  # there is no event for it
             await asyncio.sleep(0.001)
 
 
-async def leave_when_opened(conversation: Conversation, generate: FakeGenerate) -> None:
-    await opened(generate)
-    conversation.hang_up()
+async def disconnect_when_opened(conversation: Conversation, generate: FakeGenerate) -> None:
+    await wait_until_opened(generate)
+    conversation.disconnect()
 
 
-def leave_after(content: bytes) -> Act:
+def disconnect_after(content: bytes) -> Act:
     async def act(conversation: Conversation, _: FakeGenerate) -> None:
         await conversation.until(lambda reply: content in reply.body)
-        conversation.hang_up()
+        conversation.disconnect()
 
     return act
 
 
-@pytest.mark.parametrize(("path", "body"), WAYS)
-def test_an_answer_leaves_its_context_once(path: str, body: Any):
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
+def test_a_generation_is_closed_once(path: str, body: Any):
     reply, generate = converse(HELLO, path, body)
     assert reply.status == 200
     assert reply.complete
     assert len(generate.opened) == generate.num_closed == 1
 
 
-def test_a_whole_answer_is_put_together_beside_the_event_loop():
-    """Sixty echoed prompts with their log-probabilities took two seconds, and nobody else was
-    answered meanwhile. What is kept of an answer is the event loop's, though."""
-    loops, kept = threading.get_ident(), list[tuple[int, Any]]()
+def test_a_json_body_is_built_outside_the_event_loop():
+    """Sixty echoed prompts with their log-probabilities took two seconds, and blocked all other
+    requests meanwhile. The response is stored on the event loop, though."""
+    loop_thread, stored = threading.get_ident(), list[tuple[int, Any]]()
     request = GenerateRequest(model="fake/model", prompt="hi")
     reply = JsonBody(
-        lambda said: {"events": len(said), "beside": threading.get_ident() != loops},
-        lambda body: kept.append((threading.get_ident(), body)),
+        lambda events: {
+            "events": len(events),
+            "other_thread": threading.get_ident() != loop_thread,
+        },
+        lambda body: stored.append((threading.get_ident(), body)),
     )
     generate = FakeGenerate(HELLO)
-    ask, settings = ParsedRequest(request=request, reply=reply), Settings()
+    parsed, settings = ParsedRequest(request=request, reply=reply), Settings()
     bodies = RequestBodies(settings, ThreadPools(), lambda: 0)
     endpoint = GenerateEndpoint(
-        lambda _body, _caller, _card: ask, generate, generate, settings, bodies
+        lambda _body, _caller, _card: parsed, generate, generate, settings, bodies
     )
 
     async def run() -> Reply:
         return await Conversation(endpoint, "POST", "/", b"{}").end()
 
-    told = asyncio.run(run()).json
-    assert told["beside"]
-    assert told["events"] > 1
-    assert kept == [(loops, told)]
+    body = asyncio.run(run()).json
+    assert body["other_thread"]
+    assert body["events"] > 1
+    assert stored == [(loop_thread, body)]
 
 
-@pytest.mark.parametrize(("path", "body"), WAYS)
-def test_a_client_that_leaves_before_the_first_token_cancels(path: str, body: Any):
-    reply, generate = converse([FOREVER], path, body, leave_when_opened)
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
+def test_a_disconnect_before_the_first_token_cancels(path: str, body: Any):
+    reply, generate = converse([FOREVER], path, body, disconnect_when_opened)
     assert reply.status == 0
     assert len(generate.opened) == generate.num_closed == 1
 
 
 @pytest.mark.parametrize(("path", "body"), [STREAM, JSONL])
-def test_a_client_that_leaves_amid_a_stream_cancels(path: str, body: Any):
-    reply, generate = converse([text("Hel"), FOREVER], path, body, leave_after(b"Hel"))
+def test_a_disconnect_during_a_stream_cancels(path: str, body: Any):
+    reply, generate = converse([text("Hel"), FOREVER], path, body, disconnect_after(b"Hel"))
     assert reply.status == 200
     assert not reply.complete
     assert len(generate.opened) == generate.num_closed == 1
 
 
-def test_a_client_that_leaves_amid_a_plain_answer_cancels():
+def test_a_disconnect_during_an_unstreamed_answer_cancels():
     script = [text("Hel"), text("lo"), FOREVER, finish()]
-    reply, generate = converse(script, *WHOLE, leave_when_opened)
+    reply, generate = converse(script, *BODY, disconnect_when_opened)
     assert reply.status == 0
     assert len(generate.opened) == generate.num_closed == 1
 
 
 @pytest.mark.parametrize(("path", "body"), [STREAM, JSONL])
-def test_a_client_that_leaves_without_having_read_cancels(path: str, body: Any):
-    """Sending waits for a client that does not read, and so a frame is in our hands just then."""
+def test_a_disconnect_without_reading_cancels(path: str, body: Any):
+    """Sending blocks while the client does not read, so a frame is pending at that moment."""
 
     async def act(conversation: Conversation, _: FakeGenerate) -> None:
         conversation.stalled = True
         await conversation.until(lambda reply: bool(reply.status))
-        conversation.hang_up()
+        conversation.disconnect()
 
     reply, generate = converse([text("Hel"), FOREVER], path, body, act)
     assert reply.body == b""
     assert generate.num_closed == 1
 
 
-def test_a_client_that_leaves_between_keep_alives_cancels():
-    act = leave_after(b"keep-alive\n\n: keep-alive")
+def test_a_disconnect_between_keep_alives_cancels():
+    act = disconnect_after(b"keep-alive\n\n: keep-alive")
     _, generate = converse([FOREVER], *STREAM, act, ping=0.02)
     assert generate.num_closed == 1
 
 
-@pytest.mark.parametrize(("path", "body"), WAYS)
-def test_a_client_that_leaves_before_its_body_is_whole_opens_nothing(path: str, body: Any):
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
+def test_a_disconnect_before_the_end_of_the_body_starts_nothing(path: str, body: Any):
     generate = FakeGenerate()
 
     async def run() -> None:
         conversation = Conversation(build_fake_app(generate, Settings()), "POST", path, None)
         half = json.dumps(body).encode()[:10]
         conversation.incoming.put_nowait({"type": "http.request", "body": half, "more_body": True})
-        conversation.hang_up()
-        assert (await conversation.end()).status == 499  # for the log: nobody reads it
-        assert not leftovers()
+        conversation.disconnect()
+        assert (await conversation.end()).status == 499  # for the log only
+        assert not pending_tasks()
 
     asyncio.run(run())
     assert generate.opened == []
 
 
-@pytest.mark.parametrize(("path", "body"), WAYS)
-def test_a_server_that_stops_cancels_too(path: str, body: Any):
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
+def test_a_server_shutdown_cancels(path: str, body: Any):
     generate = FakeGenerate([FOREVER])
 
     async def run() -> None:
         app = build_fake_app(generate, Settings())
         conversation = Conversation(app, "POST", path, json.dumps(body).encode())
-        await opened(generate)
+        await wait_until_opened(generate)
         conversation.task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await conversation.end()
-        assert not leftovers()
+        assert not pending_tasks()
 
     asyncio.run(run())
     assert len(generate.opened) == generate.num_closed == 1
 
 
-def test_a_slow_way_out_is_not_cut_short_by_the_end_of_the_reply():
+def test_a_slow_close_is_not_cancelled_at_the_end_of_the_reply():
     """A server reports a disconnect right after a complete reply. Leaving the context may take
-    longer than that, and it is no reason to cancel it."""
+    longer than that, and must not be cancelled."""
 
     class Slow(FakeGenerate):
         async def settle(self) -> None:
@@ -222,7 +225,7 @@ def test_a_slow_way_out_is_not_cut_short_by_the_end_of_the_reply():
         assert generate.num_closed == 1
 
 
-@pytest.mark.parametrize(("path", "body"), [WHOLE, JSONL])
+@pytest.mark.parametrize(("path", "body"), [BODY, JSONL])
 def test_an_error_before_the_first_token_has_a_status(path: str, body: Any):
     reply, generate = converse(
         [PrefillProgress(computed_tokens=1, total_tokens=2), BROKEN], path, body
@@ -239,8 +242,8 @@ def test_a_stream_that_fails_at_once_has_a_status():
     assert generate.num_closed == 1
 
 
-@pytest.mark.parametrize(("path", "body"), WAYS)
-def test_a_refused_request_has_a_status(path: str, body: Any, call: Any, generate: FakeGenerate):
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
+def test_a_rejected_request_has_a_status(path: str, body: Any, call: Any, generate: FakeGenerate):
     generate.open_error = AppError(
         ErrorKind.CONTEXT_LENGTH, "9 tokens are too many", param="messages"
     )
@@ -254,11 +257,9 @@ def test_a_refused_request_has_a_status(path: str, body: Any, call: Any, generat
     }
 
 
-@pytest.mark.parametrize(("path", "body"), WAYS)
-def test_a_full_server_says_when_to_come_again(
-    path: str, body: Any, call: Any, generate: FakeGenerate
-):
-    """With a status, streamed or not: a client that retries looks at nothing else."""
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
+def test_a_full_server_sends_retry_after(path: str, body: Any, call: Any, generate: FakeGenerate):
+    """With a status, streamed or not: clients decide by the status whether to retry."""
     generate.open_error = AppError(ErrorKind.BUSY, "66 are here", retry_after=9)
     reply = call("POST", path, body)
     assert reply.status == 429
@@ -271,17 +272,17 @@ def test_a_full_server_says_when_to_come_again(
     }
 
 
-def test_an_error_amid_a_stream_is_an_event_before_done():
+def test_an_error_during_a_stream_is_an_event_before_done():
     reply, generate = converse([text("Hel"), BROKEN], *STREAM)
     assert reply.status == 200
     assert reply.complete
-    *_, problem, done, end = reply.body.split(b"\n\n")
-    assert json.loads(problem.removeprefix(b"data: "))["error"]["message"] == "out of memory"
+    *_, error, done, end = reply.body.split(b"\n\n")
+    assert json.loads(error.removeprefix(b"data: "))["error"]["message"] == "out of memory"
     assert (done, end) == (b"data: [DONE]", b"")
     assert generate.num_closed == 1
 
 
-def test_an_error_amid_lines_is_a_line_and_nothing_is_done():
+def test_an_error_during_json_lines_is_the_last_line():
     reply, generate = converse([text("Hel"), BROKEN], *JSONL)
     assert reply.complete
     first, last = map(json.loads, reply.body.splitlines())
@@ -297,10 +298,10 @@ def test_an_error_amid_lines_is_a_line_and_nothing_is_done():
 
 @pytest.mark.parametrize(("path", "body"), [STREAM, JSONL])
 @pytest.mark.parametrize("script", [[text("Hel"), KeyError("secret")], [text("Hel")]])
-def test_a_fault_of_ours_amid_a_stream_ends_it_without_details(
+def test_an_internal_error_ends_a_stream_without_details(
     path: str, body: Any, script: Script, caplog: pytest.LogCaptureFixture
 ):
-    """Also when the events end without a Finish, which they never may."""
+    """The same holds if the events end without a Finish, which is a bug."""
     reply, generate = converse(script, path, body)
     assert reply.complete
     assert b"internal error" in reply.body
@@ -309,14 +310,14 @@ def test_a_fault_of_ours_amid_a_stream_ends_it_without_details(
     assert generate.num_closed == 1
 
 
-def test_progress_is_told_in_comments_but_not_too_often():
+def test_prefill_progress_is_sent_in_comments_at_an_interval():
     prefill = [PrefillProgress(computed_tokens=n, total_tokens=30) for n in range(31)]
     reply, _ = converse([*prefill, *HELLO], *STREAM)
     comments = [line for line in reply.body.splitlines() if line.startswith(b":")]
     assert comments == [b": prefill 0/30"]
 
 
-def test_progress_is_told_again_after_a_while(monkeypatch: pytest.MonkeyPatch):
+def test_prefill_progress_is_repeated_after_the_interval(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(app.api.generate_endpoint, "PROGRESS_INTERVAL", 0.02)
     prefill = [
         PrefillProgress(computed_tokens=1, total_tokens=3),
@@ -327,44 +328,46 @@ def test_progress_is_told_again_after_a_while(monkeypatch: pytest.MonkeyPatch):
     assert reply.body.startswith(b": prefill 1/3\n\n: prefill 2/3\n\ndata: ")
 
 
-def test_progress_does_not_show_where_there_are_no_comments():
+def test_responses_without_comments_have_no_progress():
     reply, _ = converse([PrefillProgress(computed_tokens=1, total_tokens=2), *HELLO], *JSONL)
     assert len(reply.body.splitlines()) == 3
-    reply, _ = converse([PrefillProgress(computed_tokens=1, total_tokens=2), *HELLO], *WHOLE)
+    reply, _ = converse([PrefillProgress(computed_tokens=1, total_tokens=2), *HELLO], *BODY)
     assert reply.json["choices"][0]["message"]["content"] == "Hello"
 
 
-def test_silence_is_broken_and_the_answer_goes_on():
-    """Waiting with a time limit must not cancel what is waited for."""
+def test_keep_alives_do_not_interrupt_the_answer():
+    """Waiting for an event with a timeout must not cancel it."""
     silences = [asyncio.Event(), asyncio.Event()]
 
     async def act(conversation: Conversation, _: FakeGenerate) -> None:
-        for place, silence in enumerate(silences):
-            heard = 2 * (place + 1)
-            await conversation.until(lambda r, n=heard: r.body.count(b": keep-alive\n\n") >= n)
+        for index, silence in enumerate(silences):
+            num_comments = 2 * (index + 1)
+            await conversation.until(
+                lambda r, n=num_comments: r.body.count(b": keep-alive\n\n") >= n
+            )
             silence.set()
 
     script = [silences[0], text("Hel"), silences[1], text("lo"), finish()]
     reply, _ = converse(script, *STREAM, act, ping=0.03)
-    before, amid = reply.body.split(b"Hel")
+    before, after = reply.body.split(b"Hel")
     assert before.count(b": keep-alive\n\n") >= 2
-    assert amid.count(b": keep-alive\n\n") >= 1
+    assert after.count(b": keep-alive\n\n") >= 1
     assert reply.body.endswith(b"data: [DONE]\n\n")
 
 
-def test_text_that_is_held_back_is_silence_too():
-    """Events alone do not keep a connection alive: bytes do."""
+def test_keep_alives_are_sent_while_text_is_held_back():
+    """Only bytes keep a connection alive; events without output do not."""
     held = [step for _ in range(8) for step in (text(""), Pause(0.01))]
     reply, _ = converse([text("a"), *held, *HELLO], *STREAM, ping=0.03)
     assert b": keep-alive" in reply.body
 
 
-def test_headers_of_a_stream_come_no_later_than_the_first_keep_alive():
+def test_the_first_keep_alive_sends_the_headers_of_a_stream():
     async def act(conversation: Conversation, _: FakeGenerate) -> None:
         reply = await conversation.until(lambda reply: bool(reply.body))
         assert reply.status == 200
         assert reply.body == b": keep-alive\n\n"
-        conversation.hang_up()
+        conversation.disconnect()
 
     converse([FOREVER], *STREAM, act, ping=0.02)
 
@@ -376,11 +379,11 @@ def test_streams_are_framed_with_line_feeds():
     assert reply.headers["cache-control"] == "no-store"
 
 
-SEVERAL: dict[str, Any] = {**ASK, "stream": True, "n": 2}
+TWO_CHOICES: dict[str, Any] = {**CHAT_BODY, "stream": True, "n": 2}
 
 
 class TestSeveralChoices:
-    """Events of choices come in any order; the end comes once, behind all of them."""
+    """Events of choices come in any order; the stream ends once, after all of them."""
 
     SCRIPT: Script = (
         replace(text("Hel"), choice=1),
@@ -390,86 +393,87 @@ class TestSeveralChoices:
         replace(finish("length"), choice=1),
     )
 
-    def test_a_stream_goes_on_until_the_last_has_finished(self):
-        reply, generate = converse(self.SCRIPT, CHAT, SEVERAL)
+    def test_a_stream_continues_until_the_last_choice_has_finished(self):
+        reply, generate = converse(self.SCRIPT, CHAT, TWO_CHOICES)
         *frames, done, end = reply.body.split(b"\n\n")
         assert (done, end) == (b"data: [DONE]", b"")
         assert reply.body.count(b"[DONE]") == 1
         chunks = [json.loads(frame.removeprefix(b"data: ")) for frame in frames]
-        said = {0: "", 1: ""}
+        texts = {0: "", 1: ""}
         reasons: dict[int, str] = {}
         for chunk in chunks:
             for choice in chunk["choices"]:
-                assert choice["index"] not in reasons, "nothing follows a choice's end"
-                said[choice["index"]] += choice["delta"].get("content") or ""
+                assert choice["index"] not in reasons, "a chunk after the finish of its choice"
+                texts[choice["index"]] += choice["delta"].get("content") or ""
                 if choice["finish_reason"]:
                     reasons[choice["index"]] = choice["finish_reason"]
-        assert said == {0: "a", 1: "Hello"}
+        assert texts == {0: "a", 1: "Hello"}
         assert reasons == {0: "stop", 1: "length"}
         assert generate.num_closed == 1
 
-    def test_a_whole_answer_has_them_in_their_order(self):
-        reply, _ = converse(self.SCRIPT, CHAT, {**ASK, "n": 2})
+    def test_the_choices_of_a_body_are_in_order(self):
+        reply, _ = converse(self.SCRIPT, CHAT, {**CHAT_BODY, "n": 2})
         choices = reply.json["choices"]
         assert [choice["index"] for choice in choices] == [0, 1]
         assert [choice["message"]["content"] for choice in choices] == ["a", "Hello"]
 
-    def test_an_error_of_one_ends_the_stream_of_all(self):
-        reply, generate = converse([*self.SCRIPT[:3], BROKEN], CHAT, SEVERAL)
+    def test_an_error_of_one_choice_ends_the_stream(self):
+        reply, generate = converse([*self.SCRIPT[:3], BROKEN], CHAT, TWO_CHOICES)
         assert reply.body.endswith(b"data: [DONE]\n\n")
         assert b"out of memory" in reply.body
         assert generate.num_closed == 1
 
-    def test_usage_comes_once_at_the_end(self):
-        body = {**SEVERAL, "stream_options": {"include_usage": True}}
+    def test_usage_is_sent_once_at_the_end(self):
+        body = {**TWO_CHOICES, "stream_options": {"include_usage": True}}
         reply, _ = converse(self.SCRIPT, CHAT, body)
         *_, last, done, _ = reply.body.split(b"\n\n")
         assert done == b"data: [DONE]"
-        counted = json.loads(last.removeprefix(b"data: "))
-        assert counted["choices"] == []
-        assert counted["usage"]["completion_tokens"] == 4
-        assert counted["usage"]["prompt_tokens"] == 7, "both answer one prompt"
+        usage = json.loads(last.removeprefix(b"data: "))
+        assert usage["choices"] == []
+        assert usage["usage"]["completion_tokens"] == 4
+        assert usage["usage"]["prompt_tokens"] == 7, "both choices have the same prompt"
 
 
-WAITING: Script = [ModelLoading(progress=0, queued=True), ModelLoading(progress=40)]
+LOADING_EVENTS: Script = [ModelLoading(progress=0, queued=True), ModelLoading(progress=40)]
 
 
-def test_a_stream_tells_that_its_model_is_being_loaded():
-    reply, _ = converse([*WAITING, *HELLO], *STREAM)
+def test_a_stream_reports_that_its_model_is_loading():
+    reply, _ = converse([*LOADING_EVENTS, *HELLO], *STREAM)
     comments = [line for line in reply.body.decode().split("\n\n") if line.startswith(":")]
     assert comments == [": waiting to load", ": loading 40 %"]
     assert reply.body.endswith(b"data: [DONE]\n\n")
 
 
-@pytest.mark.parametrize(("path", "body"), [WHOLE, JSONL])
-def test_who_can_be_told_nothing_waits_for_a_model_only_so_long(path: str, body: Any):
-    """A proxy would give up on a connection that is silent for minutes, and hide why."""
-    soon, _ = converse([*WAITING, *HELLO], path, body)
-    assert soon.status == 200
-    assert b"load" not in soon.body
-    late, generate = converse([*WAITING, FOREVER], path, body, load_wait=0)
-    assert (late.status, late.error["code"]) == (503, "model_loading")
-    assert int(late.headers["retry-after"]) > 1
+@pytest.mark.parametrize(("path", "body"), [BODY, JSONL])
+def test_responses_without_comments_wait_for_a_model_only_load_wait_seconds(path: str, body: Any):
+    """A proxy would close a connection that is silent for minutes, without a reason for the
+    client."""
+    loaded, _ = converse([*LOADING_EVENTS, *HELLO], path, body)
+    assert loaded.status == 200
+    assert b"load" not in loaded.body
+    rejected, generate = converse([*LOADING_EVENTS, FOREVER], path, body, load_wait=0)
+    assert (rejected.status, rejected.error["code"]) == (503, "model_loading")
+    assert int(rejected.headers["retry-after"]) > 1
     assert generate.num_closed == 1
 
 
-@pytest.mark.parametrize(("path", "body"), WAYS)
-def test_a_model_that_cannot_be_loaded_has_a_status_if_nothing_was_told(path: str, body: Any):
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
+def test_a_model_that_fails_to_load_gives_a_status_before_any_output(path: str, body: Any):
     error = AppError(ErrorKind.MODEL_FILES, "it broke", retry_after=7)
     reply, _ = converse([error], path, body)
     assert (reply.status, reply.error["message"]) == (500, "it broke")
     assert reply.headers["retry-after"] == "7"
 
 
-def test_who_asks_is_known_by_the_name_of_the_key():
+def test_the_caller_of_a_request_is_the_name_of_its_key():
     generate = FakeGenerate(HELLO)
 
     keyring = Keyring((ApiKey(name="laptop", digest=hash_key("what the laptop has")),))
-    shown = {"authorization": "Bearer what the laptop has"}
+    headers = {"authorization": "Bearer what the laptop has"}
 
     async def run() -> None:
         app = build_fake_app(generate, Settings(), keyring=keyring)
-        await Conversation(app, "POST", CHAT, json.dumps(ASK).encode(), shown).end()
+        await Conversation(app, "POST", CHAT, json.dumps(CHAT_BODY).encode(), headers).end()
 
     asyncio.run(run())
     assert generate.opened[0].caller == "laptop"

@@ -25,7 +25,7 @@ STALLED = RunnerStatus(
 )
 
 
-def test_a_ready_server_says_so_and_tells_all_it_counts(call: Any):
+def test_the_status_of_a_ready_server(call: Any):
     assert call("GET", "/v1/status", max_queue=7).json == {
         "Status": 0,
         "Progress": 100,
@@ -102,7 +102,7 @@ def test_a_ready_server_says_so_and_tells_all_it_counts(call: Any):
     assert call("GET", "/health").json == {"status": "ok"}
 
 
-def test_requests_that_are_prepared_wait_for_a_place(call: Any, generate: FakeGenerate):
+def test_requests_being_prepared_count_as_waiting(call: Any, generate: FakeGenerate):
     """Twenty clients waited for a schema, and `Waiting` reported 0."""
     generate.runner_status = replace(generate.runner_status, preparing=2, compiling=20)
     status = call("GET", "/v1/status").json
@@ -111,7 +111,7 @@ def test_requests_that_are_prepared_wait_for_a_place(call: Any, generate: FakeGe
     assert (model["Waiting"], model["Preparing"], model["Compiling"]) == (25, 2, 20)
 
 
-def test_each_model_tells_how_it_stands(
+def test_each_model_has_its_state(
     call: Any, generate: FakeGenerate, monkeypatch: pytest.MonkeyPatch
 ):
     broken = ModelState(name="a", phase="refused", restarts=3, error="killed by SIGKILL")
@@ -127,7 +127,7 @@ def test_each_model_tells_how_it_stands(
     assert [two[key] for key in keys] == [1, 5, 1.5, 7, True]
 
 
-def test_a_model_that_is_loaded_tells_what_it_is_computed_with(
+def test_a_loaded_model_reports_its_backend(
     call: Any, generate: FakeGenerate, monkeypatch: pytest.MonkeyPatch
 ):
     backend = ComputeBackend(device="cpu", kernels="avx512", blas="OpenBLAS 0.3", threads=2)
@@ -142,8 +142,9 @@ def test_a_model_that_is_loaded_tells_what_it_is_computed_with(
     }
 
 
-def test_who_may_not_see_it_all_sees_what_ollamas_client_reads(generate: FakeGenerate):
-    """`app.http.auth.AuthMiddleware` says so of a request without a key, or with a plain one."""
+def test_without_an_admin_key_the_status_has_only_ollamas_fields(generate: FakeGenerate):
+    """`app.http.auth.AuthMiddleware` sets `admin` to False without a key or with an ordinary
+    one."""
     [route] = [
         route
         for route in health_routes(generate, Settings(), make_front_end())
@@ -151,29 +152,29 @@ def test_who_may_not_see_it_all_sees_what_ollamas_client_reads(generate: FakeGen
     ]
 
     async def run(state: dict[str, Any]) -> Any:
-        async def told(scope: Any, receive: Any, send: Any) -> None:
+        async def app_with_state(scope: Any, receive: Any, send: Any) -> None:
             await route.app({**scope, "state": state}, receive, send)
 
-        return (await Conversation(told, "GET", "/v1/status").end()).json
+        return (await Conversation(app_with_state, "GET", "/v1/status").end()).json
 
-    four = {"Status": 0, "Progress": 100, "ContextLength": 4096, "Memory": 123_456}
-    assert asyncio.run(run({"admin": False})) == four
-    assert asyncio.run(run({"admin": True})).items() > four.items()
+    ollama_fields = {"Status": 0, "Progress": 100, "ContextLength": 4096, "Memory": 123_456}
+    assert asyncio.run(run({"admin": False})) == ollama_fields
+    assert asyncio.run(run({"admin": True})).items() > ollama_fields.items()
 
 
-def test_every_class_of_hits_has_a_name_of_its_own():
+def test_every_hit_bucket_has_its_own_label():
     assert len(set(hit_bucket_labels())) == len(EngineStats().prefix_hit_counts)
 
 
-def first_four(status: Any) -> list[int]:
+def get_ollama_fields(status: Any) -> list[int]:
     return [status[key] for key in ("Status", "Progress", "ContextLength", "Memory")]
 
 
-def test_a_loading_server_tells_how_far_it_is(call: Any, generate: FakeGenerate):
+def test_a_loading_server_reports_its_progress(call: Any, generate: FakeGenerate):
     generate.runner_status, generate.cards = LOADING, ()
     reply = call("GET", "/v1/status")
     assert reply.status == 200
-    assert first_four(reply.json) == [3, 40, 0, 5]
+    assert get_ollama_fields(reply.json) == [3, 40, 0, 5]
     assert (reply.json["Parallel"], reply.json["Error"]) == (0, None)
     health = call("GET", "/health")
     assert health.status == 503
@@ -181,7 +182,7 @@ def test_a_loading_server_tells_how_far_it_is(call: Any, generate: FakeGenerate)
     assert "40 %" in health.error["message"]
 
 
-def test_a_failed_server_tells_why(call: Any, generate: FakeGenerate):
+def test_a_failed_server_reports_its_error(call: Any, generate: FakeGenerate):
     generate.runner_status = FAILED
     reply = call("GET", "/v1/status")
     assert (reply.status, reply.json["Status"]) == (200, 5)
@@ -192,12 +193,12 @@ def test_a_failed_server_tells_why(call: Any, generate: FakeGenerate):
     assert health.error["message"] == "no such tensor"
 
 
-def test_a_stalled_server_tells_what_it_is_at(call: Any, generate: FakeGenerate):
-    """It is loaded, and still nobody should be sent to it."""
+def test_a_stalled_server_reports_its_error(call: Any, generate: FakeGenerate):
+    """The model is loaded, but the server must not get requests."""
     generate.runner_status = STALLED
     reply = call("GET", "/v1/status")
     assert reply.status == 200
-    assert first_four(reply.json) == [4, 100, 4096, 123_456]
+    assert get_ollama_fields(reply.json) == [4, 100, 4096, 123_456]
     assert reply.json["Error"] == STALLED.error
     health = call("GET", "/health")
     assert health.status == 503
@@ -205,5 +206,5 @@ def test_a_stalled_server_tells_what_it_is_at(call: Any, generate: FakeGenerate)
 
 
 @pytest.mark.parametrize("path", ["/v1/status", "/health", "/metrics", "/v1/models"])
-def test_head_is_answered(call: Any, path: str):
+def test_head_requests_are_answered(call: Any, path: str):
     assert call("HEAD", path).status == 200

@@ -1,4 +1,4 @@
-"""Models are loaded and unloaded by whoever runs the server."""
+"""Endpoints that load and unload models."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ from tests.fakes import FakeGenerate
 LOAD, UNLOAD = "/v1/models/load", "/v1/models/unload"
 
 
-def test_a_model_is_loaded_for_as_long_as_was_asked(call: Any, generate: FakeGenerate):
+def test_a_model_is_loaded_with_its_keep_alive(call: Any, generate: FakeGenerate):
     reply = call("POST", LOAD, {"model": "fake/model", "keep_alive": -1})
     assert (reply.status, reply.json["id"], reply.json["state"]) == (200, "fake/model", "ready")
     call("POST", LOAD, {"model": "fake/model"})
@@ -29,19 +29,19 @@ def test_a_model_is_unloaded(call: Any, generate: FakeGenerate):
     ("body", "param"),
     [({}, "model"), ({"model": 5}, "model"), ({"model": "fake/model", "x": 1}, "x")],
 )
-def test_a_wrong_field_is_named(call: Any, path: str, body: Any, param: str):
+def test_an_invalid_field_is_named(call: Any, path: str, body: Any, param: str):
     reply = call("POST", path, body)
     assert (reply.status, reply.error["param"]) == (400, param)
 
 
 @pytest.mark.parametrize("path", [LOAD, UNLOAD])
-def test_what_stands_in_the_way_is_told(call: Any, generate: FakeGenerate, path: str):
+def test_a_failed_load_or_unload_returns_the_error(call: Any, generate: FakeGenerate, path: str):
     generate.open_error = AppError(ErrorKind.MODEL_FILES, "it broke")
     reply = call("POST", path, {"model": "fake/model"})
     assert (reply.status, reply.error["message"]) == (500, "it broke")
 
 
-def test_a_browsers_form_cannot_unload_anything(call: Any, generate: FakeGenerate):
+def test_a_browser_form_cannot_unload_a_model(call: Any, generate: FakeGenerate):
     reply = call("POST", UNLOAD, b"model=fake/model", {"content-type": "text/plain"})
     assert reply.status == 415
     assert not generate.unloaded

@@ -1,4 +1,4 @@
-"""The runner's own dialect, as the Go client of Ollama's runner speaks it."""
+"""The dialect of Ollama's runner, as its Go client uses it."""
 
 import json
 from typing import Any
@@ -28,9 +28,9 @@ def options(**fields: Any) -> Any:
     return parse({"prompt": "hi", "options": fields}, "m")
 
 
-def sampling(**fields: Any) -> SamplingParams:
-    """What reaches the sampler of a model whose own defaults are anything but neutral."""
-    wild = {
+def merge_sampling(**fields: Any) -> SamplingParams:
+    """The sampling parameters for a model whose own defaults are not neutral."""
+    model_defaults = {
         "temperature": 2.0,
         "top_p": 0.1,
         "top_k": 3,
@@ -41,14 +41,14 @@ def sampling(**fields: Any) -> SamplingParams:
         "repeat_last_n": 5,
         "seed": 9,
     }
-    return SamplingParams.merge(wild, options(**fields).sampling)
+    return SamplingParams.merge(model_defaults, options(**fields).sampling)
 
 
-def test_what_is_not_set_is_off_whatever_the_model_prefers():
-    assert sampling() == SamplingParams(temperature=0.0)
+def test_unset_options_are_neutral_whatever_the_model_defaults():
+    assert merge_sampling() == SamplingParams(temperature=0.0)
 
 
-def test_zero_is_the_same_as_not_set():
+def test_zero_means_unset():
     names = (
         "temperature",
         "top_p",
@@ -65,7 +65,7 @@ def test_zero_is_the_same_as_not_set():
 
 
 def test_options_reach_the_sampler():
-    assert sampling(
+    assert merge_sampling(
         temperature=0.7,
         top_p=0.9,
         min_p=0.05,
@@ -100,20 +100,20 @@ def test_options_reach_the_sampler():
         ({"max_tokens": -1, "num_predict": 6}, None),
     ],
 )
-def test_the_first_limit_that_is_not_zero_counts(fields: Any, limit: int | None):
+def test_the_first_nonzero_token_limit_is_used(fields: Any, limit: int | None):
     assert options(**fields).max_tokens == limit
 
 
-def test_seeds_below_zero_mean_any():
+def test_negative_seeds_mean_random():
     assert options(seed=-1).sampling["seed"] is None
     assert options(seed=0).sampling["seed"] == 0
 
 
-def test_repeat_last_n_without_a_number_is_unlimited():
+def test_repeat_last_n_is_unlimited_by_default():
     assert [options(repeat_last_n=n).sampling["repeat_last_n"] for n in (-1, 0, 8)] == [-1, -1, 8]
 
 
-def test_keys_may_be_written_in_any_case():
+def test_keys_are_case_insensitive():
     assert parse({"Prompt": "hi", "Options": {"Temperature": 1, "NUM_PREDICT": 4}}, "m") == options(
         temperature=1, num_predict=4
     )
@@ -130,20 +130,20 @@ def test_keys_may_be_written_in_any_case():
         ({"num_keep": -1}, -1),
     ],
 )
-def test_the_first_number_to_keep_that_is_not_zero_counts(fields: Any, num_keep: int):
+def test_the_first_nonzero_num_keep_is_used(fields: Any, num_keep: int):
     assert options(**fields).num_keep == num_keep
 
 
 @pytest.mark.parametrize(
-    ("fields", "reuse"),
+    ("fields", "expected"),
     [({}, True), ({"cache_prompt": None}, True), ({"Cache_Prompt": False}, False)],
 )
-def test_the_cache_may_be_kept_out_of_it(fields: Any, reuse: bool):
-    assert parse({"prompt": "hi", **fields}, "m").cache_prompt is reuse
+def test_cache_prompt_can_be_disabled(fields: Any, expected: bool):
+    assert parse({"prompt": "hi", **fields}, "m").cache_prompt is expected
 
 
-# What the client of August 2026 sends for a request that sets nothing: DefaultOptions of Ollama's
-# api/types.go, with those that are zero left out, and the fields of its CompletionRequest.
+# The request of the client of August 2026 if nothing is set: the nonzero DefaultOptions of Ollama's
+# api/types.go, and the fields of its CompletionRequest.
 NEWEST: dict[str, Any] = {
     "Prompt": "hi",
     "Format": None,
@@ -169,7 +169,7 @@ NEWEST: dict[str, Any] = {
 }
 
 
-def test_the_newest_client_is_understood(call: Any, generate: FakeGenerate):
+def test_the_newest_client_is_supported(call: Any, generate: FakeGenerate):
     assert call("POST", "/completion", NEWEST).status == 200
     (request,) = generate.opened
     assert (request.prompt, request.max_tokens, request.num_keep) == ("hi", None, 4)
@@ -179,8 +179,8 @@ def test_the_newest_client_is_understood(call: Any, generate: FakeGenerate):
     )
 
 
-def test_what_its_own_runner_ignores_changes_nothing():
-    """How a model is loaded, and a filter that the runner does not have."""
+def test_options_that_ollamas_runner_ignores_are_ignored():
+    """Options for loading a model, and a sampling filter that the runner does not have."""
     ignored = {
         **dict.fromkeys(("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread"), 7),
         "draft_num_predict": 4,
@@ -194,19 +194,23 @@ def test_what_its_own_runner_ignores_changes_nothing():
     ("format_", "text"),
     [("json", '{"type":"object"}'), ({"type": "integer"}, '{"type":"integer"}'), ("", None)],
 )
-def test_a_format_is_followed(format_: Any, text: str | None):
+def test_a_format_becomes_a_grammar(format_: Any, text: str | None):
     grammar = parse({"Prompt": "hi", "Format": format_}, "m").grammar
     assert grammar == (None if text is None else JsonSchema(text=text, param="format"))
 
 
-def test_log_probabilities_come_with_the_text_of_their_tokens(call: Any, generate: FakeGenerate):
-    def scored(token: str) -> TokenLogprob:
+def test_logprobs_are_sent_with_the_text_of_their_tokens(call: Any, generate: FakeGenerate):
+    def token_logprob(token: str) -> TokenLogprob:
         rival = TopLogprob(text="?", token_bytes=b"?", logprob=-2.0)
         return TokenLogprob(
             text=token, token_bytes=token.encode(), logprob=-0.5, top_logprobs=(rival,)
         )
 
-    generate.script = [text("Hel", scored("H"), scored("el")), text("", scored("l")), finish()]
+    generate.script = [
+        text("Hel", token_logprob("H"), token_logprob("el")),
+        text("", token_logprob("l")),
+        finish(),
+    ]
     body = {"Prompt": "hi", "Logprobs": True, "TopLogprobs": 1}
     lines = [json.loads(line) for line in call("POST", "/completion", body).body.splitlines()]
     assert generate.opened[0].top_logprobs == 1
@@ -222,7 +226,7 @@ def test_log_probabilities_come_with_the_text_of_their_tokens(call: Any, generat
     }
 
 
-def test_stop_strings_are_taken():
+def test_stop_strings_are_read():
     assert options(stop=["a", "b"]).stop == ("a", "b")
 
 
@@ -261,13 +265,13 @@ def test_stop_strings_are_taken():
         ({"prompt": "a", "options": {"stop": [""]}}, "options.stop"),
     ],
 )
-def test_a_wrong_field_is_named(body: Any, param: str):
+def test_an_invalid_field_is_named(body: Any, param: str):
     with pytest.raises(AppError) as caught:
         parse(body, "m")
     assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, param)
 
 
-def test_every_line_has_every_key_and_the_last_one_the_counters(call: Any):
+def test_every_line_has_every_key_and_the_last_line_has_the_counters(call: Any):
     reply = call("POST", "/completion", {"prompt": "hi"})
     assert reply.headers["content-type"] == "application/jsonl"
     assert [json.loads(line) for line in reply.body.splitlines()] == [
@@ -284,12 +288,12 @@ def test_every_line_has_every_key_and_the_last_one_the_counters(call: Any):
     ]
 
 
-def test_running_out_of_tokens_is_reason_one(call: Any, generate: FakeGenerate):
+def test_done_reason_of_the_token_limit_is_one(call: Any, generate: FakeGenerate):
     generate.script = [text("a"), finish("length")]
     last = json.loads(call("POST", "/completion", {"prompt": "hi"}).body.splitlines()[-1])
     assert last["DoneReason"] == 1
 
 
-def test_without_a_model_there_is_nothing_to_complete(call: Any, generate: FakeGenerate):
+def test_completion_without_a_model_fails(call: Any, generate: FakeGenerate):
     generate.cards = ()
     assert call("POST", "/completion", {"prompt": "hi"}).status == 503

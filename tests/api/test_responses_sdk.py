@@ -1,5 +1,5 @@
-"""OpenAI's own client and /v1/responses, over a socket: with scripted answers for what they hold,
-and with the built-in model for what really happens."""
+"""OpenAI's client and /v1/responses, over a socket: with scripted answers, and with the built-in
+model."""
 
 import asyncio
 import json
@@ -16,9 +16,9 @@ from app.core.errors import AppError, ErrorKind
 from app.core.events import ReasoningDelta, ToolCallDelta
 from app.core.requests import Conversation, GenerateRequest, Message, ToolCall
 from app.core.settings import Settings
-from tests.api.asgi import serving
+from tests.api.asgi import serve_app
 from tests.fakes import FakeGenerate, Script, build_fake_app, finish, text
-from tests.server_process import run_server as serving_process
+from tests.server_process import run_server
 
 MODEL = "fake/model"
 WEATHER: Any = {
@@ -35,7 +35,7 @@ WEATHER: Any = {
 
 
 def script(request: GenerateRequest) -> Script:
-    """Calls a tool where there is one and its output is not there yet."""
+    """Calls a tool if there is one and the conversation does not end with its output."""
     prompt = request.prompt
     assert isinstance(prompt, Conversation)
     last = prompt.messages[-1]
@@ -58,7 +58,7 @@ def generate() -> FakeGenerate:
 @pytest.fixture(scope="module")
 def client(generate: FakeGenerate) -> Iterator[OpenAI]:
     with (
-        serving(build_fake_app(generate, Settings())) as url,
+        serve_app(build_fake_app(generate, Settings())) as url,
         OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
         yield client
@@ -88,28 +88,28 @@ def test_a_streamed_response(client: OpenAI):
     assert client.responses.retrieve(final.id).output_text == "Hello"
 
 
-def test_a_conversation_by_its_ids(client: OpenAI, generate: FakeGenerate):
+def test_a_conversation_by_response_ids(client: OpenAI, generate: FakeGenerate):
     first = client.responses.create(model=MODEL, input="hi")
     client.responses.create(model=MODEL, input="and?", previous_response_id=first.id)
     assert [message.content for message in conversation(generate)] == ["hi", "Hello", "and?"]
 
 
-def test_a_round_with_a_tool_that_the_client_keeps_track_of(client: OpenAI, generate: FakeGenerate):
-    said: list[Any] = [{"role": "user", "content": "rain?"}]
-    first = client.responses.create(model=MODEL, input=said, tools=[WEATHER], store=False)
-    said += first.output
+def test_a_tool_round_with_the_conversation_in_the_client(client: OpenAI, generate: FakeGenerate):
+    items: list[Any] = [{"role": "user", "content": "rain?"}]
+    first = client.responses.create(model=MODEL, input=items, tools=[WEATHER], store=False)
+    items += first.output
     call = first.output[-1]
     assert isinstance(call, ResponseFunctionToolCall)
     assert json.loads(call.arguments) == {"city": "Ulm"}
-    said.append({"type": "function_call_output", "call_id": call.call_id, "output": "rain"})
-    second = client.responses.create(model=MODEL, input=said, tools=[WEATHER])
+    items.append({"type": "function_call_output", "call_id": call.call_id, "output": "rain"})
+    second = client.responses.create(model=MODEL, input=items, tools=[WEATHER])
     assert second.output_text == "Hello"
     _, turn, _ = conversation(generate)
     called = ToolCall(id="call_1", name="weather", arguments='{"city":"Ulm"}')
     assert turn == Message(role="assistant", content=None, reasoning="Ask.", tool_calls=(called,))
 
 
-def test_a_round_with_a_tool_that_the_server_keeps_track_of(client: OpenAI, generate: FakeGenerate):
+def test_a_tool_round_with_the_conversation_on_the_server(client: OpenAI, generate: FakeGenerate):
     with client.responses.stream(model=MODEL, input="rain?", tools=[WEATHER]) as stream:
         first = stream.get_final_response()
     client.responses.create(
@@ -125,14 +125,14 @@ class City(BaseModel):
     city: str
 
 
-def test_an_answer_that_is_parsed(client: OpenAI):
+def test_a_parsed_answer(client: OpenAI):
     response = client.responses.parse(model=MODEL, input="where?", text_format=City)
     assert response.output_parsed == City(city="Ulm")
     with client.responses.stream(model=MODEL, input="where?", text_format=City) as stream:
         assert stream.get_final_response().output_parsed == City(city="Ulm")
 
 
-def test_a_call_that_is_parsed(client: OpenAI):
+def test_a_parsed_tool_call(client: OpenAI):
     tool: Any = openai.pydantic_function_tool(City, name="weather")["function"]
     flat: Any = {"type": "function", **tool}
     response = client.responses.parse(model=MODEL, input="rain?", tools=[flat])
@@ -140,9 +140,9 @@ def test_a_call_that_is_parsed(client: OpenAI):
     assert call.parsed_arguments == {"city": "Ulm"}
 
 
-def test_what_is_kept_can_be_listed_and_deleted(client: OpenAI):
-    said: list[Any] = [{"role": "user", "content": str(n)} for n in range(5)]
-    response = client.responses.create(model=MODEL, input=said)
+def test_stored_responses_can_be_listed_and_deleted(client: OpenAI):
+    items: list[Any] = [{"role": "user", "content": str(n)} for n in range(5)]
+    response = client.responses.create(model=MODEL, input=items)
     items = list(client.responses.input_items.list(response.id, limit=2, order="asc"))
     texts = [item.content[0].text for item in items if item.type == "message"]  # pyright: ignore[reportAttributeAccessIssue]  # all parts are texts
     assert texts == ["0", "1", "2", "3", "4"]
@@ -154,13 +154,13 @@ def test_what_is_kept_can_be_listed_and_deleted(client: OpenAI):
     assert unknown.value.code == "previous_response_not_found"
 
 
-def test_nothing_can_be_cancelled(client: OpenAI):
+def test_a_response_cannot_be_cancelled(client: OpenAI):
     response = client.responses.create(model=MODEL, input="hi")
     with pytest.raises(openai.BadRequestError, match="only background responses can be cancelled"):
         client.responses.cancel(response.id)
 
 
-def test_an_error_amid_a_stream_is_raised(client: OpenAI):
+def test_an_error_during_a_stream_is_raised(client: OpenAI):
     with (
         pytest.raises(openai.APIError, match="out of memory"),
         client.responses.stream(model=MODEL, input="break") as stream,
@@ -168,8 +168,8 @@ def test_an_error_amid_a_stream_is_raised(client: OpenAI):
         stream.until_done()
 
 
-def test_what_codex_sends_is_accepted(client: OpenAI):
-    """Its request for a model that it does not know, and for one that reasons."""
+def test_requests_of_codex_are_accepted(client: OpenAI):
+    """The request of Codex for a model that it does not know, and for a reasoning model."""
     parts = [{"type": "input_text", "text": "hi"}]
     sent: Any = {
         "model": MODEL,
@@ -192,67 +192,69 @@ def test_what_codex_sends_is_accepted(client: OpenAI):
 
 
 @pytest.fixture(scope="module")
-def builtin() -> Iterator[str]:
-    with serving_process() as served:
-        yield f"{served.url}/v1"
+def builtin_url() -> Iterator[str]:
+    with run_server() as server:
+        yield f"{server.url}/v1"
 
 
 @pytest.fixture(scope="module")
-def real(builtin: str) -> Iterator[OpenAI]:
-    with OpenAI(base_url=builtin, api_key="none", max_retries=0) as client:
+def builtin_client(builtin_url: str) -> Iterator[OpenAI]:
+    with OpenAI(base_url=builtin_url, api_key="none", max_retries=0) as client:
         yield client
 
 
 KNOBS: Any = {"model": "builtin", "temperature": 0, "max_output_tokens": 40}
 
 
-def test_the_built_in_model_answers_and_streams_the_same(real: OpenAI):
-    whole = real.responses.create(input="Hello!", **KNOBS)
-    with real.responses.stream(input="Hello!", **KNOBS) as stream:
+def test_the_built_in_model_answers_and_streams_the_same(builtin_client: OpenAI):
+    response = builtin_client.responses.create(input="Hello!", **KNOBS)
+    with builtin_client.responses.stream(input="Hello!", **KNOBS) as stream:
         pieces = [event.delta for event in stream if event.type == "response.output_text.delta"]
-    assert "".join(pieces) == whole.output_text != ""
+    assert "".join(pieces) == response.output_text != ""
 
 
-def test_the_built_in_model_goes_on_where_it_was(real: OpenAI):
-    first = real.responses.create(input="Hello!", **KNOBS)
-    second = real.responses.create(input="Why?", previous_response_id=first.id, **KNOBS)
+def test_the_built_in_model_continues_a_response(builtin_client: OpenAI):
+    first = builtin_client.responses.create(input="Hello!", **KNOBS)
+    second = builtin_client.responses.create(input="Why?", previous_response_id=first.id, **KNOBS)
     stateless: Any = [
         {"role": "user", "content": "Hello!"},
         {"role": "assistant", "content": first.output_text},
         {"role": "user", "content": "Why?"},
     ]
-    assert second.output_text == real.responses.create(input=stateless, **KNOBS).output_text
+    assert (
+        second.output_text == builtin_client.responses.create(input=stateless, **KNOBS).output_text
+    )
     assert second.usage is not None
     assert second.usage.input_tokens_details.cached_tokens > 0
 
 
-def test_the_built_in_model_keeps_to_a_schema(real: OpenAI):
+def test_the_built_in_model_follows_a_schema(builtin_client: OpenAI):
     class Answer(BaseModel):
         yes: bool
 
-    response = real.responses.parse(input="Is it?", text_format=Answer, **KNOBS)
+    response = builtin_client.responses.parse(input="Is it?", text_format=Answer, **KNOBS)
     assert isinstance(response.output_parsed, Answer)
 
 
-def test_the_built_in_model_makes_the_call_that_it_must(real: OpenAI):
+def test_the_built_in_model_makes_a_required_call(builtin_client: OpenAI):
     options: Any = {"input": "Rain?", "tools": [WEATHER], "tool_choice": "required"}
     options |= KNOBS | {"max_output_tokens": 400, "parallel_tool_calls": False}
-    response = real.responses.create(**options)
+    response = builtin_client.responses.create(**options)
     (call,) = [item for item in response.output if item.type == "function_call"]
     assert isinstance(json.loads(call.arguments)["city"], str)
-    with real.responses.stream(**options) as stream:
+    with builtin_client.responses.stream(**options) as stream:
         streamed = stream.get_final_response()
     (same,) = [item for item in streamed.output if item.type == "function_call"]
     assert same.arguments == call.arguments
-    told: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "Yes."}
-    after = real.responses.create(
-        input=[told], previous_response_id=response.id, tools=[WEATHER], **KNOBS
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "Yes."}
+    after = builtin_client.responses.create(
+        input=[output], previous_response_id=response.id, tools=[WEATHER], **KNOBS
     )
     assert after.status in ("completed", "incomplete")
 
 
-def test_the_built_in_model_gives_logprobs(real: OpenAI):
-    response = real.responses.create(
+def test_the_built_in_model_gives_logprobs(builtin_client: OpenAI):
+    response = builtin_client.responses.create(
         input="Hello!", include=["message.output_text.logprobs"], top_logprobs=2, **KNOBS
     )
     message: Any = response.output[0]
@@ -261,8 +263,8 @@ def test_the_built_in_model_gives_logprobs(real: OpenAI):
     assert all(len(entry.top_logprobs) == 2 for entry in scored)
 
 
-def test_the_built_in_model_is_cut_where_it_was_told_to(real: OpenAI):
-    response = real.responses.create(input="Hello!", **{**KNOBS, "max_output_tokens": 1})
+def test_the_built_in_model_stops_at_max_output_tokens(builtin_client: OpenAI):
+    response = builtin_client.responses.create(input="Hello!", **{**KNOBS, "max_output_tokens": 1})
     assert response.status == "incomplete"
     assert response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
@@ -270,9 +272,9 @@ def test_the_built_in_model_is_cut_where_it_was_told_to(real: OpenAI):
     assert response.usage.output_tokens == 1
 
 
-def test_many_at_once(builtin: str):
+def test_concurrent_requests(builtin_url: str):
     async def run() -> list[str]:
-        async with AsyncOpenAI(base_url=builtin, api_key="none", max_retries=0) as client:
+        async with AsyncOpenAI(base_url=builtin_url, api_key="none", max_retries=0) as client:
             answers = await asyncio.gather(
                 *(client.responses.create(input="Hello!", **KNOBS) for _ in range(6))
             )
@@ -283,7 +285,7 @@ def test_many_at_once(builtin: str):
     assert len({*answers}) == 1
 
 
-def test_an_input_that_does_not_fit_is_named(real: OpenAI):
-    with pytest.raises(openai.BadRequestError) as long:
-        real.responses.create(input="why " * 20_000, **KNOBS)
-    assert (long.value.code, long.value.param) == ("context_length_exceeded", "input")
+def test_an_input_that_exceeds_the_context_is_rejected(builtin_client: OpenAI):
+    with pytest.raises(openai.BadRequestError) as caught:
+        builtin_client.responses.create(input="why " * 20_000, **KNOBS)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")

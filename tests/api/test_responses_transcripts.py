@@ -1,6 +1,6 @@
-"""Whole answers of /v1/responses, byte for byte. `make transcripts` writes them again.
+"""Complete answers of /v1/responses, byte for byte. `make transcripts` writes them again.
 
-What differs from run to run (ids and the clock) is replaced by constants before comparing.
+Ids and times, which differ from run to run, are replaced by constants before the comparison.
 """
 
 import re
@@ -23,10 +23,10 @@ WEATHER: dict[str, Any] = {
 
 
 def token(raw: bytes, logprob: float) -> TokenLogprob:
-    said = TopLogprob(text=raw.decode(errors="replace"), token_bytes=raw, logprob=logprob)
+    candidate = TopLogprob(text=raw.decode(errors="replace"), token_bytes=raw, logprob=logprob)
     other = TopLogprob(text="?", token_bytes=b"?", logprob=logprob - 1)
     return TokenLogprob(
-        text=said.text, token_bytes=raw, logprob=logprob, top_logprobs=(said, other)
+        text=candidate.text, token_bytes=raw, logprob=logprob, top_logprobs=(candidate, other)
     )
 
 
@@ -70,10 +70,10 @@ SCORED = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
         ("responses_stream_broken.sse", BROKEN, HI | STREAM),
     ],
 )
-def test_a_response_reads_as_it_always_did(
+def test_a_response_equals_its_transcript(
     call: Any, generate: FakeGenerate, transcript: Any, name: str, script: Script, body: Any
 ):
     generate.script = script
-    got = call("POST", "/v1/responses", body).body
-    got = re.sub(rb'(?<=")(resp|msg|rs|fc)_[0-9a-f]{48}(?=")', rb"\1_0", got)
-    transcript(name, re.sub(rb'(?<=ed_at":)[0-9]{10}', b"0", got))
+    response = call("POST", "/v1/responses", body).body
+    response = re.sub(rb'(?<=")(resp|msg|rs|fc)_[0-9a-f]{48}(?=")', rb"\1_0", response)
+    transcript(name, re.sub(rb'(?<=ed_at":)[0-9]{10}', b"0", response))

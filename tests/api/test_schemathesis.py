@@ -1,7 +1,8 @@
-"""openapi.yaml as a fuzzer reads it: requests that keep to it and requests that do not."""
+"""openapi.yaml with a fuzzer: valid and invalid requests."""
 
 from typing import Any
 
+import pytest
 import schemathesis
 
 from app.core.settings import Settings
@@ -12,7 +13,8 @@ SCHEMA = schemathesis.openapi.from_dict(document(CARD.id, 256))
 SCHEMA.app = build_fake_app(FakeGenerate(), Settings())
 
 
+@pytest.mark.product
 @SCHEMA.parametrize()
 @examples(30)
-def test_every_answer_is_as_documented(case: Any):
+def test_every_response_matches_the_document(case: Any):
     case.call_and_validate(checks=ACCEPTING_CHECKS)

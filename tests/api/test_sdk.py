@@ -1,4 +1,4 @@
-"""OpenAI's own client over a real socket: what it sends is understood, what it gets it can read."""
+"""OpenAI's client over a real socket: the server understands its requests, and it the responses."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from app.core.errors import AppError, ErrorKind
 from app.core.events import ReasoningDelta, ToolCallDelta
 from app.core.requests import Conversation, GenerateRequest, JsonSchema, Message, ToolCall
 from app.core.settings import Settings
-from tests.api.asgi import serving
+from tests.api.asgi import serve_app
 from tests.fakes import (
     FOREVER,
     FakeGenerate,
@@ -32,19 +32,19 @@ HI: list[Any] = [{"role": "user", "content": "hi"}]
 
 
 def script(request: GenerateRequest) -> Script:
-    """What the last message asks for."""
+    """The script that the last message selects."""
     prompt = request.prompt
-    wish = prompt.messages[-1].content if isinstance(prompt, Conversation) else prompt
-    match wish:
+    content = prompt.messages[-1].content if isinstance(prompt, Conversation) else prompt
+    match content:
         case "endless":
             return [text("a "), FOREVER]
         case "break":
             return [text("a "), AppError(ErrorKind.ENGINE, "out of memory")]
         case "call":
             piece = ToolCallDelta(call_index=0, arguments='{"city": ')
-            begun = ToolCallDelta(call_index=0, id="call_1", name="weather")
+            start = ToolCallDelta(call_index=0, id="call_1", name="weather")
             rest = ToolCallDelta(call_index=0, arguments='"Ulm"}')
-            return [ReasoningDelta(text="Hm."), begun, piece, rest, finish("tool_calls")]
+            return [ReasoningDelta(text="Hm."), start, piece, rest, finish("tool_calls")]
         case "person":
             return [text('{"name": "Ada", '), text('"age": 36}'), finish()]
         case _:
@@ -58,7 +58,7 @@ def generate() -> FakeGenerate:
 
 @pytest.fixture(scope="module")
 def url(generate: FakeGenerate) -> Generator[str]:
-    with serving(build_fake_app(generate, Settings())) as url:
+    with serve_app(build_fake_app(generate, Settings())) as url:
         yield url
 
 
@@ -82,7 +82,7 @@ def test_chat(client: OpenAI, generate: FakeGenerate):
     assert generate.opened[-1].sampling == {"temperature": 0.5, "seed": 3}
 
 
-def test_an_answer_goes_back_into_the_conversation(client: OpenAI, generate: FakeGenerate):
+def test_an_answer_is_sent_back_in_the_conversation(client: OpenAI, generate: FakeGenerate):
     answer: Any = client.chat.completions.create(model=MODEL, messages=HI).choices[0].message
     client.chat.completions.create(model=MODEL, messages=[*HI, answer, *HI])
     prompt = generate.opened[-1].prompt
@@ -117,10 +117,10 @@ WEATHER: Any = {
 }
 
 
-def test_a_call_and_its_result_go_round(client: OpenAI, generate: FakeGenerate):
-    """The helper puts the call together from its pieces; its message goes back as it is."""
-    ask: list[Any] = [{"role": "user", "content": "call"}]
-    with client.chat.completions.stream(model=MODEL, messages=ask, tools=[WEATHER]) as stream:
+def test_a_tool_round(client: OpenAI, generate: FakeGenerate):
+    """The helper joins the deltas of the call; its message is sent back unchanged."""
+    messages: list[Any] = [{"role": "user", "content": "call"}]
+    with client.chat.completions.stream(model=MODEL, messages=messages, tools=[WEATHER]) as stream:
         kinds = [event.type for event in stream]
         message: Any = stream.get_final_completion().choices[0].message
     assert kinds.count("tool_calls.function.arguments.done") == 1
@@ -128,7 +128,7 @@ def test_a_call_and_its_result_go_round(client: OpenAI, generate: FakeGenerate):
     assert call.function.parsed_arguments == {"city": "Ulm"}
     assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Ulm"}')
     result: Any = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
-    client.chat.completions.create(model=MODEL, messages=[*ask, message, result, *HI])
+    client.chat.completions.create(model=MODEL, messages=[*messages, message, result, *HI])
     prompt = generate.opened[-1].prompt
     assert isinstance(prompt, Conversation)
     called = ToolCall(id="call_1", name="weather", arguments='{"city": "Ulm"}')
@@ -144,15 +144,15 @@ class Person(BaseModel):
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # about its own object
-def test_what_was_parsed_goes_back_too(client: OpenAI, generate: FakeGenerate):
-    ask: list[Any] = [{"role": "user", "content": "person"}]
-    answer = client.chat.completions.parse(model=MODEL, messages=ask, response_format=Person)
+def test_a_parsed_message_can_be_sent_back(client: OpenAI, generate: FakeGenerate):
+    messages: list[Any] = [{"role": "user", "content": "person"}]
+    answer = client.chat.completions.parse(model=MODEL, messages=messages, response_format=Person)
     message: Any = answer.choices[0].message
     assert message.parsed == Person(name="Ada", age=36)
-    asked = generate.opened[-1].grammar
-    assert isinstance(asked, JsonSchema)
-    assert json.loads(asked.text)["required"] == ["name", "age"]
-    client.chat.completions.create(model=MODEL, messages=[*ask, message, *HI])
+    grammar = generate.opened[-1].grammar
+    assert isinstance(grammar, JsonSchema)
+    assert json.loads(grammar.text)["required"] == ["name", "age"]
+    client.chat.completions.create(model=MODEL, messages=[*messages, message, *HI])
     prompt = generate.opened[-1].prompt
     assert isinstance(prompt, Conversation)
     assert prompt.messages[1].content == '{"name": "Ada", "age": 36}'
@@ -168,7 +168,7 @@ def test_several_choices(client: OpenAI):
     assert [choice.index for choice in texts.choices] == [0, 1, 2, 3]
 
 
-def test_every_answer_has_a_name(client: OpenAI):
+def test_every_response_has_a_request_id(client: OpenAI):
     answer: Any = client.chat.completions.create(model=MODEL, messages=HI)
     assert answer._request_id.startswith("req_")
     with pytest.raises(openai.BadRequestError) as bad:
@@ -193,13 +193,13 @@ def test_models(client: OpenAI):
         client.models.retrieve("none")
 
 
-def test_extensions_travel_in_the_extra_body(client: OpenAI, generate: FakeGenerate):
+def test_extensions_are_accepted_in_the_extra_body(client: OpenAI, generate: FakeGenerate):
     extra = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "repeat_last_n": 64}
     client.chat.completions.create(model=MODEL, messages=HI, extra_body=extra)
     assert generate.opened[-1].sampling == extra
 
 
-def test_mistakes_become_the_exceptions_of_the_sdk(client: OpenAI):
+def test_errors_become_the_exceptions_of_the_sdk(client: OpenAI):
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(model=MODEL, messages=HI, temperature=3)
     assert (bad.value.param, bad.value.type) == ("temperature", "invalid_request_error")
@@ -208,34 +208,34 @@ def test_mistakes_become_the_exceptions_of_the_sdk(client: OpenAI):
     assert missing.value.code == "model_not_found"
 
 
-def test_an_error_amid_a_stream_is_raised(client: OpenAI):
-    ask: list[Any] = [{"role": "user", "content": "break"}]
-    stream = client.chat.completions.create(model=MODEL, messages=ask, stream=True)
+def test_an_error_during_a_stream_is_raised(client: OpenAI):
+    messages: list[Any] = [{"role": "user", "content": "break"}]
+    stream = client.chat.completions.create(model=MODEL, messages=messages, stream=True)
     assert next(stream).choices[0].delta.content == "a "
     with pytest.raises(openai.APIError, match="out of memory"):
         next(stream)
 
 
 def test_closing_a_stream_cancels(client: OpenAI, generate: FakeGenerate):
-    ask: list[Any] = [{"role": "user", "content": "endless"}]
+    messages: list[Any] = [{"role": "user", "content": "endless"}]
     before = generate.num_closed
-    with client.chat.completions.create(model=MODEL, messages=ask, stream=True) as stream:
+    with client.chat.completions.create(model=MODEL, messages=messages, stream=True) as stream:
         assert next(iter(stream)).choices[0].delta.content == "a "
         assert generate.num_closed == before
     wait_until(lambda: generate.num_closed == before + 1)
 
 
-def test_giving_up_on_a_plain_answer_cancels(client: OpenAI, generate: FakeGenerate):
-    ask: list[Any] = [{"role": "user", "content": "endless"}]
+def test_a_timeout_of_an_unstreamed_answer_cancels(client: OpenAI, generate: FakeGenerate):
+    messages: list[Any] = [{"role": "user", "content": "endless"}]
     before = generate.num_closed
     with pytest.raises(openai.APITimeoutError):
         client.chat.completions.create(
-            model=MODEL, messages=ask, timeout=openai.Timeout(5, read=0.1)
+            model=MODEL, messages=messages, timeout=openai.Timeout(5, read=0.1)
         )
     wait_until(lambda: generate.num_closed == before + 1)
 
 
-def test_many_at_once(url: str):
+def test_concurrent_requests(url: str):
     async def run() -> list[str | None]:
         async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             answers = await asyncio.gather(
@@ -248,11 +248,11 @@ def test_many_at_once(url: str):
     assert asyncio.run(run()) == ["Hello"] * 21
 
 
-def test_a_loading_server_asks_to_be_asked_again(url: str):
-    """The SDK waits for as long as Retry-After says and then gets its answer."""
+def test_the_client_retries_while_the_model_loads(url: str):
+    """The SDK waits for the seconds of Retry-After and then gets its answer."""
     generate = FakeGenerate(open_error=AppError(ErrorKind.LOADING, "the model is loading"))
     with (
-        serving(build_fake_app(generate, Settings())) as url,
+        serve_app(build_fake_app(generate, Settings())) as url,
         OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=2) as client,
     ):
         threading.Timer(0.2, lambda: setattr(generate, "open_error", None)).start()
@@ -260,8 +260,8 @@ def test_a_loading_server_asks_to_be_asked_again(url: str):
     assert answer.choices[0].message.content == "Hello"
 
 
-def test_the_go_client_can_read_us(url: str, generate: FakeGenerate):
-    """Its request as it lies on the wire, and the fields which it decodes by name."""
+def test_the_go_client_can_read_the_response(url: str, generate: FakeGenerate):
+    """The client's request as on the wire, and the fields that it decodes by name."""
     body = b'{"prompt":"hi","options":{"temperature":0.8,"top_p":0.9,"num_predict":3}}'
     request = urllib.request.Request(
         f"{url}/completion", body, {"Content-Type": "application/json"}
@@ -280,4 +280,4 @@ def wait_until(condition: Any) -> None:
         if condition():
             return
         deadline.wait(0.01)
-    pytest.fail("it did not happen within five seconds")
+    pytest.fail("the condition was not met within five seconds")

@@ -1,4 +1,4 @@
-"""Texts to ids and back, as three kinds of clients ask for it."""
+"""Tokenization and detokenization, for three kinds of clients."""
 
 from typing import Any
 
@@ -15,17 +15,17 @@ HI = [{"role": "user", "content": "hi"}]
 
 @pytest.mark.parametrize("path", TOKENIZE)
 @pytest.mark.parametrize("kind", ["text/plain", "application/octet-stream", "text/json", ""])
-def test_a_text_as_it_is_becomes_a_bare_array(call: Any, path: str, kind: str):
-    """What Ollama's client for its runner sends and reads."""
-    said = 'hé {"prompt": "x"}'
-    reply = call("POST", path, said.encode(), {"content-type": kind})
-    assert reply.json == list(said.encode())
+def test_a_plain_text_body_returns_a_bare_array(call: Any, path: str, kind: str):
+    """The format of Ollama's client for its runner."""
+    content = 'hé {"prompt": "x"}'
+    reply = call("POST", path, content.encode(), {"content-type": kind})
+    assert reply.json == list(content.encode())
 
 
 @pytest.mark.parametrize("path", TOKENIZE)
 @pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8"])
 @pytest.mark.parametrize("name", ["prompt", "content", "text"])
-def test_a_text_in_json_becomes_what_vllm_and_llama_cpp_answer(
+def test_a_json_body_returns_the_format_of_vllm_and_llama_cpp(
     call: Any, path: str, kind: str, name: str
 ):
     reply = call("POST", path, {name: "hé"}, {"content-type": kind})
@@ -49,14 +49,14 @@ def test_a_text_in_json_becomes_what_vllm_and_llama_cpp_answer(
         ({"content": "x", "parse_special": True}, False),
     ],
 )
-def test_special_tokens_are_added_as_each_server_does_it(
+def test_the_name_of_the_text_field_selects_the_default_of_special_tokens(
     call: Any, generate: FakeGenerate, body: Any, special: bool
 ):
     assert call("POST", "/tokenize", body).status == 200
     assert generate.tokenized == [("x", CARD.id, special)]
 
 
-def test_the_model_is_named_in_the_body_or_in_the_query(call: Any, generate: FakeGenerate):
+def test_the_model_is_named_in_the_body(call: Any, generate: FakeGenerate):
     assert call("POST", "/tokenize", {"prompt": "x", "model": CARD.id}).status == 200
     assert generate.tokenized == [("x", CARD.id, True)]
     assert generate.resolved == [CARD.id]
@@ -64,7 +64,7 @@ def test_the_model_is_named_in_the_body_or_in_the_query(call: Any, generate: Fak
     assert (missing.status, missing.error["code"]) == (404, "model_not_found")
 
 
-def test_the_texts_of_tokens_are_there_when_asked(call: Any):
+def test_token_strings_and_pieces_are_returned_on_request(call: Any):
     body = {"prompt": "hé", "return_token_strs": True}
     assert call("POST", "/tokenize", body).json["token_strs"] == ["h", "\ufffd", "\ufffd"]
     pieces = call("POST", "/tokenize", {"content": "hé", "with_pieces": True}).json
@@ -76,7 +76,7 @@ def test_the_texts_of_tokens_are_there_when_asked(call: Any):
     assert pieces["count"] == 3
 
 
-def test_a_conversation_is_counted_as_the_model_gets_it(call: Any, generate: FakeGenerate):
+def test_a_conversation_is_tokenized_with_the_chat_template(call: Any, generate: FakeGenerate):
     body = {
         "model": CARD.id,
         "messages": HI,
@@ -87,22 +87,22 @@ def test_a_conversation_is_counted_as_the_model_gets_it(call: Any, generate: Fak
         "tools": [{"type": "function", "function": {"name": "f"}}],
     }
     assert call("POST", "/tokenize", body).json["tokens"] == [*b"hi"]
-    (counted,) = generate.tokenized_chats
-    assert counted.model == CARD.id
-    assert counted.prompt.messages == (Message(role="user", content="hi"),)  # pyright: ignore
-    assert counted.reasoning == ReasoningOptions(effort="low")
-    assert [tool.name for tool in counted.tools] == ["f"]
-    assert counted.chat_template_kwargs == {"enable_thinking": False}
+    (request,) = generate.tokenized_chats
+    assert request.model == CARD.id
+    assert request.prompt.messages == (Message(role="user", content="hi"),)  # pyright: ignore
+    assert request.reasoning == ReasoningOptions(effort="low")
+    assert [tool.name for tool in request.tools] == ["f"]
+    assert request.chat_template_kwargs == {"enable_thinking": False}
 
 
-def test_the_beginning_of_an_answer_may_be_left_out(call: Any, generate: FakeGenerate):
+def test_the_generation_prompt_can_be_disabled(call: Any, generate: FakeGenerate):
     body = {"messages": HI, "add_generation_prompt": False}
     assert call("POST", "/v1/tokenize", body).status == 200
     assert generate.tokenized_chats[0].chat_template_kwargs == {"add_generation_prompt": False}
     assert generate.tokenized_chats[0].model == CARD.id
 
 
-def test_a_conversation_that_the_template_refuses_is_a_400(call: Any, generate: FakeGenerate):
+def test_a_conversation_that_the_template_rejects_is_a_400(call: Any, generate: FakeGenerate):
     generate.open_error = AppError(ErrorKind.INVALID, "the template refuses it", param="messages")
     reply = call("POST", "/tokenize", {"messages": HI})
     assert (reply.status, reply.error["param"]) == (400, "messages")
@@ -135,30 +135,30 @@ def test_a_conversation_that_the_template_refuses_is_a_400(call: Any, generate: 
         (b"", None),
     ],
 )
-def test_what_is_wrong_is_named(call: Any, body: Any, param: str | None):
+def test_an_invalid_field_of_tokenize_is_named(call: Any, body: Any, param: str | None):
     reply = call("POST", "/tokenize", body)
     assert (reply.status, reply.error["param"]) == (400, param)
 
 
-def test_without_a_model_there_are_no_tokens(call: Any, generate: FakeGenerate):
+def test_tokenize_without_a_model_is_a_503(call: Any, generate: FakeGenerate):
     generate.cards = ()
     assert call("POST", "/tokenize", {"prompt": "a"}).status == 503
 
 
 @pytest.mark.parametrize("path", DETOKENIZE)
-def test_ids_become_text_under_the_names_of_both_servers(call: Any, path: str):
+def test_detokenize_returns_the_text_under_the_names_of_both_servers(call: Any, path: str):
     ids = [*"hé {}".encode()]
     for body in (ids, {"tokens": ids}, {"tokens": ids, "model": CARD.id}):
         assert call("POST", path, body).json == {"content": "hé {}", "prompt": "hé {}"}
 
 
-def test_nothing_becomes_an_empty_array_and_back(call: Any):
+def test_empty_text_and_empty_ids(call: Any):
     assert call("POST", "/v1/tokenize", b"", {"content-type": "text/plain"}).body == b"[]"
     assert call("POST", "/tokenize", {"prompt": ""}).json["tokens"] == []
     assert call("POST", "/v1/detokenize", []).json == {"content": "", "prompt": ""}
 
 
-def test_bytes_that_are_no_text_have_no_ids(call: Any):
+def test_invalid_utf8_is_rejected(call: Any):
     for kind in ("text/plain", "application/json"):
         assert call("POST", "/v1/tokenize", b"\xff", {"content-type": kind}).status == 400
 
@@ -178,7 +178,7 @@ def test_bytes_that_are_no_text_have_no_ids(call: Any):
         ("a", None),
     ],
 )
-def test_what_is_no_id_is_named(call: Any, body: Any, param: str | None):
+def test_an_invalid_token_id_is_named(call: Any, body: Any, param: str | None):
     reply = call("POST", "/v1/detokenize", body)
     assert (reply.status, reply.error["param"]) == (400, param)
 

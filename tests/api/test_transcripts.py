@@ -1,6 +1,6 @@
-"""Whole answers, byte for byte, in tests/transcripts. `make transcripts` writes them again.
+"""Complete answers, byte for byte, in tests/transcripts. `make transcripts` writes them again.
 
-What differs from run to run (ids and the clock) is replaced by constants before comparing.
+Ids and times, which differ from run to run, are replaced by constants before the comparison.
 """
 
 import re
@@ -26,10 +26,10 @@ PROMPT: dict[str, Any] = {"model": "fake/model", "prompt": "hi"}
 
 
 def token(raw: bytes, logprob: float) -> TokenLogprob:
-    said = TopLogprob(text=raw.decode(errors="replace"), token_bytes=raw, logprob=logprob)
+    candidate = TopLogprob(text=raw.decode(errors="replace"), token_bytes=raw, logprob=logprob)
     other = TopLogprob(text="?", token_bytes=b"?", logprob=logprob - 1)
     return TokenLogprob(
-        text=said.text, token_bytes=raw, logprob=logprob, top_logprobs=(said, other)
+        text=candidate.text, token_bytes=raw, logprob=logprob, top_logprobs=(candidate, other)
     )
 
 
@@ -41,7 +41,7 @@ LOGPROBS: Script = (
     text("", token(b"END", -0.0625)),
     finish(tokens=5),
 )
-# Thought, said, and called twice at once.
+# Reasoning, text, and two parallel calls.
 CALLS: Script = (
     ReasoningDelta(text="Two "),
     ReasoningDelta(text="cities."),
@@ -110,7 +110,7 @@ USAGE = {"stream": True, "stream_options": {"include_usage": True}}
         ("runner_broken.jsonl", BROKEN, RUNNER, {"prompt": "hi"}),
     ],
 )
-def test_an_answer_reads_as_it_always_did(
+def test_an_answer_equals_its_transcript(
     call: Any,
     generate: FakeGenerate,
     transcript: Any,
@@ -120,6 +120,6 @@ def test_an_answer_reads_as_it_always_did(
     body: Any,
 ):
     generate.script = script
-    got = call("POST", path, body).body
-    got = re.sub(rb'(?<="id":")(chatcmpl|cmpl)-[0-9a-f]{24}(?=")', rb"\1-0", got)
-    transcript(name, re.sub(rb'(?<="created":)[0-9]{10}', b"0", got))
+    response = call("POST", path, body).body
+    response = re.sub(rb'(?<="id":")(chatcmpl|cmpl)-[0-9a-f]{24}(?=")', rb"\1-0", response)
+    transcript(name, re.sub(rb'(?<="created":)[0-9]{10}', b"0", response))

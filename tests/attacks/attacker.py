@@ -1,9 +1,9 @@
-"""A process that attacks a server until it is told to end: `python attacker.py FILE`, an `Attack`.
+"""A process that attacks a server until its standard input ends: `python attacker.py FILE`. The
+file has a pickled `Attack`.
 
-Uses sockets and the standard library only, so that it takes little of the machine: what it sends is
-ready bytes, and it rests whenever it has used more than its share of a core. Prints one line when
-every thread has gone through its connections once or for a second, and one with what was answered
-when its standard input ends.
+Uses sockets and the standard library only, to use little of the machine: it sends prepared bytes,
+and sleeps whenever it has used more than its share of a core. Prints one line when every thread has
+gone through its connections once or for a second, and one with the statuses at the end.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# Seconds that one wait for the server may take, and in which a thread counts as under way.
+# Timeout of one socket operation in seconds, and seconds after which a thread counts as started.
 PATIENCE = 30.0
-UNDER_WAY = 1.0
+STARTUP_SECONDS = 1.0
 
-# Of a flood: bytes after which it is enough.
-MOST = 1 << 30
+# Bytes after which a flood ends.
+MAX_FLOOD_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Wait:
-    """Wait; then perhaps leave without reading."""
+    """Wait; the next step may be to disconnect without reading."""
 
     seconds: float
 
@@ -58,9 +58,9 @@ Step = Send | Flood | Read | Wait
 
 @dataclass(frozen=True)
 class Attack:
-    """connections: what each thread does on one connection after the other. share: of a core, for
-    this process. port: the victim's, where it is not the server's. tls: whether TLS is spoken.
-    hold: how many of its latest connections a thread keeps open."""
+    """connections: the steps of each thread on one connection after the other. share: of a core,
+    for this process. port: 0 for that of the server. tls: whether to use TLS. hold: how many of its
+    latest connections a thread keeps open."""
 
     connections: Sequence[Sequence[Step]]
     threads: int = 1
@@ -74,132 +74,137 @@ class Attack:
 class _State:
     statuses: Counter[str] = field(default_factory=Counter)
     sent: int = 0
-    under_way: int = 0
-    over: bool = False
+    num_started: int = 0
+    done: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 def main(path: str) -> None:
     with open(path, "rb") as file:
         attack: Attack = pickle.load(file)
-    state, began = _State(), time.monotonic()
+    state, start = _State(), time.monotonic()
     for number in range(attack.threads):
-        thread = threading.Thread(target=_run, args=(attack, state, number, began), daemon=True)
+        thread = threading.Thread(target=_run, args=(attack, state, number, start), daemon=True)
         thread.start()
-    while state.under_way < attack.threads:
+    while state.num_started < attack.threads:
         time.sleep(0.01)
     print("under way", flush=True)
     sys.stdin.read()
-    state.over = True
+    state.done = True
     print(json.dumps({"statuses": state.statuses, "sent": state.sent}), flush=True)
 
 
-def _run(attack: Attack, state: _State, number: int, began: float) -> None:
-    counted = False
-    held: list[socket.socket] = []
-    turn = number
-    while not state.over:
-        steps = attack.connections[turn % len(attack.connections)]
-        turn += 1
+def _run(attack: Attack, state: _State, number: int, start: float) -> None:
+    started = False
+    connections: list[socket.socket] = []
+    index = number
+    while not state.done:
+        steps = attack.connections[index % len(attack.connections)]
+        index += 1
         with contextlib.suppress(OSError):
-            held.append(_connected(attack))
-            _play(steps, held[-1], state, attack, began)
-        while len(held) > attack.hold:
-            held.pop(0).close()
-        if not counted and (turn - number >= len(attack.connections) or _late(began)):
-            counted = True
+            connections.append(_connect(attack))
+            _play(steps, connections[-1], state, attack, start)
+        while len(connections) > attack.hold:
+            connections.pop(0).close()
+        if not started and (index - number >= len(attack.connections) or _startup_is_over(start)):
+            started = True
             with state.lock:
-                state.under_way += 1
-        _rest(attack.share, began)
+                state.num_started += 1
+        _throttle(attack.share, start)
 
 
-def _late(began: float) -> bool:
-    return time.monotonic() - began > UNDER_WAY
+def _startup_is_over(start: float) -> bool:
+    return time.monotonic() - start > STARTUP_SECONDS
 
 
-def _connected(attack: Attack) -> socket.socket:
-    plain = socket.create_connection(("127.0.0.1", attack.port), timeout=PATIENCE)
+def _connect(attack: Attack) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", attack.port), timeout=PATIENCE)
     if not attack.tls:
-        return plain
+        return connection
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    return context.wrap_socket(plain)
+    return context.wrap_socket(connection)
 
 
 def _play(
-    steps: Sequence[Step], line: socket.socket, state: _State, attack: Attack, began: float
+    steps: Sequence[Step], connection: socket.socket, state: _State, attack: Attack, start: float
 ) -> None:
     for step in steps:
-        if state.over:
+        if state.done:
             return
         match step:
             case Send(data=data):
-                state.sent += _send(line, data, attack, began)
+                state.sent += _send(connection, data, attack, start)
             case Flood(data=data):
                 total = 0
-                while total < MOST and not state.over and (sent := _once(line, data)):
+                while (
+                    total < MAX_FLOOD_BYTES
+                    and not state.done
+                    and (sent := _send_once(connection, data))
+                ):
                     total += sent
-                    _rest(attack.share, began)
+                    _throttle(attack.share, start)
                 state.sent += total
             case Wait(seconds=seconds):
                 time.sleep(seconds)
             case Read():
-                status = _status(line)
+                status = _read_status(connection)
                 with state.lock:
                     state.statuses[status] += 1
 
 
-def _send(line: socket.socket, data: bytes, attack: Attack, began: float) -> int:
+def _send(connection: socket.socket, data: bytes, attack: Attack, start: float) -> int:
     sent = 0
-    with contextlib.suppress(OSError):  # refused before it is whole
+    with contextlib.suppress(OSError):  # rejected before all of it is sent
         while sent < len(data):
-            sent += line.send(data[sent : sent + (1 << 18)])
-            _rest(attack.share, began)
+            sent += connection.send(data[sent : sent + (1 << 18)])
+            _throttle(attack.share, start)
     return sent
 
 
-def _once(line: socket.socket, data: bytes) -> int:
+def _send_once(connection: socket.socket, data: bytes) -> int:
     with contextlib.suppress(OSError):
-        return line.send(data)
+        return connection.send(data)
     return 0
 
 
-def _status(line: socket.socket) -> str:
-    """Of a reply that is read to its end: of its length, of its chunks, or to the connection's."""
+def _read_status(connection: socket.socket) -> str:
+    """The status of a reply, which is read to its end: by its length, its chunks, or until
+    close."""
     read = bytearray()
     while b"\r\n\r\n" not in read:
-        more = _received(line)
-        if not more:
+        data = _receive(connection)
+        if not data:
             return "none"
-        read += more
+        read += data
     head, _, body = bytes(read).partition(b"\r\n\r\n")
     lines = head.lower().split(b"\r\n")
     length = next(
         (int(field[15:]) for field in lines if field.startswith(b"content-length:")), None
     )
-    tail, got = body[-5:], len(body)
-    while (got < length) if length is not None else tail != b"0\r\n\r\n":
-        more = _received(line)
-        if not more:
+    last_bytes, num_bytes = body[-5:], len(body)
+    while (num_bytes < length) if length is not None else last_bytes != b"0\r\n\r\n":
+        data = _receive(connection)
+        if not data:
             return "torn"
-        got += len(more)
-        tail = (tail + more)[-5:]
+        num_bytes += len(data)
+        last_bytes = (last_bytes + data)[-5:]
     return lines[0].split()[1].decode()
 
 
-def _received(line: socket.socket) -> bytes:
+def _receive(connection: socket.socket) -> bytes:
     with contextlib.suppress(OSError):
-        return line.recv(1 << 18)
+        return connection.recv(1 << 18)
     return b""
 
 
-def _rest(share: float, began: float) -> None:
-    """Until this process has used no more than its share of a core."""
+def _throttle(share: float, start: float) -> None:
+    """Sleep until this process has used no more than its share of a core."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    ahead = (used.ru_utime + used.ru_stime) / share - (time.monotonic() - began)
-    if ahead > 0:
-        time.sleep(min(ahead, 1.0))
+    excess = (used.ru_utime + used.ru_stime) / share - (time.monotonic() - start)
+    if excess > 0:
+        time.sleep(min(excess, 1.0))
 
 
 if __name__ == "__main__":

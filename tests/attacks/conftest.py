@@ -1,6 +1,5 @@
-"""Two victims, one for all attacks to save time: a server as it is started on one's own machine,
-and one that was exposed, with keys and TLS. Attacks are made by several processes at once, while
-the latencies of another client are measured."""
+"""Two victims, shared by all attacks to save time: a local server, and an exposed one with keys and
+TLS. Several processes attack at once, while the latencies of another client are measured."""
 
 import json
 import os
@@ -29,26 +28,25 @@ from tests.attacks.attacker import Attack
 from tests.machine_lock import MachineLock
 from tests.server_process import ROOT, TIMEOUT, UNTRACED, ServerProcess, run_server
 
-# What another client may notice of an attack: its median latency is at most twice the usual and
-# 50 ms, for a machine that has two cores and this test on them, and no request takes longer than
-# half a second more than the longest did before.
+# Limits for the other client during an attack: its median latency is at most twice the usual one
+# plus 50 ms (for a machine with two cores, which also runs this test), and no request takes half a
+# second longer than the longest one before.
 TIMES, SLACK, WORST = 2.0, 0.050, 0.5
 
-# Requests that are made one after the other before an attack, and seconds of it.
-ASKED, SECONDS = 30, 3.0
+# Sequential requests before an attack, and its duration in seconds.
+NUM_BASELINE_REQUESTS, SECONDS = 30, 3.0
 
-# Processes that attack, with half a core together.
+# Attacking processes, with half a core together.
 PROCESSES = 3
 
-# A machine that is busy with something else for a while is not the attack's doing, and an attack
-# that disturbs does so every time.
-TRIES = 3
+# Another load on the machine can fail one try; a successful attack fails all of them.
+MAX_TRIES = 3
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Of an attack. statuses: of its requests, "none" for one that was not answered. sent: bytes.
-    median, worst: seconds that the other client's requests took meanwhile."""
+class AttackResult:
+    """The result of an attack. statuses: of its requests, "none" for one without a reply. sent:
+    bytes. median, worst: latencies of the other client during the attack in seconds."""
 
     statuses: Counter[str]
     sent: int
@@ -56,9 +54,9 @@ class Seen:
     worst: float
 
 
-class Undisturbed:
-    """Another client, which is busy: it asks again as soon as it is answered. trust: who signed the
-    server's certificate. machine: which other tests must not use meanwhile."""
+class LatencyCheck:
+    """Runs attacks, and checks the latencies of another client, which sends one request after the
+    other. trust: the TLS context of the client. machine: locked against other tests meanwhile."""
 
     def __init__(
         self, server: ServerProcess, machine: MachineLock, trust: ssl.SSLContext | None = None
@@ -69,55 +67,60 @@ class Undisturbed:
 
     def __call__(
         self, attack: Attack | Callable[[], object], body: dict[str, Any] | None = None
-    ) -> Seen:
-        """Its latencies while several processes make the attack, or, where it is a function, this
-        one does. body: what it asks; a few tokens of a completion by default."""
-        tried: list[str] = []
-        asked = ASK if body is None else body
+    ) -> AttackResult:
+        """Run the attack, in several processes, or in this process if it is a function. body: the
+        request of the other client; by default, a completion of a few tokens."""
+        failures: list[str] = []
+        request = SMALL_REQUEST if body is None else body
         with self._machine.exclusive(), self._client() as client:
-            for _ in range(TRIES):
-                _ask(client, asked)
-                before = [_ask(client, asked) for _ in range(ASKED)]
-                with self._made(attack) as result:
-                    during = _ask_for(client, asked, SECONDS)
-                seen = Seen(
+            for _ in range(MAX_TRIES):
+                _measure_request(client, request)
+                before = [_measure_request(client, request) for _ in range(NUM_BASELINE_REQUESTS)]
+                with self._start_attack(attack) as result:
+                    during = _measure_for(client, request, SECONDS)
+                attack_result = AttackResult(
                     statuses=result.statuses,
                     sent=result.sent,
                     median=statistics.median(during),
                     worst=max(during),
                 )
-                usual = statistics.median(before)
-                tried.append(
-                    f"median {usual:.3f} s before, {seen.median:.3f} s during; "
-                    f"worst {max(before):.3f} s before, {seen.worst:.3f} s during"
+                baseline = statistics.median(before)
+                failures.append(
+                    f"median {baseline:.3f} s before, {attack_result.median:.3f} s during; "
+                    f"worst {max(before):.3f} s before, {attack_result.worst:.3f} s during"
                 )
-                print(tried[-1])  # with -rP, pytest shows it of tests that pass, too
-                if seen.median <= TIMES * usual + SLACK and seen.worst <= WORST + max(before):
-                    return seen
-        raise AssertionError("; ".join(tried))
+                print(failures[-1])  # pytest -rP shows it for passing tests, too
+                if (
+                    attack_result.median <= TIMES * baseline + SLACK
+                    and attack_result.worst <= WORST + max(before)
+                ):
+                    return attack_result
+        raise AssertionError("; ".join(failures))
 
     def _client(self) -> httpx.Client:
         verify = True if self._trust is None else self._trust
         return httpx.Client(base_url=self._server.url, verify=verify, timeout=TIMEOUT)
 
-    def _made(self, attack: Attack | Callable[[], object]) -> "AbstractContextManager[_Result]":
+    def _start_attack(
+        self, attack: Attack | Callable[[], object]
+    ) -> "AbstractContextManager[_AttackCounts]":
         if isinstance(attack, Attack):
             port = attack.port or self._server.port
-            own = replace(attack, port=port, tls=self._trust is not None)
-            return _attacking(own)
-        return _repeating(attack)
+            attack_on_server = replace(attack, port=port, tls=self._trust is not None)
+            return _attack_in_processes(attack_on_server)
+        return _attack_in_thread(attack)
 
 
 @dataclass
-class _Result:
+class _AttackCounts:
     statuses: Counter[str] = field(default_factory=Counter)
     sent: int = 0
 
 
 @contextmanager
-def _attacking(attack: Attack) -> Iterator[_Result]:
-    """Several processes attack until this is left."""
-    result = _Result()
+def _attack_in_processes(attack: Attack) -> Iterator[_AttackCounts]:
+    """Several processes attack until the context is left."""
+    result = _AttackCounts()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "attack"
         file.write_bytes(pickle.dumps(attack))
@@ -140,9 +143,9 @@ def _attacking(attack: Attack) -> Iterator[_Result]:
             yield result
             for process in processes:
                 out, _ = process.communicate(timeout=TIMEOUT)
-                told = json.loads(out)
-                result.statuses.update(told["statuses"])
-                result.sent += told["sent"]
+                report = json.loads(out)
+                result.statuses.update(report["statuses"])
+                result.sent += report["sent"]
         finally:
             for process in processes:
                 process.kill()
@@ -151,15 +154,16 @@ def _attacking(attack: Attack) -> Iterator[_Result]:
 
 
 @contextmanager
-def _repeating(attack: Callable[[], object]) -> Iterator[_Result]:
-    """A thread of this process attacks until this is left. What goes wrong there is raised here."""
-    over, failure, times = threading.Event(), list[BaseException](), [0]
+def _attack_in_thread(attack: Callable[[], object]) -> Iterator[_AttackCounts]:
+    """A thread of this process attacks until the context is left. Its exceptions are raised at the
+    end."""
+    stop, failure, num_calls = threading.Event(), list[BaseException](), [0]
 
     def run() -> None:
         try:
-            while not over.is_set():
+            while not stop.is_set():
                 attack()
-                times[0] += 1
+                num_calls[0] += 1
                 time.sleep(0.01)
         except BaseException as raised:
             failure.append(raised)
@@ -167,17 +171,17 @@ def _repeating(attack: Callable[[], object]) -> Iterator[_Result]:
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield _Result()
+        yield _AttackCounts()
     finally:
-        over.set()
+        stop.set()
         thread.join(TIMEOUT)
-    assert not thread.is_alive(), "the attack was never answered"
+    assert not thread.is_alive(), "the attack got no reply"
     if failure:
         raise failure[0]
-    assert times[0] > 0
+    assert num_calls[0] > 0
 
 
-ASK: dict[str, Any] = {
+SMALL_REQUEST: dict[str, Any] = {
     "model": "tiny",
     "prompt": "as usual",
     "max_tokens": 4,
@@ -185,25 +189,25 @@ ASK: dict[str, Any] = {
 }
 
 
-def _ask(client: httpx.Client, body: dict[str, Any]) -> float:
-    """Seconds for an answer of a few tokens."""
-    begun = time.monotonic()
+def _measure_request(client: httpx.Client, body: dict[str, Any]) -> float:
+    """The latency of one request in seconds."""
+    start = time.monotonic()
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     reply = client.post(path, json=body)
     assert reply.status_code == 200, reply.text
-    return time.monotonic() - begun
+    return time.monotonic() - start
 
 
-def _ask_for(client: httpx.Client, body: dict[str, Any], seconds: float) -> list[float]:
-    until = time.monotonic() + seconds
-    found: list[float] = []
-    while time.monotonic() < until or not found:
-        found.append(_ask(client, body))
-    return found
+def _measure_for(client: httpx.Client, body: dict[str, Any], seconds: float) -> list[float]:
+    deadline = time.monotonic() + seconds
+    latencies: list[float] = []
+    while time.monotonic() < deadline or not latencies:
+        latencies.append(_measure_request(client, body))
+    return latencies
 
 
-# A template that was made to get out of its sandbox, each time by another way. The message says
-# which; the marker is a file that must never be.
+# Parts of a template that try to escape the sandbox. The message selects one; the marker is a file
+# that must never exist.
 ESCAPES = {
     "class": "{{ messages[0].content.__class__.__mro__[1].__subclasses__() }}",
     "attr": "{{ messages[0].content|attr('__class__')|attr('__mro__') }}",
@@ -223,41 +227,41 @@ ESCAPES = {
 }
 
 
-def _hostile(marker: Path) -> str:
-    ways = "".join(
+def _build_hostile_template(marker: Path) -> str:
+    branches = "".join(
         f"{{% elif way == '{name}' %}}{{% if true %}}{source.replace('MARKER', str(marker))}"
         "{% endif %}"
         for name, source in ESCAPES.items()
     )
-    return f"{{% set way = messages[0].content %}}{{% if false %}}{ways}{{% endif %}}"
+    return f"{{% set way = messages[0].content %}}{{% if false %}}{branches}{{% endif %}}"
 
 
 @dataclass(frozen=True)
 class Victim:
-    """marker: a file that is there once somebody has got out of the sandbox. disk: a folder with
-    model folders, of which only some are served."""
+    """marker: a file that exists if a template has escaped the sandbox. disk: a folder with model
+    folders, of which only some are served."""
 
     server: ServerProcess
     client: httpx.Client
-    undisturbed: Undisturbed
+    attack: LatencyCheck
     disk: Path
     marker: Path
 
 
 @pytest.fixture(scope="session")
 def victim(tmp_path_factory: pytest.TempPathFactory, machine: MachineLock) -> Iterator[Victim]:
-    """Serves `tiny`, `long`, which has a long context, and `hostile`; a fourth model lies beside
-    them."""
+    """Serves `tiny`, `long`, which has a long context, and `hostile`; the folder has a fourth
+    model."""
     disk = tmp_path_factory.mktemp("attacked")
     marker = disk / "escaped"
     folders = [tiny.write(disk / name) for name in ("tiny", "hostile", "hidden")]
     folders.append(tiny.write(disk / "long", max_position_embeddings=20_000))
-    (folders[1] / "chat_template.jinja").write_text(_hostile(marker))
+    (folders[1] / "chat_template.jinja").write_text(_build_hostile_template(marker))
     with (
         run_server(str(folders[0]), str(folders[1]), str(folders[3])) as server,
         httpx.Client(base_url=server.url, timeout=TIMEOUT) as client,
     ):
-        yield Victim(server, client, Undisturbed(server, machine), disk, marker)
+        yield Victim(server, client, LatencyCheck(server, machine), disk, marker)
 
 
 @dataclass(frozen=True)
@@ -296,9 +300,9 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         yield Guarded(server, client, user, admin, owner, file)
 
 
-def entries(*, admin: bool = False, **named: str) -> str:
-    """Tables of a file of keys, by name and key."""
-    made = (
-        api_keys.ApiKey(name=n, digest=api_keys.hash_key(k), admin=admin) for n, k in named.items()
+def entries(*, admin: bool = False, **keys: str) -> str:
+    """The entries of a key file, by name and key."""
+    api_keys_ = (
+        api_keys.ApiKey(name=n, digest=api_keys.hash_key(k), admin=admin) for n, k in keys.items()
     )
-    return "".join(api_keys.format_entry(key, "") + "\n" for key in made)
+    return "".join(api_keys.format_entry(key, "") + "\n" for key in api_keys_)

@@ -1,4 +1,4 @@
-"""Another page in the browser: it can send us what it likes and must get nothing for it."""
+"""Pages of other origins in a browser: they can send any request, and must have no effect."""
 
 import json
 
@@ -7,71 +7,76 @@ import pytest
 
 from tests.attacks.attacker import Attack, Read, Send
 from tests.attacks.conftest import Victim
-from tests.http.lines import head, post
+from tests.http.raw_client import head, post
 
 CHAT = "/v1/chat/completions"
-ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+CHAT_BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
 
-def computed(victim: Victim) -> int:
+def count_tokens(victim: Victim) -> int:
     tokens: dict[str, int] = victim.server.status()["Tokens"]  # pyright: ignore[reportAssignmentType]
     return sum(tokens.values())
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_rebound_page_is_answered_under_no_path(victim: Victim, stream: bool) -> None:
-    """The page came from evil.example, whose name now leads to us: to its browser we are of its own
-    origin, and only the Host header tells."""
-    before = computed(victim)
-    page = {"host": "evil.example:8080", "sec-fetch-site": "same-origin"}
+def test_a_rebound_page_is_rejected_on_every_path(victim: Victim, stream: bool) -> None:
+    """The page came from evil.example, whose name now resolves to this server: for the browser it
+    is the same origin, and only the Host header differs."""
+    before = count_tokens(victim)
+    headers = {"host": "evil.example:8080", "sec-fetch-site": "same-origin"}
     paths = ("/health", "/v1/status", "/v1/models", "/metrics", "/nowhere")
-    with httpx.Client(base_url=victim.server.url, headers=page) as browser:
+    with httpx.Client(base_url=victim.server.url, headers=headers) as browser:
         replies = [browser.get(path) for path in paths]
-        replies += [browser.post(CHAT, json={**ASK, "stream": stream})]
+        replies += [browser.post(CHAT, json={**CHAT_BODY, "stream": stream})]
         replies += [browser.post("/v1/models/unload", json={"model": "tiny"})]
         replies += [browser.request("OPTIONS", CHAT)]
     for reply in replies:
         assert reply.status_code == 403
         assert reply.json()["error"]["code"] == "host_not_allowed"
         assert "access-control-allow-origin" not in reply.headers
-    assert computed(victim) == before
+    assert count_tokens(victim) == before
 
 
-def test_rebinding_disturbs_nobody(victim: Victim) -> None:
-    page = Send(post(ASK, CHAT, Host="evil.example"))
-    seen = victim.undisturbed(Attack([[page, Read()]], threads=4))
-    assert set(seen.statuses) == {"403"}
+@pytest.mark.exhaustive
+def test_rebinding_does_not_disturb_other_clients(victim: Victim) -> None:
+    page = Send(post(CHAT_BODY, CHAT, Host="evil.example"))
+    result = victim.attack(Attack([[page, Read()]], threads=4))
+    assert set(result.statuses) == {"403"}
 
 
-@pytest.mark.parametrize("fetched", [True, False])
+@pytest.mark.parametrize("with_fetch_metadata", [True, False])
 @pytest.mark.parametrize("path", [CHAT, "/v1/tokenize", "/v1/completions", "/v1/models/unload"])
-def test_a_form_on_a_strange_page_makes_us_do_nothing(
-    victim: Victim, path: str, fetched: bool
+def test_a_form_of_another_origin_has_no_effect(
+    victim: Victim, path: str, with_fetch_metadata: bool
 ) -> None:
-    """A form needs nobody's leave to post across origins. As text/plain its body can be JSON. An
+    """A form may post across origins without a preflight. As text/plain its body can be JSON. An
     old browser does not send Sec-Fetch-Site."""
-    before = computed(victim)
-    site = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"} if fetched else {}
-    body = json.dumps(ASK)
+    before = count_tokens(victim)
+    site = (
+        {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+        if with_fetch_metadata
+        else {}
+    )
+    body = json.dumps(CHAT_BODY)
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         headers = {"origin": "https://evil.example", "content-type": kind, **site}
         reply = victim.client.post(path, content=body, headers=headers)
         assert reply.status_code == 403
         assert reply.json()["error"]["code"] == "origin_not_allowed"
-    assert computed(victim) == before
+    assert count_tokens(victim) == before
 
 
-def test_forms_disturb_nobody(victim: Victim) -> None:
+def test_forms_do_not_disturb_other_clients(victim: Victim) -> None:
     fields = {"Origin": "https://evil.example", "Content_Type": "text/plain"}
     form = head("POST", "/v1/tokenize", Content_Length=10_000, **fields) + b"x" * 10_000
-    seen = victim.undisturbed(Attack([[Send(form), Read()]], threads=4))
-    assert set(seen.statuses) == {"403"}
+    result = victim.attack(Attack([[Send(form), Read()]], threads=4))
+    assert set(result.statuses) == {"403"}
 
 
-def test_a_strange_page_can_read_nothing(victim: Victim) -> None:
-    """What it may ask for, as every page may: the browser keeps the answer from it."""
+def test_a_page_of_another_origin_can_read_nothing(victim: Victim) -> None:
+    """The browser hides the response from a page of another origin."""
     for origin in ("https://evil.example", "null", "http://localhost.evil.example"):
         reply = victim.client.get("/v1/models", headers={"origin": origin})
         assert "access-control-allow-origin" not in reply.headers
-        asked = {"origin": origin, "access-control-request-method": "POST"}
-        assert victim.client.request("OPTIONS", CHAT, headers=asked).is_client_error
+        preflight = {"origin": origin, "access-control-request-method": "POST"}
+        assert victim.client.request("OPTIONS", CHAT, headers=preflight).is_client_error

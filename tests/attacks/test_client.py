@@ -1,4 +1,4 @@
-"""A client of ours, with or without a key: what it sends may cost it time, and nobody else."""
+"""An allowed client: its requests must not slow down or affect other clients."""
 
 import gzip
 import re
@@ -14,8 +14,8 @@ import pytest
 from tests import tiny
 from tests.attacks.attacker import Attack, Read, Send
 from tests.attacks.conftest import ESCAPES, Victim
-from tests.http import lines
-from tests.http.lines import head
+from tests.http import raw_client
+from tests.http.raw_client import head
 from tests.server_process import TIMEOUT, run_server
 
 CHAT = "/v1/chat/completions"
@@ -26,18 +26,18 @@ def post(victim: Victim, path: str, body: dict[str, Any]) -> httpx.Response:
     return victim.client.post(path, json=body)
 
 
-def requests(asked: Iterable[tuple[str, dict[str, Any]]], threads: int = 2) -> Attack:
-    """Each of these, on a connection of its own, one after the other."""
-    return Attack([[Send(lines.post(body, path)), Read()] for path, body in asked], threads)
+def build_attack(requests: Iterable[tuple[str, dict[str, Any]]], threads: int = 2) -> Attack:
+    """These requests in sequence, each on its own connection."""
+    return Attack([[Send(raw_client.post(body, path)), Read()] for path, body in requests], threads)
 
 
-def raw(victim: Victim, path: str) -> httpx.URL:
-    """As it stands, where httpx would tidy dots away."""
+def raw_url(victim: Victim, path: str) -> httpx.URL:
+    """The unnormalized path; httpx would remove dots."""
     return httpx.URL(victim.server.url).copy_with(raw_path=path.encode())
 
 
-def names(disk: Path) -> list[str]:
-    """Ways to write a model's folder that is there, but is not served."""
+def hidden_names(disk: Path) -> list[str]:
+    """Spellings of a model folder that exists but is not served."""
     return [
         str(disk / "hidden"),
         f"{disk}/tiny/../hidden",
@@ -62,8 +62,8 @@ def names(disk: Path) -> list[str]:
 
 
 def test_a_name_is_never_a_path(victim: Victim) -> None:
-    """And nothing in an answer tells whether a path leads somewhere."""
-    for name in names(victim.disk):
+    """The response does not reveal whether a path exists."""
+    for name in hidden_names(victim.disk):
         for path, more in (
             (COMPLETIONS, {"prompt": "hi"}),
             (CHAT, {"messages": [{"role": "user", "content": "hi"}]}),
@@ -75,25 +75,25 @@ def test_a_name_is_never_a_path(victim: Victim) -> None:
             assert reply.status_code == 404, (name[:50], path, reply.text[:300])
             assert reply.json()["error"]["code"] == "model_not_found"
             assert len(reply.content) < 1000
-    there, not_there = (
+    existing, absent = (
         post(victim, COMPLETIONS, {"model": str(victim.disk / name), "prompt": "hi"}).text
         for name in ("hidden", "absent")
     )
-    assert there.replace("hidden", "absent") == not_there
+    assert existing.replace("hidden", "absent") == absent
 
 
 @pytest.mark.parametrize(
     "path",
     ["../hidden", "..%2fhidden", "%2e%2e/hidden", "tiny/../../hidden", "%2fetc%2fpasswd", "%00"],
 )
-def test_a_path_of_the_api_leads_to_no_file(victim: Victim, path: str) -> None:
-    reply = victim.client.get(raw(victim, f"/v1/models/{path}"))
+def test_a_path_of_the_api_opens_no_file(victim: Victim, path: str) -> None:
+    reply = victim.client.get(raw_url(victim, f"/v1/models/{path}"))
     assert reply.status_code == 404
     assert "root:" not in reply.text
 
 
 def test_no_error_of_a_broken_model_reveals_a_path(tmp_path: Path) -> None:
-    """Over HTTP, where each model has a process of its own."""
+    """Over HTTP, with one process per model."""
     for name in ("tokenizer", "weights", "template", "gone"):
         tiny.write(tmp_path / name)
     models = [str(folder) for folder in sorted(tmp_path.iterdir())]
@@ -105,7 +105,7 @@ def test_no_error_of_a_broken_model_reveals_a_path(tmp_path: Path) -> None:
         (tmp_path / "weights" / "model.safetensors").write_bytes(b"garbage")
         (tmp_path / "template" / "tokenizer_config.json").write_text('{"chat_template": [1]}')
         shutil.rmtree(tmp_path / "gone")
-        failed = 0
+        num_errors = 0
         for name in ("tokenizer", "weights", "template", "gone"):
             chat = {"model": name, "messages": [{"role": "user", "content": "hi"}]}
             client.post("/v1/models/unload", json={"model": name})
@@ -117,25 +117,26 @@ def test_no_error_of_a_broken_model_reveals_a_path(tmp_path: Path) -> None:
                 ("/v1/models/load", {"model": name}),
             ):
                 reply = client.post(path, json=body)
-                failed += '"error":{' in reply.text
-                for seen in (reply, *map(client.get, ("/v1/models", "/v1/status", "/health"))):
-                    assert str(tmp_path) not in seen.text, (name, path)
-                    assert "site-packages" not in seen.text, (name, path)
-        assert failed == 4 * 5
+                num_errors += '"error":{' in reply.text
+                for reply_ in (reply, *map(client.get, ("/v1/models", "/v1/status", "/health"))):
+                    assert str(tmp_path) not in reply_.text, (name, path)
+                    assert "site-packages" not in reply_.text, (name, path)
+        assert num_errors == 4 * 5
         log = server.log_text()
     assert str(tmp_path / "weights" / "model.safetensors") in log
 
 
-def test_names_that_are_paths_disturb_nobody(victim: Victim) -> None:
-    asked = [{"model": name, "prompt": "hi"} for name in names(victim.disk)]
-    seen = victim.undisturbed(requests((COMPLETIONS, body) for body in asked))
-    assert set(seen.statuses) == {"404"}
+@pytest.mark.exhaustive
+def test_names_that_are_paths_do_not_disturb_other_clients(victim: Victim) -> None:
+    requests = [{"model": name, "prompt": "hi"} for name in hidden_names(victim.disk)]
+    result = victim.attack(build_attack((COMPLETIONS, body) for body in requests))
+    assert set(result.statuses) == {"404"}
 
 
-@pytest.mark.parametrize("way", sorted(ESCAPES.keys() - {"range", "loops"}))
-def test_a_template_does_not_get_out_of_its_sandbox(victim: Victim, way: str) -> None:
-    """The template comes with the model, and so from a stranger."""
-    body = {"model": "hostile", "messages": [{"role": "user", "content": way}]}
+@pytest.mark.parametrize("name", sorted(ESCAPES.keys() - {"range", "loops"}))
+def test_a_template_cannot_escape_the_sandbox(victim: Victim, name: str) -> None:
+    """The template comes with the model, and is untrusted."""
+    body = {"model": "hostile", "messages": [{"role": "user", "content": name}]}
     reply = post(victim, CHAT, body)
     assert reply.status_code in (400, 500), reply.text
     assert reply.json()["error"]["message"]
@@ -143,17 +144,18 @@ def test_a_template_does_not_get_out_of_its_sandbox(victim: Victim, way: str) ->
     assert "root:" not in reply.text
 
 
-@pytest.mark.parametrize("way", ["range", "loops"])
-def test_a_template_without_end_disturbs_nobody(victim: Victim, way: str) -> None:
-    body = {"model": "hostile", "messages": [{"role": "user", "content": way}]}
+@pytest.mark.product
+@pytest.mark.parametrize("name", ["range", "loops"])
+def test_an_endless_template_does_not_disturb_other_clients(victim: Victim, name: str) -> None:
+    body = {"model": "hostile", "messages": [{"role": "user", "content": name}]}
     reply = post(victim, CHAT, body)
     assert reply.status_code in (400, 500), reply.text
-    seen = victim.undisturbed(requests([(CHAT, body)], threads=4))
-    assert set(seen.statuses) <= {"400", "500", "429"}
+    result = victim.attack(build_attack([(CHAT, body)], threads=4))
+    assert set(result.statuses) <= {"400", "500", "429"}
 
 
-def test_a_message_is_no_template(victim: Victim) -> None:
-    """What a user says is put in as it is: the template's words around it are the same."""
+def test_a_message_is_not_rendered_as_a_template(victim: Victim) -> None:
+    """The content of a message is inserted unchanged, between the same texts of the template."""
     for content in (
         "{{ 7 * 7 }}",
         "{% for m in messages %}x{% endfor %}",
@@ -163,7 +165,7 @@ def test_a_message_is_no_template(victim: Victim) -> None:
     ):
         messages = [{"role": "user", "content": content}]
         reply = post(victim, CHAT, {"model": "tiny", "messages": messages, "max_tokens": 1})
-        expected = len(f"user: {content}\nassistant: ")  # a token each
+        expected = len(f"user: {content}\nassistant: ")  # one token per character
         assert reply.json()["usage"]["prompt_tokens"] == expected, content
 
 
@@ -182,94 +184,106 @@ EXPRESSIONS = [
 ]
 
 
-def expressions() -> list[tuple[str, dict[str, Any]]]:
-    """Requests whose grammar was made to take for ever, wherever an expression may stand."""
+def requests_with_patterns() -> list[tuple[str, dict[str, Any]]]:
+    """Requests with pathological regular expressions, in every field that accepts one."""
     base = {"model": "tiny", "max_tokens": 24, "logit_bias": {"97": 20}}
-    found: list[tuple[str, dict[str, Any]]] = []
+    requests_: list[tuple[str, dict[str, Any]]] = []
     for pattern in EXPRESSIONS:
         schema = {"type": "string", "pattern": pattern}
-        wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         chat = {**base, "messages": [{"role": "user", "content": "a" * 50}]}
-        found.append((CHAT, {**chat, "response_format": wanted}))
-        found.append((COMPLETIONS, {**base, "prompt": "a" * 50, "guided_regex": pattern}))
-    return found
+        requests_.append((CHAT, {**chat, "response_format": response_format}))
+        requests_.append((COMPLETIONS, {**base, "prompt": "a" * 50, "guided_regex": pattern}))
+    return requests_
 
 
-def schemas() -> list[dict[str, Any]]:
-    deep: dict[str, Any] = {"type": "string"}
+def build_schemas() -> list[dict[str, Any]]:
+    nested: dict[str, Any] = {"type": "string"}
     for _ in range(200):
-        deep = {"type": "array", "items": deep}
+        nested = {"type": "array", "items": nested}
     many = {f"p{n}": {"type": "string", "maxLength": 1000 + n} for n in range(300)}
-    fan: dict[str, Any] = {"anyOf": [{"const": "a" * n} for n in range(1, 100)]}
+    exponential: dict[str, Any] = {"anyOf": [{"const": "a" * n} for n in range(1, 100)]}
     for _ in range(3):
-        fan = {"type": "array", "items": {"anyOf": [fan, fan]}, "minItems": 10_000}
+        exponential = {
+            "type": "array",
+            "items": {"anyOf": [exponential, exponential]},
+            "minItems": 10_000,
+        }
     loop = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
     return [
-        deep,
+        nested,
         {"type": "object", "properties": many, "additionalProperties": False},
-        fan,
+        exponential,
         loop,
         {"type": "array", "items": {"enum": list(range(4_000))}, "maxItems": 100_000},
     ]
 
 
-def test_expressions_that_never_end_disturb_nobody(victim: Victim) -> None:
-    asked = expressions()
-    for path, body in asked:
+@pytest.mark.exhaustive
+def test_pathological_expressions_do_not_disturb_other_clients(victim: Victim) -> None:
+    requests = requests_with_patterns()
+    for path, body in requests:
         reply = post(victim, path, body)
         assert reply.status_code in (200, 400), reply.text
-    seen = victim.undisturbed(requests(asked))
-    assert set(seen.statuses) <= {"200", "400", "429"}
+    result = victim.attack(build_attack(requests))
+    assert set(result.statuses) <= {"200", "400", "429"}
 
 
-def test_schemas_that_never_end_disturb_nobody(victim: Victim) -> None:
-    asked: list[tuple[str, dict[str, Any]]] = []
-    for schema in schemas():
-        wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+def test_pathological_schemas_do_not_disturb_other_clients(victim: Victim) -> None:
+    requests: list[tuple[str, dict[str, Any]]] = []
+    for schema in build_schemas():
+        response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
-        asked.append((CHAT, {**body, "max_tokens": 8, "response_format": wanted}))
-        reply = post(victim, *asked[-1])
+        requests.append((CHAT, {**body, "max_tokens": 8, "response_format": response_format}))
+        reply = post(victim, *requests[-1])
         assert reply.status_code in (200, 400), reply.text
-    seen = victim.undisturbed(requests(asked))
-    assert set(seen.statuses) <= {"200", "400", "429"}
+    result = victim.attack(build_attack(requests))
+    assert set(result.statuses) <= {"200", "400", "429"}
 
 
-def test_stop_strings_that_almost_match_disturb_nobody(victim: Victim) -> None:
-    """Every letter of the answer is the beginning of all of them again."""
+@pytest.mark.exhaustive
+def test_stop_strings_that_almost_match_do_not_disturb_other_clients(victim: Victim) -> None:
+    """Every letter of the answer may be the beginning of each of them."""
     stops = ["a" * length + "b" for length in (500, 499, 498, 497)]
     body = {"model": "tiny", "prompt": "a", "stop": stops, "max_tokens": 200}
     body |= {"logit_bias": {"97": 100}}
 
-    seen = victim.undisturbed(requests([(COMPLETIONS, body)]))
-    assert set(seen.statuses) <= {"200", "400", "429"}
+    result = victim.attack(build_attack([(COMPLETIONS, body)]))
+    assert set(result.statuses) <= {"200", "400", "429"}
 
 
-def test_a_packed_body_is_not_unpacked(victim: Victim) -> None:
-    """50 MB of nothing, in 50 kB."""
-    bomb = gzip.compress(b" " * (50 << 20), 9)
-    assert len(bomb) < 100_000
+def test_a_compressed_body_is_not_decompressed(victim: Victim) -> None:
+    """50 MB of spaces in 50 kB."""
+    compressed = gzip.compress(b" " * (50 << 20), 9)
+    assert len(compressed) < 100_000
     for encoding in ("gzip", "GZip", "gzip, gzip", "deflate", "br", "zstd"):
         headers = {"content-type": "application/json", "content-encoding": encoding}
-        reply = victim.client.post(CHAT, content=bomb, headers=headers)
+        reply = victim.client.post(CHAT, content=compressed, headers=headers)
         assert reply.status_code == 415, reply.text
         assert reply.json()["error"]["code"] == "unsupported_content_encoding"
-    packed = head("POST", CHAT, Content_Length=len(bomb), Content_Encoding="gzip") + bomb
-    seen = victim.undisturbed(Attack([[Send(packed), Read()]], threads=2))
-    assert set(seen.statuses) <= {"415", "none"}
+    request = (
+        head("POST", CHAT, Content_Length=len(compressed), Content_Encoding="gzip") + compressed
+    )
+    result = victim.attack(Attack([[Send(request), Read()]], threads=2))
+    assert set(result.statuses) <= {"415", "none"}
 
 
 FORGED = "2026-01-01 00:00:00,000 INFO app: FORGED"
 
 
-def test_nothing_that_a_client_says_begins_a_line_of_the_log(victim: Victim) -> None:
-    said = f"x\n{FORGED}\r\n{FORGED}\u2028{FORGED}\x85{FORGED}\x1b[2J\x1b]0;title\x07\u202e"
-    post(victim, COMPLETIONS, {"model": said, "prompt": said, "stop": [said], "user": said})
-    post(victim, COMPLETIONS, {"model": "tiny", "prompt": said, said: said})
-    post(victim, CHAT, {"model": "tiny", "messages": [{"role": said, "content": said}]})
-    post(victim, "/v1/models/load", {"model": said})
-    victim.client.get("/nowhere", params={said: said}, headers={"user-agent": "a\tb"})
-    victim.client.get(raw(victim, f"/v1/models/{quote(said)}"))
-    victim.client.get(raw(victim, f"/{quote(said)}"), headers={"x-request-id": "a\tb"})
+def test_a_client_cannot_forge_log_lines(victim: Victim) -> None:
+    hostile = f"x\n{FORGED}\r\n{FORGED}\u2028{FORGED}\x85{FORGED}\x1b[2J\x1b]0;title\x07\u202e"
+    post(
+        victim,
+        COMPLETIONS,
+        {"model": hostile, "prompt": hostile, "stop": [hostile], "user": hostile},
+    )
+    post(victim, COMPLETIONS, {"model": "tiny", "prompt": hostile, hostile: hostile})
+    post(victim, CHAT, {"model": "tiny", "messages": [{"role": hostile, "content": hostile}]})
+    post(victim, "/v1/models/load", {"model": hostile})
+    victim.client.get("/nowhere", params={hostile: hostile}, headers={"user-agent": "a\tb"})
+    victim.client.get(raw_url(victim, f"/v1/models/{quote(hostile)}"))
+    victim.client.get(raw_url(victim, f"/{quote(hostile)}"), headers={"x-request-id": "a\tb"})
     log = victim.server.log_text()
     assert "\x1b" not in log
     assert "\u202e" not in log

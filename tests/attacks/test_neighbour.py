@@ -1,4 +1,4 @@
-"""Another user of this machine: a model process must not be reachable for them."""
+"""Other users of this machine: they must not reach a model process."""
 
 import os
 import stat
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
     not Path("/proc/self/net/tcp").exists(), reason="/proc lists the sockets of a process"
 )
 
-NOBODY = 65534
+NOBODY_UID = 65534
 
 CONNECT = """
 import os, socket, sys
@@ -26,26 +26,26 @@ socket.socket(socket.AF_UNIX).connect(sys.argv[1])
 """
 
 
-def model_process(victim: Victim) -> int:
+def get_model_pid(victim: Victim) -> int:
     models: Any = victim.server.status()["Models"]
     return next(model["Pid"] for model in models if model["Name"] == "tiny")
 
 
-def socket_inodes(pid: int) -> set[str]:
-    found: set[str] = set()
+def list_socket_inodes(pid: int) -> set[str]:
+    inodes: set[str] = set()
     for file in Path(f"/proc/{pid}/fd").iterdir():
         try:
             link = str(file.readlink())
         except OSError:  # closed meanwhile
             continue
         if link.startswith("socket:["):
-            found.add(link[8:-1])
-    return found
+            inodes.add(link[8:-1])
+    return inodes
 
 
-def unix_socket(pid: int) -> Path:
+def find_unix_socket(pid: int) -> Path:
     """The path that a process listens on."""
-    inodes = socket_inodes(pid)
+    inodes = list_socket_inodes(pid)
     for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
         columns = line.split()
         # the flag of a listening socket; the inode is the seventh column, the path the last
@@ -55,39 +55,37 @@ def unix_socket(pid: int) -> Path:
 
 
 def test_a_model_process_listens_on_no_port(victim: Victim) -> None:
-    pid = model_process(victim)
+    pid = get_model_pid(victim)
     for table in ("tcp", "tcp6", "udp", "udp6"):
         rows = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
-        assert not socket_inodes(pid) & {row.split()[9] for row in rows}
+        assert not list_socket_inodes(pid) & {row.split()[9] for row in rows}
 
 
 def test_only_the_servers_user_can_open_the_socket_of_a_model_process(victim: Victim) -> None:
-    path = unix_socket(model_process(victim))
+    path = find_unix_socket(get_model_pid(victim))
     assert path.parent.stat().st_uid == os.getuid()
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_cannot_connect_to_a_model_process(victim: Victim) -> None:
-    path = unix_socket(model_process(victim))
-    command = [sys.executable, "-c", CONNECT, str(path), str(NOBODY)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "PermissionError" in done.stderr
+    path = find_unix_socket(get_model_pid(victim))
+    command = [sys.executable, "-c", CONNECT, str(path), str(NOBODY_UID)]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "PermissionError" in process.stderr
 
 
-def test_neither_keys_nor_secrets_stand_where_neighbours_can_read(
-    victim: Victim, guarded: Guarded
-) -> None:
-    """A command line is everybody's to read. An environment is its user's, and what a model brings
-    runs in the runner: so that one gets no key."""
-    pids = [victim.server.process.pid, model_process(victim), guarded.server.process.pid]
+def test_other_users_can_read_neither_keys_nor_secrets(victim: Victim, guarded: Guarded) -> None:
+    """Every user can read command lines. Only the same user can read an environment, but code of a
+    model runs in the model process: so its environment has no key."""
+    pids = [victim.server.process.pid, get_model_pid(victim), guarded.server.process.pid]
     children = Path(f"/proc/{guarded.server.process.pid}/task").glob("*/children")
-    below = [int(pid) for file in children for pid in file.read_text().split()]
-    assert below, "the model has a process of its own"
-    for pid in [*pids, *below]:
-        line = Path(f"/proc/{pid}/cmdline").read_bytes()
+    model_pids = [int(pid) for file in children for pid in file.read_text().split()]
+    assert model_pids, "the model has no process"
+    for pid in [*pids, *model_pids]:
+        command_line = Path(f"/proc/{pid}/cmdline").read_bytes()
         for secret in (guarded.user, guarded.admin, guarded.owner):
-            assert secret.encode() not in line
-        assert b"secret" not in line
-    for pid in below:
+            assert secret.encode() not in command_line
+        assert b"secret" not in command_line
+    for pid in model_pids:
         assert guarded.owner.encode() not in Path(f"/proc/{pid}/environ").read_bytes()

@@ -1,42 +1,44 @@
-"""Starts that would open the door to strangers, as an operator types them."""
+"""Command lines that would expose the server by accident."""
 
 from pathlib import Path
 
 from tests.server_process import TIMEOUT, ServerProcess
 
 
-def ended(*arguments: str, **variables: str) -> str:
-    """What a server said that would not start."""
+def run_failing_server(*arguments: str, **variables: str) -> str:
+    """The log of a server that fails to start."""
     server = ServerProcess(arguments, variables)
     assert server.process.wait(TIMEOUT) != 0
     server.stop()
-    said = server.log_text()
-    assert "Traceback" not in said
-    return said
+    log = server.log_text()
+    assert "Traceback" not in log
+    return log
 
 
-def test_strangers_are_not_served_by_accident() -> None:
-    [line] = ended("--host", "0.0.0.0").splitlines()
+def test_a_public_address_needs_keys() -> None:
+    [line] = run_failing_server("--host", "0.0.0.0").splitlines()
     assert line.startswith("mlxrunner: listening on 0.0.0.0 without API keys lets anyone")
     assert "--api-keys" in line
     assert "--allow-anyone" in line
 
 
-def test_strangers_behind_a_proxy_are_not_served_by_accident() -> None:
-    [line] = ended("--allowed-host", "llm.example.org").splitlines()
+def test_a_public_host_name_needs_keys() -> None:
+    [line] = run_failing_server("--allowed-host", "llm.example.org").splitlines()
     assert line.startswith("mlxrunner: --allowed-host llm.example.org without API keys lets anyone")
     assert "--api-keys" in line
     assert "--allow-anyone" in line
 
 
-def test_keys_that_cannot_be_used_open_nothing(tmp_path: Path) -> None:
+def test_an_invalid_key_file_is_a_startup_error(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.write_text("[[keys]]\n")
     file.chmod(0o600)
-    assert f"--api-keys: {file} key 1: " in ended("--host", "0.0.0.0", "--api-keys", str(file))
+    assert f"--api-keys: {file} key 1: " in run_failing_server(
+        "--host", "0.0.0.0", "--api-keys", str(file)
+    )
 
 
-def test_a_key_of_the_environment_is_not_told_when_it_is_bad() -> None:
-    said = ended("--host", "0.0.0.0", MLXRUNNER_API_KEY="too-short-key")
-    assert "MLXRUNNER_API_KEY" in said
-    assert "too-short-key" not in said
+def test_an_invalid_key_of_the_environment_is_not_logged() -> None:
+    log = run_failing_server("--host", "0.0.0.0", MLXRUNNER_API_KEY="too-short-key")
+    assert "MLXRUNNER_API_KEY" in log
+    assert "too-short-key" not in log

@@ -1,11 +1,11 @@
-"""`make bench`: every figure that a document quotes, in one run.
+"""`make bench`: all figures that the docs quote, in one run.
 
 make bench                          everything (on a two-core CPU: an hour with stock MLX)
 make bench ARGS="decode ttft"       some of it
 make bench ARGS="--size 15M"        on a smaller model
 make bench ARGS="soak --minutes 60" for longer
 
-What a Linux CPU does beside stock MLX and llama.cpp is `make bench-cpu`.
+`make bench-cpu` compares a Linux CPU with stock MLX and llama.cpp.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from tests.bench.serving import MEASUREMENTS
 from tests.conftest import SHARED
 from tests.server_process import ServerProcess, run_server
 
-# on a random-weight model folder, in this process or with servers of their own
+# measurements on a random-weight model folder, in this process or with their own servers
 MODEL_REPORTS: dict[str, Callable[[Path], str]] = {
     "grid": chunk_alignment.report,
     "switch": switch_interval.report,
@@ -67,39 +67,39 @@ def main() -> None:
     for name in arguments.what:
         if name not in CHOICES:
             parser.error(f"unknown measurement {name}; choose from {', '.join(CHOICES)}")
-    wanted = arguments.what or CHOICES
+    selected = arguments.what or CHOICES
     print(_describe_machine(arguments.size), flush=True)
-    if "start" in wanted:
+    if "start" in selected:
         print(_measure_start(), flush=True)
-    if "builtin" in wanted:
+    if "builtin" in selected:
         with run_server() as server:
             print(
                 scores(evaluate(make_chat_client(server.url), load_questions(HELD_OUT))), flush=True
             )
-    if "traces" in wanted:
+    if "traces" in selected:
         print(_replay_traces(), flush=True)
-    if "hits" in wanted:
+    if "hits" in selected:
         print(prefix_hits.report(), flush=True)
-    if "kinds" in wanted:
+    if "kinds" in selected:
         print(quant_parity.report(), flush=True)
-    if "rounding" in wanted:
+    if "rounding" in selected:
         print(rounding.report(), flush=True)
-    if "loading" in wanted:
+    if "loading" in selected:
         print(loading.report(), flush=True)
-    if "soak" in wanted:
+    if "soak" in selected:
         text, well = soak.report(arguments.minutes)
         print(text, flush=True)
         if not well:
             raise SystemExit(1)
     with tempfile.TemporaryDirectory() as place:
         folder = random_model.write(Path(place), arguments.size)
-        measured = [name for name in MEASUREMENTS if name in wanted]
+        measured = [name for name in MEASUREMENTS if name in selected]
         if measured:
             with run_server(str(folder)) as server:
                 for name in measured:
                     print(MEASUREMENTS[name](server, folder), flush=True)
         for name, report in MODEL_REPORTS.items():
-            if name in wanted:
+            if name in selected:
                 print(report(folder), flush=True)
 
 
@@ -119,7 +119,7 @@ def _replay_traces() -> str:
 
 
 def _measure_start() -> str:
-    """Seconds from the command to the first answer of /v1/status, on the built-in model."""
+    """Seconds from the command to the first response of /v1/status, with the built-in model."""
     times: list[float] = []
     for _ in range(5):
         server = ServerProcess([])

@@ -1,7 +1,6 @@
-"""The built-in model over HTTP: what `models.builtin.training.evaluate` needs to judge it as a
-client sees it.
+"""A client with which `models.builtin.training.evaluate` evaluates the built-in model over HTTP.
 
-`make bench ARGS=builtin` asks it the held-back questions.
+`make bench ARGS=builtin` runs it on the held-out questions.
 """
 
 from collections.abc import Callable
@@ -12,8 +11,8 @@ PATIENCE_SECONDS = 120.0
 
 
 def make_chat_client(base: str) -> Callable[[str], str]:
-    """A function from a question to what POST /v1/chat/completions of the server at `base` says,
-    with the server's own defaults for everything."""
+    """A function that sends a question to POST /v1/chat/completions of the server at `base`, with
+    all defaults of the server, and returns the answer."""
 
     def answer(question: str) -> str:
         body = {"model": "builtin", "messages": [{"role": "user", "content": question}]}

@@ -1,8 +1,8 @@
-"""What bit-equal caching would cost: prefill on a fixed grid of positions.
+"""The cost of bit-equal caching: prefill in chunks with a fixed alignment.
 
-Two prices. Speed: chunks are as long as the grid, so that every position always goes through the
-same shapes. Work: a prefix is reused only up to the grid, and an answer never (decoded tokens went
-through other kernels), so tokens are evaluated again.
+There are two costs. Speed: chunks have the length of the alignment, so that each position is always
+evaluated with the same shapes. Work: a prefix is reused only up to a multiple of the alignment, and
+an answer never (decoded tokens used other kernels), so tokens are evaluated again.
 """
 
 import time
@@ -17,9 +17,9 @@ from tests.bench import client, random_model
 ALIGNMENTS = (32, 64, 128, 256, 512)
 TOKENS, ROUNDS = 1024, 3
 
-# (prompt tokens that are new, answer tokens) of each turn: a short system prompt and a chat
+# (new prompt tokens, answer tokens) of each turn: a chat with a short system prompt
 CHAT = [(220, 180), (40, 210), (35, 160), (60, 240), (25, 120), (80, 200)]
-# a coding agent: a long head, long tool results, short answers
+# a coding agent: a long system prompt, long tool results, short answers
 AGENT = [(2400, 60), (700, 45), (1500, 80), (300, 40), (900, 60), (500, 120)]
 
 
@@ -35,23 +35,23 @@ def measure_prefill_rate(model: Model, chunk: int, seed: int) -> float:
 
 
 def count_computed_tokens(turns: Sequence[tuple[int, int]], alignment: int | None) -> int:
-    """Prompt tokens that a conversation evaluates in all; grid None: plain longest prefix."""
+    """Total prompt tokens that a conversation evaluates. alignment None: longest common prefix."""
     length = reusable = total = 0
     for fresh, answer in turns:
         prompt = length + fresh
         total += prompt - min(reusable, prompt - 1)
         length = prompt + answer
-        # without a grid all but the last sampled token is there; with one, only whole chunks
+        # without alignment, all but the last sampled token is cached; with it, only full chunks
         reusable = length - 1 if alignment is None else prompt - prompt % alignment
     return total
 
 
 def report(folder: Path) -> str:
     model = random_model.load(folder)
-    rates: dict[int, list[float]] = {grid: [] for grid in ALIGNMENTS}
+    rates: dict[int, list[float]] = {alignment: [] for alignment in ALIGNMENTS}
     for turn in range(ROUNDS):
-        for grid in ALIGNMENTS:
-            rates[grid].append(measure_prefill_rate(model, grid, seed=turn))
+        for alignment in ALIGNMENTS:
+            rates[alignment].append(measure_prefill_rate(model, alignment, seed=turn))
     lines = [
         f"prefill in aligned chunks ({TOKENS} tokens), and prompt tokens that two "
         "conversations compute:",

@@ -1,4 +1,4 @@
-"""A client that notes when each token came."""
+"""A client that records when each token arrives."""
 
 import json
 import os
@@ -16,8 +16,8 @@ TIMEOUT = 1200.0
 
 @dataclass(frozen=True, kw_only=True)
 class StreamTiming:
-    """arrivals: seconds from sending to each piece of text. tokens, cached: as the server counts;
-    a token that is half a character brings no text."""
+    """arrivals: seconds from the request to each piece of text. tokens, cached: counts of the
+    server. A token that is half a character has no text."""
 
     arrivals: Sequence[float]
     tokens: int
@@ -29,12 +29,12 @@ class StreamTiming:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second from the first to the last."""
+        """Tokens per second from the first to the last token."""
         return (self.tokens - 1) / (self.arrivals[-1] - self.arrivals[0])
 
 
 def stream_completion(url: str, model: str, prompt: str, max_tokens: int) -> StreamTiming:
-    """One greedy, streamed completion."""
+    """Run one greedy, streamed completion."""
     body = {
         "model": model,
         "prompt": prompt,
@@ -62,19 +62,19 @@ def stream_completion(url: str, model: str, prompt: str, max_tokens: int) -> Str
 
 
 def make_prompt(tokens: int, seed: int) -> str:
-    """A prompt of exactly that many tokens of the byte tokenizer, unlike any other seed's."""
+    """A prompt with `tokens` tokens of the byte tokenizer, different for each seed."""
     letters = random.Random(seed).choices("abcdefgh ijklmnop", k=tokens)
     return "".join(letters)
 
 
 def get_rss(pid: int) -> int:
-    """Bytes of a process's resident memory (Linux)."""
+    """Resident memory of a process in bytes (Linux)."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def format_spread(values: Sequence[float]) -> str:
-    """median (least to most)"""
+    """median (minimum to maximum)"""
     return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
 
 

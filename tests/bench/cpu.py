@@ -1,12 +1,12 @@
-"""`make bench-cpu`: our CPU operations against stock MLX, llama.cpp and the servers on either.
+"""`make bench-cpu`: our CPU kernels compared with stock MLX, llama.cpp and their servers.
 
 make bench-cpu                                          everything
 make bench-cpu ARGS="--against llama --sizes 110M --formats q4 q8 --threads 1"
 make bench-cpu ARGS="profile --size 110M --format q4 --streams 8 --threads 1"
 
-LLAMA_CPP names a Python that has llama-cpp-python[server] 0.3.36 (built with its defaults), gguf
-and numpy; MLX_LM one that has mlx-lm, which .venv has too; BLAS the OpenBLAS that is preloaded for
-mlx-lm, if not the system's. Without LLAMA_CPP its columns are left out.
+LLAMA_CPP names a Python with llama-cpp-python[server] 0.3.36 (built with its defaults), gguf and
+numpy; MLX_LM one with mlx-lm, which .venv also has; BLAS the OpenBLAS that is preloaded for mlx-lm,
+by default that of the system. Without LLAMA_CPP its columns are left out.
 """
 
 import argparse
@@ -41,14 +41,13 @@ LLAMA_VARIABLE = "LLAMA_CPP"
 BASELINES = ("stock", "llama", "http")
 STOCK = {"MLXRUNNER_KERNELS": "off", "MLXRUNNER_BLAS": "stock"}
 
-# an arm that took this many budgets for a cell has said what there is to say of it
+# a backend that took this many budgets for a cell is not measured again
 MAX_BUDGETS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """budget: seconds that an arm measures a cell for, each round. llama: the Python that has
-    it."""
+    """budget: seconds per cell, backend and round. llama: the Python that has llama.cpp."""
 
     sizes: Sequence[str]
     formats: Sequence[str]
@@ -60,7 +59,7 @@ class Plan:
 
     @property
     def is_complete(self) -> bool:
-        """Whether its figures may replace those that are published."""
+        """Whether the figures can replace the published ones."""
         return set(BASELINES) == set(self.baselines) and self.llama is not None and self.rounds >= 3
 
 
@@ -69,8 +68,8 @@ def main() -> None:
     for name in CLEARED_VARIABLES:
         os.environ.pop(name, None)
     if arguments.what == "profile":
-        told = (arguments.size, arguments.format, arguments.streams, arguments.threads[-1])
-        print(cpu_profile.report(*told))
+        selection = (arguments.size, arguments.format, arguments.streams, arguments.threads[-1])
+        print(cpu_profile.report(*selection))
         return
     plan = Plan(
         sizes=arguments.sizes,
@@ -86,47 +85,53 @@ def main() -> None:
         for line in run_bare_loops(plan, arguments.raw):
             print(line, flush=True)
     if "http" in plan.baselines:
-        # a part of the measurement does not replace the plot of the whole
+        # a partial measurement does not replace the plot
         plot = arguments.plot or (ROOT / cpu_http.PLOT if plan.is_complete else None)
         threads = max(plan.threads)
         print(cpu_http.report(threads, plan.rounds, plan.llama, plot), flush=True)
 
 
 def run_bare_loops(plan: Plan, raw: Path | None = None) -> Iterator[str]:
-    """The tables of bare loops. raw: where each measurement is appended as a line of JSON."""
+    """The tables of bare loops. raw: a file to which each measurement is appended as a line of
+    JSON."""
     found: dict[Cell, CellRounds] = {}
-    # in order, each once: whoever reads the figures sees where one arm was not always the same
+    # ordered and unique, so that readers see if a backend was not always the same
     runs_on: dict[str, None] = {}
     for size, form in itertools.product(plan.sizes, plan.formats):
         with tempfile.TemporaryDirectory() as place:
             files = _write_models(Path(place), size, form, plan)
             for threads in plan.threads:
                 with contextlib.ExitStack() as stack:
-                    arms = [
-                        stack.enter_context(arm) for arm in _make_backends(files, threads, plan)
+                    backends = [
+                        stack.enter_context(backend)
+                        for backend in _make_backends(files, threads, plan)
                     ]
-                    runs_on |= {f"{arm.name}: {arm.runs_on}": None for arm in arms}
+                    runs_on |= {f"{backend.name}: {backend.runs_on}": None for backend in backends}
                     print(
-                        *(f"{arm.name}: {arm.runs_on}" for arm in arms), sep="\n", file=sys.stderr
+                        *(f"{backend.name}: {backend.runs_on}" for backend in backends),
+                        sep="\n",
+                        file=sys.stderr,
                     )
                     cells = [
                         Cell(size=size, form=form, threads=threads, workload=work)
                         for work in WORKLOADS
                     ]
-                    for cell, name, measured in _measure_rounds(arms, cells, plan):
+                    for cell, name, measured in _measure_rounds(backends, cells, plan):
                         found.setdefault(cell, CellRounds()).add(name, measured)
                         if raw is not None:
                             line = {"cell": str(cell), "arm": name, **asdict(measured)}
                             with raw.open("a") as file:
                                 file.write(json.dumps(line) + "\n")
-    yield "\n".join(f"- {told}" for told in runs_on)
-    for other, said in (("stock", _STOCK_NOTE), ("llama", _LLAMA_NOTE)):
+    yield "\n".join(f"- {backend}" for backend in runs_on)
+    for other, note in (("stock", _STOCK_NOTE), ("llama", _LLAMA_NOTE)):
         if lines := format_table(found, other):
-            yield "\n".join(["", f"### Against {other}", "", said, "", *lines])
+            yield "\n".join(["", f"### Against {other}", "", note, "", *lines])
     for threads in plan.threads:
         busy = {name: median_cores(found, name, threads) for name in ("ours", "llama")}
-        told = ", ".join(f"{name} {value:.2f}" for name, value in busy.items() if value is not None)
-        yield f"\nCores kept busy with {threads} thread(s), median of cells: {told}"
+        cores = ", ".join(
+            f"{name} {value:.2f}" for name, value in busy.items() if value is not None
+        )
+        yield f"\nCores kept busy with {threads} thread(s), median of cells: {cores}"
     yield "\n".join(["", "Targets:", *format_verdicts(found)])
 
 
@@ -153,7 +158,7 @@ class _ModelFiles:
 
 
 def _write_models(place: Path, size: str, form: str, plan: Plan) -> _ModelFiles:
-    """Written by processes of their own, which take what they held along."""
+    """Write the models in separate processes, which free their memory on exit."""
     print(f"writing {size} {form}", file=sys.stderr)
     folder = place / size
     _run([sys.executable, "-m", "tests.bench.cpu_models", str(folder), size, form])
@@ -178,19 +183,20 @@ def _make_backends(files: _ModelFiles, threads: int, plan: Plan) -> Iterator[Bac
 def _measure_rounds(
     backends: Sequence[BackendProcess], cells: Sequence[Cell], plan: Plan
 ) -> Iterator[tuple]:
-    """Cell, arm's name, what it measured: arms in turns, every other round in the other order."""
-    told_all: set[tuple[str, Cell]] = set()
+    """Cell, name of the backend, measurement. Backends alternate, in reverse order every other
+    round."""
+    finished: set[tuple[str, Cell]] = set()
     for turn in range(plan.rounds):
         for cell in cells:
-            for arm in backends if turn % 2 == 0 else reversed(backends):
-                if (arm.name, cell) in told_all:
+            for backend in backends if turn % 2 == 0 else reversed(backends):
+                if (backend.name, cell) in finished:
                     continue
-                measured = arm.measure(cell.workload, plan.budget)
-                if arm.name == "stock" and measured.seconds > MAX_BUDGETS * plan.budget:
-                    told_all.add((arm.name, cell))
+                measured = backend.measure(cell.workload, plan.budget)
+                if backend.name == "stock" and measured.seconds > MAX_BUDGETS * plan.budget:
+                    finished.add((backend.name, cell))
                 shown = f"{measured.rate:.4g} tokens/s, {measured.cores:.2f} cores"
-                print(f"{cell}, round {turn}, {arm.name}: {shown}", file=sys.stderr)
-                yield cell, arm.name, measured
+                print(f"{cell}, round {turn}, {backend.name}: {shown}", file=sys.stderr)
+                yield cell, backend.name, measured
 
 
 def _run(command: Sequence[str]) -> None:
@@ -198,12 +204,12 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _describe_machine(plan: Plan) -> str:
-    told = [platform.platform(), f"{os.cpu_count()} cores", f"Python {platform.python_version()}"]
-    # two threads of llama.cpp lose an order of magnitude where a third party wants a core
-    told.append(f"load before {os.getloadavg()[0]:.1f}")
+    parts = [platform.platform(), f"{os.cpu_count()} cores", f"Python {platform.python_version()}"]
+    # two threads of llama.cpp lose an order of magnitude if another process uses a core
+    parts.append(f"load before {os.getloadavg()[0]:.1f}")
     if plan.llama is None and {"llama", "http"} & set(plan.baselines):
-        told.append(f"llama.cpp not measured ({LLAMA_VARIABLE} is not set)")
-    return f"{', '.join(told)}; random weights, {plan.rounds} rounds of {plan.budget:g} s"
+        parts.append(f"llama.cpp not measured ({LLAMA_VARIABLE} is not set)")
+    return f"{', '.join(parts)}; random weights, {plan.rounds} rounds of {plan.budget:g} s"
 
 
 def _parse_arguments() -> argparse.Namespace:

@@ -1,8 +1,8 @@
-"""A worker in a process of its own that holds its model loaded and measures one cell when told to.
+"""A worker process that keeps its model loaded and measures a cell on request.
 
-Knows: the lines between us and it, both ends of them. Must not know: what is measured. A line of
-JSON down for each measurement, one up; the first one up, unasked, tells what the worker runs on.
-Its log is told only where it ends by itself.
+Knows: both ends of the protocol with the worker. Must not know: what is measured. Requests and
+responses are lines of JSON; the first line of the worker, before any request, describes its
+backend. The log of the worker is reported only if it exits unexpectedly.
 """
 
 import json
@@ -20,7 +20,7 @@ from tests.bench.cpu_cells import CACHED, PROMPT, Measurement, Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# what would make an arm something else than it is called
+# variables that would change the backend
 CLEARED_VARIABLES = (
     "LD_PRELOAD",
     "MLXRUNNER_BLAS",
@@ -33,15 +33,15 @@ CLEARED_VARIABLES = (
 
 
 def make_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Ours, without what a person may have set for another measurement, and with these."""
-    kept = {name: value for name, value in os.environ.items() if name not in CLEARED_VARIABLES}
-    return {**kept, **variables}
+    """Our environment without variables set for other measurements, and with `variables`."""
+    inherited = {name: value for name, value in os.environ.items() if name not in CLEARED_VARIABLES}
+    return {**inherited, **variables}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureRequest:
-    """streams: as in Workload. budget: seconds to measure for. capped: whether the prompt and the
-    steps may be cut short where one of them takes longer than that."""
+    """streams: as in Workload. budget: seconds to measure for. capped: whether prompt and steps can
+    be shortened if one of them takes longer than the budget."""
 
     streams: int
     budget: float
@@ -61,7 +61,7 @@ class BackendProcess:
     ) -> None:
         self.name = name
         self._capped = capped
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the arm
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed in `_stop`
         self._process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -78,9 +78,9 @@ class BackendProcess:
             raise
 
     def measure(self, work: Workload, budget: float) -> Measurement:
-        ask = MeasureRequest(streams=work.streams, budget=budget, capped=self._capped)
+        request = MeasureRequest(streams=work.streams, budget=budget, capped=self._capped)
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asdict(ask)) + "\n")
+        self._process.stdin.write(json.dumps(asdict(request)) + "\n")
         self._process.stdin.flush()
         return Measurement(**self._read())
 
@@ -108,8 +108,8 @@ class BackendProcess:
 def serve_measurements(
     measure: Callable[[dict[str, Any]], tuple[float, int]], runs_on: str
 ) -> None:
-    """The worker's end: answers until there are no more lines. measure: tokens per second of what
-    a MeasureRequest wants, and how many steps or tokens that is of."""
+    """The worker's end: serve requests until the input ends. measure: from a MeasureRequest to
+    tokens per second, and the number of steps or tokens measured."""
     print(json.dumps({"runs_on": runs_on}), flush=True)
     for line in sys.stdin:
         wall, processor = time.perf_counter(), time.process_time()

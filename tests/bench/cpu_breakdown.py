@@ -1,9 +1,9 @@
-"""Where the time of one step goes, seen from inside the process that takes it.
+"""The time of one step by module, measured inside the process.
 
-Knows: modules of a model, when what is evaluated. Must not know: perf, what ours is compared with.
-The step as it is served, and what of it is Python building the graph (which runs beside it); then
-each module evaluated by itself, so that its time is its own: nothing overlaps, and each pays for a
-call of eval, which is measured and taken off.
+Knows: modules of a model, the order of evaluation. Must not know: perf, other backends. It measures
+the pipelined step as the engine runs it, and the part in which Python builds the graph (which runs
+in parallel); then each module is evaluated separately, so that nothing overlaps. The overhead of
+the call of eval is measured and subtracted.
 """
 
 import contextlib
@@ -28,18 +28,18 @@ REPEATS = 9
 
 @dataclass(slots=True)
 class ModuleTime:
-    """seconds: without those of what it called, and without the price of evaluating it alone."""
+    """seconds: without those of inner modules, and without the overhead of separate evaluation."""
 
     calls: int = 0
     seconds: float = 0.0
 
 
 class ModuleTimer:
-    """Time by kind, each second booked once: on the innermost kind that is open."""
+    """Time by kind. Each second counts once, for the innermost open kind."""
 
     def __init__(self, evaluate: Callable[[Any], None], eval_overhead: float) -> None:
-        """evaluate: evaluates what it is given. eval_overhead: seconds that this takes by
-        itself."""
+        """evaluate: evaluates its argument. eval_overhead: seconds of a call of `evaluate` without
+        work."""
         self._evaluate = evaluate
         self._eval_overhead = eval_overhead
         self._inner: list[float] = []
@@ -47,57 +47,57 @@ class ModuleTimer:
 
     def wrap(self, kind: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **named: Any) -> Any:
-            came = time.perf_counter()
+            entered = time.perf_counter()
             self._evaluate((args, named))
             self._inner.append(0.0)
             begun = time.perf_counter()
             result = work(*args, **named)
             self._evaluate(result)
             ended = time.perf_counter()
-            whole, inner = ended - begun, self._inner.pop()
+            total, inner = ended - begun, self._inner.pop()
             if self._inner:
-                # what settling the arguments takes is nobody's
-                self._inner[-1] += ended - came
+                # the evaluation of the arguments counts for no module
+                self._inner[-1] += ended - entered
             spent = self.by_kind.setdefault(kind, ModuleTime())
             spent.calls += 1
-            spent.seconds += max(0.0, whole - inner - self._eval_overhead)
+            spent.seconds += max(0.0, total - inner - self._eval_overhead)
             return result
 
         return timed
 
 
 def profile_step(folder: Path, streams: int) -> str:
-    """In a process whose environment says on how many threads."""
+    """Profile a step; the environment of the process sets the number of threads."""
     model = cpu_mlx.load(folder)
     step, rewind = _make_step(model, streams)
     piped = _measure_pipelined(folder, streams)
     rewind()
     builds: list[float] = []
-    wholes: list[float] = []
+    totals: list[float] = []
     for _ in range(REPEATS):
         begun = time.perf_counter()
         lazy = step()
         builds.append(time.perf_counter() - begun)
         _evaluate(lazy)
-        wholes.append(time.perf_counter() - begun)
-    build, whole = statistics.median(builds), statistics.median(wholes)
+        totals.append(time.perf_counter() - begun)
+    build, total = statistics.median(builds), statistics.median(totals)
     rewind()
-    ledger = ModuleTimer(_evaluate, _measure_eval_overhead())
-    with _wrap_modules(model, ledger):
+    timer = ModuleTimer(_evaluate, _measure_eval_overhead())
+    with _wrap_modules(model, timer):
         for _ in range(REPEATS):
-            ledger.wrap("outside modules", step)()
+            timer.wrap("outside modules", step)()
     lines = [
         cpu_mlx.describe_backend(),
         f"a step, ms: {1000 * piped:.3f} pipelined by one step, as served",
-        f"           {1000 * whole:.3f} built, then evaluated, then the next",
+        f"           {1000 * total:.3f} built, then evaluated, then the next",
         f"           {1000 * build:.3f} of that is Python building the graph",
         "",
-        f"each module evaluated separately ({1e6 * ledger._eval_overhead:.0f} µs of overhead per "
+        f"each module evaluated separately ({1e6 * timer._eval_overhead:.0f} µs of overhead per "
         "call subtracted):",
         "| kind | calls a step | ms a step | share |",
         "|---|---|---|---|",
     ]
-    return "\n".join([*lines, *format_rows(ledger, REPEATS)])
+    return "\n".join([*lines, *format_rows(timer, REPEATS)])
 
 
 def format_rows(timer: ModuleTimer, turns: int) -> list[str]:
@@ -112,7 +112,7 @@ def format_rows(timer: ModuleTimer, turns: int) -> list[str]:
 
 
 def _make_step(model: Any, streams: int) -> tuple[Callable[[], Any], Callable[[], None]]:
-    """One step, lazy, and what brings all back to where they began."""
+    """A function that builds one lazy step, and one that rewinds the rows to their start."""
     if streams == 0:
         ids = mx.random.randint(0, 256, (1, PROMPT))
 
@@ -126,18 +126,24 @@ def _make_step(model: Any, streams: int) -> tuple[Callable[[], Any], Callable[[]
 
 
 def _measure_pipelined(folder: Path, streams: int) -> float:
-    """Seconds a step, as the arms of the comparison measure it."""
-    told = {"streams": streams, "budget": 1.5, "capped": False, "prompt": PROMPT, "cached": CACHED}
-    rate, _ = cpu_mlx.MlxWorker(cpu_mlx.load(folder)).measure(told)
+    """Seconds per step, measured as in the comparison of backends."""
+    request = {
+        "streams": streams,
+        "budget": 1.5,
+        "capped": False,
+        "prompt": PROMPT,
+        "cached": CACHED,
+    }
+    rate, _ = cpu_mlx.MlxWorker(cpu_mlx.load(folder)).measure(request)
     return (streams or PROMPT) / rate
 
 
 @contextlib.contextmanager
 def _wrap_modules(model: Any, timer: ModuleTimer) -> Iterator[None]:
-    """Every class of module in the model, and what a layer's cache attends with, booked under its
-    name. Python looks `__call__` up in the class, so that is where it is put."""
+    """Time each class of module in the model, and the attention of layer caches, under its name.
+    Python looks up `__call__` in the class, so the class is patched."""
     places = [(type(module), "__call__") for _, module in model.named_modules()]
-    # the head, where it is the embedding
+    # a tied head
     places += [(type(module), "as_linear") for _, module in model.named_modules()]
     places += [(kind, "attend") for kind in (kv.KVCache, batch_cache.BatchKVCache)]
     with contextlib.ExitStack() as stack:
@@ -154,15 +160,15 @@ def _wrap_modules(model: Any, timer: ModuleTimer) -> Iterator[None]:
         yield
 
 
-def _evaluate(held: Any) -> None:
-    flat: Any = tree_flatten(held)
+def _evaluate(value: Any) -> None:
+    flat: Any = tree_flatten(value)
     arrays = [value for _, value in flat if isinstance(value, mx.array)]
     if arrays:
         mx.eval(arrays)
 
 
 def _measure_eval_overhead() -> float:
-    """Seconds that building and evaluating next to nothing takes."""
+    """Seconds to build and evaluate a minimal graph."""
     little = mx.zeros((8,))
     mx.eval(little)
     found: list[float] = []
@@ -174,9 +180,9 @@ def _measure_eval_overhead() -> float:
 
 
 def run_steps(folder: Path, streams: int, seconds: float) -> None:
-    """For perf, which looks on from outside: says when it begins."""
-    told = {"streams": streams, "capped": False, "prompt": PROMPT, "cached": CACHED}
+    """Run steps for perf, which samples the process; prints a line when they start."""
+    request = {"streams": streams, "capped": False, "prompt": PROMPT, "cached": CACHED}
     worker = cpu_mlx.MlxWorker(cpu_mlx.load(folder))
-    worker.measure({**told, "budget": 0.2})
+    worker.measure({**request, "budget": 0.2})
     print(json.dumps({"pid": os.getpid()}), flush=True)
-    worker.measure({**told, "budget": seconds})
+    worker.measure({**request, "budget": seconds})

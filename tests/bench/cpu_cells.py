@@ -1,9 +1,9 @@
-"""What `make bench-cpu` measures, and what its figures are held to.
+"""The cells that `make bench-cpu` measures, and their targets.
 
-Knows: shapes, formats, works, targets, medians. Must not know: MLX, llama.cpp, processes. A cell is
-one work of one shape in one format on so many threads. Arms take turns at it, round by round: its
-figures are medians of the rounds, its ratio the median of the rounds' ratios, since what drifts
-between rounds drifts under both.
+Knows: shapes, formats, workloads, targets, medians. Must not know: MLX, llama.cpp, processes. A
+cell is one workload of one shape in one format with a number of threads. Backends alternate in
+rounds: figures are medians of the rounds, and the ratio is the median of the rounds' ratios,
+because drift between rounds affects both.
 """
 
 import statistics
@@ -61,8 +61,8 @@ SHAPES: Mapping[str, ModelShape] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """bits: of a quantised weight, in groups of `group`. dtype: of a plain weight, or of scales.
-    gguf: the type that is nearest to it in llama.cpp. has_target: whether a target names it."""
+    """bits: of a quantized weight, in groups of `group`. dtype: of a plain weight, or of scales.
+    gguf: the nearest type in llama.cpp. has_target: whether a target names the format."""
 
     dtype: str
     gguf: str
@@ -77,11 +77,11 @@ FORMATS: Mapping[str, Format] = {
     "q8": Format(dtype="float32", gguf="Q8_0", bits=8),
     "q4": Format(dtype="float32", gguf="Q4_0", bits=4),
     "q4-bf16": Format(dtype="bfloat16", gguf="Q4_0", bits=4, has_target=False),
-    # llama.cpp's own groups
+    # the group size of llama.cpp
     "q8-g32": Format(dtype="float32", gguf="Q8_0", bits=8, group=32, has_target=False),
     "q4-g32": Format(dtype="float32", gguf="Q4_0", bits=4, group=32, has_target=False),
 }
-# the format in which 4-bit models are published
+# the format of published 4-bit models
 PUBLISHED = "q4-bf16"
 
 
@@ -92,7 +92,8 @@ def get_group_size(shape: ModelShape, form: Format) -> int:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Workload:
-    """streams: that decode together from CACHED positions on; none of a prefill of PROMPT."""
+    """streams: number of streams that decode together after CACHED positions; 0 for a prefill of
+    PROMPT tokens."""
 
     streams: int
 
@@ -117,8 +118,8 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """rate: tokens per second, of all streams. cores: processor time by wall time. count: steps, or
-    tokens of a prompt, that one figure is of. seconds: that measuring took."""
+    """rate: tokens per second of all streams. cores: processor time by wall time. count: measured
+    steps or prompt tokens. seconds: duration of the measurement."""
 
     rate: float
     cores: float
@@ -128,8 +129,8 @@ class Measurement:
 
 @dataclass(slots=True)
 class CellRounds:
-    """What each arm gave, round by round; an arm that takes too long is not asked again, and then
-    has fewer rounds."""
+    """Measurements of each backend by round. A slow backend is not measured again, and has fewer
+    rounds."""
 
     by_backend: dict[str, list[Measurement]] = field(default_factory=dict[str, list[Measurement]])
 
@@ -153,8 +154,7 @@ CellResults = Mapping[Cell, CellRounds]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """min_ratio: what the ratio to the arm `other` has to be in the cells that `applies_to`
-    tells."""
+    """min_ratio: minimum ratio to the backend `other` in the cells that `applies_to` selects."""
 
     name: str
     other: str
@@ -207,7 +207,7 @@ TARGETS = (
 
 
 def format_verdicts(found: CellResults, targets: Iterable[Target] = TARGETS) -> list[str]:
-    """A line a target that anything was measured for: how many cells meet it, which do not."""
+    """A line for each measured target: how many cells meet it, and which do not."""
     lines: list[str] = []
     for target in targets:
         ratios = {
@@ -237,7 +237,7 @@ def format_table(found: CellResults, other: str) -> list[str]:
         if rounds.ratios(other)
     }
     works = sorted({cell.workload for cell, rounds in found.items() if rounds.ratios(other)})
-    # prefill behind decode
+    # prefill after decode
     works = [work for work in WORKLOADS if work in works]
     if not rows:
         return []
@@ -247,27 +247,27 @@ def format_table(found: CellResults, other: str) -> list[str]:
     ]
     for size, form, threads in rows:
         cells = (Cell(size=size, form=form, threads=threads, workload=work) for work in works)
-        told = " | ".join(_format_cell(found.get(cell), other) for cell in cells)
-        lines.append(f"| {size} | {form} | {threads} | {told} |")
+        row = " | ".join(_format_cell(found.get(cell), other) for cell in cells)
+        lines.append(f"| {size} | {form} | {threads} | {row} |")
     return lines
 
 
 def _format_cell(rounds: CellRounds | None, other: str) -> str:
     if rounds is None or not (ratios := rounds.ratios(other)):
         return ""
-    whole = f"{_format_number(rounds.rate('ours'))} / {_format_number(rounds.rate(other))} = "
+    figures = f"{_format_number(rounds.rate('ours'))} / {_format_number(rounds.rate(other))} = "
     ratio = f"**{_format_number(statistics.median(ratios))}**"
     if len(ratios) > 1:
         ratio += f" ({_format_number(min(ratios))} to {_format_number(max(ratios))})"
-    # where theirs was measured on less: the note that a figure of it needs
+    # a note if theirs was measured on fewer steps or rounds
     mine, theirs = rounds.by_backend["ours"], rounds.by_backend[other]
     least = min(m.count for m in theirs)
     fewer = least < min(m.count for m in mine) or len(theirs) < len(mine)
-    return whole + ratio + (f" [{least}, {len(theirs)}]" if fewer else "")
+    return figures + ratio + (f" [{least}, {len(theirs)}]" if fewer else "")
 
 
 def median_cores(found: CellResults, backend: str, threads: int) -> float | None:
-    """Cores that the arm kept busy, the median of cells."""
+    """Cores that the backend kept busy, the median of cells."""
     values = [
         statistics.median(m.cores for m in rounds.by_backend[backend])
         for cell, rounds in found.items()

@@ -2,8 +2,8 @@
 
     PYTHON -m tests.bench.cpu_gguf FILE SIZE FORMAT
 
-Run by a Python that has gguf and numpy. Printable characters are tokens of their own, so that a
-text has as many tokens as letters, and every other id above the bytes is a visible piece.
+It needs a Python with gguf and numpy. Each printable character is a token, so a text has as many
+tokens as letters, and all other ids above the bytes are visible pieces.
 """
 
 import string
@@ -22,48 +22,48 @@ SPACE = "\u2581"
 
 def write(file: Path, size: str, form: str) -> None:
     shape, kind = SHAPES[size], gguf.GGMLQuantizationType[FORMATS[form].gguf]
-    made = gguf.GGUFWriter(str(file), shape.kind)
-    made.add_name(size)
-    made.add_context_length(8192)
-    made.add_embedding_length(shape.width)
-    made.add_block_count(shape.layers)
-    made.add_feed_forward_length(shape.inner)
-    made.add_head_count(shape.heads)
-    made.add_head_count_kv(shape.kv_heads)
-    made.add_key_length(shape.head_dim)
-    made.add_value_length(shape.head_dim)
-    made.add_rope_dimension_count(shape.head_dim)
-    made.add_rope_freq_base(10000.0)
-    made.add_layer_norm_rms_eps(1e-6)
-    made.add_vocab_size(shape.vocab)
-    _add_vocabulary(made, shape.vocab)
+    writer = gguf.GGUFWriter(str(file), shape.kind)
+    writer.add_name(size)
+    writer.add_context_length(8192)
+    writer.add_embedding_length(shape.width)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.inner)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(shape.vocab)
+    _add_vocabulary(writer, shape.vocab)
     rng = np.random.default_rng(0)
     for name, rows, columns in _list_matrices(shape):
         plain = rng.standard_normal((rows, columns), dtype=np.float32) / columns**0.5
         packed = plain if kind.name == "F32" else gguf.quants.quantize(plain, kind)
-        made.add_tensor(name, packed, raw_dtype=kind)
+        writer.add_tensor(name, packed, raw_dtype=kind)
     for name, length in _list_norms(shape):
-        made.add_tensor(name, np.ones(length, np.float32))
-    made.write_header_to_file()
-    made.write_kv_data_to_file()
-    made.write_tensors_to_file()
-    made.close()
+        writer.add_tensor(name, np.ones(length, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
-def _add_vocabulary(made: gguf.GGUFWriter, size: int) -> None:
+def _add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256]
     pieces += [*string.ascii_letters, *string.digits, SPACE]
     pieces += [f"{SPACE}w{i}" for i in range(size - len(pieces))]
     kinds += [NORMAL] * (size - len(kinds))
-    made.add_tokenizer_model("llama")
-    made.add_token_list([piece.encode() for piece in pieces])
-    made.add_token_scores([-float(i) for i in range(size)])
-    made.add_token_types(kinds)
-    made.add_bos_token_id(BOS)
-    made.add_eos_token_id(EOS)
-    made.add_add_bos_token(False)
-    made.add_add_space_prefix(False)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([piece.encode() for piece in pieces])
+    writer.add_token_scores([-float(i) for i in range(size)])
+    writer.add_token_types(kinds)
+    writer.add_bos_token_id(BOS)
+    writer.add_eos_token_id(EOS)
+    writer.add_add_bos_token(False)
+    writer.add_add_space_prefix(False)
 
 
 def _list_matrices(shape: ModelShape) -> list[tuple[str, int, int]]:

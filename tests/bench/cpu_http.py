@@ -1,7 +1,7 @@
-"""Servers side by side under one client: ours, llama-cpp-python's, mlx-lm's as it is and on a BLAS.
+"""Compare servers: ours, llama-cpp-python's, mlx-lm's as installed and with a BLAS.
 
-Knows: how each is started, what a client sees. Must not know: what they compute with. 110M, f32 and
-q4; 1 and 8 clients with prompts never seen. All are up, and take turns.
+Knows: how to start each server, the measurements of a client. Must not know: the kernels. 110M, f32
+and q4; 1 and 8 clients with new prompts. All servers run, and the measurements alternate.
 """
 
 import asyncio
@@ -31,15 +31,15 @@ SIZE, FORMATS, CLIENTS = "110M", ("f32", "q4"), (1, 8)
 PROMPT, ANSWER = 64, 64
 PLOT = Path("docs/cpu-http.svg")
 READY = 120.0
-# one that takes longer than this for a turn has no second one
+# a server that takes longer than this for a turn is not measured again
 PATIENCE = 30.0
 BLAS = "BLAS"
 PRELOADABLE = "/usr/lib/*-linux-gnu/openblas*/libopenblas.so.0"
 
 
 class FixedLengthStream(Stream):
-    """Of a server that tells no usage in a stream, but why it ended: at the length that was wanted.
-    Pieces cannot be counted: some tokens are half a character."""
+    """A stream of a server that sends no usage, but a finish reason, which must be the length.
+    Pieces cannot be counted, because some tokens are half a character."""
 
     @property
     def usage(self) -> dict[str, int]:
@@ -50,7 +50,7 @@ class FixedLengthStream(Stream):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpServer:
-    """model: what requests have to call it."""
+    """model: its name in requests."""
 
     name: str
     port: int
@@ -72,7 +72,7 @@ HttpResults = Mapping[tuple[str, int, str], HttpTimings]
 
 
 def report(threads: int, rounds: int, llama: str | None, plot: Path | None) -> str:
-    """The table; and the plot, where one is wanted. llama: the Python that has llama.cpp."""
+    """The table of results. plot: a file for a chart. llama: the Python that has llama.cpp."""
     found: dict[tuple[str, int, str], HttpTimings] = {}
     for form in FORMATS:
         with contextlib.ExitStack() as stack:
@@ -81,16 +81,16 @@ def report(threads: int, rounds: int, llama: str | None, plot: Path | None) -> s
                 stack.enter_context(server)
                 for server in _start_servers(place, form, threads, llama)
             ]
-            for (clients, name), seen in asyncio.run(_measure(servers, rounds)).items():
-                found[form, clients, name] = seen
+            for (clients, name), timings in asyncio.run(_measure(servers, rounds)).items():
+                found[form, clients, name] = timings
     if plot is not None:
         plot.parent.mkdir(parents=True, exist_ok=True)
         plot.write_text(draw_chart(found))
-    told = (
+    summary = (
         f"{SIZE}, {threads} threads; {PROMPT} prompt and {ANSWER} answer tokens a client. Median "
         "(range). llama-cpp-python's server handles one request at a time."
     )
-    return "\n".join(["", "### Through HTTP", "", told, "", *format_table(found)])
+    return "\n".join(["", "### Through HTTP", "", summary, "", *format_table(found)])
 
 
 def format_table(found: HttpResults) -> list[str]:
@@ -98,16 +98,14 @@ def format_table(found: HttpResults) -> list[str]:
         "| format | clients | server | tokens/s | ours / theirs | first token, s |",
         "|---|---|---|---|---|---|",
     ]
-    for (form, clients, name), seen in found.items():
+    for (form, clients, name), timings in found.items():
         mine = found.get((form, clients, "mlxrunner"))
         ratio = ""
         if mine is not None and name != "mlxrunner":
-            pairs = zip(mine.rates, seen.rates, strict=False)
+            pairs = zip(mine.rates, timings.rates, strict=False)
             ratio = f"**{statistics.median(a / b for a, b in pairs):.3g}**"
-        spreads = (
-            f"{client.format_spread(seen.rates)} | {ratio} | {client.format_spread(seen.ttfts)}"
-        )
-        lines.append(f"| {form} | {clients} | {name} | {spreads} |")
+        rates, ttfts = client.format_spread(timings.rates), client.format_spread(timings.ttfts)
+        lines.append(f"| {form} | {clients} | {name} | {rates} | {ratio} | {ttfts} |")
     return lines
 
 
@@ -115,8 +113,8 @@ def draw_chart(found: HttpResults) -> str:
     panels: list[cpu_plot.Panel] = []
     for form, clients in dict.fromkeys((form, clients) for form, clients, _ in found):
         values = {
-            name: statistics.median(seen.rates)
-            for (other, count, name), seen in found.items()
+            name: statistics.median(timings.rates)
+            for (other, count, name), timings in found.items()
             if (other, count) == (form, clients)
         }
         many = "1 client" if clients == 1 else f"{clients} clients"
@@ -130,7 +128,7 @@ async def _measure(
     found: dict[tuple[int, str], HttpTimings] = {}
     slow: set[tuple[int, str]] = set()
     for server in servers:
-        # whatever is loaded or allocated by the first request
+        # the first request loads and allocates
         await _run_streams(server, 1, answer=4, seed=-1)
     for turn, clients, server in itertools.product(range(rounds), CLIENTS, servers):
         if (clients, server.name) in slow:
@@ -139,9 +137,9 @@ async def _measure(
         streams = await _run_streams(server, clients, answer=ANSWER, seed=100 * turn + 10 * clients)
         end = max(stream.arrivals[-1] for stream in streams)
         rate = clients * ANSWER / (end - min(stream.sent for stream in streams))
-        seen = found.setdefault((clients, server.name), HttpTimings())
-        seen.rates.append(rate)
-        seen.ttfts += [stream.ttft for stream in streams]
+        timings = found.setdefault((clients, server.name), HttpTimings())
+        timings.rates.append(rate)
+        timings.ttfts += [stream.ttft for stream in streams]
         if time.perf_counter() - begun > PATIENCE:
             slow.add((clients, server.name))
         print(f"{server.name}, {clients} clients, turn {turn}: {rate:.4g}", file=sys.stderr)
@@ -151,7 +149,7 @@ async def _measure(
 async def _run_streams(server: HttpServer, clients: int, *, answer: int, seed: int) -> list[Stream]:
     streams: list[Stream] = []
     for row in range(clients):
-        # no spaces: of these, tokenizers think differently
+        # no spaces, which tokenizers treat differently
         prompt = client.make_prompt(PROMPT, seed=seed + row).replace(" ", "q")
         body: Body = {
             "model": server.model,
@@ -191,7 +189,7 @@ def _run_ours(folder: Path, threads: int) -> Iterator[HttpServer]:
 
 @contextlib.contextmanager
 def _run_llama_cpp(python: str, gguf: Path, threads: int) -> Iterator[HttpServer]:
-    """It would break off one answer for the next request."""
+    """By default, the server would abort an answer when the next request arrives."""
     port = find_free_port()
     command = [python, "-m", "llama_cpp.server", "--model", str(gguf), "--port", str(port)]
     command += ["--n_ctx", "1024", "--interrupt_requests", "False", "--verbose", "False"]
@@ -238,7 +236,7 @@ def _is_ready(url: str) -> bool:
 
 
 def _find_blas() -> str | None:
-    """The one that BLAS names, or the system's OpenBLAS."""
+    """The library that BLAS names, or the system's OpenBLAS."""
     named = os.environ.get(BLAS)
     found = [named] if named else [str(path) for path in sorted(Path("/").glob(PRELOADABLE[1:]))]
     return found[0] if found else None

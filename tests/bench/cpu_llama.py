@@ -1,9 +1,9 @@
-"""The worker of llama.cpp's arm, through the low-level API of llama-cpp-python.
+"""The worker of the llama.cpp backend, with the low-level API of llama-cpp-python.
 
     PYTHON -m tests.bench.cpu_llama FILE THREADS
 
-Run by a Python that has it; knows nothing of MLX. Greedy, as the other arms. A context for each
-number of streams, as a server with so many places makes one.
+It needs a Python with llama-cpp-python, and does not use MLX. Decoding is greedy, as in the other
+backends. There is a context for each number of streams, as in a server with this parallelism.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ import numpy as np
 from tests.bench.cpu_backends import serve_measurements
 
 STEPS, ROOM = 16, 256
-# an ordinary piece, behind the bytes
+# an ordinary token, after the bytes
 FIRST = 1000
 
 
@@ -28,16 +28,16 @@ def discard_log(level: int, text: bytes, data: ctypes.c_void_p) -> None:
 
 
 class LlamaContext:
-    """rows: of `room` positions each."""
+    """rows: number of sequences, with `capacity` positions each."""
 
-    def __init__(self, model: Any, threads: int, rows: int, room: int) -> None:
-        told = llama.llama_context_default_params()
-        told.n_ctx, told.n_seq_max = rows * room, rows
-        told.n_batch = told.n_ubatch = 512
-        told.n_threads = told.n_threads_batch = threads
-        self._held = llama.llama_init_from_model(model, told)
-        assert self._held, "no context"
-        self._memory = llama.llama_get_memory(self._held)
+    def __init__(self, model: Any, threads: int, rows: int, capacity: int) -> None:
+        params = llama.llama_context_default_params()
+        params.n_ctx, params.n_seq_max = rows * capacity, rows
+        params.n_batch = params.n_ubatch = 512
+        params.n_threads = params.n_threads_batch = threads
+        self._context = llama.llama_init_from_model(model, params)
+        assert self._context, "no context"
+        self._memory = llama.llama_get_memory(self._context)
         self._batch = llama.llama_batch_init(512, 0, 1)
         self._vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
 
@@ -54,16 +54,16 @@ class LlamaContext:
         return self._evaluate([(token, position, row, True) for row, token in enumerate(tokens)])
 
     def _evaluate(self, items: list[tuple[int, int, int, bool]]) -> list[int]:
-        """The likeliest next token wherever one is wanted. items: token, position, row, wanted."""
+        """The most likely next tokens. items: (token, position, row, whether to compute logits)."""
         batch = self._batch
         batch.n_tokens = len(items)
-        for i, (token, position, row, wanted) in enumerate(items):
+        for i, (token, position, row, needs_logits) in enumerate(items):
             batch.token[i], batch.pos[i] = token, position
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, row
-            batch.logits[i] = wanted
-        assert llama.llama_decode(self._held, batch) == 0
-        count = sum(wanted for *_, wanted in items)
-        logits = llama.llama_get_logits(self._held)
+            batch.logits[i] = needs_logits
+        assert llama.llama_decode(self._context, batch) == 0
+        count = sum(needs_logits for *_, needs_logits in items)
+        logits = llama.llama_get_logits(self._context)
         return np.ctypeslib.as_array(logits, (count, self._vocab)).argmax(axis=1).tolist()
 
 
@@ -71,19 +71,19 @@ class LlamaWorker:
     def __init__(self, file: str, threads: int) -> None:
         llama.llama_log_set(discard_log, ctypes.c_void_p(0))
         llama.llama_backend_init()
-        told = llama.llama_model_default_params()
-        self._model = llama.llama_model_load_from_file(file.encode(), told)
+        params = llama.llama_model_default_params()
+        self._model = llama.llama_model_load_from_file(file.encode(), params)
         assert self._model, f"{file} is not loaded"
         self._threads = threads
         self._contexts: dict[tuple[int, int], LlamaContext] = {}
 
-    def measure(self, ask: dict[str, Any]) -> tuple[float, int]:
-        if ask["streams"] == 0:
-            return self._prefill(ask["prompt"], ask["budget"])
-        return self._decode(ask["streams"], ask["cached"], ask["budget"])
+    def measure(self, request: dict[str, Any]) -> tuple[float, int]:
+        if request["streams"] == 0:
+            return self._prefill(request["prompt"], request["budget"])
+        return self._decode(request["streams"], request["cached"], request["budget"])
 
     def _prefill(self, length: int, budget: float) -> tuple[float, int]:
-        context = self._context(1, length)
+        context = self._get_context(1, length)
         found: list[float] = []
         begun = time.perf_counter()
         while not found or time.perf_counter() - begun < budget:
@@ -94,8 +94,8 @@ class LlamaWorker:
         return length / statistics.median(found), length
 
     def _decode(self, streams: int, cached: int, budget: float) -> tuple[float, int]:
-        """The step in front of those that are timed is as little counted as in the other arms."""
-        context = self._context(streams, ROOM)
+        """The first step is not timed, as in the other backends."""
+        context = self._get_context(streams, ROOM)
         context.clear()
         firsts = [context.prompt(row, cached) for row in range(streams)]
         found: list[float] = []
@@ -110,10 +110,12 @@ class LlamaWorker:
             found.append((time.perf_counter() - started) / STEPS)
         return streams / statistics.median(found), STEPS
 
-    def _context(self, rows: int, room: int) -> LlamaContext:
-        if (rows, room) not in self._contexts:
-            self._contexts[rows, room] = LlamaContext(self._model, self._threads, rows, room)
-        return self._contexts[rows, room]
+    def _get_context(self, rows: int, capacity: int) -> LlamaContext:
+        if (rows, capacity) not in self._contexts:
+            self._contexts[rows, capacity] = LlamaContext(
+                self._model, self._threads, rows, capacity
+            )
+        return self._contexts[rows, capacity]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The worker of our arm and of stock MLX's: the same code, told apart by what its environment says.
+"""The worker of our backend and of stock MLX: the same code with different environments.
 
-Knows: models, MLX. Must not know: who is compared with whom. A model as a function, greedy, one
-step ahead as the engine is; keys and values as the engine lays them out. The step in front of those
-that are timed fills the pipeline, unless it alone takes the time that there is.
+Knows: models, MLX. Must not know: the comparison. Decoding is greedy and pipelined by one step, as
+in the engine; keys and values have the engine's layout. The first step is not timed, because it
+fills the pipeline, unless it alone takes the whole budget.
 """
 
 import importlib.metadata
@@ -31,7 +31,7 @@ class DecodeLoop:
     """Sequences that decode together."""
 
     def __init__(self, model: Model, caches: SequenceCaches, streams: int) -> None:
-        """Each row goes on behind a copy of `caches`."""
+        """Each row continues after a copy of `caches`."""
         self._model = model
         self.streams, self.cached = streams, caches[0].offset
         self._rows = [[layer.copy() for layer in caches] for _ in range(streams)]
@@ -54,8 +54,8 @@ class DecodeLoop:
 
 
 def make_random_caches(model: Model, length: int) -> SequenceCaches:
-    """Keys and values of one token, and noise behind them: what they say changes no time, and stock
-    MLX would take minutes to read so long a prompt."""
+    """Keys and values of one token followed by noise: their values do not change the time, and
+    stock MLX would take minutes for the prefill."""
     kv = model.make_kv()
     mx.eval(model(mx.array([[0]]), kv), [layer.state() for layer in kv])
     for layer in kv:
@@ -69,8 +69,8 @@ def make_random_caches(model: Model, length: int) -> SequenceCaches:
 
 
 def measure_decode(loop: DecodeLoop, budget: float, steps: int) -> tuple[float, int]:
-    """Seconds of a step, and of how many at once."""
-    # the very first also takes memory for what the caches grow to
+    """Seconds per step, and the number of steps measured."""
+    # the very first step also allocates the grown caches
     mx.eval(loop.step(mx.arange(loop.streams)))
     loop.rewind()
     begun = time.perf_counter()
@@ -109,7 +109,7 @@ def measure_prefill(model: Model, length: int) -> float:
 def measure_prefill_rate(
     model: Model, length: int, budget: float, capped: bool
 ) -> tuple[float, int]:
-    """Tokens per second, and of how many at once."""
+    """Tokens per second, and the number of tokens measured."""
     begun = time.perf_counter()
     if capped:
         took = measure_prefill(model, MIN_PROMPT)
@@ -128,13 +128,15 @@ class MlxWorker:
         self._loops: dict[int, DecodeLoop] = {}
         self._random_caches: SequenceCaches | None = None
 
-    def measure(self, ask: dict[str, Any]) -> tuple[float, int]:
-        """Tokens per second, and of how many steps or tokens at once."""
-        streams, budget = ask["streams"], ask["budget"]
+    def measure(self, request: dict[str, Any]) -> tuple[float, int]:
+        """Tokens per second, and the number of steps or tokens measured."""
+        streams, budget = request["streams"], request["budget"]
         if streams == 0:
-            return measure_prefill_rate(self._model, ask["prompt"], budget, ask["capped"])
+            return measure_prefill_rate(self._model, request["prompt"], budget, request["capped"])
         if streams not in self._loops:
-            self._loops[streams] = DecodeLoop(self._model, self._get_caches(ask["cached"]), streams)
+            self._loops[streams] = DecodeLoop(
+                self._model, self._get_caches(request["cached"]), streams
+            )
         loop = self._loops[streams]
         loop.rewind()
         seconds, count = measure_decode(loop, budget, STEPS)
@@ -147,8 +149,8 @@ class MlxWorker:
 
 
 def load(folder: Path, *, stock: bool = False) -> Model:
-    """As the engine does, its weights brought to what suits the device; or in the types that they
-    are stored in, as whoever uses MLX alone has them."""
+    """Load a model with the CPU layout, as the engine does; or with `stock` in the stored types, as
+    in mlx-lm."""
     weights = mx.load(str(folder / "model.safetensors"))
     assert isinstance(weights, dict)
     model = models.build(json.loads((folder / "config.json").read_text()), weights)

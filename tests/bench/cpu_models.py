@@ -41,27 +41,28 @@ def make_config(shape: ModelShape, form: Format) -> dict[str, Any]:
 
 
 def make_weights(shape: ModelShape, form: Format, seed: int = 0) -> dict[str, mx.array]:
-    """Each evaluated as it is made: the plain form of a quantised model is never held whole."""
+    """Each weight is evaluated at once, so the unquantized model is never completely in memory."""
     mx.random.seed(seed)
-    made: dict[str, mx.array] = {}
+    weights: dict[str, mx.array] = {}
     dtype = DTYPES[form.dtype]
     for name, size in _weight_shapes(make_config(shape, form)).items():
         if name.endswith("norm.weight"):
-            made[name] = mx.ones(size, dtype)
+            weights[name] = mx.ones(size, dtype)
             continue
         plain = (mx.random.normal(size) / size[-1] ** 0.5).astype(dtype)
         if form.bits is None:
-            made[name] = plain
+            weights[name] = plain
         else:
             path = name.removesuffix(".weight")
             packed = mx.quantize(plain, get_group_size(shape, form), form.bits)
-            made |= zip((name, f"{path}.scales", f"{path}.biases"), packed, strict=True)
-        mx.eval(made)
-    return made
+            weights |= zip((name, f"{path}.scales", f"{path}.biases"), packed, strict=True)
+        mx.eval(weights)
+    return weights
 
 
 def write(folder: Path, size: str, form: str, *, served: bool = False) -> None:
-    """served: with a tokenizer, of which every id but the bytes is a visible piece of text."""
+    """served: also write a tokenizer in which all ids except the bytes are visible pieces of
+    text."""
     shape, chosen = SHAPES[size], FORMATS[form]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(make_config(shape, chosen)))
@@ -73,7 +74,7 @@ def write(folder: Path, size: str, form: str, *, served: bool = False) -> None:
 
 
 def _weight_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of the plain weights, by name."""
+    """Shapes of the unquantized weights by name."""
     architecture = models._find_architecture(config)
     flat: Any = tree_flatten(architecture.Model(architecture.Config.from_dict(config)).parameters())
     return {name: array.shape for name, array in flat}

@@ -1,8 +1,8 @@
-"""Where the time of one step goes: `make bench-cpu ARGS="profile --size 110M --format q4"`.
+"""Profile of one step: `make bench-cpu ARGS="profile --size 110M --format q4"`.
 
-Knows: processes, perf. Must not know: MLX. Two looks at the same step, neither of which is the
-whole truth: from inside (cpu_breakdown.py), and samples of the processor by thread, library and
-function, where there is `perf`.
+Knows: processes, perf. Must not know: MLX. Two views of the same step, neither of which is
+complete: times by module (cpu_breakdown.py), and CPU samples by thread, library and function if
+`perf` is installed.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ def report(size: str, form: str, streams: int, threads: int) -> str:
         python = [sys.executable, "-m"]
         write = [*python, "tests.bench.cpu_models", folder, size, form]
         subprocess.run(write, cwd=ROOT, env=make_environment({}), check=True)
-        look = [*python, "tests.bench.cpu_worker", "look", folder, str(streams)]
-        looked = subprocess.run(
-            look, cwd=ROOT, env=variables, check=True, stdout=subprocess.PIPE, text=True
+        profile = [*python, "tests.bench.cpu_worker", "profile", folder, str(streams)]
+        profiled = subprocess.run(
+            profile, cwd=ROOT, env=variables, check=True, stdout=subprocess.PIPE, text=True
         )
-        lines = [f"{size} {form}, {streams or 'no'} streams, {threads} thread(s)", looked.stdout]
-        keep = [*python, "tests.bench.cpu_worker", "step", folder, str(streams), str(SECONDS)]
-        lines += _sample_with_perf(keep, variables, Path(place) / "perf.data")
+        lines = [f"{size} {form}, {streams or 'no'} streams, {threads} thread(s)", profiled.stdout]
+        step = [*python, "tests.bench.cpu_worker", "step", folder, str(streams), str(SECONDS)]
+        lines += _sample_with_perf(step, variables, Path(place) / "perf.data")
     return "\n".join(lines)
 
 
@@ -59,8 +59,8 @@ def _sample_with_perf(command: list[str], variables: dict[str, str], data: Path)
         return ["no samples: perf is not permitted to attach to processes"]
     lines: list[str] = []
     for title, keys in (("thread", "pid"), ("library", "dso"), ("function", "dso,sym")):
-        told = [perf, "report", "-i", str(data), "--stdio", "-g", "none", "-s", keys]
-        printed = subprocess.run(told, capture_output=True, text=True, check=False).stdout
+        command = [perf, "report", "-i", str(data), "--stdio", "-g", "none", "-s", keys]
+        printed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
         rows = [line.rstrip() for line in printed.splitlines() if line and line[0] != "#"]
         lines += ["", f"samples by {title}:", *rows[:SHOWN]]
     return lines

@@ -1,15 +1,15 @@
-"""Our side of `make bench-cpu`, in a process of its own: what MLX computes with is settled once.
+"""Our worker of `make bench-cpu`, a process because MLX's backend is selected once per process.
 
-python -m tests.bench.cpu_worker ours FOLDER                  measures what it is told to
-python -m tests.bench.cpu_worker stock FOLDER                 the same, as MLX alone has it
-python -m tests.bench.cpu_worker look FOLDER STREAMS          tells where a step's time goes
-python -m tests.bench.cpu_worker step FOLDER STREAMS SECONDS  takes steps while perf looks on
+python -m tests.bench.cpu_worker ours FOLDER                  serves measurements
+python -m tests.bench.cpu_worker stock FOLDER                 the same with stock MLX
+python -m tests.bench.cpu_worker profile FOLDER STREAMS       prints the time of a step by module
+python -m tests.bench.cpu_worker step FOLDER STREAMS SECONDS  runs steps for perf
 """
 
 import sys
 from pathlib import Path
 
-# before anything imports MLX: this settles its BLAS
+# before any import of MLX, because this selects its BLAS
 import models  # noqa: F401
 from tests.bench import cpu_breakdown, cpu_mlx
 from tests.bench.cpu_backends import serve_measurements
@@ -21,7 +21,7 @@ def main(what: str, place: str, *rest: str) -> None:
         case "ours" | "stock", ():
             worker = cpu_mlx.MlxWorker(cpu_mlx.load(folder, stock=what == "stock"))
             serve_measurements(worker.measure, cpu_mlx.describe_backend())
-        case "look", (streams,):
+        case "profile", (streams,):
             print(cpu_breakdown.profile_step(folder, int(streams)))
         case "step", (streams, seconds):
             cpu_breakdown.run_steps(folder, int(streams), float(seconds))

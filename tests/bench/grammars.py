@@ -1,8 +1,8 @@
-"""`make bench ARGS=grammars`: what it costs to follow a grammar.
+"""`make bench ARGS=grammars`: the cost of grammars.
 
-Decoding with and without one takes turns, in one process, on the engine's own loop; grammars are of
-the kind that never ends, so that all decode as many tokens. And what compiling costs, the first
-time and again.
+Decoding with and without a grammar alternates, in one process, on the engine loop. The grammars
+never end, so all rows decode the same number of tokens. The second table has the cost of compiling,
+the first time and again.
 """
 
 import json
@@ -54,8 +54,8 @@ GRAMMARS: Mapping[str, Grammar | None] = {
 
 @dataclass(frozen=True, slots=True)
 class _GrammarTiming:
-    """rate: tokens per second. work: milliseconds of all cores for a token, which other programs
-    on the machine change less."""
+    """rate: tokens per second. work: CPU milliseconds per token on all cores, on which other
+    programs have less influence."""
 
     rate: float
     work: float
@@ -91,7 +91,7 @@ def report(folder: Path) -> str:
 def _measure_decode(
     loop: Loop, grammars: GrammarCompiler, grammar: Grammar | None, rows: int, *, seed: int
 ) -> _GrammarTiming:
-    """From when each row has its first token, until all have their last."""
+    """Measure from the time when each row has its first token until all have their last."""
     for row in range(rows):
         job = Job(
             id=str(row),
@@ -103,35 +103,35 @@ def _measure_decode(
             grammar=grammar,
         )
         loop.submit(job, None if grammar is None else grammars.compile(grammar, NONE))
-    told = Counter[str]()
-    while len(told) < rows:
-        told.update(_job_ids_of_step(loop))
-    early, begun, worked = told.total(), time.perf_counter(), time.process_time()
+    tokens_by_job = Counter[str]()
+    while len(tokens_by_job) < rows:
+        tokens_by_job.update(_job_ids_of_step(loop))
+    early, begun, worked = tokens_by_job.total(), time.perf_counter(), time.process_time()
     while not loop.idle:
-        told.update(_job_ids_of_step(loop))
+        tokens_by_job.update(_job_ids_of_step(loop))
     took, work = time.perf_counter() - begun, time.process_time() - worked
-    assert set(told.values()) == {TOKENS}, "an answer ended early"
-    decoded = told.total() - early
+    assert set(tokens_by_job.values()) == {TOKENS}, "an answer ended early"
+    decoded = tokens_by_job.total() - early
     return _GrammarTiming(rate=decoded / took, work=1000 * work / decoded)
 
 
 def _job_ids_of_step(loop: Loop) -> list[str]:
-    """Whose tokens a step brings."""
+    """Job ids of the tokens of a step."""
     return [update.job_id for update in loop.step().updates if isinstance(update, Token)]
 
 
 def _measure_compilation(grammars: GrammarCompiler) -> list[str]:
-    """Milliseconds to a matcher that the engine can be given."""
-    # the tokenizer is read once for all
+    """Milliseconds to compile a grammar for the engine."""
+    # the first compilation reads the tokenizer
     grammars.compile(Regex(pattern="a"), NONE)
-    asked: dict[str, Grammar] = {
+    examples: dict[str, Grammar] = {
         "the benchmark's JSON schema": JsonSchema(text=_SCHEMA),
         "300 properties, all optional": JsonSchema(text=json.dumps(_make_wide_schema(300))),
         "a regular expression": Regex(pattern=r"\d{4}-\d{2}-\d{2}( \w+){1,5}"),
         "a choice of 500": ChoiceGrammar(options=tuple(f"option {i}" for i in range(500))),
     }
     lines = ["compiling, ms:", "| grammar | first | again |", "|---|---|---|"]
-    for name, grammar in asked.items():
+    for name, grammar in examples.items():
         first, again = (_milliseconds(grammars, grammar) for _ in range(2))
         lines.append(f"| {name} | {first:.2f} | {again:.2f} |")
     return lines

@@ -1,14 +1,14 @@
-"""Where the keys and values of several sequences may lie: cache objects that stand in for those of
-models/kv.py, so that the model which runs on them is the served one.
+"""Layouts of the keys and values of several sequences: caches that replace those of models/kv.py,
+so that the served model runs on them.
 
-    per sequence   each row keeps buffers of its own and attends alone: what we serve with
-    padded         slots [B, heads, capacity, dim], one masked attention; new positions written
+    per sequence   each row has its own buffers and its own attention; the layout of the engine
+    padded         slots [B, heads, capacity, dim], one masked attention; new positions are written
                    row by row (slices) or all at once (scatter)
-    paged          a pool of pages for each layer; each step gathers the pages of every row
-    alone          each sequence has a forward pass of its own
+    paged          a pool of pages for each layer; each step gathers the pages of all rows
+    alone          each sequence has its own forward pass
 
-In all but the last, weights are applied to the whole batch at once. A sequence joins with its
-prompt evaluated in buffers of its own, as prefill leaves it.
+In all but the last, weights are applied to the batch at once. A sequence joins after its prompt was
+evaluated in its own buffers, as after prefill.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,13 @@ from typing import Protocol
 import mlx.core as mx
 
 from models.base import Model
+from models.kernels.in_place_attention import InPlaceCache
 from models.kv import STEP, KVCache
 from models.sdpa import scaled_dot_product_attention
 
 PAGE = 64
 
-# one sequence's caches, one a layer
+# the caches of one sequence, one per layer
 SequenceCaches = Sequence[KVCache]
 
 
@@ -32,7 +33,7 @@ class KVLayout(Protocol):
     def leave(self, row: int) -> None: ...
 
     def grow(self) -> None:
-        """Room for STEP more positions, wherever the first row that is full has to find it."""
+        """Make room for STEP more positions, as the first full row does."""
         ...
 
     def step(self, model: Model, tokens: mx.array) -> mx.array:
@@ -72,9 +73,15 @@ class UnbatchedLayout(PerSequenceLayout):
         )
 
 
-class SliceWrittenCache:
+class CopiedCache:
+    """A cache whose buffers the attention kernel cannot write to."""
+
+    in_place_caches: Sequence[InPlaceCache] = ()
+
+
+class SliceWrittenCache(CopiedCache):
     """One layer. keys, values: [slots, H, capacity, D], the first len(lengths) slots in use.
-    lengths: shared by all layers, counted before the step's position."""
+    lengths: shared by all layers, without the position of the step."""
 
     def __init__(self, slots: int, capacity: int, like: mx.array) -> None:
         _, heads, _, dim = like.shape
@@ -85,12 +92,21 @@ class SliceWrittenCache:
         self.mask = mx.array(0)
 
     def attend(
-        self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+        softcap: float | None = None,
     ) -> mx.array:
         self.write(keys, values)
         rows, longest = len(self.lengths), max(self.lengths) + 1
-        held = (array[:rows, :, :longest] for array in (self.keys, self.values))
-        return scaled_dot_product_attention(queries, *held, scale=scale, mask=self.mask)
+        arrays = (array[:rows, :, :longest] for array in (self.keys, self.values))
+        return scaled_dot_product_attention(
+            queries, *arrays, scale=scale, mask=self.mask, sinks=sinks, softcap=softcap
+        )
 
     def write(self, keys: mx.array, values: mx.array) -> None:
         for row, at in enumerate(self.lengths):
@@ -106,7 +122,7 @@ class ScatterWrittenCache(SliceWrittenCache):
 
 
 class PaddedLayout:
-    """kind: how a step's positions are written."""
+    """kind: the cache class, which sets how positions are written."""
 
     def __init__(self, pasts: Sequence[SequenceCaches], kind: type[SliceWrittenCache]) -> None:
         capacity = max(past[0].state()[0].shape[2] for past in pasts)
@@ -124,11 +140,11 @@ class PaddedLayout:
         self.lengths.append(length)
 
     def leave(self, row: int) -> None:
-        # the last one moves in: slots in use stay together
+        # the last row moves to the free slot, so that used slots are contiguous
         last = len(self.lengths) - 1
         length = self.lengths[last]
         moved = [mx.contiguous(array[last, :, :length]) for array in self.arrays()]
-        # now: a write into what is still to be read from copies the whole buffer
+        # evaluate now: a write to a buffer with pending reads copies all of it
         mx.eval(moved)
         for array, part in zip(self.arrays(), moved, strict=True):
             array[row, :, :length] = part
@@ -155,9 +171,9 @@ class PaddedLayout:
         return [array for layer in self.layers for array in (layer.keys, layer.values)]
 
 
-class PagedCache:
-    """One layer. keys, values: [pages, H, PAGE, D]. table: [B, most pages of a row]. page, slot:
-    [B], where the step's positions go."""
+class PagedCache(CopiedCache):
+    """One layer. keys, values: [pages, H, PAGE, D]. table: [B, maximum pages of a row]. page, slot:
+    [B], the place of the step's positions."""
 
     def __init__(self, count: int, like: mx.array) -> None:
         _, heads, _, dim = like.shape
@@ -166,14 +182,23 @@ class PagedCache:
         self.offset = self.table = self.page = self.slot = self.mask = mx.array(0)
 
     def attend(
-        self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+        softcap: float | None = None,
     ) -> mx.array:
         self.keys[self.page, :, self.slot] = keys[:, :, 0]
         self.values[self.page, :, self.slot] = values[:, :, 0]
-        held = (self._gathered(array) for array in (self.keys, self.values))
-        return scaled_dot_product_attention(queries, *held, scale=scale, mask=self.mask)
+        arrays = (self._gather(array) for array in (self.keys, self.values))
+        return scaled_dot_product_attention(
+            queries, *arrays, scale=scale, mask=self.mask, sinks=sinks, softcap=softcap
+        )
 
-    def _gathered(self, pool: mx.array) -> mx.array:
+    def _gather(self, pool: mx.array) -> mx.array:
         pages = pool[self.table].transpose(0, 2, 1, 3, 4)
         rows, heads, _, _, dim = pages.shape
         return pages.reshape(rows, heads, -1, dim)
@@ -181,7 +206,7 @@ class PagedCache:
 
 class PagedLayout:
     def __init__(self, pasts: Sequence[SequenceCaches]) -> None:
-        # one row more than there are, and room to grow in
+        # pages for one more row and for growth
         count = (len(pasts) + 1) * -(-(pasts[0][0].offset + 2 * STEP) // PAGE)
         self.layers = [PagedCache(count, layer.state()[0]) for layer in pasts[0]]
         self.free = list(range(count))
@@ -229,11 +254,11 @@ class PagedLayout:
 
 
 def copy_with_capacity(state: Sequence[mx.array], length: int) -> KVCache:
-    """A cache of its own with the first `length` positions and room for STEP more."""
-    made = KVCache()
-    made.reserve(length + STEP)
-    made.update(*(array[..., :length, :] for array in state))
-    return made
+    """A new cache with the first `length` positions and capacity for STEP more."""
+    cache = KVCache()
+    cache.reserve(length + STEP)
+    cache.update(*(array[..., :length, :] for array in state))
+    return cache
 
 
 def _split_pages(array: mx.array) -> mx.array:

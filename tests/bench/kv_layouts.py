@@ -1,6 +1,6 @@
-"""`make bench ARGS=layouts`: what each layout of keys and values costs batched decoding.
+"""`make bench ARGS=layouts`: the cost of each layout of keys and values in batched decoding.
 
-The contents are random; that all layouts compute the same is asserted before anything is measured.
+The contents are random. Before the measurement, an assertion checks that all layouts agree.
 """
 
 import statistics
@@ -44,7 +44,7 @@ def report(folder: Path) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for length in LENGTHS:
-        # unlike lengths: what padding and masks are for
+        # different lengths, for which padding and masks are needed
         pasts = [_make_caches(folder, length + 7 * row, seed=row) for row in range(ROWS)]
         _check_equal(model, pasts)
         measured: dict[str, list[Sequence[float]]] = {name: [] for name in LAYOUTS}
@@ -76,7 +76,7 @@ def _measure(
 
 
 def _measure_step(model: Model, layout: KVLayout) -> float:
-    """Milliseconds of one, greedy and one step ahead as the engine is."""
+    """Milliseconds per step, greedy and pipelined by one step, as in the engine."""
 
     def step(tokens: mx.array) -> mx.array:
         return mx.argmax(model.logits(layout.step(model, tokens)), axis=-1)
@@ -101,12 +101,12 @@ def _measure_call(layout: KVLayout, work: Callable[[], None]) -> float:
 
 
 def _check_equal(model: Model, pasts: Sequence[SequenceCaches]) -> None:
-    """The same hidden states from every layout, also behind a leave and a join."""
+    """Check that all layouts give the same hidden states, also after a leave and a join."""
     found: list[mx.array] = []
     for make in LAYOUTS.values():
         layout = make([_copy_caches(past) for past in pasts])
         first = layout.step(model, mx.arange(ROWS))
-        # the last row first, since a padded batch moves it
+        # the last row is first, because a padded batch moves it
         layout.leave(ROWS - 1)
         layout.join(_copy_caches(pasts[-1]))
         found.append(mx.concatenate([first, layout.step(model, mx.arange(ROWS))]))
@@ -116,7 +116,7 @@ def _check_equal(model: Model, pasts: Sequence[SequenceCaches]) -> None:
 
 
 def _make_caches(folder: Path, length: int, seed: int) -> SequenceCaches:
-    """Random keys and values, with room behind them, for each layer of the folder's model."""
+    """Random keys and values, with spare capacity, for each layer of the model in the folder."""
     shape = random_model.SHAPES[folder.name]
     mx.random.seed(seed)
     past = [KVCache() for _ in range(shape.num_hidden_layers)]

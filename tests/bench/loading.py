@@ -1,7 +1,7 @@
-"""`make bench ARGS=loading`: what it takes to bring 1 GB of weights into memory.
+"""`make bench ARGS=loading`: time and memory to load 1 GB of weights.
 
-Each load has a process of its own, so that its peak is its own: what the process holds at most,
-less what it held before, beside what MLX's allocator handed out at most and the weights themselves.
+Each load runs in its own process, so that its peak is measured separately: the peak memory of the
+process minus the memory before the load, the peak of MLX's allocator, and the size of the weights.
 """
 
 import json
@@ -36,7 +36,7 @@ SHAPE: Mapping[str, Any] = {
     "max_position_embeddings": 4096,
 }
 
-# how it is stored, how many layers so that it is 1 GB, bits that it is brought to
+# stored type, number of layers for 1 GB, bits to quantize to
 LOADS: Mapping[str, tuple[mx.Dtype, int, int | None]] = {
     "bfloat16": (mx.bfloat16, 9, None),
     "float32": (mx.float32, 4, None),
@@ -58,13 +58,15 @@ def write(folder: Path, dtype: mx.Dtype, shape: Mapping[str, Any], shards: int =
     flat: Any = tree_flatten(llama.Model(llama.Config.from_dict(config)).parameters())
     mx.random.seed(0)
     for shard in range(shards):
-        drawn = {name: mx.random.normal(array.shape, dtype) for name, array in flat[shard::shards]}
-        mx.save_safetensors(str(folder / f"model-{shard}.safetensors"), drawn)
+        weights = {
+            name: mx.random.normal(array.shape, dtype) for name, array in flat[shard::shards]
+        }
+        mx.save_safetensors(str(folder / f"model-{shard}.safetensors"), weights)
     return folder
 
 
 def measure(folder: Path, bits: int | None) -> dict[str, float]:
-    """Load it in a process of its own; bytes and seconds."""
+    """Load the folder in a new process; bytes and seconds."""
     command = [sys.executable, "-m", "tests.bench.loading", str(folder), str(bits or 0)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return cast(dict[str, float], json.loads(done.stdout))
@@ -91,7 +93,7 @@ def report() -> str:
 
 def main(folder: str, bits: int) -> None:
     files = complete_config(store.resolve(folder))
-    # what is there before: the interpreter and its libraries
+    # memory before the load: the interpreter and its libraries
     mx.eval(mx.zeros((1,)))
     before = _peak_rss()
     begun = time.monotonic()
@@ -109,10 +111,10 @@ def main(folder: str, bits: int) -> None:
 
 
 def _peak_rss() -> int:
-    """Bytes that this process has held at most so far."""
+    """Peak memory of this process in bytes."""
     if sys.platform == "darwin":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # on Linux that number is also of whoever started the process
+    # on Linux this value also includes the parent process
     [line] = [line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) * 1024
 

@@ -1,8 +1,9 @@
-"""`make bench ARGS=hits`: how much of a prompt each policy serves, whatever a model is made of.
+"""`make bench ARGS=hits`: how much of a prompt each policy serves from cache, by architecture.
 
-One conversation on every tiny architecture: turns that go on, a question put in other words, an
-answer drawn again, an old prompt again, one that parts within a turn. Which ids end turns is known
-to the cache. Tensors decide nothing, the kinds of layers do, and windows: here a few ids long.
+One conversation runs on each tiny architecture: further turns, a reworded question, another answer
+to the same prompt, an old prompt again, a prompt that diverges within a turn. The cache knows the
+turn ends. The result depends on the kinds of layers and on windows (here a few ids long), not on
+tensors.
 """
 
 import random
@@ -26,7 +27,7 @@ from tests.engine.harness import evaluate_layers, job, run_one
 from tests.models import parity
 from tests.models.architectures import Case, cases
 
-# ids of the system prompt, what begins a turn, a question, an answer, a text that is no chat
+# numbers of ids: system prompt, start of a turn, question, answer, text without turns
 SYSTEM, ROLE, QUESTION, ANSWER, RAW = 96, 3, 40, 24, 150
 POLICIES = ("single", "slots", "radix")
 PARALLEL, CHUNK, CONTEXT = 4, 64, 1024
@@ -36,8 +37,8 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixHit:
-    """title: what happens in the conversation. prompt: its ids. cached: how many were cached.
-    max_cached: how many any cache could have served."""
+    """title: the event in the conversation. prompt: number of ids. cached: number of cached ids.
+    max_cached: number of ids that an unbounded cache could serve."""
 
     title: str
     prompt: int
@@ -46,10 +47,10 @@ class PrefixHit:
 
 
 def run_conversation(model: Model, vocab: int, policy: str) -> list[PrefixHit]:
-    """The highest id ends a turn; answers do not end before they are ANSWER ids long."""
+    """The highest id ends a turn. All answers have ANSWER ids."""
     loop, oracle = _make_loop(model, vocab, policy), UnboundedCache()
     rng, end = random.Random(0), vocab - 1
-    made: list[PrefixHit] = []
+    hits: list[PrefixHit] = []
 
     def text(length: int) -> Ids:
         return tuple(rng.randrange(end) for _ in range(length))
@@ -57,11 +58,11 @@ def run_conversation(model: Model, vocab: int, policy: str) -> list[PrefixHit]:
     system, user, assistant = (*text(SYSTEM), end), text(ROLE), text(ROLE)
 
     def question() -> Ids:
-        """As a template writes it: whose turn, the text, its end, whose turn is next."""
+        """A question as a template renders it: role, text, turn end, role of the next turn."""
         return (*user, *text(QUESTION), end, *assistant)
 
-    def ask(title: str, prompt: Ids) -> Ids:
-        """All ids of the turn, its end included."""
+    def send(title: str, prompt: Ids) -> Ids:
+        """Run a prompt; all ids with the answer and its turn end."""
         one = job(
             title,
             prompt,
@@ -72,39 +73,39 @@ def run_conversation(model: Model, vocab: int, policy: str) -> list[PrefixHit]:
         outcome = run_one(loop, one)
         assert len(outcome.ids) == ANSWER
         most = oracle.longest_prefix(prompt)
-        made.append(
+        hits.append(
             PrefixHit(title=title, prompt=len(prompt), cached=outcome.cached, max_cached=most)
         )
         evaluated = (*prompt, *outcome.ids)
-        # the last sampled id is reported without being evaluated
+        # the last sampled id is not evaluated
         oracle.add(evaluated[:-1])
         return (*evaluated, end)
 
-    first = ask("first turn", system + question())
-    second = ask("second turn", first + question())
+    first = send("first turn", system + question())
+    second = send("second turn", first + question())
     third = second + question()
-    ask("third turn", third)
+    send("third turn", third)
     other = first + question()
-    ask("second turn, reworded", other)
-    ask("same prompt, new answer", other)
-    ask("third turn again", third)
-    ask("diverging within a turn", second[: len(first) + QUESTION // 2] + question())
-    ask("another chat, same system prompt", system + question())
+    send("second turn, reworded", other)
+    send("same prompt, new answer", other)
+    send("third turn again", third)
+    send("diverging within a turn", second[: len(first) + QUESTION // 2] + question())
+    send("another chat, same system prompt", system + question())
     raw = text(RAW)
-    ask("a text without turns", raw)
-    ask("the same text", raw)
-    ask("once more", raw)
-    return made
+    send("a text without turns", raw)
+    send("the same text", raw)
+    send("once more", raw)
+    return hits
 
 
 def report() -> str:
-    """Rows that are alike are one row; columns where nothing could be served are left out."""
+    """Equal rows are merged; columns without cacheable ids are left out."""
     rows: dict[tuple[str, tuple[int, ...]], list[Case]] = {}
     head: list[PrefixHit] = []
     for case in cases():
         with TemporaryDirectory() as place:
-            parity.saved(case, Path(place))
-            model = parity.opened(Path(place))
+            parity.save_reference(case, Path(place))
+            model = parity.load_model(Path(place))
         for policy in POLICIES:
             head = [one for one in run_conversation(model, case.vocab, policy) if one.max_cached]
             rows.setdefault((policy, tuple(one.cached for one in head)), []).append(case)
@@ -114,7 +115,7 @@ def report() -> str:
         _format_row("prompt ids", [one.prompt for one in head], ""),
         _format_row("most that could be cached", [one.max_cached for one in head], ""),
     ]
-    # the policies in our order, and of each what serves most first
+    # the policies in our order, and for each the highest numbers first
     for policy, served in sorted(rows, key=lambda row: (POLICIES.index(row[0]), -sum(row[1]))):
         lines.append(_format_row(policy, served, _architecture_names(rows[policy, served])))
     return "\n".join(lines)
@@ -125,7 +126,7 @@ def _format_row(first: str, cells: Sequence[object], last: str) -> str:
 
 
 def _architecture_names(found: Sequence[Case]) -> str:
-    """Architectures; of one whose cases differ, the case."""
+    """Names of architectures, or of cases if those of an architecture differ."""
     kinds = Counter(case.config["model_type"] for case in cases())
     here = Counter(case.config["model_type"] for case in found)
     names = [
@@ -137,7 +138,7 @@ def _architecture_names(found: Sequence[Case]) -> str:
 
 
 def _make_loop(model: Model, vocab: int, policy: str) -> Loop:
-    """With the policies as they are served."""
+    """An engine loop with the cache policy."""
     memory = profile_memory(
         model,
         budget=1 << 34,

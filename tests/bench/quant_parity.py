@@ -1,7 +1,7 @@
-"""`make bench ARGS=kinds`: every tiny architecture in every kind of quantised weights.
+"""`make bench ARGS=kinds`: each tiny architecture with each kind of quantized weights.
 
-Beside mlx-lm's class, as tests/models/test_parity.py does it for the kinds that each case names.
-This tries them all, which takes minutes.
+It compares the logits with mlx-lm's class, as tests/models/test_parity.py does for the kinds that
+each case names. All kinds take minutes.
 """
 
 import contextlib
@@ -14,10 +14,10 @@ from tests.models.architectures import Case, cases
 
 
 def report() -> str:
-    """A table: for each kind how many cases there are, the largest difference of any logit among
-    those within the tolerance, and what is beyond it."""
+    """A table: for each kind the number of cases, the largest difference of a logit among those
+    within the tolerance, and the cases beyond it."""
     lines = [
-        "| quantisation | cases within 1e-4 | largest difference among them | beyond |",
+        "| quantization | cases within 1e-4 | largest difference among them | beyond |",
         "|---|---|---|---|",
     ]
     for kind in parity.KINDS:
@@ -32,7 +32,9 @@ def report() -> str:
 
 
 def _largest_difference(case: Case, kind: str) -> float:
-    """In any way of evaluating it."""
+    """The largest difference in all ways of evaluation."""
     with TemporaryDirectory() as place, contextlib.redirect_stdout(io.StringIO()):
-        reference = parity.saved(case, Path(place), kind=kind)
-        return max(parity.differences(reference, parity.opened(Path(place)), case).values())
+        reference = parity.save_reference(case, Path(place), kind=kind)
+        return max(
+            parity.find_differences(reference, parity.load_model(Path(place)), case).values()
+        )

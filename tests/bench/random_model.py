@@ -1,7 +1,7 @@
-"""A model folder with random weights, of any size, that never stops by itself. mlx-lm loads it too.
+"""Model folders of any size with random weights, which mlx-lm can load too.
 
-Every id above the first 256 is a visible piece of text, so that a server has something to send for
-each token. No end-of-sequence id is named, so an answer always has max_tokens tokens.
+All ids above the first 256 are visible pieces of text, so a server sends text for each token. The
+config has no end-of-sequence id, so an answer always has max_tokens tokens.
 """
 
 import json
@@ -48,19 +48,20 @@ SHAPES = {
 
 
 def write(folder: Path, size: str, seed: int = 0) -> Path:
-    """The folder, named after its size, under `folder`. float32, tied embeddings."""
-    made = folder / size
-    made.mkdir(parents=True, exist_ok=True)
+    """Write a model with float32 weights and tied embeddings to a subfolder named after its
+    size."""
+    destination = folder / size
+    destination.mkdir(parents=True, exist_ok=True)
     config = {"model_type": "llama", "tie_word_embeddings": True, **asdict(SHAPES[size])}
-    # what mlx-lm has no defaults for; ours are these
+    # keys without defaults in mlx-lm; these values are our defaults
     config |= {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
-    (made / "config.json").write_text(json.dumps(config))
+    (destination / "config.json").write_text(json.dumps(config))
     described = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (made / "tokenizer_config.json").write_text(json.dumps(described))
+    (destination / "tokenizer_config.json").write_text(json.dumps(described))
     rng = np.random.default_rng(seed)
     shapes = dict(tree_flatten(llama.Model(llama.Config.from_dict(config)).parameters()))
     mx.save_safetensors(
-        str(made / "model.safetensors"),
+        str(destination / "model.safetensors"),
         {
             name: mx.ones(array.shape)
             if name.endswith("norm.weight")
@@ -70,8 +71,8 @@ def write(folder: Path, size: str, seed: int = 0) -> Path:
             for name, array in shapes.items()
         },
     )
-    make_tokenizer(SHAPES[size].vocab_size).save(str(made / "tokenizer.json"))
-    return made
+    make_tokenizer(SHAPES[size].vocab_size).save(str(destination / "tokenizer.json"))
+    return destination
 
 
 def load(folder: Path) -> models.Model:
@@ -86,11 +87,12 @@ def load(folder: Path) -> models.Model:
 
 
 def make_tokenizer(size: int) -> Tokenizer:
-    """Bytes first, then made-up words that no text is split into but every id decodes to."""
+    """Bytes first, then artificial words, to which ids decode but which texts are not split
+    into."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {piece: i for i, piece in enumerate(alphabet)}
     vocab |= {f"\u0120w{i}": i for i in range(len(alphabet), size)}
-    made = Tokenizer(kinds.BPE(vocab=vocab, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    return made
+    tokenizer = Tokenizer(kinds.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer

@@ -1,7 +1,7 @@
-"""`make bench ARGS=traces`: what prefix cache policies skip of recorded traffic.
+"""`make bench ARGS=traces`: prefix cache policies on recorded traffic.
 
-Policies alone, over layers that keep ids instead of tensors. The figure is the share: prompt ids
-that the policy skipped, of those that a cache which forgets nothing would have skipped.
+The policies run without models, with layers that store ids instead of tensors. The result is the
+share of cached prompt ids among those that an unbounded cache would serve.
 """
 
 import bisect
@@ -26,8 +26,8 @@ Policy = PrefixCache[FakeLayer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
-    """Prompt ids in all; those that the policy skipped; those that could be skipped. peak_nbytes:
-    the most bytes the policy held between turns."""
+    """prompt: all prompt ids. cached: served by the policy. possible: served by an unbounded cache.
+    peak_nbytes: peak size of the cache between turns."""
 
     prompt: int
     cached: int
@@ -40,14 +40,14 @@ class ReplayResult:
 
 
 class UnboundedCache:
-    """The oracle: everything that was ever evaluated, in order, so that the nearest neighbours of
-    a prompt are those that share most with it."""
+    """All evaluated sequences in sorted order, so that the neighbours of a prompt have the longest
+    common prefixes with it."""
 
     def __init__(self) -> None:
         self._seen: list[Ids] = []
 
     def longest_prefix(self, prompt: Ids) -> int:
-        """Ids of the prompt that need not be evaluated: all but one at most."""
+        """Number of prompt ids that need no evaluation: at most all but one."""
         place = bisect.bisect_left(self._seen, prompt)
         near = self._seen[max(0, place - 1) : place + 1]
         return min(
@@ -61,10 +61,10 @@ class UnboundedCache:
 def replay(
     policy: Policy, turns: Sequence[RecordedTurn], *, budget: int | None = None
 ) -> ReplayResult:
-    """One turn at a time, through a lease as the engine does it. budget: bytes that the policy may
-    hold between two turns."""
+    """Run one turn at a time through a lease, as the engine does. budget: maximum bytes of the
+    cache between turns."""
     oracle = UnboundedCache()
-    prompt = skipped = possible = held = 0
+    prompt = skipped = possible = peak = 0
     for turn in turns:
         lease = policy.begin(turn.prompt, turn_ends=turn.turn_ends)
         prompt += len(turn.prompt)
@@ -77,15 +77,15 @@ def replay(
         if budget is not None and policy.nbytes > budget:
             policy.evict(policy.nbytes - budget)
             assert policy.nbytes <= budget
-        held = max(held, policy.nbytes)
-    return ReplayResult(prompt=prompt, cached=skipped, possible=possible, peak_nbytes=held)
+        peak = max(peak, policy.nbytes)
+    return ReplayResult(prompt=prompt, cached=skipped, possible=possible, peak_nbytes=peak)
 
 
 def _evaluate(lease: Lease[FakeLayer], prompt: Ids, evaluated: Ids) -> None:
-    """Prefill, stopping where the policy wants to, then decode."""
+    """Prefill with pauses at the checkpoint positions, then decode."""
     done = lease.cached
     for layer in lease.kv:
-        assert layer.ids == prompt[:done], "the caches stand for something else"
+        assert layer.ids == prompt[:done], "the caches have other ids"
     for stop in (*lease.checkpoint_positions, len(prompt), len(evaluated)):
         for layer in lease.kv:
             layer.feed(evaluated[done:stop])
@@ -94,7 +94,7 @@ def _evaluate(lease: Lease[FakeLayer], prompt: Ids, evaluated: Ids) -> None:
             lease.publish(evaluated[:done])
 
 
-# by name, the kinds of a model's layers -> a policy
+# name -> policy for a string of layer kinds
 POLICIES: dict[str, Callable[[str], Policy]] = {
     "single": lambda kinds: SinglePrefixCache(lambda: layers(kinds, WINDOW)),
     "slots": lambda kinds: SlotPrefixCache(
@@ -103,12 +103,12 @@ POLICIES: dict[str, Callable[[str], Policy]] = {
     "radix": lambda kinds: RadixPrefixCache(lambda: layers(kinds, WINDOW)),
 }
 
-# layers (k: every position, w: a window, r: recurrent) and whether the ends of turns are told
+# layers (k: full attention, w: window, r: recurrent) and whether turn ends are known
 CASES = (("k", False), ("kw", False), ("kw", True), ("kr", False), ("kr", True))
 
 
 def report(shared: Path) -> str:
-    """shared: the folder of the recordings."""
+    """shared: the folder with recordings."""
     lines = [
         "prompt ids that a policy serves from cache, of those that an unbounded cache would: with "
         "unlimited memory, and with a quarter of what radix then holds",
@@ -116,10 +116,10 @@ def report(shared: Path) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     agents = traces.interleave(traces.load_conversations(shared))
-    for kinds, told in CASES:
-        turns = agents if told else [replace(turn, turn_ends=()) for turn in agents]
-        title = f"agents | {kinds} | {'known' if told else 'unknown'}"
-        lines += _rows(title, kinds, turns, ("radix",) if told else tuple(POLICIES))
+    for kinds, turn_ends_known in CASES:
+        turns = agents if turn_ends_known else [replace(turn, turn_ends=()) for turn in agents]
+        title = f"agents | {kinds} | {'known' if turn_ends_known else 'unknown'}"
+        lines += _rows(title, kinds, turns, ("radix",) if turn_ends_known else tuple(POLICIES))
     for name in ("conversation", "synthetic"):
         title = f"Mooncake, {name} | k | unknown"
         lines += _rows(title, "k", traces.load_mooncake(shared, name), tuple(POLICIES))
@@ -140,5 +140,5 @@ def _rows(title: str, kinds: str, turns: Sequence[RecordedTurn], names: Sequence
 
 
 def _common_prefix_length(a: Ids, b: Ids) -> int:
-    """Length of the common prefix, without a step of Python for each id."""
+    """Length of the common prefix, without a Python loop over ids."""
     return next(compress(count(), map(operator.ne, a, b)), min(len(a), len(b)))

@@ -1,12 +1,11 @@
-"""The engine on a thread of the server against the engine in a process of its own.
+"""The engine on a thread of the server compared with the engine in its own process.
 
-Both in turns, so that a machine that drifts drifts under both. What a client sees through HTTP is
-measured with real servers, the rest at the runner itself.
+Measurements alternate, so that drift of the machine affects both. HTTP latencies are measured with
+real servers, the other figures at the runner.
 """
 
 import asyncio
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from app.core.jobs import Job, Token
 from app.core.ports import Runner
 from app.core.sampling_params import SamplingParams
 from app.core.settings import Settings
+from app.core.switch_interval import shorten_switch_interval
 from app.engine.model_info import complete_config
 from app.runners.process_runner import ProcessRunner
 from app.runners.thread_runner import ThreadRunner
@@ -29,8 +29,6 @@ RUNNERS: dict[str, Callable[[Settings], Runner]] = {
     "process": ProcessRunner,
 }
 
-# of app/server.py
-SWITCH_INTERVAL = 0.0005
 ROUNDS, STARTS, TOKENS, STREAMS, FIRSTS = 3, 5, 96, 8, 10
 
 
@@ -50,7 +48,7 @@ def report(folder: Path) -> str:
 
 def _measure_runners(folder: Path) -> str:
     found = {kind: RunnerTimings() for kind in RUNNERS}
-    sys.setswitchinterval(SWITCH_INTERVAL)
+    shorten_switch_interval()
     for _ in range(ROUNDS):
         for kind, measured in found.items():
             asyncio.run(_measure(RUNNERS[kind](Settings(parallel=STREAMS)), folder, measured))
@@ -84,7 +82,8 @@ async def _measure(runner: Runner, folder: Path, measured: RunnerTimings) -> Non
 async def _run_job(
     runner: Runner, name: str, hops: list[float], tokens: int = TOKENS
 ) -> Sequence[float]:
-    """Seconds from submitting to each token. hops: gets those from the engine to here."""
+    """Seconds from the submission to each token. hops: receives the times from the engine to this
+    task."""
     job = Job(
         id=name,
         prompt_token_ids=tuple(name.encode()),
@@ -116,10 +115,10 @@ def _measure_servers(folder: Path) -> str:
     ]
     for kind, seconds in starts.items():
         server = ServerProcess([str(folder), "--runner", kind]).wait_until_ready()
-        told = status(server, folder).partition(": ")[2]
+        times = status(server, folder).partition(": ")[2]
         server.stop()
         lines.append(
-            f"| {kind} | {client.format_spread(seconds)} | {_measure_rss(kind)} | {told} |"
+            f"| {kind} | {client.format_spread(seconds)} | {_measure_rss(kind)} | {times} |"
         )
     return "\n".join(lines)
 
@@ -132,7 +131,7 @@ def _start(kind: str) -> float:
 
 
 def _measure_rss(kind: str) -> str:
-    """Of the server and its processes, with the built-in model (Linux)."""
+    """Resident memory of the server and its processes with the built-in model (Linux)."""
     server = ServerProcess(["--runner", kind]).wait_until_ready()
     parent = server.process.pid
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()

@@ -1,7 +1,7 @@
-"""Two servers of the same model folder, side by side: ours and mlx-lm's.
+"""Two servers for the same model folder: ours and mlx-lm's.
 
-MLX_LM names a Python that has mlx-lm installed. Both servers inherit our environment, and with it
-whatever BLAS is preloaded.
+MLX_LM names a Python that has mlx-lm installed. Both servers inherit our environment, with any
+preloaded BLAS.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from tests.server_process import run_server
 MLX_LM_VARIABLE = "MLX_LM"
 TIMEOUT = 120.0
 
-# our default on a CPU, said aloud because figures are told in units of it
+# our default on a CPU, set explicitly because figures are in units of it
 CHUNK = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchServer:
-    """model: what requests have to call it."""
+    """model: its name in requests."""
 
     name: str
     port: int
@@ -42,7 +42,7 @@ def run_ours(folder: Path, parallel: int) -> Iterator[BenchServer]:
 
 @contextlib.contextmanager
 def run_mlx_lm(folder: Path) -> Iterator[BenchServer | None]:
-    """None where MLX_LM is not set."""
+    """Yields None if MLX_LM is not set."""
     python = os.environ.get(MLX_LM_VARIABLE)
     if python is None:
         yield None

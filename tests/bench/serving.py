@@ -1,4 +1,4 @@
-"""Measurements through HTTP, against a server process of our own on a random-weight model."""
+"""Measurements through HTTP with our server process and a random-weight model."""
 
 import json
 import socket
@@ -20,7 +20,7 @@ LONG, STATUS_PROMPT = 1500, 4000
 
 
 def measure_bare_decode(model: Model, prompt: str) -> float:
-    """Tokens per second of the least loop there is: greedy, one step ahead, nothing else."""
+    """Tokens per second of a minimal loop: greedy, pipelined by one step."""
     kv = model.make_kv()
     hidden = model(mx.array([list(prompt.encode())]), kv)
     token = mx.argmax(model.logits(hidden[:, -1]), axis=-1)
@@ -36,7 +36,7 @@ def measure_bare_decode(model: Model, prompt: str) -> float:
 
 
 def decode(server: ServerProcess, folder: Path) -> str:
-    """Bare loop and server take turns, so that a machine that drifts drifts under both."""
+    """Bare loop and server alternate, so that drift of the machine affects both."""
     model = random_model.load(folder)
     prompt = client.make_prompt(PROMPT, seed=0)
     bare, served = list[float](), list[float]()
@@ -54,13 +54,13 @@ def decode(server: ServerProcess, folder: Path) -> str:
 
 
 def first_token(server: ServerProcess, folder: Path) -> str:
-    """Seconds to the first token of a prompt never seen, and of the same prompt again."""
+    """Seconds to the first token of a new prompt, and of the same prompt again."""
     cold, warm = list[float](), list[float]()
     for seed in range(3):
         prompt = client.make_prompt(LONG, seed=1000 + seed)
         first = client.stream_completion(server.url, folder.name, prompt, 2)
         again = client.stream_completion(server.url, folder.name, prompt, 2)
-        # two random prompts may begin with the same letter or two
+        # two random prompts can start with the same one or two letters
         assert first.cached < 10
         assert again.cached == LONG - 1
         cold.append(first.ttft)
@@ -73,7 +73,7 @@ def first_token(server: ServerProcess, folder: Path) -> str:
 
 
 def status(server: ServerProcess, folder: Path) -> str:
-    """Milliseconds that /v1/status takes while the engine reads a long prompt."""
+    """Milliseconds of /v1/status during a long prefill."""
     prompt = client.make_prompt(STATUS_PROMPT, seed=2000)
     times = _status_during(
         server, lambda: client.stream_completion(server.url, folder.name, prompt, 2)
@@ -82,14 +82,14 @@ def status(server: ServerProcess, folder: Path) -> str:
 
 
 def flood(server: ServerProcess, folder: Path) -> str:
-    """The same while the largest body there may be is tokenised."""
+    """Milliseconds of /v1/status while a body of the maximum size is tokenised."""
     text = "hello world " * (9_000_000 // 12)
 
     def tokenize() -> None:
         reply = httpx.post(f"{server.url}/v1/tokenize", content=text, timeout=client.TIMEOUT)
         reply.raise_for_status()
 
-    return f"/v1/status while 9 MB are tokenised, ms: {_status_during(server, tokenize)}"
+    return f"/v1/status while 9 MB are tokenized, ms: {_status_during(server, tokenize)}"
 
 
 def _status_during(server: ServerProcess, work: Callable[[], object]) -> str:
@@ -109,7 +109,7 @@ def _status_during(server: ServerProcess, work: Callable[[], object]) -> str:
 
 
 def memory(server: ServerProcess, folder: Path, requests: int = 1000) -> str:
-    """Resident memory of the server over many requests of changing lengths, mostly new prompts."""
+    """Resident memory of the server over many requests of different lengths, mostly new prompts."""
     sizes: list[int] = []
     for i in range(requests):
         body = {
@@ -132,7 +132,7 @@ def memory(server: ServerProcess, folder: Path, requests: int = 1000) -> str:
 
 
 def disconnect(server: ServerProcess, folder: Path) -> str:
-    """Seconds from a client's leaving to the end of the next, short request."""
+    """Seconds from a disconnect to the end of the next, short request."""
     lines: list[str] = []
     for kind, prompt, awaited in (
         ("decoding", client.make_prompt(PROMPT, seed=4000), b"data: "),
@@ -156,9 +156,9 @@ def _disconnect_when(server: ServerProcess, model: str, prompt: str, awaited: by
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=client.TIMEOUT) as line:
         line.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-        seen = b""
-        while awaited not in seen:
-            seen += line.recv(65536)
+        received = b""
+        while awaited not in received:
+            received += line.recv(65536)
 
 
 MEASUREMENTS: dict[str, Callable[[ServerProcess, Path], str]] = {

@@ -1,11 +1,11 @@
-"""`make bench ARGS=soak`: clients of every kind, for minutes, against a real server that is short
-of memory and whose runner is killed.
+"""`make bench ARGS=soak`: all kinds of clients, for minutes, against a real server that has little
+memory and whose runner is killed.
 
-Some clients ask and check the answer against the one that the same request got alone. Others
-disconnect amid a request or an answer, politely or with a reset; send bodies of ten megabytes; have
-schemas compiled that take seconds, and leave; make mistakes. What must hold: every answer is right,
-none is cut off without an error, no error but those that are documented, and afterwards the memory
-of the process that answers HTTP is back where it was.
+Some clients compare the answer with that to the same request alone. Others disconnect during a
+request or an answer, with a FIN or a reset; send bodies of ten megabytes; send schemas that compile
+for seconds, and disconnect; send invalid requests. The invariants: all answers are right, none ends
+without an error or a finish reason, all errors are documented, and afterwards the memory of the
+HTTP process is at its initial value.
 """
 
 import asyncio
@@ -32,30 +32,30 @@ from tests.server_process import ServerProcess, run_server
 
 CLIENTS = 32
 
-# A queue that is met, and so little memory that sequences are preempted.
+# A queue limit that is reached, and so little memory that sequences are preempted.
 OPTIONS = ("--max-queue", "16", "--memory", "0.03")
 
-# A random model whose context is long, so that a few long answers need more memory than there is.
+# A random model with a long context, so that a few long answers need more than the memory.
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 4,
     "max_position_embeddings": 32_768,
 }
-MODEL = "soaked"
+MODEL = "soak-model"
 
 TIMEOUT = 300.0
 
-# Seconds between two kills of the runner, at least and at most, and of idleness before memory is
-# looked at for the last time.
+# Minimum and maximum seconds between two kills of the runner; idle seconds before the last
+# measurement of memory.
 KILL_INTERVAL = (20.0, 60.0)
 IDLE = 60.0
 
-# Part of what it was at the start by which memory may have grown then.
+# Accepted growth of memory relative to the start.
 MAX_GROWTH = 0.2
 
-# Errors that may answer a right request, by status: the queue is full, a runner was killed, bodies
-# take all of their memory. What a 500 says must name its cause.
+# Statuses of accepted errors for a valid request: the queue is full, a runner was killed, bodies
+# take all of their memory. The message of a 500 must name its cause.
 BUSY, LOST, OVERLOADED = 429, 500, 503
 
 
@@ -68,8 +68,8 @@ class SoakRequest:
 
 @dataclass(kw_only=True)
 class SoakCounters:
-    """outcomes: by name, how often. wrong: one sentence each. slowest_probe: the longest that an
-    answer to a probe took, in seconds."""
+    """outcomes: counts by name. wrong: one sentence for each violation. slowest_probe: seconds of
+    the slowest response to a probe."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -79,8 +79,8 @@ class SoakCounters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakResult:
-    """status: /v1/status at the end, when all was idle. before, peak, after: bytes of the process
-    that answers HTTP."""
+    """status: /v1/status at the end, when the server is idle. before, peak, after: bytes of the
+    HTTP process."""
 
     counters: SoakCounters
     status: Mapping[str, Any]
@@ -99,73 +99,75 @@ class SoakResult:
 
 
 def report(minutes: float, seed: int = 0) -> tuple[str, bool]:
-    """What happened, and whether all was well."""
+    """The report, and whether there were no violations."""
     with tempfile.TemporaryDirectory() as folder:
         model = tiny.write(Path(folder) / MODEL, **SHAPE)
         with run_server(str(model), *OPTIONS) as server:
             found = soak(server, 60 * minutes, seed=seed)
             log = [line for line in server.log if "Traceback" in line and "app.runners" not in line]
     counters, mib = found.counters, 1 << 20
-    told = ", ".join(f"{name} {count}" for name, count in sorted(counters.outcomes.items()))
-    complaints = [*found.violations, *(f"a traceback: {line}" for line in log)]
+    outcomes = ", ".join(f"{name} {count}" for name, count in sorted(counters.outcomes.items()))
+    failures = [*found.violations, *(f"a traceback: {line}" for line in log)]
     lines = [
-        f"{CLIENTS} clients for {minutes:g} minutes: {told}",
+        f"{CLIENTS} clients for {minutes:g} minutes: {outcomes}",
         f"kills {counters.kills}, restarts {found.status['Models'][0]['Restarts']}, "
         f"preemptions {found.status['Preemptions']}, evictions {found.status['Evictions']}",
         f"front end: {found.before / mib:.0f} MiB before, {found.peak / mib:.0f} at most, "
         f"{found.after / mib:.0f} after {IDLE:.0f} s idle",
         f"slowest /v1/models {counters.slowest_probe:.3f} s",
-        *(f"WRONG: {complaint}" for complaint in complaints[:20]),
-        f"{len(complaints)} violations",
+        *(f"WRONG: {failure}" for failure in failures[:20]),
+        f"{len(failures)} violations",
     ]
-    return "\n".join(lines), not complaints
+    return "\n".join(lines), not failures
 
 
 def soak(server: ServerProcess, seconds: float, *, seed: int = 0, idle: float = IDLE) -> SoakResult:
-    """Raises nothing for what the server does wrong; it is all in the result."""
-    chance = random.Random(seed)
-    questions = [_make_request(chance, long=number < 5) for number in range(30)]
+    """Run the soak test. Violations do not raise; they are in the result."""
+    rng = random.Random(seed)
+    requests = [_make_request(rng, long=number < 5) for number in range(30)]
     with httpx.Client(base_url=server.url, timeout=TIMEOUT) as http:
-        expected = {question: _ask_alone(http, question) for question in questions}
-        # what is made once, and kept, is there before memory is looked at
-        _ask_alone(http, questions[-1])
+        expected = {request: _ask_alone(http, request) for request in requests}
+        # allocate everything that is cached before memory is measured
+        _ask_alone(http, requests[-1])
         before = client.get_rss(server.process.pid)
         counters, peaks = SoakCounters(), [before]
         asyncio.run(_soak(server, seconds, seed, expected, counters, peaks))
         status = _wait_until_idle(server)
-        for question, answer in expected.items():
-            if _ask_alone(http, question) != answer:
-                counters.wrong.append(f"another answer afterwards: {question.body[:200]}")
+        for request, answer in expected.items():
+            if _ask_alone(http, request) != answer:
+                counters.wrong.append(f"another answer afterwards: {request.body[:200]}")
     time.sleep(idle)
     after = client.get_rss(server.process.pid)
     return SoakResult(counters=counters, status=status, before=before, peak=max(peaks), after=after)
 
 
-def _make_request(chance: random.Random, *, long: bool) -> SoakRequest:
-    text = "".join(chance.choices("abcdefgh ijklmnop", k=chance.choice((10, 40, 200, 2000))))
+def _make_request(rng: random.Random, *, long: bool) -> SoakRequest:
+    text = "".join(rng.choices("abcdefgh ijklmnop", k=rng.choice((10, 40, 200, 2000))))
     body: dict[str, Any] = {
         "model": MODEL,
-        "max_tokens": chance.randint(4000, 7000) if long else chance.choice((1, 8, 32, 64)),
+        "max_tokens": rng.randint(4000, 7000) if long else rng.choice((1, 8, 32, 64)),
         "ignore_eos": True,
     }
-    drawn = {"temperature": 1, "seed": chance.randrange(1000)}
-    body |= {"temperature": 0} if chance.random() < 0.5 else drawn
-    if not long and chance.random() < 0.3:
+    sampled = {"temperature": 1, "seed": rng.randrange(1000)}
+    body |= {"temperature": 0} if rng.random() < 0.5 else sampled
+    if not long and rng.random() < 0.3:
         del body["ignore_eos"]
-        body |= {"guided_regex": chance.choice(("[a-f]{4,40}", "(yes|no|perhaps)+"))}
-    if chance.random() < 0.5:
+        body |= {"guided_regex": rng.choice(("[a-f]{4,40}", "(yes|no|perhaps)+"))}
+    if rng.random() < 0.5:
         messages = [{"role": "user", "content": text}]
         return SoakRequest("/v1/chat/completions", json.dumps({**body, "messages": messages}))
     return SoakRequest("/v1/completions", json.dumps({**body, "prompt": text}))
 
 
-def _ask_alone(http: httpx.Client, question: SoakRequest) -> str:
+def _ask_alone(http: httpx.Client, request: SoakRequest) -> str:
     headers = {"content-type": "application/json"}
     while True:
-        reply = http.post(question.path, content=question.body, headers=headers)
+        reply = http.post(request.path, content=request.body, headers=headers)
         if reply.status_code == 200:
             return _answer_text(reply.json())
-        assert reply.status_code in (LOST, OVERLOADED), reply.text  # loaded again just now
+        assert reply.status_code in (LOST, OVERLOADED), (
+            reply.text
+        )  # the model is being loaded again
         time.sleep(1)
 
 
@@ -201,10 +203,10 @@ async def _client(
     port: int,
     until: float,
     expected: Mapping[SoakRequest, str],
-    chance: random.Random,
+    rng: random.Random,
     counters: SoakCounters,
 ) -> None:
-    asked = list(expected)
+    requests = list(expected)
     kinds = (
         _ask,
         _disconnect_during_request,
@@ -214,37 +216,37 @@ async def _client(
         _send_invalid_request,
     )
     while time.monotonic() < until:
-        [kind] = chance.choices(kinds, weights=(12, 2, 4, 1, 2, 2))
+        [kind] = rng.choices(kinds, weights=(12, 2, 4, 1, 2, 2))
         try:
             async with asyncio.timeout(TIMEOUT):
-                outcome = await kind(port, chance.choice(asked), expected, chance)
+                outcome = await kind(port, rng.choice(requests), expected, rng)
         except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             outcome = f"wrong: {kind.__name__} {type(error).__name__} {error}"
         if outcome.startswith("wrong"):
             counters.wrong.append(outcome)
         counters.outcomes[outcome[:60]] += 1
         if outcome[:3].isdigit():
-            await asyncio.sleep(chance.uniform(0, 2))
+            await asyncio.sleep(rng.uniform(0, 2))
 
 
 Expected = Mapping[SoakRequest, str]
 
 
-async def _ask(port: int, question: SoakRequest, expected: Expected, chance: random.Random) -> str:
-    """And compare the answer with that to the same request alone."""
-    body = {**json.loads(question.body), "stream": chance.random() < 0.5}
-    answer = await _exchange(port, encode_post_request(question.path, body))
+async def _ask(port: int, request: SoakRequest, expected: Expected, rng: random.Random) -> str:
+    """Send the request and compare the answer with that to the same request alone."""
+    body = {**json.loads(request.body), "stream": rng.random() < 0.5}
+    answer = await _exchange(port, encode_post_request(request.path, body))
     status = int(answer[9:12])
     if status != 200:
         return _classify_error_reply(status, answer)
     _, _, content = answer.partition(b"\r\n\r\n")
     if not body["stream"]:
-        right = _answer_text(json.loads(content)) == expected[question]
-        return "answered" if right else f"wrong: {question.body[:200]} got {content[:300]!r}"
-    return _streamed(content, question, expected[question])
+        right = _answer_text(json.loads(content)) == expected[request]
+        return "answered" if right else f"wrong: {request.body[:200]} got {content[:300]!r}"
+    return _check_stream(content, request, expected[request])
 
 
-def _streamed(content: bytes, question: SoakRequest, expected: str) -> str:
+def _check_stream(content: bytes, request: SoakRequest, expected: str) -> str:
     text, finished = "", False
     for line in content.decode().replace("\r\n", "\n").split("\n"):
         if not line.startswith("data: {"):
@@ -252,7 +254,7 @@ def _streamed(content: bytes, question: SoakRequest, expected: str) -> str:
             continue
         chunk = json.loads(line.removeprefix("data: "))
         if "error" in chunk:
-            # its status was sent before: what would have been 503 or 429 without it
+            # the status line was already sent; without it, this would be a 503 or 429
             late = {"model_loading": OVERLOADED, "server_busy": BUSY}
             return _classify_error(late.get(chunk["error"]["code"], LOST), chunk["error"])
         for choice in chunk["choices"]:
@@ -260,7 +262,7 @@ def _streamed(content: bytes, question: SoakRequest, expected: str) -> str:
             text += choice["text"] if delta is None else delta.get("content") or ""
     if not finished:
         return f"wrong: a stream without an end: {content[-200:]!r}"
-    return "answered" if text == expected else f"wrong: {question.body[:200]} streamed {text[:200]}"
+    return "answered" if text == expected else f"wrong: {request.body[:200]} streamed {text[:200]}"
 
 
 def _classify_error_reply(status: int, answer: bytes) -> str:
@@ -281,35 +283,35 @@ def _classify_error(status: int, error: Mapping[str, Any]) -> str:
 
 
 async def _disconnect_during_request(
-    port: int, question: SoakRequest, expected: Expected, chance: random.Random
+    port: int, request: SoakRequest, expected: Expected, rng: random.Random
 ) -> str:
-    """In the header or in the body."""
+    """Disconnect in the header or in the body."""
     _, writer = await asyncio.open_connection("127.0.0.1", port)
-    request = encode_post_request(question.path, json.loads(question.body))
-    writer.write(request[: chance.randrange(len(request))])
+    data = encode_post_request(request.path, json.loads(request.body))
+    writer.write(data[: rng.randrange(len(data))])
     await writer.drain()
-    await asyncio.sleep(chance.uniform(0, 0.05))
-    return await _disconnect(writer, chance, "a request")
+    await asyncio.sleep(rng.uniform(0, 0.05))
+    return await _disconnect(writer, rng, "a request")
 
 
 async def _disconnect_during_answer(
-    port: int, question: SoakRequest, expected: Expected, chance: random.Random
+    port: int, request: SoakRequest, expected: Expected, rng: random.Random
 ) -> str:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(encode_post_request(question.path, {**json.loads(question.body), "stream": True}))
+    writer.write(encode_post_request(request.path, {**json.loads(request.body), "stream": True}))
     with contextlib.suppress(TimeoutError, asyncio.IncompleteReadError):
-        async with asyncio.timeout(chance.uniform(0, 2)):
-            await reader.readexactly(chance.choice((1, 100, 400, 2000)))
-    return await _disconnect(writer, chance, "an answer")
+        async with asyncio.timeout(rng.uniform(0, 2)):
+            await reader.readexactly(rng.choice((1, 100, 400, 2000)))
+    return await _disconnect(writer, rng, "an answer")
 
 
 async def _send_large_body(
-    port: int, question: SoakRequest, expected: Expected, chance: random.Random
+    port: int, request: SoakRequest, expected: Expected, rng: random.Random
 ) -> str:
     """A body of seven to ten megabytes, of values or of text."""
-    item = chance.choice(("[]", "{}", '{"role":"user","content":"x"}', "1"))
+    item = rng.choice(("[]", "{}", '{"role":"user","content":"x"}', "1"))
     filling = ",".join([item] * (7_000_000 // (len(item) + 1)))
-    body = chance.choice((f'{{"messages": [{filling}]}}', f'{{"prompt": {json.dumps(filling)}}}'))
+    body = rng.choice((f'{{"messages": [{filling}]}}', f'{{"prompt": {json.dumps(filling)}}}'))
     content = body.encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -321,25 +323,25 @@ async def _send_large_body(
 
 
 async def _send_slow_schema(
-    port: int, question: SoakRequest, expected: Expected, chance: random.Random
+    port: int, request: SoakRequest, expected: Expected, rng: random.Random
 ) -> str:
-    """One that takes seconds to compile, whose client leaves."""
-    number = chance.randrange(1000)
+    """A schema that takes seconds to compile; the client disconnects."""
+    number = rng.randrange(1000)
     many = {f"p{number}_{n}": {"type": "string", "maxLength": 20} for n in range(3000)}
     schema = {"type": "object", "properties": many, "additionalProperties": False}
     body = {"model": MODEL, "prompt": "x", "guided_json": schema, "max_tokens": 8}
     _, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(encode_post_request("/v1/completions", body))
     await writer.drain()
-    await asyncio.sleep(chance.uniform(0, 0.5))
-    return await _disconnect(writer, chance, "a schema")
+    await asyncio.sleep(rng.uniform(0, 0.5))
+    return await _disconnect(writer, rng, "a schema")
 
 
 async def _send_invalid_request(
-    port: int, question: SoakRequest, expected: Expected, chance: random.Random
+    port: int, request: SoakRequest, expected: Expected, rng: random.Random
 ) -> str:
     wrong: Mapping[str, Any]
-    wrong, status = chance.choice(
+    wrong, status = rng.choice(
         (
             ({"temperature": "warm"}, 400),
             ({"no_such_field": 1}, 400),
@@ -349,7 +351,7 @@ async def _send_invalid_request(
         )
     )
     answer = await _exchange(
-        port, encode_post_request(question.path, {**json.loads(question.body), **wrong})
+        port, encode_post_request(request.path, {**json.loads(request.body), **wrong})
     )
     got = int(answer[9:12])
     if got == status:
@@ -357,8 +359,8 @@ async def _send_invalid_request(
     return _classify_error_reply(got, answer)
 
 
-async def _disconnect(writer: asyncio.StreamWriter, chance: random.Random, what: str) -> str:
-    if chance.random() < 0.5:
+async def _disconnect(writer: asyncio.StreamWriter, rng: random.Random, what: str) -> str:
+    if rng.random() < 0.5:
         writer.transport.abort()
         return f"reset during {what}"
     writer.close()
@@ -366,7 +368,7 @@ async def _disconnect(writer: asyncio.StreamWriter, chance: random.Random, what:
 
 
 async def _exchange(port: int, request: bytes) -> bytes:
-    """What is answered until the connection is closed."""
+    """The response until the connection is closed."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(request)
@@ -375,9 +377,9 @@ async def _exchange(port: int, request: bytes) -> bytes:
         writer.close()
 
 
-async def _kill(server: ServerProcess, chance: random.Random, counters: SoakCounters) -> None:
+async def _kill(server: ServerProcess, rng: random.Random, counters: SoakCounters) -> None:
     while True:
-        await asyncio.sleep(chance.uniform(*KILL_INTERVAL))
+        await asyncio.sleep(rng.uniform(*KILL_INTERVAL))
         for pid in processes.list_runners(server.process.pid)[:1]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -398,7 +400,7 @@ async def _watch(server: ServerProcess, counters: SoakCounters, peaks: list[int]
 
 
 def _wait_until_idle(server: ServerProcess) -> dict[str, Any]:
-    """/v1/status once nothing runs or waits."""
+    """/v1/status when no request runs or waits."""
     deadline = time.monotonic() + TIMEOUT
     while True:
         status: dict[str, Any] = dict(server.status())

@@ -1,6 +1,7 @@
-"""A client for many streams at once, as lean as it can be: it shares its machine with the server.
+"""A client for many concurrent streams. It uses little CPU, because it shares the machine with the
+server.
 
-It reads lines off a socket and notes when they came; JSON is looked at only when all is over.
+It reads lines from a socket and records their times; JSON is parsed after the last line.
 """
 
 import asyncio
@@ -19,8 +20,8 @@ Body = Mapping[str, Any]
 class Stream:
     """One streamed completion. Seconds are those of time.perf_counter.
 
-    sent: when the request was. progress: when each comment about the prompt came. arrivals: when
-    each piece of text came; a token that is half a character brings none.
+    sent: time of the request. progress: times of comments about the prompt. arrivals: times of
+    pieces of text; a token that is half a character has none.
     """
 
     def __init__(self, port: int, body: Body) -> None:
@@ -34,7 +35,7 @@ class Stream:
         self.arrivals: list[float] = []
 
     async def run(self) -> "Stream":
-        """To the end. Cancelling it hangs up."""
+        """Run to the end. Cancellation disconnects."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=LINE_LIMIT)
         try:
             self.sent = time.perf_counter()
@@ -47,18 +48,18 @@ class Stream:
             writer.transport.abort()
             self._ended = True
             self._changed.set()
-        wanted, got = self._body["max_tokens"], self.usage["completion_tokens"]
-        assert got == wanted, f"{got} tokens instead of {wanted}"
+        expected, got = self._body["max_tokens"], self.usage["completion_tokens"]
+        assert got == expected, f"{got} tokens instead of {expected}"
         return self
 
     async def wait_for_tokens(self, count: int) -> None:
-        """Returns when so many have come."""
+        """Wait until `count` tokens have arrived."""
         while len(self.arrivals) < count:
             assert not self._ended, f"it ended after {len(self.arrivals)} tokens"
             await self._wait_for_change()
 
     async def wait_for_prefill(self, limit: float) -> None:
-        """Returns when the server tells that it reads the prompt, or when patience ends."""
+        """Wait until the server reports the prefill, or until the limit."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit):
                 while not self.progress:
@@ -76,7 +77,7 @@ class Stream:
         return last["usage"]
 
     def gaps(self, start: float, end: float) -> list[float]:
-        """Between tokens: those of which any part lies within [start, end]."""
+        """Gaps between tokens that overlap [start, end]."""
         pairs = pairwise(self.arrivals)
         return [after - before for before, after in pairs if after > start and before < end]
 
@@ -88,7 +89,7 @@ class Stream:
         self._changed.set()
         if line.startswith(b"data: {"):
             self._last = line
-            # the last two chunks of a stream bring none: why it ended, and the usage
+            # the last two chunks of a stream have no text: finish reason and usage
             if b'"text":""' not in line and b'"text": ""' not in line and b'"text"' in line:
                 self.arrivals.append(now)
         elif line.startswith(b": ") and b"/" in line:
@@ -101,7 +102,7 @@ async def run_all(streams: Sequence[Stream]) -> None:
 
 @contextlib.asynccontextmanager
 async def run_in_background(streams: Sequence[Stream]) -> AsyncIterator[None]:
-    """Streams that run meanwhile, and are hung up on afterwards."""
+    """Run streams in the background, and disconnect them at the end."""
     tasks = [asyncio.create_task(stream.run()) for stream in streams]
     try:
         yield
@@ -115,7 +116,7 @@ async def run_in_background(streams: Sequence[Stream]) -> AsyncIterator[None]:
 
 
 def encode_post_request(path: str, body: Body) -> bytes:
-    """A request whose connection ends with the answer."""
+    """A request with `Connection: close`."""
     data = json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"

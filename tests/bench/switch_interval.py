@@ -1,6 +1,7 @@
-"""What the interpreter's switch interval does to the event loop while the engine decodes.
+"""The effect of the interpreter's switch interval on the event loop while the engine decodes.
 
-Building a step's graph holds the interpreter; a loop that wants it back waits up to the interval.
+The graph of a step is built with the GIL held; an event loop that needs it waits up to the
+interval.
 """
 
 import asyncio

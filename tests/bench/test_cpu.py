@@ -1,4 +1,4 @@
-"""The parts of `make bench-cpu` that decide what its figures say; nothing is timed here."""
+"""The parts of `make bench-cpu` that compute its figures, without timing."""
 
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -38,11 +38,11 @@ def cell(
 
 
 def rounds(count: int = 16, **rates: list[float]) -> CellRounds:
-    made = CellRounds()
-    for arm, values in rates.items():
+    cell_rounds = CellRounds()
+    for backend, values in rates.items():
         for rate in values:
-            made.add(arm, Measurement(rate=rate, cores=1.0, count=count, seconds=1.0))
-    return made
+            cell_rounds.add(backend, Measurement(rate=rate, cores=1.0, count=count, seconds=1.0))
+    return cell_rounds
 
 
 def test_a_ratio_is_the_median_of_the_rounds_and_not_the_ratio_of_medians():
@@ -52,12 +52,12 @@ def test_a_ratio_is_the_median_of_the_rounds_and_not_the_ratio_of_medians():
     assert drifting.rate("ours") / drifting.rate("llama") == 1.5
 
 
-def test_an_arm_with_fewer_rounds_is_compared_where_both_were_measured():
+def test_a_ratio_uses_the_rounds_in_which_both_backends_were_measured():
     assert rounds(ours=[8, 16, 24], stock=[2]).ratios("stock") == [4.0]
     assert rounds(ours=[8]).ratio("stock") is None
 
 
-def test_a_verdict_counts_the_cells_and_names_the_short_ones_worst_first():
+def test_a_verdict_counts_cells_and_lists_those_below_target_worst_first():
     found = {
         cell(Workload(4)): rounds(ours=[130], llama=[100]),
         cell(Workload(8)): rounds(ours=[110], llama=[100]),
@@ -68,23 +68,23 @@ def test_a_verdict_counts_the_cells_and_names_the_short_ones_worst_first():
     assert line.endswith("Short: 110M q4, 2 thr., decode 8 0.9; 110M q4, 1 thr., decode 8 1.1")
 
 
-def test_a_cell_at_its_target_meets_it():
+def test_a_cell_at_its_target_passes():
     [line] = format_verdicts({cell(Workload(1)): rounds(ours=[100], llama=[100])})
     assert "1 of 1 cells" in line
     assert "Short" not in line
 
 
 @pytest.mark.parametrize("form", ["bf16", "q4-bf16", "q4-g32"])
-def test_formats_that_no_target_names_are_not_judged_against_llama(form):
+def test_formats_without_a_target_get_no_verdict_against_llama(form):
     assert format_verdicts({cell(Workload(1), form=form): rounds(ours=[1], llama=[100])}) == []
 
 
-def test_the_published_format_is_held_to_more_against_stock():
+def test_the_published_format_has_a_second_target_against_stock():
     lines = format_verdicts({cell(Workload(1), form="q4-bf16"): rounds(ours=[50], stock=[1])})
     assert [line.partition(": ")[2][:6] for line in lines] == ["1 of 1", "0 of 1"]
 
 
-def test_a_table_has_prefill_last_and_leaves_out_what_was_not_measured():
+def test_a_table_has_prefill_last_and_omits_unmeasured_cells():
     found = {
         cell(PREFILL): rounds(ours=[300], llama=[200]),
         cell(Workload(1)): rounds(ours=[60, 62], llama=[50, 40]),
@@ -96,7 +96,7 @@ def test_a_table_has_prefill_last_and_leaves_out_what_was_not_measured():
     assert format_table(found, "stock") == []
 
 
-def test_a_table_says_where_theirs_was_measured_on_less():
+def test_a_table_marks_figures_measured_on_fewer_steps():
     short = rounds(ours=[80, 80])
     short.add("stock", Measurement(rate=2, cores=1, count=3, seconds=9))
     assert format_table({cell(Workload(1)): short}, "stock")[-1].endswith(
@@ -113,7 +113,7 @@ def test_groups_divide_every_width():
     assert get_group_size(SHAPES["15M"], FORMATS["q4"]) == 32
 
 
-def test_weights_are_in_the_format_that_the_cell_says():
+def test_weights_have_the_format_of_the_cell():
     plain = cpu_models.make_weights(TINY, FORMATS["bf16"])
     assert {array.dtype for array in plain.values()} == {mx.bfloat16}
     packed = cpu_models.make_weights(TINY, Format(dtype="bfloat16", gguf="Q4_0", bits=4))
@@ -123,54 +123,54 @@ def test_weights_are_in_the_format_that_the_cell_says():
     assert packed["model.norm.weight"].shape == (64,)
 
 
-def test_an_arm_inherits_nothing_that_would_make_it_another(monkeypatch):
+def test_a_backend_inherits_no_variables_that_would_change_it(monkeypatch):
     monkeypatch.setenv("MLXRUNNER_KERNELS", "off")
     monkeypatch.setenv("LD_PRELOAD", "")
-    made = make_environment({"MLXRUNNER_THREADS": "1"})
-    assert made["MLXRUNNER_THREADS"] == "1"
-    assert "MLXRUNNER_KERNELS" not in made
-    assert "LD_PRELOAD" not in made
-    assert "PATH" in made
+    environment = make_environment({"MLXRUNNER_THREADS": "1"})
+    assert environment["MLXRUNNER_THREADS"] == "1"
+    assert "MLXRUNNER_KERNELS" not in environment
+    assert "LD_PRELOAD" not in environment
+    assert "PATH" in environment
 
 
-def test_an_arm_measures_when_it_is_told_to():
+def test_a_backend_measures_on_request():
     work = (
         "from tests.bench.cpu_backends import serve_measurements\n"
         "serve_measurements(lambda ask: (ask['streams'] * ask['budget'], ask['prompt']), 'a test')"
     )
-    with BackendProcess("ours", [sys.executable, "-c", work]) as arm:
-        assert arm.runs_on == "a test"
-        first, second = arm.measure(Workload(4), 2.0), arm.measure(Workload(8), 2.0)
+    with BackendProcess("ours", [sys.executable, "-c", work]) as backend:
+        assert backend.runs_on == "a test"
+        first, second = backend.measure(Workload(4), 2.0), backend.measure(Workload(8), 2.0)
     assert (first.rate, second.rate, first.count) == (8, 16, 512)
 
 
-def test_an_arm_that_dies_says_what_it_said_last():
+def test_the_error_for_a_backend_that_exits_has_its_log():
     with pytest.raises(RuntimeError, match=r"ours ended by itself:\n.*no such model"):
         BackendProcess("ours", [sys.executable, "-c", "raise SystemExit('no such model')"])
 
 
-def test_a_ledger_books_each_second_once(monkeypatch):
+def test_a_module_timer_counts_each_second_once(monkeypatch):
     clock = iter(float(i) for i in range(100))
     monkeypatch.setattr("tests.bench.cpu_breakdown.time.perf_counter", lambda: next(clock))
-    ledger = ModuleTimer(lambda held: None, eval_overhead=0.0)
-    inner = ledger.wrap("inner", lambda: None)
-    ledger.wrap("outer", inner)()
-    # came 0, begun 1; inner came 2, begun 3, ended 4; ended 5
-    assert ledger.by_kind["inner"].seconds == 1.0
-    assert ledger.by_kind["outer"].seconds == 2.0
-    assert format_rows(ledger, turns=2)[0] == "| outer | 0.5 | 1000.000 | 67% |"
+    timer = ModuleTimer(lambda value: None, eval_overhead=0.0)
+    inner = timer.wrap("inner", lambda: None)
+    timer.wrap("outer", inner)()
+    # entered 0, begun 1; inner entered 2, begun 3, ended 4; ended 5
+    assert timer.by_kind["inner"].seconds == 1.0
+    assert timer.by_kind["outer"].seconds == 2.0
+    assert format_rows(timer, turns=2)[0] == "| outer | 0.5 | 1000.000 | 67% |"
 
 
-def test_a_chart_is_svg_in_which_the_longest_bar_of_a_panel_fills_it():
+def test_the_longest_bar_of_each_chart_panel_has_the_full_width():
     names = ("ours & theirs", "theirs")
-    drawn = cpu_plot.draw_bars(
+    chart = cpu_plot.draw_bars(
         "tokens/s",
         [
             cpu_plot.Panel(title="f32", values=dict(zip(names, (40.0, 10.0), strict=True))),
             cpu_plot.Panel(title="q4", values={"theirs": 7.0}),
         ],
     )
-    root = ElementTree.fromstring(drawn)
+    root = ElementTree.fromstring(chart)
     bars = [element for element in root if element.tag.endswith("rect")]
     widths = [float(bar.attrib["width"]) for bar in bars]
     assert widths[0] == 4 * widths[1] == widths[2]
@@ -179,7 +179,7 @@ def test_a_chart_is_svg_in_which_the_longest_bar_of_a_panel_fills_it():
     assert "ours & theirs" in [element.text for element in root]
 
 
-def test_the_table_of_servers_sets_each_beside_ours():
+def test_the_table_of_servers_compares_each_with_ours():
     found = {
         ("q4", 8, "mlxrunner"): HttpTimings(rates=[100, 120], ttfts=[0.1]),
         ("q4", 8, "mlx-lm"): HttpTimings(rates=[10], ttfts=[2.0]),

@@ -1,9 +1,9 @@
-"""Recorded traffic as ids: what a server would have been asked to evaluate.
+"""Recorded traffic as the ids that a server would evaluate.
 
-Two kinds. Conversations of agents (tau-bench, SWE-agent), rendered by the chat template and encoded
-by the tokenizer of Qwen 3; what the recording's assistant said counts as generated. And the request
-traces of Mooncake (Qin et al., FAST 2025), which tell an id for each block of 512 tokens: one id of
-ours stands for such a block, so lengths are scaled down by that.
+There are two kinds. Conversations of agents (tau-bench, SWE-agent) are rendered with the chat
+template of Qwen 3 and encoded with its tokenizer; recorded assistant messages count as generated.
+The request traces of Mooncake (Qin et al., FAST 2025) have one id for each block of 512 tokens: one
+of our ids is such a block, so lengths are scaled down by 512.
 """
 
 import json
@@ -27,7 +27,7 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedTurn:
-    """turn_ends: positions of the prompt behind each end of a turn."""
+    """turn_ends: positions of the prompt after each end of a turn."""
 
     prompt: Ids
     answer: Ids = ()
@@ -35,8 +35,8 @@ class RecordedTurn:
 
 
 def load_conversations(shared: Path) -> list[list[RecordedTurn]]:
-    """tau-bench's 50 airline conversations and SWE-agent's 7 runs, shuffled among each other: the
-    order in which they come is not recorded."""
+    """tau-bench's 50 airline conversations and SWE-agent's 7 runs in random order, because the
+    order is not recorded."""
     traces = shared / "traces"
     tools = json.loads((traces / "tau_airline_tools.json").read_text())
     script = _ConversationEncoder(shared / "tokenizers" / "qwen3")
@@ -52,7 +52,7 @@ def load_conversations(shared: Path) -> list[list[RecordedTurn]]:
 def interleave(
     conversations: Sequence[Sequence[RecordedTurn]], concurrency: int = CONCURRENCY
 ) -> list[RecordedTurn]:
-    """Turn by turn around those that run; where one ends, the next begins."""
+    """Interleave the turns of concurrent conversations; when one ends, the next starts."""
     waiting = deque(map(iter, conversations))
     running = deque(waiting.popleft() for _ in range(min(concurrency, len(waiting))))
     turns: list[RecordedTurn] = []
@@ -69,17 +69,17 @@ def interleave(
 
 
 def load_mooncake(shared: Path, name: str) -> list[RecordedTurn]:
-    """name: conversation or synthetic. What was answered is in no trace; where a conversation goes
-    on, its next request brings it as blocks of its own."""
+    """name: conversation or synthetic. Traces have no answers; if a conversation continues, its
+    next request includes them as new blocks."""
     rows = _rows(shared / "traces" / f"mooncake_{name}_trace.jsonl")
     return [RecordedTurn(prompt=tuple(row["hash_ids"])) for row in rows]
 
 
 class _ConversationEncoder:
-    """Recorded messages → what a server would have evaluated, turn by turn."""
+    """Encodes recorded messages as a server would, turn by turn."""
 
     def __init__(self, folder: Path) -> None:
-        """folder: tokenizer.json and tokenizer_config.json, with a template."""
+        """folder: with tokenizer.json, and tokenizer_config.json with a template."""
         files = ModelFiles(
             name=folder.name,
             path=folder,
@@ -103,19 +103,19 @@ class _ConversationEncoder:
         return [self._encode_turn(messages[: place + 1], tools) for place in spoken]
 
     def _encode_turn(self, messages: Sequence[Message], tools: Any) -> RecordedTurn:
-        asked = self._template.render(messages[:-1], tools=tools)
-        # followed by something, so that it is written as history is
-        told = self._template.render(
+        prompt_text = self._template.render(messages[:-1], tools=tools)
+        # append a message, so that the answer is rendered as history
+        full_text = self._template.render(
             [*messages, Message(role="user", content="")], tools=tools, add_generation_prompt=False
         )
-        assert told.startswith(asked)
-        answer, found, _ = told[len(asked) :].partition(END_OF_TURN)
-        prompt = self._encode(asked)
+        assert full_text.startswith(prompt_text)
+        answer, found, _ = full_text[len(prompt_text) :].partition(END_OF_TURN)
+        prompt = self._encode(prompt_text)
         marks = tuple(place + 1 for place, id in enumerate(prompt) if id == self._end)
         return RecordedTurn(prompt=prompt, answer=self._encode(answer + found), turn_ends=marks)
 
     def _encode(self, text: str) -> Ids:
-        """Encoded piece by piece, and each piece once: no token spans a special one."""
+        """Encode each piece between special tokens once, because no token spans a special one."""
         ids: list[int] = []
         for piece in text.split(END_OF_TURN):
             if piece not in self._known:

@@ -1,10 +1,9 @@
-"""`make bench ARGS=versus`: our server beside mlx-lm's, on one model, under one client.
+"""`make bench ARGS=versus`: our server compared with mlx-lm's, with the same model and client.
 
-Measurements take turns between the servers (A B A B ...), and figures are ratios of medians, so
-that a machine that drifts drifts under both. Waiting is told in units of our server's own work: a
-chunk is what one of a long prompt's takes on average when nobody else is there, a step is what
-eight running streams wait for a token. Without MLX_LM (see tests/bench/server_pair.py) our own
-figures are printed alone.
+Measurements alternate between the servers (A B A B ...), and figures are ratios of medians, so that
+drift of the machine affects both. Waiting times are in units of our server's work: a chunk is the
+average time of a chunk of a long prompt without other load, a step is the time per token of eight
+running streams. Without MLX_LM (see tests/bench/server_pair.py) only our figures are printed.
 """
 
 import asyncio
@@ -29,13 +28,13 @@ from tests.bench.streams import Body, Stream, run_all, run_in_background
 STREAMS, PROMPT, ANSWER = 8, 64, 64
 LONG, CONTEXT = 4000, 1500
 ROUNDS = 4
-# a stream that does not end while it is looked at
+# a stream that does not end during the measurement
 UNENDING_TOKENS = 2000
 PREFILL_TIMEOUT = 3.0
-# tokens of the seven by which buffers, whose room is counted in hundreds of positions, have grown
-# behind the long prompts: so that the newcomer does not come amid that, which is told by itself
+# tokens after which the buffers of the seven, which grow by hundreds of positions, have grown after
+# the long prompts: the newcomer must not arrive during the growth, which is reported separately
 WARMUP_TOKENS = 60
-# after which a server has seen that everybody hung up
+# time in which a server detects all disconnects
 SETTLE_SECONDS = 1.0
 
 ScenarioResult = dict[str, list[float]]
@@ -51,7 +50,7 @@ def make_body(server: BenchServer, prompt: str, tokens: int, sampling: Body | No
 
 
 def make_throughput_scenario(label: str, sampling: Callable[[int], Body | None]) -> Scenario:
-    """Eight streams at once, of prompts never seen. sampling: by row."""
+    """Eight concurrent streams with new prompts. sampling: by row."""
 
     async def measure(server: BenchServer, turn: int) -> ScenarioResult:
         streams = [
@@ -62,13 +61,13 @@ def make_throughput_scenario(label: str, sampling: Callable[[int], Body | None])
             for row in range(STREAMS)
         ]
         await run_all(streams)
-        whole = max(s.arrivals[-1] for s in streams) - min(s.sent for s in streams)
+        seconds = max(s.arrivals[-1] for s in streams) - min(s.sent for s in streams)
         begin = max(s.arrivals[0] for s in streams)
         end = min(s.arrivals[-1] for s in streams)
         decoded = sum(begin < at <= end for s in streams for at in s.arrivals)
         return {
-            f"{label}, tokens/s": [STREAMS * ANSWER / whole],
-            # nothing where the streams ran one after the other
+            f"{label}, tokens/s": [STREAMS * ANSWER / seconds],
+            # no figure if the streams ran one after the other
             f"{label}, tokens/s while all decode": [decoded / (end - begin)] if end > begin else [],
         }
 
@@ -76,7 +75,7 @@ def make_throughput_scenario(label: str, sampling: Callable[[int], Body | None])
 
 
 async def measure_interference(server: BenchServer, turn: int) -> ScenarioResult:
-    """A long prompt alone; a short one that comes during a long one; a stream beside a long one."""
+    """A long prompt alone; a short one during a long one; a stream during a long one."""
 
     def long(kind: str) -> Stream:
         prompt = _make_prompt(f"long {kind}", turn, 0, LONG)
@@ -110,22 +109,22 @@ async def measure_interference(server: BenchServer, turn: int) -> ScenarioResult
 
 
 def make_joining_scenario(length: int) -> Scenario:
-    """One joins seven that decode, and leaves them again. The seven and, where it is long, the
-    newcomer have been seen before: what remains is the price of joining."""
+    """A stream joins seven decoding ones and ends again. The prompts of the seven, and a long
+    prompt of the newcomer, are cached, so the result is the cost of joining."""
 
     async def measure(server: BenchServer, turn: int) -> ScenarioResult:
-        seen = length > PROMPT
+        cached = length > PROMPT
 
         def prompt(row: int) -> str:
-            text = _make_prompt(f"joining {length}", 0 if seen else turn, row, length)
-            # mlx-lm's server does not survive a prompt that it has seen whole
-            return text + (f" {turn}" if seen else "")
+            text = _make_prompt(f"joining {length}", 0 if cached else turn, row, length)
+            # mlx-lm's server crashes on a completely cached prompt
+            return text + (f" {turn}" if cached else "")
 
-        if seen and turn == 0:
+        if cached and turn == 0:
             for row in range(STREAMS):
                 await Stream(server.port, make_body(server, prompt(row) + " first", 1)).run()
-        # where the newcomer's prompt is long, all but its end is cached, now as later
-        quiet = prompt(7) + "?" if seen else _make_prompt("alone", turn, 0, PROMPT)
+        # all but the end of a long prompt of the newcomer is cached, as in the measurement
+        quiet = prompt(7) + "?" if cached else _make_prompt("alone", turn, 0, PROMPT)
         alone = await Stream(server.port, make_body(server, quiet, 1)).run()
         rows = [
             Stream(server.port, make_body(server, prompt(row), UNENDING_TOKENS)) for row in range(7)
@@ -166,7 +165,7 @@ def make_joining_scenario(length: int) -> Scenario:
 
 
 def _excess_seconds(stream: Stream, start: float, end: float, step: float) -> float:
-    """Seconds that its gaps within [start, end] are longer than so many steps."""
+    """Seconds by which the gaps within [start, end] exceed steps of length `step`."""
     gaps = stream.gaps(start, end)
     return sum(gaps) - len(gaps) * step
 
@@ -182,8 +181,8 @@ SCENARIOS: Sequence[tuple[Scenario, int]] = (
 
 
 def measure_bare_decode(model: Model, turn: int) -> float:
-    """Tokens per second of the least batched loop there is: greedy, one step ahead, nothing else;
-    each row's keys and values in buffers of its own."""
+    """Tokens per second of a minimal batched loop: greedy, pipelined by one step, with separate
+    buffers for the keys and values of each row."""
     rows = [model.make_kv() for _ in range(STREAMS)]
     first: list[mx.array] = []
     for row, kv in enumerate(rows):
@@ -203,17 +202,17 @@ def measure_bare_decode(model: Model, turn: int) -> float:
 
 
 async def _measure(folder: Path, servers: Sequence[BenchServer]) -> dict[str, ScenarioResult]:
-    """By server's name."""
+    """Results by server name."""
     found: dict[str, ScenarioResult] = {server.name: {} for server in servers}
     for server in servers:
-        # whatever is loaded or allocated by the first request
+        # the first request loads and allocates
         await Stream(server.port, make_body(server, "once", 4)).run()
     for measure, rounds in SCENARIOS:
         for turn in range(rounds):
             for server in servers:
                 for title, values in (await measure(server, turn)).items():
                     found[server.name].setdefault(title, []).extend(values)
-                    # half an hour is long to wait for a word
+                    # progress, because the measurement takes half an hour
                     shown = ", ".join(f"{value:.4g}" for value in values)
                     print(f"{server.name}, turn {turn}: {title}: {shown}", file=sys.stderr)
     model = random_model.load(folder)
@@ -240,24 +239,24 @@ def report(folder: Path) -> str:
 
 
 def _format_table(found: dict[str, ScenarioResult]) -> list[str]:
-    """Medians and spreads; the ratio is theirs to ours in seconds, ours to theirs in tokens/s, so
-    that above 1 we are ahead."""
+    """Medians and spreads. The ratio is theirs to ours in seconds and ours to theirs in tokens/s,
+    so that we are ahead above 1."""
     mine, others = found["ours"], found.get("mlx-lm", {})
     lines = ["| | ours | mlx-lm | ahead by |", "|---|---|---|---|"]
     for title, values in mine.items():
         theirs = others.get(title, [])
         ahead = ""
-        # what somebody waits beyond the expected may come out below nothing
+        # an excess waiting time can be negative
         if values and theirs and min(*values, *theirs) > 0:
             ratio = statistics.median(values) / statistics.median(theirs)
             ahead = f"{ratio if 'tokens/s' in title else 1 / ratio:.2f}"
-        told = (client.format_spread(v) if v else "" for v in (values, theirs))
-        lines.append(f"| {title} | {' | '.join(told)} | {ahead} |")
+        cells = (client.format_spread(v) if v else "" for v in (values, theirs))
+        lines.append(f"| {title} | {' | '.join(cells)} | {ahead} |")
     return lines
 
 
 def _format_ratios(mine: ScenarioResult) -> list[str]:
-    """Our own waiting in chunks and steps."""
+    """Our waiting times in chunks and steps."""
 
     def median(title: str) -> float:
         return statistics.median(mine[title])
@@ -286,5 +285,5 @@ def _format_ratios(mine: ScenarioResult) -> list[str]:
 
 
 def _make_prompt(label: str, turn: int, row: int, length: int) -> str:
-    """Of exactly so many tokens, and unlike any other from its first ones on."""
+    """A prompt of `length` tokens that differs from all others from its first tokens on."""
     return client.make_prompt(length, seed=zlib.crc32(f"{label}/{turn}/{row}".encode()))

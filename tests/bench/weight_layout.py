@@ -1,4 +1,4 @@
-"""What it brings to lay weights out as products read them (models/cpu_layout.py)."""
+"""The speedup from transposed weights (models/cpu_layout.py)."""
 
 import statistics
 import time
@@ -15,7 +15,7 @@ ROWS, PROMPT, STEPS, REPEATS = (1, 8), 64, 12, 9
 
 
 def measure_step(model: Model, count: int) -> float:
-    """Milliseconds that a decode step of `count` rows takes."""
+    """Milliseconds of a decode step of `count` rows."""
     rows = [model.make_kv() for _ in range(count)]
     for row, kv in enumerate(rows):
         mx.eval(model(mx.array([list(client.make_prompt(PROMPT, seed=row).encode())]), kv))

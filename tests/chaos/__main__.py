@@ -1,5 +1,5 @@
-"""`python -m tests.chaos --minutes 10`: five models that cannot all fit, clients that hang up, and
-runners that are killed, stopped and starved, while the disk refuses writes."""
+"""`python -m tests.chaos --minutes 10`: five models that do not fit together, clients that
+disconnect, and runners that are killed, stopped and out of memory, while the disk is full."""
 
 import argparse
 import sys
@@ -20,34 +20,36 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--log", type=Path, help="write the server's log to this file")
-    chosen = parser.parse_args()
-    print(f"seed {chosen.seed}", flush=True)
+    args = parser.parse_args()
+    print(f"seed {args.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        root, questions = Path(folder), make_questions(chosen.prompts, chosen.seed)
+        root, questions = Path(folder), make_questions(args.prompts, args.seed)
         write_models(root)
         expected = compute_answers(root, questions)
         report = run_chaos(
             root,
             questions,
-            seconds=60 * chosen.minutes,
-            clients=chosen.clients,
+            seconds=60 * args.minutes,
+            clients=args.clients,
             pause=(0.3, 1.5),
-            seed=chosen.seed,
+            seed=args.seed,
         )
-    if chosen.log is not None:
-        chosen.log.write_text(report.log)
+    if args.log is not None:
+        args.log.write_text(report.log)
     print(f"requests {report.counts()}")
     print(f"faults {dict(report.faults)}")
-    longest = sorted(outcome.seconds for outcome in report.outcomes)
-    print(f"seconds, median {longest[len(longest) // 2]:.2f}, longest {longest[-1]:.1f}")
+    durations = sorted(outcome.seconds for outcome in report.outcomes)
+    print(f"seconds, median {durations[len(durations) // 2]:.2f}, longest {durations[-1]:.1f}")
     print(f"before {report.before}\nafter {report.after}")
-    told = Counter(outcome.message for outcome in report.outcomes if outcome.message is not None)
-    for message, count in told.most_common():
+    messages = Counter(
+        outcome.message for outcome in report.outcomes if outcome.message is not None
+    )
+    for message, count in messages.most_common():
         print(f"{count:6} {' '.join(message.split())}")
-    found = find_violations(report, expected)
-    for complaint in found:
-        print(f"WRONG: {complaint}")
-    return 1 if found else 0
+    violations = find_violations(report, expected)
+    for violation in violations:
+        print(f"WRONG: {violation}")
+    return 1 if violations else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What must hold of a run, whatever happened in it. Pure: a report goes in, complaints come out."""
+"""The invariants of a run. Pure functions: a report in, violations out."""
 
 import re
 import signal
@@ -10,11 +10,11 @@ from tests.chaos.load import Outcome
 from tests.chaos.processes import ProcessResources
 from tests.chaos.questions import Answers
 
-# errors that the faults may bring about, and what each must say for whoever reads it
+# errors that the faults may cause, and the causes that each message must name
 ERROR_CAUSES = {
     "engine_error": r"killed by|exit status|sent nothing|no progress|closed its connection|"
     r"being unloaded|memory",
-    # the last two: the system's words where it has no memory for a thread, or for a library
+    # the last two: messages of the system without memory for a thread or for a library
     "bad_model_files": r"killed by|exit status|memory|no progress|temporarily unavailable|"
     r"failed to map",
     "runner_crashed": r"killed by|exit status|memory",
@@ -23,21 +23,21 @@ ERROR_CAUSES = {
     "prompt_refused": r"failed \d+ times",
 }
 
-# bytes that the front door may have grown by, whatever it went through
+# maximum growth of the server process in bytes
 MAX_RSS_GROWTH = 64 << 20
 
-# the logger that passes on what runners write
+# the logger that forwards the output of runners
 _RUNNER_LOGGER = "app.runners.child_process"
 
-# threads that asyncio's pool may have grown by
+# maximum growth of asyncio's thread pool
 MAX_THREAD_GROWTH = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosReport:
-    """outcomes: during the chaos. afterwards: every question once, when all was quiet again.
-    before, after: of the front door, idle and with no model loaded. orphan_pids: processes that
-    outlived it. exit_status: it ended with. faults: that happened, by name."""
+    """outcomes: during the faults. afterwards: every question once, after the faults. before,
+    after: of the idle server process with no model loaded. orphan_pids: processes that outlived the
+    server. exit_status: of the server. faults: counts by name."""
 
     outcomes: Sequence[Outcome]
     afterwards: Sequence[Outcome]
@@ -54,28 +54,30 @@ class ChaosReport:
 
 
 def find_violations(report: ChaosReport, expected: Answers) -> list[str]:
-    """One sentence each; none where all is well."""
-    found = [said for one in report.outcomes if (said := _check_outcome(one, expected))]
-    for one in report.afterwards:
-        said = _check_outcome(one, expected)
-        if said is None and one.text is None:
-            said = (
-                f"{_describe_outcome(one)} got no answer after the faults had ended: "
-                f"{one.code}, {one.message}"
+    """The violations, one sentence each."""
+    violations = [
+        violation for each in report.outcomes if (violation := _check_outcome(each, expected))
+    ]
+    for each in report.afterwards:
+        violation = _check_outcome(each, expected)
+        if violation is None and each.text is None:
+            violation = (
+                f"{_describe_outcome(each)} got no answer after the faults had ended: "
+                f"{each.code}, {each.message}"
             )
-        found += [said] if said else []
-    if not any(outcome.text is not None for outcome in report.outcomes):
-        found.append("no request was answered")
-    found += _find_leaks(report)
+        violations += [violation] if violation else []
+    if not any(each.text is not None for each in report.outcomes):
+        violations.append("no request was answered")
+    violations += _find_leaks(report)
     if report.orphan_pids:
-        found.append(f"processes that outlived the server: {list(report.orphan_pids)}")
+        violations.append(f"processes that outlived the server: {list(report.orphan_pids)}")
     if report.exit_status not in (0, -signal.SIGTERM):
-        found.append(f"the server ended with status {report.exit_status}")
-    # what a runner writes that is being killed is its own affair
+        violations.append(f"the server ended with status {report.exit_status}")
+    # the output of killed runners is ignored
     log = "".join(line for line in report.log.splitlines(True) if _RUNNER_LOGGER not in line)
     if "Traceback" in log:
-        found.append(f"a traceback: {log[log.index('Traceback') :][:4000]}")
-    return found
+        violations.append(f"a traceback: {log[log.index('Traceback') :][:4000]}")
+    return violations
 
 
 def _check_outcome(outcome: Outcome, expected: Answers) -> str | None:
@@ -110,20 +112,20 @@ def _check_text(outcome: Outcome, expected: Answers) -> str | None:
 
 def _find_leaks(report: ChaosReport) -> list[str]:
     before, after = report.before, report.after
-    found: list[str] = []
-    more = Counter(after.descriptors) - Counter(before.descriptors)
-    if more:
-        found.append(f"descriptors left open: {dict(more)}")
+    leaks: list[str] = []
+    leaked = Counter(after.descriptors) - Counter(before.descriptors)
+    if leaked:
+        leaks.append(f"descriptors left open: {dict(leaked)}")
     if after.rss - before.rss > MAX_RSS_GROWTH:
-        found.append(f"memory grew from {before.rss >> 20} to {after.rss >> 20} MiB")
+        leaks.append(f"memory grew from {before.rss >> 20} to {after.rss >> 20} MiB")
     if after.threads - before.threads > MAX_THREAD_GROWTH:
-        found.append(f"threads grew from {before.threads} to {after.threads}")
-    return found
+        leaks.append(f"threads grew from {before.threads} to {after.threads}")
+    return leaks
 
 
 def _describe_outcome(outcome: Outcome) -> str:
-    question, way = outcome.question, "streamed" if outcome.streamed else "whole"
-    return f"{question.model}, {question.prompt[:20]!r}, seed {question.seed}, {way},"
+    question, mode = outcome.question, "streamed" if outcome.streamed else "whole"
+    return f"{question.model}, {question.prompt[:20]!r}, seed {question.seed}, {mode},"
 
 
 def _outcome_kind(outcome: Outcome) -> str:

@@ -1,4 +1,4 @@
-"""Clients that ask, and what became of each request."""
+"""Clients that send requests, and the outcome of each."""
 
 import asyncio
 import json
@@ -11,15 +11,15 @@ import httpx
 
 from tests.chaos.questions import ChaosQuestion
 
-# seconds after which a request that has not ended counts as one that never does
+# seconds after which a request counts as hung
 TIMEOUT = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one request came to. text: of an answer that is whole. status, code, message: of an
-    error. disconnected: the client hung up. failure: a clause, for what is neither an answer nor an
-    error that we were told."""
+    """The outcome of one request. text: of a complete answer. status, code, message: of an error.
+    disconnected: by the client. failure: a clause, if there is neither an answer nor an error
+    response."""
 
     question: ChaosQuestion
     streamed: bool
@@ -33,7 +33,7 @@ class Outcome:
 
 
 class LoadGenerator:
-    """clients: beside each other, each of which asks one thing after the other."""
+    """clients: run concurrently, each with one request after the other."""
 
     def __init__(
         self, url: str, questions: Sequence[ChaosQuestion], *, clients: int, seed: int
@@ -45,23 +45,23 @@ class LoadGenerator:
         self._seed = seed
 
     async def run(self, seconds: float) -> None:
-        """Returns when all requests that were begun within `seconds` have ended."""
-        until = time.monotonic() + seconds
+        """Returns when all requests started within `seconds` have ended."""
+        deadline = time.monotonic() + seconds
         async with asyncio.TaskGroup() as group:
             for client in range(self._clients):
-                group.create_task(self._ask_until(until, random.Random(self._seed + client)))
+                group.create_task(self._send_until(deadline, random.Random(self._seed + client)))
 
-    async def _ask_until(self, until: float, rng: random.Random) -> None:
+    async def _send_until(self, deadline: float, rng: random.Random) -> None:
         async with httpx.AsyncClient(base_url=self._url, timeout=TIMEOUT) as http:
-            while time.monotonic() < until:
+            while time.monotonic() < deadline:
                 question = rng.choice(self._questions)
-                patience = rng.uniform(0, 2) if rng.random() < 0.15 else None
-                began = time.monotonic()
+                disconnect_after = rng.uniform(0, 2) if rng.random() < 0.15 else None
+                start = time.monotonic()
                 outcome = await send_question(
-                    http, question, streamed=rng.random() < 0.5, disconnect_after=patience
+                    http, question, streamed=rng.random() < 0.5, disconnect_after=disconnect_after
                 )
                 self.outcomes.append(
-                    Outcome(**{**vars(outcome), "seconds": time.monotonic() - began})
+                    Outcome(**{**vars(outcome), "seconds": time.monotonic() - start})
                 )
                 if outcome.code is not None:
                     await asyncio.sleep(0.1)
@@ -74,11 +74,11 @@ async def send_question(
     streamed: bool,
     disconnect_after: float | None = None,
 ) -> Outcome:
-    """disconnect_after: seconds after which the client hangs up."""
-    asking = _send_streamed(http, question) if streamed else _send_unstreamed(http, question)
+    """disconnect_after: seconds after which the client disconnects."""
+    request = _send_streamed(http, question) if streamed else _send_unstreamed(http, question)
     try:
         async with asyncio.timeout(TIMEOUT if disconnect_after is None else disconnect_after):
-            return await asking
+            return await request
     except TimeoutError:
         if disconnect_after is not None:
             return Outcome(question=question, streamed=streamed, disconnected=True)

@@ -1,4 +1,4 @@
-"""What Linux tells of the server's processes."""
+"""The server's processes, as Linux reports them."""
 
 import os
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ _RUNNER_MODULE = b"app.runners.worker_main"
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessResources:
-    """Of the front door alone. rss: bytes."""
+    """The resources of the server process. rss: bytes."""
 
     rss: int
     descriptors: tuple[str, ...]
@@ -19,50 +19,54 @@ class ProcessResources:
 def read_resources(pid: int) -> ProcessResources:
     threads = os.listdir(f"/proc/{pid}/task")
     return ProcessResources(
-        rss=_read_status_bytes(pid, "VmRSS"), descriptors=_descriptors(pid), threads=len(threads)
+        rss=_read_status_bytes(pid, "VmRSS"),
+        descriptors=_list_descriptors(pid),
+        threads=len(threads),
     )
 
 
 def read_address_space(pid: int) -> int:
-    """Bytes."""
+    """The size of the address space in bytes."""
     return _read_status_bytes(pid, "VmSize")
 
 
 def list_descendants(pid: int) -> list[int]:
-    """Of those that are alive, children first."""
-    found: list[int] = []
-    for child in _children(pid):
-        found += [child, *list_descendants(child)]
-    return found
+    """The living descendants, children first."""
+    pids: list[int] = []
+    for child in _list_children(pid):
+        pids += [child, *list_descendants(child)]
+    return pids
 
 
 def list_runners(pid: int) -> list[int]:
     return [
-        child for child in _children(pid) if _RUNNER_MODULE in _read_file(f"/proc/{child}/cmdline")
+        child
+        for child in _list_children(pid)
+        if _RUNNER_MODULE in _read_file(f"/proc/{child}/cmdline")
     ]
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie whose parent has not asked for it yet is not."""
+    """A zombie that its parent has not reaped yet does not count as alive."""
     state = _read_file(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     return bool(state) and state[0] not in (b"Z", b"X")
 
 
-def _children(pid: int) -> list[int]:
+def _list_children(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for task in tasks for child in _read_file(str(task)).split()]
 
 
-def _descriptors(pid: int) -> tuple[str, ...]:
-    """What each is, without the number of the socket or pipe."""
-    found: list[str] = []
+def _list_descriptors(pid: int) -> tuple[str, ...]:
+    """The target of each descriptor, without the number of the socket or pipe."""
+    targets: list[str] = []
     for descriptor in os.listdir(f"/proc/{pid}/fd"):
         try:
             target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
         except FileNotFoundError:
             continue
-        found.append(target.partition(":[")[0])
-    return tuple(sorted(found))
+        targets.append(target.partition(":[")[0])
+    return tuple(sorted(targets))
 
 
 def _read_status_bytes(pid: int, name: str) -> int:
@@ -73,7 +77,7 @@ def _read_status_bytes(pid: int, name: str) -> int:
 
 
 def _read_file(path: str) -> bytes:
-    """Nothing, of a process that has ended meanwhile."""
+    """The content, empty if the process has ended meanwhile."""
     try:
         return Path(path).read_bytes()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,7 +1,7 @@
-"""Five models, what they are asked, and what each says when nothing is wrong.
+"""Five models, the questions, and the correct answers.
 
-The answers are computed beforehand by an engine of this process, one at a time: another engine than
-the one that is put to the test, in another process, with other company.
+The answers are computed in advance by an engine in this process, one at a time: not by the tested
+engine, in another process, and without other requests in the batch.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from app.runners.thread_runner import ThreadRunner
 from app.serving.generation import Generation
 from tests import tiny
 
-# layers, width: models of different sizes, and with different seeds, so different answers
+# layers, width: models of different sizes and seeds, so with different answers
 SHAPES = {"anna": (2, 16), "bert": (2, 32), "carl": (3, 32), "dora": (4, 48), "emil": (2, 64)}
 
 CONTEXT = 512
@@ -36,10 +36,12 @@ class ChaosQuestion:
     seed: int | None
 
     def body(self) -> dict[str, object]:
-        """Of POST /v1/completions."""
-        drawn = {"temperature": 0} if self.seed is None else {"temperature": 1, "seed": self.seed}
-        asked = {"model": self.model, "prompt": self.prompt, "max_tokens": TOKENS}
-        return {**asked, **drawn}
+        """The body of POST /v1/completions."""
+        sampling = (
+            {"temperature": 0} if self.seed is None else {"temperature": 1, "seed": self.seed}
+        )
+        request = {"model": self.model, "prompt": self.prompt, "max_tokens": TOKENS}
+        return {**request, **sampling}
 
 
 Answers = Mapping[ChaosQuestion, str]
@@ -57,16 +59,16 @@ def write_models(root: Path) -> None:
 
 
 def make_questions(count: int, seed: int) -> Sequence[ChaosQuestion]:
-    """`count` prompts, the same ones to each model, each asked greedily and with a seed: an answer
-    of the wrong model is an answer to the same question."""
+    """`count` prompts, the same for each model, each greedy and with a seed: so an answer of the
+    wrong model can be recognized."""
     rng = random.Random(seed)
     letters = "abcdefghijklmnopqrstuvwxyz      "
     prompts = ["".join(rng.choices(letters, k=rng.randint(4, 300))) for _ in range(count)]
     return [
-        ChaosQuestion(model, prompt, drawn)
+        ChaosQuestion(model, prompt, seed_)
         for model in SHAPES
         for number, prompt in enumerate(prompts)
-        for drawn in (None, number)
+        for seed_ in (None, number)
     ]
 
 
@@ -75,7 +77,7 @@ def compute_answers(root: Path, questions: Sequence[ChaosQuestion]) -> Answers:
 
 
 async def _compute_answers(root: Path, questions: Sequence[ChaosQuestion]) -> Answers:
-    found: dict[ChaosQuestion, str] = {}
+    answers: dict[ChaosQuestion, str] = {}
     for name in SHAPES:
         files = replace(complete_config(store.resolve(str(root / name))), name=name)
         settings = Settings(parallel=1, context=CONTEXT)
@@ -86,10 +88,10 @@ async def _compute_answers(root: Path, questions: Sequence[ChaosQuestion]) -> An
             generation = Generation(files, engine, settings)
             for question in questions:
                 if question.model == name:
-                    found[question] = await _compute_answer(generation, question)
+                    answers[question] = await _compute_answer(generation, question)
         finally:
             await runner.stop()
-    return found
+    return answers
 
 
 async def _compute_answer(generation: Generation, question: ChaosQuestion) -> str:

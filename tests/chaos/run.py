@@ -1,4 +1,4 @@
-"""One run: a real server, clients, faults, and what is left when they are over."""
+"""One run: a real server, clients, faults, and the state afterwards."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ from tests.server_process import ServerProcess, run_server
 # GiB for all models together: two of the five fit, or three of the smaller ones
 _MEMORY = 0.05
 
-# seconds that all may take to become quiet again
+# timeout until the server is idle again
 _IDLE_TIMEOUT = 120.0
 
 
@@ -43,7 +43,7 @@ def run_chaos(
 ) -> ChaosReport:
     """pause: seconds between two faults, at least and at most."""
     write_models(root)
-    # what an engine compiles for itself on a CPU is kept there, for as long as the server lives
+    # the folder for code that an engine compiles on a CPU, during the life of the server
     (root / "tmp").mkdir(exist_ok=True)
     variables = {"TMPDIR": str(root / "tmp"), "HOME": "/proc/nowhere"}
     with run_server("--config", str(write_config(root)), environ=variables) as server:
@@ -53,10 +53,10 @@ def run_chaos(
         )
         faults.pids.update(processes.list_descendants(pid))
         status = server.stop()
-    gone = time.monotonic() + 5
+    deadline = time.monotonic() + 5
     while (
         orphans := [p for p in faults.pids if processes.is_alive(p)]
-    ) and time.monotonic() < gone:
+    ) and time.monotonic() < deadline:
         time.sleep(0.05)
     return ChaosReport(
         outcomes=load.outcomes,
@@ -85,7 +85,7 @@ async def _run_load_and_faults(
     list[Outcome],
 ]:
     url, pid = server.url, server.process.pid
-    # what is imported and made once, and kept, is there before anything is measured
+    # warm up: lazy imports and caches must not count as leaks
     await LoadGenerator(url, questions, clients=clients, seed=seed - clients).run(
         min(5.0, seconds / 4)
     )
@@ -102,7 +102,7 @@ async def _run_load_and_faults(
 
 
 async def _wait_until_idle(url: str, pid: int) -> processes.ProcessResources:
-    """Nobody asks, nothing is loaded, no prompt is suspected: and what the front door has then."""
+    """Unload all models and wait until the server is idle. Returns the resources of its process."""
     async with (
         asyncio.timeout(_IDLE_TIMEOUT),
         httpx.AsyncClient(base_url=url, timeout=_IDLE_TIMEOUT) as http,
@@ -117,6 +117,6 @@ async def _wait_until_idle(url: str, pid: int) -> processes.ProcessResources:
 
 def _descriptors_change(pid: int) -> bool:
     """Whether connections of clients are still being closed."""
-    mine = os.listdir(f"/proc/{pid}/fd")
+    before = os.listdir(f"/proc/{pid}/fd")
     time.sleep(0.05)
-    return os.listdir(f"/proc/{pid}/fd") != mine
+    return os.listdir(f"/proc/{pid}/fd") != before

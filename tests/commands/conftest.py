@@ -1,4 +1,4 @@
-"""The same hub, cache and stores of a test's own as app.store's tests have."""
+"""The isolated hub, cache and stores of the store tests."""
 
 from tests.store.conftest import hub, nowhere_else
 

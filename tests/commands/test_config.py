@@ -1,4 +1,4 @@
-"""`mlxrunner config`: the same facts as a table, as JSON, and as a file."""
+"""`mlxrunner config`: the same settings as a table, as JSON, and as a file."""
 
 import json
 from pathlib import Path
@@ -20,8 +20,8 @@ memory = 1.5
 
 
 @pytest.fixture
-def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Something of each source."""
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A command line with settings from every source."""
     (tmp_path / "a.toml").write_text(FILE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLXRUNNER_LOG_LEVEL", "error")
@@ -29,7 +29,7 @@ def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["config", "--config", "a.toml", "--port", "9"]
 
 
-SERVE_REFUSES = {
+INVALID_ARGUMENTS = {
     "an origin that browsers write otherwise": ["--cors-origin", "https://A.example.org"],
     "an origin with the usual port": ["--cors-origin", "https://a.example.org:443"],
     "a name with two dots": ["--allowed-host", "a..example.org"],
@@ -42,9 +42,9 @@ SERVE_REFUSES = {
 }
 
 
-@pytest.mark.parametrize("words", SERVE_REFUSES.values(), ids=SERVE_REFUSES)
-def test_it_refuses_what_serve_refuses_in_the_same_words(
-    words: list[str],
+@pytest.mark.parametrize("arguments", INVALID_ARGUMENTS.values(), ids=INVALID_ARGUMENTS)
+def test_it_rejects_the_settings_that_serve_rejects_with_the_same_message(
+    arguments: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -52,15 +52,15 @@ def test_it_refuses_what_serve_refuses_in_the_same_words(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.toml").write_text("[[keys")
     (tmp_path / "broken.toml").chmod(0o600)
-    said: list[tuple[object, str, list[str]]] = []
-    for command in (["config"], ["config", "--json"], ["serve", "--port", "0"]):
+    results: list[tuple[object, str, list[str]]] = []
+    for subcommand in (["config"], ["config", "--json"], ["serve", "--port", "0"]):
         try:
-            status: object = cli.main([*command, *words])
+            status: object = cli.main([*subcommand, *arguments])
         except SystemExit as exit_:
             status = exit_.code
         output = capfd.readouterr()
-        said.append((status, output.out, output.err.splitlines()))
-    config, as_json, serve = said
+        results.append((status, output.out, output.err.splitlines()))
+    config, as_json, serve = results
     assert config == as_json == serve
     status, out, [line] = serve
     assert status in (1, 2)
@@ -68,7 +68,7 @@ def test_it_refuses_what_serve_refuses_in_the_same_words(
     assert line.startswith("mlxrunner: ")
 
 
-def test_a_key_of_the_environment_that_serve_refuses_is_refused_and_not_shown(
+def test_an_invalid_key_of_the_environment_is_rejected_and_not_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MLXRUNNER_API_KEYS", "ada=short")
@@ -79,17 +79,17 @@ def test_a_key_of_the_environment_that_serve_refuses_is_refused_and_not_shown(
     assert "short" not in output.err.replace("shorter", "")
 
 
-def told(line: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert cli.main(line) == 0
+def run_command(command: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert cli.main(command) == 0
     output = capsys.readouterr()
     assert output.err == ""
     return output.out
 
 
-def test_the_table_tells_each_setting_its_value_and_where_it_was_said(
-    line: list[str], capsys: pytest.CaptureFixture[str]
+def test_the_table_has_each_setting_with_its_value_and_source(
+    command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [tuple(row.split("  ")) for row in told(line, capsys).splitlines()]
+    rows = [tuple(row.split("  ")) for row in run_command(command, capsys).splitlines()]
     cells = [tuple(cell.strip() for cell in row if cell.strip()) for row in rows]
     assert {
         ("SETTING", "VALUE", "FROM"),
@@ -108,42 +108,44 @@ def test_the_table_tells_each_setting_its_value_and_where_it_was_said(
     assert {option.field for option in OPTIONS} <= {cell[0] for cell in cells}
 
 
-def test_the_json_is_for_programs(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    facts = json.loads(told([*line, "--json"], capsys))
-    assert facts["models"] == {
+def test_the_json_has_values_units_and_sources(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads(run_command([*command, "--json"], capsys))
+    assert config["models"] == {
         "value": [{"name": "org/a", "alias": "a", "memory": 1.5}],
         "from": "a.toml:4",
     }
-    assert list(facts["settings"]) == [option.field for option in OPTIONS]
-    assert facts["settings"]["port"] == {"value": 9, "unit": None, "from": "--port"}
-    assert facts["settings"]["max_body"] == {"value": 2, "unit": "MiB", "from": "a.toml:1"}
-    assert facts["settings"]["memory"] == {"value": None, "unit": "GiB", "from": "default"}
-    assert facts["secrets"] == ["MLXRUNNER_API_KEYS"]
+    assert list(config["settings"]) == [option.field for option in OPTIONS]
+    assert config["settings"]["port"] == {"value": 9, "unit": None, "from": "--port"}
+    assert config["settings"]["max_body"] == {"value": 2, "unit": "MiB", "from": "a.toml:1"}
+    assert config["settings"]["memory"] == {"value": None, "unit": "GiB", "from": "default"}
+    assert config["secrets"] == ["MLXRUNNER_API_KEYS"]
 
 
-def test_the_file_says_the_same_without_the_other_sources(
-    line: list[str],
+def test_the_file_alone_gives_the_same_settings(
+    command: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "b.toml").write_text(told([*line, "--toml"], capsys))
-    before = json.loads(told([*line, "--json"], capsys))
+    (tmp_path / "b.toml").write_text(run_command([*command, "--toml"], capsys))
+    before = json.loads(run_command([*command, "--json"], capsys))
     monkeypatch.delenv("MLXRUNNER_LOG_LEVEL")
-    after = json.loads(told(["config", "--config", "b.toml", "--json"], capsys))
-    assert values(after) == values(before)
+    after = json.loads(run_command(["config", "--config", "b.toml", "--json"], capsys))
+    assert get_values(after) == get_values(before)
     assert {one["from"].split(":")[0] for one in after["settings"].values()} == {"b.toml"}
 
 
-@pytest.mark.parametrize("form", [[], ["--json"], ["--toml"]])
+@pytest.mark.parametrize("options", [[], ["--json"], ["--toml"]])
 def test_no_key_is_ever_shown(
-    form: list[str], line: list[str], capsys: pytest.CaptureFixture[str]
+    options: list[str], command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "hunter2" not in told([*line, *form], capsys)
+    assert "hunter2" not in run_command([*command, *options], capsys)
 
 
-def test_without_anything_it_tells_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    first, *rest = told(["config"], capsys).splitlines()[1:]
+def test_without_arguments_it_shows_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    first, *rest = run_command(["config"], capsys).splitlines()[1:]
     assert first.split() == ["models", "the", "built-in", "model", "default"]
     assert all(row.endswith("  default") for row in rest)
 
@@ -152,11 +154,11 @@ def test_without_anything_it_tells_the_defaults(capsys: pytest.CaptureFixture[st
     ("variable", "word", "message"),
     [
         ("MLXRUNNER_CONFIG", "none.toml", "none.toml: No such file or directory"),
-        ("MLXRUNNER_PORT", "x", "MLXRUNNER_PORT: must be a whole number"),
+        ("MLXRUNNER_PORT", "x", "MLXRUNNER_PORT: must be an integer"),
         ("MLXRUNNER_MULTI_USER", "yes", "--multi-user needs --cache slots"),
     ],
 )
-def test_a_mistake_is_one_line_and_status_1(
+def test_an_error_is_one_line_and_status_1(
     variable: str,
     word: str,
     message: str,
@@ -170,6 +172,6 @@ def test_a_mistake_is_one_line_and_status_1(
         assert line.startswith(f"mlxrunner: {message}")
 
 
-def values(facts: dict[str, dict[str, dict[str, object]]]) -> dict[str, object]:
-    settings = {field: one["value"] for field, one in facts["settings"].items()}
-    return {**settings, "models": facts["models"]["value"]}
+def get_values(config: dict[str, dict[str, dict[str, object]]]) -> dict[str, object]:
+    settings = {field: one["value"] for field, one in config["settings"].items()}
+    return {**settings, "models": config["models"]["value"]}

@@ -1,4 +1,4 @@
-"""`mlxrunner key`: a key is shown once, and what is written down lets it in."""
+"""`mlxrunner key`: a key is shown once, and its entry is accepted by the server."""
 
 import asyncio
 import os
@@ -16,8 +16,10 @@ from app.http import api_keys
 from app.http.api_keys import Keyring
 
 
-def made(capsys: pytest.CaptureFixture[str], name: str, admin: bool, file: Path | None) -> str:
-    """The key. Everything else went elsewhere."""
+def create_key(
+    capsys: pytest.CaptureFixture[str], name: str, admin: bool, file: Path | None
+) -> str:
+    """Create a key and return it. Only the key is written to stdout."""
     assert make_key(name, admin=admin, file=file) == 0
     out, err = capsys.readouterr()
     assert out.endswith("\n")
@@ -25,7 +27,7 @@ def made(capsys: pytest.CaptureFixture[str], name: str, admin: bool, file: Path 
     return out.strip()
 
 
-def test_what_it_prints_can_be_put_into_the_file(capsys: pytest.CaptureFixture[str]):
+def test_the_printed_entry_is_valid_in_the_file(capsys: pytest.CaptureFixture[str]):
     assert make_key("laptop", admin=True, file=None) == 0
     out, err = capsys.readouterr()
     [key] = api_keys.parse_key_file(err[err.index("[[keys]]") :])
@@ -33,30 +35,35 @@ def test_what_it_prints_can_be_put_into_the_file(capsys: pytest.CaptureFixture[s
     assert "not shown again" in err
 
 
-def test_a_new_file_is_for_its_owner_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_a_new_file_is_private(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     file = tmp_path / "keys.toml"
     before = os.umask(0)
     try:
-        shown = made(capsys, "laptop", False, file)
+        key = create_key(capsys, "laptop", False, file)
     finally:
         os.umask(before)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert shown not in file.read_text()
-    found = asyncio.run(Keyring(file=file).find(shown))
-    assert found is not None
-    assert (found.name, found.admin) == ("laptop", False)
+    assert key not in file.read_text()
+    stored_key = asyncio.run(Keyring(file=file).find(key))
+    assert stored_key is not None
+    assert (stored_key.name, stored_key.admin) == ("laptop", False)
 
 
-def test_keys_are_added_to_what_is_there(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_keys_are_appended_to_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     file = tmp_path / "keys.toml"
-    file.write_text("# whose is what: ask Ann")  # and no end of line
-    shown = [made(capsys, name, name == "boss", file) for name in ("laptop", "boss")]
+    file.write_text("# whose is what: ask Ann")  # without a newline
+    keys = [create_key(capsys, name, name == "boss", file) for name in ("laptop", "boss")]
     assert file.read_text().startswith("# whose is what: ask Ann\n\n[[keys]]\n")
-    found = [asyncio.run(Keyring(file=file).find(key)) for key in shown]
-    assert [(key.name, key.admin) for key in found if key] == [("laptop", False), ("boss", True)]
+    stored_keys = [asyncio.run(Keyring(file=file).find(key)) for key in keys]
+    assert [(key.name, key.admin) for key in stored_keys if key] == [
+        ("laptop", False),
+        ("boss", True),
+    ]
 
 
-def test_a_second_key_of_a_name_is_told_of(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_a_second_key_with_the_same_name_gives_a_notice(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
     file = tmp_path / "keys.toml"
     make_key("laptop", admin=False, file=file)
     assert "another key" not in capsys.readouterr().err
@@ -65,7 +72,7 @@ def test_a_second_key_of_a_name_is_told_of(capsys: pytest.CaptureFixture[str], t
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a\nb", 'a"', "-a", "a" * 65, "é", "[31m"])
-def test_a_name_that_could_not_stand_in_a_log_is_refused(
+def test_a_name_that_is_unsafe_in_a_log_is_rejected(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
 ):
     with pytest.raises(AppError, match="is not a valid key name"):
@@ -75,7 +82,7 @@ def test_a_name_that_could_not_stand_in_a_log_is_refused(
 
 
 @pytest.mark.parametrize("content", [b"[[keys]]\nname = 5\n", b"keys = 3\n", b"\xff", b"a = 1\n"])
-def test_a_file_that_is_broken_is_left_as_it_is(
+def test_an_invalid_file_is_not_changed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes
 ):
     file = tmp_path / "keys.toml"
@@ -86,19 +93,19 @@ def test_a_file_that_is_broken_is_left_as_it_is(
     assert capsys.readouterr().out == ""
 
 
-def test_the_command_line_leads_here(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_the_command_line_creates_a_key(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     file = tmp_path / "keys.toml"
     assert main(["key", "boss", "--admin", "--file", str(file)]) == 0
-    shown = capsys.readouterr().out.strip()
+    secret = capsys.readouterr().out.strip()
     [key] = api_keys.parse_key_file(file.read_text())
-    assert (key.name, key.admin, key.digest) == ("boss", True, api_keys.hash_key(shown))
+    assert (key.name, key.admin, key.digest) == ("boss", True, api_keys.hash_key(secret))
     assert main(["key", "two words"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("mlxrunner: 'two words' is not a valid key name")
 
 
-def test_what_cannot_be_written_is_told(tmp_path: Path):
+def test_write_errors_are_reported(tmp_path: Path):
     with pytest.raises(AppError, match="cannot be written: no such file"):
         append_key(tmp_path / "nowhere" / "keys.toml", "")
     with pytest.raises(AppError, match="cannot be written: is a directory"):
@@ -108,7 +115,7 @@ def test_what_cannot_be_written_is_told(tmp_path: Path):
         append_key(tmp_path / "pipe", "")
 
 
-def test_a_full_disk_leaves_the_file_as_it_was(
+def test_a_full_disk_leaves_the_file_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     file = tmp_path / "keys.toml"
@@ -122,16 +129,16 @@ def test_a_full_disk_leaves_the_file_as_it_was(
     assert capsys.readouterr().out == ""
 
 
-def test_two_at_once_lose_no_key(tmp_path: Path):
+def test_concurrent_commands_lose_no_key(tmp_path: Path):
     file = tmp_path / "keys.toml"
-    crowd = [
+    threads = [
         threading.Thread(target=make_key, args=(f"k{n}",), kwargs={"admin": False, "file": file})
         for n in range(20)
     ]
-    for one in crowd:
-        one.start()
-    for one in crowd:
-        one.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert {key.name for key in api_keys.parse_key_file(file.read_text())} == {
         f"k{n}" for n in range(20)
     }

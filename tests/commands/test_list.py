@@ -1,4 +1,4 @@
-"""The table of what is here."""
+"""`mlxrunner list`: the table of local models."""
 
 import json
 from pathlib import Path
@@ -15,8 +15,8 @@ from tests.store.stand_in import StandIn
 
 
 @pytest.fixture
-def stocked(hub: StandIn, tiny_model: Path, tmp_path: Path) -> Path:
-    """One whole model in each source, and one broken one in two of them."""
+def populated_stores(hub: StandIn, tiny_model: Path, tmp_path: Path) -> Path:
+    """One complete model in each source, and a broken one in two of them."""
     hub.add("org/tiny", tiny_model)
     download(plan_download(HubName(repo_id="org/tiny")))
     hub.add("org/broken", tiny.write(tmp_path / "broken", seed=1))
@@ -28,8 +28,8 @@ def stocked(hub: StandIn, tiny_model: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_source_is_listed_and_broken_models_do_not_end_the_list(
-    stocked: Path, capsys: pytest.CaptureFixture[str]
+def test_every_source_is_listed_and_broken_models_come_last(
+    populated_stores: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert list_models(as_json=False) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -47,7 +47,9 @@ def test_every_source_is_listed_and_broken_models_do_not_end_the_list(
     assert all(len(line) <= 80 for line in lines[:4])
 
 
-def test_programs_get_the_same_in_json(stocked: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_has_the_same_models(
+    populated_stores: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     list_models(as_json=True)
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["org/tiny"]["architecture"] == "llama"
@@ -57,12 +59,14 @@ def test_programs_get_the_same_in_json(stocked: Path, capsys: pytest.CaptureFixt
     assert "is a GGUF model" in rows["llama3.2"]["problem"]
 
 
-def test_a_long_name_has_a_line_of_its_own() -> None:
-    long = "some-organisation/" + "a-very-long-name-of-a-model-" * 2 + "8bit"
-    made = [
-        ListedModel(name=long, source="hub", path="", bytes=10**10, architecture="glm4_moe_lite")
+def test_a_long_name_is_on_its_own_line() -> None:
+    long_name = "some-organisation/" + "a-very-long-name-of-a-model-" * 2 + "8bit"
+    listed_models = [
+        ListedModel(
+            name=long_name, source="hub", path="", bytes=10**10, architecture="glm4_moe_lite"
+        )
     ]
-    head, name, rest = render_table(made)
-    assert name == long
+    head, name, rest = render_table(listed_models)
+    assert name == long_name
     assert rest.split()[:4] == ["hub", "10.0", "GB", "glm4_moe_lite"]
     assert max(map(len, (head, rest))) <= 80

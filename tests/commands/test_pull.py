@@ -1,4 +1,4 @@
-"""The command that downloads, in this process and in one of its own."""
+"""`mlxrunner pull`, in this process and in its own process."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def commit(hub: StandIn, tiny_model: Path) -> str:
     return hub.add("org/tiny", tiny_model)
 
 
-def test_pull_says_commit_and_size_and_where(
+def test_pull_prints_commit_size_and_path(
     hub: StandIn, commit: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert pull("org/tiny", None) == 0
@@ -39,7 +39,7 @@ def test_pull_says_commit_and_size_and_where(
     assert out.rstrip().endswith(commit)
 
 
-def test_pull_again_checks_and_downloads_nothing(
+def test_a_second_pull_only_verifies(
     hub: StandIn, commit: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pull("org/tiny", None)
@@ -49,7 +49,7 @@ def test_pull_again_checks_and_downloads_nothing(
 
 
 @pytest.mark.parametrize("name", ["org/tiny@{}", "org/tiny"])
-def test_a_revision_may_stand_in_the_name_or_beside_it(
+def test_a_revision_is_part_of_the_name_or_an_option(
     hub: StandIn, commit: str, tmp_path: Path, name: str
 ) -> None:
     hub.add("org/tiny", tiny.write(tmp_path / "newer", seed=1))
@@ -60,27 +60,25 @@ def test_a_revision_may_stand_in_the_name_or_beside_it(
 
 
 @pytest.mark.parametrize(
-    ("name", "revision", "words"),
+    ("name", "revision", "expected"),
     [
-        ("tiny", None, "is not a model name of the hub"),
+        ("tiny", None, "is not a Hugging Face model name"),
         ("qwen3:4b", None, "`ollama pull`"),
-        ("../tiny", None, "is not a model name of the hub"),
+        ("../tiny", None, "is not a Hugging Face model name"),
         ("org/tiny@a", "b", "are different revisions"),
         ("org/tiny", "../b", "is not the name of a branch"),
     ],
 )
-def test_what_cannot_be_pulled_is_refused_before_anything_is_asked(
-    hub: StandIn, name: str, revision: str | None, words: str
+def test_an_invalid_name_is_rejected_before_any_request(
+    hub: StandIn, name: str, revision: str | None, expected: str
 ) -> None:
     with pytest.raises(AppError) as caught:
         pull(name, revision)
-    assert words in caught.value.message
-    assert hub.asked == []
+    assert expected in caught.value.message
+    assert hub.requests == []
 
 
-def test_an_architecture_that_cannot_be_served_is_not_downloaded(
-    hub: StandIn, tmp_path: Path
-) -> None:
+def test_an_unsupported_architecture_is_not_downloaded(hub: StandIn, tmp_path: Path) -> None:
     folder = tiny.write(tmp_path / "odd")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "no_such_model"}))
@@ -94,14 +92,14 @@ def test_an_architecture_that_cannot_be_served_is_not_downloaded(
 
 @pytest.fixture
 def environment(hub: StandIn, tmp_path: Path) -> dict[str, str]:
-    """As a person sets it: nothing of huggingface_hub is patched in a process of its own."""
-    ours = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    return {**ours, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
+    """The environment of a separate process, in which huggingface_hub is not patched."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    return {**variables, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
 
 
-def run(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "app", *words],
+        [sys.executable, "-m", "app", *arguments],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -110,15 +108,15 @@ def run(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess
     )
 
 
-def test_the_command_pulls_and_serves_when_the_hub_is_gone(
+def test_a_pulled_model_is_served_without_the_hub(
     hub: StandIn,
     commit: str,
     environment: dict[str, str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pulled = run(environment, "pull", "org/tiny")
-    assert pulled.returncode == 0, pulled.stderr
+    process = run(environment, "pull", "org/tiny")
+    assert process.returncode == 0, process.stderr
     assert (tmp_path / "home" / "hub" / "models--org--tiny" / "refs" / "main").read_text() == commit
     hub.close()
     for name, value in environment.items():
@@ -134,18 +132,18 @@ def test_the_command_pulls_and_serves_when_the_hub_is_gone(
         assert httpx.get(f"{url}/v1/models/org/tiny").json()["id"] == "org/tiny"
 
 
-def test_offline_is_one_line_and_status_1(
+def test_offline_mode_is_an_error_of_one_line(
     hub: StandIn, commit: str, environment: dict[str, str]
 ) -> None:
-    found = run({**environment, "HF_HUB_OFFLINE": "1"}, "pull", "org/tiny")
-    assert found.returncode == 1
-    assert found.stderr.splitlines() == [
+    process = run({**environment, "HF_HUB_OFFLINE": "1"}, "pull", "org/tiny")
+    assert process.returncode == 1
+    assert process.stderr.splitlines() == [
         "mlxrunner: org/tiny needs a download, but HF_HUB_OFFLINE is set: unset it and try again"
     ]
-    assert hub.asked == []
+    assert hub.requests == []
 
 
-def test_ctrl_c_ends_a_download_and_keeps_what_came(
+def test_ctrl_c_ends_a_download_and_keeps_the_partial_file(
     hub: StandIn, commit: str, environment: dict[str, str], tmp_path: Path
 ) -> None:
     hub.faults.stall[WEIGHTS] = 2.0
@@ -155,7 +153,8 @@ def test_ctrl_c_ends_a_download_and_keeps_what_came(
         env={**environment, "HF_HUB_DOWNLOAD_TIMEOUT": "1"},
         stderr=subprocess.PIPE,
         text=True,
-        # a shell that runs us in the background has it ignored, and who is started inherits that
+        # a shell that runs the tests in the background ignores SIGINT, which child processes
+        # inherit
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + TIMEOUT

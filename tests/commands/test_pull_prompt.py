@@ -1,4 +1,4 @@
-"""Downloads begin when a person says so, and not before."""
+"""Downloads start only with consent: the pull option, or yes at the prompt."""
 
 import io
 import sys
@@ -25,70 +25,70 @@ def commit(hub: StandIn, tiny_model: Path) -> str:
     return hub.add("org/tiny", tiny_model)
 
 
-def sit_at_a_terminal(monkeypatch: pytest.MonkeyPatch, answer: str) -> Terminal:
-    told = Terminal()
+def use_terminal(monkeypatch: pytest.MonkeyPatch, answer: str) -> Terminal:
+    terminal = Terminal()
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
-    monkeypatch.setattr(sys, "stderr", told)
-    return told
+    monkeypatch.setattr(sys, "stderr", terminal)
+    return terminal
 
 
-def test_nothing_is_asked_where_nobody_sits(
+def test_without_a_terminal_there_is_no_prompt(
     hub: StandIn, commit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     with pytest.raises(ModelNotFoundError, match="run `mlxrunner pull org/tiny`"):
         resolve_or_download(Settings(models=(ModelSettings(name="org/tiny"),)))
-    assert hub.asked == []
+    assert hub.requests == []
 
 
-def test_pull_goes_ahead(hub: StandIn, commit: str) -> None:
+def test_the_pull_option_downloads_without_a_prompt(hub: StandIn, commit: str) -> None:
     assert (
         resolve_or_download(Settings(models=(ModelSettings(name="org/tiny"),), pull=True)).path.name
         == commit
     )
 
 
-def test_what_is_here_is_served_without_a_look_at_the_hub(hub: StandIn, commit: str) -> None:
+def test_a_local_model_is_served_without_a_request_to_the_hub(hub: StandIn, commit: str) -> None:
     pull("org/tiny", None)
-    hub.asked.clear()
+    hub.requests.clear()
     hub.add("org/tiny", Path("/nowhere"))
     assert (
         resolve_or_download(Settings(models=(ModelSettings(name="org/tiny"),), pull=True)).path.name
         == commit
     )
-    assert hub.asked == []
+    assert hub.requests == []
 
 
 @pytest.mark.parametrize("answer", ["y\n", "YES\n"])
-def test_at_a_terminal_the_size_is_told_and_yes_is_yes(
+def test_the_prompt_has_the_size_and_accepts_yes(
     hub: StandIn, commit: str, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
-    told = sit_at_a_terminal(monkeypatch, answer)
+    terminal = use_terminal(monkeypatch, answer)
     assert (
         resolve_or_download(Settings(models=(ModelSettings(name="org/tiny"),))).name == "org/tiny"
     )
-    assert "download org/tiny (59.2 kB)? [y/N] " in told.getvalue()
+    assert "download org/tiny (59.2 kB)? [y/N] " in terminal.getvalue()
 
 
 @pytest.mark.parametrize("answer", ["\n", "n\n", "", "yet\n"])
-def test_anything_else_is_no(
+def test_any_other_answer_is_no(
     hub: StandIn, commit: str, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
-    sit_at_a_terminal(monkeypatch, answer)
+    use_terminal(monkeypatch, answer)
     with pytest.raises(ModelNotFoundError):
         resolve_or_download(Settings(models=(ModelSettings(name="org/tiny"),)))
     assert hub.downloads(WEIGHTS) == []
 
 
-def test_an_interrupted_download_is_completed_by_consent(
+def test_an_interrupted_download_is_resumed_after_consent(
     hub: StandIn, commit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.faults.status[WEIGHTS] = 500
     with pytest.raises(AppError):
         pull("org/tiny", None)
     hub.faults.status.clear()
-    told = sit_at_a_terminal(monkeypatch, "y\n")
+    terminal = use_terminal(monkeypatch, "y\n")
     assert (
         resolve_or_download(Settings(models=(ModelSettings(name="org/tiny"),))).path.name == commit
     )
-    assert "the download of org/tiny is incomplete" in told.getvalue()
+    assert "the download of org/tiny is incomplete" in terminal.getvalue()

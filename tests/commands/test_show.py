@@ -1,4 +1,4 @@
-"""What is said of a model that was not read."""
+"""`mlxrunner show`: a report of a model without reading its tensors."""
 
 import json
 from pathlib import Path
@@ -13,25 +13,25 @@ from tests import tiny
 from tests.store.ollama_store import GO_TEMPLATE, OllamaStore, packed_folder
 
 
-def test_the_words_stay_within_80_columns(
+def test_the_report_fits_in_80_columns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ollama = OllamaStore(tmp_path / "ollama")
     layers = ollama.model(packed_folder(tmp_path / "packed"))
     parameters = {"temperature": 0.5, "num_ctx": 512, "stop": ["</s>"]}
-    more = [
+    layers_of_settings = [
         ollama.layer("system", b"You are terse. " * 20),
         ollama.layer("template", GO_TEMPLATE.encode()),
         ollama.json("params", parameters),
     ]
-    ollama.write("tiny:4b", [*layers, *more])
+    ollama.write("tiny:4b", [*layers, *layers_of_settings])
     assert (
         show(Settings(models=(ModelSettings(name="tiny:4b"),), memory=1 << 30), as_json=False) == 0
     )
     lines = capsys.readouterr().out.splitlines()
     text = "\n".join(lines)
     assert lines[0] == "tiny:4b"
-    for words in (
+    for expected in (
         "architecture  llama",
         "% 4-bit affine",
         "context       4096 tokens",
@@ -41,28 +41,28 @@ def test_the_words_stay_within_80_columns(
         "for one sequence of 512 tokens",
         "fits in the 1.00 GiB available",
     ):
-        assert words in text
+        assert expected in text
     assert all(len(line) <= 80 for line in lines if "path" not in line)
 
 
 @pytest.mark.parametrize(
-    ("memory", "words"),
+    ("memory", "expected"),
     [
         (1 << 30, "fits in the 1.00 GiB"),
         (1 << 10, "does not fit in the 1.00 KiB available at any context length"),
     ],
 )
-def test_it_says_whether_it_fits(
-    tiny_model: Path, memory: int, words: str, capsys: pytest.CaptureFixture[str]
+def test_the_report_tells_whether_the_model_fits(
+    tiny_model: Path, memory: int, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     show(Settings(models=(ModelSettings(name=str(tiny_model)),), memory=memory), as_json=False)
-    assert words in capsys.readouterr().out
+    assert expected in capsys.readouterr().out
 
 
-def test_each_model_is_shown_with_what_holds_for_it(
+def test_each_model_is_shown_with_its_own_settings(
     tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In JSON one object behind the other."""
+    """The JSON output is a sequence of objects."""
     name = str(tiny_model)
     settings = Settings(
         models=(
@@ -74,23 +74,23 @@ def test_each_model_is_shown_with_what_holds_for_it(
         context=128,
     )
     assert show(settings, as_json=True) == 0
-    told = capsys.readouterr().out.replace("}\n{", "},{")
-    fits = [found["fit"] for found in json.loads(f"[{told}]")]
+    objects = capsys.readouterr().out.replace("}\n{", "},{")
+    fits = [model["fit"] for model in json.loads(f"[{objects}]")]
     assert [fit["context"] for fit in fits] == [256, 128, 128]
     assert [fit["budget"] for fit in fits] == [1 << 30, 1 << 29, 1 << 30]
 
 
-def test_programs_get_numbers(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_has_numbers(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show(
         Settings(models=(ModelSettings(name=str(tiny_model)),), context=1024, parallel=2),
         as_json=True,
     )
-    found = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     count = sum(array.size for array in tiny.weights().values())
-    assert (found["parameters"], found["bits"]) == (count, 32.0)
-    assert (found["fit"]["context"], found["fit"]["sequences"]) == (1024, 2)
-    assert found["template"] == "tokenizer_config.json"
-    assert found["context_length"] == 4096
+    assert (report["parameters"], report["bits"]) == (count, 32.0)
+    assert (report["fit"]["context"], report["fit"]["sequences"]) == (1024, 2)
+    assert report["template"] == "tokenizer_config.json"
+    assert report["context_length"] == 4096
 
 
 def test_no_tensor_is_read(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""For each setting words that stand for values, as the sources have them."""
+"""Sample values of each setting, in the notation of each source."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """word: on the command line and in the environment. toml: in a file."""
+    """word: text on the command line and in the environment. toml: text in a file."""
 
     word: str
     toml: str
@@ -19,7 +19,7 @@ def sample(word: str, toml: str, value: Any) -> Sample:
     return Sample(word=word, toml=toml, value=value)
 
 
-# switches off, so that a test has to turn around what was on
+# both values, so that a test also changes a default of true
 ON, OFF = sample("yes", "true", True), sample("no", "false", False)
 
 SAMPLES: Mapping[str, tuple[Sample, ...]] = {
@@ -78,7 +78,7 @@ SAMPLES: Mapping[str, tuple[Sample, ...]] = {
     "debug": (ON, OFF),
 }
 
-# what a setting needs beside it, as fields of Settings
+# other fields of Settings that a setting requires
 COMPANIONS: Mapping[str, Mapping[str, str]] = {
     "context_shift": {"cache": "slots"},
     "multi_user": {"cache": "slots"},

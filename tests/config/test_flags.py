@@ -1,4 +1,4 @@
-"""The command line's flags: what they leave behind, and what is refused."""
+"""Command-line flags: the parsed values, and the errors."""
 
 import argparse
 
@@ -16,66 +16,66 @@ def flags_parser() -> flags.CommandLineParser:
     return parser
 
 
-def parsed(line: str) -> argparse.Namespace:
+def parse(line: str) -> argparse.Namespace:
     return flags.parse_arguments(flags_parser(), line.split())
 
 
 def refusal(line: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as caught:
-        parsed(line)
+        parse(line)
     assert caught.value.code == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("mlxrunner: ")
     return line.removeprefix("mlxrunner: ")
 
 
-def test_what_is_not_given_is_left_to_the_other_sources():
-    assert flags.collect_flags(parsed("")) == {}
+def test_a_flag_that_is_not_given_leaves_the_setting_to_other_sources():
+    assert flags.collect_flags(parse("")) == {}
 
 
-def test_what_is_given_has_its_flag_for_a_place():
-    assert flags.collect_flags(parsed("--port 9")) == {
+def test_the_source_of_a_setting_is_its_flag():
+    assert flags.collect_flags(parse("--port 9")) == {
         "port": SourcedValue(value=9, source="--port")
     }
 
 
 def test_a_switch_can_be_turned_on_and_off():
-    assert flags.collect_flags(parsed("--pull"))["pull"].value is True
-    assert flags.collect_flags(parsed("--no-pull"))["pull"].value is False
-    assert flags.collect_flags(parsed("--pull --no-pull"))["pull"].value is False
+    assert flags.collect_flags(parse("--pull"))["pull"].value is True
+    assert flags.collect_flags(parse("--no-pull"))["pull"].value is False
+    assert flags.collect_flags(parse("--pull --no-pull"))["pull"].value is False
 
 
-def test_what_may_be_several_is_given_again_or_parted_by_commas():
-    found = flags.collect_flags(parsed("--cors-origin https://a --cors-origin https://b,https://c"))
-    assert found["cors_origins"].value == ("https://a", "https://b", "https://c")
+def test_a_list_flag_can_be_repeated_or_comma_separated():
+    values = flags.collect_flags(parse("--cors-origin https://a --cors-origin https://b,https://c"))
+    assert values["cors_origins"].value == ("https://a", "https://b", "https://c")
 
 
 @pytest.mark.parametrize("line", ["a b --port 9", "a --port 9 b", "--port 9 a b", "a --pull b"])
-def test_models_may_stand_between_flags(line: str):
-    assert flags.collect_flags(parsed(line))["models"].value == (
+def test_model_names_may_come_between_flags(line: str):
+    assert flags.collect_flags(parse(line))["models"].value == (
         ModelSettings(name="a"),
         ModelSettings(name="b"),
     )
 
 
-def test_an_unknown_flag_is_refused_with_the_one_that_was_meant(capsys):
+def test_an_unknown_flag_is_rejected_with_a_suggestion(capsys):
     expected = "unknown option --max-que; did you mean --max-queue? ("
     assert refusal("--max-que 3", capsys).startswith(expected)
     assert refusal("--max-que=3", capsys).startswith(expected)
     assert "mean" not in refusal("--zzz", capsys)
 
 
-def test_a_flag_is_not_cut_short(capsys):
+def test_flags_cannot_be_abbreviated(capsys):
     """`--max-q` could mean another flag in the next version."""
     assert "did you mean --max-queue?" in refusal("--max-q 3", capsys)
 
 
-def test_a_value_that_cannot_be_read_is_told_with_its_flag(capsys):
-    told = refusal("--port x", capsys)
-    assert told == "--port: must be a whole number from 0 to 65535, not 'x'"
+def test_an_invalid_value_is_reported_with_its_flag(capsys):
+    message = refusal("--port x", capsys)
+    assert message == "--port: must be an integer from 0 to 65535, not 'x'"
 
 
-def test_a_bad_choice_is_refused_with_the_nearest(capsys):
+def test_an_invalid_choice_is_rejected_with_a_suggestion(capsys):
     assert refusal("--log-level inof", capsys) == (
         "--log-level: must be debug or info or warning or error, not 'inof'; did you mean info?"
     )
@@ -83,7 +83,7 @@ def test_a_bad_choice_is_refused_with_the_nearest(capsys):
 
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if not option.is_boolean])
-def test_every_option_refuses_a_value_in_one_line_that_names_it(option, capsys):
+def test_every_option_reports_an_invalid_value_in_one_line(option, capsys):
     """argparse prints twenty-four lines of usage with each."""
     bad = "" if option.value_type.metavar == "FILE" else " \n/ "
     with pytest.raises(SystemExit) as caught:
@@ -100,14 +100,14 @@ def test_control_characters_in_a_flag_are_escaped(capsys):
     assert line.isprintable()
 
 
-def test_help_tells_each_flag_with_its_default(capsys):
+def test_help_lists_each_flag_with_its_default(capsys):
     with pytest.raises(SystemExit) as caught:
-        parsed("--help")
+        parse("--help")
     assert caught.value.code == 0
-    told = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     for option in OPTIONS:
-        assert option.flag in told
+        assert option.flag in output
         # argparse breaks lines at hyphens too
         assert f"(default: {option.format_value(option.default)})".replace(
             "- ", "-"
-        ) in told.replace("- ", "-")
+        ) in output.replace("- ", "-")

@@ -1,4 +1,4 @@
-"""The table of options: nothing is left out, nothing stands there twice."""
+"""The table of options is complete and has no duplicates."""
 
 import dataclasses
 
@@ -20,16 +20,16 @@ from tests.config.samples import SAMPLES
 FIELDS = [field.name for field in dataclasses.fields(Settings)]
 
 
-def test_each_field_of_the_settings_has_one_option_but_for_the_models():
+def test_each_settings_field_except_models_has_one_option():
     assert sorted([*(option.field for option in OPTIONS), "models"]) == sorted(FIELDS)
 
 
-def test_each_field_of_one_model_has_a_key_in_the_file():
-    of_a_model = [field.name for field in dataclasses.fields(ModelSettings)]
-    assert [option.field for option in MODEL_OPTIONS] == of_a_model
+def test_each_model_setting_has_a_key_in_the_file():
+    model_fields = [field.name for field in dataclasses.fields(ModelSettings)]
+    assert [option.field for option in MODEL_OPTIONS] == model_fields
 
 
-def test_no_name_means_two_things():
+def test_flag_and_variable_names_are_unique():
     flags = [option.flag for option in OPTIONS]
     variables = [
         *(option.env_var for option in OPTIONS),
@@ -42,14 +42,16 @@ def test_no_name_means_two_things():
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.field)
-def test_a_variable_is_called_as_its_setting_is(option):
-    """But for the file of keys: the name that would be its own holds the keys themselves."""
-    rule = ENV_PREFIX + option.field.upper()
-    assert option.env_var == (f"{rule}_FILE" if rule in SECRET_VARIABLES else rule)
+def test_a_variable_is_named_after_its_setting(option):
+    """Except the key file: the variable with the plain name contains the keys themselves."""
+    default_name = ENV_PREFIX + option.field.upper()
+    assert option.env_var == (
+        f"{default_name}_FILE" if default_name in SECRET_VARIABLES else default_name
+    )
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.field)
-def test_the_defaults_are_those_of_the_settings_and_can_be_written(option):
+def test_option_defaults_equal_the_settings_defaults_and_can_be_written(option):
     default = getattr(Settings(), option.field)
     assert option.default == default
     assert option.from_toml(option.to_toml(default)) == default
@@ -62,10 +64,10 @@ def test_the_word_default_is_the_default_everywhere(option):
     assert option.parse_text(DEFAULT_WORD) == option.from_toml(DEFAULT_WORD) == option.default
 
 
-def test_there_is_a_sample_for_each():
+def test_each_option_has_a_sample():
     assert list(SAMPLES) == [option.field for option in OPTIONS]
 
 
-def test_what_is_nearly_right_is_told_and_nothing_else():
+def test_only_a_similar_name_is_suggested():
     assert suggest("max_que", ["port", "max_queue"]) == "; did you mean max_queue?"
     assert suggest("zzz", ["port", "max_queue"]) == ""

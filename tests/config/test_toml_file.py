@@ -1,4 +1,4 @@
-"""A configuration file: what is found in it, and the line that each mistake is on."""
+"""The configuration file: its settings, and the line number of each error."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from app.config.toml_file import read_toml_file
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import ModelSettings
 
-WHOLE = """\
+FULL_FILE = """\
 # a comment
 port = 9
 cors_origins = [
@@ -34,15 +34,15 @@ name = "b:4b"
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """So that a path in a message is a short one."""
+def working_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory, so that paths in messages are short."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def refusal(written: str | bytes) -> str:
-    content = written.encode() if isinstance(written, str) else written
-    Path("a.toml").write_bytes(content)
+def refusal(content: str | bytes) -> str:
+    data = content.encode() if isinstance(content, str) else content
+    Path("a.toml").write_bytes(data)
     with pytest.raises(AppError) as caught:
         read_toml_file("a.toml")
     assert caught.value.kind is ErrorKind.INVALID
@@ -50,10 +50,10 @@ def refusal(written: str | bytes) -> str:
     return caught.value.message
 
 
-def test_settings_and_models_are_found_with_their_lines(here: Path):
-    Path("a.toml").write_text(WHOLE)
+def test_settings_and_models_are_read_with_their_line_numbers(working_dir: Path):
+    Path("a.toml").write_text(FULL_FILE)
     found = read_toml_file("a.toml")
-    assert {name: (one.value, one.source) for name, one in found.items()} == {
+    assert {name: (value.value, value.source) for name, value in found.items()} == {
         "port": (9, "a.toml:2"),
         "cors_origins": (("https://a",), "a.toml:3"),
         "keep_alive": (300.0, "a.toml:6"),
@@ -78,32 +78,32 @@ def test_settings_and_models_are_found_with_their_lines(here: Path):
     }
 
 
-def test_models_of_which_there_is_nothing_to_say_are_a_list(here: Path):
+def test_models_without_settings_can_be_a_list_of_names(working_dir: Path):
     Path("a.toml").write_text('models = ["org/a", "b:4b"]')
     found = read_toml_file("a.toml")["models"]
     assert found.value == (ModelSettings(name="org/a"), ModelSettings(name="b:4b"))
     assert found.source == "a.toml:1"
 
 
-def test_a_model_may_be_called_default(here: Path):
+def test_a_model_may_be_called_default(working_dir: Path):
     Path("a.toml").write_text('models = [{name = "default", alias = "default"}]')
     [model] = read_toml_file("a.toml")["models"].value
     assert model == ModelSettings(name="default", alias="default")
 
 
-def test_an_empty_file_says_nothing(here: Path):
+def test_an_empty_file_sets_nothing(working_dir: Path):
     Path("a.toml").write_text("")
     assert read_toml_file("a.toml") == {}
 
 
 @pytest.mark.parametrize(
-    ("written", "message"),
+    ("content", "message"),
     [
         ("\nprot = 9", "a.toml:2: prot: unknown key; did you mean port?"),
         ("zzz = 9", "a.toml:1: zzz: unknown key"),
         ("model = 9", "a.toml:1: model: unknown key; did you mean models?"),
-        ("port = 'x'", "a.toml:1: port: must be a whole number from 0 to 65535, not 'x'"),
-        ("port = 1.5", "a.toml:1: port: must be a whole number from 0 to 65535, not 1.5"),
+        ("port = 'x'", "a.toml:1: port: must be an integer from 0 to 65535, not 'x'"),
+        ("port = 1.5", "a.toml:1: port: must be an integer from 0 to 65535, not 1.5"),
         ("debug = 1", "a.toml:1: debug: must be true or false, not 1"),
         (
             "x = 0\n[server]\nport = 9",
@@ -114,7 +114,7 @@ def test_an_empty_file_says_nothing(here: Path):
             "a.toml:1: [server]: unknown section; settings are top-level keys, without sections",
         ),
         ("[modles]", "a.toml:1: [modles]: unknown section"),
-        ("port.number = 9", "a.toml:1: port: must be a whole number from 0 to 65535, not {'nu"),
+        ("port.number = 9", "a.toml:1: port: must be an integer from 0 to 65535, not {'nu"),
         ("models = 7", "a.toml:1: must be [[models]] tables, or a list of names"),
         ("models = [7]", "a.toml:1: models[0] needs a name"),
         ("[models]\nname = 'a'", "a.toml:1: must be [[models]] tables, or a list of names"),
@@ -129,30 +129,36 @@ def test_an_empty_file_says_nothing(here: Path):
             "move it above the first [[models]]",
         ),
         ("[[models]]\nname = 7", "a.toml:2: models[0].name: must be the name of a model, not 7"),
-        ("[[models]]\nname = 'a'\nparallel = 0", "a.toml:3: models[0].parallel: must be a whole"),
-        ("models = [{name = 'a', parallel = 0}]", "a.toml:1: models[0].parallel: must be a whole"),
+        (
+            "[[models]]\nname = 'a'\nparallel = 0",
+            "a.toml:3: models[0].parallel: must be an integer",
+        ),
+        (
+            "models = [{name = 'a', parallel = 0}]",
+            "a.toml:1: models[0].parallel: must be an integer",
+        ),
         ("port = ", "a.toml: is not valid TOML: Invalid value (at "),
         ("port = 1\nport = 2", "a.toml: is not valid TOML: Cannot overwrite a value"),
         (b"host = '\xff'", "a.toml: is not valid TOML: "),
     ],
 )
-def test_a_mistake_is_told_with_its_line(written: str | bytes, message: str, here: Path):
-    assert refusal(written).startswith(message)
+def test_a_mistake_is_reported_with_its_line(content: str | bytes, message: str, working_dir: Path):
+    assert refusal(content).startswith(message)
 
 
-def test_a_line_within_a_text_is_not_taken_for_a_key(here: Path):
-    """As two lines may be the one that is meant, none is named."""
+def test_a_line_of_a_multiline_string_is_not_taken_for_a_key(working_dir: Path):
+    """Two lines match the key, so the message has no line number."""
     assert refusal('api_keys = """\nport = 1\n"""\nport = "x"').startswith("a.toml: port: must be")
 
 
-def test_a_file_that_is_not_there_is_told(here: Path):
-    for path, why in (("b.toml", "No such file"), (".", "Is a directory")):
-        with pytest.raises(AppError, match=why) as caught:
+def test_an_unreadable_file_is_reported(working_dir: Path):
+    for path, reason in (("b.toml", "No such file"), (".", "Is a directory")):
+        with pytest.raises(AppError, match=reason) as caught:
             read_toml_file(path)
         assert caught.value.message.startswith(f"{path}: ")
 
 
-def test_a_path_cannot_add_a_line(here: Path):
+def test_a_line_break_in_a_path_is_replaced(working_dir: Path):
     name = "a\nport = 1 #.toml"
     Path(name).write_text("port = 9")
     assert read_toml_file(name)["port"].source == "a?port = 1 #.toml:1"

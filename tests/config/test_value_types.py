@@ -1,4 +1,4 @@
-"""Values in words and in TOML: what is read, what is refused, and in which words."""
+"""Values as text and in TOML: parsing, and error messages."""
 
 import math
 import tomllib
@@ -14,26 +14,26 @@ from app.config.value_types import MAX_NUMBER, InvalidOptionValue
 
 BY_FIELD = {option.field: option for option in OPTIONS}
 
-WHOLE = value_types.integer(1)
+INTEGER = value_types.integer(1)
 TIME = value_types.duration()
-KEEP = value_types.duration(allow_zero=True, allow_forever=True)
+KEEP_ALIVE = value_types.duration(allow_zero=True, allow_forever=True)
 GIB = value_types.size("GiB", 1 << 30)
 
 
-def refusal(form: value_types.ValueType, word: str) -> str:
+def refusal(value_type: value_types.ValueType, text: str) -> str:
     with pytest.raises(InvalidOptionValue) as caught:
-        form.parse_text(word)
+        value_type.parse_text(text)
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("form", "word"),
+    ("value_type", "text"),
     [
-        (WHOLE, "0"),
-        (WHOLE, "-1"),
-        (WHOLE, "1.5"),
-        (WHOLE, "9" * 5000),
-        (WHOLE, "many"),
+        (INTEGER, "0"),
+        (INTEGER, "-1"),
+        (INTEGER, "1.5"),
+        (INTEGER, "9" * 5000),
+        (INTEGER, "many"),
         (value_types.integer(0, 65535), "70000"),
         (TIME, "0"),
         (TIME, "-1"),
@@ -43,8 +43,8 @@ def refusal(form: value_types.ValueType, word: str) -> str:
         (TIME, "5 minutes"),
         (TIME, "5m5"),
         (TIME, str(2 * MAX_NUMBER)),
-        (KEEP, "soon"),
-        (KEEP, "nan"),
+        (KEEP_ALIVE, "soon"),
+        (KEEP_ALIVE, "nan"),
         (GIB, "0"),
         (GIB, "-1"),
         (GIB, "nan"),
@@ -76,17 +76,17 @@ def refusal(form: value_types.ValueType, word: str) -> str:
         (value_types.url(), "http://[::1"),
     ],
 )
-def test_a_word_that_is_none_is_refused_with_what_it_must_be(form, word):
-    assert refusal(form, word).startswith(f"must be {form.description}")
+def test_an_invalid_text_is_rejected_with_a_description_of_the_type(value_type, text):
+    assert refusal(value_type, text).startswith(f"must be {value_type.description}")
 
 
 @pytest.mark.parametrize(
-    ("form", "value"),
+    ("value_type", "value"),
     [
-        (WHOLE, True),
-        (WHOLE, 1.0),
-        (WHOLE, "1"),
-        (WHOLE, [1]),
+        (INTEGER, True),
+        (INTEGER, 1.0),
+        (INTEGER, "1"),
+        (INTEGER, [1]),
         (TIME, False),
         (TIME, math.inf),
         (GIB, "6"),
@@ -100,30 +100,30 @@ def test_a_word_that_is_none_is_refused_with_what_it_must_be(form, word):
         (value_types.origins(), {"https://a": 1}),
     ],
 )
-def test_a_value_of_another_type_is_refused_in_a_file(form, value):
+def test_a_toml_value_of_another_type_is_rejected(value_type, value):
     with pytest.raises(InvalidOptionValue, match=r"^must be "):
-        form.from_toml(value)
+        value_type.from_toml(value)
 
 
-def test_a_refusal_shows_what_was_written_but_not_all_of_it():
-    assert refusal(WHOLE, "many") == "must be a whole number of 1 or more, not 'many'"
-    assert len(refusal(WHOLE, "x" * 10_000)) < 200
+def test_an_error_shows_the_value_truncated():
+    assert refusal(INTEGER, "many") == "must be an integer of 1 or more, not 'many'"
+    assert len(refusal(INTEGER, "x" * 10_000)) < 200
 
 
-def test_a_password_in_an_address_is_refused_and_never_told():
-    told = refusal(value_types.url(), "http://me:hunter2@collector:4318")
-    assert "without a password" in told
-    assert "hunter2" not in told
+def test_a_password_in_a_url_is_rejected_and_not_shown():
+    message = refusal(value_types.url(), "http://me:hunter2@collector:4318")
+    assert "without a password" in message
+    assert "hunter2" not in message
     assert "hunter2" not in refusal(value_types.url(), "hunter2@collector")
 
 
-def test_home_is_understood_where_no_shell_does_it(monkeypatch: pytest.MonkeyPatch):
+def test_a_tilde_in_a_path_is_expanded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", "/somewhere")
     assert value_types.path().parse_text("~/keys.toml") == "/somewhere/keys.toml"
     assert value_types.path().parse_text("keys.toml") == "keys.toml"
 
 
-def test_several_are_parted_by_commas():
+def test_lists_are_comma_separated():
     assert value_types.host_names().parse_text(" a, .b ,,c ") == ("a", ".b", "c")
     assert value_types.host_names().from_toml([]) == ()
 
@@ -132,31 +132,33 @@ NUMBERS = st.floats(min_value=1e-9, max_value=1e9)
 
 
 @given(NUMBERS)
-def test_any_time_that_was_read_can_be_written_and_read_again(number):
-    for form in (TIME, KEEP):
-        value = form.parse_text(repr(number))
-        assert through_a_file(form, value) == value
+def test_any_duration_survives_a_toml_round_trip(number):
+    for value_type in (TIME, KEEP_ALIVE):
+        value = value_type.parse_text(repr(number))
+        assert round_trip(value_type, value) == value
 
 
 @given(NUMBERS)
-def test_any_size_that_was_read_can_be_written_and_read_again(number):
+def test_any_size_survives_a_toml_round_trip(number):
     value = GIB.parse_text(repr(number))
-    assert through_a_file(GIB, value) == value
+    assert round_trip(GIB, value) == value
 
 
 @given(st.text(min_size=1))
-def test_any_text_is_refused_or_comes_back_as_it_was(word):
-    for form in (
+def test_any_accepted_text_survives_a_toml_round_trip(text):
+    for value_type in (
         value_types.text("a name", "NAME"),
         value_types.origins(),
         value_types.host_names(),
     ):
         try:
-            value = form.parse_text(word)
+            value = value_type.parse_text(text)
         except InvalidOptionValue:
             continue
-        assert through_a_file(form, value) == value
+        assert round_trip(value_type, value) == value
 
 
-def through_a_file(form: value_types.ValueType, value: object) -> object:
-    return form.from_toml(tomllib.loads(tomli_w.dumps({"key": form.to_toml(value)}))["key"])
+def round_trip(value_type: value_types.ValueType, value: object) -> object:
+    return value_type.from_toml(
+        tomllib.loads(tomli_w.dumps({"key": value_type.to_toml(value)}))["key"]
+    )

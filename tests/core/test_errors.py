@@ -1,4 +1,4 @@
-"""What an error says to the client, and what of it the log may repeat; panics of libraries."""
+"""Error messages for the client, their redacted form for the log, and panics of libraries."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from app.core.errors import AppError, ErrorKind, LibraryPanic, PanicGuard, mark_
 from tests.fakes import make_rust_panic
 
 
-def test_the_log_leaves_out_what_the_client_sent():
+def test_the_log_omits_client_text():
     error = AppError(
         ErrorKind.INVALID, f"no {mark_client_text('ada')} and no {mark_client_text('bob')} here"
     )
@@ -16,21 +16,21 @@ def test_the_log_leaves_out_what_the_client_sent():
     assert error.redact() == "no … and no … here"
 
 
-def test_marks_are_the_servers_own():
-    """A client that sends the closing mark does not end its quotation."""
-    sent = mark_client_text("a") + "b" + mark_client_text("c")
-    error = AppError(ErrorKind.INVALID, f"not {mark_client_text(sent)}!")
+def test_a_client_cannot_close_the_marks():
+    """Marks in the text of a client do not end the marked part."""
+    client_text = mark_client_text("a") + "b" + mark_client_text("c")
+    error = AppError(ErrorKind.INVALID, f"not {mark_client_text(client_text)}!")
     assert error.message == "not abc!"
     assert error.redact() == "not …!"
 
 
-def test_a_message_that_was_cut_within_a_quotation_ends_there():
+def test_a_message_truncated_within_client_text_is_redacted_to_its_end():
     error = AppError(ErrorKind.INVALID, f"not {mark_client_text('a long text')}"[:8])
     assert error.message == "not a l"
     assert error.redact() == "not …"
 
 
-def test_an_error_made_of_another_keeps_its_marks():
+def test_an_error_created_from_another_keeps_its_marks():
     error = AppError(ErrorKind.INVALID, f"not {mark_client_text('a')}")
     assert AppError(ErrorKind.BUSY, error.marked_message).redact() == "not …"
 
@@ -50,12 +50,12 @@ def test_a_panic_becomes_an_exception():
         AppError(ErrorKind.INVALID, "no"),
     ],
 )
-def test_everything_else_passes_unchanged(error):
+def test_other_exceptions_pass_unchanged(error):
     with pytest.raises(type(error)) as caught, PanicGuard():
         raise error
     assert caught.value is error
 
 
-def test_where_nothing_is_raised_nothing_happens():
+def test_the_guard_does_nothing_without_an_exception():
     with PanicGuard():
         pass

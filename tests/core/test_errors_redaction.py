@@ -1,4 +1,4 @@
-"""What clients are told of a model that cannot be loaded leads nowhere on the disk."""
+"""Error messages about a model that cannot be loaded contain no paths."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ FOLDER = Path("/srv/some models/tiny")
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "expected"),
     [
         (f"{FOLDER}: the config lacks x", "tiny: the config lacks x"),
         (f"{FOLDER}/model.safetensors is not whole", "tiny/model.safetensors is not whole"),
@@ -27,11 +27,11 @@ FOLDER = Path("/srv/some models/tiny")
         ("GET /v1/models lists the available models", "GET /v1/models lists the available models"),
     ],
 )
-def test_only_the_way_there_is_left_out(message: str, told: str) -> None:
+def test_only_the_directories_of_a_path_are_removed(message: str, expected: str) -> None:
     error = AppError(ErrorKind.MODEL_FILES, message, param="model", code="c", retry_after=3)
-    found = redact_paths(error, FOLDER, "tiny")
-    assert found.message == told
-    assert (found.kind, found.param, found.code, found.retry_after) == (
+    redacted = redact_paths(error, FOLDER, "tiny")
+    assert redacted.message == expected
+    assert (redacted.kind, redacted.param, redacted.code, redacted.retry_after) == (
         error.kind,
         error.param,
         error.code,
@@ -39,6 +39,6 @@ def test_only_the_way_there_is_left_out(message: str, told: str) -> None:
     )
 
 
-def test_a_model_whose_folder_is_not_known_has_none_to_tell() -> None:
+def test_paths_are_redacted_without_a_known_model_folder() -> None:
     error = AppError(ErrorKind.MODEL_FILES, "/a/b/c is gone")
     assert redact_paths(error, None, "tiny").message == "c is gone"

@@ -1,4 +1,4 @@
-"""What a model's makers recommend is taken whole, or refused whole."""
+"""generation_config.json is either valid as a whole or rejected."""
 
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,19 @@ from app.core.model_files import ModelFiles
 from app.core.sampling_params import SamplingParams
 
 
-def files(recommended: dict[str, Any], **fields: Any) -> ModelFiles:
-    given: dict[str, Any] = {
+def make_model_files(generation_config: dict[str, Any], **fields: Any) -> ModelFiles:
+    defaults: dict[str, Any] = {
         "name": "m",
         "path": Path("/models/m"),
         "config": {"max_position_embeddings": 100, "vocab_size": 50},
         "shards": (),
         "tokenizer_path": Path("/models/m/tokenizer.json"),
         "tokenizer_config": {},
-        "generation_config": recommended,
+        "generation_config": generation_config,
         "chat_template": None,
         "created": 0,
     }
-    return ModelFiles(**{**given, **fields})
+    return ModelFiles(**{**defaults, **fields})
 
 
 @pytest.mark.parametrize(
@@ -47,10 +47,12 @@ def files(recommended: dict[str, Any], **fields: Any) -> ModelFiles:
         ({"transformers_version": "4.51", "num_beams": 4, "max_length": 20}, {}),
     ],
 )
-def test_sampling_is_taken_key_by_key(config: dict[str, Any], sampling: dict[str, Any]) -> None:
-    found = read_generation_defaults(files(config))
-    assert found == GenerationDefaults(sampling=sampling)
-    SamplingParams.merge(found.sampling)
+def test_sampling_parameters_are_read_key_by_key(
+    config: dict[str, Any], sampling: dict[str, Any]
+) -> None:
+    defaults = read_generation_defaults(make_model_files(config))
+    assert defaults == GenerationDefaults(sampling=sampling)
+    SamplingParams.merge(defaults.sampling)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +66,10 @@ def test_sampling_is_taken_key_by_key(config: dict[str, Any], sampling: dict[str
         ({"stop_strings": []}, GenerationDefaults()),
     ],
 )
-def test_so_is_what_ends_an_answer(config: dict[str, Any], expected: GenerationDefaults) -> None:
-    assert read_generation_defaults(files(config)) == expected
+def test_max_tokens_and_stop_strings_are_read(
+    config: dict[str, Any], expected: GenerationDefaults
+) -> None:
+    assert read_generation_defaults(make_model_files(config)) == expected
 
 
 @pytest.mark.parametrize(
@@ -86,15 +90,15 @@ def test_so_is_what_ends_an_answer(config: dict[str, Any], expected: GenerationD
         *(("stop_strings", value) for value in (3, "", [""], ["a", 3], {"a": 1})),
     ],
 )
-def test_a_value_that_cannot_be_meant_is_named(key: str, value: Any) -> None:
+def test_an_invalid_value_is_reported_with_its_key(key: str, value: Any) -> None:
     with pytest.raises(AppError) as caught:
-        read_generation_defaults(files({key: value}))
+        read_generation_defaults(make_model_files({key: value}))
     assert caught.value.kind is ErrorKind.MODEL_FILES
     assert caught.value.message.startswith(f"generation_config.json of /models/m: {key} is ")
     assert "\n" not in caught.value.message
 
 
-def test_a_long_value_is_not_repeated() -> None:
+def test_a_long_value_is_truncated_in_the_error() -> None:
     with pytest.raises(AppError) as caught:
-        read_generation_defaults(files({"temperature": "x" * 10_000}))
+        read_generation_defaults(make_model_files({"temperature": "x" * 10_000}))
     assert len(caught.value.message) < 250

@@ -1,14 +1,14 @@
-"""What can be told from a model's files."""
+"""Properties that follow from the files of a model."""
 
 from typing import Any
 
 import pytest
 
-from tests.core.test_generation_config import files
+from tests.core.test_generation_config import make_model_files
 
 
 @pytest.mark.parametrize(
-    ("made_for", "wanted", "asked", "served"),
+    ("model_context", "recommended", "configured", "expected"),
     [
         (100, None, None, 100),
         (100, 40, None, 40),
@@ -18,17 +18,24 @@ from tests.core.test_generation_config import files
         (100, 40, 1000, 100),
     ],
 )
-def test_the_context_is_what_was_asked_else_what_its_makers_want(
-    made_for: int, wanted: int | None, asked: int | None, served: int
+def test_the_context_is_the_configured_one_else_the_recommended_one(
+    model_context: int, recommended: int | None, configured: int | None, expected: int
 ) -> None:
-    config: Any = {"max_position_embeddings": made_for, "vocab_size": 9}
+    config: Any = {"max_position_embeddings": model_context, "vocab_size": 9}
     assert (
-        files({}, config=config, recommended_context=wanted).resolve_context_length(asked) == served
+        make_model_files({}, config=config, recommended_context=recommended).resolve_context_length(
+            configured
+        )
+        == expected
     )
 
 
-@pytest.mark.parametrize(("tokens", "sampled"), [(None, 50), (50, 50), (48, 48), (60, 50)])
-def test_an_id_is_sampled_where_model_and_tokenizer_have_it(
-    tokens: int | None, sampled: int
+@pytest.mark.parametrize(
+    ("tokenizer_vocab", "expected"), [(None, 50), (50, 50), (48, 48), (60, 50)]
+)
+def test_sampled_ids_are_in_the_model_and_the_tokenizer(
+    tokenizer_vocab: int | None, expected: int
 ) -> None:
-    assert files({}, tokenizer_vocab_size=tokens).sampleable_vocab_size == sampled
+    assert (
+        make_model_files({}, tokenizer_vocab_size=tokenizer_vocab).sampleable_vocab_size == expected
+    )

@@ -1,4 +1,4 @@
-"""How long a request may be, and what is said to one that is longer."""
+"""The context limit of a request, and the error beyond it."""
 
 import pytest
 
@@ -8,39 +8,41 @@ from app.core.model_state import ContextLimit
 MIB = 1 << 20
 
 
-def capacity(context: int, *, scarce: bool = False) -> Capacity:
+def capacity(context: int, *, limited: bool = False) -> Capacity:
     """A position takes one MiB."""
     return Capacity(
         parallel=2,
         context_length=context,
         kv_budget=4000 * MIB,
         kv_bytes_per_sequence=context * MIB,
-        limited_by_memory=scarce,
+        limited_by_memory=limited,
     )
 
 
 @pytest.mark.parametrize(
-    ("asked", "loaded", "context"),
+    ("configured", "loaded", "context"),
     [
         (None, None, 4096),
         (100, None, 100),
         (9999, None, 4096),
         (None, capacity(4096), 4096),
         (100, capacity(100), 100),
-        (3000, capacity(70, scarce=True), 70),
+        (3000, capacity(70, limited=True), 70),
     ],
 )
-def test_a_loaded_engine_knows_best_and_before_that_the_settings(
-    asked: int | None, loaded: Capacity | None, context: int
+def test_the_context_is_that_of_the_engine_or_of_the_settings_before_the_load(
+    configured: int | None, loaded: Capacity | None, context: int
 ) -> None:
     assert (
-        ContextLimit(model_context=4096, configured_context=asked, capacity=loaded).context_length
+        ContextLimit(
+            model_context=4096, configured_context=configured, capacity=loaded
+        ).context_length
         == context
     )
 
 
 @pytest.mark.parametrize(
-    ("room", "told"),
+    ("limit", "parts"),
     [
         (
             ContextLimit(model_context=4096, configured_context=None, capacity=None),
@@ -52,14 +54,14 @@ def test_a_loaded_engine_knows_best_and_before_that_the_settings(
         ),
         (
             ContextLimit(
-                model_context=4096, configured_context=None, capacity=capacity(64, scarce=True)
+                model_context=4096, configured_context=None, capacity=capacity(64, limited=True)
             ),
             ("only 64 tokens fit in memory", "about 5001.0 MiB", "can have 64.0 MiB", "--memory"),
         ),
     ],
 )
-def test_a_refusal_says_what_limits_and_what_to_do(
-    room: ContextLimit, told: tuple[str, ...]
+def test_the_error_names_the_limit_and_the_remedy(
+    limit: ContextLimit, parts: tuple[str, ...]
 ) -> None:
-    for words in told:
-        assert words in room.explain_too_long(5000)
+    for part in parts:
+        assert part in limit.explain_too_long(5000)

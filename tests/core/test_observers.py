@@ -1,4 +1,4 @@
-"""Observers of a request: which events they get, and how they learn of its end."""
+"""Observers of a request: the events that they receive, and the notification of the end."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -32,14 +32,13 @@ call = ToolCallDelta(call_index=0, id="call_1", name="f")
 
 @dataclass
 class Observer:
-    """Implements `RequestObserver`: keeps what it is called with. calls: names of the methods, in
-    order."""
+    """Implements `RequestObserver`: records its calls. calls: names of the methods, in order."""
 
     request: GenerateRequest | EmbedRequest
     events: list[Event] = field(default_factory=list[Event])
     calls: list[str] = field(default_factory=list[str])
     errors: list[Exception] = field(default_factory=list[Exception])
-    found: Embeddings | None = None
+    embeddings: Embeddings | None = None
     complete: bool | None = None
 
     def on_event(self, event: Event) -> None:
@@ -48,7 +47,7 @@ class Observer:
 
     def on_embeddings(self, found: Embeddings) -> None:
         self.calls.append("embeddings")
-        self.found = found
+        self.embeddings = found
 
     def on_error(self, error: Exception) -> None:
         self.calls.append("error")
@@ -61,22 +60,22 @@ class Observer:
 
 class ObserverFactory:
     def __init__(self) -> None:
-        self.made: list[Observer] = []
+        self.observers: list[Observer] = []
 
     def __call__(self, request: GenerateRequest | EmbedRequest) -> Observer:
-        self.made.append(Observer(request))
-        return self.made[-1]
+        self.observers.append(Observer(request))
+        return self.observers[-1]
 
 
 async def read(events: AsyncIterator[Event], count: int | None = None) -> list[Event]:
     """All events, or the first `count`."""
-    found: list[Event] = []
-    while count is None or len(found) < count:
+    received: list[Event] = []
+    while count is None or len(received) < count:
         try:
-            found.append(await anext(events))
+            received.append(await anext(events))
         except StopAsyncIteration:
             break
-    return found
+    return received
 
 
 def observe(
@@ -86,26 +85,26 @@ def observe(
     open_error: Exception | None = None,
     **fields: Any,
 ) -> tuple[Observer, list[Event]]:
-    """The observer of one request, and the events that its client got. count: events after which
-    the client leaves."""
+    """The observer of one request, and the events that its client received. count: number of events
+    after which the client disconnects."""
     request = GenerateRequest(**{"model": CARD.id, "prompt": "hi", **fields})
     factory = ObserverFactory()
-    found: list[Event] = []
+    received: list[Event] = []
 
     async def run() -> None:
         generate = FakeGenerate(script, open_error=open_error)
         observed = ObservedGenerate(generate, factory, factory)
         with suppress(AppError, KeyError):
             async with observed.open(request, MODEL) as events:
-                found.extend(await read(events, count))
+                received.extend(await read(events, count))
 
     asyncio.run(run())
-    first, second = factory.made
-    assert first == second, "all observers get the same"
+    first, second = factory.observers
+    assert first == second, "all observers receive the same calls"
     assert first.request is request
     assert first.calls[-1] == "end"
     assert first.calls.count("end") == 1
-    return first, found
+    return first, received
 
 
 @pytest.mark.parametrize("first", [text(""), text("a"), think, call])
@@ -117,18 +116,18 @@ def test_only_the_first_delta_of_a_choice_is_observed(first: Any):
 
 
 def test_each_choice_has_a_first_delta():
-    def by(choice: int, event: Any) -> Any:
+    def with_choice(choice: int, event: Any) -> Any:
         return replace(event, choice=choice)
 
     script = [
-        by(1, text("a")),
-        by(0, think),
-        by(1, text("b")),
-        by(0, finish()),
-        by(2, call),
-        by(2, text("c")),
-        by(1, finish("length")),
-        by(2, finish()),
+        with_choice(1, text("a")),
+        with_choice(0, think),
+        with_choice(1, text("b")),
+        with_choice(0, finish()),
+        with_choice(2, call),
+        with_choice(2, text("c")),
+        with_choice(1, finish("length")),
+        with_choice(2, finish()),
     ]
     observer, events = observe(script, n=3)
     assert events == script
@@ -136,7 +135,7 @@ def test_each_choice_has_a_first_delta():
     assert observer.complete
 
 
-def test_everything_but_deltas_is_observed_each_time():
+def test_every_event_except_deltas_is_observed():
     script = [
         ModelLoading(progress=0, queued=True),
         ModelLoading(progress=1),
@@ -162,27 +161,27 @@ def test_observers_are_not_called_for_each_delta():
 
 
 def test_a_request_is_complete_when_all_its_choices_have_finished():
-    asked: dict[str, Any] = {"n": 2, "prompt": PromptBatch(prompts=("a", "b"))}
-    assert count_choices(GenerateRequest(model=CARD.id, **asked)) == 4
+    fields: dict[str, Any] = {"n": 2, "prompt": PromptBatch(prompts=("a", "b"))}
+    assert count_choices(GenerateRequest(model=CARD.id, **fields)) == 4
     for finished, complete in ((3, False), (4, True)):
         script = [replace(finish(), choice=choice) for choice in range(finished)]
-        observer, _ = observe(script, **asked)
+        observer, _ = observe(script, **fields)
         assert observer.complete is complete
 
 
-def test_a_request_that_its_client_leaves_is_incomplete_without_an_error():
+def test_a_disconnect_leaves_the_request_incomplete_without_an_error():
     observer, _ = observe([text("a"), FOREVER], count=1)
     assert (observer.calls, observer.complete) == (["event", "end"], False)
 
 
-def test_a_refused_request_is_an_error_without_events():
+def test_a_rejected_request_is_an_error_without_events():
     observer, _ = observe(open_error=BROKEN)
     assert (observer.calls, observer.errors) == (["error", "end"], [BROKEN])
     assert observer.complete is False
 
 
 @pytest.mark.parametrize("error", [BROKEN, KeyError("a")])
-def test_an_error_amid_the_events_is_observed(error: Exception):
+def test_an_error_between_events_is_observed(error: Exception):
     observer, events = observe([text("a"), error])
     assert events == []
     assert observer.calls[:2] == ["event", "error"]
@@ -201,20 +200,20 @@ def test_an_error_that_the_reader_handles_is_observed_too():
                 await read(events)
 
     asyncio.run(run())
-    assert factory.made[0].calls == ["event", "error", "end"]
+    assert factory.observers[0].calls == ["event", "error", "end"]
 
 
 def test_embeddings_are_observed():
     factory = ObserverFactory()
 
     async def run() -> None:
-        found = await ObservedGenerate(FakeGenerate(), factory).embed(EMBED, MODEL)
-        assert factory.made[0].found is found
+        embeddings = await ObservedGenerate(FakeGenerate(), factory).embed(EMBED, MODEL)
+        assert factory.observers[0].embeddings is embeddings
         with pytest.raises(AppError):
             await ObservedGenerate(FakeGenerate(open_error=BROKEN), factory).embed(EMBED, MODEL)
 
     asyncio.run(run())
-    done, failed = factory.made
+    done, failed = factory.observers
     assert (done.calls, done.complete) == (["embeddings", "end"], True)
     assert (failed.calls, failed.complete) == (["error", "end"], False)
 
@@ -233,14 +232,14 @@ def test_cancelled_embeddings_are_incomplete_without_an_error():
         await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(run())
-    assert (factory.made[0].calls, factory.made[0].complete) == (["end"], False)
+    assert (factory.observers[0].calls, factory.observers[0].complete) == (["end"], False)
 
 
 def test_the_model_is_passed_on():
-    """Observers see the request; what is opened is the model that was resolved."""
+    """Observers receive the request; the wrapped generator receives the resolved model."""
     models: list[Any] = []
 
-    class Noting(FakeGenerate):
+    class RecordingGenerate(FakeGenerate):
         def open(self, request: Any, model: Any) -> Any:
             models.append(model)
             return FakeGenerate.open(self, request, model)
@@ -250,7 +249,7 @@ def test_the_model_is_passed_on():
             return await FakeGenerate.embed(self, request, model)
 
     async def run() -> None:
-        observed = ObservedGenerate(Noting())
+        observed = ObservedGenerate(RecordingGenerate())
         async with observed.open(GenerateRequest(model=CARD.id, prompt="hi"), MODEL):
             pass
         await observed.embed(EMBED, MODEL)

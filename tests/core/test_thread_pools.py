@@ -1,10 +1,11 @@
-"""Work beside the event loop: fair, bounded, and given up with its request."""
+"""Thread pools for work off the event loop: fair, bounded, and cancelled with the request."""
 
 import asyncio
 import gc
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
@@ -17,81 +18,87 @@ PATIENCE = 10.0
 
 
 def run(body: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
+    async def run_with_timeout() -> None:
         async with asyncio.timeout(PATIENCE):
             await body()
 
-    asyncio.run(bounded())
+    asyncio.run(run_with_timeout())
 
 
 class Text(str):
-    """A str that shows when it is not in memory any more."""
+    """A str with weak references, so that a test can see when it is freed."""
 
     __slots__ = ("__weakref__",)
 
 
-class Held:
-    """Work that runs until it is let go, and notes who began."""
+class BlockingWork:
+    """Work that blocks until it is released. started: names in order."""
 
     def __init__(self) -> None:
-        self.began: list[str] = []
-        self._gate = threading.Event()
+        self.started: list[str] = []
+        self._gates: defaultdict[str, threading.Event] = defaultdict(threading.Event)
+        self._is_released = False
 
     def work(self, name: str) -> Callable[[], str]:
-        def held() -> str:
-            self.began.append(name)
-            assert self._gate.wait(PATIENCE)
+        gate = self._gates[name]
+
+        def block() -> str:
+            self.started.append(name)
+            assert self._is_released or gate.wait(PATIENCE)
             return name
 
-        return held
+        return block
 
-    def let_go(self) -> None:
-        self._gate.set()
+    def release(self, name: str | None = None) -> None:
+        """Releases the work of this name, or all work."""
+        self._is_released = name is None
+        for gate in [self._gates[name]] if name is not None else self._gates.values():
+            gate.set()
 
 
 @pytest.fixture
-def held() -> Iterator[Held]:
-    held = Held()
-    yield held
-    held.let_go()
+def blocker() -> Iterator[BlockingWork]:
+    blocker = BlockingWork()
+    yield blocker
+    blocker.release()
 
 
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():  # noqa: ASYNC110  # another thread's doing
+async def wait_until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110  # set by another thread
         await asyncio.sleep(0.002)
 
 
-def test_a_thread_for_large_work_rests_as_long_as_it_worked():
-    """Most work holds the interpreter: without a rest the event loop gets little of it."""
+def test_a_thread_for_large_work_rests_after_each_job():
+    """Most work holds the GIL: without a rest the event loop is starved."""
 
     def work() -> None:
-        until = time.thread_time() + 0.02
-        while time.thread_time() < until:
+        deadline = time.thread_time() + 0.02
+        while time.thread_time() < deadline:
             pass
 
     async def run() -> float:
         queue = FairThreadPool(1, "resting", rest=2.0)
-        began = time.monotonic()
+        start = time.monotonic()
         await asyncio.gather(*(queue.run(work, key="") for _ in range(4)))
-        return time.monotonic() - began
+        return time.monotonic() - start
 
     assert asyncio.run(run()) >= 4 * 0.02 + 3 * 0.04
 
 
 def test_work_runs_on_another_thread_in_the_context_of_its_request():
-    whose: ContextVar[str] = ContextVar("whose", default="")
+    user: ContextVar[str] = ContextVar("user", default="")
 
     async def body() -> None:
-        whose.set("anna")
+        user.set("anna")
         queue = FairThreadPool(2, "test")
-        assert await queue.run(whose.get, key="") == "anna"
+        assert await queue.run(user.get, key="") == "anna"
         assert await queue.run(threading.get_ident, key="") != threading.get_ident()
 
     run(body)
 
 
-def test_what_the_work_raises_is_raised_where_it_is_awaited():
-    """Also what is no Exception, such as the panic of a library in Rust."""
+def test_an_exception_of_the_work_is_raised_in_the_awaiting_task():
+    """Also a BaseException, such as the panic of a Rust library."""
 
     class Panic(BaseException):
         pass
@@ -109,124 +116,130 @@ def test_what_the_work_raises_is_raised_where_it_is_awaited():
     run(body)
 
 
-def test_keys_take_turns_and_one_key_has_half_of_the_threads(held: Held):
-    """Twenty requests of one client, then one of another: it is the next one to start."""
+def test_keys_take_turns_and_one_key_has_half_of_the_threads(blocker: BlockingWork):
+    """After twenty requests of one client, the first request of another client starts next."""
 
     async def body() -> None:
         queue = FairThreadPool(4, "test")
-        greedy = [asyncio.create_task(queue.run(held.work(f"a{n}"), key="a")) for n in range(20)]
-        await until(lambda: len(held.began) == 2)
-        other = [asyncio.create_task(queue.run(held.work(f"b{n}"), key="b")) for n in range(3)]
-        await until(lambda: len(held.began) == 4)
-        assert sorted(held.began) == ["a0", "a1", "b0", "b1"]
+        first_tasks = [
+            asyncio.create_task(queue.run(blocker.work(f"a{n}"), key="a")) for n in range(20)
+        ]
+        await wait_until(lambda: len(blocker.started) == 2)
+        other_tasks = [
+            asyncio.create_task(queue.run(blocker.work(f"b{n}"), key="b")) for n in range(3)
+        ]
+        await wait_until(lambda: len(blocker.started) == 4)
+        assert sorted(blocker.started) == ["a0", "a1", "b0", "b1"]
         assert (queue.running, queue.queued) == (4, 19)
-        held.let_go()
-        assert await asyncio.gather(*greedy) == [f"a{n}" for n in range(20)]
-        assert await asyncio.gather(*other) == ["b0", "b1", "b2"]
-        assert held.began.index("b2") < held.began.index("a4")
+        blocker.release("b0")
+        await wait_until(lambda: len(blocker.started) == 5)
+        assert blocker.started[4] == "b2"
+        blocker.release()
+        assert await asyncio.gather(*first_tasks) == [f"a{n}" for n in range(20)]
+        assert await asyncio.gather(*other_tasks) == ["b0", "b1", "b2"]
 
     run(body)
 
 
-def test_work_of_a_request_that_is_gone_never_starts(held: Held):
+def test_queued_work_of_a_cancelled_request_never_starts(blocker: BlockingWork):
     async def body() -> None:
         queue = FairThreadPool(1, "test")
-        tasks = [asyncio.create_task(queue.run(held.work(name), key="")) for name in "abc"]
-        await until(lambda: held.began)
+        tasks = [asyncio.create_task(queue.run(blocker.work(name), key="")) for name in "abc"]
+        await wait_until(lambda: blocker.started)
         tasks[1].cancel()
         await asyncio.gather(tasks[1], return_exceptions=True)
         assert queue.queued == 1
-        held.let_go()
+        blocker.release()
         assert await asyncio.gather(tasks[0], tasks[2]) == ["a", "c"]
-        assert held.began == ["a", "c"]
+        assert blocker.started == ["a", "c"]
 
     run(body)
 
 
-def test_running_work_keeps_its_thread_until_it_ends(held: Held):
-    """A thread cannot be stopped: what it does counts, though its request is gone."""
+def test_running_work_keeps_its_thread_until_it_ends(blocker: BlockingWork):
+    """A thread cannot be stopped, so its work counts as running after the request was cancelled."""
 
     async def body() -> None:
         queue = FairThreadPool(1, "test")
-        gone = asyncio.create_task(queue.run(held.work("a"), key=""))
-        await until(lambda: held.began)
-        gone.cancel()
-        await asyncio.gather(gone, return_exceptions=True)
-        waiting = asyncio.create_task(queue.run(held.work("b"), key=""))
+        cancelled = asyncio.create_task(queue.run(blocker.work("a"), key=""))
+        await wait_until(lambda: blocker.started)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        queued = asyncio.create_task(queue.run(blocker.work("b"), key=""))
         await asyncio.sleep(0.02)
-        assert (queue.running, queue.queued, held.began) == (1, 1, ["a"])
-        held.let_go()
-        assert await waiting == "b"
+        assert (queue.running, queue.queued, blocker.started) == (1, 1, ["a"])
+        blocker.release()
+        assert await queued == "b"
 
     run(body)
 
 
-def test_work_that_looks_notices_that_its_request_is_gone():
-    ended = threading.Event()
+def test_work_that_checks_its_token_stops_when_the_request_is_cancelled():
+    stopped = threading.Event()
 
     def work(token: CancelToken) -> None:
         try:
             while True:
                 token.check()
         except WorkCancelled:
-            ended.set()
+            stopped.set()
             raise
 
     async def body() -> None:
         workers = ThreadPools()
         task = asyncio.create_task(workers.run_cancellable(work))
-        await until(lambda: workers.running == 1)
+        await wait_until(lambda: workers.running == 1)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await until(ended.is_set)
-        await until(lambda: workers.running == 0)
+        await wait_until(stopped.is_set)
+        await wait_until(lambda: workers.running == 0)
 
     run(body)
 
 
-def test_small_work_does_not_wait_for_large_work(held: Held):
+def test_small_work_does_not_wait_for_large_work(blocker: BlockingWork):
     async def body() -> None:
         workers = ThreadPools()
         large = [
-            asyncio.create_task(workers.run(held.work(f"{n}"), size=1 << 20, key=f"{n}"))
+            asyncio.create_task(workers.run(blocker.work(f"{n}"), size=1 << 20, key=f"{n}"))
             for n in range(50)
         ]
-        await until(lambda: workers.large.queued and workers.running)
+        await wait_until(lambda: workers.large.queued and workers.running)
         assert await workers.run(lambda: "small", size=1000) == "small"
-        held.let_go()
+        blocker.release()
         await asyncio.gather(*large)
 
     run(body)
 
 
-def test_threads_do_not_keep_what_they_worked_on():
-    """A request's text stayed in memory until the thread had other work."""
+def test_threads_keep_no_references_to_results():
+    """The text of a request stayed in memory until the thread got other work."""
 
     async def body() -> None:
         queue, text = FairThreadPool(1, "test"), Text("x" * 1000)
-        gone = weakref.ref(text)
+        reference = weakref.ref(text)
         await queue.run(lambda text=text: text, key="")
         del text
-        await until(lambda: gone() is None)
+        await wait_until(lambda: reference() is None)
 
     run(body)
 
 
-def test_an_error_takes_what_its_work_had_in_hand_with_it():
-    """It stayed in memory until the garbage collector found it, which may be minutes later."""
+def test_an_error_keeps_no_references_to_arguments():
+    """The arguments stayed in memory until the next garbage collection, possibly for minutes."""
 
     async def body() -> None:
         def fail(text: Text) -> None:
             raise ValueError(len(text))
 
         queue, text = FairThreadPool(1, "test"), Text("x" * 1000)
-        gone = weakref.ref(text)
+        reference = weakref.ref(text)
         gc.disable()
         try:
             with suppress(ValueError):
                 await queue.run(lambda text=text: fail(text), key="")
             del text
-            await until(lambda: gone() is None)
+            await wait_until(lambda: reference() is None)
         finally:
             gc.enable()
 

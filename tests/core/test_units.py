@@ -1,4 +1,4 @@
-"""Numbers for people."""
+"""Formatting of numbers."""
 
 import pytest
 
@@ -33,19 +33,19 @@ def test_bytes_have_three_digits(count: int, text: str) -> None:
         (999 << 30, "999 GiB"),
     ],
 )
-def test_memory_is_told_as_it_is_given(count: int, text: str) -> None:
+def test_memory_is_formatted_in_the_unit_of_the_settings(count: int, text: str) -> None:
     assert format_memory(count) == text
 
 
 @pytest.mark.parametrize(
     ("count", "text"), [(7, "7"), (1_771_200, "1.77M"), (8_030_261_248, "8.03B")]
 )
-def test_parameters_have_the_fields_letters(count: int, text: str) -> None:
+def test_parameter_counts_have_the_usual_suffixes(count: int, text: str) -> None:
     assert format_count(count) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.4, "0 s"), (99, "99 s"), (150, "2 min"), (7_500, "2 h 05 min")]
 )
-def test_time_is_as_exact_as_anybody_wants_it(seconds: float, text: str) -> None:
+def test_durations_are_rounded_to_a_readable_precision(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text

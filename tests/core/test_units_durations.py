@@ -1,4 +1,4 @@
-"""Durations as people write them."""
+"""Parsing of durations."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from app.core.units import parse_duration
 
 
 @pytest.mark.parametrize(
-    ("text", "meant"),
+    ("text", "expected"),
     [
         ("0", 0),
         ("90", 90),
@@ -20,12 +20,12 @@ from app.core.units import parse_duration
         ("-1m", -60),
     ],
 )
-def test_a_number_or_units_are_understood(text, meant):
-    assert parse_duration(text) == meant
+def test_numbers_and_units_are_parsed(text, expected):
+    assert parse_duration(text) == expected
 
 
 @pytest.mark.parametrize(
     "text", ["", "s", "m5", "5 m", "5m5", "1d", "1e3", "inf", "nan", "five", "٣", "1m\n", "9" * 40]
 )
-def test_what_is_no_duration_is_none(text):
+def test_an_invalid_duration_is_none(text):
     assert parse_duration(text) is None

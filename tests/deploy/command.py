@@ -1,4 +1,4 @@
-"""What a command line in one of our files comes to, as the command itself would read it."""
+"""The settings of a command line in one of our files, read as the command itself reads it."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,8 +10,8 @@ from app.http.api_keys import Keyring
 from app.http.bind_policy import check_bind_policy
 
 
-def settings_of(words: Sequence[str], environment: Mapping[str, str]) -> Settings:
-    """words: `mlxrunner serve …`. Raises AppError, or SystemExit, for what would not start."""
+def parse_serve_command(words: Sequence[str], environment: Mapping[str, str]) -> Settings:
+    """words: `mlxrunner serve …`. Raises AppError or SystemExit if the server would not start."""
     program, *rest = words
     assert program.rpartition("/")[2] == "mlxrunner"
     assert rest[0] == "serve"
@@ -19,8 +19,8 @@ def settings_of(words: Sequence[str], environment: Mapping[str, str]) -> Setting
     return resolve_config(flags.collect_flags(arguments), arguments.config, environment).settings
 
 
-def would_start(settings: Settings, environment: Mapping[str, str]) -> Settings:
-    """The same settings. Raises AppError where strangers would be served."""
+def check_start(settings: Settings, environment: Mapping[str, str]) -> Settings:
+    """Returns the settings. Raises AppError if the bind policy rejects them."""
     has_keys = (
         settings.api_keys is not None or Keyring.from_settings(settings, {**environment}).enabled
     )

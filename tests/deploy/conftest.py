@@ -1,4 +1,4 @@
-"""What tests of deployments need of the machine. Without it they are skipped, and say so."""
+"""Requirements of the deployment tests. Without them, the tests are skipped with the reason."""
 
 import shutil
 
@@ -9,7 +9,7 @@ from tests.deploy.nginx import Certificate
 
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
-    """For the proxies of these tests; they are all nginx."""
+    """The certificate of the nginx proxies in these tests."""
     if shutil.which("nginx") is None:
         pytest.skip("needs nginx: `apt-get install nginx-light`, `brew install nginx`")
     return Certificate.make(tmp_path_factory.mktemp("certificate"))

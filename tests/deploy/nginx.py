@@ -1,4 +1,4 @@
-"""A real nginx that runs one of our files: as it is written, but for addresses and paths."""
+"""A real nginx with one of our files, in which only addresses and paths are replaced."""
 
 import contextlib
 import json
@@ -22,13 +22,13 @@ from tests.server_process import ROOT, TIMEOUT, ServerProcess
 FILES = ROOT / "deploy" / "nginx"
 NAME = "llm.example.org"
 
-# who answered: our own name of the request, each replica that was asked, what the client was told
-_SEEN = "log_format seen '$http_x_request_id|$upstream_addr|$status';"
+# the id of the request, each replica that nginx tried, and the status
+_LOG_FORMAT = "log_format seen '$http_x_request_id|$upstream_addr|$status';"
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """PEM files of a certificate for NAME, and who trusts it."""
+    """PEM files of a certificate for NAME, and a context that trusts it."""
 
     certificate: Path
     key: Path
@@ -37,22 +37,22 @@ class Certificate:
     @staticmethod
     def make(folder: Path) -> "Certificate":
         authority = trustme.CA()
-        issued = authority.issue_cert(NAME)
-        made = Certificate(
+        leaf = authority.issue_cert(NAME)
+        certificate = Certificate(
             folder / "fullchain.pem", folder / "privkey.pem", ssl.create_default_context()
         )
-        for pem in issued.cert_chain_pems:
-            pem.write_to_path(str(made.certificate), append=True)
-        issued.private_key_pem.write_to_path(str(made.key))
-        authority.configure_trust(made.trust)
-        return made
+        for pem in leaf.cert_chain_pems:
+            pem.write_to_path(str(certificate.certificate), append=True)
+        leaf.private_key_pem.write_to_path(str(certificate.key))
+        authority.configure_trust(certificate.trust)
+        return certificate
 
 
 class Nginx:
-    """One that runs. http: a client of it."""
+    """A running nginx. http: a client of it."""
 
     def __init__(self, port: int, folder: Path, certificate: Certificate) -> None:
-        self._seen = folder / "seen.log"
+        self._access_log = folder / "seen.log"
         self.http = httpx.Client(
             base_url=f"https://127.0.0.1:{port}",
             verify=certificate.trust,
@@ -63,30 +63,30 @@ class Nginx:
     def send(
         self, method: str, path: str, *, stream: bool = False, **request: Any
     ) -> httpx.Response:
-        """A request for NAME, as a browser or an SDK would send it, but that it asks no DNS."""
-        built = self.http.build_request(method, path, **request)
-        built.extensions["sni_hostname"] = NAME
-        return self.http.send(built, stream=stream)
+        """A request for NAME, as a browser or an SDK would send it, but without DNS."""
+        request_ = self.http.build_request(method, path, **request)
+        request_.extensions["sni_hostname"] = NAME
+        return self.http.send(request_, stream=stream)
 
-    def asked(self, request_id: str) -> list[int]:
-        """Ports of the replicas that nginx asked for this request, in order."""
+    def get_replica_ports(self, request_id: str) -> list[int]:
+        """The ports of the replicas that nginx tried for this request, in order."""
         deadline = time.monotonic() + TIMEOUT
         while time.monotonic() < deadline:
-            for line in self._seen.read_text("utf-8").splitlines():
+            for line in self._access_log.read_text("utf-8").splitlines():
                 name, addresses, _ = line.split("|")
                 if name == request_id:
                     return [int(port) for port in re.findall(r":(\d+)", addresses)]
-            time.sleep(0.02)  # a line is written when the answer is over
+            time.sleep(0.02)  # nginx writes a line at the end of the response
         raise AssertionError(f"nginx never logged {request_id}")
 
 
-def adapted(
+def adapt_config(
     name: str, port: int, replicas: Sequence[ServerProcess], certificate: Certificate
 ) -> str:
-    """deploy/nginx/NAME with our ports and paths; each line that is replaced has to be there."""
+    """deploy/nginx/NAME with our ports and paths; each replaced line must exist."""
     text = (FILES / name).read_text("utf-8")
-    [written] = set(re.findall(r"^    server \S+?:\d+([^;\n]*);\n", text, re.MULTILINE))
-    servers = "".join(f"    server 127.0.0.1:{one.port}{written};\n" for one in replicas)
+    [server_options] = set(re.findall(r"^    server \S+?:\d+([^;\n]*);\n", text, re.MULTILINE))
+    servers = "".join(f"    server 127.0.0.1:{one.port}{server_options};\n" for one in replicas)
     for pattern, replacement in (
         (r"(^    server \S+?:\d+[^;\n]*;\n)+", servers),
         (r"listen 443 ssl;", f"listen 127.0.0.1:{port} ssl;"),
@@ -99,13 +99,15 @@ def adapted(
 
 
 @contextlib.contextmanager
-def proxying(
+def run_nginx(
     name: str, replicas: Sequence[ServerProcess], certificate: Certificate, folder: Path
 ) -> Iterator[Nginx]:
-    """`folder` is its whole world."""
+    """Run nginx with one of our files; all its files are in `folder`."""
     port = _free_port()
     main = folder / "nginx.conf"
-    main.write_text(_around(adapted(name, port, replicas, certificate), folder), "utf-8")
+    main.write_text(
+        _build_main_config(adapt_config(name, port, replicas, certificate), folder), "utf-8"
+    )
     program = shutil.which("nginx")
     assert program is not None
     command = [program, "-p", str(folder), "-c", str(main), "-e", str(folder / "error.log")]
@@ -122,12 +124,11 @@ def proxying(
 
 
 class Replicas:
-    """Servers of one model, started together. variables: what their environment holds beside
-    ours."""
+    """Servers of one model, started together. variables: additional environment variables."""
 
     def __init__(self, model: Path, variables: Mapping[str, str]) -> None:
-        named = ("--allowed-host", NAME, "--allow-anyone")
-        self._arguments = [str(model), *named, "--parallel", "4"]
+        options = ("--allowed-host", NAME, "--allow-anyone")
+        self._arguments = [str(model), *options, "--parallel", "4"]
         self._variables = variables
         self._servers: list[ServerProcess] = []
 
@@ -140,31 +141,33 @@ class Replicas:
                 server.process.kill()
             server.stop()
 
-    def alive(self, count: int) -> list[ServerProcess]:
-        """So many that are ready, as few new ones as that takes."""
-        there = [one for one in self._servers if one.process.poll() is None]
-        fresh = [ServerProcess(self._arguments, self._variables) for _ in range(count - len(there))]
-        self._servers += fresh
-        return [one.wait_until_ready() for one in (*there, *fresh)][:count]
+    def get_ready(self, count: int) -> list[ServerProcess]:
+        """So many ready servers; starts only as many new ones as needed."""
+        alive = [server for server in self._servers if server.process.poll() is None]
+        started = [
+            ServerProcess(self._arguments, self._variables) for _ in range(count - len(alive))
+        ]
+        self._servers += started
+        return [server.wait_until_ready() for server in (*alive, *started)][:count]
 
 
-def until(true: Callable[[], bool]) -> None:
-    """Returns when it is, AssertionError if it never is."""
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Returns when the condition is true. Raises AssertionError if it never is."""
     deadline = time.monotonic() + TIMEOUT
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
-def _around(server: str, folder: Path) -> str:
-    """What /etc/nginx/nginx.conf is where nginx is installed."""
+def _build_main_config(server: str, folder: Path) -> str:
+    """A main configuration, like the /etc/nginx/nginx.conf of an installation."""
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     temporary = "\n".join(f"{kind}_temp_path {folder}/{kind};" for kind in kinds)
     user = "user root;" if os.geteuid() == 0 else ""
     return (
         f"{user}\nworker_processes 2;\npid {folder}/nginx.pid;\n"
         "events { worker_connections 1024; }\n"
-        f"http {{\n{temporary}\n{_SEEN}\naccess_log {folder}/seen.log seen;\n{server}\n}}\n"
+        f"http {{\n{temporary}\n{_LOG_FORMAT}\naccess_log {folder}/seen.log seen;\n{server}\n}}\n"
     )
 
 
@@ -184,7 +187,7 @@ def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.02)
 
 
-def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+def iter_events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
     """The data of server-sent events, up to [DONE]. Raises AssertionError if there is none."""
     for line in lines:
         if line == "data: [DONE]":

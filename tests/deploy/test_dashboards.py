@@ -1,5 +1,4 @@
-"""What dashboard and alerts ask for is what a server tells that has answered: names, labels and
-the values of labels."""
+"""Dashboard and alerts use only metrics, labels and label values that a server exports."""
 
 import json
 import re
@@ -35,24 +34,24 @@ QUERIES = [
     *((f"alert: {rule['alert']}", rule["expr"]) for rule in RULES),
 ]
 
-# what Prometheus adds to all that it reads
-ADDED = {"instance", "job"}
+# labels that Prometheus adds
+SCRAPE_LABELS = {"instance", "job"}
 
-# what would be there if something happened that a test does not wait for
-POSSIBLE: Mapping[str, set[str]] = {"finished_reason": set(FINISHED_REASONS)}
+# label values of events that do not occur in these tests
+POSSIBLE_VALUES: Mapping[str, set[str]] = {"finished_reason": set(FINISHED_REASONS)}
 
 Labels = Mapping[str, set[str]]
 
 
 @pytest.fixture(scope="module")
-def told(tiny_model: Path) -> Mapping[str, Labels]:
-    """Samples of a server that has answered: by name, the values of each label."""
+def metrics(tiny_model: Path) -> Mapping[str, Labels]:
+    """The samples of a server after some requests: by name, the values of each label."""
     body: Any = {"model": "tiny", "max_tokens": 4}
     chat = {**body, "messages": [{"role": "user", "content": "hi"}]}
     with run_server(str(tiny_model)) as server, httpx.Client(timeout=TIMEOUT) as client:
         assert client.post(f"{server.url}/v1/chat/completions", json=chat).is_success
-        found = client.post(f"{server.url}/v1/embeddings", json={"model": "tiny", "input": "hi"})
-        assert found.is_success
+        reply = client.post(f"{server.url}/v1/embeddings", json={"model": "tiny", "input": "hi"})
+        assert reply.is_success
         text = client.get(f"{server.url}/metrics").text
     samples: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     samples["up"]["job"].add("mlxrunner")
@@ -64,101 +63,103 @@ def told(tiny_model: Path) -> Mapping[str, Labels]:
     return {name: dict(labels) for name, labels in samples.items()}
 
 
-def parsed(expression: str) -> promql.Expr:
-    """With Grafana's variables as it would put them in."""
-    filled = expression.replace("$__rate_interval", "1m")
-    return promql.parse(re.sub(r'"\$\w+"', '".*"', filled))
+def parse_query(expression: str) -> promql.Expr:
+    """Parse the expression, with Grafana's variables replaced."""
+    replaced = expression.replace("$__rate_interval", "1m")
+    return promql.parse(re.sub(r'"\$\w+"', '".*"', replaced))
 
 
-def parts(node: Any) -> Iterator[Any]:
-    """An expression and all that it is made of."""
+def iter_parts(node: Any) -> Iterator[Any]:
+    """An expression and all its parts."""
     yield node
     for name in ("lhs", "rhs", "expr", "vector_selector", "args"):
         inner = getattr(node, name, None)
         for one in inner if isinstance(inner, list) else [inner]:
             if one is not None:
-                yield from parts(one)
+                yield from iter_parts(one)
 
 
-def labels_of(node: Any, told: Mapping[str, Labels]) -> set[str]:
-    """Those of an expression's results."""
+def get_result_labels(node: Any, metrics: Mapping[str, Labels]) -> set[str]:
+    """The labels of an expression's results."""
     match node:
         case promql.VectorSelector():
-            return {*told[node.name or ""], *ADDED}
+            return {*metrics[node.name or ""], *SCRAPE_LABELS}
         case promql.AggregateExpr():
             return set() if node.modifier is None else set(node.modifier.labels)
         case promql.BinaryExpr():
-            return labels_of(node.lhs, told)
+            return get_result_labels(node.lhs, metrics)
         case promql.Call():
-            return labels_of(node.args[-1], told) - {"le"}
+            return get_result_labels(node.args[-1], metrics) - {"le"}
         case promql.MatrixSelector():
-            return labels_of(node.vector_selector, told)
+            return get_result_labels(node.vector_selector, metrics)
         case promql.ParenExpr():
-            return labels_of(node.expr, told)
+            return get_result_labels(node.expr, metrics)
         case _:
-            raise AssertionError(f"a kind of expression that this does not know: {node}")
+            raise AssertionError(f"unknown kind of expression: {node}")
 
 
 @pytest.mark.parametrize(("where", "query"), QUERIES)
-def test_each_query_asks_for_what_there_is(
-    told: Mapping[str, Labels], where: str, query: str
+def test_each_query_uses_existing_metrics(
+    metrics: Mapping[str, Labels], where: str, query: str
 ) -> None:
-    found = 0
-    for node in parts(parsed(query)):
+    num_selectors = 0
+    for node in iter_parts(parse_query(query)):
         if isinstance(node, promql.AggregateExpr) and node.modifier is not None:
-            inner = labels_of(node.expr, told) | {"le"}
+            inner = get_result_labels(node.expr, metrics) | {"le"}
             assert set(node.modifier.labels) <= inner
         if not isinstance(node, promql.VectorSelector):
             continue
-        found += 1
+        num_selectors += 1
         assert node.name is not None
-        assert node.name in told
+        assert node.name in metrics
         for matcher in node.matchers.matchers:
-            if matcher.name in ADDED - told[node.name].keys():
+            if matcher.name in SCRAPE_LABELS - metrics[node.name].keys():
                 continue
-            values = told[node.name][matcher.name] | POSSIBLE.get(matcher.name, set())
-            wanted = matcher.value.split("|") if "|" in matcher.value else [matcher.value]
-            for value in wanted:
+            values = metrics[node.name][matcher.name] | POSSIBLE_VALUES.get(matcher.name, set())
+            patterns = matcher.value.split("|") if "|" in matcher.value else [matcher.value]
+            for value in patterns:
                 assert any(re.fullmatch(value, known) for known in values), (matcher.name, value)
-    assert found
+    assert num_selectors
 
 
-def test_a_query_for_what_is_not_there_is_caught(told: Mapping[str, Labels]) -> None:
+def test_a_query_of_an_unknown_metric_is_detected(metrics: Mapping[str, Labels]) -> None:
     for query in (
         "rate(vllm:nothing_total[5m])",
         'mlxrunner_state{state="bored"}',
         "sum by (colour) (mlxrunner_state)",
     ):
         with pytest.raises((AssertionError, KeyError)):
-            test_each_query_asks_for_what_there_is(told, "planted", query)
+            test_each_query_uses_existing_metrics(metrics, "planted", query)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=[rule["alert"] for rule in RULES])
-def test_each_alert_says_what_is_wrong_with_whom(told: Mapping[str, Labels], rule: Any) -> None:
+def test_each_alert_has_a_summary_and_uses_existing_labels(
+    metrics: Mapping[str, Labels], rule: Any
+) -> None:
     assert rule["labels"]["severity"] in ("page", "ticket")
     assert rule["annotations"].keys() == {"summary", "description"}
-    named = set(re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values())))
-    assert named <= labels_of(parsed(rule["expr"]), told)
-    assert "instance" in named
+    used_labels = set(re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values())))
+    assert used_labels <= get_result_labels(parse_query(rule["expr"]), metrics)
+    assert "instance" in used_labels
 
 
-def test_panels_have_names_of_their_own_and_lie_beside_each_other() -> None:
+def test_panels_have_unique_ids_and_do_not_overlap() -> None:
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(set(ids)) == len(ids)
-    taken: set[tuple[int, int]] = set()
+    used: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:
-        place = panel["gridPos"]
+        position = panel["gridPos"]
         cells = {
             (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
+            for x in range(position["x"], position["x"] + position["w"])
+            for y in range(position["y"], position["y"] + position["h"])
         }
         assert max(x for x, _ in cells) < 24
-        assert not cells & taken
-        taken |= cells
+        assert not cells & used
+        used |= cells
 
 
-def test_every_panel_says_what_it_shows() -> None:
+def test_every_panel_has_a_description() -> None:
     for panel in PANELS:
         assert panel["description"]
         assert panel["datasource"]["uid"] == "${datasource}"
@@ -168,7 +169,7 @@ def test_every_panel_says_what_it_shows() -> None:
             assert variables <= {*known, "__rate_interval"}
 
 
-def test_prometheus_asks_under_the_name_that_the_alerts_know() -> None:
+def test_the_job_name_is_that_of_the_alerts() -> None:
     [job] = PROMETHEUS["scrape_configs"]
     assert job["job_name"] == "mlxrunner"
     assert job["authorization"].keys() == {"credentials_file"}

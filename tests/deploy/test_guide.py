@@ -11,7 +11,7 @@ from app.cli import _build_parser
 from app.config import flags
 from app.config.options import OPTIONS
 from app.core.model_state import ModelPhase
-from app.http.responses import ERROR_FORMATS
+from app.http.errors import ERROR_FORMATS
 from tests.server_process import ROOT
 
 GUIDE = ROOT / "docs" / "operations.md"
@@ -19,7 +19,7 @@ TEXT = GUIDE.read_text("utf-8")
 SPANS = set(re.findall(r"`([^`\n]+)`", TEXT))
 
 
-def rows(heading: str) -> list[list[str]]:
+def read_table(heading: str) -> list[list[str]]:
     """The cells of the table whose first column has this heading."""
     _, _, table = TEXT.partition(f"| {heading} |")
     lines = table.split("\n\n")[0].splitlines()[2:]
@@ -27,29 +27,29 @@ def rows(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def sources() -> str:
-    """Our code, with texts that are written in several pieces as one."""
+def read_sources() -> str:
+    """The source code, with adjacent string literals joined."""
     code = "\n".join(file.read_text("utf-8") for file in sorted((ROOT / "app").rglob("*.py")))
     return re.sub(r'"\s*\n\s*f?"', "", code)
 
 
 def test_each_state_of_the_server_has_a_row() -> None:
-    states = {cell for row in rows("`Status`") for cell in row[:1]}
+    states = {cell for row in read_table("`Status`") for cell in row[:1]}
     assert {f"{number}, {state}" for state, number in OLLAMA_STATUS_CODES.items()} <= states
 
 
 def test_the_states_of_a_model_are_those_of_the_code() -> None:
-    states = {name for row in rows("state") for name in re.findall(r"`(\w+)`", row[0])}
+    states = {name for row in read_table("state") for name in re.findall(r"`(\w+)`", row[0])}
     assert states == set(get_args(ModelPhase))
 
 
-def codes() -> dict[str, set[int]]:
+def read_codes() -> dict[str, set[int]]:
     """The codes of the table with their statuses."""
-    found: dict[str, set[int]] = {}
-    for status, names, _ in rows("status"):
+    codes: dict[str, set[int]] = {}
+    for status, names, _ in read_table("status"):
         for name in re.findall(r"`(\w+)`", names):
-            found.setdefault(name, set()).update(map(int, status.split(", ")))
-    return found
+            codes.setdefault(name, set()).update(map(int, status.split(", ")))
+    return codes
 
 
 # Each error of these kinds has a code of its own, so the kind's code is never sent.
@@ -57,23 +57,23 @@ UNSENT_CODES = {"forbidden", "server_overloaded"}
 
 
 def test_each_code_has_a_row_with_its_status() -> None:
-    listed = codes()
+    listed = read_codes()
     for kind in ERROR_FORMATS.values():
         if kind.code is not None and kind.code not in UNSENT_CODES:
             assert kind.status in listed.get(kind.code, set()), kind.code
 
 
 def test_each_listed_code_exists() -> None:
-    code = sources()
-    assert [name for name in codes() if f'"{name}"' not in code] == []
+    code = read_sources()
+    assert [name for name in read_codes() if f'"{name}"' not in code] == []
 
 
-@pytest.mark.parametrize("line", [row[0].strip("`") for row in rows("line")])
+@pytest.mark.parametrize("line", [row[0].strip("`") for row in read_table("line")])
 def test_each_log_line_is_in_the_sources(line: str) -> None:
-    """… is the part that differs."""
+    """… stands for the variable part."""
     pieces = [piece.strip() for piece in line.split("…") if len(piece.strip()) > 1]
     pattern = r"[^\"\n]{0,40}".join(re.escape(piece) for piece in pieces)
-    assert re.search(pattern, sources()), line
+    assert re.search(pattern, read_sources()), line
 
 
 def test_each_option_exists() -> None:
@@ -83,13 +83,13 @@ def test_each_option_exists() -> None:
     assert named <= known
 
 
-def commands() -> list[str]:
+def list_commands() -> list[str]:
     fences = re.findall(r"^```sh\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
     lines = [line for fence in fences for line in fence.splitlines()]
     return [line for line in sorted({*lines, *SPANS}) if line.startswith("mlxrunner ")]
 
 
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize("command", list_commands())
 def test_each_command_is_valid(command: str) -> None:
     arguments = flags.parse_arguments(_build_parser(), shlex.split(command)[1:])
     assert arguments.command in command
@@ -101,8 +101,8 @@ def test_each_file_of_deploy_is_named() -> None:
             assert file.name in TEXT, file.name
 
 
-def test_figures_are_those_of_the_code() -> None:
-    """The page has these constants in words."""
+def test_numbers_are_those_of_the_code() -> None:
+    """The page quotes these constants."""
     from app.engine import device
     from app.http import connection_limits
 

@@ -1,4 +1,4 @@
-"""deploy/org.mlxrunner.plist. launchd itself is only on a Mac, where plutil is asked too."""
+"""deploy/org.mlxrunner.plist. launchd exists only on macOS, where plutil checks the file, too."""
 
 import plistlib
 import shutil
@@ -7,12 +7,12 @@ import subprocess
 import pytest
 
 from app.core.settings import Settings
-from tests.deploy.command import settings_of, would_start
+from tests.deploy.command import check_start, parse_serve_command
 from tests.server_process import ROOT
 
 PLIST = ROOT / "deploy" / "org.mlxrunner.plist"
 
-# launchd.plist(5): what we use of it; a key that is misspelled is ignored there, without a word
+# the keys of launchd.plist(5) that we use; launchd silently ignores a misspelled key
 TYPES = {
     "Label": str,
     "ProgramArguments": list,
@@ -30,45 +30,45 @@ TYPES = {
 }
 
 
-def test_each_key_is_one_of_launchds() -> None:
-    said = plistlib.loads(PLIST.read_bytes())
-    assert {name: type(value) for name, value in said.items()} == TYPES
-    assert said["Label"] == PLIST.stem
-    assert said["KeepAlive"] == {"SuccessfulExit": False}
-    assert said["ProcessType"] == "Interactive"
-    assert said["Umask"] == 0o077
+def test_each_key_is_known_to_launchd() -> None:
+    plist = plistlib.loads(PLIST.read_bytes())
+    assert {name: type(value) for name, value in plist.items()} == TYPES
+    assert plist["Label"] == PLIST.stem
+    assert plist["KeepAlive"] == {"SuccessfulExit": False}
+    assert plist["ProcessType"] == "Interactive"
+    assert plist["Umask"] == 0o077
 
 
-def test_a_mac_agrees() -> None:
+def test_plutil_accepts_the_file() -> None:
     plutil = shutil.which("plutil")
     if plutil is None:
         pytest.skip("needs plutil, which comes with macOS")
     subprocess.run([plutil, "-lint", str(PLIST)], check=True)
 
 
-def test_its_command_would_start() -> None:
-    words = plistlib.loads(PLIST.read_bytes())["ProgramArguments"]
-    *rest, config = words
+def test_its_command_is_valid() -> None:
+    arguments = plistlib.loads(PLIST.read_bytes())["ProgramArguments"]
+    *rest, config = arguments
     assert config == "/etc/mlxrunner/mlxrunner.toml"
-    settings = settings_of([*rest, str(ROOT / "deploy" / "mlxrunner.toml")], {})
-    assert would_start(settings, {}) == Settings()
+    settings = parse_serve_command([*rest, str(ROOT / "deploy" / "mlxrunner.toml")], {})
+    assert check_start(settings, {}) == Settings()
 
 
-def test_it_waits_longer_than_answers_may_take_to_end_and_opens_enough_files() -> None:
-    said = plistlib.loads(PLIST.read_bytes())
-    assert said["ExitTimeOut"] >= Settings().drain + 20
+def test_its_timeout_exceeds_the_drain_and_it_allows_enough_files() -> None:
+    plist = plistlib.loads(PLIST.read_bytes())
+    assert plist["ExitTimeOut"] >= Settings().drain + 20
     for limits in ("SoftResourceLimits", "HardResourceLimits"):
-        assert said[limits]["NumberOfFiles"] >= Settings().max_connections + 256
+        assert plist[limits]["NumberOfFiles"] >= Settings().max_connections + 256
 
 
-def test_launchd_expands_nothing_so_nothing_is_left_to_expand() -> None:
+def test_there_are_no_variables_because_launchd_expands_none() -> None:
     text = PLIST.read_text("utf-8")
-    assert not {"$", "~"} & {character for word in words_of(text) for character in word}
+    assert not {"$", "~"} & {character for word in list_values(text) for character in word}
 
 
-def words_of(text: str) -> list[str]:
-    return [word for value in plistlib.loads(text.encode()).values() for word in flat(value)]
+def list_values(text: str) -> list[str]:
+    return [value_ for value in plistlib.loads(text.encode()).values() for value_ in flatten(value)]
 
 
-def flat(value: object) -> list[str]:
+def flatten(value: object) -> list[str]:
     return [str(item) for item in value] if isinstance(value, list) else [str(value)]

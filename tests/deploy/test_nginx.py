@@ -1,4 +1,4 @@
-"""deploy/nginx, run by a real nginx before real servers."""
+"""deploy/nginx, run by a real nginx in front of real servers."""
 
 import signal
 import threading
@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from app.core.settings import Settings
-from tests.deploy.nginx import Certificate, Nginx, Replicas, events, proxying, until
+from tests.deploy.nginx import Certificate, Nginx, Replicas, iter_events, run_nginx, wait_until
 from tests.server_process import TIMEOUT, ServerProcess
 from tests.throttle import Throttle
 from tests.tiny import END, LONG
@@ -23,25 +23,25 @@ KEY = {"Authorization": "Bearer a-key"}
 
 @pytest.fixture(scope="module")
 def throttle(tmp_path_factory: pytest.TempPathFactory) -> Throttle:
-    """Of all servers here."""
+    """The throttle of all servers in this file."""
     return Throttle(tmp_path_factory.mktemp("servers") / "throttle")
 
 
 @pytest.fixture(scope="module")
-def ever(long_model: Path, certificate: Certificate, throttle: Throttle) -> Iterator[Replicas]:
+def replicas(long_model: Path, certificate: Certificate, throttle: Throttle) -> Iterator[Replicas]:
     with Replicas(long_model, throttle.variables) as running:
         yield running
 
 
 @pytest.fixture
-def servers(ever: Replicas) -> list[ServerProcess]:
-    """Three, ready; what another test ended is replaced."""
-    return ever.alive(3)
+def servers(replicas: Replicas) -> list[ServerProcess]:
+    """Three ready servers; those that another test has stopped are replaced."""
+    return replicas.get_ready(3)
 
 
 @pytest.fixture
 def one(servers: list[ServerProcess], certificate: Certificate, tmp_path: Path) -> Iterator[Nginx]:
-    with proxying("one.conf", servers[:1], certificate, tmp_path) as running:
+    with run_nginx("one.conf", servers[:1], certificate, tmp_path) as running:
         yield running
 
 
@@ -49,134 +49,137 @@ def one(servers: list[ServerProcess], certificate: Certificate, tmp_path: Path) 
 def several(
     servers: list[ServerProcess], certificate: Certificate, tmp_path: Path
 ) -> Iterator[Nginx]:
-    with proxying("replicas.conf", servers, certificate, tmp_path) as running:
+    with run_nginx("replicas.conf", servers, certificate, tmp_path) as running:
         yield running
 
 
-def completion(tokens: int, **more: Any) -> dict[str, Any]:
-    """Exactly so many tokens."""
+def build_body(tokens: int, **fields: Any) -> dict[str, Any]:
+    """A request for exactly so many tokens."""
     return {
         "model": "tiny",
         "prompt": "once upon a time",
         "max_tokens": tokens,
         "logit_bias": {str(END): -100},
         "temperature": 0,
-        **more,
+        **fields,
     }
 
 
 # One server
 
 
-def test_a_stream_arrives_while_it_is_written_and_ends_when_its_client_leaves(
+def test_a_stream_is_not_buffered_and_a_disconnect_cancels_it(
     one: Nginx, servers: list[ServerProcess]
 ) -> None:
-    body = completion(LONG // 2, stream=True)
+    body = build_body(LONG // 2, stream=True)
     with closing(one.send("POST", "/v1/completions", json=body, stream=True)) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
-        pieces = events(reply.iter_lines())
+        pieces = iter_events(reply.iter_lines())
         assert next(pieces)["choices"][0]["text"]
         assert servers[0].status()["Running"] == 1
-    until(lambda: servers[0].status()["Running"] == 0)
+    wait_until(lambda: servers[0].status()["Running"] == 0)
 
 
-def test_an_answer_that_is_not_streamed_comes_whole(one: Nginx) -> None:
-    reply = one.send("POST", "/v1/completions", json=completion(50))
+def test_an_unstreamed_answer_is_complete(one: Nginx) -> None:
+    reply = one.send("POST", "/v1/completions", json=build_body(50))
     assert reply.status_code == 200
     assert reply.json()["usage"]["completion_tokens"] == 50
 
 
-def test_errors_are_the_servers_own(one: Nginx) -> None:
+def test_errors_of_the_server_are_passed_on(one: Nginx) -> None:
     reply = one.send("POST", "/v1/completions", json={"model": "none"})
     assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_bodies_are_let_through_up_to_the_servers_limit(one: Nginx) -> None:
-    """At the limit the server says what is wrong, above it nginx, in the same words."""
-    shell = len(httpx.Request("POST", one.http.base_url, json=completion(1, prompt="")).content)
+@pytest.mark.exhaustive
+def test_bodies_are_accepted_up_to_the_limit_of_the_server(one: Nginx) -> None:
+    """Up to the limit the server reports the error, above it nginx, in the same format."""
+    overhead = len(httpx.Request("POST", one.http.base_url, json=build_body(1, prompt="")).content)
     for size, status, code in (
         (Settings().max_body, 400, "context_length_exceeded"),
         (Settings().max_body + 1, 413, "request_too_large"),
     ):
-        body = completion(1, prompt="x" * (size - shell))
+        body = build_body(1, prompt="x" * (size - overhead))
         reply = one.send("POST", "/v1/completions", json=body)
         assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
 
 
-def test_the_name_that_was_asked_for_reaches_the_server(one: Nginx) -> None:
-    """So a page that got another name to lead to the proxy is refused by the server's own check."""
+def test_the_host_header_reaches_the_server(one: Nginx) -> None:
+    """So the server's host check also rejects DNS rebinding to the proxy."""
     assert one.send("GET", "/health").status_code == 200
     for path in ("/v1/models", "/v1/status"):
-        refused = one.send("GET", path, headers={"Host": "rebound.example.net"})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "host_not_allowed")
+        reply = one.send("GET", path, headers={"Host": "rebound.example.net"})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (403, "host_not_allowed")
 
 
-# Several
+# Several servers
 
 
-def converse(nginx: Nginx, name: str, headers: dict[str, str]) -> list[int]:
-    """Three turns of a conversation that grows; the replica of each."""
-    said: list[dict[str, str]] = []
-    asked: list[int] = []
+def run_conversation(nginx: Nginx, name: str, headers: dict[str, str]) -> list[int]:
+    """Three turns of a conversation; returns the replica of each."""
+    messages: list[dict[str, str]] = []
+    ports: list[int] = []
     for turn in range(3):
-        said.append({"role": "user", "content": f"{name} asks question {turn}"})
+        messages.append({"role": "user", "content": f"{name} asks question {turn}"})
         request_id = uuid.uuid4().hex
         reply = nginx.send(
             "POST",
             "/v1/chat/completions",
-            json={"model": "tiny", "messages": said, "max_tokens": 8},
+            json={"model": "tiny", "messages": messages, "max_tokens": 8},
             headers={**headers, "x-request-id": request_id},
         )
         assert reply.status_code == 200, reply.text
         answer = reply.json()
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert cached > 0 or turn == 0
-        said.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
-        asked += nginx.asked(request_id)
-    return asked
+        messages.append(
+            {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
+        )
+        ports += nginx.get_replica_ports(request_id)
+    return ports
 
 
 @pytest.mark.parametrize(
     "header", ["X-Session-Id", "x-session-affinity", "Session-Id", "X-OpenWebUI-Chat-Id"]
 )
-def test_a_conversation_stays_where_its_beginning_is_cached(several: Nginx, header: str) -> None:
-    """All with one key from one address, as from behind a web page."""
+def test_a_conversation_stays_on_one_replica(several: Nginx, header: str) -> None:
+    """All with one key from one address, as behind a web interface."""
     for number in range(3):
         name = f"{header}-{number}".lower()
-        assert len(set(converse(several, name, {header: name, **KEY}))) == 1
-    assert len({place(several, {header: f"conversation {n}", **KEY}) for n in range(24)}) > 1
+        assert len(set(run_conversation(several, name, {header: name, **KEY}))) == 1
+    assert len({find_replica(several, {header: f"conversation {n}", **KEY}) for n in range(24)}) > 1
 
 
 @pytest.mark.parametrize("header", ["Authorization", "X-Api-Key"])
-def test_who_names_no_conversation_stays_by_key(several: Nginx, header: str) -> None:
-    assert len(set(converse(several, header.lower(), {header: "Bearer a-key"}))) == 1
-    assert len({place(several, {header: f"Bearer key-{n}"}) for n in range(24)}) > 1
+def test_without_a_session_the_key_selects_the_replica(several: Nginx, header: str) -> None:
+    assert len(set(run_conversation(several, header.lower(), {header: "Bearer a-key"}))) == 1
+    assert len({find_replica(several, {header: f"Bearer key-{n}"}) for n in range(24)}) > 1
 
 
-def place(nginx: Nginx, headers: dict[str, str]) -> int:
-    """The port of the replica that these headers lead to."""
+def find_replica(nginx: Nginx, headers: dict[str, str]) -> int:
+    """The port of the replica that nginx selects for these headers."""
     request_id = uuid.uuid4().hex
     reply = nginx.send("GET", "/v1/models", headers={**headers, "x-request-id": request_id})
     assert reply.status_code == 200
-    [port] = nginx.asked(request_id)
+    [port] = nginx.get_replica_ports(request_id)
     return port
 
 
-class Streaming:
-    """A long answer, read on a thread of its own."""
+class StreamReader:
+    """Reads a long answer in a thread."""
 
     def __init__(self, nginx: Nginx, session: str, tokens: int) -> None:
         self._nginx = nginx
         self._session = session
         self._tokens = tokens
-        self.begun = threading.Event()
+        self.started = threading.Event()
         self.error: Exception | None = None
         self.pieces = 0
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
-        assert self.begun.wait(TIMEOUT)
+        assert self.started.wait(TIMEOUT)
 
-    def join(self) -> "Streaming":
+    def join(self) -> "StreamReader":
         self._thread.join(TIMEOUT)
         assert not self._thread.is_alive()
         return self
@@ -186,90 +189,92 @@ class Streaming:
             reply = self._nginx.send(
                 "POST",
                 "/v1/completions",
-                json=completion(self._tokens, stream=True),
+                json=build_body(self._tokens, stream=True),
                 headers={"X-Session-Id": self._session},
                 stream=True,
             )
             with closing(reply):
-                for _ in events(reply.iter_lines()):
+                for _ in iter_events(reply.iter_lines()):
                     self.pieces += 1
-                    self.begun.set()
+                    self.started.set()
         except (httpx.HTTPError, AssertionError) as error:
             self.error = error
         finally:
-            self.begun.set()
+            self.started.set()
 
 
-def homes(nginx: Nginx, servers: list[ServerProcess]) -> dict[int, list[str]]:
-    """Two conversations of each replica, by port."""
-    found: dict[int, list[str]] = {one.port: [] for one in servers}
+def find_sessions(nginx: Nginx, servers: list[ServerProcess]) -> dict[int, list[str]]:
+    """Two sessions of each replica, by port."""
+    sessions: dict[int, list[str]] = {one.port: [] for one in servers}
     number = 0
-    while any(len(names) < 2 for names in found.values()):
+    while any(len(names) < 2 for names in sessions.values()):
         name = f"home-{number}"
-        found[place(nginx, {"X-Session-Id": name})].append(name)
+        sessions[find_replica(nginx, {"X-Session-Id": name})].append(name)
         number += 1
-    return {port: names[:2] for port, names in found.items()}
+    return {port: names[:2] for port, names in sessions.items()}
 
 
-def test_no_client_can_make_nginx_leave_out_a_replica(
+def test_rejected_requests_do_not_disable_a_replica(
     several: Nginx, servers: list[ServerProcess]
 ) -> None:
-    """Nor is a body that is refused unread, of a client without rights, a server that broke off."""
-    home = homes(several, servers)[servers[0].port][0]
-    headers = {"X-Session-Id": home, "Content-Type": "text/plain"}
+    """The rejection of an unread body does not count as a failure of the replica."""
+    session = find_sessions(several, servers)[servers[0].port][0]
+    headers = {"X-Session-Id": session, "Content-Type": "text/plain"}
     for _ in range(12):
         body = b"x" * (9 << 20)
         reply = several.send("POST", "/v1/completions", content=body, headers=headers)
         assert (reply.status_code, reply.json()["error"]["code"]) == (415, "unsupported_media_type")
-        assert place(several, {"X-Session-Id": home}) == servers[0].port
+        assert find_replica(several, {"X-Session-Id": session}) == servers[0].port
 
 
-def test_replicas_die_drain_and_are_missed_by_nobody_else(
+def test_replicas_may_crash_and_drain(
     several: Nginx, servers: list[ServerProcess], throttle: Throttle
 ) -> None:
-    """First one is killed, then one is told to stop, then the last one is gone too."""
+    """The first replica is killed, the second one drains, and then the last one stops."""
     killed, drained, last = servers
-    of = homes(several, servers)
-    every = [name for names in of.values() for name in names]
+    sessions = find_sessions(several, servers)
+    all_sessions = [name for names in sessions.values() for name in names]
 
     throttle.on()
-    torn = Streaming(several, of[killed.port][0], LONG // 2)
-    whole = Streaming(several, of[last.port][0], 200)
+    interrupted = StreamReader(several, sessions[killed.port][0], LONG // 2)
+    complete = StreamReader(several, sessions[last.port][0], 200)
     with ThreadPoolExecutor() as threads:
-        unseen = threads.submit(ask, several, of[killed.port][1], completion(500))
-        until(lambda: killed.status()["Running"] == 2)
+        retried = threads.submit(
+            send_completion, several, sessions[killed.port][1], build_body(500)
+        )
+        wait_until(lambda: killed.status()["Running"] == 2)
         killed.process.kill()
         throttle.off()
-        # nobody had seen any of it, so another one made it
-        assert unseen.result().json()["usage"]["completion_tokens"] == 500
-    assert isinstance(torn.join().error, httpx.RemoteProtocolError)
-    assert torn.pieces > 0
-    for name in every:
-        assert ask(several, name, completion(4)).status_code == 200
-    assert whole.join().error is None
+        # nothing had been sent to the client, so nginx retried on another replica
+        assert retried.result().json()["usage"]["completion_tokens"] == 500
+    assert isinstance(interrupted.join().error, httpx.RemoteProtocolError)
+    assert interrupted.pieces > 0
+    for name in all_sessions:
+        assert send_completion(several, name, build_body(4)).status_code == 200
+    assert complete.join().error is None
 
     throttle.on()
-    leaving = Streaming(several, of[drained.port][0], 200)
+    draining = StreamReader(several, sessions[drained.port][0], 200)
     drained.process.terminate()
-    until(lambda: not listens(drained))
+    wait_until(lambda: not is_listening(drained))
     throttle.off()
-    for name in every:
-        assert ask(several, name, completion(4)).status_code == 200
-    assert leaving.join().error is None
-    # as a process without a handler would end, which service managers take for a good end
+    for name in all_sessions:
+        assert send_completion(several, name, build_body(4)).status_code == 200
+    assert draining.join().error is None
+    # as a process without a handler ends, which service managers accept as a clean exit
     assert drained.stop() in (0, -signal.SIGTERM)
 
     last.stop()
-    refused = several.send("GET", "/v1/models")
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_unavailable")
-    assert int(refused.headers["retry-after"]) > 0
+    reply = several.send("GET", "/v1/models")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "server_unavailable")
+    assert int(reply.headers["retry-after"]) > 0
 
 
-def ask(nginx: Nginx, session: str, body: dict[str, Any]) -> httpx.Response:
+def send_completion(nginx: Nginx, session: str, body: dict[str, Any]) -> httpx.Response:
     return nginx.send("POST", "/v1/completions", json=body, headers={"X-Session-Id": session})
 
 
-def listens(server: ServerProcess) -> bool:
+def is_listening(server: ServerProcess) -> bool:
     try:
         httpx.get(f"{server.url}/health")
     except httpx.ConnectError:

@@ -1,4 +1,4 @@
-"""deploy/mlxrunner.service: what systemd makes of it, and whether the server plays along."""
+"""deploy/mlxrunner.service: checked by systemd, and with a real server."""
 
 import shutil
 import signal
@@ -11,24 +11,24 @@ from pathlib import Path
 import pytest
 
 from app.core.settings import Settings
-from tests.deploy.command import settings_of, would_start
+from tests.deploy.command import check_start, parse_serve_command
 from tests.server_process import ROOT, TIMEOUT, run_server
 
 UNIT = ROOT / "deploy" / "mlxrunner.service"
 PROGRAM = "/opt/mlxrunner/bin/mlxrunner"
 
 
-def directives() -> dict[str, list[str]]:
-    """Values by name; names are not used in two sections here."""
-    found: dict[str, list[str]] = defaultdict(list)
+def read_directives() -> dict[str, list[str]]:
+    """Values by name; no name occurs in two sections."""
+    directives_: dict[str, list[str]] = defaultdict(list)
     for line in UNIT.read_text("utf-8").splitlines():
         name, equals, value = line.partition("=")
         if equals and not line.startswith("#"):
-            found[name].append(value)
-    return found
+            directives_[name].append(value)
+    return directives_
 
 
-def test_systemd_finds_nothing_wrong_with_it(tmp_path: Path) -> None:
+def test_systemd_analyze_reports_no_problem(tmp_path: Path) -> None:
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
         pytest.skip("needs systemd-analyze, which comes with systemd")
@@ -36,55 +36,53 @@ def test_systemd_finds_nothing_wrong_with_it(tmp_path: Path) -> None:
     text = UNIT.read_text("utf-8")
     assert text.count(PROGRAM) == 1
     unit.write_text(text.replace(PROGRAM, sys.executable), "utf-8")
-    done = subprocess.run(
+    process = subprocess.run(
         [analyze, "verify", "--man=no", str(unit)], capture_output=True, text=True, check=False
     )
-    about_it = [line for line in done.stderr.splitlines() if UNIT.name in line]
-    assert (done.returncode, about_it) == (0, []), done.stderr
+    warnings = [line for line in process.stderr.splitlines() if UNIT.name in line]
+    assert (process.returncode, warnings) == (0, []), process.stderr
 
 
-def test_its_command_reads_the_file_that_is_described(tmp_path: Path) -> None:
-    [line] = directives()["ExecStart"]
+def test_its_command_reads_the_documented_file(tmp_path: Path) -> None:
+    [line] = read_directives()["ExecStart"]
     config = "/etc/mlxrunner/mlxrunner.toml"
     assert line == f"{PROGRAM} serve --config {config}"
     words = line.replace(config, str(ROOT / "deploy" / "mlxrunner.toml")).split()
-    assert would_start(settings_of(words, {}), {}) == Settings()
+    assert check_start(parse_serve_command(words, {}), {}) == Settings()
 
 
-def test_it_waits_longer_than_answers_may_take_to_end() -> None:
-    said = directives()
-    assert said["KillMode"] == ["mixed"]
-    assert int(said["TimeoutStopSec"][0]) >= Settings().drain + 20
-    assert int(said["LimitNOFILE"][0]) >= Settings().max_connections + 256
+def test_its_timeout_exceeds_the_drain() -> None:
+    directives = read_directives()
+    assert directives["KillMode"] == ["mixed"]
+    assert int(directives["TimeoutStopSec"][0]) >= Settings().drain + 20
+    assert int(directives["LimitNOFILE"][0]) >= Settings().max_connections + 256
 
 
-def test_what_mlx_compiles_lies_where_nobody_else_writes() -> None:
-    said = directives()
-    [folder] = [value.partition("=")[2] for value in said["Environment"] if "TMPDIR" in value]
-    assert folder == f"/var/cache/{said['CacheDirectory'][0]}"
-    assert said["UMask"] == ["0077"]
+def test_the_compile_folder_of_mlx_is_private() -> None:
+    directives = read_directives()
+    [folder] = [value.partition("=")[2] for value in directives["Environment"] if "TMPDIR" in value]
+    assert folder == f"/var/cache/{directives['CacheDirectory'][0]}"
+    assert directives["UMask"] == ["0077"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="sd_notify is of Linux")
-def test_the_server_tells_systemd_when_it_is_ready_alive_and_stopping(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    assert directives()["Type"] == ["notify"]
+@pytest.mark.skipif(sys.platform != "linux", reason="sd_notify needs Linux")
+def test_the_server_notifies_systemd_of_its_state(tiny_model: Path, tmp_path: Path) -> None:
+    assert read_directives()["Type"] == ["notify"]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         manager.settimeout(TIMEOUT)
-        told: list[str] = []
+        messages: list[str] = []
 
-        def hear_until(word: str) -> None:
-            while word not in told:
-                told.extend(manager.recv(4096).decode().splitlines())
+        def receive_until(message: str) -> None:
+            while message not in messages:
+                messages.extend(manager.recv(4096).decode().splitlines())
 
-        around = {"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "60000000"}
-        with run_server(str(tiny_model), environ=around) as server:
-            hear_until("READY=1")
-            told.clear()
-            hear_until("WATCHDOG=1")
+        variables = {"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "60000000"}
+        with run_server(str(tiny_model), environ=variables) as server:
+            receive_until("READY=1")
+            messages.clear()
+            receive_until("WATCHDOG=1")
             server.process.send_signal(signal.SIGTERM)
-            hear_until("STOPPING=1")
-            # systemd takes both for a good end
+            receive_until("STOPPING=1")
+            # systemd accepts both as a clean exit
             assert server.stop() in (0, -signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Driving a Loop by hand, and comparing what two runs gave."""
+"""Drives a Loop step by step, and compares the results of two runs."""
 
 import atexit
 import shutil
@@ -30,7 +30,7 @@ from models.cpu_layout import apply_cpu_layout
 from models.kv import LayerCache
 from tests import tiny
 
-# two logits closer than this may change places between equally right computations
+# two logits closer than this may swap places between equally correct computations
 NEAR = 1e-4
 CONTEXT = 512
 TOP = 5
@@ -38,7 +38,7 @@ TOP = 5
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What a loop said of one job."""
+    """All updates of one job."""
 
     cached: int = -1
     progress: list[int] = field(default_factory=list)
@@ -48,10 +48,10 @@ class Outcome:
     reason: str = ""
     error: str | None = None
 
-    def embedded(self, over: EmbedResult) -> None:
-        assert self.reason == "", "nothing may follow the end"
-        self.vectors, self.error = list(over.vectors), over.error
-        self.reason = "embedded" if over.error is None else "error"
+    def add_result(self, result: EmbedResult) -> None:
+        assert self.reason == "", "an update after the end"
+        self.vectors, self.error = list(result.vectors), result.error
+        self.reason = "embedded" if result.error is None else "error"
 
     @property
     def ids(self) -> list[int]:
@@ -59,10 +59,10 @@ class Outcome:
 
 
 def tiny_model(seed: int = 0) -> Model:
-    """As the engine loads it: suited to the device."""
-    made: Any = models.build(tiny.CONFIG, tiny.weights(seed=seed))
-    apply_cpu_layout(made)
-    return made
+    """Prepared for the device, as the engine loads it."""
+    model: Any = models.build(tiny.CONFIG, tiny.weights(seed=seed))
+    apply_cpu_layout(model)
+    return model
 
 
 def evaluate_layers(layers: Sequence[LayerCache]) -> None:
@@ -106,10 +106,10 @@ def make_loop(
     memory = profile_memory(
         model, budget=0, weights=0, chunk=chunk, max_batch_size=running, heads=0, context=context
     )
-    grid = chunk if exact else 1
+    alignment = chunk if exact else 1
     return Loop(
         model,
-        make_prefix(model, policy, running=running, alignment=grid, context=context),
+        make_prefix(model, policy, running=running, alignment=alignment, context=context),
         vocab=vocab,
         limits=SchedulerLimits(max_running=running, max_prefill_tokens=chunk, align_chunks=exact),
         memory=replace(memory, budget=budget, working=0),
@@ -120,8 +120,8 @@ def make_loop(
 
 
 def job(name: str, ids: Sequence[int], **changes: Any) -> Job:
-    """A greedy job of 12 tokens with logprobs, unless told otherwise. Sampling fields go to
-    SamplingParams, others to Job."""
+    """By default a greedy job of 12 tokens with logprobs. Sampling fields go to SamplingParams,
+    others to Job."""
     knobs = {k: changes.pop(k) for k in list(changes) if k in SamplingParams.__dataclass_fields__}
     fields: dict[str, Any] = {
         "max_tokens": 12,
@@ -150,7 +150,7 @@ def submit(loop: Loop, one: Job, matcher: Matcher | None = None) -> None:
 
 
 def run(loop: Loop, *jobs: Job, cancel_after: int | None = None) -> dict[str, Outcome]:
-    """Submit and step until nothing runs. cancel_after: cancel all of them after so many steps."""
+    """Submit and step until the loop is idle. cancel_after: cancel all jobs after so many steps."""
     outcomes = {job.id: Outcome() for job in jobs}
     for one in jobs:
         submit(loop, one)
@@ -160,7 +160,7 @@ def run(loop: Loop, *jobs: Job, cancel_after: int | None = None) -> dict[str, Ou
             for one in jobs:
                 loop.cancel(one.id)
         for update in loop.step().updates:
-            _note(outcomes[update.job_id], update)
+            _record(outcomes[update.job_id], update)
         steps += 1
         assert steps < 5000
     loop.check()
@@ -169,8 +169,8 @@ def run(loop: Loop, *jobs: Job, cancel_after: int | None = None) -> dict[str, Ou
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledJob:
-    """A job that comes at a step, and perhaps is cancelled at a later one. matcher: as `submit`
-    takes it."""
+    """A job that is submitted at a step, and may be cancelled at a later one. matcher: see
+    `submit`."""
 
     job: Job | EmbedJob
     at: int = 0
@@ -179,27 +179,27 @@ class ScheduledJob:
 
 
 def run_schedule(loop: Loop, scheduled: Iterable[ScheduledJob]) -> dict[str, Outcome]:
-    """Let them come and go, step by step, until nothing runs; `check()` after every step."""
-    left = list(scheduled)
-    outcomes = {visit.job.id: Outcome() for visit in left}
-    cancels = [(v.cancelled_at, v.job.id) for v in left if v.cancelled_at is not None]
+    """Submit and cancel jobs at their steps until the loop is idle; `check()` after every step."""
+    pending = list(scheduled)
+    outcomes = {item.job.id: Outcome() for item in pending}
+    cancels = [(v.cancelled_at, v.job.id) for v in pending if v.cancelled_at is not None]
     step = 0
-    while left or not loop.idle:
-        for visit in [v for v in left if v.at <= step]:
-            if isinstance(visit.job, EmbedJob):
-                loop.embed(visit.job)
+    while pending or not loop.idle:
+        for item in [v for v in pending if v.at <= step]:
+            if isinstance(item.job, EmbedJob):
+                loop.embed(item.job)
             else:
-                submit(loop, visit.job, visit.matcher)
-            left.remove(visit)
+                submit(loop, item.job, item.matcher)
+            pending.remove(item)
         for _, name in [c for c in cancels if c[0] == step]:
             loop.cancel(name)
-        said = loop.step()
-        for update in said.updates:
-            _note(outcomes[update.job_id], update)
-        for over in said.embed_results:
-            outcomes[over.job_id].embedded(over)
+        output = loop.step()
+        for update in output.updates:
+            _record(outcomes[update.job_id], update)
+        for result in output.embed_results:
+            outcomes[result.job_id].add_result(result)
         loop.check()
-        assert said.stats.ledger.free >= 0, "the ledger is overdrawn"
+        assert output.stats.ledger.free >= 0, "the ledger is overdrawn"
         step += 1
         assert step < 5000
     return outcomes
@@ -209,8 +209,8 @@ def run_one(loop: Loop, one: Job, cancel_after: int | None = None) -> Outcome:
     return run(loop, one, cancel_after=cancel_after)[one.id]
 
 
-def _note(outcome: Outcome, update: Any) -> None:
-    assert outcome.reason == "", "nothing may follow the end"
+def _record(outcome: Outcome, update: Any) -> None:
+    assert outcome.reason == "", "an update after the end"
     match update:
         case Started():
             outcome.cached = update.cached_tokens
@@ -228,12 +228,13 @@ def _note(outcome: Outcome, update: Any) -> None:
 
 
 def near_tie(a: Token, b: Token) -> bool:
-    """Whether the two runs differ at this step only because their best candidates all but tie."""
+    """Whether two runs differ at this step only because their best candidates nearly tie."""
     return all(t.top_logprobs[0][1] - t.top_logprobs[1][1] < NEAR for t in (a, b))
 
 
 def assert_same(a: Outcome, b: Outcome) -> int:
-    """Equal tokens and logprobs to 1e-4, up to the first near-tie; how many of those there were."""
+    """Assert equal tokens and logprobs to 1e-4, up to the first near-tie. Returns the number of
+    near-ties."""
     pairs = list(zip(a.tokens, b.tokens, strict=False))
     same = next((n for n, (x, y) in enumerate(pairs) if x.id != y.id), len(pairs))
     _assert_near([x for x, _ in pairs[:same]], [y for _, y in pairs[:same]])
@@ -246,29 +247,29 @@ def assert_same(a: Outcome, b: Outcome) -> int:
 
 
 def token_bits(outcome: Outcome) -> list[Any]:
-    """Of each token what must be equal where results are equal to the bit."""
+    """The fields of each token that are equal where results are bitwise equal."""
     return [(token.id, token.logprob, token.top_logprobs) for token in outcome.tokens]
 
 
 def _assert_near(a: Sequence[Token], b: Sequence[Token]) -> None:
-    """All at once: numpy takes a tenth of a millisecond for the smallest comparison."""
+    """One comparison for all tokens: numpy takes a tenth of a millisecond for the smallest one."""
     assert [len(token.top_logprobs) for token in a] == [len(token.top_logprobs) for token in b]
     np.testing.assert_allclose(_logprobs(a), _logprobs(b), atol=NEAR)
 
 
 def _logprobs(tokens: Sequence[Token]) -> list[float]:
-    """Each token's own, then those of the likeliest."""
-    told = list[float]()
+    """Of each token its own logprob, then those of the top candidates."""
+    values = list[float]()
     for token in tokens:
         assert token.logprob is not None
-        told += (token.logprob, *(logprob for _, logprob in token.top_logprobs))
-    return told
+        values += (token.logprob, *(logprob for _, logprob in token.top_logprobs))
+    return values
 
 
 def greedy(model: Model, ids: Sequence[int], count: int) -> list[int]:
-    """The plainest generation there is: the whole sequence again for every token."""
-    known = list(ids)
+    """Reference generation: computes the whole sequence again for every token."""
+    sequence = list(ids)
     for _ in range(count):
-        hidden = model(mx.array([known]), model.make_kv())
-        known.append(cast(int, mx.argmax(model.logits(hidden[:, -1])[0]).item()))
-    return known[len(ids) :]
+        hidden = model(mx.array([sequence]), model.make_kv())
+        sequence.append(cast(int, mx.argmax(model.logits(hidden[:, -1])[0]).item()))
+    return sequence[len(ids) :]

@@ -1,5 +1,5 @@
-"""A toy architecture with one layer of each kind of cache, to hold the engine to its contract;
-suited to the device, as every model that the engine loads.
+"""A toy architecture with one layer of each kind of cache, for tests of the engine's contract;
+prepared for the device like every model that the engine loads.
 
 Layer 0 attends to everything, layer 1 through a window, layer 2 keeps a decaying sum.
 """
@@ -80,8 +80,8 @@ class Model(nn.Module):
         return 3 * self.head(hidden)
 
     def make_kv(self) -> list[LayerCache]:
-        made = {"k": KVCache, "w": lambda: RotatingKVCache(WINDOW), "r": lambda: RecurrentCache(1)}
-        return [cast(LayerCache, made[kind]()) for kind in self.kinds]
+        types = {"k": KVCache, "w": lambda: RotatingKVCache(WINDOW), "r": lambda: RecurrentCache(1)}
+        return [cast(LayerCache, types[kind]()) for kind in self.kinds]
 
     def shift(self, kv: Sequence[LayerCache], start: int, end: int) -> bool:
         return False

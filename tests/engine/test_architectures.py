@@ -1,7 +1,7 @@
-"""Whatever a model is made of, a prefix cache changes nothing but the time.
+"""A prefix cache changes the speed, and never the answers, for every architecture.
 
 Every architecture's tiny models (tests/models/architectures.py), and the toy with one layer of each
-kind of cache, under each policy: a random history gives the answers of a fresh engine.
+kind of cache, run under each policy: a random history gives the answers of a fresh engine.
 """
 
 import random
@@ -23,15 +23,15 @@ from tests.models.architectures import Case, cases
 
 pytestmark = pytest.mark.no_cover  # a matrix: see tests/conftest.py
 
-# slots of many users: beside going on and cutting back, as single does, they lend copies
+# multi_user slots extend and trim caches as single does, and also lend copies
 POLICIES = ("single", "multi_user", "radix")
 TOYS = {"toy-kwr": "kwr", "toy-kw": "kw", "toy-r": "r"}
 PARALLEL, CHUNK = 3, 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A model and what is asked of it. vocab: how many ids it has."""
+class ModelCase:
+    """A model and a history of requests. vocab: the number of its ids."""
 
     name: str
     model: Model
@@ -39,41 +39,48 @@ class Asked:
 
     @cached_property
     def history(self) -> list[ExpectedAnswer]:
-        """The same for all policies, so its answers are found once."""
-        told = random_history(self.model, self.vocab, random.Random(self.name))
-        assert {one.kind for one in told} == set(KINDS)
-        return told
+        """Shared by all policies, so the expected answers are computed once."""
+        history = random_history(self.model, self.vocab, random.Random(self.name))
+        assert {request.kind for request in history} == set(KINDS)
+        return history
 
 
 @pytest.fixture(scope="module", params=[*TOYS, *cases()], ids=lambda one: getattr(one, "id", one))
-def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Asked:
+def model_case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> ModelCase:
     if isinstance(request.param, str):
         name, vocab = request.param, tiny.VOCAB
         model: Model = hybrid.Model(kinds=TOYS[name])
     else:
         name, vocab = request.param.id, request.param.vocab
-        model = _opened(request.param, tmp_path_factory.mktemp(name))
-    return Asked(name=name, model=model, vocab=vocab)
+        model = _load_model(request.param, tmp_path_factory.mktemp(name))
+    return ModelCase(name=name, model=model, vocab=vocab)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_history_gives_the_answers_of_a_fresh_engine(
-    asked: Asked, policy: str, ties: list[int]
+    model_case: ModelCase, policy: str, ties: list[int]
 ) -> None:
-    loop = make_loop(asked.model, running=PARALLEL, chunk=CHUNK, policy=policy, vocab=asked.vocab)
-    got = run_schedule(loop, [told.visit for told in asked.history])
-    for told in asked.history:
-        outcome = got[told.visit.job.id]
-        expected = told.expected(outcome)
+    loop = make_loop(
+        model_case.model, running=PARALLEL, chunk=CHUNK, policy=policy, vocab=model_case.vocab
+    )
+    got = run_schedule(loop, [request.scheduled for request in model_case.history])
+    for request in model_case.history:
+        outcome = got[request.scheduled.job.id]
+        expected = request.expected(outcome)
         ties.append(assert_same(outcome, expected))
-        if is_batch_invariant(asked.model):
+        if is_batch_invariant(model_case.model):
             assert token_bits(outcome) == token_bits(expected), "as --exact promises"
-    last = asked.history[-1].visit.job
-    assert got[last.id].cached >= len(asked.history[-2].ids) - 1, "a chat alone begins where it was"
+    last = model_case.history[-1].scheduled.job
+    assert got[last.id].cached >= len(model_case.history[-2].ids) - 1, (
+        "a chat without other requests resumes"
+    )
 
 
-def _opened(case: Case, folder: Path) -> Model:
-    parity.saved(case, folder)
-    model: Any = parity.opened(folder)
+def _load_model(case: Case, folder: Path) -> Model:
+    parity.save_reference(case, folder)
+    model: Any = parity.load_model(folder)
     apply_cpu_layout(model)
     return model

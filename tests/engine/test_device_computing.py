@@ -1,4 +1,4 @@
-"""What the engine says it computes with."""
+"""Detection of the compute backend."""
 
 import mlx.core as mx
 import pytest
@@ -14,20 +14,20 @@ ON = KernelInfo(built=True, enabled=True, isa="avx2", threads=2, why=None)
 OFF = KernelInfo(built=True, enabled=False, isa="avx2", threads=2, why="planted")
 
 
-@pytest.mark.parametrize(("described", "told"), [(ON, "avx2"), (OFF, None)])
-def test_kernels_are_told_where_they_do_the_work(
-    monkeypatch: pytest.MonkeyPatch, described: KernelInfo, told: str | None
+@pytest.mark.parametrize(("info", "isa"), [(ON, "avx2"), (OFF, None)])
+def test_enabled_kernels_are_reported(
+    monkeypatch: pytest.MonkeyPatch, info: KernelInfo, isa: str | None
 ) -> None:
-    monkeypatch.setattr(kernels, "describe", lambda: described)
+    monkeypatch.setattr(kernels, "describe", lambda: info)
     assert detect_backend() == ComputeBackend(
-        device="cpu", kernels=told, blas=ACTIVE.blas, threads=ACTIVE.threads
+        device="cpu", kernels=isa, blas=ACTIVE.blas, threads=ACTIVE.threads
     )
 
 
-def test_of_a_gpu_nothing_else_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_reports_only_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device.mx, "default_device", lambda: mx.Device(mx.gpu))
     assert detect_backend() == ComputeBackend(device="gpu")
 
 
-def test_a_product_takes_time() -> None:
+def test_the_measured_speed_is_plausible() -> None:
     assert 0 < measure_gigaflops() < 1e6

@@ -1,5 +1,6 @@
-"""Inputs that are embedded: each as if it were alone, whoever shares its forward pass or the
-engine, however little memory there is, and nobody's tokens wait for longer than for a prompt."""
+"""Embeddings: each input gets the vector that it gets alone, regardless of other inputs in its
+forward pass, other requests and memory pressure; a stream's tokens wait no longer than for a
+prompt."""
 
 import itertools
 import random
@@ -56,38 +57,41 @@ def embed_job(
     return EmbedJob(id=name, inputs=tuple(inputs), pooling=pooling, dimensions=dimensions)
 
 
-def alone(model: Model, ids: Sequence[int], asked: EmbedJob) -> Any:
-    """One input in one forward pass, in float64 from the hidden states on."""
+def embed_alone(model: Model, ids: Sequence[int], request: EmbedJob) -> Any:
+    """The vector of one input in its own forward pass, in float64 from the hidden states on."""
     hidden = np.array(model(mx.array([ids]), model.make_kv())[0].astype(mx.float32), np.float64)
-    found = hidden.mean(axis=0) if asked.pooling == "mean" else hidden[-1]
-    found = found[: asked.dimensions]
+    found = hidden.mean(axis=0) if request.pooling == "mean" else hidden[-1]
+    found = found[: request.dimensions]
     return found / np.linalg.norm(found)
 
 
-def assert_vectors(model: Model, outcome: Outcome, asked: EmbedJob) -> None:
+def assert_vectors(model: Model, outcome: Outcome, request: EmbedJob) -> None:
     assert (outcome.reason, outcome.error) == ("embedded", None)
     assert outcome.vectors is not None
-    for vector, ids in zip(outcome.vectors, asked.inputs, strict=True):
-        wanted = alone(model, ids, asked)
-        np.testing.assert_allclose(np.frombuffer(vector, "<f4"), wanted, atol=NEAR)
+    for vector, ids in zip(outcome.vectors, request.inputs, strict=True):
+        expected = embed_alone(model, ids, request)
+        np.testing.assert_allclose(np.frombuffer(vector, "<f4"), expected, atol=NEAR)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("case", OURS, ids=lambda case: case.id)
 def test_padding_changes_nothing_for_any_architecture(case: Case, tmp_path: Path) -> None:
-    """Whatever its layers are: windows, convolutions, recurrent states, mixtures of experts. Inputs
-    that share a pass, of all lengths, some as long as a chunk and some longer."""
-    parity.saved(case, tmp_path)
-    model = parity.opened(tmp_path)
+    """For windows, convolutions, recurrent states and mixtures of experts. Inputs of all lengths
+    share a pass, some as long as a chunk and some longer."""
+    parity.save_reference(case, tmp_path)
+    model = parity.load_model(tmp_path)
     loop = make_loop(model, chunk=64, vocab=case.vocab)
     inputs = texts(1, 2, 3, 5, 9, 14, 20, 21, 40, 64, 65, 150, vocab=case.vocab)
     for pooling in ("mean", "last"):
-        asked = embed_job(pooling, inputs, pooling)
-        assert_vectors(model, run_schedule(loop, [ScheduledJob(job=asked)])[pooling], asked)
+        request = embed_job(pooling, inputs, pooling)
+        assert_vectors(model, run_schedule(loop, [ScheduledJob(job=request)])[pooling], request)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 16, 300])
 @pytest.mark.parametrize("dimensions", [None, 3])
-def test_however_large_a_piece_is(model: Model, chunk: int, dimensions: int | None) -> None:
+def test_vectors_do_not_depend_on_the_chunk_size(
+    model: Model, chunk: int, dimensions: int | None
+) -> None:
     loop = make_loop(model, chunk=chunk)
     jobs = [
         embed_job(pooling, texts(7, 1, 33, 4, 33, 18), pooling, dimensions)
@@ -101,19 +105,19 @@ def test_however_large_a_piece_is(model: Model, chunk: int, dimensions: int | No
     assert stats.ledger.kv == 0
 
 
-def test_the_width_of_the_vectors_is_told() -> None:
+def test_the_capacity_reports_the_hidden_size() -> None:
     assert make_loop(tiny_model()).capacity.hidden_size == 16
 
 
-def test_a_class_that_gives_logits_only_has_no_width(tmp_path: Path) -> None:
+def test_a_class_that_returns_only_logits_has_no_hidden_size(tmp_path: Path) -> None:
     case = test_mlx_lm_adapter.CASES[0]
-    parity.saved(case, tmp_path)
-    loop = make_loop(parity.opened(tmp_path), vocab=case.vocab)
+    parity.save_reference(case, tmp_path)
+    loop = make_loop(parity.load_model(tmp_path), vocab=case.vocab)
     assert loop.capacity.hidden_size is None
 
 
-class Noting:
-    """A model, and the shapes that it was asked for."""
+class RecordingModel:
+    """A model that records the shapes of its calls."""
 
     batch_invariant: ClassVar[bool] = False
 
@@ -133,8 +137,8 @@ class Noting:
         return weights
 
 
-def test_short_inputs_share_a_pass_and_none_is_larger_than_a_chunk() -> None:
-    model = Noting(tiny_model())
+def test_short_inputs_share_passes_no_larger_than_a_chunk() -> None:
+    model = RecordingModel(tiny_model())
     loop = make_loop(model, chunk=64)
     model.shapes.clear()
     jobs = [embed_job("many", texts(*[2] * 40)), embed_job("few", texts(2, 3, 30, 200))]
@@ -144,9 +148,9 @@ def test_short_inputs_share_a_pass_and_none_is_larger_than_a_chunk() -> None:
     assert len(model.shapes) <= 3 + 1 + 4
 
 
-def test_jobs_of_other_pooling_and_dimensions_share_a_pass() -> None:
+def test_jobs_with_different_pooling_and_dimensions_share_a_pass() -> None:
     inner = tiny_model()
-    model = Noting(inner)
+    model = RecordingModel(inner)
     loop = make_loop(model, chunk=64)
     model.shapes.clear()
     jobs = [
@@ -168,22 +172,22 @@ def test_a_small_job_does_not_wait_for_a_large_one() -> None:
     for _ in range(3):
         loop.step()
     loop.embed(embed_job("small", texts(5)))
-    over = dict[str, int]()
+    end_steps = dict[str, int]()
     for step in range(100):
-        over |= {ended.job_id: step for ended in loop.step().embed_results}
-    assert over == {"small": 2, "large": 58}
+        end_steps |= {result.job_id: step for result in loop.step().embed_results}
+    assert end_steps == {"small": 2, "large": 58}
 
 
 @pytest.mark.parametrize("policy", ["single", "radix"])
-def test_generating_and_embedding_beside_each_other_change_nothing(
+def test_concurrent_generation_and_embedding_do_not_change_results(
     model: Model, policy: str, ties: list[int]
 ) -> None:
     running = 1 if policy == "single" else 3
     loop = make_loop(model, running=running, policy=policy, chunk=CHUNK)
     sequences = [job(str(i), ids, max_tokens=20) for i, ids in enumerate(texts(70, 40, 9, seed=1))]
     inputs = [embed_job("e0", texts(90, 5, 3)), embed_job("e1", texts(30, 2), "last")]
-    visits = [ScheduledJob(job=one, at=4 * i) for i, one in enumerate((*sequences, *inputs))]
-    got = run_schedule(loop, visits)
+    schedule = [ScheduledJob(job=one, at=4 * i) for i, one in enumerate((*sequences, *inputs))]
+    got = run_schedule(loop, schedule)
     for one in sequences:
         own = run_schedule(make_loop(model, chunk=CHUNK), [ScheduledJob(job=one)])
         ties.append(assert_same(got[one.id], own[one.id]))
@@ -191,10 +195,10 @@ def test_generating_and_embedding_beside_each_other_change_nothing(
         assert_vectors(model, got[one.id], one)
 
 
-def test_a_step_has_no_more_than_a_chunk_of_prompts_and_inputs_together() -> None:
-    """So a stream's next token comes no later than it would beside a prompt; and each has its turn,
-    so that neither prompts nor inputs wait for the others' end."""
-    model = Noting(tiny_model())
+def test_prompts_and_inputs_share_the_chunk_of_a_step() -> None:
+    """A stream's next token waits no longer than for a prompt; prompts and inputs alternate, so
+    that neither waits for the end of the other."""
+    model = RecordingModel(tiny_model())
     loop = make_loop(model, running=2, chunk=CHUNK, policy="radix")
     loop.submit(job("stream", [1, 2, 3], max_tokens=100, stop_token_ids=frozenset()))
     for _ in range(4):
@@ -205,20 +209,22 @@ def test_a_step_has_no_more_than_a_chunk_of_prompts_and_inputs_together() -> Non
     while len(kinds) < 16:
         model.shapes.clear()
         before = loop.stats()
-        said = loop.step()
-        assert [type(update).__name__ for update in said.updates].count("Token") >= 1
+        output = loop.step()
+        assert [type(update).__name__ for update in output.updates].count("Token") >= 1
         assert sum(rows * width for rows, width in model.shapes) <= CHUNK + 2
-        prompted = said.stats.prefilled_tokens - before.prefilled_tokens
-        kinds.append("prompt" if prompted else "inputs")
+        prefilled = output.stats.prefilled_tokens - before.prefilled_tokens
+        kinds.append("prompt" if prefilled else "inputs")
     assert all(a != b for a, b in itertools.pairwise(kinds))
 
 
 @pytest.mark.parametrize("after", range(0, 12, 2))
-def test_a_cancelled_job_is_gone_and_nobody_misses_it(model: Model, after: int) -> None:
+def test_a_cancelled_job_frees_its_memory_and_does_not_affect_others(
+    model: Model, after: int
+) -> None:
     loop = make_loop(model, chunk=CHUNK)
     gone, other = embed_job("gone", texts(3, 50, 90)), embed_job("other", texts(5, 44, 60))
-    visits = [ScheduledJob(job=gone, cancelled_at=after), ScheduledJob(job=other)]
-    got = run_schedule(loop, visits)
+    schedule = [ScheduledJob(job=gone, cancelled_at=after), ScheduledJob(job=other)]
+    got = run_schedule(loop, schedule)
     assert got["gone"].reason == ""
     assert_vectors(model, got["other"], other)
     assert loop.idle
@@ -232,10 +238,10 @@ def footprint(model: Model, positions: int) -> int:
     return memory.kv_footprint(positions)
 
 
-def test_memory_that_a_sequence_needs_is_called_back_and_the_input_begins_again() -> None:
-    """The stream's caches grow at 512 positions; the long input holds what it would grow into."""
+def test_a_sequence_reclaims_borrowed_memory_and_the_input_restarts() -> None:
+    """The stream's caches grow at 512 positions; the long input holds the memory for that."""
     inner = tiny_model()
-    model = Noting(inner)
+    model = RecordingModel(inner)
     loop = make_loop(
         model, running=2, policy="radix", chunk=4, budget=footprint(inner, 1024), context=1024
     )
@@ -251,12 +257,12 @@ def test_memory_that_a_sequence_needs_is_called_back_and_the_input_begins_again(
     assert len(got["stream"].tokens) == 300
     assert loop.stats().preemptions == 0
     assert sum(shape == (1, 4) for shape in model.shapes) > (250 + 500) // 4 + 1, (
-        "it did not begin again"
+        "the input did not restart"
     )
 
 
-def test_inputs_are_served_though_sequences_always_wait() -> None:
-    """Where memory has room for one at a time, whoever waits for memory is not overtaken."""
+def test_inputs_are_served_while_sequences_keep_queueing() -> None:
+    """Memory fits one at a time, and a job that waits for memory is not overtaken."""
     model = tiny_model()
     loop = make_loop(
         model, running=4, policy="radix", chunk=64, budget=footprint(model, 256), context=256
@@ -276,38 +282,38 @@ def test_inputs_are_served_though_sequences_always_wait() -> None:
 
 @examples(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_the_ledger_holds_whatever_comes(model: Model, data: st.DataObject) -> None:
+def test_the_ledger_is_never_overdrawn(model: Model, data: st.DataObject) -> None:
     """`run_schedule` checks after every step that the ledger is not overdrawn."""
-    rooms = data.draw(st.integers(2, 5))
+    num_sequences = data.draw(st.integers(2, 5))
     loop = make_loop(
-        model, running=4, policy="radix", chunk=64, budget=rooms * footprint(model, 256)
+        model, running=4, policy="radix", chunk=64, budget=num_sequences * footprint(model, 256)
     )
-    most, lengths = loop.capacity.context_length, st.integers(1, 400)
-    visits = list[ScheduledJob]()
+    max_length, lengths = loop.capacity.context_length, st.integers(1, 400)
+    schedule = list[ScheduledJob]()
     for i in range(data.draw(st.integers(1, 6))):
         at = data.draw(st.integers(0, 30))
         end = data.draw(st.none() | st.integers(at + 1, 60))
         if data.draw(st.booleans()):
-            ids = texts(min(data.draw(lengths), most - 20), seed=i)[0]
+            ids = texts(min(data.draw(lengths), max_length - 20), seed=i)[0]
             one: Any = job(str(i), ids, max_tokens=20, stop_token_ids=frozenset())
         else:
             sizes = data.draw(st.lists(lengths, min_size=1, max_size=5))
-            one = embed_job(str(i), texts(*(min(size, most) for size in sizes), seed=i))
-        visits.append(ScheduledJob(job=one, at=at, cancelled_at=end))
-    got = run_schedule(loop, visits)
-    for visit in visits:
-        outcome = got[visit.job.id]
-        assert outcome.reason in ("length", "cancelled", "embedded") or visit.cancelled_at
+            one = embed_job(str(i), texts(*(min(size, max_length) for size in sizes), seed=i))
+        schedule.append(ScheduledJob(job=one, at=at, cancelled_at=end))
+    got = run_schedule(loop, schedule)
+    for scheduled in schedule:
+        outcome = got[scheduled.job.id]
+        assert outcome.reason in ("length", "cancelled", "embedded") or scheduled.cancelled_at
         if outcome.vectors is not None:
-            assert isinstance(visit.job, EmbedJob)
-            assert_vectors(model, outcome, visit.job)
+            assert isinstance(scheduled.job, EmbedJob)
+            assert_vectors(model, outcome, scheduled.job)
     assert loop.stats().ledger.kv == 0
 
 
-def test_who_fails_ends_alone() -> None:
-    """Of those that share a pass nobody knows whose fault it was: each begins again by itself."""
+def test_a_failing_input_ends_only_its_own_job() -> None:
+    """The culprit in a shared pass is unknown, so each job is retried alone."""
     inner = tiny_model()
-    model = Noting(inner)
+    model = RecordingModel(inner)
     loop = make_loop(model, chunk=64)
     model.fails = lambda tokens: bool(mx.any(tokens == 255).item())
     jobs = [
@@ -325,8 +331,8 @@ def test_who_fails_ends_alone() -> None:
     assert loop.stats().ledger.kv == 0
 
 
-def test_a_long_input_that_fails_gives_its_memory_back() -> None:
-    model = Noting(tiny_model())
+def test_a_failing_long_input_frees_its_memory() -> None:
+    model = RecordingModel(tiny_model())
     loop = make_loop(model, chunk=16)
     model.fails = lambda tokens: bool(mx.any(tokens == 255).item())
     got = run_schedule(loop, [ScheduledJob(job=embed_job("bad", [(*[1] * 40, 255)]))])
@@ -334,11 +340,11 @@ def test_a_long_input_that_fails_gives_its_memory_back() -> None:
     assert loop.stats().ledger.kv == 0
 
 
-def test_what_is_not_a_number_is_an_error() -> None:
+def test_nan_in_a_vector_is_an_error() -> None:
     model: Any = tiny_model()
     weight = model.model.embed_tokens.weight
     weight[5] = mx.array([float("nan")] * 16)
-    # what is written into an array in its place, a layer that holds it does not hear of
+    # a layer does not notice in-place writes to its array
     model.model.embed_tokens.weight = weight
     loop = make_loop(model, chunk=64)
     good, bad = embed_job("good", [(1, 2, 3)]), embed_job("bad", [(1,), (5, 1)])

@@ -1,4 +1,4 @@
-"""A failing step ends only the requests it belongs to, and the loop lives on."""
+"""A failing step ends only the requests it belongs to, and the loop continues."""
 
 from typing import Any
 
@@ -23,8 +23,8 @@ NONE = frozenset[int]()
 
 
 class Broken(hybrid.Model):
-    """Fails in the middle of a forward pass, with some layers written to, when any row meets the
-    poison."""
+    """Fails in the middle of a forward pass, after some layers were written, when any row contains
+    the poison."""
 
     def __call__(self, tokens: Any, kv: Any) -> Any:
         if any(POISON in row for row in tokens.tolist()):
@@ -47,29 +47,29 @@ class Unsound(hybrid.Model):
         return mx.where(bad, mx.nan, super().__call__(tokens, kv))
 
 
-def poisoned(name: str) -> Any:
-    """Samples the poison at once: a bias too large to resist."""
+def poison_job(name: str) -> Any:
+    """A job whose first token is the poison, because of a large bias."""
     return job(name, PROMPT, logit_bias=((POISON, 1e4),), stop_token_ids=NONE)
 
 
-def good(name: str, **changes: Any) -> Any:
+def good_job(name: str, **changes: Any) -> Any:
     bias = {"logit_bias": ((POISON, -1e4),), "stop_token_ids": NONE}
     return job(name, [*PROMPT, *name.encode()], **bias | changes)
 
 
 @pytest.mark.parametrize("kinds", ["kk", "kwr"])
 @pytest.mark.parametrize("policy", ["radix", "slots", "single"])
-def test_one_row_that_breaks_a_batch_ends_alone(kinds: str, policy: str, ties: list[int]) -> None:
-    """The others lose their caches with it, begin again, and answer as if it had never been."""
+def test_a_row_that_breaks_a_batch_ends_alone(kinds: str, policy: str, ties: list[int]) -> None:
+    """The others lose their caches too, restart, and give the same answers as without it."""
     model = Broken(kinds=kinds)
     running = 1 if policy == "single" else 4
     loop = make_loop(model, running=running, policy=policy)
-    names = [good(str(i), temperature=0.9, seed=i, presence_penalty=0.5) for i in range(3)]
+    names = [good_job(str(i), temperature=0.9, seed=i, presence_penalty=0.5) for i in range(3)]
     outcomes = run_schedule(
         loop,
         [
             *(ScheduledJob(job=one, at=i) for i, one in enumerate(names)),
-            ScheduledJob(job=poisoned("bad"), at=6),
+            ScheduledJob(job=poison_job("bad"), at=6),
         ],
     )
     assert outcomes["bad"].reason == "error"
@@ -78,16 +78,17 @@ def test_one_row_that_breaks_a_batch_ends_alone(kinds: str, policy: str, ties: l
     assert loop.stats().failures == 1
 
 
-def test_a_row_that_is_no_number_ends_alone(ties: list[int]) -> None:
-    """The others' draws and counts go on from where they were."""
+def test_a_row_with_nan_logits_ends_alone(ties: list[int]) -> None:
+    """The other rows keep their draws and counts."""
     model = Unsound()
     loop = make_loop(model, running=3, policy="radix")
     others = [
-        good("one", temperature=1.0, seed=1, frequency_penalty=1.0),
-        good("two", repetition_penalty=1.5, repeat_last_n=6),
+        good_job("one", temperature=1.0, seed=1, frequency_penalty=1.0),
+        good_job("two", repetition_penalty=1.5, repeat_last_n=6),
     ]
     outcomes = run_schedule(
-        loop, [*(ScheduledJob(job=one) for one in others), ScheduledJob(job=poisoned("bad"), at=2)]
+        loop,
+        [*(ScheduledJob(job=one) for one in others), ScheduledJob(job=poison_job("bad"), at=2)],
     )
     assert outcomes["bad"].reason == "error"
     assert "NaN or infinite logits" in (outcomes["bad"].error or "")
@@ -95,72 +96,74 @@ def test_a_row_that_is_no_number_ends_alone(ties: list[int]) -> None:
         ties.append(assert_same(outcomes[one.id], run_one(make_loop(model), one)))
 
 
-def test_caches_in_doubt_serve_nobody() -> None:
+def test_caches_of_a_failed_step_are_not_reused() -> None:
     model = Broken(kinds="kk")
     loop = make_loop(model, running=2, policy="radix")
     assert run_one(loop, job("bad", [*PROMPT, POISON])).reason == "error"
-    after = run_one(loop, good("good"))
+    after = run_one(loop, good_job("good"))
     assert after.cached <= len(PROMPT)
-    assert after.ids == run_one(make_loop(model), good("good")).ids
+    assert after.ids == run_one(make_loop(model), good_job("good")).ids
 
 
-def test_a_prefix_cache_that_raises_ends_only_who_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_prefix_cache_ends_only_its_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     loop = make_loop(tiny_model(), running=2, policy="radix")
     cache: Any = _prefix_of(loop)
     begin = cache.begin
 
-    def failing(ids: Any, **options: Any) -> Any:
+    def fail(ids: Any, **options: Any) -> Any:
         if POISON in ids:
             raise RuntimeError("planted")
         return begin(ids, **options)
 
-    monkeypatch.setattr(cache, "begin", failing)
+    monkeypatch.setattr(cache, "begin", fail)
     outcomes = run_schedule(
         loop,
         [
-            ScheduledJob(job=good("a")),
+            ScheduledJob(job=good_job("a")),
             ScheduledJob(job=job("bad", [POISON])),
-            ScheduledJob(job=good("b")),
+            ScheduledJob(job=good_job("b")),
         ],
     )
     assert [outcomes[name].reason for name in ("a", "bad", "b")] == ["length", "error", "length"]
 
 
-def test_a_prefix_cache_that_cannot_shrink_ends_only_who_needed_it(
+def test_a_failed_eviction_ends_only_the_request_that_needed_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And not the loop, in a circle of steps that all fail."""
+    """The loop does not repeat a failing step for ever."""
     model = tiny_model()
-    room = make_loop(model, context=256).capacity.kv_bytes_per_sequence
-    loop = make_loop(model, running=2, policy="radix", context=256, budget=2 * room)
-    assert run_one(loop, good("first")).reason == "length"
+    sequence_bytes = make_loop(model, context=256).capacity.kv_bytes_per_sequence
+    loop = make_loop(model, running=2, policy="radix", context=256, budget=2 * sequence_bytes)
+    assert run_one(loop, good_job("first")).reason == "length"
 
-    def failing(count: int) -> int:
+    def fail(count: int) -> int:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(_prefix_of(loop), "evict", failing)
-    pair = [ScheduledJob(job=good("second")), ScheduledJob(job=job("third", [1] * 200))]
+    monkeypatch.setattr(_prefix_of(loop), "evict", fail)
+    pair = [ScheduledJob(job=good_job("second")), ScheduledJob(job=job("third", [1] * 200))]
     outcomes = run_schedule(loop, pair)
     assert sorted(outcome.reason for outcome in outcomes.values()) == ["error", "length"]
 
 
-def test_a_sampler_that_raises_for_a_batch_ends_nobody_who_can_go_on(
+def test_an_error_for_a_batch_ends_no_request_that_succeeds_alone(
     monkeypatch: pytest.MonkeyPatch, ties: list[int]
 ) -> None:
-    """Something that only fails in company (an allocation, say): each alone still gets through."""
+    """Some errors (of an allocation, say) occur only for a batch: each row succeeds alone."""
     model = tiny_model()
     logits, failed = model.logits, []
 
-    def failing_once(hidden: mx.array) -> mx.array:
+    def fail_once(hidden: mx.array) -> mx.array:
         if hidden.shape[0] == 3 and not failed:
             failed.append(1)
             raise RuntimeError("planted")
         return logits(hidden)
 
     loop = make_loop(model, running=3, policy="radix")
-    monkeypatch.setattr(model, "logits", failing_once)
+    monkeypatch.setattr(model, "logits", fail_once)
     jobs = [
-        good(str(i), temperature=1.0, seed=i, frequency_penalty=0.7, max_tokens=40)
+        good_job(str(i), temperature=1.0, seed=i, frequency_penalty=0.7, max_tokens=40)
         for i in range(3)
     ]
     outcomes = run_schedule(loop, [ScheduledJob(job=one) for one in jobs])

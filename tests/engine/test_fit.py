@@ -1,4 +1,4 @@
-"""What a model takes is known before any of it is read."""
+"""A model's memory requirement is estimated before its weights are read."""
 
 import gc
 import json
@@ -34,7 +34,8 @@ from models.kv import STEP
 from tests import tiny
 from tests.models import parity
 from tests.models.architectures import Case, cases
-from tests.models.switched import BOTH, computing
+from tests.models.kernel_switch import BOTH, use_kernels
+from tests.store.shards import count_bytes_read
 
 GIB = 1 << 30
 NAMES = {mx.uint32: "U32", mx.bfloat16: "BF16", mx.float32: "F32"}
@@ -49,20 +50,23 @@ def files(tiny_model: Path) -> ModelFiles:
     return files_of(tiny_model)
 
 
-def tight(files: ModelFiles, spare: int, **asked: Any) -> Settings:
+def tight_settings(files: ModelFiles, spare: int, **settings: Any) -> Settings:
     """Settings whose budget has `spare` bytes for layer caches of a context of 1024."""
-    plain = estimate_fit(files, Settings(context=1024, **asked))
-    return Settings(memory=plain.weights + plain.working + spare, **asked)
+    plain = estimate_fit(files, Settings(context=1024, **settings))
+    return Settings(memory=plain.weights + plain.working + spare, **settings)
 
 
-def sequence(files: ModelFiles, length: int) -> int:
+def sequence_bytes(files: ModelFiles, length: int) -> int:
     return estimate_fit(files, Settings(context=length)).kv_per_context
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.id)
-def test_every_architecture_tells_its_layer_caches_unevaluated(case: Case, tmp_path: Path) -> None:
-    """The same numbers as those of a model that has run, and nothing in memory for them."""
-    parity.saved(case, tmp_path)
+def test_layer_caches_of_every_architecture_are_estimated_without_evaluation(
+    case: Case, tmp_path: Path
+) -> None:
+    """The same numbers as those of a loaded model, without allocating its memory."""
+    parity.save_reference(case, tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     tiny.tokenizer().save(str(tmp_path / "tokenizer.json"))
     files = files_of(tmp_path)
@@ -91,23 +95,23 @@ def _flat(model: Any) -> list[tuple[str, mx.array]]:
     return flat
 
 
-def test_reduced_weights_are_counted_as_what_they_will_be(tmp_path: Path) -> None:
+def test_weights_to_be_quantized_count_with_their_quantized_size(tmp_path: Path) -> None:
     folder = tiny.write(tmp_path / "m", hidden_size=64, intermediate_size=128)
-    whole, four = (estimate_fit(files_of(folder), Settings(quantize=bits)) for bits in (None, 4))
+    plain, four = (estimate_fit(files_of(folder), Settings(quantize=bits)) for bits in (None, 4))
     # 4 bits, a scale and a bias in 32 bits for each 64: 5 bits of 32
-    assert four.weights == pytest.approx(whole.weights * 5 / 32, rel=0.05)
+    assert four.weights == pytest.approx(plain.weights * 5 / 32, rel=0.05)
 
 
-def test_the_working_space_is_foretold_within_reason(tmp_path: Path) -> None:
-    """Neither so little that the engine finds no room after all, nor so much that what fits is
-    refused. The logits and scores, which are known, are left out."""
+def test_the_working_space_is_estimated_within_a_factor_of_two(tmp_path: Path) -> None:
+    """A low estimate makes the load fail, and a high one rejects models that fit. The logits and
+    scores, which are known, are left out."""
     folder = tiny.write(tmp_path / "m", hidden_size=256, intermediate_size=768)
     files, settings = files_of(folder), Settings(context=STEP, parallel=1, prefill_chunk=512)
     model: Any = open_model(files, None)
     mx.eval(model.parameters())
     found = estimate_before_load(model, files, settings)
     heads = num_query_heads(files.config)
-    # how far the work lags behind those who ask for it differs, and with it what is held at once
+    # the lag of the evaluation varies, and with it the memory that is held at once
     working = max(
         profile_memory(
             model, budget=0, weights=0, chunk=512, max_batch_size=1, heads=heads, context=STEP
@@ -126,21 +130,21 @@ def _caches(model: Any) -> Any:
     return layers
 
 
-def test_a_class_that_gives_only_logits_needs_one_row_of_them(tmp_path: Path) -> None:
-    """Eight rows as wide as a vocabulary of 256,000 would refuse what fits."""
+def test_a_class_that_returns_only_logits_needs_one_row_of_them(tmp_path: Path) -> None:
+    """Eight rows with a vocabulary of 256,000 would reject models that fit."""
     [case] = [case for case in cases() if case.id.startswith("starcoder2")]
     config = {**case.config, "vocab_size": 50_000}
-    parity.saved(replace(case, config=config), tmp_path)
+    parity.save_reference(replace(case, config=config), tmp_path)
     tiny.tokenizer().save(str(tmp_path / "tokenizer.json"))
     found = estimate_fit(files_of(tmp_path), Settings(context=STEP, parallel=1, prefill_chunk=64))
     assert 64 * 50_000 * 4 < found.working < 2 * 64 * 50_000 * 4
 
 
-def test_a_class_that_cannot_run_is_refused_with_the_folder(
+def test_the_error_for_a_class_that_cannot_run_names_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [case] = [case for case in cases() if case.id.startswith("starcoder2")]
-    parity.saved(case, tmp_path)
+    parity.save_reference(case, tmp_path)
     tiny.tokenizer().save(str(tmp_path / "tokenizer.json"))
     more = [cache.KVCache() for _ in range(3)]
     monkeypatch.setattr(starcoder2.Model, "make_cache", lambda _: more, raising=False)
@@ -149,64 +153,68 @@ def test_a_class_that_cannot_run_is_refused_with_the_folder(
     assert str(tmp_path) in caught.value.message
 
 
-def test_a_class_that_trips_over_its_config_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_class_that_raises_for_its_config_gives_a_one_line_error(tmp_path: Path) -> None:
     [case] = [case for case in cases() if case.id.startswith("starcoder2")]
-    parity.saved(case, tmp_path)
+    parity.save_reference(case, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**case.config, "rope_theta": "many"}))
     tiny.tokenizer().save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(AppError, match=r"starcoder2 cannot be run .* TypeError: rope") as caught:
+    with pytest.raises(
+        AppError, match=r"starcoder2 implementation fails .* TypeError: rope"
+    ) as caught:
         estimate_fit(files_of(tmp_path), Settings())
     assert "\n" not in caught.value.message
 
 
-def test_the_longest_context_that_fits_is_told(files: ModelFiles) -> None:
+def test_the_longest_context_that_fits_is_computed(files: ModelFiles) -> None:
     for steps in (1, 2, 3):
-        found = estimate_fit(files, tight(files, sequence(files, steps * STEP)))
+        found = estimate_fit(files, tight_settings(files, sequence_bytes(files, steps * STEP)))
         assert found.context_that_fits >= steps * STEP
         assert found.context_that_fits < files.context_length
-        assert found.fits, "no context was asked for: a shorter one will do"
+        assert found.fits, "no context was requested, so a shorter one is used"
         used = Settings(memory=found.budget, context=found.context_that_fits)
         assert estimate_fit(files, used).fits
         more = Settings(memory=found.budget, context=found.context_that_fits + STEP)
         assert not estimate_fit(files, more).fits
 
 
-def test_each_of_the_sequences_that_were_asked_for_has_the_context(files: ModelFiles) -> None:
-    room = 4 * sequence(files, 1024)
+def test_each_requested_sequence_has_the_full_context(files: ModelFiles) -> None:
+    kv_bytes = 4 * sequence_bytes(files, 1024)
     for parallel, fits in ((4, True), (5, False)):
-        asked = tight(files, room, parallel=parallel)
-        found = estimate_fit(files, Settings(memory=asked.memory, parallel=parallel, context=1024))
+        settings = tight_settings(files, kv_bytes, parallel=parallel)
+        found = estimate_fit(
+            files, Settings(memory=settings.memory, parallel=parallel, context=1024)
+        )
         assert (found.sequences, found.fits) == (parallel, fits)
 
 
-def test_what_does_not_fit_is_refused_with_both_numbers_and_what_would(files: ModelFiles) -> None:
-    budget = tight(files, 2 * sequence(files, 1024)).memory
+def test_the_error_for_a_model_that_does_not_fit_gives_numbers_and_a_remedy(
+    files: ModelFiles,
+) -> None:
+    budget = tight_settings(files, 2 * sequence_bytes(files, 1024)).memory
     found = estimate_fit(files, Settings(memory=budget, parallel=4, context=1024))
     with pytest.raises(AppError) as caught:
         raise_unless_fits(found, files)
     message = caught.value.message
     assert caught.value.kind is ErrorKind.MODEL_FILES
-    assert (
-        f"KV cache for 4 sequences of 1024 tokens {format_memory(4 * found.kv_per_context)}"
-        in message
-    )
-    assert f"{format_memory(found.needed)} in total" in message
+    kv = format_memory(4 * found.kv_per_context)
+    assert f"{kv} for the KV cache of 4 sequences of 1024 tokens" in message
+    assert f"it needs {format_memory(found.needed)}" in message
     assert f"the budget is {format_memory(found.budget)}" in message
-    assert f"the largest --context that fits is {found.context_that_fits}" in message
+    assert f"set --context to at most {found.context_that_fits}" in message
     assert found.needed > found.budget
-    assert "set --parallel below 4" in message
+    assert "or --parallel below 4" in message
 
 
-def test_a_model_beside_which_nothing_fits_is_refused_whatever_was_asked(
+def test_a_model_without_memory_for_any_context_is_rejected(
     files: ModelFiles,
 ) -> None:
     found = estimate_fit(files, Settings(memory=1000))
     assert (found.context_that_fits, found.fits) == (0, False)
-    with pytest.raises(AppError, match=r"no context length fits: raise --memory"):
+    with pytest.raises(AppError, match=r"no context length fits, so raise --memory"):
         raise_unless_fits(found, files)
 
 
-def test_the_budget_is_the_devices_unless_somebody_says_otherwise(
+def test_the_memory_setting_overrides_the_device_budget(
     files: ModelFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fitting, "device_budget", lambda: 12345)
@@ -214,8 +222,8 @@ def test_the_budget_is_the_devices_unless_somebody_says_otherwise(
     assert estimate_fit(files, Settings(memory=10**9)).budget == 10**9
 
 
-def test_a_folder_of_40_gb_is_judged_from_its_headers(tmp_path: Path) -> None:
-    """Llama 3.3 70B in 4 bits: the headers are real, and behind them is nothing."""
+def test_a_folder_of_40_gb_is_estimated_from_its_headers(tmp_path: Path) -> None:
+    """Llama 3.3 70B in 4 bits: real headers without data."""
     config = {
         **tiny.CONFIG,
         "hidden_size": 8192,
@@ -226,33 +234,25 @@ def test_a_folder_of_40_gb_is_judged_from_its_headers(tmp_path: Path) -> None:
         "vocab_size": 128256,
         "max_position_embeddings": 131072,
     }
-    folder = hollow(tmp_path / "huge", config)
+    folder = write_hollow_model(tmp_path / "huge", config)
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     assert size > 38e9
     settings = Settings(memory=64 * GIB, context=8192, parallel=1)
     mx.reset_peak_memory()
-    active, read = mx.get_active_memory(), bytes_read()
+    active, read = mx.get_active_memory(), count_bytes_read()
     found = estimate_fit(files_of(folder), settings)
-    assert bytes_read() - read < 16 << 20
+    assert count_bytes_read() - read < 16 << 20
     assert mx.get_peak_memory() - active < 16 << 20
     assert found.weights == pytest.approx(size, rel=1e-4)
     # keys and values in float32, in which a CPU computes
     assert found.kv_per_context == 2 * 80 * 8 * 128 * 8192 * 4
     assert found.fits
-    # the same with a machine of 40 GiB
+    # it does not fit in 40 GiB
     assert not estimate_fit(files_of(folder), Settings(memory=40 * GIB, context=32768)).fits
 
 
-def bytes_read() -> int:
-    """What this process has read since it started; 0 where the system does not count it."""
-    counters = Path("/proc/self/io")
-    if not counters.exists():
-        return 0
-    return int(counters.read_text().split("rchar: ")[1].split()[0])
-
-
-def hollow(folder: Path, config: dict[str, Any]) -> Path:
-    """A folder of 4-bit weights, whose files are as long as they say and hold nothing."""
+def write_hollow_model(folder: Path, config: dict[str, Any]) -> Path:
+    """A folder of 4-bit weights, whose files have the size in their headers and hold no data."""
     tiny.write(folder)
     (folder / "model.safetensors").unlink()
     (folder / "config.json").write_text(json.dumps(config))
@@ -279,16 +279,16 @@ def hollow(folder: Path, config: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("by_kernels", BOTH)
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
-def test_what_a_cpu_makes_of_a_type_is_counted_to_the_byte(
+def test_dtype_conversions_on_a_cpu_are_counted_to_the_byte(
     tmp_path: Path, dtype: mx.Dtype, by_kernels: bool
 ) -> None:
-    """Our kernels multiply with halves as they are; MLX's own are so slow with them on a CPU that
-    all becomes float32. Keys and values are that always."""
+    """Our kernels compute with half precision weights; MLX's own are so slow with them on a CPU
+    that weights are converted to float32. Keys and values are always float32."""
     folder = tiny.write(tmp_path / "m")
     halves = {name: array.astype(dtype) for name, array in tiny.weights().items()}
     mx.save_safetensors(str(folder / "model.safetensors"), halves)
     files = files_of(folder)
-    with computing(by_kernels=by_kernels):
+    with use_kernels(enabled=by_kernels):
         found = estimate_fit(files, Settings(context=300))
         model: Any = open_model(files, None)
         mx.eval(model.parameters())
@@ -301,7 +301,7 @@ def test_what_a_cpu_makes_of_a_type_is_counted_to_the_byte(
     assert {array.dtype for layer in kv for array in layer.state()} == {mx.float32}
 
 
-def test_a_footprint_needs_no_values(files: ModelFiles) -> None:
+def test_a_kv_footprint_needs_no_evaluation(files: ModelFiles) -> None:
     model = open_model(files, None)
     kv = model.make_kv()
     model(mx.array([[0]]), kv)
@@ -309,31 +309,34 @@ def test_a_footprint_needs_no_values(files: ModelFiles) -> None:
     assert KVFootprint(kv, chunk=8)(300) == 2 * 2 * 2 * 4 * 4 * 512
 
 
-class TestWhatAModelNeedsAmongOthers:
-    def test_at_least_one_usual_sequence_at_best_several(self, files: ModelFiles) -> None:
+class TestMemoryRequirement:
+    def test_one_typical_sequence_is_the_minimum_and_several_are_preferred(
+        self, files: ModelFiles
+    ) -> None:
         plain, found = estimate_fit(files, Settings()), estimate_memory(files, Settings())
         base = plain.weights + plain.working
-        assert files.context_length == TYPICAL_SEQUENCE_LENGTH  # so that one number tells both
+        assert files.context_length == TYPICAL_SEQUENCE_LENGTH  # so that one number serves for both
         assert found.min_bytes == base + plain.kv_per_context
         assert (
             found.preferred_bytes == base + 2 * fitting.DEFAULT_MAX_PARALLEL * plain.kv_per_context
         )
         assert found.device_budget > GIB / 4
 
-    def test_what_was_asked_for_is_the_least(self, files: ModelFiles) -> None:
-        asked = Settings(context=512, parallel=3)
-        found = estimate_memory(files, asked)
-        assert found.min_bytes == estimate_fit(files, asked).needed
+    def test_requested_context_and_parallel_set_the_minimum(self, files: ModelFiles) -> None:
+        settings = Settings(context=512, parallel=3)
+        found = estimate_memory(files, settings)
+        assert found.min_bytes == estimate_fit(files, settings).needed
         assert (
-            found.preferred_bytes == found.min_bytes + 3 * estimate_fit(files, asked).kv_per_context
+            found.preferred_bytes
+            == found.min_bytes + 3 * estimate_fit(files, settings).kv_per_context
         )
 
-    def test_memory_that_was_given_is_taken_at_its_word(self, files: ModelFiles) -> None:
+    def test_the_memory_setting_is_used_unchanged(self, files: ModelFiles) -> None:
         found = estimate_memory(files, Settings(memory=12345))
         assert (found.min_bytes, found.preferred_bytes) == (12345, 12345)
 
-    def test_what_it_needs_is_enough_to_be_loaded(self, files: ModelFiles) -> None:
+    def test_the_minimum_is_enough_for_a_load(self, files: ModelFiles) -> None:
         for settings in (Settings(), Settings(parallel=2), Settings(context=700, parallel=2)):
             least = estimate_memory(files, settings).min_bytes
-            given = estimate_fit(files, replace(settings, memory=least))
-            assert given.fits
+            estimate = estimate_fit(files, replace(settings, memory=least))
+            assert estimate.fits

@@ -1,4 +1,4 @@
-"""From files to a loop, with progress, or to one clear line."""
+"""Loading: from files to a loop, with progress, or to a one-line error."""
 
 import dataclasses
 import gc
@@ -23,7 +23,7 @@ from app.engine.prefix.single import SinglePrefixCache
 from app.engine.prefix.slots import SlotPrefixCache
 from tests import tiny
 from tests.engine.harness import job, run_one
-from tests.models.switched import BOTH, computing
+from tests.models.kernel_switch import BOTH, use_kernels
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128}
 
@@ -38,7 +38,7 @@ def test_a_loaded_folder_generates(tiny_model: Path) -> None:
     assert len(run_one(loop, job("a", b"hello")).ids) > 0
 
 
-def test_progress_moves_from_nothing_upwards(
+def test_progress_starts_at_0_and_increases(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights, "_REPORT_EVERY_BYTES", 4096)
@@ -51,23 +51,23 @@ def test_progress_moves_from_nothing_upwards(
 
 def test_shards_are_read_together(tmp_path: Path) -> None:
     folder = tiny.write(tmp_path / "sharded")
-    whole_file = mx.load(str(folder / "model.safetensors"))
-    assert isinstance(whole_file, dict)
-    names = sorted(whole_file)
+    tensors = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(tensors, dict)
+    names = sorted(tensors)
     (folder / "model.safetensors").unlink()
     for i in range(3):
-        part = {name: whole_file[name] for name in names[i::3]}
+        part = {name: tensors[name] for name in names[i::3]}
         mx.save_safetensors(str(folder / f"model-{i}.safetensors"), part)
-    whole = tiny.write(tmp_path / "whole")
+    full = tiny.write(tmp_path / "whole")
     answers = [
         run_one(load(store.resolve(str(f)), Settings(), ignore), job("a", b"hello")).ids
-        for f in (folder, whole)
+        for f in (folder, full)
     ]
     assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("cut", [0, 4, 100, -1])
-def test_a_file_that_is_cut_off_is_named_before_anything_is_read(tmp_path: Path, cut: int) -> None:
+def test_a_truncated_file_is_an_error_before_weights_are_read(tmp_path: Path, cut: int) -> None:
     folder = tiny.write(tmp_path / "model")
     shard = folder / "model.safetensors"
     shard.write_bytes(shard.read_bytes()[:cut])
@@ -76,7 +76,7 @@ def test_a_file_that_is_cut_off_is_named_before_anything_is_read(tmp_path: Path,
     assert caught.value.kind is ErrorKind.MODEL_FILES
 
 
-def test_a_checkpoint_that_does_not_fit_its_config_is_named(tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_match_its_config_is_an_error(tmp_path: Path) -> None:
     files = store.resolve(str(tiny.write(tmp_path / "model")))
     config: dict[str, Any] = {**files.config, "num_hidden_layers": 3}
     with pytest.raises(AppError, match=r"model: the checkpoint lacks tensors: model.layers.2"):
@@ -93,26 +93,26 @@ def test_the_prefill_chunk_suits_the_device(
 
 
 @pytest.mark.parametrize("by_kernels", BOTH)
-def test_exact_mode_puts_prefixes_on_the_grid_where_bits_depend_on_it(
+def test_exact_mode_aligns_prefixes_where_results_depend_on_chunks(
     tiny_model: Path, by_kernels: bool
 ) -> None:
     settings = Settings(exact=True, prefill_chunk=8)
-    with computing(by_kernels=by_kernels):
+    with use_kernels(enabled=by_kernels):
         loop = load(store.resolve(str(tiny_model)), settings, ignore)
         prompt = b"twenty-one characters"
         run_one(loop, job("a", prompt))
         assert run_one(loop, job("b", prompt)).cached == (20 if by_kernels else 16)
 
 
-@pytest.mark.parametrize(("asked", "wired"), [(None, 900_000_000), (2_000_000_000, 10**9)])
-def test_memory_is_wired_on_metal_up_to_what_the_device_recommends(
-    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, asked: int | None, wired: int
+@pytest.mark.parametrize(("memory", "wired"), [(None, 900_000_000), (2_000_000_000, 10**9)])
+def test_memory_is_wired_on_metal_up_to_the_recommended_size(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, memory: int | None, wired: int
 ) -> None:
     limits: list[int] = []
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 10**9})
     monkeypatch.setattr(mx, "set_wired_limit", limits.append)
-    load(store.resolve(str(tiny_model)), Settings(memory=asked), ignore)
+    load(store.resolve(str(tiny_model)), Settings(memory=memory), ignore)
     assert limits == [wired]
 
 
@@ -128,96 +128,96 @@ POLICIES: list[tuple[dict[str, Any], type, int]] = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "policy", "parallel"), POLICIES)
-def test_the_cache_suits_how_many_run_at_once(
-    tiny_model: Path, asked: dict[str, Any], policy: type, parallel: int
+@pytest.mark.parametrize(("options", "policy", "parallel"), POLICIES)
+def test_the_cache_policy_depends_on_parallel(
+    tiny_model: Path, options: dict[str, Any], policy: type, parallel: int
 ) -> None:
-    with computing(by_kernels=False):
-        loop = load(store.resolve(str(tiny_model)), Settings(**asked), ignore)
+    with use_kernels(enabled=False):
+        loop = load(store.resolve(str(tiny_model)), Settings(**options), ignore)
     assert loop.capacity.parallel == parallel
     assert isinstance(_prefix_of(loop), policy)
 
 
-def test_fewer_run_at_once_where_memory_has_room_for_fewer(tiny_model: Path) -> None:
+def test_parallel_is_lower_where_memory_is_short(tiny_model: Path) -> None:
     files = store.resolve(str(tiny_model))
-    whole = load(files, Settings(), ignore)
-    ledger, usual = whole.stats().ledger, whole.capacity.kv_bytes_per_sequence
+    full = load(files, Settings(), ignore)
+    ledger, usual = full.stats().ledger, full.capacity.kv_bytes_per_sequence
     # half a sequence more: the working space is measured, and not to the byte
     short = ledger.weights + ledger.working + 3 * usual + usual // 2
     assert load(files, Settings(memory=short), ignore).capacity.parallel == 3
 
 
-def test_a_model_that_leaves_no_room_for_a_sequence_is_refused_before_it_is_read(
+def test_a_model_without_memory_for_a_sequence_is_rejected_before_it_is_read(
     tiny_model: Path,
 ) -> None:
     def never(percent: int, memory: int) -> None:
         raise AssertionError("something was read")
 
-    with pytest.raises(AppError, match=r"does not fit in memory: weights .* raise --memory"):
+    with pytest.raises(AppError, match=r"does not fit in memory: it needs .* raise --memory"):
         load(store.resolve(str(tiny_model)), Settings(memory=1000), never)
 
 
-def test_a_context_that_was_asked_for_is_kept_or_refused(tiny_model: Path) -> None:
+def test_a_requested_context_is_granted_or_rejected(tiny_model: Path) -> None:
     files = store.resolve(str(tiny_model))
     ledger = load(files, Settings(context=512, parallel=1), ignore).stats().ledger
     kv = estimate_fit(files, Settings(context=512)).kv_per_context
-    # what a step is found to take differs from load to load
+    # the measured memory of a step differs from load to load
     memory = ledger.weights + 4 * ledger.working + kv
     assert load(files, Settings(memory=memory, context=512), ignore).capacity.context_length == 512
-    unasked = load(files, Settings(memory=memory), ignore).capacity
-    assert 0 < unasked.context_length < files.context_length
-    assert unasked.limited_by_memory
-    with pytest.raises(AppError, match=r"of 4096 tokens .* the largest --context that fits is \d+"):
+    default = load(files, Settings(memory=memory), ignore).capacity
+    assert 0 < default.context_length < files.context_length
+    assert default.limited_by_memory
+    with pytest.raises(AppError, match=r"of 4096 tokens\).* set --context to at most \d+"):
         load(files, Settings(memory=memory, context=4096), ignore)
 
 
-def test_a_context_that_only_seemed_to_fit_is_refused_not_cut(
+def test_a_requested_context_that_misses_by_a_byte_is_rejected_not_shortened(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The estimate came out below the measurement, and a server that was asked for 1500 positions
-    quietly served 1024."""
+    """The estimate was below the measurement, and a server with --context 1500 silently served
+    1024 positions."""
     files = store.resolve(str(tiny_model))
 
-    for asked in (Settings(context=1500), Settings(context=1500, parallel=3)):
-        found = estimate_fit(files, asked)
+    for settings in (Settings(context=1500), Settings(context=1500, parallel=3)):
+        found = estimate_fit(files, settings)
 
-        def a_byte_more(*args: Any, found: Fit = found, **told: Any) -> MemoryProfile:
-            return dataclasses.replace(profile_memory(*args, **told), working=found.working + 1)
+        def a_byte_more(*args: Any, found: Fit = found, **options: Any) -> MemoryProfile:
+            return dataclasses.replace(profile_memory(*args, **options), working=found.working + 1)
 
         monkeypatch.setattr(loading, "profile_memory", a_byte_more)
-        enough = dataclasses.replace(asked, memory=found.needed)
-        with pytest.raises(AppError, match=r"the largest --context that fits is \d+"):
+        enough = dataclasses.replace(settings, memory=found.needed)
+        with pytest.raises(AppError, match=r"set --context to at most \d+"):
             load(files, enough, ignore)
 
 
 @pytest.mark.parametrize("error", [MemoryError("full"), RuntimeError("[malloc] no room")])
-def test_a_model_that_the_device_cannot_run_is_one_line(
+def test_a_failed_trial_pass_is_a_one_line_error(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def full(*args: object, **asked: object) -> None:
+    def full(*args: object, **options: object) -> None:
         raise error
 
     monkeypatch.setattr(loading, "profile_memory", full)
     with pytest.raises(
         AppError, match=rf"a trial forward pass failed: {re.escape(str(error))}$"
-    ) as said:
+    ) as caught:
         load(store.resolve(str(tiny_model)), Settings(), ignore)
-    assert said.value.kind is ErrorKind.MODEL_FILES
+    assert caught.value.kind is ErrorKind.MODEL_FILES
 
 
-def test_working_space_is_kept_for_the_context_that_fits_not_for_one_that_does_not(
+def test_working_space_is_reserved_only_for_the_context_that_fits(
     tiny_model: Path,
 ) -> None:
-    """A CPU holds the attention scores of a prompt chunk over the whole context. Of a context that
-    has no room anyway, they took the room of one that has."""
+    """A CPU holds the attention scores of a prompt chunk over the whole context. Scores for a
+    context that did not fit took the memory of one that did."""
     files = store.resolve(str(tiny_model))
-    whole = load(files, Settings(parallel=1), ignore).stats().ledger
-    tight = load(files, Settings(parallel=1, memory=whole.working), ignore)
+    full = load(files, Settings(parallel=1), ignore).stats().ledger
+    tight = load(files, Settings(parallel=1, memory=full.working), ignore)
     assert tight.capacity.context_length >= 512
-    assert tight.stats().ledger.working < whole.working
+    assert tight.stats().ledger.working < full.working
 
 
-def test_weights_are_quantised_while_they_are_loaded(tmp_path: Path) -> None:
+def test_weights_are_quantized_during_the_load(tmp_path: Path) -> None:
     folder = tiny.write(tmp_path / "model", **SIZES)
     files = store.resolve(str(folder))
     ledgers = [
@@ -229,7 +229,7 @@ def test_weights_are_quantised_while_they_are_loaded(tmp_path: Path) -> None:
     assert len(run_one(loop, job("a", b"hello")).ids) > 0
 
 
-def test_weights_that_are_quantised_already_are_left_alone(tmp_path: Path) -> None:
+def test_quantized_weights_are_not_quantized_again(tmp_path: Path) -> None:
     folder = tiny.write(tmp_path / "model", **SIZES)
     packed: dict[str, mx.array] = {}
     for name, array in tiny.weights({**tiny.CONFIG, **SIZES}).items():
@@ -243,23 +243,23 @@ def test_weights_that_are_quantised_already_are_left_alone(tmp_path: Path) -> No
     mx.save_safetensors(str(folder / "model.safetensors"), packed)
     files = store.resolve(str(folder))
     load(files, Settings(), ignore)
-    with pytest.raises(AppError, match=r"model: the weights are already quantised"):
+    with pytest.raises(AppError, match=r"model: the weights are already quantized"):
         load(files, Settings(quantize=4), ignore)
 
 
 @pytest.mark.parametrize(
     "error", [RuntimeError("a disk"), AppError(ErrorKind.MODEL_FILES, "a file")]
 )
-def test_a_load_that_fails_leaves_nothing_behind(
+def test_a_failed_load_frees_its_memory(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Whoever reports the error keeps it for a while, and with it every frame that it came by."""
+    """The error is kept until it is reported, and with it every frame of its traceback."""
     monkeypatch.setattr(weights, "_REPORT_EVERY_BYTES", 4096)
     files = store.resolve(str(tiny_model))
-    held: list[int] = []
+    allocated: list[int] = []
 
     def fail(percent: int, memory: int) -> None:
-        held.append(memory)
+        allocated.append(memory)
         if percent > 50:
             raise error
 
@@ -268,7 +268,7 @@ def test_a_load_that_fails_leaves_nothing_behind(
     try:
         with pytest.raises(type(error)) as caught:
             load(files, Settings(), fail)
-        assert held[-1] - before > 30_000, "there was something to leave behind"
+        assert allocated[-1] - before > 30_000, "the load has allocated memory"
         assert mx.get_active_memory() == before
         assert caught.value.__traceback__ is not None
         assert mx.set_cache_limit(limit) == 12345678
@@ -276,7 +276,7 @@ def test_a_load_that_fails_leaves_nothing_behind(
         mx.set_cache_limit(limit)
 
 
-def test_a_refused_checkpoint_leaves_nothing_behind_either(tmp_path: Path) -> None:
+def test_a_rejected_checkpoint_frees_its_memory(tmp_path: Path) -> None:
     files = store.resolve(str(tiny.write(tmp_path / "model")))
     config: dict[str, Any] = {**files.config, "num_hidden_layers": 3}
     gc.collect()
@@ -287,7 +287,7 @@ def test_a_refused_checkpoint_leaves_nothing_behind_either(tmp_path: Path) -> No
     assert caught.value.__cause__ is not None
 
 
-def test_a_shorter_context_can_be_asked_for_and_a_longer_one_cannot(tiny_model: Path) -> None:
+def test_the_context_setting_shortens_but_does_not_extend_the_context(tiny_model: Path) -> None:
     files = store.resolve(str(tiny_model))
     assert load(files, Settings(context=100), ignore).capacity.context_length == 100
     assert (
@@ -296,4 +296,4 @@ def test_a_shorter_context_can_be_asked_for_and_a_longer_one_cannot(tiny_model: 
 
 
 def _prefix_of(loop: Loop) -> object:
-    return loop._scheduler._prefix  # pyright: ignore[reportPrivateUsage]  # which one was chosen
+    return loop._scheduler._prefix  # pyright: ignore[reportPrivateUsage]  # the chosen policy

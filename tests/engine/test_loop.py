@@ -1,4 +1,4 @@
-"""The generation loop: what it gives never depends on what ran before it or beside it."""
+"""The generation loop: results never depend on earlier or concurrent requests."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from app.core.jobs import Ended
 from app.engine.loop import Loop
 from models.base import Model
 from tests.engine import hybrid
@@ -37,7 +38,7 @@ def model(request: pytest.FixtureRequest) -> Model:
     return MODELS[request.param]()
 
 
-def test_greedy_tokens_are_those_of_the_plainest_loop(model: Model) -> None:
+def test_greedy_tokens_equal_those_of_the_reference(model: Model) -> None:
     outcome = run_one(make_loop(model), job("a", PROMPT, stop_token_ids=frozenset[int]()))
     assert outcome.ids == greedy(model, PROMPT, 12)
     assert (outcome.reason, outcome.cached) == ("length", 0)
@@ -49,12 +50,12 @@ def test_progress_counts_the_prompt_chunk_by_chunk() -> None:
 
 
 def test_an_end_of_sequence_id_ends_the_answer_and_is_not_part_of_it() -> None:
-    whole = run_one(make_loop(tiny_model()), job("a", PROMPT)).ids
-    stop = next(i for i, token in enumerate(whole) if token not in whole[:i] and i > 2)
+    full = run_one(make_loop(tiny_model()), job("a", PROMPT)).ids
+    stop = next(i for i, token in enumerate(full) if token not in full[:i] and i > 2)
     outcome = run_one(
-        make_loop(tiny_model()), job("a", PROMPT, stop_token_ids=frozenset({whole[stop]}))
+        make_loop(tiny_model()), job("a", PROMPT, stop_token_ids=frozenset({full[stop]}))
     )
-    assert (outcome.ids, outcome.reason) == (whole[:stop], "stop")
+    assert (outcome.ids, outcome.reason) == (full[:stop], "stop")
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -67,6 +68,7 @@ def test_a_prompt_of_one_token_is_answered(model: Model) -> None:
     assert run_one(make_loop(model), job("a", [7])).ids == greedy(model, [7], 12)
 
 
+@pytest.mark.product
 @examples(max_examples=40)
 @given(
     prompts=st.lists(
@@ -76,23 +78,23 @@ def test_a_prompt_of_one_token_is_answered(model: Model) -> None:
     shared=st.integers(0, 40),
     temperature=st.sampled_from([0.0, 1.0]),
 )
-def test_cached_equals_uncached_whatever_ran_before(
+def test_cached_equals_uncached_after_any_history(
     model: Model, ties: list[int], prompts: Any, final: list[int], shared: int, temperature: float
 ) -> None:
-    """Any history of prompts that begin like each other, finished or cancelled at any step."""
+    """Any history of prompts with common prefixes, finished or cancelled at any step."""
     loop, previous = make_loop(model), list(PROMPT)
     for i, (ids, keep, cancel_after) in enumerate(prompts):
         previous = previous[:keep] + ids
         run_one(loop, job(f"before {i}", previous), cancel_after)
-    asked = job("it", previous[:shared] + final, temperature=temperature, seed=7)
-    warm, cold = run_one(loop, asked), run_one(make_loop(model), asked)
+    request = job("it", previous[:shared] + final, temperature=temperature, seed=7)
+    warm, cold = run_one(loop, request), run_one(make_loop(model), request)
     assert cold.cached == 0
-    assert warm.cached < len(asked.prompt_token_ids)
+    assert warm.cached < len(request.prompt_token_ids)
     ties.append(assert_same(warm, cold))
 
 
 @pytest.mark.parametrize("cancel_after", range(12))
-def test_a_cancelled_job_leaves_what_it_computed(cancel_after: int, ties: list[int]) -> None:
+def test_the_work_of_a_cancelled_job_stays_cached(cancel_after: int, ties: list[int]) -> None:
     model = tiny_model()
     loop = make_loop(model, chunk=8)
     cancelled = run_one(loop, job("a", PROMPT), cancel_after)
@@ -119,11 +121,11 @@ def test_a_waiting_job_can_be_cancelled_and_an_unknown_one_ignored() -> None:
     loop = make_loop(tiny_model())
     outcomes = run(loop, job("a", PROMPT), job("b", PROMPT), cancel_after=0)
     assert [o.reason for o in outcomes.values()] == ["cancelled", "cancelled"]
-    loop.cancel("nobody")
+    loop.cancel("unknown")
     assert loop.idle
 
 
-def test_the_same_prompt_again_is_all_but_free() -> None:
+def test_a_repeated_prompt_is_served_from_the_cache() -> None:
     loop = make_loop(tiny_model())
     run_one(loop, job("a", PROMPT))
     before = loop.stats()
@@ -142,7 +144,7 @@ def test_the_next_turn_of_a_conversation_reuses_prompt_and_answer(model: Model) 
     assert run_one(loop, job("b", turn)).cached == len(PROMPT) + len(first.ids) - 1
 
 
-def test_keep_cuts_the_cache_to_what_the_client_saw() -> None:
+def test_keep_trims_the_cache_to_the_tokens_that_the_client_got() -> None:
     loop = make_loop(tiny_model(), chunk=64)
     loop.submit(job("a", PROMPT))
     for _ in range(8):
@@ -168,14 +170,15 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("running", [1, 3, len(REQUESTS)])
-def test_requests_never_touch_each_other(
+def test_requests_never_affect_each_other(
     model: Model, ties: list[int], running: int, order: int
 ) -> None:
-    """Every request alone on a fresh engine, against all of them on one, at most `running` at
-    once, in either order. Peers lose penalties after a plain request or sample with the
-    parameters of the batch's first."""
+    """Each request alone on a fresh engine, against all of them on one, at most `running` at
+    once, in either order. Other servers lose penalties after a plain request or sample with the
+    parameters of the batch's first row."""
     jobs = [job(str(i), PROMPT[i:], **request) for i, request in enumerate(REQUESTS)]
     together = run(make_loop(model, running=running, policy="slots"), *jobs[::order])
     for one in jobs:
@@ -187,9 +190,9 @@ def test_requests_never_touch_each_other(
 
 
 @pytest.mark.parametrize(("policy", "times"), [("radix", 1), ("multi_user", 1), ("slots", 3)])
-def test_what_several_begin_with_is_evaluated_once(policy: str, times: int) -> None:
-    """Three clients with one long system prompt at the same moment: two wait until the first has
-    read it, where the cache can lend; where it cannot, waiting would be for nothing."""
+def test_a_shared_prefix_is_computed_once(policy: str, times: int) -> None:
+    """Three clients send one long system prompt at the same time: two wait until the first has
+    computed it, if the cache can lend it; otherwise they do not wait."""
     model = tiny_model()
     shared = list(PROMPT) * 3
     loop = make_loop(model, running=3, policy=policy, chunk=16)
@@ -201,7 +204,7 @@ def test_what_several_begin_with_is_evaluated_once(policy: str, times: int) -> N
     assert times * len(shared) <= evaluated <= times * len(shared) + 3 * 16
 
 
-def test_parameters_do_change_the_answer() -> None:
+def test_each_parameter_changes_the_answer() -> None:
     """Without this the test above could not fail."""
     plain = run_one(make_loop(tiny_model()), job("a", PROMPT)).ids
     for request in REQUESTS[1:-1]:
@@ -215,8 +218,8 @@ def test_unseeded_requests_differ() -> None:
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
-    asked = job("a", PROMPT, repetition_penalty=3.0, temperature=1.0, top_k=1, seed=1)
-    for token in run_one(make_loop(tiny_model()), asked).tokens:
+    request = job("a", PROMPT, repetition_penalty=3.0, temperature=1.0, top_k=1, seed=1)
+    for token in run_one(make_loop(tiny_model()), request).tokens:
         assert token.logprob is not None
         assert len(token.top_logprobs) == 5
         values = [value for _, value in token.top_logprobs]
@@ -234,7 +237,7 @@ class Broken(hybrid.Model):
         return super().__call__(tokens, kv)
 
 
-def test_a_failing_step_ends_its_job_and_the_engine_lives_on() -> None:
+def test_a_failing_step_ends_its_job_and_the_engine_continues() -> None:
     model = Broken(kinds="k")
     loop = make_loop(model)
     good = job("good", PROMPT, max_tokens=3, logit_bias=((13, -100.0),))
@@ -246,10 +249,10 @@ def test_a_failing_step_ends_its_job_and_the_engine_lives_on() -> None:
     )
     after = run_one(loop, good)
     assert after.reason == "length"
-    assert after.cached == 0, "caches in doubt must serve nobody"
+    assert after.cached == 0, "caches of a failed step must not be reused"
 
 
-def test_one_that_fails_leaves_the_others_alone() -> None:
+def test_a_failing_job_does_not_affect_the_others() -> None:
     model = Broken(kinds="k")
     good = job("good", PROMPT, logit_bias=((13, -100.0),), stop_token_ids=frozenset[int]())
     alone = run_one(make_loop(model), good)
@@ -263,8 +266,8 @@ def test_one_that_fails_leaves_the_others_alone() -> None:
     assert together["good"].ids == alone.ids
 
 
-def test_an_exact_loop_repeats_itself_to_the_bit() -> None:
-    """On a fixed grid the same positions go through the same shapes, whatever was cached."""
+def test_exact_mode_is_bitwise_reproducible() -> None:
+    """With alignment, positions are computed in the same shapes, cached or not."""
     model = tiny_model()
 
     def exact() -> Loop:
@@ -278,7 +281,7 @@ def test_an_exact_loop_repeats_itself_to_the_bit() -> None:
     assert token_bits(warm) == token_bits(cold)
 
 
-def test_memory_returns_to_where_it_was() -> None:
+def test_memory_does_not_grow_from_request_to_request() -> None:
     loop = make_loop(tiny_model())
     for _ in range(3):
         run_one(loop, job("a", PROMPT * 20, max_tokens=4))
@@ -287,3 +290,11 @@ def test_memory_returns_to_where_it_was() -> None:
         run_one(loop, job("a", PROMPT * 20, max_tokens=4))
     assert loop.stats().allocated_bytes <= before * 1.02
     assert loop.stats().ledger.prefix > 0
+
+
+def test_the_end_names_the_token_that_stopped_the_output() -> None:
+    loop = make_loop(tiny_model())
+    loop.submit(job("a", PROMPT, logit_bias=((7, 1000.0),), stop_token_ids=frozenset({7})))
+    while not (ended := [u for u in loop.step().updates if isinstance(u, Ended)]):
+        pass
+    assert ended[0].stop_token_id == 7

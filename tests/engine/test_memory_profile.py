@@ -1,4 +1,4 @@
-"""What a sequence and a step take is foretold from one token."""
+"""The memory of a sequence and of a step is estimated from one token."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ from models.kernels.in_place_attention import score_buffer_bytes
 from models.kv import STEP
 from tests.engine import hybrid
 from tests.engine.harness import tiny_model
-from tests.models.switched import computing
+from tests.models.kernel_switch import use_kernels
 
 MODELS: dict[str, Any] = {"llama": tiny_model, "hybrid": hybrid.Model}
 CHUNK = 8
@@ -34,19 +34,21 @@ def measure(model: Model, budget: int = 1 << 30) -> MemoryProfile:
 
 @pytest.mark.parametrize("kind", sorted(MODELS))
 @pytest.mark.parametrize("length", [1, 100, 300])
-def test_a_sequence_takes_no_more_than_was_foretold(kind: str, length: int) -> None:
+def test_a_sequence_takes_no_more_than_the_estimate(kind: str, length: int) -> None:
     model = MODELS[kind]()
-    foretold = measure(model).kv_footprint(length)
+    estimate = measure(model).kv_footprint(length)
     kv = model.make_kv()
     for layer in kv:
         layer.reserve(length)
     for start in range(0, length, CHUNK):
         chunk = mx.zeros((1, min(CHUNK, length - start)), mx.int32)
         mx.eval(model(chunk, kv))
-        assert sum(layer.nbytes for layer in kv) <= foretold
+        assert sum(layer.nbytes for layer in kv) <= estimate
 
 
-def room(footprint: Callable[[int], int], budget: int, longest: int = 10_000) -> MemoryProfile:
+def make_profile(
+    footprint: Callable[[int], int], budget: int, longest: int = 10_000
+) -> MemoryProfile:
     return MemoryProfile(
         budget=budget, weights=0, working=0, max_length=longest, kv_footprint=footprint
     )
@@ -55,19 +57,19 @@ def room(footprint: Callable[[int], int], budget: int, longest: int = 10_000) ->
 def test_the_longest_sequence_that_fits_is_found() -> None:
     footprint = measure(tiny_model()).kv_footprint
     for steps in (1, 2, 3):
-        tight = room(footprint, footprint(steps * STEP))
+        tight = make_profile(footprint, footprint(steps * STEP))
         assert tight.max_context(10_000) == steps * STEP
         assert tight.max_context(100) == 100
-    assert room(footprint, footprint(1) - 1).max_context(100) == 0
+    assert make_profile(footprint, footprint(1) - 1).max_context(100) == 0
 
 
 def test_no_sequence_outgrows_the_working_space() -> None:
     footprint = measure(tiny_model()).kv_footprint
-    assert room(footprint, 1 << 40, longest=700).max_context(10_000) == 700
-    assert room(footprint, 1 << 40, longest=700).max_context(100) == 100
+    assert make_profile(footprint, 1 << 40, longest=700).max_context(10_000) == 700
+    assert make_profile(footprint, 1 << 40, longest=700).max_context(100) == 100
 
 
-def test_weights_and_working_space_come_first() -> None:
+def test_the_kv_budget_excludes_weights_and_working_space() -> None:
     small = measure(tiny_model())
     assert small.kv_budget == small.budget - 1000 - small.working
     assert small.working > 0
@@ -75,33 +77,33 @@ def test_weights_and_working_space_come_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "seen"),
+    ("kinds", "positions"),
     [("k", 4096), ("kwr", 4096), ("w", STEP + CHUNK), ("r", STEP), ("wr", STEP + CHUNK)],
 )
-def test_scores_are_held_for_what_a_query_sees(kinds: str, seen: int) -> None:
-    """A window with the chunk behind it, rounded up to a step; a state as if it were one step."""
-    with computing(by_kernels=False):
-        working = _working(kinds)
-        assert working(4096) == 2 * 4 * 3 * CHUNK * seen
+def test_scores_cover_the_positions_that_a_query_sees(kinds: str, positions: int) -> None:
+    """A window and the chunk after it, rounded up to a step; a state counts as one step."""
+    with use_kernels(enabled=False):
+        working = _activation_memory(kinds)
+        assert working(4096) == 2 * 4 * 3 * CHUNK * positions
         assert working(100) == 2 * 4 * 3 * CHUNK * 100
 
 
-def test_our_own_attention_holds_the_scores_of_few_queries_on_each_thread() -> None:
+def test_in_place_attention_holds_scores_of_few_queries_per_thread() -> None:
     if (ops := kernels.ops()) is None:
         pytest.skip("the CPU kernels were not built")
-    each = ops.threads() * 4 * 24
-    assert _working("k")(4096) == each * (4096 + 32)
-    assert _working("w")(4096) == each * (STEP + CHUNK + 32)
-    assert score_buffer_bytes(_Stored(), 3, 4096) is None
+    each = ops.num_threads() * 4 * 24
+    assert _activation_memory("k")(4096) == each * (4096 + 32)
+    assert _activation_memory("w")(4096) == each * (STEP + CHUNK + 32)
+    assert score_buffer_bytes(_CacheWithoutKV(), 3, 4096) is None
 
 
-class _Stored:
-    """A cache that keeps something else than keys and values."""
+class _CacheWithoutKV:
+    """A cache without keys and values."""
 
     supports_in_place = False
 
 
-def _working(kinds: str) -> ActivationMemory:
+def _activation_memory(kinds: str) -> ActivationMemory:
     model = hybrid.Model(kinds=kinds)
     layers = model.make_kv()
     mx.eval(model(mx.array([[0]]), layers))
@@ -129,12 +131,12 @@ def test_other_devices_hold_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, 64),
     ],
 )
-def test_queries_are_counted_by_whatever_name_they_have(config: dict[str, Any], heads: int) -> None:
+def test_query_heads_are_read_under_each_config_name(config: dict[str, Any], heads: int) -> None:
     assert num_query_heads(config) == heads
 
 
-@pytest.mark.parametrize("most", [1, 255, 256, 257, 1000, 12345])
-def test_the_longest_is_found_to_the_step(most: int) -> None:
+@pytest.mark.parametrize("maximum", [1, 255, 256, 257, 1000, 12345])
+def test_the_longest_fitting_length_is_exact_to_a_step(maximum: int) -> None:
     for limit in (0, 1, 255, 256, 700, 12345, 99999):
-        found = longest_fitting(lambda length, limit=limit: length <= limit, most)
-        assert found == (most if most <= limit else limit // STEP * STEP)
+        found = longest_fitting(lambda length, limit=limit: length <= limit, maximum)
+        assert found == (maximum if maximum <= limit else limit // STEP * STEP)

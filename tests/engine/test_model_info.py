@@ -1,7 +1,4 @@
-"""What is known of a model before it is loaded.
-
-What a model is made of, counted without reading it.
-"""
+"""Model facts before the load: the completed config, and parameters counted from headers."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +19,7 @@ def parameters(config: dict[str, object]) -> int:
     return sum(array.size for array in tiny.weights({**tiny.CONFIG, **config}).values())
 
 
-def test_a_plain_model_is_counted(tiny_model: Path) -> None:
+def test_parameters_of_a_plain_model_are_counted(tiny_model: Path) -> None:
     found = count_parameters(complete_config(find(str(tiny_model))))
     assert found.parameters == parameters({})
     assert found.nbytes == 4 * found.parameters
@@ -31,7 +28,7 @@ def test_a_plain_model_is_counted(tiny_model: Path) -> None:
 
 
 def test_a_packed_model_has_the_parameters_of_the_plain_one(tmp_path: Path) -> None:
-    """4 bits, and a scale and a bias of 32 bits for each 64 of them: 5; the norms stay plain."""
+    """4 bits, with a scale and a bias of 32 bits for each 64 weights: 5; norms are not packed."""
     found = count_parameters(complete_config(find(str(packed_folder(tmp_path / "packed")))))
     assert found.parameters == parameters(CONFIG)
     assert list(found.by_format) == ["4-bit affine", "float32"]
@@ -43,27 +40,27 @@ def files(tiny_model: Path) -> ModelFiles:
     return store.resolve(str(tiny_model))
 
 
-def configured(files: ModelFiles, **config: Any) -> ModelFiles:
+def complete_with(files: ModelFiles, **config: Any) -> ModelFiles:
     return complete_config(replace(files, config=config))
 
 
-def test_a_config_that_says_all_is_left_as_it_is(files: ModelFiles) -> None:
+def test_a_complete_config_is_not_changed(files: ModelFiles) -> None:
     assert complete_config(files) == files
 
 
-def test_what_a_config_leaves_to_its_architecture_is_filled_in(files: ModelFiles) -> None:
+def test_defaults_of_the_architecture_are_filled_in(files: ModelFiles) -> None:
     config = {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 2}
     more = {"intermediate_size": 128, "num_attention_heads": 4}
-    found = configured(files, **config, **more)
+    found = complete_with(files, **config, **more)
     assert (found.context_length, found.vocab_size) == (131_072, 262_208)
     assert found.sampleable_vocab_size == tiny.VOCAB
 
 
-def test_of_a_multimodal_model_the_text_part_counts(
+def test_the_text_config_of_a_multimodal_model_is_used(
     files: ModelFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    found = configured(
+    found = complete_with(
         files, model_type="whole", eos_token_id=1, vision_config={}, text_config=dict(tiny.CONFIG)
     )
     assert found.context_length == 4096
@@ -85,11 +82,11 @@ def test_of_a_multimodal_model_the_text_part_counts(
         ),
     ],
 )
-def test_a_config_that_cannot_be_is_named(
+def test_an_invalid_config_is_an_error(
     files: ModelFiles, change: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(AppError) as caught:
-        configured(files, **{**tiny.CONFIG, **change})
+        complete_with(files, **{**tiny.CONFIG, **change})
     assert caught.value.kind is ErrorKind.MODEL_FILES
     assert caught.value.message.startswith(f"{files.path}: ")
     assert words in caught.value.message

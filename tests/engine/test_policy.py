@@ -1,4 +1,4 @@
-"""The scheduling policy: pure, so every case is a line."""
+"""The scheduling policy: pure functions, so every case is one line."""
 
 import random
 
@@ -21,80 +21,80 @@ Remaining = st.lists(st.integers(1, 400), max_size=8)
 Budget = st.integers(1, 200)
 
 
-@given(waiting=Counts, running=Counts, room=st.integers(1, 50))
-def test_admission_fills_the_room_and_no_more(waiting: int, running: int, room: int) -> None:
+@given(waiting=Counts, running=Counts, slots=st.integers(1, 50))
+def test_admission_fills_the_free_slots_and_no_more(waiting: int, running: int, slots: int) -> None:
     count = count_admissible(
-        waiting=waiting, running=running, limits=SchedulerLimits(max_running=room)
+        waiting=waiting, running=running, limits=SchedulerLimits(max_running=slots)
     )
     assert 0 <= count <= waiting
-    assert count == 0 or running + count <= room
-    assert count == waiting or running + count >= room
+    assert count == 0 or running + count <= slots
+    assert count == waiting or running + count >= slots
 
 
 Callers = st.lists(st.sampled_from("abcd"), max_size=12)
 
 
-Taken = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 20))
+LastServed = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 20))
 
 
-@given(waiting=Callers, running=Callers, taken=Taken)
-def test_everybody_gets_a_turn_and_keeps_his_own_order(
-    waiting: list[str], running: list[str], taken: dict[str, int]
+@given(waiting=Callers, running=Callers, last_served=LastServed)
+def test_fair_order_keeps_the_order_of_each_caller(
+    waiting: list[str], running: list[str], last_served: dict[str, int]
 ) -> None:
-    order = fair_order(waiting, running, taken)
+    order = fair_order(waiting, running, last_served)
     assert sorted(order) == list(range(len(waiting)))
     for caller in set(waiting):
         own = [i for i in order if waiting[i] == caller]
         assert own == sorted(own)
 
 
-@given(waiting=Callers.filter(bool), running=Callers, taken=Taken)
-def test_whoever_has_less_is_taken_first(
-    waiting: list[str], running: list[str], taken: dict[str, int]
+@given(waiting=Callers.filter(bool), running=Callers, last_served=LastServed)
+def test_the_caller_with_the_fewest_running_requests_is_first(
+    waiting: list[str], running: list[str], last_served: dict[str, int]
 ) -> None:
-    first = waiting[fair_order(waiting, running, taken)[0]]
+    first = waiting[fair_order(waiting, running, last_served)[0]]
     fewest = min(running.count(caller) for caller in waiting)
     equals = {caller for caller in waiting if running.count(caller) == fewest}
     assert first in equals
-    assert taken.get(first, -1) == min(taken.get(caller, -1) for caller in equals)
+    assert last_served.get(first, -1) == min(last_served.get(caller, -1) for caller in equals)
 
 
-def test_one_caller_alone_is_served_in_order() -> None:
+def test_a_single_caller_is_served_in_order() -> None:
     assert fair_order(["", "", ""], [""], {"": 3}) == [0, 1, 2]
 
 
-def test_one_request_does_not_wait_behind_sixty_of_another() -> None:
+def test_one_request_does_not_wait_behind_sixty_of_another_caller() -> None:
     assert fair_order(["a"] * 60 + ["b"], ["a"] * 4, {"a": 7})[0] == 60
     assert fair_order(["a"] * 60 + ["b"], [], {"a": 7})[0] == 60
     assert fair_order(["a", "a", "b", "b", "a"], [], {}) == [0, 2, 1, 3, 4]
 
 
-@given(places=st.integers(1, 4), flood=st.integers(0, 30), seed=st.integers(0, 1 << 30))
-def test_a_caller_is_served_however_many_others_flood(places: int, flood: int, seed: int) -> None:
-    """Three others have two new requests for each that ends, and the fourth caller has one: it
-    starts before any of them has had a second turn. With only one place, where nobody runs when the
-    next is chosen, first come first was once sixty of one caller first."""
-    drawn = random.Random(seed)
-    running = [drawn.choice("abc") for _ in range(places)]
-    waiting = [drawn.choice("abc") for _ in range(flood)] + ["z"]
-    taken = {caller: n for n, caller in enumerate(running)}
+@given(slots=st.integers(1, 4), flood=st.integers(0, 30), seed=st.integers(0, 1 << 30))
+def test_a_caller_is_served_while_others_flood(slots: int, flood: int, seed: int) -> None:
+    """Three callers send two new requests for each that ends, and a fourth caller sends one: it
+    starts before any of the others gets a second turn. With one slot nothing runs when the next
+    is chosen; requests once started in order of arrival, and sixty of one caller came first."""
+    rng = random.Random(seed)
+    running = [rng.choice("abc") for _ in range(slots)]
+    waiting = [rng.choice("abc") for _ in range(flood)] + ["z"]
+    last_served = {caller: n for n, caller in enumerate(running)}
     for turn in range(4):
-        running.pop(drawn.randrange(places))
-        caller = waiting.pop(fair_order(waiting, running, taken)[0])
+        running.pop(rng.randrange(slots))
+        caller = waiting.pop(fair_order(waiting, running, last_served)[0])
         if caller == "z":
             return
         running.append(caller)
-        taken[caller] = places + turn
-        waiting += drawn.choices("abc", k=2)
-    raise AssertionError("it still waits")
+        last_served[caller] = slots + turn
+        waiting += rng.choices("abc", k=2)
+    raise AssertionError("its request was not scheduled")
 
 
 @given(remaining=Remaining, budget=Budget)
-def test_the_budget_is_passed_by_an_eighth_at_most(remaining: list[int], budget: int) -> None:
+def test_the_budget_is_exceeded_by_an_eighth_at_most(remaining: list[int], budget: int) -> None:
     shares = split_prefill_budget(remaining, SchedulerLimits(max_prefill_tokens=budget))
     assert sum(shares) <= budget + budget // 8
-    assert all(0 <= share <= wanted for share, wanted in zip(shares, remaining, strict=True))
-    # what is left over is too little for a piece of its own
+    assert all(0 <= share <= length for share, length in zip(shares, remaining, strict=True))
+    # the remainder is too small for a chunk of its own
     assert sum(shares) >= min(sum(remaining), budget - (budget + 3) // 4)
 
 
@@ -105,13 +105,13 @@ def test_the_oldest_prompt_always_gets_half(remaining: list[int], budget: int) -
 
 
 @given(remaining=Remaining, budget=Budget)
-def test_no_piece_is_small_unless_it_ends_its_prompt(remaining: list[int], budget: int) -> None:
-    for share, wanted in zip(
+def test_no_chunk_is_small_unless_it_ends_its_prompt(remaining: list[int], budget: int) -> None:
+    for share, length in zip(
         split_prefill_budget(remaining, SchedulerLimits(max_prefill_tokens=budget)),
         remaining,
         strict=True,
     ):
-        assert share in (0, wanted) or share >= (budget + 3) // 4
+        assert share in (0, length) or share >= (budget + 3) // 4
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
@@ -127,12 +127,12 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     assert split_prefill_budget([150], SchedulerLimits(max_prefill_tokens=128)) == [128]
 
 
-def test_one_prompt_alone_gets_everything() -> None:
+def test_a_single_prompt_gets_the_whole_budget() -> None:
     assert split_prefill_budget([4000], SchedulerLimits(max_prefill_tokens=128)) == [128]
     assert split_prefill_budget([], SchedulerLimits(max_prefill_tokens=128)) == []
 
 
-def test_whole_chunks_go_to_the_oldest_and_the_shortest() -> None:
+def test_aligned_chunks_go_to_the_oldest_and_the_shortest() -> None:
     limits = SchedulerLimits(max_prefill_tokens=64, align_chunks=True)
     assert split_prefill_budget([500, 400, 30, 200], limits) == [64, 0, 30, 0]
     assert split_prefill_budget([500], limits) == [64]
@@ -141,14 +141,14 @@ def test_whole_chunks_go_to_the_oldest_and_the_shortest() -> None:
 
 @given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=12), budget=st.integers(1, 64))
 def test_no_prompt_starves(lengths: list[int], budget: int) -> None:
-    """However many short ones keep coming, the oldest is done when it has had half of each step."""
+    """Short prompts keep coming, and the oldest one still gets half of each step."""
     first, steps, others = 1000, 0, [*lengths]
     waiting = [first, *others]
     while first:
         shares = split_prefill_budget(waiting, SchedulerLimits(max_prefill_tokens=budget))
         waiting = [w - s for w, s in zip(waiting, shares, strict=True)]
         first = waiting[0]
-        # whoever is done is followed by another one just as short
+        # each finished prompt is followed by another short one
         waiting = [first, *(w or lengths[0] for w in waiting[1:])]
         steps += 1
     assert steps <= 1 + 1000 // ((budget + 1) // 2)
@@ -158,51 +158,53 @@ Bytes = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 20)), min_size=1, 
 
 
 @given(sequences=Bytes, free=st.integers(0, 60))
-def test_as_few_give_way_as_must_and_never_the_oldest(
+def test_preemptions_are_minimal_and_spare_the_oldest(
     sequences: list[tuple[int, int]], free: int
 ) -> None:
-    held, growth = ([s[i] for s in sequences] for i in (0, 1))
-    count = count_preemptions(reserved=held, growth=growth, free=free)
-    assert 0 <= count < len(held)
+    reserved, growth = ([s[i] for s in sequences] for i in (0, 1))
+    count = count_preemptions(reserved=reserved, growth=growth, free=free)
+    assert 0 <= count < len(reserved)
 
-    def fits(leaving: int) -> bool:
-        stay = len(held) - leaving
-        return sum(growth[:stay]) <= free + sum(held[stay:])
+    def fits(preempted: int) -> bool:
+        stay = len(reserved) - preempted
+        return sum(growth[:stay]) <= free + sum(reserved[stay:])
 
     assert not any(fits(fewer) for fewer in range(count))
-    assert fits(count) or count == len(held) - 1
+    assert fits(count) or count == len(reserved) - 1
 
 
 @pytest.mark.parametrize(
     ("growth", "free", "count"), [((0, 0, 0), 0, 0), ((5, 0, 0), 5, 0), ((5, 0, 0), 4, 1)]
 )
-def test_nobody_gives_way_without_need(growth: tuple[int, ...], free: int, count: int) -> None:
+def test_no_sequence_is_preempted_without_need(
+    growth: tuple[int, ...], free: int, count: int
+) -> None:
     assert count_preemptions(reserved=(10, 10, 10), growth=growth, free=free) == count
 
 
 @given(left=st.lists(st.integers(0, 100), max_size=8), ahead=st.integers(1, 64))
-def test_who_has_no_room_grows_and_else_one_at_most(left: list[int], ahead: int) -> None:
+def test_all_full_sequences_grow_and_otherwise_at_most_one(left: list[int], ahead: int) -> None:
     chosen = choose_growing(left, ahead=ahead)
-    without = {i for i, positions in enumerate(left) if positions == 0}
-    assert without <= chosen
-    if not without:
+    full = {i for i, positions in enumerate(left) if positions == 0}
+    assert full <= chosen
+    if not full:
         assert len(chosen) <= 1
         assert all(left[i] == min(left) < ahead for i in chosen)
 
 
-def test_streams_that_came_together_grow_one_after_the_other() -> None:
-    left, grown = [40] * 8, list[set[int]]()
+def test_streams_that_started_together_grow_one_at_a_time() -> None:
+    left, choices = [40] * 8, list[set[int]]()
     for _ in range(40):
-        grown.append(choose_growing(left, ahead=32))
-        left = [1000 if i in grown[-1] else positions - 1 for i, positions in enumerate(left)]
-    assert max(map(len, grown)) == 1
-    assert sorted(i for chosen in grown for i in chosen) == list(range(8))
+        choices.append(choose_growing(left, ahead=32))
+        left = [1000 if i in choices[-1] else positions - 1 for i, positions in enumerate(left)]
+    assert max(map(len, choices)) == 1
+    assert sorted(i for chosen in choices for i in chosen) == list(range(8))
 
 
 @pytest.mark.parametrize(
-    ("shared", "evaluated", "length", "waits"),
+    ("shared", "computed", "length", "waits"),
     [
-        (600, 0, 900, True),  # a chunk's worth is being evaluated by another
+        (600, 0, 900, True),  # another sequence is computing a chunk's worth
         (100, 0, 900, False),
         (600, 500, 900, False),
         (40, 0, 40, True),  # another choice of the same request: all but one id
@@ -211,10 +213,10 @@ def test_streams_that_came_together_grow_one_after_the_other() -> None:
         (38, 0, 40, False),
     ],
 )
-def test_a_prompt_waits_for_one_that_does_its_work(
-    shared: int, evaluated: int, length: int, waits: bool
+def test_a_prompt_waits_for_one_that_computes_its_prefix(
+    shared: int, computed: int, length: int, waits: bool
 ) -> None:
     assert (
-        should_defer(shared_prefix=shared, num_computed=evaluated, min_gain=512, length=length)
+        should_defer(shared_prefix=shared, num_computed=computed, min_gain=512, length=length)
         == waits
     )

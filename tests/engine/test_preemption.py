@@ -1,4 +1,4 @@
-"""Too little memory: cached prefixes go, then the youngest waits, and nobody's answer changes."""
+"""Memory pressure: prefixes are evicted, then the youngest is preempted; answers stay the same."""
 
 import random
 from typing import Any
@@ -39,12 +39,11 @@ def footprint(model: Model, positions: int) -> int:
     return memory.kv_footprint(positions)
 
 
+@pytest.mark.product
 @pytest.mark.no_cover
 @pytest.mark.parametrize("policy", ["radix", "slots"])
-def test_a_preempted_answer_is_the_one_it_would_have_been(
-    model: Model, policy: str, ties: list[int]
-) -> None:
-    """Room for four to begin, and not for four to go on."""
+def test_preemption_does_not_change_the_answer(model: Model, policy: str, ties: list[int]) -> None:
+    """Memory fits four new sequences, but not their growth."""
     budget = 4 * footprint(model, 512)
     jobs = [
         job(
@@ -68,19 +67,19 @@ def test_a_preempted_answer_is_the_one_it_would_have_been(
 
 @examples(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_the_ledger_holds_whatever_comes(model: Model, data: st.DataObject) -> None:
+def test_the_ledger_is_never_overdrawn(model: Model, data: st.DataObject) -> None:
     """`run_schedule` checks after every step that the ledger is not overdrawn."""
-    rooms = data.draw(st.integers(2, 5))
+    num_sequences = data.draw(st.integers(2, 5))
     lengths = data.draw(st.lists(st.integers(1, 400), min_size=1, max_size=6))
     loop = make_loop(
-        model, running=4, policy="radix", chunk=64, budget=rooms * footprint(model, 256)
+        model, running=4, policy="radix", chunk=64, budget=num_sequences * footprint(model, 256)
     )
-    most = loop.capacity.context_length
-    visits = [
+    max_length = loop.capacity.context_length
+    schedule = [
         ScheduledJob(
             job=job(
                 str(i),
-                bytes((7 * i + n) % 256 for n in range(min(length, most - 20))),
+                bytes((7 * i + n) % 256 for n in range(min(length, max_length - 20))),
                 max_tokens=20,
                 stop_token_ids=NONE,
             ),
@@ -89,10 +88,10 @@ def test_the_ledger_holds_whatever_comes(model: Model, data: st.DataObject) -> N
         )
         for i, length in enumerate(lengths)
     ]
-    for visit in visits:
-        outcome = run_schedule(loop, [visit])[visit.job.id]
+    for scheduled in schedule:
+        outcome = run_schedule(loop, [scheduled])[scheduled.job.id]
         assert outcome.reason in ("length", "cancelled")
-    prompts = {v.job.id: v.job.prompt_token_ids for v in visits if isinstance(v.job, Job)}
+    prompts = {v.job.id: v.job.prompt_token_ids for v in schedule if isinstance(v.job, Job)}
     again = [
         ScheduledJob(job=job(f"again {id}", ids, max_tokens=5, stop_token_ids=NONE))
         for id, ids in prompts.items()
@@ -100,7 +99,7 @@ def test_the_ledger_holds_whatever_comes(model: Model, data: st.DataObject) -> N
     assert all(len(o.tokens) == 5 for o in run_schedule(loop, again).values())
 
 
-def test_cached_prefixes_give_way_before_anybody_waits() -> None:
+def test_cached_prefixes_are_evicted_before_a_sequence_is_preempted() -> None:
     model = tiny_model()
     loop = make_loop(model, running=2, policy="radix", budget=3 * footprint(model, 256))
     for i in range(4):
@@ -111,7 +110,7 @@ def test_cached_prefixes_give_way_before_anybody_waits() -> None:
     assert stats.ledger.free >= 0
 
 
-def test_who_does_not_fit_yet_waits_and_is_served_later() -> None:
+def test_a_sequence_that_does_not_fit_yet_waits() -> None:
     model = tiny_model()
     loop = make_loop(model, running=4, policy="radix", budget=footprint(model, 256))
     outcomes = run_schedule(
@@ -125,7 +124,7 @@ def test_who_does_not_fit_yet_waits_and_is_served_later() -> None:
     assert loop.stats().preemptions == 0
 
 
-def test_the_capacity_says_what_fits() -> None:
+def test_the_capacity_reports_the_context_that_fits() -> None:
     model = tiny_model()
     tight = make_loop(model, budget=footprint(model, 256)).capacity
     assert (tight.context_length, tight.limited_by_memory) == (256, True)

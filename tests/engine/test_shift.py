@@ -1,4 +1,4 @@
-"""A sequence that outgrows its context: the loop against the plainest shifting there is."""
+"""A sequence that outgrows its context: the loop against a reference context shift."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -44,15 +44,15 @@ def shifted_greedy(model: Model, prompt: Sequence[int], count: int, keep: int) -
 
 
 @pytest.mark.parametrize("keep", [0, KEEP])
-def test_an_answer_goes_on_past_its_context(model: Model, keep: int) -> None:
+def test_an_answer_continues_past_its_context(model: Model, keep: int) -> None:
     loop = make_loop(model, running=2, policy="slots", context=CONTEXT, shift=True)
-    asked = job("long", PROMPT, max_tokens=100, stop_token_ids=NONE, num_keep=keep)
-    outcome = run_one(loop, asked)
+    request = job("long", PROMPT, max_tokens=100, stop_token_ids=NONE, num_keep=keep)
+    outcome = run_one(loop, request)
     assert outcome.ids == shifted_greedy(model, PROMPT, 100, keep)
     assert (outcome.reason, len(outcome.progress)) == ("length", len(PROMPT) // 8 + 1)
 
 
-def test_a_shift_leaves_the_neighbours_alone(model: Model) -> None:
+def test_a_shift_does_not_affect_other_sequences(model: Model) -> None:
     loop = make_loop(model, running=3, policy="multi_user", context=CONTEXT, shift=True)
     short = job("short", PROMPT[:20], max_tokens=20, stop_token_ids=NONE)
     long = job("long", PROMPT, max_tokens=90, stop_token_ids=NONE, num_keep=KEEP)
@@ -61,9 +61,9 @@ def test_a_shift_leaves_the_neighbours_alone(model: Model) -> None:
     assert outcomes["long"].ids == shifted_greedy(model, PROMPT, 90, KEEP)
 
 
-def test_what_was_shifted_is_not_served_as_if_it_had_not_been(model: Model) -> None:
-    """The ids that are left were evaluated behind ids that are gone: a prompt of the same ids has
-    other keys and values."""
+def test_shifted_keys_are_not_reused_for_an_unshifted_prompt(model: Model) -> None:
+    """The remaining ids were computed after ids that are discarded now: a prompt of the same ids
+    has other keys and values."""
     loop = make_loop(model, running=1, policy="slots", context=CONTEXT, shift=True)
     first = run_one(loop, job("long", PROMPT, max_tokens=40, stop_token_ids=NONE, num_keep=KEEP))
     left = [*PROMPT[:KEEP], *first.ids[-20:]]

@@ -1,4 +1,4 @@
-"""The one thread that touches MLX: it starts, obeys, survives and ends."""
+"""The engine thread, the only one that uses MLX: start, commands, errors and stop."""
 
 import queue
 import threading
@@ -27,8 +27,8 @@ from tests.engine.harness import job, make_loop, tiny_model
 PATIENCE = 20
 
 
-class Heard:
-    """What a thread posted."""
+class MessageLog:
+    """The messages that a thread posted."""
 
     def __init__(self) -> None:
         self.messages: queue.Queue[Any] = queue.Queue()
@@ -39,7 +39,7 @@ class Heard:
         assert isinstance(message, kind), message
         return message
 
-    def until_end_of(self, name: str) -> list[Any]:
+    def collect_updates(self, name: str) -> list[Any]:
         """All updates of one job."""
         updates: list[Any] = []
         while not updates or not isinstance(updates[-1], Ended):
@@ -47,21 +47,21 @@ class Heard:
         return updates
 
 
-Started = Callable[[Callable[[Any], Loop]], tuple[EngineThread, Heard]]
+StartThread = Callable[[Callable[[Any], Loop]], tuple[EngineThread, MessageLog]]
 
 
 @pytest.fixture
-def started() -> Iterator[Started]:
+def start_thread() -> Iterator[StartThread]:
     threads: list[EngineThread] = []
-    # what ends its process on purpose leaves its threads in that of the tests
+    # tests of a process exit leave their threads running
     others = set(threading.enumerate())
 
-    def start(load: Callable[[Any], Loop]) -> tuple[EngineThread, Heard]:
-        heard = Heard()
-        thread = EngineThread(load, heard.messages.put, check_invariants=True)
+    def start(load: Callable[[Any], Loop]) -> tuple[EngineThread, MessageLog]:
+        log = MessageLog()
+        thread = EngineThread(load, log.messages.put, check_invariants=True)
         thread.start()
         threads.append(thread)
-        return thread, heard
+        return thread, log
 
     yield start
     for thread in threads:
@@ -76,14 +76,14 @@ def load_tiny(report: Callable[[int, int], None]) -> Loop:
     return make_loop(tiny_model())
 
 
-def test_a_job_goes_down_and_its_tokens_come_up(started: Started) -> None:
-    thread, heard = started(load_tiny)
-    assert heard.next(LoadProgress) == LoadProgress(progress=50, allocated_bytes=1234)
-    ready = heard.next(EngineReady)
+def test_a_submitted_job_produces_tokens(start_thread: StartThread) -> None:
+    thread, log = start_thread(load_tiny)
+    assert log.next(LoadProgress) == LoadProgress(progress=50, allocated_bytes=1234)
+    ready = log.next(EngineReady)
     assert ready.stats.allocated_bytes > 0
     assert ready.capacity.parallel == 1
     thread.submit(job("a", b"hello"))
-    updates = heard.until_end_of("a")
+    updates = log.collect_updates("a")
     assert sum(isinstance(u, Token) for u in updates) > 0
     assert updates[-1].reason in {"length", "stop"}
 
@@ -93,31 +93,31 @@ def load_long(report: Callable[[int, int], None]) -> Loop:
 
 
 def endless(name: str) -> Job:
-    """One that never ends by itself in the loop of `load_long`."""
+    """A job that does not end by itself in the loop of `load_long`."""
     return job(name, b"hello", max_tokens=tiny.LONG // 2, stop_token_ids=frozenset[int]())
 
 
-def test_a_cancelled_job_ends_and_the_next_one_runs(started: Started) -> None:
-    thread, heard = started(load_long)
-    heard.next(EngineReady)
+def test_a_cancelled_job_ends_and_the_next_one_runs(start_thread: StartThread) -> None:
+    thread, log = start_thread(load_long)
+    log.next(EngineReady)
     thread.submit(endless("a"))
-    heard.next(StepOutput)
+    log.next(StepOutput)
     thread.cancel("a")
-    assert heard.until_end_of("a")[-1].reason == "cancelled"
+    assert log.collect_updates("a")[-1].reason == "cancelled"
     thread.submit(job("b", b"hello"))
-    assert heard.until_end_of("b")[-1].reason != "cancelled"
+    assert log.collect_updates("b")[-1].reason != "cancelled"
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_thread_with_the_reason(started: Started) -> None:
+def test_a_failed_load_ends_the_thread_with_the_reason(start_thread: StartThread) -> None:
     def fail(_: Any) -> Loop:
         raise AppError(ErrorKind.MODEL_FILES, "planted")
 
-    thread, heard = started(fail)
-    assert heard.next(EngineFailed) == EngineFailed(kind=ErrorKind.MODEL_FILES, message="planted")
+    thread, log = start_thread(fail)
+    assert log.next(EngineFailed) == EngineFailed(kind=ErrorKind.MODEL_FILES, message="planted")
     assert thread.join(PATIENCE)
 
 
-def test_a_fault_of_ours_is_told_too(started: Started) -> None:
+def test_an_internal_error_is_reported(start_thread: StartThread) -> None:
     class Faulty(Loop):
         def step(self) -> StepOutput:
             raise AssertionError("planted")
@@ -127,47 +127,47 @@ def test_a_fault_of_ours_is_told_too(started: Started) -> None:
         loop.__class__ = Faulty
         return loop
 
-    thread, heard = started(load)
-    heard.next(EngineReady)
+    thread, log = start_thread(load)
+    log.next(EngineReady)
     thread.submit(job("a", b"hello"))
-    failed = heard.next(EngineFailed)
+    failed = log.next(EngineFailed)
     assert (failed.message, failed.is_internal_error) == ("AssertionError: planted", True)
     assert thread.join(PATIENCE)
 
 
-def test_want_of_memory_is_told_in_words(started: Started) -> None:
-    def starves(_: Any) -> Loop:
+def test_running_out_of_memory_is_reported(start_thread: StartThread) -> None:
+    def run_out_of_memory(_: Any) -> Loop:
         raise MemoryError
 
-    _, heard = started(starves)
-    assert heard.next(EngineFailed).message == "MemoryError: out of memory"
+    _, log = start_thread(run_out_of_memory)
+    assert log.next(EngineFailed).message == "MemoryError: out of memory"
 
 
-def test_a_thread_that_is_told_to_exit_says_so_before_it_does(started: Started) -> None:
-    """By a library: threads end on SystemExit without a word, and then a load would go on for
-    ever, at 0 %."""
+def test_a_system_exit_is_reported(start_thread: StartThread) -> None:
+    """A thread ends silently on a SystemExit from a library, and the load would stay at 0 % for
+    ever."""
 
-    def exits(_: Any) -> Loop:
+    def exit_process(_: Any) -> Loop:
         raise SystemExit(3)
 
-    thread, heard = started(exits)
-    assert heard.next(EngineFailed) == EngineFailed(
+    thread, log = start_thread(exit_process)
+    assert log.next(EngineFailed) == EngineFailed(
         kind=ErrorKind.ENGINE, message="SystemExit: 3", is_internal_error=True
     )
     assert thread.join(PATIENCE)
 
 
-def test_stopping_while_a_job_runs_ends_the_thread(started: Started) -> None:
-    thread, heard = started(load_long)
+def test_stopping_while_a_job_runs_ends_the_thread(start_thread: StartThread) -> None:
+    thread, log = start_thread(load_long)
     thread.submit(endless("a"))
-    heard.next(EngineReady)
-    heard.next(StepOutput)
+    log.next(EngineReady)
+    log.next(StepOutput)
     thread.stop()
     assert thread.join(PATIENCE)
 
 
-class Held(Loop):
-    """A loop that stops amid each step, at what was announced last, until it is let go."""
+class PausedLoop(Loop):
+    """A loop that pauses in each step, after announcing a stage, until its gate opens."""
 
     gate: threading.Event
     reached: threading.Event
@@ -179,48 +179,48 @@ class Held(Loop):
         return super().step()
 
 
-def until(true: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
-def test_the_heartbeat_tells_what_the_thread_is_at_and_since_when(started: Started) -> None:
+def test_the_heartbeat_gives_the_stage_and_its_start(start_thread: StartThread) -> None:
     gate, reached = threading.Event(), threading.Event()
 
     def load(_: Any) -> Loop:
         loop = make_loop(tiny_model())
-        loop.__class__ = Held
-        loop.gate, loop.reached = gate, reached  # pyright: ignore[reportAttributeAccessIssue]  # it is a Held now
+        loop.__class__ = PausedLoop
+        loop.gate, loop.reached = gate, reached  # pyright: ignore[reportAttributeAccessIssue]  # it is a PausedLoop now
         return loop
 
-    thread, heard = started(load)
-    heard.next(EngineReady)
-    until(lambda: thread.heartbeat().stage == IDLE)
+    thread, log = start_thread(load)
+    log.next(EngineReady)
+    wait_until(lambda: thread.heartbeat().stage == IDLE)
     before = time.monotonic_ns()
     thread.submit(job("a", b"hello"))
     assert reached.wait(PATIENCE)
-    held = thread.heartbeat()
-    assert held.stage == "decode of 8 sequences"
-    assert before <= held.timestamp_ns <= time.monotonic_ns()
-    assert thread.heartbeat() == held, "nothing moves, so nothing beats"
+    paused = thread.heartbeat()
+    assert paused.stage == "decode of 8 sequences"
+    assert before <= paused.timestamp_ns <= time.monotonic_ns()
+    assert thread.heartbeat() == paused, "without progress the heartbeat stays the same"
     gate.set()
-    heard.until_end_of("a")
-    until(lambda: thread.heartbeat().stage == IDLE)
-    assert thread.heartbeat().timestamp_ns > held.timestamp_ns
+    log.collect_updates("a")
+    wait_until(lambda: thread.heartbeat().stage == IDLE)
+    assert thread.heartbeat().timestamp_ns > paused.timestamp_ns
 
 
-def test_the_real_loop_says_what_it_begins(started: Started) -> None:
-    said: set[str] = set()
+def test_the_loop_announces_its_stages(start_thread: StartThread) -> None:
+    stages: set[str] = set()
 
     def load(_: Any) -> Loop:
         return make_loop(tiny_model())
 
-    thread, heard = started(load)
+    thread, log = start_thread(load)
     thread.submit(
         job("a", b"hello world, it is me", max_tokens=200, stop_token_ids=frozenset[int]())
     )
-    heard.next(EngineReady)
-    until(lambda: said.add(thread.heartbeat().stage) or any("decode" in s for s in said))
+    log.next(EngineReady)
+    wait_until(lambda: stages.add(thread.heartbeat().stage) or any("decode" in s for s in stages))
     thread.cancel("a")

@@ -1,5 +1,5 @@
-"""Ids that only the model has are never sampled, whatever it scores them; ids that only the
-tokenizer has do no harm."""
+"""Ids that only the model has are never sampled, regardless of their logits; ids that only the
+tokenizer has are harmless."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +22,9 @@ ANYTHING = JsonSchema(text="{}")
 
 
 @pytest.fixture(scope="module")
-def padded(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
-    """A head with more rows than there are tokens, and these score highest by far, whatever the
-    hidden state: each is followed by its opposite."""
+def padded_model(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
+    """A head with more rows than the tokenizer has tokens. The extra rows score highest for any
+    hidden state, because each one is followed by its negative."""
     folder = tiny.write(tmp_path_factory.mktemp("padded") / "model", vocab_size=ROWS)
     weights: Any = mx.load(str(folder / "model.safetensors"))
     head = weights["lm_head.weight"]
@@ -45,31 +45,37 @@ def padded(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
         {"temperature": 1.0, "seed": 4, "min_p": 0.1, "repetition_penalty": 1.2},
     ],
 )
-def test_rows_that_pad_the_head_are_never_drawn(padded: ModelFiles, knobs: dict[str, Any]) -> None:
-    assert (padded.vocab_size, padded.sampleable_vocab_size) == (ROWS, tiny.VOCAB)
-    loop = load(padded, Settings(), lambda percent, memory: None)
+def test_padding_rows_of_the_head_are_never_sampled(
+    padded_model: ModelFiles, knobs: dict[str, Any]
+) -> None:
+    assert (padded_model.vocab_size, padded_model.sampleable_vocab_size) == (ROWS, tiny.VOCAB)
+    loop = load(padded_model, Settings(), lambda percent, memory: None)
     endless = job(
         "a", b"hello", max_tokens=64, stop_token_ids=frozenset[int](), top_logprobs=20, **knobs
     )
     found = run_one(loop, endless)
     assert len(found.ids) == 64
     assert max(found.ids) < tiny.VOCAB
-    # nor are they rivals of those that are
+    # nor are they among the top logprobs
     assert all(id < tiny.VOCAB for token in found.tokens for id, _ in token.top_logprobs)
 
 
-def test_they_would_be_if_nobody_knew_the_tokenizer(padded: ModelFiles) -> None:
-    """The planted rows do score highest: else the test above would prove nothing."""
-    unknown = replace(padded, tokenizer_vocab_size=None)
+def test_padding_rows_are_sampled_if_the_tokenizer_size_is_unknown(
+    padded_model: ModelFiles,
+) -> None:
+    """The planted rows do score highest: otherwise the test above would prove nothing."""
+    unknown = replace(padded_model, tokenizer_vocab_size=None)
     loop = load(unknown, Settings(), lambda percent, memory: None)
     found = run_one(loop, job("a", b"hello"))
     assert min(found.ids) >= tiny.VOCAB
 
 
-def test_a_grammar_works_where_either_side_has_more(padded: ModelFiles, tiny_model: Path) -> None:
+def test_a_grammar_works_if_model_and_tokenizer_differ_in_size(
+    padded_model: ModelFiles, tiny_model: Path
+) -> None:
     files = store.resolve(str(tiny_model))
     fewer = replace(files, config={**files.config, "vocab_size": tiny.END})
-    for each in (padded, fewer):
+    for each in (padded_model, fewer):
         grammars = GrammarCompiler(
             each.tokenizer_path, vocab=each.tokenizer_vocab_size or each.vocab_size
         )

@@ -1,7 +1,7 @@
-"""JSON Schemas: many drawn from a seed, and the corners by hand.
+"""JSON Schemas: random ones from a seed, and edge cases.
 
-What a draw can come to is what the engine says it honours; corners are those of the
-JSON-Schema-Test-Suite, a schema or two for each keyword.
+The random schemas use the keywords that the engine supports; the edge cases follow the
+JSON-Schema-Test-Suite, with a schema or two for each keyword.
 """
 
 import random
@@ -14,7 +14,7 @@ NAMES = ("id", "name", "tags", "a b", "Größe", 'q"uote', "x/y", "$ref", "type"
 TEXTS = ("red", "green", "", 'say "hi"\n', "naïve", "\\", "🙂", "null")
 PATTERNS = ("^[a-z]{2,4}$", "^\\d{3}-\\d{2}$", "^(yes|no)$", "b+", '^[^"]{1,3}x?$', "^\\w+$")
 FORMATS = ("date", "time", "date-time", "uuid", "ipv4", "email")
-# what a definition stands under, in each schema that has one
+# the name of the definition in each schema with one
 DEFINITION = "Node"
 
 
@@ -29,11 +29,11 @@ def random_schema(seed: int) -> Schema:
 
 
 def _schema(rng: random.Random, depth: int) -> Schema:
-    kinds: list[Callable[[random.Random], Schema]] = [_string, _number, _integer, _listed, _plain]
+    kinds: list[Callable[[random.Random], Schema]] = [_string, _number, _integer, _enum, _plain]
     if depth:
         kinds += [lambda r: _object(r, depth - 1)] * 3
         kinds += [lambda r: _array(r, depth - 1), lambda r: _any_of(r, depth - 1)]
-        kinds += [lambda r: _map(r, depth - 1), lambda r: _tagged(r, depth - 1), _all_of]
+        kinds += [lambda r: _map(r, depth - 1), lambda r: _tagged_union(r, depth - 1), _all_of]
     return rng.choice(kinds)(rng)
 
 
@@ -42,39 +42,39 @@ def _maybe(rng: random.Random, **keywords: Any) -> Schema:
 
 
 def _string(rng: random.Random) -> Schema:
-    least = rng.randint(0, 5)
-    lengths = _maybe(rng, minLength=least, maxLength=least + rng.randint(0, 10))
-    narrowed: list[Schema] = [
+    low = rng.randint(0, 5)
+    lengths = _maybe(rng, minLength=low, maxLength=low + rng.randint(0, 10))
+    constraints: list[Schema] = [
         lengths,
         lengths,
         {"pattern": rng.choice(PATTERNS)},
         {"format": rng.choice(FORMATS)},
     ]
-    return {"type": "string", **rng.choice(narrowed)}
+    return {"type": "string", **rng.choice(constraints)}
 
 
 def _integer(rng: random.Random) -> Schema:
-    least = rng.randint(-1000, 1000)
-    most = least + rng.randint(20, 5000)
+    low = rng.randint(-1000, 1000)
+    high = low + rng.randint(20, 5000)
     return {
         "type": "integer",
-        **rng.choice([_maybe(rng, minimum=least), _maybe(rng, exclusiveMinimum=least)]),
-        **rng.choice([_maybe(rng, maximum=most), _maybe(rng, exclusiveMaximum=most)]),
+        **rng.choice([_maybe(rng, minimum=low), _maybe(rng, exclusiveMinimum=low)]),
+        **rng.choice([_maybe(rng, maximum=high), _maybe(rng, exclusiveMaximum=high)]),
         **(rng.choice([{}, {}, {"multipleOf": rng.choice([2, 5, 7, 10])}])),
     }
 
 
 def _number(rng: random.Random) -> Schema:
-    least = round(rng.uniform(-50, 50), rng.randint(0, 3))
-    most = round(least + rng.uniform(1, 50), rng.randint(0, 3))
+    low = round(rng.uniform(-50, 50), rng.randint(0, 3))
+    high = round(low + rng.uniform(1, 50), rng.randint(0, 3))
     return {
         "type": "number",
-        **rng.choice([_maybe(rng, minimum=least), _maybe(rng, exclusiveMinimum=least)]),
-        **rng.choice([_maybe(rng, maximum=most + 1), _maybe(rng, exclusiveMaximum=most + 1)]),
+        **rng.choice([_maybe(rng, minimum=low), _maybe(rng, exclusiveMinimum=low)]),
+        **rng.choice([_maybe(rng, maximum=high + 1), _maybe(rng, exclusiveMaximum=high + 1)]),
     }
 
 
-def _listed(rng: random.Random) -> Schema:
+def _enum(rng: random.Random) -> Schema:
     values: list[Any] = [*TEXTS, 1, 2.5, -3, True, None, [1, "a"], {"k": [None]}]
     if rng.random() < 0.3:
         return {"const": rng.choice(values)}
@@ -99,7 +99,7 @@ def _object(rng: random.Random, depth: int) -> Schema:
 
 
 def _map(rng: random.Random, depth: int) -> Schema:
-    """Names that are not known beforehand."""
+    """An object with arbitrary property names."""
     values = _schema(rng, min(depth, 1))
     if rng.random() < 0.5:
         return {"type": "object", "additionalProperties": values, "maxProperties": 2}
@@ -111,8 +111,8 @@ def _map(rng: random.Random, depth: int) -> Schema:
 
 
 def _array(rng: random.Random, depth: int) -> Schema:
-    least = rng.randint(0, 2)
-    counts = _maybe(rng, minItems=least) | {"maxItems": least + rng.randint(0, 3)}
+    low = rng.randint(0, 2)
+    counts = _maybe(rng, minItems=low) | {"maxItems": low + rng.randint(0, 3)}
     if rng.random() < 0.3:
         first = [_schema(rng, depth), _schema(rng, depth)]
         return {"type": "array", "prefixItems": first, "items": False, **_maybe(rng, minItems=2)}
@@ -123,8 +123,8 @@ def _any_of(rng: random.Random, depth: int) -> Schema:
     return {"anyOf": [_schema(rng, depth) for _ in range(rng.randint(1, 3))]}
 
 
-def _tagged(rng: random.Random, depth: int) -> Schema:
-    """A union as pydantic writes it, its branches told apart by a constant."""
+def _tagged_union(rng: random.Random, depth: int) -> Schema:
+    """A union as pydantic writes it: each branch has a constant as its tag."""
     branches = [_object(rng, depth) for _ in range(rng.randint(2, 3))]
     for i, branch in enumerate(branches):
         branch["properties"] = {"kind": {"const": f"kind{i}"}, **branch["properties"]}
@@ -138,7 +138,7 @@ def _all_of(rng: random.Random) -> Schema:
     return {"allOf": [*parts, *rng.choice([[], [{"multipleOf": 3}]])]}
 
 
-def _described(**properties: Any) -> Schema:
+def _required_object(**properties: Any) -> Schema:
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
@@ -167,13 +167,13 @@ EDGE_CASES: dict[str, Schema] = {
         "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
         "discriminator": {"propertyName": "kind"},
         "$defs": {
-            "cat": _described(kind={"const": "cat"}, lives={"type": "integer"}),
-            "dog": _described(kind={"enum": ["dog"]}, good={"type": "boolean"}),
+            "cat": _required_object(kind={"const": "cat"}, lives={"type": "integer"}),
+            "dog": _required_object(kind={"enum": ["dog"]}, good={"type": "boolean"}),
         },
     },
     "allOf of objects": {
         "allOf": [
-            _described(a={"type": "integer"}) | {"additionalProperties": True},
+            _required_object(a={"type": "integer"}) | {"additionalProperties": True},
             {"properties": {"b": {"type": "boolean"}}, "required": ["b"]},
         ],
         "properties": {"c": {"type": "null"}},
@@ -280,7 +280,7 @@ EDGE_CASES: dict[str, Schema] = {
         "examples": [1],
         "default": None,
     },
-    "odd names": _described(**{name: {"type": "null"} for name in NAMES}),
+    "odd names": _required_object(**{name: {"type": "null"} for name in NAMES}),
     "several types": {"type": ["integer", "null", "array"], "items": {"const": 1}, "maxItems": 2},
     "draft 7 tuples": {
         "$schema": "http://json-schema.org/draft-07/schema#",

@@ -1,4 +1,4 @@
-"""Grammars in Lark and GBNF, before they are compiled."""
+"""Preparation of Lark and GBNF grammars for the compiler."""
 
 import json
 
@@ -13,17 +13,17 @@ OVER_LINES = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
 COMPACT = {"item_separator": ",[ ]?", "key_separator": ":[ ]?", "whitespace_flexible": False}
 
 
-def schemas_in(text: str) -> list[dict[str, object]]:
-    """Of a grammar that has been gone through, whose only braces begin schemas."""
-    decoder, found, end = json.JSONDecoder(), list[dict[str, object]](), 0
+def extract_schemas(text: str) -> list[dict[str, object]]:
+    """The schemas of a prepared grammar, whose only braces are those of schemas."""
+    decoder, schemas, end = json.JSONDecoder(), list[dict[str, object]](), 0
     while (start := text.find("%json {", end)) >= 0:
         value, end = decoder.raw_decode(text, start + len("%json "))
-        found.append(value)
-    return found
+        schemas.append(value)
+    return schemas
 
 
 @pytest.mark.parametrize(("compact", "space"), [(False, OVER_LINES), (True, COMPACT)])
-def test_white_space_is_bounded_in_every_schema_whatever_it_says_itself(
+def test_white_space_is_bounded_in_every_schema_despite_its_own_options(
     compact: bool, space: dict[str, object]
 ) -> None:
     text = prepare_lark(
@@ -33,9 +33,9 @@ def test_white_space_is_bounded_in_every_schema_whatever_it_says_itself(
         "c: %json true\n",
         compact=compact,
     )
-    found = schemas_in(text.replace('"%json {}"', '"other"').replace("%json{", "%json {"))
-    assert len(found) == 3
-    for schema in found:
+    schemas = extract_schemas(text.replace('"%json {}"', '"other"').replace("%json{", "%json {"))
+    assert len(schemas) == 3
+    for schema in schemas:
         assert schema["x-guidance"] == {**space, "lenient": False}
 
 
@@ -49,13 +49,12 @@ def test_white_space_is_bounded_in_every_schema_whatever_it_says_itself(
         'start: "/" /"/ "a" %regex {"substring_chars": "%json"}',
     ],
 )
-def test_what_only_looks_like_a_schema_stays(text: str) -> None:
+def test_text_that_only_looks_like_a_schema_is_unchanged(text: str) -> None:
     assert prepare_lark(text) == text
 
 
 @given(st.text('"/<>#%{}\\ \nja', max_size=40))
-def test_any_text_is_gone_through(text: str) -> None:
-    """What is left of one without schemas is the text itself."""
+def test_text_without_schemas_is_unchanged(text: str) -> None:
     assume("%json" not in text)
     assert prepare_lark(text) == text
 
@@ -65,7 +64,7 @@ def test_any_text_is_gone_through(text: str) -> None:
     [
         ("start: %json {", "not valid JSON"),
         ("start: %json [1]", "JSON object"),
-        # Python's parser gives up on it, or, from 3.13 on, the check of what it read
+        # rejected by Python's parser or, from 3.13 on, by the check of the parsed value
         ("start: %json " + '{"items":' * 5000 + "{}" + "}" * 5000, "nested"),
         ('start: %json {"multipleOf": 1000003}', "table"),
         ("start: /(a{101}){100}/", "more than 10000 repetitions"),
@@ -73,22 +72,22 @@ def test_any_text_is_gone_through(text: str) -> None:
         ("start: a 'x'\na[capture, stop = \"x\"]: /.*/", "the rule option stop is not supported"),
         ("start: " + "a " * MAX_GRAMMAR_LENGTH, "longer than"),
         ("root ::= " + "a " * MAX_GRAMMAR_LENGTH, "longer than"),
-        ("root ::= nobody", "'nobody' not found"),
+        ("root ::= missing", "'missing' not found"),
         ('root ::= "a', "not valid GBNF"),
         ('root ::= "\\ud800"', "not a character"),
         ("root ::= " + "(" * 5000, "nested too deeply"),
         ('other ::= "a"', "root"),
         ("start: " + "%json {} " * MAX_GRAMMAR_LENGTH, "longer than"),
-        ("start: " + "%json {} " * (4 * MAX_GRAMMAR_LENGTH), "schemas included"),
+        ("start: " + "%json {} " * (4 * MAX_GRAMMAR_LENGTH), "including schemas"),
     ],
 )
-def test_what_cannot_be_followed_is_refused_with_the_reason(text: str, reason: str) -> None:
+def test_an_unsupported_grammar_is_rejected_with_the_reason(text: str, reason: str) -> None:
     with pytest.raises(UnsupportedGrammarError) as caught:
         prepare_lark(text)
     assert reason in caught.value.reason
 
 
-def test_schemas_do_not_count_as_the_grammars_text() -> None:
+def test_schemas_do_not_count_towards_the_grammar_length() -> None:
     large = json.dumps({"const": "a" * MAX_GRAMMAR_LENGTH})
     assert prepare_lark(f"start: %json {large}\n")
 
@@ -103,6 +102,6 @@ def test_schemas_do_not_count_as_the_grammars_text() -> None:
     ],
     ids=["quotes", "escapes", "angles", "slashes"],
 )
-def test_a_hostile_text_takes_no_longer_than_it_is_long(text: str) -> None:
-    """Each of these took seconds with a scanner that tries everything from every place."""
+def test_hostile_text_is_prepared_in_linear_time(text: str) -> None:
+    """Each of these took seconds with a scanner that tries every pattern at every position."""
     assert prepare_lark(text) == text

@@ -1,6 +1,6 @@
-"""Answers that follow a grammar: a model of random weights writes valid JSON, whoever is beside it.
+"""Answers that follow a grammar: a model with random weights writes valid JSON, also in a batch.
 
-The tiny vocabulary is bytes, so what is sampled can be read off the ids.
+The tokens of the tiny vocabulary are bytes, so the ids are the text.
 """
 
 import asyncio
@@ -64,8 +64,8 @@ SCHEMA = JsonSchema(
 ANYTHING = JsonSchema(text='{"type": "object"}')
 
 MODELS: dict[str, Any] = {"llama": tiny_model, "hybrid": hybrid.Model}
-# greedy, and drawn by each of the sampler's methods
-WAYS: tuple[dict[str, Any], ...] = (
+# greedy, and each method of the sampler
+SAMPLING: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 1.3, "seed": 1},
     {"temperature": 1.3, "seed": 2, "top_k": 5},
@@ -79,13 +79,13 @@ def model(request: pytest.FixtureRequest) -> Model:
     return MODELS[request.param]()
 
 
-def constrained(name: str, grammar: JsonSchema = SCHEMA, **changes: Any) -> Any:
+def constrained_job(name: str, grammar: JsonSchema = SCHEMA, **changes: Any) -> Any:
     fields: dict[str, Any] = {"max_tokens": 400, "stop_token_ids": ENDS, "grammar": grammar}
     return job(name, [*PROMPT, *name.encode()], **fields | changes)
 
 
 def assert_satisfied(outcome: Outcome) -> None:
-    """Reads the answer as strictly as JSON is read, and holds it to SCHEMA by hand."""
+    """Parses the answer as strict JSON, and checks it against SCHEMA by hand."""
     assert (outcome.reason, outcome.error) == ("stop", None)
     value = json.loads(bytes(outcome.ids))
     assert list(value) == ["colour", "count", "flags", "name"]
@@ -98,34 +98,35 @@ def assert_satisfied(outcome: Outcome) -> None:
     assert len(value["name"]) <= 8
 
 
+@pytest.mark.product
 @pytest.mark.no_cover
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
 @pytest.mark.parametrize("stop_token_ids", [ENDS, NONE], ids=["with an end", "without one"])
-def test_random_weights_satisfy_a_schema_and_end_by_themselves(
-    model: Model, way: dict[str, Any], stop_token_ids: frozenset[int]
+def test_random_weights_satisfy_a_schema_and_stop(
+    model: Model, sampling: dict[str, Any], stop_token_ids: frozenset[int]
 ) -> None:
-    one = constrained("it", stop_token_ids=stop_token_ids, **way)
+    one = constrained_job("it", stop_token_ids=stop_token_ids, **sampling)
     assert_satisfied(run_one(make_loop(model), one))
 
 
 def test_without_a_grammar_the_same_model_writes_no_json(model: Model) -> None:
-    """Else the tests above would prove nothing."""
+    """Otherwise the tests above would prove nothing."""
     plain = run_one(make_loop(model), job("it", PROMPT, max_tokens=40))
     with pytest.raises(ValueError, match=r".*"):
         json.loads(bytes(id for id in plain.ids if id < 256))
 
 
 @pytest.mark.no_cover
-def test_rows_with_and_without_grammars_answer_as_they_do_alone(
+def test_rows_with_and_without_grammars_give_the_same_output_as_alone(
     model: Model, ties: list[int]
 ) -> None:
-    """They join and leave at different steps, and some end in the middle of a batch."""
+    """The rows join and leave at different steps, and some end in the middle of a batch."""
     jobs = [
         job("plain", PROMPT, max_tokens=60, stop_token_ids=NONE, temperature=1.0, seed=5),
-        constrained("a", temperature=1.2, seed=6, presence_penalty=0.5),
+        constrained_job("a", temperature=1.2, seed=6, presence_penalty=0.5),
         job("counted", PROMPT, max_tokens=30, stop_token_ids=NONE, frequency_penalty=0.8),
-        constrained("b", ANYTHING, max_tokens=25, temperature=1.0, seed=7, top_p=0.9),
-        constrained("c"),
+        constrained_job("b", ANYTHING, max_tokens=25, temperature=1.0, seed=7, top_p=0.9),
+        constrained_job("c"),
     ]
     loop = make_loop(model, running=4, policy="radix")
     together = run_schedule(loop, [ScheduledJob(job=one, at=3 * i) for i, one in enumerate(jobs)])
@@ -135,8 +136,8 @@ def test_rows_with_and_without_grammars_answer_as_they_do_alone(
     assert_satisfied(together["c"])
 
 
-def test_a_prompt_advances_beside_grammars_as_beside_others() -> None:
-    """Rows that decode count as part of a step, whether they are sampled early or late in it."""
+def test_a_prefill_advances_equally_beside_rows_with_and_without_grammars() -> None:
+    """Decoding rows count towards a step, whether they are sampled early or late in it."""
     late = ScheduledJob(job=job("late", bytes(range(100)) * 2, stop_token_ids=NONE), at=12)
     progress = list[list[int]]()
     for grammar in (None, JsonSchema(text='{"type": "array", "minItems": 99}')):
@@ -147,11 +148,10 @@ def test_a_prompt_advances_beside_grammars_as_beside_others() -> None:
     assert progress[0] == progress[1]
 
 
+@pytest.mark.product
 @pytest.mark.no_cover
-def test_an_answer_that_was_preempted_goes_on_where_its_grammar_was(
-    model: Model, ties: list[int]
-) -> None:
-    """Whoever fits at first outgrows the memory together with the others."""
+def test_a_preempted_answer_resumes_in_its_grammar_state(model: Model, ties: list[int]) -> None:
+    """Each answer fits at first, but together they outgrow the memory."""
     memory = profile_memory(
         model, budget=0, weights=0, chunk=64, max_batch_size=1, heads=0, context=1024
     )
@@ -159,7 +159,7 @@ def test_an_answer_that_was_preempted_goes_on_where_its_grammar_was(
     many = JsonSchema(text=f'{{"type": "array", {items}}}')
     dense = tuple((space, -100.0) for space in b" \t\n")
     jobs = [
-        constrained(str(i), many, temperature=1.2, seed=i, max_tokens=900, logit_bias=dense)
+        constrained_job(str(i), many, temperature=1.2, seed=i, max_tokens=900, logit_bias=dense)
         for i in range(3)
     ]
     wide: dict[str, Any] = {"chunk": 64, "context": 1024}
@@ -174,33 +174,33 @@ def test_an_answer_that_was_preempted_goes_on_where_its_grammar_was(
         ties.append(assert_same(together[one.id], run_one(make_loop(model, **wide), one)))
 
 
-def test_an_answer_whose_batch_failed_goes_on_where_its_grammar_was(
+def test_an_answer_resumes_in_its_grammar_state_after_a_failed_batch(
     monkeypatch: pytest.MonkeyPatch, ties: list[int]
 ) -> None:
-    """Once in the forward pass, once in the sampling that waits for the tokens before."""
+    """One failure is in the forward pass, one in the sampling that waits for earlier tokens."""
     model = tiny_model()
-    jobs = [constrained(str(i), temperature=1.2, seed=i) for i in range(3)]
+    jobs = [constrained_job(str(i), temperature=1.2, seed=i) for i in range(3)]
     loop = make_loop(model, running=3, policy="radix")
     logits, sample = model.logits, SamplerBatch.sample
     calls = {"logits": 0, "sample": 0}
 
-    def fails_now(what: str, rows: int) -> None:
+    def fail_now(what: str, rows: int) -> None:
         calls[what] += rows == 3
         if rows == 3 and calls[what] in (8, 20):
             calls[what] += 1
             raise RuntimeError("planted")
 
     def failing_logits(hidden: mx.array) -> mx.array:
-        fails_now("logits", hidden.shape[0])
+        fail_now("logits", hidden.shape[0])
         return logits(hidden)
 
     def failing_sample(rows: SamplerBatch, scores: mx.array, **options: Any) -> Any:
-        fails_now("sample", scores.shape[0])
+        fail_now("sample", scores.shape[0])
         return sample(rows, scores, **options)
 
-    with monkeypatch.context() as planted:
-        planted.setattr(model, "logits", failing_logits)
-        planted.setattr(SamplerBatch, "sample", failing_sample)
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "logits", failing_logits)
+        patch.setattr(SamplerBatch, "sample", failing_sample)
         together = run(loop, *jobs)
     assert min(calls.values()) > 8
     for one in jobs:
@@ -209,22 +209,22 @@ def test_an_answer_whose_batch_failed_goes_on_where_its_grammar_was(
 
 
 def test_a_context_shift_does_not_confuse_a_grammar() -> None:
-    """What is forgotten by the model is not forgotten by the grammar."""
-    one = replace(constrained("it", temperature=1.2, seed=3), num_keep=4)
+    """The grammar keeps the tokens that the context shift discards."""
+    one = replace(constrained_job("it", temperature=1.2, seed=3), num_keep=4)
     outcome = run_one(make_loop(tiny_model(), policy="slots", context=64, shift=True), one)
     assert len(PROMPT) + len(outcome.ids) > 64
     assert_satisfied(outcome)
 
 
-def test_a_matcher_that_breaks_ends_only_its_own_request(model: Model, ties: list[int]) -> None:
-    """It breaks in the middle of its answer, as a grammar does that is too complex."""
-    bad = constrained("bad")
+def test_a_failing_matcher_ends_only_its_own_request(model: Model, ties: list[int]) -> None:
+    """The matcher fails in the middle of the answer, as with a grammar that is too complex."""
+    bad = constrained_job("bad")
     tokenizer = LLTokenizer(tiny.tokenizer().to_str(), n_vocab=tiny.VOCAB, eos_token=[tiny.END])
     limits = LLParserLimits(max_lexer_states=50, verbose_errors=False)
     text = LLMatcher.grammar_from_json_schema(SCHEMA.text, overrides={"whitespace_flexible": False})
     inner = LLMatcher(tokenizer, text, log_level=0, limits=limits)
     fragile = Matcher(inner, stop_ids=ENDS, eos_ids=ENDS)
-    beside = [constrained("good"), job("plain", PROMPT, max_tokens=40, stop_token_ids=NONE)]
+    beside = [constrained_job("good"), job("plain", PROMPT, max_tokens=40, stop_token_ids=NONE)]
     loop = make_loop(model, running=3, policy="radix")
     outcomes = run_schedule(
         loop, [*(ScheduledJob(job=one) for one in beside), ScheduledJob(job=bad, matcher=fragile)]
@@ -237,32 +237,34 @@ def test_a_matcher_that_breaks_ends_only_its_own_request(model: Model, ties: lis
     assert loop.stats().failures == 1
 
 
-def test_a_model_that_rules_out_all_that_is_allowed_ends_only_that_request(
+def test_a_model_that_masks_every_allowed_token_ends_only_that_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = tiny_model()
     logits, brace = model.logits, mx.arange(tiny.VOCAB) == ord("{")
     monkeypatch.setattr(model, "logits", lambda h: mx.where(brace, -mx.inf, logits(h)))
     loop = make_loop(model, running=2, policy="radix")
-    outcomes = run(loop, constrained("bad"), job("plain", PROMPT, stop_token_ids=NONE))
+    outcomes = run(loop, constrained_job("bad"), job("plain", PROMPT, stop_token_ids=NONE))
     assert (outcomes["bad"].reason, outcomes["bad"].ids) == ("error", [])
     assert "every token that the grammar allows" in (outcomes["bad"].error or "")
     assert outcomes["plain"].reason == "length"
 
 
-def test_a_bias_cannot_lift_what_the_grammar_forbids() -> None:
-    biased = constrained("it", logit_bias=((ord("!"), 100.0), (tiny.END, 100.0)))
+def test_a_logit_bias_cannot_allow_a_forbidden_token() -> None:
+    biased = constrained_job("it", logit_bias=((ord("!"), 100.0), (tiny.END, 100.0)))
     assert_satisfied(run_one(make_loop(tiny_model()), biased))
 
 
-def test_an_answer_that_is_complete_at_its_last_token_has_stopped() -> None:
+def test_an_answer_that_is_complete_at_max_tokens_has_stopped() -> None:
     yes = JsonSchema(text='{"const": true}')
-    for most, reason in ((3, "length"), (4, "stop"), (5, "stop")):
-        outcome = run_one(make_loop(tiny_model()), constrained("it", yes, max_tokens=most))
-        assert (bytes(outcome.ids), outcome.reason) == (b"true"[:most], reason)
+    for max_tokens, reason in ((3, "length"), (4, "stop"), (5, "stop")):
+        outcome = run_one(
+            make_loop(tiny_model()), constrained_job("it", yes, max_tokens=max_tokens)
+        )
+        assert (bytes(outcome.ids), outcome.reason) == (b"true"[:max_tokens], reason)
 
 
-def test_ends_are_allowed_where_the_answer_may_end_and_nowhere_else() -> None:
+def test_stop_tokens_are_allowed_only_where_the_answer_may_end() -> None:
     number = JsonSchema(text='{"type": "integer"}')
     for stop_ids in (NONE, ENDS, frozenset({tiny.BOS, tiny.END})):
         matcher = grammar_compiler().compile(number, stop_ids)
@@ -274,7 +276,7 @@ def test_ends_are_allowed_where_the_answer_may_end_and_nowhere_else() -> None:
 
 
 def test_white_space_is_bounded() -> None:
-    """A model that has lost its way writes it for ever otherwise."""
+    """Otherwise a confused model writes white space forever."""
     matcher = grammar_compiler().compile(ANYTHING, ENDS)
     matcher.accept(ord("{"))
     assert ids_of(matcher) == {*b'"}'}
@@ -283,7 +285,7 @@ def test_white_space_is_bounded() -> None:
     assert ids_of(matcher) == {*b'"[{-0123456789tfn'}
 
 
-def test_ids_that_only_the_model_has_are_never_allowed(tmp_path: Path) -> None:
+def test_padding_ids_of_the_model_are_never_allowed(tmp_path: Path) -> None:
     """Output layers are padded beyond the tokenizer."""
     tiny.tokenizer().save(str(tmp_path / "tokenizer.json"))
     matcher = GrammarCompiler(tmp_path / "tokenizer.json", vocab=320).compile(
@@ -294,61 +296,61 @@ def test_ids_that_only_the_model_has_are_never_allowed(tmp_path: Path) -> None:
     assert max(ids_of(matcher)) < tiny.BOS
 
 
-def test_an_id_that_was_not_allowed_is_an_error_for_good() -> None:
+def test_a_forbidden_id_is_a_permanent_error() -> None:
     matcher = grammar_compiler().compile(ANYTHING, ENDS)
     for token in b"x{":
         with pytest.raises(GrammarError, match="doesn't satisfy the grammar"):
             matcher.accept(token)
 
 
-def test_what_was_compiled_serves_others_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From its beginning, each for itself; and the reason for a refusal is remembered too."""
+def test_compiled_grammars_and_errors_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each matcher has its own state from the start; errors are cached too."""
     compiled = list[Grammar]()
-    monkeypatch.setattr("app.grammar.compiler.compile_grammar", noting(compiled))
-    fresh = new_grammars()
-    one, other = (fresh.compile(SCHEMA, ENDS) for _ in range(2))
+    monkeypatch.setattr("app.grammar.compiler.compile_grammar", record_compilations(compiled))
+    compiler = new_compiler()
+    one, other = (compiler.compile(SCHEMA, ENDS) for _ in range(2))
     one.accept(ord("{"))
     assert ids_of(other) == {ord("{")}
     other.accept(ord("{"))
     assert ids_of(other) == ids_of(one)
     for _ in range(2):
         with pytest.raises(AppError, match="not is not supported"):
-            fresh.compile(JsonSchema(text='{"not": {}}'), ENDS)
-    assert ids_of(fresh.compile(SCHEMA, NONE)) == {ord("{")}, "whatever ends the answer"
+            compiler.compile(JsonSchema(text='{"not": {}}'), ENDS)
+    assert ids_of(compiler.compile(SCHEMA, NONE)) == {ord("{")}, "with other stop ids"
     assert len(compiled) == 2
 
 
 def test_a_grammar_whose_lexer_has_no_states_left_is_compiled_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Copies of a compiled grammar share its lexer, so every later answer failed, too."""
+    """Copies of a compiled grammar share its lexer, so all later answers failed too."""
     monkeypatch.setattr(llguidance_backend, "_MAX_LEXER_STATES", -50)
     many_states = Regex(pattern="[ab]*a[ab]{14}" + "c{0,3}" * 10)
-    fresh = new_grammars()
+    compiler = new_compiler()
     for _ in range(2):
-        matcher = fresh.compile(many_states, ENDS)
+        matcher = compiler.compile(many_states, ENDS)
         accept_all(matcher, b"abbabaab")
         with pytest.raises(GrammarTooComplexError, match="too many states: simplify"):
             accept_all(matcher, b"abbbabaaaabaabbabbbaababab" * 9)
 
 
-def test_who_was_not_asked_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_grammar_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = list[Grammar]()
-    monkeypatch.setattr("app.grammar.compiler.compile_grammar", noting(compiled))
-    fresh = new_grammars()
+    monkeypatch.setattr("app.grammar.compiler.compile_grammar", record_compilations(compiled))
+    compiler = new_compiler()
     choices = [ChoiceGrammar(options=(str(i),)) for i in range(40)]
     for choice in (choices[0], *choices[1:32], choices[0], choices[32], choices[0], choices[1]):
-        fresh.compile(choice, ENDS)
+        compiler.compile(choice, ENDS)
     assert compiled == [*choices[:33], choices[1]]
 
 
-def test_all_who_ask_at_once_wait_for_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the choices of one request do."""
+def test_concurrent_requests_wait_for_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example the choices of one request."""
     compiled = list[Grammar]()
-    monkeypatch.setattr("app.grammar.compiler.compile_grammar", noting(compiled))
-    fresh = new_grammars()
+    monkeypatch.setattr("app.grammar.compiler.compile_grammar", record_compilations(compiled))
+    compiler = new_compiler()
     with ThreadPoolExecutor(8) as pool:
-        matchers = list(pool.map(lambda _: fresh.compile(SCHEMA, ENDS), range(40)))
+        matchers = list(pool.map(lambda _: compiler.compile(SCHEMA, ENDS), range(40)))
     assert compiled == [SCHEMA]
     for matcher in matchers:
         for token in b'{"colour":"':
@@ -356,54 +358,57 @@ def test_all_who_ask_at_once_wait_for_one_compilation(monkeypatch: pytest.Monkey
         assert ids_of(matcher) == {*b"rgb"}
 
 
-def test_a_compilation_that_never_ends_holds_up_nobody_else(
+def test_an_endless_compilation_does_not_block_known_grammars(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not those whose grammars are known; others are told to come again."""
-    held, ending = [ChoiceGrammar(options=(name,), param="guided_choice") for name in "ab"], Event()
+    """Requests with a known grammar are served; others get a busy error."""
+    blocked, release = (
+        [ChoiceGrammar(options=(name,), param="guided_choice") for name in "ab"],
+        Event(),
+    )
 
-    def endless(grammar: Grammar, tokenizer: LLTokenizer, token: CancelToken) -> LLMatcher:
-        if grammar in held:
-            assert ending.wait(30)
-        return real(grammar, tokenizer, token)
+    def compile_slowly(grammar: Grammar, tokenizer: LLTokenizer, token: CancelToken) -> LLMatcher:
+        if grammar in blocked:
+            assert release.wait(30)
+        return compile_grammar(grammar, tokenizer, token)
 
-    real = llguidance_backend.compile_grammar
-    monkeypatch.setattr("app.grammar.compiler.compile_grammar", endless)
-    fresh = new_grammars()
-    fresh.compile(SCHEMA, ENDS)
+    compile_grammar = llguidance_backend.compile_grammar
+    monkeypatch.setattr("app.grammar.compiler.compile_grammar", compile_slowly)
+    compiler = new_compiler()
+    compiler.compile(SCHEMA, ENDS)
     monkeypatch.setattr("app.grammar.compiler._COMPILE_TIMEOUT", 0.2)
-    for grammar in (*held, held[0]):
+    for grammar in (*blocked, blocked[0]):
         with pytest.raises(AppError, match="simplify it") as caught:
-            fresh.compile(grammar, ENDS)
+            compiler.compile(grammar, ENDS)
         assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, "guided_choice")
     with pytest.raises(AppError, match="busy compiling other grammars; retry later") as caught:
-        fresh.compile(ANYTHING, ENDS)
+        compiler.compile(ANYTHING, ENDS)
     assert caught.value.kind is ErrorKind.BUSY
-    assert ids_of(fresh.compile(SCHEMA, ENDS)) == {ord("{")}
-    ending.set()
+    assert ids_of(compiler.compile(SCHEMA, ENDS)) == {ord("{")}
+    release.set()
     monkeypatch.setattr("app.grammar.compiler._COMPILE_TIMEOUT", 10.0)
-    for grammar in (*held, ANYTHING):
-        fresh.compile(grammar, ENDS)
+    for grammar in (*blocked, ANYTHING):
+        compiler.compile(grammar, ENDS)
 
 
-class Slow:
-    """Compiles grammars when it is told to, and notes which it began with."""
+class BlockedCompiler:
+    """Compiles grammars once `gate` is set. started, cancelled: grammars in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.began: list[Grammar] = []
-        self.given_up: list[Grammar] = []
+        self.started: list[Grammar] = []
+        self.cancelled: list[Grammar] = []
         self.gate = Event()
         self._real = llguidance_backend.compile_grammar
-        monkeypatch.setattr("app.grammar.compiler.compile_grammar", self._compiled)
+        monkeypatch.setattr("app.grammar.compiler.compile_grammar", self._compile)
 
-    def _compiled(self, grammar: Grammar, tokenizer: LLTokenizer, token: CancelToken) -> LLMatcher:
-        self.began.append(grammar)
+    def _compile(self, grammar: Grammar, tokenizer: LLTokenizer, token: CancelToken) -> LLMatcher:
+        self.started.append(grammar)
         try:
             while not self.gate.wait(0.002):
                 token.check()
             return self._real(grammar, tokenizer, token)
         except WorkCancelled:
-            self.given_up.append(grammar)
+            self.cancelled.append(grammar)
             raise
 
 
@@ -411,45 +416,51 @@ def choice(name: str) -> ChoiceGrammar:
     return ChoiceGrammar(options=(name,))
 
 
-async def begun(slow: Slow, count: int) -> None:
+async def wait_for_compilations(blocked: BlockedCompiler, count: int) -> None:
     async with asyncio.timeout(10):
-        while len(slow.began) < count:  # noqa: ASYNC110  # another thread's doing
+        while len(blocked.started) < count:  # noqa: ASYNC110  # set by another thread
             await asyncio.sleep(0.002)
 
 
 def test_a_known_grammar_does_not_wait_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind twenty schemas of clients that had left, `yes|no` waited 27 s."""
+    """After twenty schemas of disconnected clients, `yes|no` waited 27 s."""
 
     async def run() -> None:
-        fresh = new_grammars()
-        await fresh.compile_async(SCHEMA, ENDS)
-        slow = Slow(monkeypatch)
-        others = [asyncio.create_task(fresh.compile_async(choice(f"{n}"), ENDS)) for n in range(20)]
-        await begun(slow, 2)
+        compiler = new_compiler()
+        await compiler.compile_async(SCHEMA, ENDS)
+        blocked = BlockedCompiler(monkeypatch)
+        others = [
+            asyncio.create_task(compiler.compile_async(choice(f"{n}"), ENDS)) for n in range(20)
+        ]
+        await wait_for_compilations(blocked, 2)
         async with asyncio.timeout(1):
-            assert ids_of(await fresh.compile_async(SCHEMA, ENDS)) == {ord("{")}
-        slow.gate.set()
+            assert ids_of(await compiler.compile_async(SCHEMA, ENDS)) == {ord("{")}
+        blocked.gate.set()
         await asyncio.gather(*others)
 
     asyncio.run(run())
 
 
-def test_compilations_are_given_up_when_no_request_waits_for_them(
+def test_compilations_are_cancelled_when_no_request_waits_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def run() -> None:
-        fresh, slow = new_grammars(), Slow(monkeypatch)
-        tasks = [asyncio.create_task(fresh.compile_async(choice(f"{n}"), ENDS)) for n in range(20)]
-        await begun(slow, 2)
+        compiler, blocked = new_compiler(), BlockedCompiler(monkeypatch)
+        tasks = [
+            asyncio.create_task(compiler.compile_async(choice(f"{n}"), ENDS)) for n in range(20)
+        ]
+        await wait_for_compilations(blocked, 2)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        late = asyncio.create_task(fresh.compile_async(choice("late"), ENDS))
-        await begun(slow, 3)
-        slow.gate.set()
+        late = asyncio.create_task(compiler.compile_async(choice("late"), ENDS))
+        await wait_for_compilations(blocked, 3)
+        blocked.gate.set()
         assert ids_of(await late) == {ord("l")}
-        assert slow.began == [choice("0"), choice("1"), choice("late")]
-        assert sorted(one.options for one in slow.given_up if isinstance(one, ChoiceGrammar)) == [
+        assert blocked.started == [choice("0"), choice("1"), choice("late")]
+        assert sorted(
+            one.options for one in blocked.cancelled if isinstance(one, ChoiceGrammar)
+        ) == [
             ("0",),
             ("1",),
         ]
@@ -457,56 +468,58 @@ def test_compilations_are_given_up_when_no_request_waits_for_them(
     asyncio.run(run())
 
 
-def test_a_compilation_goes_on_while_one_request_waits_for_it(
+def test_a_compilation_continues_while_one_request_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def run() -> None:
-        fresh, slow = new_grammars(), Slow(monkeypatch)
-        first, second = (asyncio.create_task(fresh.compile_async(SCHEMA, ENDS)) for _ in range(2))
-        await begun(slow, 1)
+        compiler, blocked = new_compiler(), BlockedCompiler(monkeypatch)
+        first, second = (
+            asyncio.create_task(compiler.compile_async(SCHEMA, ENDS)) for _ in range(2)
+        )
+        await wait_for_compilations(blocked, 1)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-        slow.gate.set()
+        blocked.gate.set()
         assert ids_of(await second) == {ord("{")}
-        assert slow.began == [SCHEMA]
+        assert blocked.started == [SCHEMA]
 
     asyncio.run(run())
 
 
 def test_callers_take_turns_in_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        fresh, slow = new_grammars(), Slow(monkeypatch)
+        compiler, blocked = new_compiler(), BlockedCompiler(monkeypatch)
         tasks = [
-            asyncio.create_task(fresh.compile_async(choice(f"anna {n}"), ENDS, "anna"))
+            asyncio.create_task(compiler.compile_async(choice(f"anna {n}"), ENDS, "anna"))
             for n in range(9)
         ]
-        await begun(slow, 2)
-        tasks.append(asyncio.create_task(fresh.compile_async(choice("ben"), ENDS, "ben")))
+        await wait_for_compilations(blocked, 2)
+        tasks.append(asyncio.create_task(compiler.compile_async(choice("ben"), ENDS, "ben")))
         await asyncio.sleep(0)
-        slow.gate.set()
+        blocked.gate.set()
         await asyncio.gather(*tasks)
-        assert slow.began[2] == choice("ben")
+        assert blocked.started[2] == choice("ben")
 
     asyncio.run(run())
 
 
-def test_ends_that_the_tokenizer_does_not_know_are_allowed_where_the_answer_may_end() -> None:
-    """One reading of the tokenizer serves all jobs, whatever ends theirs."""
-    known = GrammarCompiler(grammar_compiler().tokenizer, vocab=tiny.VOCAB, eos_ids=[tiny.END])
+def test_stop_tokens_unknown_to_the_tokenizer_are_allowed_where_the_answer_may_end() -> None:
+    """The tokenizer is loaded once for all jobs, with any stop ids."""
+    compiler = GrammarCompiler(grammar_compiler().tokenizer, vocab=tiny.VOCAB, eos_ids=[tiny.END])
     number = JsonSchema(text='{"type": "integer"}')
     for stop_ids in (NONE, ENDS, frozenset({tiny.BOS}), frozenset({tiny.BOS, tiny.END})):
-        matcher = known.compile(number, stop_ids)
+        matcher = compiler.compile(number, stop_ids)
         digits = {*b"0123456789"}
         matcher.accept(ord("7"))
         assert ids_of(matcher) == digits | stop_ids
         for end in stop_ids:
-            ended = known.compile(number, stop_ids)
-            ended.accept(ord("7"))
-            ended.accept(end)
-            assert ended.done
+            matcher = compiler.compile(number, stop_ids)
+            matcher.accept(ord("7"))
+            matcher.accept(end)
+            assert matcher.done
 
 
-def test_a_tokenizer_of_no_use_is_the_model_files_fault(tmp_path: Path) -> None:
+def test_an_unusable_tokenizer_is_a_model_files_error(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
     for name in ("missing.json", "broken.json"):
         with pytest.raises(AppError, match=name) as caught:
@@ -514,18 +527,18 @@ def test_a_tokenizer_of_no_use_is_the_model_files_fault(tmp_path: Path) -> None:
         assert caught.value.kind is ErrorKind.MODEL_FILES
 
 
-def test_a_tokenizer_that_is_mended_serves_the_next_request(tmp_path: Path) -> None:
+def test_a_repaired_tokenizer_serves_the_next_request(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
-    fresh = GrammarCompiler(file, vocab=tiny.VOCAB)
+    compiler = GrammarCompiler(file, vocab=tiny.VOCAB)
     with pytest.raises(AppError, match=r"tokenizer\.json"):
-        fresh.compile(ANYTHING, ENDS)
+        compiler.compile(ANYTHING, ENDS)
     tiny.tokenizer().save(str(file))
-    assert ids_of(fresh.compile(ANYTHING, ENDS)) == {ord("{")}
+    assert ids_of(compiler.compile(ANYTHING, ENDS)) == {ord("{")}
 
 
 class Panicking:
-    """A matcher, or a tokenizer, of llguidance's that panics when it is asked something: it catches
-    those panics of its own that it knows of, so none can be had of the real one."""
+    """A matcher or a tokenizer of llguidance that panics in every call. The real one catches the
+    panics that it expects, so a test cannot cause one."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.panics = False
@@ -537,7 +550,7 @@ class Panicking:
 
 
 def test_a_matcher_that_panics_ends_its_own_request() -> None:
-    """A PanicException is no Exception: it ended the engine's thread, and all requests with it."""
+    """A PanicException is not an Exception: it ended the engine's thread and all its requests."""
     inner: Any = Panicking()
     matcher = Matcher(inner, stop_ids=NONE, eos_ids=NONE)
     matcher.accept(1)
@@ -548,7 +561,7 @@ def test_a_matcher_that_panics_ends_its_own_request() -> None:
         Matcher(inner, stop_ids=NONE, eos_ids=NONE)
 
 
-def test_a_grammar_over_which_the_library_panics_is_refused(
+def test_a_grammar_that_makes_the_library_panic_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def panics(*_: object, **__: object) -> Any:
@@ -556,18 +569,18 @@ def test_a_grammar_over_which_the_library_panics_is_refused(
 
     monkeypatch.setattr("app.grammar.llguidance_backend.LLMatcher", panics)
     with pytest.raises(AppError, match="invalid choice: it is too large") as caught:
-        new_grammars().compile(ChoiceGrammar(options=("a",), param="guided_choice"), ENDS)
+        new_compiler().compile(ChoiceGrammar(options=("a",), param="guided_choice"), ENDS)
     assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, "guided_choice")
     monkeypatch.setattr("app.grammar.compiler.LLTokenizer", panics)
     with pytest.raises(
         AppError, match=r"structured output does not support this tokenizer"
     ) as caught:
-        new_grammars().compile(ANYTHING, ENDS)
+        new_compiler().compile(ANYTHING, ENDS)
     assert caught.value.kind is ErrorKind.MODEL_FILES
 
 
-def new_grammars() -> GrammarCompiler:
-    """For the tiny vocabulary, with nothing compiled."""
+def new_compiler() -> GrammarCompiler:
+    """A compiler for the tiny vocabulary, with an empty cache."""
     return GrammarCompiler(grammar_compiler().tokenizer, vocab=tiny.VOCAB)
 
 
@@ -576,15 +589,17 @@ def accept_all(matcher: Matcher, tokens: bytes) -> None:
         matcher.accept(token)
 
 
-def noting(compiled: list[Grammar]) -> Callable[[Grammar, LLTokenizer, CancelToken], LLMatcher]:
-    """What compiles, and notes what."""
+def record_compilations(
+    compiled: list[Grammar],
+) -> Callable[[Grammar, LLTokenizer, CancelToken], LLMatcher]:
+    """A compile function that appends each grammar to `compiled`."""
 
-    def note(grammar: Grammar, tokenizer: LLTokenizer, token: CancelToken) -> LLMatcher:
+    def record(grammar: Grammar, tokenizer: LLTokenizer, token: CancelToken) -> LLMatcher:
         compiled.append(grammar)
-        return real(grammar, tokenizer, token)
+        return compile_grammar(grammar, tokenizer, token)
 
-    real = llguidance_backend.compile_grammar
-    return note
+    compile_grammar = llguidance_backend.compile_grammar
+    return record
 
 
 def ids_of(matcher: Matcher) -> set[int]:

@@ -1,7 +1,6 @@
-"""What an answer must follow: walks at random through the grammars that requests come to, read back
-as the answers would be.
+"""Constraints of answers: random walks through the grammars of requests, parsed like answers.
 
-The vocabulary is bytes and a few markers, which are tokens as in real models, or are not.
+The vocabulary is bytes and a few markers, which are added tokens (as in real models) or text.
 """
 
 import json
@@ -84,7 +83,7 @@ ANSWER = JsonSchema(
 
 
 class Writer:
-    """Writes what a constraint allows, and reads it as the server would."""
+    """Samples texts that a constraint allows, with the tokenizer of the server."""
 
     def __init__(self, *, tokens: bool) -> None:
         """tokens: whether the markers are tokens of the vocabulary."""
@@ -97,51 +96,51 @@ class Writer:
             id for id in map(self.tokenizer.added_token_to_id, MARKERS) if id is not None
         ]
 
-    def follows(
-        self, asked: OutputRequirements, turn: AnswerStart, family: ChatFamily
+    def build(
+        self, requirements: OutputRequirements, turn: AnswerStart, family: ChatFamily
     ) -> Constraint:
         return build_constraint(
-            asked,
+            requirements,
             turn,
             family,
             lambda trigger: GenericFamily(family.reasoning_separator, trigger=trigger),
             self.tokenizer.added_token_to_id,
         )
 
-    def guided(self, grammar: Grammar | None) -> LLMatcher:
+    def make_matcher(self, grammar: Grammar | None) -> LLMatcher:
         assert isinstance(grammar, LarkGrammar)
         matcher = LLMatcher(self._guide, grammar.text, log_level=0)
         assert not matcher.is_error(), matcher.get_error()
         return matcher
 
-    def write(
-        self, matcher: LLMatcher, draw: random.Random, *, ends: tuple[str, ...]
-    ) -> str | None:
-        """A text that ended by itself; None if it was going to be too long. ends: texts worth
-        trying where they may stand."""
+    def write(self, matcher: LLMatcher, rng: random.Random, *, ends: tuple[str, ...]) -> str | None:
+        """A text that ended at a stop; None if it became too long. ends: texts to try where the
+        grammar allows them."""
         matcher.reset()
         ids: list[int] = []
         while len(ids) < 300:
-            if matcher.is_stopped() or (matcher.is_accepting() and draw.random() < 0.3):
+            if matcher.is_stopped() or (matcher.is_accepting() and rng.random() < 0.3):
                 return self.tokenizer.decode_verbatim([id for id in ids if id != END])
-            step = self._hop(matcher, draw, ends) or [self._one(matcher, draw)]
+            step = self._sample_end(matcher, rng, ends) or [self._sample_token(matcher, rng)]
             if step == [END]:
                 continue
             assert matcher.consume_tokens(step)
             ids += step
         return None
 
-    def _hop(self, matcher: LLMatcher, draw: random.Random, ends: tuple[str, ...]) -> list[int]:
-        spelled = [self.tokenizer.encode(end, add_special_tokens=False) for end in ends]
-        valid = [ids for ids in spelled if matcher.validate_tokens(ids) == len(ids)]
-        return draw.choice(valid) if valid and draw.random() < 0.3 else []
+    def _sample_end(
+        self, matcher: LLMatcher, rng: random.Random, ends: tuple[str, ...]
+    ) -> list[int]:
+        encoded = [self.tokenizer.encode(end, add_special_tokens=False) for end in ends]
+        valid = [ids for ids in encoded if matcher.validate_tokens(ids) == len(ids)]
+        return rng.choice(valid) if valid and rng.random() < 0.3 else []
 
-    def _one(self, matcher: LLMatcher, draw: random.Random) -> int:
+    def _sample_token(self, matcher: LLMatcher, rng: random.Random) -> int:
         mask = matcher.compute_bitmask()
         allowed = [id for id in range(self.tokenizer.vocab_size) if mask[id // 8] >> id % 8 & 1]
         plain = [id for id in allowed if id < 128 or id in self._markers]
         closing = [id for id in plain if id in (34, 125)] or plain or allowed
-        return draw.choice(closing if draw.random() < 0.3 else plain or allowed)
+        return rng.choice(closing if rng.random() < 0.3 else plain or allowed)
 
 
 def read(
@@ -153,16 +152,16 @@ def read(
     return [*parser.feed(text), *parser.flush()]
 
 
-def said(pieces: list[OutputPart]) -> str:
+def join_content(pieces: list[OutputPart]) -> str:
     return "".join(piece.text for piece in pieces if isinstance(piece, Content))
 
 
-def thought(pieces: list[OutputPart]) -> str:
+def join_reasoning(pieces: list[OutputPart]) -> str:
     return "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
 
 
-def calls(pieces: list[OutputPart]) -> list[tuple[str, Any]]:
-    """Names and arguments, held against the tools' schemas."""
+def collect_calls(pieces: list[OutputPart]) -> list[tuple[str, Any]]:
+    """Names and arguments, validated against the schemas of the tools."""
     found: list[list[str]] = []
     for piece in pieces:
         match piece:
@@ -203,23 +202,23 @@ ENDS = (
 Check = Callable[[list[OutputPart]], None]
 
 
-def written(
+def write_answers(
     writer: Writer,
-    asked: OutputRequirements,
+    requirements: OutputRequirements,
     turn: AnswerStart,
     family: ChatFamily,
     *,
     seed: str,
     ends: tuple[str, ...] = ENDS,
 ) -> list[list[OutputPart]]:
-    """Some answers that ended by themselves, taken apart."""
-    follows = writer.follows(asked, turn, family)
-    draw = random.Random(seed)
-    matcher = writer.guided(follows.grammar)
-    texts = [writer.write(matcher, draw, ends=ends) for _ in range(8)]
-    ended = [text for text in texts if text is not None]
-    assert len(ended) >= 2, "hardly anything ended"
-    return [read(follows.family, turn, asked.tools, text) for text in ended]
+    """Parsed answers that ended at a stop."""
+    constraint = writer.build(requirements, turn, family)
+    rng = random.Random(seed)
+    matcher = writer.make_matcher(constraint.grammar)
+    texts = [writer.write(matcher, rng, ends=ends) for _ in range(8)]
+    finished = [text for text in texts if text is not None]
+    assert len(finished) >= 2, "too few answers ended"
+    return [read(constraint.family, turn, requirements.tools, text) for text in finished]
 
 
 @pytest.fixture(params=[True, False], ids=["tokens", "texts"])
@@ -239,7 +238,7 @@ CASES = [
     (name, turn)
     for name, (_, tags) in FAMILIES.items()
     for turn in turns(tags)
-    # the model reasons in a message of its own; its template opens none
+    # harmony reasons in a separate message, which its template does not open
     if (name, turn) != ("harmony", "reasoning")
 ]
 
@@ -256,57 +255,61 @@ def case(request: pytest.FixtureRequest, writer: Writer) -> tuple[Writer, ChatFa
 Case = tuple[Writer, ChatFamily, AnswerStart]
 
 
-def test_required_calls_are_calls_and_nothing_else(case: Case) -> None:
+def test_a_required_choice_gives_calls_without_content(case: Case) -> None:
     writer, family, turn = case
-    for pieces in written(
+    for pieces in write_answers(
         writer, OutputRequirements(tools=TOOLS, choice="required"), turn, family, seed="a"
     ):
-        assert calls(pieces)
-        assert not said(pieces)
+        assert collect_calls(pieces)
+        assert not join_content(pieces)
 
 
-def test_one_call_is_made_where_calls_may_not_be_parallel(case: Case) -> None:
+@pytest.mark.product
+def test_without_parallel_calls_there_is_one_call(case: Case) -> None:
     writer, family, turn = case
-    asked = OutputRequirements(tools=TOOLS, choice="required", parallel=False)
-    for pieces in written(writer, asked, turn, family, seed="b"):
-        assert len(calls(pieces)) == 1
+    requirements = OutputRequirements(tools=TOOLS, choice="required", parallel=False)
+    for pieces in write_answers(writer, requirements, turn, family, seed="b"):
+        assert len(collect_calls(pieces)) == 1
 
 
-def test_a_named_function_is_the_one_that_is_called(case: Case) -> None:
+@pytest.mark.product
+def test_a_named_tool_choice_gives_a_call_of_that_function(case: Case) -> None:
     writer, family, turn = case
-    asked = OutputRequirements(tools=TOOLS, choice=NamedToolChoice(name="paint"))
-    for pieces in written(writer, asked, turn, family, seed="c"):
-        assert [name for name, _ in calls(pieces)] == ["paint"]
+    requirements = OutputRequirements(tools=TOOLS, choice=NamedToolChoice(name="paint"))
+    for pieces in write_answers(writer, requirements, turn, family, seed="c"):
+        assert [name for name, _ in collect_calls(pieces)] == ["paint"]
 
 
-def test_calls_of_strict_functions_follow_their_schema_whenever_they_are_made(case: Case) -> None:
+@pytest.mark.product
+def test_optional_calls_of_strict_functions_follow_their_schema(case: Case) -> None:
     writer, family, turn = case
-    answers = written(writer, OutputRequirements(tools=STRICT), turn, family, seed="d")
-    # `calls` holds them against the schema
-    assert all(calls(pieces) or said(pieces) is not None for pieces in answers)
+    answers = write_answers(writer, OutputRequirements(tools=STRICT), turn, family, seed="d")
+    # `collect_calls` validates the arguments
+    assert all(collect_calls(pieces) or join_content(pieces) is not None for pieces in answers)
 
 
-def test_a_format_is_followed_behind_the_reasoning(case: Case) -> None:
+def test_the_response_format_applies_after_the_reasoning(case: Case) -> None:
     writer, family, turn = case
-    asked = OutputRequirements(grammar=ANSWER)
+    requirements = OutputRequirements(grammar=ANSWER)
     if turn.reasoning_tags is None and not family.content_prefix:
-        assert writer.follows(asked, turn, family).grammar is ANSWER
+        assert writer.build(requirements, turn, family).grammar is ANSWER
         return
-    for pieces in written(writer, asked, turn, family, seed="e"):
-        assert set(json.loads(said(pieces))) == {"ok"}
+    for pieces in write_answers(writer, requirements, turn, family, seed="e"):
+        assert set(json.loads(join_content(pieces))) == {"ok"}
 
 
+@pytest.mark.product
 def test_with_tools_and_a_format_the_answer_is_one_or_the_other(case: Case) -> None:
     writer, family, turn = case
-    for pieces in written(
+    for pieces in write_answers(
         writer, OutputRequirements(grammar=ANSWER, tools=TOOLS), turn, family, seed="f"
     ):
-        if not calls(pieces):
-            assert set(json.loads(said(pieces))) == {"ok"}
+        if not collect_calls(pieces):
+            assert set(json.loads(join_content(pieces))) == {"ok"}
 
 
 @pytest.mark.parametrize(
-    ("grammar", "fits"),
+    ("grammar", "matches"),
     [
         (Regex(pattern=r"[a-c]{2}/\/[0-9]"), lambda text: text[2:4] == "//" and text[4].isdigit()),
         (
@@ -316,132 +319,134 @@ def test_with_tools_and_a_format_the_answer_is_one_or_the_other(case: Case) -> N
     ],
 )
 def test_every_kind_of_format_can_follow_reasoning(
-    writer: Writer, grammar: Grammar, fits: Callable[[str], bool]
+    writer: Writer, grammar: Grammar, matches: Callable[[str], bool]
 ) -> None:
     turn = AnswerStart(reasoning_tags=THINK, in_reasoning=True)
-    for pieces in written(
+    for pieces in write_answers(
         writer, OutputRequirements(grammar=grammar), turn, GenericFamily(), seed="g"
     ):
-        assert fits(said(pieces)), said(pieces)
+        assert matches(join_content(pieces)), join_content(pieces)
 
 
-def test_a_grammar_of_the_request_is_kept_apart_from_ours(writer: Writer) -> None:
+def test_a_grammar_of_the_request_stays_separate_from_the_composed_one(writer: Writer) -> None:
     inner = LarkGrammar(text='start: "a"')
-    follows = writer.follows(
+    constraint = writer.build(
         OutputRequirements(grammar=inner),
         AnswerStart(reasoning_tags=THINK, in_reasoning=True),
         GenericFamily(),
     )
-    assert isinstance(follows.grammar, LarkGrammar)
-    assert follows.grammar.inner is inner
-    assert "@inner" in follows.grammar.text
+    assert isinstance(constraint.grammar, LarkGrammar)
+    assert constraint.grammar.inner is inner
+    assert "@inner" in constraint.grammar.text
 
 
 @pytest.mark.parametrize("budget", [0, 1, 7])
-def test_reasoning_ends_where_its_budget_does(budget: int) -> None:
+def test_reasoning_ends_at_its_budget(budget: int) -> None:
     writer = Writer(tokens=True)
     turn = AnswerStart(reasoning_tags=THINK, in_reasoning=True, thinking_budget=budget)
-    # a hop of several tokens would not be counted one by one
-    answers = written(
+    # an end of several tokens would not be counted by token
+    answers = write_answers(
         writer, OutputRequirements(), turn, hermes.Family(), seed=f"h{budget}", ends=MARKERS
     )
-    assert all(len(thought(pieces).encode()) <= budget for pieces in answers)
+    assert all(len(join_reasoning(pieces).encode()) <= budget for pieces in answers)
 
 
-def test_a_budget_leaves_the_answer_free_to_call() -> None:
+def test_a_thinking_budget_does_not_prevent_calls() -> None:
     writer = Writer(tokens=True)
     turn = AnswerStart(reasoning_tags=THINK, in_reasoning=True, thinking_budget=2)
-    follows = writer.follows(OutputRequirements(tools=TOOLS), turn, hermes.Family())
-    matcher = writer.guided(follows.grammar)
+    constraint = writer.build(OutputRequirements(tools=TOOLS), turn, hermes.Family())
+    matcher = writer.make_matcher(constraint.grammar)
     answer = 'x</think>Now: <tool_call>{"name": "count", "arguments": {}}</tool_call>'
     ids = writer.tokenizer.encode(answer, add_special_tokens=False)
     assert matcher.validate_tokens(ids) == len(ids)
 
 
-def test_a_budget_needs_an_end_that_is_a_token() -> None:
+def test_a_thinking_budget_needs_an_end_token() -> None:
     turn = AnswerStart(reasoning_tags=THINK, in_reasoning=True, thinking_budget=5)
     with pytest.raises(AppError, match="its tokenizer has no </think> token") as caught:
-        Writer(tokens=False).follows(OutputRequirements(), turn, GenericFamily())
+        Writer(tokens=False).build(OutputRequirements(), turn, GenericFamily())
     assert caught.value.param == "thinking_budget"
 
 
-def test_nothing_is_followed_where_nothing_is_asked() -> None:
+def test_without_requirements_there_is_no_grammar() -> None:
     writer = Writer(tokens=True)
-    for asked in (
+    for requirements in (
         OutputRequirements(),
         OutputRequirements(tools=TOOLS),
         OutputRequirements(tools=STRICT, choice="none"),
     ):
-        if asked.choice == "none":
-            continue  # whoever asks leaves the tools out
+        if requirements.choice == "none":
+            continue  # the caller omits the tools
         assert (
-            writer.follows(asked, AnswerStart(reasoning_tags=THINK), hermes.Family()).grammar
+            writer.build(requirements, AnswerStart(reasoning_tags=THINK), hermes.Family()).grammar
             is None
         )
 
 
-CODED = tool("code", strict=True, of={"type": "string", "pattern": "^[A-Z]{3}$"})
-CODE = '<minimax:tool_call>{"name": "code", "arguments": {"of": "ABC"}}'
+CODE_TOOL = tool("code", strict=True, of={"type": "string", "pattern": "^[A-Z]{3}$"})
+CODE_CALL = '<minimax:tool_call>{"name": "code", "arguments": {"of": "ABC"}}'
 
 
 @pytest.mark.parametrize("choice", ["required", "auto"])
-def test_functions_that_the_syntax_cannot_hold_to_their_schema_are_called_in_json(
+def test_functions_are_called_in_json_where_the_syntax_cannot_enforce_their_schema(
     writer: Writer, choice: ToolChoice
 ) -> None:
-    """Behind the family's own marker, which is what a model writes that wants to call."""
-    asked = OutputRequirements(tools=(CODED,), choice=choice)
-    follows = writer.follows(asked, AnswerStart(reasoning_tags=None), minimax.Family())
-    assert isinstance(follows.family, GenericFamily)
-    matcher = writer.guided(follows.grammar)
-    ids = writer.tokenizer.encode(CODE, add_special_tokens=False)
+    """After the marker of the family, which the model writes to begin a call."""
+    requirements = OutputRequirements(tools=(CODE_TOOL,), choice=choice)
+    constraint = writer.build(requirements, AnswerStart(reasoning_tags=None), minimax.Family())
+    assert isinstance(constraint.family, GenericFamily)
+    matcher = writer.make_matcher(constraint.grammar)
+    ids = writer.tokenizer.encode(CODE_CALL, add_special_tokens=False)
     assert matcher.validate_tokens(ids) == len(ids)
-    pieces = read(follows.family, AnswerStart(reasoning_tags=None), asked.tools, CODE)
+    pieces = read(
+        constraint.family, AnswerStart(reasoning_tags=None), requirements.tools, CODE_CALL
+    )
     assert [piece for piece in pieces if not isinstance(piece, ToolCallArguments)] == [
         ToolCallStart(name="code")
     ]
 
 
-def test_where_a_role_ends_the_prompt_a_line_may_begin_before_a_call(writer: Writer) -> None:
-    """GLM 4.5's answers begin with a line end, Mistral's first ones with a space."""
-    follows = writer.follows(
+def test_white_space_may_come_before_a_call_after_a_role_header(writer: Writer) -> None:
+    """Answers of GLM 4.5 begin with a line break, first answers of Mistral with a space."""
+    constraint = writer.build(
         OutputRequirements(tools=TOOLS, choice="required"),
         AnswerStart(reasoning_tags=THINK),
         glm.Family(),
     )
     text = "\n<think></think>\n<tool_call>count\n<arg_key>to</arg_key>\n<arg_value>3</arg_value>"
     ids = writer.tokenizer.encode(text, add_special_tokens=False)
-    assert writer.guided(follows.grammar).validate_tokens(ids) == len(ids)
+    assert writer.make_matcher(constraint.grammar).validate_tokens(ids) == len(ids)
 
 
-def test_prose_beside_strict_calls_of_llamas_may_hold_braces_but_not_begin_with_one(
+def test_llama_prose_beside_strict_calls_may_contain_braces_but_not_begin_with_one(
     writer: Writer,
 ) -> None:
-    follows = writer.follows(
+    constraint = writer.build(
         OutputRequirements(tools=STRICT), AnswerStart(reasoning_tags=None), llama3.Family()
     )
-    matcher = writer.guided(follows.grammar)
+    matcher = writer.make_matcher(constraint.grammar)
     code = list(b"Look:\n{\n  [a]\n</b>\n}")
     assert matcher.validate_tokens(code) == len(code)
     assert matcher.validate_tokens(list(b'{"name": "x')) == len('{"name": "')
     assert matcher.validate_tokens(list(b"\n [")) == 2
 
 
-def test_a_composed_grammar_names_the_schemas_it_was_made_of(writer: Writer) -> None:
-    asked = OutputRequirements(grammar=ANSWER, tools=TOOLS)
-    follows = writer.follows(asked, AnswerStart(reasoning_tags=None), hermes.Family())
-    assert isinstance(follows.grammar, LarkGrammar)
-    assert {part.param for part in follows.grammar.parts} == {
+def test_a_composed_grammar_lists_the_params_of_its_schemas(writer: Writer) -> None:
+    requirements = OutputRequirements(grammar=ANSWER, tools=TOOLS)
+    constraint = writer.build(requirements, AnswerStart(reasoning_tags=None), hermes.Family())
+    assert isinstance(constraint.grammar, LarkGrammar)
+    assert {part.param for part in constraint.grammar.parts} == {
         "response_format.json_schema.schema",
         "tools.count.function.parameters",
         "tools.paint.function.parameters",
     }
 
 
-def test_prose_around_strict_calls_cannot_spell_what_begins_one(writer: Writer) -> None:
-    follows = writer.follows(
+def test_prose_around_strict_calls_cannot_contain_the_start_of_a_call(writer: Writer) -> None:
+    constraint = writer.build(
         OutputRequirements(tools=STRICT), AnswerStart(reasoning_tags=None), hermes.Family()
     )
-    matcher = writer.guided(follows.grammar)
+    matcher = writer.make_matcher(constraint.grammar)
     free = list(b'see <tool_call>{"name": "count", "arguments": {"to": "many"}}</tool_call>')
     assert matcher.validate_tokens(free) < len(free)
     prose = list(b"see <tool_box> and </b>")

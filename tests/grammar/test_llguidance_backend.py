@@ -1,4 +1,4 @@
-"""Grammars of every kind, compiled: what they allow, what is refused, what hostile ones cost."""
+"""Compiled grammars of every kind: their language, errors, and the cost of hostile ones."""
 
 import contextlib
 import json
@@ -28,8 +28,8 @@ answer ::= "yes" | "no" | [a-c]+ "\x21" | "é" | [\u0416]
 """
 
 
-def follows(grammar: Grammar, text: str) -> bool:
-    """Whether the whole text does."""
+def accepts(grammar: Grammar, text: str) -> bool:
+    """Whether the grammar accepts the text as a complete answer."""
     matcher = grammar_compiler().compile(grammar, ENDS)
     try:
         for byte in text.encode():
@@ -39,7 +39,7 @@ def follows(grammar: Grammar, text: str) -> bool:
     return matcher.done or tiny.END in ids_of(matcher)
 
 
-def refused(grammar: Grammar) -> AppError:
+def compile_error(grammar: Grammar) -> AppError:
     with pytest.raises(AppError) as caught:
         grammar_compiler().compile(grammar, ENDS)
     assert caught.value.kind is ErrorKind.INVALID
@@ -47,7 +47,7 @@ def refused(grammar: Grammar) -> AppError:
 
 
 @pytest.mark.parametrize(
-    ("grammar", "followed", "not_followed"),
+    ("grammar", "accepted", "rejected"),
     [
         (Regex(pattern=r"\d{2}/[a-z]+"), ["12/a", "12/abc"], ["1/a", "12/", "12/a "]),
         (Regex(pattern="^(a|b)$"), ["a", "b"], ["", "ab", "^a$"]),
@@ -70,28 +70,28 @@ def refused(grammar: Grammar) -> AppError:
     ],
     ids=str,
 )
-def test_each_kind_allows_what_it_says_and_nothing_else(
-    grammar: Grammar, followed: list[str], not_followed: list[str]
+def test_each_kind_of_grammar_allows_exactly_its_language(
+    grammar: Grammar, accepted: list[str], rejected: list[str]
 ) -> None:
-    for text in followed:
-        assert follows(grammar, text), text
-    for text in not_followed:
-        assert not follows(grammar, text), text
+    for text in accepted:
+        assert accepts(grammar, text), text
+    for text in rejected:
+        assert not accepts(grammar, text), text
 
 
 @pytest.mark.parametrize(
     ("name", "before", "after"),
     [("time", "", "Z"), ("time", "", ".25+01:00"), ("date-time", "2026-11-22T", "Z")],
 )
-def test_no_time_has_a_leap_second(name: str, before: str, after: str) -> None:
-    """Most are invalid by RFC 3339: the seconds of a minute are 60 except where one was added."""
+def test_times_have_no_leap_seconds(name: str, before: str, after: str) -> None:
+    """By RFC 3339, second 60 is invalid except where a leap second was inserted."""
     schema = JsonSchema(text=json.dumps({"type": "string", "format": name}))
     for seconds in ("00", "59"):
-        assert follows(schema, f'"{before}07:30:{seconds}{after}"')
-    assert not follows(schema, f'"{before}07:30:60{after}"')
+        assert accepts(schema, f'"{before}07:30:{seconds}{after}"')
+    assert not accepts(schema, f'"{before}07:30:60{after}"')
 
 
-def test_random_weights_follow_each_kind() -> None:
+def test_random_weights_follow_each_kind_of_grammar() -> None:
     kinds: dict[str, Grammar] = {
         "regex": Regex(pattern="[a-f]{3,9}-[0-9]{2}"),
         "choice": ChoiceGrammar(options=("left", "right", "straight on")),
@@ -109,11 +109,11 @@ def test_random_weights_follow_each_kind() -> None:
     ]
     loop = make_loop(tiny_model(), running=8, policy="radix")
     outcomes = run(loop, *jobs)
-    ended = [one for one in jobs if outcomes[one.id].reason == "stop"]
-    assert len(ended) > len(jobs) / 2
-    for one in ended:
+    stopped = [one for one in jobs if outcomes[one.id].reason == "stop"]
+    assert len(stopped) > len(jobs) / 2
+    for one in stopped:
         assert one.grammar is not None
-        assert follows(one.grammar, bytes(outcomes[one.id].ids).decode())
+        assert accepts(one.grammar, bytes(outcomes[one.id].ids).decode())
     for seed in range(4):
         assert b"=" in bytes(outcomes[f"free, then bound {seed}"].ids)[:10]
 
@@ -145,7 +145,7 @@ COMPOSED = LarkGrammar(text=f'start: "<" call\ncall: %json {CITY}', parts=(JsonS
 
 
 @pytest.mark.parametrize(
-    ("grammar", "before", "lines"),
+    ("grammar", "before", "multiline"),
     [
         (JsonSchema(text=CITY), "", False),
         (COMPOSED, "<", False),
@@ -159,14 +159,14 @@ COMPOSED = LarkGrammar(text=f'start: "<" call\ncall: %json {CITY}', parts=(JsonS
     ids=["schema", "schema in a composed grammar", "client's grammar", "client's, composed"],
 )
 def test_json_is_on_one_line_except_in_a_grammar_that_a_client_wrote(
-    grammar: Grammar, before: str, lines: bool
+    grammar: Grammar, before: str, multiline: bool
 ) -> None:
     for text in ON_ONE_LINE:
-        assert follows(grammar, before + text), text
+        assert accepts(grammar, before + text), text
     for text in OVER_LINES:
-        assert follows(grammar, before + text) is lines, text
+        assert accepts(grammar, before + text) is multiline, text
     for text in LONG:
-        assert not follows(grammar, before + text), text
+        assert not accepts(grammar, before + text), text
 
 
 def test_white_space_is_bounded_in_a_schema_that_is_part_of_a_grammar() -> None:
@@ -186,61 +186,66 @@ def test_white_space_is_bounded_in_a_schema_that_is_part_of_a_grammar() -> None:
         (Regex(pattern="\ud800", param="guided_regex"), "guided_regex", "surrogate"),
         (ChoiceGrammar(options=("\ud800",), param="guided_choice"), "guided_choice", "surrogate"),
         (
-            LarkGrammar(text="start: nobody", param="guided_grammar"),
+            LarkGrammar(text="start: missing", param="guided_grammar"),
             "guided_grammar",
             "unknown name",
         ),
         (LarkGrammar(text="x ::= y", param="guided_grammar"), "guided_grammar", "not valid GBNF"),
-        (LarkGrammar(text="start: <|nobody|>", param="guided_grammar"), "guided_grammar", "nobody"),
+        (
+            LarkGrammar(text="start: <|missing|>", param="guided_grammar"),
+            "guided_grammar",
+            "missing",
+        ),
         (JsonSchema(text="{", param="a.schema"), "a.schema", "not valid JSON"),
         (JsonSchema(text='{"not": {}}', param="a.schema"), "a.schema.not", "not is not supported"),
     ],
     ids=str,
 )
-def test_a_refusal_says_where_and_why(grammar: Grammar, param: str, reason: str) -> None:
-    error = refused(grammar)
+def test_an_error_names_the_param_and_the_reason(grammar: Grammar, param: str, reason: str) -> None:
+    error = compile_error(grammar)
     assert (error.param, reason in error.message) == (param, True), error.message
     assert "\n" not in error.message
 
 
-def test_a_refusal_is_short_however_long_the_expression_is() -> None:
-    """llguidance quotes the whole of it, twice."""
-    error = refused(Regex(pattern="(" * 5000 + "a" + ")" * 5000))
+def test_the_error_for_a_long_expression_is_short() -> None:
+    """llguidance quotes the full expression twice."""
+    error = compile_error(Regex(pattern="(" * 5000 + "a" + ")" * 5000))
     assert len(error.message) < 500
     assert "nest" in error.message
 
 
-def test_a_composed_grammar_is_refused_at_the_part_that_is_wrong() -> None:
+def test_the_error_for_a_composed_grammar_names_the_invalid_part() -> None:
     good = JsonSchema(text='{"type": "object"}', param="tools.0.function.parameters")
-    wrong = JsonSchema(text='{"items": {"not": {}}}', param="tools.1.function.parameters")
+    invalid = JsonSchema(text='{"items": {"not": {}}}', param="tools.1.function.parameters")
     pattern = Regex(pattern="(", param="guided_regex")
-    text = f"start: %json {good.text} %json {wrong.text}"
-    error = refused(LarkGrammar(text=text, parts=(good, wrong)))
+    text = f"start: %json {good.text} %json {invalid.text}"
+    error = compile_error(LarkGrammar(text=text, parts=(good, invalid)))
     assert error.param == "tools.1.function.parameters.items.not"
-    error = refused(LarkGrammar(text="start: /(/", parts=(good, pattern)))
+    error = compile_error(LarkGrammar(text="start: /(/", parts=(good, pattern)))
     assert error.param == "guided_regex"
-    inner = LarkGrammar(text="start: nobody", param="guided_grammar")
-    assert refused(LarkGrammar(text="start: @inner", inner=inner)).param == "guided_grammar"
+    inner = LarkGrammar(text="start: missing", param="guided_grammar")
+    assert compile_error(LarkGrammar(text="start: @inner", inner=inner)).param == "guided_grammar"
 
 
-def test_what_would_break_behind_the_first_token_is_found_before_it() -> None:
-    """A row of the parser may be too long, or a lexer's state too large, only there."""
+def test_a_grammar_that_fails_after_the_first_token_is_rejected_when_compiled() -> None:
+    """A parser row may be too long, or a lexer state too large, only after some tokens."""
     large = JsonSchema(text='{"type": "string", "pattern": "^a*$", "minLength": 1000000}')
-    assert "too many" in refused(large).message
+    assert "too many" in compile_error(large).message
 
 
-def test_many_optional_properties_are_followed() -> None:
-    """llguidance allows some 500 by itself, and says so behind the first brace."""
+def test_many_optional_properties_are_supported() -> None:
+    """By default llguidance allows some 500, and fails after the first brace."""
     properties = {f"p{i}": {"type": "null"} for i in range(2000)}
     wide = JsonSchema(text=json.dumps({"type": "object", "properties": properties}))
-    assert follows(wide, '{"p0":null,"p999":null,"p1998":null}')
-    assert not follows(wide, '{"p999":null,"p0":null}')
+    assert accepts(wide, '{"p0":null,"p999":null,"p1998":null}')
+    assert not accepts(wide, '{"p999":null,"p0":null}')
 
 
-def test_as_many_properties_as_documented_are_followed_with_a_large_vocabulary(
+@pytest.mark.exhaustive
+def test_the_documented_number_of_properties_works_with_a_large_vocabulary(
     shared: Path,
 ) -> None:
-    """Names of properties took all 50,000 states of the lexer in the middle of an answer."""
+    """Property names used up all 50,000 lexer states in the middle of an answer."""
     file = shared / "tokenizers" / "qwen3" / "tokenizer.json"
     tokenizer = tokenizers.Tokenizer.from_file(str(file))
     (end,) = tokenizer.encode("<|im_end|>").ids
@@ -250,26 +255,28 @@ def test_as_many_properties_as_documented_are_followed_with_a_large_vocabulary(
     required = {"properties": {name: {"type": "null"} for name in names}, "required": names}
     optional = {"properties": {name: {"type": "null"} for name in names[:MAX_OPTIONAL_PROPERTIES]}}
     few = [names[0], *names[MAX_OPTIONAL_PROPERTIES // 2 : MAX_OPTIONAL_PROPERTIES : 300]]
-    for schema, chosen in ((required, names), (optional, few)):
+    for schema, names_used in ((required, names), (optional, few)):
         grammar = JsonSchema(text=json.dumps({"type": "object", **schema}))
         for _ in range(2):
             matcher = large.compile(grammar, frozenset({end}))
-            for token in tokenizer.encode(json.dumps(dict.fromkeys(chosen))).ids:
+            for token in tokenizer.encode(json.dumps(dict.fromkeys(names_used))).ids:
                 matcher.accept(token)
             assert matcher.done or end in ids_of(matcher)
 
 
-def test_more_optional_properties_than_documented_are_refused_with_advice() -> None:
+def test_more_optional_properties_than_documented_are_rejected_with_advice() -> None:
     properties = {f"p{i}": {"type": "null"} for i in range(MAX_OPTIONAL_PROPERTIES + 1)}
-    error = refused(JsonSchema(text=json.dumps({"properties": properties}), param="guided_json"))
+    error = compile_error(
+        JsonSchema(text=json.dumps({"properties": properties}), param="guided_json")
+    )
     assert error.param == "guided_json.properties"
     assert "make some required" in error.message
 
 
-def test_a_schema_in_a_clients_grammar_is_followed_or_refused_with_advice() -> None:
+def test_a_large_schema_in_a_client_grammar_is_rejected_with_the_reason() -> None:
     properties = {f"p{i}": {"type": "null"} for i in range(1500)}
     text = f"start: %json {json.dumps({'type': 'object', 'properties': properties})}"
-    assert "too many continuations" in refused(LarkGrammar(text=text)).message
+    assert "too many continuations" in compile_error(LarkGrammar(text=text)).message
 
 
 LISTED = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -277,7 +284,7 @@ MORE = '{"a":1,"b":2}'
 
 
 @pytest.mark.parametrize(
-    ("schema", "open_"),
+    ("schema", "is_open"),
     [
         (LISTED, False),
         ({**LISTED, "additionalProperties": True}, True),
@@ -291,9 +298,11 @@ MORE = '{"a":1,"b":2}'
         ({"$ref": "#/$defs/x", "$defs": {"x": LISTED}}, False),
     ],
 )
-def test_an_object_has_the_properties_that_it_lists(schema: dict[str, Any], open_: bool) -> None:
-    """Unless it says that it has more, or is not told all of itself in one place."""
-    assert follows(JsonSchema(text=json.dumps(schema)), MORE) == open_
+def test_an_object_has_only_the_properties_that_it_lists(
+    schema: dict[str, Any], is_open: bool
+) -> None:
+    """Exceptions: the schema allows more, or lists properties in several subschemas."""
+    assert accepts(JsonSchema(text=json.dumps(schema)), MORE) == is_open
 
 
 def _chain(length: int) -> dict[str, Any]:
@@ -312,7 +321,7 @@ def _merged_chain(length: int) -> dict[str, Any]:
     return {"$ref": "#/$defs/0", "$defs": {**links, f"{length}": {}}}
 
 
-def hostile() -> Iterator[tuple[str, Grammar]]:
+def hostile_grammars() -> Iterator[tuple[str, Grammar]]:
     schemas: dict[str, Any] = {
         "most properties": {"properties": {f"p{i}": {} for i in range(3000)}},
         "values": {"enum": [{"a": [i, {"b": i}]} for i in range(2000)]},
@@ -360,23 +369,23 @@ def hostile() -> Iterator[tuple[str, Grammar]]:
     )
 
 
-# Each of them ends a process, or takes it minutes or gigabytes, without one limit or other. So they
-# are tried in a process of their own, on a thread as small as a server's.
+# Without one of the limits, each of these crashes the process or takes minutes or gigabytes. So the
+# test compiles them in another process, on a thread with the stack size of the server's threads.
 _SCRIPT = """
 import resource, sys, threading, time
 from app.core.errors import AppError
 from tests.engine.harness import grammar_compiler
-from tests.grammar.test_llguidance_backend import ENDS, hostile
+from tests.grammar.test_llguidance_backend import ENDS, hostile_grammars
 
 def attempt():
-    for name, grammar in hostile():
-        begun = time.process_time()
+    for name, grammar in hostile_grammars():
+        start = time.process_time()
         try:
             grammar_compiler().compile(grammar, ENDS)
-            said = "compiled"
+            result = "compiled"
         except AppError as error:
-            said = error.kind.value
-        print(f"{name}: {said}, {time.process_time() - begun:.2f}", flush=True)
+            result = error.kind.value
+        print(f"{name}: {result}, {time.process_time() - start:.2f}", flush=True)
     print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 thread = threading.Thread(target=attempt)
@@ -385,29 +394,29 @@ thread.join()
 """
 
 
-def test_hostile_grammars_are_compiled_or_refused_in_time_and_memory() -> None:
-    """Seconds of the processor, for all cores together; and kB, or on macOS bytes."""
+def test_hostile_grammars_stay_within_time_and_memory_limits() -> None:
+    """CPU seconds of all cores; peak memory is in kB, or on macOS in bytes."""
     script = subprocess.run(
         [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=300, check=False
     )
     lines = script.stdout.splitlines()
-    names = [name for name, _ in hostile()]
+    names = [name for name, _ in hostile_grammars()]
     assert [line.split(":")[0] for line in lines] == [*names, lines[-1]], script.stderr
     for line in lines[:-1]:
         assert float(line.split(", ")[1]) < 10, line
     assert int(lines[-1].split()[1]) >> (10 if sys.platform == "darwin" else 0) < 2 << 20
 
 
-def test_a_grammar_that_means_one_text_in_many_ways_cannot_hold_up_a_step() -> None:
-    """Nobody else's answer goes on while a mask is computed."""
+def test_an_ambiguous_grammar_cannot_stall_a_step() -> None:
+    """No other sequence makes progress while a mask is computed."""
     matcher = grammar_compiler().compile(
         LarkGrammar(text="start: e\ne: e e | e e e | /[a-z]/ | \n"), ENDS
     )
     times = list[float]()
     with contextlib.suppress(GrammarError):
         while len(times) < 300:
-            begun = time.thread_time()
+            start = time.thread_time()
             matcher.accept(ord("a"))
-            times.append(time.thread_time() - begun)
+            times.append(time.thread_time() - start)
     assert 8 < len(times) < 300
     assert max(times) < 0.5

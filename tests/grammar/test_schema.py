@@ -1,4 +1,4 @@
-"""JSON Schemas as documents: what is read, and what is too much."""
+"""JSON Schemas as documents: parsing and limits."""
 
 import json
 from typing import Any
@@ -36,46 +36,46 @@ def refusal(schema: Any) -> UnsupportedGrammarError:
         ('{"items":' * 5000 + "{}" + "}" * 5000, "nested deeper"),
     ],
 )
-def test_what_is_no_schema_is_refused_with_the_reason(text: str, reason: str) -> None:
+def test_an_invalid_schema_is_rejected_with_the_reason(text: str, reason: str) -> None:
     assert reason in refusal(text).reason
 
 
-def test_true_is_a_schema_that_asks_for_nothing() -> None:
+def test_true_is_an_empty_schema() -> None:
     assert parse_schema("true") == {}
 
 
-def test_entries_count_wherever_they_are() -> None:
-    third = {f"p{i}": {} for i in range(MAX_ENTRIES // 3)}
+def test_entries_are_counted_at_every_level() -> None:
+    entries = {f"p{i}": {} for i in range(MAX_ENTRIES // 3)}
     assert parse_schema(
-        json.dumps({"properties": {"a": {"properties": third}, "b": {"enum": [1]}}})
+        json.dumps({"properties": {"a": {"properties": entries}, "b": {"enum": [1]}}})
     )
-    values = list(range(MAX_ENTRIES - len(third)))
-    more = {"items": {"properties": third}, "$defs": {"a": {"enum": values}}}
+    values = list(range(MAX_ENTRIES - len(entries)))
+    more = {"items": {"properties": entries}, "$defs": {"a": {"enum": values}}}
     assert "more than" in refusal(more).reason
 
 
-def test_properties_of_one_object_that_may_be_left_out_are_limited() -> None:
-    most = {f"p{i}": {} for i in range(MAX_OPTIONAL_PROPERTIES)}
-    assert parse_schema(json.dumps({"properties": most}))
-    required = {"properties": {**most, "more": {}}, "required": ["more"]}
+def test_the_optional_properties_of_an_object_are_limited() -> None:
+    allowed = {f"p{i}": {} for i in range(MAX_OPTIONAL_PROPERTIES)}
+    assert parse_schema(json.dumps({"properties": allowed}))
+    required = {"properties": {**allowed, "more": {}}, "required": ["more"]}
     assert parse_schema(json.dumps(required))
-    combined = {"allOf": [{"properties": most}, {"properties": {"more": {}}}]}
-    for schema in ({"properties": {**most, "more": {}}}, combined):
+    combined = {"allOf": [{"properties": allowed}, {"properties": {"more": {}}}]}
+    for schema in ({"properties": {**allowed, "more": {}}}, combined):
         assert "optional properties: make some required" in refusal(schema).reason
 
 
 @pytest.mark.parametrize(
     "multiples", [[0.01, 0.25, 5, 12, 1000], [99_991], [0], [-3], [1e-20], ["x"], [True]]
 )
-def test_multiples_of_a_usual_size_pass(multiples: list[Any]) -> None:
-    """What is no multiple at all is refused where it is compiled."""
-    assert parse_schema(json.dumps({"anyOf": [{"multipleOf": each} for each in multiples]}))
+def test_multiples_of_a_usual_size_are_accepted(multiples: list[Any]) -> None:
+    """Invalid values of multipleOf are rejected by the compiler."""
+    assert parse_schema(json.dumps({"anyOf": [{"multipleOf": multiple} for multiple in multiples]}))
 
 
 @pytest.mark.parametrize("multiples", [[1_000_003], [9973, 9967], [1.000001], [1e300]])
-def test_multiples_that_take_a_large_table_are_refused(multiples: list[float]) -> None:
-    """9973 and 9967 in an allOf took native code more than 20 s and all memory."""
-    path = refusal({"allOf": [{"multipleOf": each} for each in multiples]}).path
+def test_multiples_that_need_a_large_table_are_rejected(multiples: list[float]) -> None:
+    """With 9973 and 9967 in an allOf, native code took more than 20 s and all memory."""
+    path = refusal({"allOf": [{"multipleOf": multiple} for multiple in multiples]}).path
     assert path[0] == "allOf"
     assert path[-1] == "multipleOf"
 
@@ -89,7 +89,7 @@ def test_multiples_that_take_a_large_table_are_refused(multiples: list[float]) -
         ({"$defs": {"a": {"minProperties": 3, "required": ["a"]}}}, "$defs.a.minProperties"),
     ],
 )
-def test_a_keyword_that_asks_too_much_is_named(schema: Any, path: str) -> None:
+def test_a_keyword_beyond_a_limit_is_named(schema: Any, path: str) -> None:
     assert ".".join(refusal(schema).path) == path
 
 
@@ -115,10 +115,10 @@ def test_every_schema_is_found_with_its_path() -> None:
     }
 
 
-def test_a_reference_within_the_document_is_followed() -> None:
+def test_a_reference_within_the_document_is_resolved() -> None:
     document = {"$defs": {"a/b ~%": {"items": [1, {"const": 2}]}}}
     assert resolve_pointer(document, "#") == ((), document)
     pointer = "#/$defs/a~1b%20~0%25/items/1"
     assert resolve_pointer(document, pointer) == (("$defs", "a/b ~%", "items", "1"), {"const": 2})
-    for other in ("#/$defs/nobody", "#/$defs/a~1b%20~0%25/items/2", "#anchor", "https://x/#/a"):
+    for other in ("#/$defs/missing", "#/$defs/a~1b%20~0%25/items/2", "#anchor", "https://x/#/a"):
         assert resolve_pointer(document, other) is None

@@ -1,4 +1,4 @@
-"""Which keyword is to blame: planted ones are found, in few trials."""
+"""The diagnosis finds the keyword that the compiler rejects, in few trials."""
 
 import json
 from typing import Any
@@ -18,7 +18,7 @@ from tests.grammar.schemas import random_schema
 ENDS = frozenset({tiny.END})
 
 
-def blamed(schema: Any) -> str | None:
+def find_rejected_param(schema: Any) -> str | None:
     with pytest.raises(AppError) as caught:
         grammar_compiler().compile(JsonSchema(text=json.dumps(schema), param="schema"), ENDS)
     return caught.value.param
@@ -52,23 +52,23 @@ def blamed(schema: Any) -> str | None:
         ({"properties": {"a": 1}}, "properties.a"),
         ({"properties": []}, "properties"),
         ({"$schema": "colour"}, "$schema"),
-        ({"properties": {"a": {"$ref": "#/$defs/nobody"}}}, "properties.a.$ref"),
+        ({"properties": {"a": {"$ref": "#/$defs/missing"}}}, "properties.a.$ref"),
         ({"$ref": "https://example.com/schema"}, "$ref"),
     ],
 )
-def test_a_keyword_that_is_wrong_by_itself_is_named(schema: Any, keyword: str) -> None:
-    assert blamed(schema) == f"schema.{keyword}"
+def test_an_unsupported_keyword_is_named(schema: Any, keyword: str) -> None:
+    assert find_rejected_param(schema) == f"schema.{keyword}"
 
 
-def test_of_keywords_that_contradict_each_other_one_is_named() -> None:
-    assert blamed({"type": "integer", "minimum": 2, "maximum": 1}) == "schema.minimum"
-    assert blamed({"const": "a", "type": "integer"}) == "schema.const"
+def test_one_of_several_contradicting_keywords_is_named() -> None:
+    assert find_rejected_param({"type": "integer", "minimum": 2, "maximum": 1}) == "schema.minimum"
+    assert find_rejected_param({"const": "a", "type": "integer"}) == "schema.const"
     optional = {"properties": {"a": {}, "b": {}}, "additionalProperties": True}
-    counted = {"type": "object", "maxProperties": 1, **optional}
-    assert blamed(counted) == "schema.maxProperties"
+    limited = {"type": "object", "maxProperties": 1, **optional}
+    assert find_rejected_param(limited) == "schema.maxProperties"
 
 
-def test_a_fault_behind_a_reference_is_named_where_it_stands() -> None:
+def test_a_fault_behind_a_reference_is_named_in_its_definition() -> None:
     node = {
         "type": "object",
         "properties": {
@@ -77,7 +77,7 @@ def test_a_fault_behind_a_reference_is_named_where_it_stands() -> None:
         },
     }
     schema = {"properties": {"first": {"$ref": "#/$defs/a~1b c"}}, "$defs": {"a/b c": node}}
-    assert blamed(schema) == "schema.$defs.a/b c.properties.tags.uniqueItems"
+    assert find_rejected_param(schema) == "schema.$defs.a/b c.properties.tags.uniqueItems"
 
 
 def test_an_anchor_does_not_mislead_the_search() -> None:
@@ -85,12 +85,15 @@ def test_an_anchor_does_not_mislead_the_search() -> None:
         "properties": {"a": {"$ref": "#here"}, "b": {"not": {}}},
         "$defs": {"x": {"$anchor": "here", "type": "null"}},
     }
-    assert blamed(schema) == "schema.properties.b.not"
+    assert find_rejected_param(schema) == "schema.properties.b.not"
 
 
-def test_references_in_a_ring_are_an_end_too() -> None:
-    ring = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
-    assert (blamed(ring) or "").startswith("schema.$defs.")
+def test_circular_references_end_the_search() -> None:
+    circular = {
+        "$ref": "#/$defs/a",
+        "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+    }
+    assert (find_rejected_param(circular) or "").startswith("schema.$defs.")
 
 
 @pytest.mark.parametrize(
@@ -98,53 +101,52 @@ def test_references_in_a_ring_are_an_end_too() -> None:
     [
         ({"not": {}, "x-guidance": {"lenient": True}}, "not is not supported: remove it"),
         ({"oneOf": [{}, {}]}, "use anyOf"),
-        ({"$ref": "#/$defs/nobody"}, r"Pointer '/\$defs/nobody' does not exist"),
+        ({"$ref": "#/$defs/missing"}, r"Pointer '/\$defs/missing' does not exist"),
         ({"type": "integer", "minimum": 2, "maximum": 1}, r"minimum \(2\) is greater than maximum"),
         ({"const": "\ud800"}, "it contains an unpaired surrogate"),
     ],
 )
-def test_the_reason_is_a_clause_about_what_was_sent(schema: Any, reason: str) -> None:
+def test_the_reason_is_about_the_schema_of_the_request(schema: Any, reason: str) -> None:
     with pytest.raises(AppError, match=reason) as caught:
         grammar_compiler().compile(JsonSchema(text=json.dumps(schema)), ENDS)
     assert "\n" not in caught.value.message
     assert "whole" not in caught.value.message
 
 
-PLANTED = [{"uniqueItems": True}, {"not": {"type": "null"}}, {"type": "dict"}, {"minimum": "3"}]
+FAULTS = [{"uniqueItems": True}, {"not": {"type": "null"}}, {"type": "dict"}, {"minimum": "3"}]
 
 
-@given(st.integers(0, 499), st.randoms(use_true_random=False), st.sampled_from(PLANTED))
+@given(st.integers(0, 499), st.randoms(use_true_random=False), st.sampled_from(FAULTS))
 @settings(max_examples=60)
-def test_a_fault_planted_anywhere_is_found(seed: int, rng: Any, planted: Schema) -> None:
-    """In a schema of the 500: at any place that is needed, the name of the keyword is right; it may
-    also stand in a property that nobody requires."""
+def test_a_fault_planted_anywhere_is_found(seed: int, rng: Any, fault: Schema) -> None:
+    """In one of 500 schemas, at any position, also in optional properties: the path is exact."""
     document = random_schema(seed)
     path, schema = rng.choice([*walk_schemas(document)])
-    (keyword,) = planted
+    (keyword,) = fault
     schema.clear()
-    schema.update(planted)
-    assert blamed(document) == ".".join(("schema", *path, keyword))
+    schema.update(fault)
+    assert find_rejected_param(document) == ".".join(("schema", *path, keyword))
 
 
-def test_a_wide_schema_costs_the_logarithm_of_its_width() -> None:
+def test_the_search_in_a_wide_schema_takes_logarithmically_many_trials() -> None:
     trials = list[Schema]()
-    wrong: SchemaPath = ("properties", "p777")
+    fault_path: SchemaPath = ("properties", "p777")
 
     def refusal(document: Schema) -> str | None:
-        """As one who looks at what is asked for, and sees one thing wrong."""
+        """Rejects documents that contain the fault outside $defs."""
         trials.append(document)
-        asked = json.dumps({key: said for key, said in document.items() if key != "$defs"})
-        return "wrong" if "p777" in asked or '"bad"' in asked else None
+        visible = json.dumps({key: value for key, value in document.items() if key != "$defs"})
+        return "wrong" if "p777" in visible or '"bad"' in visible else None
 
     document = {"properties": {f"p{i}": {"type": "null"} for i in range(2000)}}
     document["properties"]["p777"] = {"type": "bad"}
-    assert find_unsupported_keyword(document, refusal, "wrong").path == (*wrong, "type")
+    assert find_unsupported_keyword(document, refusal, "wrong").path == (*fault_path, "type")
     assert len(trials) < 40
 
 
-def test_a_search_that_takes_too_long_names_what_it_has_found() -> None:
+def test_a_search_that_takes_too_long_names_its_best_match() -> None:
     def refusal(document: Schema) -> str | None:
-        found = resolve_pointer(document, document.get("$ref", "#/nobody"))
+        found = resolve_pointer(document, document.get("$ref", "#/missing"))
         return "wrong" if found is None or "x" in json.dumps(found[1]) else None
 
     document: Schema = {"type": "x"}

@@ -1,4 +1,4 @@
-"""How often a regular expression repeats something."""
+"""The number of repetitions in a regular expression."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from app.grammar.schema import count_repetitions
 
 
 @pytest.mark.parametrize(
-    ("pattern", "most"),
+    ("pattern", "expected"),
     [
         ("", 1),
         ("a*b+c?", 1),
@@ -28,9 +28,9 @@ from app.grammar.schema import count_repetitions
         ("((((a{100}){100}){100}){100}){100}", 10**10),
     ],
 )
-def test_bounded_repetitions_inside_one_another_multiply(pattern: str, most: int) -> None:
-    assert count_repetitions(pattern) == most
+def test_bounded_repetitions_inside_one_another_multiply(pattern: str, expected: int) -> None:
+    assert count_repetitions(pattern) == expected
 
 
-def test_a_count_that_nobody_could_mean_is_only_large() -> None:
+def test_an_absurd_count_is_just_a_large_number() -> None:
     assert count_repetitions("a{" + "9" * 100_000 + "}") >= 10**8

@@ -1,4 +1,4 @@
-"""Schemas in the engine's words: what says the same, and what must stay."""
+"""Rewriting of schemas for the engine: equivalent forms, and unchanged schemas."""
 
 from typing import Any
 
@@ -16,60 +16,60 @@ def branch(kind: Any, **more: Any) -> dict[str, Any]:
 
 
 CAT, DOG = branch({"const": "cat"}), branch({"enum": ["dog", "wolf"]})
-DEFINED = {"$defs": {"cat": CAT, "dog": {"$ref": "#/$defs/wolf"}, "wolf": DOG}}
+DEFINITIONS = {"$defs": {"cat": CAT, "dog": {"$ref": "#/$defs/wolf"}, "wolf": DOG}}
 
-APART = {
+EXCLUSIVE = {
     "types": [{"type": "integer"}, {"type": ["string", "null"]}],
     "constants": [{"const": 1}, {"const": "1"}, {"enum": [True, None]}],
     "tags": [CAT, DOG],
     "tags through references": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
     "a tag that only one requires": [CAT, {**DOG, "required": []}],
 }
-NOT_APART = {
+OVERLAPPING = {
     "a number may be an integer": [{"type": "integer"}, {"type": "number"}],
     "one value, written twice": [{"const": 1}, {"enum": [1.0, 2]}],
     "no tag is required": [{**CAT, "required": []}, {**DOG, "required": []}],
     "no branch is an object only": [{**CAT, "type": ["object", "null"]}, DOG],
     "a value in common": [CAT, branch({"enum": ["cat", "dog"]})],
-    "a branch that says nothing": [CAT, {}],
+    "an empty branch": [CAT, {}],
     "a boolean": [CAT, True],
-    "a reference to nowhere": [CAT, {"$ref": "#/$defs/nobody"}],
+    "a dangling reference": [CAT, {"$ref": "#/$defs/missing"}],
     "a reference to itself": [CAT, {"$ref": "#/$defs/ring"}],
-    "a type that is none": [{"type": "dict"}, {"type": "string"}],
+    "an unknown type": [{"type": "dict"}, {"type": "string"}],
 }
 
 
-@pytest.mark.parametrize("branches", APART.values(), ids=APART)
-def test_branches_that_exclude_each_other_are_any_of(branches: list[Any]) -> None:
-    rewritten = rewrite_schema({"oneOf": branches, "title": "T", **DEFINED})
+@pytest.mark.parametrize("branches", EXCLUSIVE.values(), ids=EXCLUSIVE)
+def test_one_of_with_exclusive_branches_becomes_any_of(branches: list[Any]) -> None:
+    rewritten = rewrite_schema({"oneOf": branches, "title": "T", **DEFINITIONS})
     assert rewritten["anyOf"] == branches
     assert "oneOf" not in rewritten
 
 
-@pytest.mark.parametrize("branches", NOT_APART.values(), ids=NOT_APART)
-def test_branches_that_may_both_hold_stay(branches: list[Any]) -> None:
-    ring = {"$defs": {**DEFINED["$defs"], "ring": {"$ref": "#/$defs/ring"}}}
-    assert rewrite_schema({"oneOf": branches, **ring})["oneOf"] == branches
+@pytest.mark.parametrize("branches", OVERLAPPING.values(), ids=OVERLAPPING)
+def test_one_of_with_overlapping_branches_is_unchanged(branches: list[Any]) -> None:
+    circular = {"$defs": {**DEFINITIONS["$defs"], "ring": {"$ref": "#/$defs/ring"}}}
+    assert rewrite_schema({"oneOf": branches, **circular})["oneOf"] == branches
 
 
-def test_an_object_of_branches_that_may_both_hold_is_not_closed() -> None:
-    """Closed, each would exclude the other, and what satisfies both would be let through."""
+def test_objects_in_overlapping_branches_are_not_closed() -> None:
+    """If closed, each branch would exclude the other, and values that satisfy both would pass."""
     one, other = ({"type": "object", "properties": {name: {}}} for name in "ab")
     assert rewrite_schema({"oneOf": [one, other]})["oneOf"] == [one, other]
     closed = {"additionalProperties": False}
     assert rewrite_schema({"anyOf": [one, other]})["anyOf"] == [one | closed, other | closed]
 
 
-def test_a_name_that_a_reference_leads_through_stays() -> None:
+def test_one_of_is_kept_when_a_reference_goes_through_it() -> None:
     schema = {"oneOf": [CAT, DOG], "items": {"$ref": "#/oneOf/0"}}
     assert "oneOf" in rewrite_schema(schema)
 
 
-def test_beside_an_any_of_it_stays() -> None:
+def test_one_of_is_kept_beside_any_of() -> None:
     assert "oneOf" in rewrite_schema({"oneOf": [CAT, DOG], "anyOf": [{}]})
 
 
-def test_what_forbids_nothing_is_left_out_wherever_it_is() -> None:
+def test_keywords_without_effect_are_removed_at_every_level() -> None:
     inner = {"uniqueItems": False, "items": {"type": "null", "propertyNames": {}}}
     rewritten = rewrite_schema(
         {"properties": {"a": inner}, "allOf": [inner], "additionalProperties": inner}
@@ -81,16 +81,16 @@ def test_what_forbids_nothing_is_left_out_wherever_it_is() -> None:
 
 
 @pytest.mark.parametrize("keyword", [{"uniqueItems": True}, {"uniqueItems": 0}, {"not": {}}])
-def test_what_forbids_something_or_is_wrong_stays(keyword: dict[str, Any]) -> None:
+def test_keywords_with_an_effect_and_invalid_ones_are_kept(keyword: dict[str, Any]) -> None:
     assert keyword.items() <= rewrite_schema(keyword).items()
 
 
-def test_values_are_left_alone() -> None:
+def test_values_are_unchanged() -> None:
     value = {"uniqueItems": False, "oneOf": [{"const": 1}, {"const": 2}]}
     assert rewrite_schema({"const": value, "enum": [value]})["const"] == value
 
 
-def test_no_schema_says_how_strictly_it_is_taken() -> None:
+def test_a_schema_cannot_set_leniency() -> None:
     assert rewrite_schema({"x-guidance": {"lenient": True}})["x-guidance"]["lenient"] is False
 
 
@@ -116,7 +116,7 @@ BRANCHES = st.lists(
 
 
 @given(BRANCHES, VALUES | st.builds(lambda value: {"kind": value}, VALUES))
-def test_what_was_rewritten_accepts_what_it_accepted(branches: list[Any], value: Any) -> None:
+def test_a_rewritten_schema_accepts_the_same_values(branches: list[Any], value: Any) -> None:
     schema = {"oneOf": branches}
-    rewritten = {key: said for key, said in rewrite_schema(schema).items() if key != "x-guidance"}
+    rewritten = {key: child for key, child in rewrite_schema(schema).items() if key != "x-guidance"}
     assert jsonschema_rs.is_valid(schema, value) == jsonschema_rs.is_valid(rewritten, value)

@@ -1,4 +1,4 @@
-"""The file of keys: looked at again while the server runs, and never a way to open the door."""
+"""The key file: reloaded while the server runs, and never a way to disable authentication."""
 
 import asyncio
 import contextlib
@@ -25,8 +25,8 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch):
-    """Every question is a second later than the one before it."""
+def reload_always(monkeypatch: pytest.MonkeyPatch):
+    """Check the file at every request, not once a second."""
     monkeypatch.setattr(api_keys, "_RELOAD_INTERVAL", 0.0)
 
 
@@ -35,46 +35,46 @@ def write(path: Path, text: str) -> None:
     path.chmod(0o600)
 
 
-async def names(ring: Keyring, *shown: str) -> list[str | None]:
-    found = [await ring.find(one) for one in shown]
+async def find_names(keyring: Keyring, *keys: str) -> list[str | None]:
+    found = [await keyring.find(key) for key in keys]
     return [None if key is None else key.name for key in found]
 
 
-def test_a_key_ring_without_keys_is_not_in_force():
+def test_a_keyring_without_keys_is_disabled():
     assert not Keyring().enabled
     assert not Keyring.from_settings(Settings(), {}).enabled
 
 
-def test_keys_of_the_environment_and_of_the_file_count_together(file: Path):
+def test_keys_of_the_environment_and_of_the_file_are_merged(file: Path):
     variables = {"MLXRUNNER_API_KEY": BOSS}
-    ring = Keyring.from_settings(Settings(api_keys=str(file)), variables)
-    assert ring.enabled
+    keyring = Keyring.from_settings(Settings(api_keys=str(file)), variables)
+    assert keyring.enabled
     assert not variables
-    assert asyncio.run(names(ring, BOSS, LAPTOP, PHONE)) == ["owner", "laptop", None]
+    assert asyncio.run(find_names(keyring, BOSS, LAPTOP, PHONE)) == ["owner", "laptop", None]
 
 
-def test_a_key_of_both_is_an_error_at_the_start(file: Path):
+def test_the_same_key_in_both_is_a_startup_error(file: Path):
     with pytest.raises(AppError, match="owner and laptop have the same key"):
         Keyring.from_settings(Settings(api_keys=str(file)), {"MLXRUNNER_API_KEY": LAPTOP})
 
 
-def test_keys_come_and_go_without_a_restart(file: Path, caplog: pytest.LogCaptureFixture):
+def test_keys_are_added_and_removed_without_a_restart(file: Path, caplog: pytest.LogCaptureFixture):
     async def run() -> None:
-        ring = Keyring(file=file)
-        assert await names(ring, LAPTOP, PHONE) == ["laptop", None]
+        keyring = Keyring(file=file)
+        assert await find_names(keyring, LAPTOP, PHONE) == ["laptop", None]
         with caplog.at_level(logging.INFO):
             write(file, entry("laptop", LAPTOP) + entry("phone", PHONE))
-            assert await names(ring, LAPTOP, PHONE) == ["laptop", "phone"]
+            assert await find_names(keyring, LAPTOP, PHONE) == ["laptop", "phone"]
             write(file, entry("phone", PHONE))
-            assert await names(ring, LAPTOP, PHONE) == [None, "phone"]
+            assert await find_names(keyring, LAPTOP, PHONE) == [None, "phone"]
         assert len(caplog.messages) == 2
         assert PHONE not in caplog.text
 
     asyncio.run(run())
 
 
-def test_a_file_that_takes_the_place_of_the_old_one_is_noticed(file: Path, tmp_path: Path):
-    """As a secret that is mounted changes: by a link to another folder."""
+def test_a_replaced_file_is_reloaded(file: Path, tmp_path: Path):
+    """Mounted secrets change this way: by a link to another folder."""
 
     async def run() -> None:
         before, after = tmp_path / "before.toml", tmp_path / "after.toml"
@@ -83,37 +83,37 @@ def test_a_file_that_takes_the_place_of_the_old_one_is_noticed(file: Path, tmp_p
         os.utime(after, ns=(before.stat().st_atime_ns, before.stat().st_mtime_ns))
         link = tmp_path / "link"
         link.symlink_to(before)
-        ring = Keyring(file=link)
-        assert await names(ring, LAPTOP, PHONE) == ["laptop", None]
+        keyring = Keyring(file=link)
+        assert await find_names(keyring, LAPTOP, PHONE) == ["laptop", None]
         (tmp_path / "next").symlink_to(after)
         (tmp_path / "next").replace(link)
-        assert await names(ring, LAPTOP, PHONE) == [None, "phones"]
+        assert await find_names(keyring, LAPTOP, PHONE) == [None, "phones"]
 
     asyncio.run(run())
 
 
-def test_the_file_is_looked_at_once_a_second_at_most(file: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_file_is_checked_at_most_once_a_second(file: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(api_keys, "_RELOAD_INTERVAL", 1000.0)
-    looks: list[Path] = []
+    reads: list[Path] = []
     real = api_keys.read_if_changed
 
-    def counting(path: Path, seen: api_keys.FileStamp) -> api_keys.KeyFileSnapshot | None:
-        looks.append(path)
-        return real(path, seen)
+    def counted_read(path: Path, stamp: api_keys.FileStamp) -> api_keys.KeyFileSnapshot | None:
+        reads.append(path)
+        return real(path, stamp)
 
-    monkeypatch.setattr(api_keys, "read_if_changed", counting)
+    monkeypatch.setattr(api_keys, "read_if_changed", counted_read)
 
     async def run() -> None:
-        ring = Keyring(file=file)
-        await asyncio.gather(*(ring.find(LAPTOP) for _ in range(50)))
-        assert await names(ring, LAPTOP) == ["laptop"]
+        keyring = Keyring(file=file)
+        await asyncio.gather(*(keyring.find(LAPTOP) for _ in range(50)))
+        assert await find_names(keyring, LAPTOP) == ["laptop"]
 
     asyncio.run(run())
-    assert len(looks) == 1
+    assert len(reads) == 1
 
 
-def spoil(file: Path, how: str) -> None:
-    match how:
+def break_file(file: Path, damage: str) -> None:
+    match damage:
         case "gone":
             file.unlink()
         case "empty":
@@ -142,10 +142,10 @@ def spoil(file: Path, how: str) -> None:
         case "with one key twice":
             write(file, entry("phone", PHONE) + entry("boss", PHONE, "admin = true"))
         case _:
-            raise AssertionError(how)
+            raise AssertionError(damage)
 
 
-def mend(file: Path) -> None:
+def repair_file(file: Path) -> None:
     file.parent.chmod(0o700)
     if file.is_dir():
         file.rmdir()
@@ -154,7 +154,7 @@ def mend(file: Path) -> None:
     write(file, entry("phone", PHONE))
 
 
-WAYS = [
+DAMAGES = [
     "gone",
     "empty",
     "half written",
@@ -169,39 +169,39 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_a_file_that_breaks_changes_nothing_but_the_log(
-    how: str, file: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_previous_keys_are_kept_if_the_file_breaks(
+    damage: str, file: Path, caplog: pytest.LogCaptureFixture
 ):
     async def run() -> None:
-        ring = Keyring(file=file)
-        if how == "in a folder that is everybody's":
-            os.utime(file, ns=(1, 1))  # a folder's permissions are no change of the file
-        spoil(file, how)
+        keyring = Keyring(file=file)
+        if damage == "in a folder that is everybody's":
+            os.utime(file, ns=(1, 1))  # changed permissions of the folder do not change the file
+        break_file(file, damage)
         for _ in range(3):
-            assert await names(ring, LAPTOP, PHONE, "") == ["laptop", None, None]
-            assert ring.enabled
-        mend(file)
-        assert await names(ring, LAPTOP, PHONE) == [None, "phone"]
+            assert await find_names(keyring, LAPTOP, PHONE, "") == ["laptop", None, None]
+            assert keyring.enabled
+        repair_file(file)
+        assert await find_names(keyring, LAPTOP, PHONE) == [None, "phone"]
 
     asyncio.run(run())
-    [told] = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert str(file) in told.getMessage()
-    assert "; keeping the previous keys" in told.getMessage()
+    [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert str(file) in record.getMessage()
+    assert "; keeping the previous keys" in record.getMessage()
     assert LAPTOP not in caplog.text
     assert PHONE not in caplog.text
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_a_file_that_is_broken_at_the_start_ends_it(how: str, file: Path):
-    spoil(file, how)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_broken_file_is_a_startup_error(damage: str, file: Path):
+    break_file(file, damage)
     with pytest.raises(AppError, match="--api-keys: ") as caught:
         Keyring(file=file)
     assert str(file) in caught.value.message
     assert PHONE not in caught.value.message
 
 
-def test_a_file_that_others_can_read_is_used_and_told_of(
+def test_a_file_readable_by_others_is_used_with_a_warning(
     file: Path, caplog: pytest.LogCaptureFixture
 ):
     file.chmod(0o640)
@@ -210,49 +210,47 @@ def test_a_file_that_others_can_read_is_used_and_told_of(
     assert "chmod 600" in caplog.text
 
 
-def test_a_disk_that_does_not_answer_keeps_nobody_waiting_for_long(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_requests_do_not_wait_for_a_hanging_disk(file: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(api_keys, "_RELOAD_TIMEOUT", 0.1)
-    awake = threading.Event()
+    released = threading.Event()
 
-    def stuck(path: Path, seen: api_keys.FileStamp) -> None:
-        awake.wait(20)
+    def blocked_read(path: Path, stamp: api_keys.FileStamp) -> None:
+        released.wait(20)
 
     async def run() -> None:
-        ring = Keyring(file=file)
-        monkeypatch.setattr(api_keys, "read_if_changed", stuck)
-        begun = time.monotonic()
+        keyring = Keyring(file=file)
+        monkeypatch.setattr(api_keys, "read_if_changed", blocked_read)
+        start = time.monotonic()
         for _ in range(20):
-            assert await names(ring, LAPTOP, PHONE) == ["laptop", None]
-        assert time.monotonic() - begun < 5
-        awake.set()
+            assert await find_names(keyring, LAPTOP, PHONE) == ["laptop", None]
+        assert time.monotonic() - start < 5
+        released.set()
 
     asyncio.run(run())
 
 
-def test_a_client_that_leaves_does_not_stop_the_look_of_the_others(
+def test_a_cancelled_request_does_not_cancel_the_reload(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(api_keys, "_RELOAD_INTERVAL", 1000.0)
     monkeypatch.setattr(api_keys, "_RELOAD_TIMEOUT", 20.0)
-    seen, real = threading.Event(), api_keys.read_if_changed
+    released, real = threading.Event(), api_keys.read_if_changed
 
-    def slow(path: Path, known: api_keys.FileStamp) -> api_keys.KeyFileSnapshot | None:
-        seen.wait(20)
-        return real(path, known)
+    def slow_read(path: Path, stamp: api_keys.FileStamp) -> api_keys.KeyFileSnapshot | None:
+        released.wait(20)
+        return real(path, stamp)
 
     async def run() -> None:
-        ring = Keyring(file=file)
+        keyring = Keyring(file=file)
         write(file, entry("phone", PHONE))
-        monkeypatch.setattr(api_keys, "read_if_changed", slow)
-        first = asyncio.create_task(ring.find(PHONE))
-        second = asyncio.create_task(ring.find(PHONE))
+        monkeypatch.setattr(api_keys, "read_if_changed", slow_read)
+        first = asyncio.create_task(keyring.find(PHONE))
+        second = asyncio.create_task(keyring.find(PHONE))
         await asyncio.sleep(0.01)
         first.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await first
-        seen.set()
+        released.set()
         found = await second
         assert found is not None
         assert found.name == "phone"
@@ -260,20 +258,19 @@ def test_a_client_that_leaves_does_not_stop_the_look_of_the_others(
     asyncio.run(run())
 
 
-def test_a_key_takes_no_longer_to_find_at_the_end_of_a_long_list():
-    """Against a comparison that stops where it differs: a list of 2,000 is walked to its end, so
-    the first, the last and none take about as long."""
-    known = [
+def test_lookup_time_does_not_depend_on_the_position_of_the_key():
+    """All 2,000 keys are compared, so the first, the last and an unknown key take about as long."""
+    keys = [
         api_keys.ApiKey(name=f"k{n}", digest=api_keys.hash_key(f"key {n}")) for n in range(2000)
     ]
 
-    def seconds(shown: str) -> float:
-        best = float("inf")
+    def measure(key: str) -> float:
+        shortest = float("inf")
         for _ in range(15):
-            begun = time.perf_counter()
-            api_keys.find_key(known, shown)
-            best = min(best, time.perf_counter() - begun)
-        return best
+            start = time.perf_counter()
+            api_keys.find_key(keys, key)
+            shortest = min(shortest, time.perf_counter() - start)
+        return shortest
 
-    took = [seconds(shown) for shown in ("key 0", "key 1999", "none")]
-    assert max(took) < 2 * min(took)
+    durations = [measure(key) for key in ("key 0", "key 1999", "none")]
+    assert max(durations) < 2 * min(durations)

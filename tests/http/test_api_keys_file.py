@@ -1,4 +1,4 @@
-"""Keys: how they are written, how they are found, and that nobody is ever shown one again."""
+"""Keys: their format, their lookup, and that messages never contain one."""
 
 import hmac
 import itertools
@@ -27,22 +27,22 @@ def entry(name: str, key: str, more: str = "") -> str:
     return f'[[keys]]\nname = "{name}"\nsha256 = "{hash_key(key).hex()}"\n{more}\n'
 
 
-def test_fresh_keys_differ_and_can_be_sent():
-    made = {api_keys.generate_key() for _ in range(100)}
-    assert len(made) == 100
-    for key in made:
+def test_generated_keys_are_unique_and_valid_in_headers():
+    keys = {api_keys.generate_key() for _ in range(100)}
+    assert len(keys) == 100
+    for key in keys:
         assert key.startswith("mr-")
         assert len(key) == 3 + 43  # 256 bits
         assert set(key) <= set(string.ascii_letters + string.digits + "-_")
 
 
-def test_a_key_is_found_by_what_it_is():
-    known = [
+def test_a_key_is_found_by_its_exact_text():
+    keys = [
         ApiKey(name="laptop", digest=hash_key(LAPTOP)),
         ApiKey(name="phone", digest=hash_key(PHONE)),
     ]
-    assert find_key(known, LAPTOP) is known[0]
-    assert find_key(known, PHONE) is known[1]
+    assert find_key(keys, LAPTOP) is keys[0]
+    assert find_key(keys, PHONE) is keys[1]
     for wrong in (
         "",
         LAPTOP[:-1],
@@ -52,35 +52,36 @@ def test_a_key_is_found_by_what_it_is():
         "é",
         "\udc80",
     ):
-        assert find_key(known, wrong) is None
+        assert find_key(keys, wrong) is None
     assert find_key([], LAPTOP) is None
 
 
-def test_every_key_is_compared_whichever_it_is(monkeypatch: pytest.MonkeyPatch):
-    """How long it takes must not tell where in the list a key stands, nor that it stands there."""
-    known = [ApiKey(name=f"k{n}", digest=hash_key(f"key number {n}")) for n in range(20)]
+def test_every_key_is_compared_at_every_lookup(monkeypatch: pytest.MonkeyPatch):
+    """The duration must not reveal the position of a key in the list, nor that it is in the
+    list."""
+    keys = [ApiKey(name=f"k{n}", digest=hash_key(f"key number {n}")) for n in range(20)]
     compared: list[Any] = []
     real = hmac.compare_digest
 
-    def noting(a: bytes, b: bytes) -> bool:
+    def recording_compare(a: bytes, b: bytes) -> bool:
         compared.append((a, b))
         return real(a, b)
 
-    monkeypatch.setattr(hmac, "compare_digest", noting)
-    for shown in ("key number 0", "key number 19", "none of them"):
+    monkeypatch.setattr(hmac, "compare_digest", recording_compare)
+    for candidate in ("key number 0", "key number 19", "none of them"):
         compared.clear()
-        find_key(known, shown)
-        assert [a for a, _ in compared] == [key.digest for key in known]
+        find_key(keys, candidate)
+        assert [a for a, _ in compared] == [key.digest for key in keys]
 
 
 @given(st.text(), st.text())
-def test_a_key_matches_itself_and_nothing_else(key: str, other: str):
-    known = [ApiKey(name="one", digest=hash_key(key))]
-    assert find_key(known, key) is known[0]
-    assert (find_key(known, other) is None) == (key != other)
+def test_a_key_matches_only_itself(key: str, other: str):
+    keys = [ApiKey(name="one", digest=hash_key(key))]
+    assert find_key(keys, key) is keys[0]
+    assert (find_key(keys, other) is None) == (key != other)
 
 
-def test_a_file_names_keys_and_their_scopes():
+def test_a_file_has_keys_with_names_and_scopes():
     text = entry("laptop", LAPTOP, 'comment = "blue"') + entry("boss", BOSS, "admin = true")
     assert parse_key_file(text) == (
         ApiKey(name="laptop", digest=hash_key(LAPTOP)),
@@ -89,13 +90,13 @@ def test_a_file_names_keys_and_their_scopes():
 
 
 @pytest.mark.parametrize("admin", [True, False])
-def test_what_is_written_is_read_again(admin: bool):
+def test_a_formatted_entry_is_parsed_back(admin: bool):
     key = ApiKey(name="a.b_c-d@e", digest=hash_key(LAPTOP), admin=admin)
     assert parse_key_file(format_entry(key, "made 2026-11-21")) == (key,)
     assert LAPTOP not in format_entry(key, "")
 
 
-def test_one_name_may_have_two_keys_while_one_takes_over_from_the_other():
+def test_one_name_may_have_two_keys_for_rotation():
     assert len(parse_key_file(entry("laptop", LAPTOP) + entry("laptop", PHONE))) == 2
 
 
@@ -103,7 +104,7 @@ SECRET = "mr-do-not-show-me-to-anybody"
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "reason"),
     [
         ("", "contains no keys"),
         ("keys = []", "contains no keys"),
@@ -123,17 +124,17 @@ SECRET = "mr-do-not-show-me-to-anybody"
         (f'key = "{SECRET}"\n' + entry("a", LAPTOP), r"something other than \[\[keys\]\] tables"),
         (entry("a", LAPTOP) + entry("b", LAPTOP), "a and b have the same key"),
     ],
-    # numbers: keys are fresh in each process, and workers must agree on the names of tests
+    # numbers: each process generates other keys, and pytest workers must agree on test ids
     ids=itertools.count(),
 )
-def test_a_file_that_is_wrong_is_told_of_without_its_content(text: str, why: str):
-    with pytest.raises(AppError, match=why) as caught:
+def test_errors_of_an_invalid_file_do_not_quote_it(text: str, reason: str):
+    with pytest.raises(AppError, match=reason) as caught:
         parse_key_file(text)
     assert SECRET not in caught.value.message
     assert hash_key(LAPTOP).hex() not in caught.value.message
 
 
-def test_the_environment_gives_one_key_that_may_everything_and_others_that_may_not():
+def test_the_environment_has_one_admin_key_and_ordinary_keys():
     variables = {
         "MLXRUNNER_API_KEY": f" {BOSS}\n",
         "MLXRUNNER_API_KEYS": f"laptop={LAPTOP}, phone={PHONE},",
@@ -144,12 +145,12 @@ def test_the_environment_gives_one_key_that_may_everything_and_others_that_may_n
         ApiKey(name="laptop", digest=hash_key(LAPTOP)),
         ApiKey(name="phone", digest=hash_key(PHONE)),
     )
-    assert variables == {"PATH": "/bin"}, "what we start must not inherit them"
+    assert variables == {"PATH": "/bin"}, "child processes must not inherit them"
     assert load_env_keys({}) == load_env_keys({"MLXRUNNER_API_KEY": ""}) == ()
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "why"),
+    ("name", "value", "reason"),
     [
         ("MLXRUNNER_API_KEY", "secret", "MLXRUNNER_API_KEY: the key must be at least 16"),
         ("MLXRUNNER_API_KEY", "with spaces in the middle", "MLXRUNNER_API_KEY: the key must be"),
@@ -160,7 +161,7 @@ def test_the_environment_gives_one_key_that_may_everything_and_others_that_may_n
         ("MLXRUNNER_API_KEYS", f"a={SECRET},b={SECRET}", "a and b have the same key"),
     ],
 )
-def test_a_variable_that_is_wrong_is_told_of_without_its_content(name: str, value: str, why: str):
-    with pytest.raises(AppError, match=why) as caught:
+def test_errors_of_an_invalid_variable_do_not_quote_it(name: str, value: str, reason: str):
+    with pytest.raises(AppError, match=reason) as caught:
         load_env_keys({name: value})
     assert SECRET not in caught.value.message

@@ -1,4 +1,5 @@
-"""Request bodies: what is counted before it is built, and how much memory all of them may take."""
+"""Request bodies: values are counted before they are parsed, and the memory of all bodies is
+bounded."""
 
 import asyncio
 import json
@@ -29,14 +30,14 @@ values = st.recursive(
 )
 
 
-def built(value: Any) -> int:
-    """Objects that a parser makes of a value, keys included."""
+def count_parsed_objects(value: Any) -> int:
+    """The number of objects that a parser builds for a value, including keys."""
     if isinstance(value, dict):
-        return 1 + sum(1 + built(one) for one in value.values())
-    return 1 + sum(map(built, value)) if isinstance(value, list) else 1
+        return 1 + sum(1 + count_parsed_objects(one) for one in value.values())
+    return 1 + sum(map(count_parsed_objects, value)) if isinstance(value, list) else 1
 
 
-def counted(text: bytes, *cuts: int) -> int:
+def count_values(text: bytes, *cuts: int) -> int:
     counter = ValueCounter()
     for start, end in zip((0, *cuts), (*cuts, len(text)), strict=True):
         counter.feed(text[start:end])
@@ -44,32 +45,30 @@ def counted(text: bytes, *cuts: int) -> int:
 
 
 @given(value=values, data=st.data(), ascii=st.booleans(), indent=st.sampled_from([None, 1]))
-def test_never_fewer_values_are_counted_than_are_built_however_the_text_is_cut(
+def test_the_count_is_never_below_the_parsed_objects_however_the_text_is_split(
     value: Any, data: st.DataObject, ascii: bool, indent: int | None
 ):
     text = json.dumps(value, ensure_ascii=ascii, indent=indent).encode()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
-    assert counted(text, *cuts) == counted(text)
-    assert built(value) <= counted(text) <= 2 * built(value)
+    assert count_values(text, *cuts) == count_values(text)
+    assert count_parsed_objects(value) <= count_values(text) <= 2 * count_parsed_objects(value)
 
 
 @pytest.mark.parametrize("text", ['"a,b,[{:"', '"\\",,,\\\\"', '"\\\\\\",,,"', '"é,\\u002c,"'])
-def test_what_is_in_a_string_is_no_value(text: str):
+def test_the_content_of_a_string_is_not_counted(text: str):
     raw = text.encode()
     for cut in range(len(raw) + 1):
-        assert counted(raw, cut) == 1
+        assert count_values(raw, cut) == 1
 
 
 @given(text=st.text('ab",:[{\\', max_size=60), exact_from=st.integers(1, 40), data=st.data())
-def test_values_are_counted_exactly_where_it_matters(
-    text: str, exact_from: int, data: st.DataObject
-):
+def test_values_are_counted_exactly_above_a_bound(text: str, exact_from: int, data: st.DataObject):
     raw = json.dumps([text, 1, text]).encode()
     cut = data.draw(st.integers(0, len(raw)))
     counter = ValueCounter(exact_from)
     counter.feed(raw[:cut])
     counter.feed(raw[cut:], before=raw[:cut])
-    assert counter.count == counted(raw) or counted(raw) <= counter.count <= exact_from
+    assert counter.count == count_values(raw) or count_values(raw) <= counter.count <= exact_from
 
 
 def test_a_text_with_many_commas_is_one_value():
@@ -83,54 +82,54 @@ def test_a_text_with_many_commas_is_one_value():
     assert asyncio.run(run()).status == 200
 
 
-def test_a_conversation_has_fewer_values_than_a_prompt_of_ids():
+def test_a_conversation_may_have_fewer_values_than_a_prompt_of_ids():
     messages = b",".join([b'{"role":"user","content":"x"}'] * 20_000)
-    reply, _ = answered(b'{"messages": [' + messages + b"]}")
+    reply, _ = send_body(b'{"messages": [' + messages + b"]}")
     assert (reply.status, reply.error["code"]) == (400, "too_many_values")
     assert "65,536" in reply.error["message"]
 
 
-def test_text_that_is_no_json_is_counted_all_the_same():
+def test_invalid_json_is_counted():
     random.seed(1)
     for _ in range(200):
-        counted(bytes(random.choices(b'"\\,:[]{}ax\xff\xc3', k=50)), 20)
+        count_values(bytes(random.choices(b'"\\,:[]{}ax\xff\xc3', k=50)), 20)
 
 
-def chunked(body: bytes, size: int = 65536) -> list[dict[str, Any]]:
+def split_body(body: bytes, size: int = 65536) -> list[dict[str, Any]]:
     parts = [body[start : start + size] for start in range(0, len(body), size)]
     return [
-        {"type": "http.request", "body": part, "more_body": place < len(parts) - 1}
-        for place, part in enumerate(parts)
+        {"type": "http.request", "body": part, "more_body": index < len(parts) - 1}
+        for index, part in enumerate(parts)
     ]
 
 
-def answered(body: bytes, **settings: Any) -> tuple[Reply, int]:
-    """The reply, and how many parts of the body were read for it."""
+def send_body(body: bytes, **settings: Any) -> tuple[Reply, int]:
+    """The reply, and how many parts of the body were read."""
 
     async def run() -> tuple[Reply, int]:
         app = build_fake_app(FakeGenerate(), Settings(**settings))
         conversation = Conversation(app, "POST", CHAT, None)
-        parts = chunked(body)
+        parts = split_body(body)
         for part in parts:
             conversation.incoming.put_nowait(part)
         reply = await conversation.end()
-        left = sum(
+        num_unread = sum(
             conversation.incoming.get_nowait()["type"] == "http.request"
             for _ in range(conversation.incoming.qsize())
         )
-        return reply, len(parts) - left
+        return reply, len(parts) - num_unread
 
     return asyncio.run(run())
 
 
-def test_a_body_of_more_values_than_a_request_needs_is_refused_while_it_arrives():
-    """Ten million bytes of empty lists were built, on the event loop: 3 s for every client, and
-    2 GB of memory, of which 0.7 GB were never given back."""
+def test_a_body_with_too_many_values_is_rejected_while_it_arrives():
+    """Ten million bytes of empty lists were parsed on the event loop: 3 s of delay for every
+    client, and 2 GB of memory, of which 0.7 GB were never freed."""
     body = b'{"messages": [' + b",".join([b"[]"] * 3_000_000) + b"]}"
-    reply, read = answered(body)
+    reply, read = send_body(body)
     assert reply.status == 400
     assert reply.error["code"] == "too_many_values"
-    assert read < len(chunked(body)) / 10
+    assert read < len(split_body(body)) / 10
 
 
 def test_a_prompt_of_ids_as_long_as_the_context_is_admitted():
@@ -141,7 +140,7 @@ def test_a_prompt_of_ids_as_long_as_the_context_is_admitted():
         body = {"model": "fake/model", "prompt": [65] * longest, "max_tokens": 1}
         app = build_fake_app(generate, Settings())
         data = json.dumps(body).encode()
-        assert counted(data) > MAX_VALUES
+        assert count_values(data) > MAX_VALUES
         return await Conversation(app, "POST", "/v1/completions", data).end()
 
     assert asyncio.run(run()).status == 200
@@ -158,7 +157,7 @@ def test_2048_inputs_of_a_hundred_ids_each_are_admitted():
 
 
 class Incoming:
-    """What a client sends, part by part, as a test lets it."""
+    """The receive side of a request, which the test feeds part by part."""
 
     def __init__(self) -> None:
         self.parts: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -170,26 +169,26 @@ class Incoming:
         self.parts.put_nowait({"type": "http.request", "body": body, "more_body": more})
 
 
-def scope(caller: str = "") -> Any:
+def build_scope(caller: str = "") -> Any:
     return {**SCOPE, "state": {"caller": caller}}
 
 
-def bodies_of(**settings: Any) -> RequestBodies:
+def build_request_bodies(**settings: Any) -> RequestBodies:
     return RequestBodies(Settings(**settings), ThreadPools(), lambda: 0)
 
 
-def test_bodies_in_flight_are_bounded_and_a_refused_one_counts_no_more():
-    """Fourteen bodies of ten megabytes each made the process grow by 2 GB."""
+def test_bodies_in_flight_are_bounded_and_a_rejected_one_is_released():
+    """Fourteen bodies of ten megabytes each increased the process by 2 GB."""
 
     async def run() -> None:
-        bodies = bodies_of()
-        whole = b'"' + b"x" * (10 * MEBIBYTE - 2) + b'"'
+        bodies = build_request_bodies()
+        large = b'"' + b"x" * (10 * MEBIBYTE - 2) + b'"'
         done = asyncio.Event()
 
         async def read() -> object:
             incoming = Incoming()
-            incoming.send(whole, more=False)
-            async with bodies.receive_json(scope(), incoming.receive) as body:
+            incoming.send(large, more=False)
+            async with bodies.receive_json(build_scope(), incoming.receive) as body:
                 await body.json()
                 await done.wait()
             return None
@@ -207,7 +206,9 @@ def test_bodies_in_flight_are_bounded_and_a_refused_one_counts_no_more():
         assert bodies.reserved_bytes <= 128 * MEBIBYTE
         small = Incoming()
         small.send(b"[]", more=False)
-        assert await bodies.read_json(scope(), small.receive) == [], "small ones are served"
+        assert await bodies.read_json(build_scope(), small.receive) == [], (
+            "small bodies are still accepted"
+        )
         done.set()
         await asyncio.gather(*reading, return_exceptions=True)
         assert (bodies.in_flight, bodies.reserved_bytes, bodies.parsing) == (0, 0, 0)
@@ -215,7 +216,7 @@ def test_bodies_in_flight_are_bounded_and_a_refused_one_counts_no_more():
     asyncio.run(run())
 
 
-def test_one_key_gets_half_of_the_memory_for_bodies():
+def test_one_key_may_use_half_of_the_memory_for_bodies():
     budget = BodyMemoryBudget(100)
     budget.reserve("anna", 50)
     with pytest.raises(AppError, match="try again"):
@@ -228,16 +229,16 @@ def test_one_key_gets_half_of_the_memory_for_bodies():
     assert budget.used == 100
 
 
-def test_a_body_that_still_arrives_keeps_no_other_from_being_parsed():
+def test_an_arriving_body_does_not_block_the_parsing_of_others():
     async def run() -> None:
-        bodies = bodies_of()
+        bodies = build_request_bodies()
         slow, quick = Incoming(), Incoming()
         large = b'"' + b"x" * 2 * MEBIBYTE + b'"'
         slow.send(large[:-1])
-        arriving = asyncio.create_task(bodies.read_json(scope(), slow.receive))
+        arriving = asyncio.create_task(bodies.read_json(build_scope(), slow.receive))
         await asyncio.sleep(0)
         quick.send(large, more=False)
-        assert await bodies.read_json(scope(), quick.receive) == "x" * 2 * MEBIBYTE
+        assert await bodies.read_json(build_scope(), quick.receive) == "x" * 2 * MEBIBYTE
         assert not arriving.done()
         slow.send(b'"', more=False)
         await arriving
@@ -245,7 +246,7 @@ def test_a_body_that_still_arrives_keeps_no_other_from_being_parsed():
     asyncio.run(run())
 
 
-def test_a_client_that_disconnects_while_its_body_waits_is_not_answered():
+def test_a_disconnect_while_the_body_waits_cancels_the_request():
     generate = FakeGenerate()
 
     async def run() -> None:
@@ -253,25 +254,27 @@ def test_a_client_that_disconnects_while_its_body_waits_is_not_answered():
         content = "x" * 2 * MEBIBYTE
         message = {"role": "user", "content": content}
         data = json.dumps({"model": "fake/model", "messages": [message]}).encode()
-        several = [Conversation(app, "POST", CHAT, data) for _ in range(8)]
-        several[-1].hang_up()
-        await asyncio.gather(*(one.task for one in several), return_exceptions=True)
-        assert [one.reply.status for one in several[:-1]] == [200] * 7
-        assert several[-1].reply.status == 0
+        conversations = [Conversation(app, "POST", CHAT, data) for _ in range(8)]
+        conversations[-1].disconnect()
+        await asyncio.gather(
+            *(conversation.task for conversation in conversations), return_exceptions=True
+        )
+        assert [conversation.reply.status for conversation in conversations[:-1]] == [200] * 7
+        assert conversations[-1].reply.status == 0
 
     asyncio.run(run())
     assert len(generate.opened) == 7
 
 
-def test_the_error_of_a_body_that_is_no_json_does_not_hold_the_body():
-    """The parser's error holds the whole text: as its context, it stayed in memory for as long as
-    anything remembered the request."""
+def test_the_error_of_invalid_json_does_not_reference_the_body():
+    """The parser's error references the entire text: as the context of our error, it stayed in
+    memory as long as the request."""
 
     async def run() -> AppError:
         incoming = Incoming()
         incoming.send(b"x" * 100_000, more=False)
         with pytest.raises(AppError) as caught:
-            await bodies_of().read_json(scope(), incoming.receive)
+            await build_request_bodies().read_json(build_scope(), incoming.receive)
         return caught.value
 
     error = asyncio.run(run())
@@ -280,32 +283,35 @@ def test_the_error_of_a_body_that_is_no_json_does_not_hold_the_body():
 
 
 @pytest.mark.parametrize("values", [10, 100_000])
-def test_a_body_is_read_after_its_model_was_looked_for(values: int):
-    """The values of a large one are not in memory meanwhile: of clients that wait for a thread,
-    each would hold megabytes."""
+def test_a_body_is_parsed_again_after_its_model_is_resolved(values: int):
+    """The values of a large body are not in memory meanwhile: otherwise each client that waits for
+    a thread would hold megabytes."""
 
     async def run() -> None:
-        incoming, found, go_on = Incoming(), asyncio.Event(), asyncio.Event()
+        incoming, resolving, resume = Incoming(), asyncio.Event(), asyncio.Event()
         numbers = ", ".join(["[]"] * values)
         incoming.send(f'{{"model": "a", "prompt": [{numbers}]}}'.encode(), more=False)
 
         async def find(model: str | None) -> str:
-            found.set()
-            await go_on.wait()
+            resolving.set()
+            await resume.wait()
             return f"found {model}"
 
-        def read(content: Any, found: str) -> tuple[int, str]:
-            return len(content["prompt"]), found
+        def read(content: Any, resolved: str) -> tuple[int, str]:
+            return len(content["prompt"]), resolved
 
-        async with asyncio.timeout(10), bodies_of().receive_json(scope(), incoming.receive) as body:
+        async with (
+            asyncio.timeout(10),
+            build_request_bodies().receive_json(build_scope(), incoming.receive) as body,
+        ):
             before = sys.getallocatedblocks()
             reading = asyncio.create_task(body.read(find, read))
-            await found.wait()
-            # the thread lets go of what it parsed a moment after it has said the name
+            await resolving.wait()
+            # the thread frees the parsed values a moment after it has returned the name
             while sys.getallocatedblocks() > before + 10_000:  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
             assert not reading.done()
-            go_on.set()
+            resume.set()
             assert await reading == (values, "found a")
 
     asyncio.run(run())

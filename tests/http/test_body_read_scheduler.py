@@ -1,4 +1,4 @@
-"""Long bodies are read in turns, and in a share of the event loop's time."""
+"""Long bodies are read round-robin, in a share of the event loop's time."""
 
 import asyncio
 import time
@@ -10,7 +10,7 @@ from app.http.body_read_scheduler import BodyReadScheduler, ScheduledFlowControl
 
 
 class Transport(asyncio.Transport):
-    """Delivers a piece in each turn of the loop while it is not paused."""
+    """A transport that records its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,16 +30,16 @@ class Transport(asyncio.Transport):
         self.resumed()
 
 
-def test_reading_goes_on_when_neither_the_application_nor_a_turn_keeps_it():
+def test_reading_resumes_when_neither_the_application_nor_the_scheduler_holds_it():
     transport = Transport()
     flow = ScheduledFlowControl(transport)
     flow.hold_reading()
     flow.pause_reading()
     flow.release_reading()
-    assert transport.paused, "the application has enough"
+    assert transport.paused, "the application has paused reading"
     flow.hold_reading()
     flow.resume_reading()
-    assert transport.paused, "it is another connection's turn"
+    assert transport.paused, "the scheduler still holds it"
     flow.release_reading()
     assert not transport.paused
     flow.resume_reading()
@@ -47,7 +47,7 @@ def test_reading_goes_on_when_neither_the_application_nor_a_turn_keeps_it():
     assert transport.calls == ["pause", "resume"], "no call is made twice"
 
 
-def test_connections_take_turns_and_get_a_share_of_the_time():
+def test_connections_take_turns_within_a_share_of_the_time():
     async def run() -> None:
         reads = BodyReadScheduler()
         flows: list[ScheduledFlowControl] = []
@@ -58,28 +58,28 @@ def test_connections_take_turns_and_get_a_share_of_the_time():
             flows.append(ScheduledFlowControl(transport))
         order: list[int] = []
         piece, seconds = 0.002, 0.4
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
             while ready:
                 order.append(ready.popleft())
                 time.sleep(piece)  # noqa: ASYNC251  # reading holds the loop
                 reads.enqueue(flows[order[-1]], piece)
             await asyncio.sleep(0.0005)
-        assert len(order) * piece < seconds / 2, "most of the time is left for others"
+        assert len(order) * piece < seconds / 2, "most of the time is left for other work"
         assert order == [turn % 5 for turn in range(len(order))]
 
     asyncio.run(run())
 
 
-def test_a_connection_that_is_closed_has_no_turn():
+def test_a_closed_connection_gets_no_turn():
     async def run() -> None:
         reads = BodyReadScheduler()
         transport = Transport()
-        gone, other = ScheduledFlowControl(Transport()), ScheduledFlowControl(transport)
-        reads.enqueue(gone, 0.005)
+        closed, other = ScheduledFlowControl(Transport()), ScheduledFlowControl(transport)
+        reads.enqueue(closed, 0.005)
         reads.enqueue(other, 0.005)
-        reads.remove(gone)
-        reads.remove(gone)
+        reads.remove(closed)
+        reads.remove(closed)
         deadline = time.monotonic() + 10
         while transport.paused:
             assert time.monotonic() < deadline

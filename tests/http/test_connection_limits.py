@@ -1,4 +1,4 @@
-"""Connections where there are few files: the next ones wait until others leave."""
+"""Connection limits with few file descriptors: new connections wait until others close."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ PATIENCE = 20.0
 
 
 class Echo(asyncio.Protocol):
-    """Says back what it hears."""
+    """Echoes the received data."""
 
     def __init__(self, open_: set["Echo"]) -> None:
         self._open = open_
@@ -34,12 +34,14 @@ class Echo(asyncio.Protocol):
 
 
 @contextlib.asynccontextmanager
-async def accepting(most: int, open_: set[Echo]) -> AsyncIterator[int]:
-    """Yields the port of what accepts so many at a time."""
+async def run_acceptor(max_connections: int, open_: set[Echo]) -> AsyncIterator[int]:
+    """Run an acceptor with at most so many connections. Yields its port."""
     server = await asyncio.get_running_loop().create_server(lambda: Echo(open_), "127.0.0.1", 0)
     [listener] = server.sockets
     port = listener.getsockname()[1]
-    acceptor = Acceptor(listener, lambda: Echo(open_), lambda more: len(open_) + more < most)
+    acceptor = Acceptor(
+        listener, lambda: Echo(open_), lambda more: len(open_) + more < max_connections
+    )
     try:
         yield port
     finally:
@@ -51,19 +53,19 @@ async def accepting(most: int, open_: set[Echo]) -> AsyncIterator[int]:
         await asyncio.open_connection("127.0.0.1", port)
 
 
-async def echoed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def check_echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     writer.write(b"hello")
     async with asyncio.timeout(PATIENCE):
         assert await reader.readexactly(5) == b"hello"
 
 
-def test_those_beyond_the_bound_wait_until_others_leave():
+def test_connections_beyond_the_limit_wait_until_others_close():
     async def run() -> None:
         open_: set[Echo] = set()
-        async with accepting(3, open_) as port:
+        async with run_acceptor(3, open_) as port:
             first = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-            for line in first:
-                await echoed(*line)
+            for connection in first:
+                await check_echo(*connection)
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"hello")
             with pytest.raises(TimeoutError):
@@ -73,36 +75,36 @@ def test_those_beyond_the_bound_wait_until_others_leave():
             first[1][1].close()
             async with asyncio.timeout(PATIENCE):
                 assert await reader.readexactly(5) == b"hello"
-            for closing in (writer, *(one for _, one in first)):
-                closing.close()
-                await closing.wait_closed()
+            for each in (writer, *(each_writer for _, each_writer in first)):
+                each.close()
+                await each.wait_closed()
 
     asyncio.run(run())
 
 
-def test_where_the_system_refuses_it_is_tried_again_and_told_once(
+def test_accept_errors_are_retried_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ):
-    """asyncio wrote a hundred tracebacks at a time."""
+    """asyncio logged a hundred tracebacks at a time."""
 
     async def run() -> None:
         open_: set[Echo] = set()
-        async with accepting(9, open_) as port:
-            caller = socket.socket()
-            caller.setblocking(False)
+        async with run_acceptor(9, open_) as port:
+            client = socket.socket()
+            client.setblocking(False)
             loop = asyncio.get_running_loop()
             with exhaust_descriptors():
-                await loop.sock_connect(caller, ("127.0.0.1", port))
-                await loop.sock_sendall(caller, b"hello")
+                await loop.sock_connect(client, ("127.0.0.1", port))
+                await loop.sock_sendall(client, b"hello")
                 await asyncio.sleep(1.2)
                 assert not open_
             async with asyncio.timeout(PATIENCE):
-                assert await loop.sock_recv(caller, 5) == b"hello"
-            caller.close()
+                assert await loop.sock_recv(client, 5) == b"hello"
+            client.close()
 
     asyncio.run(run())
-    told = [record.message for record in caplog.records]
-    assert told == ["cannot accept connections: [Errno 24] Too many open files"]
+    messages = [record.message for record in caplog.records]
+    assert messages == ["cannot accept connections: [Errno 24] Too many open files"]
 
 
 class Connection:
@@ -117,27 +119,27 @@ class Connection:
         raise AssertionError
 
 
-def test_where_there_is_no_room_those_leave_that_have_waited_for_a_while(
+def test_connections_that_waited_for_a_second_are_closed_for_new_ones(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Those that came just now have perhaps asked, and nobody has read it yet."""
+    """Recent connections may have sent a request that the server has not read yet."""
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    traffic = ConnectionStats()
-    limiter = ConnectionLimiter(Settings(), traffic)
-    stranger, idle, answered, late = (Connection(limiter) for _ in range(4))
-    for connection in (stranger, idle, answered):
+    stats = ConnectionStats()
+    limiter = ConnectionLimiter(Settings(), stats)
+    stranger, idle, active, recent = (Connection(limiter) for _ in range(4))
+    for connection in (stranger, idle, active):
         limiter.add(connection)
-    for connection in (idle, answered):
+    for connection in (idle, active):
         limiter.table.mark_active(connection)
     limiter.table.mark_waiting(idle)
     now = 100.9
-    limiter.add(late)
+    limiter.add(recent)
     assert limiter.has_room(5)
     assert not limiter.has_room(4)
     assert len(limiter.table) == 4
     now = 101.1
     assert not limiter.has_room(4)
-    assert len(limiter.table) == 2  # the one that is answered, and the one that came late
+    assert len(limiter.table) == 2  # the active and the recent one
     assert limiter.has_room(4)
-    assert traffic.closed_by_reason["too_many_connections"] == 2
+    assert stats.closed_by_reason["too_many_connections"] == 2

@@ -1,4 +1,4 @@
-"""The names under which we answer, and that a page which was rebound to us has none of them."""
+"""Allowed host names, and that DNS rebinding gets none of them."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
 from app.http.host import AllowedHosts, check_host, parse_host
-from tests.api.asgi import ask
+from tests.api.asgi import send_request
 from tests.fakes import FakeGenerate
 
 CHAT = "/v1/chat/completions"
 
 
-def scope(*hosts: str, target: str = "/v1/models", version: str = "1.1") -> dict[str, Any]:
+def build_scope(*hosts: str, target: str = "/v1/models", version: str = "1.1") -> dict[str, Any]:
     return {
         "type": "http",
         "http_version": version,
@@ -27,14 +27,14 @@ def scope(*hosts: str, target: str = "/v1/models", version: str = "1.1") -> dict
 def passes(*hosts: str, target: str = "/v1/models", version: str = "1.1", **settings: Any) -> bool:
     try:
         check_host(
-            scope(*hosts, target=target, version=version),
+            build_scope(*hosts, target=target, version=version),
             AllowedHosts.from_settings(Settings(**settings)),
         )
     except AppError as error:
-        refused = error
+        rejection = error
     else:
         return True
-    assert (refused.kind, refused.code) == (ErrorKind.FORBIDDEN, "host_not_allowed")
+    assert (rejection.kind, rejection.code) == (ErrorKind.FORBIDDEN, "host_not_allowed")
     return False
 
 
@@ -58,7 +58,7 @@ def passes(*hosts: str, target: str = "/v1/models", version: str = "1.1", **sett
         "[::ffff:127.0.0.1]",
     ],
 )
-def test_loopback_names_and_all_addresses_are_ours(host: str):
+def test_loopback_names_and_all_addresses_are_allowed(host: str):
     assert passes(host)
 
 
@@ -81,7 +81,7 @@ def test_loopback_names_and_all_addresses_are_ours(host: str):
         ".localhost.example",
     ],
 )
-def test_a_name_that_a_stranger_could_own_is_refused(host: str):
+def test_public_names_are_rejected(host: str):
     assert not passes(host)
 
 
@@ -110,23 +110,23 @@ def test_a_name_that_a_stranger_could_own_is_refused(host: str):
         ".",
     ],
 )
-def test_what_is_no_host_is_refused(host: str):
+def test_an_invalid_host_is_rejected(host: str):
     assert not passes(host)
 
 
-def test_a_missing_host_is_refused_where_a_browser_might_be_asking():
+def test_a_missing_host_is_rejected_except_in_http_1_0():
     assert not passes()
     assert passes(version="1.0")
 
 
-def test_two_hosts_are_refused_even_if_both_are_ours():
+def test_two_host_headers_are_rejected():
     assert not passes("localhost", "localhost")
     assert not passes("localhost", "evil.example")
     assert not passes("localhost", "localhost", version="1.0")
 
 
 @pytest.mark.parametrize(
-    ("target", "ours"),
+    ("target", "expected"),
     [
         ("http://localhost:8080/v1/models", True),
         ("http://evil.example/v1/models", False),
@@ -136,20 +136,20 @@ def test_two_hosts_are_refused_even_if_both_are_ours():
         ("*", True),
     ],
 )
-def test_a_target_that_names_a_host_is_held_to_it_too(target: str, ours: bool):
-    assert passes("localhost", target=target) is ours
+def test_the_host_of_an_absolute_target_is_checked(target: str, expected: bool):
+    assert passes("localhost", target=target) is expected
 
 
-def test_a_target_is_no_way_around_the_header():
+def test_an_absolute_target_does_not_bypass_the_host_header():
     assert not passes("evil.example", target="http://localhost/v1/models")
 
 
-def test_the_name_that_was_told_to_listen_on_is_ours():
+def test_the_name_of_the_host_option_is_allowed():
     assert passes("mac.local:8080", host="Mac.local")
     assert not passes("mac.local:8080", host="0.0.0.0")
 
 
-def test_further_names_are_exact_or_whole_domains():
+def test_allowed_hosts_are_exact_names_or_domains():
     allowed: dict[str, Any] = {"allowed_hosts": ("Chat.example.org", ".lan.example.")}
     assert passes("chat.example.org:443", **allowed)
     assert passes("CHAT.example.org.", **allowed)
@@ -165,14 +165,14 @@ def test_further_names_are_exact_or_whole_domains():
     "name",
     ["", "*", "*.example.org", "http://a", "a:80", "a b", "..a", "a..b", ".", "a/", "[::1]", "é.a"],
 )
-def test_a_name_that_could_never_be_asked_for_is_told_at_the_start(name: str):
+def test_an_invalid_allowed_host_is_a_startup_error(name: str):
     with pytest.raises(AppError, match="--allowed-host takes a name") as caught:
         AllowedHosts.from_settings(Settings(allowed_hosts=(name,)))
     assert caught.value.param == "allowed_hosts"
 
 
-def test_the_refusal_says_how_to_allow_the_name():
-    reply = ask(FakeGenerate(), "GET", "/v1/models", None, {"host": "mac.local:8080"})
+def test_the_error_names_the_option_that_allows_the_host():
+    reply = send_request(FakeGenerate(), "GET", "/v1/models", None, {"host": "mac.local:8080"})
     assert reply.status == 403
     assert reply.error["code"] == "host_not_allowed"
     assert "--allowed-host mac.local," in reply.error["message"]
@@ -190,22 +190,20 @@ def test_the_refusal_says_how_to_allow_the_name():
         ("OPTIONS", CHAT, {"origin": "http://localhost", "access-control-request-method": "POST"}),
     ],
 )
-def test_no_path_and_no_method_answers_to_a_strange_name(
-    method: str, path: str, headers: dict[str, str]
-):
+def test_every_path_and_method_checks_the_host(method: str, path: str, headers: dict[str, str]):
     generate = FakeGenerate()
-    reply = ask(generate, method, path, {}, {"host": "evil.example", **headers})
+    reply = send_request(generate, method, path, {}, {"host": "evil.example", **headers})
     assert reply.status == 403
     assert "access-control-allow-origin" not in reply.headers
     assert not generate.opened
 
 
 @given(st.text(max_size=40))
-def test_a_host_that_is_understood_is_clean(text: str):
+def test_a_parsed_host_is_lower_case_without_special_characters(text: str):
     host = parse_host(text)
     assert host is None or (host == host.lower() and not set(host) & set("/@\\ ,%[]"))
 
 
 @given(st.text("abc.-:[]@/%*_0123456789", max_size=30))
-def test_no_name_within_a_strangers_domain_is_ever_ours(text: str):
+def test_no_name_in_another_domain_is_allowed(text: str):
     assert not passes(f"{text}.evil.example", allowed_hosts=("a.b", ".c"))

@@ -1,4 +1,4 @@
-"""Pages of other origins can make us do nothing, whatever kind of request their browser sends."""
+"""Pages of other origins cannot change anything, with any kind of request."""
 
 import pytest
 from starlette.datastructures import Headers
@@ -6,29 +6,29 @@ from starlette.datastructures import Headers
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
 from app.http.origin import AllowedOrigins, check_origin
-from tests.api.asgi import ask
+from tests.api.asgi import send_request
 from tests.fakes import FakeGenerate
 
 CHAT = "/v1/chat/completions"
 UI = "https://chat.example.org"
 
 
-def passes(method: str, *listed: str, **headers: str) -> bool:
-    """Headers by their names with underscores."""
+def passes(method: str, *cors_origins: str, **headers: str) -> bool:
+    """Header names have underscores for hyphens."""
     pairs = [(name.replace("_", "-"), value) for name, value in headers.items()]
     raw = [(name.encode(), value.encode()) for name, value in [("host", "here:8080"), *pairs]]
-    allowed = AllowedOrigins.from_settings(Settings(cors_origins=listed))
+    allowed = AllowedOrigins.from_settings(Settings(cors_origins=cors_origins))
     try:
         check_origin(method, Headers(raw=raw), allowed)
     except AppError as error:
-        refused = error
+        error_ = error
     else:
         return True
-    assert (refused.kind, refused.code) == (ErrorKind.FORBIDDEN, "origin_not_allowed")
+    assert (error_.kind, error_.code) == (ErrorKind.FORBIDDEN, "origin_not_allowed")
     return False
 
 
-def test_a_client_that_is_no_browser_passes():
+def test_a_client_without_origin_passes():
     assert passes("POST")
 
 
@@ -52,12 +52,12 @@ def test_a_client_that_is_no_browser_passes():
         {"origin": "file://"},
     ],
 )
-def test_a_strange_page_may_change_nothing(method: str, headers: dict[str, str]):
+def test_unsafe_methods_of_other_origins_are_rejected(method: str, headers: dict[str, str]):
     assert not passes(method, **headers)
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS"])
-def test_asking_changes_nothing_and_is_for_cors_to_judge(method: str):
+def test_safe_methods_are_left_to_cors(method: str):
     assert passes(method, origin="https://evil.example", sec_fetch_site="cross-site")
 
 
@@ -67,12 +67,12 @@ def test_asking_changes_nothing_and_is_for_cors_to_judge(method: str):
         {"sec_fetch_site": "same-origin"},
         {"sec_fetch_site": "none"},
         {"sec_fetch_site": "same-origin", "origin": "https://here:8080"},
-        # a browser that tells nothing but the origin: http, beyond loopback
+        # a browser sends only the origin with plain http beyond loopback
         {"origin": "http://here:8080"},
     ],
 )
-def test_a_page_of_our_own_origin_may(headers: dict[str, str]):
-    """As when a proxy serves a page and us under one name."""
+def test_the_own_origin_is_allowed(headers: dict[str, str]):
+    """For example, if a proxy serves a page and this server under one name."""
     assert passes("POST", **headers)
 
 
@@ -80,12 +80,12 @@ def test_a_page_of_our_own_origin_may(headers: dict[str, str]):
 @pytest.mark.parametrize(
     "origin", ["http://localhost:3000", "https://127.0.0.1", "http://[::1]:8080", UI]
 )
-def test_pages_of_this_machine_and_listed_ones_may(origin: str, site: str):
+def test_local_and_listed_origins_are_allowed(origin: str, site: str):
     assert passes("POST", UI, origin=origin, sec_fetch_site=site)
     assert passes("POST", UI, origin=origin)
 
 
-def test_all_may_where_all_are_listed():
+def test_a_star_allows_all_origins():
     assert passes("POST", "*", origin="https://evil.example", sec_fetch_site="cross-site")
 
 
@@ -104,7 +104,7 @@ def test_all_may_where_all_are_listed():
         "https://a, https://b",
     ],
 )
-def test_an_origin_that_no_browser_writes_is_told_at_the_start(origin: str):
+def test_an_invalid_origin_is_a_startup_error(origin: str):
     with pytest.raises(AppError, match="--cors-origin takes an origin") as caught:
         AllowedOrigins.from_settings(Settings(cors_origins=(origin,)))
     assert caught.value.param == "cors_origins"
@@ -114,7 +114,7 @@ def test_an_origin_that_no_browser_writes_is_told_at_the_start(origin: str):
     "origin",
     [UI, "http://chat.example.org:8080", "https://[fd00::1]:80", "app://obsidian.md", "file://"],
 )
-def test_pages_and_programs_with_a_browser_inside_can_be_listed(origin: str):
+def test_origins_of_desktop_apps_can_be_listed(origin: str):
     assert AllowedOrigins.from_settings(Settings(cors_origins=(origin,))).allows(origin)
 
 
@@ -122,11 +122,13 @@ def test_pages_and_programs_with_a_browser_inside_can_be_listed(origin: str):
     "type_", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"]
 )
 @pytest.mark.parametrize("path", ["/v1/tokenize", CHAT, "/v1/models/unload"])
-def test_what_a_form_can_post_goes_nowhere(path: str, type_: str):
-    """A form sends these types without a preflight, and its text may well be JSON."""
+def test_form_posts_of_other_origins_are_rejected(path: str, type_: str):
+    """A form sends these types without a preflight, and its text may be JSON."""
     generate = FakeGenerate()
     headers = {"content-type": type_, "origin": "https://evil.example"}
-    reply = ask(generate, "POST", path, b'{"model": "fake/model", "prompt": "hi"}', headers)
+    reply = send_request(
+        generate, "POST", path, b'{"model": "fake/model", "prompt": "hi"}', headers
+    )
     assert reply.status == 403
     assert reply.error["code"] == "origin_not_allowed"
     assert "--cors-origin" in reply.error["message"]
@@ -134,7 +136,7 @@ def test_what_a_form_can_post_goes_nowhere(path: str, type_: str):
     assert not generate.opened
 
 
-def test_a_refusal_does_not_repeat_more_than_a_line():
+def test_the_error_quotes_at_most_one_line():
     headers = Headers({"origin": "x" * 10_000 + "\n"})
     with pytest.raises(AppError) as caught:
         check_origin("POST", headers, AllowedOrigins())

@@ -1,4 +1,4 @@
-"""Bodies that are too large, broken, or of the wrong kind; and the shapes of every error."""
+"""Too large, malformed or unsupported bodies; the format of errors; event streams."""
 
 import asyncio
 import gc
@@ -14,28 +14,27 @@ import pytest
 
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
-from app.http.responses import (
-    ERROR_FORMATS,
+from app.http.errors import ERROR_FORMATS, error_response, render_error
+from app.http.responses import encode_long_array
+from app.http.streaming import (
     KEEP_ALIVE_COMMENT,
+    KeepAlive,
     encode_json_line,
-    encode_long_array,
     encode_sse_event,
-    error_response,
-    render_error,
     send_event_stream,
 )
-from tests.api.asgi import Conversation, ask, serving
+from tests.api.asgi import Conversation, send_request, serve_app
 from tests.fakes import FakeGenerate, build_fake_app
 
 CHAT = "/v1/chat/completions"
-GOOD = {"model": "fake/model", "messages": [{"role": "user", "content": "hi"}]}
+BODY = {"model": "fake/model", "messages": [{"role": "user", "content": "hi"}]}
 POSTS = (CHAT, "/v1/completions", "/completion", "/v1/detokenize")
 
 
 @pytest.fixture
 def call():
     """call(method, path, body, headers, **settings) → Reply"""
-    return partial(ask, FakeGenerate())
+    return partial(send_request, FakeGenerate())
 
 
 @pytest.mark.parametrize("path", POSTS)
@@ -59,7 +58,7 @@ def call():
     ],
     ids=lambda body: repr(body[:20]),
 )
-def test_a_body_that_is_no_json_object_is_refused(call: Any, path: str, body: bytes):
+def test_a_body_must_be_a_json_object(call: Any, path: str, body: bytes):
     reply = call("POST", path, body)
     assert reply.status == 400
     assert reply.error["type"] == "invalid_request_error"
@@ -67,29 +66,29 @@ def test_a_body_that_is_no_json_object_is_refused(call: Any, path: str, body: by
 
 @pytest.mark.parametrize("path", POSTS)
 @pytest.mark.parametrize("kind", ["text/plain", "", "application/x-www-form-urlencoded", "json"])
-def test_only_json_is_read_as_json(call: Any, path: str, kind: str):
-    reply = call("POST", path, GOOD, {"content-type": kind})
+def test_other_content_types_are_rejected(call: Any, path: str, kind: str):
+    reply = call("POST", path, BODY, {"content-type": kind})
     assert reply.status == 415
     assert "-H 'Content-Type: application/json'" in reply.error["message"]
 
 
 @pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON"])
-def test_json_by_any_spelling_is_json(call: Any, kind: str):
-    assert call("POST", CHAT, GOOD, {"content-type": kind}).status == 200
+def test_the_content_type_is_case_insensitive(call: Any, kind: str):
+    assert call("POST", CHAT, BODY, {"content-type": kind}).status == 200
 
 
 @pytest.mark.parametrize("path", [*POSTS, "/v1/tokenize"])
-def test_a_body_beyond_the_limit_is_refused(call: Any, path: str):
+def test_a_body_beyond_the_limit_is_rejected(call: Any, path: str):
     assert call("POST", path, b" " * 101, max_body=100).status == 413
 
 
 def test_the_limit_itself_is_allowed(call: Any):
-    body = json.dumps(GOOD).encode()
+    body = json.dumps(BODY).encode()
     assert call("POST", CHAT, body, max_body=len(body)).status == 200
 
 
 @pytest.mark.parametrize("length", ["101", "9" * 5000])
-def test_a_length_beyond_the_limit_is_refused_before_anything_is_read(length: str):
+def test_a_content_length_beyond_the_limit_is_rejected_before_reading(length: str):
     async def run() -> None:
         app = build_fake_app(FakeGenerate(), Settings(max_body=100))
         headers = {"content-length": length}
@@ -99,7 +98,7 @@ def test_a_length_beyond_the_limit_is_refused_before_anything_is_read(length: st
     asyncio.run(run())
 
 
-def test_an_endless_body_is_refused_while_it_comes():
+def test_an_endless_body_is_rejected_while_it_arrives():
     async def run() -> None:
         app = build_fake_app(FakeGenerate(), Settings(max_body=100))
         conversation = Conversation(app, "POST", CHAT, None)
@@ -111,10 +110,10 @@ def test_an_endless_body_is_refused_while_it_comes():
     asyncio.run(run())
 
 
-def test_a_body_may_come_in_pieces():
+def test_a_body_may_arrive_in_parts():
     async def run() -> None:
         conversation = Conversation(build_fake_app(FakeGenerate(), Settings()), "POST", CHAT, None)
-        body = json.dumps(GOOD).encode()
+        body = json.dumps(BODY).encode()
         for n, byte in enumerate(body):
             part = {"type": "http.request", "body": bytes([byte]), "more_body": n < len(body) - 1}
             conversation.incoming.put_nowait(part)
@@ -123,16 +122,16 @@ def test_a_body_may_come_in_pieces():
     asyncio.run(run())
 
 
-def test_the_connection_lives_on_after_a_body_that_was_too_large():
-    """The client reads its 413 although it was still sending, and asks again on the same socket."""
-    with serving(build_fake_app(FakeGenerate(), Settings(max_body=1000))) as url:
+def test_the_connection_is_kept_after_a_too_large_body():
+    """The client reads the 413 while it is still sending, and reuses the connection."""
+    with serve_app(build_fake_app(FakeGenerate(), Settings(max_body=1000))) as url:
         connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=5)
         headers = {"Content-Type": "application/json"}
         for _ in range(2):
             connection.request("POST", CHAT, b" " * 5_000_000, headers)
             assert connection.getresponse().read().startswith(b'{"error"')
             socket = connection.sock
-            connection.request("POST", CHAT, json.dumps(GOOD).encode(), headers)
+            connection.request("POST", CHAT, json.dumps(BODY).encode(), headers)
             reply = connection.getresponse()
             assert reply.status == 200
             reply.read()
@@ -141,7 +140,7 @@ def test_the_connection_lives_on_after_a_body_that_was_too_large():
 
 
 @pytest.mark.parametrize("kind", ErrorKind)
-def test_every_kind_of_mistake_has_a_status(kind: ErrorKind):
+def test_every_error_kind_has_a_status(kind: ErrorKind):
     error = AppError(kind, "what", param="where")
     assert set(render_error(error)["error"]) == {"message", "type", "param", "code"}
     reply = error_response(error)
@@ -149,28 +148,28 @@ def test_every_kind_of_mistake_has_a_status(kind: ErrorKind):
     assert reply.headers.get("retry-after") == {503: "1", 429: "1"}.get(reply.status_code)
 
 
-def test_whoever_knows_how_long_to_wait_says_so():
+def test_retry_after_of_the_error_is_sent():
     assert (
         error_response(AppError(ErrorKind.BUSY, "what", retry_after=17)).headers["retry-after"]
         == "17"
     )
 
 
-def test_a_more_precise_code_wins():
+def test_the_code_of_the_error_overrides_that_of_its_kind():
     error = AppError(ErrorKind.CONTEXT_LENGTH, "what", code="prompt_alone_is_too_long")
     assert render_error(error)["error"]["code"] == "prompt_alone_is_too_long"
 
 
 @pytest.mark.parametrize("frame", [encode_sse_event, encode_json_line])
-def test_a_frame_is_one_line_however_lines_are_cut(frame: Any):
-    """A model said U+0085, and httpx's `iter_lines` made two lines of one event."""
-    said = "a\x85b\u2028c\u2029d\x0b\x1ce"
-    [line] = frame({"text": said}).decode().rstrip("\n").splitlines()
-    assert json.loads(line.removeprefix("data: ")) == {"text": said}
+def test_a_frame_has_no_unicode_line_breaks(frame: Any):
+    """A model generated U+0085, and httpx's `iter_lines` split the event into two lines."""
+    text = "a\x85b\u2028c\u2029d\x0b\x1ce"
+    [line] = frame({"text": text}).decode().rstrip("\n").splitlines()
+    assert json.loads(line.removeprefix("data: ")) == {"text": text}
 
 
 @pytest.mark.parametrize("count", [0, 1, 512, 513, 2000])
-def test_a_long_array_is_written_in_pieces_and_reads_the_same(count: int):
+def test_a_long_array_is_encoded_in_pieces(count: int):
     items = [{"token": f"t{n}", "top": [n, None, "\u2028,]"]} for n in range(count)]
     assert orjson.dumps({"a": encode_long_array(items)}) == orjson.dumps({"a": items})
     assert isinstance(encode_long_array(items), list) == (count <= 512)
@@ -180,8 +179,8 @@ def test_a_long_array_is_written_in_pieces_and_reads_the_same(count: int):
 
 
 class StreamClient:
-    """Sends an event stream to a client. messages: what it got. reading: while this is not set, it
-    does not read."""
+    """Sends an event stream to a client. messages: the received ones. reading: the client reads
+    only while this is set."""
 
     def __init__(self) -> None:
         self.messages: list[Any] = []
@@ -195,7 +194,9 @@ class StreamClient:
     async def send(self, frames: AsyncIterator[bytes], keep_alive: float) -> None:
         scope = {"type": "http", "method": "POST"}
         async with asyncio.timeout(20):
-            await send_event_stream(frames, scope, self._receive_message, keep_alive)
+            await send_event_stream(
+                frames, scope, self._receive_message, KeepAlive(seconds=keep_alive)
+            )
 
     @property
     def bodies(self) -> list[bytes]:
@@ -210,7 +211,7 @@ async def frames_with_pauses(*steps: bytes | float) -> AsyncGenerator[bytes]:
             await asyncio.sleep(step)
 
 
-def test_only_a_silent_stream_gets_comments():
+def test_only_silent_streams_get_keep_alives():
     async def run() -> None:
         silent, busy = StreamClient(), StreamClient()
         steps = [step for _ in range(30) for step in (b"data: 1\n\n", 0.1)]
@@ -227,8 +228,8 @@ def test_only_a_silent_stream_gets_comments():
     asyncio.run(run())
 
 
-def test_a_client_that_does_not_read_gets_no_comments_later():
-    """They would wait for it one behind the other, and the answer behind them."""
+def test_keep_alives_do_not_pile_up_for_a_client_that_does_not_read():
+    """They would be queued, and delay the answer."""
 
     class Stalling(StreamClient):
         async def _receive_message(self, message: Any) -> None:
@@ -244,13 +245,13 @@ def test_a_client_that_does_not_read_gets_no_comments_later():
             b"data: 1\n\n",
             b"data: 2\n\n",
         ]
-        # one may have waited already when the second frame came
+        # one may have been queued before the second frame
         assert len(client.bodies) <= 3
 
     asyncio.run(run())
 
 
-def test_nothing_follows_the_end_of_a_stream():
+def test_nothing_is_sent_after_the_end_of_a_stream():
     async def run() -> None:
         client = StreamClient()
         await client.send(frames_with_pauses(b"data: 1\n\n"), 0.01)
@@ -262,7 +263,7 @@ def test_nothing_follows_the_end_of_a_stream():
     asyncio.run(run())
 
 
-def test_a_client_that_disconnected_before_a_comment_is_no_fault(
+def test_a_disconnect_before_a_keep_alive_is_not_logged(
     caplog: pytest.LogCaptureFixture,
 ):
     class Gone(StreamClient):
@@ -281,7 +282,7 @@ def test_a_client_that_disconnected_before_a_comment_is_no_fault(
     assert caplog.messages == []
 
 
-def test_no_timer_and_no_task_is_made_per_frame(monkeypatch: pytest.MonkeyPatch):
+def test_no_timer_and_no_task_is_created_per_frame(monkeypatch: pytest.MonkeyPatch):
     created: Counter[str] = Counter()
 
     async def count_objects(num_frames: int) -> dict[str, int]:
@@ -296,11 +297,13 @@ def test_no_timer_and_no_task_is_made_per_frame(monkeypatch: pytest.MonkeyPatch)
         for name in ("call_later", "call_at", "create_task"):
             original = getattr(loop, name)
 
-            def counted(*args: Any, name: str = name, original: Any = original, **more: Any) -> Any:
+            def counting(
+                *args: Any, name: str = name, original: Any = original, **kwargs: Any
+            ) -> Any:
                 created[name] += 1
-                return original(*args, **more)
+                return original(*args, **kwargs)
 
-            monkeypatch.setattr(loop, name, counted)
+            monkeypatch.setattr(loop, name, counting)
         await count_objects(1)  # sse_starlette has one watcher for the event loop
         few, many = await count_objects(1), await count_objects(1000)
         assert few["call_later"] >= 1, "the timer is counted"

@@ -1,4 +1,4 @@
-"""Undocumented names of dependencies: each is still there, and one module uses them."""
+"""Undocumented names of dependencies: each still exists, and one module uses them."""
 
 import ast
 import inspect
@@ -15,7 +15,7 @@ LIBRARIES = ("asyncio", "h11", "sse_starlette", "starlette", "uvicorn")
 
 
 def has_attribute(cls: type, name: str) -> bool:
-    """On the class, or set on its instances by a method of it or of a base."""
+    """Whether the class has it, or a method of the class or of a base sets it on instances."""
     if hasattr(cls, name) or name in getattr(cls, "__annotations__", {}):
         return True
     bases = [base for base in cls.__mro__ if base is not object]
@@ -31,12 +31,12 @@ def test_the_name_still_exists(cls: type, name: str) -> None:
     assert has_attribute(cls, name), f"{cls.__module__}.{cls.__qualname__} has no {name} any more"
 
 
-def test_a_name_that_disappeared_is_noticed() -> None:
+def test_a_missing_name_is_detected() -> None:
     assert not has_attribute(uvicorn.Server, "_no_such_name")
 
 
 def private_names_of_libraries() -> set[str]:
-    """Attributes with an underscore that instances of the libraries' classes have."""
+    """The private attributes of instances of the libraries' classes."""
     names: set[str] = set()
     for cls, _ in UNDOCUMENTED:
         for base in cls.__mro__:
@@ -47,8 +47,8 @@ def private_names_of_libraries() -> set[str]:
 
 
 def test_no_other_module_uses_private_names() -> None:
-    """A class of ours may have a private attribute of the same name, unless it inherits from a
-    library's class, where it would be the library's."""
+    """Our own classes may have a private attribute of the same name, unless they inherit from a
+    library's class."""
     names = private_names_of_libraries()
     assert "_captured_signals" in names
     used: list[str] = []

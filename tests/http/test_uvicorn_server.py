@@ -1,4 +1,5 @@
-"""How the real server ends: what it finishes, what it breaks off, and that it says so."""
+"""Shutdown of the real server: the requests that it finishes, those that it aborts, and their
+errors."""
 
 import json
 import os
@@ -15,32 +16,32 @@ import httpx
 import pytest
 
 from tests import tiny
-from tests.http.lines import GET, calling, eventually, post
+from tests.http.raw_client import GET, open_connections, post, wait_until
 from tests.server_process import TIMEOUT, ServerProcess, run_server
 from tests.throttle import Throttle
 
 COMPLETIONS = "/v1/completions"
 
 
-def asking(tokens: int | None = None, *, stream: bool = True) -> dict[str, Any]:
-    """An answer of exactly so many tokens, or one that never ends by itself."""
+def build_body(tokens: int | None = None, *, stream: bool = True) -> dict[str, Any]:
+    """A request for exactly so many tokens, or for an endless answer."""
     body = {"model": "tiny", "prompt": "x", **tiny.UNENDING, "stream": stream}
     return body if tokens is None else {**body, "max_tokens": tokens}
 
 
 @contextmanager
-def started(
-    model: Path, drain: float, *more: str, variables: Mapping[str, str] | None = None
+def run_with_drain(
+    model: Path, drain: float, *options: str, variables: Mapping[str, str] | None = None
 ) -> Iterator[ServerProcess]:
-    arguments = ("--runner", "thread", "--drain", str(drain), *more)
-    around = {**os.environ, **(variables or {})}
-    with run_server(str(model), *arguments, environ=around) as server:
+    arguments = ("--runner", "thread", "--drain", str(drain), *options)
+    environ = {**os.environ, **(variables or {})}
+    with run_server(str(model), *arguments, environ=environ) as server:
         yield server
 
 
 class Client(threading.Thread):
-    """Asks, and reads to the end. lines: of the reply that came until now. error: what the
-    connection broke with."""
+    """Sends a request and reads to the end. lines: the lines received so far. error: the error of
+    the connection."""
 
     def __init__(
         self, server: ServerProcess, body: Mapping[str, Any], path: str = COMPLETIONS
@@ -63,111 +64,111 @@ class Client(threading.Thread):
         except httpx.TransportError as error:
             self.error = error
 
-    def begun(self) -> "Client":
-        assert eventually(lambda: bool(self.lines))
+    def wait_until_begun(self) -> "Client":
+        assert wait_until(lambda: bool(self.lines))
         return self
 
-    def over(self) -> "Client":
+    def wait_until_done(self) -> "Client":
         self.join(TIMEOUT)
         assert not self.is_alive()
         return self
 
 
-def here(server: ServerProcess, count: int) -> bool:
-    """Whether so many answers are in the making, or wait for a place."""
+def wait_for_requests(server: ServerProcess, count: int) -> bool:
+    """Whether so many requests are running or waiting, within a time limit."""
 
-    def counted() -> int:
-        now = server.status()
-        return now["Running"] + now["Waiting"]
+    def count_requests() -> int:
+        status = server.status()
+        return status["Running"] + status["Waiting"]
 
-    return eventually(lambda: counted() == count)
+    return wait_until(lambda: count_requests() == count)
 
 
-def test_a_stream_that_fits_the_drain_time_is_not_lost(
+def test_requests_that_finish_within_the_drain_time_are_completed(
     tiny_model: Path, throttle: Throttle
 ) -> None:
-    slow = throttle.on().variables
-    with started(tiny_model, 60, "--runner", "process", variables=slow) as server:
-        streams = [Client(server, asking(900)).begun() for _ in range(4)]
-        whole = Client(server, asking(900, stream=False))
-        assert here(server, 5)
+    throttled = throttle.on().variables
+    with run_with_drain(tiny_model, 60, "--runner", "process", variables=throttled) as server:
+        streams = [Client(server, build_body(900)).wait_until_begun() for _ in range(4)]
+        unstreamed = Client(server, build_body(900, stream=False))
+        assert wait_for_requests(server, 5)
         server.process.send_signal(signal.SIGTERM)
-        assert eventually(lambda: "shutting down (5 requests" in server.log_text())
+        assert wait_until(lambda: "shutting down (5 requests" in server.log_text())
         throttle.off()
         for stream in streams:
-            assert stream.over().lines[-1] == "data: [DONE]"
+            assert stream.wait_until_done().lines[-1] == "data: [DONE]"
             last = json.loads(stream.lines[-2].removeprefix("data: "))
             assert last["choices"][0]["finish_reason"] == "length"
-        assert whole.over().status == 200
-        assert json.loads(whole.lines[0])["usage"]["completion_tokens"] == 900
+        assert unstreamed.wait_until_done().status == 200
+        assert json.loads(unstreamed.lines[0])["usage"]["completion_tokens"] == 900
         assert server.stop(0) == -signal.SIGTERM
         assert "Traceback" not in server.log_text()
 
 
-def test_what_does_not_fit_ends_with_an_error_in_its_own_words(long_model: Path) -> None:
-    with started(long_model, 0.3) as server:
-        stream = Client(server, asking()).begun()
-        # this dialect has no way to forbid the end, to which the model never comes by itself
+def test_unfinished_requests_end_with_an_error_in_their_dialect(long_model: Path) -> None:
+    with run_with_drain(long_model, 0.3) as server:
+        stream = Client(server, build_body()).wait_until_begun()
+        # this dialect has no ignore_eos, but this model never generates the end of text
         knobs = {"num_predict": tiny.LONG // 2, "temperature": 0}
         lines = Client(server, {"prompt": "x", "options": knobs}, "/completion")
-        lines.begun()
-        whole = Client(server, asking(stream=False))
-        assert here(server, 3)
-        begun = time.monotonic()
+        lines.wait_until_begun()
+        unstreamed = Client(server, build_body(stream=False))
+        assert wait_for_requests(server, 3)
+        start = time.monotonic()
         server.process.send_signal(signal.SIGINT)
-        told = json.loads(stream.over().lines[-2].removeprefix("data: "))
-        assert told["error"]["code"] == "server_stopping"
+        error = json.loads(stream.wait_until_done().lines[-2].removeprefix("data: "))
+        assert error["error"]["code"] == "server_stopping"
         assert stream.lines[-1] == "data: [DONE]"
-        assert "the server is shutting down" in lines.over().lines[-1]
-        assert whole.over().status == 503
-        assert whole.headers["retry-after"] == "1"
-        assert json.loads(whole.lines[0])["error"]["code"] == "server_stopping"
+        assert "the server is shutting down" in lines.wait_until_done().lines[-1]
+        assert unstreamed.wait_until_done().status == 503
+        assert unstreamed.headers["retry-after"] == "1"
+        assert json.loads(unstreamed.lines[0])["error"]["code"] == "server_stopping"
         assert server.stop(0) == 0
-        assert time.monotonic() - begun < 30
+        assert time.monotonic() - start < 30
         assert "Traceback" not in server.log_text()
 
 
-def test_nobody_is_served_any_more_while_answers_end(long_model: Path) -> None:
-    with started(long_model, 60) as server, calling(server.port) as connect:
+def test_new_requests_are_rejected_during_the_drain(long_model: Path) -> None:
+    with run_with_drain(long_model, 60) as server, open_connections(server.port) as connect:
         idle, half = connect(), connect()
-        assert idle.say(GET).reply().status == 200
-        half.say(GET[:10])
-        stream = Client(server, asking()).begun()
+        assert idle.send(GET).read_reply().status == 200
+        half.send(GET[:10])
+        stream = Client(server, build_body()).wait_until_begun()
         server.process.send_signal(signal.SIGTERM)
-        assert idle.closed()
-        refused = half.reply()
+        assert idle.is_closed()
+        refused = half.read_reply()
         assert (refused.status, refused.headers["connection"]) == (503, "close")
         assert refused.error["code"] == "server_stopping"
         with pytest.raises(ConnectionRefusedError):
             connect()
         assert stream.is_alive()
-        # told again
-        begun = time.monotonic()
+        # the second signal
+        start = time.monotonic()
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(TIMEOUT) == -signal.SIGINT
-        # instead of after the 60 seconds that the answer has
-        assert time.monotonic() - begun < 30
-        assert stream.over().error is not None
+        # not after the 60 seconds of the drain
+        assert time.monotonic() - start < 30
+        assert stream.wait_until_done().error is not None
 
 
-def test_a_client_that_does_not_read_does_not_keep_the_server(long_model: Path) -> None:
-    with started(long_model, 0.1) as server, calling(server.port) as connect:
-        line = connect()
-        line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        told = {**asking(), "logprobs": 5}
-        line.say(post(told, COMPLETIONS))
-        trickle = connect().say(post(told, COMPLETIONS)[:-5])
-        assert here(server, 1)
-        begun = time.monotonic()
+def test_a_client_that_does_not_read_does_not_delay_the_shutdown(long_model: Path) -> None:
+    with run_with_drain(long_model, 0.1) as server, open_connections(server.port) as connect:
+        client = connect()
+        client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        body = {**build_body(), "logprobs": 5}
+        client.send(post(body, COMPLETIONS))
+        incomplete = connect().send(post(body, COMPLETIONS)[:-5])
+        assert wait_for_requests(server, 1)
+        start = time.monotonic()
         assert server.stop() == -signal.SIGTERM
-        assert time.monotonic() - begun < 30
+        assert time.monotonic() - start < 30
         assert "Traceback" not in server.log_text()
-        assert trickle.closed()
+        assert incomplete.is_closed()
 
 
-def test_a_server_without_clients_ends_at_once(tiny_model: Path) -> None:
-    with started(tiny_model, 60) as server, calling(server.port) as connect:
-        assert connect().say(GET).reply().status == 200
-        begun = time.monotonic()
+def test_a_server_without_requests_stops_at_once(tiny_model: Path) -> None:
+    with run_with_drain(tiny_model, 60) as server, open_connections(server.port) as connect:
+        assert connect().send(GET).read_reply().status == 200
+        start = time.monotonic()
         assert server.stop() == -signal.SIGTERM
-        assert time.monotonic() - begun < 30
+        assert time.monotonic() - start < 30

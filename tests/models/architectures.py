@@ -1,7 +1,7 @@
 """Every architecture's tiny configs, gathered from the tests that list them.
 
-A test module of an architecture exports `CASES`. The suites that hold for all architectures
-(tests/models/test_parity.py, tests/engine/test_architectures.py) take them from here, so that a
+A test module of an architecture exports `CASES`. The suites that run for all architectures
+(tests/models/test_parity.py, tests/engine/test_architectures.py) collect them with `cases`, so a
 new architecture is one file in models/ and one in tests/models/.
 """
 
@@ -14,15 +14,15 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """name: what is particular about it. config: what stands in config.json, so small that a model
-    of it is made in milliseconds; where layers have a window, a small one. quantised: the kinds
-    of weights in which it is tried too, by their names in tests/models/parity.py. transformers:
-    whether that library has it, and computes the same. why: if not, a sentence for the table of
-    `make parity`."""
+    """name: the property that this case tests. config: the content of config.json, so small that
+    the model is built in milliseconds; layers with a window have a small one. quantized: the
+    quantized formats that are also tested, by their names in tests/models/parity.py.
+    transformers: whether that library has the architecture and computes the same logits. why: if
+    not, a sentence for the table of `make parity`."""
 
     name: str
     config: Mapping[str, Any]
-    quantised: tuple[str, ...] = ("affine-8",)
+    quantized: tuple[str, ...] = ("affine-8",)
     transformers: bool = True
     why: str = ""
 
@@ -32,7 +32,7 @@ class Case:
 
     @property
     def vocab(self) -> int:
-        """Its vocabulary size; of a multimodal one, its text part."""
+        """Vocabulary size; for a multimodal model, that of its text part."""
         return self.config.get("text_config", self.config)["vocab_size"]
 
 

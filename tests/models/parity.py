@@ -1,7 +1,7 @@
-"""Ours beside mlx-lm's own class: the same tiny checkpoint, the same ids, the logits of both.
+"""Compare our logits with those of mlx-lm's class, on the same tiny checkpoint and ids.
 
-The checkpoint is drawn and saved by the reference, so that names, shapes and layouts are those of
-published models.
+The reference draws and saves the checkpoint, so names, shapes and layouts are those of published
+models.
 """
 
 import json
@@ -20,7 +20,7 @@ import models
 from models.base import Model
 from tests.models.architectures import Case
 
-# what config.json says of weights quantised by the reference
+# entries of config.json for weights that the reference quantized
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "affine-2": {"group_size": 32, "bits": 2, "mode": "affine"},
     "affine-3": {"group_size": 32, "bits": 3, "mode": "affine"},
@@ -33,8 +33,9 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "nvfp4": {"group_size": 16, "bits": 4, "mode": "nvfp4"},
 }
 
-# of any logit; of the delta rule, whose keys are brought to a length of one however short they are,
-# more: there a change of 1e-7 in the weights of norms moves the logits of tiny models by 1e-4
+# largest accepted difference of a logit. It is larger for the delta rule, which normalises keys to
+# length one however short they are: with it, a change of 1e-7 in the weights of norms changes the
+# logits of tiny models by 1e-4
 TOLERANCE, TOLERANCE_OF_DELTAS = 1e-4, 5e-4
 _DELTAS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 
@@ -43,14 +44,14 @@ def tolerance(case: Case) -> float:
     return TOLERANCE_OF_DELTAS if case.config["model_type"] in _DELTAS else TOLERANCE
 
 
-def saved(case: Case, folder: Path, *, kind: str | None = None, seed: int = 0) -> Any:
-    """A random model of mlx-lm's class, saved by mlx-lm into `folder`; the model."""
+def save_reference(case: Case, folder: Path, *, kind: str | None = None, seed: int = 0) -> Any:
+    """Save a random model of mlx-lm's class into `folder` with mlx-lm, and return the model."""
     config = cast(dict[str, Any], json.loads(json.dumps(case.config)))
     model_class, args_class = utils._get_classes(config)
-    # `drawn` adds to the vectors that the class makes, some of them at random
+    # `draw_weights` adds to the vectors that the class initialises, some of them at random
     mx.random.seed(seed)
     model: Any = model_class(args_class.from_dict(config))
-    drawn(model, seed)
+    draw_weights(model, seed)
     if kind is not None:
         model, config = utils.quantize_model(model, config, **KINDS[kind])
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,8 +61,8 @@ def saved(case: Case, folder: Path, *, kind: str | None = None, seed: int = 0) -
     return model
 
 
-def opened(folder: Path) -> Model:
-    """Our model of the same folder."""
+def load_model(folder: Path) -> Model:
+    """Load our model from the same folder."""
     weights: dict[str, mx.array] = {}
     for shard in sorted(folder.glob("*.safetensors")):
         weights.update(cast(dict[str, mx.array], mx.load(str(shard))))
@@ -72,20 +73,20 @@ def ids(case: Case, length: int, seed: int = 1) -> list[int]:
     return np.random.default_rng(seed).integers(0, case.vocab, length).tolist()
 
 
-def prefilled(model: Any, prompt: Sequence[int]) -> np.ndarray:
-    """[L, V] of the reference."""
+def prefill_reference(model: Any, prompt: Sequence[int]) -> np.ndarray:
+    """Logits [L, V] of the reference."""
     return np.array(model(mx.array([prompt]), cache=make_prompt_cache(model))[0].astype(mx.float32))
 
 
-def decoded(model: Any, prompt: Sequence[int]) -> np.ndarray:
-    """[L, V] of the reference, token by token through its cache."""
+def decode_reference(model: Any, prompt: Sequence[int]) -> np.ndarray:
+    """Logits [L, V] of the reference, decoded token by token through its cache."""
     cache = make_prompt_cache(model)
     rows = [model(mx.array([[id]]), cache=cache)[0] for id in prompt]
     return np.array(mx.concatenate(rows).astype(mx.float32))
 
 
-def our_prefilled(model: Model, prompt: Sequence[int], chunks: Sequence[int]) -> np.ndarray:
-    """[L, V] of ours, evaluated in pieces of the given lengths."""
+def prefill(model: Model, prompt: Sequence[int], chunks: Sequence[int]) -> np.ndarray:
+    """Logits [L, V] of our model, evaluated in chunks of the given lengths."""
     kv, start, rows = model.make_kv(), 0, list[mx.array]()
     for length in chunks:
         rows.append(model.logits(model(mx.array([prompt[start : start + length]]), kv))[0])
@@ -94,11 +95,11 @@ def our_prefilled(model: Model, prompt: Sequence[int], chunks: Sequence[int]) ->
     return np.array(mx.concatenate(rows).astype(mx.float32))
 
 
-def our_batch(
+def decode_batch(
     model: Model, prompts: Sequence[Sequence[int]], steps: Sequence[Sequence[int]]
 ) -> np.ndarray:
-    """[B, steps, V]: prompts of unequal lengths, prefilled alone, then decoded together, `steps`
-    ids each."""
+    """Logits [B, steps, V]: prompts of unequal lengths are prefilled alone and then decoded as one
+    batch, with the ids of `steps`."""
     kvs = [model.make_kv() for _ in prompts]
     for prompt, kv in zip(prompts, kvs, strict=True):
         mx.eval(model(mx.array([prompt]), kv))
@@ -113,42 +114,44 @@ def our_batch(
     return np.array(mx.stack(rows, axis=1).astype(mx.float32))
 
 
-def differences(reference: Any, ours: Model, case: Case) -> dict[str, float]:
-    """The largest difference of any logit: of a prefill, of one in uneven pieces, of decoding token
-    by token, of a batch of unequal lengths."""
+def find_differences(reference: Any, ours: Model, case: Case) -> dict[str, float]:
+    """The largest difference of a logit: in a prefill, in a prefill of uneven chunks, in decoding
+    token by token, and in a batch of unequal lengths."""
     prompt = ids(case, 23)
-    wanted = prefilled(reference, prompt)
+    expected = prefill_reference(reference, prompt)
     prompts = [ids(case, length, seed=length) for length in (3, 17, 9)]
     steps = [ids(case, 5, seed=100 + length) for length in (3, 17, 9)]
     alone = [
-        decoded(reference, [*prompt, *more])[-5:]
+        decode_reference(reference, [*prompt, *more])[-5:]
         for prompt, more in zip(prompts, steps, strict=True)
     ]
     return {
-        "prefill": largest(our_prefilled(ours, prompt, [23]), wanted),
-        "pieces": largest(our_prefilled(ours, prompt, [6, 1, 9, 7]), wanted),
-        "decode": largest(our_prefilled(ours, prompt, [1] * 23), decoded(reference, prompt)),
-        "batch": largest(our_batch(ours, prompts, steps), np.stack(alone)),
+        "prefill": max_difference(prefill(ours, prompt, [23]), expected),
+        "pieces": max_difference(prefill(ours, prompt, [6, 1, 9, 7]), expected),
+        "decode": max_difference(
+            prefill(ours, prompt, [1] * 23), decode_reference(reference, prompt)
+        ),
+        "batch": max_difference(decode_batch(ours, prompts, steps), np.stack(alone)),
     }
 
 
-def largest(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """The largest difference of any logit."""
+def max_difference(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """The largest difference of a logit."""
     assert ours.shape == theirs.shape
-    assert np.ptp(theirs) > 0.1, "logits that are all alike prove nothing"
+    assert np.ptp(theirs) > 0.1, "equal logits prove nothing"
     return float(np.abs(ours - theirs).max())
 
 
-def drawn(model: nn.Module, seed: int) -> None:
-    """Weights in float32, so large that every part of the model is felt in the logits."""
+def draw_weights(model: nn.Module, seed: int) -> None:
+    """Draw float32 weights, large enough that every part of the model affects the logits."""
     rng = np.random.default_rng(seed)
-    drawn: list[tuple[str, mx.array]] = []
+    weights: list[tuple[str, mx.array]] = []
     flat: Any = tree_flatten(model.parameters())
     for name, array in flat:
         noise = rng.standard_normal(array.shape).astype(np.float32)
         if array.ndim > 1:
-            drawn.append((name, mx.array(noise / np.sqrt(array.shape[-1]))))
+            weights.append((name, mx.array(noise / np.sqrt(array.shape[-1]))))
         else:
-            drawn.append((name, array.astype(mx.float32) + 0.1 * mx.array(noise)))
-    model.update(tree_unflatten(drawn))
+            weights.append((name, array.astype(mx.float32) + 0.1 * mx.array(noise)))
+    model.update(tree_unflatten(weights))
     mx.eval(model.parameters())

@@ -1,24 +1,24 @@
-"""Well-known checkpoints as they are published: what config.json says, which tensors there are.
+"""Configs and tensor names of well-known published checkpoints.
 
-The facts lie in published.json. They were written down by hand without a hub at hand: configs and
-names of tensors as remembered or quoted elsewhere in public, numbers of parameters as quoted in
-public but for those that say "remembered". That names, shapes and numbers agree to the last
-parameter is what speaks for them. Of each checkpoint:
+The data is in published.json. It was written by hand, without access to a model hub: configs and
+tensor names from memory or from public quotations, numbers of parameters from public quotations
+except for those marked "remembered". The evidence for them is that names, shapes and numbers agree
+to the last parameter. Fields of each checkpoint:
 
-    source       where its number of parameters is known from, and what was subtracted from it
-    config       config.json, less what says nothing of the architecture
-    tensors      names and shapes; a name may stand for several:
+    source       source of the number of parameters, and what was subtracted from it
+    config       config.json, without the keys that do not affect the architecture
+    tensors      names and shapes; a name can be a pattern for several tensors:
                  `*` all layers · `f`, `s`, `r` the layers of that kind · `0-7` these numbers
-    other_types  what names end with -> the type of such tensors, where it is not bfloat16
-    parameters   of the text part, a tied head counted once, packed numbers one by one
-    layers       of which kind each is: f sees everything, s through a window, n everything but
-                 knows no positions, r is recurrent
-    rope         for each kind: theta, rotated dimensions, by how much the fastest and the slowest
-                 rotation are slowed down, and what is multiplied
-    attention_width  scores are divided by the square root of it
+    other_types  suffix of names -> type of these tensors, if it is not bfloat16
+    parameters   number in the text part; a tied head counts once, packed values count singly
+    layers       kind of each layer: f full attention, s sliding window, n full attention without
+                 positions, r recurrent
+    rope         for each kind: theta, rotated dimensions, the factors by which the fastest and the
+                 slowest rotation are slowed down, and the magnitude
+    attention_width  scores are divided by its square root
     eps          of norms
-    kv_bytes     of one more position of a text, in bfloat16
-    state_bytes  of recurrent layers, however long the text
+    kv_bytes     bytes per position, in bfloat16
+    state_bytes  bytes of recurrent layers, independent of the length
 """
 
 import json
@@ -35,7 +35,7 @@ import mlx.core as mx
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """One checkpoint; fields as the head of this file tells."""
+    """One checkpoint; the module docstring describes the fields."""
 
     name: str
     source: str
@@ -54,7 +54,7 @@ class Published:
     other_types: Mapping[str, str]
 
     def weights(self) -> dict[str, mx.array]:
-        """All its tensors, which nobody must evaluate: they are up to 160 GB of zeros."""
+        """All tensors. Do not evaluate them: they are up to 160 GB of zeros."""
         return {
             name: mx.zeros(shape, self._type(name))
             for pattern, shape in self.tensors.items()
@@ -62,8 +62,8 @@ class Published:
         }
 
     def _type(self, name: str) -> mx.Dtype:
-        given = (kind for end, kind in self.other_types.items() if name.endswith(end))
-        return getattr(mx, next(given, "bfloat16"))
+        matches = (kind for end, kind in self.other_types.items() if name.endswith(end))
+        return getattr(mx, next(matches, "bfloat16"))
 
     def _names(self, pattern: str) -> Iterator[str]:
         return map(".".join, product(*map(self._choices, pattern.split("."))))
@@ -78,7 +78,7 @@ class Published:
         return [part]
 
 
-def published() -> list[Published]:
+def load_published() -> list[Published]:
     file = Path(__file__).with_suffix(".json")
     return [Published(**found) for found in json.loads(file.read_text(encoding="utf-8"))]
 

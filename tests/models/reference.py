@@ -1,4 +1,4 @@
-"""The arithmetic of the papers in float64 numpy, written apart from the code under test."""
+"""The formulas of the papers in float64 numpy, independent of the code under test."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ def attention(queries: Array, keys: Array, values: Array, visible: Array) -> Arr
 
 
 def rotate(x: Array, angles: Array) -> Array:
-    """x [H, L, D] by angles [L, D/2], first half against second half."""
+    """Rotate x [H, L, D] by angles [L, D/2], first half against second half."""
     half = x.shape[-1] // 2
     a, b = x[..., :half], x[..., half:]
     return np.concatenate(
@@ -41,8 +41,8 @@ def rotate(x: Array, angles: Array) -> Array:
 
 
 def llama(config: dict[str, Any], weights: dict[str, Array], ids: list[int]) -> Array:
-    """Logits [L, V] of a Llama with plain RoPE; with biases where there are any, and with
-    `sliding_window` in the layers that `layer_types` names, or else in all."""
+    """Logits [L, V] of a Llama with plain RoPE. Biases are used if `weights` has them.
+    `sliding_window` applies to the layers that `layer_types` names, or by default to all."""
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     size = config["hidden_size"] // heads
     inverse = config.get("rope_theta", 10000.0) ** (-np.arange(0, size, 2) / size)

@@ -1,4 +1,4 @@
-"""Sequences side by side: each row gets what it would get alone, to the bit where kernels allow."""
+"""Batched decoding: each row gets the result that it would get alone."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,29 +32,29 @@ def model(request: pytest.FixtureRequest) -> Model:
     return MODELS[request.param]()
 
 
-def prefilled(model: Model, prompts: Sequence[Sequence[int]]) -> list[list[LayerCache]]:
-    made = [model.make_kv() for _ in prompts]
-    for kv, prompt in zip(made, prompts, strict=True):
+def prefill(model: Model, prompts: Sequence[Sequence[int]]) -> list[list[LayerCache]]:
+    kvs = [model.make_kv() for _ in prompts]
+    for kv, prompt in zip(kvs, prompts, strict=True):
         mx.eval(model(mx.array([prompt]), kv))
-    return made
+    return kvs
 
 
-def together(kvs: Sequence[Sequence[LayerCache]], offsets: list[int]) -> list[object]:
+def make_batch(kvs: Sequence[Sequence[LayerCache]], offsets: list[int]) -> list[object]:
     layers = zip(*kvs, strict=True)
     return [layer[0].make_batch(layer, mx.array(offsets)) for layer in layers]
 
 
 @examples(max_examples=30, deadline=None)
 @given(prompts=Prompts, steps=st.integers(1, 8))
-def test_decoding_side_by_side_equals_decoding_alone(
+def test_batched_decoding_equals_decoding_alone(
     model: Model, prompts: list[list[int]], steps: int
 ) -> None:
-    """Past windows, from any lengths: positions, masks and states are each row's own."""
-    batched, alone = prefilled(model, prompts), prefilled(model, prompts)
+    """Rows of any lengths, past their windows: each row has its own positions, masks and states."""
+    batched, alone = prefill(model, prompts), prefill(model, prompts)
     for step in range(steps):
         tokens = mx.array([[(7 * step + row) % 256] for row in range(len(prompts))])
         offsets = [len(prompt) + step for prompt in prompts]
-        side_by_side = model(tokens, together(batched, offsets))
+        side_by_side = model(tokens, make_batch(batched, offsets))
         one_by_one = [model(tokens[row : row + 1], kv) for row, kv in enumerate(alone)]
         np.testing.assert_allclose(
             np.array(side_by_side), np.array(mx.concatenate(one_by_one)), atol=NEAR
@@ -62,31 +62,31 @@ def test_decoding_side_by_side_equals_decoding_alone(
     assert [kv[0].offset for kv in batched] == [kv[0].offset for kv in alone]
 
 
-def test_a_row_that_leaves_takes_its_caches_along(model: Model) -> None:
+def test_a_row_keeps_its_caches_when_it_leaves_the_batch(model: Model) -> None:
     prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
-    batched, alone = prefilled(model, prompts), prefilled(model, prompts)
+    batched, alone = prefill(model, prompts), prefill(model, prompts)
     for step, rows in enumerate([(0, 1, 2), (0, 2), (2,), (1, 2)]):
         tokens = mx.array([[10 + step + row] for row in rows])
         offsets = [batched[row][0].offset for row in rows]
-        got = model(tokens, together([batched[row] for row in rows], offsets))
+        got = model(tokens, make_batch([batched[row] for row in rows], offsets))
         for i, row in enumerate(rows):
             want = model(tokens[i : i + 1], alone[row])
             np.testing.assert_allclose(np.array(got[i : i + 1]), np.array(want), atol=NEAR)
 
 
-def test_a_join_or_leave_copies_nothing_of_the_others() -> None:
-    """The buffers before and after a step with other neighbours are the same memory."""
+def test_a_join_or_leave_copies_no_buffers_of_other_rows() -> None:
+    """Steps with changing rows do not increase the memory in use."""
     model = tiny_model()
-    kvs = prefilled(model, [[1, 2, 3], [4, 5], [6]])
+    kvs = prefill(model, [[1, 2, 3], [4, 5], [6]])
     before = mx.get_active_memory()
     for rows in [(0, 1, 2), (0, 2), (0, 1, 2), (1,)]:
         offsets = [kvs[row][0].offset for row in rows]
-        out = model(mx.array([[1]] * len(rows)), together([kvs[row] for row in rows], offsets))
+        out = model(mx.array([[1]] * len(rows)), make_batch([kvs[row] for row in rows], offsets))
         mx.eval(out, [layer.state() for kv in kvs for layer in kv])
         del out
     assert mx.get_active_memory() <= before + 4096
 
 
-def test_recurrent_rows_without_a_state_yet_have_none() -> None:
+def test_recurrent_rows_start_without_a_state() -> None:
     rows = [RecurrentCache(1), RecurrentCache(1)]
     assert rows[0].make_batch(rows, mx.array([0, 0]))[0] is None

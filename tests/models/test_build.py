@@ -1,4 +1,4 @@
-"""From config and tensors to a model, or to one clear sentence."""
+"""`models.build`: a model from config and tensors, or a one-line error."""
 
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,11 @@ GROUP = 32
 CONFIG = {**tiny.CONFIG, "hidden_size": 64, "intermediate_size": 64}
 
 
-def quantised(spec: dict[str, Any], **layers: Any) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """A config and MLX-quantised tensors; layers: path (with _ for .) -> own bits, or None."""
+def make_quantized(
+    spec: dict[str, Any], **layers: Any
+) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    """A config and MLX-quantized tensors. layers: path (with _ for .) -> bits of that layer, or
+    None for no quantization."""
     weights = tiny.weights(CONFIG)
     packed: dict[str, mx.array] = {}
     config: dict[str, Any] = {**CONFIG, "quantization": dict(spec)}
@@ -42,8 +45,8 @@ def quantised(spec: dict[str, Any], **layers: Any) -> tuple[dict[str, Any], dict
     return config, packed
 
 
-def restored(weights: dict[str, mx.array], bits: dict[str, int]) -> dict[str, mx.array]:
-    """The plain tensors that quantised ones stand for."""
+def dequantize(weights: dict[str, mx.array], bits: dict[str, int]) -> dict[str, mx.array]:
+    """Dequantized tensors."""
     plain: dict[str, mx.array] = {}
     for name, array in weights.items():
         path = name.removesuffix(".weight")
@@ -58,17 +61,17 @@ def restored(weights: dict[str, mx.array], bits: dict[str, int]) -> dict[str, mx
     return plain
 
 
-def test_a_quantised_checkpoint_computes_what_its_restored_weights_compute() -> None:
-    config, weights = quantised({"group_size": GROUP, "bits": 4})
+def test_a_quantized_checkpoint_equals_its_dequantized_weights() -> None:
+    config, weights = make_quantized({"group_size": GROUP, "bits": 4})
     model = models.build(config, dict(weights))
-    plain = models.build(CONFIG, restored(weights, {}))
+    plain = models.build(CONFIG, dequantize(weights, {}))
     np.testing.assert_allclose(logits(model, IDS), logits(plain, IDS), atol=1e-3)
     assert isinstance(model, nn.Module)
     assert any(isinstance(m, nn.QuantizedLinear) for m in model.modules())
 
 
-def test_quantised_embeddings_may_be_the_head_too() -> None:
-    config, weights = quantised({"group_size": GROUP, "bits": 8})
+def test_quantized_embeddings_can_be_tied_to_the_head() -> None:
+    config, weights = make_quantized({"group_size": GROUP, "bits": 8})
     config["tie_word_embeddings"] = True
     tied = {name: array for name, array in weights.items() if not name.startswith("lm_head.")}
     untied = {**weights}
@@ -81,41 +84,41 @@ def test_quantised_embeddings_may_be_the_head_too() -> None:
     )
 
 
-def test_single_layers_may_have_their_own_bits_or_none() -> None:
+def test_single_layers_can_have_other_bits_or_be_unquantized() -> None:
     head, first = "lm_head", "model.layers.0.mlp.gate_proj"
-    config, weights = quantised(
+    config, weights = make_quantized(
         {"group_size": GROUP, "bits": 4},
         **{head: 8, first.replace(".", "_"): None},
     )
     model = models.build(config, dict(weights))
-    plain = models.build(CONFIG, restored(weights, {head: 8}))
+    plain = models.build(CONFIG, dequantize(weights, {head: 8}))
     np.testing.assert_allclose(logits(model, IDS), logits(plain, IDS), atol=1e-3)
 
 
-def test_the_older_key_of_the_quantisation_is_read_too() -> None:
-    config, weights = quantised({"group_size": GROUP, "bits": 4})
+def test_the_older_quantization_key_is_read() -> None:
+    config, weights = make_quantized({"group_size": GROUP, "bits": 4})
     config["quantization_config"] = config.pop("quantization")
     models.build(config, weights)
 
 
-def test_what_config_json_says_of_the_packing_cannot_make_anybody_misread_it() -> None:
-    config, weights = quantised({"group_size": GROUP, "bits": 4}, lm_head=8)
+def test_the_packing_is_inferred_from_the_tensors_and_not_from_config_json() -> None:
+    config, weights = make_quantized({"group_size": GROUP, "bits": 4}, lm_head=8)
     config["quantization"] = {"group_size": 64, "bits": 8, "mode": "mxfp8", "lm_head": False}
-    plain = models.build(CONFIG, restored(weights, {"lm_head": 8}))
+    plain = models.build(CONFIG, dequantize(weights, {"lm_head": 8}))
     found = models.build(config, weights)
     np.testing.assert_allclose(logits(found, IDS), logits(plain, IDS), atol=1e-3)
 
 
-def test_a_quantisation_that_is_not_mlx_is_refused() -> None:
+def test_other_quantization_methods_are_refused() -> None:
     config = {**CONFIG, "quantization_config": {"quant_method": "gptq", "bits": 4}}
-    with pytest.raises(ModelError, match="weights quantised with 'gptq' are not supported"):
+    with pytest.raises(ModelError, match="weights quantized with 'gptq' are not supported"):
         models.build(config, tiny.weights(CONFIG))
     with pytest.raises(ModelError, match="'gptq'"):
         models.read_info(config)
 
 
-def mixed(path: str, layer: nn.Module) -> bool | dict[str, Any]:
-    """Like the recipes of mlx-lm, but with more kinds than any of them."""
+def choose_packing(path: str, layer: nn.Module) -> bool | dict[str, Any]:
+    """Like the recipes of mlx-lm, with more formats than any of them."""
     if "v_proj" in path:
         return {"group_size": 64, "bits": 8, "mode": "affine"}
     if "down_proj" in path:
@@ -126,45 +129,43 @@ def mixed(path: str, layer: nn.Module) -> bool | dict[str, Any]:
 
 
 @pytest.mark.parametrize("prefix", ["", "language_model."])
-def test_each_layer_may_be_packed_in_its_own_way_as_mlx_lm_writes_it(
-    tmp_path: Path, prefix: str
-) -> None:
+def test_mixed_quantization_is_read_as_mlx_lm_writes_it(tmp_path: Path, prefix: str) -> None:
     case = Case(name="mixed", config={**TINY, "intermediate_size": 128})
-    reference = parity.saved(case, tmp_path)
+    reference = parity.save_reference(case, tmp_path)
     reference, config = utils.quantize_model(
-        reference, dict(case.config), 64, 4, mode="affine", quant_predicate=mixed
+        reference, dict(case.config), 64, 4, mode="affine", quant_predicate=choose_packing
     )
     assert {type(value) for value in config["quantization"].values()} == {int, str, dict}
     flat: Any = tree_flatten(reference.parameters())
     if prefix:
-        told = config.pop("quantization")
+        quantization = config.pop("quantization")
         named = {
             f"{prefix}{key}" if isinstance(value, dict | bool) else key: value
-            for key, value in told.items()
+            for key, value in quantization.items()
         }
         config = {"model_type": "sees", "quantization": named, "text_config": config}
     ours = models.build(config, {f"{prefix}{name}": array for name, array in flat})
-    found = parity.differences(reference, ours, case)
+    found = parity.find_differences(reference, ours, case)
     assert max(found.values()) < parity.TOLERANCE, found
 
 
 @pytest.mark.parametrize("kinds", [(4, 4), (4, 8)], ids=["int4", "int4 with int8"])
-def test_a_checkpoint_of_ollamas_store_is_that_of_mlx_under_other_names(
+def test_an_ollama_checkpoint_is_an_mlx_checkpoint_with_other_names(
     kinds: tuple[int, int],
 ) -> None:
-    config, weights = quantised({"group_size": GROUP, "bits": kinds[0]}, lm_head=kinds[1])
+    config, weights = make_quantized({"group_size": GROUP, "bits": kinds[0]}, lm_head=kinds[1])
     stored = {
         name.replace(".scales", ".weight.scale").replace(".biases", ".weight.bias"): array
         for name, array in weights.items()
     }
-    # as it stands in the store: nothing is said of the packing but by the tensors
+    # as in the store: only the tensors describe the packing
     found = models.build(CONFIG, stored)
-    wanted = models.build(config, weights)
-    assert np.array_equal(logits(found, IDS), logits(wanted, IDS))
+    expected = models.build(config, weights)
+    assert np.array_equal(logits(found, IDS), logits(expected, IDS))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_plain_weights_are_brought_to_few_bits(bits: int) -> None:
+def test_plain_weights_are_quantized_on_load(bits: int) -> None:
     weights = tiny.weights(CONFIG)
     model: Any = models.build(CONFIG, dict(weights), bits=bits)
     assert {m.bits for m in model.modules() if "scales" in m} == {bits}
@@ -179,16 +180,16 @@ def test_plain_weights_are_brought_to_few_bits(bits: int) -> None:
     )
 
 
-def test_weights_that_are_quantised_are_not_quantised_again() -> None:
-    config, weights = quantised({"group_size": GROUP, "bits": 8})
-    with pytest.raises(ModelError, match="already quantised; only unquantised weights can be"):
+def test_quantized_weights_are_not_quantized_again() -> None:
+    config, weights = make_quantized({"group_size": GROUP, "bits": 8})
+    with pytest.raises(ModelError, match="already quantized and cannot be quantized again"):
         models.build(config, weights, bits=4)
 
 
 @pytest.mark.parametrize(
     "kind", ["no_such_model", "kv", "base", "builtin", "../llama", "os.path", "", "Llama"]
 )
-def test_an_unknown_architecture_is_named(kind: str) -> None:
+def test_the_error_for_an_unknown_architecture_names_it(kind: str) -> None:
     with pytest.raises(ModelError, match="is not supported"):
         models.build({**tiny.CONFIG, "model_type": kind}, {})
 
@@ -198,18 +199,18 @@ def test_a_config_without_model_type_is_refused() -> None:
         models.build({}, {})
 
 
-def test_missing_config_keys_are_named() -> None:
+def test_the_error_names_missing_config_keys() -> None:
     config = {k: v for k, v in tiny.CONFIG.items() if k not in {"hidden_size", "vocab_size"}}
     with pytest.raises(ModelError, match=r"config.json lacks hidden_size, vocab_size"):
         models.build(config, {})
 
 
-def test_an_activation_that_llama_does_not_have_is_refused() -> None:
+def test_an_unknown_activation_is_refused() -> None:
     with pytest.raises(ModelError, match="hidden_act 'relu6'"):
         models.build({**tiny.CONFIG, "hidden_act": "relu6"}, tiny.weights())
 
 
-def test_missing_extra_and_misshapen_tensors_are_named_together() -> None:
+def test_one_error_names_all_missing_extra_and_misshapen_tensors() -> None:
     weights = tiny.weights()
     del weights["model.norm.weight"]
     weights["model.layers.9.mlp.gate_proj.weight"] = mx.zeros((1,))
@@ -222,13 +223,13 @@ def test_missing_extra_and_misshapen_tensors_are_named_together() -> None:
     assert "lm_head.weight ([3, 16], expected [258, 16])" in message
 
 
-def test_a_long_list_of_tensors_is_cut() -> None:
+def test_the_error_truncates_a_long_list_of_tensors() -> None:
     with pytest.raises(ModelError, match=r"and 16 more$"):
         models.build(tiny.CONFIG, {})
 
 
 @pytest.mark.parametrize(
-    ("name", "array", "told"),
+    ("name", "array", "error"),
     [
         ("model.norm.weight", mx.zeros((16,), mx.int32), "(int32, expected floating point)"),
         ("lm_head.weight", mx.zeros((258, 16), mx.uint8), "(uint8, expected floating point)"),
@@ -236,8 +237,8 @@ def test_a_long_list_of_tensors_is_cut() -> None:
         ("lm_head.weight", mx.zeros((258, 16), mx.complex64), "(complex64, expected floating"),
     ],
 )
-def test_a_tensor_of_a_wrong_type_is_named(name: str, array: mx.array, told: str) -> None:
+def test_the_error_names_a_tensor_of_the_wrong_type(name: str, array: mx.array, error: str) -> None:
     with pytest.raises(models.TensorError) as caught:
         models.build(tiny.CONFIG, {**tiny.weights(), name: array})
-    assert f"the checkpoint has wrongly typed tensors: {name} {told}" in str(caught.value)
+    assert f"the checkpoint has wrongly typed tensors: {name} {error}" in str(caught.value)
     assert caught.value.tensors == (name,)

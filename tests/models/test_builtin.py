@@ -1,5 +1,5 @@
-"""The built-in model's files: tokenizer, template, config, weights. What it says over HTTP is an
-engine test."""
+"""The files of the built-in model: tokenizer, template, config, weights. Engine tests check its
+responses over HTTP."""
 
 import json
 import struct
@@ -31,7 +31,7 @@ MOST_BYTES = 8_000_000
 SHORT = Conversation(turns=(("Hi", "Hello!"), ("2 + 2?", "2 plus 2 is 4.")), system="Be kind.")
 
 
-def parsed(name: str) -> dict[str, Any]:
+def read_json(name: str) -> dict[str, Any]:
     return json.loads((FOLDER / name).read_text(encoding="utf-8"))
 
 
@@ -42,7 +42,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def template() -> jinja2.Template:
-    text = parsed("tokenizer_config.json")["chat_template"]
+    text = read_json("tokenizer_config.json")["chat_template"]
     return jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(text)
 
 
@@ -59,7 +59,7 @@ def messages(conversation: Conversation) -> list[Mapping[str, str]]:
     "text",
     ["Hello, world!", " 12 + 7 = 19\n\n  x", "naïve café 🦊 日本語", '{"stream": true}\t`x`'],
 )
-def test_the_tokenizer_loses_nothing(text: str, tokenizer: Tokenizer) -> None:
+def test_the_tokenizer_is_lossless(text: str, tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
@@ -68,13 +68,13 @@ def test_each_digit_is_a_token(tokenizer: Tokenizer) -> None:
     assert digits == list("204817")
 
 
-def test_a_tokenizer_trained_again_is_the_same() -> None:
+def test_tokenizer_training_is_reproducible() -> None:
     conversations = list(generate_corpus(0, 500))
     first, second = (train_tokenizer(conversations, 400).to_str() for _ in range(2))
     assert first == second
 
 
-def test_only_answers_and_their_ends_are_learnt(tokenizer: Tokenizer) -> None:
+def test_the_loss_covers_only_answers_and_their_end_tokens(tokenizer: Tokenizer) -> None:
     encoded = encode(tokenizer, [SHORT])[0]
     learnt = [
         token for token, learn in zip(encoded.ids, encoded.loss_weights, strict=True) if learn
@@ -84,7 +84,7 @@ def test_only_answers_and_their_ends_are_learnt(tokenizer: Tokenizer) -> None:
     )
 
 
-def test_a_plain_text_is_learnt_but_for_its_beginning(tokenizer: Tokenizer) -> None:
+def test_the_loss_covers_a_plain_text_except_its_beginning(tokenizer: Tokenizer) -> None:
     encoded = encode(tokenizer, [Conversation(text="Once upon a time there was a cat.")])[0]
     assert [bool(share) for share in encoded.loss_weights] == [False, False] + [True] * (
         len(encoded.ids) - 2
@@ -92,26 +92,26 @@ def test_a_plain_text_is_learnt_but_for_its_beginning(tokenizer: Tokenizer) -> N
     assert encoded.ids[-1] == tokenizer.token_to_id(TURN_END)
 
 
-def test_the_chat_template_writes_what_the_model_was_trained_on(template: jinja2.Template) -> None:
+def test_the_chat_template_renders_the_training_format(template: jinja2.Template) -> None:
     assert template.render(messages=messages(SHORT), add_generation_prompt=False) == render(SHORT)
-    asked = [{"role": "user", "content": "Who are you?"}]
-    prompt = template.render(messages=asked, add_generation_prompt=True)
+    question = [{"role": "user", "content": "Who are you?"}]
+    prompt = template.render(messages=question, add_generation_prompt=True)
     assert prompt == render_question("Who are you?")
-    assert parsed("tokenizer_config.json")["chat_template"] == CHAT_TEMPLATE
+    assert read_json("tokenizer_config.json")["chat_template"] == CHAT_TEMPLATE
 
 
-def test_the_chat_template_bears_a_message_without_content(template: jinja2.Template) -> None:
+def test_the_chat_template_accepts_a_message_without_content(template: jinja2.Template) -> None:
     silent = [{"role": "assistant", "content": None}]
     rendered = template.render(messages=silent, add_generation_prompt=False)
     assert rendered == "<|im_start|>assistant\n<|im_end|>\n"
 
 
-def test_a_prompt_and_its_answer_begin_the_next_prompt(
+def test_a_prompt_and_its_answer_are_a_prefix_of_the_next_prompt(
     template: jinja2.Template, tokenizer: Tokenizer
 ) -> None:
-    whole = messages(SHORT)
-    first = template.render(messages=whole[:2], add_generation_prompt=True) + "Hello!" + TURN_END
-    second = template.render(messages=whole[:4], add_generation_prompt=True)
+    history = messages(SHORT)
+    first = template.render(messages=history[:2], add_generation_prompt=True) + "Hello!" + TURN_END
+    second = template.render(messages=history[:4], add_generation_prompt=True)
     ids = tokenizer.encode(first).ids
     assert tokenizer.encode(second).ids[: len(ids)] == ids
 
@@ -123,25 +123,25 @@ def test_the_folder_is_small() -> None:
     assert sum(path.stat().st_size for path in files) <= MOST_BYTES
 
 
-def test_every_file_names_the_same_end_of_sequence(tokenizer: Tokenizer) -> None:
+def test_all_files_name_the_same_end_of_sequence_token(tokenizer: Tokenizer) -> None:
     end = tokenizer.token_to_id(TURN_END)
-    assert parsed("config.json")["eos_token_id"] == end
-    assert parsed("generation_config.json") == {
+    assert read_json("config.json")["eos_token_id"] == end
+    assert read_json("generation_config.json") == {
         "eos_token_id": [end],
         "pad_token_id": end,
         "do_sample": False,
     }
-    assert parsed("tokenizer_config.json")["eos_token"] == TURN_END
+    assert read_json("tokenizer_config.json")["eos_token"] == TURN_END
 
 
-def test_the_weights_are_those_that_the_config_describes(tokenizer: Tokenizer) -> None:
+def test_the_weights_match_the_config(tokenizer: Tokenizer) -> None:
     with (FOLDER / "model.safetensors").open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
-    held = {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
-    assert held == _shapes(parsed("config.json"))
+    shapes = {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    assert shapes == _shapes(read_json("config.json"))
     assert {entry["dtype"] for name, entry in header.items() if name != "__metadata__"} == {"F32"}
-    assert parsed("config.json")["vocab_size"] == tokenizer.get_vocab_size()
+    assert read_json("config.json")["vocab_size"] == tokenizer.get_vocab_size()
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -167,21 +167,21 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, list[int]]:
     return shapes
 
 
-def test_the_architecture_that_is_served_continues_as_the_reference_does(
+def test_the_llama_architecture_generates_the_same_ids_as_the_numpy_reference(
     tokenizer: Tokenizer,
 ) -> None:
-    """numpy from the files alone against models/llama.py, greedily, on real weights."""
+    """models/llama.py against numpy, with greedy sampling and real weights."""
     ids = tokenizer.encode(render_question("Tell me a story about a dog")).ids
     expected = NumpyLlama(FOLDER).generate(ids, 24)
     weights = mx.load(str(FOLDER / "model.safetensors"))
     assert isinstance(weights, dict)
-    model = build(parsed("config.json"), weights)
+    model = build(read_json("config.json"), weights)
     kv = model.make_kv()
-    said: list[int] = []
+    generated: list[int] = []
     fresh = ids
-    while len(said) < len(expected):
+    while len(generated) < len(expected):
         hidden = model(mx.array([fresh]), kv)
         fresh = [cast(int, mx.argmax(model.logits(hidden[:, -1])).item())]
-        said += fresh
+        generated += fresh
     assert len(expected) == 24
-    assert said == expected
+    assert generated == expected

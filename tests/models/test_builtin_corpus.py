@@ -1,4 +1,4 @@
-"""What the built-in model is taught: reproducible, right, and none of what measures it."""
+"""The training corpus of the built-in model: reproducible, correct, no evaluation questions."""
 
 import random
 from functools import cache
@@ -22,54 +22,60 @@ def conversations() -> list[Conversation]:
     return list(generate_corpus(0, 20_000))
 
 
-def test_the_corpus_depends_on_the_seed_and_on_nothing_else() -> None:
+def test_the_corpus_depends_only_on_the_seed() -> None:
     assert list(generate_corpus(7, 200)) == list(generate_corpus(7, 200))
     assert list(generate_corpus(7, 200)) != list(generate_corpus(8, 200))
     assert list(generate_corpus(7, 300))[:200] == list(generate_corpus(7, 200))
 
 
-def test_blurring_changes_questions_about_facts_and_no_answer() -> None:
-    said = [turn for made in generate_corpus(3, 400, 1.0) for turn in made.turns]
-    plain = {answer for made in generate_corpus(3, 8000) for _, answer in made.turns}
-    assert sum(answer in plain for _, answer in said) > 0.7 * len(said)
+@pytest.mark.exhaustive
+def test_noise_changes_questions_about_facts_but_no_answers() -> None:
+    turns = [turn for conversation in generate_corpus(3, 400, 1.0) for turn in conversation.turns]
+    plain = {
+        answer for conversation in generate_corpus(3, 8000) for _, answer in conversation.turns
+    }
+    assert sum(answer in plain for _, answer in turns) > 0.7 * len(turns)
     rng = random.Random(0)
     question = "which endpoint lists the models that I may ask for?"
     blurred = [add_noise(question, rng, 1.0) for _ in range(200)]
     assert add_noise(question, rng, 0.0) == question
     assert len(set(blurred)) > 150
-    kept = [len(set(one.split()) & set(question.split())) for one in blurred]
-    assert 6 < sum(kept) / len(kept) < 9
+    common_words = [len(set(one.split()) & set(question.split())) for one in blurred]
+    assert 6 < sum(common_words) / len(common_words) < 9
 
 
+@pytest.mark.exhaustive
 @pytest.mark.no_cover
-def test_a_corpus_holds_what_it_promises() -> None:
-    assert {len(made.turns) for made in conversations()} >= {0, 1, 2, 3, 4}
-    assert any(made.system for made in conversations())
-    texts = [made.text for made in conversations() if not made.turns]
+def test_a_corpus_has_all_kinds_of_conversations() -> None:
+    assert {len(conversation.turns) for conversation in conversations()} >= {0, 1, 2, 3, 4}
+    assert any(conversation.system for conversation in conversations())
+    texts = [conversation.text for conversation in conversations() if not conversation.turns]
     assert texts
     assert all(texts)
-    for ask, answer in chain.from_iterable(made.turns for made in conversations()):
+    for ask, answer in chain.from_iterable(conversation.turns for conversation in conversations()):
         assert ask.strip()
         assert answer.strip()
-        assert not set("{}$") & set(ask), "a template that was not filled in"
+        assert not set("{}$") & set(ask), "an unfilled template"
 
 
 @pytest.mark.no_cover
-def test_no_held_back_question_is_in_the_corpus() -> None:
-    asked = {normalize(ask) for made in conversations() for ask, _ in made.turns}
-    assert not asked & {normalize(question.question) for question in load_questions(HELD_OUT)}
+def test_the_corpus_has_no_held_out_question() -> None:
+    questions = {
+        normalize(ask) for conversation in conversations() for ask, _ in conversation.turns
+    }
+    assert not questions & {normalize(question.question) for question in load_questions(HELD_OUT)}
 
 
-def test_sums_in_the_corpus_are_right() -> None:
+def test_sums_in_the_corpus_are_correct() -> None:
     rng = random.Random(1)
     for _ in range(500):
-        for said in make_addition_turn(rng)[1].removesuffix(".").split(". "):
-            left, _plus, right, _is, total = said.split()
+        for sentence in make_addition_turn(rng)[1].removesuffix(".").split(". "):
+            left, _plus, right, _is, total = sentence.split()
             assert int(left) + int(right) == int(total)
             assert max(int(left), int(right)) <= SUM_LIMIT
 
 
-def test_counts_in_the_corpus_go_by_ones() -> None:
+def test_counts_in_the_corpus_have_steps_of_one() -> None:
     rng = random.Random(1)
     for _ in range(500):
         ask, answer = make_counting_turn(rng)
@@ -83,12 +89,14 @@ def test_counts_in_the_corpus_go_by_ones() -> None:
 
 def test_a_template_expands_to_each_of_its_alternatives() -> None:
     rng = random.Random(1)
-    made = {expand("{a|b{c|d}} $name{|!}", rng, {"name": "{x|y}"}) for _ in range(300)}
-    assert made == {f"{a} {x}{end}" for a in ("a", "bc", "bd") for x in "xy" for end in ("", "!")}
+    expansions = {expand("{a|b{c|d}} $name{|!}", rng, {"name": "{x|y}"}) for _ in range(300)}
+    assert expansions == {
+        f"{a} {x}{end}" for a in ("a", "bc", "bd") for x in "xy" for end in ("", "!")
+    }
 
 
 def test_a_disguised_question_keeps_its_digits() -> None:
     rng = random.Random(1)
     for _ in range(300):
-        seen = add_politeness("what is 17 plus 9?", rng)
-        assert "".join(char for char in seen if char.isdigit()) == "179"
+        question = add_politeness("what is 17 plus 9?", rng)
+        assert "".join(char for char in question if char.isdigit()) == "179"

@@ -1,4 +1,4 @@
-"""Who judges the built-in model: the questions, the verdicts, and the card that shows them."""
+"""The evaluation of the built-in model: questions, verdicts, and the model card."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from models.builtin.training.evaluate import (
 )
 
 
-def test_the_development_questions_are_not_the_held_back_ones() -> None:
+def test_development_and_held_out_questions_are_disjoint() -> None:
     held_back, development = (
         {normalize(question.question) for question in load_questions(HELD_OUT.with_name(name))}
         for name in ("questions.json", "development.json")
@@ -27,7 +27,7 @@ def test_the_development_questions_are_not_the_held_back_ones() -> None:
     assert not held_back & development
 
 
-def asked(name: str) -> EvalQuestion:
+def find_question(name: str) -> EvalQuestion:
     return next(question for question in load_questions(HELD_OUT) if question.id == name)
 
 
@@ -46,7 +46,7 @@ def asked(name: str) -> EvalQuestion:
     ],
 )
 def test_a_right_answer_is_accepted(name: str, answer: str) -> None:
-    assert asked(name).accepts(answer)
+    assert find_question(name).accepts(answer)
 
 
 @pytest.mark.parametrize(
@@ -68,18 +68,18 @@ def test_a_right_answer_is_accepted(name: str, answer: str) -> None:
     ],
 )
 def test_a_wrong_answer_is_refused(name: str, answer: str) -> None:
-    assert not asked(name).accepts(answer)
+    assert not find_question(name).accepts(answer)
 
 
-def test_no_single_answer_is_right_everywhere() -> None:
-    """A model that says one thing to everybody, and that thing is long, must fail."""
+def test_no_single_answer_is_right_for_all_questions() -> None:
+    """A model that gives the same long answer to every question must fail."""
     everything = " ".join(
         answer
-        for made in generate_corpus(1, 300)
-        for _, answer in made.turns
+        for conversation in generate_corpus(1, 300)
+        for _, answer in conversation.turns
         if "cannot" not in answer
     )
-    # a sum is judged by the last number said, which must not be right by chance
+    # a sum is judged by the last number of the answer, which must not be right by chance
     results = evaluate(lambda _: f"{everything} 40", load_questions(HELD_OUT))
     computed = [result for result in results if result.question.ability in ("count", "sum")]
     assert len(computed) == 9
@@ -87,22 +87,22 @@ def test_no_single_answer_is_right_everywhere() -> None:
 
 
 def test_score_asks_each_question_once_and_counts() -> None:
-    heard: list[str] = []
+    questions: list[str] = []
 
     def answer(question: str) -> str:
-        heard.append(question)
+        questions.append(question)
         return "Chat requests go to POST /v1/chat/completions. "
 
     held_back = load_questions(HELD_OUT)
     results = evaluate(answer, held_back)
-    assert heard == [question.question for question in held_back]
+    assert questions == [question.question for question in held_back]
     assert [result.question.id for result in results if result.right] == ["chat-route"]
     assert "all: 1 of 40" in format_report(results)
     assert "facts: 1 of 20" in format_report(results)
 
 
-def test_the_model_card_shows_each_question_and_counts_right() -> None:
-    """Its answers are judged again, so that a card of an earlier model or judge is noticed."""
+def test_the_model_card_shows_all_questions_and_correct_counts() -> None:
+    """The test judges its answers again, so it detects a card of an earlier model or judge."""
     card = HELD_OUT.parent.with_name("MODEL_CARD.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in card.splitlines() if line.count(" | ") == 2]
     shown = {question: (answer, verdict) for question, answer, verdict in rows}
@@ -120,7 +120,7 @@ def test_a_table_keeps_its_columns() -> None:
     assert format_markdown_table(results).splitlines()[2].endswith(" | a \\| b | **no** |")
 
 
-def test_questions_have_ids_of_their_own() -> None:
+def test_question_ids_are_unique() -> None:
     ids = [question.id for question in load_questions(HELD_OUT)]
     assert len(set(ids)) == len(ids)
 

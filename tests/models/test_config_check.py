@@ -1,4 +1,4 @@
-"""Values of config.json: of the right type and a sensible size, or one line that names the key."""
+"""Values of config.json have the right type and a sensible size, or the error names the key."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from models.config_check import matches_annotation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Some(Config):
+class ExampleConfig(Config):
     hidden_size: int = 64
     num_attention_heads: int = 4
     num_key_value_heads: int | None = None
@@ -46,7 +46,9 @@ class Some(Config):
         (Any, [1, "x", None], []),
     ],
 )
-def test_a_value_fits_its_annotation(hint: Any, good: list[Any], bad: list[Any]) -> None:
+def test_values_are_checked_against_their_annotation(
+    hint: Any, good: list[Any], bad: list[Any]
+) -> None:
     assert [value for value in good if not matches_annotation(value, hint)] == []
     assert [value for value in bad if matches_annotation(value, hint)] == []
 
@@ -89,26 +91,26 @@ def test_a_value_fits_its_annotation(hint: Any, good: list[Any], bad: list[Any])
         ("layer_types", [["x" * 10_000]], "layer_types is [['xxx"),
     ],
 )
-def test_a_value_beyond_all_reason_is_named(key: str, value: Any, words: str | None) -> None:
+def test_the_error_names_an_invalid_value(key: str, value: Any, words: str | None) -> None:
     if words is None:
-        Some.from_dict({key: value})
+        ExampleConfig.from_dict({key: value})
         return
     with pytest.raises(ModelError) as caught:
-        Some.from_dict({key: value})
+        ExampleConfig.from_dict({key: value})
     message = str(caught.value)
     assert message.startswith(f"config.json: {key} ")
     assert words in message
     assert len(message) < 200
 
 
-def test_null_is_like_not_there_and_unknown_keys_are_not_looked_at() -> None:
-    assert Some.from_dict({"hidden_size": None, "other": object()}) == Some()
+def test_null_counts_as_missing_and_unknown_keys_are_ignored() -> None:
+    assert ExampleConfig.from_dict({"hidden_size": None, "other": object()}) == ExampleConfig()
 
 
-def test_whole_numbers_are_numbers() -> None:
-    assert Some.from_dict({"rope_theta": 1_000_000, "scale": 3}).rope_theta == 1_000_000
+def test_an_integer_is_accepted_as_a_float() -> None:
+    assert ExampleConfig.from_dict({"rope_theta": 1_000_000, "scale": 3}).rope_theta == 1_000_000
 
 
-def test_a_number_that_python_does_not_write_is_told_too() -> None:
+def test_a_number_that_python_cannot_print_is_reported() -> None:
     with pytest.raises(ModelError, match="hidden_size is a very long number"):
-        Some.from_dict({"hidden_size": 10**5000})
+        ExampleConfig.from_dict({"hidden_size": 10**5000})

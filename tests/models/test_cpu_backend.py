@@ -1,4 +1,4 @@
-"""Which BLAS answers: in fresh processes, with libraries that were made for these tests."""
+"""Selection of the BLAS library, in new processes and with fake libraries."""
 
 import ctypes
 import json
@@ -20,8 +20,8 @@ from models.cpu_backend import CpuBackend, CpuBackendError
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# a BLAS of row-major products only, which counts them; careless with vectors: what lies where the
-# product goes is multiplied with beta, also with 0
+# a BLAS with row-major products only, which counts calls. Its gemv multiplies the output buffer
+# with beta even if beta is 0
 BLAS = """
 #define GLUE(a, b) a##b
 #define NAME(a, b) GLUE(a, b)
@@ -53,7 +53,7 @@ void NAME(P, cblas_sgemv)(int o, int t, int m, int n, float alpha, const float* 
     y[i * incy] = alpha * sum + beta * y[i * incy]; } }
 """
 
-# `models` without its __init__, which settles it once and for all
+# `models` without its __init__, which selects the BLAS for the whole process
 FRESH = f"""
 import json, os, sys, types
 from pathlib import Path
@@ -62,17 +62,17 @@ package.__path__ = [{str(ROOT / "models")!r}]
 sys.modules["models"] = package
 from models import cpu_backend
 os.environ.pop("MLXRUNNER_BLAS")
-asked, shim = sys.argv[1], Path(sys.argv[2])
-if asked:
-    os.environ["MLXRUNNER_BLAS"] = asked
-def used():
+requested, shim = sys.argv[1], Path(sys.argv[2])
+if requested:
+    os.environ["MLXRUNNER_BLAS"] = requested
+def select():
     found = cpu_backend.select_blas(os.environ, shim=shim)
     return {{name: getattr(found, name) for name in ("blas", "path", "why")}}
 def product():
     import mlx.core as mx
     return float((mx.ones((8, 6)) @ mx.ones((6, 8))).sum())
-def told(**found):
-    print(json.dumps(found))
+def report(**result):
+    print(json.dumps(result))
 """
 
 CC = shutil.which("cc")
@@ -82,135 +82,143 @@ on_linux = pytest.mark.skipif(
 )
 
 
-def compiled(out: Path, *arguments: str | Path) -> Path:
+def compile_library(out: Path, *arguments: str | Path) -> Path:
     assert CC is not None
     command = [CC, "-O1", "-fPIC", "-shared", "-w", "-o", out, *arguments, "-ldl"]
     subprocess.run(list(map(str, command)), check=True)
     return out
 
 
-def fake(folder: Path, *, prefix: str = "", config: str = "OpenBLAS 9.9 FAKE") -> Path:
+def build_fake_blas(folder: Path, *, prefix: str = "", config: str = "OpenBLAS 9.9 FAKE") -> Path:
     source = folder / "fake.c"
     source.write_text(BLAS)
     out = folder / f"lib{prefix}fake.so"
-    return compiled(out, source, f"-DP={prefix}", f'-DCONFIG="{config}"')
+    return compile_library(out, source, f"-DP={prefix}", f'-DCONFIG="{config}"')
 
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("shim") / "libmlxrunner_blas.so"
-    return compiled(out, ROOT / "models" / "kernels" / "src" / "blas_shim.c")
+    return compile_library(out, ROOT / "models" / "kernels" / "src" / "blas_shim.c")
 
 
-def fresh(program: str, asked: object = "", shim: object = "/nowhere", **environ: str) -> Any:
-    ended = subprocess.run(
-        [sys.executable, "-c", FRESH + program, str(asked), str(shim)],
+def run_fresh(
+    program: str, requested: object = "", shim: object = "/nowhere", **environ: str
+) -> Any:
+    process = subprocess.run(
+        [sys.executable, "-c", FRESH + program, str(requested), str(shim)],
         capture_output=True,
         text=True,
         cwd=ROOT,
         env={**os.environ, "MLXRUNNER_BLAS": "stock", **environ},
         check=False,
     )
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
 
 
-COUNTED = """
+COUNT_CALLS = """
 import ctypes
-found = used()
-told(found=found, sum=product(), products=ctypes.CDLL(asked).fake_products(),
-     through=cpu_backend.count_blas_calls(shim) if shim.is_file() else None)
+found = select()
+report(found=found, sum=product(), products=ctypes.CDLL(requested).fake_products(),
+       through=cpu_backend.count_blas_calls(shim) if shim.is_file() else None)
 """
 
 
 @on_linux
-def test_mlx_calls_the_library_that_was_asked_for(tmp_path: Path) -> None:
-    library = fake(tmp_path)
-    told = fresh(COUNTED, library)
-    assert told["found"] == {"blas": "OpenBLAS 9.9 (Fake)", "path": str(library), "why": None}
-    assert (told["sum"], told["products"]) == (384.0, 1)
+def test_mlx_calls_the_requested_library(tmp_path: Path) -> None:
+    library = build_fake_blas(tmp_path)
+    result = run_fresh(COUNT_CALLS, library)
+    assert result["found"] == {"blas": "OpenBLAS 9.9 (Fake)", "path": str(library), "why": None}
+    assert (result["sum"], result["products"]) == (384.0, 1)
 
 
 @on_linux
 @pytest.mark.parametrize("prefix", ["", "scipy_"])
-def test_through_ours_it_calls_one_whatever_its_names_begin_with(
+def test_the_shim_calls_a_library_with_any_symbol_prefix(
     tmp_path: Path, shim: Path, prefix: str
 ) -> None:
-    library = fake(tmp_path, prefix=prefix)
-    told = fresh(COUNTED, library, shim)
-    assert told["found"]["blas"] == "OpenBLAS 9.9 (Fake)"
-    assert (told["sum"], told["products"], told["through"]) == (384.0, 1, 1)
+    library = build_fake_blas(tmp_path, prefix=prefix)
+    result = run_fresh(COUNT_CALLS, library, shim)
+    assert result["found"]["blas"] == "OpenBLAS 9.9 (Fake)"
+    assert (result["sum"], result["products"], result["through"]) == (384.0, 1, 1)
 
 
-REFUSED = """
+REPORT_ERROR = """
 import ctypes
 try:
-    used()
+    select()
 except cpu_backend.CpuBackendError as error:
-    told(error=str(error), shown=hasattr(ctypes.CDLL(None), "cblas_sgemm"))
+    report(error=str(error), shown=hasattr(ctypes.CDLL(None), "cblas_sgemm"))
 """
 
 
 @on_linux
 @pytest.mark.parametrize("ours", [True, False])
-def test_a_library_for_long_integers_is_refused(tmp_path: Path, shim: Path, ours: bool) -> None:
-    library = fake(tmp_path, config="OpenBLAS 9.9 USE64BITINT")
-    told = fresh(REFUSED, library, shim if ours else "/nowhere")
-    assert "uses 64-bit integers, MLX needs 32-bit integers" in told["error"]
-    assert not told["shown"], "MLX would call it all the same"
+def test_a_library_with_64_bit_integers_is_refused(tmp_path: Path, shim: Path, ours: bool) -> None:
+    library = build_fake_blas(tmp_path, config="OpenBLAS 9.9 USE64BITINT")
+    result = run_fresh(REPORT_ERROR, library, shim if ours else "/nowhere")
+    assert "uses 64-bit integers, but MLX requires 32-bit integers" in result["error"]
+    assert not result["shown"], "MLX would call it in spite of the error"
 
 
 @on_linux
-def test_other_names_are_of_no_use_without_ours(tmp_path: Path) -> None:
-    told = fresh(REFUSED, fake(tmp_path, prefix="scipy_"))
-    assert "needs the BLAS shim, which was not built" in told["error"]
-    assert not told["shown"]
+def test_a_symbol_prefix_needs_the_shim(tmp_path: Path) -> None:
+    result = run_fresh(REPORT_ERROR, build_fake_blas(tmp_path, prefix="scipy_"))
+    assert "requires the BLAS shim, which was not built" in result["error"]
+    assert not result["shown"]
 
 
 @on_linux
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("requested", "words"),
     [
         ("/nowhere/libblas.so", "/nowhere/libblas.so cannot be used: /nowhere/libblas.so: cannot"),
         ("libm.so.6", "libm.so.6 has no CBLAS functions"),
     ],
 )
-def test_what_cannot_be_opened_is_told_with_the_variable(asked: str, words: str) -> None:
-    error = fresh(REFUSED, asked)["error"]
-    assert error.startswith(f"MLXRUNNER_BLAS: {asked} cannot be used")
+def test_the_error_for_an_unusable_library_names_the_variable(requested: str, words: str) -> None:
+    error = run_fresh(REPORT_ERROR, requested)["error"]
+    assert error.startswith(f"MLXRUNNER_BLAS: {requested} cannot be used")
     assert words in error
 
 
 @on_linux
 @pytest.mark.parametrize(
-    ("asked", "program", "why"),
+    ("requested", "program", "why"),
     [
-        ("stock", "told(**used())", "MLXRUNNER_BLAS is stock"),
-        ("", "product(); told(**used())", "too late: mlx.core was imported before models"),
-        # also where one was asked for: nothing is claimed that does not hold
-        ("openblas", "product(); told(**used())", "too late: mlx.core was imported before models"),
+        ("stock", "report(**select())", "MLXRUNNER_BLAS is stock"),
+        ("", "product(); report(**select())", "mlx.core was already imported before models"),
+        # also if a library was requested: the report must be true
+        (
+            "openblas",
+            "product(); report(**select())",
+            "mlx.core was already imported before models",
+        ),
     ],
 )
-def test_where_nothing_is_replaced_it_says_why(asked: str, program: str, why: str) -> None:
-    assert fresh(program, asked) == {"blas": None, "path": None, "why": why}
+def test_the_reason_is_reported_if_no_library_is_loaded(
+    requested: str, program: str, why: str
+) -> None:
+    assert run_fresh(program, requested) == {"blas": None, "path": None, "why": why}
 
 
 @on_linux
-def test_stock_touches_no_variable() -> None:
-    program = "before = dict(os.environ); used(); told(same=before == dict(os.environ))"
-    assert fresh(program, "stock") == {"same": True}
+def test_stock_changes_no_variable() -> None:
+    program = "before = dict(os.environ); select(); report(same=before == dict(os.environ))"
+    assert run_fresh(program, "stock") == {"same": True}
 
 
 @on_linux
-def test_what_was_preloaded_is_what_is_told(tmp_path: Path, shim: Path) -> None:
-    """It is found before ours, whatever we would open."""
-    program = "told(**used())"
-    told = fresh(program, "", shim, LD_PRELOAD=str(fake(tmp_path)))
-    assert told == {"blas": "OpenBLAS 9.9 (Fake)", "path": None, "why": None}
+def test_a_preloaded_library_is_reported(tmp_path: Path, shim: Path) -> None:
+    """The dynamic linker finds its symbols before those of the shim."""
+    program = "report(**select())"
+    result = run_fresh(program, "", shim, LD_PRELOAD=str(build_fake_blas(tmp_path)))
+    assert result == {"blas": "OpenBLAS 9.9 (Fake)", "path": None, "why": None}
 
 
 @pytest.mark.parametrize("first", ["models", "app.engine.device", "app.server"])
-def test_it_is_settled_before_mlx_is_imported(first: str) -> None:
+def test_the_blas_is_selected_before_mlx_is_imported(first: str) -> None:
     program = f"""
 import sys, {first}
 order = list(sys.modules)
@@ -220,7 +228,7 @@ assert order.index("models.cpu_backend") < order.index("mlx.core")
 
 
 @pytest.mark.parametrize(
-    ("said", "set_by_us"),
+    ("environ", "set_by_us"),
     [
         ({}, {"OPENBLAS_NUM_THREADS": "3", "MKL_NUM_THREADS": "3"}),
         ({"OMP_NUM_THREADS": "1"}, {}),
@@ -229,16 +237,16 @@ assert order.index("models.cpu_backend") < order.index("mlx.core")
         ({"MKL_NUM_THREADS": "1"}, {"OPENBLAS_NUM_THREADS": "3"}),
     ],
 )
-def test_nothing_that_a_person_said_is_changed(
-    said: dict[str, str], set_by_us: dict[str, str]
+def test_variables_set_by_the_user_are_not_changed(
+    environ: dict[str, str], set_by_us: dict[str, str]
 ) -> None:
     waits = {"OPENBLAS_THREAD_TIMEOUT": "18", "KMP_BLOCKTIME": "0"}
     settings = cpu_backend._blas_variables  # pyright: ignore[reportPrivateUsage] pure
-    assert settings(said, 3) == waits | set_by_us
-    assert settings(said | dict.fromkeys(waits, "7"), 3) == set_by_us
+    assert settings(environ, 3) == waits | set_by_us
+    assert settings(environ | dict.fromkeys(waits, "7"), 3) == set_by_us
 
 
-def wheels(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> None:
+def install_wheels(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> None:
     for name in names:
         (folder / f"{name}.dist-info").mkdir(parents=True)
     found = SimpleNamespace(submodule_search_locations=[str(folder / "mlx")])
@@ -247,18 +255,16 @@ def wheels(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
 
 
-def test_where_mlx_computes_with_cuda_nothing_is_opened(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    wheels(monkeypatch, tmp_path, "mlx-1.0", "mlx_cpu-1.0", "mlx_cuda_13-1.0")
+def test_no_library_is_loaded_with_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install_wheels(monkeypatch, tmp_path, "mlx-1.0", "mlx_cpu-1.0", "mlx_cuda_13-1.0")
     found = cpu_backend.select_blas({"MLXRUNNER_THREADS": "2", "MLXRUNNER_BLAS": "/nowhere"})
     assert found == CpuBackend(threads=2, why=cpu_backend.USES_CUDA)
 
 
-def test_an_mlx_that_was_built_here_is_left_as_it_is(
+def test_no_library_is_loaded_for_a_source_build_of_mlx(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    wheels(monkeypatch, tmp_path, "mlx-1.0")
+    install_wheels(monkeypatch, tmp_path, "mlx-1.0")
     found = cpu_backend.select_blas({"MLXRUNNER_THREADS": "2"})
     assert found.why == "MLX was not installed from its CPU wheel (mlx-cpu)"
 
@@ -270,7 +276,7 @@ def test_an_mlx_that_was_built_here_is_left_as_it_is(
         ("linux", "riscv64", "no BLAS is selected on riscv64"),
     ],
 )
-def test_other_machines_are_left_alone(
+def test_no_library_is_loaded_on_other_platforms(
     monkeypatch: pytest.MonkeyPatch, system: str, machine: str, why: str
 ) -> None:
     monkeypatch.setattr(sys, "platform", system)
@@ -280,14 +286,14 @@ def test_other_machines_are_left_alone(
     assert environ == {"MLXRUNNER_THREADS": "2"}
 
 
-def test_an_error_of_it_is_one_that_the_command_line_tells() -> None:
+def test_the_error_is_an_os_error_that_the_command_line_prints() -> None:
     assert issubclass(CpuBackendError, OSError)
 
 
 @pytest.fixture(scope="module")
-def called(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """(our library, with the fake behind it; the fake)."""
-    library = fake(tmp_path_factory.mktemp("behind"))
+def shim_and_fake(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """(the shim, which calls the fake library; the fake library)."""
+    library = build_fake_blas(tmp_path_factory.mktemp("behind"))
     ours: Any = ctypes.CDLL(str(shim))
     why = ctypes.create_string_buffer(64)
     assert ours.mlxrunner_blas_open(str(library).encode(), b"", why, ctypes.c_size_t(64)) == 0
@@ -302,11 +308,11 @@ def called(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, A
 
 @on_linux
 @given(data=st.data())
-def test_few_rows_are_multiplied_as_vectors_and_come_to_the_same(
-    called: tuple[Any, Any], data: st.DataObject
+def test_products_of_few_rows_use_gemv_with_the_same_result(
+    shim_and_fake: tuple[Any, Any], data: st.DataObject
 ) -> None:
-    """The product is over what may lie there already, which counts only where beta is not 0."""
-    ours, behind = called
+    """The output buffer has content, which must count only if beta is not 0."""
+    ours, behind = shim_and_fake
     rows, columns, depth = (data.draw(st.integers(0, most)) for most in (7, 9, 11))
     turned_a, turned_b = data.draw(st.booleans()), data.draw(st.booleans())
     alpha, beta = data.draw(st.sampled_from([1.0, -0.5])), data.draw(st.sampled_from([0.0, 2.0]))
@@ -328,4 +334,4 @@ def test_few_rows_are_multiplied_as_vectors_and_come_to_the_same(
     as_vectors = rows if rows <= few and depth and columns else 0
     assert behind.fake_vectors() - vectors == as_vectors
     np.testing.assert_allclose(out[:, :columns], expected, rtol=1e-5, atol=1e-5)
-    assert np.isnan(out[:, columns]).all() or beta, "nothing beyond the product is written"
+    assert np.isnan(out[:, columns]).all() or beta, "values beyond the product were overwritten"

@@ -1,4 +1,4 @@
-"""A suited model is the same model: other types, other operations, the same numbers."""
+"""The CPU layout changes types and operations of a model, but not its results."""
 
 from typing import Any
 
@@ -12,31 +12,31 @@ import models
 from models import cpu_layout
 from models.cpu_layout import apply_cpu_layout
 from tests import tiny
-from tests.models.switched import BOTH, computing
+from tests.models.kernel_switch import BOTH, use_kernels
 
 IDS = mx.array([[1, 2, 3, 4]])
 
 
 @pytest.fixture(params=BOTH)
-def by_kernels(request: pytest.FixtureRequest) -> Any:
-    with computing(by_kernels=request.param):
+def with_kernels(request: pytest.FixtureRequest) -> Any:
+    with use_kernels(enabled=request.param):
         yield request.param
 
 
 @pytest.fixture
 def without_kernels() -> Any:
-    with computing(by_kernels=False):
+    with use_kernels(enabled=False):
         yield
 
 
 def linear(dtype: mx.Dtype = mx.float32, outputs: int = 5) -> nn.Linear:
-    made = nn.Linear(3, outputs)
-    made.set_dtype(dtype)
-    return made
+    layer = nn.Linear(3, outputs)
+    layer.set_dtype(dtype)
+    return layer
 
 
-def suited(layer: Any) -> Any:
-    """As a part of a model: a layer by itself is nobody's to swap."""
+def apply_layout(layer: Any) -> Any:
+    """Apply the layout to a layer inside a model, because it replaces layers in their parent."""
     model: Any = nn.Sequential(layer)
     apply_cpu_layout(model)
     return model.layers[0]
@@ -46,9 +46,9 @@ def logits(model: Any) -> Any:
     return np.array(model.logits(model(IDS, model.make_kv())))
 
 
-@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.usefixtures("with_kernels")
 @pytest.mark.parametrize("bits", [None, 2, 4, 8])
-def test_a_model_computes_the_same_and_its_weights_are_read_the_same(bits: int | None) -> None:
+def test_the_layout_changes_neither_logits_nor_weight_values(bits: int | None) -> None:
     model: Any = models.build(tiny.CONFIG, tiny.weights(seed=0))
     if bits is not None:
         nn.quantize(model, 32, bits, class_predicate=lambda _, layer: _packs(layer))
@@ -64,27 +64,27 @@ def test_a_model_computes_the_same_and_its_weights_are_read_the_same(bits: int |
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_halves_stay_halves_where_the_kernels_multiply_with_them(
-    by_kernels: bool, dtype: mx.Dtype
+def test_half_precision_weights_keep_their_type_with_kernels(
+    with_kernels: bool, dtype: mx.Dtype
 ) -> None:
-    layer, norm = suited(linear(dtype)), nn.RMSNorm(3)
+    layer, norm = apply_layout(linear(dtype)), nn.RMSNorm(3)
     norm.set_dtype(dtype)
-    assert layer.weight.dtype == (dtype if by_kernels else mx.float32)
-    assert layer.bias.dtype == suited(norm).weight.dtype == mx.float32
+    assert layer.weight.dtype == (dtype if with_kernels else mx.float32)
+    assert layer.bias.dtype == apply_layout(norm).weight.dtype == mx.float32
     assert layer(mx.ones((1, 3))).dtype == mx.float32
 
 
-def test_packed_weights_stay_packed(by_kernels: bool) -> None:
+def test_packed_weights_stay_packed(with_kernels: bool) -> None:
     layer = nn.Linear(32, 5, bias=False)
     layer.set_dtype(mx.bfloat16)
-    made = suited(layer.to_quantized(32, 4))
-    assert made.weight.dtype == mx.uint32
-    assert made.scales.dtype == (mx.bfloat16 if by_kernels else mx.float32)
+    packed = apply_layout(layer.to_quantized(32, 4))
+    assert packed.weight.dtype == mx.uint32
+    assert packed.scales.dtype == (mx.bfloat16 if with_kernels else mx.float32)
 
 
-@pytest.mark.usefixtures("by_kernels")
-def test_nothing_is_evaluated() -> None:
-    """Whether a model fits is asked of a suited one, none of whose weights was read."""
+@pytest.mark.usefixtures("with_kernels")
+def test_the_layout_evaluates_no_weights() -> None:
+    """The preflight applies the layout before any weight is read."""
 
     class Unread(nn.Module):
         def __init__(self) -> None:
@@ -99,31 +99,31 @@ def test_nothing_is_evaluated() -> None:
 
 
 @pytest.mark.usefixtures("without_kernels")
-def test_the_product_finds_its_weight_in_one_piece() -> None:
-    layer = suited(linear())
+def test_the_transposed_weight_is_contiguous() -> None:
+    layer = apply_layout(linear())
     # numpy shows the strides that MLX has
     assert np.array(layer.weight.T, copy=False).flags.c_contiguous
 
 
 @pytest.mark.usefixtures("without_kernels")
-def test_a_weight_too_large_to_be_held_twice_stays_as_it_is(
+def test_a_weight_above_the_size_limit_is_not_transposed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     small, larger = linear(), linear(outputs=6)
     monkeypatch.setattr(cpu_layout, "MAX_TRANSPOSED_BYTES", small.weight.nbytes)
-    weight, kept = small.weight, larger.weight
-    assert suited(small).weight is not weight
-    assert suited(larger).weight is kept
+    weight, unchanged = small.weight, larger.weight
+    assert apply_layout(small).weight is not weight
+    assert apply_layout(larger).weight is unchanged
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_other_devices_keep_their_order_and_types(
+def test_the_layout_changes_no_layers_on_other_devices(
     monkeypatch: pytest.MonkeyPatch, dtype: mx.Dtype
 ) -> None:
     layer = linear(dtype)
     weight = layer.weight
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    assert suited(layer) is layer
+    assert apply_layout(layer) is layer
     assert layer.weight is weight
 
 

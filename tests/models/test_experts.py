@@ -1,4 +1,4 @@
-"""Mixtures of experts beside the plain sum that they are."""
+"""Mixtures of experts, compared with a sum in float64."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,15 +16,15 @@ from tests.models import parity
 HIDDEN, INNER, EXPERTS, CHOSEN = 64, 32, 8, 3
 
 
-def filled(layer: nn.Module, seed: int = 0) -> Any:
+def randomize(layer: nn.Module, seed: int = 0) -> Any:
     mx.random.seed(seed)
     shapes = tree_map(lambda a: mx.random.normal(a.shape) * 0.2, layer.parameters())
     layer.update(shapes)
     return layer
 
 
-def routed(tokens: int, seed: int = 0) -> tuple[mx.array, mx.array, mx.array]:
-    """x [1, L, D], chosen and shares [1, L, k]."""
+def draw_routing(tokens: int, seed: int = 0) -> tuple[mx.array, mx.array, mx.array]:
+    """Random x [1, L, D], chosen and shares [1, L, k]."""
     rng = np.random.default_rng(seed)
     chosen = np.stack([rng.permutation(EXPERTS)[:CHOSEN] for _ in range(tokens)])
     x, shares = rng.standard_normal((1, tokens, HIDDEN)), rng.random((1, tokens, CHOSEN))
@@ -35,14 +35,14 @@ def routed(tokens: int, seed: int = 0) -> tuple[mx.array, mx.array, mx.array]:
     )
 
 
-def summed(
+def sum_experts(
     experts: Any,
     weight: Callable[[Any], mx.array],
     x: mx.array,
     chosen: mx.array,
     shares: mx.array,
 ) -> np.ndarray:
-    """Token by token and expert by expert, in float64."""
+    """The sum token by token and expert by expert, in float64."""
 
     def linear(layer: Any, expert: int, row: np.ndarray) -> np.ndarray:
         product = np.array(weight(layer), dtype=np.float64)[expert] @ row
@@ -62,18 +62,18 @@ def summed(
 @pytest.mark.parametrize(
     "tokens", [1, 5, MIN_SORTED_ROWS // CHOSEN, MIN_SORTED_ROWS // CHOSEN + 1, MIN_SORTED_ROWS]
 )
-def test_what_experts_say_is_summed_by_shares(tokens: int) -> None:
-    """Few rows are taken as they come, many sorted by expert."""
-    experts = filled(Experts(HIDDEN, INNER, EXPERTS, bias=True))
-    x, chosen, shares = routed(tokens)
-    wanted = summed(experts, lambda layer: layer.weight, x, chosen, shares)
-    np.testing.assert_allclose(np.array(experts(x, chosen, shares)), wanted, atol=1e-4)
+def test_expert_outputs_are_summed_by_shares(tokens: int) -> None:
+    """Few rows are evaluated in order, many are sorted by expert."""
+    experts = randomize(Experts(HIDDEN, INNER, EXPERTS, bias=True))
+    x, chosen, shares = draw_routing(tokens)
+    expected = sum_experts(experts, lambda layer: layer.weight, x, chosen, shares)
+    np.testing.assert_allclose(np.array(experts(x, chosen, shares)), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("tokens", [5, MIN_SORTED_ROWS])
 @pytest.mark.parametrize("kind", parity.KINDS)
-def test_quantised_experts_are_those_that_their_weights_stand_for(kind: str, tokens: int) -> None:
-    experts = filled(Experts(HIDDEN, INNER, EXPERTS, bias=True))
+def test_quantized_experts_equal_their_dequantized_weights(kind: str, tokens: int) -> None:
+    experts = randomize(Experts(HIDDEN, INNER, EXPERTS, bias=True))
     nn.quantize(experts, **parity.KINDS[kind])
 
     def weight(layer: Any) -> mx.array:
@@ -83,28 +83,28 @@ def test_quantised_experts_are_those_that_their_weights_stand_for(kind: str, tok
     names = {name for name, _ in tree_flatten(experts.gate_proj.parameters())}
     affine = {"biases"} if kind.startswith("affine") else set()
     assert names == {"weight", "scales", "bias"} | affine
-    x, chosen, shares = routed(tokens)
-    wanted = summed(experts, weight, x, chosen, shares)
-    np.testing.assert_allclose(np.array(experts(x, chosen, shares)), wanted, atol=1e-4)
+    x, chosen, shares = draw_routing(tokens)
+    expected = sum_experts(experts, weight, x, chosen, shares)
+    np.testing.assert_allclose(np.array(experts(x, chosen, shares)), expected, atol=1e-4)
 
 
-def test_half_precision_goes_in_and_comes_out() -> None:
-    experts = filled(Experts(HIDDEN, INNER, EXPERTS))
+def test_half_precision_inputs_give_half_precision_outputs() -> None:
+    experts = randomize(Experts(HIDDEN, INNER, EXPERTS))
     experts.set_dtype(mx.bfloat16)
-    x, chosen, shares = routed(MIN_SORTED_ROWS)
+    x, chosen, shares = draw_routing(MIN_SORTED_ROWS)
     assert experts(x.astype(mx.bfloat16), chosen, shares).dtype == mx.bfloat16
 
 
 @pytest.mark.parametrize("normalised", [True, False])
-def test_a_sparse_mlp_is_the_sum_of_its_best_and_of_the_one_that_all_share(
+def test_a_sparse_mlp_is_the_sum_of_the_top_experts_and_the_shared_one(
     normalised: bool,
 ) -> None:
-    mlp = filled(
+    mlp = randomize(
         SparseMoeBlock(
             HIDDEN, INNER, EXPERTS, top_k=CHOSEN, norm_topk_prob=normalised, shared_width=INNER
         )
     )
-    x, _, _ = routed(4)
+    x, _, _ = draw_routing(4)
     scores = np.array(mx.softmax(mlp.gate(x), axis=-1))
     best = np.argsort(scores, axis=-1)[..., -CHOSEN:]
     shares = np.take_along_axis(scores, best, axis=-1)
@@ -118,14 +118,14 @@ def test_a_sparse_mlp_is_the_sum_of_its_best_and_of_the_one_that_all_share(
 
 
 @pytest.mark.parametrize("chosen", [0, EXPERTS + 1])
-def test_a_token_cannot_choose_what_there_is_not(chosen: int) -> None:
+def test_top_k_must_be_between_one_and_the_number_of_experts(chosen: int) -> None:
     with pytest.raises(
-        ModelError, match=f"num_experts_per_tok {chosen} must be between 1 and {EXPERTS}"
+        ModelError, match=f"num_experts_per_tok is {chosen}, but must be between 1 and {EXPERTS}"
     ):
         SparseMoeBlock(HIDDEN, INNER, EXPERTS, top_k=chosen, norm_topk_prob=True)
 
 
-def test_experts_stored_one_by_one_are_stacked_in_their_order() -> None:
+def test_separate_experts_are_stacked_in_order() -> None:
     weights = {
         f"model.layers.0.mlp.experts.{n}.{projection}.{kind}": mx.full((2, 3), n)
         for n in (10, *range(10))
@@ -144,7 +144,7 @@ def test_experts_stored_one_by_one_are_stacked_in_their_order() -> None:
     assert up[:, 0, 0].tolist() == list(range(11))
 
 
-def test_fused_experts_are_cut_in_halves_the_gate_first() -> None:
+def test_fused_experts_are_split_into_gate_and_up() -> None:
     fused, down = mx.arange(2 * 8 * 3).reshape(2, 8, 3), mx.ones((2, 3, 4))
     path = "model.layers.3.mlp"
     halves = stack_experts(
@@ -157,20 +157,20 @@ def test_fused_experts_are_cut_in_halves_the_gate_first() -> None:
     assert mx.array_equal(halves[f"{path}.switch_mlp.up_proj.weight"], fused[:, 4:])
 
 
-def test_other_names_of_projections_can_be_given() -> None:
+def test_projections_can_have_other_names() -> None:
     weights = {f"a.experts.{n}.w2.weight": mx.ones((2, 3)) for n in range(2)}
     assert stack_experts(weights, projections={"w2": "down_proj"}, module_name="many").keys() == {
         "a.many.down_proj.weight"
     }
 
 
-def test_a_missing_expert_is_named() -> None:
+def test_the_error_names_a_missing_expert() -> None:
     weights = {f"a.experts.{n}.up_proj.weight": mx.ones((2, 3)) for n in (0, 2, 3)}
     with pytest.raises(ModelError, match=r"lacks expert 1 of a\.switch_mlp\.up_proj\.weight"):
         stack_experts(weights)
 
 
-def test_experts_of_unlike_shapes_are_refused() -> None:
+def test_experts_of_different_shapes_are_refused() -> None:
     weights = {f"a.experts.{n}.up_proj.weight": mx.ones((2, 3 + n)) for n in range(2)}
     with pytest.raises(ModelError, match=r"different shapes in a\.switch_mlp\.up_proj\.weight"):
         stack_experts(weights)

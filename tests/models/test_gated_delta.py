@@ -1,4 +1,4 @@
-"""The gated delta rule: both forms say what its three lines say."""
+"""The gated delta rule: both forms agree with its formulas."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,9 +20,9 @@ FORMS = pytest.mark.parametrize(
 KEY_HEADS, VALUE_HEADS, KEY, VALUE = 2, 4, 8, 6
 
 
-def inputs(seed: int, length: int, batch: int = 1) -> dict[str, np.ndarray[Any, Any]]:
-    """Keys of length one, beta from 0 to 1, decays from hardly to nearly all forgotten, a state
-    that is there already."""
+def make_inputs(seed: int, length: int, batch: int = 1) -> dict[str, np.ndarray[Any, Any]]:
+    """Keys of length one, beta from 0 to 1, decays from almost none to almost complete, and a state
+    that is not zero."""
     rng = np.random.default_rng(seed)
     keys = rng.standard_normal((batch, length, KEY_HEADS, KEY))
     return {
@@ -43,24 +43,24 @@ def formulas(
     beta: np.ndarray[Any, Any],
     state: np.ndarray[Any, Any],
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """In float64, head by head and position by position."""
+    """The rule in float64, head by head and position by position."""
     out, after = np.zeros(values.shape), state.copy()
     for row, head in np.ndindex(values.shape[0], values.shape[2]):
-        held, key_head = state[row, head], head // (values.shape[2] // keys.shape[2])
+        memory, key_head = state[row, head], head // (values.shape[2] // keys.shape[2])
         for t in range(values.shape[1]):
             key = keys[row, t, key_head]
-            held = np.exp(log_decay[row, t, head]) * held
-            correction = beta[row, t, head] * (values[row, t, head] - held @ key)
-            held = held + np.outer(correction, key)
-            out[row, t, head] = held @ queries[row, t, key_head]
-        after[row, head] = held
+            memory = np.exp(log_decay[row, t, head]) * memory
+            correction = beta[row, t, head] * (values[row, t, head] - memory @ key)
+            memory = memory + np.outer(correction, key)
+            out[row, t, head] = memory @ queries[row, t, key_head]
+        after[row, head] = memory
     return out, after
 
 
-def assert_follows(form: Form, given: dict[str, np.ndarray[Any, Any]]) -> None:
-    wanted = formulas(**given)
-    got = form(**{name: mx.array(array.astype(np.float32)) for name, array in given.items()})
-    for ours, exact in zip(got, wanted, strict=True):
+def assert_follows(form: Form, inputs: dict[str, np.ndarray[Any, Any]]) -> None:
+    expected = formulas(**inputs)
+    got = form(**{name: mx.array(array.astype(np.float32)) for name, array in inputs.items()})
+    for ours, exact in zip(got, expected, strict=True):
         np.testing.assert_allclose(np.array(ours), exact, atol=1e-4)
 
 
@@ -70,32 +70,32 @@ def assert_follows(form: Form, given: dict[str, np.ndarray[Any, Any]]) -> None:
     length=st.integers(1, 2 * gated_delta.CHUNK_LENGTH + 3),
     batch=st.integers(1, 3),
 )
-def test_a_form_says_what_the_formulas_say(form: Form, seed: int, length: int, batch: int) -> None:
-    assert_follows(form, inputs(seed, length, batch))
+def test_both_forms_agree_with_the_formulas(form: Form, seed: int, length: int, batch: int) -> None:
+    assert_follows(form, make_inputs(seed, length, batch))
 
 
 @FORMS
 @pytest.mark.parametrize("length", [1, 7, gated_delta.CHUNK_LENGTH, gated_delta.CHUNK_LENGTH + 1])
 @pytest.mark.parametrize("log_gate", [0.0, -1e-7, -90.0, -1e4])
 @pytest.mark.parametrize("step", [0.0, 1.0])
-def test_extreme_gates_and_steps_are_as_exact(
+def test_extreme_gates_and_steps_keep_the_precision(
     form: Form, length: int, log_gate: float, step: float
 ) -> None:
-    """exp(-90) squared is zero in float32, and a quotient of two such products is no number."""
-    given = inputs(0, length)
-    given["log_decay"][:, ::2] = log_gate
-    given["beta"][:, ::3] = step
-    assert_follows(form, given)
+    """exp(-90) squared is zero in float32, and the quotient of two such products is NaN."""
+    inputs = make_inputs(0, length)
+    inputs["log_decay"][:, ::2] = log_gate
+    inputs["beta"][:, ::3] = step
+    assert_follows(form, inputs)
 
 
 @FORMS
-def test_a_prompt_that_repeats_itself_is_as_exact(form: Form) -> None:
-    """Equal keys that nothing fades between: the system's matrix is all ones under its diagonal,
-    and the series that would invert it has terms of 10^8 that cancel."""
-    given = inputs(1, 2 * gated_delta.CHUNK_LENGTH)
-    given["keys"][:] = given["keys"][:, :1]
-    given["log_decay"][:], given["beta"][:] = 0.0, 1.0
-    assert_follows(form, given)
+def test_repeated_keys_keep_the_precision(form: Form) -> None:
+    """Equal keys without decay: the matrix of the system is all ones below its diagonal, and the
+    series that would invert it has terms of 10^8 that cancel."""
+    inputs = make_inputs(1, 2 * gated_delta.CHUNK_LENGTH)
+    inputs["keys"][:] = inputs["keys"][:, :1]
+    inputs["log_decay"][:], inputs["beta"][:] = 0.0, 1.0
+    assert_follows(form, inputs)
 
 
 @pytest.mark.parametrize(
@@ -107,15 +107,15 @@ def test_a_prompt_that_repeats_itself_is_as_exact(form: Form) -> None:
         [gated_delta.MAX_RECURRENT_LENGTH, 80 - gated_delta.MAX_RECURRENT_LENGTH],
     ],
 )
-def test_a_sequence_may_be_worked_off_in_any_pieces(pieces: list[int]) -> None:
-    given = inputs(2, 80)
-    wanted, after = formulas(**given)
-    arrays = {name: mx.array(array.astype(np.float32)) for name, array in given.items()}
+def test_a_sequence_can_be_evaluated_in_any_chunks(pieces: list[int]) -> None:
+    inputs = make_inputs(2, 80)
+    expected, after = formulas(**inputs)
+    arrays = {name: mx.array(array.astype(np.float32)) for name, array in inputs.items()}
     state, start, outs = arrays.pop("state"), 0, list[mx.array]()
     for length in pieces:
         part = {name: array[:, start : start + length] for name, array in arrays.items()}
         out, state = gated_delta.gated_delta(**part, state=state)
         outs.append(out)
         start += length
-    np.testing.assert_allclose(np.array(mx.concatenate(outs, axis=1)), wanted, atol=1e-4)
+    np.testing.assert_allclose(np.array(mx.concatenate(outs, axis=1)), expected, atol=1e-4)
     np.testing.assert_allclose(np.array(state), after, atol=1e-4)

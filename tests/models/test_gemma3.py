@@ -1,4 +1,4 @@
-"""Gemma 3: what its many configs mean, and which of a checkpoint's tensors are its text part."""
+"""Gemma 3: its config keys, and the tensors of the text part."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ WHOLE: dict[str, Any] = {
 }
 
 CASES = [
-    Case(name="plain", config=TINY, quantised=("affine-4", "affine-8", "mxfp4", "mxfp8", "nvfp4")),
+    Case(name="plain", config=TINY, quantized=("affine-4", "affine-8", "mxfp4", "mxfp8", "nvfp4")),
     Case(name="stretched", config={**TINY, "rope_scaling": LINEAR}),
     Case(
         name="scaled-by-a-bfloat16",
@@ -52,7 +52,7 @@ CASES = [
     Case(name="multimodal", config=WHOLE),
 ]
 
-# all that google/gemma-3-4b-it says of its text part
+# the complete text_config of google/gemma-3-4b-it
 PUBLISHED: dict[str, Any] = {
     "model_type": "gemma3",
     "architectures": ["Gemma3ForConditionalGeneration"],
@@ -68,8 +68,8 @@ PUBLISHED: dict[str, Any] = {
 }
 
 
-def drawn(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]:
-    """Random tensors under the names of the text part alone."""
+def draw_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]:
+    """Random tensors with the names of the text part."""
     names = dict(config, tie_word_embeddings=True)
     flat: Any = tree_flatten(gemma3.Model(gemma3.Config.from_dict(names)).parameters())
     rng = np.random.default_rng(seed)
@@ -81,10 +81,10 @@ def drawn(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]:
 
 def logits(config: dict[str, Any], weights: dict[str, mx.array]) -> np.ndarray:
     prompt = np.random.default_rng(1).integers(0, 101, 23).tolist()
-    return parity.our_prefilled(models.build(config, dict(weights)), prompt, [23])
+    return parity.prefill(models.build(config, dict(weights)), prompt, [23])
 
 
-def test_a_published_config_leaves_most_to_defaults() -> None:
+def test_defaults_complete_a_published_config() -> None:
     config = gemma3.Config.from_dict(PUBLISHED["text_config"])
     assert (config.num_attention_heads, config.kv_heads, config.head_size) == (8, 4, 256)
     assert (config.query_pre_attn_scalar, config.rms_norm_eps) == (256, 1e-6)
@@ -94,19 +94,22 @@ def test_a_published_config_leaves_most_to_defaults() -> None:
     assert windows == [None if layer % 6 == 5 else 1024 for layer in range(34)]
 
 
-def test_one_layer_in_a_few_keeps_everything() -> None:
-    kinds = [type(layer) for layer in models.build(TINY, drawn(TINY)).make_kv()]
+def test_every_nth_layer_has_full_attention() -> None:
+    kinds = [type(layer) for layer in models.build(TINY, draw_weights(TINY)).make_kv()]
     assert kinds == [RotatingKVCache, RotatingKVCache, KVCache, RotatingKVCache]
 
 
-def test_layer_types_say_more_than_the_pattern() -> None:
+def test_layer_types_override_the_pattern() -> None:
     types = ["full_attention", *["sliding_attention"] * 3]
-    kinds = [type(kv) for kv in models.build({**TINY, "layer_types": types}, drawn(TINY)).make_kv()]
+    kinds = [
+        type(kv)
+        for kv in models.build({**TINY, "layer_types": types}, draw_weights(TINY)).make_kv()
+    ]
     assert kinds == [KVCache, *[RotatingKVCache] * 3]
 
 
 @pytest.mark.parametrize("thetas", [{}, {"rope_theta": 5e5, "rope_local_base_freq": 5e3}])
-def test_both_spellings_of_the_rotation_mean_the_same(thetas: dict[str, float]) -> None:
+def test_both_spellings_of_the_rope_settings_are_equal(thetas: dict[str, float]) -> None:
     older = {**TINY, **thetas, "rope_scaling": LINEAR}
     names = ("rope_theta", "rope_local_base_freq", "rope_scaling")
     newer = {key: value for key, value in older.items() if key not in names}
@@ -114,20 +117,20 @@ def test_both_spellings_of_the_rotation_mean_the_same(thetas: dict[str, float]) 
         "full_attention": {**LINEAR, "rope_theta": older["rope_theta"]},
         "sliding_attention": {"rope_type": "default", "rope_theta": older["rope_local_base_freq"]},
     }
-    weights = drawn(TINY)
+    weights = draw_weights(TINY)
     np.testing.assert_array_equal(logits(newer, weights), logits(older, weights))
 
 
-def test_a_base_that_rope_parameters_leave_out_is_the_usual_one() -> None:
+def test_a_missing_rope_theta_has_the_default() -> None:
     newer = {key: value for key, value in TINY.items() if not key.startswith("rope_")}
     bare = {"rope_type": "default"}
     newer["rope_parameters"] = {"full_attention": bare, "sliding_attention": bare}
-    weights = drawn(TINY)
+    weights = draw_weights(TINY)
     np.testing.assert_array_equal(logits(newer, weights), logits(TINY, weights))
 
 
-def test_only_layers_that_see_everything_are_stretched() -> None:
-    weights = drawn(TINY)
+def test_rope_scaling_applies_to_full_attention_layers_only() -> None:
+    weights = draw_weights(TINY)
     local = {**TINY, "layer_types": ["sliding_attention"] * 4}
     stretched = {**local, "rope_scaling": LINEAR}
     np.testing.assert_array_equal(logits(stretched, weights), logits(local, weights))
@@ -136,28 +139,28 @@ def test_only_layers_that_see_everything_are_stretched() -> None:
 
 @pytest.mark.parametrize("prefix", ["language_model.", "model.language_model."])
 def test_the_text_part_of_a_multimodal_checkpoint_is_found(prefix: str) -> None:
-    """As Google published it, and as newer versions of transformers save it."""
-    weights = drawn(WHOLE["text_config"])
-    whole = {
+    """In the layout that Google published, and in that of newer versions of transformers."""
+    weights = draw_weights(WHOLE["text_config"])
+    checkpoint = {
         (prefix + name if prefix == "language_model." else name.replace("model.", prefix, 1)): array
         for name, array in weights.items()
     }
     for other in ("vision_tower.vision_model.x", "multi_modal_projector.mm_input_projection"):
-        whole[f"{other}.weight"] = mx.zeros((2, 2))
-        whole[f"model.{other}.bias"] = mx.zeros((2,))
+        checkpoint[f"{other}.weight"] = mx.zeros((2, 2))
+        checkpoint[f"model.{other}.bias"] = mx.zeros((2,))
     np.testing.assert_array_equal(
-        logits(WHOLE, whole), logits({**TINY, "rope_scaling": LINEAR}, weights)
+        logits(WHOLE, checkpoint), logits({**TINY, "rope_scaling": LINEAR}, weights)
     )
 
 
-def test_without_a_head_the_embeddings_are_it() -> None:
-    weights = drawn(TINY)
-    whole = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
-    np.testing.assert_array_equal(logits(TINY, whole), logits(TINY, weights))
+def test_a_model_without_a_head_uses_its_embeddings() -> None:
+    weights = draw_weights(TINY)
+    checkpoint = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
+    np.testing.assert_array_equal(logits(TINY, checkpoint), logits(TINY, weights))
 
 
-def test_caps_are_used_when_the_config_says_so() -> None:
-    weights = drawn(TINY)
+def test_softcaps_of_the_config_are_used() -> None:
+    weights = draw_weights(TINY)
     plain = logits(TINY, weights)
     capped = logits({**TINY, "final_logit_softcapping": 0.5}, weights)
     np.testing.assert_allclose(capped, 0.5 * np.tanh(plain / 0.5), atol=1e-5)
@@ -165,16 +168,16 @@ def test_caps_are_used_when_the_config_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "complaint"),
+    ("change", "message"),
     [
         (
             {"use_bidirectional_attention": True},
-            "use_bidirectional_attention is not supported: such a model cannot generate",
+            "use_bidirectional_attention is not supported, because such a model cannot",
         ),
         ({"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
         ({"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters lacks sliding_attention"),
     ],
 )
-def test_what_cannot_be_is_refused(said: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ModelError, match=complaint):
-        models.build({**TINY, **said}, {})
+def test_invalid_settings_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        models.build({**TINY, **change}, {})

@@ -1,4 +1,4 @@
-"""GLM-4 MoE Lite: both ways to attend, the router, and the layouts in which it is published."""
+"""GLM-4 MoE Lite: both forms of attention, the router, and the published layouts."""
 
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ from models.mla import LatentCache
 from tests.models import parity
 from tests.models.architectures import Case
 from tests.models.test_llama import TINY
-from tests.models.test_qwen3_moe import fused, one_by_one, read
+from tests.models.test_qwen3_moe import fuse_experts, read_weights, split_experts
 
 PLAIN, ROTARY, VALUES, LATENT = 32, 16, 32, 64
 
-# 23 queries at once expand what was before; single ones, and few behind many, are absorbed
+# a prefill of 23 queries expands the latents; single queries, and few after many positions, use the
+# absorbed form
 CONFIG = {
     **TINY,
     "model_type": "glm4_moe_lite",
@@ -40,7 +41,7 @@ CONFIG = {
 
 CASES = [
     Case(
-        name="plain", config=CONFIG, quantised=("affine-4", "affine-8", "mxfp4", "mxfp8", "nvfp4")
+        name="plain", config=CONFIG, quantized=("affine-4", "affine-8", "mxfp4", "mxfp8", "nvfp4")
     ),
     Case(
         name="groups",
@@ -71,7 +72,7 @@ CASES = [
                 "mscale_all_dim": 0.8,
             },
         },
-        quantised=("affine-6",),
+        quantized=("affine-6",),
         transformers=False,
         why="It takes no null for n_shared_experts, and does not read moe_layer_freq.",
     ),
@@ -80,8 +81,8 @@ CASES = [
 IDS = [5, 50, 17, 17, 99, 3, 80, 42, 7]
 
 
-def joined(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """The two maps from latents put together as the makers have them."""
+def fuse_kv_b(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Join the two maps from latents as in the published layout."""
     found: dict[str, mx.array] = {}
     for name, array in weights.items():
         if "embed_q.weight" in name:
@@ -93,27 +94,27 @@ def joined(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     return found
 
 
-@pytest.mark.parametrize("layout", [one_by_one, fused])
-def test_the_makers_layouts_hold_the_same_model(layout: Any, tmp_path: Path) -> None:
-    parity.saved(CASES[0], tmp_path)
-    weights = joined(layout(read(tmp_path)))
-    # the layer that guesses ahead, in the makers' checkpoints alone
+@pytest.mark.parametrize("layout", [split_experts, fuse_experts])
+def test_published_layouts_give_the_same_model(layout: Any, tmp_path: Path) -> None:
+    parity.save_reference(CASES[0], tmp_path)
+    weights = fuse_kv_b(layout(read_weights(tmp_path)))
+    # the multi-token prediction layer, which only published checkpoints have
     weights["model.layers.3.eh_proj.weight"] = mx.zeros((64, 128))
     weights["model.layers.3.mlp.experts.0.up_proj.weight"] = mx.zeros((32, 64))
     theirs = models.build(CONFIG, weights)
     np.testing.assert_array_equal(
-        parity.our_prefilled(theirs, IDS, [9]),
-        parity.our_prefilled(parity.opened(tmp_path), IDS, [9]),
+        parity.prefill(theirs, IDS, [9]),
+        parity.prefill(parity.load_model(tmp_path), IDS, [9]),
     )
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_an_early_conversion_is_read_as_the_reference_reads_it(bits: int, tmp_path: Path) -> None:
-    """The first ones quantised the makers' map from latents before anybody cut it in two. The
-    reference quantises both halves again; we cut the values' rows from the map as they are, and
-    so the reference is given these."""
-    parity.saved(CASES[0], tmp_path, kind=f"affine-{bits}")
-    weights = read(tmp_path)
+def test_an_early_conversion_is_read_like_in_the_reference(bits: int, tmp_path: Path) -> None:
+    """Early conversions quantized the joined map from latents. The reference splits it and
+    quantizes both halves again; we take the rows of the values unchanged, so the test copies
+    these rows to the reference."""
+    parity.save_reference(CASES[0], tmp_path, kind=f"affine-{bits}")
+    weights = read_weights(tmp_path)
     for name in [name for name in weights if "embed_q" in name or "unembed_out" in name]:
         del weights[name]
     rng = np.random.default_rng(5)
@@ -130,19 +131,19 @@ def test_an_early_conversion_is_read_as_the_reference_reads_it(bits: int, tmp_pa
     for layer, own in zip(reference.model.layers, rows, strict=True):
         layer.self_attn.unembed_out.update(own)
     np.testing.assert_allclose(
-        parity.our_prefilled(parity.opened(tmp_path), IDS, [9]),
-        parity.prefilled(reference, IDS),
+        parity.prefill(parity.load_model(tmp_path), IDS, [9]),
+        parity.prefill_reference(reference, IDS),
         atol=1e-4,
     )
 
 
 @pytest.mark.parametrize("kind", [None, "affine-4", "mxfp4"])
 @pytest.mark.parametrize(("before", "length"), [(0, 12), (9, 2), (9, 12), (40, 5)])
-def test_both_ways_to_attend_agree(
+def test_both_forms_of_attention_agree(
     before: int, length: int, kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parity.saved(CASES[0], tmp_path, kind=kind)
-    model = parity.opened(tmp_path)
+    parity.save_reference(CASES[0], tmp_path, kind=kind)
+    model = parity.load_model(tmp_path)
     prompt = parity.ids(CASES[0], before + length)
     chunks = [before, length] if before else [length]
     logits = []
@@ -150,12 +151,12 @@ def test_both_ways_to_attend_agree(
         monkeypatch.setattr(
             glm4_moe_lite.Attention, "_prefers_expanded", lambda *_, expands=expands: expands
         )
-        logits.append(parity.our_prefilled(model, prompt, chunks))
+        logits.append(parity.prefill(model, prompt, chunks))
     np.testing.assert_allclose(*logits, atol=1e-4)
 
 
-def test_it_expands_for_long_pieces_and_absorbs_few_queries_behind_many_positions() -> None:
-    """The published model's sizes: the ways cost the same at about 400 queries."""
+def test_attention_expands_for_long_chunks_and_absorbs_for_few_queries() -> None:
+    """With the sizes of the published model, both forms cost the same at about 400 queries."""
     sizes = {
         "num_attention_heads": 20,
         "kv_lora_rank": 512,
@@ -171,9 +172,9 @@ def test_it_expands_for_long_pieces_and_absorbs_few_queries_behind_many_position
     assert not attention._prefers_expanded(1, mx.array([3, 9]))
 
 
-def test_only_the_latent_and_one_rotary_key_are_kept_of_a_position(tmp_path: Path) -> None:
-    parity.saved(CASES[0], tmp_path)
-    model = parity.opened(tmp_path)
+def test_the_cache_has_one_latent_and_one_rotary_key_per_position(tmp_path: Path) -> None:
+    parity.save_reference(CASES[0], tmp_path)
+    model = parity.load_model(tmp_path)
     kv = model.make_kv()
     mx.eval(model(mx.array([IDS]), kv))
     for layer in kv:
@@ -181,24 +182,22 @@ def test_only_the_latent_and_one_rotary_key_are_kept_of_a_position(tmp_path: Pat
         assert layer.copy().nbytes == len(IDS) * (LATENT + ROTARY) * 4
 
 
-def test_positions_can_be_forgotten_in_the_middle(tmp_path: Path) -> None:
-    """Of one layer alone: it knows of each position its own id and where it stands, no more."""
-    parity.saved(Case(name="shallow", config={**CONFIG, "num_hidden_layers": 1}), tmp_path)
-    model = parity.opened(tmp_path)
-    kv, kept = model.make_kv(), IDS[:2] + IDS[5:]
+def test_positions_can_be_removed_from_the_middle(tmp_path: Path) -> None:
+    """The model has one layer, so the cache of a position depends only on its id and position."""
+    parity.save_reference(Case(name="shallow", config={**CONFIG, "num_hidden_layers": 1}), tmp_path)
+    model = parity.load_model(tmp_path)
+    kv, remaining = model.make_kv(), IDS[:2] + IDS[5:]
     mx.eval(model(mx.array([IDS]), kv))
     assert model.shift(kv, 2, 5)
-    assert kv[0].offset == len(kept)
+    assert kv[0].offset == len(remaining)
     shifted = model.logits(model(mx.array([[1]]), kv))
-    fresh = model.logits(model(mx.array([[*kept, 1]]), model.make_kv()))
+    fresh = model.logits(model(mx.array([[*remaining, 1]]), model.make_kv()))
     np.testing.assert_allclose(np.array(shifted[:, -1]), np.array(fresh[:, -1]), atol=1e-4)
 
 
-def test_the_router_takes_the_best_of_the_best_groups_and_leaves_the_bias_out_of_the_shares() -> (
-    None
-):
-    """Biases so low that every sum is negative; a group is ruled out all the same (mlx-lm 0.32
-    puts 0 in its place, and so prefers it then)."""
+def test_the_router_chooses_within_the_best_groups_and_shares_ignore_the_bias() -> None:
+    """The biases are so low that every sum is negative. Other groups must be excluded nevertheless
+    (mlx-lm 0.32 sets their scores to 0, and so prefers them)."""
     changes = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2}
     config = glm4_moe_lite.Config.from_dict({**CONFIG, **changes})
     router, rng = glm4_moe_lite.Router(config), np.random.default_rng(0)
@@ -207,21 +206,21 @@ def test_the_router_takes_the_best_of_the_best_groups_and_leaves_the_bias_out_of
     x = rng.standard_normal((40, 64)).astype(np.float32)
     chosen, shares = (np.array(a) for a in router(mx.array(x)))
     scores = 1 / (1 + np.exp(-(x @ np.array(router.weight).T)))
-    wanted = scores + np.array(router.e_score_correction_bias)
+    biased = scores + np.array(router.e_score_correction_bias)
     for token in range(40):
-        groups = np.sort(wanted[token].reshape(4, 4), axis=1)[:, -2:].sum(axis=1)
+        groups = np.sort(biased[token].reshape(4, 4), axis=1)[:, -2:].sum(axis=1)
         allowed = np.repeat(np.isin(np.arange(4), np.argsort(groups)[-2:]), 4)
-        best = np.argsort(np.where(allowed, wanted[token], -np.inf))[-3:]
+        best = np.argsort(np.where(allowed, biased[token], -np.inf))[-3:]
         order = np.argsort(chosen[token])
         assert chosen[token][order].tolist() == sorted(best)
         own = scores[token][np.sort(best)]
         np.testing.assert_allclose(shares[token][order], 1.8 * own / own.sum(), rtol=1e-4)
 
 
-def test_pairs_may_be_halves_against_each_other(tmp_path: Path) -> None:
-    """rope_interleave: false is the same model with its rotary rows in another order."""
-    parity.saved(CASES[0], tmp_path)
-    weights = read(tmp_path)
+def test_rotation_can_pair_the_halves_of_a_head(tmp_path: Path) -> None:
+    """rope_interleave: false gives the same model if its rotary rows are reordered."""
+    parity.save_reference(CASES[0], tmp_path)
+    weights = read_weights(tmp_path)
     order = [*range(0, ROTARY, 2), *range(1, ROTARY, 2)]
     of_keys = [*range(LATENT), *(LATENT + row for row in order)]
     of_head = [*range(PLAIN), *(PLAIN + row for row in order)]
@@ -233,13 +232,13 @@ def test_pairs_may_be_halves_against_each_other(tmp_path: Path) -> None:
             weights[name] = array[mx.array(of_queries)]
     other = models.build({**CONFIG, "rope_interleave": False}, weights)
     np.testing.assert_allclose(
-        parity.our_prefilled(other, IDS, [9]),
-        parity.our_prefilled(parity.opened(tmp_path), IDS, [9]),
+        parity.prefill(other, IDS, [9]),
+        parity.prefill(parity.load_model(tmp_path), IDS, [9]),
         atol=1e-4,
     )
 
 
-def test_layers_may_be_told_one_by_one() -> None:
+def test_mlp_layer_types_set_the_kind_of_each_layer() -> None:
     types = ["dense", "sparse", "dense"]
     model = glm4_moe_lite.Model(
         glm4_moe_lite.Config.from_dict({**CONFIG, "mlp_layer_types": types})
@@ -255,14 +254,14 @@ def test_layers_may_be_told_one_by_one() -> None:
         ({"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
         ({"topk_method": "greedy"}, "topk_method 'greedy' is not supported"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5 is not supported"),
-        ({"n_group": 3}, "n_group 3 and topk_group 1 do not fit 8 experts"),
-        ({"n_group": 0}, "n_group 0 and topk_group 1 do not fit 8 experts"),
-        ({"n_group": 4, "topk_group": 5}, "n_group 4 and topk_group 5 do not fit 8 experts"),
-        ({"n_group": 4, "topk_group": 1}, "num_experts_per_tok 3 must be between 1 and 2"),
+        ({"n_group": 3}, "n_group 3 and topk_group 1 are not valid for 8 experts"),
+        ({"n_group": 0}, "n_group 0 and topk_group 1 are not valid for 8 experts"),
+        ({"n_group": 4, "topk_group": 5}, "n_group 4 and topk_group 5 are not valid for 8 experts"),
+        ({"n_group": 4, "topk_group": 1}, "num_experts_per_tok is 3, but must be between 1 and 2"),
         ({"mlp_layer_types": ["dense"]}, "mlp_layer_types must have one entry per layer"),
         ({"mlp_layer_types": ["dense", "odd", "dense"]}, "an MLP of type 'odd'"),
     ],
 )
-def test_what_is_not_supported_is_refused(change: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         models.build({**CONFIG, **change}, {})

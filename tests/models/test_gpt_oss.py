@@ -1,4 +1,4 @@
-"""gpt-oss, as its makers publish it, as mlx-lm converts it, and dequantised."""
+"""gpt-oss in the published layout, in that of mlx-lm, and dequantized."""
 
 import json
 import math
@@ -27,7 +27,7 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 
-# widths differ, so that nothing can be taken for its transpose
+# all widths differ, so a transposed matrix is detected
 CONFIG = {
     **TINY,
     "model_type": "gpt_oss",
@@ -42,7 +42,7 @@ CONFIG = {
 }
 
 CASES = [
-    Case(name="plain", config=CONFIG, quantised=("affine-8", "mxfp4", "mxfp8", "nvfp4")),
+    Case(name="plain", config=CONFIG, quantized=("affine-8", "mxfp4", "mxfp8", "nvfp4")),
     Case(
         name="layer-types",
         config={
@@ -53,7 +53,7 @@ CASES = [
             "rope_scaling": None,
             "num_experts_per_tok": 1,
         },
-        quantised=("affine-4",),
+        quantized=("affine-4",),
     ),
 ]
 
@@ -65,9 +65,9 @@ E2M1 = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
 
 
 def blocks(rng: np.random.Generator, *shape: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Random mxfp4 weights [..., in] as the makers write them: blocks [..., in / 32, 16] of bytes,
-    the first number in the lower half, scales [..., in / 32] of powers of two; and what they stand
-    for."""
+    """Random mxfp4 weights [..., in] in the published layout: blocks [..., in / 32, 16] of bytes,
+    the first number in the lower half; scales [..., in / 32], which are powers of two; and the
+    dequantized weights."""
     *rows, width = shape
     codes = rng.integers(0, 16, (*rows, width // 32, 16, 2))
     scales = rng.integers(122, 126, (*rows, width // 32))
@@ -76,9 +76,9 @@ def blocks(rng: np.random.Generator, *shape: int) -> tuple[np.ndarray, np.ndarra
     return packed, scales.astype(np.uint8), values.reshape(shape).astype(np.float32)
 
 
-def published(config: Mapping[str, Any]) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
-    """A random checkpoint as the makers publish it, and as transformers saves it dequantised:
-    [E, in, out], gate and up in turns."""
+def make_checkpoints(config: Mapping[str, Any]) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
+    """A random checkpoint in the published layout, and dequantized as transformers saves it:
+    [E, in, out], gate and up interleaved."""
     rng = np.random.default_rng(0)
     experts, hidden, inner = (
         config[key] for key in ("num_local_experts", "hidden_size", "intermediate_size")
@@ -112,32 +112,32 @@ MAKERS = {
 }
 
 
-def test_the_makers_blocks_are_read_as_the_numbers_they_stand_for() -> None:
-    packed, plain = published(CONFIG)
+def test_published_blocks_equal_the_dequantized_weights() -> None:
+    packed, plain = make_checkpoints(CONFIG)
     ours = models.build({**CONFIG, "quantization_config": MAKERS}, packed)
     exact = models.build(CONFIG, plain)
     np.testing.assert_allclose(
-        parity.our_prefilled(ours, IDS, [9]), parity.our_prefilled(exact, IDS, [9]), atol=1e-4
+        parity.prefill(ours, IDS, [9]), parity.prefill(exact, IDS, [9]), atol=1e-4
     )
 
 
-def test_the_makers_checkpoint_is_the_model_that_the_reference_makes_of_it(
+def test_a_published_checkpoint_agrees_with_the_reference(
     tmp_path: Path,
 ) -> None:
-    packed, _ = published(CONFIG)
+    packed, _ = make_checkpoints(CONFIG)
     config = {**CONFIG, "quantization_config": MAKERS}
     mx.save_safetensors(str(tmp_path / "model.safetensors"), packed)
     (tmp_path / "config.json").write_text(json.dumps(config))
     reference, _ = load_model(tmp_path)
     ours = models.build(config, packed)
     np.testing.assert_allclose(
-        parity.our_prefilled(ours, IDS, [9]), parity.prefilled(reference, IDS), atol=1e-4
+        parity.prefill(ours, IDS, [9]), parity.prefill_reference(reference, IDS), atol=1e-4
     )
 
 
-def test_the_converted_layout_is_that_of_the_makers_parted(tmp_path: Path) -> None:
-    """What mlx-lm saves, put together again as the makers have it, is the same model."""
-    parity.saved(CASES[0], tmp_path, kind="mxfp4")
+def test_the_converted_layout_equals_the_published_one(tmp_path: Path) -> None:
+    """The tensors that mlx-lm saves, joined as in the published layout, give the same model."""
+    parity.save_reference(CASES[0], tmp_path, kind="mxfp4")
     weights: Any = mx.load(str(tmp_path / "model.safetensors"))
     joined: dict[str, mx.array] = {}
     for name, array in weights.items():
@@ -156,8 +156,8 @@ def test_the_converted_layout_is_that_of_the_makers_parted(tmp_path: Path) -> No
         joined[own] = array
     config = {**CONFIG, "quantization_config": MAKERS}
     np.testing.assert_array_equal(
-        parity.our_prefilled(models.build(config, joined), IDS, [9]),
-        parity.our_prefilled(parity.opened(tmp_path), IDS, [9]),
+        parity.prefill(models.build(config, joined), IDS, [9]),
+        parity.prefill(parity.load_model(tmp_path), IDS, [9]),
     )
 
 
@@ -165,14 +165,14 @@ def test_the_gate_is_clamped_above_and_the_linear_part_on_both_sides() -> None:
     config = gpt_oss.Config.from_dict({**CONFIG, "swiglu_limit": 3.0, "swiglu_alpha": 1.5})
     gate, up = (mx.array(a) for a in np.meshgrid(np.linspace(-9, 9, 37), np.linspace(-9, 9, 37)))
     below, within = np.minimum(np.array(gate), 3), np.clip(np.array(up), -3, 3)
-    wanted = (within + 1) * below / (1 + np.exp(-1.5 * below))
+    expected = (within + 1) * below / (1 + np.exp(-1.5 * below))
     np.testing.assert_allclose(
-        np.array(config.make_gating()(gate, up)), wanted, rtol=1e-5, atol=1e-5
+        np.array(config.make_gating()(gate, up)), expected, rtol=1e-5, atol=1e-5
     )
 
 
-def test_yarn_ramps_between_dimensions_that_are_no_whole_numbers() -> None:
-    """The makers do not round them ("truncate": false), which mlx-lm 0.32 does all the same."""
+def test_yarn_does_not_round_the_dimensions_of_its_ramp() -> None:
+    """The published config has "truncate": false; mlx-lm 0.32 rounds nevertheless."""
     config = {**CONFIG, "rope_scaling": {**YARN, "truncate": False}}
     rope = gpt_oss.Config.from_dict(config).rope()
     half, base, context = 16, 150000.0, 64
@@ -182,14 +182,14 @@ def test_yarn_ramps_between_dimensions_that_are_no_whole_numbers() -> None:
     low = max(low, 0)
     ramp = np.clip((np.arange(half) - low) / (high - low), 0, 1)
     periods = base ** (np.arange(half) / half)
-    wanted = 1 / (ramp / (32.0 * periods) + (1 - ramp) / periods)
-    np.testing.assert_allclose(np.array(rope.periods), wanted, rtol=1e-5)
+    expected = 1 / (ramp / (32.0 * periods) + (1 - ramp) / periods)
+    np.testing.assert_allclose(np.array(rope.periods), expected, rtol=1e-5)
     rounded = gpt_oss.Config.from_dict(CONFIG).rope().periods
-    assert not np.allclose(np.array(rounded), wanted, rtol=1e-2)
+    assert not np.allclose(np.array(rounded), expected, rtol=1e-2)
     assert rope.magnitude == pytest.approx(0.1 * math.log(32) + 1)
 
 
-def test_layers_see_a_window_and_everything_in_turns() -> None:
+def test_windowed_and_full_attention_layers_alternate() -> None:
     model = gpt_oss.Model(gpt_oss.Config.from_dict(CONFIG))
     assert [layer.sliceable for layer in model.make_kv()] == [False, True, False, True]
 
@@ -198,9 +198,9 @@ def test_layers_see_a_window_and_everything_in_turns() -> None:
     ("change", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 must be between 1 and 8"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but must be between 1 and 8"),
     ],
 )
-def test_what_is_not_supported_is_refused(change: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         models.build({**CONFIG, **change}, {})

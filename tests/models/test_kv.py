@@ -1,4 +1,4 @@
-"""Layer caches: attention over them equals attention over the whole history, whatever happened."""
+"""Layer caches: after any operations, attention over a cache equals attention over the history."""
 
 import itertools
 from typing import Any
@@ -18,12 +18,12 @@ from tests.models import reference
 
 HEADS, DIM = 2, 4
 
-# positive: append that many positions; negative: trim that many, if the cache can
+# positive: append that many positions; negative: trim that many, if the cache supports it
 Operations = st.lists(st.integers(-12, 24).filter(bool), min_size=1, max_size=12)
 
 
 class History:
-    """Every key and value that a cache should stand for."""
+    """All keys and values that a cache should contain."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -34,7 +34,7 @@ class History:
         return self.rng.standard_normal((HEADS, length, DIM))
 
     def append(self, cache: Any, length: int, window: int) -> None:
-        """Append to cache and history; both must answer the new queries alike."""
+        """Append to cache and history, and compare attention of the new queries over both."""
         queries, keys, values = (self.draw(length) for _ in range(3))
         mask = cache.mask(length)
         got_keys, got_values = cache.update(_mx(keys), _mx(values))
@@ -47,8 +47,8 @@ class History:
         at = np.arange(end - length, end)[:, None]
         seen = np.arange(end)[None]
         visible = (seen <= at) & (seen > at - window)
-        wanted = reference.attention(queries, self.keys, self.values, visible)
-        np.testing.assert_allclose(np.array(got[0]), wanted, atol=1e-5)
+        expected = reference.attention(queries, self.keys, self.values, visible)
+        np.testing.assert_allclose(np.array(got[0]), expected, atol=1e-5)
         assert cache.offset == end
 
     def trim(self, cache: Any, count: int) -> None:
@@ -64,7 +64,7 @@ def _mx(array: np.ndarray[Any, Any]) -> mx.array:
 
 
 @given(operations=Operations, seed=st.integers(0, 99))
-def test_a_kv_cache_stands_for_its_history(operations: list[int], seed: int) -> None:
+def test_a_kv_cache_agrees_with_its_history(operations: list[int], seed: int) -> None:
     cache, history = KVCache(), History(seed)
     for operation in operations:
         if operation > 0:
@@ -74,11 +74,11 @@ def test_a_kv_cache_stands_for_its_history(operations: list[int], seed: int) -> 
 
 
 @given(operations=Operations, window=st.integers(1, 17), seed=st.integers(0, 99))
-def test_a_rotating_cache_stands_for_its_window(
+def test_a_rotating_cache_agrees_with_its_window(
     operations: list[int], window: int, seed: int
 ) -> None:
-    """Upstream lost the not yet overwritten tail when it appended after a wrap, and trimmed what
-    was gone (Ollama's x/mlxrunner/cache of March 2026)."""
+    """Upstream lost the tail that was not yet overwritten when it appended after a wrap, and
+    trimmed positions that it no longer had (Ollama's x/mlxrunner/cache of March 2026)."""
     cache, history = RotatingKVCache(window), History(seed)
     for operation in operations:
         if operation > 0:
@@ -88,7 +88,7 @@ def test_a_rotating_cache_stands_for_its_window(
 
 
 @given(operations=Operations, window=st.integers(1, 17))
-def test_a_copy_and_its_original_go_separate_ways(operations: list[int], window: int) -> None:
+def test_a_copy_and_its_original_are_independent(operations: list[int], window: int) -> None:
     for cache in (KVCache(), RotatingKVCache(window)):
         span = window if isinstance(cache, RotatingKVCache) else 1 << 30
         history = History(1)
@@ -103,7 +103,7 @@ def test_a_copy_and_its_original_go_separate_ways(operations: list[int], window:
 
 
 def test_a_growing_cache_copies_each_position_a_bounded_number_of_times() -> None:
-    """256 at a time, as upstream grows, copies everything each 256 tokens."""
+    """Growth by 256 positions, as upstream, would copy the whole cache every 256 tokens."""
     cache, copied, capacity = KVCache(), 0, 0
     one = mx.zeros((1, 1, 1, 1))
     for _ in range(20 * STEP):
@@ -114,14 +114,14 @@ def test_a_growing_cache_copies_each_position_a_bounded_number_of_times() -> Non
     assert capacity < 2 * 20 * STEP
 
 
-def test_a_copy_holds_no_free_room_and_not_the_original_buffer() -> None:
+def test_a_copy_has_no_spare_capacity_and_its_own_buffer() -> None:
     cache = KVCache()
     cache.update(mx.zeros((1, 1, 10, 4)), mx.zeros((1, 1, 10, 4)))
     assert cache.nbytes == 2 * STEP * 4 * 4
     assert cache.copy().nbytes == 2 * 10 * 4 * 4
 
 
-def test_a_rotating_cache_never_outgrows_its_window_by_single_writes() -> None:
+def test_single_tokens_do_not_grow_a_rotating_cache_beyond_its_window() -> None:
     cache = RotatingKVCache(8)
     one = mx.zeros((1, 1, 1, 1))
     for _ in range(100):
@@ -130,7 +130,7 @@ def test_a_rotating_cache_never_outgrows_its_window_by_single_writes() -> None:
     assert cache.offset == 100
 
 
-def test_a_wrapped_ring_can_go_back_only_as_far_as_its_window_allows() -> None:
+def test_a_wrapped_rotating_cache_can_be_trimmed_within_its_window_only() -> None:
     cache = RotatingKVCache(4)
     one = mx.zeros((1, 1, 1, 1))
     for _ in range(10):
@@ -141,7 +141,7 @@ def test_a_wrapped_ring_can_go_back_only_as_far_as_its_window_allows() -> None:
         cache.trim(2)
 
 
-def test_an_empty_cache_holds_nothing() -> None:
+def test_an_empty_cache_has_no_bytes() -> None:
     for cache in (KVCache(), RotatingKVCache(4), RecurrentCache(2)):
         assert (cache.offset, cache.nbytes, cache.state()) == (0, 0, [])
         assert cache.can_trim(0)
@@ -149,7 +149,7 @@ def test_an_empty_cache_holds_nothing() -> None:
         assert cache.copy().offset == 0
 
 
-def test_a_recurrent_cache_moves_forward_only_and_copies_by_sharing() -> None:
+def test_a_recurrent_cache_cannot_be_trimmed_and_copies_share_arrays() -> None:
     cache = RecurrentCache(2)
     cache[0] = mx.ones((1, 3))
     cache.advance(5)
@@ -166,7 +166,7 @@ def test_a_recurrent_cache_moves_forward_only_and_copies_by_sharing() -> None:
     assert not cache.can_trim(1)
 
 
-# Pieces, rooms, shifts: what prefix caches ask of a divisible cache
+# Slices, reservations, shifts: the operations that prefix caches need
 
 
 def cache_of(length: int, seed: int = 0) -> tuple[KVCache, mx.array, mx.array]:
@@ -180,14 +180,14 @@ def cache_of(length: int, seed: int = 0) -> tuple[KVCache, mx.array, mx.array]:
 
 
 def content(cache: KVCache) -> tuple[mx.array, mx.array]:
-    """Its keys and values, seen through a cache that gets one more position."""
+    """Keys and values of the cache, read by appending one position to a copy."""
     twin, zero = cache.copy(), mx.zeros((1, HEADS, 1, DIM))
     keys, values = twin.update(zero, zero)
     return keys[..., : cache.offset, :], values[..., : cache.offset, :]
 
 
 @given(length=st.integers(1, 300), cuts=st.lists(st.integers(0, 300), max_size=3))
-def test_pieces_put_together_are_the_whole(length: int, cuts: list[int]) -> None:
+def test_joined_slices_equal_the_original(length: int, cuts: list[int]) -> None:
     cache, keys, values = cache_of(length)
     edges = [0, *sorted(min(cut, length) for cut in cuts), length]
     rebuilt = KVCache()
@@ -200,7 +200,7 @@ def test_pieces_put_together_are_the_whole(length: int, cuts: list[int]) -> None
     assert mx.array_equal(got_values, values)
 
 
-def test_a_range_can_be_appended_from_the_middle_of_another() -> None:
+def test_a_range_of_another_cache_can_be_appended() -> None:
     source, keys, _ = cache_of(20)
     cache, own, _ = cache_of(3, seed=5)
     cache.append(source, 4, 9)
@@ -209,7 +209,7 @@ def test_a_range_can_be_appended_from_the_middle_of_another() -> None:
     assert cache.offset == 8
 
 
-def test_a_piece_does_not_follow_its_source_and_holds_no_more_than_it_is() -> None:
+def test_a_slice_is_independent_of_its_source_and_has_its_size_only() -> None:
     cache, keys, _ = cache_of(300)
     piece = cache.slice(10, 20)
     cache.trim(290)
@@ -218,7 +218,7 @@ def test_a_piece_does_not_follow_its_source_and_holds_no_more_than_it_is() -> No
     assert piece.nbytes == 2 * 10 * HEADS * DIM * 4
 
 
-def test_a_reserved_room_is_taken_once_and_is_what_was_foretold() -> None:
+def test_a_reservation_is_allocated_once_with_the_estimated_size() -> None:
     probe, _, _ = cache_of(1)
     cache = KVCache()
     cache.reserve(1000)
@@ -226,14 +226,14 @@ def test_a_reserved_room_is_taken_once_and_is_what_was_foretold() -> None:
     one = mx.zeros((1, HEADS, 1, DIM))
     cache.update(one, one)
     assert cache.nbytes == probe.estimate_nbytes(1000, 8)
-    room = cache.nbytes
+    reserved = cache.nbytes
     for _ in range(999):
         cache.update(one, one)
-    assert cache.nbytes == room
+    assert cache.nbytes == reserved
 
 
 @pytest.mark.parametrize("window", [4, 300])
-def test_a_window_never_holds_more_than_was_foretold(window: int) -> None:
+def test_a_rotating_cache_never_exceeds_its_estimate(window: int) -> None:
     probe, chunk = RotatingKVCache(window), 16
     one = mx.zeros((1, HEADS, 1, DIM))
     probe.update(one, one)
@@ -245,10 +245,10 @@ def test_a_window_never_holds_more_than_was_foretold(window: int) -> None:
 
 
 @given(length=st.integers(1, 40), start=st.integers(0, 40), count=st.integers(0, 40))
-def test_removed_positions_are_gone_and_later_keys_turned(
+def test_remove_drops_positions_and_rerotates_later_keys(
     length: int, start: int, count: int
 ) -> None:
-    """The keys behind the gap are as if they had been rotated for where they now stand."""
+    """Keys after the gap equal keys rotated for their new positions."""
     rope = make_rope(dims=DIM, theta=100.0, max_positions=64)
     start = min(start, length)
     end = min(start + count, length)

@@ -1,4 +1,4 @@
-"""LFM2: what config.json may say, how its makers lay the tensors out."""
+"""LFM2: config keys, and the published layout of tensors."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ MOE: dict[str, Any] = {
 }
 
 CASES = [
-    Case(name="plain", config=TINY, quantised=("affine-4", "affine-8", "mxfp4")),
+    Case(name="plain", config=TINY, quantized=("affine-4", "affine-8", "mxfp4")),
     Case(
         name="adjusted",
         config={
@@ -70,7 +70,7 @@ CASES = [
             "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"},
         },
     ),
-    Case(name="experts", config=MOE, quantised=("affine-4", "affine-8")),
+    Case(name="experts", config=MOE, quantized=("affine-4", "affine-8")),
     Case(
         name="unbiased",
         config={
@@ -79,13 +79,13 @@ CASES = [
             "norm_topk_prob": False,
             "routed_scaling_factor": 2.5,
         },
-        quantised=(),
+        quantized=(),
     ),
 ]
 
 
-def by_makers(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """A converted checkpoint as it was before the conversion."""
+def to_published_layout(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Undo the conversion of a checkpoint."""
     parts = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
     found: dict[str, mx.array] = {}
     for name, array in weights.items():
@@ -101,33 +101,35 @@ def by_makers(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     return found
 
 
-def converted(case: Case, tmp_path: Any) -> dict[str, mx.array]:
-    parity.saved(case, tmp_path)
+def save_converted(case: Case, tmp_path: Any) -> dict[str, mx.array]:
+    parity.save_reference(case, tmp_path)
     loaded = mx.load(str(tmp_path / "model.safetensors"))
     assert isinstance(loaded, dict)
     return loaded
 
 
 def logits(config: Any, weights: dict[str, mx.array]) -> np.ndarray[Any, Any]:
-    return parity.our_prefilled(models.build(config, weights), list(range(20)), [20])
+    return parity.prefill(models.build(config, weights), list(range(20)), [20])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_makers_checkpoints_say_what_converted_ones_say(case: Case, tmp_path: Any) -> None:
-    weights = converted(case, tmp_path)
-    theirs = by_makers(weights)
+def test_published_and_converted_checkpoints_give_the_same_logits(
+    case: Case, tmp_path: Any
+) -> None:
+    weights = save_converted(case, tmp_path)
+    theirs = to_published_layout(weights)
     assert any(array.ndim == 3 and array.shape[1] == 1 for array in theirs.values())
     np.testing.assert_array_equal(logits(case.config, theirs), logits(case.config, weights))
 
 
-def test_layers_have_the_cache_of_their_kind() -> None:
+def test_each_layer_has_the_cache_for_its_type() -> None:
     model = lfm2.Model(lfm2.Config.from_dict(TINY))
     kinds = [type(layer) for layer in model.make_kv()]
     assert kinds == [RecurrentCache, KVCache, RecurrentCache, KVCache]
 
 
-def test_a_text_part_of_a_model_that_sees_is_built(tmp_path: Any) -> None:
-    weights = converted(CASES[0], tmp_path)
+def test_the_text_part_of_a_vision_model_is_built(tmp_path: Any) -> None:
+    weights = save_converted(CASES[0], tmp_path)
     text = {key: value for key, value in TINY.items() if key != "model_type"}
     config = {"model_type": "lfm2_vl", "text_config": text, "vision_config": {}}
     named = {name.replace("model.", "model.language_model.", 1): a for name, a in weights.items()}
@@ -136,7 +138,7 @@ def test_a_text_part_of_a_model_that_sees_is_built(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "inner"),
+    ("keys", "inner"),
     [
         ({"block_auto_adjust_ff_dim": False}, 12288),
         ({}, 8192),
@@ -144,25 +146,25 @@ def test_a_text_part_of_a_model_that_sees_is_built(tmp_path: Any) -> None:
         ({"block_ff_dim": 1000, "block_multiple_of": 7}, 672),
     ],
 )
-def test_the_inner_size_of_an_mlp_follows_the_rule(said: dict[str, Any], inner: int) -> None:
+def test_the_intermediate_size_is_adjusted_by_the_formula(keys: dict[str, Any], inner: int) -> None:
     base = {k: v for k, v in TINY.items() if not k.startswith("block_")}
-    config = lfm2.Config.from_dict({**base, "intermediate_size": 12288, **said})
+    config = lfm2.Config.from_dict({**base, "intermediate_size": 12288, **keys})
     assert config.inner_size == inner
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"layer_types": ["conv", "mamba", "conv", "conv"]}, "'mamba' is not supported"),
         ({"layer_types": ["conv"]}, "layer_types must have one entry per layer"),
         ({"block_ff_dim": None}, "lacks block_ff_dim or intermediate_size"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused(change: dict[str, Any], told: str) -> None:
-    with pytest.raises(ModelError, match=told):
+def test_an_invalid_config_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
         models.build({**TINY, **change}, {})
 
 
-def test_more_experts_than_there_are_cannot_be_chosen() -> None:
-    with pytest.raises(ModelError, match="num_experts_per_tok 7 must be between 1 and 6"):
+def test_more_active_experts_than_experts_are_refused() -> None:
+    with pytest.raises(ModelError, match="num_experts_per_tok is 7, but must be between 1 and 6"):
         models.build({**MOE, "num_experts_per_tok": 7}, {})

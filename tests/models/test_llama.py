@@ -33,7 +33,7 @@ TINY = {
 MLX_ONLY: dict[str, Any] = {"transformers": False, "why": "Its Llama does not read the key."}
 
 CASES = [
-    Case(name="plain", config=TINY, quantised=tuple(parity.KINDS)),
+    Case(name="plain", config=TINY, quantized=tuple(parity.KINDS)),
     Case(
         name="tied",
         config={**TINY, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
@@ -51,8 +51,8 @@ CASES = [
             },
         },
     ),
-    # mlx-lm's own keys, which conversions may have
-    Case(name="traditional", config={**TINY, "rope_traditional": True}, quantised=(), **MLX_ONLY),
+    # keys of mlx-lm, which conversions can have
+    Case(name="traditional", config={**TINY, "rope_traditional": True}, quantized=(), **MLX_ONLY),
     Case(
         name="windowed",
         config={
@@ -60,7 +60,7 @@ CASES = [
             "sliding_window": 5,
             "layer_types": ["full_attention", "sliding_attention"],
         },
-        quantised=(),
+        quantized=(),
         **MLX_ONLY,
     ),
     Case(
@@ -77,7 +77,7 @@ IDS = [5, 250, 17, 17, 99, 3, 180, 42, 7]
 
 
 def logits(model: Model, ids: list[int], chunks: list[int] | None = None) -> Any:
-    """[L, V], evaluated in pieces of the given lengths."""
+    """Logits [L, V], evaluated in chunks of the given lengths."""
     kv, start, parts = model.make_kv(), 0, []
     for length in chunks or [len(ids)]:
         parts.append(model.logits(model(mx.array([ids[start : start + length]]), kv)))
@@ -85,11 +85,11 @@ def logits(model: Model, ids: list[int], chunks: list[int] | None = None) -> Any
     return np.array(mx.concatenate(parts, axis=1)[0])
 
 
-def drawn(config: dict[str, Any], seed: int = 3) -> dict[str, mx.array]:
-    """Weights for the architecture that `config` names, so large that each is felt."""
+def draw_weights(config: dict[str, Any], seed: int = 3) -> dict[str, mx.array]:
+    """Random weights for the architecture of `config`, large enough to affect the logits."""
     rng = np.random.default_rng(seed)
-    made = importlib.import_module(f"models.{config['model_type']}")
-    flat: Any = tree_flatten(made.Model(made.Config.from_dict(config)).parameters())
+    architecture = importlib.import_module(f"models.{config['model_type']}")
+    flat: Any = tree_flatten(architecture.Model(architecture.Config.from_dict(config)).parameters())
     weights: dict[str, mx.array] = {}
     for name, array in flat:
         noise = rng.standard_normal(array.shape)
@@ -102,17 +102,17 @@ def drawn(config: dict[str, Any], seed: int = 3) -> dict[str, mx.array]:
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_logits_are_those_of_the_formulas(kv_heads: int) -> None:
+def test_logits_agree_with_the_formulas(kv_heads: int) -> None:
     config = {**tiny.CONFIG, "num_key_value_heads": kv_heads}
     weights = tiny.weights(config, seed=3)
     exact = {name: np.array(array).astype(np.float64) for name, array in weights.items()}
-    wanted = reference.llama(config, exact, IDS)
+    expected = reference.llama(config, exact, IDS)
     got = logits(models.build(config, weights), IDS)
-    np.testing.assert_allclose(got, wanted, atol=1e-4)
+    np.testing.assert_allclose(got, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("chunks", [[1] * 9, [4, 5], [8, 1], [1, 7, 1]])
-def test_a_sequence_may_be_evaluated_in_any_pieces(chunks: list[int]) -> None:
+def test_a_sequence_can_be_evaluated_in_any_chunks(chunks: list[int]) -> None:
     model = models.build(tiny.CONFIG, tiny.weights())
     np.testing.assert_allclose(logits(model, IDS, chunks), logits(model, IDS), atol=1e-4)
 
@@ -121,7 +121,7 @@ def test_a_tied_model_uses_its_embeddings_as_its_head() -> None:
     config = {**tiny.CONFIG, "tie_word_embeddings": True}
     weights = tiny.weights(config)
     assert "lm_head.weight" not in weights
-    weights["lm_head.weight"] = mx.zeros((2, 2))  # some checkpoints bring one all the same
+    weights["lm_head.weight"] = mx.zeros((2, 2))  # some checkpoints have one nevertheless
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = mx.zeros((2,))
     untied = {**tiny.weights(config), "lm_head.weight": weights["model.embed_tokens.weight"]}
     np.testing.assert_array_equal(
@@ -129,7 +129,7 @@ def test_a_tied_model_uses_its_embeddings_as_its_head() -> None:
     )
 
 
-def test_biases_are_used_when_the_config_says_so() -> None:
+def test_biases_of_the_config_are_used() -> None:
     config = {**tiny.CONFIG, "attention_bias": True, "mlp_bias": True}
     weights = tiny.weights(config)
     plain = {name: array for name, array in weights.items() if not name.endswith(".bias")}
@@ -144,26 +144,26 @@ def test_biases_are_used_when_the_config_says_so() -> None:
 
 
 @pytest.mark.parametrize("act", ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu"])
-def test_the_activation_is_the_one_that_the_config_names(act: str) -> None:
-    """mlx-lm's class knows only silu; the MLP is compared with the formulas instead."""
+def test_the_activation_of_the_config_is_used(act: str) -> None:
+    """Compare the MLP with the formulas, because mlx-lm's class supports only silu."""
     config = {**TINY, "hidden_act": act, "num_hidden_layers": 1}
-    model: Any = models.build(config, drawn(config))
+    model: Any = models.build(config, draw_weights(config))
     mlp = model.model.layers[0].mlp
     x = np.random.default_rng(0).standard_normal((3, 64))
     gate, up, down = (
         np.array(getattr(mlp, f"{name}_proj").weight).astype(np.float64)
         for name in ("gate", "up", "down")
     )
-    wanted = (reference.ACTIVATIONS[act](x @ gate.T) * (x @ up.T)) @ down.T
-    np.testing.assert_allclose(np.array(mlp(mx.array(x.astype(np.float32)))), wanted, atol=1e-4)
+    expected = (reference.ACTIVATIONS[act](x @ gate.T) * (x @ up.T)) @ down.T
+    np.testing.assert_allclose(np.array(mlp(mx.array(x.astype(np.float32)))), expected, atol=1e-4)
 
 
-def test_both_spellings_of_the_rotation_make_the_same_model() -> None:
+def test_both_spellings_of_the_rope_settings_give_the_same_model() -> None:
     scaling = {"rope_type": "linear", "factor": 4.0}
     config = {**TINY, "vocab_size": 256, "rope_theta": 500.0, "rope_scaling": scaling}
     newer = {key: value for key, value in config.items() if not key.startswith("rope_")}
     newer["rope_parameters"] = {**scaling, "rope_theta": 500.0}
-    weights = drawn(config)
+    weights = draw_weights(config)
     got = logits(models.build(newer, weights), IDS)
     np.testing.assert_array_equal(got, logits(models.build(config, weights), IDS))
     plain = {**config, "rope_theta": 10000.0, "rope_scaling": None}

@@ -1,4 +1,4 @@
-"""The Ministral 3 architecture: queries that grow with their position."""
+"""The Ministral 3 architecture: queries are scaled by their position."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ CASES = [
             "sliding_window": 5,
             "layer_types": ["sliding_attention", "full_attention"],
         },
-        quantised=(),
+        quantized=(),
         transformers=False,
         why="Its Ministral 3 has the window in all layers or in none.",
     ),
@@ -55,17 +55,17 @@ CASES = [
 
 
 @pytest.mark.parametrize("key", ["llama_4_scaling_beta", "original_max_position_embeddings"])
-def test_a_config_without_the_steps_is_refused(key: str) -> None:
+def test_a_config_without_the_scaling_keys_is_refused(key: str) -> None:
     rope: dict[str, Any] = {name: value for name, value in ROPE.items() if name != key}
     with pytest.raises(ModelError, match=f"lacks '{key}'"):
         models.build({**MINISTRAL3, "rope_parameters": rope}, {})
 
 
 @pytest.mark.parametrize(("beta", "length"), [("0.1", 8), (0.1, 0)])
-def test_steps_that_cannot_be_taken_are_refused(beta: Any, length: int) -> None:
+def test_invalid_scaling_values_are_refused(beta: Any, length: int) -> None:
     rope = {**ROPE, "llama_4_scaling_beta": beta, "original_max_position_embeddings": length}
-    told = (
+    message = (
         f"llama_4_scaling_beta {beta!r} with original_max_position_embeddings {length} is invalid"
     )
-    with pytest.raises(ModelError, match=told):
+    with pytest.raises(ModelError, match=message):
         models.build({**MINISTRAL3, "rope_parameters": rope}, {})

@@ -1,4 +1,4 @@
-"""The Mistral architecture: which layers have a window, and the text part of Pixtral."""
+"""The Mistral architecture: windows of layers, and the text part of Pixtral."""
 
 from typing import Any
 
@@ -12,18 +12,18 @@ from models.kv import KVCache
 from models.rotating_kv import RotatingKVCache
 from tests.models import reference
 from tests.models.architectures import Case
-from tests.models.test_llama import IDS, TINY, drawn, logits
+from tests.models.test_llama import IDS, TINY, draw_weights, logits
 
 MISTRAL = {**TINY, "model_type": "mistral", "head_dim": 32}
 LAYERS = ["full_attention", "sliding_attention"]
 
 CASES = [
     Case(name="plain", config={**MISTRAL, "sliding_window": None}),
-    # mlx-lm knows windows only where layer_types names them
+    # mlx-lm has windows only if layer_types names them
     Case(
         name="windowed",
         config={**MISTRAL, "sliding_window": 5, "layer_types": LAYERS},
-        quantised=(),
+        quantized=(),
         transformers=False,
         why="Its Mistral has the window in all layers or in none.",
     ),
@@ -54,33 +54,34 @@ def kinds(config: dict[str, Any]) -> list[type]:
 
 
 @pytest.mark.parametrize("chunks", [[9], [1] * 9, [4, 5], [2, 1, 6]])
-def test_a_window_without_layer_types_is_that_of_all_layers(chunks: list[int]) -> None:
-    """As in Mistral 7B v0.1. mlx-lm's class sees everything there, its authors' code does not."""
+def test_a_window_without_layer_types_applies_to_all_layers(chunks: list[int]) -> None:
+    """As in Mistral 7B v0.1. mlx-lm's class has full attention for this config; the published code
+    has the window."""
     config = {**MISTRAL, "head_dim": 16, "sliding_window": 4, "vocab_size": 256}
-    weights = drawn(config)
+    weights = draw_weights(config)
     exact = {name: np.array(array).astype(np.float64) for name, array in weights.items()}
-    wanted = reference.llama(config, exact, IDS)
+    expected = reference.llama(config, exact, IDS)
     np.testing.assert_allclose(
-        logits(models.build(config, weights), IDS, chunks), wanted, atol=1e-4
+        logits(models.build(config, weights), IDS, chunks), expected, atol=1e-4
     )
     unbounded = reference.llama({**config, "sliding_window": None}, exact, IDS)
-    assert not np.allclose(wanted, unbounded, atol=1e-2)
+    assert not np.allclose(expected, unbounded, atol=1e-2)
 
 
-def test_only_the_layers_that_slide_have_rotating_caches() -> None:
+def test_only_windowed_layers_have_rotating_caches() -> None:
     window = {"sliding_window": 4}
     assert kinds(MISTRAL) == [KVCache, KVCache]
     assert kinds({**MISTRAL, **window}) == [RotatingKVCache, RotatingKVCache]
     assert kinds({**MISTRAL, **window, "layer_types": LAYERS}) == [KVCache, RotatingKVCache]
 
 
-def test_a_window_as_long_as_the_context_is_none() -> None:
+def test_a_window_as_long_as_the_context_is_ignored() -> None:
     assert kinds({**MISTRAL, "sliding_window": 512}) == [KVCache, KVCache]
     assert kinds({**MISTRAL, "sliding_window": 511}) == [RotatingKVCache, RotatingKVCache]
 
 
 @pytest.mark.parametrize(
-    ("keys", "complaint"),
+    ("keys", "message"),
     [
         ({"layer_types": LAYERS}, "sliding_window is None"),
         ({"sliding_window": -1}, "sliding_window is -1"),
@@ -88,20 +89,20 @@ def test_a_window_as_long_as_the_context_is_none() -> None:
         ({"layer_types": ["chunked_attention"] * 2}, "type 'chunked_attention' is not supported"),
     ],
 )
-def test_layers_that_cannot_be_made_are_refused(keys: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ModelError, match=complaint):
+def test_invalid_layer_types_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
         models.build({**MISTRAL, **keys}, {})
 
 
-def test_ministral_is_a_mistral_whose_layer_types_are_written_out() -> None:
+def test_ministral_is_mistral_with_explicit_layer_types() -> None:
     config = {**MISTRAL, "sliding_window": 4, "layer_types": LAYERS, "vocab_size": 256}
-    weights = drawn(config)
+    weights = draw_weights(config)
     np.testing.assert_array_equal(
         logits(models.build({**config, "model_type": "ministral"}, weights), IDS),
         logits(models.build(config, weights), IDS),
     )
 
 
-def test_a_pixtral_that_leaves_its_heads_to_transformers_has_thirty_two() -> None:
+def test_pixtral_defaults_to_thirty_two_heads() -> None:
     config = {key: value for key, value in MISTRAL.items() if key != "num_attention_heads"}
     assert mistral.Config.from_dict(config).num_attention_heads == 32

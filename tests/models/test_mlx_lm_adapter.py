@@ -1,7 +1,7 @@
-"""mlx-lm's own classes behind our contract; and what is said where they cannot be.
+"""The adapter for mlx-lm's own classes, and its errors.
 
-That their logits and what caches make of them are right is shown by the suites that take `CASES`:
-test_parity.py beside this file and tests/engine/test_architectures.py.
+The suites that run all `CASES` (test_parity.py in this folder and
+tests/engine/test_architectures.py) check logits and caches.
 """
 
 import subprocess
@@ -44,8 +44,8 @@ LATENT: dict[str, Any] = {
 }
 PLAIN: dict[str, Any] = {"model_type": "starcoder2", **TINY}
 
-# each kind of cache, and of what is done with them, once
-SAYINGS: Mapping[str, dict[str, Any]] = {
+# one config for each kind of cache and of cache operation
+CONFIGS: Mapping[str, dict[str, Any]] = {
     "plain": PLAIN,
     "windows": {
         "model_type": "cohere2",
@@ -115,16 +115,16 @@ SAYINGS: Mapping[str, dict[str, Any]] = {
         **LATENT,
         "index_head_dim": 32,
         "index_n_heads": 4,
-        # fewer than the prompts have: most positions are not looked at
+        # fewer than the prompts have, so most positions are ignored
         "index_topk": 8,
     },
-    "head-of-another-name": {
+    "head-with-another-name": {
         "model_type": "internlm2",
         **TINY,
         "bias": False,
         "rms_norm_eps": 1e-6,
     },
-    "inside-of-a-whole": {
+    "multimodal": {
         "model_type": "gemma3n",
         "text_config": {
             "model_type": "gemma3n_text",
@@ -159,16 +159,16 @@ CASES = [
         transformers=False,
         why="It runs through mlx-lm's own class.",
     )
-    for name, config in SAYINGS.items()
+    for name, config in CONFIGS.items()
 ]
 
 
-def opened(config: dict[str, Any], folder: Path) -> Model:
-    parity.saved(Case(name="", config=config), folder)
-    return parity.opened(folder)
+def load_model(config: dict[str, Any], folder: Path) -> Model:
+    parity.save_reference(Case(name="", config=config), folder)
+    return parity.load_model(folder)
 
 
-def test_without_the_library_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_mlx_lm_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlx_lm", None)
     hint = r"model_type 'starcoder2' is not supported.*pip install \"mlx-lm>=0\.32\""
     for ask in (models.read_info, lambda config: models.build(config, {})):
@@ -176,8 +176,8 @@ def test_without_the_library_it_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
             ask(PLAIN)
 
 
-def test_the_library_is_imported_only_to_load_and_leaves_the_process_as_it_was() -> None:
-    """It lowers how many files the process may open, when it is imported."""
+def test_mlx_lm_is_imported_on_load_only_and_the_file_limit_is_restored() -> None:
+    """Its import lowers the limit of open files."""
     script = f"""
 import resource, sys
 import models
@@ -197,33 +197,33 @@ assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
 @pytest.mark.parametrize(
     "kind", ["no_such_model", "no_such_text", "cache", "../starcoder2", "Llama"]
 )
-def test_what_nobody_has_is_refused(kind: str) -> None:
+def test_an_architecture_that_mlx_lm_does_not_have_is_refused(kind: str) -> None:
     with pytest.raises(ModelError, match="is not supported, and mlx-lm does not support it either"):
         models.build({**PLAIN, "model_type": kind}, {})
 
 
-def test_another_name_for_one_of_theirs_is_known() -> None:
-    config = {**SAYINGS["states"], "model_type": "falcon_mamba"}
+def test_aliases_of_mlx_lm_are_supported() -> None:
+    config = {**CONFIGS["states"], "model_type": "falcon_mamba"}
     assert models.read_info(config) == models.ModelInfo(context_length=512, vocab_size=101)
 
 
-def test_code_from_a_models_folder_is_refused() -> None:
-    with pytest.raises(ModelError, match="model_file would run code"):
+def test_code_in_a_model_folder_is_refused() -> None:
+    with pytest.raises(ModelError, match="model_file refers to code"):
         models.build({**PLAIN, "model_file": "model.py"}, {})
 
 
 @pytest.mark.parametrize("name", ["n_positions", "max_seq_len", "model_max_length"])
-def test_a_context_goes_by_many_names(name: str) -> None:
+def test_the_context_length_can_have_several_keys(name: str) -> None:
     config = {**PLAIN, name: 77}
     del config["max_position_embeddings"]
     assert models.read_info(config).context_length == 77
 
 
 @pytest.mark.parametrize("value", [None, "77", 0, 1e30, 10**30, True])
-def test_a_context_that_nobody_names_is_asked_for(value: Any) -> None:
+def test_the_error_without_a_context_length_names_the_key(value: Any) -> None:
     config = {**PLAIN, "max_position_embeddings": value}
     with pytest.raises(
-        ModelError, match="does not give the context length: add max_position_embeddings"
+        ModelError, match="does not define the context length: add max_position_embeddings"
     ):
         models.read_info(config)
 
@@ -234,49 +234,51 @@ def test_a_context_that_nobody_names_is_asked_for(value: Any) -> None:
         ({"num_heads": None}, "config.json lacks num_heads"),
         (
             {"n_groups": 0},
-            "mlx-lm cannot build its mamba2 from this config.json: ZeroDivisionError",
+            "mlx-lm's mamba2 implementation does not support this config.json: ZeroDivisionError",
         ),
         ({"time_step_rank": []}, "the checkpoint lacks tensors"),
     ],
 )
-def test_a_config_that_their_class_cannot_take_is_one_line(
+def test_a_config_that_mlx_lm_cannot_use_gives_a_one_line_error(
     changes: dict[str, Any], complaint: str
 ) -> None:
     config = {
-        key: value for key, value in {**SAYINGS["states"], **changes}.items() if value is not None
+        key: value for key, value in {**CONFIGS["states"], **changes}.items() if value is not None
     }
     with pytest.raises(ModelError, match=complaint) as caught:
         models.build(config, {})
     assert "\n" not in str(caught.value)
 
 
-def test_tensors_that_their_class_cannot_take_are_one_line() -> None:
-    with pytest.raises(ModelError, match="mlx-lm's falcon_h1 cannot use these tensors: KeyError"):
-        models.build(SAYINGS["states-and-attention"], {"model.norm.weight": mx.zeros((64,))})
+def test_tensors_that_mlx_lm_cannot_use_give_a_one_line_error() -> None:
+    with pytest.raises(
+        ModelError, match="falcon_h1 implementation rejects these tensors: KeyError"
+    ):
+        models.build(CONFIGS["states-and-attention"], {"model.norm.weight": mx.zeros((64,))})
 
 
 @pytest.mark.parametrize(
-    ("made", "named"),
+    ("make_cache", "named"),
     [
         (lambda: theirs.QuantizedKVCache(), "QuantizedKVCache"),
         (lambda: theirs.ChunkedKVCache(8), "ChunkedKVCache"),
         (lambda: theirs.RotatingKVCache(8, keep=4), "RotatingKVCache"),
         (lambda: theirs.CacheList(theirs.KVCache(), theirs.ChunkedKVCache(8)), "ChunkedKVCache"),
     ],
-    ids=["quantised", "in-chunks", "with-sinks", "in-a-list"],
+    ids=["quantized", "in-chunks", "with-sinks", "in-a-list"],
 )
-def test_caches_that_we_have_no_like_of_are_refused_by_name(
-    made: Any, named: str, monkeypatch: pytest.MonkeyPatch
+def test_the_error_for_an_unsupported_cache_names_its_class(
+    make_cache: Any, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(starcoder2.Model, "make_cache", lambda _: [made()], raising=False)
+    monkeypatch.setattr(starcoder2.Model, "make_cache", lambda _: [make_cache()], raising=False)
     with pytest.raises(ModelError, match=f"mlx-lm's {named} is not supported as a layer's cache"):
         models.build(PLAIN, {})
 
 
-def test_a_cache_that_is_not_filled_position_by_position_is_refused(
+def test_a_cache_that_does_not_advance_by_position_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = opened(PLAIN, tmp_path)
+    model = load_model(PLAIN, tmp_path)
     monkeypatch.setattr(
         starcoder2.Model,
         "make_cache",
@@ -287,9 +289,9 @@ def test_a_cache_that_is_not_filled_position_by_position_is_refused(
         model(mx.array([[1, 2, 3]]), model.make_kv())
 
 
-def test_logits_that_nobody_reads_are_not_computed(tmp_path: Path) -> None:
+def test_unused_logits_are_not_computed(tmp_path: Path) -> None:
     length, vocab = 256, 40000
-    model = opened({**PLAIN, "vocab_size": vocab}, tmp_path)
+    model = load_model({**PLAIN, "vocab_size": vocab}, tmp_path)
     kv = model.make_kv()
     mx.eval(model.logits(model(mx.array([[1]]), kv)))
     mx.reset_peak_memory()
@@ -299,8 +301,8 @@ def test_logits_that_nobody_reads_are_not_computed(tmp_path: Path) -> None:
     assert mx.get_peak_memory() - before < 4 * length * vocab // 2
 
 
-def test_a_context_does_not_shift(tmp_path: Path) -> None:
-    model = opened(PLAIN, tmp_path)
+def test_context_shift_is_not_supported(tmp_path: Path) -> None:
+    model = load_model(PLAIN, tmp_path)
     kv = model.make_kv()
     mx.eval(model(mx.array([[1, 2, 3, 4]]), kv))
     assert not model.shift(kv, 1, 2)

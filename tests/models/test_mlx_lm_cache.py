@@ -1,4 +1,4 @@
-"""Our caches in the places of mlx-lm's."""
+"""Our caches as replacements of mlx-lm's."""
 
 from typing import Any
 
@@ -21,27 +21,27 @@ WINDOW = 5
 @pytest.mark.parametrize("return_array", [False, True])
 @pytest.mark.parametrize("length", [1, 2, WINDOW, 9])
 @pytest.mark.parametrize("before", [0, 1, WINDOW - 1, WINDOW, 12])
-@pytest.mark.parametrize("kind", ["whole", "whole-through-a-window", "window", "its-own-window"])
-def test_masks_are_those_of_their_caches(
+@pytest.mark.parametrize("kind", ["unbounded", "unbounded-with-window", "window", "its-own-window"])
+def test_masks_equal_those_of_mlx_lm(
     kind: str, before: int, length: int, return_array: bool
 ) -> None:
-    whole = kind.startswith("whole")
-    ours: Any = MlxLmKVCache() if whole else MlxLmRotatingKVCache(WINDOW)
-    reference: Any = theirs.KVCache() if whole else theirs.RotatingKVCache(WINDOW)
+    unbounded = kind.startswith("unbounded")
+    ours: Any = MlxLmKVCache() if unbounded else MlxLmRotatingKVCache(WINDOW)
+    reference: Any = theirs.KVCache() if unbounded else theirs.RotatingKVCache(WINDOW)
     for position in range(before):
         array = mx.full((1, 1, 1, 2), position)
         for cache in (ours, reference):
             cache.update_and_fetch(array, array)
-    window = None if kind in ("whole", "window") else WINDOW
-    got, wanted = (
+    window = None if kind in ("unbounded", "window") else WINDOW
+    got, expected = (
         cache.make_mask(length, return_array=return_array, window_size=window)
         for cache in (ours, reference)
     )
-    assert type(got) is type(wanted)
-    np.testing.assert_array_equal(np.array(got), np.array(wanted))
+    assert type(got) is type(expected)
+    np.testing.assert_array_equal(np.array(got), np.array(expected))
 
 
-def test_a_window_narrower_than_its_cache_is_refused() -> None:
+def test_a_window_smaller_than_its_cache_is_refused() -> None:
     with pytest.raises(ModelError, match="a sliding window smaller than its cache"):
         MlxLmRotatingKVCache(WINDOW).make_mask(1, window_size=WINDOW - 1)
 
@@ -49,9 +49,9 @@ def test_a_window_narrower_than_its_cache_is_refused() -> None:
 @pytest.mark.parametrize(
     "make",
     [MlxLmKVCache, lambda: MlxLmRotatingKVCache(WINDOW), lambda: MlxLmArraysCache(1)],
-    ids=["whole", "window", "states"],
+    ids=["unbounded", "window", "states"],
 )
-def test_a_copy_is_as_good_and_nobody_elses(make: Any) -> None:
+def test_a_copy_is_equal_and_independent(make: Any) -> None:
     cache = make()
     array = mx.arange(6.0).reshape(1, 1, 3, 2)
 
@@ -72,13 +72,13 @@ def test_a_copy_is_as_good_and_nobody_elses(make: Any) -> None:
         np.testing.assert_array_equal(np.array(one), same)
 
 
-def test_several_caches_of_a_layer_are_as_divisible_as_each() -> None:
+def test_several_caches_of_a_layer_are_sliceable_if_each_is() -> None:
     assert MlxLmLayerCache([MlxLmKVCache(), MlxLmKVCache()], is_cache_list=True).sliceable
     assert not MlxLmLayerCache([MlxLmKVCache(), MlxLmArraysCache(1)], is_cache_list=True).sliceable
     assert not MlxLmLayerCache([MlxLmRotatingKVCache(WINDOW)], is_cache_list=False).sliceable
 
 
-def test_a_state_does_not_keep_the_chunk_that_it_is_a_slice_of() -> None:
+def test_a_state_does_not_retain_the_chunk_that_it_is_a_slice_of() -> None:
     state = MlxLmArraysCache(1)
     before = mx.get_active_memory()
     chunk = mx.zeros((1, 4096, 256)) + 1

@@ -1,4 +1,4 @@
-"""Ollama's names of quantised tensors, and MLX's."""
+"""Renaming of Ollama's quantized tensors to MLX's names."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from models.ollama_names import to_mlx_names
 PACKED = mx.zeros((4, 8), mx.uint32)
 PLAIN = mx.zeros((4,))
 
-# what the store holds of a layer that is quantised and has a bias, and what it becomes
+# a quantized layer with a bias: names in the store, and the names after renaming
 Q = "model.layers.0.self_attn.q_proj"
 STORED = {
     f"{Q}.weight": PACKED,
@@ -18,53 +18,53 @@ STORED = {
     f"{Q}.weight.bias": PLAIN,
     f"{Q}.bias": PLAIN,
 }
-WANTED = {f"{Q}.{part}" for part in ("weight", "scales", "biases", "bias")}
+RENAMED = {f"{Q}.{part}" for part in ("weight", "scales", "biases", "bias")}
 
 
-def test_a_bias_is_a_quantisations_only_beside_a_scale_in_whatever_order_they_come() -> None:
+def test_quantization_biases_are_recognised_by_their_scales_in_any_order() -> None:
     for order in itertools.permutations(STORED.items()):
-        assert to_mlx_names(dict(order)).keys() == WANTED
+        assert to_mlx_names(dict(order)).keys() == RENAMED
 
 
-def test_the_names_that_the_runner_gives_are_known_too() -> None:
+def test_the_names_of_ollamas_runner_are_supported() -> None:
     renamed = {
         f"{Q}.weight": PACKED,
         f"{Q}.weight_scale": PLAIN,
         f"{Q}.weight_qbias": PLAIN,
         f"{Q}.bias": PLAIN,
     }
-    assert to_mlx_names(renamed).keys() == WANTED
+    assert to_mlx_names(renamed).keys() == RENAMED
 
 
 @pytest.mark.parametrize(
     "weights",
     [
-        # a layer that is not quantised
+        # a layer that is not quantized
         {f"{Q}.weight": mx.zeros((4, 8)), f"{Q}.bias": PLAIN},
-        # parameters that happen to be called so
+        # parameters that have such a name by chance
         {"norm.scale": PLAIN, "norm.bias": PLAIN, "router.scale": PLAIN},
         {"router.weight": mx.zeros((4, 8)), "router.weight.scale": PLAIN},
-        # MLX's own
+        # names of MLX
         {f"{Q}.weight": PACKED, f"{Q}.scales": PLAIN, f"{Q}.biases": PLAIN, f"{Q}.bias": PLAIN},
-        # what is not MLX's keeps the name that it will be refused under
+        # unsupported tensors keep their name, which the error will name
         {f"{Q}.weight": mx.zeros((4, 8), mx.uint8), f"{Q}.weight_scale": PLAIN},
     ],
 )
-def test_everything_else_stays_as_it_is(weights: dict[str, mx.array]) -> None:
+def test_other_names_are_unchanged(weights: dict[str, mx.array]) -> None:
     found = to_mlx_names(weights)
     assert found.keys() == weights.keys()
     assert all(found[name] is weights[name] for name in weights)
 
 
-def test_stacked_experts_are_renamed_like_any_other_layer() -> None:
+def test_stacked_experts_are_renamed_like_other_layers() -> None:
     for path in ("mlp.switch_mlp.up_proj.weight", "mlp.experts.up_proj"):
         weights = {path: mx.zeros((2, 4, 8), mx.uint32), f"{path}.scale": mx.zeros((2, 4, 2))}
         plain = path.removesuffix(".weight")
         assert to_mlx_names(weights).keys() == {f"{plain}.weight", f"{plain}.scales"}
 
 
-def test_a_global_scale_becomes_the_magnitude_that_it_brings_about() -> None:
-    """The store's is a factor of the weight; the largest that nvfp4 writes is 6 times 448."""
+def test_a_global_scale_is_converted_to_the_magnitude_of_the_weight() -> None:
+    """The stored scale is a factor of the weight; the largest value of nvfp4 is 6 times 448."""
     weights = {
         f"{Q}.weight": PACKED,
         f"{Q}.weight.scale": mx.zeros((4, 4), mx.uint8),

@@ -1,5 +1,5 @@
-"""Every architecture gives the logits of mlx-lm's class, in every way of evaluating it: as it is
-served, by the kernels and without them."""
+"""Each architecture gives the logits of mlx-lm's class in prefill, decoding and batches, with the
+kernels and without them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ from models.base import Model
 from models.cpu_layout import apply_cpu_layout
 from tests.models import parity
 from tests.models.architectures import Case, cases
-from tests.models.switched import BOTH, computing
+from tests.models.kernel_switch import BOTH, use_kernels
 
-QUANTISED = [(case, kind) for case in cases() for kind in case.quantised]
+QUANTISED = [(case, kind) for case in cases() for kind in case.quantized]
 
 # longer than any case's window
 PROMPT = 45
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
+class Checkpoint:
     case: Case
     folder: Path
     reference: Any
@@ -34,52 +34,57 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """The same checkpoint as both see it. whole: our logits of a prompt that is evaluated at
-    once."""
+    """Our model and the reference for one checkpoint. logits: our logits of a prompt evaluated in
+    one chunk."""
 
     case: Case
     reference: Any
     ours: Model
-    whole: np.ndarray
+    logits: np.ndarray
 
 
 @pytest.fixture(scope="module", params=cases(), ids=lambda case: case.id)
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Checkpoint:
     folder = tmp_path_factory.mktemp(request.param.id)
-    return Saved(case=request.param, folder=folder, reference=parity.saved(request.param, folder))
+    return Checkpoint(
+        case=request.param, folder=folder, reference=parity.save_reference(request.param, folder)
+    )
 
 
 @pytest.fixture(scope="module", params=BOTH)
-def pair(request: pytest.FixtureRequest, saved: Saved) -> Iterator[Pair]:
-    with computing(by_kernels=request.param):
-        ours = parity.opened(saved.folder)
+def pair(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> Iterator[Pair]:
+    with use_kernels(enabled=request.param):
+        ours = parity.load_model(checkpoint.folder)
         apply_cpu_layout(cast(nn.Module, ours))
-        whole = parity.our_prefilled(ours, parity.ids(saved.case, PROMPT), [PROMPT])
-        yield Pair(case=saved.case, reference=saved.reference, ours=ours, whole=whole)
+        logits = parity.prefill(ours, parity.ids(checkpoint.case, PROMPT), [PROMPT])
+        yield Pair(case=checkpoint.case, reference=checkpoint.reference, ours=ours, logits=logits)
 
 
-def test_logits_are_those_of_the_reference(pair: Pair) -> None:
-    found = parity.differences(pair.reference, pair.ours, pair.case)
+@pytest.mark.product
+def test_logits_agree_with_the_reference(pair: Pair) -> None:
+    found = parity.find_differences(pair.reference, pair.ours, pair.case)
     assert max(found.values()) < parity.tolerance(pair.case), found
 
 
+@pytest.mark.product
 @settings(max_examples=5)
 @given(cuts=st.sets(st.integers(1, PROMPT - 1), max_size=12))
-def test_a_prompt_may_be_evaluated_in_any_pieces(pair: Pair, cuts: set[int]) -> None:
+def test_a_prompt_can_be_evaluated_in_any_chunks(pair: Pair, cuts: set[int]) -> None:
     pieces = [end - start for start, end in pairwise([0, *sorted(cuts), PROMPT])]
-    got = parity.our_prefilled(pair.ours, parity.ids(pair.case, PROMPT), pieces)
-    assert parity.largest(got, pair.whole) < parity.tolerance(pair.case)
+    got = parity.prefill(pair.ours, parity.ids(pair.case, PROMPT), pieces)
+    assert parity.max_difference(got, pair.logits) < parity.tolerance(pair.case)
 
 
+@pytest.mark.product
 @pytest.mark.no_cover
 @pytest.mark.parametrize(
     ("case", "kind"), QUANTISED, ids=[f"{case.id}-{kind}" for case, kind in QUANTISED]
 )
-def test_logits_of_quantised_weights_are_those_of_the_reference(
-    case: Case, kind: str, tmp_path: Path
-) -> None:
-    """As it is served here: without kernels it is MLX's own product, which is the reference's."""
-    reference, ours = parity.saved(case, tmp_path, kind=kind), parity.opened(tmp_path)
+def test_quantized_logits_agree_with_the_reference(case: Case, kind: str, tmp_path: Path) -> None:
+    """With the kernels if they are built. Without them, both use the same MLX product."""
+    reference, ours = parity.save_reference(case, tmp_path, kind=kind), parity.load_model(tmp_path)
     apply_cpu_layout(cast(nn.Module, ours))
-    found = parity.differences(reference, ours, case)
+    found = parity.find_differences(reference, ours, case)
     assert max(found.values()) < parity.tolerance(case), found

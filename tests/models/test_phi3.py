@@ -1,4 +1,4 @@
-"""The Phi-3 architecture: fused projections, longrope, heads that are rotated in part."""
+"""The Phi-3 architecture: fused projections, longrope, partially rotated heads."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from models.base import ModelError
 from models.kv import KVCache
 from models.rotating_kv import RotatingKVCache
 from tests.models.architectures import Case
-from tests.models.test_llama import IDS, TINY, drawn, logits
+from tests.models.test_llama import IDS, TINY, draw_weights, logits
 
 PHI3 = {**TINY, "model_type": "phi3"}
 LONG = {
@@ -25,7 +25,7 @@ LONG = {
     },
 }
 SHORT_OR_LONG = "It rotates by short_factor while a sequence is short; we and mlx-lm never do."
-# Phi-4-mini: three quarters of each head
+# Phi-4-mini rotates three quarters of each head
 PARTIAL: dict[str, Any] = {
     **LONG,
     "partial_rotary_factor": 0.75,
@@ -36,23 +36,23 @@ PARTIAL: dict[str, Any] = {
 }
 
 CASES = [
-    Case(name="plain", config={**PHI3, "sliding_window": 2047}, quantised=("affine-4", "mxfp4")),
+    Case(name="plain", config={**PHI3, "sliding_window": 2047}, quantized=("affine-4", "mxfp4")),
     Case(name="longrope", config=LONG, transformers=False, why=SHORT_OR_LONG),
     Case(name="partial", config=PARTIAL, transformers=False, why=SHORT_OR_LONG),
 ]
 
 
-def test_a_sequence_longer_than_the_first_context_is_rotated_as_transformers_rotates_it() -> None:
-    """Its prefill takes the long factors as soon as the last position is beyond the original
-    length; the magnitude grows with the ratio of the lengths."""
+def test_a_sequence_beyond_the_original_context_is_rotated_as_in_transformers() -> None:
+    """transformers uses the long factors in a prefill whose last position is beyond the original
+    length; the magnitude increases with the ratio of the lengths."""
     rope = phi3.Config.from_dict(LONG).rope()
     inverse = 10000.0 ** (-np.arange(0, 16, 2) / 16) / np.array(LONG["rope_scaling"]["long_factor"])
     np.testing.assert_allclose(np.array(rope.periods), 1 / inverse, rtol=1e-6)
     assert rope.magnitude == pytest.approx(np.sqrt(1 + np.log(512 / 64) / np.log(64)))
 
 
-def test_the_window_is_that_of_all_layers() -> None:
-    """As in Phi-3-mini-4k; the longer ones name a window that nothing outgrows."""
+def test_the_window_applies_to_all_layers() -> None:
+    """As in Phi-3-mini-4k; models with longer contexts name a window that no sequence exceeds."""
     short = phi3.Model(phi3.Config.from_dict({**PHI3, "sliding_window": 5}))
     assert {type(layer) for layer in short.make_kv()} == {RotatingKVCache}
     long = phi3.Model(phi3.Config.from_dict({**PHI3, "sliding_window": 262144}))
@@ -60,10 +60,10 @@ def test_the_window_is_that_of_all_layers() -> None:
 
 
 @pytest.mark.parametrize("chunks", [[9], [1] * 9, [4, 5]])
-def test_fused_projections_are_the_single_ones_side_by_side(chunks: list[int]) -> None:
-    """A windowed Phi-3 is a windowed Mistral whose matrices lie one above the other."""
+def test_fused_projections_are_the_separate_ones_concatenated(chunks: list[int]) -> None:
+    """Phi-3 with a window is Mistral with a window and concatenated matrices."""
     mistral = {**TINY, "model_type": "mistral", "sliding_window": 4, "vocab_size": 256}
-    single = drawn(mistral)
+    single = draw_weights(mistral)
     fused = dict(single)
     for layer in range(2):
         at = f"model.layers.{layer}"
@@ -83,11 +83,11 @@ def test_fused_projections_are_the_single_ones_side_by_side(chunks: list[int]) -
     ("scaling", "complaint"),
     [
         ({"type": "longrope"}, "rope scaling 'longrope' lacks 'long_factor'"),
-        ({"type": "su", "long_factor": [1.0]}, "long_factor has 1 numbers, expected 8"),
-        # an early name for the same, of which no model was published
+        ({"type": "su", "long_factor": [1.0]}, "long_factor has 1 numbers, but 8 are required"),
+        # an early name of the same; no published model has it
         ({"type": "yarn", "long_factor": [1.0] * 8}, "rope scaling 'yarn' lacks 'factor'"),
     ],
 )
-def test_a_longrope_that_cannot_be_made_is_refused(scaling: dict[str, Any], complaint: str) -> None:
+def test_an_invalid_longrope_is_refused(scaling: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ModelError, match=complaint):
         models.build({**PHI3, "rope_scaling": scaling}, {})

@@ -1,9 +1,9 @@
-"""Activations and caches have the type of the weights; of a model that is suited to a CPU, float32.
+"""Activations and caches have the type of the weights; with the CPU layout, they are float32.
 
-One operation that makes a float32 of what passes through makes all that follows float32: caches
-twice as large, and on a GPU every product of half the speed. One that makes less of what a CPU
-computes in float32 loses what the kernels keep, and leaves their way. Types are known without
-evaluating anything.
+One operation that returns float32 makes all following ones float32: caches are twice as large, and
+on a GPU each product has half the speed. One operation that reduces the precision on a CPU loses
+the precision of the kernels, and later layers do not use them. Types are known without evaluating
+arrays.
 """
 
 from typing import Any
@@ -20,12 +20,12 @@ from models.kv import KVBuffers, LayerCache
 from models.multimodal import get_text_config
 from models.recurrent import RecurrentCache
 from tests.models.architectures import Case, cases
-from tests.models.switched import BOTH, computing
+from tests.models.kernel_switch import BOTH, use_kernels
 
-# checkpoints keep these in float32 while everything else is in less
+# checkpoints have these in float32 and all other tensors in half precision
 PRECISE = ("A_log", "dt_bias", "linear_attn.norm.weight", "_correction_bias", "expert_bias")
 
-# one position, more than are worked off one by one, enough to sort rows by experts
+# one position; more than the limit for separate evaluation; enough to sort rows by experts
 PIECES = (1, 40, 20, 1)
 
 
@@ -43,33 +43,33 @@ def dtype(request: pytest.FixtureRequest) -> mx.Dtype:
 def model(case: Case, dtype: mx.Dtype) -> Any:
     config = get_text_config(case.config)
     architecture = models._find_architecture(config)
-    made = architecture.Model(architecture.Config.from_dict(config))
-    flat: Any = tree_flatten(made.parameters())
-    made.update(
+    model = architecture.Model(architecture.Config.from_dict(config))
+    flat: Any = tree_flatten(model.parameters())
+    model.update(
         tree_unflatten([(name, a.astype(dtype)) for name, a in flat if not name.endswith(PRECISE)])
     )
-    return made
+    return model
 
 
-def test_a_sequence_keeps_the_type_of_the_weights(model: Any, dtype: mx.Dtype) -> None:
-    assert _met(model, model.make_kv()) == {dtype}
+def test_a_sequence_has_the_type_of_the_weights(model: Any, dtype: mx.Dtype) -> None:
+    assert _evaluate_types(model, model.make_kv()) == {dtype}
 
 
-@pytest.mark.parametrize("by_kernels", BOTH)
-def test_a_cpu_computes_in_float32(model: Any, dtype: mx.Dtype, by_kernels: bool) -> None:
-    with computing(by_kernels=by_kernels):
+@pytest.mark.parametrize("with_kernels", BOTH)
+def test_a_cpu_computes_in_float32(model: Any, dtype: mx.Dtype, with_kernels: bool) -> None:
+    with use_kernels(enabled=with_kernels):
         apply_cpu_layout(model)
         modules: Any = model.named_modules()
-        # of those that the kernels know: a class of its own computes as it says, in float32
-        kind = layers.KernelLinear if by_kernels else nn.Linear
+        # layers that the kernels support; other classes compute in float32
+        kind = layers.KernelLinear if with_kernels else nn.Linear
         matrices = {layer.weight.dtype for _, layer in modules if isinstance(layer, kind)}
-        assert matrices == {dtype if by_kernels else mx.float32}
-        assert _met(model, model.make_kv()) == {mx.float32}
+        assert matrices == {dtype if with_kernels else mx.float32}
+        assert _evaluate_types(model, model.make_kv()) == {mx.float32}
     flat: Any = tree_flatten(model.parameters())
     assert {array.dtype for _, array in flat if array.ndim == 1} <= {mx.float32}
 
 
-def test_rows_of_a_batch_keep_the_type_of_the_weights(model: Any, dtype: mx.Dtype) -> None:
+def test_rows_of_a_batch_have_the_type_of_the_weights(model: Any, dtype: mx.Dtype) -> None:
     rows = [model.make_kv() for _ in range(3)]
     for length, kv in enumerate(rows, start=1):
         model(mx.zeros((1, length), mx.int32), kv)
@@ -78,21 +78,21 @@ def test_rows_of_a_batch_keep_the_type_of_the_weights(model: Any, dtype: mx.Dtyp
         for layers in zip(*rows, strict=True)
     ]
     assert model(mx.zeros((3, 1), mx.int32), together).dtype == dtype
-    assert {found for kv in rows for found in _types(kv)} <= {dtype}
+    assert {found for kv in rows for found in _cache_types(kv)} <= {dtype}
 
 
-def _met(model: Any, kv: list[LayerCache]) -> set[mx.Dtype]:
-    """What passes through and stays behind, in pieces of all kinds."""
+def _evaluate_types(model: Any, kv: list[LayerCache]) -> set[mx.Dtype]:
+    """Types of activations and caches, for chunks of all lengths in PIECES."""
     found: set[mx.Dtype] = set()
     for length in PIECES:
         hidden = model(mx.zeros((1, length), mx.int32), kv)
         found |= {hidden.dtype, model.logits(hidden).dtype}
-    return found | _types(kv)
+    return found | _cache_types(kv)
 
 
-def _types(kv: list[LayerCache]) -> set[mx.Dtype]:
-    """Of all that grows with a sequence, and of convolutions' tails. The state of the delta rule,
-    the second slot of two, is in float32 always."""
+def _cache_types(kv: list[LayerCache]) -> set[mx.Dtype]:
+    """Types of KV buffers and of convolution tails. The state of the delta rule, the second of two
+    slots, is always float32."""
     found: set[mx.Dtype] = set()
     for layer in kv:
         arrays = layer.state() if isinstance(layer, KVBuffers) else []

@@ -1,7 +1,7 @@
-"""Models that people have: built from what is published of them, at full size, without a weight.
+"""Published models at full size, built from configs and tensor shapes without weights.
 
-Tiny cases cannot tell that a key of a real config.json is misread, or a default assumed wrongly.
-Nothing here is evaluated, so that 80 billion parameters take no memory.
+Tiny cases do not detect a misread key of a real config.json, or a wrong default. No array is
+evaluated, so 80 billion parameters take no memory.
 """
 
 from typing import Any
@@ -15,74 +15,76 @@ from models.kv import KVBuffers, LayerCache
 from models.recurrent import RecurrentCache
 from models.rope import NoRope
 from models.rotating_kv import RotatingKVCache
-from tests.models.published import Published, periods, published
+from tests.models.published import Published, load_published, periods
 
 
-@pytest.fixture(scope="module", params=published(), ids=lambda found: found.name)
-def known(request: pytest.FixtureRequest) -> Published:
+@pytest.fixture(scope="module", params=load_published(), ids=lambda found: found.name)
+def checkpoint(request: pytest.FixtureRequest) -> Published:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def model(known: Published) -> Any:
-    """Building fails unless the checkpoint's tensors are the model's, by name and by shape."""
-    return models.build(known.config, known.weights())
+def model(checkpoint: Published) -> Any:
+    """The build fails unless the tensors of checkpoint and model have equal names and shapes."""
+    return models.build(checkpoint.config, checkpoint.weights())
 
 
-def test_the_context_and_the_vocabulary_are_read(known: Published) -> None:
-    facts = models.read_info(known.config)
-    assert (facts.context_length, facts.vocab_size) == (known.context, known.vocab)
+def test_the_context_and_the_vocabulary_are_read(checkpoint: Published) -> None:
+    facts = models.read_info(checkpoint.config)
+    assert (facts.context_length, facts.vocab_size) == (checkpoint.context, checkpoint.vocab)
 
 
-def test_the_model_has_the_published_number_of_parameters(known: Published, model: Any) -> None:
-    assert _parameters(model) == known.parameters
+def test_the_model_has_the_published_number_of_parameters(
+    checkpoint: Published, model: Any
+) -> None:
+    assert _parameters(model) == checkpoint.parameters
 
 
-def test_each_layer_sees_as_far_as_published(known: Published, model: Any) -> None:
-    assert "".join(map(_kind, model.model.layers)) == known.layers
+def test_each_layer_has_the_published_window(checkpoint: Published, model: Any) -> None:
+    assert "".join(map(_kind, model.model.layers)) == checkpoint.layers
     windows = {kv.window for kv in model.make_kv() if isinstance(kv, RotatingKVCache)}
-    assert windows == ({known.window} if "s" in known.layers else set())
+    assert windows == ({checkpoint.window} if "s" in checkpoint.layers else set())
 
 
-def test_each_layer_rotates_as_published(known: Published, model: Any) -> None:
+def test_each_layer_rotates_as_published(checkpoint: Published, model: Any) -> None:
     ropes = [
-        (known.rope[kind], layer.self_attn.rope)
-        for kind, layer in zip(known.layers, model.model.layers, strict=True)
-        if kind in known.rope
+        (checkpoint.rope[kind], layer.self_attn.rope)
+        for kind, layer in zip(checkpoint.layers, model.model.layers, strict=True)
+        if kind in checkpoint.rope
     ]
     assert ropes
-    for wanted, rope in ropes:
-        assert rope.dims == wanted["dims"]
-        assert rope.magnitude == pytest.approx(wanted["magnitude"], rel=1e-6)
+    for expected, rope in ropes:
+        assert rope.dims == expected["dims"]
+        assert rope.magnitude == pytest.approx(expected["magnitude"], rel=1e-6)
         found = rope.periods.tolist()
-        assert (found[0], found[-1]) == pytest.approx(periods(wanted), rel=1e-5)
+        assert (found[0], found[-1]) == pytest.approx(periods(expected), rel=1e-5)
 
 
-def test_attention_and_norms_are_scaled_as_published(known: Published, model: Any) -> None:
+def test_attention_and_norms_are_scaled_as_published(checkpoint: Published, model: Any) -> None:
     attends = [layer.self_attn for layer in model.model.layers if _kind(layer) != "r"]
-    assert {layer.scale for layer in attends} == {known.attention_width**-0.5}
-    assert model.model.norm.eps == known.eps
+    assert {layer.scale for layer in attends} == {checkpoint.attention_width**-0.5}
+    assert model.model.norm.eps == checkpoint.eps
 
 
-def test_a_token_is_evaluated_in_the_type_of_the_weights(known: Published, model: Any) -> None:
+def test_a_token_is_evaluated_in_the_type_of_the_weights(checkpoint: Published, model: Any) -> None:
     hidden = model(mx.array([[0]]), model.make_kv())
     logits = model.logits(hidden)
-    # no array in what is asserted: pytest would print it, and so evaluate the model
+    # no array in the assertion: pytest would print it, and so evaluate the model
     types, shape = {hidden.dtype, logits.dtype}, logits.shape
     assert types == {mx.bfloat16}
-    assert shape == (1, 1, known.vocab)
+    assert shape == (1, 1, checkpoint.vocab)
 
 
-def test_caches_take_as_much_as_is_computed_by_hand(known: Published, model: Any) -> None:
+def test_caches_have_the_size_computed_by_hand(checkpoint: Published, model: Any) -> None:
     kv: list[LayerCache] = model.make_kv()
     model(mx.array([[0]]), kv)
     growing = sum(layer.position_bytes() for layer in kv if isinstance(layer, KVBuffers))
     fixed = sum(layer.nbytes for layer in kv if isinstance(layer, RecurrentCache))
-    assert (growing, fixed) == (known.kv_bytes, known.state_bytes)
+    assert (growing, fixed) == (checkpoint.kv_bytes, checkpoint.state_bytes)
 
 
 def _parameters(model: Any) -> int:
-    """Packed ones one by one, what belongs to their packing not at all."""
+    """Number of parameters. Packed values count singly; scales and biases of packings do not."""
     flat: Any = tree_flatten(model.parameters())
     arrays: dict[str, mx.array] = dict(flat)
     count = 0
@@ -90,7 +92,7 @@ def _parameters(model: Any) -> int:
         path, _, kind = name.rpartition(".")
         if kind != "scales":
             packed = kind == "weight" and f"{path}.scales" in arrays
-            # four bits each, in words of 32
+            # four bits each, in 32-bit words
             count += array.size * (8 if packed else 1)
     return count
 

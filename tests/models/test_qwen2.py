@@ -9,24 +9,24 @@ from models.kv import KVCache
 from models.rotating_kv import RotatingKVCache
 from tests.models import reference
 from tests.models.architectures import Case
-from tests.models.test_llama import IDS, TINY, drawn, logits
+from tests.models.test_llama import IDS, TINY, draw_weights, logits
 
 QWEN2 = {**TINY, "model_type": "qwen2", "rope_theta": 1000000.0}
-# what published Qwen2s say, and do not use
+# keys of published Qwen2 configs that have no effect
 UNUSED = {"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 1}
 MROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
 
 CASES = [
     Case(name="plain", config={**QWEN2, **UNUSED}),
-    Case(name="tied", config={**QWEN2, "tie_word_embeddings": True}, quantised=("affine-4",)),
-    # as published: the text's keys stand beside the picture's
+    Case(name="tied", config={**QWEN2, "tie_word_embeddings": True}, quantized=("affine-4",)),
+    # as published: text keys on the top level
     Case(
         name="multimodal",
         config={**QWEN2, **MROPE, "model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 8}},
         transformers=False,
         why="It reads this spelling and writes the nested one, which is the next case.",
     ),
-    # as transformers writes it now
+    # as current transformers writes it
     Case(
         name="nested",
         config={
@@ -39,22 +39,22 @@ CASES = [
 
 
 @pytest.mark.parametrize("chunks", [[9], [1] * 9, [4, 5]])
-def test_layers_above_max_window_layers_have_the_window_where_one_is_used(
+def test_layers_above_max_window_layers_have_the_window_if_it_is_enabled(
     chunks: list[int],
 ) -> None:
-    """mlx-lm's class has no windows; transformers', which checkpoints are written for, has."""
+    """mlx-lm's class has no windows; that of transformers, which the checkpoints follow, has."""
     config = {**QWEN2, **UNUSED, "use_sliding_window": True, "vocab_size": 256}
-    weights = drawn(config)
+    weights = draw_weights(config)
     exact = {name: np.array(array).astype(np.float64) for name, array in weights.items()}
     listed = {**config, "layer_types": ["full_attention", "sliding_attention"]}
-    wanted = reference.llama(listed, exact, IDS)
+    expected = reference.llama(listed, exact, IDS)
     for each in (config, listed):
         got = logits(models.build(each, weights), IDS, chunks)
-        np.testing.assert_allclose(got, wanted, atol=1e-4)
+        np.testing.assert_allclose(got, expected, atol=1e-4)
     model = models.build(config, weights)
     assert [type(layer) for layer in model.make_kv()] == [KVCache, RotatingKVCache]
 
 
-def test_a_window_that_has_no_length_is_refused() -> None:
+def test_an_enabled_window_without_a_length_is_refused() -> None:
     with pytest.raises(ModelError, match="sliding_window is None"):
         models.build({**QWEN2, "use_sliding_window": True, "max_window_layers": 0}, {})

@@ -1,4 +1,4 @@
-"""The mixtures of experts among Qwen2, with an expert that all tokens share."""
+"""The Qwen2 mixtures of experts, which have a shared expert."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from models.base import ModelError
 from tests.models import parity
 from tests.models.architectures import Case
 from tests.models.test_llama import TINY
-from tests.models.test_qwen3_moe import IDS, fused, one_by_one, read
+from tests.models.test_qwen3_moe import IDS, fuse_experts, read_weights, split_experts
 
 CONFIG = {
     **TINY,
@@ -25,27 +25,27 @@ CONFIG = {
 }
 
 CASES = [
-    Case(name="plain", config=CONFIG, quantised=("affine-4", "mxfp4")),
+    Case(name="plain", config=CONFIG, quantized=("affine-4", "mxfp4")),
     Case(
         name="one-of-many",
         config={**CONFIG, "num_experts": 16, "num_experts_per_tok": 1},
-        quantised=(),
+        quantized=(),
     ),
 ]
 
 
-@pytest.mark.parametrize("layout", [one_by_one, fused])
-def test_the_makers_layouts_hold_the_same_model(layout: Any, tmp_path: Path) -> None:
-    parity.saved(CASES[0], tmp_path)
-    theirs = models.build(CONFIG, layout(read(tmp_path)))
+@pytest.mark.parametrize("layout", [split_experts, fuse_experts])
+def test_published_layouts_give_the_same_model(layout: Any, tmp_path: Path) -> None:
+    parity.save_reference(CASES[0], tmp_path)
+    theirs = models.build(CONFIG, layout(read_weights(tmp_path)))
     np.testing.assert_array_equal(
-        parity.our_prefilled(theirs, IDS, [9]),
-        parity.our_prefilled(parity.opened(tmp_path), IDS, [9]),
+        parity.prefill(theirs, IDS, [9]),
+        parity.prefill(parity.load_model(tmp_path), IDS, [9]),
     )
 
 
-def test_layers_may_be_dense_shares_normalised_and_the_head_tied() -> None:
-    """What mlx-lm 0.32 does not read."""
+def test_dense_layers_normalised_shares_and_a_tied_head_are_supported() -> None:
+    """mlx-lm 0.32 does not read these keys."""
     config = {**CONFIG, "mlp_only_layers": [0], "norm_topk_prob": True, "tie_word_embeddings": True}
     model: Any = qwen2_moe.Model(qwen2_moe.Config.from_dict(config))
     dense, sparse = model.model.layers

@@ -14,7 +14,7 @@ CASES = [
             **{key: value for key, value in QWEN3.items() if key != "rope_theta"},
             "rope_parameters": {**YARN, "rope_theta": 500000.0},
         },
-        quantised=(),
+        quantized=(),
     ),
     Case(
         name="multimodal",

@@ -1,4 +1,4 @@
-"""Qwen3.5: dense and with experts, alone and as the text part of a model that sees."""
+"""Qwen3.5: dense and with experts, alone and as the text part of a vision model."""
 
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ SEEING: dict[str, Any] = {
 }
 
 CASES = [
-    Case(name="seeing", config=SEEING, quantised=("affine-4", "affine-8", "mxfp4")),
+    Case(name="seeing", config=SEEING, quantized=("affine-4", "affine-8", "mxfp4")),
     Case(
         name="tied",
         config={
@@ -70,20 +70,20 @@ CASES = [
             "attention_bias": True,
             "linear_num_value_heads": 6,
         },
-        quantised=(),
+        quantized=(),
     ),
     Case(
         name="experts",
         config={**SEEING, "model_type": "qwen3_5_moe", "text_config": MOE},
-        quantised=("affine-4", "affine-8"),
+        quantized=("affine-4", "affine-8"),
     ),
 ]
 
 
-def by_makers(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """As Qwen publishes it: names, norms, convolutions and experts, and what sees beside it."""
+def to_published_layout(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The published layout: names, norms, convolutions and experts, with vision tensors."""
     plain = {name.removeprefix("language_model."): a for name, a in weights.items()}
-    theirs = next_.with_fused_experts(next_.by_makers(plain))
+    theirs = next_.with_fused_experts(next_.to_published_layout(plain))
     return {
         "model.visual.patch_embed.proj.weight": mx.zeros((2, 2)),
         **{
@@ -96,25 +96,27 @@ def by_makers(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_makers_checkpoints_say_what_converted_ones_say(case: Case, tmp_path: Path) -> None:
-    weights = next_.converted(case, tmp_path)
-    got = next_.logits(case.config, by_makers(weights))
+def test_published_and_converted_checkpoints_give_the_same_logits(
+    case: Case, tmp_path: Path
+) -> None:
+    weights = next_.save_converted(case, tmp_path)
+    got = next_.logits(case.config, to_published_layout(weights))
     np.testing.assert_allclose(got, next_.logits(case.config, weights), atol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("case", "kind"), [(CASES[0], "qwen3_5_text"), (CASES[2], "qwen3_5_moe_text")]
 )
-def test_a_text_part_alone_goes_by_its_own_type(case: Case, kind: str, tmp_path: Path) -> None:
-    weights = next_.converted(case, tmp_path)
+def test_the_text_part_alone_has_its_own_model_type(case: Case, kind: str, tmp_path: Path) -> None:
+    weights = next_.save_converted(case, tmp_path)
     config = case.config["text_config"]
     assert config["model_type"] == kind
     alone = {name.removeprefix("language_model."): array for name, array in weights.items()}
     np.testing.assert_array_equal(next_.logits(config, alone), next_.logits(case.config, weights))
 
 
-def test_states_are_float32_whatever_the_activations_are(tmp_path: Path) -> None:
-    model = models.build(SEEING, next_.converted(CASES[0], tmp_path))
+def test_states_are_float32_for_all_activation_types(tmp_path: Path) -> None:
+    model = models.build(SEEING, next_.save_converted(CASES[0], tmp_path))
     next_.assert_states_are_float32(next_.in_bfloat16(model))
 
 

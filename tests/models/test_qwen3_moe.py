@@ -1,4 +1,4 @@
-"""The mixtures of experts among Qwen3, in all the layouts in which they are published."""
+"""The Qwen3 mixtures of experts, in all published layouts."""
 
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,9 @@ CONFIG = {
 }
 
 CASES = [
-    # 23 tokens have 69 rows, which are sorted, and the pieces of the prompt have fewer
+    # 23 tokens have 69 rows, which are sorted; the chunks of the prompt have fewer
     Case(
-        name="plain", config=CONFIG, quantised=("affine-4", "affine-8", "mxfp4", "mxfp8", "nvfp4")
+        name="plain", config=CONFIG, quantized=("affine-4", "affine-8", "mxfp4", "mxfp8", "nvfp4")
     ),
     Case(
         name="some-dense",
@@ -51,8 +51,8 @@ CASES = [
 IDS = [5, 50, 17, 17, 99, 3, 80, 42, 7]
 
 
-def one_by_one(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """As the makers publish them."""
+def split_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The published layout."""
     found: dict[str, mx.array] = {}
     for name, array in weights.items():
         if ".switch_mlp." not in name:
@@ -64,8 +64,8 @@ def one_by_one(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     return found
 
 
-def fused(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """As newer versions of transformers save them."""
+def fuse_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The layout of newer versions of transformers."""
     found: dict[str, mx.array] = {}
     for name, array in weights.items():
         if ".switch_mlp." not in name:
@@ -79,40 +79,36 @@ def fused(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     return found
 
 
-def read(folder: Path) -> dict[str, mx.array]:
+def read_weights(folder: Path) -> dict[str, mx.array]:
     weights: Any = mx.load(str(folder / "model.safetensors"))
     return weights
 
 
-@pytest.mark.parametrize("layout", [one_by_one, fused])
-def test_the_makers_layouts_hold_the_same_model(layout: Any, tmp_path: Path) -> None:
-    parity.saved(CASES[0], tmp_path)
-    ours = parity.opened(tmp_path)
-    theirs = models.build(CONFIG, layout(read(tmp_path)))
-    np.testing.assert_array_equal(
-        parity.our_prefilled(theirs, IDS, [9]), parity.our_prefilled(ours, IDS, [9])
-    )
+@pytest.mark.parametrize("layout", [split_experts, fuse_experts])
+def test_published_layouts_give_the_same_model(layout: Any, tmp_path: Path) -> None:
+    parity.save_reference(CASES[0], tmp_path)
+    ours = parity.load_model(tmp_path)
+    theirs = models.build(CONFIG, layout(read_weights(tmp_path)))
+    np.testing.assert_array_equal(parity.prefill(theirs, IDS, [9]), parity.prefill(ours, IDS, [9]))
 
 
-def test_quantised_experts_are_stacked_with_their_scales(tmp_path: Path) -> None:
-    parity.saved(CASES[0], tmp_path, kind="affine-4")
-    ours = parity.opened(tmp_path)
+def test_quantized_experts_are_stacked_with_their_scales(tmp_path: Path) -> None:
+    parity.save_reference(CASES[0], tmp_path, kind="affine-4")
+    ours = parity.load_model(tmp_path)
     config = {**CONFIG, "quantization": dict(parity.KINDS["affine-4"])}
-    theirs = models.build(config, one_by_one(read(tmp_path)))
-    np.testing.assert_array_equal(
-        parity.our_prefilled(theirs, IDS, [9]), parity.our_prefilled(ours, IDS, [9])
-    )
+    theirs = models.build(config, split_experts(read_weights(tmp_path)))
+    np.testing.assert_array_equal(parity.prefill(theirs, IDS, [9]), parity.prefill(ours, IDS, [9]))
 
 
-def test_the_number_of_experts_has_another_name_where_transformers_5_wrote_it() -> None:
+def test_the_key_of_transformers_5_for_the_number_of_experts_is_read() -> None:
     renamed = {key: value for key, value in CONFIG.items() if key != "num_experts"}
     config = qwen3_moe.Config.from_dict({**renamed, "num_local_experts": EXPERTS})
     assert config == qwen3_moe.Config.from_dict(CONFIG)
 
 
 def test_too_few_experts_are_refused(tmp_path: Path) -> None:
-    parity.saved(CASES[0], tmp_path)
-    weights = one_by_one(read(tmp_path))
+    parity.save_reference(CASES[0], tmp_path)
+    weights = split_experts(read_weights(tmp_path))
     fewer = {name: array for name, array in weights.items() if ".experts.7." not in name}
     with pytest.raises(ModelError, match=r"has wrongly shaped tensors: .*switch_mlp"):
         models.build(CONFIG, fewer)

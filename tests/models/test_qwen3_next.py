@@ -1,4 +1,4 @@
-"""Qwen3-Next: makers' checkpoints, states in float32, what config.json may not say."""
+"""Qwen3-Next: published checkpoints, float32 states, unsupported settings."""
 
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ TINY: dict[str, Any] = {
 }
 
 CASES = [
-    Case(name="plain", config=TINY, quantised=("affine-4", "affine-8", "mxfp4")),
+    Case(name="plain", config=TINY, quantized=("affine-4", "affine-8", "mxfp4")),
     Case(
         name="mixed",
         config={
@@ -66,15 +66,15 @@ CASES = [
     Case(
         name="dense",
         config={**TINY, "num_experts": 0, "linear_num_value_heads": 6},
-        quantised=(),
+        quantized=(),
     ),
 ]
 
 ZERO_CENTRED = ("layernorm.weight", "q_norm.weight", "k_norm.weight", "model.norm.weight")
 
 
-def by_makers(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """A converted checkpoint as it was before the conversion, but for names and experts."""
+def to_published_layout(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Undo the conversion of a checkpoint, except for names and experts."""
     found = {"mtp.layers.0.mlp.gate.weight": mx.zeros((3, 3))}
     for name, array in weights.items():
         if name.endswith("conv1d.weight"):
@@ -97,7 +97,7 @@ def with_single_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def with_fused_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """As newer checkpoints have them."""
+    """The layout of newer checkpoints."""
     found = {name: array for name, array in weights.items() if "switch_mlp" not in name}
     for name, up in weights.items():
         if name.endswith("switch_mlp.up_proj.weight"):
@@ -108,83 +108,83 @@ def with_fused_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     return found
 
 
-def converted(case: Case, folder: Path) -> dict[str, mx.array]:
-    parity.saved(case, folder)
+def save_converted(case: Case, folder: Path) -> dict[str, mx.array]:
+    parity.save_reference(case, folder)
     loaded = mx.load(str(folder / "model.safetensors"))
     assert isinstance(loaded, dict)
     return loaded
 
 
 def logits(config: Any, weights: dict[str, mx.array]) -> np.ndarray[Any, Any]:
-    return parity.our_prefilled(models.build(config, weights), list(range(40)), [40])
+    return parity.prefill(models.build(config, weights), list(range(40)), [40])
 
 
 def in_bfloat16(model: Any) -> Any:
-    """The model with all its weights in bfloat16, some of which checkpoints keep in float32."""
+    """The model with all weights in bfloat16, also those that checkpoints have in float32."""
     model.update(tree_map(lambda array: array.astype(mx.bfloat16), model.parameters()))
     return model
 
 
 def assert_states_are_float32(model: Model) -> None:
-    """Also those of a model in bfloat16; and a prefill leaves what decoding leaves."""
+    """Also in a bfloat16 model; prefill and decoding leave the same states."""
     prompt = np.random.default_rng(0).integers(0, 101, 48).tolist()
     at_once, one_by_one = model.make_kv(), model.make_kv()
-    whole = model(mx.array([prompt]), at_once)
+    prefill = model(mx.array([prompt]), at_once)
     last = mx.concatenate([model(mx.array([[id]]), one_by_one) for id in prompt], axis=1)
-    assert whole.dtype == last.dtype == mx.bfloat16
-    assert apart(model.logits(whole), model.logits(last)) < 0.03
+    assert prefill.dtype == last.dtype == mx.bfloat16
+    assert relative_distance(model.logits(prefill), model.logits(last)) < 0.03
     for a, b in zip(at_once, one_by_one, strict=True):
         if isinstance(a, RecurrentCache):
             assert [array.dtype for array in a.state()] == [mx.bfloat16, mx.float32]
             assert [array.dtype for array in b.state()] == [mx.bfloat16, mx.float32]
-            assert apart(a.state()[1], b.state()[1]) < 0.03
+            assert relative_distance(a.state()[1], b.state()[1]) < 0.03
 
 
-def apart(a: mx.array, b: mx.array) -> float:
-    """How far, in lengths of the first."""
+def relative_distance(a: mx.array, b: mx.array) -> float:
+    """Distance relative to the norm of `a`."""
     first, second = np.array(a.astype(mx.float32)), np.array(b.astype(mx.float32))
     return float(np.linalg.norm(first - second) / np.linalg.norm(first))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 @pytest.mark.parametrize("layout", [with_single_experts, with_fused_experts])
-def test_makers_checkpoints_say_what_converted_ones_say(
+def test_published_and_converted_checkpoints_give_the_same_logits(
     case: Case, layout: Any, tmp_path: Path
 ) -> None:
-    weights = converted(case, tmp_path)
-    theirs = layout(by_makers(weights))
+    weights = save_converted(case, tmp_path)
+    theirs = layout(to_published_layout(weights))
     got = logits(case.config, theirs)
     np.testing.assert_allclose(got, logits(case.config, weights), atol=1e-4)
 
 
-def test_states_are_float32_whatever_the_activations_are(tmp_path: Path) -> None:
+def test_states_are_float32_for_all_activation_types(tmp_path: Path) -> None:
     case = CASES[2]
-    model = models.build(case.config, converted(case, tmp_path))
+    model = models.build(case.config, save_converted(case, tmp_path))
     assert_states_are_float32(in_bfloat16(model))
 
 
-def test_layers_have_the_cache_of_their_kind(tmp_path: Path) -> None:
-    weights = converted(CASES[1], tmp_path)
+def test_each_layer_has_the_cache_for_its_type(tmp_path: Path) -> None:
+    weights = save_converted(CASES[1], tmp_path)
     model = models.build(CASES[1].config, weights)
-    wanted = [RecurrentCache, KVCache, RecurrentCache, KVCache, RecurrentCache]
-    assert [type(layer) for layer in model.make_kv()] == wanted
+    expected = [RecurrentCache, KVCache, RecurrentCache, KVCache, RecurrentCache]
+    assert [type(layer) for layer in model.make_kv()] == expected
     assert not model.shift(model.make_kv(), 0, 0)
-    said = ["linear_attention", "full_attention"] * 2 + ["linear_attention"]
-    spelled = {**CASES[1].config, "full_attention_interval": 4, "layer_types": said}
+    layer_types = ["linear_attention", "full_attention"] * 2 + ["linear_attention"]
+    spelled = {**CASES[1].config, "full_attention_interval": 4, "layer_types": layer_types}
     np.testing.assert_array_equal(logits(spelled, weights), logits(CASES[1].config, weights))
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"linear_num_value_heads": 3}, r"\(3\) is not a multiple of linear_num_key_heads \(2\)"),
         ({"layer_types": ["linear_attention"] * 3 + ["mamba"]}, "'mamba' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"num_experts_per_tok": 7}, "num_experts_per_tok 7 must be between 1 and 6"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok is 7, but must be between 1 and 6"),
         ({"num_experts": 0, "intermediate_size": None}, "lacks intermediate_size"),
         ({"linear_key_head_dim": None}, "lacks linear_key_head_dim"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused(change: dict[str, Any], told: str) -> None:
-    with pytest.raises(ModelError, match=told):
+def test_an_invalid_config_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
         models.build({**TINY, **change}, {})

@@ -18,31 +18,31 @@ DIMS, THETA, POSITIONS = 8, 10000.0, 64
 INVERSE = THETA ** (-np.arange(0, DIMS, 2) / DIMS)
 
 
-def rotated(scaling: dict[str, Any] | None, offset: int = 0, dims: int = DIMS) -> Any:
+def rotate(scaling: dict[str, Any] | None, offset: int = 0, dims: int = DIMS) -> Any:
     x = np.random.default_rng(0).standard_normal((2, 5, DIMS))
     rope = make_rope(dims=dims, theta=THETA, max_positions=POSITIONS, scaling=scaling)
     return x, np.array(rope(mx.array(x.astype(np.float32))[None], offset)[0])
 
 
-def expected(x: Any, inverse: Any, offset: int = 0) -> Any:
+def rotate_reference(x: Any, inverse: Any, offset: int = 0) -> Any:
     return reference.rotate(x, (offset + np.arange(x.shape[1]))[:, None] * inverse)
 
 
 @pytest.mark.parametrize("scaling", [None, {}, {"rope_type": "default"}])
 @pytest.mark.parametrize("offset", [0, 37])
 def test_plain_rotation_starts_at_the_offset(scaling: Any, offset: int) -> None:
-    x, got = rotated(scaling, offset)
-    np.testing.assert_allclose(got, expected(x, INVERSE, offset), atol=1e-5)
+    x, got = rotate(scaling, offset)
+    np.testing.assert_allclose(got, rotate_reference(x, INVERSE, offset), atol=1e-5)
 
 
 def test_linear_scaling_divides_positions() -> None:
-    x, got = rotated({"type": "linear", "factor": 4.0}, 9)
-    np.testing.assert_allclose(got, expected(x, INVERSE / 4, 9), atol=1e-5)
+    x, got = rotate({"type": "linear", "factor": 4.0}, 9)
+    np.testing.assert_allclose(got, rotate_reference(x, INVERSE / 4, 9), atol=1e-5)
 
 
 def test_dynamic_scaling_changes_nothing_within_the_configured_context() -> None:
-    x, got = rotated({"rope_type": "dynamic", "factor": 2.0}, POSITIONS - 5)
-    np.testing.assert_allclose(got, expected(x, INVERSE, POSITIONS - 5), atol=1e-5)
+    x, got = rotate({"rope_type": "dynamic", "factor": 2.0}, POSITIONS - 5)
+    np.testing.assert_allclose(got, rotate_reference(x, INVERSE, POSITIONS - 5), atol=1e-5)
 
 
 def test_llama3_scaling_stretches_long_waves_and_keeps_short_ones() -> None:
@@ -55,14 +55,14 @@ def test_llama3_scaling_stretches_long_waves_and_keeps_short_ones() -> None:
     }
     wavelength = 2 * math.pi / INVERSE
     smooth = (128 / wavelength - 1.0) / (4.0 - 1.0)
-    wanted = np.where(
+    inverse = np.where(
         wavelength > 128,
         INVERSE / 8,
         np.where(wavelength < 32, INVERSE, (1 - smooth) * INVERSE / 8 + smooth * INVERSE),
     )
-    assert len({*(wanted / INVERSE).round(3)}) == 3, "the case must cover all three ranges"
-    x, got = rotated(scaling, 11)
-    np.testing.assert_allclose(got, expected(x, wanted, 11), atol=1e-5)
+    assert len({*(inverse / INVERSE).round(3)}) == 3, "the case must cover all three ranges"
+    x, got = rotate(scaling, 11)
+    np.testing.assert_allclose(got, rotate_reference(x, inverse, 11), atol=1e-5)
 
 
 @pytest.mark.parametrize("truncate", [True, False])
@@ -82,10 +82,10 @@ def test_yarn_ramps_between_interpolation_and_extrapolation(truncate: bool) -> N
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     ramp = np.clip((np.arange(DIMS // 2) - low) / (high - low), 0, 1)
-    wanted = INVERSE / factor * ramp + INVERSE * (1 - ramp)
+    inverse = INVERSE / factor * ramp + INVERSE * (1 - ramp)
     magnitude = 0.1 * math.log(factor) + 1
-    x, got = rotated(scaling, 7)
-    np.testing.assert_allclose(got, magnitude * expected(x, wanted, 7), atol=1e-5)
+    x, got = rotate(scaling, 7)
+    np.testing.assert_allclose(got, magnitude * rotate_reference(x, inverse, 7), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_yarn_takes_its_magnitude_from_the_config(extra: dict[str, Any], magnitu
 
 
 def test_a_magnitude_leaves_unrotated_dimensions_alone() -> None:
-    x, got = rotated({"rope_type": "yarn", "factor": 4.0}, dims=4)
+    x, got = rotate({"rope_type": "yarn", "factor": 4.0}, dims=4)
     np.testing.assert_allclose(got[..., 4:], x[..., 4:], atol=1e-6)
     assert not np.allclose(got[..., :4], x[..., :4])
 
@@ -124,9 +124,11 @@ def test_longrope_stretches_each_dimension_by_its_own_factor() -> None:
         "original_max_position_embeddings": 16,
     }
     magnitude = math.sqrt(1 + math.log(POSITIONS / 16) / math.log(16))
-    x, got = rotated(scaling, 11)
-    np.testing.assert_allclose(got, magnitude * expected(x, INVERSE / stretches, 11), atol=1e-5)
-    assert np.array_equal(rotated({**scaling, "rope_type": "su"}, 11)[1], got)
+    x, got = rotate(scaling, 11)
+    np.testing.assert_allclose(
+        got, magnitude * rotate_reference(x, INVERSE / stretches, 11), atol=1e-5
+    )
+    assert np.array_equal(rotate({**scaling, "rope_type": "su"}, 11)[1], got)
 
 
 @pytest.mark.parametrize(
@@ -142,27 +144,27 @@ def test_longrope_takes_its_magnitude_from_the_config(
 ) -> None:
     scaling = {"rope_type": "longrope", "long_factor": [1.0] * 4, **extra}
     scaling["original_max_position_embeddings"] = 16
-    x, got = rotated(scaling, 3)
-    np.testing.assert_allclose(got, magnitude * expected(x, INVERSE, 3), atol=1e-5)
+    x, got = rotate(scaling, 3)
+    np.testing.assert_allclose(got, magnitude * rotate_reference(x, INVERSE, 3), atol=1e-5)
 
 
-def test_a_text_has_one_position_where_a_picture_has_three() -> None:
-    x, got = rotated({"type": "mrope", "mrope_section": [1, 1, 2]}, 9)
-    np.testing.assert_allclose(got, expected(x, INVERSE, 9), atol=1e-5)
+def test_multimodal_rope_gives_text_one_position() -> None:
+    x, got = rotate({"type": "mrope", "mrope_section": [1, 1, 2]}, 9)
+    np.testing.assert_allclose(got, rotate_reference(x, INVERSE, 9), atol=1e-5)
 
 
-def test_traditional_rotation_turns_neighbours_against_each_other() -> None:
+def test_traditional_rotation_pairs_adjacent_dimensions() -> None:
     x = np.random.default_rng(0).standard_normal((2, 5, DIMS))
     rope = make_rope(dims=DIMS, theta=THETA, max_positions=POSITIONS, traditional=True)
     got = np.array(rope(mx.array(x.astype(np.float32))[None], 9)[0])
     halves = np.concatenate([x[..., ::2], x[..., 1::2]], -1)
-    wanted = np.stack(np.split(expected(halves, INVERSE, 9), 2, -1), -1).reshape(x.shape)
-    np.testing.assert_allclose(got, wanted, atol=1e-5)
+    expected = np.stack(np.split(rotate_reference(halves, INVERSE, 9), 2, -1), -1).reshape(x.shape)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("traditional", [False, True])
 @pytest.mark.parametrize("scaling", [None, {"rope_type": "yarn", "factor": 4.0}])
-def test_turned_keys_are_those_of_another_position(scaling: Any, traditional: bool) -> None:
+def test_rerotated_keys_equal_keys_of_another_position(scaling: Any, traditional: bool) -> None:
     rope = make_rope(
         dims=4, theta=THETA, max_positions=POSITIONS, scaling=scaling, traditional=traditional
     )
@@ -172,14 +174,14 @@ def test_turned_keys_are_those_of_another_position(scaling: Any, traditional: bo
     )
 
 
-def test_a_layer_without_rotation_leaves_all_as_it_is() -> None:
+def test_no_rope_changes_nothing() -> None:
     x = mx.array(np.random.default_rng(0).standard_normal((1, 2, 5, DIMS)))
     assert NoRope()(x, 7) is x
     assert NoRope().rerotate(x, -3) is x
 
 
 @pytest.mark.parametrize("dims", [0, 1, 7])
-def test_dimensions_that_do_not_pair_are_refused(dims: int) -> None:
+def test_an_odd_number_of_dimensions_is_refused(dims: int) -> None:
     with pytest.raises(
         ModelError, match=f"cannot rotate {dims} dimensions of a head: the number must be even"
     ):
@@ -187,19 +189,19 @@ def test_dimensions_that_do_not_pair_are_refused(dims: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scaling", "complaint"),
+    ("scaling", "message"),
     [
         ({"rope_type": "spiral"}, "rope scaling 'spiral' is not supported"),
         ({"rope_type": "linear"}, "rope scaling 'linear' lacks 'factor'"),
-        ({"rope_type": "linear", "factor": "4"}, "rope scaling 'linear' cannot be used"),
-        ({"rope_type": "linear", "factor": 0}, "rope scaling 'linear' cannot be used"),
-        ({"rope_type": "linear", "factor": math.inf}, "rope scaling 'linear' cannot be used"),
+        ({"rope_type": "linear", "factor": "4"}, "rope scaling 'linear' is invalid"),
+        ({"rope_type": "linear", "factor": 0}, "rope scaling 'linear' is invalid"),
+        ({"rope_type": "linear", "factor": math.inf}, "rope scaling 'linear' is invalid"),
         ({"rope_type": ["linear"]}, r"rope scaling \['linear'\] is not supported"),
     ],
 )
-def test_an_unusable_scaling_is_named(scaling: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ModelError, match=complaint):
-        rotated(scaling)
+def test_the_error_names_an_invalid_scaling(scaling: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        rotate(scaling)
 
 
 def settings(layer_type: str | None = None, **keys: Any) -> tuple[float, Any]:
@@ -212,11 +214,11 @@ def test_both_spellings_of_the_config_are_read() -> None:
     assert settings(rope_theta=5.0, rope_scaling={"factor": 2}) == (5.0, {"factor": 2})
     both = {"rope_theta": 7.0, "rope_type": "default"}
     assert settings(rope_parameters=both) == (7.0, both)
-    # somebody stretched a model that was saved in the newer spelling, by hand, in the older
+    # a model saved with the newer keys, whose context was extended by hand with the older keys
     assert settings(rope_parameters=both, rope_scaling={"factor": 2}) == (7.0, {"factor": 2})
 
 
-def test_types_of_layers_may_have_parameters_of_their_own() -> None:
+def test_layer_types_can_have_their_own_parameters() -> None:
     near, far = {"rope_type": "default"}, {"rope_type": "linear", "rope_theta": 1e6}
     nested = {"sliding_attention": near, "full_attention": far}
     assert settings("full_attention", rope_parameters=nested) == (1e6, far)
@@ -227,7 +229,7 @@ def test_types_of_layers_may_have_parameters_of_their_own() -> None:
         settings(rope_parameters=nested)
 
 
-def test_part_of_a_head_is_rotated_where_either_spelling_says_so() -> None:
+def test_both_spellings_of_partial_rotation_are_read() -> None:
     def dims(**keys: Any) -> int:
         return decoder.Config.from_dict({**TINY, **keys}).rope().dims
 

@@ -1,7 +1,7 @@
-"""A model divided among ranks says what the whole one says.
+"""A model sharded among ranks gives the logits of the unsharded model.
 
-Ranks are threads here, which wait for each other wherever they add: what is cut how is the same as
-between machines (tests/test_distributed.py has those as processes).
+Ranks are threads, which synchronise in each all-reduce. The sharding is the same as with several
+machines (tests/test_distributed.py runs ranks as processes).
 """
 
 import threading
@@ -28,39 +28,39 @@ from tests.models.architectures import Case, cases
 PATIENCE = 30.0
 
 
-class Meeting:
-    """Where ranks bring their summands."""
+class ThreadAllReduce:
+    """An all-reduce among threads."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._brought: list[np.ndarray | None] = [None] * size
+        self._summands: list[np.ndarray | None] = [None] * size
         self._barrier = threading.Barrier(size, timeout=PATIENCE)
 
     def total(self, rank: int, x: mx.array) -> mx.array:
-        self._brought[rank] = np.array(x.astype(mx.float32))
+        self._summands[rank] = np.array(x.astype(mx.float32))
         self._barrier.wait()
-        total = sum(array for array in self._brought if array is not None)
-        # nobody brings the next before all have taken this one
+        total = sum(array for array in self._summands if array is not None)
+        # all ranks read the sum before one can write the next summand
         self._barrier.wait()
         return mx.array(total).astype(x.dtype)
 
-    def leave(self) -> None:
+    def abort(self) -> None:
         self._barrier.abort()
 
 
 class Rank:
-    """One that there are others beside."""
+    """A rank whose sums include those of the other ranks."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self._meeting = meeting
-        self.rank, self.size = rank, meeting.size
+    def __init__(self, reduction: ThreadAllReduce, rank: int) -> None:
+        self._reduction = reduction
+        self.rank, self.size = rank, reduction.size
 
     def all_sum(self, x: mx.array) -> mx.array:
-        return self._meeting.total(self.rank, x)
+        return self._reduction.total(self.rank, x)
 
 
-class Lone:
-    """One that is asked for its part, but never to compute."""
+class IdleRank:
+    """A rank that is sharded but computes nothing."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -69,14 +69,14 @@ class Lone:
         return x
 
 
-def on_ranks(size: int, work: Callable[[Rank], np.ndarray]) -> list[np.ndarray]:
-    meeting = Meeting(size)
+def run_on_ranks(size: int, work: Callable[[Rank], np.ndarray]) -> list[np.ndarray]:
+    reduction = ThreadAllReduce(size)
 
     def one(rank: int) -> np.ndarray:
         try:
-            return work(Rank(meeting, rank))
+            return work(Rank(reduction, rank))
         except BaseException:
-            meeting.leave()
+            reduction.abort()
             raise
         finally:
             mx.clear_streams()
@@ -85,19 +85,19 @@ def on_ranks(size: int, work: Callable[[Rank], np.ndarray]) -> list[np.ndarray]:
         return list(pool.map(one, range(size)))
 
 
-def opened(folder: Path, case: Case, group: sharding.TensorParallelGroup) -> Model:
-    model = parity.opened(folder)
+def load_shard(folder: Path, case: Case, group: sharding.TensorParallelGroup) -> Model:
+    model = parity.load_model(folder)
     sharding.shard_model(model, group, case.config["model_type"])
     return model
 
 
-def said(model: Model, case: Case) -> np.ndarray:
-    """Logits of a prompt in two pieces, of steps behind it, and of a batch."""
+def compute_logits(model: Model, case: Case) -> np.ndarray:
+    """Logits of a prompt in two chunks, of decode steps after it, and of a batch."""
     prompt = parity.ids(case, 23)
-    alone = parity.our_prefilled(model, prompt, [11, 10, 1, 1])
+    alone = parity.prefill(model, prompt, [11, 10, 1, 1])
     prompts = [parity.ids(case, length, seed=length) for length in (3, 9)]
     steps = [parity.ids(case, 3, seed=100 + length) for length in (3, 9)]
-    batch = parity.our_batch(model, prompts, steps)
+    batch = parity.decode_batch(model, prompts, steps)
     return np.concatenate([alone, batch.reshape(-1, batch.shape[-1])])
 
 
@@ -110,41 +110,46 @@ OURS = [case for case in cases() if is_ours(case)]
 FOREIGN = [case for case in cases() if not is_ours(case)]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("case", OURS, ids=lambda case: case.id)
-def test_two_ranks_say_what_one_says(case: Case, tmp_path: Path) -> None:
-    parity.saved(case, tmp_path)
-    whole = said(parity.opened(tmp_path), case)
-    for divided in on_ranks(2, lambda rank: said(opened(tmp_path, case, rank), case)):
-        assert parity.largest(divided, whole) < parity.TOLERANCE
+def test_two_ranks_give_the_logits_of_one(case: Case, tmp_path: Path) -> None:
+    parity.save_reference(case, tmp_path)
+    unsharded = compute_logits(parity.load_model(tmp_path), case)
+    for sharded in run_on_ranks(
+        2, lambda rank: compute_logits(load_shard(tmp_path, case, rank), case)
+    ):
+        assert parity.max_difference(sharded, unsharded) < parity.TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["affine-4", "affine-8", "mxfp4", "nvfp4"])
-def test_quantised_weights_are_divided_between_groups(kind: str, tmp_path: Path) -> None:
+def test_quantized_weights_are_sharded_between_groups(kind: str, tmp_path: Path) -> None:
     case = Case(
         name="wide",
         config={**tiny.CONFIG, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 64},
     )
-    parity.saved(case, tmp_path, kind=kind)
-    whole = said(parity.opened(tmp_path), case)
-    for divided in on_ranks(2, lambda rank: said(opened(tmp_path, case, rank), case)):
-        assert parity.largest(divided, whole) < parity.TOLERANCE
+    parity.save_reference(case, tmp_path, kind=kind)
+    unsharded = compute_logits(parity.load_model(tmp_path), case)
+    for sharded in run_on_ranks(
+        2, lambda rank: compute_logits(load_shard(tmp_path, case, rank), case)
+    ):
+        assert parity.max_difference(sharded, unsharded) < parity.TOLERANCE
 
 
-def test_weights_that_are_quantised_while_they_are_read_are_those_of_one_rank() -> None:
+def test_weights_quantized_on_load_equal_those_of_one_rank() -> None:
     config = {**tiny.CONFIG, "hidden_size": 128, "intermediate_size": 128}
-    drawn = tiny.weights(config)
+    weights = tiny.weights(config)
     tokens = mx.array([[1, 2, 3]])
 
     def logits(group: sharding.TensorParallelGroup | None) -> np.ndarray:
-        model = models.build(config, drawn, bits=8)
+        model = models.build(config, weights, bits=8)
         if group is not None:
             sharding.shard_model(model, group, "llama")
         return np.array(model.logits(model(tokens, model.make_kv())))
 
-    mx.eval(drawn)
-    whole = logits(None)
-    for divided in on_ranks(2, logits):
-        assert parity.largest(divided, whole) < parity.TOLERANCE
+    mx.eval(weights)
+    unsharded = logits(None)
+    for sharded in run_on_ranks(2, logits):
+        assert parity.max_difference(sharded, unsharded) < parity.TOLERANCE
 
 
 def sizes(model: Model) -> dict[str, int]:
@@ -153,21 +158,21 @@ def sizes(model: Model) -> dict[str, int]:
     return {name.replace(".part", ""): array.nbytes for name, array in flat}
 
 
-def test_each_rank_has_its_part_of_each_matrix_and_nothing_was_read() -> None:
-    whole = sizes(models.build(tiny.CONFIG, tiny.weights()))
+def test_each_rank_has_its_shard_of_each_matrix() -> None:
+    unsharded = sizes(models.build(tiny.CONFIG, tiny.weights()))
     parts = list[dict[str, int]]()
     for rank in range(2):
         model = models.build(tiny.CONFIG, tiny.weights())
-        sharding.shard_model(model, Lone(rank, 2), "llama")
+        sharding.shard_model(model, IdleRank(rank, 2), "llama")
         parts.append(sizes(model))
         assert model.make_kv()
     assert parts[0] == parts[1]
-    for name, size in whole.items():
-        divided = name.endswith("_proj.weight")
-        assert parts[0][name] == (size // 2 if divided else size), name
+    for name, size in unsharded.items():
+        is_sharded = name.endswith("_proj.weight")
+        assert parts[0][name] == (size // 2 if is_sharded else size), name
 
 
-def test_a_bias_behind_a_sum_is_added_once() -> None:
+def test_a_bias_after_an_all_reduce_is_added_once() -> None:
     layers = [nn.Linear(4, 3) for _ in range(2)]
     for layer in layers:
         layer.bias = mx.ones((3,))
@@ -191,8 +196,8 @@ def test_a_bias_behind_a_sum_is_added_once() -> None:
             self.model.layers = [Block(layer)]
 
     for rank, layer in enumerate(layers):
-        made: Any = Whole(layer)
-        sharding.shard_model(made, Lone(rank, 2), "toy")
+        model: Any = Whole(layer)
+        sharding.shard_model(model, IdleRank(rank, 2), "toy")
     assert [layer.bias.tolist() for layer in layers] == [[1, 1, 1], [0, 0, 0]]
 
 
@@ -204,18 +209,18 @@ def test_a_bias_behind_a_sum_is_added_once() -> None:
         ({"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}, 2, "3 heads"),
     ],
 )
-def test_what_cannot_be_divided_is_refused_by_name(
+def test_the_error_names_a_layer_that_cannot_be_sharded(
     changes: dict[str, Any], size: int, words: str
 ) -> None:
     config = {**tiny.CONFIG, **changes}
     model = models.build(config, tiny.weights(config))
     with pytest.raises(ModelError, match=words) as refused:
-        sharding.shard_model(model, Lone(0, size), "llama")
+        sharding.shard_model(model, IdleRank(0, size), "llama")
     assert "'llama'" in str(refused.value)
     assert f"over {size} ranks" in str(refused.value)
 
 
-def test_groups_of_quantised_weights_are_not_torn() -> None:
+def test_quantization_groups_are_not_split() -> None:
     config = {
         **tiny.CONFIG,
         "hidden_size": 64,
@@ -224,27 +229,27 @@ def test_groups_of_quantised_weights_are_not_torn() -> None:
         "head_dim": 32,
     }
     model = models.build(config, tiny.weights(config), bits=8)
-    with pytest.raises(ModelError, match="down_proj takes 192 inputs, quantised in groups of 64"):
-        sharding.shard_model(model, Lone(0, 2), "llama")
+    with pytest.raises(ModelError, match="down_proj has 192 inputs, quantized in groups of 64"):
+        sharding.shard_model(model, IdleRank(0, 2), "llama")
 
 
 def parts_of(layers: Sequence[Any]) -> Any:
-    made: Any = nn.Module()
-    made.model = nn.Module()
-    made.model.layers = list(layers)
-    return made
+    model: Any = nn.Module()
+    model.model = nn.Module()
+    model.model.layers = list(layers)
+    return model
 
 
-def test_a_part_that_does_not_say_how_it_is_cut_is_refused() -> None:
+def test_a_module_without_a_shard_spec_is_refused() -> None:
     block: Any = nn.Module()
     block.memory = nn.LSTM(4, 4)
     with pytest.raises(ModelError, match=r"'strange': layer 0\.memory cannot be sharded"):
-        sharding.shard_model(parts_of([block]), Lone(0, 2), "strange")
+        sharding.shard_model(parts_of([block]), IdleRank(0, 2), "strange")
 
 
 @pytest.mark.parametrize("case", FOREIGN, ids=lambda case: case.id)
-def test_a_class_of_mlx_lm_is_refused(case: Case, tmp_path: Path) -> None:
-    parity.saved(case, tmp_path)
+def test_a_class_of_mlx_lm_cannot_be_sharded(case: Case, tmp_path: Path) -> None:
+    parity.save_reference(case, tmp_path)
     kind = case.config["model_type"]
     with pytest.raises(ModelError, match=f"'{kind}'.* cannot be sharded"):
-        opened(tmp_path, case, Lone(0, 2))
+        load_shard(tmp_path, case, IdleRank(0, 2))

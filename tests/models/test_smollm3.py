@@ -1,4 +1,4 @@
-"""The SmolLM3 architecture: layers that rotate and layers that do not."""
+"""The SmolLM3 architecture: layers with and without RoPE."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ CASES = [
             "sliding_window": 5,
             "layer_types": ["sliding_attention", "full_attention", "full_attention"],
         },
-        quantised=(),
+        quantized=(),
     ),
 ]
 
@@ -38,20 +38,20 @@ def config(**keys: Any) -> smollm3.Config:
     return smollm3.Config.from_dict({**SMOLLM3, **keys})
 
 
-def test_every_fourth_layer_does_not_rotate_unless_the_config_says_otherwise() -> None:
-    made = config(num_hidden_layers=8)
-    assert [made.uses_rope(layer) for layer in range(8)] == [True, True, True, False] * 2
+def test_every_fourth_layer_has_no_rope_by_default() -> None:
+    parsed = config(num_hidden_layers=8)
+    assert [parsed.uses_rope(layer) for layer in range(8)] == [True, True, True, False] * 2
 
 
-def test_a_window_is_that_of_the_layers_that_do_not_rotate() -> None:
-    made = smollm3.Model(
+def test_the_window_applies_to_layers_without_rope() -> None:
+    model = smollm3.Model(
         config(no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=5)
     )
-    assert [type(layer) for layer in made.make_kv()] == [KVCache, RotatingKVCache, KVCache]
+    assert [type(layer) for layer in model.make_kv()] == [KVCache, RotatingKVCache, KVCache]
     unused = smollm3.Model(config(no_rope_layers=[1, 0, 1], sliding_window=5))
     assert {type(layer) for layer in unused.make_kv()} == {KVCache}
 
 
-def test_a_list_that_leaves_out_a_layer_is_refused() -> None:
+def test_a_list_without_an_entry_per_layer_is_refused() -> None:
     with pytest.raises(ModelError, match="no_rope_layers must have one entry per layer"):
         models.build({**SMOLLM3, "no_rope_layers": [1, 0]}, {})

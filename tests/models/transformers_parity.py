@@ -1,12 +1,12 @@
-"""`make parity`: ours beside mlx-lm and beside transformers, as a Markdown table.
+"""`make parity`: a Markdown table that compares our logits with mlx-lm and transformers.
 
-Of every case, transformers draws a random model and saves it (`save_pretrained`), as the makers of
-published models do; ours opens that folder. So names, layouts and the config.json of today's
-transformers are part of what is compared. Both evaluate in float32 on the CPU, transformers with
-its plainest attention ("eager"). mlx-lm's columns are those of tests/models/test_parity.py.
+For each case, transformers creates a random model and saves it (`save_pretrained`), like published
+models; we load this folder. So the comparison includes the names, layouts and config.json of the
+current transformers. Both evaluate in float32 on the CPU, transformers with its simplest attention
+("eager"). The columns of mlx-lm are those of tests/models/test_parity.py.
 
-Needs torch, and therefore an environment of its own (requirements/parity.in); pytest does not
-collect it.
+It needs torch, and therefore its own environment (requirements/parity.in); pytest does not collect
+it.
 """
 
 import importlib.metadata
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch  # pyright: ignore[reportMissingImports]  # in an environment of its own
+import torch  # pyright: ignore[reportMissingImports]  # in its own environment
 import transformers
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -41,17 +41,17 @@ COLUMNS = {
     "transformers": ("prefill", "decode"),
 }
 LENGTH = 23
-# Told is the median of so many draws. In a few positions of some, a gated delta net's result is
-# nearly nothing before it is normalised: there transformers' own prefill and decode differ by 1e-4,
-# and so do its logits when every weight is moved by its last bit.
+# The table shows the median of this number of draws. In some draws, the output of a gated delta net
+# is almost zero at a few positions before it is normalised: there, prefill and decode of
+# transformers differ by 1e-4, and so do its logits if the last bit of each weight changes.
 DRAWS = 3
 MOST = 10_000_000
 
-# what a tiny vocabulary has no room for
+# ids that a tiny vocabulary does not have
 _NO_SPECIAL = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-# classes that answer in text
+# classes that generate text
 _WRITERS = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
-# the part of a multimodal model that sees, by all the names that sizes have; never asked
+# sizes of the vision part of a multimodal model, under all their names; it is never evaluated
 _BLIND = {
     "hidden_size": 8,
     "intermediate_size": 16,
@@ -65,22 +65,22 @@ _BLIND = {
 }
 
 
-def main(wanted: Sequence[str]) -> int:
-    """wanted: what a case's id must hold, one of them; all cases where there is nothing."""
-    # models so small are done before threads have been told of them
+def main(filters: Sequence[str]) -> int:
+    """filters: run the cases whose id contains one of these strings; by default all cases."""
+    # for models of this size, threads cost more than they gain
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     print(_head())
     worst, failed = 0.0, list[str]()
     for case in cases():
-        if wanted and not any(part in case.id for part in wanted):
+        if filters and not any(part in case.id for part in filters):
             continue
-        found, remark = compared(case)
+        found, remark = compare(case)
         print(_row(case, found, remark), flush=True)
         largest = max(value for row in found.values() for value in row.values())
         worst = max(worst, largest)
-        # not <: so that a difference which is no number fails
+        # `not <`, so that NaN fails
         if not largest < parity.TOLERANCE:
             failed.append(case.id)
     print(f"\nLargest difference: {worst:.1e}; allowed: {parity.TOLERANCE:.0e}.")
@@ -89,36 +89,36 @@ def main(wanted: Sequence[str]) -> int:
     return len(failed) and 1
 
 
-def compared(case: Case) -> tuple[dict[str, dict[str, float]], str]:
-    """The largest differences by reference and way of evaluating; why one is missing."""
+def compare(case: Case) -> tuple[dict[str, dict[str, float]], str]:
+    """The largest differences by reference and way of evaluating; the reason if one is missing."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "mlx-lm"
-        reference = parity.saved(case, folder)
-        found = {"mlx-lm": parity.differences(reference, parity.opened(folder), case)}
+        reference = parity.save_reference(case, folder)
+        found = {"mlx-lm": parity.find_differences(reference, parity.load_model(folder), case)}
         why_not = _why_not(case)
         if why_not:
             return found, why_not
         try:
-            draws = [differences(case, Path(place) / f"{seed}", seed) for seed in range(DRAWS)]
+            draws = [find_differences(case, Path(place) / f"{seed}", seed) for seed in range(DRAWS)]
             found["transformers"] = {
                 way: statistics.median(draw[way] for draw in draws) for way in draws[0]
             }
-        except Exception as error:  # whatever one case brings about, the others are compared
+        except Exception as error:  # compare the other cases after any error
             traceback.print_exception(error)
             found["transformers"] = dict.fromkeys(COLUMNS["transformers"], math.inf)
             return found, f"failed: {' '.join(str(error).split())[:120]}"
     return found, ""
 
 
-def saved(case: Case, folder: Path, seed: int) -> Any:
-    """A random model of transformers' class, saved by itself into `folder`; the model."""
+def save_reference(case: Case, folder: Path, seed: int) -> Any:
+    """Save a random model of transformers' class into `folder`, and return the model."""
     config = _config(case)
     make: Any = AutoModelForCausalLM
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         make = AutoModelForImageTextToText
     with torch.device("meta"):
         size = make.from_config(config, attn_implementation="eager").num_parameters()
-    # some defaults are those of the largest published model
+    # some default sizes are those of the largest published model
     assert size < MOST, f"{size} parameters: the case leaves a size to a default"
     torch.manual_seed(seed)
     model = make.from_config(
@@ -129,23 +129,23 @@ def saved(case: Case, folder: Path, seed: int) -> Any:
     return model.eval()
 
 
-def differences(case: Case, folder: Path, seed: int) -> dict[str, float]:
-    """The largest difference of any logit, of one draw."""
-    theirs = saved(case, folder, seed)
-    ours = parity.opened(folder)
+def find_differences(case: Case, folder: Path, seed: int) -> dict[str, float]:
+    """The largest difference of a logit in one draw."""
+    theirs = save_reference(case, folder, seed)
+    ours = parity.load_model(folder)
     prompt = parity.ids(case, LENGTH)
     ways = {"prefill": [LENGTH], "decode": [1] * LENGTH}
     return {
-        way: parity.largest(
-            parity.our_prefilled(ours, prompt, chunks), _evaluated(theirs, prompt, chunks)
+        way: parity.max_difference(
+            parity.prefill(ours, prompt, chunks), _evaluate(theirs, prompt, chunks)
         )
         for way, chunks in ways.items()
     }
 
 
 @torch.no_grad()
-def _evaluated(model: Any, prompt: Sequence[int], chunks: Sequence[int]) -> np.ndarray:
-    """[L, V] of transformers, in pieces through its cache."""
+def _evaluate(model: Any, prompt: Sequence[int], chunks: Sequence[int]) -> np.ndarray:
+    """Logits [L, V] of transformers, in chunks through its cache."""
     past, start, rows = None, 0, list[torch.Tensor]()
     for length in chunks:
         ids = torch.tensor([prompt[start : start + length]])
@@ -158,10 +158,10 @@ def _evaluated(model: Any, prompt: Sequence[int], chunks: Sequence[int]) -> np.n
 
 @torch.no_grad()
 def _draw(model: Any, seed: int) -> None:
-    """As tests/models/parity.py does it: so large that every part is felt in the logits."""
+    """Draw weights as tests/models/parity.py does: every part affects the logits."""
     rng = np.random.default_rng(seed)
     drawn = set[int]()
-    # buffers that are saved, such as a router's biases, are weights too
+    # saved buffers, such as the biases of a router, are weights too
     for parameter in model.state_dict().values():
         if not parameter.is_floating_point() or parameter.data_ptr() in drawn:
             continue  # a tied head is drawn once
@@ -174,16 +174,16 @@ def _draw(model: Any, seed: int) -> None:
 
 
 def _config(case: Case) -> PretrainedConfig:
-    """The case's config as transformers reads it; what is flat there but not here goes into the
-    text part."""
-    asked = json.loads(json.dumps(case.config))
-    kind = asked.pop("model_type")
+    """The config of the case for transformers. For multimodal models, flat keys move into the text
+    part."""
+    config = json.loads(json.dumps(case.config))
+    kind = config.pop("model_type")
     parts: Any = transformers.CONFIG_MAPPING[kind].sub_configs
-    if "text_config" in parts and "text_config" not in asked:
-        asked = {"text_config": asked, "tie_word_embeddings": asked.get("tie_word_embeddings")}
+    if "text_config" in parts and "text_config" not in config:
+        config = {"text_config": config, "tie_word_embeddings": config.get("tie_word_embeddings")}
     if "vision_config" in parts:
-        asked["vision_config"] = {**asked.get("vision_config", {}), **_BLIND}
-    return AutoConfig.for_model(kind, **{**asked, **_NO_SPECIAL})
+        config["vision_config"] = {**config.get("vision_config", {}), **_BLIND}
+    return AutoConfig.for_model(kind, **{**config, **_NO_SPECIAL})
 
 
 def _why_not(case: Case) -> str:

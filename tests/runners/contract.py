@@ -1,4 +1,4 @@
-"""What every runner must do. A test module binds `runner` to one and imports these tests."""
+"""The contract of all runners. A test module binds `runner` to one and imports these tests."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ def with_runner(make: MakeRunner, folder: Path, body: Callable[[Runner], Awaitab
 
 
 def endless(name: str, prompt: bytes = b"hello") -> Job:
-    """One that never ends by itself on `long_model`."""
+    """A job that does not end by itself on `long_model`."""
     return job(name, prompt, max_tokens=tiny.LONG // 2, stop_token_ids=frozenset[int]())
 
 
@@ -53,7 +53,7 @@ def ids(updates: list[JobUpdate]) -> list[int]:
     return [update.id for update in updates if isinstance(update, Token)]
 
 
-def cached(updates: list[JobUpdate]) -> int:
+def count_cached(updates: list[JobUpdate]) -> int:
     assert isinstance(updates[0], Started)
     return updates[0].cached_tokens
 
@@ -79,7 +79,7 @@ def test_concurrent_jobs_get_their_own_tokens(runner: MakeRunner, tiny_model: Pa
     with_runner(runner, tiny_model, body)
 
 
-def test_leaving_early_frees_the_engine_and_keeps_the_work(
+def test_leaving_early_frees_the_engine_and_keeps_the_cache(
     runner: MakeRunner, long_model: Path
 ) -> None:
     async def body(running: Runner) -> None:
@@ -87,13 +87,15 @@ def test_leaving_early_frees_the_engine_and_keeps_the_work(
             async for update in submission:
                 if isinstance(update, Token):
                     break
-        assert cached(await answer(running, "b", b"hello world")) == len(b"hello world") - 1
+        assert count_cached(await answer(running, "b", b"hello world")) == len(b"hello world") - 1
         assert running.status().stats.running == 0
 
     with_runner(runner, long_model, body)
 
 
-def test_keep_bounds_what_a_left_job_leaves_behind(runner: MakeRunner, long_model: Path) -> None:
+def test_limit_cached_tokens_bounds_the_cache_of_a_left_job(
+    runner: MakeRunner, long_model: Path
+) -> None:
     async def body(running: Runner) -> None:
         sampled: list[int] = []
         async with running.submit(endless("a", b"hello world")) as submission:
@@ -104,7 +106,7 @@ def test_keep_bounds_what_a_left_job_leaves_behind(runner: MakeRunner, long_mode
                     submission.limit_cached_tokens(2)
                     break
         prompt = bytes([*b"hello world", *(i % 256 for i in sampled)])
-        assert cached(await answer(running, "b", prompt)) <= len(b"hello world") + 2
+        assert count_cached(await answer(running, "b", prompt)) <= len(b"hello world") + 2
 
     with_runner(runner, long_model, body)
 
@@ -124,13 +126,13 @@ def test_a_grammar_is_followed(runner: MakeRunner, tiny_model: Path) -> None:
     with_runner(runner, tiny_model, body)
 
 
-def test_a_grammar_that_cannot_be_followed_is_refused_and_takes_no_place(
+def test_an_unsatisfiable_grammar_is_rejected_and_takes_no_slot(
     runner: MakeRunner, tiny_model: Path
 ) -> None:
     schema = JsonSchema(text='{"type": "integer", "minimum": 2, "maximum": 1}')
 
     async def body(running: Runner) -> None:
-        for _ in range(100):  # more than may wait
+        for _ in range(100):  # more than fit in the queue
             with pytest.raises(AppError, match="is greater than maximum") as caught:
                 await answer(running, "a", b"hello", grammar=schema)
             assert caught.value.kind is ErrorKind.INVALID
@@ -139,7 +141,7 @@ def test_a_grammar_that_cannot_be_followed_is_refused_and_takes_no_place(
     with_runner(runner, tiny_model, body)
 
 
-def test_status_tells_what_the_engine_said_last(runner: MakeRunner, tiny_model: Path) -> None:
+def test_status_has_the_latest_stats_of_the_engine(runner: MakeRunner, tiny_model: Path) -> None:
     async def body(running: Runner) -> None:
         assert (running.status().state, running.status().progress) == ("ready", 100)
         await answer(running, "a", b"hello")
@@ -151,7 +153,7 @@ def test_status_tells_what_the_engine_said_last(runner: MakeRunner, tiny_model: 
     with_runner(runner, tiny_model, body)
 
 
-def test_nobody_runs_a_job_before_the_model_is_there(runner: MakeRunner, tiny_model: Path) -> None:
+def test_a_job_before_the_load_is_rejected(runner: MakeRunner, tiny_model: Path) -> None:
     async def run() -> None:
         running = runner()
         assert running.status().state == "loading"
@@ -164,7 +166,7 @@ def test_nobody_runs_a_job_before_the_model_is_there(runner: MakeRunner, tiny_mo
     asyncio.run(run())
 
 
-def test_a_model_that_cannot_be_loaded_is_the_starters_error(
+def test_a_failed_load_raises_from_start(
     runner: MakeRunner, tiny_model: Path, tmp_path: Path
 ) -> None:
     for file in tiny_model.iterdir():
@@ -186,8 +188,8 @@ def test_a_model_that_cannot_be_loaded_is_the_starters_error(
     asyncio.run(run())
 
 
-def test_a_ready_runner_tells_where_its_memory_is(runner: MakeRunner, tiny_model: Path) -> None:
-    """Before it has done anything: whoever deploys it looks here first."""
+def test_a_ready_runner_reports_its_ledger(runner: MakeRunner, tiny_model: Path) -> None:
+    """Before the first request, because operators look at it after a start."""
 
     async def body(running: Runner) -> None:
         ledger = running.status().stats.ledger
@@ -198,7 +200,7 @@ def test_a_ready_runner_tells_where_its_memory_is(runner: MakeRunner, tiny_model
     with_runner(runner, tiny_model, body)
 
 
-def test_a_ready_runner_tells_what_it_computes_with(runner: MakeRunner, tiny_model: Path) -> None:
+def test_a_ready_runner_reports_its_compute_backend(runner: MakeRunner, tiny_model: Path) -> None:
     async def body(running: Runner) -> None:
         capacity = running.status().capacity
         assert capacity is not None
@@ -209,14 +211,14 @@ def test_a_ready_runner_tells_what_it_computes_with(runner: MakeRunner, tiny_mod
     with_runner(runner, tiny_model, body)
 
 
-def test_every_number_is_the_engines(runner: MakeRunner, tiny_model: Path) -> None:
-    """To the last bit: logprobs of many rivals, of a prompt of many pieces, and vectors."""
-    asked = {"top_logprobs": 20, "prompt_logprobs": 5, "max_tokens": 8}
+def test_all_numbers_equal_those_of_a_thread_runner(runner: MakeRunner, tiny_model: Path) -> None:
+    """Bitwise: top logprobs, logprobs of a prompt of many chunks, and vectors."""
+    options = {"top_logprobs": 20, "prompt_logprobs": 5, "max_tokens": 8}
     prompt = bytes(range(256)) * 5
     inputs = ((1, 2, 3), (4,), tuple(range(200)))
 
-    async def said(running: Runner) -> tuple[list[object], list[bytes]]:
-        updates = await answer(running, "a", prompt, **asked)
+    async def collect(running: Runner) -> tuple[list[object], list[bytes]]:
+        updates = await answer(running, "a", prompt, **options)
         vectors = await running.embed(EmbedJob(id="b", inputs=inputs, pooling="mean"))
         numbers = [
             (u.logprobs if isinstance(u, PromptLogprobs) else (u.id, u.logprob, u.top_logprobs))
@@ -228,48 +230,44 @@ def test_every_number_is_the_engines(runner: MakeRunner, tiny_model: Path) -> No
     found: list[tuple[list[object], list[bytes]]] = []
 
     async def body(running: Runner) -> None:
-        found.append(await said(running))
+        found.append(await collect(running))
 
     with_runner(runner, tiny_model, body)
     with_runner(lambda: ThreadRunner(Settings(prefill_chunk=8)), tiny_model, body)
-    here, there = found
-    assert len(here[1]) == 3
-    assert len(here[0]) > 1
-    assert here == there
+    actual, expected = found
+    assert len(actual[1]) == 3
+    assert len(actual[0]) > 1
+    assert actual == expected
 
 
-def test_embedding_that_is_cancelled_leaves_the_engine_to_others(
-    runner: MakeRunner, long_model: Path
-) -> None:
+def test_a_cancelled_embedding_frees_the_engine(runner: MakeRunner, long_model: Path) -> None:
     # at eight tokens a step, so much that it cannot be over before it is cancelled
     many = (tuple(range(200)) * 20,) * 500
 
     async def body(running: Runner) -> None:
-        asking = asyncio.create_task(
+        task = asyncio.create_task(
             running.embed(EmbedJob(id="a", inputs=many, pooling="mean"))  # type: ignore[arg-type]
         )
-        while not running.status().stats.embedding_jobs:  # noqa: ASYNC110  # the engine says so
+        while not running.status().stats.embedding_jobs:  # noqa: ASYNC110  # no event
             await asyncio.sleep(0.01)
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
         assert ids(await answer(running, "b", b"hello"))
         assert running.status().stats.embedding_jobs == 0
 
     with_runner(runner, long_model, body)
 
 
-def test_a_job_that_is_left_while_its_grammar_is_compiled_never_runs(
+def test_a_job_cancelled_during_grammar_compilation_never_runs(
     runner: MakeRunner, tiny_model: Path
 ) -> None:
     schema = JsonSchema(text='{"type": "array", "items": {"type": "string"}}')
 
     async def body(running: Runner) -> None:
-        asking = asyncio.create_task(
-            answer(running, "a", b"hello", grammar=schema, max_tokens=4000)
-        )
+        task = asyncio.create_task(answer(running, "a", b"hello", grammar=schema, max_tokens=4000))
         await asyncio.sleep(0)
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
         assert ids(await answer(running, "b", b"hello", grammar=schema, max_tokens=40))
         assert running.status().stats.running == 0
         assert running.status().stats.waiting == 0
@@ -277,9 +275,7 @@ def test_a_job_that_is_left_while_its_grammar_is_compiled_never_runs(
     with_runner(runner, tiny_model, body)
 
 
-def test_stopping_ends_jobs_in_errors_and_may_be_asked_for_again(
-    runner: MakeRunner, long_model: Path
-) -> None:
+def test_stop_ends_jobs_with_errors_and_is_idempotent(runner: MakeRunner, long_model: Path) -> None:
     async def run() -> None:
         running = runner()
         await running.start(store.resolve(str(long_model)))
@@ -294,15 +290,13 @@ def test_stopping_ends_jobs_in_errors_and_may_be_asked_for_again(
         assert running.status().pid is None
         with pytest.raises(AppError, match="the engine is not running: the engine was stopped"):
             await answer(running, "b", b"x")
-        assert not waiting.done(), "a runner that was stopped did not break"
+        assert not waiting.done(), "a stop is not a failure"
         waiting.cancel()
 
     asyncio.run(run())
 
 
-def test_a_load_that_is_stopped_ends_for_whoever_waits_for_it(
-    runner: MakeRunner, tiny_model: Path
-) -> None:
+def test_stopping_a_load_raises_from_start(runner: MakeRunner, tiny_model: Path) -> None:
     async def run() -> None:
         running = runner()
         starting = asyncio.create_task(running.start(store.resolve(str(tiny_model))))

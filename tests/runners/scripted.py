@@ -1,4 +1,4 @@
-"""Runners that do as they are told: they load, answer, break and end when a test says so."""
+"""Scripted runners: tests decide when they load, answer, fail and stop."""
 
 import asyncio
 import math
@@ -22,107 +22,107 @@ from app.runners.restart_policy import RestartPolicy
 
 PATIENCE = 5.0
 
-# Jobs that a runner runs at once.
-PLACES = 2
+# concurrent jobs of a runner
+SLOTS = 2
 
 CRASHED = "the engine stopped: it crashed"
 
-# so short that a test need not wait, so long that a busy machine does not pass them unseen
+# short enough for tests, long enough to be observed on a busy machine
 QUICK = RestartPolicy(
     initial_delay=0.01, max_delay=0.02, healthy_after=60.0, max_load_failures=3, refuse_for=0.5
 )
 
 
 @dataclass
-class House:
-    """What all runners of a test look at. needs (whose budget is what the device has free),
-    problems (errors that loads end with, one each), gates (what loads, and answers of what a model
-    needs, wait for): by model. hold: while it is not set, jobs do not end."""
+class RunnerScript:
+    """The script of all runners of a test, by model. requirements: with the free memory of the
+    device as budget. load_errors: one for each load. gates: loads and estimates wait for them.
+    may_end: while it is not set, jobs do not end."""
 
-    needs: dict[str, MemoryRequirement] = field(default_factory=dict)
-    problems: dict[str, list[Exception]] = field(default_factory=dict)
+    requirements: dict[str, MemoryRequirement] = field(default_factory=dict)
+    load_errors: dict[str, list[Exception]] = field(default_factory=dict)
     gates: dict[str, asyncio.Event] = field(default_factory=dict)
-    unreadable: dict[str, Exception] = field(default_factory=dict)
-    hold: asyncio.Event = field(default_factory=asyncio.Event)
-    runners: "list[Scripted]" = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
+    file_errors: dict[str, Exception] = field(default_factory=dict)
+    may_end: asyncio.Event = field(default_factory=asyncio.Event)
+    runners: "list[ScriptedRunner]" = field(default_factory=list)
+    estimated: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.hold.set()
+        self.may_end.set()
 
-    def make(self, settings: Settings) -> "Scripted":
-        runner = Scripted(self, settings)
+    def make(self, settings: Settings) -> "ScriptedRunner":
+        runner = ScriptedRunner(self, settings)
         self.runners.append(runner)
         return runner
 
-    async def files(self, served: ServedModel) -> ModelFiles:
-        if error := self.unreadable.get(served.name):
+    async def files(self, model: ServedModel) -> ModelFiles:
+        if error := self.file_errors.get(model.name):
             raise error
-        return files(served.name)
+        return files(model.name)
 
-    async def need(self, files: ModelFiles, settings: Settings, held: int) -> MemoryRequirement:
-        self.asked.append(files.name)
-        if gate := self.gates.get(f"need of {files.name}"):
+    async def estimate(self, files: ModelFiles, settings: Settings, held: int) -> MemoryRequirement:
+        self.estimated.append(files.name)
+        if gate := self.gates.get(f"estimate of {files.name}"):
             await gate.wait()
-        found = self.needs[files.name]
+        found = self.requirements[files.name]
         return replace(found, device_budget=found.device_budget + held)
 
     @property
     def loads(self) -> list[str]:
-        """In the order in which they began."""
+        """Models in the order of their loads."""
         return [runner.name for runner in self.runners if runner.name]
 
     @property
-    def here(self) -> list[str]:
-        """Models in memory, or on their way in or out."""
+    def loaded(self) -> list[str]:
+        """Models that are loading, loaded or unloading."""
         return [runner.name for runner in self.runners if runner.name and not runner.stopped]
 
-    def of(self, name: str) -> "Scripted":
-        """Its last runner."""
+    def runner_of(self, name: str) -> "ScriptedRunner":
+        """The last runner of a model."""
         return next(runner for runner in reversed(self.runners) if runner.name == name)
 
 
-class Scripted:
+class ScriptedRunner:
     """Implements `Runner`."""
 
-    def __init__(self, house: House, settings: Settings) -> None:
-        self.house = house
+    def __init__(self, script: RunnerScript, settings: Settings) -> None:
+        self.script = script
         self.settings = settings
         self.name = ""
         self.state: RunnerState = "loading"
         self.stats = EngineStats()
         self.jobs: list[Job] = []
-        self.most_at_once = self.at_once = 0
+        self.max_running = self.num_running = 0
         self.stopped = False
         self.slow_stop: asyncio.Event | None = None
-        self.places = asyncio.Semaphore(PLACES)
-        self._lost: asyncio.Future[RunnerFailure] = asyncio.get_running_loop().create_future()
+        self.slots = asyncio.Semaphore(SLOTS)
+        self._failure: asyncio.Future[RunnerFailure] = asyncio.get_running_loop().create_future()
 
     async def start(self, files: ModelFiles) -> None:
         self.name = files.name
-        if gate := self.house.gates.get(files.name):
+        if gate := self.script.gates.get(files.name):
             await gate.wait()
-        if problems := self.house.problems.get(files.name):
-            raise problems.pop(0)
+        if load_errors := self.script.load_errors.get(files.name):
+            raise load_errors.pop(0)
         self.state = "ready"
 
     @asynccontextmanager
-    async def submit(self, job: Job) -> AsyncGenerator["Going"]:
+    async def submit(self, job: Job) -> AsyncGenerator["ScriptedSubmission"]:
         if self.state != "ready":
             raise AppError(ErrorKind.ENGINE, "the engine is not running")
         self.jobs.append(job)
-        self.at_once += 1
-        self.most_at_once = max(self.at_once, self.most_at_once)
-        going = Going(self, job)
+        self.num_running += 1
+        self.max_running = max(self.num_running, self.max_running)
+        submission = ScriptedSubmission(self, job)
         try:
-            yield going
+            yield submission
         finally:
-            going.leave()
-            self.at_once -= 1
+            submission.cancel()
+            self.num_running -= 1
 
     async def embed(self, job: EmbedJob) -> Sequence[bytes]:
-        async with self.submit(job) as going:  # pyright: ignore[reportArgumentType]
-            ended = [update async for update in going][-1]
+        async with self.submit(job) as submission:  # pyright: ignore[reportArgumentType]
+            ended = [update async for update in submission][-1]
         assert isinstance(ended, Ended)
         if ended.reason == "error":
             raise AppError(ErrorKind.ENGINE, ended.error or "")
@@ -135,36 +135,36 @@ class Scripted:
             stats=self.stats,
             error="the engine was stopped" if self.state == "failed" else None,
             capacity=Capacity(
-                parallel=PLACES, context_length=64, kv_budget=1, kv_bytes_per_sequence=1
+                parallel=SLOTS, context_length=64, kv_budget=1, kv_bytes_per_sequence=1
             ),
             pid=7,
         )
 
     async def wait_for_failure(self) -> RunnerFailure:
-        return await asyncio.shield(self._lost)
+        return await asyncio.shield(self._failure)
 
     async def stop(self) -> None:
         self.state = "failed"
-        if not self._lost.done():
-            self._lost.cancel()
+        if not self._failure.done():
+            self._failure.cancel()
         if self.slow_stop is not None:
             await self.slow_stop.wait()
         self.stopped = True
 
-    def die(self, why: str = "it crashed", *, cause: FailureCause = "fault") -> None:
+    def fail(self, message: str = "it crashed", *, cause: FailureCause = "fault") -> None:
         self.state = "failed"
-        self._lost.set_result(RunnerFailure(message=why, cause=cause))
+        self._failure.set_result(RunnerFailure(message=message, cause=cause))
 
     @property
-    def dead(self) -> asyncio.Future[RunnerFailure]:
-        return self._lost
+    def failure(self) -> asyncio.Future[RunnerFailure]:
+        return self._failure
 
 
-class Going:
-    """Implements `Submission`: a job that starts when a place is free, and ends when the house lets
-    jobs end, or when the runner dies."""
+class ScriptedSubmission:
+    """Implements `Submission`: a job that starts when a slot is free, and ends when the script
+    allows it, or when the runner fails."""
 
-    def __init__(self, runner: Scripted, job: Job) -> None:
+    def __init__(self, runner: ScriptedRunner, job: Job) -> None:
         self._runner = runner
         self._job = job
         self.started_ns: int | None = None
@@ -175,7 +175,7 @@ class Going:
     def limit_cached_tokens(self, tokens: int) -> None:
         pass
 
-    def leave(self) -> None:
+    def cancel(self) -> None:
         self._running.cancel()
 
     async def __aiter__(self) -> AsyncIterator[JobUpdate]:
@@ -186,30 +186,30 @@ class Going:
                 return
 
     async def _run(self) -> None:
-        playing = asyncio.create_task(self._play())
+        run = asyncio.create_task(self._run_job())
         try:
-            await asyncio.wait({playing, self._runner.dead}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({run, self._runner.failure}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            playing.cancel()
-        self.ended_ns = at = time.monotonic_ns()
-        if self._runner.dead.done() and not self._runner.dead.cancelled():
+            run.cancel()
+        self.ended_ns = now = time.monotonic_ns()
+        if self._runner.failure.done() and not self._runner.failure.cancelled():
             self._put(
                 Ended(
                     job_id=self._job.id,
                     reason="error",
-                    timestamp_ns=at,
+                    timestamp_ns=now,
                     error=CRASHED,
                     engine_lost=True,
                 )
             )
         else:
-            self._put(Ended(job_id=self._job.id, reason="stop", timestamp_ns=at))
+            self._put(Ended(job_id=self._job.id, reason="stop", timestamp_ns=now))
 
-    async def _play(self) -> None:
-        async with self._runner.places:
+    async def _run_job(self) -> None:
+        async with self._runner.slots:
             self.started_ns = time.monotonic_ns()
             self._put(Started(job_id=self._job.id, cached_tokens=0, timestamp_ns=self.started_ns))
-            await self._runner.house.hold.wait()
+            await self._runner.script.may_end.wait()
 
     def _put(self, update: JobUpdate) -> None:
         self._updates.put_nowait(update)
@@ -229,18 +229,22 @@ def files(name: str) -> ModelFiles:
     )
 
 
-def served(
+def make_model(
     name: str, *, max_queue: int = 64, memory: int | None = None, **changes: Any
 ) -> ServedModel:
-    """Stays for ever."""
+    """A model that is never unloaded when idle."""
     settings = Settings(models=(ModelSettings(name=name, memory=memory),), max_queue=max_queue)
-    whole: dict[str, Any] = {"source": name, "settings": settings, "keep_alive": math.inf}
-    return ServedModel(name=name, **{**whole, **changes})
+    defaults: dict[str, Any] = {"source": name, "settings": settings, "keep_alive": math.inf}
+    return ServedModel(name=name, **{**defaults, **changes})
 
 
-def need(least: int, wanted: int | None = None, budget: int = 0) -> MemoryRequirement:
+def make_requirement(
+    minimum: int, preferred: int | None = None, budget: int = 0
+) -> MemoryRequirement:
     return MemoryRequirement(
-        min_bytes=least, preferred_bytes=least if wanted is None else wanted, device_budget=budget
+        min_bytes=minimum,
+        preferred_bytes=minimum if preferred is None else preferred,
+        device_budget=budget,
     )
 
 
@@ -255,32 +259,37 @@ def job(name: str, *ids: int) -> Job:
 
 
 @asynccontextmanager
-async def pooled(
-    house: House, *, total: int | None = 10, **options: Any
+async def run_pool(
+    script: RunnerScript, *, total: int | None = 10, **options: Any
 ) -> AsyncGenerator[ModelPool]:
-    """A started pool of several models, each of which needs what the house says."""
+    """A started pool of several models, with the requirements of the script."""
     pool = ModelPool(
-        house.make, house.files, house.need, total_bytes=total, restart_policy=QUICK, **options
+        script.make,
+        script.files,
+        script.estimate,
+        total_bytes=total,
+        restart_policy=QUICK,
+        **options,
     )
     await pool.start()
     try:
         async with asyncio.timeout(PATIENCE):
             yield pool
     finally:
-        house.hold.set()
-        for runner in house.runners:
+        script.may_end.set()
+        for runner in script.runners:
             if runner.slow_stop is not None:
                 runner.slow_stop.set()
         await pool.stop()
-    assert house.here == [], "nobody is left"
+    assert script.loaded == [], "a runner is still loaded"
 
 
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():  # noqa: ASYNC110  # what is waited for has no event
+async def wait_until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110  # no event
         await asyncio.sleep(0.002)
 
 
-async def settled() -> None:
-    """Whatever could happen by now has happened."""
+async def settle() -> None:
+    """Let all ready tasks run."""
     for _ in range(20):
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Runners in processes of their own: started, watched, and looked into."""
+"""Helpers for runners in separate processes."""
 
 import asyncio
 import os
@@ -18,11 +18,11 @@ from app.core.settings import Settings
 from app.runners.process_runner import ProcessRunner
 from tests.runners.contract import PATIENCE, endless
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs the Linux kernel")
 
 
 @asynccontextmanager
-async def started(folder: Path, **changes: object) -> AsyncIterator[ProcessRunner]:
+async def start_runner(folder: Path, **changes: object) -> AsyncIterator[ProcessRunner]:
     running = ProcessRunner(Settings(**changes))  # type: ignore[arg-type]
     await running.start(store.resolve(str(folder)))
     try:
@@ -43,16 +43,16 @@ def socket_path(running: ProcessRunner) -> Path:
     return running._process.socket_path
 
 
-def lives(process: int) -> bool:
-    """Whether it does anything any more; one that nobody has buried does not."""
+def is_alive(process: int) -> bool:
+    """Whether the process runs; a zombie does not."""
     return _state(process) not in (None, "Z")
 
 
-def stop(process: int) -> None:
-    """Returns when all of its threads are stopped, which is a while after it was told to."""
+def suspend(process: int) -> None:
+    """Returns when all threads of the process have stopped, some time after the signal."""
     os.kill(process, signal.SIGSTOP)
     threads = Path(f"/proc/{process}/task")
-    if threads.is_dir():  # elsewhere nothing tells of them
+    if threads.is_dir():  # other systems do not list threads
         wait_until(lambda: {_state(int(thread.name)) for thread in threads.iterdir()} == {"T"})
 
 
@@ -64,15 +64,15 @@ def _state(process: int) -> str | None:
         return None
 
 
-def wait_until(true: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-async def end(running: ProcessRunner, name: str) -> Ended:
-    """How a job ends that never would by itself, on `long_model`."""
+async def wait_for_end(running: ProcessRunner, name: str) -> Ended:
+    """The end of a job that does not end by itself, on `long_model`."""
     async with running.submit(endless(name)) as submission:
         last: JobUpdate | None = None
         async for update in submission:
@@ -81,7 +81,7 @@ async def end(running: ProcessRunner, name: str) -> Ended:
     return last
 
 
-async def refusal(folder: Path, **changes: object) -> AppError:
+async def start_error(folder: Path, **changes: object) -> AppError:
     running = ProcessRunner(Settings(**changes))  # type: ignore[arg-type]
     with pytest.raises(AppError) as caught:
         await asyncio.wait_for(running.start(store.resolve(str(folder))), PATIENCE)
@@ -91,7 +91,7 @@ async def refusal(folder: Path, **changes: object) -> AppError:
     return caught.value
 
 
-def addressed(process: int) -> int:
-    """Bytes of its address space."""
+def address_space_bytes(process: int) -> int:
+    """The size of the address space of a process."""
     pages = int(Path(f"/proc/{process}/statm").read_text().split()[0])
     return pages * os.sysconf("SC_PAGE_SIZE")

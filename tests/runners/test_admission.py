@@ -1,4 +1,4 @@
-"""How many requests one model takes on, whatever they are doing."""
+"""Admission: the limit of requests for one model, in all their phases."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -19,8 +19,8 @@ PATIENCE = 10.0
 SECOND = 1_000_000_000
 
 
-class Going:
-    """Implements `Submission`; nothing happens to it but what a test does."""
+class FakeSubmission:
+    """Implements `Submission`; tests set its fields."""
 
     def __init__(self) -> None:
         self.started_ns: int | None = None
@@ -33,24 +33,26 @@ class Going:
     def limit_cached_tokens(self, tokens: int) -> None: ...
 
 
-class Scripted:
-    """Implements `JobRunner`, with two places. gate: what submitting waits for, as for a
-    grammar."""
+class FakeRunner:
+    """Implements `JobRunner`, with two slots. gate: a submit waits for it, as for a grammar."""
 
     def __init__(self) -> None:
         self.state: RunnerState = "ready"
         self.gate = asyncio.Event()
         self.gate.set()
-        self.going: dict[str, Going] = {}
+        self.submissions: dict[str, FakeSubmission] = {}
+        self.refused = False
 
     @asynccontextmanager
-    async def submit(self, job: Job) -> AsyncGenerator[Going]:
+    async def submit(self, job: Job) -> AsyncGenerator[FakeSubmission]:
         await self.gate.wait()
-        going = self.going[job.id] = Going()
+        if self.refused:
+            raise AppError(ErrorKind.INVALID, "unsupported grammar")
+        submission = self.submissions[job.id] = FakeSubmission()
         try:
-            yield going
+            yield submission
         finally:
-            del self.going[job.id]
+            del self.submissions[job.id]
 
     async def embed(self, job: EmbedJob) -> Sequence[bytes]:
         await self.gate.wait()
@@ -66,34 +68,34 @@ class Scripted:
         )
 
 
-def run(body: Callable[[Admission, Scripted], Awaitable[None]], max_queue: int = 3) -> None:
+def run(body: Callable[[Admission, FakeRunner], Awaitable[None]], max_queue: int = 3) -> None:
     async def checked() -> None:
-        jobs = Scripted()
+        runner = FakeRunner()
         async with asyncio.timeout(PATIENCE):
-            await body(Admission(jobs, max_queue), jobs)
+            await body(Admission(runner, max_queue), runner)
 
     asyncio.run(checked())
 
 
-def refusal(admission: Admission, count: int = 1) -> AppError:
+def admission_error(admission: Admission, count: int = 1) -> AppError:
     with pytest.raises(AppError) as caught, admission.reserve(count):
         pass
     return caught.value
 
 
 def test_requests_are_admitted_before_any_work_is_done_for_them():
-    """Requests that waited for a thread, or for a grammar, were in no queue and had no bound."""
+    """Requests that waited for a thread, or for a grammar, were not counted and not limited."""
 
-    async def body(admission: Admission, jobs: Scripted) -> None:
-        with ExitStack() as held:
+    async def body(admission: Admission, runner: FakeRunner) -> None:
+        with ExitStack() as stack:
             for _ in range(5):
-                held.enter_context(admission.reserve())
+                stack.enter_context(admission.reserve())
             assert admission.status().preparing == 5
             for count in (1, 2):
-                error = refusal(admission)
+                error = admission_error(admission)
                 assert error.kind is ErrorKind.BUSY
                 assert error.retry_after is not None
-                assert "5 requests are running or queued" in error.message
+                assert "5 requests in progress" in error.message
                 assert "at most 2 run and 3 wait" in error.message
                 assert admission.status().rejected == count
         assert admission.status().preparing == 0
@@ -103,33 +105,33 @@ def test_requests_are_admitted_before_any_work_is_done_for_them():
     run(body)
 
 
-def test_a_request_for_several_answers_takes_a_place_for_each():
-    async def body(admission: Admission, jobs: Scripted) -> None:
+def test_a_request_takes_a_slot_for_each_choice():
+    async def body(admission: Admission, runner: FakeRunner) -> None:
         with admission.reserve(3):
-            assert "3 requests are running or queued" in refusal(admission, 3).message
+            assert "3 requests in progress" in admission_error(admission, 3).message
             with admission.reserve(2):
-                assert refusal(admission).kind is ErrorKind.BUSY
+                assert admission_error(admission).kind is ErrorKind.BUSY
 
     run(body)
 
 
-def test_a_job_keeps_its_place_while_it_is_submitted_and_runs():
-    async def body(admission: Admission, jobs: Scripted) -> None:
-        jobs.gate.clear()
+def test_a_job_keeps_its_slot_while_it_is_submitted_and_runs():
+    async def body(admission: Admission, runner: FakeRunner) -> None:
+        runner.gate.clear()
 
         async def answer(name: str) -> None:
-            with admission.reserve() as places:
-                async with places.submit(job(name, b"x")):
+            with admission.reserve() as reservation:
+                async with reservation.submit(job(name, b"x")):
                     await asyncio.Event().wait()
 
         tasks = [asyncio.create_task(answer(name)) for name in "ab"]
         await asyncio.sleep(0)
         assert admission.status().preparing == 0, "their grammars are compiled"
-        assert refusal(admission).kind is ErrorKind.BUSY
-        jobs.gate.set()
-        while len(jobs.going) < 2:  # noqa: ASYNC110  # what is waited for has no event
+        assert admission_error(admission).kind is ErrorKind.BUSY
+        runner.gate.set()
+        while len(runner.submissions) < 2:  # noqa: ASYNC110  # no event
             await asyncio.sleep(0)
-        assert refusal(admission).kind is ErrorKind.BUSY
+        assert admission_error(admission).kind is ErrorKind.BUSY
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -139,43 +141,43 @@ def test_a_job_keeps_its_place_while_it_is_submitted_and_runs():
     run(body, max_queue=0)
 
 
-def test_an_answer_that_is_still_being_read_takes_no_place():
-    """The engine is done with it; a slow client does not keep others waiting."""
+def test_a_finished_job_that_is_still_read_takes_no_slot():
+    """The engine has finished it; a slow client does not delay others."""
 
-    async def body(admission: Admission, jobs: Scripted) -> None:
-        with admission.reserve(2) as places:
-            async with places.submit(job("a", b"x")), places.submit(job("b", b"x")):
-                assert refusal(admission).kind is ErrorKind.BUSY
-                jobs.going["a"].ended_ns = 1
+    async def body(admission: Admission, runner: FakeRunner) -> None:
+        with admission.reserve(2) as reservation:
+            async with reservation.submit(job("a", b"x")), reservation.submit(job("b", b"x")):
+                assert admission_error(admission).kind is ErrorKind.BUSY
+                runner.submissions["a"].ended_ns = 1
                 with admission.reserve():
-                    assert refusal(admission).kind is ErrorKind.BUSY
+                    assert admission_error(admission).kind is ErrorKind.BUSY
 
     run(body, max_queue=0)
 
 
-def test_one_of_several_jobs_that_is_left_gives_up_its_place():
-    async def body(admission: Admission, jobs: Scripted) -> None:
-        with admission.reserve(2) as places:
-            async with places.submit(job("a", b"x")):
+def test_a_choice_that_is_left_frees_its_slot():
+    async def body(admission: Admission, runner: FakeRunner) -> None:
+        with admission.reserve(2) as reservation:
+            async with reservation.submit(job("a", b"x")):
                 pass
             with admission.reserve():
-                assert refusal(admission).kind is ErrorKind.BUSY
+                assert admission_error(admission).kind is ErrorKind.BUSY
 
     run(body, max_queue=0)
 
 
-def test_inputs_that_are_embedded_count_among_the_others():
-    async def body(admission: Admission, jobs: Scripted) -> None:
-        jobs.gate.clear()
+def test_embeddings_take_slots_too():
+    async def body(admission: Admission, runner: FakeRunner) -> None:
+        runner.gate.clear()
 
         async def embed() -> None:
-            with admission.reserve() as places:
-                await places.embed(EmbedJob(id="v", inputs=((1,),), pooling="mean"))
+            with admission.reserve() as reservation:
+                await reservation.embed(EmbedJob(id="v", inputs=((1,),), pooling="mean"))
 
         tasks = [asyncio.create_task(embed()) for _ in "ab"]
         await asyncio.sleep(0)
-        assert refusal(admission).kind is ErrorKind.BUSY
-        jobs.gate.set()
+        assert admission_error(admission).kind is ErrorKind.BUSY
+        runner.gate.set()
         await asyncio.gather(*tasks)
         with admission.reserve(2):
             pass
@@ -183,30 +185,30 @@ def test_inputs_that_are_embedded_count_among_the_others():
     run(body, max_queue=0)
 
 
-def test_a_model_that_is_being_loaded_again_admits_as_many_as_may_wait():
+def test_a_reloading_model_admits_as_many_as_the_queue_holds():
     """Requests that arrived while a process was replaced got an error."""
 
-    async def body(admission: Admission, jobs: Scripted) -> None:
-        jobs.state = "loading"
+    async def body(admission: Admission, runner: FakeRunner) -> None:
+        runner.state = "loading"
         with admission.reserve(4):
-            assert refusal(admission).kind is ErrorKind.BUSY
+            assert admission_error(admission).kind is ErrorKind.BUSY
 
     run(body)
 
 
-def test_the_wait_that_is_asked_for_follows_the_jobs_of_late():
-    async def body(admission: Admission, jobs: Scripted) -> None:
-        with admission.reserve() as places:
-            async with places.submit(job("a", b"x")):
-                going = jobs.going["a"]
-                going.started_ns, going.ended_ns = 0, 12 * SECOND
+def test_retry_after_depends_on_recent_jobs():
+    async def body(admission: Admission, runner: FakeRunner) -> None:
+        with admission.reserve() as reservation:
+            async with reservation.submit(job("a", b"x")):
+                submission = runner.submissions["a"]
+                submission.started_ns, submission.ended_ns = 0, 12 * SECOND
         with admission.reserve(5):
-            assert refusal(admission).retry_after == 18, "three wait for two places of 12 s"
+            assert admission_error(admission).retry_after == 18, "three wait for two slots of 12 s"
 
     run(body)
 
 
-def test_the_wait_follows_how_long_jobs_take_and_how_many_are_waiting() -> None:
+def test_the_estimated_wait_depends_on_latency_and_queue_length() -> None:
     average = LatencyAverage()
     assert average.estimate_wait(waiting=64, parallel=1) == 1, "nothing is known yet"
     average.add(3.0)
@@ -223,10 +225,25 @@ def test_the_wait_follows_how_long_jobs_take_and_how_many_are_waiting() -> None:
     waiting=st.integers(1, 10_000),
     parallel=st.integers(1, 64),
 )
-def test_the_wait_is_never_nothing_and_never_more_than_a_minute(
+def test_the_estimated_wait_is_between_a_second_and_a_minute(
     seconds: list[float], waiting: int, parallel: int
 ) -> None:
     average = LatencyAverage()
     for one in seconds:
         average.add(one)
     assert 1 <= average.estimate_wait(waiting=waiting, parallel=parallel) <= 60
+
+
+def test_a_rejected_job_frees_its_place_in_the_queue():
+    async def body(admission: Admission, jobs: FakeRunner) -> None:
+        with admission.reserve() as places:
+            jobs.refused = True
+            with pytest.raises(AppError):
+                async with places.submit(job("a", [1])):
+                    pass
+            assert admission.preparing == 1
+            jobs.refused = False
+            async with places.submit(job("b", [1])):
+                assert admission.preparing == 0
+
+    run(body)

@@ -1,4 +1,4 @@
-"""What is kept of what a process wrote, and how its end is told."""
+"""The output of a child process, and the description of its exit."""
 
 import pytest
 from hypothesis import given
@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from app.runners.child_process import LogRateLimit, ProcessOutput, describe_exit
 
 
-def lines(*pieces: bytes) -> list[str]:
+def read_lines(*pieces: bytes) -> list[str]:
     output = ProcessOutput()
-    found = [line for piece in pieces for line in output.feed(piece)]
-    return [*found, *output.flush()]
+    read = [line for piece in pieces for line in output.feed(piece)]
+    return [*read, *output.flush()]
 
 
 @given(
@@ -22,11 +22,11 @@ def test_lines_do_not_depend_on_how_they_arrive(text: str, cuts: list[int]):
     for cut in cuts:
         pieces.append(raw[:cut])
         raw = raw[cut:]
-    whole = [line.rstrip() for line in text.split("\n")]
-    assert lines(*pieces, raw) == [line for line in whole if line]
+    expected = [line.rstrip() for line in text.split("\n")]
+    assert read_lines(*pieces, raw) == [line for line in expected if line]
 
 
-def test_a_line_without_an_end_takes_no_memory():
+def test_an_endless_line_takes_bounded_memory():
     output = ProcessOutput()
     for _ in range(1000):
         assert list(output.feed(b"x" * 65536)) == []
@@ -35,8 +35,8 @@ def test_a_line_without_an_end_takes_no_memory():
     assert list(output.flush()) == ["next"]
 
 
-def test_nothing_in_a_line_moves_a_terminal_or_begins_another():
-    assert lines(b"a\tb\x1b[2Jc\r\nd\xff\n") == ["a       b\ufffd[2Jc", "d\ufffd"]
+def test_control_characters_in_a_line_are_replaced():
+    assert read_lines(b"a\tb\x1b[2Jc\r\nd\xff\n") == ["a       b\ufffd[2Jc", "d\ufffd"]
 
 
 TRACEBACK = b"""INFO app: prompt of 3 tokens
@@ -46,13 +46,13 @@ ModuleNotFoundError: No module named 'mlx'
 """
 
 
-def test_lines_that_give_a_reason_are_preferred():
+def test_lines_with_an_error_are_preferred_as_the_reason():
     output = ProcessOutput()
     list(output.feed(TRACEBACK + b"DEBUG app: bye\n" * 4))
     assert output.find_reason() == "ModuleNotFoundError: No module named 'mlx'"
 
 
-def test_else_the_last_lines_are_told():
+def test_without_an_error_the_last_lines_are_the_reason():
     output = ProcessOutput()
     list(output.feed(b"one\ntwo\nthree\nfour\n"))
     assert output.find_reason() == "two; three; four"
@@ -65,10 +65,10 @@ def test_a_reason_is_short_and_old_lines_are_forgotten():
     assert len(output.find_reason()) <= 2000
     assert "Error: 999" in output.find_reason()
     list(output.feed(b"fine\n" * 50))
-    assert output.find_reason() == "fine", "nothing is said twice"
+    assert output.find_reason() == "fine", "old lines are not reported again"
 
 
-def test_so_many_lines_pass_in_a_while_and_the_others_are_counted():
+def test_lines_are_rate_limited_and_dropped_ones_are_counted():
     quota = LogRateLimit()
     assert sum(quota.admit(1.0 + i / 1000) for i in range(250)) == 100
     assert quota.admit(20.0)
@@ -76,7 +76,7 @@ def test_so_many_lines_pass_in_a_while_and_the_others_are_counted():
 
 
 @pytest.mark.parametrize(
-    ("status", "how"),
+    ("status", "description"),
     [
         (0, "ended with exit status 0"),
         (3, "ended with exit status 3"),
@@ -85,5 +85,5 @@ def test_so_many_lines_pass_in_a_while_and_the_others_are_counted():
         (-63, "was killed by signal 63"),
     ],
 )
-def test_an_end_is_told_in_words(status: int, how: str):
-    assert describe_exit(status) == how
+def test_an_exit_status_is_described(status: int, description: str):
+    assert describe_exit(status) == description

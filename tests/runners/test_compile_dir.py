@@ -1,4 +1,4 @@
-"""What MLX compiles is loaded from a folder that nobody else can write to."""
+"""MLX loads compiled code from a folder that no other user can write to."""
 
 import os
 import subprocess
@@ -14,35 +14,35 @@ from tests.server_process import ROOT
 
 @pytest.fixture
 def common(tmp_path: Path) -> Path:
-    """As /tmp is."""
+    """A folder that all users can write to, like /tmp."""
     folder = tmp_path / "common"
     folder.mkdir()
     folder.chmod(0o1777)
     return folder
 
 
-def test_a_common_folder_is_left_for_one_of_our_own(tmp_path: Path, common: Path) -> None:
-    told = prepare_compile_dir({"TMPDIR": str(common), "HOME": str(tmp_path / "home")})
-    folder = Path(told["TMPDIR"])
+def test_a_common_folder_is_replaced_by_a_private_one(tmp_path: Path, common: Path) -> None:
+    variables = prepare_compile_dir({"TMPDIR": str(common), "HOME": str(tmp_path / "home")})
+    folder = Path(variables["TMPDIR"])
     assert folder == tmp_path / "home" / ".cache" / "mlxrunner" / "scratch"
     assert folder.stat().st_mode & 0o777 == 0o700
     assert prepare_compile_dir({"TMPDIR": str(folder)}) == {}
 
 
-def test_a_cache_folder_that_was_named_counts(tmp_path: Path, common: Path) -> None:
+def test_xdg_cache_home_is_used(tmp_path: Path, common: Path) -> None:
     environ = {"TMPDIR": str(common), "HOME": "/", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     assert prepare_compile_dir(environ) == {
         "TMPDIR": str(tmp_path / "cache" / "mlxrunner" / "scratch")
     }
 
 
-def test_without_a_home_it_lies_in_the_common_one(common: Path) -> None:
-    told = prepare_compile_dir({"TMPDIR": str(common), "HOME": "/proc/nowhere"})
-    assert Path(told["TMPDIR"]).parent == common
+def test_without_a_home_the_private_folder_is_in_the_common_one(common: Path) -> None:
+    variables = prepare_compile_dir({"TMPDIR": str(common), "HOME": "/proc/nowhere"})
+    assert Path(variables["TMPDIR"]).parent == common
 
 
-@pytest.mark.parametrize("trap", ["open to all", "a link", "a file", "somebody else's", "noexec"])
-def test_where_none_can_be_trusted_nothing_is_compiled(
+@pytest.mark.parametrize("trap", ["open to all", "a link", "a file", "another user's", "noexec"])
+def test_without_a_trusted_folder_nothing_is_compiled(
     common: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trap: str
 ) -> None:
     planted = common / f"mlxrunner-{os.getuid()}"
@@ -54,7 +54,7 @@ def test_where_none_can_be_trusted_nothing_is_compiled(
             planted.symlink_to(tmp_path)
         case "a file":
             planted.touch()
-        case "somebody else's":
+        case "another user's":
             planted.mkdir(mode=0o700)
             uid = os.getuid()
             planted.rename(common / f"mlxrunner-{uid + 1}")
@@ -66,8 +66,8 @@ def test_where_none_can_be_trusted_nothing_is_compiled(
                 "statvfs",
                 lambda _: os.statvfs_result([*flags[:8], os.ST_NOEXEC, *flags[9:]]),
             )
-    told = prepare_compile_dir({"TMPDIR": str(common), "HOME": "/proc/nowhere"})
-    assert told == {"MLX_DISABLE_COMPILE": "1"}
+    variables = prepare_compile_dir({"TMPDIR": str(common), "HOME": "/proc/nowhere"})
+    assert variables == {"MLX_DISABLE_COMPILE": "1"}
 
 
 FUSED = """
@@ -80,12 +80,12 @@ print(nn.silu(mx.ones((3,))).tolist()[0], os.environ["TMPDIR"])
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only there MLX compiles into a folder")
-def test_mlx_does_as_it_is_told(tmp_path: Path, common: Path) -> None:
-    """Also where another user was first to make the folder that MLX would take."""
+@pytest.mark.skipif(sys.platform != "linux", reason="MLX compiles in a folder only on Linux")
+def test_mlx_compiles_in_the_private_folder(tmp_path: Path, common: Path) -> None:
+    """Even if another user has created the folder that MLX would use."""
     (common / "mlx").mkdir()
     environ = {**os.environ, "TMPDIR": str(common), "HOME": str(tmp_path), "XDG_CACHE_HOME": ""}
-    said = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", FUSED],
         env=environ,
         cwd=ROOT,
@@ -94,6 +94,6 @@ def test_mlx_does_as_it_is_told(tmp_path: Path, common: Path) -> None:
         check=True,
         timeout=120,
     ).stdout.split()
-    assert abs(float(said[0]) - 0.731) < 0.001
-    assert Path(said[1]).is_relative_to(tmp_path)
+    assert abs(float(output[0]) - 0.731) < 0.001
+    assert Path(output[1]).is_relative_to(tmp_path)
     assert not list((common / "mlx").iterdir())

@@ -1,4 +1,4 @@
-"""What is the same for every runner: who is let in, who is told, and what ends with the engine."""
+"""The dispatcher of every runner: delivery of updates, and the end of jobs with the engine."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -32,26 +32,26 @@ BROKEN = EngineFailed(
 PATIENCE = 10.0
 
 
-class Noted:
-    """An engine that does nothing, and notes what it was asked."""
+class FakeEngine:
+    """An engine that only records its calls."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.calls: list[str] = []
         self.gone = False
 
     async def submit(self, job: Job) -> None:
-        self.asked.append(f"submit {job.id}")
+        self.calls.append(f"submit {job.id}")
 
     def embed(self, job: EmbedJob) -> None:
-        self.asked.append(f"embed {job.id}")
+        self.calls.append(f"embed {job.id}")
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
-        self.asked.append(f"cancel {job} {keep}")
+        self.calls.append(f"cancel {job} {keep}")
 
 
-def with_dispatcher(body: Callable[[Dispatcher, Noted], Awaitable[None]]) -> None:
+def with_dispatcher(body: Callable[[Dispatcher, FakeEngine], Awaitable[None]]) -> None:
     async def run() -> None:
-        dispatcher, engine = Dispatcher(), Noted()
+        dispatcher, engine = Dispatcher(), FakeEngine()
         dispatcher.engine = engine
         async with asyncio.timeout(PATIENCE):
             await body(dispatcher, engine)
@@ -59,22 +59,22 @@ def with_dispatcher(body: Callable[[Dispatcher, Noted], Awaitable[None]]) -> Non
     asyncio.run(run())
 
 
-async def over(dispatcher: Dispatcher, name: str) -> str | None:
-    """The error that a job ends in."""
+async def wait_for_error(dispatcher: Dispatcher, name: str) -> str | None:
+    """The error that a job ends with."""
     async with dispatcher.submit(job(name, b"x")) as waiting:
         updates = [update async for update in waiting]
     assert isinstance(updates[-1], Ended)
     return updates[-1].error
 
 
-def test_all_who_wait_hear_of_the_end_at_once():
-    async def body(dispatcher: Dispatcher, engine: Noted) -> None:
+def test_a_failure_ends_all_waiting_calls():
+    async def body(dispatcher: Dispatcher, engine: FakeEngine) -> None:
         dispatcher.receive(READY)
         await dispatcher.wait_until_ready()
         vectors = EmbedJob(id="v", inputs=((1,),), pooling="mean")
         waiting = asyncio.gather(
-            over(dispatcher, "a"),
-            over(dispatcher, "b"),
+            wait_for_error(dispatcher, "a"),
+            wait_for_error(dispatcher, "b"),
             dispatcher.wait_for_failure(),
             dispatcher.wait_for_failure(),
             dispatcher.embed(vectors),
@@ -82,19 +82,21 @@ def test_all_who_wait_hear_of_the_end_at_once():
         )
         await asyncio.sleep(0)
         dispatcher.receive(BROKEN)
-        *jobs, said, also, embedding = await waiting
+        *jobs, failure, second_failure, embedding = await waiting
         assert set(jobs) == {"the engine stopped: AssertionError: planted"}
-        assert said == also == RunnerFailure(message="AssertionError: planted")
+        assert failure == second_failure == RunnerFailure(message="AssertionError: planted")
         assert isinstance(embedding, AppError)
         assert embedding.message == "the engine stopped: AssertionError: planted"
-        assert await dispatcher.wait_for_failure() == said, "those who come later hear it too"
-        assert engine.asked == ["submit a", "submit b", "embed v"], "nobody is there to cancel"
+        assert await dispatcher.wait_for_failure() == failure, "later calls get it too"
+        assert engine.calls == ["submit a", "submit b", "embed v"], (
+            "there is no engine to cancel in"
+        )
 
     with_dispatcher(body)
 
 
-def test_a_last_word_changes_nothing():
-    async def body(dispatcher: Dispatcher, engine: Noted) -> None:
+def test_messages_after_a_failure_change_nothing():
+    async def body(dispatcher: Dispatcher, engine: FakeEngine) -> None:
         dispatcher.receive(READY)
         dispatcher.receive(BROKEN)
         before = dispatcher.status()
@@ -106,8 +108,8 @@ def test_a_last_word_changes_nothing():
     with_dispatcher(body)
 
 
-def test_a_fault_of_ours_while_loading_is_told_of_the_model():
-    async def body(dispatcher: Dispatcher, engine: Noted) -> None:
+def test_an_internal_error_during_the_load_is_a_failed_load():
+    async def body(dispatcher: Dispatcher, engine: FakeEngine) -> None:
         dispatcher.receive(LoadProgress(progress=40, allocated_bytes=7))
         assert (dispatcher.status().progress, dispatcher.status().stats.allocated_bytes) == (40, 7)
         dispatcher.receive(BROKEN)
@@ -116,41 +118,41 @@ def test_a_fault_of_ours_while_loading_is_told_of_the_model():
         assert caught.value.kind is ErrorKind.MODEL_FILES
         waiting = asyncio.create_task(dispatcher.wait_for_failure())
         await asyncio.sleep(0)
-        assert not waiting.done(), "it never was ready"
+        assert not waiting.done(), "the model never was ready"
         waiting.cancel()
 
     with_dispatcher(body)
 
 
-def test_who_finds_the_engine_gone_is_told_why():
-    async def body(dispatcher: Dispatcher, engine: Noted) -> None:
+def test_get_failure_waits_for_the_reason():
+    async def body(dispatcher: Dispatcher, engine: FakeEngine) -> None:
         dispatcher.receive(READY)
-        asking = asyncio.create_task(dispatcher.get_failure())
+        task = asyncio.create_task(dispatcher.get_failure())
         await asyncio.sleep(0)
-        dispatcher.fail(AppError(ErrorKind.ENGINE, "long and inward"), job_error="short")
-        assert (await asking).message == "short"
+        dispatcher.fail(AppError(ErrorKind.ENGINE, "long and internal"), job_error="short")
+        assert (await task).message == "short"
 
     with_dispatcher(body)
 
 
-def test_an_answer_that_came_to_its_end_is_not_ended_again():
-    async def body(dispatcher: Dispatcher, engine: Noted) -> None:
+def test_a_finished_job_is_not_ended_again():
+    async def body(dispatcher: Dispatcher, engine: FakeEngine) -> None:
         dispatcher.receive(READY)
         async with dispatcher.submit(job("a", b"x")) as waiting:
-            said = (
+            updates = (
                 Token(job_id="a", id=1, timestamp_ns=1),
                 Ended(job_id="a", reason="stop", timestamp_ns=2),
             )
-            dispatcher.receive(StepOutput(updates=said, stats=EngineStats()))
+            dispatcher.receive(StepOutput(updates=updates, stats=EngineStats()))
             dispatcher.receive(BROKEN)
-            assert tuple([update async for update in waiting]) == said
-        assert engine.asked == ["submit a"]
+            assert tuple([update async for update in waiting]) == updates
+        assert engine.calls == ["submit a"]
 
     with_dispatcher(body)
 
 
-def test_what_nobody_waits_for_any_more_is_dropped():
-    async def body(dispatcher: Dispatcher, engine: Noted) -> None:
+def test_updates_of_jobs_that_were_left_are_dropped():
+    async def body(dispatcher: Dispatcher, engine: FakeEngine) -> None:
         dispatcher.receive(READY)
         async with dispatcher.submit(job("a", b"x")) as waiting:
             waiting.limit_cached_tokens(3)
@@ -158,22 +160,22 @@ def test_what_nobody_waits_for_any_more_is_dropped():
             StepOutput(updates=(Token(job_id="a", id=1, timestamp_ns=1),), stats=EngineStats())
         )
         dispatcher.finish_embedding(EmbedResult(job_id="b"))
-        assert engine.asked == ["submit a", "cancel a 3"]
+        assert engine.calls == ["submit a", "cancel a 3"]
 
     with_dispatcher(body)
 
 
-def test_nobody_is_asked_to_cancel_what_is_over_already():
-    """There may be no engine any more, where a client leaves at the moment at which it ends."""
+def test_ended_work_is_not_cancelled():
+    """The engine may be gone if a client disconnects at the moment of the failure."""
 
-    async def body(dispatcher: Dispatcher, engine: Noted) -> None:
+    async def body(dispatcher: Dispatcher, engine: FakeEngine) -> None:
         dispatcher.receive(READY)
         vectors = EmbedJob(id="v", inputs=((1,),), pooling="mean")
-        asking = asyncio.create_task(dispatcher.embed(vectors))
+        task = asyncio.create_task(dispatcher.embed(vectors))
         await asyncio.sleep(0)
         dispatcher.receive(BROKEN)
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-        assert engine.asked == ["embed v"]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert engine.calls == ["embed v"]
 
     with_dispatcher(body)

@@ -1,4 +1,4 @@
-"""Who is in memory: single decisions, and what holds after any history."""
+"""The eviction policy: single decisions, and invariants of random histories."""
 
 import math
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ from app.runners.eviction import (
 NOW = 1000.0
 
 
-def loaded_model(name: str, share: int, **changes: Any) -> LoadedModel:
-    """Idle, here for ever."""
-    whole: dict[str, Any] = {
+def loaded_model(name: str, allocation: int, **changes: Any) -> LoadedModel:
+    """An idle model that never expires."""
+    defaults: dict[str, Any] = {
         "phase": "ready",
         "busy_since": None,
         "last_used": NOW - 10,
@@ -37,147 +37,161 @@ def loaded_model(name: str, share: int, **changes: Any) -> LoadedModel:
         "unload_requested": False,
         "draining": False,
     }
-    return LoadedModel(name=name, allocation=share, **{**whole, **changes})
+    return LoadedModel(name=name, allocation=allocation, **{**defaults, **changes})
 
 
-def load_request(name: str, least: int, wanted: int | None = None, **changes: Any) -> LoadRequest:
-    need = MemoryRequirement(
-        min_bytes=least, preferred_bytes=least if wanted is None else wanted, device_budget=0
+def load_request(
+    name: str, minimum: int, preferred: int | None = None, **changes: Any
+) -> LoadRequest:
+    requirement = MemoryRequirement(
+        min_bytes=minimum,
+        preferred_bytes=minimum if preferred is None else preferred,
+        device_budget=0,
     )
-    whole: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "waiting_since": NOW,
         "requirement_known": True,
-        "requirement": need,
+        "requirement": requirement,
         "max_bytes": None,
         "may_evict": True,
     }
-    return LoadRequest(name=name, **{**whole, **changes})
+    return LoadRequest(name=name, **{**defaults, **changes})
 
 
-def limits(total: int | None, loaded: int | None = None, *returning: int) -> PoolLimits:
-    return PoolLimits(total_bytes=total, max_loaded=loaded, evicted_min_bytes=returning)
+def limits(total: int | None, loaded: int | None = None, *evicted: int) -> PoolLimits:
+    return PoolLimits(total_bytes=total, max_loaded=loaded, evicted_min_bytes=evicted)
 
 
-def decide(*queue: LoadRequest, here: Sequence[LoadedModel] = (), under: PoolLimits) -> Plan:
-    return plan(NOW, queue, here, under)
+def decide(*queue: LoadRequest, loaded: Sequence[LoadedModel] = (), under: PoolLimits) -> Plan:
+    return plan(NOW, queue, loaded, under)
 
 
-def test_a_model_gets_what_suits_it_where_that_is_free():
+def test_a_model_gets_its_preferred_allocation_if_free():
     assert decide(load_request("a", 4, 7), under=limits(10)).actions == (
         Load(name="a", allocation=7),
     )
 
 
-def test_a_model_gets_less_than_suits_it_before_somebody_goes_for_it():
-    decided = decide(load_request("b", 4, 9), here=[loaded_model("a", 5)], under=limits(10))
+def test_a_smaller_allocation_comes_before_an_eviction():
+    decided = decide(load_request("b", 4, 9), loaded=[loaded_model("a", 5)], under=limits(10))
     assert decided.actions == (Load(name="b", allocation=5),)
 
 
-def test_a_model_leaves_room_for_those_that_had_to_go():
-    """Else two that fit side by side would drive each other out for ever."""
+def test_an_allocation_leaves_memory_for_evicted_models():
+    """Otherwise two models that fit together would evict each other for ever."""
     decided = decide(load_request("b", 4, 9), under=limits(10, None, 5))
     assert decided.actions == (Load(name="b", allocation=5),)
     decided = decide(load_request("b", 4, 9), under=limits(10, None, 8, 5))
     assert decided.actions == (Load(name="b", allocation=5),), (
-        "who cannot be beside it does not count"
+        "a model that does not fit next to it does not count"
     )
     decided = decide(load_request("b", 4, 9), under=limits(10, 1, 5))
-    assert decided.actions == (Load(name="b", allocation=9),), "nor who may not"
+    assert decided.actions == (Load(name="b", allocation=9),), "nor does one beyond max_loaded"
 
 
-def test_a_model_gets_no_more_than_its_owner_allows():
+def test_max_bytes_bounds_the_allocation():
     decided = decide(load_request("a", 4, 9, max_bytes=6), under=limits(10))
     assert decided.actions == (Load(name="a", allocation=6),)
 
 
-def test_the_only_model_gets_all_there_is():
-    alone = load_request("a", 0, requirement=None)
-    assert decide(alone, under=limits(None)).actions == (Load(name="a", allocation=None),)
+def test_a_single_model_has_no_allocation():
+    request = load_request("a", 0, requirement=None)
+    assert decide(request, under=limits(None)).actions == (Load(name="a", allocation=None),)
 
 
-def test_the_least_recently_used_goes():
-    here = [
+def test_the_least_recently_used_model_is_evicted():
+    loaded = [
         loaded_model("a", 3, last_used=3.0),
         loaded_model("b", 3, last_used=1.0),
         loaded_model("c", 3, last_used=2.0),
     ]
-    assert decide(load_request("d", 3), here=here, under=limits(9)).actions == (Evict(name="b"),)
+    assert decide(load_request("d", 3), loaded=loaded, under=limits(9)).actions == (
+        Evict(name="b"),
+    )
 
 
-def test_few_go_rather_than_many():
-    here = [
+def test_few_models_are_evicted_rather_than_many():
+    loaded = [
         loaded_model("a", 1, last_used=1.0),
         loaded_model("b", 1, last_used=2.0),
         loaded_model("c", 4, last_used=3.0),
     ]
-    assert decide(load_request("d", 4), here=here, under=limits(6)).actions == (Evict(name="c"),)
-    decided = decide(load_request("d", 5), here=here, under=limits(6))
+    assert decide(load_request("d", 4), loaded=loaded, under=limits(6)).actions == (
+        Evict(name="c"),
+    )
+    decided = decide(load_request("d", 5), loaded=loaded, under=limits(6))
     assert decided.actions == (Evict(name="a"), Evict(name="c")), "of two, the older one"
 
 
-def test_an_idle_one_goes_before_a_busy_one_however_lately_it_was_used():
-    here = [
+def test_an_idle_model_is_evicted_before_any_busy_one():
+    loaded = [
         loaded_model("a", 5, last_used=1.0, busy_since=1.0),
         loaded_model("b", 5, last_used=999.0),
     ]
-    assert decide(load_request("c", 5), here=here, under=limits(10)).actions == (Evict(name="b"),)
+    assert decide(load_request("c", 5), loaded=loaded, under=limits(10)).actions == (
+        Evict(name="b"),
+    )
 
 
-def test_a_busy_one_is_closed_and_goes_when_it_is_idle():
+def test_a_busy_model_drains_and_is_evicted_when_idle():
     busy = loaded_model("a", 9, busy_since=NOW + 1)
-    decided = decide(load_request("b", 9), here=[busy], under=limits(10))
+    decided = decide(load_request("b", 9), loaded=[busy], under=limits(10))
     assert (decided.actions, decided.draining) == ((), {"a"})
     idle = loaded_model("a", 9, draining=True)
-    assert decide(load_request("b", 9), here=[idle], under=limits(10)).actions == (Evict(name="a"),)
+    assert decide(load_request("b", 9), loaded=[idle], under=limits(10)).actions == (
+        Evict(name="a"),
+    )
 
 
-def test_a_busy_one_stays_open_while_it_has_a_request_that_was_there_before():
-    """Whoever waits could not be served before it ends anyway."""
+def test_a_busy_model_does_not_drain_while_it_has_an_older_request():
+    """The waiting request could not be served before the older one ends anyway."""
     busy = loaded_model("a", 9, busy_since=NOW - 1)
-    decided = decide(load_request("b", 9), here=[busy], under=limits(10))
+    decided = decide(load_request("b", 9), loaded=[busy], under=limits(10))
     assert (decided.actions, decided.draining) == ((), frozenset())
 
 
-def test_an_idle_one_stays_until_its_room_is_enough():
+def test_an_idle_model_stays_until_its_eviction_frees_enough():
     """Its own requests would wait for a load that cannot begin yet."""
-    here = [loaded_model("a", 5), loaded_model("b", 5, busy_since=NOW + 1)]
-    decided = decide(load_request("c", 10), here=here, under=limits(10))
+    loaded = [loaded_model("a", 5), loaded_model("b", 5, busy_since=NOW + 1)]
+    decided = decide(load_request("c", 10), loaded=loaded, under=limits(10))
     assert (decided.actions, decided.draining) == ((), {"b"})
 
 
-def test_one_that_is_closed_stays_the_one():
-    here = [
+def test_a_draining_model_stays_the_victim():
+    loaded = [
         loaded_model("a", 5, busy_since=NOW + 2, last_used=NOW + 2, draining=True),
         loaded_model("b", 5, busy_since=NOW + 1, last_used=NOW + 1),
     ]
-    assert decide(load_request("c", 5), here=here, under=limits(10)).draining == {"a"}
+    assert decide(load_request("c", 5), loaded=loaded, under=limits(10)).draining == {"a"}
 
 
-def test_one_that_is_closed_opens_when_nobody_waits_for_its_room():
-    here = [loaded_model("a", 9, busy_since=NOW + 1, draining=True)]
-    assert decide(under=limits(10), here=here).draining == frozenset()
+def test_a_draining_model_reopens_without_a_waiting_load():
+    loaded = [loaded_model("a", 9, busy_since=NOW + 1, draining=True)]
+    assert decide(under=limits(10), loaded=loaded).draining == frozenset()
     waits_for_itself = load_request("a", 9, requirement_known=False)
-    assert decide(waits_for_itself, here=here, under=limits(10)).draining == frozenset()
+    assert decide(waits_for_itself, loaded=loaded, under=limits(10)).draining == frozenset()
 
 
-def test_one_that_is_closed_opens_when_an_idle_one_makes_the_room():
-    here = [loaded_model("a", 5, busy_since=NOW + 1, draining=True), loaded_model("b", 5)]
-    decided = decide(load_request("c", 5), here=here, under=limits(10))
+def test_a_draining_model_reopens_if_an_idle_one_can_be_evicted():
+    loaded = [loaded_model("a", 5, busy_since=NOW + 1, draining=True), loaded_model("b", 5)]
+    decided = decide(load_request("c", 5), loaded=loaded, under=limits(10))
     assert (decided.actions, decided.draining) == ((Evict(name="b"),), frozenset())
 
 
-def test_a_pinned_one_never_goes():
-    here = [
+def test_a_pinned_model_is_never_evicted():
+    loaded = [
         loaded_model("a", 6, pinned=True, expires_at=NOW - 1, last_used=0.0),
         loaded_model("b", 4),
     ]
-    assert decide(load_request("c", 4), here=here, under=limits(10)).actions == (Evict(name="b"),)
+    assert decide(load_request("c", 4), loaded=loaded, under=limits(10)).actions == (
+        Evict(name="b"),
+    )
 
 
-def test_what_cannot_be_beside_the_pinned_ones_is_refused_with_the_figures():
-    here = [loaded_model("a", 6 << 30, pinned=True), loaded_model("b", 4 << 30)]
-    [refused] = decide(load_request("c", 5 << 30), here=here, under=limits(10 << 30)).actions
-    assert refused == RejectLoad(
+def test_a_model_that_does_not_fit_next_to_pinned_ones_is_rejected_with_figures():
+    loaded = [loaded_model("a", 6 << 30, pinned=True), loaded_model("b", 4 << 30)]
+    [rejected] = decide(load_request("c", 5 << 30), loaded=loaded, under=limits(10 << 30)).actions
+    assert rejected == RejectLoad(
         name="c",
         reason="c needs 5.00 GiB for weights, KV caches and working space, but the pinned "
         "models (a) leave only 4.00 GiB: pin fewer models, lower their memory, raise --memory, "
@@ -185,173 +199,179 @@ def test_what_cannot_be_beside_the_pinned_ones_is_refused_with_the_figures():
     )
 
 
-def test_what_does_not_fit_alone_is_refused_and_nobody_goes_for_it():
-    decided = decide(load_request("b", 11), here=[loaded_model("a", 9)], under=limits(10))
-    [refused] = decided.actions
-    assert isinstance(refused, RejectLoad)
-    assert "all models together may use only 10 B: raise --memory" in refused.reason
+def test_a_model_that_does_not_fit_alone_is_rejected_without_evictions():
+    decided = decide(load_request("b", 11), loaded=[loaded_model("a", 9)], under=limits(10))
+    [rejected] = decided.actions
+    assert isinstance(rejected, RejectLoad)
+    assert "all models together may use only 10 B: raise --memory" in rejected.reason
 
 
-def test_what_its_owner_does_not_allow_enough_is_refused():
-    [refused] = decide(load_request("a", 5, max_bytes=4), under=limits(10)).actions
-    assert isinstance(refused, RejectLoad)
-    assert "may use only 4 B" in refused.reason
+def test_a_model_that_needs_more_than_max_bytes_is_rejected():
+    [rejected] = decide(load_request("a", 5, max_bytes=4), under=limits(10)).actions
+    assert isinstance(rejected, RejectLoad)
+    assert "may use only 4 B" in rejected.reason
 
 
-def test_places_count_like_bytes():
-    here = [loaded_model("a", 1, last_used=1.0), loaded_model("b", 1, last_used=2.0)]
-    assert decide(load_request("c", 1), here=here, under=limits(10, 2)).actions == (
+def test_max_loaded_counts_like_bytes():
+    loaded = [loaded_model("a", 1, last_used=1.0), loaded_model("b", 1, last_used=2.0)]
+    assert decide(load_request("c", 1), loaded=loaded, under=limits(10, 2)).actions == (
         Evict(name="a"),
     )
-    [refused] = decide(
-        load_request("c", 1), here=[replace(here[0], pinned=True)], under=limits(10, 1)
+    [rejected] = decide(
+        load_request("c", 1), loaded=[replace(loaded[0], pinned=True)], under=limits(10, 1)
     ).actions
-    assert isinstance(refused, RejectLoad)
-    assert "--max-loaded" in refused.reason
+    assert isinstance(rejected, RejectLoad)
+    assert "--max-loaded" in rejected.reason
 
 
-def test_one_is_loaded_at_a_time_in_the_order_in_which_they_came():
+def test_models_are_loaded_one_at_a_time_in_order():
     first, second = load_request("a", 1), load_request("b", 1)
     assert decide(first, second, under=limits(10)).actions == (Load(name="a", allocation=1),)
-    here = [loaded_model("a", 1, phase="loading", has_demand=True)]
-    assert decide(second, here=here, under=limits(10)).actions == ()
+    loaded = [loaded_model("a", 1, phase="loading", has_demand=True)]
+    assert decide(second, loaded=loaded, under=limits(10)).actions == ()
 
 
-def test_one_whose_need_is_not_known_yet_keeps_its_place():
+def test_a_request_with_an_unknown_requirement_keeps_its_place():
     unknown = load_request("a", 0, requirement_known=False, requirement=None)
     assert decide(unknown, load_request("b", 1), under=limits(None)).actions == ()
 
 
-def test_one_that_is_refused_does_not_keep_others_from_their_load():
+def test_a_rejected_load_does_not_block_others():
     decided = decide(load_request("a", 11), load_request("b", 1), under=limits(10))
     assert [type(action) for action in decided.actions] == [RejectLoad, Load]
 
 
-def test_a_load_that_nobody_wants_any_more_gives_way_if_somebody_waits():
-    useless = [loaded_model("a", 5, phase="loading")]
-    assert decide(load_request("b", 1), here=useless, under=limits(10)).actions == (
+def test_a_load_without_demand_is_cancelled_if_another_waits():
+    loading = [loaded_model("a", 5, phase="loading")]
+    assert decide(load_request("b", 1), loaded=loading, under=limits(10)).actions == (
         Evict(name="a"),
     )
-    assert decide(here=useless, under=limits(10)).actions == (), "else it goes on"
+    assert decide(loaded=loading, under=limits(10)).actions == (), "otherwise it continues"
     pinned = [loaded_model("a", 5, phase="loading", pinned=True)]
-    assert decide(load_request("b", 1), here=pinned, under=limits(10)).actions == ()
+    assert decide(load_request("b", 1), loaded=pinned, under=limits(10)).actions == ()
 
 
-def test_room_counts_when_it_is_free_not_when_it_will_be():
-    leaving = [loaded_model("a", 9, phase="leaving"), loaded_model("c", 1)]
-    assert decide(load_request("b", 5), here=leaving, under=limits(10)).actions == ()
+def test_memory_of_unloading_models_is_not_free():
+    unloading = [loaded_model("a", 9, phase="leaving"), loaded_model("c", 1)]
+    assert decide(load_request("b", 5), loaded=unloading, under=limits(10)).actions == ()
 
 
-def test_nobody_goes_for_what_is_loaded_in_good_time():
-    early = load_request("b", 9, may_evict=False)
-    decided = decide(early, load_request("c", 1), here=[loaded_model("a", 9)], under=limits(10))
+def test_a_preload_evicts_nothing():
+    preload = load_request("b", 9, may_evict=False)
+    decided = decide(preload, load_request("c", 1), loaded=[loaded_model("a", 9)], under=limits(10))
     assert [type(action) for action in decided.actions] == [SkipPreload, Load]
 
 
-def test_an_idle_one_goes_when_its_time_is_over_and_the_plan_says_when():
-    here = [
+def test_an_expired_idle_model_is_evicted_and_wake_at_is_the_next_expiry():
+    loaded = [
         loaded_model("a", 1, expires_at=NOW),
         loaded_model("b", 1, expires_at=NOW + 5),
         loaded_model("c", 1, expires_at=NOW + 1, busy_since=1.0),
         loaded_model("d", 1, expires_at=NOW + 1, pinned=True),
         loaded_model("e", 1),
     ]
-    assert decide(here=here, under=limits(10)) == Plan(
+    assert decide(loaded=loaded, under=limits(10)) == Plan(
         actions=(Evict(name="a"),), draining=frozenset(), wake_at=NOW + 5
     )
-    assert decide(here=here[-1:], under=limits(10)).wake_at is None
+    assert decide(loaded=loaded[-1:], under=limits(10)).wake_at is None
 
 
-def test_one_that_was_asked_to_go_is_closed_until_its_requests_end():
+def test_a_model_with_an_unload_request_drains_until_it_is_idle():
     busy = loaded_model("a", 1, busy_since=1.0, unload_requested=True)
-    decided = decide(here=[busy], under=limits(10))
+    decided = decide(loaded=[busy], under=limits(10))
     assert (decided.actions, decided.draining) == ((), {"a"})
     idle = loaded_model("a", 1, unload_requested=True, draining=True)
-    assert decide(here=[idle], under=limits(10)).actions == (Evict(name="a"),)
+    assert decide(loaded=[idle], under=limits(10)).actions == (Evict(name="a"),)
 
 
-# any history
+# random histories
 
 TOTAL = 10
 NAMES = "abcde"
 
 
 @dataclass
-class World:
-    """Requests come and go, and what the plan says is done. waiting, holding: when each request
-    came to wait or to hold, by model."""
+class Simulation:
+    """Requests arrive and end, and plans are carried out. waiting, holding: by model, the times at
+    which requests began to wait, or to hold the model."""
 
-    needs: dict[str, MemoryRequirement]
+    requirements: dict[str, MemoryRequirement]
     pinned: frozenset[str]
-    places: int | None
+    max_loaded: int | None
     now: float = 0.0
-    here: dict[str, LoadedModel] = field(default_factory=dict)
+    loaded: dict[str, LoadedModel] = field(default_factory=dict)
     out_at: dict[str, float] = field(default_factory=dict)
     waiting: dict[str, list[float]] = field(default_factory=lambda: {n: [] for n in NAMES})
     holding: dict[str, list[float]] = field(default_factory=lambda: {n: [] for n in NAMES})
-    refused: int = 0
+    rejected: int = 0
 
-    def happen(self, what: str, name: str) -> None:
+    def apply(self, event: str, name: str) -> None:
         self.now += 1
-        holds, waits, here = self.holding[name], self.waiting[name], self.here.get(name)
-        match what:
-            case "comes":
+        holds, waits, loaded = self.holding[name], self.waiting[name], self.loaded.get(name)
+        match event:
+            case "arrives":
                 waits.append(self.now)
             case "ends" if holds:
                 holds.pop(0)
             case "ends late" if holds:
                 holds.pop()
-            case "hangs up" if waits:
+            case "disconnects" if waits:
                 waits.pop(0)
-            case "goes on":
-                self.go_on()
-            case "breaks" if here is not None and here.phase == "ready":
-                del self.here[name]
+            case "advances":
+                self.finish_transitions()
+            case "crashes" if loaded is not None and loaded.phase == "ready":
+                del self.loaded[name]
                 holds.clear()
             case _:
                 pass
-        self.turn()
+        self.run_plans()
 
-    def go_on(self) -> None:
-        """Loads are done, and who leaves is gone."""
-        for name, one in list(self.here.items()):
+    def finish_transitions(self) -> None:
+        """Loading models become ready, and unloading ones are removed."""
+        for name, one in list(self.loaded.items()):
             if one.phase == "leaving":
-                del self.here[name]
+                del self.loaded[name]
             elif one.phase == "loading":
-                self.here[name] = replace(one, phase="ready", last_used=self.now)
+                self.loaded[name] = replace(one, phase="ready", last_used=self.now)
                 self.grant(name)
 
-    def turn(self) -> None:
-        """As often as something comes of it, as the pool does."""
+    def run_plans(self) -> None:
+        """Carry out plans until nothing changes, as the pool does."""
         for _ in range(2 * len(NAMES)):
             decided = self.decide()
             for action in decided.actions:
                 self.carry_out(action)
             granted = False
-            for name, one in self.here.items():
-                self.here[name] = replace(one, draining=name in decided.draining)
+            for name, one in self.loaded.items():
+                self.loaded[name] = replace(one, draining=name in decided.draining)
                 if one.phase == "ready" and name not in decided.draining:
                     granted |= self.grant(name)
             if not decided.actions and not granted:
                 assert self.decide() == decided, "nothing has changed"
                 return
-        raise AssertionError("it does not come to rest")
+        raise AssertionError("the plans do not converge")
 
     def decide(self) -> Plan:
         queue = sorted((min(waits), name) for name, waits in self.waiting.items() if waits)
-        here = [self.seen(one) for one in self.here.values()]
-        returning = [need.min_bytes for name, need in self.needs.items() if name not in self.here]
+        loaded = [self.observe(one) for one in self.loaded.values()]
+        evicted = [
+            requirement.min_bytes
+            for name, requirement in self.requirements.items()
+            if name not in self.loaded
+        ]
         return plan(
             self.now,
             [
-                replace(load_request(name, 0), requirement=self.needs[name], waiting_since=since)
+                replace(
+                    load_request(name, 0), requirement=self.requirements[name], waiting_since=since
+                )
                 for since, name in queue
             ],
-            here,
-            limits(TOTAL, self.places, *returning[:2]),
+            loaded,
+            limits(TOTAL, self.max_loaded, *evicted[:2]),
         )
 
-    def seen(self, one: LoadedModel) -> LoadedModel:
+    def observe(self, one: LoadedModel) -> LoadedModel:
         return replace(
             one,
             busy_since=min(self.holding[one.name], default=None),
@@ -361,26 +381,32 @@ class World:
 
     def carry_out(self, action: object) -> None:
         match action:
-            case Load(name=name, allocation=share):
-                assert name not in self.here
-                assert all(one.phase != "loading" for one in self.here.values())
-                assert share is not None
-                assert self.needs[name].min_bytes <= share <= self.needs[name].preferred_bytes
-                self.here[name] = loaded_model(name, share, phase="loading", last_used=self.now)
-                assert sum(one.allocation for one in self.here.values()) <= TOTAL
-                assert self.places is None or len(self.here) <= self.places
+            case Load(name=name, allocation=allocation):
+                assert name not in self.loaded
+                assert all(one.phase != "loading" for one in self.loaded.values())
+                assert allocation is not None
+                assert (
+                    self.requirements[name].min_bytes
+                    <= allocation
+                    <= self.requirements[name].preferred_bytes
+                )
+                self.loaded[name] = loaded_model(
+                    name, allocation, phase="loading", last_used=self.now
+                )
+                assert sum(one.allocation for one in self.loaded.values()) <= TOTAL
+                assert self.max_loaded is None or len(self.loaded) <= self.max_loaded
             case Evict(name=name):
                 assert name not in self.pinned
                 assert not self.holding[name]
-                assert self.here[name].phase in ("ready", "loading")
-                assert not (self.here[name].phase == "loading" and self.waiting[name])
-                self.here[name] = replace(self.here[name], phase="leaving")
+                assert self.loaded[name].phase in ("ready", "loading")
+                assert not (self.loaded[name].phase == "loading" and self.waiting[name])
+                self.loaded[name] = replace(self.loaded[name], phase="leaving")
             case RejectLoad(name=name):
-                least = self.needs[name].min_bytes
-                pinned = [one for one in self.here.values() if one.name in self.pinned]
+                minimum = self.requirements[name].min_bytes
+                pinned = [one for one in self.loaded.values() if one.name in self.pinned]
                 kept = sum(one.allocation for one in pinned)
-                assert least + kept > TOTAL or len(pinned) == self.places
-                self.refused += len(self.waiting[name])
+                assert minimum + kept > TOTAL or len(pinned) == self.max_loaded
+                self.rejected += len(self.waiting[name])
                 self.waiting[name].clear()
             case _:
                 raise AssertionError(action)
@@ -390,75 +416,92 @@ class World:
         if granted:
             self.holding[name] += [self.now] * len(self.waiting[name])
             self.waiting[name].clear()
-            self.here[name] = replace(self.here[name], last_used=self.now)
+            self.loaded[name] = replace(self.loaded[name], last_used=self.now)
         return granted
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> World:
-    leasts = draw(st.lists(st.integers(1, 12), min_size=len(NAMES), max_size=len(NAMES)))
-    needs = {
+def simulations(draw: st.DrawFn) -> Simulation:
+    minimums = draw(st.lists(st.integers(1, 12), min_size=len(NAMES), max_size=len(NAMES)))
+    requirements = {
         name: MemoryRequirement(
-            min_bytes=least, preferred_bytes=least + draw(st.integers(0, 4)), device_budget=TOTAL
+            min_bytes=minimum,
+            preferred_bytes=minimum + draw(st.integers(0, 4)),
+            device_budget=TOTAL,
         )
-        for name, least in zip(NAMES, leasts, strict=True)
+        for name, minimum in zip(NAMES, minimums, strict=True)
     }
-    return World(
-        needs=needs,
+    return Simulation(
+        requirements=requirements,
         pinned=frozenset(draw(st.sets(st.sampled_from(NAMES), max_size=2))),
-        places=draw(st.sampled_from([None, 1, 2, 4])),
+        max_loaded=draw(st.sampled_from([None, 1, 2, 4])),
     )
 
 
-WHATS = ("comes", "comes", "comes", "ends", "ends late", "hangs up", "goes on", "goes on", "breaks")
-histories = st.lists(st.tuples(st.sampled_from(WHATS), st.sampled_from(NAMES)), max_size=60)
+EVENTS = (
+    "arrives",
+    "arrives",
+    "arrives",
+    "ends",
+    "ends late",
+    "disconnects",
+    "advances",
+    "advances",
+    "crashes",
+)
+histories = st.lists(st.tuples(st.sampled_from(EVENTS), st.sampled_from(NAMES)), max_size=60)
 
 
-@given(world=worlds(), history=histories)
-def test_no_history_fills_memory_beyond_its_limits_or_evicts_who_must_stay(
-    world: World, history: list[tuple[str, str]]
+@given(simulation=simulations(), history=histories)
+def test_no_history_exceeds_the_limits_or_evicts_protected_models(
+    simulation: Simulation, history: list[tuple[str, str]]
 ):
-    """What holds is asserted where each action is carried out."""
-    for what, name in history:
-        world.happen(what, name)
+    """The invariants are asserted in `carry_out`."""
+    for event, name in history:
+        simulation.apply(event, name)
 
 
-@given(world=worlds(), history=histories, lasts=st.integers(1, 4))
-def test_everyone_is_served_or_refused_however_busy_the_others_are(
-    world: World, history: list[tuple[str, str]], lasts: int
+@pytest.mark.exhaustive
+@given(simulation=simulations(), history=histories, duration=st.integers(1, 4))
+def test_every_request_is_served_or_rejected_while_others_are_busy(
+    simulation: Simulation, history: list[tuple[str, str]], duration: int
 ):
-    """All models are asked for again and again, and each request holds its model for `lasts`
-    rounds: whoever waited before that is not overtaken for ever."""
-    for what, name in history:
-        world.happen(what, name)
-    before = world.now
-    for _ in range(3 * len(NAMES) * (lasts + 4)):
+    """All models get new requests all the time, and each request holds its model for `duration`
+    rounds: earlier requests are not overtaken for ever."""
+    for event, name in history:
+        simulation.apply(event, name)
+    before = simulation.now
+    for _ in range(3 * len(NAMES) * (duration + 4)):
         for name in NAMES:
-            world.happen("comes", name)
+            simulation.apply("arrives", name)
         for name in NAMES:
-            old = [at for at in world.holding[name] if at < world.now - lasts * len(NAMES) * 3]
+            old = [
+                at
+                for at in simulation.holding[name]
+                if at < simulation.now - duration * len(NAMES) * 3
+            ]
             for _ in old:
-                world.happen("ends", name)
-        world.happen("goes on", "a")
-    waiting = [at for waits in world.waiting.values() for at in waits if at <= before]
+                simulation.apply("ends", name)
+        simulation.apply("advances", "a")
+    waiting = [at for waits in simulation.waiting.values() for at in waits if at <= before]
     assert waiting == []
 
 
-@pytest.mark.parametrize("places", [None, 2])
-def test_two_that_fit_side_by_side_end_up_side_by_side(places: int | None):
-    needs = {
+@pytest.mark.parametrize("max_loaded", [None, 2])
+def test_two_models_that_fit_together_stay_loaded_together(max_loaded: int | None):
+    requirements = {
         name: MemoryRequirement(min_bytes=4, preferred_bytes=9, device_budget=TOTAL)
         for name in NAMES
     }
-    world = World(needs=needs, pinned=frozenset(), places=places)
-    world.needs = {"a": needs["a"], "b": needs["b"]}
+    simulation = Simulation(requirements=requirements, pinned=frozenset(), max_loaded=max_loaded)
+    simulation.requirements = {"a": requirements["a"], "b": requirements["b"]}
     loads = 0
     for name in "abababab":
-        loads += name not in world.here
-        world.happen("comes", name)
+        loads += name not in simulation.loaded
+        simulation.apply("arrives", name)
         for _ in range(4):
-            world.happen("goes on", name)
-        assert world.holding[name], "it was served"
-        world.happen("ends", name)
+            simulation.apply("advances", name)
+        assert simulation.holding[name], "it was served"
+        simulation.apply("ends", name)
     assert loads == 2
-    assert set(world.here) == {"a", "b"}
+    assert set(simulation.loaded) == {"a", "b"}

@@ -1,4 +1,4 @@
-"""Counters that go on when a model's engine is replaced."""
+"""Counters continue when a model's engine is replaced."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from app.core.jobs import EngineStats
 from app.runners.handle import accumulate_stats, counters_only
 
-# what says how things stand; every other number of an engine counts
+# every other number of an engine is a counter
 GAUGES = {"allocated_bytes", "running", "waiting", "embedding_jobs"}
 COUNTERS = [
     field.name
@@ -18,8 +18,8 @@ COUNTERS = [
 ]
 
 
-def grown(stats: EngineStats, more: tuple[int, ...]) -> EngineStats:
-    """An engine that turned on, once at least."""
+def advance(stats: EngineStats, more: tuple[int, ...]) -> EngineStats:
+    """The stats of an engine after at least one more step."""
     counts: dict[str, Any] = {
         name: getattr(stats, name) + count for name, count in zip(COUNTERS, more, strict=True)
     }
@@ -38,24 +38,24 @@ def grown(stats: EngineStats, more: tuple[int, ...]) -> EngineStats:
         max_size=6,
     )
 )
-def test_no_counter_ever_goes_back_and_nothing_is_lost(lives: list[list[tuple[int, ...]]]):
-    """Lives of a model's engines, each a list of what it counts from one look to the next."""
+def test_counters_never_decrease_and_lose_nothing(lives: list[list[tuple[int, ...]]]):
+    """lives: of each engine of a model, the increments of its counters."""
     past = before = EngineStats()
     expected = dict.fromkeys(COUNTERS, 0)
     for life in lives:
         now = EngineStats()
         for more in (None, *life):
-            now = now if more is None else grown(now, more)
-            told = accumulate_stats(past, now)
+            now = now if more is None else advance(now, more)
+            total = accumulate_stats(past, now)
             for name in COUNTERS:
-                assert getattr(told, name) >= getattr(before, name)
-            assert all(map(int.__le__, before.prefix_hit_counts, told.prefix_hit_counts))
-            misses = dict(told.prefix_miss_counts)
+                assert getattr(total, name) >= getattr(before, name)
+            assert all(map(int.__le__, before.prefix_hit_counts, total.prefix_hit_counts))
+            misses = dict(total.prefix_miss_counts)
             assert all(misses[reason] >= count for reason, count in before.prefix_miss_counts)
-            assert {name: getattr(told, name) for name in GAUGES} == {
+            assert {name: getattr(total, name) for name in GAUGES} == {
                 name: getattr(now, name) for name in GAUGES
             }
-            before = told
+            before = total
         for name in COUNTERS:
             expected[name] += getattr(now, name)
         past = counters_only(accumulate_stats(past, now))

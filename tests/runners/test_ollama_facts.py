@@ -1,7 +1,7 @@
-"""What Ollama's scheduler does, one fact a test, and where we differ on purpose.
+"""The behaviour of Ollama's scheduler, one fact per test, and our deliberate differences.
 
 Facts: ollama/ollama, `server/sched.go` and `x/mlxrunner/client.go`, read at 2026-08-21. Each test
-says the fact first; "Here:" begins what this server does instead, and why is in
+states the fact first; "mlxrunner:" introduces a difference, for the reason in
 docs/decisions/ollama.md.
 """
 
@@ -16,9 +16,16 @@ from app.core.errors import AppError, ErrorKind
 from app.core.model_state import ServedModel
 from app.core.settings import Settings
 from app.runners.pool import ModelPool
-from tests.runners.scripted import House, need, pooled, served, settled, until
+from tests.runners.scripted import (
+    RunnerScript,
+    make_model,
+    make_requirement,
+    run_pool,
+    settle,
+    wait_until,
+)
 
-A, B, C = served("a"), served("b"), served("c")
+A, B, C = make_model("a"), make_model("b"), make_model("c")
 
 
 def run(body: Coroutine[Any, Any, None]) -> None:
@@ -32,16 +39,16 @@ async def use(pool: ModelPool, model: ServedModel, keep_alive: float | None = No
             pool.set_keep_alive(model, keep_alive, admin=True)
 
 
-def sizes(**least: int) -> House:
-    return House(needs={name: need(size) for name, size in least.items()})
+def make_script(**sizes: int) -> RunnerScript:
+    return RunnerScript(requirements={name: make_requirement(size) for name, size in sizes.items()})
 
 
 def test_a_first_model_that_is_too_big_is_an_error_with_both_figures():
     """The first model is loaded with requireFull=false: "model requires A but only B are
-    available". Here: the same, and A has the KV caches in it."""
+    available". mlxrunner: the same, and A includes the KV caches."""
 
     async def body() -> None:
-        async with pooled(sizes(a=11)) as pool:
+        async with run_pool(make_script(a=11)) as pool:
             with pytest.raises(AppError, match=r"a needs 11 B .* may use only 10 B") as raised:
                 await use(pool, A)
             assert raised.value.kind is ErrorKind.MODEL_FILES
@@ -49,90 +56,92 @@ def test_a_first_model_that_is_too_big_is_an_error_with_both_figures():
     run(body())
 
 
-def test_a_later_model_that_is_too_big_has_others_leave_and_is_tried_again():
+def test_a_later_model_that_is_too_big_evicts_others():
     """Later ones are loaded with requireFull=true: too big means evict and retry."""
 
     async def body() -> None:
-        house = sizes(a=6, b=6)
-        async with pooled(house) as pool:
+        script = make_script(a=6, b=6)
+        async with run_pool(script) as pool:
             await use(pool, A)
             await use(pool, B)
-            assert house.here == ["b"]
+            assert script.loaded == ["b"]
 
     run(body())
 
 
-def test_a_model_that_can_never_fit_drives_nobody_out():
-    """Ollama evicts until nobody is left, and then says that it does not fit. Here: that is known
-    beforehand, and the others stay."""
+def test_a_model_that_can_never_fit_evicts_nothing():
+    """Ollama evicts all models, and then reports that the model does not fit. mlxrunner: this is
+    known beforehand, and the others stay."""
 
     async def body() -> None:
-        house = sizes(a=6, b=11)
-        async with pooled(house) as pool:
+        script = make_script(a=6, b=11)
+        async with run_pool(script) as pool:
             await use(pool, A)
             with pytest.raises(AppError):
                 await use(pool, B)
-            assert house.here == ["a"]
+            assert script.loaded == ["a"]
 
     run(body())
 
 
 def test_kv_caches_count():
     """avail = max(0, free - (minimum + overhead)), weights > avail is too big; KV caches are not
-    counted, so that the second prompt may fail (ollama issue 16990). Here: a model asks for its
-    weights, its caches and its working space, and is told how much it may use."""
+    counted, so that the second prompt may fail (ollama issue 16990). mlxrunner: the
+    requirement includes weights, caches and working space, and a runner gets an allocation."""
 
     async def body() -> None:
-        house = House(needs={"a": need(least=7, wanted=9)})
-        async with pooled(house) as pool:
+        script = RunnerScript(requirements={"a": make_requirement(7, 9)})
+        async with run_pool(script) as pool:
             await use(pool, A)
-            assert house.of("a").settings.memory == 9
+            assert script.runner_of("a").settings.memory == 9
 
     run(body())
 
 
-def test_what_was_promised_to_a_model_is_not_free():
-    """Free memory before a fit check is min(reported free, total - sum of loaded sizes). Here: the
-    sum of all shares never exceeds what is there, used up or not."""
+def test_allocated_memory_is_not_free():
+    """Free memory before a fit check is min(reported free, total - sum of loaded sizes). mlxrunner:
+    the sum of all allocations never exceeds the available memory, used or not."""
 
     async def body() -> None:
-        house = House(needs={"a": need(6, budget=10), "b": need(5, budget=10)})
-        async with pooled(house, total=None) as pool:
+        script = RunnerScript(
+            requirements={"a": make_requirement(6, budget=10), "b": make_requirement(5, budget=10)}
+        )
+        async with run_pool(script, total=None) as pool:
             await use(pool, A)
-            # the device says that 10 are free still: a has not touched its share
+            # the device still reports 10 as free: a has not used its allocation
             await use(pool, B)
-            assert house.here == ["b"]
+            assert script.loaded == ["b"]
 
     run(body())
 
 
 def test_two_names_of_one_model_are_two_models():
-    """Two tags with one digest share a runner. Here: a name has settings of its own (context,
-    quantize, memory), so each has its runner."""
+    """Two tags with one digest share a runner. mlxrunner: a name has its own settings (context,
+    quantize, memory), and so its own runner."""
 
     async def body() -> None:
-        house = sizes(a=4, b=4)
-        async with pooled(house) as pool:
-            await use(pool, served("a", source="one"))
-            await use(pool, served("b", source="one"))
-            assert house.here == ["a", "b"]
+        script = make_script(a=4, b=4)
+        async with run_pool(script) as pool:
+            await use(pool, make_model("a", source="one"))
+            await use(pool, make_model("b", source="one"))
+            assert script.loaded == ["a", "b"]
 
     run(body())
 
 
 @pytest.mark.parametrize(("keep_alive", "stays"), [(0.0, False), (math.inf, True), (300.0, True)])
-def test_keep_alive_is_nothing_or_seconds_or_for_ever(keep_alive: float, stays: bool):
+def test_keep_alive_is_zero_or_seconds_or_for_ever(keep_alive: float, stays: bool):
     """0 unloads when idle, a negative number (infinity, behind the dialects) is for ever."""
 
     async def body() -> None:
-        house = sizes(a=4)
-        async with pooled(house) as pool:
+        script = make_script(a=4)
+        async with run_pool(script) as pool:
             await use(pool, A, keep_alive)
             if stays:
-                await settled()
-                assert house.here == ["a"]
+                await settle()
+                assert script.loaded == ["a"]
             else:
-                await until(lambda: not house.here)
+                await wait_until(lambda: not script.loaded)
 
     run(body())
 
@@ -141,28 +150,28 @@ def test_the_timer_starts_when_the_last_request_ends():
     """The timer starts when the reference count drops to 0 and restarts at each finish."""
 
     async def body() -> None:
-        house = sizes(a=4)
-        async with pooled(house) as pool:
+        script = make_script(a=4)
+        async with run_pool(script) as pool:
             async with pool.lease(A) as first:
                 await first.wait()
                 pool.set_keep_alive(A, 0.05, admin=True)
                 async with pool.lease(A):
                     pass
                 await asyncio.sleep(0.1)
-                assert house.here == ["a"]
-            await until(lambda: not house.here)
+                assert script.loaded == ["a"]
+            await wait_until(lambda: not script.loaded)
 
     run(body())
 
 
-def test_the_latest_requests_keep_alive_replaces_the_one_before():
+def test_the_keep_alive_of_the_latest_request_counts():
     """The latest request's value replaces the old one; one without a value sets the default again.
-    Here: a request that says nothing changes nothing, so that a client of the OpenAI API, which has
-    no such field, does not undo what an operator asked for."""
+    mlxrunner: a request without a value changes nothing, so that a client of the OpenAI API, which
+    has no such field, does not reset it."""
 
     async def body() -> None:
-        house = sizes(a=4)
-        async with pooled(house) as pool:
+        script = make_script(a=4)
+        async with run_pool(script) as pool:
             await use(pool, A, 600.0)
             await use(pool, A, math.inf)
             assert pool.model_state(A).expires_at is None
@@ -173,128 +182,128 @@ def test_the_latest_requests_keep_alive_replaces_the_one_before():
     run(body())
 
 
-def test_as_many_are_loaded_as_fit():
-    """OLLAMA_MAX_LOADED_MODELS is 3 per GPU. Here: memory decides, since it counts the caches, and
-    --max-loaded bounds it where somebody wants that."""
+def test_as_many_models_are_loaded_as_fit():
+    """OLLAMA_MAX_LOADED_MODELS is 3 per GPU. mlxrunner: memory decides, because it includes the
+    caches, and --max-loaded is an optional limit."""
 
     async def body() -> None:
-        house = sizes(a=1, b=1, c=1, d=1)
-        models = [served(name) for name in "abcd"]
-        async with pooled(house) as pool:
+        script = make_script(a=1, b=1, c=1, d=1)
+        models = [make_model(name) for name in "abcd"]
+        async with run_pool(script) as pool:
             for model in models:
                 await use(pool, model)
-            assert house.here == ["a", "b", "c", "d"]
-        bounded = sizes(a=1, b=1, c=1, d=1)
-        async with pooled(bounded, max_loaded=2) as pool:
+            assert script.loaded == ["a", "b", "c", "d"]
+        bounded = make_script(a=1, b=1, c=1, d=1)
+        async with run_pool(bounded, max_loaded=2) as pool:
             for model in models:
                 await use(pool, model)
-            assert bounded.here == ["c", "d"]
+            assert bounded.loaded == ["c", "d"]
 
     run(body())
 
 
-def test_whoever_comes_when_too_many_wait_is_told_so():
-    """The pending queue holds OLLAMA_MAX_QUEUE = 512 of all models; full is a 503. Here: max_queue
-    for each model, so that one nobody can load does not take the places of all others."""
+def test_a_request_beyond_the_queue_limit_is_rejected():
+    """The pending queue holds OLLAMA_MAX_QUEUE = 512 of all models; full is a 503. mlxrunner:
+    max_queue for each model, so that one that cannot be loaded does not block all others."""
 
     async def body() -> None:
-        house = sizes(a=1, b=1)
-        house.gates["a"] = asyncio.Event()
-        model = served("a", max_queue=1)
-        async with pooled(house) as pool, pool.lease(model):
+        script = make_script(a=1, b=1)
+        script.gates["a"] = asyncio.Event()
+        model = make_model("a", max_queue=1)
+        async with run_pool(script) as pool, pool.lease(model):
             with pytest.raises(AppError) as raised:
                 await use(pool, model)
             assert raised.value.kind is ErrorKind.BUSY
             async with pool.lease(B) as lease:
-                assert lease.loading_event().queued, "it is not refused"
+                assert lease.loading_event().queued, "it is not rejected"
         assert Settings().max_queue == 64
 
     run(body())
 
 
-def test_the_least_recently_used_one_leaves():
-    """The victim is the first idle one by keep_alive duration, then by path: not the one that was
-    used least recently. Here: it is that one."""
+def test_the_least_recently_used_model_is_evicted():
+    """The victim is the first idle one by keep_alive duration, then by path: not the least
+    recently used one. mlxrunner: it is."""
 
     async def body() -> None:
-        house = sizes(a=5, b=5, c=5)
-        async with pooled(house) as pool:
+        script = make_script(a=5, b=5, c=5)
+        async with run_pool(script) as pool:
             await use(pool, B, 10.0)
             await use(pool, A, 1000.0)
             await use(pool, B)
             await use(pool, C)
-            assert house.here == ["b", "c"]
+            assert script.loaded == ["b", "c"]
 
     run(body())
 
 
-def test_a_busy_one_that_has_to_leave_serves_who_is_there_and_nobody_else():
-    """A busy victim's duration becomes 0, and its requests are waited for; new ones are still let
-    in, so whoever waits for its room may wait for ever. Here: new ones wait, once all are gone that
-    were there before (`app.runners.eviction`)."""
+def test_a_draining_model_serves_only_its_running_requests():
+    """A busy victim's duration becomes 0, and its requests are waited for; new ones are still
+    admitted, so the other load may wait for ever. mlxrunner: new ones wait, once all earlier
+    requests have ended (`app.runners.eviction`)."""
 
     async def body() -> None:
-        house = sizes(a=9, b=9)
-        async with pooled(house) as pool:
+        script = make_script(a=9, b=9)
+        async with run_pool(script) as pool:
             async with pool.lease(A) as first:
                 await first.wait()
                 waiting = asyncio.create_task(use(pool, B))
-                await settled()
+                await settle()
                 async with pool.lease(A) as second:
                     assert second.is_held, "b waits for the first one anyway"
             late = asyncio.create_task(use(pool, A))
             await asyncio.gather(waiting, late)
-            assert house.loads == ["a", "b", "a"]
+            assert script.loads == ["a", "b", "a"]
 
     run(body())
 
 
-def test_a_load_begins_when_the_evicted_runner_is_gone():
-    """Ollama waits for the unload, and on discrete GPUs up to 5 s until the memory is told to be
-    free. Here: a runner is a process, and memory is free when it has ended."""
+def test_a_load_begins_when_the_evicted_runner_has_stopped():
+    """Ollama waits for the unload, and on discrete GPUs up to 5 s until the memory is reported as
+    free. mlxrunner: a runner is a process, and its memory is free after the exit."""
 
     async def body() -> None:
-        house = sizes(a=9, b=9)
-        async with pooled(house) as pool:
+        script = make_script(a=9, b=9)
+        async with run_pool(script) as pool:
             await use(pool, A)
-            gone = house.of("a").slow_stop = asyncio.Event()
+            stopped = script.runner_of("a").slow_stop = asyncio.Event()
             waiting = asyncio.create_task(use(pool, B))
-            await until(lambda: pool.model_state(A).phase == "unloading")
-            await settled()
-            assert house.loads == ["a"]
-            gone.set()
+            await wait_until(lambda: pool.model_state(A).phase == "unloading")
+            await settle()
+            assert script.loads == ["a"]
+            stopped.set()
             await waiting
 
     run(body())
 
 
-def test_a_client_that_leaves_while_its_model_is_loaded_does_not_end_the_load():
-    """A request that is cancelled while it waits gets a 499, and the load goes on."""
+def test_a_disconnect_during_a_load_does_not_cancel_the_load():
+    """A request that is cancelled while it waits gets a 499, and the load continues."""
 
     async def body() -> None:
-        house = sizes(a=1)
-        gate = house.gates["a"] = asyncio.Event()
-        async with pooled(house) as pool:
+        script = make_script(a=1)
+        gate = script.gates["a"] = asyncio.Event()
+        async with run_pool(script) as pool:
             waiting = asyncio.create_task(use(pool, A))
-            await until(lambda: house.loads)
+            await wait_until(lambda: script.loads)
             waiting.cancel()
-            await settled()
+            await settle()
             gate.set()
-            await until(lambda: pool.model_state(A).phase == "ready")
+            await wait_until(lambda: pool.model_state(A).phase == "ready")
 
     run(body())
 
 
-def test_a_runner_that_is_gone_is_noticed_without_a_request():
+def test_a_crashed_runner_is_detected_without_a_request():
     """A loaded runner is used again unless a ping fails (10 s), so the next request finds out.
-    Here: whoever keeps a runner hears of its end at once, and tells in `state`."""
+    mlxrunner: the pool detects the exit of a runner at once, and `state` reports it."""
 
     async def body() -> None:
-        house = sizes(a=1)
-        async with pooled(house) as pool:
+        script = make_script(a=1)
+        async with run_pool(script) as pool:
             await use(pool, A)
-            house.of("a").die("killed by SIGKILL")
-            await until(lambda: pool.model_state(A).phase == "unloaded")
+            script.runner_of("a").fail("killed by SIGKILL")
+            await wait_until(lambda: pool.model_state(A).phase == "unloaded")
             assert "killed by SIGKILL" in (pool.model_state(A).error or "")
 
     run(body())

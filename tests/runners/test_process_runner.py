@@ -1,4 +1,4 @@
-"""The runner whose engine lives in a process of its own."""
+"""The runner with its engine in a separate process."""
 
 import asyncio
 import os
@@ -29,10 +29,10 @@ from tests.runners.spawning import (
     linux,
     pid,
     socket_path,
-    started,
+    start_runner,
 )
 
-Healthy = Callable[[Callable[[ProcessRunner], Awaitable[None]]], None]
+UseRunner = Callable[[Callable[[ProcessRunner], Awaitable[None]]], None]
 
 
 @pytest.fixture
@@ -41,8 +41,8 @@ def runner() -> MakeRunner:
 
 
 @pytest.fixture(scope="module")
-def healthy(tiny_model: Path) -> Iterator[Healthy]:
-    """A function that does something to a runner; one runner for all tests that should not mind."""
+def use_runner(tiny_model: Path) -> Iterator[UseRunner]:
+    """A function that runs a test body with a shared runner, which must still work afterwards."""
     with asyncio.Runner() as loop:
         running = ProcessRunner(Settings())
         loop.run(running.start(store.resolve(str(tiny_model))))
@@ -56,24 +56,24 @@ def healthy(tiny_model: Path) -> Iterator[Healthy]:
         loop.run(running.stop())
 
 
-def test_only_this_user_can_open_the_socket_of_a_process(healthy: Healthy) -> None:
+def test_only_this_user_can_open_the_socket_of_a_process(use_runner: UseRunner) -> None:
     async def body(running: ProcessRunner) -> None:
         path = socket_path(running)
         assert path.is_socket()
         assert path.parent.stat().st_uid == os.getuid()
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
-    healthy(body)
+    use_runner(body)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the sockets of a process")
-def test_a_process_listens_on_no_port(healthy: Healthy) -> None:
+def test_a_process_listens_on_no_port(use_runner: UseRunner) -> None:
     async def body(running: ProcessRunner) -> None:
         inodes = socket_inodes(pid(running))
         assert inodes
         assert not inodes & inodes_of_ports(pid(running))
 
-    healthy(body)
+    use_runner(body)
 
 
 def socket_inodes(process: int) -> set[str]:
@@ -103,36 +103,35 @@ def test_the_socket_is_removed_with_its_process(tiny_model: Path) -> None:
     asyncio.run(run())
 
 
-def test_sockets_of_servers_that_were_killed_are_removed() -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+def test_sockets_of_killed_servers_are_removed() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as exited:
         pass
-    stale = Path(tempfile.mkdtemp(prefix=f"mlxrunner-{ended.pid}-", dir="/tmp"))
-    mine = Path(tempfile.mkdtemp(prefix=f"mlxrunner-{os.getpid()}-", dir="/tmp"))
+    stale = Path(tempfile.mkdtemp(prefix=f"mlxrunner-{exited.pid}-", dir="/tmp"))
+    own = Path(tempfile.mkdtemp(prefix=f"mlxrunner-{os.getpid()}-", dir="/tmp"))
     try:
         listener = PrivateSocket()
         listener.close()
-        assert mine.exists()
+        assert own.exists()
         if listener.path.parents[1] == stale.parent:
             assert not stale.exists()
     finally:
-        for directory in (stale, mine):
+        for directory in (stale, own):
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def test_a_request_for_which_no_connection_can_be_opened_comes_again_later(
-    healthy: Healthy,
+def test_a_request_without_a_free_descriptor_gets_retry_after(
+    use_runner: UseRunner,
 ) -> None:
-    """It was answered with 500, five seconds later. Others take turns on the connections that there
-    are."""
+    """It failed with 500 after five seconds. Other requests share the connections that are open."""
 
     async def body(running: ProcessRunner) -> None:
-        follows = {
+        options = {
             "grammar": ChoiceGrammar(options=("a",)),
             "stop_token_ids": frozenset({tiny.END}),
         }
         assert ids(await answer(running, "opens a connection", b"hello"))
         with exhaust_descriptors():
-            refused = asyncio.create_task(answer(running, "refused", b"hello", **follows))
+            refused = asyncio.create_task(answer(running, "refused", b"hello", **options))
             names = [f"other-{number}" for number in range(10)]
             others = await asyncio.gather(*(answer(running, name, b"hello") for name in names))
             assert all(map(ids, others))
@@ -144,14 +143,14 @@ def test_a_request_for_which_no_connection_can_be_opened_comes_again_later(
             "out_of_resources",
             1,
         )
-        assert ids(await answer(running, "again", b"hello", **follows)) == [ord("a")]
+        assert ids(await answer(running, "again", b"hello", **options)) == [ord("a")]
 
-    healthy(body)
+    use_runner(body)
 
 
-def test_garbage_on_the_socket_disturbs_no_request(healthy: Healthy) -> None:
+def test_garbage_on_the_socket_affects_no_request(use_runner: UseRunner) -> None:
     async def body(running: ProcessRunner) -> None:
-        with ExitStack() as crowd:
+        with ExitStack() as stack:
             for garbage in (
                 b"\x00" * 100_000,
                 b"POST /v1/jobs HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n{",
@@ -159,42 +158,43 @@ def test_garbage_on_the_socket_disturbs_no_request(healthy: Healthy) -> None:
                 b"",
             ):
                 for _ in range(25):
-                    line = crowd.enter_context(socket.socket(socket.AF_UNIX))
-                    line.connect(str(socket_path(running)))
-                    with suppress(OSError):  # it may hang up at once
-                        line.sendall(garbage)
+                    client = stack.enter_context(socket.socket(socket.AF_UNIX))
+                    client.connect(str(socket_path(running)))
+                    with suppress(OSError):  # the server may close it at once
+                        client.sendall(garbage)
             assert ids(await answer(running, "meanwhile", b"hello"))
 
-    healthy(body)
+    use_runner(body)
 
 
-def test_a_service_manager_that_tells_all_processes_to_end_ends_no_stream(healthy: Healthy) -> None:
+def test_a_sigterm_of_a_service_manager_ends_no_stream(use_runner: UseRunner) -> None:
     async def body(running: ProcessRunner) -> None:
-        asking = asyncio.create_task(answer(running, "meanwhile", b"hello", max_tokens=200))
+        task = asyncio.create_task(answer(running, "meanwhile", b"hello", max_tokens=200))
         os.kill(pid(running), signal.SIGTERM)
-        assert ids(await asking)
+        assert ids(await task)
 
-    healthy(body)
+    use_runner(body)
 
 
 @linux
-def test_the_kernel_is_told_whom_to_kill_first(healthy: Healthy) -> None:
-    def points(process: int | str) -> int:
+def test_the_oom_killer_prefers_the_model_process(use_runner: UseRunner) -> None:
+    def oom_score_adj(process: int | str) -> int:
         return int(Path(f"/proc/{process}/oom_score_adj").read_text())
 
     async def body(running: ProcessRunner) -> None:
-        assert points(pid(running)) > points("self")
+        assert oom_score_adj(pid(running)) > oom_score_adj("self")
 
-    healthy(body)
+    use_runner(body)
 
 
+@pytest.mark.exhaustive
 @linux
-def test_many_starts_leave_nothing_open(tiny_model: Path) -> None:
-    def opened() -> int:
+def test_many_starts_leave_no_descriptors_open(tiny_model: Path) -> None:
+    def count_descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
     async def once(kill: bool) -> None:
-        async with started(tiny_model) as running:
+        async with start_runner(tiny_model) as running:
             await answer(running, "a", b"hello")
             if kill:
                 os.kill(pid(running), signal.SIGKILL)
@@ -202,9 +202,9 @@ def test_many_starts_leave_nothing_open(tiny_model: Path) -> None:
 
     async def run() -> None:
         await once(kill=False)
-        before = opened()
+        before = count_descriptors()
         for _ in range(2):
             await asyncio.gather(once(kill=False), once(kill=True), once(kill=False))
-        assert opened() <= before
+        assert count_descriptors() <= before
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""What happens when a runner's process dies, hangs, runs wild, or loses its parent."""
+"""Model processes that die, hang, flood the log, or lose their parent."""
 
 import asyncio
 import contextlib
@@ -22,74 +22,74 @@ from app.runners.worker_client import WorkerClient
 from tests.engine.harness import job
 from tests.runners.contract import answer, ids
 from tests.runners.spawning import (
-    addressed,
-    end,
+    address_space_bytes,
+    is_alive,
     linux,
-    lives,
     pid,
     socket_path,
-    started,
-    stop,
+    start_runner,
+    suspend,
+    wait_for_end,
     wait_until,
 )
 from tests.server_process import ROOT
 
-# seconds: more than a process is silent that has to import MLX on a busy machine
+# seconds: more than an import of MLX takes on a busy machine
 WATCHDOG = 5.0
 
 
-# a SIGKILL that a test sends, where the system counts those that it sends itself
+# the cause of a SIGKILL by a test: external if the system counts its own OOM kills
 SENT = "unknown" if count_oom_kills() is None else "outside"
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV])
-def test_everybody_who_waits_hears_of_a_death(long_model: Path, how: signal.Signals) -> None:
+def test_all_waiting_calls_end_when_the_process_dies(long_model: Path, how: signal.Signals) -> None:
     async def run() -> None:
-        async with started(long_model) as running:
+        async with start_runner(long_model) as running:
             process = pid(running)
-            waiting = asyncio.gather(*(end(running, f"job {i}") for i in range(3)))
+            waiting = asyncio.gather(*(wait_for_end(running, f"job {i}") for i in range(3)))
             watching = asyncio.gather(*(running.wait_for_failure() for _ in range(3)))
-            while running.status().stats.running < 3:  # noqa: ASYNC110  # the engine says so
+            while running.status().stats.running < 3:  # noqa: ASYNC110  # no event
                 await asyncio.sleep(0.01)
             os.kill(process, how)
             for ended in await waiting:
                 assert ended.reason == "error"
                 assert ended.error is not None
                 assert ended.error.startswith("the engine stopped: its process was killed by SIG")
-            [loss, *others] = await watching
-            assert others == [loss, loss]
-            assert loss.message.startswith(f"the process of tiny was killed by {how.name}")
-            assert ("memory" in loss.message) == (how is signal.SIGKILL)
-            assert ("Segmentation" in loss.message) == (how is signal.SIGSEGV)
-            assert loss.cause == ("fault" if how is signal.SIGSEGV else SENT)
+            [failure, *others] = await watching
+            assert others == [failure, failure]
+            assert failure.message.startswith(f"the tiny process was killed by {how.name}")
+            assert ("memory" in failure.message) == (how is signal.SIGKILL)
+            assert ("Segmentation" in failure.message) == (how is signal.SIGSEGV)
+            assert failure.cause == ("fault" if how is signal.SIGSEGV else SENT)
             status = running.status()
-            assert (status.state, status.error, status.pid) == ("failed", loss.message, None)
+            assert (status.state, status.error, status.pid) == ("failed", failure.message, None)
             with pytest.raises(AppError, match="the engine is not running") as caught:
                 await answer(running, "b", b"x")
             assert caught.value.kind is ErrorKind.ENGINE
-            assert not lives(process)
+            assert not is_alive(process)
 
     asyncio.run(run())
 
 
-def test_a_process_that_says_nothing_any_more_is_replaceable(long_model: Path) -> None:
+def test_a_silent_process_is_reported_and_can_be_stopped(long_model: Path) -> None:
     async def run() -> None:
-        async with started(long_model, watchdog=WATCHDOG) as running:
+        async with start_runner(long_model, watchdog=WATCHDOG) as running:
             process = pid(running)
-            waiting = asyncio.create_task(end(running, "a"))
-            while not running.status().stats.running:  # noqa: ASYNC110  # the engine says so
+            waiting = asyncio.create_task(wait_for_end(running, "a"))
+            while not running.status().stats.running:  # noqa: ASYNC110  # no event
                 await asyncio.sleep(0.01)
             os.kill(process, signal.SIGSTOP)
-            said = (await running.wait_for_failure()).message
-            assert said.startswith("the engine's process has sent nothing for ")
-            assert (await waiting).error == f"the engine stopped: {said}"
+            message = (await running.wait_for_failure()).message
+            assert message.startswith("the engine process has sent nothing for ")
+            assert (await waiting).error == f"the engine stopped: {message}"
             await running.stop()
-            assert not lives(process)
+            assert not is_alive(process)
 
     asyncio.run(run())
 
 
-def test_a_process_that_hangs_up_and_does_not_end_was_not_killed_by_the_system(
+def test_a_process_that_closes_its_connection_without_an_exit_is_reported(
     long_model: Path, plant: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.runners.process_runner._EXIT_TIMEOUT", 0.3)
@@ -101,22 +101,22 @@ def test_a_process_that_hangs_up_and_does_not_end_was_not_killed_by_the_system(
     )
 
     async def run() -> None:
-        async with started(long_model) as running:
+        async with start_runner(long_model) as running:
             process = pid(running)
-            loss = await running.wait_for_failure()
-            assert loss == RunnerFailure(
-                message="the process of tiny closed its connection and did not exit"
+            failure = await running.wait_for_failure()
+            assert failure == RunnerFailure(
+                message="the tiny process closed its connection but did not exit"
             )
             await running.stop()
-            assert not lives(process)
+            assert not is_alive(process)
 
     asyncio.run(run())
 
 
-def test_a_process_that_hangs_up_on_a_request_is_ended(
+def test_a_process_that_breaks_off_a_response_is_killed(
     long_model: Path, plant: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its heartbeats go on, but who asks it something would wait in vain, one after the other."""
+    """Its heartbeats continue, but each request would wait in vain."""
     monkeypatch.setattr("app.runners.process_runner._EXIT_TIMEOUT", 0.3)
     plant(
         "from starlette.responses import StreamingResponse\n"
@@ -130,44 +130,44 @@ def test_a_process_that_hangs_up_on_a_request_is_ended(
     )
 
     async def run() -> None:
-        async with started(long_model) as running:
+        async with start_runner(long_model) as running:
             process = pid(running)
             with pytest.raises(AppError) as caught:
-                await end(running, "a")
+                await wait_for_end(running, "a")
             assert caught.value.message == "the engine stopped: its process closed its connection"
-            said = (await running.wait_for_failure()).message
-            assert said.startswith("the process of tiny closed its connection and did not exit: ")
-            assert "RuntimeError: planted" in said
+            message = (await running.wait_for_failure()).message
+            assert message.startswith("the tiny process closed its connection but did not exit: ")
+            assert "RuntimeError: planted" in message
             await running.stop()
-            assert not lives(process)
+            assert not is_alive(process)
 
     asyncio.run(run())
 
 
-# where want of memory shows itself: in what answers a request, and in what asyncio does by itself
-WANTS = {
+# memory runs out in the handler of a request, or in a callback of asyncio
+OOM_CODE = {
     "answering": "raise MemoryError\n",
-    "reading": "it.asyncio.get_running_loop().call_soon(want)\n    await it.asyncio.sleep(60)\n",
+    "reading": "it.asyncio.get_running_loop().call_soon(exhaust)\n    await it.asyncio.sleep(60)\n",
 }
 
 
-@pytest.mark.parametrize("want", WANTS.values(), ids=WANTS)
-def test_a_process_without_memory_for_what_it_is_asked_ends(
-    long_model: Path, plant: Callable[[str], None], want: str
+@pytest.mark.parametrize("code", OOM_CODE.values(), ids=OOM_CODE)
+def test_a_process_without_memory_for_a_request_exits(
+    long_model: Path, plant: Callable[[str], None], code: str
 ) -> None:
     plant(
         "from app.runners import worker_server as it\n"
-        "def want():\n"
+        "def exhaust():\n"
         "    raise MemoryError\n"
         "async def submit(self, request):\n"
-        f"    {want}"
+        f"    {code}"
         "it.WorkerServer._submit = submit\n"
     )
 
     async def run() -> None:
-        async with started(long_model) as running:
+        async with start_runner(long_model) as running:
             with pytest.raises(AppError) as caught:
-                await end(running, "a")
+                await wait_for_end(running, "a")
             ended = "the engine stopped: its process ended with exit status 1"
             assert caught.value.message == ended
             assert "MemoryError" in (await running.wait_for_failure()).message
@@ -175,21 +175,21 @@ def test_a_process_without_memory_for_what_it_is_asked_ends(
     asyncio.run(run())
 
 
-def test_a_process_that_dies_leaves_no_connection_open(
+def test_a_dead_process_leaves_no_connection_open(
     long_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those kept for the next requests: as many as there were requests at the same time. To close
-    them takes turns of the event loop, which are long where it is busy."""
+    """One idle connection is kept for each concurrent request. To close them takes iterations of
+    the event loop, which are long under load."""
     close = AnyIOStream.aclose
 
-    async def closed_late(stream: AnyIOStream) -> None:
+    async def close_late(stream: AnyIOStream) -> None:
         await asyncio.sleep(0.02)
         await close(stream)
 
-    monkeypatch.setattr(AnyIOStream, "aclose", closed_late)
+    monkeypatch.setattr(AnyIOStream, "aclose", close_late)
 
     async def run() -> None:
-        async with started(long_model) as running:
+        async with start_runner(long_model) as running:
             jobs = (answer(running, f"job {i}", b"x", max_tokens=2) for i in range(12))
             await asyncio.gather(*jobs)
             address = str(socket_path(running))
@@ -202,7 +202,7 @@ def test_a_process_that_dies_leaves_no_connection_open(
 
 
 def _peers() -> set[str]:
-    """Where the sockets of this process lead."""
+    """The peer addresses of the sockets of this process."""
     found: set[str] = set()
     for descriptor in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as one:
@@ -223,21 +223,23 @@ Loop.step = step
 """
 
 
-def test_an_engine_that_hangs_is_killed(long_model: Path, plant: Callable[[str], None]) -> None:
+def test_a_hanging_engine_is_killed(long_model: Path, plant: Callable[[str], None]) -> None:
     plant(HANG)
 
     async def run() -> None:
-        async with started(long_model, watchdog=WATCHDOG) as running:
+        async with start_runner(long_model, watchdog=WATCHDOG) as running:
             process = pid(running)
-            ended, loss = await asyncio.gather(end(running, "a"), running.wait_for_failure())
-            said = loss.message
-            assert loss.cause == "fault"
-            assert said.startswith("the engine has made no progress for ")
-            assert said.endswith("(decode of 8 sequences)")
-            assert ended.error == f"the engine stopped: {said}"
+            ended, failure = await asyncio.gather(
+                wait_for_end(running, "a"), running.wait_for_failure()
+            )
+            message = failure.message
+            assert failure.cause == "fault"
+            assert message.startswith("the engine has made no progress for ")
+            assert message.endswith("(decode of 8 sequences)")
+            assert ended.error == f"the engine stopped: {message}"
             assert running.status().state in ("stalled", "failed")
             await running.stop()
-            assert not lives(process)
+            assert not is_alive(process)
 
     asyncio.run(run())
 
@@ -253,24 +255,22 @@ WorkerServer._submit = WorkerServer._probe = deaf
 """
 
 
-def test_a_process_that_takes_no_requests_is_killed_though_its_engine_runs(
+def test_a_process_that_accepts_no_requests_is_killed(
     tiny_model: Path, plant: Callable[[str], None]
 ) -> None:
-    """Its heartbeats went on, `/health` said ok, and no request was answered."""
+    """Its heartbeats continued, `/health` was ok, and no request was answered."""
     plant(DEAF)
 
     async def run() -> None:
-        async with started(tiny_model, watchdog=1.0) as running:
+        async with start_runner(tiny_model, watchdog=1.0) as running:
             process = pid(running)
-            waiting = asyncio.create_task(end(running, "a"))
-            loss = await running.wait_for_failure()
-            assert loss.message == "the process of tiny has accepted no requests for 2 s"
-            with pytest.raises(
-                AppError, match="the engine stopped: the process of tiny has accepted"
-            ):
+            waiting = asyncio.create_task(wait_for_end(running, "a"))
+            failure = await running.wait_for_failure()
+            assert failure.message == "the tiny process has accepted no requests for 2 s"
+            with pytest.raises(AppError, match="the engine stopped: the tiny process has accepted"):
                 await waiting
             await running.stop()
-            assert not lives(process)
+            assert not is_alive(process)
 
     asyncio.run(run())
 
@@ -278,28 +278,28 @@ def test_a_process_that_takes_no_requests_is_killed_though_its_engine_runs(
 def test_a_process_that_cannot_be_reached_is_not_reported_as_healthy(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For lack of descriptors on this side, say: it is not replaced, and goes on when they are
-    back."""
+    """If the server is out of descriptors, for example: the process is not replaced, and serves
+    again when descriptors are free."""
     monkeypatch.setattr("app.runners.process_runner._PROBE_INTERVAL", 0.01)
     monkeypatch.setattr("app.runners.process_runner._PROBE_RETRY_DELAY", 0.01)
     broken = True
     real = WorkerClient.probe
 
-    async def probe(line: WorkerClient) -> None:
+    async def probe(client: WorkerClient) -> None:
         if broken:
             raise ConnectionError("Too many open files")
-        await real(line)
+        await real(client)
 
     monkeypatch.setattr(WorkerClient, "probe", probe)
 
     async def run() -> None:
         nonlocal broken
-        async with started(tiny_model) as running:
+        async with start_runner(tiny_model) as running:
             while running.status().state == "ready":  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
             status = running.status()
             assert status.state == "stalled"
-            assert status.error == "the process of tiny cannot be reached: Too many open files"
+            assert status.error == "the tiny process cannot be reached: Too many open files"
             broken = False
             while running.status().state != "ready":  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
@@ -308,7 +308,7 @@ def test_a_process_that_cannot_be_reached_is_not_reported_as_healthy(
     asyncio.run(run())
 
 
-def test_an_engine_that_breaks_tells_why_before_it_ends(
+def test_a_failing_engine_reports_the_reason_before_its_exit(
     long_model: Path, plant: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     plant(
@@ -318,13 +318,15 @@ def test_an_engine_that_breaks_tells_why_before_it_ends(
     )
 
     async def run() -> None:
-        async with started(long_model) as running:
+        async with start_runner(long_model) as running:
             process = pid(running)
-            ended, loss = await asyncio.gather(end(running, "a"), running.wait_for_failure())
-            assert loss == RunnerFailure(message="AssertionError: planted")
-            assert ended.error == f"the engine stopped: {loss.message}"
+            ended, failure = await asyncio.gather(
+                wait_for_end(running, "a"), running.wait_for_failure()
+            )
+            assert failure == RunnerFailure(message="AssertionError: planted")
+            assert ended.error == f"the engine stopped: {failure.message}"
             await running.stop()
-            assert not lives(process)
+            assert not is_alive(process)
 
     asyncio.run(run())
     assert "in step" in caplog.text, "its traceback is in our log"
@@ -343,16 +345,18 @@ Loop.step = step
 
 
 @linux
-def test_a_process_that_runs_out_of_memory_harms_only_itself(
+def test_a_process_that_runs_out_of_memory_affects_only_itself(
     long_model: Path, plant: Callable[[str], None]
 ) -> None:
     plant(HUNGRY)
 
     async def run() -> None:
-        async with started(long_model) as running:
-            limit = addressed(pid(running)) + (128 << 20)
+        async with start_runner(long_model) as running:
+            limit = address_space_bytes(pid(running)) + (128 << 20)
             resource.prlimit(pid(running), resource.RLIMIT_AS, (limit, limit))
-            for ended in await asyncio.gather(*(end(running, f"job {i}") for i in range(4))):
+            for ended in await asyncio.gather(
+                *(wait_for_end(running, f"job {i}") for i in range(4))
+            ):
                 assert ended.error is not None
                 assert ended.error.startswith("the engine stopped")
             assert "emory" in (await running.wait_for_failure()).message
@@ -360,7 +364,7 @@ def test_a_process_that_runs_out_of_memory_harms_only_itself(
     asyncio.run(run())
 
 
-def test_a_flood_of_words_without_an_end_blocks_nobody(
+def test_endless_output_blocks_no_request(
     long_model: Path, plant: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     plant(
@@ -376,23 +380,23 @@ def test_a_flood_of_words_without_an_end_blocks_nobody(
     caplog.set_level(logging.INFO)
 
     async def run() -> None:
-        async with started(long_model) as running:
-            asked = job("a", b"hello", max_tokens=40, stop_token_ids=frozenset[int]())
-            async with running.submit(asked) as submission:
+        async with start_runner(long_model) as running:
+            request = job("a", b"hello", max_tokens=40, stop_token_ids=frozenset[int]())
+            async with running.submit(request) as submission:
                 updates = [update async for update in submission]
             assert len(ids(updates)) == 40
 
     asyncio.run(run())
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) < 500
-    assert max(map(len, said)) < 2100
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) < 500
+    assert max(map(len, messages)) < 2100
 
 
-def test_what_no_logger_wrote_is_a_warning_at_least(
+def test_output_without_a_logger_is_a_warning(
     long_model: Path, plant: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Or the last words of a process would go with `--log-level info` among other news, and with
-    `--log-level warning` nowhere."""
+    """Otherwise the last output of a process would be one of many lines with `--log-level info`,
+    and would be lost with `--log-level warning`."""
     plant(
         "import logging, sys\n"
         "from app.runners import worker_server\n"
@@ -406,13 +410,13 @@ def test_what_no_logger_wrote_is_a_warning_at_least(
 
     async def run() -> None:
         with pytest.raises(AppError):
-            async with started(long_model):
+            async with start_runner(long_model):
                 pass
 
     asyncio.run(run())
-    said = {record.getMessage(): record.levelname for record in caplog.records}
-    assert said["tiny: x: fine"] == said["tiny:   more of it"] == "INFO"
-    assert said["tiny: terminating: no reason"] == said["tiny:   at 0x0"] == "WARNING"
+    levels = {record.getMessage(): record.levelname for record in caplog.records}
+    assert levels["tiny: x: fine"] == levels["tiny:   more of it"] == "INFO"
+    assert levels["tiny: terminating: no reason"] == levels["tiny:   at 0x0"] == "WARNING"
 
 
 PARENT = """
@@ -434,20 +438,20 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-@pytest.mark.parametrize("helps", [False, pytest.param(True, marks=linux)])
-def test_nobody_is_left_behind_by_a_parent_that_was_killed(
-    long_model: Path, plant: Callable[[str], None], stopped: bool, helps: bool
+@pytest.mark.parametrize("kernel_kills", [False, pytest.param(True, marks=linux)])
+def test_the_process_exits_when_its_parent_is_killed(
+    long_model: Path, plant: Callable[[str], None], stopped: bool, kernel_kills: bool
 ) -> None:
-    """helps: whether the kernel kills whose parent is gone. Not all of them do."""
-    if not helps:
+    """kernel_kills: whether the kernel kills processes whose parent has exited, as Linux does."""
+    if not kernel_kills:
         plant("import app.runners.parent_watch as it\nit.tie_to_parent = lambda: None")
     command = [sys.executable, "-c", PARENT, str(long_model)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         process = int(parent.stdout.readline())
         if stopped:
-            # whoever is still on its way into it when its parent goes stays there: no kernel looks
-            # after that moment
-            stop(process)
+            # a thread that stops only after the exit of the parent would stay stopped: the kernel
+            # does not check later
+            suspend(process)
         parent.kill()
-    wait_until(lambda: not lives(process))
+    wait_until(lambda: not is_alive(process))

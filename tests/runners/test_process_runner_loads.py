@@ -1,4 +1,4 @@
-"""How a runner's process begins, and how it does not."""
+"""The start of a model process, and its failures."""
 
 import asyncio
 import re
@@ -15,19 +15,19 @@ from app.core.settings import Settings
 from app.runners.process_runner import ProcessRunner
 from tests.runners.contract import answer
 from tests.runners.spawning import (
+    is_alive,
     linux,
-    lives,
     pid,
-    refusal,
-    started,
+    start_error,
+    start_runner,
 )
 
 
-def test_a_process_that_ends_before_it_is_ready_is_told_with_its_last_words(
+def test_an_exit_before_ready_is_reported_with_the_last_output(
     tiny_model: Path, plant: Callable[[str], None]
 ) -> None:
     plant("import os, sys\nsys.stderr.write('libmlx.so: cannot open\\nbye\\n')\nos._exit(3)")
-    error = asyncio.run(refusal(tiny_model))
+    error = asyncio.run(start_error(tiny_model))
     assert error.kind is ErrorKind.MODEL_FILES
     assert error.message == (
         "tiny could not be loaded: its process ended with exit status 3: "
@@ -35,33 +35,31 @@ def test_a_process_that_ends_before_it_is_ready_is_told_with_its_last_words(
     )
 
 
-def test_a_load_that_does_not_get_on_is_given_up(
-    tiny_model: Path, plant: Callable[[str], None]
-) -> None:
+def test_a_load_without_progress_is_aborted(tiny_model: Path, plant: Callable[[str], None]) -> None:
     plant("import time\nimport app.engine.loader as it\nit.load = lambda *_: time.sleep(3600)")
-    error = asyncio.run(refusal(tiny_model, load_timeout=1.5))
-    # time counts from the first look, in which the process has to start
+    error = asyncio.run(start_error(tiny_model, load_timeout=1.5))
+    # the time counts from the first check, and includes the start of the process
     assert re.fullmatch(r"tiny could not be loaded: no progress for \d s at 0 %", error.message), (
         error.message
     )
 
 
-def test_a_process_that_does_not_even_answer_while_it_loads_is_given_up_sooner(
+def test_a_silent_process_is_aborted_sooner_during_a_load(
     tiny_model: Path, plant: Callable[[str], None]
 ) -> None:
-    """It held the one place to load for five minutes."""
+    """It blocked all other loads for five minutes."""
     plant(
         "import os, signal, time\n"
         "import app.engine.loader as it\n"
         "it.load = lambda *_: (time.sleep(1), os.kill(os.getpid(), signal.SIGSTOP))\n"
     )
     began = time.monotonic()
-    error = asyncio.run(refusal(tiny_model, load_timeout=600.0, watchdog=2.0))
+    error = asyncio.run(start_error(tiny_model, load_timeout=600.0, watchdog=2.0))
     assert "no progress for" in error.message
     assert time.monotonic() - began < 60
 
 
-def test_progress_of_a_load_is_seen_and_buys_time(
+def test_progress_of_a_load_is_reported_and_resets_the_timeout(
     tiny_model: Path, plant: Callable[[str], None]
 ) -> None:
     plant(
@@ -80,11 +78,11 @@ def test_progress_of_a_load_is_seen_and_buys_time(
         # less than the load takes, and more than a process takes to start on a busy machine
         running = ProcessRunner(Settings(load_timeout=12.0))
         starting = asyncio.create_task(running.start(store.resolve(str(tiny_model))))
-        seen: set[int] = set()
+        progress: set[int] = set()
         while not starting.done():
             status = running.status()
-            seen.add(status.progress)
-            if status.state == "ready":  # a moment before its start is over
+            progress.add(status.progress)
+            if status.state == "ready":  # shortly before start() returns
                 break
             assert status.state == "loading"
             with pytest.raises(AppError, match="still loading"):
@@ -92,84 +90,84 @@ def test_progress_of_a_load_is_seen_and_buys_time(
             await asyncio.sleep(0.05)
         await starting
         await running.stop()
-        return seen
+        return progress
 
     assert {20, 40, 60, 80} <= asyncio.run(run())
 
 
 @pytest.mark.parametrize(
-    ("mumbled", "logged"),
+    ("encoded", "logged"),
     [
         ("b'mumble'", "JSONDecodeError"),
         ("bytes(1 << 25)", "an event is longer than the maximum line length"),
     ],
 )
-def test_a_process_that_cannot_be_understood_is_ended(
+def test_a_process_with_undecodable_messages_is_killed(
     tiny_model: Path,
     plant: Callable[[str], None],
     caplog: pytest.LogCaptureFixture,
-    mumbled: str,
+    encoded: str,
     logged: str,
 ) -> None:
     plant(
         "from app.runners import worker_protocol\n"
-        "class Mumbling:\n"
-        f"    def encode(self, event): return {mumbled}\n"
-        "worker_protocol.WORKER_EVENT = Mumbling()\n"
+        "class BrokenCodec:\n"
+        f"    def encode(self, event): return {encoded}\n"
+        "worker_protocol.WORKER_EVENT = BrokenCodec()\n"
     )
 
     async def run() -> None:
-        async with started(tiny_model) as running:
-            loss = await running.wait_for_failure()
-            assert loss.message == "the process of tiny sent a message that cannot be decoded"
+        async with start_runner(tiny_model) as running:
+            failure = await running.wait_for_failure()
+            assert failure.message == "the tiny process sent a message that cannot be decoded"
 
     asyncio.run(run())
     assert logged in caplog.text
 
 
-def test_a_process_that_falls_silent_before_its_first_word_is_ended(
+def test_a_process_that_is_silent_after_its_load_is_killed(
     tiny_model: Path, plant: Callable[[str], None]
 ) -> None:
-    """It says that the model is there, and then nothing at all."""
+    """It reports that the model is loaded, and then sends nothing."""
     plant(
         "import asyncio\n"
         "from app.runners.worker_server import WorkerServer\n"
         "async def silence(self, request): await asyncio.sleep(3600)\n"
         "WorkerServer._stream_events = silence\n"
     )
-    error = asyncio.run(refusal(tiny_model, watchdog=5.0))
-    assert error.message.startswith("the engine's process has sent nothing for ")
+    error = asyncio.run(start_error(tiny_model, watchdog=5.0))
+    assert error.message.startswith("the engine process has sent nothing for ")
 
 
-def test_a_process_that_cannot_be_started_is_the_starters_error(
+def test_a_process_that_cannot_be_started_is_an_error(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    error = asyncio.run(refusal(tiny_model))
-    assert "the process of tiny could not be started: " in error.message
+    error = asyncio.run(start_error(tiny_model))
+    assert "the tiny process could not be started: " in error.message
 
 
-def test_a_start_that_is_cancelled_leaves_nobody(tiny_model: Path) -> None:
+def test_a_cancelled_start_leaves_no_process(tiny_model: Path) -> None:
     async def run() -> None:
         running = ProcessRunner(Settings())
         starting = asyncio.create_task(running.start(store.resolve(str(tiny_model))))
-        while running.status().pid is None:  # noqa: ASYNC110  # no event tells of it
+        while running.status().pid is None:  # noqa: ASYNC110  # no event
             await asyncio.sleep(0.01)
         process = pid(running)
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
-        assert not lives(process)
+        assert not is_alive(process)
         await running.stop()
 
     asyncio.run(run())
 
 
 @linux
-def test_a_process_that_gets_no_memory_to_begin_with_says_so(
+def test_a_process_that_starts_without_memory_is_an_error(
     tiny_model: Path, plant: Callable[[str], None]
 ) -> None:
     plant("import resource as it\nit.setrlimit(it.RLIMIT_AS, (100 << 20, 100 << 20))")
-    error = asyncio.run(refusal(tiny_model))
+    error = asyncio.run(start_error(tiny_model))
     assert error.kind is ErrorKind.MODEL_FILES
-    # in the words of whoever finds none: Python, a library, or who loads libraries
+    # a message of Python, a library or the dynamic loader
     assert re.search("emory|failed to map segment", error.message)

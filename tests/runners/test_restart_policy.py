@@ -1,4 +1,4 @@
-"""When a model that broke is tried again."""
+"""The delay before a crashed model is restarted."""
 
 from app.core.errors import AppError, ErrorKind
 from app.runners.restart_policy import (
@@ -9,42 +9,42 @@ from app.runners.restart_policy import (
     after_load,
 )
 
-PATIENCE = RestartPolicy()
+POLICY = RestartPolicy()
 ERROR = AppError(ErrorKind.ENGINE, "it broke")
 
 
-def test_pauses_double_from_half_a_second_to_half_a_minute():
-    health, pauses = RestartState(), list[float]()
+def test_delays_double_from_half_a_second_to_half_a_minute():
+    state, delays = RestartState(), list[float]()
     for _ in range(9):
-        health = after_crash(after_load(health), 100.0, 1.0, ERROR, PATIENCE)
-        pauses.append(health.not_before - 100.0)
-    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+        state = after_crash(after_load(state), 100.0, 1.0, ERROR, POLICY)
+        delays.append(state.not_before - 100.0)
+    assert delays == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
 
 
-def test_a_model_that_breaks_for_weeks_is_still_tried():
-    health = after_crash(RestartState(failures=10**6), 0.0, 1.0, ERROR, PATIENCE)
-    assert health.not_before == 30.0
+def test_a_model_that_crashes_for_weeks_is_still_restarted():
+    state = after_crash(RestartState(failures=10**6), 0.0, 1.0, ERROR, POLICY)
+    assert state.not_before == 30.0
 
 
-def test_a_minute_of_health_begins_anew():
-    health = after_crash(RestartState(failures=5), 0.0, 60.0, ERROR, PATIENCE)
-    assert health.not_before == 0.5
+def test_a_minute_without_a_crash_resets_the_delay():
+    state = after_crash(RestartState(failures=5), 0.0, 60.0, ERROR, POLICY)
+    assert state.not_before == 0.5
 
 
-def test_three_loads_that_fail_in_a_row_are_refused_for_a_minute_and_then_there_is_one_trial():
-    health = RestartState()
-    for pause in (0.5, 1.0, 60.0):
-        assert not health.is_refused(0.0, PATIENCE)
-        health = after_failed_load(health, 0.0, ERROR, PATIENCE)
-        assert health.not_before == pause
-    assert health.is_refused(59.0, PATIENCE)
-    assert not health.is_refused(60.0, PATIENCE)
-    health = after_failed_load(health, 60.0, ERROR, PATIENCE)
-    assert health.is_refused(119.0, PATIENCE)
-    assert health.error is ERROR
+def test_after_three_failed_loads_a_model_is_refused_for_a_minute_before_a_retry():
+    state = RestartState()
+    for delay in (0.5, 1.0, 60.0):
+        assert not state.is_refused(0.0, POLICY)
+        state = after_failed_load(state, 0.0, ERROR, POLICY)
+        assert state.not_before == delay
+    assert state.is_refused(59.0, POLICY)
+    assert not state.is_refused(60.0, POLICY)
+    state = after_failed_load(state, 60.0, ERROR, POLICY)
+    assert state.is_refused(119.0, POLICY)
+    assert state.error is ERROR
 
 
-def test_a_load_that_succeeds_ends_the_row_of_failed_ones():
-    health = after_failed_load(RestartState(load_failures=2), 0.0, ERROR, PATIENCE)
-    health = after_load(health)
-    assert (health.load_failures, health.error) == (0, None)
+def test_a_successful_load_resets_the_count_of_failed_ones():
+    state = after_failed_load(RestartState(load_failures=2), 0.0, ERROR, POLICY)
+    state = after_load(state)
+    assert (state.load_failures, state.error) == (0, None)

@@ -1,4 +1,4 @@
-"""The runner whose engine is a thread of this process."""
+"""The runner with its engine on a thread of this process."""
 
 import asyncio
 import threading
@@ -26,7 +26,7 @@ def runner() -> MakeRunner:
 
 
 @asynccontextmanager
-async def started(folder: Path, settings: Settings) -> AsyncIterator[ThreadRunner]:
+async def start_runner(folder: Path, settings: Settings) -> AsyncIterator[ThreadRunner]:
     running = ThreadRunner(settings)
     await running.start(store.resolve(str(folder)))
     try:
@@ -36,21 +36,21 @@ async def started(folder: Path, settings: Settings) -> AsyncIterator[ThreadRunne
         await running.stop()
 
 
-async def until(true: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE):
-        while not true():  # noqa: ASYNC110  # it comes true on another thread
+        while not condition():  # noqa: ASYNC110  # another thread changes it
             await asyncio.sleep(0.005)
 
 
-def test_when_the_engine_dies_its_jobs_end_with_an_error(
+def test_jobs_end_with_an_error_if_the_engine_fails(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def die(_: Loop) -> Any:
+    def fail(_: Loop) -> Any:
         raise AssertionError("planted")
 
     async def run() -> None:
-        async with started(tiny_model, Settings()) as running:
-            monkeypatch.setattr(Loop, "step", die)
+        async with start_runner(tiny_model, Settings()) as running:
+            monkeypatch.setattr(Loop, "step", fail)
             async with running.submit(job("a", b"hello")) as submission:
                 updates = [update async for update in submission]
             assert isinstance(updates[-1], Ended)
@@ -64,71 +64,71 @@ def test_when_the_engine_dies_its_jobs_end_with_an_error(
     asyncio.run(run())
 
 
-def test_status_tells_what_the_engine_can_do(tiny_model: Path) -> None:
+def test_status_reports_the_capacity(tiny_model: Path) -> None:
     async def run() -> None:
         settings = Settings(parallel=3, context=512)
         assert ThreadRunner(settings).status().capacity is None
-        async with started(tiny_model, settings) as running:
+        async with start_runner(tiny_model, settings) as running:
             capacity = running.status().capacity
             assert capacity is not None
             assert (capacity.parallel, capacity.context_length) == (3, 512)
             await answer(running, "a", b"hello")
-            assert running.status().capacity == capacity, "a step does not forget it"
+            assert running.status().capacity == capacity, "a step keeps the capacity"
 
     asyncio.run(run())
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Every step of the engine waits, amid its work, while this is not set."""
+    """While this is not set, each step of the engine waits after announcing its stage."""
     gate, step = threading.Event(), Loop.step
     gate.set()
 
-    def held(loop: Loop) -> Any:
+    def paused_step(loop: Loop) -> Any:
         if not gate.is_set():
             loop.on_stage("decode of 8 sequences")
             assert gate.wait(PATIENCE)
         return step(loop)
 
-    monkeypatch.setattr(Loop, "step", held)
+    monkeypatch.setattr(Loop, "step", paused_step)
     yield gate
     gate.set()
 
 
-WATCHED = Settings(parallel=1, watchdog=2.0)
+WATCHDOG_SETTINGS = Settings(parallel=1, watchdog=2.0)
 
 
-def test_an_engine_that_hangs_is_reported_and_so_is_its_recovery(
+def test_a_hang_and_its_recovery_are_reported(
     long_model: Path, gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> tuple[RunnerStatus, RunnerStatus]:
         async with (
-            started(long_model, WATCHED) as running,
+            start_runner(long_model, WATCHDOG_SETTINGS) as running,
             running.submit(endless("a")) as submission,
         ):
             gate.clear()
-            await until(lambda: running.status().state == "stalled")
-            hung = running.status()
-            await until(lambda: "has made no progress" in caplog.text)
+            await wait_until(lambda: running.status().state == "stalled")
+            stalled = running.status()
+            await wait_until(lambda: "has made no progress" in caplog.text)
             gate.set()
             async for update in submission:
                 if isinstance(update, Token):
                     break
-            await until(lambda: "is making progress again" in caplog.text)
-            return hung, running.status()
+            await wait_until(lambda: "is making progress again" in caplog.text)
+            return stalled, running.status()
 
-    hung, well = asyncio.run(run())
-    assert hung.error is not None
-    assert hung.error.startswith("the engine has made no progress for ")
-    assert hung.error.endswith("(decode of 8 sequences)")
-    assert (hung.progress, hung.capacity) == (100, well.capacity)
-    assert (well.state, well.error) == ("ready", None)
-    assert caplog.text.count("has made no progress") == 1, "once, however often one looks"
+    stalled, recovered = asyncio.run(run())
+    assert stalled.error is not None
+    assert stalled.error.startswith("the engine has made no progress for ")
+    assert stalled.error.endswith("(decode of 8 sequences)")
+    assert (stalled.progress, stalled.capacity) == (100, recovered.capacity)
+    assert (recovered.state, recovered.error) == ("ready", None)
+    assert caplog.text.count("has made no progress") == 1, "it is logged once"
 
 
-def test_an_engine_with_nothing_to_do_does_not_hang(tiny_model: Path) -> None:
+def test_an_idle_engine_does_not_count_as_hanging(tiny_model: Path) -> None:
     async def run() -> None:
-        async with started(tiny_model, Settings(watchdog=0.05)) as running:
+        async with start_runner(tiny_model, Settings(watchdog=0.05)) as running:
             await answer(running, "a", b"hello")
             await asyncio.sleep(0.2)
             assert running.status().state == "ready"
@@ -136,12 +136,12 @@ def test_an_engine_with_nothing_to_do_does_not_hang(tiny_model: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_long_answer_is_no_hang(long_model: Path) -> None:
-    """What counts is one stage of one step, not how long the engine has been busy."""
+def test_a_long_answer_does_not_count_as_hanging(long_model: Path) -> None:
+    """The watchdog measures one stage of one step, not how long the engine has been busy."""
 
     async def run() -> None:
         async with (
-            started(long_model, Settings(watchdog=2.0)) as running,
+            start_runner(long_model, Settings(watchdog=2.0)) as running,
             running.submit(endless("a")),
         ):
             states: set[str] = set()

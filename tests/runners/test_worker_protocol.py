@@ -1,4 +1,4 @@
-"""What a runner's process and its parent say to each other."""
+"""The messages between a model process and its parent."""
 
 import pytest
 from hypothesis import given
@@ -15,7 +15,7 @@ def scores(count: int, top: int = 2) -> worker_protocol.Scores:
     return tuple((-i / 7, tuple((j, -j / 3) for j in range(top))) for i in range(count))
 
 
-def joined(pieces: list[PromptScoresChunk | StepOutput]) -> list[StepOutput]:
+def join(pieces: list[PromptScoresChunk | StepOutput]) -> list[StepOutput]:
     joiner, steps = StepJoiner(), list[StepOutput]()
     for piece in pieces:
         if isinstance(piece, PromptScoresChunk):
@@ -26,7 +26,7 @@ def joined(pieces: list[PromptScoresChunk | StepOutput]) -> list[StepOutput]:
 
 
 @given(counts=st.lists(st.sampled_from([0, 1, 511, 512, 513, 1500]), max_size=3))
-def test_long_scores_are_cut_up_and_joined_again(counts: list[int]):
+def test_long_scores_are_split_and_joined(counts: list[int]):
     updates = [
         Started(job_id="x", cached_tokens=0, timestamp_ns=1),
         *(PromptLogprobs(job_id=f"job {i}", logprobs=scores(n)) for i, n in enumerate(counts)),
@@ -34,7 +34,7 @@ def test_long_scores_are_cut_up_and_joined_again(counts: list[int]):
     ]
     step = StepOutput(updates=tuple(updates), stats=EngineStats(steps=3))
     pieces = list(worker_protocol.split_step(step))
-    assert joined(pieces) == [step]
+    assert join(pieces) == [step]
     for piece in pieces:
         parts = [piece] if isinstance(piece, PromptScoresChunk) else piece.updates
         lengths = [
@@ -50,7 +50,7 @@ def test_a_step_without_scores_is_one_line():
     assert list(worker_protocol.split_step(step)) == [step]
 
 
-def test_an_error_crosses_with_all_that_it_says():
+def test_an_error_keeps_all_its_fields():
     error = AppError(
         ErrorKind.INVALID,
         f"no such {mark_client_text('grammar')}",
@@ -67,5 +67,5 @@ def test_an_error_crosses_with_all_that_it_says():
 
 
 @pytest.mark.parametrize(("watchdog", "seconds"), [(60.0, 1.0), (4.0, 1.0), (0.4, 0.1)])
-def test_a_heart_beats_several_times_before_it_counts_as_stopped(watchdog: float, seconds: float):
+def test_several_heartbeats_fit_in_the_time_of_the_watchdog(watchdog: float, seconds: float):
     assert worker_protocol.heartbeat_interval(Settings(watchdog=watchdog)) == seconds

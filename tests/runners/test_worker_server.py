@@ -1,4 +1,4 @@
-"""What a runner's process keeps for a parent that does not listen."""
+"""Events of a model process whose parent does not read them."""
 
 import asyncio
 import os
@@ -11,23 +11,23 @@ from app.runners.worker_protocol import WorkerInit
 from app.runners.worker_server import WorkerServer
 
 
-def test_heartbeats_that_nobody_hears_do_not_pile_up(tiny_model: Path) -> None:
+def test_unread_heartbeats_do_not_accumulate(tiny_model: Path) -> None:
     async def run() -> None:
         listener = PrivateSocket()
-        opening = WorkerInit(
+        init = WorkerInit(
             parent_pid=0,
             socket_fd=os.dup(listener.fileno()),
             settings=Settings(watchdog=0.004),
             files=store.resolve(str(tiny_model)),
         )
-        service = WorkerServer(opening)
-        with service._socket:
-            beating = asyncio.create_task(service._send_heartbeats())
-            for _ in range(2):  # and they go on when one was heard
-                await service._events.get()
-                await asyncio.sleep(0.1)  # of which each takes a millisecond
-                assert service._events.qsize() <= 1
-            beating.cancel()
+        worker = WorkerServer(init)
+        with worker._socket:
+            task = asyncio.create_task(worker._send_heartbeats())
+            for _ in range(2):  # heartbeats continue after one is read
+                await worker._events.get()
+                await asyncio.sleep(0.1)  # 100 intervals of a millisecond
+                assert worker._events.qsize() <= 1
+            task.cancel()
         listener.close()
 
     asyncio.run(run())

@@ -1,5 +1,5 @@
-"""From a request for vectors to a real engine and back: what the model's folder says is done, what
-cannot be is refused with a reason, and whoever leaves takes nothing along."""
+"""Embedding requests with a real engine: pooling as configured in the model's folder, errors for
+unsupported requests, and cancellation."""
 
 import asyncio
 import contextlib
@@ -38,13 +38,13 @@ PATIENCE = 30.0
 WIDTH = tiny.CONFIG["hidden_size"]
 
 
-def asked(*contents: str | tuple[int, ...], name: str, **fields: Any) -> EmbedRequest:
+def build_request(*contents: str | tuple[int, ...], name: str, **fields: Any) -> EmbedRequest:
     inputs = tuple(EmbedInput(content=c, param=f"input.{i}") for i, c in enumerate(contents))
     return EmbedRequest(model=name, inputs=inputs, **fields)
 
 
-def embedding(files: ModelFiles, runner: Runner, settings: Settings) -> EmbeddingService:
-    def room() -> ContextLimit:
+def build_service(files: ModelFiles, runner: Runner, settings: Settings) -> EmbeddingService:
+    def context_limit() -> ContextLimit:
         return ContextLimit(
             model_context=files.context_length,
             configured_context=files.resolve_context_length(settings.context),
@@ -52,11 +52,11 @@ def embedding(files: ModelFiles, runner: Runner, settings: Settings) -> Embeddin
         )
 
     engine = Admission(runner, settings.max_queue)
-    return EmbeddingService(files, engine, Tokenizer.load(files), room, ThreadPools())
+    return EmbeddingService(files, engine, Tokenizer.load(files), context_limit, ThreadPools())
 
 
 @contextlib.asynccontextmanager
-async def served(
+async def run_service(
     folder: Path, **changes: Any
 ) -> AsyncIterator[tuple[EmbeddingService, ThreadRunner]]:
     settings = Settings(prefill_chunk=16, debug=True, **changes)
@@ -64,7 +64,7 @@ async def served(
     await runner.start(files)
     try:
         async with asyncio.timeout(PATIENCE):
-            yield embedding(files, runner, settings), runner
+            yield build_service(files, runner, settings), runner
     finally:
         await runner.stop()
 
@@ -73,27 +73,27 @@ def embed(folder: Path, *contents: str | tuple[int, ...], **fields: Any) -> Embe
     settings = fields.pop("settings", {})
 
     async def run() -> Embeddings:
-        async with served(folder, **settings) as (made, _):
-            return await made.embed(asked(*contents, name=folder.name, **fields))
+        async with run_service(folder, **settings) as (service, _):
+            return await service.embed(build_request(*contents, name=folder.name, **fields))
 
     return asyncio.run(run())
 
 
-def refused(folder: Path, *contents: str | tuple[int, ...], **fields: Any) -> AppError:
+def get_error(folder: Path, *contents: str | tuple[int, ...], **fields: Any) -> AppError:
     with pytest.raises(AppError) as caught:
         embed(folder, *contents, **fields)
     return caught.value
 
 
-def numbers(vector: bytes) -> Any:
+def read_floats(vector: bytes) -> Any:
     return np.frombuffer(vector, "<f4")
 
 
-def expected(ids: Sequence[int], pooling: PoolingType = "mean") -> Any:
+def compute_expected(ids: Sequence[int], pooling: PoolingType = "mean") -> Any:
     model = models.build(tiny.CONFIG, tiny.weights())
     hidden = np.array(model(mx.array([ids]), model.make_kv())[0])
-    found = hidden.mean(axis=0) if pooling == "mean" else hidden[-1]
-    return found / np.linalg.norm(found)
+    pooled = hidden.mean(axis=0) if pooling == "mean" else hidden[-1]
+    return pooled / np.linalg.norm(pooled)
 
 
 def pooling_folder(folder: Path, config: Mapping[str, Any]) -> Path:
@@ -102,95 +102,101 @@ def pooling_folder(folder: Path, config: Mapping[str, Any]) -> Path:
     return folder
 
 
-def test_texts_and_ids_become_vectors(tiny_model: Path):
-    found = embed(tiny_model, "hello", (1, 2, 3), "a longer text than a chunk has room for")
+def test_texts_and_token_ids_are_embedded(tiny_model: Path):
+    embeddings = embed(tiny_model, "hello", (1, 2, 3), "a longer text than a chunk has room for")
     ids = [b"hello", (1, 2, 3), b"a longer text than a chunk has room for"]
-    for vector, one in zip(found.vectors, ids, strict=True):
-        np.testing.assert_allclose(numbers(vector), expected(list(one)), atol=1e-4)
-    assert found.prompt_tokens == sum(map(len, ids))
+    for vector, input_ in zip(embeddings.vectors, ids, strict=True):
+        np.testing.assert_allclose(read_floats(vector), compute_expected(list(input_)), atol=1e-4)
+    assert embeddings.prompt_tokens == sum(map(len, ids))
 
 
-def test_pooling_and_dimensions_are_the_requests(tiny_model: Path):
+def test_the_request_selects_pooling_and_dimensions(tiny_model: Path):
     [vector] = embed(tiny_model, "hello", pooling="last", dimensions=5).vectors
-    wanted = expected(list(b"hello"), "last")[:5]
-    np.testing.assert_allclose(numbers(vector), wanted / np.linalg.norm(wanted), atol=1e-4)
+    reference = compute_expected(list(b"hello"), "last")[:5]
+    np.testing.assert_allclose(
+        read_floats(vector), reference / np.linalg.norm(reference), atol=1e-4
+    )
 
 
-def test_the_folder_says_which_pooling(tmp_path: Path):
+def test_the_folder_configures_the_default_pooling(tmp_path: Path):
     folder = pooling_folder(tiny.write(tmp_path / "m"), {"pooling_mode_lasttoken": True})
     [vector] = embed(folder, "hello").vectors
-    np.testing.assert_allclose(numbers(vector), expected(list(b"hello"), "last"), atol=1e-4)
+    np.testing.assert_allclose(
+        read_floats(vector), compute_expected(list(b"hello"), "last"), atol=1e-4
+    )
 
 
-def test_what_ends_a_text_is_part_of_it(tmp_path: Path):
-    """Models that pool the last token were trained with an end there, which tokenizers add."""
+def test_special_tokens_of_the_tokenizer_are_added(tmp_path: Path):
+    """Models that pool the last token were trained with an end token, which the tokenizer adds."""
     folder = tiny.write(tmp_path / "m")
     path = str(folder / "tokenizer.json")
     inner = tokenizers.Tokenizer.from_file(path)
-    ended = processors.TemplateProcessing(
+    template = processors.TemplateProcessing(
         single="$A </s>", pair="$A $B </s>", special_tokens=[("</s>", tiny.END)]
     )
-    inner.post_processor = ended  # pyright: ignore[reportAttributeAccessIssue]  # the stub lacks it
+    inner.post_processor = template  # pyright: ignore[reportAttributeAccessIssue]  # the stub lacks it
     inner.save(path)
     tokenizer = Tokenizer.load(store.resolve(str(folder)))
     assert tokenizer.encode_for_embedding("hi") == [*b"hi", tiny.END]
     assert tokenizer.encode("hi", add_special_tokens=True) == list(b"hi")
     [vector] = embed(folder, "hi", pooling="last").vectors
-    np.testing.assert_allclose(numbers(vector), expected([*b"hi", tiny.END], "last"), atol=1e-4)
+    np.testing.assert_allclose(
+        read_floats(vector), compute_expected([*b"hi", tiny.END], "last"), atol=1e-4
+    )
 
 
-def test_an_input_may_be_as_long_as_the_context_and_no_longer(tiny_model: Path):
+def test_an_input_may_be_as_long_as_the_context(tiny_model: Path):
     settings = {"context": 300}
     assert embed(tiny_model, "a" * 300, settings=settings).prompt_tokens == 300
-    error = refused(tiny_model, "fine", "a" * 301, settings=settings)
+    error = get_error(tiny_model, "fine", "a" * 301, settings=settings)
     assert (error.kind, error.param) == (ErrorKind.CONTEXT_LENGTH, "input.1")
     assert "301 tokens, but an input can have at most 300" in error.message
-    error = refused(tiny_model, (1,) * 301, settings=settings)
+    error = get_error(tiny_model, (1,) * 301, settings=settings)
     assert (error.kind, error.param) == (ErrorKind.CONTEXT_LENGTH, "input.0")
 
 
-def test_a_text_beyond_all_bounds_costs_no_more_than_a_context(tiny_model: Path):
-    error = refused(tiny_model, "a" * 3_000_000, settings={"context": 100})
+def test_a_huge_text_is_tokenized_only_up_to_a_bound(tiny_model: Path):
+    error = get_error(tiny_model, "a" * 3_000_000, settings={"context": 100})
     assert "more than" in error.message
 
 
-def test_all_inputs_together_are_bounded(tiny_model: Path):
-    error = refused(tiny_model, *["a" * 3000] * 101)
+def test_the_sum_of_all_inputs_is_bounded(tiny_model: Path):
+    error = get_error(tiny_model, *["a" * 3000] * 101)
     assert (error.kind, error.param) == (ErrorKind.INVALID, "input")
     assert "300000" in error.message
 
 
 @pytest.mark.parametrize("token", [258, -1])
-def test_ids_are_held_against_the_vocabulary(tiny_model: Path, token: int):
-    error = refused(tiny_model, "fine", (1, token, 2))
+def test_token_ids_are_checked_against_the_vocabulary(tiny_model: Path, token: int):
+    error = get_error(tiny_model, "fine", (1, token, 2))
     assert (error.kind, error.param) == (ErrorKind.INVALID, "input.1")
-    assert f"{token} is not a token id" in error.message
+    assert f"{token} is not a token ID" in error.message
 
 
-def test_more_dimensions_than_there_are_are_refused(tiny_model: Path):
-    assert len(numbers(embed(tiny_model, "a", dimensions=WIDTH).vectors[0])) == WIDTH
-    error = refused(tiny_model, "a", dimensions=WIDTH + 1)
+def test_too_many_dimensions_are_rejected(tiny_model: Path):
+    assert len(read_floats(embed(tiny_model, "a", dimensions=WIDTH).vectors[0])) == WIDTH
+    error = get_error(tiny_model, "a", dimensions=WIDTH + 1)
     assert (error.kind, error.param) == (ErrorKind.INVALID, "dimensions")
     assert f"{WIDTH} dimensions" in error.message
 
 
-def test_a_model_of_mlx_lms_is_refused_with_the_reason(tmp_path: Path):
-    parity.saved(test_mlx_lm_adapter.CASES[0], tmp_path)
+def test_a_model_of_mlx_lm_is_rejected_with_the_reason(tmp_path: Path):
+    parity.save_reference(test_mlx_lm_adapter.CASES[0], tmp_path)
     tiny.tokenizer().save(str(tmp_path / "tokenizer.json"))
-    error = refused(tmp_path, (1, 2))
+    error = get_error(tmp_path, (1, 2))
     assert (error.kind, error.param) == (ErrorKind.INVALID, "model")
     assert "no hidden states" in error.message
 
 
-def test_nobody_is_served_before_the_model_is_there(tiny_model: Path):
+def test_requests_before_the_model_is_loaded_are_rejected(tiny_model: Path):
     files = complete_config(store.resolve(str(tiny_model)))
-    made = embedding(files, ThreadRunner(Settings()), Settings())
+    service = build_service(files, ThreadRunner(Settings()), Settings())
     with pytest.raises(AppError) as caught:
-        asyncio.run(made.embed(asked("a", name=tiny_model.name, dimensions=3)))
+        asyncio.run(service.embed(build_request("a", name=tiny_model.name, dimensions=3)))
     assert caught.value.kind == ErrorKind.LOADING
 
 
-# what folders say
+# pooling configuration
 
 MODULES = [
     {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
@@ -223,26 +229,26 @@ DENSE = {"idx": 3, "name": "3", "path": "2_Dense", "type": "sentence_transformer
         ({}, None, "none"),
     ],
 )
-def test_a_folders_pooling_is_read(
+def test_the_pooling_configuration_is_read(
     tmp_path: Path, config: dict[str, Any], pooling: str | None, problem: str | None
 ):
     files = store.resolve(str(pooling_folder(tiny.write(tmp_path / "m"), config)))
-    found = read_pooling_config(files)
+    pooling_config = read_pooling_config(files)
     if problem is None:
-        assert (found.pooling, found.unsupported) == (pooling, None)
+        assert (pooling_config.pooling, pooling_config.unsupported) == (pooling, None)
     else:
-        assert problem in (found.unsupported or "")
+        assert problem in (pooling_config.unsupported or "")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"a"', "\xff"])
-def test_a_folder_whose_pooling_cannot_be_read_says_nothing(tmp_path: Path, text: str):
+def test_an_invalid_pooling_configuration_is_ignored(tmp_path: Path, text: str):
     folder = pooling_folder(tiny.write(tmp_path / "m"), {})
     (folder / "1_Pooling" / "config.json").write_bytes(text.encode("latin-1"))
     (folder / "modules.json").write_bytes(text.encode("latin-1"))
     assert read_pooling_config(store.resolve(str(folder))).unsupported is None
 
 
-def test_modules_that_are_not_here_are_a_problem(tmp_path: Path):
+def test_unsupported_modules_are_a_problem(tmp_path: Path):
     folder = pooling_folder(tiny.write(tmp_path / "m"), {"pooling_mode": "mean"})
     (folder / "modules.json").write_text(json.dumps(MODULES))
     assert read_pooling_config(store.resolve(str(folder))).unsupported is None
@@ -250,78 +256,78 @@ def test_modules_that_are_not_here_are_a_problem(tmp_path: Path):
     assert "Dense" in (read_pooling_config(store.resolve(str(folder))).unsupported or "")
 
 
-@pytest.mark.parametrize("said", [{"is_causal": False}, {"use_bidirectional_attention": True}])
-def test_a_model_that_looks_both_ways_is_a_problem(tiny_model: Path, said: dict[str, Any]):
+@pytest.mark.parametrize("fields", [{"is_causal": False}, {"use_bidirectional_attention": True}])
+def test_bidirectional_attention_is_a_problem(tiny_model: Path, fields: dict[str, Any]):
     files = store.resolve(str(tiny_model))
-    both = read_pooling_config(replace(files, config={**files.config, **said}))
-    assert "only causal attention is supported" in (both.unsupported or "")
+    bidirectional = read_pooling_config(replace(files, config={**files.config, **fields}))
+    assert "only causal attention is supported" in (bidirectional.unsupported or "")
     assert read_pooling_config(files).unsupported is None
 
 
-def test_a_problem_is_told_unless_the_request_says_what_it_wants(tmp_path: Path):
+def test_unsupported_pooling_is_an_error_unless_the_request_overrides_it(tmp_path: Path):
     folder = pooling_folder(tiny.write(tmp_path / "m"), {"pooling_mode_cls_token": True})
-    error = refused(folder, "hello")
+    error = get_error(folder, "hello")
     assert (error.kind, error.param) == (ErrorKind.INVALID, "pooling")
     assert "its pooling is cls_token" in error.message
     [vector] = embed(folder, "hello", pooling="mean").vectors
-    np.testing.assert_allclose(numbers(vector), expected(list(b"hello")), atol=1e-4)
+    np.testing.assert_allclose(read_floats(vector), compute_expected(list(b"hello")), atol=1e-4)
 
 
 # the runner
 
 
-# inputs, of 4000 tokens each: more than any machine embeds while a test runs
-MANY = 20_000
+# inputs of 4000 tokens each: more than any machine embeds during a test
+NUM_INPUTS = 20_000
 
 
-def endless(name: str) -> EmbedJob:
-    return EmbedJob(id=name, inputs=((1,) * 4000,) * MANY, pooling="mean")
+def endless_job(name: str) -> EmbedJob:
+    return EmbedJob(id=name, inputs=((1,) * 4000,) * NUM_INPUTS, pooling="mean")
 
 
-def test_whoever_stops_waiting_cancels(tiny_model: Path):
+def test_cancelling_the_task_cancels_the_job(tiny_model: Path):
     async def run() -> None:
-        async with served(tiny_model) as (made, runner):
-            waiting = asyncio.create_task(runner.embed(endless("a")))
+        async with run_service(tiny_model) as (service, runner):
+            task = asyncio.create_task(runner.embed(endless_job("a")))
             async with asyncio.timeout(PATIENCE):
-                while not runner.status().stats.embedded_tokens:  # noqa: ASYNC110  # another thread's
+                while not runner.status().stats.embedded_tokens:  # noqa: ASYNC110  # changed by another thread
                     await asyncio.sleep(0.005)
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-            # the next one's step tells that nobody else is embedded any more
-            await made.embed(asked("b", name=tiny_model.name))
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            # the step of the next job shows that the cancelled one is gone
+            await service.embed(build_request("b", name=tiny_model.name))
             assert runner.status().stats.embedding_jobs == 0
-            assert runner.status().stats.embedded_tokens < MANY * 4000
+            assert runner.status().stats.embedded_tokens < NUM_INPUTS * 4000
             assert runner.status().stats.ledger.kv == 0
 
     asyncio.run(run())
 
 
-def test_when_the_engine_dies_those_who_wait_are_told(
+def test_a_crash_of_the_engine_fails_the_waiting_requests(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def die(_: Loop) -> Any:
         raise AssertionError("planted")
 
     async def run() -> None:
-        async with served(tiny_model) as (made, _):
+        async with run_service(tiny_model) as (service, _):
             monkeypatch.setattr(Loop, "step", die)
             with pytest.raises(AppError, match="the engine stopped") as caught:
-                await made.embed(asked("a", name=tiny_model.name))
+                await service.embed(build_request("a", name=tiny_model.name))
             assert caught.value.kind == ErrorKind.ENGINE
 
     asyncio.run(run())
 
 
-def test_streams_go_on_while_many_inputs_are_embedded(tiny_model: Path):
+def test_streams_continue_while_many_inputs_are_embedded(tiny_model: Path):
     async def run() -> None:
-        async with served(tiny_model) as (_, runner):
-            waiting = asyncio.create_task(runner.embed(endless("a")))
+        async with run_service(tiny_model) as (_, runner):
+            task = asyncio.create_task(runner.embed(endless_job("a")))
             one = job("s", b"hello", max_tokens=100, stop_token_ids=frozenset())
             async with runner.submit(one) as submission:
                 updates = [update async for update in submission]
             assert len(updates) > 100
-            assert not waiting.done()
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
+            assert not task.done()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""The event loop's watchdog: lag is measured, and a loop that is blocked does not go unnoticed."""
+"""The watchdog of the event loop: it measures lag, and reports a blocked loop."""
 
 import asyncio
 import logging
@@ -13,31 +13,31 @@ from app.serving.event_loop_watchdog import EventLoopWatchdog
 PATIENCE = 10.0
 
 
-def block(until: threading.Event) -> None:
-    assert until.wait(PATIENCE)
+def block(event: threading.Event) -> None:
+    assert event.wait(PATIENCE)
 
 
-def test_what_blocks_the_loop_is_measured_and_named_in_the_log(
+def test_blocking_code_is_measured_and_logged_with_its_name(
     caplog: pytest.LogCaptureFixture,
 ):
     lag, reported = EventLoopLag(), threading.Event()
 
-    class Noting(logging.Handler):
+    class ReportedHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             reported.set()
 
     async def run() -> None:
         async with EventLoopWatchdog(lag, watchdog=60).run():
             await asyncio.sleep(0.2)
-            block(reported)  # until the log says so: this is what blocks
+            block(reported)  # blocks the loop until the watchdog has logged it
             await asyncio.sleep(0.5)
 
-    noting = Noting()
-    logging.getLogger("app.serving.event_loop_watchdog").addHandler(noting)
+    handler = ReportedHandler()
+    logging.getLogger("app.serving.event_loop_watchdog").addHandler(handler)
     try:
         asyncio.run(run())
     finally:
-        logging.getLogger("app.serving.event_loop_watchdog").removeHandler(noting)
+        logging.getLogger("app.serving.event_loop_watchdog").removeHandler(handler)
     assert lag.worst >= 0.9
     assert lag.latest < 0.9
     assert sum(lag.bucket_counts[LAG_BUCKETS.index(0.5) + 1 :]) == 1
@@ -46,7 +46,7 @@ def test_what_blocks_the_loop_is_measured_and_named_in_the_log(
     assert "the event loop resumed after" in caplog.text
 
 
-def test_a_loop_that_stays_blocked_ends_the_process(monkeypatch: pytest.MonkeyPatch):
+def test_a_hung_loop_ends_the_process(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("app.serving.event_loop_watchdog._MIN_TIMEOUT", 0.0)
     hung = threading.Event()
 
@@ -59,7 +59,7 @@ def test_a_loop_that_stays_blocked_ends_the_process(monkeypatch: pytest.MonkeyPa
     assert hung.is_set()
 
 
-def test_an_idle_loop_is_not_hung(monkeypatch: pytest.MonkeyPatch):
+def test_an_idle_loop_does_not_count_as_hung(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("app.serving.event_loop_watchdog._MIN_TIMEOUT", 0.0)
     hung: list[float] = []
 

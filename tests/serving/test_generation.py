@@ -1,4 +1,4 @@
-"""One request's life over a scripted runner: what goes down, what comes up, how it ends."""
+"""Generation with a scripted runner: the jobs that it submits, its events, and its ends."""
 
 import asyncio
 import json
@@ -36,7 +36,17 @@ from app.core.jobs import (
 )
 from app.core.model_files import ModelFiles
 from app.core.ports import Engine, RunnerStatus
-from app.core.requests import Conversation, GenerateRequest, JsonSchema, Message, PromptBatch, Regex
+from app.core.requests import (
+    Conversation,
+    GenerateRequest,
+    JsonSchema,
+    Message,
+    PromptBatch,
+    Regex,
+    Tool,
+    ToolChoice,
+    ToolSchemaPolicy,
+)
 from app.core.sampling_params import SamplingParams
 from app.core.settings import Settings
 from app.grammar import llguidance_backend
@@ -48,7 +58,7 @@ from tests import tiny
 
 
 class FakeRunner:
-    """Answers every job with the same text, a byte a token, and notes what it was asked."""
+    """Answers every job with the same text, one byte per token, and records the jobs."""
 
     def __init__(
         self,
@@ -58,15 +68,17 @@ class FakeRunner:
         logprobs: bool = False,
         capacity: Capacity | None = None,
         miss: CacheMiss | None = None,
+        stop_token_id: int | None = None,
     ) -> None:
+        self.stop_token_id = stop_token_id
         self.capacity = capacity
         self.miss = miss
         self.bytes = text.encode() if isinstance(text, str) else text
         self.reason = reason
         self.logprobs = logprobs
         self.jobs: list[Job] = []
-        self.kept: int | None = None
-        self.left = 0
+        self.kept_tokens: int | None = None
+        self.num_closed = 0
 
     def updates(self, job: Job) -> Sequence[JobUpdate]:
         tokens = [
@@ -84,10 +96,16 @@ class FakeRunner:
             Started(job_id=job.id, cached_tokens=3, timestamp_ns=1000, miss=self.miss),
             Prefilled(job_id=job.id, computed_tokens=len(job.prompt_token_ids)),
             *tokens,
-            Ended(job_id=job.id, reason=self.reason, timestamp_ns=5000, error=error),
+            Ended(
+                job_id=job.id,
+                reason=self.reason,
+                timestamp_ns=5000,
+                error=error,
+                stop_token_id=self.stop_token_id,
+            ),
         ]
 
-    # as a submission
+    # the attributes of a submission
     started_ns: int | None = None
     ended_ns: int | None = None
 
@@ -102,19 +120,19 @@ class FakeRunner:
         try:
             yield self
         finally:
-            self.left += 1
+            self.num_closed += 1
 
     async def __aiter__(self) -> AsyncIterator[JobUpdate]:
         for update in self.updates(self.jobs[-1]):
             yield update
 
     def limit_cached_tokens(self, tokens: int) -> None:
-        self.kept = tokens
+        self.kept_tokens = tokens
 
     async def start(self, files: ModelFiles) -> None: ...
 
     async def embed(self, job: EmbedJob) -> Sequence[bytes]:
-        raise AssertionError("nothing is embedded here")
+        raise AssertionError("this runner does not embed")
 
     async def stop(self) -> None: ...
 
@@ -137,7 +155,7 @@ def request(**changes: Any) -> GenerateRequest:
     return GenerateRequest(**{"model": "tiny", "prompt": "hello", **changes})
 
 
-def events(
+def collect_events(
     files: ModelFiles, runner: Engine, settings: Settings = PLAIN, **changes: Any
 ) -> list[Event]:
     async def collect() -> list[Event]:
@@ -147,11 +165,11 @@ def events(
     return asyncio.run(collect())
 
 
-def text_of(found: list[Event]) -> str:
-    return "".join(event.text for event in found if isinstance(event, TextDelta))
+def join_text(received: list[Event]) -> str:
+    return "".join(event.text for event in received if isinstance(event, TextDelta))
 
 
-def refusal(
+def get_error(
     files: ModelFiles,
     settings: Settings = PLAIN,
     capacity: Capacity | None = None,
@@ -159,32 +177,34 @@ def refusal(
 ) -> AppError:
     runner = FakeRunner("x", capacity=capacity)
     with pytest.raises(AppError) as caught:
-        events(files, runner, settings, **changes)
-    assert not runner.jobs, "a refused request must not reach the runner"
+        collect_events(files, runner, settings, **changes)
+    assert not runner.jobs, "a rejected request must not reach the runner"
     return caught.value
 
 
-def test_a_grammar_reaches_the_runner_as_it_is(files: ModelFiles) -> None:
+def test_a_grammar_is_passed_to_the_runner_unchanged(files: ModelFiles) -> None:
     grammar = JsonSchema(text='{"type":"integer"}')
     runner = FakeRunner("7")
-    events(files, runner, grammar=grammar)
+    collect_events(files, runner, grammar=grammar)
     assert runner.jobs[0].grammar == grammar
 
 
-def test_progress_says_of_which_prompt(files: ModelFiles) -> None:
-    said = events(files, FakeRunner("hi"), prompt=PromptBatch(prompts=("hello", "good day")), n=2)
+def test_progress_has_the_index_of_its_prompt(files: ModelFiles) -> None:
+    progress = collect_events(
+        files, FakeRunner("hi"), prompt=PromptBatch(prompts=("hello", "good day")), n=2
+    )
     totals = {
         (event.prompt_index, event.total_tokens)
-        for event in said
+        for event in progress
         if isinstance(event, PrefillProgress)
     }
     assert {prompt for prompt, _ in totals} == {0, 1}
     assert len(totals) == 2
 
 
-def test_events_come_in_their_order(files: ModelFiles) -> None:
+def test_events_come_in_order(files: ModelFiles) -> None:
     runner = FakeRunner("hi")
-    assert events(files, runner) == [
+    assert collect_events(files, runner) == [
         PrefillProgress(computed_tokens=3, total_tokens=5),
         PrefillProgress(computed_tokens=5, total_tokens=5),
         TextDelta(text="h"),
@@ -197,7 +217,7 @@ def test_events_come_in_their_order(files: ModelFiles) -> None:
             ),
         ),
     ]
-    assert runner.left == 1
+    assert runner.num_closed == 1
 
 
 def _any(kind: type) -> Any:
@@ -210,20 +230,20 @@ def _any(kind: type) -> Any:
     return Any_()
 
 
-def test_characters_are_never_cut(files: ModelFiles) -> None:
-    found = events(files, FakeRunner("aé🎉z"))
-    assert [e.text for e in found if isinstance(e, TextDelta)] == ["a", "é", "🎉", "z"]
+def test_characters_are_never_split(files: ModelFiles) -> None:
+    received = collect_events(files, FakeRunner("aé🎉z"))
+    assert [e.text for e in received if isinstance(e, TextDelta)] == ["a", "é", "🎉", "z"]
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
-def test_the_engines_reason_is_told(files: ModelFiles, reason: str) -> None:
-    finish = events(files, FakeRunner("x", reason=reason))[-1]
+def test_the_finish_reason_of_the_engine_is_reported(files: ModelFiles, reason: str) -> None:
+    finish = collect_events(files, FakeRunner("x", reason=reason))[-1]
     assert isinstance(finish, Finish)
     assert finish.reason == reason
 
 
 @pytest.mark.parametrize(
-    ("said", "stops", "shown", "kept", "read"),
+    ("generated", "stops", "expected", "kept_tokens", "num_tokens"),
     [
         ("one two three", ("two",), "one ", 4, 7),
         ("one two three", ("e t", "zzz"), "on", 2, 5),
@@ -231,52 +251,63 @@ def test_the_engines_reason_is_told(files: ModelFiles, reason: str) -> None:
         ("abc", ("b", "ab"), "", 0, 2),
     ],
 )
-def test_a_stop_string_ends_the_answer_and_the_cache_holds_what_was_seen(
-    files: ModelFiles, said: str, stops: tuple[str, ...], shown: str, kept: int, read: int
+def test_a_stop_string_ends_the_answer_and_limits_the_cached_tokens(
+    files: ModelFiles,
+    generated: str,
+    stops: tuple[str, ...],
+    expected: str,
+    kept_tokens: int,
+    num_tokens: int,
 ) -> None:
-    runner = FakeRunner(said, reason="length")
-    found = events(files, runner, stop=stops)
-    finish = found[-1]
+    runner = FakeRunner(generated, reason="length")
+    received = collect_events(files, runner, stop=stops)
+    finish = received[-1]
     assert isinstance(finish, Finish)
-    assert (text_of(found), finish.reason) == (shown, "stop")
-    assert (runner.kept, finish.usage.completion_tokens, runner.left) == (kept, read, 1)
+    assert (join_text(received), finish.reason) == (expected, "stop")
+    assert (runner.kept_tokens, finish.usage.completion_tokens, runner.num_closed) == (
+        kept_tokens,
+        num_tokens,
+        1,
+    )
 
 
-def test_what_was_held_back_for_a_stop_string_is_given_out_at_the_end(files: ModelFiles) -> None:
-    found = events(files, FakeRunner("one tw", reason="length"), stop=("two",))
-    assert text_of(found) == "one tw"
-    assert isinstance(found[-1], Finish)
-    assert found[-1].reason == "length"
+def test_text_held_back_for_a_stop_string_is_sent_at_the_end(files: ModelFiles) -> None:
+    received = collect_events(files, FakeRunner("one tw", reason="length"), stop=("two",))
+    assert join_text(received) == "one tw"
+    assert isinstance(received[-1], Finish)
+    assert received[-1].reason == "length"
 
 
-def test_half_a_character_at_the_end_is_told_to_be_broken(files: ModelFiles) -> None:
-    assert text_of(events(files, FakeRunner(b"a\xf0\x9f"))) == "a\ufffd"
+def test_an_incomplete_character_at_the_end_becomes_a_replacement_character(
+    files: ModelFiles,
+) -> None:
+    assert join_text(collect_events(files, FakeRunner(b"a\xf0\x9f"))) == "a\ufffd"
 
 
 @given(
     text=st.text(st.sampled_from("abé🎉"), max_size=12),
     stops=st.lists(st.text(st.sampled_from("abé🎉"), min_size=1, max_size=3), max_size=3),
 )
-def test_logprobs_belong_to_the_tokens_in_sight(
+def test_logprobs_cover_exactly_the_visible_text(
     files: ModelFiles, text: str, stops: list[str]
 ) -> None:
     runner = FakeRunner(text, logprobs=True)
-    found = events(files, runner, stop=tuple(stops), top_logprobs=2)
-    entries = [entry for e in found if isinstance(e, TextDelta) for entry in e.logprobs]
-    assert b"".join(entry.token_bytes for entry in entries) == text_of(found).encode()
+    received = collect_events(files, runner, stop=tuple(stops), top_logprobs=2)
+    entries = [entry for e in received if isinstance(e, TextDelta) for entry in e.logprobs]
+    assert b"".join(entry.token_bytes for entry in entries) == join_text(received).encode()
     for entry in entries:
         assert [top.logprob for top in entry.top_logprobs] == [-0.5, -1.5]
         assert entry.top_logprobs[1].text == "A"
 
 
-def test_an_engine_error_is_raised_to_whoever_listens(files: ModelFiles) -> None:
+def test_an_engine_error_is_raised_in_the_stream(files: ModelFiles) -> None:
     runner = FakeRunner("half an ans", reason="error")
     with pytest.raises(AppError, match="planted") as caught:
-        events(files, runner)
-    assert (caught.value.kind, runner.left) == (ErrorKind.ENGINE, 1)
+        collect_events(files, runner)
+    assert (caught.value.kind, runner.num_closed) == (ErrorKind.ENGINE, 1)
 
 
-def test_a_grammar_that_becomes_too_complex_is_an_error_of_the_request(
+def test_a_too_complex_grammar_is_an_error_of_the_request(
     files: ModelFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llguidance_backend, "_MAX_LEXER_STATES", -50)
@@ -286,8 +317,8 @@ def test_a_grammar_that_becomes_too_complex_is_an_error_of_the_request(
         runner = ThreadRunner(PLAIN)
         await runner.start(files)
         try:
-            asked = request(grammar=many_states, max_tokens=200, sampling={"seed": 3})
-            async with Generation(files, Admission(runner, 4), PLAIN).open(asked) as stream:
+            request_ = request(grammar=many_states, max_tokens=200, sampling={"seed": 3})
+            async with Generation(files, Admission(runner, 4), PLAIN).open(request_) as stream:
                 async for _ in stream:
                     pass
         finally:
@@ -298,20 +329,57 @@ def test_a_grammar_that_becomes_too_complex_is_an_error_of_the_request(
     assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, "guided_regex")
 
 
-def test_leaving_early_leaves_the_runner(files: ModelFiles) -> None:
+class StrictRunner(FakeRunner):
+    """Rejects every grammar with `pattern`."""
+
+    @asynccontextmanager
+    async def submit(self, job: Job) -> AsyncIterator[FakeRunner]:
+        if "pattern" in getattr(job.grammar, "text", ""):
+            raise AppError(ErrorKind.INVALID, "unsupported", param="tools.0.parameters")
+        async with super().submit(job) as submission:
+            yield submission
+
+
+def called_tool(choice: ToolChoice, policy: ToolSchemaPolicy) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "x"}}}
+    tool = Tool(name="f", description=None, parameters=schema, strict=True, param="tools.0")
+    return {
+        "prompt": Conversation(messages=(Message(role="user", content="hi"),)),
+        "tools": (tool,),
+        "tool_choice": choice,
+        "tool_schemas": policy,
+    }
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_schemas_that_are_not_supported_are_ignored_where_they_are_preferred(
+    files: ModelFiles, choice: ToolChoice
+) -> None:
+    runner = StrictRunner("x")
+    collect_events(files, runner, **called_tool(choice, "prefer"))
+    [job] = runner.jobs
+    assert (job.grammar is None) == (choice == "auto")
+    plain = FakeRunner("x")
+    collect_events(files, plain, **called_tool(choice, "enforce"))
+    assert job.prompt_token_ids == plain.jobs[0].prompt_token_ids
+    with pytest.raises(AppError, match="unsupported"):
+        collect_events(files, StrictRunner("x"), **called_tool(choice, "enforce"))
+
+
+def test_closing_the_stream_early_closes_the_job(files: ModelFiles) -> None:
     runner = FakeRunner("hello")
 
-    async def leave() -> None:
+    async def disconnect() -> None:
         async with Generation(files, runner, PLAIN).open(request()) as stream:
             await anext(stream)
 
-    asyncio.run(leave())
-    assert (runner.left, runner.kept) == (1, None)
+    asyncio.run(disconnect())
+    assert (runner.num_closed, runner.kept_tokens) == (1, None)
 
 
-def test_a_job_carries_what_the_request_asked(files: ModelFiles) -> None:
+def test_a_job_has_the_parameters_of_the_request(files: ModelFiles) -> None:
     runner = FakeRunner("x")
-    events(
+    collect_events(
         files,
         runner,
         prompt=(1, 2, 3),
@@ -327,33 +395,33 @@ def test_a_job_carries_what_the_request_asked(files: ModelFiles) -> None:
     assert job.stop_token_ids == {tiny.END}
 
 
-def test_conversations_go_through_the_models_template(files: ModelFiles) -> None:
+def test_conversations_are_rendered_with_the_chat_template(files: ModelFiles) -> None:
     runner = FakeRunner("x")
-    said = Conversation(messages=(Message(role="user", content="hi"),))
-    events(files, runner, prompt=said)
+    conversation = Conversation(messages=(Message(role="user", content="hi"),))
+    collect_events(files, runner, prompt=conversation)
     assert bytes(runner.jobs[0].prompt_token_ids) == b"user: hi\nassistant: "
 
 
-@pytest.mark.parametrize(("asked", "granted"), [(None, 4091), (5000, 4091), (10, 10)])
-def test_answers_end_where_the_context_ends(
-    files: ModelFiles, asked: int | None, granted: int
+@pytest.mark.parametrize(("requested", "expected"), [(None, 4091), (5000, 4091), (10, 10)])
+def test_max_tokens_is_limited_by_the_context(
+    files: ModelFiles, requested: int | None, expected: int
 ) -> None:
     runner = FakeRunner("x")
-    events(files, runner, max_tokens=asked)
-    assert runner.jobs[0].max_tokens == granted
+    collect_events(files, runner, max_tokens=requested)
+    assert runner.jobs[0].max_tokens == expected
 
 
-def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(files: ModelFiles) -> None:
-    error = refusal(files, prompt="x" * 4096)
+def test_a_prompt_that_fills_the_context_is_rejected_with_both_numbers(files: ModelFiles) -> None:
+    error = get_error(files, prompt="x" * 4096)
     assert (error.kind, error.param) == (ErrorKind.CONTEXT_LENGTH, "prompt")
     assert "4096 tokens, but the model's context is 4096" in error.message
     runner = FakeRunner("x")
-    events(files, runner, prompt="x" * 4095)
+    collect_events(files, runner, prompt="x" * 4095)
     assert runner.jobs[0].max_tokens == 1
 
 
-def test_a_prompt_far_beyond_the_context_is_not_read_to_its_end(files: ModelFiles) -> None:
-    error = refusal(files, prompt="x" * 5_000_000)
+def test_a_huge_prompt_is_tokenized_only_up_to_a_bound(files: ModelFiles) -> None:
+    error = get_error(files, prompt="x" * 5_000_000)
     assert error.kind is ErrorKind.CONTEXT_LENGTH
     assert "more than 32768 tokens, but the model's context is 4096" in error.message
 
@@ -367,14 +435,14 @@ def test_a_prompt_far_beyond_the_context_is_not_read_to_its_end(files: ModelFile
         ({"sampling": {"logit_bias": ((tiny.VOCAB, 1.0),)}}, ErrorKind.INVALID, "logit_bias"),
     ],
 )
-def test_what_cannot_be_generated_is_refused(
+def test_invalid_requests_are_rejected(
     files: ModelFiles, changes: dict[str, Any], kind: ErrorKind, param: str
 ) -> None:
-    error = refusal(files, **changes)
+    error = get_error(files, **changes)
     assert (error.kind, error.param) == (kind, param)
 
 
-def test_the_models_defaults_stand_between_ours_and_the_request(
+def test_the_models_defaults_override_ours_and_the_request_overrides_both(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     for file in tiny_model.iterdir():
@@ -382,37 +450,37 @@ def test_the_models_defaults_stand_between_ours_and_the_request(
     recommended = {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
     (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
     files, runner = store.resolve(str(tmp_path)), FakeRunner("x")
-    events(files, runner, model=files.name, sampling={"top_p": 1.0})
+    collect_events(files, runner, model=files.name, sampling={"top_p": 1.0})
     assert runner.jobs[0].sampling == SamplingParams(temperature=0.6, top_k=20, top_p=1.0)
 
 
-def test_a_broken_recommendation_is_told_before_anything_is_served(files: ModelFiles) -> None:
-    broken = replace(files, generation_config={"temperature": "hot"})
+def test_an_invalid_generation_config_is_a_startup_error(files: ModelFiles) -> None:
+    invalid = replace(files, generation_config={"temperature": "hot"})
     with pytest.raises(AppError, match=r"generation_config\.json of .*: temperature is 'hot'"):
-        Generation(broken, FakeRunner("x"), PLAIN)
+        Generation(invalid, FakeRunner("x"), PLAIN)
 
 
-@pytest.mark.parametrize(("asked", "granted"), [(None, 9), (20, 20), (3, 3)])
-def test_the_models_own_length_of_an_answer_is_for_whoever_names_none(
-    files: ModelFiles, asked: int | None, granted: int
+@pytest.mark.parametrize(("requested", "expected"), [(None, 9), (20, 20), (3, 3)])
+def test_max_new_tokens_of_the_model_is_the_default(
+    files: ModelFiles, requested: int | None, expected: int
 ) -> None:
-    brief, runner = replace(files, generation_config={"max_new_tokens": 9}), FakeRunner("x")
-    events(brief, runner, max_tokens=asked)
-    events(brief, runner, SHIFTING, max_tokens=asked)
-    assert [job.max_tokens for job in runner.jobs] == [granted, granted]
+    short_answers, runner = replace(files, generation_config={"max_new_tokens": 9}), FakeRunner("x")
+    collect_events(short_answers, runner, max_tokens=requested)
+    collect_events(short_answers, runner, SHIFTING, max_tokens=requested)
+    assert [job.max_tokens for job in runner.jobs] == [expected, expected]
 
 
-def test_the_models_stop_strings_end_an_answer_beside_the_requests(files: ModelFiles) -> None:
-    ending = replace(files, generation_config={"stop_strings": ["two", "</s>", "<s>"]})
+def test_stop_strings_of_the_model_and_of_the_request_are_used(files: ModelFiles) -> None:
+    with_stops = replace(files, generation_config={"stop_strings": ["two", "</s>", "<s>"]})
     runner = FakeRunner("one two three")
-    assert text_of(events(ending, runner)) == "one "
-    assert text_of(events(ending, runner, stop=("e",))) == "on"
-    assert text_of(events(ending, runner, stop=("three",))) == "one "
-    # a special token is no text that could be found
+    assert join_text(collect_events(with_stops, runner)) == "one "
+    assert join_text(collect_events(with_stops, runner, stop=("e",))) == "on"
+    assert join_text(collect_events(with_stops, runner, stop=("three",))) == "one "
+    # a special token becomes a stop token, not a stop string
     assert runner.jobs[0].stop_token_ids == {tiny.BOS, tiny.END}
 
 
-def said(*roles: str) -> Conversation:
+def build_conversation(*roles: str) -> Conversation:
     return Conversation(messages=tuple(Message(role=role, content="hi") for role in roles))
 
 
@@ -421,101 +489,136 @@ def said(*roles: str) -> Conversation:
     [
         (("user",), b"system: Be kind.\nuser: hi\n"),
         (("system", "user"), b"system: hi\nuser: hi\n"),
-        (("user", "system"), b"user: hi\nsystem: hi\n"),
+        (("user", "system"), b"system: Be kind.\nuser: hi\nsystem: hi\n"),
         (("developer", "user"), b"system: hi\nuser: hi\n"),
     ],
 )
-def test_the_models_system_prompt_is_for_conversations_without_one(
+def test_the_models_system_prompt_is_added_to_conversations_without_one(
     files: ModelFiles, roles: tuple[str, ...], prompt: bytes
 ) -> None:
-    told, runner = replace(files, system_prompt="Be kind."), FakeRunner("x")
-    events(told, runner, prompt=said(*roles))
+    with_prompt, runner = replace(files, system_prompt="Be kind."), FakeRunner("x")
+    collect_events(with_prompt, runner, prompt=build_conversation(*roles))
     assert bytes(runner.jobs[0].prompt_token_ids) == prompt + b"assistant: "
-    events(told, runner, prompt="hi")
+    collect_events(with_prompt, runner, prompt="hi")
     assert bytes(runner.jobs[1].prompt_token_ids) == b"hi"
 
 
-def test_the_context_that_the_makers_want_is_promised_until_the_model_is_loaded(
+def test_the_recommended_context_is_used_until_the_model_is_loaded(
     files: ModelFiles,
 ) -> None:
     short = replace(files, recommended_context=64)
     assert Generation(short, FakeRunner("x"), PLAIN).context_length == 64
     longer = Generation(short, FakeRunner("x"), Settings(context=128))
     assert longer.context_length == 128
-    message = refusal(short, prompt="x" * 64).message
+    message = get_error(short, prompt="x" * 64).message
     assert "the server's context is 64 tokens" in message
     assert "--context" in message
 
 
-class TestIdsThatOnlyOneSideHas:
-    """A model's rows are rounded up; a tokenizer may have been given more tokens."""
+TRIMS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
-    def test_ids_that_are_no_token_are_never_favoured(self, files: ModelFiles) -> None:
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_the_next_prompt_has_the_bytes_that_were_generated(files: ModelFiles, reason: str) -> None:
+    """Only of a turn that the model ended itself: the rest of another is in no cache."""
+    runner = FakeRunner("\n seven \n", reason=reason)
+    generation = Generation(replace(files, chat_template=TRIMS), runner, PLAIN)
+    user, answer = Message(role="user", content="hi"), Message(role="assistant", content="seven")
+
+    async def ask(*messages: Message) -> bytes:
+        asked = request(prompt=Conversation(messages=messages), caller="one")
+        async with generation.open(asked) as stream:
+            assert [event async for event in stream]
+        counted = await generation.tokenize_chat(asked)
+        assert tuple(counted) == runner.jobs[-1].prompt_token_ids
+        return bytes(id for id in counted if id < 256)
+
+    first = asyncio.run(ask(user))
+    second = asyncio.run(ask(user, answer, user))
+    generated = runner.bytes if reason == "stop" else b"seven"
+    assert second == first + generated + b"user: hiassistant: "
+
+
+class TestIdsThatOnlyOneSideHas:
+    """The embedding rows of a model may be padded; a tokenizer may have more tokens."""
+
+    def test_ids_without_a_token_are_rejected_in_logit_bias(self, files: ModelFiles) -> None:
         padded = replace(files, config={**files.config, "vocab_size": 320})
         bias = {"logit_bias": ((tiny.VOCAB, 1.0),)}
-        error = refusal(padded, sampling=bias)
+        error = get_error(padded, sampling=bias)
         assert (error.kind, error.param) == (ErrorKind.INVALID, "logit_bias")
-        assert f"whose ids are 0 to {tiny.VOCAB - 1}" in error.message
+        assert f"whose IDs are 0 to {tiny.VOCAB - 1}" in error.message
 
-    def test_they_may_be_read(self, files: ModelFiles) -> None:
-        """They have rows, and it is the client that sent them."""
+    def test_ids_without_a_token_are_accepted_in_prompts(self, files: ModelFiles) -> None:
+        """They have embedding rows, and the client sent them on purpose."""
         padded = replace(files, config={**files.config, "vocab_size": 320})
         runner = FakeRunner("x")
-        events(padded, runner, prompt=(1, 319))
+        collect_events(padded, runner, prompt=(1, 319))
         assert runner.jobs[0].prompt_token_ids == (1, 319)
-        assert refusal(padded, prompt=(1, 320)).kind is ErrorKind.INVALID
+        assert get_error(padded, prompt=(1, 320)).kind is ErrorKind.INVALID
 
-    def test_tokens_that_the_model_has_no_rows_for_are_refused(self, files: ModelFiles) -> None:
+    def test_tokens_without_an_embedding_row_are_rejected(self, files: ModelFiles) -> None:
         small = replace(files, config={**files.config, "vocab_size": tiny.END})
-        events(small, FakeRunner("x"), prompt="hello<s>")
-        error = refusal(small, prompt="hello</s>")
+        collect_events(small, FakeRunner("x"), prompt="hello<s>")
+        error = get_error(small, prompt="hello</s>")
         assert (error.kind, error.param) == (ErrorKind.INVALID, "prompt")
         assert "the prompt contains '</s>', a token that the tokenizer has" in error.message
-        assert refusal(small, prompt=(tiny.END,)).kind is ErrorKind.INVALID
+        assert get_error(small, prompt=(tiny.END,)).kind is ErrorKind.INVALID
 
-    def test_an_end_that_is_no_token_is_left_out(self, files: ModelFiles) -> None:
+    def test_an_eos_id_without_a_token_is_ignored(self, files: ModelFiles) -> None:
         runner = FakeRunner("x")
-        events(replace(files, config={**files.config, "eos_token_id": [tiny.END, 999]}), runner)
+        collect_events(
+            replace(files, config={**files.config, "eos_token_id": [tiny.END, 999]}), runner
+        )
         assert runner.jobs[0].stop_token_ids == {tiny.END}
 
 
-def run(files: ModelFiles, use: Callable[[Generation], Any]) -> Any:
+def run_with_generation(files: ModelFiles, use: Callable[[Generation], Any]) -> Any:
     async def body() -> Any:
         return await use(Generation(files, FakeRunner("x"), PLAIN))
 
     return asyncio.run(body())
 
 
-def test_text_becomes_ids_and_text_again(files: ModelFiles) -> None:
-    assert run(files, lambda g: g.tokenize("hé")) == list("hé".encode())
-    assert run(files, lambda g: g.tokenize("")) == []
-    assert run(files, lambda g: g.detokenize([104, tiny.END])) == "h</s>"
+def test_text_is_tokenized_and_detokenized(files: ModelFiles) -> None:
+    assert run_with_generation(files, lambda g: g.tokenize("hé")) == list("hé".encode())
+    assert run_with_generation(files, lambda g: g.tokenize("")) == []
+    assert run_with_generation(files, lambda g: g.detokenize([104, tiny.END])) == "h</s>"
     with pytest.raises(AppError, match="not a token"):
-        run(files, lambda g: g.detokenize([9999]))
+        run_with_generation(files, lambda g: g.detokenize([9999]))
 
 
-def test_special_tokens_are_added_or_not(files: ModelFiles) -> None:
-    begun = replace(files, tokenizer_config={**files.tokenizer_config, "add_bos_token": True})
-    assert run(begun, lambda g: g.tokenize("h")) == [tiny.BOS, 104]
-    assert run(begun, lambda g: g.tokenize("h", add_special_tokens=False)) == [104]
-    assert run(begun, lambda g: g.tokenize("</s>", add_special_tokens=False)) == [tiny.END]
+def test_special_tokens_are_added_on_request(files: ModelFiles) -> None:
+    with_bos = replace(files, tokenizer_config={**files.tokenizer_config, "add_bos_token": True})
+    assert run_with_generation(with_bos, lambda g: g.tokenize("h")) == [tiny.BOS, 104]
+    assert run_with_generation(with_bos, lambda g: g.tokenize("h", add_special_tokens=False)) == [
+        104
+    ]
+    assert run_with_generation(
+        with_bos, lambda g: g.tokenize("</s>", add_special_tokens=False)
+    ) == [tiny.END]
 
 
-def test_a_conversations_prompt_has_the_ids_that_are_evaluated(files: ModelFiles) -> None:
+def test_tokenize_chat_returns_the_ids_of_the_prompt(files: ModelFiles) -> None:
     runner, messages = FakeRunner("x"), (Message(role="user", content="hé"),)
-    events(files, runner, prompt=Conversation(messages=messages))
+    collect_events(files, runner, prompt=Conversation(messages=messages))
     request = GenerateRequest(model=files.name, prompt=Conversation(messages=messages))
-    assert run(files, lambda g: g.tokenize_chat(request)) == [*runner.jobs[0].prompt_token_ids]
+    assert run_with_generation(files, lambda g: g.tokenize_chat(request)) == [
+        *runner.jobs[0].prompt_token_ids
+    ]
     open_ended = replace(request, chat_template_kwargs={"add_generation_prompt": False})
-    found = run(files, lambda g: g.tokenize_chat(open_ended))
-    assert bytes(found).decode() == "user: hé\n"
+    received = run_with_generation(files, lambda g: g.tokenize_chat(open_ended))
+    assert bytes(received).decode() == "user: hé\n"
 
 
-def test_a_conversation_longer_than_the_context_is_counted_too(files: ModelFiles) -> None:
+def test_a_conversation_longer_than_the_context_can_be_tokenized(files: ModelFiles) -> None:
     long = Conversation(messages=(Message(role="user", content="x" * 9000),))
     request = GenerateRequest(model=files.name, prompt=long)
     assert (
-        len(run(files, lambda g: g.tokenize_chat(request)))
+        len(run_with_generation(files, lambda g: g.tokenize_chat(request)))
         > 9000
         > tiny.CONFIG["max_position_embeddings"]
     )
@@ -523,51 +626,56 @@ def test_a_conversation_longer_than_the_context_is_counted_too(files: ModelFiles
 
 def test_tokens_have_bytes(files: ModelFiles) -> None:
     ids = [104, 195, tiny.END, 9999]
-    assert run(files, lambda g: g.get_token_bytes(ids)) == [b"h", b"\xc3", b"</s>", b""]
+    assert run_with_generation(files, lambda g: g.get_token_bytes(ids)) == [
+        b"h",
+        b"\xc3",
+        b"</s>",
+        b"",
+    ]
 
 
-def test_the_tokenizer_is_described_with_the_context_that_is_served(files: ModelFiles) -> None:
-    found = run(files, lambda g: g.get_tokenizer_info())
-    assert (found["eos_token"], found["model_max_length"]) == ("</s>", 4096)
-    assert found["chat_template"] == tiny.CHAT_TEMPLATE
+def test_tokenizer_info_has_the_context_of_the_server(files: ModelFiles) -> None:
+    received = run_with_generation(files, lambda g: g.get_tokenizer_info())
+    assert (received["eos_token"], received["model_max_length"]) == ("</s>", 4096)
+    assert received["chat_template"] == tiny.CHAT_TEMPLATE
 
 
-def capacity(context: int, **changes: Any) -> Capacity:
-    """An engine in which a position takes one KiB."""
-    given: dict[str, Any] = {
+def build_capacity(context: int, **changes: Any) -> Capacity:
+    """The capacity of an engine in which a position takes one KiB."""
+    defaults: dict[str, Any] = {
         "parallel": 2,
         "context_length": context,
         "kv_budget": 1 << 30,
         "kv_bytes_per_sequence": context << 10,
     }
-    return Capacity(**{**given, **changes})
+    return Capacity(**{**defaults, **changes})
 
 
-def test_before_the_model_is_loaded_the_asked_context_counts(files: ModelFiles) -> None:
+def test_the_configured_context_is_used_before_the_model_is_loaded(files: ModelFiles) -> None:
     generation = Generation(files, FakeRunner("x"), Settings(context=100))
     assert generation.context_length == 100
-    error = refusal(files, Settings(context=100), prompt="x" * 100)
+    error = get_error(files, Settings(context=100), prompt="x" * 100)
     assert "100 tokens, but the server's context is 100 tokens" in error.message
     assert "the model's own is 4096" in error.message
     assert "--context" in error.message
 
 
-def test_a_context_beyond_the_models_own_does_not_stretch_it(files: ModelFiles) -> None:
+def test_the_context_is_limited_by_the_model(files: ModelFiles) -> None:
     generation = Generation(files, FakeRunner("x"), Settings(context=9999))
     assert generation.context_length == 4096
 
 
-def test_what_the_engine_can_do_is_what_is_promised_and_granted(files: ModelFiles) -> None:
-    runner = FakeRunner("x", capacity=capacity(50))
+def test_the_context_is_limited_by_the_capacity_of_the_engine(files: ModelFiles) -> None:
+    runner = FakeRunner("x", capacity=build_capacity(50))
     assert Generation(files, runner, PLAIN).context_length == 50
-    events(files, runner, prompt="x" * 20)
-    events(files, runner, prompt="x" * 20, max_tokens=1000)
+    collect_events(files, runner, prompt="x" * 20)
+    collect_events(files, runner, prompt="x" * 20, max_tokens=1000)
     assert [job.max_tokens for job in runner.jobs] == [30, 30]
 
 
-def test_a_prompt_that_never_fits_memory_is_refused_with_both_numbers(files: ModelFiles) -> None:
-    scarce = capacity(2048, limited_by_memory=True)
-    error = refusal(files, capacity=scarce, prompt="x" * 3071)
+def test_a_prompt_that_never_fits_memory_is_rejected_with_both_numbers(files: ModelFiles) -> None:
+    limited = build_capacity(2048, limited_by_memory=True)
+    error = get_error(files, capacity=limited, prompt="x" * 3071)
     assert (error.kind, error.param) == (ErrorKind.CONTEXT_LENGTH, "prompt")
     assert "has 3071 tokens, but only 2048 tokens fit in memory" in error.message
     assert "about 3.0 MiB" in error.message
@@ -575,83 +683,83 @@ def test_a_prompt_that_never_fits_memory_is_refused_with_both_numbers(files: Mod
     assert "--memory" in error.message
 
 
-@pytest.mark.parametrize(("asked", "granted"), [(None, 640), (7, 7), (10**12, 10**12)])
-def test_an_answer_may_outgrow_a_context_that_shifts(
-    files: ModelFiles, asked: int | None, granted: int
+@pytest.mark.parametrize(("requested", "expected"), [(None, 640), (7, 7), (10**12, 10**12)])
+def test_an_answer_may_be_longer_than_a_shifting_context(
+    files: ModelFiles, requested: int | None, expected: int
 ) -> None:
     runner = FakeRunner("x")
-    events(files, runner, SHIFTING, max_tokens=asked)
-    assert runner.jobs[0].max_tokens == granted
+    collect_events(files, runner, SHIFTING, max_tokens=requested)
+    assert runner.jobs[0].max_tokens == expected
 
 
-def test_a_prompt_beyond_a_context_that_shifts_loses_its_middle(files: ModelFiles) -> None:
+def test_a_prompt_beyond_a_shifting_context_loses_its_middle(files: ModelFiles) -> None:
     runner = FakeRunner("x")
     text = "abcdefghij" * 20
-    events(files, runner, SHIFTING, prompt=tuple(range(200)), num_keep=10)
+    collect_events(files, runner, SHIFTING, prompt=tuple(range(200)), num_keep=10)
     assert runner.jobs[0].prompt_token_ids == (*range(10), *range(200 - 53, 200))
     assert (len(runner.jobs[0].prompt_token_ids), runner.jobs[0].num_keep) == (63, 10)
-    events(files, runner, SHIFTING, prompt=text, num_keep=0)
+    collect_events(files, runner, SHIFTING, prompt=text, num_keep=0)
     assert bytes(runner.jobs[1].prompt_token_ids).decode() == text[-63:]
 
 
-def test_the_end_of_a_very_long_prompt_is_read_where_contexts_shift(files: ModelFiles) -> None:
+def test_the_end_of_a_very_long_prompt_is_kept_with_context_shift(files: ModelFiles) -> None:
     runner = FakeRunner("x")
-    events(files, runner, SHIFTING, prompt="x" * 5000 + "the end")
+    collect_events(files, runner, SHIFTING, prompt="x" * 5000 + "the end")
     assert bytes(runner.jobs[0].prompt_token_ids).endswith(b"xthe end")
 
 
 @pytest.mark.parametrize(
-    ("prompt", "num_keep", "kept"),
+    ("prompt", "num_keep", "kept_tokens"),
     [
         ((1, 2, 3, 4, 5, 6), None, DEFAULT_NUM_KEEP),
         ((1, 2, 3, 4, 5, 6), 0, 0),
         ((1, 2, 3, 4, 5, 6), 2, 2),
-        ((tiny.BOS, 2, 3, 4, 5, 6), 2, 3),  # whoever counts, counts text
+        ((tiny.BOS, 2, 3, 4, 5, 6), 2, 3),  # num_keep counts text tokens only
         ((1, 2, 3, 4, 5, 6), -1, 6),
         (tuple(range(200)), -1, 63),
         (tuple(range(200)), 10**9, 63),
     ],
 )
-def test_what_a_shift_never_discards(
-    files: ModelFiles, prompt: tuple[int, ...], num_keep: int | None, kept: int
+def test_num_keep_tokens_are_never_discarded(
+    files: ModelFiles, prompt: tuple[int, ...], num_keep: int | None, kept_tokens: int
 ) -> None:
     runner = FakeRunner("x")
-    events(files, runner, SHIFTING, prompt=prompt, num_keep=num_keep)
-    assert runner.jobs[0].num_keep == kept
+    collect_events(files, runner, SHIFTING, prompt=prompt, num_keep=num_keep)
+    assert runner.jobs[0].num_keep == kept_tokens
     assert runner.jobs[0].prompt_token_ids[-1] == prompt[-1]
 
 
-def test_an_empty_prompt_is_refused_where_contexts_shift_too(files: ModelFiles) -> None:
-    assert refusal(files, SHIFTING, prompt="").kind is ErrorKind.INVALID
+def test_an_empty_prompt_is_rejected_with_context_shift(files: ModelFiles) -> None:
+    assert get_error(files, SHIFTING, prompt="").kind is ErrorKind.INVALID
 
 
-@pytest.mark.parametrize(("most", "text"), [(0.0, "a"), (25e-9, "abcd"), (1.0, "abcdef")])
-def test_an_answer_is_cut_when_its_time_is_up(files: ModelFiles, most: float, text: str) -> None:
-    """The script's tokens are ten nanoseconds apart, and time counts from the first."""
+@pytest.mark.parametrize(("max_time", "text"), [(0.0, "a"), (25e-9, "abcd"), (1.0, "abcdef")])
+def test_an_answer_ends_after_max_time(files: ModelFiles, max_time: float, text: str) -> None:
+    """The tokens of the script are ten nanoseconds apart; the time counts from the first one."""
     runner = FakeRunner("abcdef", reason="stop")
-    found = events(files, runner, Settings(max_time=most))
-    assert text_of(found) == text
-    assert isinstance(end := found[-1], Finish)
+    received = collect_events(files, runner, Settings(max_time=max_time))
+    assert join_text(received) == text
+    assert isinstance(end := received[-1], Finish)
     assert end.reason == ("stop" if text == "abcdef" else "length")
     assert end.usage.completion_tokens == len(text)
-    assert runner.kept == (None if text == "abcdef" else len(text))
-    assert runner.left == 1
+    assert runner.kept_tokens == (None if text == "abcdef" else len(text))
+    assert runner.num_closed == 1
 
 
-def test_what_is_held_back_when_time_is_up_is_told(files: ModelFiles) -> None:
-    """A stop string that had begun, and did not come."""
-    found = events(files, FakeRunner("abcdef"), Settings(max_time=25e-9), stop=("cdx",))
-    assert text_of(found) == "abcd"
+def test_text_held_back_at_max_time_is_sent(files: ModelFiles) -> None:
+    """The text held back is the beginning of a stop string."""
+    received = collect_events(files, FakeRunner("abcdef"), Settings(max_time=25e-9), stop=("cdx",))
+    assert join_text(received) == "abcd"
 
 
 DIVERGED = CacheMiss(position=3, reason="diverged", cached_ids=(*b"p!", tiny.END, 70_000))
 
 
-def test_the_reason_of_a_miss_is_logged_for_whoever_debugs(
+def test_the_reason_of_a_cache_miss_is_logged_with_debug(
     files: ModelFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG")
-    events(files, FakeRunner("x", miss=DIVERGED), Settings(debug=True))
+    collect_events(files, FakeRunner("x", miss=DIVERGED), Settings(debug=True))
     assert "3 of 5 prompt tokens were cached (diverged at 3)" in caplog.text
     assert (
         "after 'hel' the prompt continues with 'lo', and the cached prefix with 'p!</s>'"
@@ -659,20 +767,38 @@ def test_the_reason_of_a_miss_is_logged_for_whoever_debugs(
     )
 
 
-def test_a_lookup_that_found_all_is_told_without_text(
+def test_a_full_cache_hit_is_logged_without_text(
     files: ModelFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG")
-    events(files, FakeRunner("x"), Settings(debug=True))
+    collect_events(files, FakeRunner("x"), Settings(debug=True))
     assert "3 of 5 prompt tokens were cached" in caplog.text
     assert "hel" not in caplog.text
 
 
-def test_without_debug_no_text_gets_into_the_log(
+def test_without_debug_no_text_is_logged(
     files: ModelFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever the level of the log: that is set by whoever runs the process."""
+    """At any log level, which the operator sets."""
     caplog.set_level("DEBUG")
-    events(files, FakeRunner("secret", miss=DIVERGED), prompt="a secret")
+    collect_events(files, FakeRunner("secret", miss=DIVERGED), prompt="a secret")
     assert "secret" not in caplog.text
     assert "tokens were cached" not in caplog.text
+
+
+def test_a_stop_token_of_the_request_is_the_reason_and_one_of_the_model_is_not(
+    files: ModelFiles,
+) -> None:
+    for ended, asked, reason in ((5, (5,), 5), (tiny.END, (5,), None), (5, (), None)):
+        runner = FakeRunner("ab", stop_token_id=ended)
+        found = collect_events(files, runner, stop_token_ids=asked)
+        last = found[-1]
+        assert isinstance(last, Finish)
+        assert (last.reason, last.stop_token_id) == ("stop", reason)
+
+
+def test_the_text_of_a_stop_token_is_output_if_the_request_includes_it(files: ModelFiles) -> None:
+    runner = FakeRunner("ab", stop_token_id=ord("."))
+    stops: dict[str, Any] = {"stop_token_ids": (ord("."),)}
+    assert join_text(collect_events(files, runner, **stops)) == "ab"
+    assert join_text(collect_events(files, runner, **stops, include_stop=True)) == "ab."

@@ -1,4 +1,4 @@
-"""Several streams as one."""
+"""merge_async_iterators: several streams as one."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -17,7 +17,7 @@ def run(main: Callable[[], Awaitable[Any]]) -> Any:
 
 
 async def stream(items: list[Any], closed: list[Any] | None = None) -> AsyncGenerator[Any]:
-    """Its items, with a turn of the loop before each; an exception among them is raised."""
+    """A stream of items, with a turn of the event loop before each; exceptions in it are raised."""
     try:
         for item in items:
             await asyncio.sleep(0)
@@ -32,17 +32,20 @@ async def stream(items: list[Any], closed: list[Any] | None = None) -> AsyncGene
 
 
 @given(st.lists(st.lists(st.integers(), max_size=5), min_size=1, max_size=5))
-def test_everything_comes_once_and_in_the_order_of_its_stream(given: list[list[int]]) -> None:
+def test_every_item_comes_once_and_in_the_order_of_its_stream(streams: list[list[int]]) -> None:
     async def main() -> list[tuple[int, int]]:
-        numbered = [[(n, item) for item in items] for n, items in enumerate(given)]
-        return [item async for item in merge_async_iterators([stream(items) for items in numbered])]
+        numbered_streams = [[(n, item) for item in items] for n, items in enumerate(streams)]
+        return [
+            item
+            async for item in merge_async_iterators([stream(items) for items in numbered_streams])
+        ]
 
-    found = run(main)
-    assert [[item for m, item in found if m == n] for n in range(len(given))] == given
+    merged = run(main)
+    assert [[item for m, item in merged if m == n] for n in range(len(streams))] == streams
 
 
 @pytest.mark.parametrize("others", [0, 1, 3])
-def test_the_first_that_fails_ends_all(others: int) -> None:
+def test_the_first_error_closes_all_streams(others: int) -> None:
     closed: list[Any] = []
 
     async def main() -> None:
@@ -58,14 +61,14 @@ def test_the_first_that_fails_ends_all(others: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_whoever_stops_listening_closes_all(count: int) -> None:
+def test_closing_the_merged_stream_closes_all_streams(count: int) -> None:
     closed: list[Any] = []
 
     async def main() -> None:
         async with aclosing(
             merge_async_iterators([stream([1, 2], closed) for _ in range(count)])
-        ) as one:
-            seen = [await anext(one) for _ in range(count)]
+        ) as merged:
+            seen = [await anext(merged) for _ in range(count)]
         assert seen
         assert len(closed) == count
 

@@ -1,4 +1,4 @@
-"""What a caller may take and how long an answer may take, with nothing below but a script."""
+"""Limits of concurrent requests per caller and of time, with scripted generations."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ def make_embed_request(caller: str = "ann") -> EmbedRequest:
     return EmbedRequest(model="fake/model", inputs=(one,), caller=caller)
 
 
-def limit(generate: FakeGenerate, settings: Settings) -> RequestLimits:
+def limit_generate(generate: FakeGenerate, settings: Settings) -> RequestLimits:
     return RequestLimits(generate, generate, settings)
 
 
@@ -48,20 +48,20 @@ async def read(limited: RequestLimits, request: GenerateRequest) -> list[Event]:
         return [event async for event in events]
 
 
-async def refusal(result: Awaitable[Any]) -> AppError:
+async def get_error(result: Awaitable[Any]) -> AppError:
     with pytest.raises(AppError) as caught:
         await result
     return caught.value
 
 
 async def settle() -> None:
-    """Returns when all that is under way waits for something, none of which is time."""
+    """Returns when all tasks wait for something other than time."""
     for _ in range(50):
         await asyncio.sleep(0)
 
 
-class Held:
-    """Answers that stay in the making."""
+class HeldRequests:
+    """Requests that keep running."""
 
     def __init__(self, limited: RequestLimits) -> None:
         self._limited = limited
@@ -81,10 +81,10 @@ class Held:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def test_without_limits_everything_passes():
+def test_without_limits_all_methods_are_forwarded():
     async def run() -> None:
         generate = FakeGenerate(HELLO)
-        limited = limit(generate, Settings())
+        limited = limit_generate(generate, Settings())
         assert await read(limited, make_request()) == list(HELLO)
         assert (await limited.embed(make_embed_request(), MODEL)).vectors
         assert limited.list_models() == generate.cards
@@ -95,12 +95,14 @@ def test_without_limits_everything_passes():
         assert await limited.detokenize(MODEL, [65]) == "A"
         assert await limited.get_token_bytes(MODEL, [65]) == [b"A"]
         assert (await limited.get_tokenizer_info(MODEL))["tokenizer_class"] == "Bytes"
-        said = Conversation(messages=(Message(role="user", content="A"),))
-        assert await limited.tokenize_chat(MODEL, replace(make_request(), prompt=said)) == [65]
+        conversation = Conversation(messages=(Message(role="user", content="A"),))
+        assert await limited.tokenize_chat(MODEL, replace(make_request(), prompt=conversation)) == [
+            65
+        ]
         assert (await limited.load(MODEL, 5.0)).name == "fake/model"
         assert (await limited.unload(MODEL)).phase == "unloaded"
         assert await limited.resolve("fake/model") == MODEL
-        assert (await refusal(limited.resolve("other"))).kind is ErrorKind.MODEL_NOT_FOUND
+        assert (await get_error(limited.resolve("other"))).kind is ErrorKind.MODEL_NOT_FOUND
         await limited.rescan()
         assert generate.loaded == [("fake/model", 5.0)]
         assert generate.resolved == ["fake/model", "other"]
@@ -109,22 +111,22 @@ def test_without_limits_everything_passes():
     asyncio.run(run())
 
 
-# Places
+# Concurrent requests
 
 
-def test_one_caller_gets_no_more_than_its_places_and_others_get_theirs():
+def test_concurrent_requests_are_limited_per_caller():
     async def run() -> None:
-        limited = limit(FakeGenerate([FOREVER]), Settings(max_per_key=2))
-        async with Held(limited) as hold:
+        limited = limit_generate(FakeGenerate([FOREVER]), Settings(max_per_key=2))
+        async with HeldRequests(limited) as hold:
             await hold(make_request())
             last = await hold(make_request())
-            refused = await refusal(read(limited, make_request()))
-            assert (refused.kind, refused.code) == (ErrorKind.BUSY, "too_many_requests")
-            assert refused.retry_after == 1
+            error = await get_error(read(limited, make_request()))
+            assert (error.kind, error.code) == (ErrorKind.BUSY, "too_many_requests")
+            assert error.retry_after == 1
             assert not (await hold(make_request("bob"))).done()
-            # who has no key is a caller too
+            # requests without a key are one caller
             assert not (await hold(make_request("", n=2))).done()
-            assert (await refusal(read(limited, make_request("")))).kind is ErrorKind.BUSY
+            assert (await get_error(read(limited, make_request("")))).kind is ErrorKind.BUSY
             last.cancel()
             await asyncio.gather(last, return_exceptions=True)
             assert not (await hold(make_request())).done()
@@ -141,63 +143,65 @@ def test_one_caller_gets_no_more_than_its_places_and_others_get_theirs():
     ],
     ids=["choices", "prompts", "more"],
 )
-def test_more_than_one_caller_can_ever_have_is_no_matter_of_waiting(request_: GenerateRequest):
+def test_a_request_beyond_the_limit_of_its_caller_is_invalid(request_: GenerateRequest):
     async def run() -> None:
-        limited = limit(FakeGenerate(), Settings(max_per_key=2))
-        refused = await refusal(read(limited, request_))
-        assert refused.kind is ErrorKind.INVALID
-        assert refused.param == ("n" if request_.n > 1 else "prompt")
-        assert "--max-per-key" in refused.message
+        limited = limit_generate(FakeGenerate(), Settings(max_per_key=2))
+        error = await get_error(read(limited, request_))
+        assert error.kind is ErrorKind.INVALID
+        assert error.param == ("n" if request_.n > 1 else "prompt")
+        assert "--max-per-key" in error.message
 
     asyncio.run(run())
 
 
-def test_vectors_take_a_place_too():
+def test_embedding_requests_count_for_the_limit():
     async def run() -> None:
-        limited = limit(FakeGenerate([FOREVER]), Settings(max_per_key=1))
-        async with Held(limited) as hold:
+        limited = limit_generate(FakeGenerate([FOREVER]), Settings(max_per_key=1))
+        async with HeldRequests(limited) as hold:
             await hold(make_request())
             assert (
-                await refusal(limited.embed(make_embed_request(), MODEL))
+                await get_error(limited.embed(make_embed_request(), MODEL))
             ).kind is ErrorKind.BUSY
             assert (await limited.embed(make_embed_request("bob"), MODEL)).vectors
 
     asyncio.run(run())
 
 
-Lives = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 3), st.booleans()), max_size=30)
+Operations = st.lists(
+    st.tuples(st.sampled_from("abc"), st.integers(1, 3), st.booleans()), max_size=30
+)
 
 
-@given(lives=Lives, most=st.integers(1, 4))
-def test_whatever_comes_and_goes_a_place_is_taken_once_and_given_back(
-    lives: list[tuple[str, int, bool]], most: int
+@given(operations=Operations, max_per_key=st.integers(1, 4))
+def test_every_request_is_counted_once_and_released(
+    operations: list[tuple[str, int, bool]], max_per_key: int
 ):
-    """Each either stays or is left at once, by an error or by a client."""
+    """Each request either keeps running or ends at once, with an error or by cancellation."""
 
     async def run() -> None:
         generate = FakeGenerate([FOREVER])
-        limited = limit(generate, Settings(max_per_key=most))
-        here = dict.fromkeys("abc", 0)
-        stayed: list[asyncio.Task[Any]] = []
+        limited = limit_generate(generate, Settings(max_per_key=max_per_key))
+        in_use = dict.fromkeys("abc", 0)
+        held: list[asyncio.Task[Any]] = []
         try:
-            for caller, count, stays in lives:
+            for caller, count, keep_open in operations:
                 task = asyncio.create_task(read(limited, make_request(caller, n=count)))
                 await asyncio.sleep(0)
                 await asyncio.sleep(0)
-                fits = here[caller] + count <= most
+                fits = in_use[caller] + count <= max_per_key
                 assert task.done() != fits
-                if fits and stays:
-                    here[caller] += count
-                    stayed.append(task)
+                if fits and keep_open:
+                    in_use[caller] += count
+                    held.append(task)
                     continue
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         finally:
-            for task in stayed:
+            for task in held:
                 task.cancel()
-            await asyncio.gather(*stayed, return_exceptions=True)
-        for caller in here:
-            async with limited.open(make_request(caller, n=most), MODEL):
+            await asyncio.gather(*held, return_exceptions=True)
+        for caller in in_use:
+            async with limited.open(make_request(caller, n=max_per_key), MODEL):
                 pass
         assert len(generate.opened) == generate.num_closed
 
@@ -208,20 +212,20 @@ def test_whatever_comes_and_goes_a_place_is_taken_once_and_given_back(
 
 
 @pytest.mark.parametrize("script", [[FOREVER], [text("so"), FOREVER], [text("so"), Pause(0.1)] * 9])
-def test_an_answer_that_takes_too_long_ends_in_an_error(script: Any):
+def test_an_answer_beyond_the_deadline_ends_with_an_error(script: Any):
     async def run() -> None:
         generate = FakeGenerate(script)
-        limited = limit(generate, Settings(deadline=0.2))
-        refused = await refusal(read(limited, make_request()))
-        assert refused.kind is ErrorKind.DEADLINE
-        assert "0.2 s" in refused.message
+        limited = limit_generate(generate, Settings(deadline=0.2))
+        error = await get_error(read(limited, make_request()))
+        assert error.kind is ErrorKind.DEADLINE
+        assert "0.2 s" in error.message
         assert generate.num_closed == 1
 
     asyncio.run(run())
 
 
 class Slow(FakeGenerate):
-    """Takes for ever before it answers at all."""
+    """Never answers."""
 
     async def embed(self, request: EmbedRequest, model: ResolvedModel) -> Any:
         await asyncio.sleep(1e6)
@@ -231,91 +235,91 @@ class Slow(FakeGenerate):
         return ""
 
 
-@pytest.mark.parametrize("ends", [False, True], ids=["deadline", "stopping"])
-def test_waiting_to_be_opened_counts_too(ends: bool):
+@pytest.mark.parametrize("abort", [False, True], ids=["deadline", "stopping"])
+def test_the_deadline_and_shutdown_apply_before_the_first_event(abort: bool):
     async def run() -> None:
-        limited = limit(Slow(), Settings(deadline=None if ends else 0.1))
-        waits = [
-            asyncio.create_task(refusal(limited.embed(make_embed_request(), MODEL))),
-            asyncio.create_task(refusal(read(limited, make_request(prompt=(1, 2))))),
+        limited = limit_generate(Slow(), Settings(deadline=None if abort else 0.1))
+        tasks = [
+            asyncio.create_task(get_error(limited.embed(make_embed_request(), MODEL))),
+            asyncio.create_task(get_error(read(limited, make_request(prompt=(1, 2))))),
         ]
         await settle()
-        if ends:
+        if abort:
             limited.abort_all(STOPPING)
-        for refused in await asyncio.gather(*waits):
-            assert refused.kind is (ErrorKind.STOPPING if ends else ErrorKind.DEADLINE)
+        for error in await asyncio.gather(*tasks):
+            assert error.kind is (ErrorKind.STOPPING if abort else ErrorKind.DEADLINE)
 
     asyncio.run(run())
 
 
-def test_a_client_that_reads_slowly_gets_no_more_time():
-    """What is there already needs no waiting, so nothing waited too long."""
+def test_the_deadline_applies_to_slow_readers():
+    """The events are available without waiting, so no wait timed out."""
 
     async def run() -> None:
-        limited = limit(FakeGenerate(HELLO), Settings(deadline=0.5))
+        limited = limit_generate(FakeGenerate(HELLO), Settings(deadline=0.5))
         async with limited.open(make_request(), MODEL) as events:
             await anext(aiter(events))
             await asyncio.sleep(0.6)
-            assert (await refusal(anext(aiter(events)))).kind is ErrorKind.DEADLINE
+            assert (await get_error(anext(aiter(events)))).kind is ErrorKind.DEADLINE
 
     asyncio.run(run())
 
 
-def test_a_deadline_is_no_business_of_an_answer_that_keeps_it():
+def test_an_answer_within_the_deadline_is_unchanged():
     async def run() -> None:
-        limited = limit(FakeGenerate(HELLO), Settings(deadline=60))
+        limited = limit_generate(FakeGenerate(HELLO), Settings(deadline=60))
         assert await read(limited, make_request()) == list(HELLO)
 
     asyncio.run(run())
 
 
-def test_time_limits_of_others_are_left_alone():
-    """A TimeoutError from below is a fault, not this limit."""
+def test_timeout_errors_of_the_generation_are_passed_on():
+    """A TimeoutError of the generation is an internal error, not the deadline."""
 
     async def run() -> None:
-        limited = limit(FakeGenerate([TimeoutError("a disk")]), Settings(deadline=60))
+        limited = limit_generate(FakeGenerate([TimeoutError("a disk")]), Settings(deadline=60))
         with pytest.raises(TimeoutError, match="a disk"):
             await read(limited, make_request())
 
     asyncio.run(run())
 
 
-# The end
+# Shutdown
 
 
-def test_all_answers_end_with_the_reason_and_none_begins():
+def test_abort_all_ends_running_requests_and_rejects_new_ones():
     async def run() -> None:
         script = [text("so"), FOREVER, finish()]
         generate = FakeGenerate(script)
-        limited = limit(generate, Settings())
-        async with Held(limited) as hold:
+        limited = limit_generate(generate, Settings())
+        async with HeldRequests(limited) as hold:
             answers = [await hold(make_request()) for _ in range(3)]
             limited.abort_all(STOPPING)
             for answer in answers:
-                assert await refusal(answer) is STOPPING
-            assert await refusal(read(limited, make_request())) is STOPPING
-            assert await refusal(limited.embed(make_embed_request(), MODEL)) is STOPPING
-            assert await refusal(limited.load(MODEL)) is STOPPING
+                assert await get_error(answer) is STOPPING
+            assert await get_error(read(limited, make_request())) is STOPPING
+            assert await get_error(limited.embed(make_embed_request(), MODEL)) is STOPPING
+            assert await get_error(limited.load(MODEL)) is STOPPING
             assert len(generate.opened) == generate.num_closed
 
     asyncio.run(run())
 
 
-def test_an_answer_that_nobody_listens_to_just_now_ends_at_its_next_word():
+def test_an_aborted_stream_raises_at_its_next_event():
     async def run() -> None:
-        limited = limit(FakeGenerate(HELLO), Settings())
+        limited = limit_generate(FakeGenerate(HELLO), Settings())
         async with limited.open(make_request(), MODEL) as events:
             await anext(aiter(events))
             limited.abort_all(STOPPING)
-            assert await refusal(anext(aiter(events))) is STOPPING
+            assert await get_error(anext(aiter(events))) is STOPPING
 
     asyncio.run(run())
 
 
-def test_a_client_that_leaves_is_no_mistake_of_anybody():
+def test_a_cancelled_request_raises_no_error():
     async def run() -> None:
         generate = FakeGenerate([FOREVER])
-        limited = limit(generate, Settings(deadline=60))
+        limited = limit_generate(generate, Settings(deadline=60))
         task = asyncio.create_task(read(limited, make_request()))
         await settle()
         task.cancel()
@@ -330,11 +334,11 @@ def test_a_client_that_leaves_is_no_mistake_of_anybody():
 
 
 @pytest.mark.parametrize("reason", ["deadline", "stopping"])
-def test_an_interrupted_stream_raises_where_its_reader_waits(reason: str):
-    """In that `__anext__` and in every later one; the reader's task is not cancelled."""
+def test_an_interrupted_stream_raises_in_its_reader(reason: str):
+    """In the current `__anext__` and in every later one; the reader's task is not cancelled."""
 
     async def run() -> None:
-        limited = limit(
+        limited = limit_generate(
             FakeGenerate([text("so"), FOREVER]),
             Settings(deadline=0.1 if reason == "deadline" else None),
         )
@@ -342,25 +346,25 @@ def test_an_interrupted_stream_raises_where_its_reader_waits(reason: str):
             await anext(events)
             if reason == "stopping":
                 asyncio.get_running_loop().call_later(0.05, limited.abort_all, STOPPING)
-            interrupted = await refusal(anext(events))
+            error = await get_error(anext(events))
             kind = ErrorKind.DEADLINE if reason == "deadline" else ErrorKind.STOPPING
-            assert interrupted.kind is kind
-            assert await refusal(anext(events)) is interrupted
+            assert error.kind is kind
+            assert await get_error(anext(events)) is error
             task = asyncio.current_task()
             assert task is not None
             assert task.cancelling() == 0
-            await asyncio.sleep(0)  # would raise a cancellation that is still to come
+            await asyncio.sleep(0)  # would raise a pending cancellation
 
     asyncio.run(run())
 
 
 def test_only_the_first_error_interrupts_a_stream():
     async def run() -> None:
-        limited = limit(FakeGenerate([FOREVER]), Settings(deadline=0.05))
+        limited = limit_generate(FakeGenerate([FOREVER]), Settings(deadline=0.05))
         async with limited.open(make_request(), MODEL) as events:
-            assert (await refusal(anext(events))).kind is ErrorKind.DEADLINE
+            assert (await get_error(anext(events))).kind is ErrorKind.DEADLINE
             limited.abort_all(STOPPING)
-            assert (await refusal(anext(events))).kind is ErrorKind.DEADLINE
+            assert (await get_error(anext(events))).kind is ErrorKind.DEADLINE
 
     asyncio.run(run())
 
@@ -371,7 +375,7 @@ def test_a_cancellation_by_others_stays_a_cancellation(order: str):
 
     async def run() -> None:
         generate = FakeGenerate([FOREVER])
-        limited = limit(generate, Settings(deadline=60))
+        limited = limit_generate(generate, Settings(deadline=60))
         task = asyncio.create_task(read(limited, make_request()))
         await settle()
         for step in order.split(", "):
@@ -388,8 +392,8 @@ def test_a_cancellation_by_others_stays_a_cancellation(order: str):
     asyncio.run(run())
 
 
-def test_an_error_below_that_a_cancellation_caused_leaves_no_cancellation_behind():
-    """A stream that is interrupted may fail in another way than by being cancelled."""
+def test_an_error_caused_by_a_cancellation_leaves_no_cancellation_behind():
+    """An interrupted stream may fail with another error than CancelledError."""
 
     class Failing(FakeGenerate):
         @asynccontextmanager
@@ -404,12 +408,12 @@ def test_an_error_below_that_a_cancellation_caused_leaves_no_cancellation_behind
             yield events()
 
     async def run() -> None:
-        limited = limit(Failing(), Settings())
+        limited = limit_generate(Failing(), Settings())
         async with limited.open(make_request(), MODEL) as events:
             await anext(events)
             asyncio.get_running_loop().call_later(0.02, limited.abort_all, STOPPING)
-            assert (await refusal(anext(events))).message == "it broke"
-            assert await refusal(anext(events)) is STOPPING
+            assert (await get_error(anext(events))).message == "it broke"
+            assert await get_error(anext(events)) is STOPPING
             task = asyncio.current_task()
             assert task is not None
             assert task.cancelling() == 0
@@ -417,20 +421,22 @@ def test_an_error_below_that_a_cancellation_caused_leaves_no_cancellation_behind
     asyncio.run(run())
 
 
-def test_no_timeout_and_no_timer_is_made_per_event(monkeypatch: pytest.MonkeyPatch):
+def test_no_timeout_and_no_timer_is_created_per_event(monkeypatch: pytest.MonkeyPatch):
     created: Counter[str] = Counter()
 
     def count(owner: Any, name: str) -> None:
         original = getattr(owner, name)
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def counting(*args: Any, **kwargs: Any) -> Any:
             created[name] += 1
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(owner, name, counted)
+        monkeypatch.setattr(owner, name, counting)
 
     async def count_objects(num_events: int) -> dict[str, int]:
-        limited = limit(FakeGenerate([*[text("a")] * num_events, finish()]), Settings(deadline=60))
+        limited = limit_generate(
+            FakeGenerate([*[text("a")] * num_events, finish()]), Settings(deadline=60)
+        )
         created.clear()
         assert len(await read(limited, make_request())) == num_events + 1
         return dict(created)
@@ -450,7 +456,7 @@ def test_no_timeout_and_no_timer_is_made_per_event(monkeypatch: pytest.MonkeyPat
 BODY: Any = {"model": "tiny", "prompt": "x", **tiny.UNENDING}
 
 
-def test_the_real_server_refuses_more_than_one_caller_may_have(long_model: Path):
+def test_the_real_server_limits_concurrent_requests_per_caller(long_model: Path):
     limits = ("--max-per-key", "2", "--max-tokens", str(tiny.LONG // 2))
     with run_server(str(long_model), "--runner", "thread", *limits) as server, ExitStack() as open_:
         url = f"{server.url}/v1/completions"
@@ -460,33 +466,33 @@ def test_the_real_server_refuses_more_than_one_caller_may_have(long_model: Path)
             for _ in range(2)
         ]
         assert [reply.status_code for reply in streams] == [200, 200]
-        refused = httpx.post(url, json=BODY, timeout=TIMEOUT)
-        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        rejected = httpx.post(url, json=BODY, timeout=TIMEOUT)
+        assert (rejected.status_code, rejected.headers["retry-after"]) == (429, "1")
         open_.close()
         wait_until(lambda: server.status()["Running"] == 0)
         short = httpx.post(url, json={**BODY, "max_tokens": 20}, timeout=TIMEOUT).json()
         assert short["choices"][0]["finish_reason"] == "length"
 
 
-def test_the_real_server_ends_what_misses_its_deadline(long_model: Path):
-    # time enough to begin on a busy machine, since an answer that did not begin has a status
+def test_the_real_server_enforces_the_deadline(long_model: Path):
+    # long enough to start on a busy machine: an answer that has not begun ends with a status
     with run_server(str(long_model), "--runner", "thread", "--deadline", "3") as server:
         url = f"{server.url}/v1/completions"
         httpx.post(url, json={**BODY, "max_tokens": 2}, timeout=TIMEOUT)
         with httpx.stream("POST", url, json={**BODY, "stream": True}, timeout=TIMEOUT) as stream:
-            *_, told, done = filter(None, stream.iter_lines())
-        assert json.loads(told.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+            *_, error, done = filter(None, stream.iter_lines())
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
         assert done == "data: [DONE]"
-        late = httpx.post(url, json=BODY, timeout=TIMEOUT)
-        assert late.status_code == 504
-        assert late.json()["error"]["code"] == "deadline_exceeded"
-        assert late.headers["x-should-retry"] == "false"
+        rejected = httpx.post(url, json=BODY, timeout=TIMEOUT)
+        assert rejected.status_code == 504
+        assert rejected.json()["error"]["code"] == "deadline_exceeded"
+        assert rejected.headers["x-should-retry"] == "false"
 
 
-def test_the_real_server_cuts_what_takes_too_long(long_model: Path):
+def test_the_real_server_enforces_max_time(long_model: Path):
     with run_server(str(long_model), "--runner", "thread", "--max-time", "0.3") as server:
         reply = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=TIMEOUT)
-        found = reply.json()
-        assert found["choices"][0]["finish_reason"] == "length"
-        assert 1 <= found["usage"]["completion_tokens"] < tiny.LONG // 2
+        body = reply.json()
+        assert body["choices"][0]["finish_reason"] == "length"
+        assert 1 <= body["usage"]["completion_tokens"] < tiny.LONG // 2
         wait_until(lambda: server.status()["Running"] == 0)

@@ -1,5 +1,4 @@
-"""The server's log: one line for one thing, whose request it was, and nothing that a client could
-make of it."""
+"""The server's log: one line per event, with its request, which no client can forge."""
 
 import asyncio
 import io
@@ -32,8 +31,8 @@ from tests.fakes import CARD, FOREVER, FakeGenerate, build_fake_app, finish, tex
 CHAT = "/v1/chat/completions"
 BODY: Any = {"model": CARD.id, "messages": [{"role": "user", "content": "what nobody may read"}]}
 
-# a forged line, a screen that is cleared, C1 in one byte, other line ends, writing turned round
-NASTY = (
+# a forged line, escape sequences, C1 controls, other line ends, right-to-left override
+HOSTILE_TEXTS = (
     "x\n2026-11-21 00:00:00,000 INFO app: all is well",
     "\x1b[2J\x1b]0;title\x07",
     "\x9b31m",
@@ -46,23 +45,23 @@ NASTY = (
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., io.StringIO]]:
-    """log(**settings): what is written from now on. Everything is as it was afterwards."""
+    """log(**settings): configures logging and returns the output. Restores logging at the end."""
     names = (None, "app", "app.access", "uvicorn.access", "httpx2")
     before = {name: logging.getLogger(name).level for name in names}
     handlers = logging.getLogger().handlers
-    # tests that serve in this process leave uvicorn's own ways behind, which a server of ours has
-    # not
+    # tests that run uvicorn in this process leave its logging configuration behind, which our
+    # server does not use
     for name in ("uvicorn", "uvicorn.error"):
         for attribute, value in (("level", logging.NOTSET), ("propagate", True), ("handlers", [])):
             monkeypatch.setattr(logging.getLogger(name), attribute, value)
 
-    def begin(**settings: Any) -> io.StringIO:
-        written = io.StringIO()
-        monkeypatch.setattr(sys, "stderr", written)
+    def configure(**settings: Any) -> io.StringIO:
+        output = io.StringIO()
+        monkeypatch.setattr(sys, "stderr", output)
         configure_logging(Settings(**settings))
-        return written
+        return output
 
-    yield begin
+    yield configure
     for name, level in before.items():
         logging.getLogger(name).setLevel(level)
     logging.getLogger().handlers = handlers
@@ -73,13 +72,13 @@ def record(message: str, *arguments: Any, error: BaseException | None = None) ->
     return logging.LogRecord("app.x", logging.INFO, "x.py", 1, message, arguments, info)
 
 
-def ask(
+def send_request(
     path: str,
     generate: FakeGenerate | None = None,
     body: Any = BODY,
     headers: dict[str, str] | None = None,
 ) -> Reply:
-    """One request to an application of its own, whatever becomes of it."""
+    """One request to an application of its own, which may fail."""
 
     async def run() -> Reply:
         app = build_fake_app(generate or FakeGenerate(), Settings())
@@ -92,47 +91,47 @@ def ask(
     return asyncio.run(run())
 
 
-def told(written: io.StringIO) -> list[Any]:
-    return [json.loads(line) for line in written.getvalue().splitlines()]
+def parse_lines(output: io.StringIO) -> list[Any]:
+    return [json.loads(line) for line in output.getvalue().splitlines()]
 
 
-@pytest.mark.parametrize("nasty", NASTY)
-def test_no_text_leaves_its_line(nasty: str):
+@pytest.mark.parametrize("hostile", HOSTILE_TEXTS)
+def test_no_text_breaks_its_line(hostile: str):
     for formatter in (HumanFormatter(), JsonFormatter()):
-        line = formatter.format(record("the client said %s", nasty))
+        line = formatter.format(record("the client said %s", hostile))
         assert len(line.splitlines()) == 1
         assert line.isprintable()
-    assert json.loads(line)["message"] == f"the client said {nasty}"
+    assert json.loads(line)["message"] == f"the client said {hostile}"
 
 
 @given(st.text(st.characters(codec=None)))
-def test_what_is_written_is_seen(anything: str):
-    assert escape_control_characters(anything).isprintable()
-    line = JsonFormatter().format(record("%s", anything))
+def test_log_lines_are_printable(text_: str):
+    assert escape_control_characters(text_).isprintable()
+    line = JsonFormatter().format(record("%s", text_))
     assert line.isascii()
     assert line.isprintable()
-    assert json.loads(line)["message"] == anything
+    assert json.loads(line)["message"] == text_
 
 
-@pytest.mark.parametrize("nasty", NASTY)
-def test_no_text_leaves_a_traceback(nasty: str):
+@pytest.mark.parametrize("hostile", HOSTILE_TEXTS)
+def test_no_text_breaks_a_traceback(hostile: str):
     try:
-        raise KeyError(nasty) from ValueError(nasty)
+        raise KeyError(hostile) from ValueError(hostile)
     except KeyError as error:
-        found = record("it broke", error=error)
-    human = HumanFormatter().format(found)
+        log_record = record("it broke", error=error)
+    human = HumanFormatter().format(log_record)
     first, *rest = human.split("\n")
     assert first.endswith("it broke")
     assert all(line.startswith("    ") and line.isprintable() for line in rest)
-    line = JsonFormatter().format(found)
+    line = JsonFormatter().format(log_record)
     assert line.isprintable()
     assert "Traceback" in json.loads(line)["exception"]
 
 
 def test_a_json_line_is_an_object_with_a_time_in_utc():
-    found = record("%d of %d", 3, 4)
-    found.created = 1_763_744_400.25
-    assert json.loads(JsonFormatter().format(found)) == {
+    log_record = record("%d of %d", 3, 4)
+    log_record.created = 1_763_744_400.25
+    assert json.loads(JsonFormatter().format(log_record)) == {
         "time": "2025-11-21T17:00:00.250Z",
         "level": "info",
         "logger": "app.x",
@@ -140,11 +139,11 @@ def test_a_json_line_is_an_object_with_a_time_in_utc():
     }
 
 
-def test_every_line_of_a_request_has_its_name_in_threads_too():
+def test_every_line_of_a_request_has_its_id_in_threads_too():
     async def application(scope: Any, receive: Any, send: Any) -> None:
-        lines.append(JsonFormatter().format(record("here")))
-        await asyncio.to_thread(lambda: lines.append(JsonFormatter().format(record("there"))))
-        scope["state"]["caller"] = "ada"  # as whoever asks for keys does
+        lines.append(JsonFormatter().format(record("first")))
+        await asyncio.to_thread(lambda: lines.append(JsonFormatter().format(record("in a thread"))))
+        scope["state"]["caller"] = "ada"  # as the authentication does
         lines.append(HumanFormatter().format(record("human")))
         task = asyncio.create_task(asyncio.to_thread(JsonFormatter().format, record("later")))
         lines.append(await task)
@@ -155,26 +154,28 @@ def test_every_line_of_a_request_has_its_name_in_threads_too():
 
     lines: list[str] = []
     asyncio.run(run())
-    here, there, human, later = lines
-    for line in (here, there, later):
+    first, in_thread, human, later = lines
+    for line in (first, in_thread, later):
         assert json.loads(line)["request_id"] == "mine"
     assert "app.x [mine]: human" in human
     assert json.loads(later)["caller"] == "ada"
     assert "request_id" not in json.loads(JsonFormatter().format(record("of no request")))
 
 
-def test_two_requests_do_not_take_each_others_names():
+def test_concurrent_requests_keep_their_own_ids():
     async def application(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.sleep(0.01)
-        visit = REQUEST_CONTEXT.get()
-        assert visit is not None
-        seen.append((scope["path"], visit.id))
+        context = REQUEST_CONTEXT.get()
+        assert context is not None
+        seen.append((scope["path"], context.id))
 
     async def run() -> None:
         app = RequestIdMiddleware(application)
         paths = [f"/{n}" for n in range(20)]
-        talks = [Conversation(app, "GET", p, headers={"x-request-id": p[1:]}) for p in paths]
-        await asyncio.gather(*(talk.task for talk in talks))
+        conversations = [
+            Conversation(app, "GET", p, headers={"x-request-id": p[1:]}) for p in paths
+        ]
+        await asyncio.gather(*(conversation.task for conversation in conversations))
 
     seen: list[tuple[str, str]] = []
     asyncio.run(run())
@@ -182,10 +183,10 @@ def test_two_requests_do_not_take_each_others_names():
     assert all(path == f"/{name}" for path, name in seen)
 
 
-def test_a_request_is_one_line_when_it_is_over(log: Any):
-    written = log(log_format="json")
-    ask(CHAT, headers={"x-request-id": "mine"})
-    [line] = told(written)
+def test_a_finished_request_is_one_line(log: Any):
+    output = log(log_format="json")
+    send_request(CHAT, headers={"x-request-id": "mine"})
+    [line] = parse_lines(output)
     assert line.pop("ms") >= 0
     assert line.pop("time")
     assert line.pop("message").startswith(f"POST {CHAT} 200 ms=")
@@ -205,10 +206,10 @@ def test_a_request_is_one_line_when_it_is_over(log: Any):
     }
 
 
-def test_people_read_the_same(log: Any):
-    written = log()
-    ask(CHAT, body={**BODY, "n": 2})
-    [line] = written.getvalue().splitlines()
+def test_the_human_format_has_the_same_fields(log: Any):
+    output = log()
+    send_request(CHAT, body={**BODY, "n": 2})
+    [line] = output.getvalue().splitlines()
     assert " INFO app.access [req_" in line
     end = "prompt_tokens=7 cached_tokens=3 completion_tokens=4 finish=stop"
     assert line.endswith(f"client=127.0.0.1:50000 model={CARD.id} {end}")
@@ -222,14 +223,14 @@ def test_people_read_the_same(log: Any):
         (FakeGenerate([text("a"), KeyError("no")]), "internal_error"),
     ],
 )
-def test_what_went_wrong_is_told_by_its_kind(log: Any, generate: FakeGenerate, finish: str):
-    written = log(log_format="json")
-    ask(CHAT, generate, {**BODY, "stream": True})
-    assert told(written)[-1]["finish"] == finish
+def test_an_error_is_logged_by_its_code(log: Any, generate: FakeGenerate, finish: str):
+    output = log(log_format="json")
+    send_request(CHAT, generate, {**BODY, "stream": True})
+    assert parse_lines(output)[-1]["finish"] == finish
 
 
-def hang_up_after(script: Any, part: bytes, **changes: Any) -> None:
-    """A streamed chat whose client disconnects when the reply has that part."""
+def disconnect_after(script: Any, part: bytes, **changes: Any) -> None:
+    """A streamed chat request whose client disconnects after this part of the reply."""
 
     async def run() -> None:
         body = json.dumps({**BODY, "stream": True, **changes}).encode()
@@ -237,14 +238,14 @@ def hang_up_after(script: Any, part: bytes, **changes: Any) -> None:
             build_fake_app(FakeGenerate(script), Settings()), "POST", CHAT, body
         )
         await conversation.until(lambda reply: part in reply.body)
-        conversation.hang_up()
+        conversation.disconnect()
         await conversation.end()
 
     asyncio.run(run())
 
 
 def test_a_request_cancelled_during_prefill_has_its_prompt_tokens(log: Any):
-    written = log(log_format="json")
+    output = log(log_format="json")
     script = [
         PrefillProgress(computed_tokens=3, total_tokens=500),
         PrefillProgress(prompt_index=1, computed_tokens=0, total_tokens=20),
@@ -252,15 +253,15 @@ def test_a_request_cancelled_during_prefill_has_its_prompt_tokens(log: Any):
         ModelLoading(progress=7),
         FOREVER,
     ]
-    hang_up_after(script, b"loading 7 %")
-    [line] = told(written)
+    disconnect_after(script, b"loading 7 %")
+    [line] = parse_lines(output)
     assert line["finish"] == "cancelled"
     counts = (line["prompt_tokens"], line["cached_tokens"], line["completion_tokens"])
     assert counts == (520, 3, 0)
 
 
-def test_prompts_that_finished_count_as_their_usage_says(log: Any):
-    written = log(log_format="json")
+def test_finished_prompts_count_by_their_usage(log: Any):
+    output = log(log_format="json")
     # 7 tokens, 3 of them cached; the second prompt is cancelled
     script = [
         PrefillProgress(computed_tokens=1, total_tokens=7),
@@ -268,43 +269,43 @@ def test_prompts_that_finished_count_as_their_usage_says(log: Any):
         finish(),
         FOREVER,
     ]
-    hang_up_after(script, b'"finish_reason":"stop"', n=2)
-    [line] = told(written)
+    disconnect_after(script, b'"finish_reason":"stop"', n=2)
+    [line] = parse_lines(output)
     assert (line["prompt_tokens"], line["cached_tokens"]) == (27, 5)
 
 
-def test_a_client_that_left_is_told(log: Any):
+def test_a_disconnect_is_logged(log: Any):
     async def run() -> None:
         app = build_fake_app(FakeGenerate([text("Hel"), FOREVER]), Settings())
         body = json.dumps({**BODY, "stream": True}).encode()
         conversation = Conversation(app, "POST", CHAT, body)
         await conversation.until(lambda reply: b"Hel" in reply.body)
-        conversation.hang_up()
+        conversation.disconnect()
         await conversation.end()
 
-    written = log(log_format="json")
+    output = log(log_format="json")
     asyncio.run(run())
-    [line] = told(written)
+    [line] = parse_lines(output)
     assert (line["status"], line["finish"]) == (200, "cancelled")
 
 
-def test_a_stream_that_broke_off_is_told_with_its_request(log: Any):
-    written = log(log_format="json")
-    ask(CHAT, FakeGenerate([text("a"), KeyError("no")]), {**BODY, "stream": True})
-    first, access = told(written)
+def test_a_failed_stream_is_logged_with_its_request(log: Any):
+    output = log(log_format="json")
+    send_request(CHAT, FakeGenerate([text("a"), KeyError("no")]), {**BODY, "stream": True})
+    first, access = parse_lines(output)
     assert first["message"] == "a response stream failed"
     assert first["request_id"] == access["request_id"]
     assert "KeyError" in first["exception"]
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/status"])
-def test_probes_are_told_to_those_who_debug(log: Any, path: str):
-    written = log()
-    ask(path, body=None)
-    assert written.getvalue() == ""
-    written = log(log_level="debug")
-    ask(path, body=None)
-    assert f"GET {path} 200" in written.getvalue()
+def test_probes_are_logged_at_debug_level(log: Any, path: str):
+    output = log()
+    send_request(path, body=None)
+    assert output.getvalue() == ""
+    output = log(log_level="debug")
+    send_request(path, body=None)
+    assert f"GET {path} 200" in output.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -317,10 +318,10 @@ def test_probes_are_told_to_those_who_debug(log: Any, path: str):
         (ErrorKind.INVALID, "info"),
     ],
 )
-def test_a_fault_is_an_error_and_a_refusal_is_none(log: Any, kind: ErrorKind, level: str):
-    written = log(log_format="json")
-    ask(CHAT, FakeGenerate(open_error=AppError(kind, "no")))
-    assert [line["level"] for line in told(written)] == [level]
+def test_only_server_errors_have_level_error(log: Any, kind: ErrorKind, level: str):
+    output = log(log_format="json")
+    send_request(CHAT, FakeGenerate(open_error=AppError(kind, "no")))
+    assert [line["level"] for line in parse_lines(output)] == [level]
 
 
 SECRET = "what nobody may read"
@@ -333,50 +334,54 @@ SECRET = "what nobody may read"
         (CHAT, {**BODY, "temperature": SECRET}, "invalid_request", "temperature must be "),
         (CHAT, {**BODY, SECRET: 1}, "invalid_request", "unknown field …"),
         (CHAT, {**BODY, "messages": SECRET}, "invalid_request", "messages must be an array, not …"),
-        (CHAT, {**BODY, "logit_bias": {SECRET: 1}}, "invalid_request", "…: keys are token ids"),
+        (CHAT, {**BODY, "logit_bias": {SECRET: 1}}, "invalid_request", "…: keys are token IDs"),
         (CHAT, {**BODY, "messages": [{"role": SECRET}]}, "invalid_request", "messages.0.role must"),
         ("/v1/nowhere", BODY, "not_found", "no such endpoint: POST …; the API is under /v1"),
     ],
 )
-def test_the_line_of_an_error_has_its_code_and_reason_without_the_clients_text(
+def test_error_lines_have_code_and_reason_without_the_clients_text(
     log: Any, path: str, body: Any, error: str, reason: str
 ):
-    written = log(log_format="json")
-    reply = ask(path, body=body)
+    output = log(log_format="json")
+    reply = send_request(path, body=body)
     assert reply.status >= 400
-    [line] = told(written)
+    [line] = parse_lines(output)
     assert line["error"] == error
     assert line["reason"].startswith(reason)
-    assert SECRET not in written.getvalue()
+    assert SECRET not in output.getvalue()
     assert f" error={error} reason=" in line["message"]
 
 
 def test_an_unknown_model_is_named_in_the_line_of_its_error(log: Any):
-    written = log()
-    ask("/v1/models/none", body=None)
-    assert written.getvalue().endswith(
+    output = log()
+    send_request("/v1/models/none", body=None)
+    assert output.getvalue().endswith(
         " error=model_not_found reason=\"the model 'none' does not exist: "
         'GET /v1/models lists the available models"\n'
     )
 
 
-@pytest.mark.parametrize("nasty", [*NASTY[:5], NASTY[-1], "x" * 10_000, "é" * 10_000])
+@pytest.mark.parametrize(
+    "hostile", [*HOSTILE_TEXTS[:5], HOSTILE_TEXTS[-1], "x" * 10_000, "é" * 10_000]
+)
 @pytest.mark.parametrize("log_format", ["human", "json"])
-def test_a_reason_is_short_and_stays_within_its_line(log: Any, log_format: Any, nasty: str):
-    written = log(log_format=log_format)
-    error = AppError(ErrorKind.BUSY, f"busy {nasty}")
-    ask(CHAT, FakeGenerate(open_error=error))
-    [line] = written.getvalue().splitlines()
+def test_a_reason_is_short_and_on_one_line(log: Any, log_format: Any, hostile: str):
+    output = log(log_format=log_format)
+    error = AppError(ErrorKind.BUSY, f"busy {hostile}")
+    send_request(CHAT, FakeGenerate(open_error=error))
+    [line] = output.getvalue().splitlines()
     assert "reason" in line
     assert line.isprintable()
     assert len(line) < 5000
 
 
 def test_a_reply_without_an_error_has_no_reason(log: Any):
-    written = log(log_format="json")
-    ask(CHAT)
-    ask(CHAT, FakeGenerate([text("a"), AppError(ErrorKind.ENGINE, "no")]), {**BODY, "stream": True})
-    assert all("error" not in line and "reason" not in line for line in told(written))
+    output = log(log_format="json")
+    send_request(CHAT)
+    send_request(
+        CHAT, FakeGenerate([text("a"), AppError(ErrorKind.ENGINE, "no")]), {**BODY, "stream": True}
+    )
+    assert all("error" not in line and "reason" not in line for line in parse_lines(output))
 
 
 def test_a_request_without_a_key_has_its_reason(log: Any):
@@ -388,51 +393,53 @@ def test_a_request_without_a_key_has_its_reason(log: Any):
             body = json.dumps(BODY).encode()
             await Conversation(app, "POST", CHAT, body, headers).end()
 
-    written = log(log_format="json")
+    output = log(log_format="json")
     asyncio.run(run())
-    assert [line["error"] for line in told(written)] == ["missing_api_key", "invalid_api_key"]
-    assert "mr-" not in written.getvalue()
+    assert [line["error"] for line in parse_lines(output)] == ["missing_api_key", "invalid_api_key"]
+    assert "mr-" not in output.getvalue()
 
 
-def test_without_an_access_log_faults_are_told_all_the_same(log: Any):
-    written = log(access_log=False)
-    ask(CHAT)
-    assert written.getvalue() == ""
-    ask(CHAT, FakeGenerate(open_error=AppError(ErrorKind.ENGINE, "no")))
-    assert f"POST {CHAT} 500" in written.getvalue()
+def test_without_an_access_log_errors_are_logged(log: Any):
+    output = log(access_log=False)
+    send_request(CHAT)
+    assert output.getvalue() == ""
+    send_request(CHAT, FakeGenerate(open_error=AppError(ErrorKind.ENGINE, "no")))
+    assert f"POST {CHAT} 500" in output.getvalue()
 
 
-def test_neither_the_query_nor_the_prompt_nor_a_key_is_told(log: Any):
-    written = log(log_level="debug")
+def test_queries_prompts_and_keys_are_not_logged(log: Any):
+    output = log(log_level="debug")
     headers = {"authorization": "Bearer mr-secret", "x-api-key": "mr-secret"}
-    ask(CHAT, headers=headers)
-    ask(CHAT, FakeGenerate(open_error=AppError(ErrorKind.INVALID, "no")), headers=headers)
-    ask(CHAT, FakeGenerate([text("a"), KeyError("no")]), headers=headers)
-    assert written.getvalue().count(f"POST {CHAT}") == 3
-    assert "secret" not in written.getvalue()
-    assert "nobody may read" not in written.getvalue()
+    send_request(CHAT, headers=headers)
+    send_request(CHAT, FakeGenerate(open_error=AppError(ErrorKind.INVALID, "no")), headers=headers)
+    send_request(CHAT, FakeGenerate([text("a"), KeyError("no")]), headers=headers)
+    assert output.getvalue().count(f"POST {CHAT}") == 3
+    assert "secret" not in output.getvalue()
+    assert "nobody may read" not in output.getvalue()
 
 
-@pytest.mark.parametrize("nasty", [*NASTY[:-2], "x finish=stop caller=root", '"', "x" * 10_000])
-def test_a_request_cannot_forge_a_line_or_a_part_of_one(log: Any, nasty: str):
-    written = log()
-    ask(CHAT, body={**BODY, "model": nasty})
-    [line] = written.getvalue().splitlines()
+@pytest.mark.parametrize(
+    "hostile", [*HOSTILE_TEXTS[:-2], "x finish=stop caller=root", '"', "x" * 10_000]
+)
+def test_a_request_cannot_forge_a_line_or_a_field(log: Any, hostile: str):
+    output = log()
+    send_request(CHAT, body={**BODY, "model": hostile})
+    [line] = output.getvalue().splitlines()
     assert " caller=root" not in re.sub(r'"(?:[^"\\]|\\.)*"', "", line)
     assert len(line) < 1000
 
 
-def test_a_path_is_told_as_it_was_sent(log: Any):
-    """Unquoted, it could hold anything."""
+def test_a_path_is_logged_as_it_was_sent(log: Any):
+    """Unquoted, it could contain anything."""
 
     async def run() -> None:
         app = build_fake_app(FakeGenerate(), Settings())
         conversation = Conversation(app, "GET", "/a%20200%20ms=0%0ax")
         await conversation.end()
 
-    written = log()
+    output = log()
     asyncio.run(run())
-    assert 'GET "/a%20200%20ms=0%0ax" 404' in written.getvalue()
+    assert 'GET "/a%20200%20ms=0%0ax" 404' in output.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -444,30 +451,30 @@ def test_a_path_is_told_as_it_was_sent(log: Any):
         ("error", ["error"], ["error"]),
     ],
 )
-def test_libraries_never_say_more_than_they_do_today(
+def test_libraries_log_at_most_at_info_level(
     log: Any, level: Any, ours: list[str], libraries: list[str]
 ):
-    written = log(log_level=level, log_format="json")
+    output = log(log_level=level, log_format="json")
     for name in ("app.x", "uvicorn.error"):
-        for word in ("debug", "info", "warning", "error"):
-            getattr(logging.getLogger(name), word)("said")
-    said = [(line["logger"], line["level"]) for line in told(written)]
-    assert [word for name, word in said if name == "app.x"] == ours
-    assert [word for name, word in said if name == "uvicorn.error"] == libraries
+        for level_name in ("debug", "info", "warning", "error"):
+            getattr(logging.getLogger(name), level_name)("said")
+    logged = [(line["logger"], line["level"]) for line in parse_lines(output)]
+    assert [level_name for name, level_name in logged if name == "app.x"] == ours
+    assert [level_name for name, level_name in logged if name == "uvicorn.error"] == libraries
 
 
-def test_to_debug_is_to_hear_of_everything(log: Any):
-    written = log(debug=True)
+def test_debug_logs_everything(log: Any):
+    output = log(debug=True)
     logging.getLogger("app.x").debug("said")
-    assert "DEBUG app.x: said" in written.getvalue()
+    assert "DEBUG app.x: said" in output.getvalue()
 
 
 def test_uvicorns_own_access_log_is_silent(log: Any):
-    written = log()
+    output = log()
     logging.getLogger("uvicorn.access").info("said")
-    assert written.getvalue() == ""
+    assert output.getvalue() == ""
 
 
-def test_a_visit_without_a_key_has_no_caller():
+def test_a_request_without_a_key_has_no_caller():
     assert RequestContext(id="x").caller == ""
     assert RequestContext(id="x", state={"caller": "ada"}).caller == "ada"

@@ -1,4 +1,4 @@
-"""The names of models in requests, over HTTP: each route resolves one, and does so once."""
+"""The names of models in requests, over HTTP: each route resolves its model once."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ class Route:
     body: Any = None
     name: Callable[[Reply], str] | None = None
 
-    def named(self, model: str) -> tuple[str, str, bytes]:
+    def build_request(self, model: str) -> tuple[str, str, bytes]:
         """The method, path and body of a request for this model."""
         path = self.path.replace("{model}", model)
         if self.body is None:
@@ -101,7 +101,7 @@ for_each_route = pytest.mark.parametrize("route", ROUTES.values(), ids=list(ROUT
 
 
 class RecordingGenerate:
-    """A `FakeGenerate` that notes the models which its methods are called with."""
+    """A `FakeGenerate` that records the models passed to its methods."""
 
     def __init__(self, *names: str) -> None:
         self.fake = FakeGenerate(cards=[replace(CARD, id=name) for name in names])
@@ -118,15 +118,15 @@ class RecordingGenerate:
 
 
 async def send(app: Any, route: Route, model: str) -> Reply:
-    return await Conversation(app, *route.named(model)).end()
+    return await Conversation(app, *route.build_request(model)).end()
 
 
 @for_each_route
-@pytest.mark.parametrize("asked", ["org/m", "org/m:latest"])
-def test_every_route_takes_a_name_with_ollamas_tag(route: Route, asked: str):
-    """And answers with the name without it."""
+@pytest.mark.parametrize("name", ["org/m", "org/m:latest"])
+def test_every_route_accepts_a_name_with_ollamas_tag(route: Route, name: str):
+    """The response has the name without the tag."""
     generate = RecordingGenerate("first", "org/m", "last")
-    reply = asyncio.run(send(build_fake_app(generate, Settings()), route, asked))
+    reply = asyncio.run(send(build_fake_app(generate, Settings()), route, name))
     assert reply.status == 200
     assert set(generate.models) == {"org/m"}
     assert {request.model for request in generate.fake.opened} <= {"org/m"}
@@ -136,7 +136,7 @@ def test_every_route_takes_a_name_with_ollamas_tag(route: Route, asked: str):
 
 
 @for_each_route
-def test_a_model_that_has_the_tag_in_its_name_is_found_by_it(route: Route):
+def test_a_model_with_the_tag_in_its_name_is_preferred(route: Route):
     generate = RecordingGenerate("m", "m:latest")
     reply = asyncio.run(send(build_fake_app(generate, Settings()), route, "m:latest"))
     assert reply.status == 200
@@ -144,10 +144,10 @@ def test_a_model_that_has_the_tag_in_its_name_is_found_by_it(route: Route):
 
 
 @for_each_route
-@pytest.mark.parametrize("asked", ["none", "first:8b", "../../etc", "x" * 5000])
-def test_no_route_knows_a_model_that_is_not_served(route: Route, asked: str):
+@pytest.mark.parametrize("name", ["none", "first:8b", "../../etc", "x" * 5000])
+def test_every_route_rejects_an_unknown_model(route: Route, name: str):
     generate = RecordingGenerate("first")
-    reply = asyncio.run(send(build_fake_app(generate, Settings()), route, asked))
+    reply = asyncio.run(send(build_fake_app(generate, Settings()), route, name))
     assert (reply.status, reply.error["code"]) == (404, "model_not_found")
     assert reply.error["param"] == "model"
     assert len(reply.error["message"]) < 400
@@ -163,7 +163,7 @@ def test_every_route_resolves_its_model_once(route: Route):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three models. "c" reads a text in another way than the server's own choice."""
+    """Three models. "c" has another tokenizer than the default model."""
     root = tmp_path_factory.mktemp("names")
     for seed, name in enumerate("abc"):
         tiny.write(root / name, seed=seed)
@@ -176,7 +176,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_a_real_server_takes_names_with_ollamas_tag(folder: Path):
+def test_a_real_router_accepts_names_with_ollamas_tag(folder: Path):
     async def use(router: ModelRouter) -> dict[str, Reply]:
         app = build_fake_app(router, Settings())
         replies: dict[str, Reply] = {}
@@ -206,17 +206,17 @@ LOOKUPS = (
 def count_lookups(
     folder: Path, route: Route, monkeypatch: pytest.MonkeyPatch, *, num_others: int
 ) -> Counter[str]:
-    """Calls that one request makes while so many other models are registered."""
+    """The lookups of one request while so many other models are registered."""
     calls: Counter[str] = Counter()
 
     def count(owner: type, name: str) -> Callable[..., Any]:
         original = getattr(owner, name)
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def counting(*args: Any, **kwargs: Any) -> Any:
             calls[f"{owner.__name__}.{name}"] += 1
             return original(*args, **kwargs)
 
-        return counted
+        return counting
 
     async def use(router: ModelRouter) -> None:
         assert len(router.list_models()) == 1 + num_others
@@ -230,8 +230,9 @@ def count_lookups(
     return calls
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", ["chat", "chat, streamed", "responses", "embeddings", "models"])
-def test_a_request_costs_the_same_however_many_models_are_registered(
+def test_the_cost_of_a_request_is_independent_of_the_number_of_models(
     folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Every request listed all models, some of them three times."""

@@ -1,4 +1,4 @@
-"""Which models a request may name."""
+"""The registry of models that a request may name."""
 
 import asyncio
 import math
@@ -21,7 +21,7 @@ from app.serving.registry import ModelRegistry, build_entry
 from tests import tiny
 
 
-def opened(settings: Settings) -> ModelRegistry:
+def open_registry(settings: Settings) -> ModelRegistry:
     models = settings.models or (None,)
     return ModelRegistry(
         [
@@ -32,11 +32,13 @@ def opened(settings: Settings) -> ModelRegistry:
     )
 
 
-def looked(registry: ModelRegistry, look: Callable[[ModelRegistry], Awaitable[Any]]) -> list[str]:
-    """The names that can be asked for afterwards."""
+def names_after(
+    registry: ModelRegistry, update: Callable[[ModelRegistry], Awaitable[Any]]
+) -> list[str]:
+    """The registered names after the update."""
 
     async def run() -> None:
-        await look(registry)
+        await update(registry)
 
     asyncio.run(run())
     return [entry.served.name for entry in registry.entries()]
@@ -44,14 +46,14 @@ def looked(registry: ModelRegistry, look: Callable[[ModelRegistry], Awaitable[An
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty Hugging Face cache, and no store of Ollama's."""
+    """An empty Hugging Face cache, and no Ollama store."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "ollama"))
     return tmp_path / "hub"
 
 
 def install(hub: Path, model: Path, name: str) -> None:
-    """As the hub's own library lays it out."""
+    """Install a model in the layout of huggingface_hub."""
     repo = hub / f"models--{name.replace('/', '--')}"
     commit = "0" * 40
     shutil.copytree(model, repo / "snapshots" / commit)
@@ -60,7 +62,7 @@ def install(hub: Path, model: Path, name: str) -> None:
 
 
 def test_without_a_name_the_built_in_model_is_served():
-    (entry,) = opened(Settings()).entries()
+    (entry,) = open_registry(Settings()).entries()
     assert (entry.served.name, entry.served.source) == ("builtin", "builtin")
     assert entry.served.keep_alive == math.inf
 
@@ -74,7 +76,7 @@ def test_a_model_named_at_start_has_its_own_settings(tiny_model: Path):
         parallel=1,
         keep_alive=900,
     )
-    first, second = opened(settings).entries()
+    first, second = open_registry(settings).entries()
     assert (first.served.name, first.files.name) == ("a", "a")
     assert (first.served.keep_alive, first.served.pinned) == (60, True)
     assert first.served.settings.parallel == 3
@@ -82,39 +84,39 @@ def test_a_model_named_at_start_has_its_own_settings(tiny_model: Path):
     assert second.served.settings.parallel == 1
 
 
-def test_two_models_of_one_name_are_refused(tiny_model: Path):
+def test_two_models_with_one_name_are_rejected(tiny_model: Path):
     twice = Settings(models=tuple(ModelSettings(name=f"{tiny_model}{end}") for end in ("", "/")))
     with pytest.raises(AppError, match="alias") as caught:
-        opened(twice)
+        open_registry(twice)
     assert caught.value.kind is ErrorKind.INVALID
 
 
-def test_the_tag_that_ollamas_clients_write_out_is_none():
-    registry = opened(Settings())
+def test_the_latest_tag_of_ollama_is_ignored():
+    registry = open_registry(Settings())
     assert registry.find("builtin:latest") is registry.find("builtin")
     assert registry.find("builtin:other") is None
 
 
-def test_what_is_installed_is_only_served_where_that_was_asked_for(hub: Path, tiny_model: Path):
+def test_installed_models_are_served_only_with_the_option(hub: Path, tiny_model: Path):
     install(hub, tiny_model, "org/tiny")
-    look = lambda c: c.discover("org/tiny")  # noqa: E731
-    assert looked(opened(Settings()), look) == ["builtin"]
-    assert looked(opened(Settings(installed=True)), look) == ["builtin", "org/tiny"]
+    update = lambda c: c.discover("org/tiny")  # noqa: E731
+    assert names_after(open_registry(Settings()), update) == ["builtin"]
+    assert names_after(open_registry(Settings(installed=True)), update) == ["builtin", "org/tiny"]
 
 
-def test_a_model_that_was_installed_meanwhile_is_found_by_its_name(
+def test_a_newly_installed_model_is_found_by_its_name(
     hub: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("app.serving.registry._RESCAN_INTERVAL", 0.0)
-    registry = opened(Settings(installed=True))
+    registry = open_registry(Settings(installed=True))
 
-    async def look(registry: ModelRegistry) -> None:
+    async def update(registry: ModelRegistry) -> None:
         await registry.discover("org/tiny")
         assert registry.find("org/tiny") is None
         install(hub, tiny_model, "org/tiny")
         await asyncio.gather(*(registry.discover("org/tiny") for _ in range(5)))
 
-    assert looked(registry, look) == ["builtin", "org/tiny"]
+    assert names_after(registry, update) == ["builtin", "org/tiny"]
     entry = registry.find("org/tiny")
     assert entry is not None
     assert entry.served.keep_alive == 300
@@ -122,103 +124,100 @@ def test_a_model_that_was_installed_meanwhile_is_found_by_its_name(
 
 
 def test_a_name_is_never_a_path(hub: Path, tiny_model: Path):
-    """Whatever is installed, a request opens nothing that has no name of its own."""
+    """A request opens only registered names."""
     install(hub, tiny_model, "org/tiny")
-    registry = opened(Settings(installed=True))
+    registry = open_registry(Settings(installed=True))
     relative = os.path.relpath(tiny_model)
     for name in (str(tiny_model), relative, "./", "..", "org/../org/tiny", "/etc/passwd", "~"):
-        looked(registry, lambda c, name=name: c.discover(name))
+        names_after(registry, lambda c, name=name: c.discover(name))
         assert registry.find(name) is None
 
 
-def test_a_broken_model_is_not_offered(hub: Path, tiny_model: Path):
+def test_a_broken_model_is_not_listed(hub: Path, tiny_model: Path):
     install(hub, tiny_model, "org/tiny")
     install(hub, tiny_model, "org/broken")
     (config,) = (hub / "models--org--broken").rglob("config.json")
     config.write_text("{")
-    registry = opened(Settings(installed=True))
-    assert looked(registry, lambda c: c.rescan()) == ["builtin", "org/tiny"]
+    registry = open_registry(Settings(installed=True))
+    assert names_after(registry, lambda c: c.rescan()) == ["builtin", "org/tiny"]
 
 
-def test_a_disk_that_cannot_be_read_takes_nothing_away(
+def test_a_disk_error_keeps_the_registered_models(
     hub: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr("app.serving.registry._RESCAN_INTERVAL", 0.0)
     install(hub, tiny_model, "org/tiny")
-    registry = opened(Settings(installed=True))
-    assert looked(registry, lambda c: c.rescan()) == ["builtin", "org/tiny"]
+    registry = open_registry(Settings(installed=True))
+    assert names_after(registry, lambda c: c.rescan()) == ["builtin", "org/tiny"]
 
-    def broken() -> Iterator[store.InstalledModel]:
+    def fail() -> Iterator[store.InstalledModel]:
         raise AppError(ErrorKind.MODEL_FILES, "the cache cannot be read: Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "list_installed", broken)
+        patch.setattr(store, "list_installed", fail)
         for _ in range(2):
-            names = looked(registry, lambda c: c.discover("org/other"))
+            names = names_after(registry, lambda c: c.discover("org/other"))
         assert names == ["builtin", "org/tiny"]
     assert [r.levelname for r in caplog.records].count("WARNING") == 1
     assert "Input/output error" in caplog.text
     shutil.rmtree(hub)
-    assert looked(registry, lambda c: c.rescan()) == ["builtin"]
+    assert names_after(registry, lambda c: c.rescan()) == ["builtin"]
 
 
-def test_a_name_given_at_start_wins_over_an_installed_one(hub: Path, tiny_model: Path):
+def test_a_model_named_at_start_overrides_an_installed_one(hub: Path, tiny_model: Path):
     install(hub, tiny_model, "org/tiny")
-    mine = ModelSettings(name=str(tiny_model), alias="org/tiny")
-    registry = opened(Settings(installed=True, models=(mine,)))
-    assert looked(registry, lambda c: c.rescan()) == ["org/tiny", "builtin"]
+    named = ModelSettings(name=str(tiny_model), alias="org/tiny")
+    registry = open_registry(Settings(installed=True, models=(named,)))
+    assert names_after(registry, lambda c: c.rescan()) == ["org/tiny", "builtin"]
     entry = registry.find("org/tiny")
     assert entry is not None
     assert entry.served.source == str(tiny_model)
 
 
-def test_an_entry_is_the_same_as_long_as_its_files_are(
+def test_an_entry_is_replaced_only_if_its_files_change(
     hub: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("app.serving.registry._RESCAN_INTERVAL", 0.0)
     install(hub, tiny_model, "org/tiny")
-    registry = opened(Settings(installed=True))
-    seen: list[object] = []
+    registry = open_registry(Settings(installed=True))
+    entries: list[object] = []
     for _ in range(2):
-        looked(registry, lambda c: c.rescan())
-        seen.append(registry.find("org/tiny"))
+        names_after(registry, lambda c: c.rescan())
+        entries.append(registry.find("org/tiny"))
     [config] = (hub / "models--org--tiny").rglob("config.json")
     (config.parent / "generation_config.json").write_text('{"top_k": 7}')
-    looked(registry, lambda c: c.rescan())
-    assert seen[0] is seen[1] is not registry.find("org/tiny")
+    names_after(registry, lambda c: c.rescan())
+    assert entries[0] is entries[1] is not registry.find("org/tiny")
 
 
-def test_clients_that_come_and_go_have_files_read_once_at_a_time(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Digests of a large model take minutes the first time, and a thread cannot be ended."""
+def test_concurrent_loads_verify_the_files_once(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+    """The digests of a large model take minutes the first time, and a thread cannot be
+    cancelled."""
     (entry,) = (
-        registry := opened(Settings(models=(ModelSettings(name=str(tiny_model)),)))
+        registry := open_registry(Settings(models=(ModelSettings(name=str(tiny_model)),)))
     ).entries()
-    let, reading, begun = threading.Event(), threading.Event(), list[str | None]()
+    release, reading, sources = threading.Event(), threading.Event(), list[str | None]()
 
-    def slow(source: str | None) -> ModelFiles:
-        begun.append(source)
+    def slow_resolve(source: str | None) -> ModelFiles:
+        sources.append(source)
         reading.set()
-        let.wait(10)
-        if len(begun) == 1:
+        release.wait(10)
+        if len(sources) == 1:
             raise AppError(ErrorKind.MODEL_FILES, "a digest is wrong")
         return entry.files
 
-    monkeypatch.setattr("app.serving.registry._resolve_verified", slow)
+    monkeypatch.setattr("app.serving.registry._resolve_verified", slow_resolve)
 
     async def run() -> None:
         for _ in range(5):
-            asking = asyncio.create_task(registry.load_verified_files(entry.served))
+            task = asyncio.create_task(registry.load_verified_files(entry.served))
             assert await asyncio.to_thread(reading.wait, 10)
-            asking.cancel()
-        assert len(begun) == 1
-        waiting = [
-            asyncio.create_task(registry.load_verified_files(entry.served)) for _ in range(2)
-        ]
+            task.cancel()
+        assert len(sources) == 1
+        tasks = [asyncio.create_task(registry.load_verified_files(entry.served)) for _ in range(2)]
         await asyncio.sleep(0)
-        let.set()
-        assert {str(e) for e in await asyncio.gather(*waiting, return_exceptions=True)} == {
+        release.set()
+        assert {str(e) for e in await asyncio.gather(*tasks, return_exceptions=True)} == {
             "a digest is wrong"
         }
         assert (await registry.load_verified_files(entry.served)).name == entry.served.name
@@ -226,9 +225,9 @@ def test_clients_that_come_and_go_have_files_read_once_at_a_time(
     asyncio.run(run())
 
 
-def test_files_are_read_anew_for_each_load(tmp_path: Path):
+def test_files_are_read_again_for_each_load(tmp_path: Path):
     folder = tiny.write(tmp_path / "model")
-    registry = opened(Settings(models=(ModelSettings(name=str(folder)),)))
+    registry = open_registry(Settings(models=(ModelSettings(name=str(folder)),)))
     (entry,) = registry.entries()
     assert asyncio.run(registry.load_verified_files(entry.served)) == entry.files
     (folder / "model.safetensors").unlink()
@@ -241,18 +240,18 @@ def test_files_are_read_anew_for_each_load(tmp_path: Path):
     assert caught.value.kind is ErrorKind.MODEL_FILES, "it is still served, and listed"
 
 
-def test_that_installed_models_are_broken_is_told_once(
+def test_broken_installed_models_are_logged_once(
     hub: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """Whoever misses one in GET /v1/models finds no other trace of it."""
+    """The log is the only hint why a model is missing in GET /v1/models."""
     monkeypatch.setattr("app.serving.registry._RESCAN_INTERVAL", 0.0)
     caplog.set_level("INFO", logger="app.serving.registry")
     install(hub, tiny_model, "org/tiny")
     install(hub, tiny_model, "org/broken")
     [config] = (hub / "models--org--broken").rglob("config.json")
     config.write_text("{")
-    registry = opened(Settings(installed=True))
+    registry = open_registry(Settings(installed=True))
     for _ in range(3):
-        assert looked(registry, lambda c: c.rescan()) == ["builtin", "org/tiny"]
-    told = "1 installed models cannot be served: `mlxrunner list` shows why"
-    assert caplog.messages == [told]
+        assert names_after(registry, lambda c: c.rescan()) == ["builtin", "org/tiny"]
+    expected = "cannot serve 1 installed model: `mlxrunner list` shows why"
+    assert caplog.messages == [expected]

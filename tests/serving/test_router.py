@@ -29,6 +29,7 @@ from app.grammar.compiler import GrammarCompiler
 from app.runners.pool import ModelPool
 from app.runners.thread_runner import ThreadRunner
 from app.runners.tokenizer_check import TokenizerChecker
+from app.serving.model_library import InstalledModels
 from app.serving.registry import ModelRegistry, RegisteredModel, build_entry
 from app.serving.router import ModelRouter, sum_engine_stats
 from tests import tiny
@@ -38,7 +39,7 @@ MEBIBYTE = 1 << 20
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three models that say different things."""
+    """Three models with different weights."""
     root = tmp_path_factory.mktemp("router")
     for seed, name in enumerate("abc"):
         tiny.write(root / name, seed=seed)
@@ -56,28 +57,33 @@ def with_router(
     runner: Callable[[Settings], Runner] = ThreadRunner,
     **settings: Any,
 ) -> Any:
-    """Room for two of the three, of those that are not too big. num_others: further models that are
-    registered and not loaded."""
-    chosen = Settings(
+    """Run `use` with a router whose memory fits two of the three models. too_big: models that do
+    not fit. num_others: further registered models, which are not loaded."""
+    all_settings = Settings(
         models=tuple(ModelSettings(name=str(folder / name)) for name in names), **settings
     )
-    entries = [build_entry(m, complete_config(store.find(m.name)), chosen) for m in chosen.models]
+    entries = [
+        build_entry(m, complete_config(store.find(m.name)), all_settings)
+        for m in all_settings.models
+    ]
     last = entries[-1]
     for number in range(num_others):
         name = f"other-{number}"
         served, files = replace(last.served, name=name), replace(last.files, name=name)
         entries.append(RegisteredModel(served=served, files=files))
 
-    async def need(files: ModelFiles, settings: Settings, held: int) -> MemoryRequirement:
+    async def measure(files: ModelFiles, settings: Settings, held_bytes: int) -> MemoryRequirement:
         bytes_ = (1000 if files.name in too_big else 40) * MEBIBYTE
         return MemoryRequirement(min_bytes=bytes_, preferred_bytes=bytes_, device_budget=0)
 
     async def run() -> Any:
-        registry = ModelRegistry(entries, chosen)
+        registry = ModelRegistry(entries, all_settings)
         pool = ModelPool(
-            lambda own: runner(replace(own, models=own.models[:1])),
+            lambda settings_of_model: runner(
+                replace(settings_of_model, models=settings_of_model.models[:1])
+            ),
             registry.load_verified_files,
-            need,
+            measure,
             total_bytes=100 * MEBIBYTE,
         )
         router = ModelRouter(
@@ -85,8 +91,9 @@ def with_router(
             pool,
             list(preload),
             ThreadPools(),
-            load_wait=chosen.load_wait,
+            load_wait=all_settings.load_wait,
             check_tokenizer=TokenizerChecker(store.is_builtin).check,
+            library=InstalledModels(registry),
         )
         await pool.start()
         try:
@@ -98,9 +105,9 @@ def with_router(
     return asyncio.run(run())
 
 
-def wish(model: str, **changes: Any) -> GenerateRequest:
-    asked = {"prompt": "hello", "sampling": {"temperature": 0.0}, "max_tokens": 12}
-    return GenerateRequest(model=model, **{**asked, **changes})
+def build_request(model: str, **changes: Any) -> GenerateRequest:
+    defaults = {"prompt": "hello", "sampling": {"temperature": 0.0}, "max_tokens": 12}
+    return GenerateRequest(model=model, **{**defaults, **changes})
 
 
 @asynccontextmanager
@@ -128,53 +135,55 @@ async def unload(router: ModelRouter, model: str) -> ModelState:
     return await router.unload(await router.resolve(model))
 
 
-def text(events: list[Event]) -> str:
+def join_text(events: list[Event]) -> str:
     assert isinstance(events[-1], Finish)
     return "".join(event.text for event in events if isinstance(event, TextDelta))
 
 
-def test_each_model_gives_its_own_answer_whatever_had_to_leave_for_it(folder: Path) -> None:
+def test_each_model_gives_its_own_answer_with_evictions(folder: Path) -> None:
     async def use(router: ModelRouter) -> list[str]:
-        said = [text(await events(router, wish(name))) for name in "abcabccba"]
+        texts = [join_text(await events(router, build_request(name))) for name in "abcabccba"]
         assert sum(state.phase == "ready" for state in router.list_model_states()) == 2
-        return said
+        return texts
 
-    said = with_router(folder, use)
-    a, b, c = said[:3]
+    texts = with_router(folder, use)
+    a, b, c = texts[:3]
     assert len({a, b, c}) == 3
-    assert said == [a, b, c, a, b, c, c, b, a]
+    assert texts == [a, b, c, a, b, c, c, b, a]
 
 
-def test_many_at_once_get_the_right_model(folder: Path) -> None:
+def test_concurrent_requests_get_the_right_model(folder: Path) -> None:
     async def use(router: ModelRouter) -> None:
-        alone = {name: text(await events(router, wish(name))) for name in "abc"}
-        asked = "abcbca" * 3
-        said = await asyncio.gather(*(events(router, wish(name)) for name in asked))
-        assert [text(one) for one in said] == [alone[name] for name in asked]
+        expected = {name: join_text(await events(router, build_request(name))) for name in "abc"}
+        names = "abcbca" * 3
+        answers = await asyncio.gather(*(events(router, build_request(name)) for name in names))
+        assert [join_text(one) for one in answers] == [expected[name] for name in names]
 
     with_router(folder, use)
 
 
-def test_who_waits_for_a_model_is_told(folder: Path) -> None:
+def test_a_stream_reports_the_load_of_its_model(folder: Path) -> None:
     async def use(router: ModelRouter) -> None:
-        first = await events(router, wish("b"))
+        first = await events(router, build_request("b"))
         assert isinstance(first[0], ModelLoading)
-        assert not any(isinstance(event, ModelLoading) for event in await events(router, wish("b")))
+        assert not any(
+            isinstance(event, ModelLoading) for event in await events(router, build_request("b"))
+        )
 
     with_router(folder, use)
 
 
-def test_leaving_while_the_model_is_loaded_harms_nobody(folder: Path) -> None:
+def test_a_disconnect_during_the_load_releases_the_lease(folder: Path) -> None:
     async def use(router: ModelRouter) -> None:
-        async with open_stream(router, wish("b")) as stream:
+        async with open_stream(router, build_request("b")) as stream:
             await anext(stream)
-        assert text(await events(router, wish("b")))
+        assert join_text(await events(router, build_request("b")))
         assert {state.leases for state in router.list_model_states()} == {0}
 
     with_router(folder, use)
 
 
-def test_a_model_that_nobody_has_is_not_found(folder: Path) -> None:
+def test_an_unknown_model_is_not_found(folder: Path) -> None:
     async def use(router: ModelRouter) -> None:
         for name in ("d", "a:8b", "", "../../etc", "x" * 5000):
             with pytest.raises(AppError) as caught:
@@ -185,28 +194,34 @@ def test_a_model_that_nobody_has_is_not_found(folder: Path) -> None:
     with_router(folder, use)
 
 
-def test_a_model_is_resolved_by_its_name_also_with_ollamas_tag(folder: Path) -> None:
+def test_a_model_is_resolved_by_its_name_with_and_without_ollamas_tag(folder: Path) -> None:
     async def use(router: ModelRouter) -> None:
-        for asked, name in (("a", "a"), ("a:latest", "a"), ("c:latest", "c"), (None, "a")):
-            model = await router.resolve(asked)
+        for requested, name in (("a", "a"), ("a:latest", "a"), ("c:latest", "c"), (None, "a")):
+            model = await router.resolve(requested)
             assert model.card == next(card for card in router.list_models() if card.id == name)
             assert router.model_state(model).name == name
 
     with_router(folder, use)
 
 
-def test_without_any_model_there_is_no_own_choice_yet() -> None:
-    """As with --installed before the first look at the disk."""
+def test_without_any_model_there_is_no_default_yet() -> None:
+    """As with --installed before the first scan of the disk."""
 
-    async def need(files: ModelFiles, settings: Settings, held: int) -> MemoryRequirement:
-        raise AssertionError("no model is loaded here")
+    async def measure(files: ModelFiles, settings: Settings, held_bytes: int) -> MemoryRequirement:
+        raise AssertionError("no model is loaded in this test")
 
     async def run() -> None:
         registry = ModelRegistry([], Settings())
-        pool = ModelPool(ThreadRunner, registry.load_verified_files, need, total_bytes=1)
+        pool = ModelPool(ThreadRunner, registry.load_verified_files, measure, total_bytes=1)
         check = TokenizerChecker(store.is_builtin).check
         router = ModelRouter(
-            registry, pool, [], ThreadPools(), load_wait=1.0, check_tokenizer=check
+            registry,
+            pool,
+            [],
+            ThreadPools(),
+            load_wait=1.0,
+            check_tokenizer=check,
+            library=InstalledModels(registry),
         )
         with pytest.raises(AppError) as caught:
             await router.resolve(None)
@@ -215,22 +230,22 @@ def test_without_any_model_there_is_no_own_choice_yet() -> None:
     asyncio.run(run())
 
 
-def test_what_can_be_refused_at_once_is_not_told_to_wait_first(folder: Path) -> None:
-    """What is raised before anything is said becomes a status, which clients act on."""
+def test_a_full_queue_is_rejected_before_the_load(folder: Path) -> None:
+    """An error before the first event becomes a status, which clients act on."""
 
     async def use(router: ModelRouter) -> None:
-        async with open_stream(router, wish("b")):
+        async with open_stream(router, build_request("b")):
             with pytest.raises(
-                AppError, match="1 requests are already waiting for b to load"
+                AppError, match="the queue for b, which is loading, already has 1 request;"
             ) as caught:
-                async with open_stream(router, wish("b")):
+                async with open_stream(router, build_request("b")):
                     raise AssertionError("it has been opened")
             assert caught.value.kind is ErrorKind.BUSY
 
     with_router(folder, use, max_queue=1)
 
 
-def test_whoever_asks_for_vectors_does_not_wait_longer_than_was_said(folder: Path) -> None:
+def test_embedding_requests_wait_for_a_model_only_load_wait_seconds(folder: Path) -> None:
     async def use(router: ModelRouter) -> None:
         with pytest.raises(AppError, match="still loading") as caught:
             await embed(router, "b")
@@ -239,60 +254,60 @@ def test_whoever_asks_for_vectors_does_not_wait_longer_than_was_said(folder: Pat
     with_router(folder, use, load_wait=0.0)
 
 
-def test_only_of_models_in_memory_it_is_kept_how_they_read_and_write(folder: Path) -> None:
-    """One that is asked for and never gets there would keep its tokenizer for ever."""
+def test_tokenizers_are_cached_only_for_loaded_models(folder: Path) -> None:
+    """A requested model that fails to load would keep its tokenizer in memory forever."""
 
     async def use(router: ModelRouter) -> None:
         for name in "bcb":
             with pytest.raises(AppError, match="needs"):
-                await events(router, wish(name))
+                await events(router, build_request(name))
             with pytest.raises(AppError, match="needs"):
                 await load(router, name)
             await router.tokenize(await router.resolve(name), "x")
-        assert text(await events(router, wish("a")))
+        assert join_text(await events(router, build_request("a")))
         assert list(router._generations) == ["a"]
 
     with_router(folder, use, too_big="bc")
 
 
-def test_a_model_that_changed_on_the_disk_is_read_and_written_as_it_is_now(tmp_path: Path) -> None:
-    """Also by those who came while what was there before was still on its way out."""
+def test_a_model_changed_on_disk_uses_its_new_tokenizer_after_the_reload(tmp_path: Path) -> None:
+    """Also for requests that arrive while the old model is unloading."""
     for name in "abc":
         tiny.write(tmp_path / name)
     tokenizer = tmp_path / "a" / "tokenizer.json"
 
-    async def asked(router: ModelRouter) -> tuple[int, ...]:
-        said = await events(router, wish("a", return_token_ids=True))
-        return next(event.token_ids for event in said if isinstance(event, PromptTokenIds))
+    async def get_token_ids(router: ModelRouter) -> tuple[int, ...]:
+        received = await events(router, build_request("a", return_token_ids=True))
+        return next(event.token_ids for event in received if isinstance(event, PromptTokenIds))
 
     async def use(router: ModelRouter) -> None:
-        before = await asked(router)
-        async with open_stream(router, wish("a")) as stream:
+        before = await get_token_ids(router)
+        async with open_stream(router, build_request("a")) as stream:
             await anext(stream)
-            leaving = asyncio.create_task(unload(router, "a"))
+            unloading = asyncio.create_task(unload(router, "a"))
             await asyncio.sleep(0)
-            late = asyncio.create_task(asked(router))
+            reloaded = asyncio.create_task(get_token_ids(router))
             await asyncio.sleep(0.05)
             changed = json.loads(tokenizer.read_text())
             changed["normalizer"] = {"type": "Prepend", "prepend": "x"}
             tokenizer.write_text(json.dumps(changed))
-        await leaving
-        assert await late == (ord("x"), *before)
+        await unloading
+        assert await reloaded == (ord("x"), *before)
 
     with_router(tmp_path, use)
 
 
-def test_a_wrong_request_is_refused_also_if_its_model_had_to_be_loaded(folder: Path) -> None:
+def test_an_invalid_request_is_rejected_after_the_load_too(folder: Path) -> None:
     async def use(router: ModelRouter) -> None:
         for _ in range(2):
             with pytest.raises(AppError) as caught:
-                await events(router, wish("b", prompt="x" * 100_000))
+                await events(router, build_request("b", prompt="x" * 100_000))
             assert caught.value.kind is ErrorKind.CONTEXT_LENGTH
 
     with_router(folder, use)
 
 
-def test_vectors_come_from_the_model_that_was_asked(folder: Path) -> None:
+def test_embeddings_come_from_the_requested_model(folder: Path) -> None:
     async def use(router: ModelRouter) -> None:
         found: list[bytes] = []
         for name in "ab":
@@ -302,15 +317,15 @@ def test_vectors_come_from_the_model_that_was_asked(folder: Path) -> None:
     with_router(folder, use)
 
 
-def test_text_becomes_ids_without_a_model_in_memory(folder: Path) -> None:
+def test_tokenization_does_not_load_the_model(folder: Path) -> None:
     async def use(router: ModelRouter) -> None:
         a, c = await router.resolve(None), await router.resolve("c")
         assert await router.tokenize(a, "hi") == await router.tokenize(c, "hi") == [104, 105]
         assert await router.detokenize(c, [104, 105]) == "hi"
         assert await router.get_token_bytes(c, [104, 105]) == [b"h", b"i"]
         assert (await router.get_tokenizer_info(c))["eos_token"] == "</s>"
-        said = Conversation(messages=(Message(role="user", content="hi"),))
-        ids = await router.tokenize_chat(c, GenerateRequest(model="c", prompt=said))
+        conversation = Conversation(messages=(Message(role="user", content="hi"),))
+        ids = await router.tokenize_chat(c, GenerateRequest(model="c", prompt=conversation))
         assert bytes(ids) == b"user: hi\nassistant: "
         assert router.list_model_states()[2].phase == "unloaded"
 
@@ -322,74 +337,79 @@ def test_models_are_loaded_and_unloaded_on_demand(folder: Path) -> None:
         loaded = await load(router, "b", math.inf)
         assert (loaded.name, loaded.phase, loaded.expires_at) == ("b", "ready", None)
         assert (await unload(router, "b")).phase == "unloaded"
-        assert text(await events(router, wish("b")))
+        assert join_text(await events(router, build_request("b")))
 
     with_router(folder, use)
 
 
-def test_the_latest_word_counts_for_how_long_a_model_stays(folder: Path) -> None:
+def test_the_latest_keep_alive_is_used(folder: Path) -> None:
     async def use(router: ModelRouter) -> None:
-        await events(router, wish("a", keep_alive=500.0, admin=True))
+        await events(router, build_request("a", keep_alive=500.0, admin=True))
         assert router.list_model_states()[0].expires_at is not None
-        await events(router, wish("a", keep_alive=math.inf))
+        await events(router, build_request("a", keep_alive=math.inf))
         assert router.list_model_states()[0].expires_at is None
-        await events(router, wish("a", keep_alive=0.0))
+        await events(router, build_request("a", keep_alive=0.0))
         await asyncio.sleep(0.2)
         assert router.list_model_states()[0].phase == "ready"
-        await events(router, wish("a", keep_alive=0.0, admin=True))
+        await events(router, build_request("a", keep_alive=0.0, admin=True))
         async with asyncio.timeout(20):
-            while router.list_model_states()[0].phase != "unloaded":  # noqa: ASYNC110  # nobody tells
+            while router.list_model_states()[0].phase != "unloaded":  # noqa: ASYNC110  # no event for it
                 await asyncio.sleep(0.01)
 
     with_router(folder, use)
 
 
-def test_a_request_that_is_refused_says_nothing_of_how_long_a_model_stays(folder: Path) -> None:
-    """It unloaded the model, though it was answered with 400."""
+def test_a_rejected_request_does_not_change_the_keep_alive(folder: Path) -> None:
+    """It unloaded the model, although its response was 400."""
 
     async def use(router: ModelRouter) -> None:
-        async def refused(asked: Awaitable[object]) -> None:
+        async def expect_rejection(request: Awaitable[object]) -> None:
             with pytest.raises(AppError) as caught:
-                await asked
+                await request
             assert caught.value.kind in (ErrorKind.INVALID, ErrorKind.CONTEXT_LENGTH)
 
-        leaves: Any = {"keep_alive": 0.0, "admin": True}
+        unload_after: Any = {"keep_alive": 0.0, "admin": True}
         for name in "ab":
-            # the first is in memory already, the other one is loaded for it
-            await refused(events(router, wish(name, prompt="x" * 5000, **leaves)))
-            await refused(
-                events(router, wish(name, sampling={"logit_bias": ((999, 1),)}, **leaves))
+            # the first model is loaded already, the second one is loaded for the request
+            await expect_rejection(
+                events(router, build_request(name, prompt="x" * 5000, **unload_after))
             )
-            await refused(embed(router, name, "x" * 5000, **leaves))
+            await expect_rejection(
+                events(
+                    router,
+                    build_request(name, sampling={"logit_bias": ((999, 1),)}, **unload_after),
+                )
+            )
+            await expect_rejection(embed(router, name, "x" * 5000, **unload_after))
         await asyncio.sleep(0.2)
         assert [state.phase for state in router.list_model_states()] == [
             "ready",
             "ready",
             "unloaded",
         ]
-        await embed(router, "a", **leaves)
+        await embed(router, "a", **unload_after)
         async with asyncio.timeout(20):
-            while router.list_model_states()[0].phase != "unloaded":  # noqa: ASYNC110  # nobody tells
+            while router.list_model_states()[0].phase != "unloaded":  # noqa: ASYNC110  # no event for it
                 await asyncio.sleep(0.01)
 
     with_router(folder, use)
 
 
 def test_the_fingerprint_changes_when_the_weights_are_replaced(tmp_path: Path) -> None:
-    """With weights of the same names, shapes and size, between two loads of one server."""
+    """With weights of the same names, shapes and size, between two loads."""
     for seed, name in enumerate("abc"):
         tiny.write(tmp_path / name, seed=seed)
 
     async def use(router: ModelRouter) -> None:
         async def fingerprints() -> tuple[str, str]:
             before = (await router.resolve("a")).card.system_fingerprint
-            await events(router, wish("a"))
+            await events(router, build_request("a"))
             return before, router.list_models()[0].system_fingerprint
 
         old = await fingerprints()
         assert old[0] == old[1]
         tiny.write(tmp_path / "a", seed=7)
-        assert await fingerprints() == old, "what is in memory is as it was"
+        assert await fingerprints() == old, "the loaded model is unchanged"
         await unload(router, "a")
         new = await fingerprints()
         assert new[0] == new[1] != old[0]
@@ -399,7 +419,7 @@ def test_the_fingerprint_changes_when_the_weights_are_replaced(tmp_path: Path) -
     with_router(tmp_path, use)
 
 
-def test_cards_tell_what_is_served_and_the_server_is_as_its_preloaded_models_are(
+def test_cards_list_all_models_and_the_status_sums_the_loaded_ones(
     folder: Path,
 ) -> None:
     async def use(router: ModelRouter) -> None:
@@ -417,19 +437,19 @@ def test_cards_tell_what_is_served_and_the_server_is_as_its_preloaded_models_are
     with_router(folder, use)
 
 
-def test_a_preloaded_model_that_cannot_be_loaded_is_told(folder: Path, tmp_path: Path) -> None:
+def test_a_failed_load_is_an_error_and_can_be_retried(folder: Path, tmp_path: Path) -> None:
     for name in "abc":
         tiny.write(tmp_path / name)
     shard = tmp_path / "a" / "model.safetensors"
-    whole = shard.read_bytes()
+    original = shard.read_bytes()
 
     async def use(router: ModelRouter) -> None:
         shard.write_bytes(b"garbage")
         await unload(router, "a")
         with pytest.raises(AppError, match="safetensors"):
             await load(router, "a")
-        assert text(await events(router, wish("b")))
-        shard.write_bytes(whole)
+        assert join_text(await events(router, build_request("b")))
+        shard.write_bytes(original)
         assert (await load(router, "a")).phase == "ready"
 
     with_router(tmp_path, use)
@@ -468,29 +488,30 @@ def test_a_server_whose_model_failed_to_load_is_not_ready_while_its_runner_stops
     with_router(folder, use, runner=Broken)
 
 
-async def failures(router: ModelRouter, name: str, **changes: Any) -> list[str]:
-    """All that a client gets to know of a request for this model that fails: of an answer, of
-    vectors, of a load, and of the model's state."""
-    found: list[str] = []
+async def collect_error_messages(router: ModelRouter, name: str, **changes: Any) -> list[str]:
+    """All error messages that a client gets for this model: from generation, embedding, loading,
+    and the model's state."""
+    messages: list[str] = []
     for call in (
-        lambda: events(router, wish(name, **changes)),
+        lambda: events(router, build_request(name, **changes)),
         lambda: embed(router, name),
         lambda: load(router, name),
     ):
         try:
             await call()
         except AppError as error:
-            found.append(error.message)
+            messages.append(error.message)
         states = [state.error for state in router.list_model_states()]
-        found += [error for error in (*states, router.status().error) if error is not None]
-    return found
+        messages += [error for error in (*states, router.status().error) if error is not None]
+    return messages
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("broken", ["tokenizer", "weights", "template", "gone", "engine"])
 def test_no_failure_of_a_model_reveals_a_path(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each failure names the file, and the log has its path."""
+    """Each error names the file; the log has its path."""
     for name in "abc":
         tiny.write(tmp_path / name)
 
@@ -500,12 +521,12 @@ def test_no_failure_of_a_model_reveals_a_path(
     monkeypatch.setattr(GrammarCompiler, "preload_tokenizer", lambda _: None)
 
     async def use(router: ModelRouter) -> list[str]:
-        assert text(await events(router, wish("a")))
-        asked: dict[str, Any] = {}
+        assert join_text(await events(router, build_request("a")))
+        changes: dict[str, Any] = {}
         match broken:
-            case "tokenizer":  # read by the first compilation, as where the warm-up is slow
+            case "tokenizer":  # read by the first compilation, as if the warm-up were slow
                 (tmp_path / "a" / "tokenizer.json").write_text("{}")
-                asked["grammar"] = Regex(pattern="a+")
+                changes["grammar"] = Regex(pattern="a+")
             case "weights":
                 (tmp_path / "a" / "model.safetensors").write_bytes(b"garbage")
                 await unload(router, "a")
@@ -518,25 +539,25 @@ def test_no_failure_of_a_model_reveals_a_path(
                 await unload(router, "a")
             case _:
                 monkeypatch.setattr(Loop, "step", die)
-        return await failures(router, "a", **asked)
+        return await collect_error_messages(router, "a", **changes)
 
-    found = with_router(tmp_path, use)
-    assert found
-    for message in found:
+    messages = with_router(tmp_path, use)
+    assert messages
+    for message in messages:
         assert str(tmp_path) not in message
         assert "/opt" not in message
         assert "secret" not in message
-    named = {
+    expected = {
         "tokenizer": "tokenizer.json",
         "weights": "model.safetensors",
         "template": "tokenizer_config.json",
         "gone": "a",
         "engine": "libx.so",
     }
-    assert named[broken] in found[0]
+    assert expected[broken] in messages[0]
 
 
-def test_figures_of_several_engines_add_up() -> None:
+def test_stats_of_several_engines_are_summed() -> None:
     one = EngineStats(
         allocated_bytes=1,
         steps=2,
@@ -547,20 +568,20 @@ def test_figures_of_several_engines_add_up() -> None:
     two = EngineStats(
         allocated_bytes=10, steps=20, prefix_hit_counts=(2,) * 9, prefix_miss_counts=(("empty", 5),)
     )
-    both = sum_engine_stats([one, two])
-    assert (both.allocated_bytes, both.steps) == (11, 22)
-    assert both.prefix_hit_counts == (3,) * 9
-    assert dict(both.prefix_miss_counts) == {"empty": 6, "diverged": 2}
-    assert (both.ledger.budget, both.ledger.weights) == (10, 4)
+    total = sum_engine_stats([one, two])
+    assert (total.allocated_bytes, total.steps) == (11, 22)
+    assert total.prefix_hit_counts == (3,) * 9
+    assert dict(total.prefix_miss_counts) == {"empty": 6, "diverged": 2}
+    assert (total.ledger.budget, total.ledger.weights) == (10, 4)
     assert sum_engine_stats([]) == EngineStats()
 
 
-def test_whoever_asks_for_a_load_does_not_wait_out_a_refusal(tmp_path: Path) -> None:
-    """An operator who has mended the files wants to see that at once."""
+def test_an_explicit_load_ignores_the_backoff_of_failed_loads(tmp_path: Path) -> None:
+    """An operator who has repaired the files expects an immediate retry."""
     for name in "abc":
         tiny.write(tmp_path / name)
     shard = tmp_path / "b" / "model.safetensors"
-    whole = shard.read_bytes()
+    original = shard.read_bytes()
 
     async def use(router: ModelRouter) -> None:
         shard.write_bytes(b"garbage")
@@ -568,7 +589,7 @@ def test_whoever_asks_for_a_load_does_not_wait_out_a_refusal(tmp_path: Path) -> 
             with pytest.raises(AppError) as caught:
                 await load(router, "b")
             assert str(tmp_path) not in caught.value.message
-        shard.write_bytes(whole)
+        shard.write_bytes(original)
         assert (await load(router, "b")).phase == "ready"
 
     with_router(tmp_path, use)

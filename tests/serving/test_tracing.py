@@ -1,4 +1,4 @@
-"""Traces, as a collector gets them: over HTTP, as OTLP's protobuf."""
+"""Traces as a collector gets them: OTLP over HTTP with protobuf."""
 
 import asyncio
 import socket
@@ -43,7 +43,7 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class Collector(ThreadingHTTPServer):
-    """An OTLP receiver. requests: as they came, with the path that they came to."""
+    """An OTLP receiver. requests: the path and the body of each."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Receiver)
@@ -94,20 +94,20 @@ def collector() -> Iterator[Collector]:
 
 
 @dataclass
-class Told:
-    """What a collector got of one request."""
+class Trace:
+    """The spans of one request."""
 
     root: Span
     children: list[Span]
 
     @property
     def attributes(self) -> dict[str, Any]:
-        return {pair.key: plain(pair.value) for pair in self.root.attributes}
+        return {pair.key: to_python(pair.value) for pair in self.root.attributes}
 
 
-def plain(value: AnyValue) -> Any:
+def to_python(value: AnyValue) -> Any:
     if value.HasField("array_value"):
-        return [plain(one) for one in value.array_value.values]
+        return [to_python(one) for one in value.array_value.values]
     return getattr(value, str(value.WhichOneof("value")))
 
 
@@ -115,34 +115,34 @@ async def drain(events: Any) -> list[Event]:
     return [event async for event in events]
 
 
-def after(
+def trace_request(
     collector: Collector,
     script: Script | None = None,
     request: GenerateRequest | EmbedRequest = CHAT,
     *,
-    refusal: Exception | None = None,
-    leave: bool = False,
-    visit: RequestContext | None = None,
-) -> Told:
-    """One request, and what the collector knows when the server has stopped."""
-    generate = FakeGenerate(open_error=refusal) if script is None else FakeGenerate(script)
+    error: Exception | None = None,
+    disconnect: bool = False,
+    context: RequestContext | None = None,
+) -> Trace:
+    """The trace of one request, after the exporter has stopped."""
+    generate = FakeGenerate(open_error=error) if script is None else FakeGenerate(script)
 
-    async def one(traced: ObservedGenerate) -> None:
+    async def consume(traced: ObservedGenerate) -> None:
         if isinstance(request, EmbedRequest):
             await traced.embed(request, FakeModel())
             return
         async with traced.open(request, FakeModel()) as events:
-            if leave:
+            if disconnect:
                 await anext(events)
                 return
             await drain(events)
 
     async def run() -> None:
-        REQUEST_CONTEXT.set(visit)
+        REQUEST_CONTEXT.set(context)
         settings = Settings(otlp=collector.address, host="127.0.0.1", port=8123)
         spans = OtelTracing(settings)
         try:
-            await one(ObservedGenerate(generate, spans.observe))
+            await consume(ObservedGenerate(generate, spans.observe))
         except (AppError, KeyError):
             pass
         finally:
@@ -155,17 +155,17 @@ def after(
     for child in children:
         assert child.parent_span_id == root.span_id
         assert child.trace_id == root.trace_id
-    collector_saw = b"".join(r.SerializeToString() for _, r in collector.requests)
-    assert SECRET.encode() not in collector_saw
-    return Told(root, sorted(children, key=lambda span: span.start_time_unix_nano))
+    exported = b"".join(r.SerializeToString() for _, r in collector.requests)
+    assert SECRET.encode() not in exported
+    return Trace(root, sorted(children, key=lambda span: span.start_time_unix_nano))
 
 
-def test_a_request_is_a_span_with_the_words_of_the_conventions(collector: Collector):
-    told = after(collector, HELLO, visit=RequestContext(id="mine"))
-    assert told.root.name == f"chat {CARD.id}"
-    assert told.root.status.code == Status.STATUS_CODE_UNSET
-    assert not told.root.parent_span_id
-    assert told.attributes == {
+def test_a_request_is_a_span_with_the_semantic_conventions(collector: Collector):
+    trace = trace_request(collector, HELLO, context=RequestContext(id="mine"))
+    assert trace.root.name == f"chat {CARD.id}"
+    assert trace.root.status.code == Status.STATUS_CODE_UNSET
+    assert not trace.root.parent_span_id
+    assert trace.attributes == {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "mlxrunner",
         "gen_ai.request.model": CARD.id,
@@ -184,51 +184,53 @@ def test_a_request_is_a_span_with_the_words_of_the_conventions(collector: Collec
         "mlxrunner.request.id": "mine",
         "mlxrunner.caller": "ada",
     }
-    [(_, sent)] = collector.requests
-    resource = {p.key: plain(p.value) for p in sent.resource_spans[0].resource.attributes}
+    [(_, export_request)] = collector.requests
+    resource = {
+        p.key: to_python(p.value) for p in export_request.resource_spans[0].resource.attributes
+    }
     assert resource["service.name"] == "mlxrunner"
 
 
-def test_the_phases_are_spans_behind_each_other(collector: Collector):
-    told = after(collector, [ModelLoading(progress=1), *HELLO])
-    assert [span.name for span in told.children] == ["load", "queue", "prefill", "decode"]
+def test_the_phases_are_consecutive_spans(collector: Collector):
+    trace = trace_request(collector, [ModelLoading(progress=1), *HELLO])
+    assert [span.name for span in trace.children] == ["load", "queue", "prefill", "decode"]
     durations = {
         span.name: (span.end_time_unix_nano - span.start_time_unix_nano) / 1e6
-        for span in told.children
+        for span in trace.children
     }
     assert durations["prefill"] == 2
     assert durations["decode"] == 30
     assert durations["queue"] == 3
-    for one, next_ in zip(told.children, told.children[1:], strict=False):
-        assert one.end_time_unix_nano == next_.start_time_unix_nano
-    assert abs(told.root.start_time_unix_nano / 1e9 - time.time()) < 60
+    for one, following in zip(trace.children, trace.children[1:], strict=False):
+        assert one.end_time_unix_nano == following.start_time_unix_nano
+    assert abs(trace.root.start_time_unix_nano / 1e9 - time.time()) < 60
 
 
-def test_stretches_cover_a_choice_from_its_arrival_to_its_end():
+def test_phases_cover_a_choice_from_arrival_to_end():
     timings = Timings(prefill_ns=20, decode_ns=300, total_ns=1000)
-    found = split_phases(5000, timings)
-    assert found == [("queue", 5000, 5680), ("prefill", 5680, 5700), ("decode", 5700, 6000)]
+    phases = split_phases(5000, timings)
+    assert phases == [("queue", 5000, 5680), ("prefill", 5680, 5700), ("decode", 5700, 6000)]
 
 
 @pytest.mark.parametrize("flags", ["01", "00"])
-def test_a_trace_of_the_client_goes_on(collector: Collector, flags: str):
-    """W3C Trace Context. A client that does not sample its trace does not want ours either."""
-    visit = RequestContext(id="x", traceparent=f"00-{TRACE}-{PARENT}-{flags}")
+def test_the_trace_of_the_client_is_continued(collector: Collector, flags: str):
+    """W3C Trace Context. If the client does not sample its trace, nothing is exported."""
+    context = RequestContext(id="x", traceparent=f"00-{TRACE}-{PARENT}-{flags}")
     if flags == "00":
         with pytest.raises(AssertionError):
-            after(collector, HELLO, visit=visit)
+            trace_request(collector, HELLO, context=context)
         assert collector.requests == []
         return
-    told = after(collector, HELLO, visit=visit)
-    assert told.root.trace_id.hex() == TRACE
-    assert told.root.parent_span_id.hex() == PARENT
+    trace = trace_request(collector, HELLO, context=context)
+    assert trace.root.trace_id.hex() == TRACE
+    assert trace.root.parent_span_id.hex() == PARENT
 
 
 @pytest.mark.parametrize("header", ["", "x", "00-0-0-01", f"ff-{TRACE}-{PARENT}-01", "\x1b" * 999])
-def test_a_broken_traceparent_begins_a_trace(collector: Collector, header: str):
-    told = after(collector, HELLO, visit=RequestContext(id="x", traceparent=header))
-    assert not told.root.parent_span_id
-    assert told.root.trace_id.hex() != TRACE
+def test_an_invalid_traceparent_starts_a_new_trace(collector: Collector, header: str):
+    trace = trace_request(collector, HELLO, context=RequestContext(id="x", traceparent=header))
+    assert not trace.root.parent_span_id
+    assert trace.root.trace_id.hex() != TRACE
 
 
 @pytest.mark.parametrize(
@@ -240,50 +242,50 @@ def test_a_broken_traceparent_begins_a_trace(collector: Collector, header: str):
         (KeyError(SECRET), "KeyError", Status.STATUS_CODE_ERROR),
     ],
 )
-def test_an_error_is_told_by_its_kind(
+def test_an_error_is_recorded_by_its_type(
     collector: Collector, error: Exception, type_: str, status: int
 ):
-    told = after(collector, refusal=error)
-    assert told.attributes["error.type"] == type_
-    assert told.root.status.code == status
-    assert "gen_ai.usage.input_tokens" not in told.attributes
+    trace = trace_request(collector, error=error)
+    assert trace.attributes["error.type"] == type_
+    assert trace.root.status.code == status
+    assert "gen_ai.usage.input_tokens" not in trace.attributes
 
 
-def test_an_answer_that_breaks_off_is_an_error(collector: Collector):
-    told = after(collector, [text("a"), AppError(ErrorKind.ENGINE, SECRET)])
-    assert told.attributes["error.type"] == "engine_error"
+def test_a_failed_stream_is_an_error(collector: Collector):
+    trace = trace_request(collector, [text("a"), AppError(ErrorKind.ENGINE, SECRET)])
+    assert trace.attributes["error.type"] == "engine_error"
 
 
-def test_a_client_that_left_is_no_fault_of_the_server(collector: Collector):
-    told = after(collector, [text("a"), FOREVER], leave=True)
-    assert told.attributes["error.type"] == "cancelled"
-    assert told.root.status.code == Status.STATUS_CODE_UNSET
+def test_a_disconnect_is_not_a_server_error(collector: Collector):
+    trace = trace_request(collector, [text("a"), FOREVER], disconnect=True)
+    assert trace.attributes["error.type"] == "cancelled"
+    assert trace.root.status.code == Status.STATUS_CODE_UNSET
 
 
-def test_each_choice_has_its_phases_and_a_prompt_counts_once(collector: Collector):
+def test_each_choice_has_its_phases_and_a_prompt_is_counted_once(collector: Collector):
     request = replace(CHAT, n=2, prompt=PromptBatch(prompts=(SECRET, SECRET)))
     generate = FakeGenerate()
     script = generate.script(request) if callable(generate.script) else ()
-    told = after(collector, script, request)
-    assert told.root.name == f"text_completion {CARD.id}"
-    assert told.attributes["gen_ai.request.choice.count"] == 2
-    assert told.attributes["gen_ai.usage.input_tokens"] == 14
-    assert told.attributes["gen_ai.usage.output_tokens"] == 8
-    assert told.attributes["gen_ai.response.finish_reasons"] == ["stop"] * 4
-    choices = {plain(span.attributes[0].value) for span in told.children}
+    trace = trace_request(collector, script, request)
+    assert trace.root.name == f"text_completion {CARD.id}"
+    assert trace.attributes["gen_ai.request.choice.count"] == 2
+    assert trace.attributes["gen_ai.usage.input_tokens"] == 14
+    assert trace.attributes["gen_ai.usage.output_tokens"] == 8
+    assert trace.attributes["gen_ai.response.finish_reasons"] == ["stop"] * 4
+    choices = {to_python(span.attributes[0].value) for span in trace.children}
     assert choices == {0, 1, 2, 3}
 
 
-def test_vectors_are_an_operation_of_their_own(collector: Collector):
+def test_embeddings_are_a_separate_operation(collector: Collector):
     inputs = (EmbedInput(content=SECRET, param="input"),)
     request = EmbedRequest(model=CARD.id, inputs=inputs, dimensions=2)
-    told = after(collector, HELLO, request)
-    assert told.root.name == f"embeddings {CARD.id}"
-    assert told.attributes["gen_ai.embeddings.dimension.count"] == 2
-    assert told.attributes["gen_ai.usage.input_tokens"] == len(SECRET)
+    trace = trace_request(collector, HELLO, request)
+    assert trace.root.name == f"embeddings {CARD.id}"
+    assert trace.attributes["gen_ai.embeddings.dimension.count"] == 2
+    assert trace.attributes["gen_ai.usage.input_tokens"] == len(SECRET)
 
 
-MANY = """
+PROGRAM = """
 import asyncio, sys, time
 import app.serving.otel_tracing
 from app.core.settings import Settings
@@ -292,42 +294,42 @@ from app.serving.tracing import create_tracing
 from tests.fakes import FakeGenerate, FakeModel, finish
 from tests.serving.test_tracing import CHAT, drain
 
-app.serving.otel_tracing._SHUTDOWN_TIMEOUT = 0.5  # so that this test is not long
+app.serving.otel_tracing._SHUTDOWN_TIMEOUT = 0.5  # to keep this test short
 
 async def main():
     tracing = create_tracing(Settings(otlp=sys.argv[1]))
     observed = ObservedGenerate(FakeGenerate([finish()]), tracing.observe)
-    began = time.monotonic()
+    start = time.monotonic()
     for _ in range(1000):  # more spans than fit into the queue
         async with observed.open(CHAT, FakeModel()) as events:
             await drain(events)
-    print(time.monotonic() - began)
+    print(time.monotonic() - start)
     await tracing.stop()
 
 asyncio.run(main())
 """
 
 
-def test_a_collector_that_does_not_answer_costs_no_request_anything():
-    """Nor one that is not there; and the server ends all the same."""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        for port in (silent.getsockname()[1], 1):
-            began = time.monotonic()
-            command = [sys.executable, "-c", MANY, f"http://127.0.0.1:{port}"]
-            ended = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
-            # a tenth of a millisecond each, on a quiet machine
-            assert float(ended.stdout) < 5
-            assert time.monotonic() - began < 20
+def test_an_unreachable_collector_does_not_delay_requests():
+    """Neither a silent nor a missing collector delays requests or the shutdown."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for port in (listener.getsockname()[1], 1):
+            start = time.monotonic()
+            command = [sys.executable, "-c", PROGRAM, f"http://127.0.0.1:{port}"]
+            process = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+            # a tenth of a millisecond each on an idle machine
+            assert float(process.stdout) < 5
+            assert time.monotonic() - start < 20
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1:4318", "grpc://x:4317", "http://"])
-def test_an_address_that_is_none_is_refused(address: str):
-    with pytest.raises(AppError, match="--otlp must be the URL of a collector") as refused:
+def test_an_invalid_collector_address_is_rejected(address: str):
+    with pytest.raises(AppError, match="--otlp must be the URL of a collector") as caught:
         create_tracing(Settings(otlp=address))
-    assert refused.value.param == "otlp"
+    assert caught.value.param == "otlp"
 
 
-def test_a_collector_may_say_the_path_itself(collector: Collector):
+def test_the_address_may_contain_a_path(collector: Collector):
     async def run() -> None:
         spans = OtelTracing(Settings(otlp=f"{collector.address}/here"))
         observed = ObservedGenerate(FakeGenerate(HELLO), spans.observe)
@@ -339,7 +341,7 @@ def test_a_collector_may_say_the_path_itself(collector: Collector):
     assert [path for path, _ in collector.requests] == ["/here"]
 
 
-def test_without_the_option_nothing_of_it_is_imported():
+def test_opentelemetry_is_imported_only_with_the_option():
     assert create_tracing(Settings()) is None
     program = (
         "import sys, app.server, app.serving.tracing; sys.exit('opentelemetry' in sys.modules)"
@@ -347,15 +349,15 @@ def test_without_the_option_nothing_of_it_is_imported():
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
 
-def test_what_is_not_installed_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch):
+def test_the_error_of_a_missing_package_names_the_install_command(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delitem(sys.modules, "app.serving.otel_tracing")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(AppError, match="pip install opentelemetry-sdk") as refused:
+    with pytest.raises(AppError, match="pip install opentelemetry-sdk") as caught:
         create_tracing(Settings(otlp="http://127.0.0.1:4318"))
-    assert refused.value.param == "otlp"
+    assert caught.value.param == "otlp"
 
 
-def test_a_real_server_goes_on_with_its_clients_trace(collector: Collector, tiny_model: Path):
+def test_a_real_server_continues_the_trace_of_the_client(collector: Collector, tiny_model: Path):
     with run_server(str(tiny_model), "--otlp", collector.address) as server:
         reply = httpx.post(
             f"{server.url}/v1/completions?{SECRET}",
@@ -368,7 +370,7 @@ def test_a_real_server_goes_on_with_its_clients_trace(collector: Collector, tiny
     roots = [span for span in collector.spans if span.kind == Span.SPAN_KIND_SERVER]
     [root] = [span for span in roots if span.trace_id.hex() == TRACE]
     assert root.parent_span_id.hex() == PARENT
-    attributes = {pair.key: plain(pair.value) for pair in root.attributes}
+    attributes = {pair.key: to_python(pair.value) for pair in root.attributes}
     assert attributes["gen_ai.usage.output_tokens"] == 3
     assert attributes["mlxrunner.request.id"] == "mine"
     children = {span.name for span in collector.spans if span.parent_span_id == root.span_id}

@@ -1,4 +1,4 @@
-"""The one model on the stand-in, and what tests ask about it."""
+"""The model org/tiny on the stand-in hub, and helpers for its tests."""
 
 import io
 from collections.abc import Callable
@@ -29,9 +29,9 @@ def find(name: HubName = NAME) -> ModelFiles:
     return files
 
 
-def complaint(ask: Callable[[], object]) -> str:
+def complaint(call: Callable[[], object]) -> str:
     with pytest.raises(AppError) as caught:
-        ask()
+        call()
     assert "\n" not in caught.value.message
     return caught.value.message
 
@@ -40,9 +40,9 @@ def blob(content: bytes) -> Path:
     return cache.repo_folder(NAME.repo_id) / "blobs" / sha256(content)
 
 
-def refusal(name: str = "tiny", ask: Callable[[str], object] = store.find) -> str:
+def refusal(name: str = "tiny", call: Callable[[str], object] = store.find) -> str:
     with pytest.raises(AppError) as caught:
-        ask(name)
+        call(name)
     assert caught.value.kind is ErrorKind.MODEL_FILES
     assert "\n" not in caught.value.message
     return caught.value.message

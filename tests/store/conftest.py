@@ -1,4 +1,4 @@
-"""A hub and a cache of a test's own, and no folder of the person who runs the tests."""
+"""A hub and a cache for each test, isolated from the folders of the user."""
 
 import shutil
 from collections.abc import Iterator
@@ -15,36 +15,36 @@ from tests.store.stand_in import StandIn
 
 @pytest.fixture(autouse=True)
 def nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """huggingface_hub reads the environment when it is imported, which another test may have
-    caused: its constants are what counts."""
+    """Sets constants of huggingface_hub: it reads the environment only when it is imported, which
+    may have happened in another test."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "hf" / "token"))
-    # what of a body is written at once, and so is lost when it breaks off: less than 10 MB here
+    # the size of one write, and so of the loss when a connection breaks; the default is 10 MB
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1_000)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "ollama"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    _point_to(monkeypatch, "http://127.0.0.1:9")  # nobody listens
+    _point_to(monkeypatch, "http://127.0.0.1:9")  # no server listens
 
 
 @pytest.fixture
 def hub(nowhere_else: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    made = StandIn()
-    _point_to(monkeypatch, made.endpoint)
-    yield made
-    made.close()
+    stand_in = StandIn()
+    _point_to(monkeypatch, stand_in.endpoint)
+    yield stand_in
+    stand_in.close()
 
 
 @pytest.fixture
 def remote(tmp_path: Path, tiny_model: Path) -> Path:
-    """What lies on the hub: a model, and much that no model needs."""
-    made = tmp_path / "remote"
-    shutil.copytree(tiny_model, made)
+    """The files on the hub: a model, and many files that a model does not need."""
+    folder = tmp_path / "remote"
+    shutil.copytree(tiny_model, folder)
     for name in ("README.md", "pytorch_model.bin", "q4.gguf", "model.onnx", "train.py", "a.png"):
-        (made / name).write_bytes(b"not needed" * 500)
-    (made / "original").mkdir()
-    (made / "original" / "consolidated.safetensors").write_bytes(b"another cut" * 500)
-    return made
+        (folder / name).write_bytes(b"not needed" * 500)
+    (folder / "original").mkdir()
+    (folder / "original" / "consolidated.safetensors").write_bytes(b"another cut" * 500)
+    return folder
 
 
 @pytest.fixture
@@ -58,13 +58,13 @@ def ollama(tmp_path: Path) -> OllamaStore:
 
 
 @pytest.fixture(scope="session")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def packed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return packed_folder(tmp_path_factory.mktemp("models") / "folder")
 
 
 @pytest.fixture
-def layers(ollama: OllamaStore, packed: Path) -> list[dict[str, Any]]:
-    return ollama.model(packed)
+def layers(ollama: OllamaStore, packed_model: Path) -> list[dict[str, Any]]:
+    return ollama.model(packed_model)
 
 
 def _point_to(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:

@@ -20,7 +20,7 @@ GO_TEMPLATE = "{{ range .Messages }}{{ .Role }}: {{ .Content }}\n{{ end }}"
 
 
 class OllamaStore:
-    """root: what OLLAMA_MODELS says."""
+    """root: the folder of OLLAMA_MODELS."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -35,15 +35,15 @@ class OllamaStore:
         return self.root / "blobs" / layer["digest"].replace(":", "-")
 
     def layer(self, kind: str, content: bytes, name: str | None = None) -> dict[str, Any]:
-        named = {} if name is None else {"name": name}
-        return {"mediaType": MEDIA + kind, **self.blob(content), **named}
+        name_field = {} if name is None else {"name": name}
+        return {"mediaType": MEDIA + kind, **self.blob(content), **name_field}
 
     def json(self, kind: str, value: Any, name: str | None = None) -> dict[str, Any]:
         return self.layer(kind, json.dumps(value).encode(), name)
 
     def tensors(self, arrays: Mapping[str, mx.array], name: str, **metadata: str) -> dict[str, Any]:
         """One tensor layer: a weight, and its scales and biases beside it."""
-        file = self.root / "being-made.safetensors"
+        file = self.root / "temporary.safetensors"
         mx.save_safetensors(str(file), dict(arrays), metadata=metadata)
         layer = self.layer("tensor", file.read_bytes(), name)
         file.unlink()
@@ -68,8 +68,8 @@ class OllamaStore:
         return self.root / "manifests" / found.host / found.namespace / found.model / found.tag
 
     def model(self, folder: Path, *, seed: int = 0) -> list[dict[str, Any]]:
-        """The layers of tests.tiny's model, packed to 4 bits where it can be. folder: where its
-        small files lie."""
+        """The layers of tests.tiny's model, quantized to 4 bits where possible. folder: the source
+        of its small files."""
         config = {**tiny.CONFIG, **CONFIG}
         layers: list[dict[str, Any]] = []
         for name, weight in tiny.weights(config, seed).items():
@@ -85,7 +85,7 @@ class OllamaStore:
 
 
 def packed_folder(folder: Path, *, seed: int = 0) -> Path:
-    """The same model in a folder, packed as MLX does it."""
+    """The same model in a folder, quantized in MLX's format."""
     tiny.write(folder, seed=seed, **CONFIG, quantization={"group_size": 64, "bits": 4})
     config = {**tiny.CONFIG, **CONFIG}
     arrays: dict[str, mx.array] = {}

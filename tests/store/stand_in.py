@@ -1,8 +1,8 @@
-"""A hub in a thread: it speaks the Hugging Face hub's HTTP protocol as huggingface_hub asks it, and
-serves real folders. It can cut, corrupt, stall, refuse and redirect.
+"""A hub in a thread: it implements the HTTP protocol of the Hugging Face hub as huggingface_hub
+uses it, and serves real folders. It can cut, corrupt, stall, reject and redirect.
 
-Files of a kilobyte and more are kept as Git LFS keeps them: under their SHA-256, and on another
-host, to which a redirect leads. The smaller ones are git's, under the SHA-1 of git.
+Files of a kilobyte and more are Git LFS files: they have a SHA-256, and a redirect leads to another
+host. Smaller files are plain git files, with the SHA-1 of git.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ TOKEN = "hf_of_a_friend"
 
 
 @dataclass
-class Asked:
-    """One request. range: the first byte that was asked for, 0 without a Range header."""
+class RecordedRequest:
+    """One request. range: the first requested byte, 0 without a Range header."""
 
     method: str
     path: str
@@ -44,11 +44,11 @@ class Repository:
 
 @dataclass
 class Faults:
-    """What goes wrong with a body, by the name of the file.
+    """Faults in response bodies, by file name.
 
     cut: bytes after which the connection ends; once. stall: seconds of silence after the first
-    half; once. status: an answer instead, from then on. corrupt: the first byte is another one.
-    silence: seconds before any answer at all."""
+    half; once. status: an error status instead of the body. corrupt: the first byte is changed.
+    silence: seconds before every response."""
 
     cut: dict[str, int] = field(default_factory=dict)
     corrupt: set[str] = field(default_factory=set)
@@ -58,12 +58,12 @@ class Faults:
 
 
 class StandIn:
-    """`endpoint` goes into HF_ENDPOINT. asked: every request so far."""
+    """endpoint: the value for HF_ENDPOINT. requests: every request so far."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.faults = Faults()
-        self.asked: list[Asked] = []
+        self.requests: list[RecordedRequest] = []
         self.handler = _handler(self)
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler)
         self._server.daemon_threads = True
@@ -81,24 +81,26 @@ class StandIn:
         return f"http://127.0.0.1:{self.port}"
 
     @property
-    def elsewhere(self) -> str:
-        """Another host, as far as a client can tell, for the large files."""
+    def large_file_endpoint(self) -> str:
+        """Another host name for the large files."""
         return f"http://localhost:{self.port}"
 
     def add(self, repo: str, folder: Path, **kind: bool) -> str:
-        """A repository, or its next commit. Returns the commit, which is the main branch then."""
-        known = self.repositories.setdefault(repo, Repository(commits={}, refs={}, **kind))
-        commit = hashlib.sha1(f"{repo} {len(known.commits)}".encode()).hexdigest()
-        known.commits[commit] = folder
-        known.refs["main"] = commit
+        """Adds a repository, or its next commit. Returns the commit, the new head of main."""
+        repository = self.repositories.setdefault(repo, Repository(commits={}, refs={}, **kind))
+        commit = hashlib.sha1(f"{repo} {len(repository.commits)}".encode()).hexdigest()
+        repository.commits[commit] = folder
+        repository.refs["main"] = commit
         return commit
 
-    def downloads(self, ending: str = "") -> list[Asked]:
+    def downloads(self, ending: str = "") -> list[RecordedRequest]:
         """Requests for bodies of files."""
         return [
-            asked
-            for asked in self.asked
-            if asked.method == "GET" and "/api/" not in asked.path and asked.path.endswith(ending)
+            request
+            for request in self.requests
+            if request.method == "GET"
+            and "/api/" not in request.path
+            and request.path.endswith(ending)
         ]
 
     def close(self) -> None:
@@ -130,8 +132,8 @@ def _handler(hub: StandIn) -> type[BaseHTTPRequestHandler]:
 
         def _answer(self) -> None:
             path = unquote(urlsplit(self.path).path)
-            hub.asked.append(
-                Asked(
+            hub.requests.append(
+                RecordedRequest(
                     method=self.command,
                     path=path,
                     range=self.start(),
@@ -143,28 +145,28 @@ def _handler(hub: StandIn) -> type[BaseHTTPRequestHandler]:
                 if match := re.fullmatch(pattern, path):
                     reply(self, hub, *match.groups())
                     return
-            self.refuse(404, "RepoNotFound")
+            self.reject(404, "RepoNotFound")
 
         def start(self) -> int:
             first = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
             return int(first[1]) if first else 0
 
-        def known(self, repo: str, revision: str) -> tuple[str, Path] | None:
-            """The commit and its folder; else it has answered why not."""
+        def find_commit(self, repo: str, revision: str) -> tuple[str, Path] | None:
+            """The commit and its folder, or None after an error response."""
             found = hub.repositories.get(repo)
-            if found is None or (found.private and not self.trusted()):
-                self.refuse(401, "RepoNotFound")
+            if found is None or (found.private and not self.is_authorized()):
+                self.reject(401, "RepoNotFound")
                 return None
             commit = found.refs.get(revision, revision)
             if commit not in found.commits:
-                self.refuse(404, "RevisionNotFound")
+                self.reject(404, "RevisionNotFound")
                 return None
             return commit, found.commits[commit]
 
-        def trusted(self) -> bool:
+        def is_authorized(self) -> bool:
             return self.headers.get("Authorization") == f"Bearer {TOKEN}"
 
-        def refuse(self, status: int, code: str) -> None:
+        def reject(self, status: int, code: str) -> None:
             self.reply(status, {"X-Error-Code": code})
 
         def reply(self, status: int, headers: dict[str, str], body: bytes = b"") -> None:
@@ -180,12 +182,12 @@ def _handler(hub: StandIn) -> type[BaseHTTPRequestHandler]:
             self.reply(200, {"Content-Type": "application/json"}, body)
 
         def send_file(self, name: str, content: bytes, headers: dict[str, str]) -> None:
-            faults, start = hub.faults, self.start()  # others may have asked since
+            faults, start = hub.faults, self.start()  # of this request
             if name in faults.corrupt and self.command == "GET":
                 content = bytes([content[0] ^ 1]) + content[1:]
             if start:
-                whole = len(content)
-                headers = {**headers, "Content-Range": f"bytes {start}-{whole - 1}/{whole}"}
+                size = len(content)
+                headers = {**headers, "Content-Range": f"bytes {start}-{size - 1}/{size}"}
             body, status = content[start:], 206 if start else 200
             if self.command == "HEAD":
                 self.reply(status, headers, body)
@@ -212,7 +214,7 @@ def _handler(hub: StandIn) -> type[BaseHTTPRequestHandler]:
 
 
 def _info(handler: Any, hub: StandIn, repo: str, revision: str | None = None) -> None:
-    if (found := handler.known(repo, revision or "main")) is None:
+    if (found := handler.find_commit(repo, revision or "main")) is None:
         return
     commit, folder = found
     siblings: list[dict[str, Any]] = []
@@ -232,7 +234,7 @@ def _info(handler: Any, hub: StandIn, repo: str, revision: str | None = None) ->
 
 
 def _tree(handler: Any, _: StandIn, repo: str, revision: str) -> None:
-    if (found := handler.known(repo, revision)) is None:
+    if (found := handler.find_commit(repo, revision)) is None:
         return
     entries: list[dict[str, Any]] = []
     for path, content in _files(found[1]):
@@ -249,23 +251,23 @@ def _tree(handler: Any, _: StandIn, repo: str, revision: str) -> None:
 
 
 def _resolve(handler: Any, hub: StandIn, repo: str, revision: str, path: str) -> None:
-    if (found := handler.known(repo, revision)) is None:
+    if (found := handler.find_commit(repo, revision)) is None:
         return
-    if hub.repositories[repo].gated and not handler.trusted():
-        handler.refuse(403, "GatedRepo")
+    if hub.repositories[repo].gated and not handler.is_authorized():
+        handler.reject(403, "GatedRepo")
         return
     commit, folder = found
     headers = {"X-Repo-Commit": commit}
     if not (folder / path).is_file():
-        handler.refuse(404, "EntryNotFound")
+        handler.reject(404, "EntryNotFound")
         return
     content = (folder / path).read_bytes()
     if len(content) < LARGE:
         handler.send_file(path, content, {**headers, "ETag": f'"{git_sha1(content)}"'})
         return
-    address = f"{hub.elsewhere}/large/{repo}/{commit}/{path}"
-    linked = {"X-Linked-Etag": f'"{sha256(content)}"', "X-Linked-Size": str(len(content))}
-    handler.reply(302, {**headers, **linked, "Location": address})
+    address = f"{hub.large_file_endpoint}/large/{repo}/{commit}/{path}"
+    link_headers = {"X-Linked-Etag": f'"{sha256(content)}"', "X-Linked-Size": str(len(content))}
+    handler.reply(302, {**headers, **link_headers, "Location": address})
 
 
 def _large(handler: Any, hub: StandIn, repo: str, commit: str, path: str) -> None:

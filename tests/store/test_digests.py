@@ -1,4 +1,4 @@
-"""What a file must hash to, and which files need not be hashed twice."""
+"""File digests, and the cache of verified files."""
 
 import hashlib
 import os
@@ -12,54 +12,52 @@ from app.store.digests import DigestCache, git_sha1, sha256
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    made = tmp_path / "blob"
-    made.write_bytes(b"hello\n" * 500_000)  # more than one piece
-    return made
+    path = tmp_path / "blob"
+    path.write_bytes(b"hello\n" * 500_000)  # more than one chunk
+    return path
 
 
-def test_digests_are_those_of_everybody_else(file: Path, tmp_path: Path) -> None:
+def test_digests_equal_those_of_hashlib_and_git(file: Path, tmp_path: Path) -> None:
     content = file.read_bytes()
     assert sha256(file) == hashlib.sha256(content).hexdigest()
     assert git_sha1(file) == hashlib.sha1(b"blob 3000000\0" + content).hexdigest()
     hello = tmp_path / "hello"
     hello.write_bytes(b"hello\n")
-    # what `git hash-object` says of such a file
+    # from `git hash-object`
     assert git_sha1(hello) == "ce013625030ba8dba906f756967f9e9ca394464a"
 
 
 def test_a_damaged_file_is_named_with_both_digests(file: Path, tmp_path: Path) -> None:
-    wanted = "0" * 64
+    expected = "0" * 64
     with pytest.raises(AppError) as caught:
-        DigestCache(tmp_path / "memory").verify({file: wanted})
-    for words in (str(file), wanted, sha256(file)):
-        assert words in caught.value.message
-    assert not (tmp_path / "memory").exists()
+        DigestCache(tmp_path / "cache").verify({file: expected})
+    for part in (str(file), expected, sha256(file)):
+        assert part in caught.value.message
+    assert not (tmp_path / "cache").exists()
 
 
-def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(AppError, match="nowhere"):
-        DigestCache(tmp_path / "memory").verify({tmp_path / "nowhere": "0" * 64})
+        DigestCache(tmp_path / "cache").verify({tmp_path / "nowhere": "0" * 64})
 
 
-def test_what_changed_is_hashed_again(file: Path, tmp_path: Path) -> None:
-    verified, wanted = DigestCache(tmp_path / "memory"), sha256(file)
-    verified.verify({file: wanted})
+def test_a_changed_file_is_hashed_again(file: Path, tmp_path: Path) -> None:
+    cache, expected = DigestCache(tmp_path / "cache"), sha256(file)
+    cache.verify({file: expected})
     file.write_bytes(b"other\n" * 500_000)
     os.utime(file, ns=(1, 1))
     with pytest.raises(AppError):
-        verified.verify({file: wanted})
+        cache.verify({file: expected})
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"a": "b"}'])
-def test_a_memory_that_makes_no_sense_is_forgotten(
-    file: Path, tmp_path: Path, content: bytes
-) -> None:
-    memory = tmp_path / "memory"
-    memory.write_bytes(content)
-    DigestCache(memory).verify({file: sha256(file)})
-    assert sha256(file).encode() in memory.read_bytes()
+def test_an_invalid_cache_file_is_replaced(file: Path, tmp_path: Path, content: bytes) -> None:
+    cache_file = tmp_path / "cache"
+    cache_file.write_bytes(content)
+    DigestCache(cache_file).verify({file: sha256(file)})
+    assert sha256(file).encode() in cache_file.read_bytes()
 
 
-def test_where_nothing_can_be_written_nothing_is_remembered(file: Path, tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_no_error(file: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").write_bytes(b"")
-    DigestCache(tmp_path / "taken" / "memory").verify({file: sha256(file)})
+    DigestCache(tmp_path / "taken" / "cache").verify({file: sha256(file)})

@@ -1,4 +1,4 @@
-"""A folder of the hub's layout becomes files, or one line that says what is wrong with it."""
+"""Folders in the layout of the hub: ModelFiles, or a one-line error."""
 
 import json
 import os
@@ -16,14 +16,14 @@ from app import store
 from app.core.errors import AppError, ErrorKind
 from app.store.vocabulary import count_token_ids
 from tests import tiny
-from tests.store.shards import told, write, write_tensors
+from tests.store.shards import tensor_entry, write, write_tensors
 
 INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture
 def folder(tmp_path: Path, tiny_model: Path) -> Path:
-    """A model folder to be broken."""
+    """A copy of a model folder, for a test to damage."""
     return shutil.copytree(tiny_model, tmp_path / "model")
 
 
@@ -39,7 +39,7 @@ def index(folder: Path, **places: Any) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": places}))
 
 
-def names(folder: Path) -> list[str]:
+def shard_names(folder: Path) -> list[str]:
     return [path.name for path in store.resolve(str(folder)).shards]
 
 
@@ -48,7 +48,7 @@ def test_a_separate_template_file_is_read(folder: Path) -> None:
     assert store.resolve(str(folder)).chat_template == "{{ messages }} é"
 
 
-def test_bytes_and_ids_are_counted(folder: Path) -> None:
+def test_weight_bytes_and_vocabulary_size_are_counted(folder: Path) -> None:
     files = store.resolve(str(folder))
     weights = mx.load(str(folder / "model.safetensors"))
     assert isinstance(weights, dict)
@@ -56,7 +56,7 @@ def test_bytes_and_ids_are_counted(folder: Path) -> None:
     assert files.tokenizer_vocab_size == tiny.VOCAB
 
 
-def test_weights_that_are_replaced_are_others(folder: Path) -> None:
+def test_replaced_weights_have_another_digest(folder: Path) -> None:
     path = folder / "model.safetensors"
     before = store.resolve(str(folder))
     assert store.resolve(str(folder)) == before
@@ -72,7 +72,7 @@ def test_weights_that_are_replaced_are_others(folder: Path) -> None:
 
 
 def test_infinity_in_a_config_is_a_number(folder: Path) -> None:
-    """Python writes it, and so transformers does for models with a time_step_limit."""
+    """Python's json writes Infinity, so transformers does for models with a time_step_limit."""
     (folder / "config.json").write_text(json.dumps({**tiny.CONFIG, "time_step_limit": [0, inf]}))
     assert store.resolve(str(folder)).config["time_step_limit"] == [0, inf]
     (folder / "config.json").write_text('{"a": Infinity, "b": "\\ud800"}')
@@ -80,22 +80,22 @@ def test_infinity_in_a_config_is_a_number(folder: Path) -> None:
 
 
 class TestShards:
-    def test_are_those_of_the_index(self, folder: Path) -> None:
+    def test_the_index_lists_the_shards(self, folder: Path) -> None:
         write_tensors(folder / "b.safetensors", "x", "z")
         write_tensors(folder / "a.safetensors", "y")
         index(folder, x="b.safetensors", y="a.safetensors", z="b.safetensors")
-        assert names(folder) == ["a.safetensors", "b.safetensors"]
+        assert shard_names(folder) == ["a.safetensors", "b.safetensors"]
         assert store.resolve(str(folder)).weight_bytes == 24
 
-    def test_without_an_index_are_those_that_are_named_so(self, folder: Path) -> None:
+    def test_without_an_index_shards_are_found_by_name(self, folder: Path) -> None:
         write_tensors(folder / "adapters.safetensors", "x")
         shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
-        assert names(folder) == ["model.safetensors"]
+        assert shard_names(folder) == ["model.safetensors"]
         (folder / "model.safetensors").unlink()
         (folder / "adapters.safetensors").unlink()
-        assert names(folder) == ["consolidated.safetensors"]
+        assert shard_names(folder) == ["consolidated.safetensors"]
 
-    def test_that_hold_one_tensor_twice_are_told(self, folder: Path) -> None:
+    def test_a_tensor_in_two_shards_is_an_error(self, folder: Path) -> None:
         write_tensors(folder / "model-2.safetensors", "x")
         write_tensors(folder / "model-3.safetensors", "x")
         assert (
@@ -106,7 +106,7 @@ class TestShards:
     @pytest.mark.parametrize(
         "name", ["gone.safetensors", "\0.safetensors", "x" * 300 + ".safetensors"]
     )
-    def test_that_the_index_names_must_be_there(self, folder: Path, name: str) -> None:
+    def test_a_shard_in_the_index_must_exist(self, folder: Path, name: str) -> None:
         index(folder, x=name)
         assert "has no gone" in complaint(folder) or "cannot be read" in complaint(folder)
 
@@ -124,11 +124,11 @@ class TestShards:
             "a" * 10_000,
         ],
     )
-    def test_that_the_index_names_must_lie_beside_it(self, folder: Path, name: str) -> None:
+    def test_a_shard_in_the_index_must_be_in_the_same_folder(self, folder: Path, name: str) -> None:
         index(folder, x=name)
         assert "is not a safetensors file in the same folder" in complaint(folder)
 
-    def test_must_hold_what_the_index_promises(self, folder: Path) -> None:
+    def test_shards_must_contain_the_tensors_of_the_index(self, folder: Path) -> None:
         write_tensors(folder / "a.safetensors", "x")
         write_tensors(folder / "b.safetensors", "y")
         index(folder, x="b.safetensors", y="b.safetensors", z="a.safetensors")
@@ -147,7 +147,7 @@ class TestShards:
         assert INDEX in complaint(folder)
 
     def test_a_broken_shard_is_named(self, folder: Path) -> None:
-        write(folder / "model-2.safetensors", {"x": told("F32", [-1], 0, 4)}, 4)
+        write(folder / "model-2.safetensors", {"x": tensor_entry("F32", [-1], 0, 4)}, 4)
         assert "model-2.safetensors is not a valid safetensors file" in complaint(folder)
 
 
@@ -157,20 +157,22 @@ class TestOtherFormats:
     )
     def test_pickles_are_not_opened(self, folder: Path, name: str) -> None:
         (folder / "model.safetensors").unlink()
-        os.mkfifo(folder / name)  # whoever opens it waits for ever
-        assert "a pickle file, which can run code and is never opened: use" in complaint(folder)
+        os.mkfifo(folder / name)  # opening it would block forever
+        assert "a pickle file, which is never opened because it can run code: use" in complaint(
+            folder
+        )
 
-    def test_gguf_is_told_apart(self, folder: Path) -> None:
+    def test_gguf_is_reported_as_unsupported(self, folder: Path) -> None:
         (folder / "model.safetensors").unlink()
         (folder / "model.Q4_K_M.gguf").write_bytes(b"GGUF")
         assert "a GGUF file, which is not supported: use" in complaint(folder)
         (folder / "config.json").unlink()
         assert "a GGUF file, which is not supported: use" in complaint(folder)
 
-    def test_beside_safetensors_they_do_not_matter(self, folder: Path) -> None:
+    def test_other_formats_are_ignored_beside_safetensors(self, folder: Path) -> None:
         (folder / "model.gguf").write_bytes(b"GGUF")
         os.mkfifo(folder / "pytorch_model.bin")
-        assert names(folder) == ["model.safetensors"]
+        assert shard_names(folder) == ["model.safetensors"]
 
 
 JSON_FILES = ("config.json", "tokenizer_config.json", "generation_config.json", "tokenizer.json")
@@ -178,7 +180,7 @@ JSON_FILES = ("config.json", "tokenizer_config.json", "generation_config.json", 
 
 class TestDocuments:
     @pytest.mark.parametrize(
-        ("file", "content", "words"),
+        ("file", "content", "message"),
         [
             ("config.json", None, "has no config.json: it is not a model folder"),
             ("tokenizer.json", None, "has no tokenizer.json, the only supported tokenizer format"),
@@ -192,23 +194,23 @@ class TestDocuments:
             *((file, b"3", f"{file} is not a JSON object") for file in JSON_FILES),
         ],
     )
-    def test_what_is_missing_or_broken_is_named(
-        self, folder: Path, file: str, content: bytes | None, words: str
+    def test_a_missing_or_invalid_file_is_named(
+        self, folder: Path, file: str, content: bytes | None, message: str
     ) -> None:
         if content is None:
             (folder / file).unlink()
         else:
             (folder / file).write_bytes(content)
-        assert words in complaint(folder)
+        assert message in complaint(folder)
 
     @pytest.mark.parametrize("file", ["config.json", "chat_template.jinja", INDEX])
-    def test_what_is_far_too_large_is_not_read(self, folder: Path, file: str) -> None:
+    def test_an_oversized_file_is_not_read(self, folder: Path, file: str) -> None:
         with (folder / file).open("wb") as sparse:
             sparse.truncate(10 << 30)
         assert f"{file} cannot be read: it is larger than" in complaint(folder)
 
     @pytest.mark.parametrize("file", [*JSON_FILES, "chat_template.jinja", INDEX])
-    def test_what_is_no_file_is_named_and_not_waited_for(self, folder: Path, file: str) -> None:
+    def test_a_pipe_or_a_folder_is_named_and_not_read(self, folder: Path, file: str) -> None:
         path = folder / file
         path.unlink(missing_ok=True)
         os.mkfifo(path)
@@ -217,7 +219,7 @@ class TestDocuments:
         path.mkdir()
         assert f"{file} cannot be read: it is not a regular file" in complaint(folder)
 
-    def test_code_of_the_model_is_told_and_not_run(
+    def test_code_of_the_model_is_logged_and_not_run(
         self, folder: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level("INFO")
@@ -228,17 +230,17 @@ class TestDocuments:
 
 
 class TestLinks:
-    def test_are_what_the_hubs_cache_is_made_of(self, folder: Path, tmp_path: Path) -> None:
+    def test_links_of_the_hub_cache_are_followed(self, folder: Path, tmp_path: Path) -> None:
         blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
         blobs.mkdir()
         snapshot.mkdir(parents=True)
         for place, file in enumerate(sorted(folder.iterdir())):
             shutil.move(file, blobs / str(place))
             (snapshot / file.name).symlink_to(f"../../blobs/{place}")
-        assert names(snapshot) == ["model.safetensors"]
+        assert shard_names(snapshot) == ["model.safetensors"]
 
     @pytest.mark.parametrize("file", [*JSON_FILES, "chat_template.jinja", INDEX])
-    def test_that_go_in_circles_or_nowhere_are_named(self, folder: Path, file: str) -> None:
+    def test_circular_and_dangling_links_are_named(self, folder: Path, file: str) -> None:
         path = folder / file
         path.unlink(missing_ok=True)
         path.symlink_to(path)
@@ -247,7 +249,7 @@ class TestLinks:
         path.symlink_to("nowhere")
         assert f"{file} cannot be read: it is a link to a missing file" in complaint(folder)
 
-    def test_of_weights_are_followed_no_further(self, folder: Path) -> None:
+    def test_circular_and_dangling_links_of_weights_are_named(self, folder: Path) -> None:
         shard = folder / "model.safetensors"
         shard.unlink()
         shard.symlink_to(shard)
@@ -270,18 +272,20 @@ class TestVocabulary:
             "models/stories260K",
         ],
     )
-    def test_of_a_real_tokenizer_is_as_the_library_counts_it(self, shared: Path, name: str) -> None:
+    def test_the_count_of_a_real_tokenizer_equals_that_of_the_library(
+        self, shared: Path, name: str
+    ) -> None:
         path = shared / name / "tokenizer.json"
         vocabulary = tokenizers.Tokenizer.from_file(str(path)).get_vocab()
         assert count_token_ids(path) == max(vocabulary.values()) + 1
 
-    def test_of_pieces_with_scores_and_added_tokens(self, tmp_path: Path) -> None:
+    def test_unigram_pieces_and_added_tokens_are_counted(self, tmp_path: Path) -> None:
         path = tmp_path / "tokenizer.json"
-        made = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0))
-        made.save(str(path))
+        tokenizer = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0))
+        tokenizer.save(str(path))
         assert count_token_ids(path) == 2
-        made.add_special_tokens(["<s>"])
-        made.save(str(path))
+        tokenizer.add_special_tokens(["<s>"])
+        tokenizer.save(str(path))
         assert count_token_ids(path) == 3
 
     @pytest.mark.parametrize(
@@ -295,8 +299,8 @@ class TestVocabulary:
             '{"added_tokens": [3, {}, {"id": "x"}, {"id": -1}]}',
         ],
     )
-    def test_that_cannot_be_counted_is_unknown(self, tmp_path: Path, text: str) -> None:
-        """And a matter for whoever makes a tokenizer of it."""
+    def test_an_uncountable_vocabulary_is_unknown(self, tmp_path: Path, text: str) -> None:
+        """The error is reported later, when the tokenizer is loaded."""
         path = tmp_path / "tokenizer.json"
         path.write_text(text)
         assert count_token_ids(path) is None

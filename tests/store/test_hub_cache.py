@@ -1,4 +1,4 @@
-"""What is served from the cache, whoever filled it, and without the network."""
+"""Models in the hub cache, also those of other tools; no network is used."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.store.asking import NAME, WEIGHTS, complaint, find, pull
 from tests.store.stand_in import StandIn
 
 
-def test_main_moves_only_when_it_is_pulled_again(hub: StandIn, commit: str, tmp_path: Path) -> None:
+def test_main_moves_only_with_another_pull(hub: StandIn, commit: str, tmp_path: Path) -> None:
     old = pull()
     newer = hub.add(NAME.repo_id, tiny.write(tmp_path / "newer", seed=1))
     assert find().path == old
@@ -23,7 +23,7 @@ def test_main_moves_only_when_it_is_pulled_again(hub: StandIn, commit: str, tmp_
     assert find(HubName(repo_id=NAME.repo_id, revision=commit[:12])).path == old
 
 
-def test_an_update_that_was_interrupted_leaves_what_was_served(
+def test_an_interrupted_update_keeps_the_old_revision(
     hub: StandIn, commit: str, tmp_path: Path
 ) -> None:
     old = pull()
@@ -33,27 +33,29 @@ def test_an_update_that_was_interrupted_leaves_what_was_served(
     assert find().path == old
 
 
-def test_the_cache_asks_nobody(hub: StandIn, commit: str) -> None:
+def test_the_cache_makes_no_requests(hub: StandIn, commit: str) -> None:
     pull()
-    before = len(hub.asked)
+    before = len(hub.requests)
     assert find().context_length == 4096
     assert [str(entry.name) for entry in cache.list_revisions()] == ["org/tiny"]
-    assert len(hub.asked) == before
+    assert len(hub.requests) == before
     hub.close()
     assert find().name == "org/tiny"
 
 
-def test_an_interrupted_download_says_how_to_complete_it(hub: StandIn, commit: str) -> None:
+def test_the_error_for_an_interrupted_download_names_the_command_to_complete_it(
+    hub: StandIn, commit: str
+) -> None:
     hub.faults.status[WEIGHTS] = 500
     complaint(pull)
     message = complaint(lambda: cache.find(NAME))
-    assert "is incomplete: run" in message  # config.json is here, and no name for its revision
+    assert "is incomplete: run" in message  # config.json exists, but no ref of its revision
     assert "`mlxrunner pull org/tiny`" in message
 
 
-def test_a_shard_that_only_the_index_names_is_missed(hub: StandIn, commit: str) -> None:
-    here = pull()
-    (here / "model.safetensors.index.json").write_text(
+def test_a_missing_shard_of_the_index_makes_a_model_incomplete(hub: StandIn, commit: str) -> None:
+    snapshot = pull()
+    (snapshot / "model.safetensors.index.json").write_text(
         '{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}'
     )
     with pytest.raises(ModelNotFoundError) as caught:
@@ -62,8 +64,8 @@ def test_a_shard_that_only_the_index_names_is_missed(hub: StandIn, commit: str) 
     assert caught.value.hub == NAME
 
 
-def test_what_another_tool_fetched_in_part_is_incomplete(hub: StandIn, commit: str) -> None:
-    """huggingface_hub leaves a listing of the repository, without which nothing would tell."""
+def test_a_partial_download_of_another_tool_is_incomplete(hub: StandIn, commit: str) -> None:
+    """huggingface_hub leaves a listing of the repository, the only sign of missing files."""
     huggingface_hub.snapshot_download(
         NAME.repo_id,
         cache_dir=cache.cache_folder(),
@@ -80,11 +82,11 @@ def test_an_interrupted_download_is_listed(hub: StandIn, commit: str) -> None:
     assert [str(entry.name) for entry in cache.list_revisions()] == ["org/tiny"]
 
 
-def test_a_link_that_leads_nowhere_is_a_missing_file(hub: StandIn, commit: str) -> None:
-    here = pull()
-    os.remove((here / WEIGHTS).resolve())
+def test_a_dangling_link_is_a_missing_file(hub: StandIn, commit: str) -> None:
+    snapshot = pull()
+    os.remove((snapshot / WEIGHTS).resolve())
     assert f"({WEIGHTS} missing)" in complaint(lambda: cache.find(NAME))
-    assert [entry.folder for entry in cache.list_revisions()] == [here]
+    assert [entry.folder for entry in cache.list_revisions()] == [snapshot]
 
 
 def test_every_name_of_a_revision_is_listed(hub: StandIn, commit: str, tmp_path: Path) -> None:
@@ -97,13 +99,13 @@ def test_every_name_of_a_revision_is_listed(hub: StandIn, commit: str, tmp_path:
     (cache.repo_folder(NAME.repo_id) / "refs" / "v1.0").unlink()
     (cache.repo_folder(NAME.repo_id) / "refs" / ".DS_Store").write_bytes(b"\xff")
     (cache.cache_folder() / "datasets--org--tiny" / "snapshots").mkdir(parents=True)
-    listed = [str(entry.name) for entry in cache.list_revisions()]
-    assert sorted(listed) == sorted(["org/tiny", f"org/tiny@{commit[:12]}"])
+    names = [str(entry.name) for entry in cache.list_revisions()]
+    assert sorted(names) == sorted(["org/tiny", f"org/tiny@{commit[:12]}"])
     pull(HubName(repo_id=NAME.repo_id, revision="v1.0"))
-    listed = [str(entry.name) for entry in cache.list_revisions()]
-    assert sorted(listed) == ["org/tiny", "org/tiny@v1.0"]
+    names = [str(entry.name) for entry in cache.list_revisions()]
+    assert sorted(names) == ["org/tiny", "org/tiny@v1.0"]
 
 
-def test_what_was_never_pulled_is_not_there() -> None:
+def test_a_model_that_was_never_pulled_is_not_found() -> None:
     assert cache.find(NAME) is None
     assert list(cache.list_revisions()) == []

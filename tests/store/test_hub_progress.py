@@ -1,4 +1,4 @@
-"""Progress, on a terminal and in a log."""
+"""Download progress, on a terminal and in a log."""
 
 import io
 
@@ -12,7 +12,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_log_gets_whole_lines_and_few() -> None:
+def test_a_log_gets_few_and_complete_lines() -> None:
     out = io.StringIO()
     progress = DownloadProgress(2_000_000, 500_000, out)
     for _ in range(1_000):
@@ -23,7 +23,7 @@ def test_a_log_gets_whole_lines_and_few() -> None:
     assert "\r" not in line
 
 
-def test_a_terminal_gets_one_line_that_is_written_over() -> None:
+def test_a_terminal_gets_one_line_that_is_overwritten() -> None:
     out = Terminal()
     progress = DownloadProgress(1_000, 0, out)
     progress.add(250)
@@ -32,14 +32,14 @@ def test_a_terminal_gets_one_line_that_is_written_over() -> None:
     assert out.getvalue().count("\n") == 1
 
 
-def test_a_stopped_meter_stops_whoever_counts() -> None:
+def test_stopping_the_progress_stops_the_download() -> None:
     progress = DownloadProgress(10, 0, io.StringIO())
     progress.stop()
     with pytest.raises(DownloadStopped), ProgressBarAdapter(progress)(total=10, unit="B") as bar:
         bar.update(1)
 
 
-def test_a_bar_can_go_back() -> None:
+def test_a_progress_bar_can_go_back() -> None:
     out = io.StringIO()
     progress = DownloadProgress(10, 0, out)
     with ProgressBarAdapter(progress)() as bar:
@@ -51,7 +51,7 @@ def test_a_bar_can_go_back() -> None:
     assert out.getvalue().startswith("3 B of 10 B (30 %)")
 
 
-def test_where_nothing_came_nothing_is_said() -> None:
+def test_nothing_is_printed_without_progress() -> None:
     out = io.StringIO()
     DownloadProgress(10, 10, out).close()
     assert out.getvalue() == ""

@@ -1,9 +1,9 @@
-"""Which files of a repository are fetched."""
+"""The files of a repository that are downloaded."""
 
 from app.store.hub.required_files import select_files
 
 
-def test_what_says_how_vectors_are_made_is_fetched_with_the_model():
+def test_pooling_configs_are_downloaded_with_the_model():
     listing = [
         "1_Pooling/config.json",
         "2_Dense/model.safetensors",

@@ -1,4 +1,4 @@
-"""What may be a name, and of what."""
+"""Parsing of model names."""
 
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def test_an_ollama_name_is_completed(text: str, parts: tuple[str, str, str, str]
     assert str(found) == text
 
 
-NO_NAMES = [
+INVALID_NAMES = [
     "../name",
     "org/..",
     "../../etc/passwd",
@@ -77,21 +77,21 @@ NO_NAMES = [
 ]
 
 
-@pytest.mark.parametrize("text", NO_NAMES)
+@pytest.mark.parametrize("text", INVALID_NAMES)
 def test_no_name_leads_out_of_a_store(text: str) -> None:
-    """org/-name and the like are spelled as neither the hub nor Ollama spells them."""
+    """Names such as org/-name are invalid on the hub and in Ollama."""
     assert parse_hub_name(text) is None
     assert parse_ollama_name(text) is None
 
 
 @pytest.mark.parametrize("text", ["/a/model", "./model", "../model", "~/model", ".", "..", "/"])
-def test_what_looks_like_a_path_is_a_folder_and_nothing_else(text: str) -> None:
+def test_a_path_is_a_folder_and_nothing_else(text: str) -> None:
     name = parse_model_name(text)
     assert name.folder == Path(text).expanduser()
     assert (name.hub, name.ollama) == (None, None)
 
 
-def test_what_could_be_several_things_is_all_of_them() -> None:
+def test_an_ambiguous_name_is_a_candidate_for_each_source() -> None:
     name = parse_model_name("org/name")
     assert name.folder == Path("org/name")
     assert name.hub == HubName(repo_id="org/name")
@@ -102,25 +102,25 @@ def test_what_could_be_several_things_is_all_of_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("", "is not the name of a model"),
         (" ", "is not the name of a model"),
         ("a\0b", "is not the name of a model"),
-        ("https://huggingface.co/org/name", "give only the name, such as org/name"),
+        ("https://huggingface.co/org/name", "use only the name, such as org/name"),
         ("org/../name", "nor a valid model name"),
         ("~nobody-of-this-name/model", "is not a folder"),
     ],
 )
-def test_what_is_no_name_is_refused_in_one_line(text: str, words: str) -> None:
+def test_an_invalid_name_is_a_one_line_error(text: str, message: str) -> None:
     with pytest.raises(AppError) as caught:
         parse_model_name(text)
     assert caught.value.kind is ErrorKind.MODEL_NOT_FOUND
-    assert words in caught.value.message
+    assert message in caught.value.message
     assert "\n" not in caught.value.message
 
 
-def test_a_folder_of_an_odd_name_is_still_a_folder(
+def test_a_folder_with_an_odd_name_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my model!").mkdir()

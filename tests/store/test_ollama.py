@@ -1,4 +1,4 @@
-"""Models of Ollama's store, written here as Ollama writes them."""
+"""Models of Ollama's store, in the format that Ollama writes."""
 
 import logging
 from pathlib import Path
@@ -36,11 +36,11 @@ def logits(files: ModelFiles) -> mx.array:
     return model.logits(model(mx.array([[72, 105, 33]]), model.make_kv()))
 
 
-def test_a_model_of_the_store_answers_like_the_same_one_in_a_folder(
-    ollama: OllamaStore, packed: Path, layers: list[dict[str, Any]]
+def test_a_model_of_the_store_gives_the_same_logits_as_in_a_folder(
+    ollama: OllamaStore, packed_model: Path, layers: list[dict[str, Any]]
 ) -> None:
     ollama.write("tiny", layers)
-    files, same = store.resolve("tiny"), store.resolve(str(packed))
+    files, same = store.resolve("tiny"), store.resolve(str(packed_model))
     assert files.name == "tiny"
     assert files.tokenizer_vocab_size == same.tokenizer_vocab_size
     assert files.weight_bytes == same.weight_bytes
@@ -49,16 +49,16 @@ def test_a_model_of_the_store_answers_like_the_same_one_in_a_folder(
 
 
 def test_a_blob_of_two_layers_and_two_names_is_one_file(
-    ollama: OllamaStore, packed: Path, layers: list[dict[str, Any]]
+    ollama: OllamaStore, packed_model: Path, layers: list[dict[str, Any]]
 ) -> None:
-    """Ollama names a layer for each tensor, also where one blob holds several."""
+    """Ollama lists a layer for each tensor, also if one blob contains several."""
     [weight] = [layer for layer in layers if layer.get("name") == "lm_head.weight"]
     ollama.write("one", [*layers, {**weight, "name": "lm_head.weight.scale"}])
     ollama.write("two", layers)
     one, two = store.find("one"), store.find("two")
     assert one.shards == two.shards
     assert len(one.shards) == len(set(one.shards)) == len(layers) - 3
-    assert mx.array_equal(logits(one), logits(store.find(str(packed))))
+    assert mx.array_equal(logits(one), logits(store.find(str(packed_model))))
 
 
 def test_parameters_become_defaults(ollama: OllamaStore, layers: list[dict[str, Any]]) -> None:
@@ -82,29 +82,29 @@ def test_parameters_become_defaults(ollama: OllamaStore, layers: list[dict[str, 
     assert files.recommended_context == 2048
 
 
-def test_parameters_that_say_nothing_change_nothing(
-    ollama: OllamaStore, layers: list[dict[str, Any]]
-) -> None:
-    quiet = {"seed": -1, "num_predict": -1, "repeat_penalty": 0, "num_gpu": 99, "stop": "x"}
-    ollama.write("tiny", [*layers, ollama.json("params", quiet)])
+def test_unset_parameters_change_nothing(ollama: OllamaStore, layers: list[dict[str, Any]]) -> None:
+    unset = {"seed": -1, "num_predict": -1, "repeat_penalty": 0, "num_gpu": 99, "stop": "x"}
+    ollama.write("tiny", [*layers, ollama.json("params", unset)])
     found = read_generation_defaults(store.find("tiny"))
     assert (found.sampling, found.max_tokens, found.stop_strings) == ({}, None, ("x",))
 
 
 @pytest.mark.parametrize("value", [0, "8192", True, 1.5])
-def test_an_absurd_context_is_refused(
+def test_an_absurd_context_is_rejected(
     ollama: OllamaStore, layers: list[dict[str, Any]], value: Any
 ) -> None:
     ollama.write("tiny", [*layers, ollama.json("params", {"num_ctx": value})])
     assert "num_ctx" in refusal()
 
 
-def test_the_system_prompt_is_the_models(ollama: OllamaStore, layers: list[dict[str, Any]]) -> None:
+def test_the_system_prompt_of_the_model_is_read(
+    ollama: OllamaStore, layers: list[dict[str, Any]]
+) -> None:
     ollama.write("tiny", [*layers, ollama.layer("system", b"You are terse.")])
     assert store.find("tiny").system_prompt == "You are terse."
 
 
-def test_a_go_template_alone_is_left_and_said(
+def test_a_go_template_alone_is_ignored_with_a_warning(
     ollama: OllamaStore, layers: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     template = ollama.layer("template", GO_TEMPLATE.encode())
@@ -121,14 +121,14 @@ def test_a_go_template_alone_is_left_and_said(
     ]
 
 
-def test_a_jinja_template_of_its_own_is_read(
+def test_a_separate_jinja_template_is_read(
     ollama: OllamaStore, layers: list[dict[str, Any]]
 ) -> None:
     ollama.write("tiny", [*layers, ollama.layer("json", b"{{ x }}", "chat_template.jinja")])
     assert store.find("tiny").chat_template == "{{ x }}"
 
 
-def test_tensors_of_a_drafting_model_are_left(
+def test_tensors_of_a_draft_model_are_ignored(
     ollama: OllamaStore, layers: list[dict[str, Any]]
 ) -> None:
     draft = ollama.tensors({"draft.w": mx.zeros((2, 2))}, "draft.w")
@@ -136,20 +136,20 @@ def test_tensors_of_a_drafting_model_are_left(
     assert ollama.path_of(draft) not in store.find("tiny").shards
 
 
-def test_gguf_is_refused_with_a_way_out(ollama: OllamaStore) -> None:
+def test_gguf_is_rejected_with_an_alternative(ollama: OllamaStore) -> None:
     ollama.write("llama3.2", [ollama.layer("model", b"GGUF...")])
     message = refusal("llama3.2")
     assert "is a GGUF model" in message
     assert "`mlxrunner pull mlx-community/" in message
 
 
-def test_an_adapter_is_refused(ollama: OllamaStore, layers: list[dict[str, Any]]) -> None:
+def test_an_adapter_is_rejected(ollama: OllamaStore, layers: list[dict[str, Any]]) -> None:
     ollama.write("tiny", [*layers, ollama.layer("adapter", b"LoRA")])
     assert "has a LoRA adapter" in refusal()
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
-def test_a_layer_without_which_nothing_works_is_missed(
+def test_a_missing_required_layer_is_reported(
     ollama: OllamaStore, layers: list[dict[str, Any]], file: str
 ) -> None:
     ollama.write("tiny", [layer for layer in layers if layer.get("name") != file])

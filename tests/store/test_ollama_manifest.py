@@ -1,4 +1,4 @@
-"""Names, manifests and blobs of Ollama's store, and what may be wrong with them."""
+"""Names, manifests and blobs of Ollama's store, valid and invalid."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from tests.store.asking import refusal
 from tests.store.ollama_store import OllamaStore
 
 
-def _rot(blob: Path) -> None:
+def _corrupt(blob: Path) -> None:
     content = blob.read_bytes()
     blob.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
@@ -26,7 +26,7 @@ def _rot(blob: Path) -> None:
         ("example.org:5000/me/tiny:4b", "example.org:5000/me/tiny/4b"),
     ],
 )
-def test_a_name_leads_to_its_manifest(
+def test_a_name_resolves_to_its_manifest(
     ollama: OllamaStore, layers: list[dict[str, Any]], name: str, parts: str
 ) -> None:
     path = ollama.write(name, layers)
@@ -36,24 +36,26 @@ def test_a_name_leads_to_its_manifest(
     assert [entry.name for entry in store.list_installed()] == ["builtin", name]
 
 
-def test_latest_goes_without_saying(ollama: OllamaStore, layers: list[dict[str, Any]]) -> None:
+def test_the_default_registry_and_tag_are_omitted_from_the_name(
+    ollama: OllamaStore, layers: list[dict[str, Any]]
+) -> None:
     ollama.write("tiny", layers)
     assert store.find("registry.ollama.ai/library/tiny:latest").name == "tiny"
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight"])
-def test_a_tensor_blob_that_rotted_is_found_before_it_is_loaded(
+def test_a_corrupt_tensor_blob_is_detected_before_it_is_loaded(
     ollama: OllamaStore, layers: list[dict[str, Any]], name: str
 ) -> None:
     ollama.write("tiny", layers)
     [layer] = [layer for layer in layers if layer.get("name") == name]
     blob = ollama.path_of(layer)
-    _rot(blob)
+    _corrupt(blob)
     store.find("tiny")  # reads headers only
-    assert f"{blob} is damaged" in refusal(ask=store.resolve)
+    assert f"{blob} is damaged" in refusal(call=store.resolve)
 
 
-def test_a_small_blob_that_rotted_is_found_at_once(
+def test_a_corrupt_small_blob_is_detected_at_once(
     ollama: OllamaStore, layers: list[dict[str, Any]]
 ) -> None:
     ollama.write("tiny", layers)
@@ -63,14 +65,14 @@ def test_a_small_blob_that_rotted_is_found_at_once(
     assert "(config.json) is damaged" in refusal()
 
 
-def test_a_blob_that_is_cut_off_or_gone_is_named(
+def test_a_truncated_or_missing_blob_is_named(
     ollama: OllamaStore, layers: list[dict[str, Any]]
 ) -> None:
     path = ollama.write("tiny", layers)
     blob = ollama.path_of(layers[0])
-    whole = blob.read_bytes()
-    blob.write_bytes(whole[:-10])
-    assert f"{blob} has {len(whole) - 10} bytes, but {path} gives {len(whole)}" in refusal()
+    content = blob.read_bytes()
+    blob.write_bytes(content[:-10])
+    assert f"{blob} has {len(content) - 10} bytes, but {path} gives {len(content)}" in refusal()
     blob.unlink()
     assert f"{path} lists {blob.name}, which is missing" in refusal()
     blob.symlink_to(blob)
@@ -78,7 +80,7 @@ def test_a_blob_that_is_cut_off_or_gone_is_named(
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "error"),
     [
         ("{", "cannot be read"),
         ("[]", "is not a JSON object"),
@@ -88,13 +90,13 @@ def test_a_blob_that_is_cut_off_or_gone_is_named(
         ('{"layers": [{"mediaType": "x", "digest": "sha256:0"}]}', "lacks mediaType"),
     ],
 )
-def test_a_manifest_that_makes_no_sense_is_named(
-    ollama: OllamaStore, layers: list[dict[str, Any]], content: str, words: str
+def test_an_invalid_manifest_is_named(
+    ollama: OllamaStore, layers: list[dict[str, Any]], content: str, error: str
 ) -> None:
     path = ollama.write("tiny", layers)
     path.write_text(content)
     message = refusal()
-    assert words in message
+    assert error in message
     assert str(path) in message
 
 
@@ -108,47 +110,47 @@ def test_a_manifest_that_makes_no_sense_is_named(
         "sha256:" + "A" * 64,
     ],
 )
-def test_a_digest_that_is_none_is_refused(
+def test_an_invalid_digest_is_rejected(
     ollama: OllamaStore, layers: list[dict[str, Any]], digest: str
 ) -> None:
     ollama.write("tiny", [*layers, {**layers[0], "digest": digest}])
     assert "which is not a SHA-256 digest" in refusal()
 
 
-def test_a_manifest_that_is_a_circle_of_links_is_one_line(
+def test_a_circular_link_is_a_one_line_error(
     ollama: OllamaStore, layers: list[dict[str, Any]]
 ) -> None:
     path = ollama.write("tiny", layers)
     path.unlink()
     path.symlink_to(path)
     assert str(path) in refusal()
-    # a packed that holds itself has no end either
+    # a folder that contains itself causes no endless search either
     (path.parent / "again").symlink_to(path.parent, target_is_directory=True)
     assert [entry.name for entry in store.list_installed()] == ["builtin", "tiny"]
 
 
-def test_without_a_setting_the_store_is_where_ollama_has_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, packed: Path
+def test_the_default_store_is_in_the_home_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, packed_model: Path
 ) -> None:
     monkeypatch.delenv("OLLAMA_MODELS")
     monkeypatch.setenv("HOME", str(tmp_path))
     at_home = OllamaStore(tmp_path / ".ollama" / "models")
-    at_home.write("tiny", at_home.model(packed))
+    at_home.write("tiny", at_home.model(packed_model))
     assert store.find("tiny").name == "tiny"
 
 
-def test_what_was_verified_is_not_read_again(
+def test_verified_blobs_are_not_read_again(
     ollama: OllamaStore, layers: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    """The memory is told by size and time of change, which this test leaves as they were."""
+    """The cache compares size and modification time, which this test keeps."""
     ollama.write("tiny", layers)
     store.resolve("tiny")
-    known = json.loads((tmp_path / "cache" / "mlxrunner" / "verified.json").read_bytes())
-    assert len(known) == len(store.find("tiny").shards)
+    digests = json.loads((tmp_path / "cache" / "mlxrunner" / "verified.json").read_bytes())
+    assert len(digests) == len(store.find("tiny").shards)
     blob = ollama.path_of(layers[0])
     before = blob.stat()
-    _rot(blob)
+    _corrupt(blob)
     os.utime(blob, ns=(before.st_atime_ns, before.st_mtime_ns))
     store.resolve("tiny")
     os.utime(blob, ns=(0, 0))
-    assert "is damaged" in refusal(ask=store.resolve)
+    assert "is damaged" in refusal(call=store.resolve)

@@ -1,4 +1,4 @@
-"""From a name to files: which source is asked first, and what is said when none has it."""
+"""Resolving a name: the order of the sources, and the errors if no source has the model."""
 
 import shutil
 from pathlib import Path
@@ -19,9 +19,9 @@ from tests.store.stand_in import StandIn
 
 @pytest.fixture
 def folder(tmp_path: Path, tiny_model: Path) -> Path:
-    made = tmp_path / "model"
-    shutil.copytree(tiny_model, made)
-    return made
+    path = tmp_path / "model"
+    shutil.copytree(tiny_model, path)
+    return path
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def everywhere(hub: StandIn, folder: Path, tmp_path: Path, monkeypatch: pytest.M
     return tmp_path
 
 
-def missed(name: str) -> ModelNotFoundError:
+def resolve_missing(name: str) -> ModelNotFoundError:
     with pytest.raises(ModelNotFoundError) as caught:
         store.resolve(name)
     assert caught.value.kind is ErrorKind.MODEL_NOT_FOUND
@@ -44,28 +44,28 @@ def missed(name: str) -> ModelNotFoundError:
     return caught.value
 
 
-def test_a_folder_is_named_after_itself(folder: Path) -> None:
+def test_a_model_in_a_folder_has_the_name_of_the_folder(folder: Path) -> None:
     files = store.resolve(f"{folder}/.")
     assert (files.name, files.path) == ("model", folder)
     assert (files.context_length, files.vocab_size) == (4096, tiny.VOCAB)
     assert files.shards == (folder / "model.safetensors",)
 
 
-def test_no_name_and_builtin_are_the_model_that_ships_with_the_project() -> None:
+def test_no_name_and_builtin_resolve_to_the_builtin_model() -> None:
     assert store.resolve(None) == store.resolve("builtin")
     assert store.resolve(None).name == "builtin"
 
 
-def test_the_sources_are_asked_in_their_order(everywhere: Path) -> None:
-    here = everywhere / "org" / "tiny"
+def test_the_sources_are_searched_in_order(everywhere: Path) -> None:
+    local = everywhere / "org" / "tiny"
     assert store.resolve("org/tiny").path == Path("org/tiny")
-    (here / "config.json").unlink()  # no longer a model folder
+    (local / "config.json").unlink()  # no longer a model folder
     assert store.resolve("org/tiny").path.parent.name == "snapshots"
     shutil.rmtree(cache.cache_folder())
     assert store.resolve("org/tiny").path.parts[-3:] == ("org", "tiny", "latest")
 
 
-def test_what_lies_in_two_sources_is_listed_twice(everywhere: Path) -> None:
+def test_a_model_in_two_sources_is_listed_twice(everywhere: Path) -> None:
     found = [(entry.name, entry.source, entry.read().path) for entry in store.list_installed()]
     assert [(name, source) for name, source, _ in found] == [
         ("builtin", "built in"),
@@ -75,7 +75,7 @@ def test_what_lies_in_two_sources_is_listed_twice(everywhere: Path) -> None:
     assert len({path for *_, path in found}) == 3
 
 
-def test_a_folder_that_holds_no_model_and_has_no_namesake_is_told_what_it_lacks(
+def test_the_error_for_a_folder_without_a_model_names_the_missing_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -85,60 +85,60 @@ def test_a_folder_that_holds_no_model_and_has_no_namesake_is_told_what_it_lacks(
     assert caught.value.message == "notes has no config.json: it is not a model folder"
 
 
-def test_a_folder_that_holds_no_model_does_not_hide_the_hub(
+def test_a_folder_without_a_model_does_not_hide_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "name").mkdir(parents=True)
-    error = missed("org/name")
-    assert "the folder of that name holds no model" in error.message
+    error = resolve_missing("org/name")
+    assert "the folder with this name contains no model" in error.message
     assert error.hub is not None
 
 
-def test_a_path_that_is_no_folder_is_looked_for_nowhere_else(tmp_path: Path) -> None:
-    message = missed(str(tmp_path / "org" / "name")).message
+def test_a_missing_path_is_not_searched_in_other_sources(tmp_path: Path) -> None:
+    message = resolve_missing(str(tmp_path / "org" / "name")).message
     assert message.endswith("is not a folder: check the path")
 
 
-def test_a_hub_id_that_is_nowhere_says_where_it_was_looked_for_and_what_to_do() -> None:
-    error = missed("org/name")
+def test_the_error_for_a_missing_hub_id_names_the_searched_sources_and_the_remedy() -> None:
+    error = resolve_missing("org/name")
     assert error.hub == HubName(repo_id="org/name")
-    for words in (
+    for part in (
         "no such folder",
         f"not in the Hugging Face cache ({cache.cache_folder()})",
         "not in Ollama's store",
         "run `mlxrunner pull org/name` to download it",
     ):
-        assert words in error.message
+        assert part in error.message
 
 
-def test_an_ollama_name_that_is_nowhere_is_not_looked_for_on_the_hub() -> None:
-    error = missed("qwen3:4b")
+def test_a_missing_ollama_name_is_not_searched_on_the_hub() -> None:
+    error = resolve_missing("qwen3:4b")
     assert error.hub is None
     assert "Hugging Face" not in error.message
     assert "or download it with `ollama pull`" in error.message
 
 
-def test_looking_asks_nothing_of_the_network(hub: StandIn) -> None:
-    missed("org/name")
-    missed("org/name@main")
+def test_resolving_makes_no_network_requests(hub: StandIn) -> None:
+    resolve_missing("org/name")
+    resolve_missing("org/name@main")
     list(store.list_installed())
-    assert hub.asked == []
+    assert hub.requests == []
 
 
-def test_a_place_that_may_not_be_looked_at_is_one_line() -> None:
-    with pytest.raises(AppError) as caught:  # a name that no disk takes
+def test_an_unreadable_path_is_a_one_line_error() -> None:
+    with pytest.raises(AppError) as caught:  # too long for any file system
         store.find("/" + "a" * 300)
     assert caught.value.message.startswith("/aaa")
     assert "\n" not in caught.value.message
 
 
-def test_a_repository_that_may_not_be_looked_into_is_told_beside_the_others(
+def test_an_unreadable_repository_is_listed_beside_the_others(
     everywhere: Path,
 ) -> None:
     closed = cache.repo_folder("org/closed")
     closed.mkdir()
-    (closed / "snapshots").symlink_to("a" * 300)  # as good as a folder of somebody else's
+    (closed / "snapshots").symlink_to("a" * 300)  # unreadable, like a folder of another user
     entries = {entry.name: entry for entry in store.list_installed() if entry.source == "hub"}
     assert sorted(entries) == ["org/closed", "org/tiny"]
     assert entries["org/tiny"].read().name == "org/tiny"
@@ -147,7 +147,7 @@ def test_a_repository_that_may_not_be_looked_into_is_told_beside_the_others(
     assert f"{closed / 'snapshots'} cannot be read: " in caught.value.message
 
 
-def test_a_cache_that_may_not_be_looked_into_is_one_line(
+def test_an_unreadable_cache_is_a_one_line_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / ("a" * 300)))

@@ -1,4 +1,4 @@
-"""Tokenizers of every kind, made here and real, and the files of a model."""
+"""Small and real tokenizers of every kind, and the files of a model."""
 
 import json
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from app.core.model_files import ModelFiles
 from app.text.tokenizer import Tokenizer
 
-# Half of "é", a whole one, the first half of most emoji, and two words with their space.
+# Half of "é", all of "é", the first half of most emoji, and two words with their space.
 _BYTE_MERGES = [("Ã", "©"), ("ð", "Ł"), ("h", "e"), ("Ġ", "t"), ("Ġt", "he"), ("Ġ", "Ã")]
 _PIECES = ["▁", *"abcdefghijklmnopqrstuvwxyz.,!é", "▁t", "he", "▁the", "▁▁"]
 _PIECE_MERGES = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁", "▁")]
@@ -21,19 +21,19 @@ _WORDS = ["the", "a", "cat", "sat", "##s", "##ing", ".", ",", "'", "do", "not", 
 
 def byte_level() -> tokenizers.Tokenizer:
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(m) for m in _BYTE_MERGES)]
-    made = tokenizers.Tokenizer(
+    tokenizer = tokenizers.Tokenizer(
         models.BPE(vocab={token: id for id, token in enumerate(tokens)}, merges=_BYTE_MERGES)
     )
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["<|begin|>", "<|end|>"])
-    made.add_tokens(["日本", "  "])  # not in the byte alphabet: they stand as themselves
-    return made
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|begin|>", "<|end|>"])
+    tokenizer.add_tokens(["日本", "  "])  # not in the byte alphabet, so they are literal
+    return tokenizer
 
 
 def sentence_piece() -> tokenizers.Tokenizer:
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *_PIECES]
-    made = tokenizers.Tokenizer(
+    tokenizer = tokenizers.Tokenizer(
         models.BPE(
             vocab={token: id for id, token in enumerate(tokens)},
             merges=_PIECE_MERGES,
@@ -42,10 +42,10 @@ def sentence_piece() -> tokenizers.Tokenizer:
             byte_fallback=True,
         )
     )
-    made.normalizer = normalizers.Sequence(
+    tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
-    made.decoder = decoders.Sequence(
+    tokenizer.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
             decoders.ByteFallback(),
@@ -53,79 +53,79 @@ def sentence_piece() -> tokenizers.Tokenizer:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    made.add_special_tokens(["<unk>", "<s>", "</s>"])
-    made.post_processor = processors.TemplateProcessing(
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
     )
-    return made
+    return tokenizer
 
 
 def spaces_kept() -> tokenizers.Tokenizer:
-    """As Gemma's: no dummy prefix, so none is stripped."""
-    made = sentence_piece()
-    made.normalizer = normalizers.Replace(" ", "▁")
-    made.decoder = decoders.Sequence(
+    """Like Gemma's: no dummy prefix, so none is stripped."""
+    tokenizer = sentence_piece()
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    return made
+    return tokenizer
 
 
 def metaspace() -> tokenizers.Tokenizer:
-    made = tokenizers.Tokenizer(
+    tokenizer = tokenizers.Tokenizer(
         models.Unigram([("<unk>", 0.0), *((piece, -1.0) for piece in _PIECES)], unk_id=0)
     )
-    made.pre_tokenizer = pre_tokenizers.Metaspace()
-    made.decoder = decoders.Metaspace()
-    made.add_special_tokens(["<s>"])
-    return made
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(["<s>"])
+    return tokenizer
 
 
 def metaspace_bytes() -> tokenizers.Tokenizer:
-    """Bytes behind a decoder that joins words: held for four tokens at most."""
-    made = sentence_piece()
-    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
-    return made
+    """Byte tokens with a decoder that joins words: bytes are held back for at most four tokens."""
+    tokenizer = sentence_piece()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    return tokenizer
 
 
 def word_piece() -> tokenizers.Tokenizer:
     tokens = ["[UNK]", "[CLS]", "[SEP]", *_WORDS]
-    made = tokenizers.Tokenizer(
+    tokenizer = tokenizers.Tokenizer(
         models.WordPiece({token: id for id, token in enumerate(tokens)}, unk_token="[UNK]")
     )
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    made.decoder = decoders.WordPiece()
-    made.add_special_tokens(["[CLS]", "[SEP]"])
-    made.post_processor = processors.TemplateProcessing(
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(["[CLS]", "[SEP]"])
+    tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
     )
-    return made
+    return tokenizer
 
 
 def word_suffix() -> tokenizers.Tokenizer:
     tokens = [*"abcdefgh", *(f"{letter}</w>" for letter in "abcdefgh"), "<|end|>"]
-    made = tokenizers.Tokenizer(
+    tokenizer = tokenizers.Tokenizer(
         models.BPE(
             vocab={token: id for id, token in enumerate(tokens)},
             merges=[],
             end_of_word_suffix="</w>",
         )
     )
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.decoder = decoders.BPEDecoder()
-    made.add_special_tokens(["<|end|>"])
-    return made
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.BPEDecoder()
+    tokenizer.add_special_tokens(["<|end|>"])
+    return tokenizer
 
 
 def no_decoder() -> tokenizers.Tokenizer:
     tokens = ["[UNK]", *_WORDS]
-    made = tokenizers.Tokenizer(
+    tokenizer = tokenizers.Tokenizer(
         models.WordLevel({token: id for id, token in enumerate(tokens)}, unk_token="[UNK]")
     )
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return made
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer
 
 
-MADE = (
+BUILDERS = (
     byte_level,
     sentence_piece,
     spaces_kept,
@@ -149,46 +149,46 @@ REAL = (
 
 
 @pytest.fixture(scope="session")
-def made() -> dict[str, tokenizers.Tokenizer]:
+def tokenizers_by_kind() -> dict[str, tokenizers.Tokenizer]:
     """One small tokenizer of each kind, by name."""
-    return {make.__name__: make() for make in MADE}
+    return {make.__name__: make() for make in BUILDERS}
 
 
 @pytest.fixture(scope="session")
-def bytewise(made) -> Tokenizer:
-    return Tokenizer(made["byte_level"])
+def bytewise(tokenizers_by_kind) -> Tokenizer:
+    return Tokenizer(tokenizers_by_kind["byte_level"])
 
 
 @pytest.fixture(scope="session")
-def pieces(made) -> Tokenizer:
-    return Tokenizer(made["sentence_piece"], bos_token_id=1)
+def pieces(tokenizers_by_kind) -> Tokenizer:
+    return Tokenizer(tokenizers_by_kind["sentence_piece"], bos_token_id=1)
 
 
-KINDS = tuple(make.__name__ for make in MADE)
+KINDS = tuple(make.__name__ for make in BUILDERS)
 
 
 @pytest.fixture(scope="session", params=[*KINDS, *REAL])
 def library(request) -> tokenizers.Tokenizer:
-    """Each tokenizer in turn, as the library has it."""
+    """Each tokenizer, as an object of the library."""
     return _library(request)
 
 
 @pytest.fixture(scope="session", params=[*KINDS[:3], *REAL])
-def spelled(request) -> tokenizers.Tokenizer:
-    """Each one whose tokens spell bytes."""
+def byte_spelling_library(request) -> tokenizers.Tokenizer:
+    """Each tokenizer of the library with tokens for bytes."""
     return _library(request)
 
 
 def _library(request) -> tokenizers.Tokenizer:
     if "/" not in request.param:
-        return request.getfixturevalue("made")[request.param]
+        return request.getfixturevalue("tokenizers_by_kind")[request.param]
     shared: Path = request.getfixturevalue("shared")
     return tokenizers.Tokenizer.from_file(str(shared / request.param / "tokenizer.json"))
 
 
 @pytest.fixture
 def files(tmp_path) -> Callable[..., ModelFiles]:
-    """files(tokenizer=…, config=…, …): the files of a model; a tokenizer is written out."""
+    """files(tokenizer=…, config=…, …): the files of a model; a tokenizer is written to disk."""
     base = ModelFiles(
         name="test-model",
         path=tmp_path,

@@ -1,4 +1,4 @@
-"""Conversations over chat templates, real ones and made ones, with a byte tokenizer."""
+"""Conversations for tests of real and small chat templates, with a byte tokenizer."""
 
 from pathlib import Path
 
@@ -33,35 +33,35 @@ WEATHER = Tool(
 CLOCK = Tool(name="get_time", description=None, parameters={"type": "object", "properties": {}})
 
 
-def calls(*places: str, content: str | None = None) -> Message:
-    """A turn with a call for each place, with ids as we give them."""
+def calls(*cities: str, content: str | None = None) -> Message:
+    """An assistant message with a call for each city, with ids as the server creates them."""
     return Message(
         role="assistant",
         content=content,
         tool_calls=tuple(
-            ToolCall(id=_id(place), name="get_weather", arguments=f'{{"city": "{place}"}}')
-            for place in places
+            ToolCall(id=_id(city), name="get_weather", arguments=f'{{"city": "{city}"}}')
+            for city in cities
         ),
     )
 
 
-def result(place: str) -> Message:
-    """As OpenAI's clients send it: without the name of the function."""
-    return Message(role="tool", content=f"sun over {place[::-1]}", tool_call_id=_id(place))
+def result(city: str) -> Message:
+    """A tool message without the name of the function, as OpenAI's clients send it."""
+    return Message(role="tool", content=f"sun over {city[::-1]}", tool_call_id=_id(city))
 
 
-def _id(place: str) -> str:
-    return f"call_0123456789abcdef{place}"
+def _id(city: str) -> str:
+    return f"call_0123456789abcdef{city}"
 
 
-def conversations(template: str) -> PromptBuilder:
-    nowhere = Path("/nowhere")
+def make_prompt_builder(template: str) -> PromptBuilder:
+    folder = Path("/nowhere")
     files = ModelFiles(
-        name="made",
-        path=nowhere,
+        name="small",
+        path=folder,
         config={},
         shards=(),
-        tokenizer_path=nowhere / "tokenizer.json",
+        tokenizer_path=folder / "tokenizer.json",
         tokenizer_config={"bos_token": "<s>", "eos_token": "</s>"},
         generation_config={},
         chat_template=template,
@@ -70,11 +70,11 @@ def conversations(template: str) -> PromptBuilder:
     return PromptBuilder(files, TOKENIZER)
 
 
-def written(
-    talk: PromptBuilder,
+def build_prompt(
+    builder: PromptBuilder,
     *messages: Message,
     tools: tuple[Tool, ...] = (),
-    thinking: ReasoningOptions = ReasoningOptions(),  # noqa: B008  # frozen
+    reasoning: ReasoningOptions = ReasoningOptions(),  # noqa: B008  # frozen
 ) -> RenderedPrompt:
-    request = GenerateRequest(model="made", prompt="", tools=tools, reasoning=thinking)
-    return talk.build(request, Conversation(messages=messages))
+    request = GenerateRequest(model="small", prompt="", tools=tools, reasoning=reasoning)
+    return builder.build(request, Conversation(messages=messages))

@@ -1,4 +1,4 @@
-"""However ids and texts are cut: the same text, whole characters, no more held than must be."""
+"""Streaming of ids and texts: the same text for any chunks, complete characters, minimal delay."""
 
 import json
 import time
@@ -17,11 +17,11 @@ FEW = st.text("ab", max_size=30)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4).map(tuple)
 
 
-def ids_at(tokenizer: Tokenizer, places: list[float]) -> list[int]:
-    return [int(place * tokenizer.vocab_size) for place in places]
+def ids_at(tokenizer: Tokenizer, positions: list[float]) -> list[int]:
+    return [int(position * tokenizer.vocab_size) for position in positions]
 
 
-def streamed(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None) -> list[str]:
+def stream_text(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None) -> list[str]:
     stream = Detokenizer(tokenizer, prompt or [])
     return [*map(stream.feed, ids), stream.flush()]
 
@@ -32,63 +32,66 @@ def byte_ids(tokenizer: Tokenizer, text: bytes) -> list[int]:
 
 
 class TestDetokenizer:
-    @given(places=PLACES)
-    def test_any_ids_come_out_as_decoded_at_once(self, library, places):
+    @pytest.mark.product
+    @given(positions=PLACES)
+    def test_any_ids_stream_to_the_decoded_text(self, library, positions):
         tokenizer = Tokenizer(library)
-        ids = ids_at(tokenizer, places)
-        whole = tokenizer.decode(ids)
-        if tokenizer.byte_decoder is None and "\ufffd" in whole:
-            return  # bad bytes under a decoder that takes good characters back: a test below
-        assert "".join(streamed(tokenizer, ids)) == whole
+        ids = ids_at(tokenizer, positions)
+        expected = tokenizer.decode(ids)
+        if tokenizer.byte_decoder is None and "\ufffd" in expected:
+            return  # invalid bytes with a decoder that also drops valid characters: tested below
+        assert "".join(stream_text(tokenizer, ids)) == expected
 
     @given(text=TEXTS)
-    def test_any_text_comes_out_as_decoded_at_once(self, library, text):
+    def test_any_text_streams_to_the_decoded_text(self, library, text):
         tokenizer = Tokenizer(library)
         ids = tokenizer.encode(text, add_special_tokens=True)
-        assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
+        assert "".join(stream_text(tokenizer, ids)) == tokenizer.decode(ids)
 
-    @given(places=PLACES, start=PLACES)
-    @example(places=[0.75, 0.5], start=[0.75, 0.5, 0.75, 0.5, 0.25])
-    def test_continues_the_prompt(self, library, places, start):
+    @pytest.mark.product
+    @given(positions=PLACES, prompt_positions=PLACES)
+    @example(positions=[0.75, 0.5], prompt_positions=[0.75, 0.5, 0.75, 0.5, 0.25])
+    def test_continues_the_prompt(self, library, positions, prompt_positions):
         tokenizer = Tokenizer(library)
-        ids, prompt = ids_at(tokenizer, places), ids_at(tokenizer, start)
-        before, whole = tokenizer.decode(prompt), tokenizer.decode(prompt + ids)
+        ids, prompt = ids_at(tokenizer, positions), ids_at(tokenizer, prompt_positions)
+        before, expected = tokenizer.decode(prompt), tokenizer.decode(prompt + ids)
         if before.endswith("\ufffd"):
-            return  # it may end in half a character: the next tests
-        if tokenizer.byte_decoder is None and "\ufffd" in whole:
+            return  # it may end in half a character: tested below
+        if tokenizer.byte_decoder is None and "\ufffd" in expected:
             return
-        assert before + "".join(streamed(tokenizer, ids, prompt)) == whole
+        assert before + "".join(stream_text(tokenizer, ids, prompt)) == expected
 
+    @pytest.mark.product
     @given(text=TEXTS, cut=st.floats(0, 1))
-    def test_never_shows_half_a_character(self, spelled, text, cut):
-        """A text that is whole in the end shows no U+FFFD of ours on the way, wherever in it the
-        prompt ended; the character that is cut there appears whole."""
-        tokenizer = Tokenizer(spelled)
+    def test_never_emits_half_a_character(self, byte_spelling_library, text, cut):
+        """A valid text streams without U+FFFD, wherever the prompt ends; a character that is split
+        by the end of the prompt appears in full."""
+        tokenizer = Tokenizer(byte_spelling_library)
         ids = tokenizer.encode(text, add_special_tokens=False)
         if "\ufffd" in tokenizer.decode(ids):
-            return  # it was in the text, or the vocabulary has no token for a byte, as Falcon's
-        place = int(cut * len(ids))
-        out = "".join(streamed(tokenizer, ids[place:], ids[:place]))
+            return  # in the text, or a byte without a token, as with Falcon
+        position = int(cut * len(ids))
+        out = "".join(stream_text(tokenizer, ids[position:], ids[:position]))
         assert "\ufffd" not in out
         assert tokenizer.decode(ids).endswith(out)
 
-    def test_a_character_begun_by_the_prompt_appears_whole(self, pieces, made):
-        words = Tokenizer(made["metaspace_bytes"])
+    def test_a_character_begun_by_the_prompt_appears_whole(self, pieces, tokenizers_by_kind):
+        words = Tokenizer(tokenizers_by_kind["metaspace_bytes"])
         for tokenizer in (pieces, words):
             prompt, ids = byte_ids(tokenizer, b"\xe2\x82"), byte_ids(tokenizer, b"\xac")
-            assert "".join(streamed(tokenizer, ids, prompt)) == "€"
+            assert "".join(stream_text(tokenizer, ids, prompt)) == "€"
 
     def test_waits_for_whole_characters(self, bytewise):
         ids = bytewise.encode("🙂é", add_special_tokens=False)
         stream = Detokenizer(bytewise)
-        given_out: list[tuple[str, bool]] = []
+        outputs: list[tuple[str, bool]] = []
         for id in ids:
             text = stream.feed(id)
-            given_out.append((text, stream.has_partial_character))
-        assert given_out == [("", True), ("", True), ("🙂", False), ("é", False)]
+            outputs.append((text, stream.has_partial_character))
+        assert outputs == [("", True), ("", True), ("🙂", False), ("é", False)]
         assert stream.flush() == ""
 
-    def test_gives_out_what_never_became_a_character(self, pieces):
+    def test_emits_bytes_that_never_become_a_character(self, pieces):
         stream = Detokenizer(pieces, [1, *pieces.encode("a", add_special_tokens=False)])
         assert [stream.feed(id) for id in byte_ids(pieces, b"\xf0\x9f")] == ["", ""]
         assert stream.feed(byte_ids(pieces, b"!")[0]) == "\ufffd!"
@@ -96,7 +99,7 @@ class TestDetokenizer:
         assert stream.flush() == "\ufffd"
         assert stream.flush() == ""
 
-    def test_the_first_space_is_the_tokenizers_own_only_at_the_start(self, pieces):
+    def test_the_leading_space_is_stripped_only_at_the_start(self, pieces):
         word = pieces.encode("the", add_special_tokens=False)
         for prompt, expected in [
             ([], "the"),
@@ -104,40 +107,44 @@ class TestDetokenizer:
             ([1, *pieces.encode("a", add_special_tokens=False)], " the"),
             (pieces.encode("", add_special_tokens=False), "the"),
         ]:
-            assert "".join(streamed(pieces, word, prompt)) == expected
+            assert "".join(stream_text(pieces, word, prompt)) == expected
 
-    def test_special_tokens_show_nothing_and_part_nothing(self, pieces, made):
-        assert streamed(pieces, [1, *byte_ids(pieces, b"\xc3"), 2, *byte_ids(pieces, b"\xa9")])[
+    def test_special_tokens_are_invisible_and_do_not_split_characters(
+        self, pieces, tokenizers_by_kind
+    ):
+        assert stream_text(pieces, [1, *byte_ids(pieces, b"\xc3"), 2, *byte_ids(pieces, b"\xa9")])[
             -2:
         ] == [
             "é",
             "",
         ]
-        words = Tokenizer(made["word_piece"])
+        words = Tokenizer(tokenizers_by_kind["word_piece"])
         ids = [words.encode(word, add_special_tokens=False)[0] for word in ("cat", "[SEP]", "sat")]
-        assert streamed(words, ids) == ["cat", "", " sat", ""]
+        assert stream_text(words, ids) == ["cat", "", " sat", ""]
 
-    def test_an_id_beyond_the_vocabulary_shows_nothing(self, library):
-        """Models pad their logits, so such ids can be sampled."""
+    def test_an_id_beyond_the_vocabulary_is_invisible(self, library):
+        """Logits are padded, so such ids can be sampled."""
         tokenizer = Tokenizer(library)
         word = tokenizer.encode("a", add_special_tokens=False)[:1]
-        assert "".join(streamed(tokenizer, [*word, 1_000_000, *word])) == tokenizer.decode(word * 2)
+        assert "".join(stream_text(tokenizer, [*word, 1_000_000, *word])) == tokenizer.decode(
+            word * 2
+        )
 
-    def test_a_decoder_of_words_gives_bad_bytes_out_after_four(self, made):
-        words = Tokenizer(made["metaspace_bytes"])
+    def test_a_word_decoder_emits_invalid_bytes_after_four(self, tokenizers_by_kind):
+        words = Tokenizer(tokenizers_by_kind["metaspace_bytes"])
         stream = Detokenizer(words)
         out = [stream.feed(id) for id in byte_ids(words, b"\xff" * 6)]
         assert out == ["", "", "", "\ufffd" * 4, "", ""]
         assert stream.has_partial_character
         assert stream.flush() == "\ufffd" * 2
 
-    def test_time_is_linear_in_bad_bytes(self, pieces, made):
-        """The library's own stream needs n² (a minute for these)."""
-        for tokenizer in (pieces, Tokenizer(made["metaspace_bytes"])):
+    def test_time_is_linear_in_invalid_bytes(self, pieces, tokenizers_by_kind):
+        """The library's own stream is quadratic (a minute for these)."""
+        for tokenizer in (pieces, Tokenizer(tokenizers_by_kind["metaspace_bytes"])):
             ids = byte_ids(tokenizer, b"\xff") * 20_000
-            begun = time.perf_counter()
-            assert len("".join(streamed(tokenizer, ids))) == 20_000
-            assert time.perf_counter() - begun < 10
+            start = time.perf_counter()
+            assert len("".join(stream_text(tokenizer, ids))) == 20_000
+            assert time.perf_counter() - start < 10
 
     @pytest.mark.parametrize("model", ["stories260K", "babyllama-361"])
     def test_continues_real_prompts_as_the_reference_does(self, shared, real_files, model):
@@ -146,14 +153,16 @@ class TestDetokenizer:
         assert rows
         for row in map(json.loads, rows):
             assert tokenizer.encode(row["prompt"], add_special_tokens=True) == row["prompt_ids"]
-            completion = "".join(streamed(tokenizer, row["completion_ids"], row["prompt_ids"]))
+            completion = "".join(stream_text(tokenizer, row["completion_ids"], row["prompt_ids"]))
             assert row["prompt"] + completion == row["text_with_prompt"]
 
 
 class TestVisibleTokens:
     @given(text=TEXTS, length=st.integers(0, 45))
-    def test_counts_tokens_that_end_within_what_was_shown(self, spelled, text, length):
-        tokenizer = Tokenizer(spelled)
+    def test_counts_tokens_that_end_within_the_visible_text(
+        self, byte_spelling_library, text, length
+    ):
+        tokenizer = Tokenizer(byte_spelling_library)
         prompt = tokenizer.encode("a", add_special_tokens=True)
         ids = tokenizer.encode(text, add_special_tokens=False)
         if "\ufffd" in tokenizer.decode(ids):
@@ -181,83 +190,83 @@ class TestVisibleTokens:
 
 
 def first_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
-    """The definition, looked up in the whole text."""
-    found = [(text.find(stop), len(stop), stop) for stop in stops if stop in text]
-    if not found:
+    """The reference: a search in the full text."""
+    matches = [(text.find(stop), len(stop), stop) for stop in stops if stop in text]
+    if not matches:
         return text, None
-    place, _, stop = min(found)
-    return text[:place], stop
+    position, _, stop = min(matches)
+    return text[:position], stop
 
 
 class TestStopFinder:
     @given(text=FEW, stops=STOPS, data=st.data())
-    def test_any_cut_of_the_text_gives_the_same(self, text, stops, data):
+    def test_the_result_does_not_depend_on_chunk_boundaries(self, text, stops, data):
         cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
         chunks = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
         finder, out, stop = StopFinder(stops), "", None
         expected = first_stop(text, stops)
         for chunk in chunks:
-            found = finder.feed(chunk)
-            out, stop = out + found.text, found.matched_stop
+            result = finder.feed(chunk)
+            out, stop = out + result.text, result.matched_stop
             assert expected[0].startswith(out)
             assert finder.released == len(out)
             if stop is not None:
                 break
         else:
-            found = finder.flush()
-            out, stop = out + found.text, found.matched_stop
+            result = finder.flush()
+            out, stop = out + result.text, result.matched_stop
         assert (out, stop) == expected
         assert finder.released == len(out)
 
     @given(text=FEW, stops=STOPS)
-    def test_holds_back_only_what_may_become_a_stop(self, text, stops):
-        finder, read = StopFinder(stops), ""
+    def test_holds_back_only_text_that_may_become_a_stop(self, text, stops):
+        finder, fed = StopFinder(stops), ""
         for character in text:
             if finder.feed(character).matched_stop is not None:
                 return
-            read += character
-            held = read[finder.released :]
+            fed += character
+            held = fed[finder.released :]
             assert (
                 held == ""
                 or any(stop.startswith(held) for stop in stops)
                 or any(stop in held for stop in stops)
             )
             assert not any(
-                read.endswith(stop[:n]) for stop in stops for n in range(len(held) + 1, len(stop))
+                fed.endswith(stop[:n]) for stop in stops for n in range(len(held) + 1, len(stop))
             )
 
     def test_a_stop_may_span_any_number_of_tokens(self):
         finder = StopFinder(("###END",))
         out = [finder.feed(piece) for piece in ["a#", "##", "#E", "N", "D", "!"][:5]]
-        assert [found.text for found in out] == ["a", "", "#", "", ""]
-        assert [found.matched_stop for found in out] == [None] * 4 + ["###END"]
+        assert [result.text for result in out] == ["a", "", "#", "", ""]
+        assert [result.matched_stop for result in out] == [None] * 4 + ["###END"]
 
-    def test_the_one_that_starts_first_wins_though_it_ends_last(self):
+    def test_the_stop_that_starts_first_wins_even_if_it_ends_last(self):
         finder = StopFinder(("bcde", "d"))
         assert finder.feed("abcd").text == "a"
         assert finder.feed("e").matched_stop == "bcde"
         assert finder.released == 1
 
-    def test_falls_back_to_the_one_that_is_there(self):
+    def test_falls_back_to_a_complete_stop(self):
         finder = StopFinder(("bcde", "d"))
         assert finder.feed("abcd").matched_stop is None
-        found = finder.feed("x")
-        assert (found.text, found.matched_stop) == ("bc", "d")
+        result = finder.feed("x")
+        assert (result.text, result.matched_stop) == ("bc", "d")
 
-    def test_the_end_decides_for_the_one_that_is_there(self):
+    def test_flush_falls_back_to_a_complete_stop(self):
         finder = StopFinder(("bcde", "d"))
         assert finder.feed("abcd").text == "a"
-        found = finder.flush()
-        assert (found.text, found.matched_stop) == ("bc", "d")
+        result = finder.flush()
+        assert (result.text, result.matched_stop) == ("bc", "d")
 
-    def test_of_two_that_start_together_the_shorter_is_told(self):
+    def test_the_shorter_of_two_stops_with_one_start_is_reported(self):
         assert StopFinder(("ab", "a")).feed("xab").matched_stop == "a"
 
-    def test_the_shorter_is_told_though_the_longer_came_during_the_wait(self):
-        found = StopFinder(("bcdyz", "d", "dy")).feed("abcdyx")
-        assert (found.text, found.matched_stop) == ("abc", "d")
+    def test_the_shorter_stop_is_reported_even_if_the_longer_one_completes_later(self):
+        result = StopFinder(("bcdyz", "d", "dy")).feed("abcdyx")
+        assert (result.text, result.matched_stop) == ("abc", "d")
 
-    def test_gives_out_what_was_held_at_the_end(self):
+    def test_flush_emits_the_held_text(self):
         finder = StopFinder(("мир",))
         assert finder.feed("ми").text == ""
         assert finder.flush().text == "ми"
@@ -270,17 +279,17 @@ class TestStopFinder:
 
     def test_time_is_linear_in_a_stop_that_repeats_itself(self):
         finder = StopFinder(("a" * 2_000 + "b",))
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(20_000):
             assert finder.feed("a").matched_stop is None
-        assert time.perf_counter() - begun < 10
+        assert time.perf_counter() - start < 10
         assert finder.released == 18_000
 
-    def test_a_stop_costs_no_more_than_the_text_that_is_held_against_it(self):
-        """Sixteen of half a million characters each took five seconds before the first token, for
-        every choice anew and on the event loop: nobody else was answered meanwhile."""
+    def test_the_cost_of_a_stop_is_bounded_by_the_text(self):
+        """Sixteen stops of half a million characters each took five seconds before the first token,
+        for every choice and on the event loop, which blocked all other requests."""
         stop = "y" * 500_000
-        begun = time.perf_counter()
-        finder = StopFinder(tuple(stop + str(place) for place in range(16)))
+        start = time.perf_counter()
+        finder = StopFinder(tuple(stop + str(position) for position in range(16)))
         assert finder.feed("yes").text == "yes"
-        assert time.perf_counter() - begun < 0.5
+        assert time.perf_counter() - start < 0.5

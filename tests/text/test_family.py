@@ -1,4 +1,4 @@
-"""Chat families: which one a template is of, and what all of them have in common."""
+"""Chat families: the family of a template, and common behaviour."""
 
 import pkgutil
 from importlib import import_module
@@ -9,42 +9,42 @@ import pytest
 from app.grammar.constraint import ReasoningTags
 from app.text import families
 from app.text.family import ChatFamily, find_family
-from tests.text.families.reading import check_text, content, reasoning
+from tests.text.families.reading import check_text, join_content, join_reasoning
 from tests.text.families.rows import roundtrip, templates
 
 MODULES = sorted(module.name for module in pkgutil.iter_modules(families.__path__))
 TAGS = ReasoningTags(open="<think>", close="</think>")
 
-# these speak of tools, but not of how a call is written
-SILENT = {"llamacpp-ChatGLM4.jinja", "ortx-phi-4-mini-reasoning.jinja"}
-# and this one refuses every conversation but those with a message of a role of its own
+# these render tools, but no call syntax
+WITHOUT_SYNTAX = {"llamacpp-ChatGLM4.jinja", "ortx-phi-4-mini-reasoning.jinja"}
+# this one requires a message with a special role
 REFUSING = {"hfjinja-fireworks-ai_firefunction-v1.jinja"}
 
 
-def test_a_template_is_of_one_family_at_most_and_of_one_if_it_writes_calls(shared):
+def test_one_family_at_most_claims_a_template_and_one_if_it_renders_calls(shared):
     unclaimed = set()
     for name, source in templates(shared).items():
-        # which fails where two claim it
+        # find_family raises if two families claim the template
         if find_family(source) is None and "tool_calls" in source:
             unclaimed.add(name)
     assert unclaimed == REFUSING
-    for name in SILENT:
+    for name in WITHOUT_SYNTAX:
         assert find_family(templates(shared)[name]) is None
 
 
-def test_every_template_whose_calls_are_known_is_claimed(shared):
+def test_every_template_with_known_calls_is_claimed(shared):
     for row in roundtrip(shared, *templates(shared)):
         assert row.template is not None
         assert find_family(row.template) is not None, row.id
 
 
-def test_a_template_without_calls_is_of_no_family():
+def test_no_family_claims_a_template_without_calls():
     assert find_family("{% for m in messages %}{{ m.content }}{% endfor %}") is None
     assert find_family("") is None
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_family_is_a_class_with_markers_and_a_test_of_its_own(module):
+def test_a_family_is_a_class_with_markers_and_its_own_test(module):
     family = import_module(f"{families.__name__}.{module}").Family()
     assert isinstance(family, ChatFamily)
     assert all(family.markers)
@@ -52,13 +52,13 @@ def test_a_family_is_a_class_with_markers_and_a_test_of_its_own(module):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_family_claims_no_text_that_only_speaks_of_thinking(module):
+def test_no_family_claims_a_text_with_think_tags_only(module):
     family = import_module(f"{families.__name__}.{module}").Family()
     assert not family.matches("{{ '<think>' }}{{ messages[0].content }}{{ '</think>' }}")
 
 
 @pytest.mark.parametrize(
-    ("text", "in_reasoning", "thought", "said"),
+    ("text", "in_reasoning", "expected_reasoning", "expected_content"),
     [
         ("<think>a</think>b", False, "a", "b"),
         ("\n<think>\na\n</think>\n\nb\n", False, "a", "b\n"),
@@ -74,14 +74,16 @@ def test_a_family_claims_no_text_that_only_speaks_of_thinking(module):
         ("", True, "", ""),
     ],
 )
-def test_reasoning_stands_in_tags_at_the_beginning(text, in_reasoning, thought, said):
+def test_reasoning_is_in_tags_at_the_beginning(
+    text, in_reasoning, expected_reasoning, expected_content
+):
     pieces = check_text(ChatFamily(), text, tools=[], tags=TAGS, in_reasoning=in_reasoning)
-    assert (reasoning(pieces), content(pieces)) == (thought, said)
+    assert (join_reasoning(pieces), join_content(pieces)) == (expected_reasoning, expected_content)
 
 
 def test_without_tags_all_is_text():
     pieces = check_text(ChatFamily(), "<think>a</think>b", tools=[])
-    assert content(pieces) == "<think>a</think>b"
+    assert join_content(pieces) == "<think>a</think>b"
 
 
 def test_a_prompt_opens_reasoning_where_it_ends_with_the_tag():
@@ -91,6 +93,6 @@ def test_a_prompt_opens_reasoning_where_it_ends_with_the_tag():
     assert not family.ends_in_reasoning("<|im_start|>assistant\n", TAGS)
 
 
-def test_models_reason_whose_template_closes_the_tag():
+def test_a_template_that_closes_the_tag_supports_reasoning():
     assert ChatFamily().reasoning_tags("{{ content.split('</think>')[-1] }}") == TAGS
     assert ChatFamily().reasoning_tags("{{ content }}") is None

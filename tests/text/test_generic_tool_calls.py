@@ -1,4 +1,4 @@
-"""Calls in words: told to models that know of none, and read back."""
+"""Generic tool calls, for templates without tool support: tools rendered as text, and parsing."""
 
 import json
 
@@ -20,46 +20,46 @@ def roles(messages: list[Message]) -> list[str]:
     return [message.role for message in messages]
 
 
-def test_tools_stand_in_the_system_message() -> None:
+def test_tools_are_in_the_system_message() -> None:
     system, user = render_tools_as_text([SYSTEM, USER], [WEATHER, CLOCK])
     assert system.content is not None
     assert system.content.startswith("Be brief.\n\n")
-    shown = [line for line in system.content.splitlines() if line.startswith('{"name": "get_')]
-    assert [json.loads(line)["name"] for line in shown] == ["get_weather", "get_time"]
+    tools = [line for line in system.content.splitlines() if line.startswith('{"name": "get_')]
+    assert [json.loads(line)["name"] for line in tools] == ["get_weather", "get_time"]
     assert user == USER
 
 
-def test_without_a_system_message_there_is_one_then() -> None:
+def test_a_missing_system_message_is_added() -> None:
     assert roles(render_tools_as_text([USER], [WEATHER])) == ["system", "user"]
 
 
-def test_calls_are_written_as_the_model_is_asked_to_write_them() -> None:
+def test_calls_are_rendered_in_the_requested_format() -> None:
     turns = render_tools_as_text([USER, calls("Oslo", content="Let me see.")], [WEATHER])
     assert turns[-1].content == f"Let me see.\n{CALL}"
     assert turns[-1].tool_calls == ()
 
 
-def test_what_is_told_of_a_call_is_read_as_that_call() -> None:
-    written = render_tools_as_text([USER, calls("Oslo")], [WEATHER])[-1].content or ""
+def test_a_rendered_call_is_parsed_as_that_call() -> None:
+    text = render_tools_as_text([USER, calls("Oslo")], [WEATHER])[-1].content or ""
     parser = FAMILY.build_parser(tools=[WEATHER], tags=None, in_reasoning=False)
-    pieces = parser.feed(written) + parser.flush()
+    pieces = parser.feed(text) + parser.flush()
     assert [piece.name for piece in pieces if isinstance(piece, ToolCallStart)] == ["get_weather"]
 
 
-def test_results_and_what_the_user_says_behind_them_are_one_turn() -> None:
+def test_results_and_the_next_user_message_are_one_turn() -> None:
     history = [USER, calls("Rome", "Bonn"), result("Rome"), result("Bonn"), USER]
     turns = render_tools_as_text(history, [])
     assert roles(turns) == ["user", "assistant", "user"]
     assert turns[-1].content == ("Result: sun over emoR\nResult: sun over nnoB\nWeather in Oslo?")
 
 
-def test_a_result_names_its_function_where_it_says_so() -> None:
-    named = Message(role="tool", name="get_weather", content="sun", tool_call_id="a")
-    assert render_tools_as_text([named], [])[0].content == "Result of get_weather: sun"
+def test_a_result_with_a_name_names_its_function() -> None:
+    message = Message(role="tool", name="get_weather", content="sun", tool_call_id="a")
+    assert render_tools_as_text([message], [])[0].content == "Result of get_weather: sun"
 
 
-def test_reasoning_is_read_before_calls_whatever_its_tags() -> None:
-    """Glimmer's begins with a space, and what follows it with the beginning of a message."""
+def test_reasoning_before_calls_is_parsed_with_any_tags() -> None:
+    """Glimmer's tag begins with a space, and a message header follows the reasoning."""
     tags = ReasoningTags(open=" to=self<|message|>", close="<|eom|>")
     parser = GenericFamily("<|start|>assistant").build_parser(
         tools=[WEATHER], tags=tags, in_reasoning=False
@@ -72,33 +72,33 @@ def test_reasoning_is_read_before_calls_whatever_its_tags() -> None:
 
 
 @given(mixtures(CALL, '{"name": "', "\n", '"arguments": {'))
-def test_any_text_is_read_the_same_however_it_is_cut(text: str) -> None:
+def test_parsing_does_not_depend_on_chunk_boundaries(text: str) -> None:
     check_text(FAMILY, text, tools=[WEATHER], syntax=(CALL, "{", "}"))
 
 
 @given(prose("{", '{"name": "get_weather"'))
-def test_text_without_calls_stays_as_it_is(text: str) -> None:
+def test_text_without_calls_is_unchanged(text: str) -> None:
     check_prose(FAMILY, text, tools=[WEATHER])
 
 
-def test_what_its_syntax_produces_is_read_back() -> None:
+def test_grammar_output_is_parsed_as_valid_calls() -> None:
     check_walks(FAMILY, TOOLS)
 
 
-def test_a_block_of_markdown_around_calls_belongs_to_them() -> None:
+def test_a_code_block_around_calls_is_removed() -> None:
     pieces = check_text(FAMILY, f"Sure:\n```json\n{CALL}\n{CALL}\n```\nDone.", tools=[WEATHER])
     assert len([piece for piece in pieces if isinstance(piece, ToolCallStart)]) == 2
-    said = "".join(piece.text for piece in pieces if isinstance(piece, Content))
-    assert said == "Sure:Done."
+    content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+    assert content == "Sure:Done."
 
 
-def test_other_blocks_of_markdown_stay_as_they_are() -> None:
+def test_other_code_blocks_are_unchanged() -> None:
     check_prose(FAMILY, f"```json\n{{}}\n```\n```\ntext {CALL}\n```", tools=[WEATHER])
 
 
-def test_behind_a_trigger_and_nowhere_else_a_call_is_read() -> None:
+def test_with_a_trigger_calls_are_parsed_only_after_it() -> None:
     family = GenericFamily(trigger="<call>")
     pieces = check_text(family, f"{CALL}\n<call>{CALL}\n<call> no", tools=[WEATHER])
     assert len([piece for piece in pieces if isinstance(piece, ToolCallStart)]) == 1
-    said = "".join(piece.text for piece in pieces if isinstance(piece, Content))
-    assert said == f"{CALL}<call> no"
+    content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+    assert content == f"{CALL}<call> no"

@@ -1,4 +1,4 @@
-"""Calls of earlier turns in the text of those turns."""
+"""Calls of earlier turns, rendered in the content of those turns."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from app.text.family import ChatFamily
 from app.text.generic_tool_calls import inline_tool_calls
 from app.text.syntax.output_parser import ToolCallArguments, ToolCallStart
 from tests.text.families.rows import template
-from tests.text.templates import USER, WEATHER, calls, conversations, result, written
+from tests.text.templates import USER, WEATHER, build_prompt, calls, make_prompt_builder, result
 
 TWO = (
     ToolCall(id="a", name="get_weather", arguments='{"city": "Os\\"lo", "in": [1, null, true]}'),
@@ -31,7 +31,7 @@ TWO = (
 @pytest.mark.parametrize(
     "family", [hermes.Family(), granite.Family(), lfm2.Family(), mistral_v13.Family()]
 )
-def test_what_a_family_writes_it_reads_back(family: ChatFamily) -> None:
+def test_rendered_calls_are_parsed_back(family: ChatFamily) -> None:
     text = family.render_calls(TWO)
     assert text is not None
     parser = family.build_parser(tools=[WEATHER], tags=None, in_reasoning=False)
@@ -44,7 +44,7 @@ def test_what_a_family_writes_it_reads_back(family: ChatFamily) -> None:
     assert arguments == f"{TWO[0].arguments}{{}}"
 
 
-def test_calls_are_written_as_the_models_write_them() -> None:
+def test_calls_are_rendered_in_the_syntax_of_the_model() -> None:
     assert deepseek_v31.Family().render_calls(TWO[1:]) == (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}"
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
@@ -56,8 +56,8 @@ def test_calls_are_written_as_the_models_write_them() -> None:
 
 
 @pytest.mark.parametrize("family", [harmony.Family(), qwen_coder.Family(), gigachat_31.Family()])
-def test_what_cannot_be_written_so_is_told(family: ChatFamily) -> None:
-    """A header is no content; values between tags are not JSON; one call is all of a turn."""
+def test_calls_that_a_family_cannot_render_become_json_text(family: ChatFamily) -> None:
+    """A header is not content, values between tags are not JSON, or a turn has only one call."""
     assert family.render_calls(TWO) is None
     turns = inline_tool_calls(
         [USER, calls("Oslo", "Rome"), result("Oslo")], family, keep_results=True
@@ -74,7 +74,7 @@ def test_text_before_the_calls_stays_before_them() -> None:
     assert not turns[1].tool_calls
 
 
-def test_arguments_that_are_no_object_are_refused_with_their_place() -> None:
+def test_arguments_that_are_not_an_object_are_rejected_with_their_param() -> None:
     call = ToolCall(id="a", name="now", arguments="[1]")
     turn = Message(role="assistant", content=None, tool_calls=(call,))
     with pytest.raises(AppError) as caught:
@@ -83,7 +83,7 @@ def test_arguments_that_are_no_object_are_refused_with_their_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "call", "told"),
+    ("name", "call", "expected_result"),
     [
         (
             "LFM2-8B-A1B.jinja",
@@ -102,13 +102,13 @@ def test_arguments_that_are_no_object_are_refused_with_their_place() -> None:
         ),
     ],
 )
-def test_templates_without_words_for_calls_get_them_written(
-    shared: Path, name: str, call: str, told: str
+def test_templates_without_tool_calls_get_them_in_the_content(
+    shared: Path, name: str, call: str, expected_result: str
 ) -> None:
-    """Told as plain JSON, the model went on in plain JSON, which its family does not read: the
-    second call of a conversation came out as text."""
-    talk = conversations(template(shared, name))
-    prompt = written(talk, USER, calls("Oslo"), result("Oslo"), tools=(WEATHER,)).text
+    """After calls rendered as plain JSON, the model continued with plain JSON, which its family
+    does not parse: the second call of a conversation became text."""
+    builder = make_prompt_builder(template(shared, name))
+    prompt = build_prompt(builder, USER, calls("Oslo"), result("Oslo"), tools=(WEATHER,)).text
     assert call in prompt
-    assert told in prompt
-    assert prompt.index(call) < prompt.index(told)
+    assert expected_result in prompt
+    assert prompt.index(call) < prompt.index(expected_result)

@@ -1,4 +1,4 @@
-"""Jinja as templates expect it; against real templates, and against bad ones."""
+"""Jinja with the conventions of chat templates: real templates, and hostile ones."""
 
 import json
 import tracemalloc
@@ -29,7 +29,7 @@ NEIGHBOURS = """
 """
 
 
-def compiled(folder: Path) -> Callable[[str], SandboxedTemplate]:
+def load_templates(folder: Path) -> Callable[[str], SandboxedTemplate]:
     """The templates in a folder, by name, each compiled once."""
     return cache(lambda name: SandboxedTemplate((folder / name).read_text(), location=name))
 
@@ -50,23 +50,25 @@ def refusal(source: str, seconds: float = 5.0, **context) -> str:
 @pytest.mark.no_cover
 class TestRealTemplates:
     def test_render_as_upstream_documents(self, shared):
-        template = compiled(shared / "chat_templates")
+        template = load_templates(shared / "chat_templates")
         rows = (shared / "chat_templates/renderings_upstream.jsonl").read_text().splitlines()
-        wrong: list[str] = []
+        failures: list[str] = []
         for row in map(json.loads, rows):
             now = datetime.fromisoformat(row.get("now", NOON.isoformat()))
-            got = template(row["template"]).render(row["template_input"], now=lambda now=now: now)
-            if got != row["expected"]:
-                wrong.append(row["id"])
+            result = template(row["template"]).render(
+                row["template_input"], now=lambda now=now: now
+            )
+            if result != row["expected"]:
+                failures.append(row["id"])
         assert len(rows) == 252
-        assert wrong == []
+        assert failures == []
 
     def test_render_as_transformers_does(self, shared):
         folder = shared / "chat_templates"
-        template = compiled(folder)
+        template = load_templates(folder)
         scenarios = json.loads((folder / "scenarios.json").read_text())
         rows = (folder / "renderings_reference.jsonl").read_text().splitlines()
-        wrong: list[str] = []
+        failures: list[str] = []
         for row in map(json.loads, rows):
             scenario = scenarios[row["scenario"]]
             context = {
@@ -77,20 +79,20 @@ class TestRealTemplates:
                 **row["kwargs"],
             }
             try:
-                got = ("expected", template(row["template"]).render(context, now=lambda: NOON))
+                result = ("expected", template(row["template"]).render(context, now=lambda: NOON))
             except AppError as error:
-                got = ("raises", error.message)
-            if got not in row.items():
-                wrong.append(row["id"])
+                result = ("raises", error.message)
+            if result not in row.items():
+                failures.append(row["id"])
         assert len(rows) == 701
-        assert wrong == []
+        assert failures == []
 
 
 class TestConventions:
     def test_blocks_leave_no_blank_lines(self):
         assert render("a\n  {% if true %}\nb\n  {% endif %}\nc") == "a\nb\nc"
 
-    def test_loops_can_be_left_and_skipped(self):
+    def test_loops_support_break_and_continue(self):
         assert render(BREAK_AND_CONTINUE) == "023"
 
     def test_json_is_neither_escaped_nor_sorted(self):
@@ -102,14 +104,14 @@ class TestConventions:
         assert render("{{ v | tojson(indent=1) }}", v={"a": 1}) == '{\n "a": 1\n}'
         assert render("{{ v | tojson(ensure_ascii=true) }}", v="é") == '"\\u00e9"'
 
-    def test_the_date_is_the_given_clocks(self):
+    def test_the_date_comes_from_the_clock(self):
         assert render("{{ strftime_now('%Y-%m-%d') }}") == "2025-07-10"
 
-    def test_generation_marks_show_nothing_and_are_a_scope(self):
+    def test_generation_tags_render_nothing_and_are_a_scope(self):
         source = "{% set x = 1 %}[{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}]{{ x }}"
         assert render(source) == "[2]1"
 
-    def test_what_is_not_there_is_empty(self):
+    def test_undefined_values_are_empty(self):
         assert render("[{{ nothing }}]{% for x in nothing %}{% else %}none{% endfor %}") == "[]none"
 
     def test_loops_know_their_length_and_neighbours(self):
@@ -132,22 +134,22 @@ class TestBadTemplates:
             ("{% for x in y %}" * 30 + "{% endfor %}" * 30, ""),
         ],
     )
-    def test_are_refused_when_they_are_loaded(self, source, line):
+    def test_invalid_templates_are_rejected_when_loaded(self, source, line):
         with pytest.raises(AppError, match=f"chat template in a file is invalid{line}:") as caught:
             SandboxedTemplate(source, location="a file")
         assert caught.value.kind is ErrorKind.MODEL_FILES
 
-    def test_a_refusal_that_repeats_a_message_is_not_logged(self):
+    def test_message_text_in_an_error_is_redacted(self):
         for source in (
-            "{{ raise_exception('not ' ~ said) }}",
-            "{{ {}[said].x }}",
+            "{{ raise_exception('not ' ~ prompt) }}",
+            "{{ {}[prompt].x }}",
         ):
             with pytest.raises(AppError) as caught:
-                render(source, said="a prompt")
+                render(source, prompt="a prompt")
             assert "…" in caught.value.redact()
             assert "a prompt" not in caught.value.redact()
 
-    def test_speak_for_themselves(self):
+    def test_raise_exception_gives_the_error_message(self):
         assert refusal("{{ raise_exception('no system role') }}") == "no system role"
 
     @pytest.mark.parametrize(
@@ -161,7 +163,7 @@ class TestBadTemplates:
             "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         ],
     )
-    def test_fail_as_a_mistake_in_the_conversation(self, source):
+    def test_a_failing_template_is_an_invalid_conversation(self, source):
         assert "cannot render this conversation" in refusal(source, messages=[{"content": "x"}])
 
     @pytest.mark.parametrize(
@@ -176,7 +178,7 @@ class TestBadTemplates:
             "{{ range(1000000) }}",
         ],
     )
-    def test_do_not_leave_the_sandbox(self, source):
+    def test_templates_cannot_leave_the_sandbox(self, source):
         assert "cannot render this conversation" in refusal(source, messages=[])
 
     @pytest.mark.parametrize(
@@ -188,19 +190,19 @@ class TestBadTemplates:
             "{% for i in m[:60] recursive %}{{ loop(m[i+1:60]) }}{{ loop(m[i+1:60]) }}{% endfor %}",
         ],
     )
-    def test_do_not_run_for_ever(self, source):
+    def test_the_run_time_is_limited(self, source):
         assert "longer than 0.05 seconds" in refusal(source, 0.05, m=list(range(5000)))
 
-    def test_of_absurd_length_are_not_compiled(self):
+    def test_oversized_templates_are_not_compiled(self):
         with pytest.raises(AppError, match="in a file has more than 262144 characters"):
             SandboxedTemplate("{{ a }}" * 100_000, location="a file")
 
     @pytest.mark.parametrize("source", ["(" * 9999, "[" * 9999, "not " * 9999, "1" + "+1" * 9999])
-    def test_that_are_nested_too_deeply_are_broken(self, source):
+    def test_deeply_nested_templates_are_rejected(self, source):
         with pytest.raises(AppError, match="chat template in a file is invalid"):
             SandboxedTemplate("{{ " + source + " }}", location="a file")
 
-    def test_what_they_say_when_they_fail_is_one_line_of_bounded_length(self):
+    def test_error_messages_are_one_line_of_bounded_length(self):
         assert refusal("{{ raise_exception('a\nb' * 99999) }}").startswith("a ba ba b")
         assert len(refusal("{{ raise_exception('ab' * 99999) }}")) < 600
         assert len(refusal("{{ {}['ab' * 99999].x }}")) < 600
@@ -254,8 +256,8 @@ BOMBS = [
     DOUBLED.replace("[1]", "'x'").replace("STEP", "ns.x + ns.x"),
     DOUBLED.replace("[1]", "'x'").replace("STEP", "ns.x ~ ns.x"),
     *(
-        DOUBLED.replace("STEP", "[ns.x, ns.x]") + shown
-        for shown in (
+        DOUBLED.replace("STEP", "[ns.x, ns.x]") + use
+        for use in (
             "{{ ns.x }}",
             "{{ ns.x | tojson }}",
             "{{ ns.x | string }}",
@@ -268,9 +270,10 @@ BOMBS = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("source", BOMBS)
-def test_much_is_not_made_of_little(source):
-    """Also not while it is compiled, when Jinja computes constants."""
+def test_the_size_of_values_is_limited(source):
+    """Also during compilation, when Jinja computes constants."""
     tracemalloc.start()
     try:
         refusal(source, 0.5)
@@ -280,14 +283,14 @@ def test_much_is_not_made_of_little(source):
     assert peak < 1 << 30
 
 
-def test_filters_that_write_web_pages_are_not_here():
+def test_filters_for_html_are_removed():
     for name in ("urlize", "wordwrap", "xmlattr", "pprint"):
         with pytest.raises(AppError, match=f"No filter named '{name}'"):
             SandboxedTemplate("{{ 'x' | " + name + " }}", location="a file")
 
 
 @pytest.mark.parametrize(
-    ("source", "shown"),
+    ("source", "expected"),
     [
         ("{{ '%5.2f|%-3s|%%|%(a)s' % {'a': 1} if false else '%5.2f|%-3s|%%' % (1.5, 'x') }}",
          " 1.50|x  |%"),
@@ -309,8 +312,8 @@ def test_filters_that_write_web_pages_are_not_here():
         ("{{ [[1], [2]] | sum(start=[]) }}{{ [1, 2] | sum }}", "[1, 2]3"),
     ],
 )  # fmt: skip
-def test_what_is_counted_works_as_ever(source, shown):
-    assert render(source) == shown
+def test_limited_operations_work_as_usual(source, expected):
+    assert render(source) == expected
 
 
 def test_a_conversation_of_megabytes_is_rendered():

@@ -1,4 +1,4 @@
-"""How much longer a tokenizer can make a text: the bound, against what the library does."""
+"""Bounds on the growth of a text in a tokenizer, compared with the library."""
 
 import base64
 import json
@@ -14,10 +14,10 @@ from app.text.tokenizer_expansion import ExpansionFactors
 from tests.text.conftest import KINDS, REAL
 
 
-def of(normalizer=None, pre_tokenizer=None, decoder=None) -> ExpansionFactors:
+def estimate(normalizer=None, pre_tokenizer=None, decoder=None) -> ExpansionFactors:
     parts = (normalizer, pre_tokenizer, decoder)
-    described = [{} if part is None else json.loads(part.__getstate__()) for part in parts]
-    return ExpansionFactors.from_config(*described)
+    configs = [{} if part is None else json.loads(part.__getstate__()) for part in parts]
+    return ExpansionFactors.from_config(*configs)
 
 
 def replace(pattern: str, content: str) -> normalizers.Normalizer:
@@ -28,17 +28,17 @@ def expression(pattern: str, content: str) -> normalizers.Normalizer:
     return normalizers.Replace(tokenizers.Regex(pattern), content)
 
 
-def test_a_chain_that_multiplies_is_refused():
+def test_a_multiplying_chain_is_rejected():
     bomb = normalizers.Sequence([replace("a", "a" * 1000)] * 6)
     with pytest.raises(ValueError, match=r"its normalizers can make a text 1e\+18 times as long"):
-        of(bomb)
-    # however deep it lies, and whichever letter it is that grows
+        estimate(bomb)
+    # also if it is nested, and for any letter
     nested = normalizers.Sequence([bomb, normalizers.NFC()])
     with pytest.raises(ValueError, match="the limit is 1000 times"):
-        of(nested)
+        estimate(nested)
 
 
-def test_a_factor_that_no_float_holds_is_refused():
+def test_a_factor_beyond_the_range_of_float_is_rejected():
     chain = {"type": "Replace", "pattern": {"String": ""}, "content": "x" * 10_000}
     with pytest.raises(ValueError, match="times as long"):
         ExpansionFactors.from_config({"type": "Sequence", "normalizers": [chain] * 200}, {}, {})
@@ -47,12 +47,12 @@ def test_a_factor_that_no_float_holds_is_refused():
 def test_pre_tokenizers_and_decoders_are_limited_too():
     each_byte = pre_tokenizers.ByteLevel(add_prefix_space=False)
     with pytest.raises(ValueError, match=r"its pre-tokenizers can make a text 1\.07e\+09 times"):
-        of(pre_tokenizer=pre_tokenizers.Sequence([each_byte] * 30))
+        estimate(pre_tokenizer=pre_tokenizers.Sequence([each_byte] * 30))
     with pytest.raises(ValueError, match=r"its decoders can make a text 1e\+06 times"):
-        of(decoder=decoders.Sequence([decoders.Replace("a", "a" * 1000)] * 2))
+        estimate(decoder=decoders.Sequence([decoders.Replace("a", "a" * 1000)] * 2))
 
 
-def test_a_kind_that_the_library_adds_one_day_counts_too():
+def test_an_unknown_component_has_a_default_factor():
     assert ExpansionFactors.from_config({"type": "Novel"}, {}, {}).normalizer == 4
     with pytest.raises(ValueError, match="times as long"):
         ExpansionFactors.from_config(
@@ -60,17 +60,15 @@ def test_a_kind_that_the_library_adds_one_day_counts_too():
         )
 
 
-def test_a_precompiled_table_counts_by_its_longest_text():
+def test_the_factor_of_a_precompiled_table_is_its_longest_text():
     table = (8).to_bytes(4, "little") + bytes(8) + b"a\0" + b"b" * 70 + b"\0c\0"
-    described = {
+    config = {
         "type": "Precompiled",
         "precompiled_charsmap": base64.b64encode(table).decode(),
     }
-    assert ExpansionFactors.from_config(described, {}, {}).normalizer == 70
+    assert ExpansionFactors.from_config(config, {}, {}).normalizer == 70
     assert (
-        ExpansionFactors.from_config(
-            {**described, "precompiled_charsmap": "abc"}, {}, {}
-        ).normalizer
+        ExpansionFactors.from_config({**config, "precompiled_charsmap": "abc"}, {}, {}).normalizer
         == 4
     )
 
@@ -82,7 +80,7 @@ def test_a_precompiled_table_counts_by_its_longest_text():
         (r"\s+", 7),
         ("[!-~]", 7),
         ("x", 7),
-        # these may match nothing, or look as if they could
+        # these may match the empty string, or look as if they could
         ("x*", 15),
         ("x?", 15),
         ("x{2}?", 15),
@@ -93,19 +91,19 @@ def test_a_precompiled_table_counts_by_its_longest_text():
         (r"\b", 15),
     ],
 )
-def test_an_expression_counts_fully_where_it_may_match_nothing(pattern, factor):
-    assert of(expression(pattern, "1234567")).normalizer == factor
+def test_the_factor_of_an_expression_depends_on_empty_matches(pattern, factor):
+    assert estimate(expression(pattern, "1234567")).normalizer == factor
 
 
-def test_those_of_published_models_pass(request):
+def test_tokenizers_of_published_models_are_accepted(request):
     for name in KINDS:
-        made = request.getfixturevalue("made")[name]
-        of(made.normalizer, made.pre_tokenizer, made.decoder)
+        tokenizer = request.getfixturevalue("tokenizers_by_kind")[name]
+        estimate(tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder)
     shared = request.getfixturevalue("shared")
     for name in REAL:
-        inner = tokenizers.Tokenizer.from_file(str(shared / name / "tokenizer.json"))
-        found = of(inner.normalizer, inner.pre_tokenizer, inner.decoder)
-        assert found.normalizer <= 12
+        tokenizer = tokenizers.Tokenizer.from_file(str(shared / name / "tokenizer.json"))
+        factors = estimate(tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder)
+        assert factors.normalizer <= 12
     albert = normalizers.Sequence(
         [
             replace("``", '"'),
@@ -116,10 +114,10 @@ def test_those_of_published_models_pass(request):
             expression(" {2,}", " "),
         ]
     )
-    assert of(albert).normalizer * 33 < 1000  # its table's longest text has 33 bytes
+    assert estimate(albert).normalizer * 33 < 1000  # its table's longest text has 33 bytes
 
 
-# one of each kind, and what of it is drawn
+# normalizers of each kind, some with random parameters
 NORMALIZERS = st.one_of(
     st.sampled_from(
         [
@@ -143,25 +141,25 @@ NORMALIZERS = st.one_of(
         st.text(max_size=4),
     ),
 )
-# of which some grow the most that Unicode has
+# some of these have the largest expansions in Unicode
 LETTERS = st.text(
     st.sampled_from("ab  é\u0130\u0390\u1d160\ufdfa日\u0344"), min_size=1, max_size=12
 )
 
 
 @given(parts=st.lists(NORMALIZERS, min_size=1, max_size=3), text=LETTERS)
-def test_no_text_grows_by_more(parts, text):
+def test_no_text_grows_beyond_the_bound(parts, text):
     chain = normalizers.Sequence(parts)
     try:
-        most = of(chain).normalizer
+        factor = estimate(chain).normalizer
     except ValueError:
         return
     try:
         with PanicGuard():
             normalized = chain.normalize_str(text)
-    except LibraryPanic:  # it does over what an expression writes where it matched nothing
+    except LibraryPanic:  # the library panics on some empty matches
         return
-    assert len(normalized.encode()) <= most * len(text.encode())
+    assert len(normalized.encode()) <= factor * len(text.encode())
 
 
 @given(
@@ -182,11 +180,11 @@ def test_no_text_grows_by_more(parts, text):
     ),
     text=LETTERS,
 )
-def test_no_pre_tokenized_text_grows_by_more(parts, text):
+def test_no_pre_tokenized_text_grows_beyond_the_bound(parts, text):
     chain = pre_tokenizers.Sequence(parts)
     try:
-        most = of(pre_tokenizer=chain).pre_tokenizer
+        factor = estimate(pre_tokenizer=chain).pre_tokenizer
     except ValueError:
         return
     pieces = chain.pre_tokenize_str(text)
-    assert sum(len(piece.encode()) for piece, _ in pieces) <= most * len(text.encode())
+    assert sum(len(piece.encode()) for piece, _ in pieces) <= factor * len(text.encode())

@@ -1,5 +1,6 @@
-"""How a message is written, whole and streamed."""
+"""Chat completions: bodies and streams."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,14 +36,14 @@ def token(raw: bytes, logprob: float = -0.5) -> TokenLogprob:
     )
 
 
-def call(place: int, name: str, *pieces: str, choice: int = 0) -> list[ToolCallDelta]:
+def call(index: int, name: str, *pieces: str, choice: int = 0) -> list[ToolCallDelta]:
     first, *rest = pieces or ("",)
-    begun = ToolCallDelta(
-        choice=choice, call_index=place, id=f"call_{place}", name=name, arguments=first
+    start = ToolCallDelta(
+        choice=choice, call_index=index, id=f"call_{index}", name=name, arguments=first
     )
     return [
-        begun,
-        *(ToolCallDelta(choice=choice, call_index=place, arguments=piece) for piece in rest),
+        start,
+        *(ToolCallDelta(choice=choice, call_index=index, arguments=piece) for piece in rest),
     ]
 
 
@@ -50,7 +51,7 @@ def deltas(head: CompletionMetadata, *events: OutputEvent) -> list[Any]:
     return [choice["delta"] for choice in choices(chunks(ChatChunkEncoder(head), events))]
 
 
-def test_the_role_comes_once_and_with_the_first_text():
+def test_the_role_is_sent_once_with_the_first_text():
     assert deltas(HEAD, text("a"), text("b"), finish()) == [
         {"role": "assistant", "content": "a"},
         {"content": "b"},
@@ -64,15 +65,15 @@ def test_an_answer_without_text_still_has_a_role():
     assert only["finish_reason"] == "stop"
 
 
-def test_thoughts_have_two_names():
-    told = [ReasoningDelta(text="Hm"), ReasoningDelta(text="."), text("a"), finish()]
-    assert deltas(HEAD, *told) == [
+def test_reasoning_is_sent_under_two_names():
+    events = [ReasoningDelta(text="Hm"), ReasoningDelta(text="."), text("a"), finish()]
+    assert deltas(HEAD, *events) == [
         {"role": "assistant", "reasoning_content": "Hm", "reasoning": "Hm"},
         {"reasoning_content": ".", "reasoning": "."},
         {"content": "a"},
         {},
     ]
-    assert collect_chat(HEAD, told)["choices"][0]["message"] == {
+    assert collect_chat(HEAD, events)["choices"][0]["message"] == {
         "role": "assistant",
         "content": "a",
         "refusal": None,
@@ -81,7 +82,7 @@ def test_thoughts_have_two_names():
     }
 
 
-def test_a_call_begins_with_its_name_and_no_arguments():
+def test_a_tool_call_starts_with_its_name_and_no_arguments():
     assert deltas(HEAD, *call(0, "f", '{"a"', ": 1}"), *call(1, "g"), finish("tool_calls")) == [
         {
             "role": "assistant",
@@ -110,9 +111,9 @@ def test_a_call_begins_with_its_name_and_no_arguments():
     ]
 
 
-def test_calls_without_text_leave_the_content_null():
-    told = [*call(0, "f", "{", "}"), finish("tool_calls")]
-    (choice,) = collect_chat(HEAD, told)["choices"]
+def test_tool_calls_without_text_have_null_content():
+    events = [*call(0, "f", "{", "}"), finish("tool_calls")]
+    (choice,) = collect_chat(HEAD, events)["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"] == {
         "role": "assistant",
@@ -122,30 +123,30 @@ def test_calls_without_text_leave_the_content_null():
             {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
         ],
     }
-    said = collect_chat(HEAD, [text("Wait."), *told])["choices"][0]["message"]
-    assert said["content"] == "Wait."
+    with_text = collect_chat(HEAD, [text("Wait."), *events])["choices"][0]["message"]
+    assert with_text["content"] == "Wait."
     assert collect_chat(HEAD, [finish()])["choices"][0]["message"]["content"] == ""
 
 
-def test_logprobs_wait_for_the_next_thing_said_so_that_no_text_is_empty():
-    held = ChatChunkEncoder(LOGPROBS)
-    assert held.feed(text("", token(b"\xe4"))) == b""
-    told = [text("ä", token(b"\xbd\xa0")), text("", token(b"<")), *call(0, "f")]
-    told += [text("", token(b"!")), finish("tool_calls")]
-    first, named, last = choices(chunks(held, told))
+def test_logprobs_are_held_back_until_the_next_delta_so_that_no_content_is_empty():
+    encoder = ChatChunkEncoder(LOGPROBS)
+    assert encoder.feed(text("", token(b"\xe4"))) == b""
+    events = [text("ä", token(b"\xbd\xa0")), text("", token(b"<")), *call(0, "f")]
+    events += [text("", token(b"!")), finish("tool_calls")]
+    first, named, last = choices(chunks(encoder, events))
     assert [entry["bytes"] for entry in first["logprobs"]["content"]] == [[0xE4], [0xBD, 0xA0]]
     assert [entry["token"] for entry in named["logprobs"]["content"]] == ["<"]
     assert [entry["token"] for entry in last["logprobs"]["content"]] == ["!"]
     assert last["delta"] == {}
 
 
-def test_logprobs_that_were_asked_for_are_there_even_if_nothing_was_said():
+def test_requested_logprobs_are_present_even_in_an_empty_answer():
     empty = {"content": [], "refusal": None}
     assert collect_chat(LOGPROBS, [finish()])["choices"][0]["logprobs"] == empty
     assert collect_chat(HEAD, [finish()])["choices"][0]["logprobs"] is None
 
 
-def test_what_stopped_an_answer_is_told():
+def test_stop_reason_is_the_matched_stop_string():
     end = Finish(
         reason="stop", usage=finish().usage, timings=finish().timings, stop_string="\n\nHuman:"
     )
@@ -153,29 +154,31 @@ def test_what_stopped_an_answer_is_told():
     *_, last = choices(chunks(ChatChunkEncoder(HEAD), [text("a"), end]))
     assert last["stop_reason"] == "\n\nHuman:"
     assert collect_chat(HEAD, [finish()])["choices"][0]["stop_reason"] is None
+    by_token = replace(finish(), stop_token_id=7)
+    assert collect_chat(HEAD, [by_token])["choices"][0]["stop_reason"] == 7
 
 
-def test_ids_are_those_of_the_prompt_once_and_of_the_answer_as_it_comes():
-    told = [
+def test_prompt_token_ids_are_sent_once_and_token_ids_with_each_chunk():
+    events = [
         PromptTokenIds(token_ids=(5, 6)),
         TextDelta(text="", token_ids=(7,)),
         TextDelta(text="a", token_ids=(8,)),
         TextDelta(text="", token_ids=(9,)),
         finish(),
     ]
-    first, last = chunks(ChatChunkEncoder(IDS), told)
+    first, last = chunks(ChatChunkEncoder(IDS), events)
     assert first["prompt_token_ids"] == [5, 6]
     assert "prompt_token_ids" not in last
     assert [choices([chunk])[0]["token_ids"] for chunk in (first, last)] == [[7, 8], [9]]
-    body = collect_chat(IDS, told)
+    body = collect_chat(IDS, events)
     assert (body["prompt_token_ids"], body["choices"][0]["token_ids"]) == ((5, 6), [7, 8, 9])
 
 
 @st.composite
 def answers(draw: st.DrawFn, choice: int) -> list[OutputEvent]:
-    """What one choice may say: pieces of text, thoughts and calls, in any order."""
+    """The events of one choice: text, reasoning and tool calls, in any order."""
     events: list[OutputEvent] = []
-    begun = 0
+    num_calls = 0
     for kind in draw(st.lists(st.sampled_from(["text", "held", "thought", "call", "more"]))):
         words = draw(st.text(min_size=1, max_size=3))
         logprobs = tuple(token(raw) for raw in draw(st.lists(st.binary(min_size=1, max_size=2))))
@@ -187,10 +190,12 @@ def answers(draw: st.DrawFn, choice: int) -> list[OutputEvent]:
             case "thought":
                 events.append(ReasoningDelta(choice=choice, text=words))
             case "call":
-                events += call(begun, "f", draw(st.sampled_from(["", words])), choice=choice)
-                begun += 1
-            case _ if begun:
-                events.append(ToolCallDelta(choice=choice, call_index=begun - 1, arguments=words))
+                events += call(num_calls, "f", draw(st.sampled_from(["", words])), choice=choice)
+                num_calls += 1
+            case _ if num_calls:
+                events.append(
+                    ToolCallDelta(choice=choice, call_index=num_calls - 1, arguments=words)
+                )
             case _:
                 pass
     reason: Any = draw(st.sampled_from(["stop", "length", "tool_calls"]))
@@ -203,20 +208,20 @@ def answers(draw: st.DrawFn, choice: int) -> list[OutputEvent]:
 
 
 @st.composite
-def interleaved(draw: st.DrawFn, count: int) -> list[OutputEvent]:
-    """Choices beside each other, each in its own order."""
-    lines = [draw(answers(choice)) for choice in range(count)]
-    told: list[OutputEvent] = []
-    while any(lines):
-        told.append(draw(st.sampled_from([line for line in lines if line])).pop(0))
-    return told
+def interleave(draw: st.DrawFn, count: int) -> list[OutputEvent]:
+    """The events of several choices, interleaved; each choice's events stay in order."""
+    remaining = [draw(answers(choice)) for choice in range(count)]
+    events: list[OutputEvent] = []
+    while any(remaining):
+        events.append(draw(st.sampled_from([choice for choice in remaining if choice])).pop(0))
+    return events
 
 
 @pytest.mark.parametrize("count", [1, 3])
 @given(data=st.data())
 def test_streamed_equals_collected(count: int, data: st.DataObject):
-    """Joining what was streamed gives the body: messages, logprobs, reasons, usage, counters."""
-    told = data.draw(interleaved(count))
+    """The joined stream equals the body: messages, logprobs, finish reasons, usage, counters."""
+    events = data.draw(interleave(count))
     head = CompletionMetadata(
         id="x-1",
         created=0,
@@ -227,19 +232,19 @@ def test_streamed_equals_collected(count: int, data: st.DataObject):
         logprobs=True,
         include_usage=True,
     )
-    *payloads, usage = chunks(ChatChunkEncoder(head), told)
-    body = collect_chat(head, told)
-    for whole in body["choices"]:
-        pieces = choices(payloads, whole["index"])
+    *payloads, usage = chunks(ChatChunkEncoder(head), events)
+    body = collect_chat(head, events)
+    for choice in body["choices"]:
+        pieces = choices(payloads, choice["index"])
         assert all(piece["delta"].get("content") != "" for piece in pieces)
         joined = {"content": None if "tool_calls" in message(pieces) else "", **message(pieces)}
-        assert {**joined, "refusal": None} == whole["message"]
+        assert {**joined, "refusal": None} == choice["message"]
         assert [piece["delta"].get("role") for piece in pieces].count("assistant") == 1
         entries = [e for piece in pieces for e in (piece["logprobs"] or {"content": []})["content"]]
-        assert entries == whole["logprobs"]["content"]
+        assert entries == choice["logprobs"]["content"]
         assert [piece["finish_reason"] for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
         for name in ("finish_reason", "stop_reason"):
-            assert pieces[-1][name] == whole[name]
+            assert pieces[-1][name] == choice[name]
     assert usage["choices"] == []
     assert usage["usage"] == body["usage"]
     assert payloads[-1]["timings"] == body["timings"]

@@ -1,4 +1,4 @@
-"""Who asks, for which model, and for what records."""
+"""Fields that all dialects share: model, user, metadata, service tier, keep_alive."""
 
 import math
 from typing import Any
@@ -16,23 +16,23 @@ from app.api.openai.common_fields import (
 from app.core.errors import AppError, ErrorKind
 
 
-def check(**given: Any) -> None:
-    fields = Fields.from_value(given)
+def check(**body: Any) -> None:
+    fields = Fields.from_value(body)
     check_identifiers(fields)
     check_metadata(fields)
     read_service_tier(fields)
     fields.reject_unknown()
 
 
-@pytest.mark.parametrize("given", [{}, {"model": None}, {"model": 5}, {"model": ["a"]}])
-def test_a_model_must_be_named(given: Any):
+@pytest.mark.parametrize("body", [{}, {"model": None}, {"model": 5}, {"model": ["a"]}])
+def test_model_is_required(body: Any):
     check_model(Fields.from_value({"model": "a/b"}))
     with pytest.raises(AppError) as caught:
-        check_model(Fields.from_value(given))
+        check_model(Fields.from_value(body))
     assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, "model")
 
 
-def test_the_tier_is_told_where_one_was_named():
+def test_a_service_tier_is_reported_if_requested():
     assert read_service_tier(Fields.from_value({})) is None
     assert [
         read_service_tier(Fields.from_value({"service_tier": it})) for it in ("auto", "default")
@@ -42,13 +42,13 @@ def test_the_tier_is_told_where_one_was_named():
     ]
 
 
-def test_what_openai_allows_is_welcome():
+def test_the_limits_are_those_of_openai():
     check(metadata={str(n) * 32: "b" * 512 for n in range(10, 26)})
     check(user="u", safety_identifier="s", prompt_cache_key="k", metadata={})
 
 
 @pytest.mark.parametrize(
-    ("given", "param"),
+    ("body", "param"),
     [
         ({"user": 5}, "user"),
         ({"safety_identifier": {}}, "safety_identifier"),
@@ -63,14 +63,14 @@ def test_what_openai_allows_is_welcome():
         ({"service_tier": 1}, "service_tier"),
     ],
 )
-def test_a_wrong_record_is_named(given: Any, param: str):
+def test_an_invalid_field_is_named_in_the_error(body: Any, param: str):
     with pytest.raises(AppError) as caught:
-        check(**given)
+        check(**body)
     assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, param)
 
 
 @pytest.mark.parametrize(
-    ("given", "seconds"),
+    ("value", "seconds"),
     [
         (None, None),
         (0, 0),
@@ -88,13 +88,13 @@ def test_a_wrong_record_is_named(given: Any, param: str):
         ("-1m", math.inf),
     ],
 )
-def test_a_model_is_kept_for_as_long_as_ollamas_clients_say(given: Any, seconds: float | None):
-    assert read_keep_alive(Fields.from_value({"keep_alive": given})) == seconds
+def test_keep_alive_has_the_syntax_of_ollama(value: Any, seconds: float | None):
+    assert read_keep_alive(Fields.from_value({"keep_alive": value})) == seconds
 
 
-@pytest.mark.parametrize("given", ["", "m", "5 m", "5d", "1e3", "forever", True, [], "9" * 5000])
-def test_a_time_that_nobody_understands_is_refused(given: Any):
+@pytest.mark.parametrize("value", ["", "m", "5 m", "5d", "1e3", "forever", True, [], "9" * 5000])
+def test_an_invalid_keep_alive_is_rejected(value: Any):
     with pytest.raises(AppError) as caught:
-        read_keep_alive(Fields.from_value({"keep_alive": given}))
+        read_keep_alive(Fields.from_value({"keep_alive": value}))
     assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, "keep_alive")
     assert len(caught.value.message) < 400

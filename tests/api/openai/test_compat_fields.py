@@ -1,7 +1,8 @@
-"""Fields of other servers: each is accepted at the values that change nothing, and at no other. The
-table that the server reads, docs/api.md and openapi.yaml have the same fields."""
+"""Fields of other servers: each is accepted at its neutral values only. The server's table,
+docs/api.md and openapi.yaml list the same fields."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ SCHEMAS = {
 DOCUMENT: Any = yaml.safe_load((ROOT / "openapi.yaml").read_text("utf-8"))
 ROWS = [(row, endpoint) for row in COMPAT_FIELDS for endpoint in row.endpoints]
 
-# JSON of every kind, some of it close to what is neutral
+# JSON values of every type, some of them close to the neutral ones
 VALUES: list[Any] = [
     *(True, False, 0, 1, -1, 2, 0.5, 1e6, "", "x", "auto", "none", "false", "1"),
     *([], [0], ["x"], [None], {}, {"a": 1}, [[]]),
@@ -37,14 +38,16 @@ OF_KIND: dict[str, list[Any]] = {
     "number": [0, 1, -1, 0.25, 5.0, 1e300],
     "text": ["", "x", "left"],
     "texts": ["", "x", [], ["\n", "*"]],
+    "boolean": [True, False],
+    "object": [{}, {"a": 1}],
 }
 
 
-def named(row: tuple[CompatField, Endpoint]) -> str:
+def row_id(row: tuple[CompatField, Endpoint]) -> str:
     return f"{row[1]}-{row[0].name}"
 
 
-def accepted(row: CompatField) -> list[Any]:
+def accepted_values(row: CompatField) -> list[Any]:
     return [*row.neutral, *OF_KIND.get(row.any_type or "", ())]
 
 
@@ -56,13 +59,19 @@ def is_accepted(row: CompatField, value: Any) -> bool:
             return isinstance(value, int | float) and not isinstance(value, bool)
         case "text":
             return isinstance(value, str)
+        case "boolean":
+            return isinstance(value, bool)
+        case "object":
+            return isinstance(value, dict)
+        case "array":
+            return isinstance(value, list)
         case "texts":
             texts: list[Any] = value if isinstance(value, list) else [value]
             return all(isinstance(text, str) for text in texts)
 
 
-def read(endpoint: Endpoint, **fields: Any) -> Any:
-    """What is asked for, beside a minimal request's fields."""
+def parse(endpoint: Endpoint, **fields: Any) -> Any:
+    """The parsed request: a minimal one with these fields added."""
     body, model = {**MINIMAL[endpoint], **fields}, CARD.id
     match endpoint:
         case "chat":
@@ -77,31 +86,32 @@ def read(endpoint: Endpoint, **fields: Any) -> Any:
             return parse_embeddings(body, model)
 
 
-@pytest.mark.parametrize("pair", ROWS, ids=named)
-def test_what_changes_nothing_is_accepted(pair: tuple[CompatField, Endpoint]):
+@pytest.mark.parametrize("pair", ROWS, ids=row_id)
+def test_neutral_values_are_accepted(pair: tuple[CompatField, Endpoint]):
     row, endpoint = pair
-    plain = read(endpoint)
-    for value in accepted(row):
-        assert read(endpoint, **{row.name: value}) == plain
+    expected = parse(endpoint)
+    for value in accepted_values(row):
+        assert parse(endpoint, **{row.name: value}) == expected
 
 
-@pytest.mark.parametrize("pair", ROWS, ids=named)
-def test_whatever_else_is_refused_by_its_name(pair: tuple[CompatField, Endpoint]):
+@pytest.mark.parametrize("pair", ROWS, ids=row_id)
+def test_other_values_are_rejected_and_the_field_is_named(pair: tuple[CompatField, Endpoint]):
     row, endpoint = pair
     others = [value for value in VALUES if not is_accepted(row, value)]
     assert len(others) >= len(VALUES) - 8
     for value in others:
         with pytest.raises(AppError) as caught:
-            read(endpoint, **{row.name: value})
-        assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, row.name), value
+            parse(endpoint, **{row.name: value})
+        found = (caught.value.kind, caught.value.param)
+        assert found == (ErrorKind.INVALID, row.name), value
 
 
-@pytest.mark.parametrize("pair", ROWS, ids=named)
-def test_openapi_says_the_same_of_each(pair: tuple[CompatField, Endpoint]):
+@pytest.mark.parametrize("pair", ROWS, ids=row_id)
+def test_openapi_accepts_the_same_values(pair: tuple[CompatField, Endpoint]):
     row, endpoint = pair
     schema = DOCUMENT["components"]["schemas"][SCHEMAS[endpoint]]["properties"][row.name]
     valid = jsonschema_rs.Draft202012Validator(schema).is_valid
-    assert [value for value in [None, *accepted(row)] if not valid(value)] == []
+    assert [value for value in [None, *accepted_values(row)] if not valid(value)] == []
     assert [value for value in VALUES if valid(value) != is_accepted(row, value)] == []
 
 
@@ -109,24 +119,34 @@ def test_no_field_is_in_the_table_twice():
     assert len({(row.name, endpoint) for row, endpoint in ROWS}) == len(ROWS)
 
 
-def documented() -> list[tuple[str, str, str, str]]:
-    """The document's table: field, endpoints, what it is accepted as, whose it is."""
+def read_documented_table() -> list[tuple[str, str, str, str]]:
+    """The table in docs/api.md: field, endpoints, accepted values, the servers that have it."""
     page = (ROOT / "docs/api.md").read_text("utf-8")
     _, _, rest = page.partition("\n## Fields of other servers\n")
     section, _, _ = rest.partition("\n## ")
     lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:3] == "| `"]
-    found: list[tuple[str, str, str, str]] = []
-    for field, endpoints, happens, example in lines:
-        as_, _, reason = happens.removeprefix("**accepted** as ").partition(": ")
-        assert reason
+    table: list[tuple[str, str, str, str]] = []
+    for field, endpoints, behavior, example in lines:
+        # a colon within backticks is a part of the accepted value
+        parts = re.fullmatch(r"\*\*accepted\*\* as ((?:`[^`]*`|[^`:])+): (.+)", behavior)
+        assert parts, behavior
+        accepted_as, reason = parts.groups()
         assert set(json.loads(example.strip("`"))) == {field.strip("`")}
-        found.append((field.strip("`"), endpoints, as_, reason.rpartition("(")[2].rstrip(")")))
-    return found
+        table.append(
+            (field.strip("`"), endpoints, accepted_as, reason.rpartition("(")[2].rstrip(")"))
+        )
+    return table
 
 
 def test_the_document_has_the_same_table():
-    kinds = {"number": "a number", "text": "a text", "texts": "a string or a list of strings"}
-    assert documented() == [
+    kinds = {
+        "number": "a number",
+        "boolean": "true or false",
+        "text": "a text",
+        "texts": "a string or a list of strings",
+        "object": "an object",
+    }
+    assert read_documented_table() == [
         (
             row.name,
             ", ".join(row.endpoints),

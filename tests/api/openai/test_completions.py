@@ -1,4 +1,4 @@
-"""How a continued text is written, whole and streamed."""
+"""Text completions: bodies and streams."""
 
 from dataclasses import replace
 from typing import Any
@@ -23,8 +23,10 @@ def token(raw: bytes, logprob: float | None = -0.5) -> TokenLogprob:
     )
 
 
-def said(choice: int, words: str, *logprobs: float | None, prompt: int = 0) -> list[OutputEvent]:
-    """A choice that is one piece of text, of tokens with these log-probabilities."""
+def build_choice(
+    choice: int, words: str, *logprobs: float | None, prompt: int = 0
+) -> list[OutputEvent]:
+    """The events of a choice with one piece of text, whose tokens have these log-probabilities."""
     tokens = tuple(token(b"x", logprob) for logprob in logprobs)
     return [
         TextDelta(choice=choice, text=words, logprobs=tokens),
@@ -34,18 +36,23 @@ def said(choice: int, words: str, *logprobs: float | None, prompt: int = 0) -> l
 
 def test_each_prompt_has_its_own_choices():
     head = replace(HEAD, num_prompts=2, n=2, best_of=2, logprobs=False, include_usage=True)
-    told = [*said(2, "c", prompt=1), *said(0, "a"), *said(3, "d", prompt=1), *said(1, "b")]
-    body = collect_completion(head, told)
+    events = [
+        *build_choice(2, "c", prompt=1),
+        *build_choice(0, "a"),
+        *build_choice(3, "d", prompt=1),
+        *build_choice(1, "b"),
+    ]
+    body = collect_completion(head, events)
     assert [choice["text"] for choice in body["choices"]] == ["a", "b", "c", "d"]
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
-    *_, usage = chunks(CompletionChunkEncoder(head), told)
+    *_, usage = chunks(CompletionChunkEncoder(head), events)
     assert usage["usage"] == body["usage"]
     assert body["usage"]["prompt_tokens"] == 14  # seven each, once
 
 
-def test_ids_stand_at_each_choice():
+def test_each_choice_has_its_token_ids():
     head = replace(HEAD, num_prompts=2, n=1, best_of=1, logprobs=False, return_token_ids=True)
-    told = [
+    events = [
         PromptTokenIds(prompt_index=0, token_ids=(1,)),
         PromptTokenIds(prompt_index=1, token_ids=(2, 3)),
         TextDelta(choice=0, text="a", token_ids=(7,)),
@@ -54,54 +61,56 @@ def test_ids_stand_at_each_choice():
         replace(finish(), choice=0, prompt_index=0),
         replace(finish(), choice=1, prompt_index=1),
     ]
-    whole: Any = collect_completion(head, told)["choices"]
-    assert [(c["prompt_token_ids"], c["token_ids"]) for c in whole] == [
+    collected: Any = collect_completion(head, events)["choices"]
+    assert [(c["prompt_token_ids"], c["token_ids"]) for c in collected] == [
         ((1,), [7]),
         ((2, 3), [8, 9]),
     ]
-    first, *rest = choices(chunks(CompletionChunkEncoder(head), told), 1)
+    first, *rest = choices(chunks(CompletionChunkEncoder(head), events), 1)
     assert (first["prompt_token_ids"], first["token_ids"]) == ([2, 3], [8])
     assert all("prompt_token_ids" not in piece for piece in rest)
 
 
-def test_the_likeliest_candidates_are_told_and_all_are_counted():
+def test_the_most_likely_candidates_are_returned_and_all_are_counted_in_usage():
     head = replace(HEAD, n=2, best_of=4, logprobs=False)
-    told = [
-        *said(0, "long but unlikely", -1.0, -1.0),
-        *said(1, "likeliest", -0.1, -0.2, -0.3),
-        *said(2, "nothing"),
-        *said(3, "second", -0.5),
+    events = [
+        *build_choice(0, "long but unlikely", -1.0, -1.0),
+        *build_choice(1, "likeliest", -0.1, -0.2, -0.3),
+        *build_choice(2, "nothing"),
+        *build_choice(3, "second", -0.5),
     ]
-    body = collect_completion(head, told)
+    body = collect_completion(head, events)
     assert [(c["index"], c["text"]) for c in body["choices"]] == [(0, "likeliest"), (1, "second")]
     assert all(choice["logprobs"] is None for choice in body["choices"])
     assert body["usage"]["completion_tokens"] == 2 + 3 + 0 + 1
 
 
-def test_candidates_are_ranked_for_each_prompt_and_numbered_anew():
+def test_candidates_are_ranked_per_prompt_and_renumbered():
     head = replace(HEAD, num_prompts=2, n=1, best_of=2)
-    told = [
-        *said(0, "a", -2.0),
-        *said(1, "b", -1.0),
-        *said(2, "c", -1.0, prompt=1),
-        *said(3, "d", -2.0, prompt=1),
+    events = [
+        *build_choice(0, "a", -2.0),
+        *build_choice(1, "b", -1.0),
+        *build_choice(2, "c", -1.0, prompt=1),
+        *build_choice(3, "d", -2.0, prompt=1),
     ]
-    body = collect_completion(head, told)
+    body = collect_completion(head, events)
     assert [(c["index"], c["text"]) for c in body["choices"]] == [(0, "b"), (1, "c")]
 
 
-def test_an_echoed_prompt_does_not_count_when_candidates_are_ranked():
-    """Otherwise a prompt which is unlikely would favour the longest answer."""
+def test_the_echoed_prompt_is_ignored_when_candidates_are_ranked():
+    """Otherwise an unlikely prompt would favour the longest answer."""
     usage = Usage(prompt_tokens=2, completion_tokens=0, cached_tokens=0)
     end = Finish(reason="stop", usage=usage, timings=finish().timings)
 
-    def echoed(choice: int, *sampled: float) -> list[OutputEvent]:
-        told = tuple(token(b"x", logprob) for logprob in (None, -9.0, *sampled))
-        words = TextDelta(choice=choice, text=str(choice), logprobs=told)
+    def build_echoed_choice(choice: int, *sampled: float) -> list[OutputEvent]:
+        logprobs = tuple(token(b"x", logprob) for logprob in (None, -9.0, *sampled))
+        words = TextDelta(choice=choice, text=str(choice), logprobs=logprobs)
         return [words, replace(end, choice=choice)]
 
     head = replace(HEAD, best_of=2, echo=True, logprobs=False)
-    body = collect_completion(head, [*echoed(0, -1.0), *echoed(1, -1.5, -1.5, -1.5)])
+    body = collect_completion(
+        head, [*build_echoed_choice(0, -1.0), *build_echoed_choice(1, -1.5, -1.5, -1.5)]
+    )
     assert [choice["text"] for choice in body["choices"]] == ["0"]
 
 
@@ -111,9 +120,9 @@ deltas = st.builds(text, st.text(max_size=3), tokens) | st.builds(text, st.text(
 
 @given(st.lists(deltas))
 def test_streamed_equals_collected(events: list[TextDelta]):
-    told = [*events, finish()]
-    pieces = choices(chunks(CompletionChunkEncoder(HEAD), told))
-    body = collect_completion(HEAD, told)["choices"][0]
+    all_events = [*events, finish()]
+    pieces = choices(chunks(CompletionChunkEncoder(HEAD), all_events))
+    body = collect_completion(HEAD, all_events)["choices"][0]
     assert "".join(piece["text"] for piece in pieces) == body["text"]
     assert all(piece["text"] for piece in pieces[:-1])
     for name, column in body["logprobs"].items():

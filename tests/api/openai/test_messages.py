@@ -1,4 +1,4 @@
-"""Messages of every role, and their mistakes."""
+"""Messages of every role, and invalid messages."""
 
 import json
 from typing import Any
@@ -17,7 +17,7 @@ def read(*messages: Any) -> tuple[Message, ...]:
     return read_conversation(Fields.from_value({"messages": list(messages)})).messages
 
 
-def calling(*ids: str) -> Any:
+def assistant_calling(*ids: str) -> Any:
     return {"role": "assistant", "tool_calls": [{**CALL, "id": id_} for id_ in ids]}
 
 
@@ -26,7 +26,7 @@ def result(id_: str) -> Any:
 
 
 USER = {"role": "user", "content": "hi"}
-SAID = {"role": "assistant", "content": "So."}
+ASSISTANT = {"role": "assistant", "content": "So."}
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
@@ -46,16 +46,16 @@ def test_an_empty_text_is_a_text():
     assert read({"role": "user", "content": [{"type": "text", "text": ""}]})[0].content == ""
 
 
-def test_a_refusal_is_what_the_assistant_said():
+def test_a_refusal_is_content_of_the_assistant():
     parts = [{"type": "refusal", "refusal": "No."}]
     assert read({"role": "assistant", "content": parts})[0].content == "No."
     for content, text in ((None, "No."), ("", "No."), ("Hm.", "Hm.\nNo.")):
-        said = {"role": "assistant", "content": content, "refusal": "No."}
-        assert read(said)[0].content == text
+        message = {"role": "assistant", "content": content, "refusal": "No."}
+        assert read(message)[0].content == text
 
 
-def test_an_answer_can_be_sent_back_as_it_came():
-    """The SDK's own message object, and those of other servers, bring their empty fields along."""
+def test_an_answer_can_be_sent_back_unchanged():
+    """The message objects of the SDK and of other servers include their empty fields."""
     message: Any = {
         "role": "assistant",
         "content": "hi",
@@ -69,7 +69,7 @@ def test_an_answer_can_be_sent_back_as_it_came():
 
 
 @pytest.mark.parametrize(
-    "told",
+    "reasoning_fields",
     [
         {"reasoning_content": "Hm."},
         {"reasoning": "Hm."},
@@ -77,46 +77,54 @@ def test_an_answer_can_be_sent_back_as_it_came():
         {"reasoning_content": "", "reasoning": "Hm."},
     ],
 )
-def test_what_was_thought_goes_back_under_either_name(told: Any):
+def test_reasoning_is_accepted_under_either_name(reasoning_fields: Any):
     message = Message(role="assistant", content="hi", reasoning="Hm.")
-    assert read({"role": "assistant", "content": "hi", **told}) == (message,)
+    assert read({"role": "assistant", "content": "hi", **reasoning_fields}) == (message,)
 
 
-def test_no_thought_is_none():
-    told = {"role": "assistant", "content": "hi", "reasoning_content": "", "reasoning": None}
-    assert read(told)[0].reasoning is None
+def test_empty_reasoning_is_none():
+    message = {"role": "assistant", "content": "hi", "reasoning_content": "", "reasoning": None}
+    assert read(message)[0].reasoning is None
 
 
-def test_what_the_sdk_has_parsed_may_come_along():
+def test_parsed_fields_of_the_sdk_are_accepted():
     arguments = {"name": "f", "arguments": "{}", "parsed_arguments": {}}
     call = {**CALL, "function": arguments}
     message = {"role": "assistant", "content": "{}", "parsed": {}, "tool_calls": [call]}
     assert read(message, result("c1"))[0].content == "{}"
 
 
-def test_calls_may_keep_the_places_that_a_stream_gave_them():
+def test_tool_calls_may_keep_the_index_of_the_stream():
     message, _ = read({"role": "assistant", "tool_calls": [{**CALL, "index": 0}]}, result("c1"))
     assert message.tool_calls == (ToolCall(id="c1", name="f", arguments='{"a": 1}'),)
 
 
-def test_tool_calls_and_their_results_pass():
-    called, result = read(
+def test_tool_calls_and_results_are_read():
+    assistant, result = read(
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "content": "42", "tool_call_id": "c1"},
     )
-    assert called.content is None
-    assert called.tool_calls == (ToolCall(id="c1", name="f", arguments='{"a": 1}'),)
+    assert assistant.content is None
+    assert assistant.tool_calls == (ToolCall(id="c1", name="f", arguments='{"a": 1}'),)
     assert result == Message(role="tool", content="42", tool_call_id="c1")
 
 
 @pytest.mark.parametrize(
     "messages",
     [
-        [calling("a"), result("a")],
-        [calling("a", "b"), result("b"), result("a"), USER],
-        [USER, calling("a"), result("a"), calling("a"), result("a"), SAID, USER],
-        [calling("a"), result("a"), result("a"), SAID],  # a result in two parts
-        [calling("a", "a"), result("a")],  # a model that repeats its ids
+        [assistant_calling("a"), result("a")],
+        [assistant_calling("a", "b"), result("b"), result("a"), USER],
+        [
+            USER,
+            assistant_calling("a"),
+            result("a"),
+            assistant_calling("a"),
+            result("a"),
+            ASSISTANT,
+            USER,
+        ],
+        [assistant_calling("a"), result("a"), result("a"), ASSISTANT],  # a result in two parts
+        [assistant_calling("a", "a"), result("a")],  # a model that repeats its ids
     ],
 )
 def test_results_follow_their_calls(messages: Any):
@@ -124,39 +132,51 @@ def test_results_follow_their_calls(messages: Any):
 
 
 @pytest.mark.parametrize(
-    ("messages", "param", "says"),
+    ("messages", "param", "expected"),
     [
         ([result("a")], "messages.0.role", "must be a response to a preceding message"),
         ([USER, result("a")], "messages.1.role", "must be a response to a preceding message"),
-        ([SAID, result("a")], "messages.1.role", "must be a response to a preceding message"),
+        ([ASSISTANT, result("a")], "messages.1.role", "must be a response to a preceding message"),
         (
-            [calling("a"), result("a"), USER, result("a")],
+            [assistant_calling("a"), result("a"), USER, result("a")],
             "messages.3.role",
             "must be a response to a preceding message",
         ),
-        ([USER, calling("a"), result("b")], "messages.2.tool_call_id", "'b' not found"),
-        ([calling("a")], "messages.0.tool_calls", "response messages: a"),
-        ([calling("a"), USER, result("a")], "messages.0.tool_calls", "response messages: a"),
-        ([USER, calling("a", "b", "c"), result("b"), SAID], "messages.1.tool_calls", "a, c"),
-        ([calling("a"), calling("b"), result("a")], "messages.0.tool_calls", ": a"),
+        ([USER, assistant_calling("a"), result("b")], "messages.2.tool_call_id", "'b' not found"),
+        ([assistant_calling("a")], "messages.0.tool_calls", "response messages: a"),
+        (
+            [assistant_calling("a"), USER, result("a")],
+            "messages.0.tool_calls",
+            "response messages: a",
+        ),
+        (
+            [USER, assistant_calling("a", "b", "c"), result("b"), ASSISTANT],
+            "messages.1.tool_calls",
+            "a, c",
+        ),
+        (
+            [assistant_calling("a"), assistant_calling("b"), result("a")],
+            "messages.0.tool_calls",
+            ": a",
+        ),
     ],
 )
-def test_results_without_calls_and_calls_without_results_are_named(
-    messages: Any, param: str, says: str
+def test_tool_results_without_calls_and_calls_without_results_are_rejected(
+    messages: Any, param: str, expected: str
 ):
-    """With OpenAI's messages."""
+    """With OpenAI's error messages."""
     with pytest.raises(AppError) as caught:
         read(*messages)
     assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, param)
-    assert says in caught.value.message
+    assert expected in caught.value.message
 
 
-@pytest.mark.parametrize("broken", ['{"a": ', "[1]", "two"])
-def test_arguments_that_the_model_got_wrong_come_back_as_they_were(broken):
-    """Who called it answers with what went wrong, and the call is part of the conversation."""
-    call = {**CALL, "function": {"name": "f", "arguments": broken}}
+@pytest.mark.parametrize("arguments", ['{"a": ', "[1]", "two"])
+def test_malformed_arguments_are_kept_in_an_object(arguments):
+    """The client replies to such a call with an error, and the call stays in the conversation."""
+    call = {**CALL, "function": {"name": "f", "arguments": arguments}}
     [message, _] = read({"role": "assistant", "tool_calls": [call]}, result("c1"))
-    assert json.loads(message.tool_calls[0].arguments) == {"invalid_arguments": broken}
+    assert json.loads(message.tool_calls[0].arguments) == {"invalid_arguments": arguments}
 
 
 def test_a_call_without_arguments_has_an_empty_object():
@@ -237,20 +257,20 @@ WRONG: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("message", "param"), WRONG)
-def test_a_wrong_message_is_named(message: Any, param: str):
+def test_an_invalid_message_is_named_in_the_error(message: Any, param: str):
     with pytest.raises(AppError) as caught:
         read(message)
     assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, param)
 
 
 @pytest.mark.parametrize("messages", ["hi", {}, 5, []])
-def test_messages_are_an_array_of_at_least_one(messages: Any):
+def test_messages_must_be_a_non_empty_array(messages: Any):
     with pytest.raises(AppError) as caught:
         read_conversation(Fields.from_value({"messages": messages}))
     assert caught.value.param == "messages"
 
 
-def test_the_place_of_a_mistake_counts_from_zero():
+def test_message_indices_in_errors_start_at_zero():
     good = {"role": "user", "content": "hi"}
     with pytest.raises(AppError) as caught:
         read(good, good, {"role": "wizard", "content": "hi"})

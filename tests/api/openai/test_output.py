@@ -1,4 +1,4 @@
-"""What the streams and bodies of both endpoints have in common."""
+"""Properties that streams and bodies of both endpoints share."""
 
 import json
 from dataclasses import replace
@@ -15,36 +15,38 @@ from tests.api.streams import choices, chunks
 from tests.fakes import finish, text
 
 HEAD = CompletionMetadata(id="x-1", created=1_700_000_000, model="m", fingerprint="fp_1")
-WAYS = [(ChatChunkEncoder, collect_chat), (CompletionChunkEncoder, collect_completion)]
+ENCODERS = [(ChatChunkEncoder, collect_chat), (CompletionChunkEncoder, collect_completion)]
 
 
-@pytest.mark.parametrize(("writer", "collect"), WAYS)
-def test_everything_says_what_it_belongs_to(writer: Any, collect: Any):
+@pytest.mark.parametrize(("encoder", "collect"), ENCODERS)
+def test_every_payload_has_the_metadata_of_its_completion(encoder: Any, collect: Any):
     head = replace(HEAD, tier="default")
-    told = [text("a"), finish()]
-    for payload in (*chunks(writer(head), told), collect(head, told)):
+    events = [text("a"), finish()]
+    for payload in (*chunks(encoder(head), events), collect(head, events)):
         assert payload["id"] == "x-1"
         assert payload["created"] == 1_700_000_000
         assert payload["model"] == "m"
         assert payload["system_fingerprint"] == "fp_1"
         assert payload["service_tier"] == "default"
-    assert "service_tier" not in collect(HEAD, told)
+    assert "service_tier" not in collect(HEAD, events)
 
 
-@pytest.mark.parametrize(("writer", "collect"), WAYS)
-def test_a_stream_says_usage_only_when_asked(writer: Any, collect: Any):
-    told = [text("a"), finish()]
-    assert all("usage" not in chunk for chunk in chunks(writer(HEAD), told))
-    *payloads, last = chunks(writer(replace(HEAD, include_usage=True)), told)
+@pytest.mark.parametrize(("encoder", "collect"), ENCODERS)
+def test_a_stream_has_usage_only_if_requested(encoder: Any, collect: Any):
+    events = [text("a"), finish()]
+    assert all("usage" not in chunk for chunk in chunks(encoder(HEAD), events))
+    *payloads, last = chunks(encoder(replace(HEAD, include_usage=True)), events)
     assert all(chunk["usage"] is None for chunk in payloads)
     assert last["choices"] == []
-    assert last["usage"] == collect(HEAD, told)["usage"]
+    assert last["usage"] == collect(HEAD, events)["usage"]
 
 
-@pytest.mark.parametrize(("writer", "collect"), WAYS)
+@pytest.mark.parametrize(("encoder", "collect"), ENCODERS)
 @pytest.mark.parametrize("include_usage", [False, True])
-def test_a_stream_has_the_counts_so_far_when_asked(writer: Any, collect: Any, include_usage: bool):
-    """vLLM's continuous_usage_stats: of each choice and its prompt, in every chunk of a choice."""
+def test_a_stream_has_continuous_usage_if_requested(
+    encoder: Any, collect: Any, include_usage: bool
+):
+    """vLLM's continuous_usage_stats: the usage of a choice and its prompt in each of its chunks."""
     head = replace(HEAD, n=2, best_of=2, include_usage=include_usage, continuous_usage=True)
     events = [
         PromptTokenIds(prompt_index=0, token_ids=(1,) * 7),
@@ -55,7 +57,7 @@ def test_a_stream_has_the_counts_so_far_when_asked(writer: Any, collect: Any, in
         replace(finish("length", tokens=2), choice=1),
         replace(finish("stop", tokens=4), choice=0),
     ]
-    payloads = chunks(writer(head), events)
+    payloads = chunks(encoder(head), events)
     last = payloads.pop() if include_usage else None
     assert [chunk["usage"] for chunk in payloads] == [
         {"prompt_tokens": 7, "completion_tokens": count, "total_tokens": 7 + count}
@@ -70,33 +72,33 @@ def test_a_stream_has_the_counts_so_far_when_asked(writer: Any, collect: Any, in
         assert (last["choices"], last["usage"]) == ([], collect(head, events)["usage"])
 
 
-@pytest.mark.parametrize(("writer", "collect"), WAYS)
-def test_choices_come_beside_each_other_and_end_each_for_itself(writer: Any, collect: Any):
+@pytest.mark.parametrize(("encoder", "collect"), ENCODERS)
+def test_choices_are_interleaved_and_each_has_its_finish_reason(encoder: Any, collect: Any):
     head = replace(HEAD, n=2, best_of=2, include_usage=True)
-    told = [
+    events = [
         replace(text("a"), choice=0),
         replace(text("b"), choice=1),
         replace(finish("length"), choice=1),
         replace(text("c"), choice=0),
         replace(finish("stop"), choice=0),
     ]
-    payloads = chunks(writer(head), told)
+    payloads = chunks(encoder(head), events)
     assert [c["index"] for c in choices(payloads)] == [0, 1, 1, 0, 0]
     reasons = [(c["index"], c["finish_reason"]) for c in choices(payloads) if c["finish_reason"]]
     assert reasons == [(1, "length"), (0, "stop")]
     assert [payload["choices"] for payload in payloads].count([]) == 1
-    # the counters of all stand at the last end
+    # the chunk of the last finish has the counters of all choices
     assert ["timings" in payload for payload in payloads] == [False] * 4 + [True, False]
-    body = collect(head, told)
+    body = collect(head, events)
     assert [c["finish_reason"] for c in body["choices"]] == ["stop", "length"]
     assert payloads[-2]["timings"] == body["timings"]
 
 
-@pytest.mark.parametrize("writer", [ChatChunkEncoder(HEAD), CompletionChunkEncoder(HEAD)])
-def test_a_stream_that_breaks_off_says_why_and_ends(writer: Any):
-    frames = writer.feed(text("a")) + writer.fail(AppError(ErrorKind.ENGINE, "out of memory"))
-    *_, problem, done, _ = frames.decode().split("\n\n")
-    assert json.loads(problem.removeprefix("data: ")) == {
+@pytest.mark.parametrize("encoder", [ChatChunkEncoder(HEAD), CompletionChunkEncoder(HEAD)])
+def test_a_failing_stream_sends_the_error_and_ends(encoder: Any):
+    frames = encoder.feed(text("a")) + encoder.fail(AppError(ErrorKind.ENGINE, "out of memory"))
+    *_, error, done, _ = frames.decode().split("\n\n")
+    assert json.loads(error.removeprefix("data: ")) == {
         "error": {
             "message": "out of memory",
             "type": "api_error",

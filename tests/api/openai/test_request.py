@@ -1,5 +1,6 @@
-"""What OpenAI's dialect makes of a request, and how it says no."""
+"""Parsing of OpenAI requests, and their errors."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from app.api.openai.request import ParsedCompletionRequest, parse_chat, parse_completion
 from app.core.errors import AppError, ErrorKind
 from app.core.requests import (
+    Conversation,
     GenerateRequest,
     JsonSchema,
     NamedToolChoice,
@@ -35,7 +37,7 @@ def function(name: str, **more: Any) -> dict[str, Any]:
 TOOLS = {"tools": [function("f")]}
 
 
-def refusal(parse: Any, **fields: Any) -> AppError:
+def get_error(parse: Any, **fields: Any) -> AppError:
     with pytest.raises(AppError) as caught:
         parse(**fields)
     return caught.value
@@ -63,7 +65,7 @@ EXTENSIONS = {
 }
 
 
-def test_only_what_the_client_set_reaches_the_sampler():
+def test_only_fields_set_by_the_client_reach_the_sampler():
     assert chat().request.sampling == {}
     assert chat(temperature=0, top_p=0.5).request.sampling == {"temperature": 0, "top_p": 0.5}
 
@@ -91,14 +93,14 @@ def test_the_newer_token_limit_wins(fields: Any, limit: int | None):
 
 
 @pytest.mark.parametrize("parse", [chat, completion])
-def test_the_cache_may_be_kept_out_of_it(parse: Any):
+def test_cache_prompt_can_be_disabled(parse: Any):
     assert parse().request.cache_prompt is True
     assert parse(cache_prompt=True).request.cache_prompt is True
     assert parse(cache_prompt=False).request.cache_prompt is False
-    assert refusal(parse, cache_prompt="no").param == "cache_prompt"
+    assert get_error(parse, cache_prompt="no").param == "cache_prompt"
 
 
-def test_completions_stop_after_sixteen_tokens_unless_told_otherwise():
+def test_completions_stop_after_sixteen_tokens_by_default():
     assert completion().request.max_tokens == 16
     assert completion(max_tokens=3).request.max_tokens == 3
 
@@ -112,17 +114,17 @@ def test_completions_stop_after_sixteen_tokens_unless_told_otherwise():
         ({"logprobs": True, "top_logprobs": 20}, 20),
     ],
 )
-def test_chat_asks_for_logprobs_in_two_fields(fields: Any, count: int | None):
+def test_chat_has_two_fields_for_logprobs(fields: Any, count: int | None):
     assert chat(**fields).request.top_logprobs == count
 
 
-def test_completions_ask_for_logprobs_in_one():
+def test_completions_have_one_field_for_logprobs():
     assert completion().request.top_logprobs is None
     assert completion(logprobs=0).request.top_logprobs == 0
     assert completion(logprobs=5).request.top_logprobs == 5
 
 
-def test_a_chat_request_says_everything_it_was_told():
+def test_a_chat_request_carries_all_its_fields():
     fields = {
         **TOOLS,
         "tool_choice": {"type": "function", "function": {"name": "f"}},
@@ -142,7 +144,7 @@ def test_a_chat_request_says_everything_it_was_told():
     assert (request.n, request.return_token_ids) == (3, True)
 
 
-def test_a_completion_says_everything_it_was_told():
+def test_a_completion_request_carries_all_its_fields():
     parsed = completion(
         prompt=["a", [1, 2]], n=2, echo=True, suffix=" end", max_tokens=0, return_token_ids=True
     )
@@ -159,19 +161,19 @@ def test_a_completion_says_everything_it_was_told():
 
 
 @pytest.mark.parametrize("parse", [chat, completion])
-def test_an_answer_may_have_a_least_length_and_no_end_of_its_own(parse: Any):
+def test_min_tokens_and_ignore_eos_are_read(parse: Any):
     request = parse(min_tokens=5, max_tokens=5, ignore_eos=True).request
     assert (request.min_tokens, request.max_tokens, request.ignore_eos) == (5, 5, True)
 
 
 @pytest.mark.parametrize("parse", [chat, completion])
-def test_both_endpoints_take_grammars(parse: Any):
+def test_both_endpoints_accept_grammars(parse: Any):
     request = parse(guided_json={"type": "object"}).request
     assert request.grammar == JsonSchema(text='{"type":"object"}', param="guided_json")
 
 
-def test_where_calls_must_be_made_the_format_of_texts_has_nothing_to_say():
-    """As at OpenAI, where both may be asked for and the calls are what comes."""
+def test_response_format_is_ignored_if_a_tool_call_is_required():
+    """As at OpenAI, which accepts both and returns tool calls."""
     both = {**TOOLS, "response_format": {"type": "json_object"}}
     assert chat(**both).request.grammar is not None
     assert chat(**both, tool_choice="none").request.grammar is not None
@@ -180,32 +182,32 @@ def test_where_calls_must_be_made_the_format_of_texts_has_nothing_to_say():
         assert chat(**both, tool_choice=choice).request.grammar is None
 
 
-def test_of_candidates_the_best_are_told():
+def test_best_of_generates_more_choices_than_n():
     parsed = completion(n=2, best_of=5)
     assert (parsed.n, parsed.request.n) == (2, 5)
-    # their likelihood must be known, and is not told
+    # ranking needs the logprobs, but they are not returned
     assert parsed.request.top_logprobs == 0
     assert not parsed.logprobs
     assert completion(best_of=5, logprobs=3).request.top_logprobs == 3
 
 
-def test_as_many_candidates_as_answers_are_no_choice():
+def test_best_of_equal_to_n_has_no_effect():
     assert completion(n=2, best_of=2) == completion(n=2)
     assert completion(n=2, best_of=2, stream=True) == completion(n=2, stream=True)
 
 
-def test_the_service_tier_is_told_where_one_was_named():
+def test_the_service_tier_is_reported_if_requested():
     assert chat().tier is None
     assert chat(service_tier="auto").tier == "default"
     assert chat(service_tier="default").tier == "default"
 
 
-def test_the_older_words_are_told_the_newer_ones():
-    assert "use tools" in refusal(chat, functions=[]).message
-    assert "use tool_choice" in refusal(chat, function_call="auto").message
+def test_errors_of_deprecated_fields_name_the_new_ones():
+    assert "use tools" in get_error(chat, functions=[]).message
+    assert "use tool_choice" in get_error(chat, function_call="auto").message
 
 
-def test_usage_at_the_end_of_a_stream_is_asked_for():
+def test_usage_at_the_end_of_a_stream_must_be_requested():
     assert not chat(stream=True).include_usage
     assert chat(stream=True, stream_options={"include_usage": True}).include_usage
     assert not chat(stream=True, stream_options={"include_obfuscation": False}).include_usage
@@ -220,7 +222,6 @@ def test_usage_at_the_end_of_a_stream_is_asked_for():
         {"metadata": {"a": "b"}},
         {"store": False},
         {"modalities": ["text"]},
-        {"verbosity": "medium"},
         {"min_tokens": 0, "ignore_eos": False},
         {"thinking_budget": -1},
         {"chat_template_kwargs": {}},
@@ -229,11 +230,11 @@ def test_usage_at_the_end_of_a_stream_is_asked_for():
         {"prompt_cache_retention": "in_memory"},
     ],
 )
-def test_fields_that_ask_for_what_happens_anyway_are_welcome(fields: Any):
+def test_fields_with_their_default_values_are_accepted(fields: Any):
     assert chat(**fields) == chat()
 
 
-def test_so_they_are_for_completions():
+def test_completion_fields_with_their_default_values_are_accepted():
     fields: Any = {"best_of": 1, "echo": False, "suffix": "", "n": 1, "user": "u"}
     assert completion(**fields) == completion()
 
@@ -286,7 +287,7 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"min_tokens": 1, "tools": [function("f", strict=True)]}, "min_tokens"),
     ({"min_tokens": 1, "thinking_budget": 5}, "min_tokens"),
     ({"min_tokens": 6, "max_tokens": 9, "max_completion_tokens": 5}, "min_tokens"),
-    ({"verbosity": "low"}, "verbosity"),
+    ({"verbosity": "loud"}, "verbosity"),
     ({"prediction": {}}, "prediction"),
     ({"audio": {}}, "audio"),
     ({"web_search_options": {}}, "web_search_options"),
@@ -296,7 +297,9 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"suffix": "x"}, "suffix"),
     ({"moderation": {}}, "moderation"),
     ({"prompt_cache_options": {}}, "prompt_cache_options"),
-    ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+    ({"prompt_cache_retention": "1h"}, "prompt_cache_retention"),
+    ({"ttl": "soon"}, "ttl"),
+    ({"ttl": 5, "keep_alive": 6}, "ttl"),
     ({"echo": True}, "echo"),
     ({"store": True}, "store"),
     ({"store": "no"}, "store"),
@@ -325,15 +328,15 @@ COMPLETION: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), BOTH + CHAT)
-def test_a_wrong_field_of_chat_is_named(fields: Any, param: str):
-    error = refusal(chat, **fields)
+def test_an_invalid_field_of_chat_is_named(fields: Any, param: str):
+    error = get_error(chat, **fields)
     assert (error.kind, error.param) == (ErrorKind.INVALID, param)
     assert param.split(".")[0] in error.message
 
 
 @pytest.mark.parametrize(("fields", "param"), BOTH + COMPLETION)
-def test_a_wrong_field_of_completions_is_named(fields: Any, param: str):
-    error = refusal(completion, **fields)
+def test_an_invalid_field_of_completions_is_named(fields: Any, param: str):
+    error = get_error(completion, **fields)
     assert (error.kind, error.param) == (ErrorKind.INVALID, param)
     assert param.split(".")[0] in error.message
 
@@ -351,7 +354,7 @@ def test_a_body_is_an_object(body: Any):
             parse(body, MODEL)
 
 
-def documented(params: Any) -> set[str]:
+def list_documented_fields(params: Any) -> set[str]:
     streaming = params.CompletionCreateParamsStreaming
     return set(params.CompletionCreateParamsBase.__annotations__) | set(streaming.__annotations__)
 
@@ -361,26 +364,69 @@ def documented(params: Any) -> set[str]:
     [(chat, chat_create_params), (completion, completion_create_params)],
 )
 def test_no_documented_field_is_unknown(parse: Any, params: Any):
-    """Each is honoured, or refused as what it is; a new SDK shows here what has been added."""
-    assert len(documented(params)) > 15
-    for name in documented(params):
-        error = refusal(parse, **{name: [[]]})  # wrong for every one of them
+    """Each field is supported or rejected by its name; a new SDK's new fields fail this test."""
+    assert len(list_documented_fields(params)) > 15
+    for name in list_documented_fields(params):
+        error = get_error(parse, **{name: [[]]})  # invalid for every field
         assert error.param is not None
         assert error.param.split(".")[0] == name
         assert not error.message.startswith(f"unknown field '{name}'")
 
 
-def test_what_is_echoed_is_cut():
-    error = refusal(chat, response_format="x" * 5000)
+def test_values_in_error_messages_are_truncated():
+    error = get_error(chat, response_format="x" * 5000)
     assert len(error.message) < 400
-    error = refusal(chat, **{"y" * 5000: 1})
+    error = get_error(chat, **{"y" * 5000: 1})
     assert error.param == "y" * 200
     assert len(error.message) < 400
 
 
-def test_deep_nesting_is_not_walked_into():
+def test_deep_nesting_does_not_cause_recursion():
     deep: Any = []
     for _ in range(50_000):
         deep = [deep]
     for name in ("stop", "tools", "response_format", "temperature", "messages", "unheard_of"):
-        refusal(chat, **{name: deep})
+        get_error(chat, **{name: deep})
+
+
+ASSISTANT: dict[str, Any] = {"role": "assistant", "content": "Once upon"}
+
+
+@pytest.mark.parametrize("begins", [None, False])
+def test_the_last_message_of_the_assistant_may_be_continued(begins: bool | None):
+    said = [{"role": "user", "content": "hi"}, ASSISTANT]
+    read = chat(messages=said, continue_final_message=True, add_generation_prompt=begins)
+    plain = chat(messages=said).request.prompt
+    assert isinstance(plain, Conversation)
+    assert read.request.prompt == replace(plain, continue_final=True)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": "hi"}]},
+        {"messages": [{"role": "assistant", "content": ""}]},
+        {"messages": [ASSISTANT], "add_generation_prompt": True},
+    ],
+)
+def test_no_other_message_can_be_continued(fields: Any):
+    with pytest.raises(AppError) as caught:
+        chat(continue_final_message=True, **fields)
+    assert caught.value.param == "continue_final_message"
+
+
+def test_fields_of_a_returned_message_that_change_nothing_are_accepted():
+    returned = {"id": "m1", "reasoning_details": [{"type": "reasoning.text", "text": "x"}]}
+    part = {"type": "text", "text": "Once upon", "cache_control": {"type": "ephemeral"}}
+    plain = [{"role": "user", "content": "hi"}, ASSISTANT]
+    marked = [plain[0] | {"cache_control": {}}, ASSISTANT | returned | {"content": [part]}]
+    assert chat(messages=marked) == chat(messages=plain)
+    for name, value in (("id", 5), ("reasoning_details", {}), ("cache_control", "on")):
+        with pytest.raises(AppError) as caught:
+            chat(messages=[plain[0] | {name: value}])
+        assert caught.value.param == f"messages.0.{name}"
+
+
+@pytest.mark.parametrize("name", ["keep_alive", "ttl"])
+def test_ttl_is_keep_alive(name: str):
+    assert chat(**{name: 300}).request.keep_alive == 300

@@ -10,14 +10,14 @@ from app.core.errors import AppError, ErrorKind
 from app.core.requests import PromptBatch
 
 
-def read(**given: Any) -> tuple[Any, int]:
-    fields = Fields.from_value(given)
+def read(**body: Any) -> tuple[Any, int]:
+    fields = Fields.from_value(body)
     prompt = read_prompt(fields)
     return prompt, read_n(fields, prompt)
 
 
 @pytest.mark.parametrize(
-    ("prompt", "wanted"),
+    ("prompt", "expected"),
     [
         ("hi", "hi"),
         ("", ""),
@@ -29,18 +29,18 @@ def read(**given: Any) -> tuple[Any, int]:
         (["a", [2, 3]], PromptBatch(prompts=("a", (2, 3)))),
     ],
 )
-def test_a_prompt_is_text_or_ids_or_several_of_them(prompt: Any, wanted: Any):
-    assert read(prompt=prompt) == (wanted, 1)
+def test_a_prompt_is_text_or_token_ids_or_a_list_of_them(prompt: Any, expected: Any):
+    assert read(prompt=prompt) == (expected, 1)
 
 
-def test_there_may_be_as_many_answers_as_openai_allows():
+def test_n_may_be_as_large_as_openai_allows():
     assert read(prompt="a", n=128)[1] == 128
     assert len(read(prompt=["a"] * 128)[0].prompts) == 128
     assert read(prompt=["a", "b"], n=64)[1] == 64
 
 
 @pytest.mark.parametrize(
-    ("given", "param"),
+    ("body", "param"),
     [
         ({}, "prompt"),
         ({"prompt": 5}, "prompt"),
@@ -61,7 +61,7 @@ def test_there_may_be_as_many_answers_as_openai_allows():
         ({"prompt": "a", "n": 129}, "n"),
     ],
 )
-def test_a_wrong_prompt_is_named(given: Any, param: str):
+def test_an_invalid_prompt_is_named(body: Any, param: str):
     with pytest.raises(AppError) as caught:
-        read(**given)
+        read(**body)
     assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, param)

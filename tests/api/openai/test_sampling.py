@@ -1,4 +1,4 @@
-"""How tokens are drawn, and when it is enough."""
+"""Sampling parameters and stop conditions."""
 
 from typing import Any
 
@@ -9,21 +9,23 @@ from app.api.openai.sampling import StopConditions, read_sampling, read_stop_con
 from app.core.errors import AppError, ErrorKind
 
 
-def sampling_of(**given: Any) -> Any:
-    return read_sampling(Fields.from_value(given))
+def sampling_of(**body: Any) -> Any:
+    return read_sampling(Fields.from_value(body))
 
 
-def ending(*, constrained: bool = False, limit: int | None = None, **given: Any) -> StopConditions:
-    return read_stop_conditions(Fields.from_value(given), max_tokens=limit, constrained=constrained)
+def stop_conditions_of(
+    *, constrained: bool = False, limit: int | None = None, **body: Any
+) -> StopConditions:
+    return read_stop_conditions(Fields.from_value(body), max_tokens=limit, constrained=constrained)
 
 
-def read(given: Any) -> None:
-    fields = Fields.from_value(given)
+def read(body: Any) -> None:
+    fields = Fields.from_value(body)
     read_sampling(fields)
     read_stop_conditions(fields, max_tokens=None, constrained=False)
 
 
-def test_only_what_was_set_is_said():
+def test_unset_fields_are_absent():
     assert sampling_of() == {}
     assert sampling_of(temperature=0, top_p=None, min_p=0.5) == {"temperature": 0, "min_p": 0.5}
 
@@ -44,32 +46,75 @@ def test_only_what_was_set_is_said():
         ({"logit_bias": {}}, {"logit_bias": ()}),
     ],
 )
-def test_sampling_fields_are_taken_over(fields: Any, sampling: Any):
+def test_sampling_fields_are_read(fields: Any, sampling: Any):
     assert sampling_of(**fields) == sampling
 
 
 @pytest.mark.parametrize(
-    ("stop", "read"), [("a", ("a",)), (["a", "bc"], ("a", "bc")), ([], ()), (None, ())]
+    ("stop", "expected"), [("a", ("a",)), (["a", "bc"], ("a", "bc")), ([], ()), (None, ())]
 )
-def test_stop_is_one_string_or_several(stop: Any, read: tuple[str, ...]):
-    assert ending(stop=stop).stop == read
+def test_stop_is_one_string_or_several(stop: Any, expected: tuple[str, ...]):
+    assert stop_conditions_of(stop=stop).stop == expected
 
 
-def test_an_answer_may_have_a_least_length_and_no_end_of_its_own():
-    assert ending() == StopConditions(min_tokens=0, ignore_eos=False, stop=())
-    both = ending(limit=5, min_tokens=5, ignore_eos=True)
-    assert (both.min_tokens, both.ignore_eos) == (5, True)
+def test_min_tokens_and_ignore_eos_are_read():
+    assert stop_conditions_of() == StopConditions(min_tokens=0, ignore_eos=False, stop=())
+    conditions = stop_conditions_of(limit=5, min_tokens=5, ignore_eos=True)
+    assert (conditions.min_tokens, conditions.ignore_eos) == (5, True)
 
 
-@pytest.mark.parametrize("given", [{"min_tokens": 1}, {"ignore_eos": True}])
-def test_a_grammar_says_itself_where_an_answer_may_end(given: Any):
+def test_stop_tokens_are_listed_once_and_the_stop_may_be_included():
+    both = stop_conditions_of(stop_token_ids=[9, 3.0, 9], include_stop_str_in_output=True)
+    assert (both.stop_token_ids, both.include_stop) == ((3, 9), True)
+
+
+def test_bad_words_are_a_text_or_several():
+    assert stop_conditions_of(bad_words="tide").bad_words == ("tide",)
+    assert stop_conditions_of(bad_words=["tide", "ebb and flow"]).bad_words == (
+        "tide",
+        "ebb and flow",
+    )
+
+
+def test_allowed_tokens_are_listed_once():
+    assert sampling_of(allowed_token_ids=[7, 5, 7]) == {"allowed_token_ids": (5, 7)}
+
+
+def test_the_repetition_penalty_has_the_name_of_llama_cpp_too():
+    assert sampling_of(repeat_penalty=1.5) == {"repetition_penalty": 1.5}
+    assert sampling_of(repeat_penalty=1.5, repetition_penalty=1.5) == {"repetition_penalty": 1.5}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"min_tokens": 1},
+        {"ignore_eos": True},
+        {"stop_token_ids": [1]},
+        {"allowed_token_ids": [1]},
+        {"bad_words": ["a"]},
+    ],
+)
+def test_fields_that_end_or_limit_the_output_cannot_be_combined_with_a_grammar(body: Any):
     with pytest.raises(AppError, match="cannot be combined") as caught:
-        ending(constrained=True, **given)
-    assert caught.value.param == next(iter(given))
-    assert ending(constrained=True, stop="a").stop == ("a",)
+        stop_conditions_of(constrained=True, **body)
+    assert caught.value.param == next(iter(body))
+    assert stop_conditions_of(constrained=True, stop="a").stop == ("a",)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"repeat_penalty": 0}, "repeat_penalty"),
+    ({"repeat_penalty": 1.5, "repetition_penalty": 1.25}, "repeat_penalty"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": 5}, "allowed_token_ids"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids.0"),
+    ({"stop_token_ids": ["</s>"]}, "stop_token_ids.0"),
+    ({"stop_token_ids": list(range(1025))}, "stop_token_ids"),
+    ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
+    ({"bad_words": [""]}, "bad_words"),
+    ({"bad_words": ["  "]}, "bad_words"),
+    ({"bad_words": ["x" * 257]}, "bad_words"),
+    ({"bad_words": ["x"] * 257}, "bad_words"),
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": 2.1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
@@ -113,9 +158,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "param"), WRONG)
-def test_a_wrong_field_is_named(given: Any, param: str):
+@pytest.mark.parametrize(("body", "param"), WRONG)
+def test_an_invalid_field_is_named(body: Any, param: str):
     with pytest.raises(AppError) as caught:
-        read(given)
+        read(body)
     assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, param)
     assert param.split(".")[0] in caught.value.message

@@ -1,4 +1,4 @@
-"""Formats of answers, in all their spellings."""
+"""Response formats and grammars, in all their spellings."""
 
 import json
 from typing import Any
@@ -11,21 +11,21 @@ from app.core.errors import AppError, ErrorKind
 from app.core.requests import ChoiceGrammar, Grammar, JsonSchema, LarkGrammar, Regex
 
 SCHEMA = {"type": "object", "properties": {"b": {"const": "é"}, "a": {"type": "integer"}}}
-WRITTEN = '{"type":"object","properties":{"b":{"const":"é"},"a":{"type":"integer"}}}'
+SERIALIZED = '{"type":"object","properties":{"b":{"const":"é"},"a":{"type":"integer"}}}'
 
 
-def read(**given: Any) -> Grammar | None:
-    fields = Fields.from_value(given)
+def read(**body: Any) -> Grammar | None:
+    fields = Fields.from_value(body)
     grammar = read_grammar(fields)
     fields.reject_unknown()
     return grammar
 
 
-def named(**described: Any) -> dict[str, Any]:
-    return {"response_format": {"type": "json_schema", "json_schema": described}}
+def named_schema(**json_schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": json_schema}}
 
 
-def nested(depth: int) -> dict[str, Any]:
+def build_nested_schema(depth: int) -> dict[str, Any]:
     schema: dict[str, Any] = {}
     for _ in range(depth):
         schema = {"items": schema}
@@ -33,31 +33,31 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "body",
     [{}, {"response_format": {"type": "text"}}, {"response_format": None, "guided_json": None}],
 )
-def test_text_has_no_format(given: Any):
-    assert read(**given) is None
+def test_text_has_no_grammar(body: Any):
+    assert read(**body) is None
 
 
-def test_a_json_object_is_any_object():
-    wanted = JsonSchema(text='{"type":"object"}', param="response_format")
-    assert read(response_format={"type": "json_object"}) == wanted
-    assert read(response_format={"type": "json_object", "json_schema": None}) == wanted
+def test_json_object_allows_any_object():
+    expected = JsonSchema(text='{"type":"object"}', param="response_format")
+    assert read(response_format={"type": "json_object"}) == expected
+    assert read(response_format={"type": "json_object", "json_schema": None}) == expected
 
 
 @pytest.mark.parametrize("more", [{}, {"strict": True}, {"strict": False}, {"description": "of"}])
 def test_a_named_schema_keeps_the_order_of_its_keys(more: Any):
-    assert read(**named(name="thing", schema=SCHEMA, **more)) == JsonSchema(
-        text=WRITTEN, param="response_format.json_schema.schema"
+    assert read(**named_schema(name="thing", schema=SCHEMA, **more)) == JsonSchema(
+        text=SERIALIZED, param="response_format.json_schema.schema"
     )
 
 
 @pytest.mark.parametrize("schema", [SCHEMA, json.dumps(SCHEMA)])
-def test_a_schema_may_come_as_text(schema: Any):
-    assert read(guided_json=schema) == JsonSchema(text=WRITTEN, param="guided_json")
+def test_a_schema_may_be_a_string(schema: Any):
+    assert read(guided_json=schema) == JsonSchema(text=SERIALIZED, param="guided_json")
     assert read(structured_outputs={"json": schema}) == JsonSchema(
-        text=WRITTEN, param="structured_outputs.json"
+        text=SERIALIZED, param="structured_outputs.json"
     )
 
 
@@ -70,14 +70,16 @@ def test_a_schema_may_come_as_text(schema: Any):
     ],
 )
 def test_each_kind_has_two_spellings(kind: str, value: Any, grammar: Any):
-    made: dict[str, Any] = {name: getattr(grammar, name) for name in grammar.__slots__}
-    assert read(**{f"guided_{kind}": value}) == type(grammar)(**{**made, "param": f"guided_{kind}"})
+    attributes: dict[str, Any] = {name: getattr(grammar, name) for name in grammar.__slots__}
+    assert read(**{f"guided_{kind}": value}) == type(grammar)(
+        **{**attributes, "param": f"guided_{kind}"}
+    )
     assert read(structured_outputs={kind: value}) == type(grammar)(
-        **{**made, "param": f"structured_outputs.{kind}"}
+        **{**attributes, "param": f"structured_outputs.{kind}"}
     )
 
 
-def test_structured_outputs_may_be_any_object():
+def test_structured_outputs_may_allow_any_object():
     param = "structured_outputs.json_object"
     assert read(structured_outputs={"json_object": True}) == JsonSchema(
         text='{"type":"object"}', param=param
@@ -92,17 +94,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "text", "json_schema": {}}}, "response_format.json_schema"),
     ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-    (named(), "response_format.json_schema.name"),
-    (named(name="x"), "response_format.json_schema.schema"),
-    (named(name="x", schema=[]), "response_format.json_schema.schema"),
-    (named(name="x", schema=True), "response_format.json_schema.schema"),
-    (named(name="x", schema=nested(400)), "response_format.json_schema.schema"),
-    (named(name="x", schema={}, strict="yes"), "response_format.json_schema.strict"),
-    (named(name="x", schema={}, more=1), "response_format.json_schema.more"),
+    (named_schema(), "response_format.json_schema.name"),
+    (named_schema(name="x"), "response_format.json_schema.schema"),
+    (named_schema(name="x", schema=[]), "response_format.json_schema.schema"),
+    (named_schema(name="x", schema=True), "response_format.json_schema.schema"),
+    (named_schema(name="x", schema=build_nested_schema(400)), "response_format.json_schema.schema"),
+    (named_schema(name="x", schema={}, strict="yes"), "response_format.json_schema.strict"),
+    (named_schema(name="x", schema={}, more=1), "response_format.json_schema.more"),
     ({"guided_json": "{bad"}, "guided_json"),
     ({"guided_json": "[]"}, "guided_json"),
     ({"guided_json": []}, "guided_json"),
-    ({"guided_json": nested(400)}, "guided_json"),
+    ({"guided_json": build_nested_schema(400)}, "guided_json"),
     ({"guided_regex": ""}, "guided_regex"),
     ({"guided_regex": 5}, "guided_regex"),
     ({"guided_grammar": ""}, "guided_grammar"),
@@ -126,8 +128,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "param"), WRONG)
-def test_a_wrong_format_is_named(given: Any, param: str):
+@pytest.mark.parametrize(("body", "param"), WRONG)
+def test_an_invalid_format_is_named(body: Any, param: str):
     with pytest.raises(AppError) as caught:
-        read(**given)
+        read(**body)
     assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, param)

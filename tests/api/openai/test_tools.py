@@ -1,4 +1,4 @@
-"""Tools and the choice among them."""
+"""Tools and tool_choice."""
 
 from typing import Any
 
@@ -16,28 +16,28 @@ def function(name: Any = "f", **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **more}}
 
 
-def read(**given: Any) -> ToolOptions:
-    fields = Fields.from_value(given)
+def read(**body: Any) -> ToolOptions:
+    fields = Fields.from_value(body)
     tool_options = read_tool_options(fields)
     fields.reject_unknown()
     return tool_options
 
 
-def allowed(*names: str, mode: str = "auto") -> Any:
+def allowed_tools(*names: str, mode: str = "auto") -> Any:
     tools = [function(name) for name in names]
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
-def nested(depth: int) -> dict[str, Any]:
+def build_nested_schema(depth: int) -> dict[str, Any]:
     schema: dict[str, Any] = {}
     for _ in range(depth):
         schema = {"items": schema}
     return schema
 
 
-def test_a_function_keeps_what_it_says():
-    given = function("get_weather", description="Of a city.", parameters=SCHEMA, strict=True)
-    (tool,) = read(tools=[given]).tools
+def test_a_function_keeps_its_fields():
+    definition = function("get_weather", description="Of a city.", parameters=SCHEMA, strict=True)
+    (tool,) = read(tools=[definition]).tools
     assert tool == Tool(
         name="get_weather",
         description="Of a city.",
@@ -48,47 +48,51 @@ def test_a_function_keeps_what_it_says():
 
 
 @pytest.mark.parametrize("more", [{}, {"parameters": None}, {"description": None, "strict": None}])
-def test_a_function_needs_a_name_and_nothing_else(more: Any):
+def test_a_function_needs_only_a_name(more: Any):
     (tool,) = read(tools=[function("now", **more)]).tools
     assert (tool.name, tool.description, tool.strict) == ("now", None, False)
     assert tool.parameters == NO_PARAMETERS
 
 
 @pytest.mark.parametrize("name", ["a", "math.factorial", "get-it", "A_1", "x" * 64])
-def test_names_may_hold_what_benchmarks_put_into_them(name: str):
+def test_function_names_may_have_dots_and_dashes(name: str):
     assert read(tools=[function(name)]).tools[0].name == name
 
 
-def test_the_model_chooses_unless_told_otherwise():
-    box = read(tools=[function()])
-    assert (box.choice, box.parallel, box.must_call) == ("auto", True, False)
+def test_tool_choice_is_auto_by_default():
+    tool_options = read(tools=[function()])
+    assert (tool_options.choice, tool_options.parallel, tool_options.must_call) == (
+        "auto",
+        True,
+        False,
+    )
     assert read() == ToolOptions()
     assert read(tool_choice="none", parallel_tool_calls=None) == ToolOptions()
 
 
 @pytest.mark.parametrize("choice", ["none", "auto", "required"])
-def test_a_choice_may_be_a_word(choice: str):
-    box = read(tools=[function()], tool_choice=choice)
-    assert box.choice == choice
-    assert box.must_call == (choice == "required")
+def test_tool_choice_may_be_a_word(choice: str):
+    tool_options = read(tools=[function()], tool_choice=choice)
+    assert tool_options.choice == choice
+    assert tool_options.must_call == (choice == "required")
 
 
-def test_a_choice_may_be_a_function():
-    box = read(tools=[function("f"), function("g")], tool_choice=function("g"))
-    assert box.choice == NamedToolChoice(name="g")
-    assert box.must_call
-    assert [tool.name for tool in box.tools] == ["f", "g"]
+def test_tool_choice_may_be_a_function():
+    tool_options = read(tools=[function("f"), function("g")], tool_choice=function("g"))
+    assert tool_options.choice == NamedToolChoice(name="g")
+    assert tool_options.must_call
+    assert [tool.name for tool in tool_options.tools] == ["f", "g"]
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-def test_a_choice_may_leave_some_of_the_tools(mode: str):
+def test_tool_choice_may_allow_a_subset_of_the_tools(mode: str):
     tools = [function("f"), function("g"), function("h")]
-    box = read(tools=tools, tool_choice=allowed("h", "f", mode=mode))
-    assert box.choice == mode
-    assert [tool.name for tool in box.tools] == ["f", "h"]
+    tool_options = read(tools=tools, tool_choice=allowed_tools("h", "f", mode=mode))
+    assert tool_options.choice == mode
+    assert [tool.name for tool in tool_options.tools] == ["f", "h"]
 
 
-def test_one_call_at_a_time():
+def test_parallel_tool_calls_can_be_disabled():
     assert not read(tools=[function()], parallel_tool_calls=False).parallel
     assert read(tools=[function()], parallel_tool_calls=True).parallel
 
@@ -103,7 +107,7 @@ def test_one_call_at_a_time():
         ({"tools": [function("f", strict=True)], "tool_choice": "none"}, False),
     ],
 )
-def test_calls_that_must_be_made_and_strict_tools_limit_what_is_said(more: Any, constrained: bool):
+def test_required_calls_and_strict_tools_constrain_the_output(more: Any, constrained: bool):
     assert read(**{"tools": [function("f")], **more}).constrained is constrained
 
 
@@ -127,7 +131,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [function(description=5)]}, "tools.0.function.description"),
     ({"tools": [function(parameters=[])]}, "tools.0.function.parameters"),
     ({"tools": [function(parameters="{}")]}, "tools.0.function.parameters"),
-    ({"tools": [function(parameters=nested(300))]}, "tools.0.function.parameters"),
+    ({"tools": [function(parameters=build_nested_schema(300))]}, "tools.0.function.parameters"),
     ({"tools": [function(strict="yes")]}, "tools.0.function.strict"),
     ({"tools": [function(x=1)]}, "tools.0.function.x"),
     ({"tools": [function()], "tool_choice": "any"}, "tool_choice"),
@@ -137,13 +141,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [function()], "tool_choice": function("g")}, "tool_choice.function.name"),
     ({"tools": [function()], "tool_choice": function("f", x=1)}, "tool_choice.function.x"),
     ({"tools": [function()], "tool_choice": {**function("f"), "x": 1}}, "tool_choice.x"),
-    ({"tools": [function()], "tool_choice": allowed()}, "tool_choice.allowed_tools.tools"),
+    ({"tools": [function()], "tool_choice": allowed_tools()}, "tool_choice.allowed_tools.tools"),
     (
-        {"tools": [function()], "tool_choice": allowed("g")},
+        {"tools": [function()], "tool_choice": allowed_tools("g")},
         "tool_choice.allowed_tools.tools.0.function.name",
     ),
     (
-        {"tools": [function()], "tool_choice": allowed("f", mode="none")},
+        {"tools": [function()], "tool_choice": allowed_tools("f", mode="none")},
         "tool_choice.allowed_tools.mode",
     ),
     ({"tools": [function()], "parallel_tool_calls": 1}, "parallel_tool_calls"),
@@ -153,8 +157,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "param"), WRONG)
-def test_a_wrong_tool_is_named(given: Any, param: str):
+@pytest.mark.parametrize(("body", "param"), WRONG)
+def test_an_invalid_tool_is_named(body: Any, param: str):
     with pytest.raises(AppError) as caught:
-        read(**given)
+        read(**body)
     assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, param)

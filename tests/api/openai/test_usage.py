@@ -1,4 +1,4 @@
-"""The numbers at the end of an answer."""
+"""Usage and timings at the end of an answer."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from app.core.events import Finish, Timings, Usage
 
 
 def end(
-    *, prompt: int = 0, tokens: int = 2, cached: int = 3, reasoning: int = 0, times: int = 1
+    *, prompt: int = 0, tokens: int = 2, cached: int = 3, reasoning: int = 0, factor: int = 1
 ) -> Finish:
     return Finish(
         prompt_index=prompt,
@@ -19,7 +19,9 @@ def end(
             reasoning_tokens=reasoning,
         ),
         timings=Timings(
-            prefill_ns=2_000_000 * times, decode_ns=30_000_000 * times, total_ns=35_000_000 * times
+            prefill_ns=2_000_000 * factor,
+            decode_ns=30_000_000 * factor,
+            total_ns=35_000_000 * factor,
         ),
     )
 
@@ -31,7 +33,7 @@ def usage_totals(*ends: Finish) -> UsageTotals:
     return totals
 
 
-def test_one_choice_counts_as_it_is():
+def test_usage_of_one_choice():
     assert render_usage(usage_totals(end(tokens=20, reasoning=15)).usage) == {
         "prompt_tokens": 7,
         "completion_tokens": 20,
@@ -41,20 +43,20 @@ def test_one_choice_counts_as_it_is():
     }
 
 
-def test_a_prompt_counts_once_and_its_choices_each():
-    counted = usage_totals(end(tokens=2, cached=6), end(tokens=5, cached=0, reasoning=4))
-    assert counted.usage == Usage(
+def test_a_prompt_is_counted_once_and_every_choice():
+    totals = usage_totals(end(tokens=2, cached=6), end(tokens=5, cached=0, reasoning=4))
+    assert totals.usage == Usage(
         prompt_tokens=7, completion_tokens=7, cached_tokens=0, reasoning_tokens=4
     )
     more = usage_totals(end(), end(), end(prompt=1, cached=1))
     assert more.usage == Usage(prompt_tokens=14, completion_tokens=6, cached_tokens=4)
 
 
-def test_choices_run_beside_each_other():
-    assert usage_totals(end(times=3), end(times=1)).timings == end(times=3).timings
+def test_timings_of_parallel_choices_are_the_maximum():
+    assert usage_totals(end(factor=3), end(factor=1)).timings == end(factor=3).timings
 
 
-def test_timings_are_those_of_llama_cpp():
+def test_timings_have_the_fields_of_llama_cpp():
     counters = usage_totals(end(tokens=15)).render_counters()
     assert counters == {
         "prompt_eval_count": 7,
@@ -77,7 +79,7 @@ def test_timings_are_those_of_llama_cpp():
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
-def test_what_took_no_time_has_no_pace(tokens: int):
-    timings = usage_totals(end(tokens=tokens, cached=7, times=0)).render_counters()["timings"]
+def test_zero_durations_give_zero_rates(tokens: int):
+    timings = usage_totals(end(tokens=tokens, cached=7, factor=0)).render_counters()["timings"]
     assert timings["prompt_per_token_ms"] == timings["prompt_per_second"] == 0.0
     assert timings["predicted_per_token_ms"] == timings["predicted_per_second"] == 0.0

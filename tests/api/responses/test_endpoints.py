@@ -1,4 +1,4 @@
-"""/v1/responses over HTTP: what is kept, continued, listed and deleted."""
+"""/v1/responses over HTTP: stored, continued, listed and deleted responses."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from app.core.requests import Conversation, GenerateRequest
 from app.core.settings import Settings
 from app.http.api_keys import ApiKey, Keyring, hash_key
 from tests.api.asgi import Conversation as Exchange
-from tests.api.asgi import Reply, leftovers
+from tests.api.asgi import Reply, pending_tasks
 from tests.fakes import FOREVER, FakeGenerate, Script, build_fake_app, finish, text
 from tests.test_openapi import DOCUMENT, validator
 
@@ -22,7 +22,7 @@ HI: dict[str, Any] = {"model": "fake/model", "input": "hi"}
 
 
 class Server:
-    """One application, asked again and again."""
+    """One application, which gets several requests."""
 
     def __init__(
         self, script: Script | None = None, *, keys: Sequence[str] = (), **settings: Any
@@ -39,7 +39,7 @@ class Server:
         body: Any = None,
         *,
         query: str = "",
-        leave: bool = False,
+        disconnect: bool = False,
         key: str | None = None,
     ) -> Reply:
         async def run() -> Reply:
@@ -47,11 +47,11 @@ class Server:
             app = self.app if not query else with_query(self.app, query)
             headers = None if key is None else {"authorization": f"Bearer {key}"}
             exchange = Exchange(app, method, path, data, headers)
-            if leave:
+            if disconnect:
                 await exchange.until(lambda reply: b"output_text.delta" in reply.body)
-                exchange.hang_up()
+                exchange.disconnect()
             reply = await exchange.end()
-            assert not leftovers()
+            assert not pending_tasks()
             return reply
 
         return asyncio.run(run())
@@ -62,20 +62,20 @@ class Server:
         return reply.json
 
     @property
-    def asked(self) -> GenerateRequest:
+    def last_request(self) -> GenerateRequest:
         return self.generate.opened[-1]
 
     def roles(self) -> list[str]:
-        prompt = self.asked.prompt
+        prompt = self.last_request.prompt
         assert isinstance(prompt, Conversation)
         return [message.role for message in prompt.messages]
 
 
 def with_query(app: Any, query: str) -> Any:
-    async def queried(scope: Any, receive: Any, send: Any) -> None:
+    async def app_with_query(scope: Any, receive: Any, send: Any) -> None:
         await app(scope | {"query_string": query.encode()}, receive, send)
 
-    return queried
+    return app_with_query
 
 
 @pytest.fixture
@@ -83,21 +83,21 @@ def server() -> Server:
     return Server()
 
 
-def streamed(reply: Reply) -> Any:
-    """The response that a stream ends with."""
+def get_final_response(reply: Reply) -> Any:
+    """The response in the last event of a stream."""
     last = reply.body.decode().removesuffix("\n\n").split("\n\n")[-1]
     return json.loads(last.partition("data: ")[2])["response"]
 
 
-def test_a_response_is_kept_as_it_was_answered(server: Server):
-    made = server.create()
-    assert server("GET", f"{URL}/{made['id']}").json == made
+def test_a_response_is_stored_as_it_was_returned(server: Server):
+    created = server.create()
+    assert server("GET", f"{URL}/{created['id']}").json == created
 
 
-def test_a_stream_ends_with_what_is_kept(server: Server):
-    made = streamed(server("POST", URL, HI | {"stream": True}))
-    assert made["output"][0]["content"][0]["text"] == "Hello"
-    assert server("GET", f"{URL}/{made['id']}").json == made
+def test_a_stream_ends_with_the_stored_response(server: Server):
+    created = get_final_response(server("POST", URL, HI | {"stream": True}))
+    assert created["output"][0]["content"][0]["text"] == "Hello"
+    assert server("GET", f"{URL}/{created['id']}").json == created
 
 
 def test_a_response_is_continued(server: Server):
@@ -109,156 +109,156 @@ def test_a_response_is_continued(server: Server):
     assert server.roles() == ["user", "assistant", "user", "assistant", "user"]
 
 
-def test_instructions_are_of_one_response_only(server: Server):
+def test_instructions_apply_to_one_response_only(server: Server):
     first = server.create(instructions="Be brief.")
     assert server.roles() == ["system", "user"]
     server.create(previous_response_id=first["id"])
     assert server.roles() == ["user", "assistant", "user"]
 
 
-def test_what_is_not_to_be_kept_is_not(server: Server):
-    made = server.create(store=False)
-    assert server("GET", f"{URL}/{made['id']}").status == 404
-    reply = server("POST", URL, HI | {"previous_response_id": made["id"]})
+def test_a_response_is_not_stored_with_store_false(server: Server):
+    created = server.create(store=False)
+    assert server("GET", f"{URL}/{created['id']}").status == 404
+    reply = server("POST", URL, HI | {"previous_response_id": created["id"]})
     assert reply.status == 400
     assert reply.error["code"] == "previous_response_not_found"
     assert reply.error["param"] == "previous_response_id"
 
 
-def test_a_response_that_is_not_kept_may_continue_one_that_is(server: Server):
+def test_an_unstored_response_may_continue_a_stored_one(server: Server):
     first = server.create()
     server.create(previous_response_id=first["id"], store=False)
     assert server.roles() == ["user", "assistant", "user"]
 
 
-def test_an_answer_that_was_cut_is_kept_too():
+def test_an_incomplete_response_is_stored():
     server = Server([text("Hel"), finish("length")])
-    made = server.create()
-    assert made["status"] == "incomplete"
-    assert server("GET", f"{URL}/{made['id']}").json == made
+    created = server.create()
+    assert created["status"] == "incomplete"
+    assert server("GET", f"{URL}/{created['id']}").json == created
 
 
-def test_an_answer_that_nobody_waited_for_is_not_kept():
+def test_a_response_is_not_stored_after_a_disconnect():
     server = Server([text("Hel"), FOREVER])
-    reply = server("POST", URL, HI | {"stream": True}, leave=True)
+    reply = server("POST", URL, HI | {"stream": True}, disconnect=True)
     assert server.generate.num_closed == 1
-    begun = json.loads(reply.body.decode().split("\n\n")[0].partition("data: ")[2])
-    assert server("GET", f"{URL}/{begun['response']['id']}").status == 404
+    created = json.loads(reply.body.decode().split("\n\n")[0].partition("data: ")[2])
+    assert server("GET", f"{URL}/{created['response']['id']}").status == 404
 
 
-def test_an_answer_that_failed_is_not_kept():
+def test_a_failed_response_is_not_stored():
     server = Server([text("Hel"), AppError(ErrorKind.ENGINE, "out of memory")])
-    failed = streamed(server("POST", URL, HI | {"stream": True}))
+    failed = get_final_response(server("POST", URL, HI | {"stream": True}))
     assert failed["status"] == "failed"
     assert server("GET", f"{URL}/{failed['id']}").status == 404
     assert server("POST", URL, HI).status == 500
 
 
-def test_a_deleted_response_is_gone_and_cannot_be_continued(server: Server):
-    made = server.create()
-    path = f"{URL}/{made['id']}"
+def test_a_deleted_response_cannot_be_read_or_continued(server: Server):
+    created = server.create()
+    path = f"{URL}/{created['id']}"
     assert server("DELETE", path).json == {
-        "id": made["id"],
+        "id": created["id"],
         "object": "response",
         "deleted": True,
     }
     assert server("DELETE", path).status == 404
-    assert server("POST", URL, HI | {"previous_response_id": made["id"]}).status == 400
+    assert server("POST", URL, HI | {"previous_response_id": created["id"]}).status == 400
 
 
-def test_each_application_keeps_its_own(server: Server):
-    made = server.create()
-    assert Server()("GET", f"{URL}/{made['id']}").status == 404
+def test_each_application_has_its_own_store(server: Server):
+    created = server.create()
+    assert Server()("GET", f"{URL}/{created['id']}").status == 404
 
 
-def test_a_response_belongs_to_the_key_that_made_it():
+def test_a_response_belongs_to_the_key_that_created_it():
     server = Server(keys=("one", "other"))
-    made = server.create(key="one")
-    path = f"{URL}/{made['id']}"
+    created = server.create(key="one")
+    path = f"{URL}/{created['id']}"
     assert server("GET", path, key="other").status == 404
     assert server("GET", f"{path}/input_items", key="other").status == 404
     assert server("DELETE", path, key="other").status == 404
-    continued = HI | {"previous_response_id": made["id"]}
-    refused = server("POST", URL, continued, key="other")
-    assert (refused.status, refused.json["error"]["code"]) == (400, "previous_response_not_found")
+    continued = HI | {"previous_response_id": created["id"]}
+    reply = server("POST", URL, continued, key="other")
+    assert (reply.status, reply.json["error"]["code"]) == (400, "previous_response_not_found")
     assert server("POST", COUNT, continued, key="other").status == 400
-    assert server("GET", path, key="one").json == made
+    assert server("GET", path, key="one").json == created
 
 
-def test_large_responses_of_one_key_do_not_cost_another_one_its_own():
+def test_large_responses_of_one_key_do_not_evict_those_of_another():
     server = Server(keys=("light", "heavy"))
-    made = server.create(key="light")
+    created = server.create(key="light")
     large = [server.create(key="heavy", input="x" * (3 << 20))["id"] for _ in range(24)]
     found = [server("GET", f"{URL}/{id_}", key="heavy").status for id_ in (large[0], large[-1])]
     assert found == [404, 200]
-    assert server("GET", f"{URL}/{made['id']}", key="light").json == made
+    assert server("GET", f"{URL}/{created['id']}", key="light").json == created
     too_large = server.create(key="heavy", input="x" * (5 << 20))
-    refused = server("GET", f"{URL}/{too_large['id']}", key="heavy")
-    assert (refused.status, "larger than 4 MiB are not stored" in refused.body.decode()) == (
+    reply = server("GET", f"{URL}/{too_large['id']}", key="heavy")
+    assert (reply.status, "larger than 4 MiB are not stored" in reply.body.decode()) == (
         404,
         True,
     )
 
 
-def test_what_is_kept_is_told_as_documented(server: Server):
+def test_stored_responses_match_the_openapi_document(server: Server):
     path = f"{URL}/{server.create()['id']}"
-    for method, below in (("GET", ""), ("GET", "/input_items"), ("DELETE", "")):
-        operation = DOCUMENT["paths"][f"{URL}/{{response_id}}{below}"][method.lower()]
+    for method, suffix in (("GET", ""), ("GET", "/input_items"), ("DELETE", "")):
+        operation = DOCUMENT["paths"][f"{URL}/{{response_id}}{suffix}"][method.lower()]
         schema = operation["responses"]["200"]["content"]["application/json"]["schema"]
-        validator(schema).validate(server(method, path + below).json)
+        validator(schema).validate(server(method, path + suffix).json)
 
 
-def test_no_response_here_can_be_cancelled(server: Server):
-    made = server.create()
-    reply = server("POST", f"{URL}/{made['id']}/cancel")
+def test_responses_cannot_be_cancelled(server: Server):
+    created = server.create()
+    reply = server("POST", f"{URL}/{created['id']}/cancel")
     assert reply.status == 400
     assert "only background responses can be cancelled" in reply.error["message"]
     assert server("POST", f"{URL}/none/cancel").status == 404
 
 
-def test_a_response_is_not_streamed_again(server: Server):
-    made = server.create()
-    reply = server("GET", f"{URL}/{made['id']}", query="stream=true")
+def test_a_stored_response_cannot_be_streamed(server: Server):
+    created = server.create()
+    reply = server("GET", f"{URL}/{created['id']}", query="stream=true")
     assert (reply.status, reply.error["param"]) == (400, "stream")
-    assert server("GET", f"{URL}/{made['id']}", query="stream=false").status == 200
+    assert server("GET", f"{URL}/{created['id']}", query="stream=false").status == 200
 
 
 # Lists
 
 
-def listed(server: Server, id_: str, query: str = "") -> Any:
+def list_input_items(server: Server, id_: str, query: str = "") -> Any:
     reply = server("GET", f"{URL}/{id_}/input_items", query=query)
     assert reply.status == 200, reply.body
     return reply.json
 
 
-def numbered(server: Server) -> str:
-    said = [{"id": f"msg_{n}", "role": "user", "content": str(n)} for n in range(5)]
-    return server.create(input=said)["id"]
+def create_with_five_items(server: Server) -> str:
+    items = [{"id": f"msg_{n}", "role": "user", "content": str(n)} for n in range(5)]
+    return server.create(input=items)["id"]
 
 
-def test_input_items_are_listed_from_the_newest_on(server: Server):
-    id_ = numbered(server)
-    page = listed(server, id_)
+def test_input_items_are_listed_newest_first(server: Server):
+    id_ = create_with_five_items(server)
+    page = list_input_items(server, id_)
     assert [item["id"] for item in page["data"]] == [f"msg_{n}" for n in (4, 3, 2, 1, 0)]
     assert page["object"] == "list"
     assert (page["first_id"], page["last_id"], page["has_more"]) == ("msg_4", "msg_0", False)
 
 
-def test_input_items_come_in_pages(server: Server):
-    id_ = numbered(server)
-    first = listed(server, id_, "limit=2&order=asc")
+def test_input_items_are_paginated(server: Server):
+    id_ = create_with_five_items(server)
+    first = list_input_items(server, id_, "limit=2&order=asc")
     assert ([item["id"] for item in first["data"]], first["has_more"]) == (["msg_0", "msg_1"], True)
-    rest = listed(server, id_, "limit=3&order=asc&after=msg_1")
+    rest = list_input_items(server, id_, "limit=3&order=asc&after=msg_1")
     assert [item["id"] for item in rest["data"]] == ["msg_2", "msg_3", "msg_4"]
     assert rest["has_more"] is False
-    assert listed(server, id_, "order=asc&after=msg_4")["data"] == []
+    assert list_input_items(server, id_, "order=asc&after=msg_4")["data"] == []
 
 
-def test_the_input_items_of_a_response_are_its_own(server: Server):
+def test_input_items_exclude_those_of_the_previous_response(server: Server):
     first = server.create()
     second = server.create(previous_response_id=first["id"], input="and?")
-    (item,) = listed(server, second["id"])["data"]
+    (item,) = list_input_items(server, second["id"])["data"]
     assert item["content"] == [{"type": "input_text", "text": "and?"}]
 
 
@@ -273,8 +273,8 @@ def test_the_input_items_of_a_response_are_its_own(server: Server):
         ("after=msg_9", "after"),
     ],
 )
-def test_a_query_that_cannot_be_obeyed_is_refused(server: Server, query: str, param: str):
-    reply = server("GET", f"{URL}/{numbered(server)}/input_items", query=query)
+def test_an_invalid_query_is_rejected(server: Server, query: str, param: str):
+    reply = server("GET", f"{URL}/{create_with_five_items(server)}/input_items", query=query)
     assert (reply.status, reply.error["param"]) == (400, param)
 
 
@@ -314,18 +314,18 @@ def test_the_tokens_of_a_request_are_counted(server: Server):
     }
     server.create(**{name: body[name] for name in ("instructions", "tools", "reasoning")})
     (counted,) = server.generate.tokenized_chats
-    assert replace(counted, admin=True) == server.asked
-    # nothing was generated for it, and nothing is kept
+    assert replace(counted, admin=True) == server.last_request
+    # the count generates nothing and stores nothing
     assert len(server.generate.opened) == 1
 
 
-def test_what_is_continued_counts_too(server: Server):
+def test_the_previous_response_is_counted_too(server: Server):
     first = server.create()
     reply = server("POST", COUNT, {**HI, "previous_response_id": first["id"]})
     assert reply.json["input_tokens"] == len("hiHellohi")
 
 
-def test_a_count_may_leave_out_model_and_input(server: Server):
+def test_a_count_may_omit_model_and_input(server: Server):
     reply = server("POST", COUNT, {"instructions": "Be brief.", "model": None})
     assert reply.json["input_tokens"] == len("Be brief.")
     assert server.generate.tokenized_chats[0].model == HI["model"]
@@ -341,13 +341,15 @@ def test_a_count_may_leave_out_model_and_input(server: Server):
         ({**HI, "flux": 1}, 400, "flux"),
     ],
 )
-def test_what_cannot_be_counted_is_named(server: Server, body: Any, status: int, param: str | None):
+def test_an_invalid_count_request_is_rejected(
+    server: Server, body: Any, status: int, param: str | None
+):
     reply = server("POST", COUNT, body)
     assert (reply.status, reply.error["param"]) == (status, param)
 
 
 def test_responses_are_not_compacted(server: Server):
-    """404, as every path that is not here: a 405 would say that another method compacts them."""
+    """404, as for every unknown path: a 405 would mean that another method compacts them."""
     reply = server("POST", f"{URL}/compact", HI)
     assert (reply.status, reply.error["code"]) == (404, "not_found")
     assert set(reply.error) == {"message", "type", "param", "code"}

@@ -1,5 +1,5 @@
-"""Answers of /v1/responses: what is streamed and what is collected are the same, event by event as
-OpenAI's SDK defines them."""
+"""Answers of /v1/responses: the stream and the body are the same, and each event is as OpenAI's SDK
+defines it."""
 
 import json
 import re
@@ -33,7 +33,7 @@ from app.core.events import (
 )
 from tests.fakes import finish, text
 
-# How OpenAI's SDK defines what a stream may say.
+# The events of a stream, as OpenAI's SDK defines them.
 EVENTS: dict[str, type[BaseModel]] = {
     "created": sdk.ResponseCreatedEvent,
     "in_progress": sdk.ResponseInProgressEvent,
@@ -58,8 +58,8 @@ ECHO = parse_responses_request(
 HEAD = ResponseMetadata(id="resp_1", created=1_700_000_000, echo=ECHO)
 
 
-def think(said: str) -> ReasoningDelta:
-    return ReasoningDelta(text=said)
+def think(text: str) -> ReasoningDelta:
+    return ReasoningDelta(text=text)
 
 
 def call(number: int, *pieces: str, name: str = "f") -> list[OutputEvent]:
@@ -68,41 +68,43 @@ def call(number: int, *pieces: str, name: str = "f") -> list[OutputEvent]:
 
 
 def token(raw: bytes) -> TokenLogprob:
-    said = TopLogprob(text=raw.decode(errors="replace"), token_bytes=raw, logprob=-0.5)
-    return TokenLogprob(text=said.text, token_bytes=raw, logprob=-0.5, top_logprobs=(said,))
+    candidate = TopLogprob(text=raw.decode(errors="replace"), token_bytes=raw, logprob=-0.5)
+    return TokenLogprob(
+        text=candidate.text, token_bytes=raw, logprob=-0.5, top_logprobs=(candidate,)
+    )
 
 
-def told(events: list[Any], error: AppError | None = None) -> list[Any]:
-    """What a stream says, frame by frame; it breaks off where there is an error."""
-    kept: list[Any] = []
-    frames = ResponseEventEncoder(ResponseBuilder(HEAD), kept.append)
-    said = b"".join(map(frames.feed, events))
-    said += frames.end() if error is None else frames.fail(error)
+def stream_payloads(events: list[Any], error: AppError | None = None) -> list[Any]:
+    """The payloads of a stream, frame by frame; it fails at the end if there is an error."""
+    stored: list[Any] = []
+    frames = ResponseEventEncoder(ResponseBuilder(HEAD), stored.append)
+    body = b"".join(map(frames.feed, events))
+    body += frames.end() if error is None else frames.fail(error)
     payloads: list[Any] = []
-    for frame in said.decode().removesuffix("\n\n").split("\n\n"):
+    for frame in body.decode().removesuffix("\n\n").split("\n\n"):
         name, data = frame.split("\n")
         payloads.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {payloads[-1]['type']}"
-    assert kept == ([payloads[-1]["response"]] if error is None else [])
+    assert stored == ([payloads[-1]["response"]] if error is None else [])
     return payloads
 
 
-def whole(events: list[Any]) -> Any:
+def collect(events: list[Any]) -> Any:
     return collect_response(ResponseBuilder(HEAD), events)
 
 
-def anonymous(response: Any) -> str:
-    """Without what differs from answer to answer."""
+def normalize_ids(response: Any) -> str:
+    """The response as JSON, with constant ids and times."""
     text = re.sub(r'"(msg|rs|fc)_[0-9a-f]{48}"', r'"\1"', json.dumps(response))
     return re.sub(r'"completed_at": \d+', '"completed_at": 0', text)
 
 
-def types(payloads: list[Any]) -> list[str]:
+def event_types(payloads: list[Any]) -> list[str]:
     return [payload["type"].removeprefix("response.") for payload in payloads]
 
 
-def test_a_message_comes_in_the_order_of_openai():
-    assert types(told([text("Hel"), text("lo"), finish()])) == [
+def test_the_events_of_a_message_are_in_openais_order():
+    assert event_types(stream_payloads([text("Hel"), text("lo"), finish()])) == [
         "created",
         "in_progress",
         "output_item.added",
@@ -116,9 +118,9 @@ def test_a_message_comes_in_the_order_of_openai():
     ]
 
 
-def test_reasoning_and_calls_are_items_of_their_own_in_the_order_in_which_they_were_said():
-    said = [think("Hm."), text("Wait."), *call(0, '{"a":', "1}"), *call(1, name="g")]
-    response = whole([*said, finish("tool_calls")])
+def test_reasoning_and_calls_are_separate_items_in_order():
+    events = [think("Hm."), text("Wait."), *call(0, '{"a":', "1}"), *call(1, name="g")]
+    response = collect([*events, finish("tool_calls")])
     assert [item["type"] for item in response["output"]] == [
         "reasoning",
         "message",
@@ -135,9 +137,9 @@ def test_reasoning_and_calls_are_items_of_their_own_in_the_order_in_which_they_w
     assert len({item["id"] for item in response["output"]}) == 4
 
 
-def test_a_call_is_named_before_its_arguments_come():
-    payloads = told([*call(0, '{"a"', ":1}"), finish("tool_calls")])
-    assert types(payloads)[2:-1] == [
+def test_a_call_item_has_its_name_before_the_arguments_are_streamed():
+    payloads = stream_payloads([*call(0, '{"a"', ":1}"), finish("tool_calls")])
+    assert event_types(payloads)[2:-1] == [
         "output_item.added",
         "function_call_arguments.delta",
         "function_call_arguments.delta",
@@ -148,29 +150,29 @@ def test_a_call_is_named_before_its_arguments_come():
     assert payloads[5]["arguments"] == '{"a":1}'
 
 
-def test_an_answer_that_was_cut_is_incomplete_and_so_is_its_last_item():
-    response = whole([think("Hm."), text("Hel"), finish("length")])
+def test_a_truncated_answer_and_its_last_item_are_incomplete():
+    response = collect([think("Hm."), text("Hel"), finish("length")])
     assert response["status"] == "incomplete"
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
     assert [item["status"] for item in response["output"]] == ["completed", "incomplete"]
     assert response["completed_at"] is None
 
 
-def test_an_answer_that_was_cut_amid_reasoning_has_no_message():
-    response = whole([think("Hm"), finish("length")])
+def test_an_answer_truncated_in_its_reasoning_has_no_message():
+    response = collect([think("Hm"), finish("length")])
     assert [item["type"] for item in response["output"]] == ["reasoning"]
 
 
-def test_an_answer_that_says_nothing_is_an_empty_message():
-    (message,) = whole([finish()])["output"]
+def test_an_empty_answer_is_an_empty_message():
+    (message,) = collect([finish()])["output"]
     assert message["content"][0]["text"] == ""
-    assert whole([finish("length")])["output"] == []
+    assert collect([finish("length")])["output"] == []
 
 
 def test_tokens_are_counted():
     usage = Usage(prompt_tokens=7, completion_tokens=5, cached_tokens=3, reasoning_tokens=2)
     timings = Timings(prefill_ns=1, decode_ns=2, total_ns=3)
-    response = whole([Finish(reason="stop", usage=usage, timings=timings)])
+    response = collect([Finish(reason="stop", usage=usage, timings=timings)])
     assert response["usage"] == {
         "input_tokens": 7,
         "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 4},
@@ -181,14 +183,14 @@ def test_tokens_are_counted():
     assert response["timings"]["cache_n"] == 3
 
 
-def test_logprobs_stand_in_the_message_and_in_its_deltas():
+def test_logprobs_are_in_the_message_and_in_its_deltas():
     events = [
         text("", token(b"\xe4\xbd")),
         text("你", token(b"\xa0")),
         text("", token(b"END")),
         finish(),
     ]
-    payloads = told(events)
+    payloads = stream_payloads(events)
     (delta,) = (p for p in payloads if p["type"] == "response.output_text.delta")
     assert [entry["bytes"] for entry in delta["logprobs"]] == [[0xE4, 0xBD], [0xA0]]
     (message,) = payloads[-1]["response"]["output"]
@@ -197,7 +199,7 @@ def test_logprobs_stand_in_the_message_and_in_its_deltas():
     assert scored[2]["top_logprobs"][0]["logprob"] == -0.5
 
 
-def test_tokens_of_reasoning_and_of_calls_are_not_those_of_a_message():
+def test_logprobs_of_a_message_exclude_reasoning_and_calls():
     events = [
         text("", token(b"Hm")),
         think("Hm"),
@@ -206,29 +208,29 @@ def test_tokens_of_reasoning_and_of_calls_are_not_those_of_a_message():
         *call(0, "{}"),
         finish("tool_calls"),
     ]
-    _, message, _ = whole(events)["output"]
+    _, message, _ = collect(events)["output"]
     assert [entry["token"] for entry in message["content"][0]["logprobs"]] == ["a"]
 
 
-def test_a_stream_that_breaks_off_tells_the_error_and_then_that_it_failed():
+def test_a_failing_stream_sends_an_error_event_and_then_a_failed_event():
     error = AppError(ErrorKind.ENGINE, "out of memory")
-    *_, said, failed = told([text("Hel")], error)
-    assert said["type"] == "error"
-    assert said["message"] == said["error"]["message"] == "out of memory"
-    assert said["code"] == said["error"]["code"] == "engine_error"
+    *_, error_event, failed = stream_payloads([text("Hel")], error)
+    assert error_event["type"] == "error"
+    assert error_event["message"] == error_event["error"]["message"] == "out of memory"
+    assert error_event["code"] == error_event["error"]["code"] == "engine_error"
     response = failed["response"]
     assert failed["type"] == "response.failed"
     assert response["status"] == "failed"
     assert response["error"] == {"code": "server_error", "message": "out of memory"}
     assert response["output"][0]["status"] == "incomplete"
     assert response["output"][0]["content"][0]["text"] == "Hel"
-    EVENTS["error"].model_validate(said)
+    EVENTS["error"].model_validate(error_event)
     EVENTS["failed"].model_validate(failed)
-    assert failed["sequence_number"] == said["sequence_number"] + 1
+    assert failed["sequence_number"] == error_event["sequence_number"] + 1
 
 
-def test_a_stream_that_breaks_off_at_once_still_begins():
-    assert types(told([], AppError(ErrorKind.ENGINE, "no"))) == [
+def test_a_stream_that_fails_at_once_still_has_the_first_events():
+    assert event_types(stream_payloads([], AppError(ErrorKind.ENGINE, "no"))) == [
         "created",
         "in_progress",
         "error",
@@ -240,38 +242,38 @@ def test_a_stream_that_breaks_off_at_once_still_begins():
     ("kind", "code"), [(ErrorKind.BUSY, "rate_limit_exceeded"), (ErrorKind.INVALID, "server_error")]
 )
 def test_a_response_fails_with_one_of_openais_codes(kind: ErrorKind, code: str):
-    assert told([], AppError(kind, "no"))[-1]["response"]["error"]["code"] == code
+    assert stream_payloads([], AppError(kind, "no"))[-1]["response"]["error"]["code"] == code
 
 
 WORDS = st.text(max_size=4)
-SPOKEN = st.one_of(
-    st.builds(lambda said: [think(said)], WORDS.filter(bool)),
-    st.builds(lambda said: [text(said, token(said.encode()))], WORDS),
+OUTPUT_PARTS = st.one_of(
+    st.builds(lambda words: [think(words)], WORDS.filter(bool)),
+    st.builds(lambda words: [text(words, token(words.encode()))], WORDS),
     st.lists(WORDS, max_size=3),
 )
 
 
 @st.composite
 def answers(draw: st.DrawFn) -> list[OutputEvent]:
-    said: list[OutputEvent] = []
+    events: list[OutputEvent] = []
     calls = 0
-    for part in draw(st.lists(SPOKEN, max_size=12)):
+    for part in draw(st.lists(OUTPUT_PARTS, max_size=12)):
         if all(isinstance(piece, str) for piece in part):
-            said += call(calls, *(str(piece) for piece in part))
+            events += call(calls, *(str(piece) for piece in part))
             calls += 1
         else:
-            said += [piece for piece in part if not isinstance(piece, str)]
-    return [*said, finish(draw(st.sampled_from(["stop", "length", "tool_calls"])))]
+            events += [piece for piece in part if not isinstance(piece, str)]
+    return [*events, finish(draw(st.sampled_from(["stop", "length", "tool_calls"])))]
 
 
 @given(answers())
-def test_whatever_is_said_is_streamed_as_it_is_collected(events: list[OutputEvent]):
-    payloads = told(events)
+def test_streamed_equals_collected(events: list[OutputEvent]):
+    payloads = stream_payloads(events)
     assert [payload["sequence_number"] for payload in payloads] == list(range(len(payloads)))
-    for type_, payload in zip(types(payloads), payloads, strict=True):
+    for type_, payload in zip(event_types(payloads), payloads, strict=True):
         EVENTS[type_].model_validate(payload)
     response = payloads[-1]["response"]
-    assert anonymous(response) == anonymous(whole(events))
+    assert normalize_ids(response) == normalize_ids(collect(events))
     done = [p["item"] for p in payloads if p["type"] == "response.output_item.done"]
     assert response["output"] == done
     assert [p["output_index"] for p in payloads if p["type"].endswith("item.added")] == list(
@@ -280,11 +282,11 @@ def test_whatever_is_said_is_streamed_as_it_is_collected(events: list[OutputEven
 
 
 @given(answers())
-def test_the_pieces_of_each_item_are_its_whole(events: list[OutputEvent]):
-    payloads = told(events)
-    for place, item in enumerate(payloads[-1]["response"]["output"]):
+def test_the_deltas_of_each_item_add_up_to_it(events: list[OutputEvent]):
+    payloads = stream_payloads(events)
+    for index, item in enumerate(payloads[-1]["response"]["output"]):
         pieces = "".join(
-            p["delta"] for p in payloads if "delta" in p and p["output_index"] == place
+            p["delta"] for p in payloads if "delta" in p and p["output_index"] == index
         )
         if item["type"] == "function_call":
             assert pieces == item["arguments"]
@@ -294,15 +296,15 @@ def test_the_pieces_of_each_item_are_its_whole(events: list[OutputEvent]):
 
 
 @given(answers())
-def test_nothing_that_was_said_is_lost(events: list[OutputEvent]):
-    """All texts in a row, as they were said."""
-    said = "".join(
+def test_no_output_is_lost(events: list[OutputEvent]):
+    """The texts of all events equal the texts of all items."""
+    expected = "".join(
         event.arguments if isinstance(event, ToolCallDelta) else event.text
         for event in events
         if isinstance(event, TextDelta | ReasoningDelta | ToolCallDelta)
     )
-    output = whole(events)["output"]
-    assert said == "".join(
+    output = collect(events)["output"]
+    assert expected == "".join(
         item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
         for item in output
     )

@@ -1,4 +1,4 @@
-"""Requests of /v1/responses: what each field comes to, and which are refused."""
+"""Requests of /v1/responses: the meaning of each field, and the rejected ones."""
 
 from typing import Any
 
@@ -40,21 +40,21 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
 def read(
-    kept: ResponseStore | None = None, /, *, shifts: bool = False, **fields: Any
+    responses: ResponseStore | None = None, /, *, context_shift: bool = False, **fields: Any
 ) -> ParsedResponsesRequest:
-    store = ResponseStores().for_caller("") if kept is None else kept
-    return parse_responses_request(HI | fields, MODEL, store, context_shift=shifts)
+    store = ResponseStores().for_caller("") if responses is None else responses
+    return parse_responses_request(HI | fields, MODEL, store, context_shift=context_shift)
 
 
-def messages(kept: ResponseStore | None = None, /, **fields: Any) -> tuple[Message, ...]:
-    prompt = read(kept, **fields).request.prompt
+def messages(responses: ResponseStore | None = None, /, **fields: Any) -> tuple[Message, ...]:
+    prompt = read(responses, **fields).request.prompt
     assert isinstance(prompt, Conversation)
     return prompt.messages
 
 
-def refused(*, shifts: bool = False, **fields: Any) -> AppError:
+def get_error(*, context_shift: bool = False, **fields: Any) -> AppError:
     with pytest.raises(AppError) as raised:
-        read(shifts=shifts, **fields)
+        read(context_shift=context_shift, **fields)
     assert raised.value.kind is ErrorKind.INVALID
     return raised.value
 
@@ -62,11 +62,11 @@ def refused(*, shifts: bool = False, **fields: Any) -> AppError:
 # Input
 
 
-def test_a_text_is_what_the_user_says():
+def test_a_string_input_is_a_user_message():
     assert messages() == (USER,)
 
 
-def test_a_text_becomes_an_item_like_any_other():
+def test_a_string_input_becomes_a_message_item():
     (item,) = read().input_items
     assert item.pop("id").startswith("msg_")
     assert item == {
@@ -77,8 +77,8 @@ def test_a_text_becomes_an_item_like_any_other():
     }
 
 
-def test_messages_need_no_type_and_their_parts_are_paragraphs():
-    said = [
+def test_messages_need_no_type_and_their_parts_are_joined_by_newlines():
+    items = [
         {"role": "developer", "content": "Be kind."},
         {
             "type": "message",
@@ -86,13 +86,13 @@ def test_messages_need_no_type_and_their_parts_are_paragraphs():
             "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}],
         },
     ]
-    assert messages(input=said) == (
+    assert messages(input=items) == (
         Message(role="developer", content="Be kind."),
         Message(role="user", content="a\nb"),
     )
 
 
-def test_an_answer_as_we_send_it_is_one_turn_of_the_assistant():
+def test_the_output_items_of_an_answer_are_one_assistant_message():
     answer = [
         {
             "id": "rs_1",
@@ -114,48 +114,69 @@ def test_an_answer_as_we_send_it_is_one_turn_of_the_assistant():
         {"id": "fc_1", "status": "completed", **CALL},
     ]
     turn = Message(role="assistant", content="Wait.", reasoning="Hm.", tool_calls=(CALLED,))
-    told = Message(role="tool", content="rain", tool_call_id="call_1", name="weather")
+    tool_result = Message(role="tool", content="rain", tool_call_id="call_1", name="weather")
     assert messages(input=[{"role": "user", "content": "hi"}, *answer, OUTPUT]) == (
         USER,
         turn,
-        told,
+        tool_result,
     )
 
 
-def test_two_calls_at_once_are_one_turn_and_a_call_after_their_outputs_is_another():
+def test_parallel_calls_are_one_message_and_a_call_after_their_outputs_is_another():
     second = CALL | {"call_id": "call_2", "arguments": ""}
     two = ToolCall(id="call_2", name="weather", arguments="{}")
     third = CALL | {"call_id": "call_3"}
     out2, out3 = (OUTPUT | {"call_id": f"call_{n}"} for n in (2, 3))
-    got = messages(input=[CALL, second, OUTPUT, out2, third, out3])
-    assert [message.role for message in got] == ["assistant", "tool", "tool", "assistant", "tool"]
-    assert got[0].tool_calls == (CALLED, two)
-    assert [call.id for call in got[3].tool_calls] == ["call_3"]
+    sent_messages = messages(input=[CALL, second, OUTPUT, out2, third, out3])
+    assert [message.role for message in sent_messages] == [
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+        "tool",
+    ]
+    assert sent_messages[0].tool_calls == (CALLED, two)
+    assert [call.id for call in sent_messages[3].tool_calls] == ["call_3"]
 
 
-def test_reasoning_without_its_text_is_left_out():
-    """As clients send it that keep only what is encrypted, and nothing is encrypted here."""
-    bare = {
+def test_reasoning_without_text_is_dropped():
+    """Clients that keep only encrypted reasoning send it so; this server encrypts nothing."""
+    reasoning = {
         "type": "reasoning",
         "id": "rs_1",
         "summary": [{"type": "summary_text", "text": "I thought."}],
         "encrypted_content": None,
     }
-    assert messages(input=[{"role": "user", "content": "hi"}, bare]) == (USER,)
+    assert messages(input=[{"role": "user", "content": "hi"}, reasoning]) == (USER,)
 
 
-def test_a_call_that_was_cut_off_was_never_made():
+def test_an_incomplete_call_is_dropped():
     cut = CALL | {"status": "incomplete", "arguments": '{"ci'}
-    said = {"role": "user", "content": "hi"}
-    assert messages(input=[said, cut, said]) == (USER, USER)
+    user = {"role": "user", "content": "hi"}
+    assert messages(input=[user, cut, user]) == (USER, USER)
 
 
-def test_an_output_may_be_parts():
+def test_a_call_output_may_consist_of_parts():
     parts = [{"type": "input_text", "text": "rain"}, {"type": "input_text", "text": "wind"}]
     assert messages(input=[CALL, OUTPUT | {"output": parts}])[1].content == "rain\nwind"
 
 
-def test_a_refusal_is_something_that_was_said():
+def test_a_call_of_a_custom_tool_and_its_output_are_a_call_of_a_function():
+    call = {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "*** End"}
+    output = {"type": "custom_tool_call_output", "call_id": "c", "output": "Done"}
+    made = ToolCall(id="c", name="patch", arguments='{"input":"*** End"}')
+    assert messages(input=[call, output]) == (
+        Message(role="assistant", content=None, tool_calls=(made,)),
+        Message(role="tool", content="Done", tool_call_id="c", name="patch"),
+    )
+
+
+def test_a_call_of_a_namespace_has_the_name_that_the_model_saw():
+    [turn] = messages(input=[CALL | {"namespace": "sky"}])
+    assert [call.name for call in turn.tool_calls] == ["sky__weather"]
+
+
+def test_a_refusal_is_content_of_the_assistant():
     content = [{"type": "refusal", "refusal": "No."}]
     assert messages(input=[{"role": "assistant", "content": content}])[0].content == "No."
 
@@ -171,51 +192,52 @@ def test_a_refusal_is_something_that_was_said():
         ({"role": "user", "content": [{"type": "output_text", "text": ""}]}, None),
         ({"role": "user", "content": 5}, "input.0.content"),
         (CALL | {"arguments": {}}, "input.0.arguments"),
-        (CALL | {"namespace": "n"}, "input.0.namespace"),
+        (CALL | {"namespace": 5}, "input.0.namespace"),
+        ({"type": "custom_tool_call", "call_id": "c", "name": "n"}, "input.0.input"),
         (CALL | {"status": "late"}, "input.0.status"),
         (OUTPUT | {"output": None}, "input.0.output"),
         ({"type": "function_call_output", "output": "x"}, "input.0.call_id"),
-        ({"type": "reasoning", "encrypted_content": "gAAA"}, "input.0.encrypted_content"),
+        ({"type": "reasoning", "encrypted_content": 5}, "input.0.encrypted_content"),
         ({"type": "reasoning", "content": [{"type": "x", "text": ""}]}, "input.0.content.0.type"),
         ("hi", "input.0"),
         ({}, "input.0.id"),
     ],
 )
-def test_an_item_is_refused_by_its_place(item: Any, param: str | None):
-    assert refused(input=[item]).param == (param or "input.0.content.0.type")
+def test_an_invalid_item_is_named_by_its_index(item: Any, param: str | None):
+    assert get_error(input=[item]).param == (param or "input.0.content.0.type")
 
 
 @pytest.mark.parametrize("nothing", [[], [{"type": "reasoning"}]])
-def test_there_must_be_something_to_answer(nothing: Any):
-    assert refused(input=nothing).param == "input"
+def test_empty_input_is_rejected(nothing: Any):
+    assert get_error(input=nothing).param == "input"
 
 
 # Instructions
 
 
-def test_instructions_stand_first():
+def test_instructions_are_the_first_message():
     assert messages(instructions="Be brief.")[0] == Message(role="system", content="Be brief.")
 
 
-def test_instructions_and_what_the_conversation_begins_with_are_one_message():
-    """Many templates take one system message at the beginning and refuse or lose a second."""
-    said = [
+def test_instructions_and_a_leading_developer_message_are_merged():
+    """Many templates accept one system message at the start and reject or drop a second one."""
+    items = [
         {"role": "developer", "content": "Use tools."},
         {"role": "user", "content": "hi"},
         {"role": "developer", "content": "Now hurry."},
     ]
-    assert messages(instructions="Be brief.", input=said) == (
+    assert messages(instructions="Be brief.", input=items) == (
         Message(role="system", content="Be brief.\n\nUse tools."),
         USER,
         Message(role="developer", content="Now hurry."),
     )
 
 
-# What was kept
+# Stored responses
 
 
-def stored() -> ResponseStore:
-    """Two responses, the second one ended with a call."""
+def build_store() -> ResponseStore:
+    """A store with two responses; the second one ends with a tool call."""
     store = ResponseStores().for_caller("")
     first = StoredResponse(
         id="resp_1",
@@ -239,31 +261,31 @@ def stored() -> ResponseStore:
 
 
 def test_a_response_is_continued_without_its_instructions():
-    got = messages(stored(), previous_response_id="resp_2", input=[OUTPUT])
-    assert [(message.role, message.content) for message in got] == [
+    sent_messages = messages(build_store(), previous_response_id="resp_2", input=[OUTPUT])
+    assert [(message.role, message.content) for message in sent_messages] == [
         ("user", "a"),
         ("assistant", "b"),
         ("user", "c"),
         ("assistant", None),
         ("tool", "rain"),
     ]
-    assert got[3].tool_calls == (CALLED,)
+    assert sent_messages[3].tool_calls == (CALLED,)
 
 
-def test_a_response_may_be_continued_by_nothing_new():
-    parsed = read(stored(), previous_response_id="resp_1", input=[])
+def test_a_response_may_be_continued_without_new_input():
+    parsed = read(build_store(), previous_response_id="resp_1", input=[])
     assert parsed.input_items == []
     assert isinstance(parsed.request.prompt, Conversation)
     assert len(parsed.request.prompt.messages) == 2
 
 
-def test_only_the_new_items_are_kept_again():
-    parsed = read(stored(), previous_response_id="resp_2", input=[OUTPUT])
+def test_only_the_new_items_are_stored():
+    parsed = read(build_store(), previous_response_id="resp_2", input=[OUTPUT])
     assert [item["type"] for item in parsed.input_items] == ["function_call_output"]
     assert parsed.previous_response_id == "resp_2"
 
 
-def test_an_earlier_call_with_broken_arguments_is_told_as_it_was():
+def test_malformed_arguments_of_a_stored_call_are_kept_in_an_object():
     store = ResponseStores().for_caller("")
     body = (
         b'{"output":[{"type":"function_call","id":"f","call_id":"c","name":"n",'
@@ -279,12 +301,12 @@ def test_an_earlier_call_with_broken_arguments_is_told_as_it_was():
 
 
 @pytest.mark.parametrize("reference", [{"type": "item_reference", "id": "m2"}, {"id": "m2"}])
-def test_an_item_may_be_referred_to(reference: Any):
-    got = messages(stored(), input=[reference, {"role": "user", "content": "hi"}])
-    assert got == (Message(role="assistant", content="b"), USER)
+def test_an_item_may_be_referenced(reference: Any):
+    sent_messages = messages(build_store(), input=[reference, {"role": "user", "content": "hi"}])
+    assert sent_messages == (Message(role="assistant", content="b"), USER)
 
 
-def test_an_item_that_is_not_kept_is_not_found():
+def test_an_unknown_item_reference_is_not_found():
     with pytest.raises(AppError) as raised:
         read(input=[{"type": "item_reference", "id": "none"}])
     assert (raised.value.kind, raised.value.param) == (ErrorKind.NOT_FOUND, "input.0.id")
@@ -293,7 +315,7 @@ def test_an_item_that_is_not_kept_is_not_found():
 # Tools
 
 
-def test_functions_are_flat():
+def test_function_definitions_are_flat():
     tool, other = read(tools=[WEATHER, TIME]).request.tools
     assert tool == Tool(
         name="weather",
@@ -305,14 +327,14 @@ def test_functions_are_flat():
     assert other.strict is False
 
 
-def test_clients_may_speak_of_tools_where_there_are_none():
+def test_tool_options_are_accepted_without_tools():
     request = read(tools=[], tool_choice="auto", parallel_tool_calls=False).request
     assert request.tools == ()
     assert read(tool_choice="none").echo["tool_choice"] == "none"
 
 
 @pytest.mark.parametrize(
-    ("choice", "wanted", "left"),
+    ("choice", "expected", "num_left"),
     [
         (None, "auto", 2),
         ("none", "none", 2),
@@ -329,10 +351,10 @@ def test_clients_may_speak_of_tools_where_there_are_none():
         ),
     ],
 )
-def test_a_choice_of_tools_is_honoured_and_repeated(choice: Any, wanted: Any, left: int):
+def test_tool_choice_is_applied_and_echoed(choice: Any, expected: Any, num_left: int):
     parsed = read(tools=[WEATHER, TIME], tool_choice=choice, parallel_tool_calls=False)
-    assert parsed.request.tool_choice == wanted
-    assert len(parsed.request.tools) == left
+    assert parsed.request.tool_choice == expected
+    assert len(parsed.request.tools) == num_left
     assert parsed.request.parallel_tool_calls is False
     assert parsed.echo["tool_choice"] == (choice or "auto")
     assert len(parsed.echo["tools"]) == 2
@@ -341,8 +363,7 @@ def test_a_choice_of_tools_is_honoured_and_repeated(choice: Any, wanted: Any, le
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-        ({"tools": [{"type": "custom", "name": "x"}]}, "tools.0.type"),
+        ({"tools": [{"type": "invented"}]}, "tools.0.type"),
         ({"tools": [WEATHER | {"output_schema": {}}]}, "tools.0.output_schema"),
         ({"tools": [WEATHER | {"defer_loading": True}]}, "tools.0.defer_loading"),
         ({"tools": [WEATHER, WEATHER]}, "tools.1.name"),
@@ -355,22 +376,22 @@ def test_a_choice_of_tools_is_honoured_and_repeated(choice: Any, wanted: Any, le
         ),
     ],
 )
-def test_tools_that_cannot_be_had_are_refused(fields: Any, param: str):
-    assert refused(**fields).param == param
+def test_unsupported_tools_are_rejected(fields: Any, param: str):
+    assert get_error(**fields).param == param
 
 
-def test_parameters_as_deep_as_the_last_event_can_repeat_them_are_the_limit():
+def test_parameters_may_be_as_deep_as_the_final_event_can_echo():
     def deep(levels: int) -> Any:
         return {"not": deep(levels - 1)} if levels else {}
 
     read(tools=[TIME | {"parameters": deep(200)}])
-    assert refused(tools=[TIME | {"parameters": deep(251)}]).param == "tools"
+    assert get_error(tools=[TIME | {"parameters": deep(251)}]).param == "tools"
 
 
-# The form of the answer
+# Text formats
 
 
-def test_a_schema_is_the_form_of_the_answer():
+def test_a_text_format_may_be_a_schema():
     format_ = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
     parsed = read(text={"format": format_})
     assert parsed.request.grammar == JsonSchema(
@@ -379,12 +400,12 @@ def test_a_schema_is_the_form_of_the_answer():
     assert parsed.echo["text"] == {"format": format_, "verbosity": "medium"}
 
 
-def test_any_object_may_be_the_form():
+def test_a_text_format_may_be_any_json_object():
     parsed = read(text={"format": {"type": "json_object"}})
     assert parsed.request.grammar == JsonSchema(text='{"type":"object"}', param="text.format")
 
 
-def test_a_call_that_must_be_made_leaves_no_text_that_could_have_a_form():
+def test_the_text_format_is_ignored_if_a_tool_call_is_required():
     form = {"format": {"type": "json_object"}}
     assert read(tools=[TIME], tool_choice="required", text=form).request.grammar is None
 
@@ -392,7 +413,7 @@ def test_a_call_that_must_be_made_leaves_no_text_that_could_have_a_form():
 @pytest.mark.parametrize(
     ("text", "param"),
     [
-        ({"verbosity": "low"}, "text.verbosity"),
+        ({"verbosity": "loud"}, "text.verbosity"),
         ({"format": {"type": "grammar"}}, "text.format.type"),
         ({"format": {"type": "text", "schema": {}}}, "text.format.schema"),
         ({"format": {"type": "json_schema", "schema": {}}}, "text.format.name"),
@@ -400,14 +421,14 @@ def test_a_call_that_must_be_made_leaves_no_text_that_could_have_a_form():
         ({"format": {"type": "json_schema", "name": "n", "schema": {}, "x": 1}}, "text.format.x"),
     ],
 )
-def test_a_form_that_cannot_be_had_is_refused(text: Any, param: str):
-    assert refused(text=text).param == param
+def test_an_unsupported_text_format_is_rejected(text: Any, param: str):
+    assert get_error(text=text).param == param
 
 
 # Everything else
 
 
-def test_knobs_reach_the_sampler():
+def test_sampling_fields_reach_the_sampler():
     parsed = read(temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=3, stop="END")
     assert parsed.request.sampling == {
         "temperature": 0.5,
@@ -421,19 +442,21 @@ def test_knobs_reach_the_sampler():
     assert read().echo["temperature"] is None
 
 
-def test_the_length_is_limited():
+def test_max_output_tokens_is_read():
     assert read(max_output_tokens=20).request.max_tokens == 20
     assert read().request.max_tokens is None
 
 
-def test_effort_and_budget_of_thinking():
+def test_reasoning_effort_and_budget_are_read():
     parsed = read(reasoning={"effort": "low", "summary": "auto"}, thinking_budget=100)
-    assert parsed.request.reasoning == ReasoningOptions(effort="low", token_budget=100)
+    assert parsed.request.reasoning == ReasoningOptions(
+        effort="low", token_budget=100, param="reasoning.effort"
+    )
     assert parsed.echo["reasoning"] == {"effort": "low", "summary": None}
 
 
 @pytest.mark.parametrize(
-    ("fields", "wanted"),
+    ("fields", "expected"),
     [
         ({}, None),
         ({"top_logprobs": 0}, None),
@@ -443,12 +466,12 @@ def test_effort_and_budget_of_thinking():
         ({"top_logprobs": 5}, 5),
     ],
 )
-def test_logprobs_come_when_either_field_asks(fields: Any, wanted: int | None):
-    assert read(**fields).request.top_logprobs == wanted
+def test_either_field_requests_logprobs(fields: Any, expected: int | None):
+    assert read(**fields).request.top_logprobs == expected
 
 
-def test_what_is_only_noted_is_repeated():
-    noted: dict[str, Any] = {
+def test_informational_fields_are_echoed():
+    fields: dict[str, Any] = {
         "metadata": {"a": "b"},
         "user": "u",
         "safety_identifier": "s",
@@ -456,17 +479,17 @@ def test_what_is_only_noted_is_repeated():
         "max_tool_calls": 3,
         "store": False,
     }
-    echo = read(**noted).echo
-    assert {name: echo[name] for name in noted} == noted
+    echo = read(**fields).echo
+    assert {name: echo[name] for name in fields} == fields
 
 
-def test_keeping_is_the_default():
+def test_store_is_true_by_default():
     assert read().store
     assert read(store=None).store
     assert not read(store=False).store
 
 
-def test_values_that_change_nothing_may_stand():
+def test_neutral_values_are_accepted():
     read(
         background=False,
         truncation="disabled",
@@ -481,11 +504,11 @@ def test_values_that_change_nothing_may_stand():
     )
 
 
-def test_truncation_is_what_the_server_does():
-    assert read(shifts=True, truncation="auto").echo["truncation"] == "auto"
+def test_truncation_must_match_the_setting_of_the_server():
+    assert read(context_shift=True, truncation="auto").echo["truncation"] == "auto"
     assert read().echo["truncation"] == "disabled"
-    assert refused(truncation="auto").param == "truncation"
-    assert refused(shifts=True, truncation="disabled").param == "truncation"
+    assert get_error(truncation="auto").param == "truncation"
+    assert get_error(context_shift=True, truncation="disabled").param == "truncation"
 
 
 @pytest.mark.parametrize(
@@ -499,7 +522,7 @@ def test_truncation_is_what_the_server_does():
         ({"image": {}}, "image"),
         ({"access_programs": {}}, "access_programs"),
         ({"prompt_cache_options": {}}, "prompt_cache_options"),
-        ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+        ({"prompt_cache_retention": "1h"}, "prompt_cache_retention"),
         ({"service_tier": "flex"}, "service_tier"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
@@ -526,8 +549,8 @@ def test_truncation_is_what_the_server_does():
         ({"input": 5}, "input"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_its_name(fields: Any, param: str | None):
-    assert refused(**fields).param == (param or "stream_options.include_obfuscation")
+def test_unsupported_fields_are_named_in_the_error(fields: Any, param: str | None):
+    assert get_error(**fields).param == (param or "stream_options.include_obfuscation")
 
 
 def test_a_request_has_the_canonical_name_of_its_model():

@@ -1,8 +1,8 @@
-"""What every prefix cache policy must do. A test module binds `make_cache`, of module scope (the
+"""The contract of all prefix cache policies. A test module binds `make_cache`, of module scope (the
 property tests use it many times), and imports these tests. Up to PARALLEL leases run at once.
 
-The layers hold the ids themselves: content is compared at every lease, so that a wrong cut or a
-write into somebody else's caches cannot hide.
+The layers hold the ids themselves. The content is compared at every lease, which detects a wrong
+trim and a write into the caches of another lease.
 """
 
 import random
@@ -21,35 +21,39 @@ from tests.engine.prefix.harness import (
     prefill,
 )
 from tests.engine.prefix.histories import ALL, NAMES, History, Operation, random_operations
-from tests.engine.prefix.histories import WEIGHTS as WEIGHTS  # for a policy's own histories
+from tests.engine.prefix.histories import WEIGHTS as WEIGHTS  # for histories of a policy
 
 KINDS = ("k", "kk", "kw", "kr", "kwr")
 ALIGNMENTS = (1, 2, 4)
 
 every_kind = pytest.mark.parametrize("kinds", KINDS)
-every_grid = pytest.mark.parametrize("grid", ALIGNMENTS)
+every_alignment = pytest.mark.parametrize("alignment", ALIGNMENTS)
 
 
-@every_grid
+@every_alignment
 @every_kind
-def test_what_was_committed_is_there_when_a_prompt_goes_on(
-    make_cache: MakeCache, kinds: str, grid: int
+def test_a_committed_prefix_is_reused_by_a_longer_prompt(
+    make_cache: MakeCache, kinds: str, alignment: int
 ) -> None:
-    cache = make_cache(kinds, grid)
-    assert evaluate(cache, [1, 2, 3, 4, 5, 6, 7, 8], alignment=grid) == 0
-    assert evaluate(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9], alignment=grid) == 8
+    cache = make_cache(kinds, alignment)
+    assert evaluate(cache, [1, 2, 3, 4, 5, 6, 7, 8], alignment=alignment) == 0
+    assert evaluate(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9], alignment=alignment) == 8
 
 
 @pytest.mark.parametrize("kinds", ["k", "kk"])
-@every_grid
-def test_the_longest_common_prefix_is_shared(make_cache: MakeCache, kinds: str, grid: int) -> None:
-    cache = make_cache(kinds, grid)
-    evaluate(cache, [1, 2, 3, 4, 5, 6, 7, 8], alignment=grid)
-    assert evaluate(cache, [1, 2, 3, 4, 5, 6, 0, 0], alignment=grid) == 6 // grid * grid
+@every_alignment
+def test_the_longest_common_prefix_is_shared(
+    make_cache: MakeCache, kinds: str, alignment: int
+) -> None:
+    cache = make_cache(kinds, alignment)
+    evaluate(cache, [1, 2, 3, 4, 5, 6, 7, 8], alignment=alignment)
+    assert (
+        evaluate(cache, [1, 2, 3, 4, 5, 6, 0, 0], alignment=alignment) == 6 // alignment * alignment
+    )
 
 
 @pytest.mark.parametrize("kinds", ["k", "kk"])
-def test_one_id_is_always_left_to_evaluate(make_cache: MakeCache, kinds: str) -> None:
+def test_at_least_one_id_is_left_to_evaluate(make_cache: MakeCache, kinds: str) -> None:
     cache = make_cache(kinds, 1)
     evaluate(cache, [1, 2, 3])
     assert evaluate(cache, [1, 2, 3]) == 2
@@ -58,16 +62,14 @@ def test_one_id_is_always_left_to_evaluate(make_cache: MakeCache, kinds: str) ->
 
 
 @every_kind
-def test_what_was_evaluated_before_a_cancel_is_kept(make_cache: MakeCache, kinds: str) -> None:
+def test_ids_evaluated_before_a_cancel_stay_cached(make_cache: MakeCache, kinds: str) -> None:
     cache = make_cache(kinds, 1)
     evaluate(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9], upto=6)
     assert evaluate(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 6
 
 
 @every_kind
-def test_a_lease_that_never_evaluated_anything_takes_nothing_away(
-    make_cache: MakeCache, kinds: str
-) -> None:
+def test_a_lease_that_evaluates_nothing_removes_nothing(make_cache: MakeCache, kinds: str) -> None:
     cache = make_cache(kinds, 1)
     evaluate(cache, [1, 2, 3])
     lease = begin(cache, [1, 2, 3, 4])
@@ -75,7 +77,7 @@ def test_a_lease_that_never_evaluated_anything_takes_nothing_away(
     assert evaluate(cache, [1, 2, 3, 4]) == 3
 
 
-def test_keep_cuts_where_layers_can_be_cut_and_is_ignored_where_not(make_cache: MakeCache) -> None:
+def test_keep_trims_layers_that_can_be_trimmed(make_cache: MakeCache) -> None:
     for kinds, cached in (("k", 2), ("kk", 2), ("kr", 8), ("kw", 8)):
         cache = make_cache(kinds, 1)
         lease = begin(cache, [1, 2, 3, 4, 5, 6, 7, 8])
@@ -84,8 +86,8 @@ def test_keep_cuts_where_layers_can_be_cut_and_is_ignored_where_not(make_cache: 
         assert evaluate(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == cached
 
 
-def test_only_what_every_layer_has_seen_is_remembered(make_cache: MakeCache) -> None:
-    """A step that fails half-way leaves layers of different lengths."""
+def test_only_ids_evaluated_by_every_layer_are_cached(make_cache: MakeCache) -> None:
+    """A step that fails midway leaves layers of different lengths."""
     cache = make_cache("kk", 1)
     lease = begin(cache, [1, 2, 3, 4])
     lease.kv[0].feed([1, 2, 3])
@@ -95,7 +97,7 @@ def test_only_what_every_layer_has_seen_is_remembered(make_cache: MakeCache) -> 
     assert evaluate(cache, [1, 2, 3, 4]) == 2
 
 
-def test_an_id_evaluated_beyond_those_known_is_not_remembered(make_cache: MakeCache) -> None:
+def test_an_id_evaluated_after_the_known_ones_is_not_cached(make_cache: MakeCache) -> None:
     """The engine evaluates one token before it knows its value."""
     cache = make_cache("kk", 1)
     lease = begin(cache, [1, 2, 3])
@@ -105,7 +107,7 @@ def test_an_id_evaluated_beyond_those_known_is_not_remembered(make_cache: MakeCa
 
 
 @every_kind
-def test_discarded_caches_serve_nobody_and_a_lease_ends_once(
+def test_discarded_caches_are_not_reused_and_a_lease_ends_once(
     make_cache: MakeCache, kinds: str
 ) -> None:
     cache = make_cache(kinds, 1)
@@ -121,9 +123,7 @@ def test_discarded_caches_serve_nobody_and_a_lease_ends_once(
 
 
 @every_kind
-def test_a_discard_after_a_hit_leaves_nothing_doubtful_behind(
-    make_cache: MakeCache, kinds: str
-) -> None:
+def test_a_discard_after_a_hit_leaves_no_wrong_content(make_cache: MakeCache, kinds: str) -> None:
     cache = make_cache(kinds, 1)
     evaluate(cache, [1, 2, 3])
     lease = begin(cache, [1, 2, 3, 4, 5])
@@ -134,7 +134,7 @@ def test_a_discard_after_a_hit_leaves_nothing_doubtful_behind(
 
 
 @every_kind
-def test_no_reuse_serves_nothing_and_still_remembers(make_cache: MakeCache, kinds: str) -> None:
+def test_reuse_false_skips_the_lookup_and_still_caches(make_cache: MakeCache, kinds: str) -> None:
     cache = make_cache(kinds, 1)
     evaluate(cache, [1, 2, 3])
     lease = begin(cache, [1, 2, 3, 4], reuse=False)
@@ -147,7 +147,7 @@ def test_no_reuse_serves_nothing_and_still_remembers(make_cache: MakeCache, kind
 
 
 @pytest.mark.parametrize("kinds", ["k", "kk"])
-def test_a_miss_says_where_and_why(make_cache: MakeCache, kinds: str) -> None:
+def test_a_miss_has_a_position_and_a_reason(make_cache: MakeCache, kinds: str) -> None:
     cache = make_cache(kinds, 1)
     lease = begin(cache, [1, 2, 3])
     assert lease.miss is not None
@@ -165,7 +165,7 @@ def test_a_miss_says_where_and_why(make_cache: MakeCache, kinds: str) -> None:
     lease.commit([1, 2, 3], keep=3)
 
 
-def test_a_miss_for_want_of_a_state_says_so(make_cache: MakeCache) -> None:
+def test_a_miss_without_a_state_has_its_own_reason(make_cache: MakeCache) -> None:
     cache = make_cache("kr", 1)
     evaluate(cache, [1, 2, 3, 4, 5, 6])
     lease = begin(cache, [1, 2, 3, 7, 8])
@@ -176,19 +176,19 @@ def test_a_miss_for_want_of_a_state_says_so(make_cache: MakeCache) -> None:
 
 
 @every_kind
-def test_room_for_the_prompt_is_made_before_it_is_evaluated(
+def test_capacity_for_the_prompt_is_reserved_before_it_is_evaluated(
     make_cache: MakeCache, kinds: str
 ) -> None:
     cache = make_cache(kinds, 1)
     for ids in ([1, 2, 3], [1, 2, 3, *range(20)], [1, 2, 3, *range(30)]):
         lease = begin(cache, ids)
-        assert all(layer.room >= len(ids) for layer in lease.kv if layer.sliceable)
+        assert all(layer.reserved >= len(ids) for layer in lease.kv if layer.sliceable)
         prefill(lease, ids)
         lease.commit(ids, keep=len(ids))
 
 
 @every_kind
-def test_what_is_on_loan_is_not_counted_and_what_is_given_up_is_free(
+def test_leased_bytes_do_not_count_and_evicted_bytes_are_free(
     make_cache: MakeCache, kinds: str
 ) -> None:
     cache = make_cache(kinds, 1)
@@ -210,7 +210,7 @@ def test_what_is_on_loan_is_not_counted_and_what_is_given_up_is_free(
 
 
 @every_kind
-def test_clearing_forgets_all_and_is_no_eviction(make_cache: MakeCache, kinds: str) -> None:
+def test_clear_removes_everything_and_is_not_an_eviction(make_cache: MakeCache, kinds: str) -> None:
     cache = make_cache(kinds, 1)
     evaluate(cache, [1, 2, 3])
     cache.clear()
@@ -220,15 +220,15 @@ def test_clearing_forgets_all_and_is_no_eviction(make_cache: MakeCache, kinds: s
 
 
 @every_kind
-def test_leases_that_begin_alike_never_write_into_one_another(
+def test_leases_with_a_common_prefix_never_write_into_each_other(
     make_cache: MakeCache, kinds: str
 ) -> None:
     cache = make_cache(kinds, 1)
     evaluate(cache, [1, 2, 3, 4])
     prompts = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 5, 7]]
     leases = [begin(cache, prompt) for prompt in prompts]
-    held = [id(layer) for lease in leases for layer in lease.kv]
-    assert len(set(held)) == len(held)
+    layer_ids = [id(layer) for lease in leases for layer in lease.kv]
+    assert len(set(layer_ids)) == len(layer_ids)
     for lease, prompt in zip(leases, prompts, strict=True):
         prefill(lease, prompt)
     for lease, prompt in zip(leases, prompts, strict=True):
@@ -244,22 +244,23 @@ operations = st.lists(st.tuples(st.sampled_from(NAMES), numbers, numbers, number
 
 @every_kind
 @settings(max_examples=40)
-@given(operations=operations, grid=st.sampled_from(ALIGNMENTS))
-def test_any_history_keeps_every_promise(
-    make_cache: MakeCache, kinds: str, operations: list[Operation], grid: int
+@given(operations=operations, alignment=st.sampled_from(ALIGNMENTS))
+def test_any_history_keeps_the_contract(
+    make_cache: MakeCache, kinds: str, operations: list[Operation], alignment: int
 ) -> None:
-    History(make_cache(kinds, grid), grid).play(operations)
+    History(make_cache(kinds, alignment), alignment).play(operations)
 
 
 @pytest.mark.no_cover
+@pytest.mark.exhaustive
 @every_kind
-def test_thousands_of_long_histories_keep_every_promise(make_cache: MakeCache, kinds: str) -> None:
-    """Longer than what hypothesis likes to draw, and more of them: 400 for each kind of layers."""
+def test_many_long_histories_keep_the_contract(make_cache: MakeCache, kinds: str) -> None:
+    """Longer histories than hypothesis draws, and more: 400 for each kind of layers."""
     for seed in range(400):
-        drawn = random_operations(random.Random(seed))
-        grid = ALIGNMENTS[seed % len(ALIGNMENTS)]
+        history = random_operations(random.Random(seed))
+        alignment = ALIGNMENTS[seed % len(ALIGNMENTS)]
         try:
-            History(make_cache(kinds, grid), grid).play(drawn)
+            History(make_cache(kinds, alignment), alignment).play(history)
         except Exception as failure:
-            failure.add_note(f"seed {seed}, grid {grid}")
+            failure.add_note(f"seed {seed}, alignment {alignment}")
             raise

@@ -1,4 +1,4 @@
-"""Long random histories of a prefix cache: whatever happens, everything is checked after it."""
+"""Long random histories of a prefix cache; everything is checked after each operation."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ ALL = 1 << 40
 
 @dataclass
 class RunningSequence:
-    """A sequence in a history: `ids` grow behind the prompt, as if sampled."""
+    """A sequence in a history: `ids` grow after the prompt, as if sampled."""
 
     lease: Lease[FakeLayer]
     ids: list[int]
@@ -22,7 +22,7 @@ class RunningSequence:
     fed: int = 0
 
     def feed(self, count: int) -> None:
-        """On to `count` ids more, but no further than the next checkpoint position."""
+        """Evaluate `count` more ids, but stop at the next checkpoint position."""
         end = self.fed + count
         if self.checkpoint_positions:
             end = min(end, self.checkpoint_positions[0])
@@ -34,7 +34,7 @@ class RunningSequence:
             self.lease.publish(self.ids[:end])
 
 
-# what to do, and three numbers that say how
+# the name of an operation, and three numbers for its parameters
 Operation = tuple[str, int, int, int]
 NAMES = ("begin", "feed", "feed", "publish", "commit", "cancel", "discard", "evict", "clear")
 WEIGHTS = (8, 6, 6, 3, 5, 3, 1, 1, 0.2)
@@ -63,24 +63,26 @@ class History:
             self.commit(running, 0, 0)
             self.check()
         self.evict(0, 0, 0)
-        assert self.cache.nbytes == 0, "nothing is on loan and something is left"
+        assert self.cache.nbytes == 0, "bytes are left without a lease"
 
     def check(self) -> None:
         self.cache.check()
         self.also()
-        held = [id(layer) for running in self.running for layer in running.lease.kv]
-        assert len(set(held)) == len(held), "two leases hold one layer"
+        layer_ids = [id(layer) for running in self.running for layer in running.lease.kv]
+        assert len(set(layer_ids)) == len(layer_ids), "two leases hold one layer"
         for running in self.running:
             assert_holds(running.lease, running.ids[: running.fed])
 
     def begin(self, a: int, b: int, c: int) -> None:
-        # small alphabets and old prompts that go on, so that prefixes collide
+        # small alphabets and continued prompts, so that prefixes collide
         ids = [int(digit) for digit in _ternary(b * 1009 + c)]
         if self.prompts and a % 3:
             earlier = self.prompts[b % len(self.prompts)]
             ids = earlier[: len(earlier) - a % 4] + ids[: 1 + c % 6]
-        marks = sorted({1 + b % len(ids), 1 + c % len(ids)})
-        lease = begin(self.cache, ids, alignment=self.alignment, turn_ends=marks, reuse=a % 11 != 0)
+        turn_ends = sorted({1 + b % len(ids), 1 + c % len(ids)})
+        lease = begin(
+            self.cache, ids, alignment=self.alignment, turn_ends=turn_ends, reuse=a % 11 != 0
+        )
         self.prompts.append(ids)
         self.running.append(
             RunningSequence(lease, list(ids), list(lease.checkpoint_positions), lease.cached)
@@ -94,7 +96,7 @@ class History:
             running.lease.publish(running.ids[: running.fed])
 
     def commit(self, running: RunningSequence, b: int, c: int) -> None:
-        """b: whether one id more was evaluated than is known."""
+        """b: whether one more id was evaluated than is known."""
         self.running.remove(running)
         known = running.ids[: running.fed]
         if b % 3 == 1:
@@ -103,7 +105,7 @@ class History:
         self.prompts.append([*known, c % 3])
 
     def cancel(self, running: RunningSequence, b: int, c: int) -> None:
-        """Somewhere in the middle; perhaps a step failed after its first layer."""
+        """At any position; b: whether a step failed after its first layer."""
         self.running.remove(running)
         known = running.ids[: running.fed]
         if b % 3 == 1:
@@ -119,10 +121,10 @@ class History:
 
     def evict(self, a: int, b: int, c: int) -> None:
         before, evictions = self.cache.nbytes, self.cache.evictions
-        wanted = 1 + b % (2 * before + 1) if b else ALL
-        freed = self.cache.evict(wanted)
+        requested = 1 + b % (2 * before + 1) if b else ALL
+        freed = self.cache.evict(requested)
         assert freed == before - self.cache.nbytes
-        assert freed >= min(wanted, before) or self.running
+        assert freed >= min(requested, before) or self.running
         assert self.cache.evictions > evictions or freed == 0 or self.running
 
     def clear(self, a: int, b: int, c: int) -> None:
@@ -139,7 +141,7 @@ def _ternary(number: int) -> str:
 
 
 def random_operations(draw: random.Random) -> list[Operation]:
-    """Many of the operations that build something up, few of those that tear all down."""
+    """Many operations that fill the cache, and few that empty it."""
     return [
         (name, draw.randrange(9973), draw.randrange(9973), draw.randrange(9973))
         for name in draw.choices(NAMES, WEIGHTS, k=60)

@@ -1,4 +1,4 @@
-"""Layer caches that hold the ids themselves, so that a wrong cut cannot hide."""
+"""Layer caches that hold the ids themselves, so that a wrong trim is detected."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,15 +9,14 @@ PER_STATE = 100
 
 @dataclass
 class FakeLayer:
-    """kind: k keeps every position; w the last `window` of them; r a sum of them all. ids: what it
-    stands for, from position 0, or from wherever its piece was taken. room: positions there is
-    room for (k only)."""
+    """kind: k keeps every position; w the last `window` of them; r a sum of all. ids: the content,
+    from position 0, or from the start of a slice. reserved: reserved positions (k only)."""
 
     kind: str = "k"
     window: int = 4
     ids: tuple[int, ...] = ()
-    room: int = 0
-    # every change, so that tests can tell who was written to
+    reserved: int = 0
+    # number of changes, so that tests can detect writes
     writes: int = field(default=0, compare=False)
 
     @property
@@ -28,7 +27,7 @@ class FakeLayer:
     def nbytes(self) -> int:
         match self.kind:
             case "k":
-                return PER_POSITION * max(len(self.ids), self.room)
+                return PER_POSITION * max(len(self.ids), self.reserved)
             case "w":
                 return PER_POSITION * min(len(self.ids), self.window)
             case _:
@@ -65,20 +64,20 @@ class FakeLayer:
         self.feed(other.ids[start:end])
 
     def reserve(self, length: int) -> None:
-        self.room = max(self.room, length) if self.sliceable else 0
+        self.reserved = max(self.reserved, length) if self.sliceable else 0
 
     def remove(self, start: int, end: int) -> None:
-        """Forget positions [start, end); what follows moves up. k only, as a context shift does."""
+        """Remove positions [start, end), as a context shift does; later ones move up. k only."""
         assert self.sliceable
         self.ids = self.ids[:start] + self.ids[end:]
         self.writes += 1
 
     def feed(self, ids: Sequence[int]) -> None:
-        """What a forward pass does."""
+        """Add ids, as a forward pass does."""
         self.ids += tuple(ids)
         self.writes += 1
 
 
 def layers(kinds: str, window: int = 4) -> list[FakeLayer]:
-    """One layer a letter."""
+    """One layer for each letter."""
     return [FakeLayer(kind, window) for kind in kinds]

@@ -1,4 +1,4 @@
-"""Looking inside the radix cache: what its stores hold."""
+"""Checks of the content of the radix cache."""
 
 from app.engine.prefix.radix import RadixPrefixCache
 from app.engine.prefix.radix_tree import RadixNode
@@ -25,6 +25,6 @@ def assert_consistent(cache: Cache) -> None:
 
 
 def idle_positions(cache: Cache) -> int:
-    """Positions that idle stores hold, free room left out."""
+    """Positions that idle stores hold, without their free capacity."""
     stores = {node.store for node in cache._tree.root.subtree()[1:]}
     return sum(store.end - store.base for store in stores if not store.live)

@@ -1,4 +1,4 @@
-"""The common prefix of ids, against the obvious loop."""
+"""The length of a common prefix, against a simple loop."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +9,7 @@ Ids = st.lists(st.integers(0, 1), max_size=20).map(tuple)
 
 
 @given(shared=Ids, a=Ids, b=Ids, at=st.integers(0, 5))
-def test_it_is_what_a_loop_would_find(
+def test_the_common_prefix_equals_that_of_a_loop(
     shared: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], at: int
 ) -> None:
     one, other = shared + a, (9,) * at + shared + b

@@ -1,4 +1,4 @@
-"""The radix prefix cache: the contract of all policies, and what is its own."""
+"""The radix prefix cache: the contract of all policies, and its own rules."""
 
 import random
 import statistics
@@ -33,16 +33,18 @@ def make_cache() -> MakeCache:
 
 @pytest.mark.no_cover
 @pytest.mark.parametrize("kinds", ["k", "kwr", "r", "w"])
-def test_in_any_history_every_node_is_backed_by_what_it_stands_for(kinds: str) -> None:
+def test_in_any_history_every_node_is_backed_by_its_ids(kinds: str) -> None:
     for seed in range(1000, 1150):
-        grid = ALIGNMENTS[seed % len(ALIGNMENTS)]
-        cache = cache_of(kinds, grid, checkpoint_every=3, max_bytes=(None, 400, 4000)[seed % 4 % 3])
+        alignment = ALIGNMENTS[seed % len(ALIGNMENTS)]
+        cache = cache_of(
+            kinds, alignment, checkpoint_every=3, max_bytes=(None, 400, 4000)[seed % 4 % 3]
+        )
         try:
-            History(cache, grid, lambda: assert_consistent(cache)).play(  # noqa: B023  # used at once
+            History(cache, alignment, lambda: assert_consistent(cache)).play(  # noqa: B023  # used at once
                 random_operations(random.Random(seed))
             )
         except Exception as failure:
-            failure.add_note(f"seed {seed}, grid {grid}")
+            failure.add_note(f"seed {seed}, alignment {alignment}")
             raise
 
 
@@ -52,28 +54,28 @@ Prompts = st.lists(
 
 
 @settings(max_examples=300)
-@given(prompts=Prompts, grid=st.sampled_from(ALIGNMENTS))
-def test_without_evictions_everything_that_was_ever_evaluated_is_found(
-    prompts: list[tuple[list[int], int]], grid: int
+@given(prompts=Prompts, alignment=st.sampled_from(ALIGNMENTS))
+def test_without_evictions_every_evaluated_prefix_is_found(
+    prompts: list[tuple[list[int], int]], alignment: int
 ) -> None:
-    """Up to five sequences overlap; what a running one has reached counts as well."""
-    cache, known = cache_of(alignment=grid), list[tuple[int, ...]]()
+    """Up to five sequences overlap; published prefixes of running ones count as well."""
+    cache, known = cache_of(alignment=alignment), list[tuple[int, ...]]()
     running: list[tuple[Lease[FakeLayer], list[int]]] = []
-    for ids, ends in prompts:
-        lease = begin(cache, ids, alignment=grid)
+    for ids, num_running in prompts:
+        lease = begin(cache, ids, alignment=alignment)
         best = max((common_prefix_length(k, tuple(ids)) for k in known), default=0)
-        assert lease.cached == min(best, len(ids) - 1) // grid * grid
+        assert lease.cached == min(best, len(ids) - 1) // alignment * alignment
         prefill(lease, ids)
-        known.append(tuple(ids)[: len(ids) // grid * grid])
+        known.append(tuple(ids)[: len(ids) // alignment * alignment])
         running.append((lease, ids))
-        while len(running) > ends:
-            ended, its = running.pop(ends // 2)
-            ended.commit(its, keep=len(its))
+        while len(running) > num_running:
+            ended, ended_ids = running.pop(num_running // 2)
+            ended.commit(ended_ids, keep=len(ended_ids))
             cache.check()
             assert_consistent(cache)
 
 
-def test_a_chat_that_goes_on_is_never_copied() -> None:
+def test_a_chat_that_continues_is_never_copied() -> None:
     cache = cache_of("kk")
     ids = [1, 2, 3]
     lease = begin(cache, ids)
@@ -88,14 +90,14 @@ def test_a_chat_that_goes_on_is_never_copied() -> None:
     assert cache.nbytes == 0
 
 
-def test_the_same_prompt_again_goes_on_in_the_same_caches() -> None:
+def test_a_repeated_prompt_continues_in_the_same_caches() -> None:
     cache = cache_of()
     evaluate(cache, [1, 2, 3, 4])
     lease = begin(cache, [1, 2, 3, 4])
     assert (lease.cached, cache.nbytes) == (3, 0)
 
 
-def test_caches_on_loan_serve_others_meanwhile() -> None:
+def test_leased_caches_serve_other_sequences() -> None:
     cache = cache_of()
     evaluate(cache, [1, 2, 3, 4])
     one = begin(cache, [1, 2, 3, 4, 5])
@@ -106,11 +108,11 @@ def test_caches_on_loan_serve_others_meanwhile() -> None:
     assert_consistent(cache)
 
 
-def test_what_conversations_share_is_held_once_when_they_rest() -> None:
+def test_a_shared_prefix_of_idle_conversations_is_held_once() -> None:
     cache = cache_of()
     system = list(range(100))
     leases = [(begin(cache, [*system, n]), [*system, n, n]) for n in range(200, 204)]
-    assert [lease.cached for lease, _ in leases] == [0] * 4, "nobody has reached anything yet"
+    assert [lease.cached for lease, _ in leases] == [0] * 4, "nothing is published yet"
     for lease, ids in leases:
         feed(lease, ids)
         lease.publish(ids)
@@ -128,14 +130,14 @@ def test_a_running_conversation_holds_only_a_shared_prefix_twice() -> None:
     assert idle_positions(cache) == 103 + 50
     lease = begin(cache, [*range(100), *range(200, 251)])
     assert lease.cached == 150
-    assert idle_positions(cache) == 103, "its own part is backed by the running caches"
+    assert idle_positions(cache) == 103, "its unshared part is backed by the running caches"
     assert begin(cache, [*range(100), *range(200, 260)]).cached == 150
     lease.commit([*range(100), *range(200, 250)], keep=150)
     assert_consistent(cache)
     assert idle_positions(cache) == 103 + 50
 
 
-def test_a_buffer_that_was_made_for_much_more_is_not_kept() -> None:
+def test_a_mostly_unused_buffer_is_not_kept() -> None:
     cache = cache_of()
     lease = begin(cache, list(range(1000)))
     feed(lease, range(10))
@@ -143,7 +145,7 @@ def test_a_buffer_that_was_made_for_much_more_is_not_kept() -> None:
     assert cache.nbytes == 10 * PER_POSITION
 
 
-def test_after_such_a_buffer_the_chat_goes_on_without_copies() -> None:
+def test_after_a_mostly_unused_buffer_the_chat_continues_without_copies() -> None:
     cache = cache_of()
     lease = begin(cache, list(range(1000)))
     feed(lease, range(10))
@@ -155,7 +157,7 @@ def test_after_such_a_buffer_the_chat_goes_on_without_copies() -> None:
     assert begin(cache, list(range(14))).kv[0] is layer
 
 
-def test_keep_takes_nothing_back_that_was_reached() -> None:
+def test_keep_removes_nothing_that_was_published() -> None:
     cache = cache_of("kw")
     lease = begin(cache, [1, 2, 3, 4])
     prefill(lease, [1, 2, 3, 4])
@@ -163,8 +165,8 @@ def test_keep_takes_nothing_back_that_was_reached() -> None:
     assert evaluate(cache, [1, 2, 3, 4, 5]) == 4
 
 
-def test_what_will_be_evaluated_again_is_kept_until_it_was() -> None:
-    """The last state cannot be cut back by one id, so the one before serves; then a cancel."""
+def test_a_state_is_kept_until_its_positions_are_evaluated_again() -> None:
+    """The last state cannot be trimmed by one id, so the previous one is used; then a cancel."""
     cache = cache_of("kr")
     evaluate(cache, [1, 2, 3, 4], turn_ends=[2])
     lease = begin(cache, [1, 2, 3, 4])
@@ -173,7 +175,7 @@ def test_what_will_be_evaluated_again_is_kept_until_it_was() -> None:
     assert evaluate(cache, [1, 2, 3, 4, 5]) == 4
 
 
-def test_a_discard_leaves_what_another_sequence_has_as_well() -> None:
+def test_a_discard_leaves_the_positions_of_other_sequences() -> None:
     cache = cache_of()
     one = begin(cache, [1, 2, 3, 4])
     prefill(one, [1, 2, 3, 4])
@@ -185,10 +187,12 @@ def test_a_discard_leaves_what_another_sequence_has_as_well() -> None:
     three = begin(cache, [1, 2, 3, 4])
     assert three.cached == 3
     two.discard()
-    assert begin(cache, [1, 2, 3, 4]).cached == 0, "nobody has reached it who is not in doubt"
+    assert begin(cache, [1, 2, 3, 4]).cached == 0, (
+        "the only sequence with this prefix was discarded"
+    )
 
 
-def test_a_discard_takes_along_what_hangs_on_it() -> None:
+def test_a_discard_removes_the_dependent_nodes() -> None:
     cache = cache_of()
     evaluate(cache, [1, 2, 3, 4])
     evaluate(cache, [1, 2, 5, 6])
@@ -199,19 +203,19 @@ def test_a_discard_takes_along_what_hangs_on_it() -> None:
     assert begin(cache, [1, 2, 5, 6]).cached == 0
 
 
-def test_the_state_is_kept_at_the_marks_where_prompts_part() -> None:
+def test_states_are_kept_at_the_first_and_the_last_two_turn_ends() -> None:
     cache = cache_of("kr")
     ids = list(range(20))
-    lease = begin(cache, ids, turn_ends=[5, 9, 12, 17])
-    assert lease.checkpoint_positions == (5, 12, 17)
+    lease = begin(cache, ids, turn_ends=[3, 5, 7, 9, 12, 15, 17])
+    assert lease.checkpoint_positions == (3, 7, 9, 12, 15, 17)
     prefill(lease, ids)
     lease.commit(ids, keep=20)
-    for marked in (5, 12, 17):
-        assert evaluate(cache, [*range(marked), 99]) == marked
+    for position in (3, 7, 9, 12, 15, 17):
+        assert evaluate(cache, [*range(position), 99]) == position
     assert_consistent(cache)
 
 
-def test_where_prompts_were_seen_to_part_the_next_one_is_served() -> None:
+def test_a_state_is_kept_where_prompts_diverged() -> None:
     cache = cache_of("kr")
     evaluate(cache, [1, 2, 3, 4, 5])
     lease = begin(cache, [1, 2, 3, 6, 7])
@@ -221,7 +225,7 @@ def test_where_prompts_were_seen_to_part_the_next_one_is_served() -> None:
     assert evaluate(cache, [1, 2, 3, 8]) == 3
 
 
-def test_long_prompts_leave_a_state_every_so_often() -> None:
+def test_long_prompts_keep_a_state_at_regular_intervals() -> None:
     cache = cache_of("kr", checkpoint_every=10)
     lease = begin(cache, list(range(35)))
     assert lease.checkpoint_positions == (10, 20, 30)
@@ -230,7 +234,7 @@ def test_long_prompts_leave_a_state_every_so_often() -> None:
     assert begin(cache_of("k", checkpoint_every=10), list(range(35))).checkpoint_positions == ()
 
 
-def test_on_a_grid_pauses_are_on_it_and_the_last_one_always_is_there() -> None:
+def test_checkpoint_positions_are_aligned_and_include_the_last() -> None:
     cache = cache_of("kr", alignment=4)
     ids = list(range(19))
     lease = begin(cache, ids, alignment=4, turn_ends=[6, 11])
@@ -241,7 +245,7 @@ def test_on_a_grid_pauses_are_on_it_and_the_last_one_always_is_there() -> None:
     assert begin(cache, [*ids, 19, 20], alignment=4).cached == 16
 
 
-def test_a_window_that_has_not_slid_is_cut_back_to_where_prompts_part() -> None:
+def test_a_window_that_has_not_slid_is_trimmed_to_the_common_prefix() -> None:
     cache = cache_of("kw")  # a window of four
     evaluate(cache, [1, 2, 3, 4])
     assert evaluate(cache, [1, 2, 5]) == 2
@@ -252,17 +256,17 @@ def test_a_window_that_has_not_slid_is_cut_back_to_where_prompts_part() -> None:
 IDS = 32_000
 
 
-def test_a_lookup_takes_no_longer_than_comparing_the_prompt() -> None:
+def test_a_lookup_is_as_fast_as_a_comparison_of_the_prompt() -> None:
     """Ten conversations of 32,000 ids: under 5 ms, mostly for slices that differ at their end."""
     cache, shared = cache_of(), list(range(IDS // 2))
     prompts = [[*shared, *range(100_000 * n, 100_000 * n + IDS // 2)] for n in range(1, 11)]
     for prompt in prompts:
         evaluate(cache, prompt)
-    taken: list[float] = []
+    durations: list[float] = []
     for prompt in prompts:
-        wanted = [*(int(str(n)) for n in prompt[:-2]), -1, -1]  # the same numbers, other objects
-        start = time.perf_counter()
-        _, matched = cache._tree.match(tuple(wanted))
-        taken.append(time.perf_counter() - start)
+        query = [*(int(str(n)) for n in prompt[:-2]), -1, -1]  # the same numbers, other objects
+        start = time.thread_time()
+        _, matched = cache._tree.match(tuple(query))
+        durations.append(time.thread_time() - start)
         assert matched == IDS - 2
-    assert statistics.median(taken) < 0.005
+    assert statistics.median(durations) < 0.005

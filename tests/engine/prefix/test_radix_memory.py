@@ -1,4 +1,4 @@
-"""The radix prefix cache when memory is short: what is given up, and when copies fail."""
+"""The radix prefix cache when memory is short: evictions and failing copies."""
 
 import time
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from tests.engine.prefix.layers import PER_POSITION, PER_STATE, FakeLayer
 from tests.engine.prefix.radix_content import Cache, assert_consistent, cache_of, idle_positions
 
 
-def test_leaves_go_first_the_longest_unused_before_others() -> None:
+def test_leaves_are_evicted_first_in_lru_order() -> None:
     cache = cache_of()
     for last in (10, 11, 12):
         evaluate(cache, [*range(5), last, last, last])
@@ -27,7 +27,26 @@ def test_leaves_go_first_the_longest_unused_before_others() -> None:
     assert cached == [8, 5, 8]
 
 
-def test_what_a_prompt_begins_with_counts_as_used_at_once() -> None:
+def test_many_small_prompts_do_not_evict_the_long_prompt_of_their_session() -> None:
+    """An agent's session runs titles and sub-agents while its own next turn waits."""
+    cache = cache_of(max_bytes=24_000 * PER_POSITION)
+    session = list(range(20_000))
+    evaluate(cache, session)
+    for small in range(1, 60):
+        evaluate(cache, [-small] * 200)
+    assert evaluate(cache, [*session, 1]) == len(session)
+
+
+def test_a_long_prompt_that_is_not_used_again_is_evicted_eventually() -> None:
+    cache = cache_of(max_bytes=24_000 * PER_POSITION)
+    evaluate(cache, list(range(20_000)))
+    for small in range(1, 2000):
+        evaluate(cache, [-small] * 200)
+    assert begin(cache, list(range(20_001))).cached == 0
+    assert cache.evictions > 0
+
+
+def test_a_matched_prefix_counts_as_used_at_once() -> None:
     cache = cache_of()
     evaluate(cache, [1, 2, 3, 4])
     evaluate(cache, [5, 6, 7, 8])
@@ -38,11 +57,11 @@ def test_what_a_prompt_begins_with_counts_as_used_at_once() -> None:
     assert begin(cache, [5, 6, 7, 8, 9]).cached == 0
 
 
-def test_states_on_the_way_go_before_the_leaf_they_led_to() -> None:
+def test_inner_states_are_evicted_before_their_leaf() -> None:
     cache = cache_of("kr")
     ids = list(range(20))
-    for length, marks in ((10, [4]), (20, [4, 15])):
-        lease = begin(cache, ids[:length], turn_ends=marks)
+    for length, turn_ends in ((10, [4]), (20, [4, 15])):
+        lease = begin(cache, ids[:length], turn_ends=turn_ends)
         prefill(lease, ids[:length])
         lease.commit(ids[:length], keep=length)
     before = cache.nbytes
@@ -64,7 +83,7 @@ def test_bytes_of_a_leaf_are_free_when_its_store_has_to_stay() -> None:
     assert_consistent(cache)
 
 
-def test_what_a_running_sequence_holds_as_well_is_lost_to_nobody() -> None:
+def test_evicting_a_prefix_of_a_running_sequence_loses_nothing() -> None:
     cache = cache_of()
     evaluate(cache, [*range(50), 1])
     evaluate(cache, [*range(50), 2])
@@ -77,7 +96,7 @@ def test_what_a_running_sequence_holds_as_well_is_lost_to_nobody() -> None:
     assert begin(cache, [*range(50), 1, 1]).cached == 51
 
 
-def test_what_is_on_loan_stays() -> None:
+def test_leased_caches_are_not_evicted() -> None:
     cache = cache_of("kr")
     evaluate(cache, [1, 2, 3])
     lease = begin(cache, [1, 2, 3, 4, 5, 6], turn_ends=[4])
@@ -90,7 +109,7 @@ def test_what_is_on_loan_stays() -> None:
     assert evaluate(cache, [1, 2, 3, 4, 5, 6, 7]) == 6
 
 
-def test_a_limit_of_its_own_is_kept_after_every_commit() -> None:
+def test_max_bytes_holds_after_every_commit() -> None:
     cache = cache_of(max_bytes=20 * PER_POSITION)
     for first in range(10):
         evaluate(cache, [first, *range(100, 108)])
@@ -100,7 +119,7 @@ def test_a_limit_of_its_own_is_kept_after_every_commit() -> None:
 
 
 class Memory:
-    """Settles copies until it runs out."""
+    """Evaluates copies until memory runs out."""
 
     def __init__(self) -> None:
         self.left = 1000
@@ -111,15 +130,15 @@ class Memory:
             raise MemoryError
 
 
-@pytest.mark.parametrize("enough", range(5))
-def test_whatever_copy_fails_the_tree_stays_true(enough: int) -> None:
-    """An allocation fails where nobody expects it; whoever ran keeps running, nothing is leaked."""
+@pytest.mark.parametrize("num_copies", range(5))
+def test_the_tree_stays_consistent_when_any_copy_fails(num_copies: int) -> None:
+    """After a failed allocation, running sequences continue and no memory is leaked."""
     memory = Memory()
     cache = cache_of("kkr", evaluate=memory.evaluate)
     evaluate(cache, [1, 2, 3, 4, 5, 6], turn_ends=[2, 4])
     evaluate(cache, [1, 2, 3, 4, 7], turn_ends=[2, 4])
     lease = begin(cache, [1, 2, 3, 4, 8, 9])
-    memory.left = enough
+    memory.left = num_copies
     steps = (
         lambda: cache.begin([1, 2, 3, 4, 7, 8]),
         lambda: cache.begin([1, 2, 3, 4, 5, 6, 7]),
@@ -136,19 +155,19 @@ def test_whatever_copy_fails_the_tree_stays_true(enough: int) -> None:
     assert len(cache._tree.live) == len([d for d in done if d and not isinstance(d, int) and d.kv])
 
 
-def test_every_copy_is_settled_before_the_original_is_written_to() -> None:
-    settled: list[FakeLayer] = []
-    cache = cache_of("kwr", evaluate=settled.extend)
+def test_every_copy_is_evaluated_before_a_write_to_the_original() -> None:
+    evaluated: list[FakeLayer] = []
+    cache = cache_of("kwr", evaluate=evaluated.extend)
     lease = begin(cache, [1, 2, 3, 4, 5, 6], turn_ends=[3])
     prefill(lease, [1, 2, 3, 4, 5, 6])
     kept = [layer for n in cache._tree.root.subtree() for layer in n.checkpoint or ()]
     assert len(kept) == 2
-    assert {id(layer) for layer in kept} <= {id(layer) for layer in settled}
+    assert {id(layer) for layer in kept} <= {id(layer) for layer in evaluated}
     one = begin(cache, [1, 2, 3, 7])
-    assert {id(layer) for layer in one.kv} <= {id(layer) for layer in settled}
+    assert {id(layer) for layer in one.kv} <= {id(layer) for layer in evaluated}
 
 
-def test_giving_up_leaves_does_not_look_at_the_whole_tree_each_time() -> None:
+def test_an_eviction_does_not_scan_the_whole_tree() -> None:
     """Eight times the leaves may take little more than eight times as long."""
 
     def seconds(leaves: int) -> float:

@@ -1,4 +1,4 @@
-"""The single-entry prefix cache: the contract of all policies, and what is its own."""
+"""The single-entry prefix cache: the contract of all policies, and its own rules."""
 
 import pytest
 
@@ -17,20 +17,20 @@ def cache_of(kinds: str, alignment: int = 1) -> SinglePrefixCache[FakeLayer]:
     return SinglePrefixCache(lambda: layers(kinds), alignment=alignment)
 
 
-def test_layers_that_cannot_be_cut_serve_pure_extensions_only() -> None:
+def test_layers_that_cannot_be_trimmed_serve_only_extensions() -> None:
     cache = cache_of("kr")
     evaluate(cache, [1, 2, 3])
     assert evaluate(cache, [1, 2, 3, 4]) == 3
     assert evaluate(cache, [1, 2, 3, 5]) == 0
 
 
-def test_on_a_grid_what_cannot_be_cut_to_it_is_forgotten() -> None:
+def test_layers_that_cannot_be_trimmed_to_the_alignment_are_dropped() -> None:
     cache = cache_of("kr", alignment=4)
     evaluate(cache, [1, 2, 3, 4, 5], alignment=4)
     assert cache.nbytes == 0
 
 
-def test_a_second_lease_gets_fresh_caches_and_the_last_to_end_is_remembered() -> None:
+def test_a_second_lease_gets_new_caches_and_the_last_commit_is_kept() -> None:
     cache = cache_of("kk")
     evaluate(cache, [1, 2, 3])
     one, two = begin(cache, [1, 2, 3, 4]), begin(cache, [1, 2, 3, 5])
@@ -41,7 +41,7 @@ def test_a_second_lease_gets_fresh_caches_and_the_last_to_end_is_remembered() ->
     assert evaluate(cache, [1, 2, 3, 5, 6]) == 4
 
 
-def test_the_entry_goes_on_loan_itself_and_keeps_its_room() -> None:
+def test_the_entry_itself_is_leased_and_keeps_its_capacity() -> None:
     cache = cache_of("kr")
     evaluate(cache, [1, 2, 3])
     before = cache.nbytes
@@ -51,6 +51,6 @@ def test_the_entry_goes_on_loan_itself_and_keeps_its_room() -> None:
     assert cache.nbytes == before + 8  # reserved for the longer prompt
 
 
-def test_nothing_is_stopped_for() -> None:
+def test_there_are_no_checkpoint_positions() -> None:
     cache = cache_of("kr")
     assert begin(cache, [1, 2, 3, 4, 5], turn_ends=[1, 3]).checkpoint_positions == ()

@@ -1,4 +1,4 @@
-"""The radix policy on recorded conversations of agents (tests/bench/replay.py tells how)."""
+"""The radix policy on recorded conversations of agents (see tests/bench/replay.py)."""
 
 from functools import cache
 from pathlib import Path
@@ -17,10 +17,11 @@ def turns(shared: Path) -> list[RecordedTurn]:
     return traces.interleave(traces.load_conversations(shared))
 
 
-def test_with_room_for_everything_hardly_anything_is_evaluated_twice(shared: Path) -> None:
+@pytest.mark.exhaustive
+def test_with_unlimited_memory_hardly_anything_is_evaluated_twice(shared: Path) -> None:
     assert replay(POLICIES["radix"]("k"), turns(shared)).share >= 0.97
 
 
-def test_a_quarter_of_that_room_costs_little(shared: Path) -> None:
+def test_a_quarter_of_the_memory_costs_little(shared: Path) -> None:
     everything = replay(POLICIES["radix"]("k"), turns(shared)).peak_nbytes
     assert replay(POLICIES["radix"]("k"), turns(shared), budget=everything // 4).share >= 0.85

@@ -12,20 +12,22 @@ VOCAB = 12
 
 
 def make_state(prompt: Any = (0,), seed: int = 0, vocab: int = VOCAB, **knobs: Any) -> SamplerState:
-    """knobs: of SamplingParams, and what holds an end back."""
+    """knobs: fields of SamplingParams, and options of min_tokens."""
     names = ("stop_token_ids", "min_tokens", "num_drawn")
-    held = {name: knobs.pop(name) for name in names if name in knobs}
-    return SamplerState(SamplingParams(**knobs), seed=seed, prompt=prompt, vocab=vocab, **held)
+    min_tokens_options = {name: knobs.pop(name) for name in names if name in knobs}
+    return SamplerState(
+        SamplingParams(**knobs), seed=seed, prompt=prompt, vocab=vocab, **min_tokens_options
+    )
 
 
 def to_list(array: mx.array) -> list[int]:
     return cast(list[int], array.tolist())
 
 
-def sample_once(logits: Any, state: SamplerState, **asked: Any) -> SamplerOutput:
-    """One token of one row."""
+def sample_once(logits: Any, state: SamplerState, **options: Any) -> SamplerOutput:
+    """Sample one token of one row."""
     rows = SamplerBatch([state])
-    sampled = rows.sample(mx.array([logits]), **asked)
+    sampled = rows.sample(mx.array([logits]), **options)
     rows.release()
     return sampled
 
@@ -57,6 +59,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bias": {"logit_bias": ((7, 9.0), (8, -100.0))},
     "no end yet": {"stop_token_ids": frozenset({0, 3, 9999}), "min_tokens": 2},
     "no end for long": {"stop_token_ids": frozenset({1}), "min_tokens": 50, "top_p": 0.8},
+    "allowed": {"allowed_token_ids": (2, 5, 7, 10, 400)},
+    "allowed and no end yet": {
+        "allowed_token_ids": (0, 5, 10),
+        "stop_token_ids": frozenset({0}),
+        "min_tokens": 3,
+        "top_p": 0.9,
+    },
+    "a bad token": {"bad_words": ((0,), (3,)), "temperature": 0.0},
+    "bad words": {"bad_words": ((0, 1), (1, 0), (2,), (0, 0, 0), (400, 1))},
+    "long bad words": {"bad_words": ((0, 0), (1, 1, 1, 1, 1)), "top_k": 2},
     "bias and penalty": {"logit_bias": ((9, 9.0),), "presence_penalty": 9.0, "top_p": 0.9},
 }
 

@@ -1,4 +1,4 @@
-"""The draw against the definitions of its filters, and its noise against chance."""
+"""The draw against the definitions of its filters, and statistical tests of its noise."""
 
 from typing import Any, cast
 
@@ -37,14 +37,14 @@ def likelihoods(logits: Any) -> Any:
     return exp / exp.sum()
 
 
-def by_top_k(logits: Any, k: int) -> Any:
-    """Exactly k; of equals the lower ids."""
+def mask_top_k(logits: Any, k: int) -> Any:
+    """Keep exactly k logits; of equal ones the lower ids."""
     kept = np.lexsort((np.arange(len(logits)), -logits))[:k]
     return np.where(np.isin(np.arange(len(logits)), kept), logits, -np.inf)
 
 
-def by_top_p(logits: Any, p: float) -> Any:
-    """Those whose strictly more likely ones sum to less than p; the most likely always."""
+def mask_top_p(logits: Any, p: float) -> Any:
+    """Keep ids if the strictly more likely ones sum to less than p, and the most likely always."""
     likely = likelihoods(logits)
     _, level_of = np.unique(-likely, return_inverse=True)
     mass = np.bincount(level_of, weights=likely)
@@ -54,7 +54,7 @@ def by_top_p(logits: Any, p: float) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "wanted"),
+    ("knobs", "expected"),
     [
         ({"temperature": 0.0, "top_k": 5, "top_p": 0.1}, SamplingMethod("greedy")),
         ({"temperature": 1e-40}, SamplingMethod("greedy")),
@@ -72,10 +72,10 @@ def by_top_p(logits: Any, p: float) -> Any:
     ],
     ids=str,
 )
-def test_a_row_is_computed_as_its_own_settings_say(
-    knobs: dict[str, Any], wanted: SamplingMethod
+def test_the_sampling_method_follows_from_the_settings(
+    knobs: dict[str, Any], expected: SamplingMethod
 ) -> None:
-    assert choose_method(SamplingParams(**knobs), VOCAB) == wanted
+    assert choose_method(SamplingParams(**knobs), VOCAB) == expected
 
 
 @given(
@@ -84,21 +84,21 @@ def test_a_row_is_computed_as_its_own_settings_say(
     share=st.floats(0, 1),
     seed=st.integers(0, 1000),
 )
-def test_most_are_the_largest_and_of_equals_the_first(
+def test_topk_returns_the_largest_and_the_first_of_equals(
     levels: int, width: int, share: float, seed: int
 ) -> None:
     count = max(1, round(width * share**4))
     values = np.random.default_rng(seed).integers(0, levels, (3, width)).astype(np.float32)
     values[values == 0] = -np.inf
-    indices, found = topk(mx.array(values), count)
+    indices, top_values = topk(mx.array(values), count)
     for row in range(3):
-        wanted = np.lexsort((np.arange(width), -values[row]))[:count]
-        assert indices[row].tolist() == wanted.tolist()
-        assert found[row].tolist() == values[row][wanted].tolist()
+        expected = np.lexsort((np.arange(width), -values[row]))[:count]
+        assert indices[row].tolist() == expected.tolist()
+        assert top_values[row].tolist() == values[row][expected].tolist()
 
 
-def test_most_of_a_row_without_numbers_are_still_indices() -> None:
-    """The row is padded to whole blocks, and there NaN comes last."""
+def test_topk_of_a_row_of_nan_returns_valid_indices() -> None:
+    """The row is padded to whole blocks, in which NaN comes last."""
     values = mx.concatenate([mx.full((1, 2993), mx.nan), mx.full((1, 6), -mx.inf)], axis=-1)
     indices, _ = topk(values, 20)
     assert cast(int, indices.max().item()) < 2999
@@ -107,78 +107,76 @@ def test_most_of_a_row_without_numbers_are_still_indices() -> None:
 @pytest.mark.parametrize("k", [1, 3, 64, 100, 4000])
 @pytest.mark.parametrize("step", [0.0, 0.5])
 @pytest.mark.parametrize("temperature", [0.3, 2.0])
-def test_top_k_draws_what_would_be_drawn_with_the_rest_forbidden(
-    k: int, step: float, temperature: float
-) -> None:
+def test_top_k_draws_as_if_the_rest_were_masked(k: int, step: float, temperature: float) -> None:
     knobs: dict[str, Any] = {"top_k": k, "temperature": temperature}
     for seed in range(10):
         logits = random_logits(2.0, step=step, seed=seed)
-        wanted = draw(
-            SamplingMethod("all"), by_top_k(logits, k), seed=seed, temperature=temperature
+        expected = draw(
+            SamplingMethod("all"), mask_top_k(logits, k), seed=seed, temperature=temperature
         )
         assert (
             draw(choose_method(SamplingParams(**knobs), VOCAB), logits, seed=seed, **knobs)
-            == wanted
+            == expected
         )
 
 
 @pytest.mark.parametrize("p", [0.0, 1e-6, 0.02, 0.3, 0.5, 0.9, 0.99, 0.99999])
 @pytest.mark.parametrize(("spread", "step"), [(0.1, 0.0), (2.0, 0.0), (2.0, 0.5), (8.0, 0.0)])
-def test_top_p_draws_what_would_be_drawn_with_the_rest_forbidden(
-    p: float, spread: float, step: float
-) -> None:
+def test_top_p_draws_as_if_the_rest_were_masked(p: float, spread: float, step: float) -> None:
     """From flat rows, where the nucleus is most of the vocabulary, to steep ones, where it is one
-    id; and with equals at its edge."""
+    id; and with equal logits at its edge."""
     for seed in range(10):
         logits = random_logits(spread, step=step, seed=seed)
-        wanted = draw(SamplingMethod("all"), by_top_p(logits, p), seed=seed)
+        expected = draw(SamplingMethod("all"), mask_top_p(logits, p), seed=seed)
         method = choose_method(SamplingParams(top_p=p), VOCAB)
         assert method.kind == "nucleus"
-        assert draw(method, logits, seed=seed, top_p=p) == wanted
+        assert draw(method, logits, seed=seed, top_p=p) == expected
 
 
-def test_if_all_leaders_lie_outside_the_most_likely_id_is_drawn() -> None:
-    """Which happens to nobody, unless there is one leader instead of 511."""
+def test_if_all_candidates_lie_outside_the_nucleus_the_most_likely_id_is_drawn() -> None:
+    """This happens only with one candidate instead of 511."""
     seen = set[bool]()
     for seed in range(40):
         logits = random_logits(1.0, seed=seed)
-        wanted = draw(choose_method(SamplingParams(top_p=0.1), VOCAB), logits, seed=seed, top_p=0.1)
+        expected = draw(
+            choose_method(SamplingParams(top_p=0.1), VOCAB), logits, seed=seed, top_p=0.1
+        )
         got = draw(SamplingMethod("nucleus", 1), logits, seed=seed, top_p=0.1)
-        assert got in (wanted, logits.argmax())
-        seen.add(got == wanted)
+        assert got in (expected, logits.argmax())
+        seen.add(got == expected)
     assert seen == {True, False}
 
 
 @pytest.mark.parametrize("p", [0.2, 0.6, 0.95])
 @pytest.mark.parametrize("min_p", [0.01, 0.4])
-def test_top_p_and_min_p_narrow_each_other(p: float, min_p: float) -> None:
+def test_top_p_and_min_p_combine(p: float, min_p: float) -> None:
     knobs: dict[str, Any] = {"top_p": p, "min_p": min_p}
     for seed in range(20):
         logits = random_logits(1.5, seed=seed)
-        least = logits.max() + np.log(min_p)
-        kept = np.where(logits >= least, by_top_p(logits, p), -np.inf)
-        wanted = draw(SamplingMethod("all"), kept, seed=seed)
+        threshold = logits.max() + np.log(min_p)
+        kept = np.where(logits >= threshold, mask_top_p(logits, p), -np.inf)
+        expected = draw(SamplingMethod("all"), kept, seed=seed)
         assert (
             draw(choose_method(SamplingParams(**knobs), VOCAB), logits, seed=seed, **knobs)
-            == wanted
+            == expected
         )
 
 
 @pytest.mark.parametrize("p", [0.3, 0.8])
-def test_the_nucleus_among_top_k_counts_their_likelihoods_only(p: float) -> None:
+def test_the_nucleus_within_top_k_counts_only_its_likelihoods(p: float) -> None:
     knobs: dict[str, Any] = {"top_k": 30, "top_p": p}
     for seed in range(20):
         logits = random_logits(1.0, step=0.25 * (seed % 2), seed=seed)
-        wanted = draw(SamplingMethod("all"), by_top_p(by_top_k(logits, 30), p), seed=seed)
+        expected = draw(SamplingMethod("all"), mask_top_p(mask_top_k(logits, 30), p), seed=seed)
         assert (
             draw(choose_method(SamplingParams(**knobs), VOCAB), logits, seed=seed, **knobs)
-            == wanted
+            == expected
         )
 
 
 @pytest.mark.parametrize("knobs", [{}, {"top_k": 9}, {"top_p": 0.4}, {"min_p": 0.2}], ids=str)
-def test_the_last_bit_of_a_logit_changes_no_draw_but_a_near_tie(knobs: dict[str, Any]) -> None:
-    """A batch rounds otherwise than a single row does: that may not be heard."""
+def test_rounding_of_logits_changes_no_draw_except_near_ties(knobs: dict[str, Any]) -> None:
+    """A batch rounds differently from a single row, which must not change the draw."""
     method = choose_method(SamplingParams(**knobs), VOCAB)
     changed = 0
     for seed in range(100):
@@ -198,8 +196,8 @@ def test_no_temperature_overflows(temperature: float, knobs: dict[str, Any]) -> 
     assert token == 1 or temperature > 1
 
 
-def unmixed(word: int) -> int:
-    """The other direction of `lowbias32`."""
+def invert_lowbias32(word: int) -> int:
+    """The inverse of `lowbias32`."""
     word ^= word >> 16
     word = word * pow(0x846CA68B, -1, 1 << 32) % (1 << 32)
     word ^= word >> 15 ^ word >> 30
@@ -223,30 +221,30 @@ def test_noise_is_finite_at_both_ends_and_exact_where_it_is_large(
 ) -> None:
     """The largest noise decides draws of unlikely ids; -log(-log(u)) alone would round it there.
     The smallest decides nothing, and is rounded."""
-    keys = mx.array([[unmixed(hashed), 1]], dtype=mx.uint32)
+    keys = mx.array([[invert_lowbias32(hashed), 1]], dtype=mx.uint32)
     assert lowbias32(keys)[0, 0].item() == hashed
     u = min((hashed + 0.5) / 2**32, 1 - 2**-24)
     noise = gumbel_noise(keys, mx.array([[0]], dtype=mx.uint32))
     assert noise.item() == pytest.approx(-np.log(-np.log1p(-u)), rel=2e-6, abs=error)
 
 
-def test_noise_of_an_id_does_not_depend_on_which_others_are_asked_for() -> None:
+def test_noise_of_an_id_does_not_depend_on_the_other_ids() -> None:
     keys = mx.array([[5, 9], [70, 2**32 - 1]], dtype=mx.uint32)
     every = gumbel_noise(keys, mx.arange(1000, dtype=mx.uint32)[None])
     some = mx.array([[999, 0, 3], [4, 4, 998]], dtype=mx.uint32)
     assert gumbel_noise(keys, some).tolist() == mx.take_along_axis(every, some, axis=1).tolist()
 
 
-def test_draws_that_start_close_together_do_not_walk_the_same_way() -> None:
-    """Among some thousand draws two start within a vocabulary of each other; were their strides
-    alike, one would have the noise of the other, shifted by a few ids."""
+def test_draws_with_close_starts_have_different_strides() -> None:
+    """Among some thousand draws two start within a vocabulary of each other; with equal strides,
+    one would have the noise of the other, shifted by a few ids."""
     starts = mx.array([[100, 0x9E3779B1], [103, 0x85EBCA77]], dtype=mx.uint32)
     noise = np.array(gumbel_noise(starts, mx.arange(1000, dtype=mx.uint32)[None]))
     assert len(np.intersect1d(noise[0], noise[1])) < 10
 
 
-def test_noise_has_gumbel_s_distribution() -> None:
-    """Kolmogorov and Smirnov's distance, at 1.95/sqrt(n): one in a thousand is further."""
+def test_noise_has_a_gumbel_distribution() -> None:
+    """A Kolmogorov-Smirnov distance above 1.95/sqrt(n) has a probability of one in a thousand."""
     keys = mx.array([[12, 34]], dtype=mx.uint32)
     noise = np.sort(np.array(gumbel_noise(keys, mx.arange(200_000, dtype=mx.uint32)[None]))[0])
     ranks = (np.arange(len(noise)) + 0.5) / len(noise)
@@ -257,8 +255,8 @@ SEEDS, TURNS, IDS = 60, 50, 64
 
 
 def ranks_of_noise() -> Any:
-    """[SEEDS, TURNS, IDS] numbers that should be uniform in (0, 1): neighbouring seeds, turns and
-    ids, read off the race between each id and one other that is known."""
+    """[SEEDS, TURNS, IDS] numbers of neighbouring seeds, turns and ids that should be uniform in
+    (0, 1): the noise, through its distribution function."""
     rows = Draw(
         SamplingMethod("all"),
         [SamplingParams()] * SEEDS,
@@ -271,7 +269,7 @@ def ranks_of_noise() -> Any:
     return np.exp(-np.exp(-np.stack(noise, axis=1).astype(np.float64)))
 
 
-def surprise(observed: Any) -> float:
+def chi_square_deviation(observed: Any) -> float:
     """Pearson's chi-square of equal cells, in standard deviations from its mean."""
     expected = observed.sum() / observed.size
     chi = ((observed - expected) ** 2 / expected).sum()
@@ -280,16 +278,16 @@ def surprise(observed: Any) -> float:
 
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["seed", "turn", "id"])
 @pytest.mark.parametrize("apart", [1, 2, 16])
-def test_neighbouring_seeds_turns_and_ids_know_nothing_of_each_other(axis: int, apart: int) -> None:
+def test_neighbouring_seeds_turns_and_ids_are_independent(axis: int, apart: int) -> None:
     u = np.moveaxis(ranks_of_noise(), axis, 0)
     joint, _, _ = np.histogram2d(
         u[:-apart].ravel(), u[apart:].ravel(), bins=16, range=[[0, 1], [0, 1]]
     )
-    assert abs(surprise(joint)) < 4
+    assert abs(chi_square_deviation(joint)) < 4
 
 
 def test_no_two_draws_share_their_noise() -> None:
-    """Rows of different seeds that have drawn differently often, too: seed + draws must not do."""
+    """Also for rows with different seeds and numbers of draws: seed + draws is not enough."""
     noise = ranks_of_noise().reshape(-1, IDS)
     assert len(np.unique(noise[:, 0])) == len(noise)
     close = np.corrcoef(noise[:500])
@@ -311,14 +309,14 @@ def test_equal_ids_are_drawn_equally_often(method: SamplingMethod) -> None:
     )
     table = mx.zeros((400, 40))
     tokens = np.concatenate([np.array(rows(table, turn)) for turn in range(25)])
-    assert abs(surprise(np.bincount(tokens, minlength=40))) < 4
+    assert abs(chi_square_deviation(np.bincount(tokens, minlength=40))) < 4
 
 
 def test_seeds_are_taken_modulo_2_to_the_64() -> None:
     logits = random_logits(1.0)
-    drawn = [
+    samples = [
         [draw(SamplingMethod("all"), logits, seed=seed, turn=turn) for turn in range(10)]
         for seed in (-1, 2**64 - 1, 0, 1, 2**63)
     ]
-    assert drawn[0] == drawn[1]
-    assert len({tuple(tokens) for tokens in drawn}) == 4
+    assert samples[0] == samples[1]
+    assert len({tuple(tokens) for tokens in samples}) == 4

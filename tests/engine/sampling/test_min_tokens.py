@@ -1,5 +1,5 @@
-"""An answer that may not end yet: an end is not drawn before so many others were, in any company
-and whatever happens to the sequence meanwhile."""
+"""min_tokens: no stop token is drawn before that many others, with any other rows and after
+preemptions and context shifts."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ from tests.engine.sampling.cases import LOGITS, VOCAB, make_state, to_list
 MODELS: dict[str, Any] = {"llama": tiny_model, "hybrid": hybrid.Model}
 PROMPT = tuple(b"a prompt to go on from")
 
-# nothing but an end would be said, were it allowed
+# a stop token is always the most likely one
 EAGER = {"logit_bias": ((tiny.END, 1000.0), (7, 900.0)), "stop_token_ids": frozenset({tiny.END, 7})}
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -43,38 +43,44 @@ def model(request: pytest.FixtureRequest) -> Model:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("least", [0, 1, 2, 9])
-def test_an_end_comes_as_soon_as_it_may_and_no_sooner(kind: str, least: int) -> None:
-    asked = job("a", PROMPT, min_tokens=least, max_tokens=20, **EAGER, **KINDS[kind])
-    outcome = run_one(make_loop(tiny_model()), asked)
-    assert (len(outcome.tokens), outcome.reason) == (least, "stop")
+@pytest.mark.parametrize("min_tokens", [0, 1, 2, 9])
+def test_an_answer_ends_after_exactly_min_tokens(kind: str, min_tokens: int) -> None:
+    request = job("a", PROMPT, min_tokens=min_tokens, max_tokens=20, **EAGER, **KINDS[kind])
+    outcome = run_one(make_loop(tiny_model()), request)
+    assert (len(outcome.tokens), outcome.reason) == (min_tokens, "stop")
     assert not EAGER["stop_token_ids"] & set(outcome.ids)
 
 
-def test_an_answer_that_would_not_have_ended_is_the_same() -> None:
+def test_min_tokens_do_not_change_an_answer_that_does_not_end() -> None:
     model, plain = (
         tiny_model(),
         {"stop_token_ids": frozenset({tiny.END}), "temperature": 0.8, "seed": 1},
     )
     free = run_one(make_loop(model), job("a", PROMPT, **plain))
     assert (free.reason, len(free.tokens)) == ("length", 12)
-    held = run_one(make_loop(model), job("a", PROMPT, min_tokens=12, **plain))
-    assert (held.ids, held.reason) == (free.ids, "length")
+    limited = run_one(make_loop(model), job("a", PROMPT, min_tokens=12, **plain))
+    assert (limited.ids, limited.reason) == (free.ids, "length")
 
 
-def test_no_ends_at_all_is_an_answer_that_ends_by_length() -> None:
-    """What `ignore_eos` comes to: the id is sampled, and reported like any other."""
-    asked = job("a", PROMPT, **{**EAGER, "stop_token_ids": frozenset[int]()}, min_tokens=3)
-    outcome = run_one(make_loop(tiny_model()), asked)
+def test_without_stop_tokens_an_answer_ends_by_length() -> None:
+    """As with `ignore_eos`: the id is sampled, and reported like any other."""
+    request = job("a", PROMPT, **{**EAGER, "stop_token_ids": frozenset[int]()}, min_tokens=3)
+    outcome = run_one(make_loop(tiny_model()), request)
     assert (outcome.ids, outcome.reason) == ([tiny.END] * 12, "length")
 
 
-def test_company_changes_nothing(model: Model, ties: list[int]) -> None:
-    """Rows that may end, may not end yet and may soon, who come and go at different steps."""
+def test_other_rows_change_nothing(model: Model, ties: list[int]) -> None:
+    """Rows with different min_tokens, which start and end at different steps."""
     jobs = [
-        job(f"{kind} {least}", PROMPT[: 9 + least], min_tokens=least, **EAGER, **KINDS[kind])
+        job(
+            f"{kind} {min_tokens}",
+            PROMPT[: 9 + min_tokens],
+            min_tokens=min_tokens,
+            **EAGER,
+            **KINDS[kind],
+        )
         for kind in KINDS
-        for least in (0, 4, 11)
+        for min_tokens in (0, 4, 11)
     ]
     loop = make_loop(model, running=5, policy="radix")
     together = run_schedule(loop, [ScheduledJob(job=one, at=i) for i, one in enumerate(jobs)])
@@ -83,7 +89,7 @@ def test_company_changes_nothing(model: Model, ties: list[int]) -> None:
         ties.append(assert_same(together[one.id], run_one(make_loop(model), one)))
 
 
-def test_who_has_to_begin_again_counts_on(model: Model, ties: list[int]) -> None:
+def test_a_preempted_sequence_keeps_its_count(model: Model, ties: list[int]) -> None:
     memory = profile_memory(
         model, budget=0, weights=0, chunk=64, max_batch_size=1, heads=0, context=512
     )
@@ -109,28 +115,28 @@ def test_who_has_to_begin_again_counts_on(model: Model, ties: list[int]) -> None
         ties.append(assert_same(together[one.id], run_one(make_loop(model), one)))
 
 
-def test_a_context_that_shifts_counts_on(model: Model) -> None:
+def test_a_shifted_context_keeps_the_count(model: Model) -> None:
     loop = make_loop(model, policy="slots", context=48, shift=True)
     outcome = run_one(loop, job("a", PROMPT, min_tokens=90, max_tokens=100, **EAGER))
     assert (len(outcome.tokens), outcome.reason) == (90, "stop")
 
 
-def test_rows_made_anew_count_on() -> None:
-    """Whoever joins or leaves has all rows handed back and made again."""
+def test_a_rebuilt_batch_keeps_the_count() -> None:
+    """The batch is rebuilt whenever a row joins or leaves."""
     state = make_state(stop_token_ids=frozenset({0}), min_tokens=5, temperature=0.0)
-    drawn: list[int] = []
+    tokens: list[int] = []
     for turns in (2, 1, 3):
         rows = SamplerBatch([state])
-        drawn += [to_list(rows.sample(mx.array([LOGITS])).tokens)[0] for _ in range(turns)]
+        tokens += [to_list(rows.sample(mx.array([LOGITS])).tokens)[0] for _ in range(turns)]
         rows.release()
-    assert drawn == [1] * 5 + [0]
+    assert tokens == [1] * 5 + [0]
 
 
-def test_a_grammar_and_an_end_that_is_held_back_may_be_beside_each_other() -> None:
-    held = make_state(stop_token_ids=frozenset({0}), min_tokens=1, temperature=0.0)
+def test_a_grammar_and_min_tokens_work_in_one_batch() -> None:
+    limited = make_state(stop_token_ids=frozenset({0}), min_tokens=1, temperature=0.0)
     allowed = np.ones((2, VOCAB), bool)
     allowed[1, :3] = False
-    rows = SamplerBatch([held, make_state(temperature=0.0)])
+    rows = SamplerBatch([limited, make_state(temperature=0.0)])
     both = mx.array([LOGITS, LOGITS])
     assert to_list(rows.sample(both, allowed=mx.array(allowed)).tokens) == [1, 3]
     assert to_list(rows.sample(both, allowed=mx.array(allowed)).tokens) == [0, 3]

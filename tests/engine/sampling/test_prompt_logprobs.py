@@ -1,5 +1,5 @@
-"""A prompt's ids as if they had been sampled: the same numbers as by evaluating them one by one,
-however the prompt is cut, whoever is beside it, whatever is cached."""
+"""Logprobs of prompt ids: the same numbers as from an evaluation one by one, for any chunk size,
+any concurrent requests and any cache content."""
 
 import itertools
 import math
@@ -37,7 +37,7 @@ def model(request: pytest.FixtureRequest) -> Model:
     return MODELS[request.param]()
 
 
-def one_by_one(model: Model, ids: Sequence[int], top: int = TOP) -> list[PromptLogprob]:
+def score_one_by_one(model: Model, ids: Sequence[int], top: int = TOP) -> list[PromptLogprob]:
     """Each id evaluated alone, in float64 from the logits on."""
     kv, found = model.make_kv(), list[PromptLogprob]()
     for id, following in itertools.pairwise(ids):
@@ -50,36 +50,36 @@ def one_by_one(model: Model, ids: Sequence[int], top: int = TOP) -> list[PromptL
     return found
 
 
-def assert_scores(got: Sequence[PromptLogprob] | None, wanted: Sequence[PromptLogprob]) -> None:
+def assert_scores(got: Sequence[PromptLogprob] | None, expected: Sequence[PromptLogprob]) -> None:
     assert got is not None
-    assert len(got) == len(wanted)
-    np.testing.assert_allclose([s for s, _ in got], [s for s, _ in wanted], atol=NEAR)
-    for (_, top), (_, expected) in zip(got, wanted, strict=True):
-        np.testing.assert_allclose([p for _, p in top], [p for _, p in expected], atol=NEAR)
-        assert _in_order(top)
+    assert len(got) == len(expected)
+    np.testing.assert_allclose([s for s, _ in got], [s for s, _ in expected], atol=NEAR)
+    for (_, top), (_, expected_top) in zip(got, expected, strict=True):
+        np.testing.assert_allclose([p for _, p in top], [p for _, p in expected_top], atol=NEAR)
+        assert _is_sorted(top)
 
 
-def _in_order(top: Sequence[tuple[int, float]]) -> bool:
+def _is_sorted(top: Sequence[tuple[int, float]]) -> bool:
     return all(a >= b for (_, a), (_, b) in itertools.pairwise(top))
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 8, 9, 64, 512])
-def test_scores_are_those_of_one_id_after_the_other(model: Model, chunk: int) -> None:
+def test_scores_equal_those_computed_one_by_one(model: Model, chunk: int) -> None:
     outcome = run_one(make_loop(model, chunk=chunk), job("a", PROMPT, prompt_logprobs=TOP))
-    assert_scores(outcome.scores, one_by_one(model, PROMPT))
+    assert_scores(outcome.scores, score_one_by_one(model, PROMPT))
     assert outcome.progress[-1] == len(PROMPT)
 
 
 @pytest.mark.parametrize(
     "length", [1, 2, PROMPT_LOGPROBS_CHUNK, PROMPT_LOGPROBS_CHUNK + 1, PROMPT_LOGPROBS_CHUNK + 2]
 )
-def test_every_length_has_a_score_for_all_but_its_first(length: int) -> None:
+def test_all_ids_but_the_first_have_a_score(length: int) -> None:
     model, ids = tiny_model(), PROMPT[:length]
     outcome = run_one(make_loop(model, chunk=64), job("a", ids, prompt_logprobs=0))
-    assert_scores(outcome.scores, one_by_one(model, ids, top=0))
+    assert_scores(outcome.scores, score_one_by_one(model, ids, top=0))
 
 
-def test_a_job_that_does_not_ask_hears_of_none() -> None:
+def test_scores_are_computed_only_on_request() -> None:
     assert run_one(make_loop(tiny_model()), job("a", PROMPT)).scores is None
 
 
@@ -90,49 +90,49 @@ def test_scoring_does_not_change_the_answer(model: Model) -> None:
 
 
 @pytest.mark.parametrize("policy", ["single", "slots", "radix"])
-def test_nothing_cached_serves_it(model: Model, policy: str) -> None:
+def test_scoring_does_not_use_the_prefix_cache(model: Model, policy: str) -> None:
     loop = make_loop(model, policy=policy)
     run_one(loop, job("first", PROMPT))
     outcome = run_one(loop, job("scored", PROMPT, prompt_logprobs=TOP))
     assert outcome.cached == 0
-    assert_scores(outcome.scores, one_by_one(model, PROMPT))
+    assert_scores(outcome.scores, score_one_by_one(model, PROMPT))
 
 
-def test_what_was_scored_serves_others() -> None:
+def test_a_scored_prompt_is_cached_for_others() -> None:
     loop = make_loop(tiny_model(), policy="radix")
     run_one(loop, job("scored", PROMPT, prompt_logprobs=TOP))
     assert run_one(loop, job("next", PROMPT)).cached == len(PROMPT) - 1
 
 
-def test_company_changes_nothing(model: Model) -> None:
-    """The same prompt beside itself, scored and not; nobody waits to share what is computed."""
+def test_other_requests_change_nothing(model: Model) -> None:
+    """The same prompt several times, scored and not; a scored one does not wait for a prefix."""
     loop = make_loop(model, running=4, policy="radix", chunk=16)
-    visits = [
+    schedule = [
         ScheduledJob(job=job("a", PROMPT, prompt_logprobs=TOP)),
         ScheduledJob(job=job("plain", PROMPT, max_tokens=40), at=0),
         ScheduledJob(job=job("b", PROMPT, prompt_logprobs=TOP), at=1),
         ScheduledJob(job=job("c", PROMPT[::-1], prompt_logprobs=0), at=2),
     ]
-    got = run_schedule(loop, visits)
-    wanted = one_by_one(model, PROMPT)
-    assert_scores(got["a"].scores, wanted)
-    assert_scores(got["b"].scores, wanted)
-    assert_scores(got["c"].scores, one_by_one(model, PROMPT[::-1], top=0))
+    got = run_schedule(loop, schedule)
+    expected = score_one_by_one(model, PROMPT)
+    assert_scores(got["a"].scores, expected)
+    assert_scores(got["b"].scores, expected)
+    assert_scores(got["c"].scores, score_one_by_one(model, PROMPT[::-1], top=0))
     assert got["plain"].scores is None
 
 
 @pytest.mark.parametrize("after", [1, 3, 6])
-def test_a_cancelled_job_leaves_nothing_wrong_behind(model: Model, after: int) -> None:
+def test_a_cancelled_job_does_not_affect_the_next_one(model: Model, after: int) -> None:
     loop = make_loop(model, policy="radix")
     gone = run(loop, job("gone", PROMPT, prompt_logprobs=TOP), cancel_after=after)["gone"]
     assert (gone.reason, gone.scores) == ("cancelled", None)
     again = run_one(loop, job("again", PROMPT, prompt_logprobs=TOP))
-    assert_scores(again.scores, one_by_one(model, PROMPT))
+    assert_scores(again.scores, score_one_by_one(model, PROMPT))
 
 
-def test_who_has_to_begin_again_is_scored_once(model: Model) -> None:
-    """Preempted in the middle of its prompt, by an older one that grows, and again in its answer:
-    `Outcome` refuses a second report."""
+def test_a_preempted_prompt_is_scored_once(model: Model) -> None:
+    """Preempted in its prompt, by an older sequence that grows, and again in its answer; `Outcome`
+    rejects a second report."""
     memory = profile_memory(
         model, budget=0, weights=0, chunk=8, max_batch_size=1, heads=0, context=512
     )
@@ -150,11 +150,11 @@ def test_who_has_to_begin_again_is_scored_once(model: Model) -> None:
         ],
     )
     assert loop.stats().preemptions > 0
-    assert_scores(got["young"].scores, one_by_one(model, young))
+    assert_scores(got["young"].scores, score_one_by_one(model, young))
     assert len(got["young"].tokens) == 12
 
 
-def test_who_begins_again_behind_its_prompt_may_be_served_from_the_cache() -> None:
+def test_a_request_preempted_after_its_prompt_is_scored_once() -> None:
     model = tiny_model()
     memory = profile_memory(
         model, budget=0, weights=0, chunk=8, max_batch_size=1, heads=0, context=512
@@ -175,35 +175,35 @@ def test_who_begins_again_behind_its_prompt_may_be_served_from_the_cache() -> No
     stats = loop.stats()
     assert stats.preemptions > 0
     for one in jobs:
-        assert_scores(got[one.id].scores, one_by_one(model, one.prompt_token_ids, top=0))
+        assert_scores(got[one.id].scores, score_one_by_one(model, one.prompt_token_ids, top=0))
 
 
-def test_a_context_that_shifts_behind_it_is_scored_once(model: Model) -> None:
+def test_a_prompt_with_a_context_shift_is_scored_once(model: Model) -> None:
     loop = make_loop(model, policy="slots", context=48, shift=True)
     ids = PROMPT[:30]
     outcome = run_one(
         loop, job("a", ids, max_tokens=90, stop_token_ids=frozenset(), prompt_logprobs=TOP)
     )
-    assert_scores(outcome.scores, one_by_one(model, ids))
+    assert_scores(outcome.scores, score_one_by_one(model, ids))
     assert len(outcome.tokens) == 90
 
 
-def test_the_logits_of_few_places_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk's would be as large as a model; the books hold room for `PROMPT_LOGPROBS_CHUNK`
-    rows."""
+def test_logits_are_computed_for_few_positions_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits of a chunk can be as large as a model; memory is reserved for
+    `PROMPT_LOGPROBS_CHUNK` rows."""
     model, rows = tiny_model(), list[int]()
     logits = model.logits
 
-    def noting(hidden: mx.array) -> mx.array:
+    def record(hidden: mx.array) -> mx.array:
         rows.append(len(hidden))
         return logits(hidden)
 
-    monkeypatch.setattr(model, "logits", noting)
+    monkeypatch.setattr(model, "logits", record)
     run_one(make_loop(model, chunk=512), job("a", PROMPT, prompt_logprobs=TOP, max_tokens=1))
     assert max(rows) == PROMPT_LOGPROBS_CHUNK
     assert sum(rows) == 1 + len(
         PROMPT
-    )  # one to measure, one for each place; the last one's is drawn from
+    )  # one to measure, one for each position; the last one is sampled from
 
 
 def test_an_id_that_cannot_be_sampled_has_no_probability() -> None:
@@ -216,8 +216,8 @@ def test_an_id_that_cannot_be_sampled_has_no_probability() -> None:
     assert sum(math.exp(p) for _, p in got[1][1]) == pytest.approx(1, abs=1e-5)
 
 
-def test_scores_that_are_not_numbers_are_an_error() -> None:
-    """Numbers that are damaged for one id, which stands in the middle of the prompt."""
+def test_nan_scores_are_an_error() -> None:
+    """The embedding of one id in the middle of the prompt is NaN."""
     model = cast(Any, tiny_model())
     model.model.embed_tokens.weight[5] = mx.array([math.nan] * tiny.CONFIG["hidden_size"])
     window: Any = Windowless(model)
@@ -227,7 +227,7 @@ def test_scores_that_are_not_numbers_are_an_error() -> None:
 
 
 class Windowless:
-    """A model whose positions do not see each other, so that damage does not spread."""
+    """A model whose positions do not see each other, so that NaN does not spread."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -238,7 +238,7 @@ class Windowless:
         return mx.where((tokens == 5)[..., None], mx.array(math.nan), hidden)
 
 
-def test_a_loop_remembers_no_scores_of_those_that_are_gone() -> None:
+def test_a_repeated_prompt_is_scored_again() -> None:
     loop: Loop = make_loop(tiny_model())
     first = run_one(loop, job("a", PROMPT, prompt_logprobs=1))
     second = run_one(loop, job("a", PROMPT, prompt_logprobs=1))

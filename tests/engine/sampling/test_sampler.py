@@ -18,7 +18,7 @@ DRAWS = STREAMS * TURNS
 Logits = st.lists(st.integers(-60, 60).map(lambda n: n / 10), min_size=VOCAB, max_size=VOCAB)
 
 
-def drawn(logits: Any, **knobs: Any) -> Any:
+def draw_frequencies(logits: Any, **knobs: Any) -> Any:
     """Frequencies of the draws of many seeds."""
     rows = SamplerBatch([make_state(seed=seed, **knobs) for seed in range(STREAMS)])
     table = mx.array([logits] * STREAMS)
@@ -30,7 +30,7 @@ def greedy(logits: Any, **knobs: Any) -> int:
     return cast(int, sample_once(logits, make_state(temperature=0.0, **knobs)).tokens[0].item())
 
 
-def nucleus(p: Any, top_p: float) -> Any:
+def in_nucleus(p: Any, top_p: float) -> Any:
     order = np.argsort(-p, kind="stable")
     before = np.cumsum(p[order]) - p[order]
     kept = np.zeros(len(p), bool)
@@ -45,44 +45,46 @@ DISTRIBUTIONS: list[tuple[dict[str, Any], Any]] = [
     ({"top_k": 3}, np.where(np.arange(VOCAB) < 3, P, 0)),
     ({"top_k": 1}, np.where(np.arange(VOCAB) < 1, P, 0)),
     ({"top_k": 10**6}, P),
-    ({"top_p": 0.7}, np.where(nucleus(P, 0.7), P, 0)),
+    ({"top_p": 0.7}, np.where(in_nucleus(P, 0.7), P, 0)),
     ({"top_p": 0.0}, np.where(np.arange(VOCAB) < 1, P, 0)),
     ({"min_p": 0.3}, np.where(0.3 * P.max() <= P, P, 0)),
     ({"min_p": 1.0}, np.where(np.arange(VOCAB) < 1, P, 0)),
     (
         {"top_k": 5, "temperature": 2.0, "top_p": 0.8, "min_p": 0.5},
-        None,  # see below: the stages in their order
+        None,  # see apply_in_order
     ),
     ({"temperature": 2.0, "top_p": 0.8, "min_p": 0.5}, None),
+    ({"allowed_token_ids": (1, 4, 99)}, np.where(np.isin(np.arange(VOCAB), (1, 4)), P, 0)),
+    ({"bad_words": ((0,), (3,))}, np.where(np.isin(np.arange(VOCAB), (0, 3)), 0, P)),
     ({"logit_bias": ((4, 3.0), (0, -100.0))}, None),
     ({"logit_bias": ((4, 3.0), (0, -100.0)), "top_k": 2}, None),
 ]
 
 
-def in_order(knobs: dict[str, Any]) -> Any:
-    """bias → top_k → temperature → top_p → min_p, one after the other, in numpy."""
+def apply_in_order(knobs: dict[str, Any]) -> Any:
+    """bias → top_k → temperature → top_p → min_p, in this order, in numpy."""
     logits = np.array(LOGITS)
     for token, bias in knobs.get("logit_bias", ()):
         logits[token] += bias
     if "top_k" in knobs:
         logits[np.argsort(-logits)[knobs["top_k"] :]] = -np.inf
     p = softmax(logits / knobs.get("temperature", 1.0))
-    p = np.where(nucleus(p, knobs.get("top_p", 1.0)), p, 0)
+    p = np.where(in_nucleus(p, knobs.get("top_p", 1.0)), p, 0)
     return np.where(p >= knobs.get("min_p", 0.0) * p.max(), p, 0)
 
 
-@pytest.mark.parametrize(("knobs", "wanted"), DISTRIBUTIONS, ids=lambda v: str(v)[:40])
-def test_draws_follow_the_distribution(knobs: dict[str, Any], wanted: Any) -> None:
-    wanted = in_order(knobs) if wanted is None else wanted
-    wanted = wanted / wanted.sum()
-    got = drawn(LOGITS, **knobs)
-    assert (got[wanted == 0] == 0).all(), "a filtered token was drawn"
+@pytest.mark.parametrize(("knobs", "expected"), DISTRIBUTIONS, ids=lambda v: str(v)[:40])
+def test_draws_follow_the_distribution(knobs: dict[str, Any], expected: Any) -> None:
+    expected = apply_in_order(knobs) if expected is None else expected
+    expected = expected / expected.sum()
+    got = draw_frequencies(LOGITS, **knobs)
+    assert (got[expected == 0] == 0).all(), "a filtered token was drawn"
     # five standard deviations of a binomial share
-    assert (abs(got - wanted) <= 5 * np.sqrt(wanted / DRAWS) + 1e-9).all(), (got, wanted)
+    assert (abs(got - expected) <= 5 * np.sqrt(expected / DRAWS) + 1e-9).all(), (got, expected)
 
 
 @given(logits=Logits)
-def test_temperature_zero_is_argmax_whatever_the_filters(logits: list[float]) -> None:
+def test_temperature_zero_is_argmax_with_any_filters(logits: list[float]) -> None:
     best = max(logits)
     for knobs in ({}, {"top_k": 2}, {"top_p": 0.1}, {"min_p": 0.9}):
         assert logits[greedy(logits, **knobs)] == best
@@ -107,29 +109,31 @@ def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
     ],
 )
 @settings(max_examples=50)
-def test_penalties_look_at_the_window_prompt_included(
+def test_penalties_use_the_window_of_prompt_and_samples(
     logits: list[float], prompt: list[int], knobs: dict[str, Any], last: int
 ) -> None:
-    """The window moves over prompt and samples alike. A prompt may hold ids that are never sampled;
-    they take a place in it."""
+    """The window moves over prompt and samples. A prompt may contain ids that are never sampled;
+    they count in the window."""
     rows = SamplerBatch([make_state(prompt=prompt, repeat_last_n=last, temperature=0.0, **knobs)])
     history = list(prompt)
     # read only afterwards: the loop is a step ahead of what it knows
     tokens = [rows.sample(mx.array([logits])).tokens for _ in range(6)]
     for token in tokens:
         window = history if last < 0 else history[len(history) - min(last, len(history)) :]
-        wanted = np.array(logits)
+        expected = np.array(logits)
         for seen in {id for id in window if id < VOCAB}:
             scale = knobs.get("repetition_penalty", 1.0)
-            wanted[seen] = wanted[seen] * scale if wanted[seen] < 0 else wanted[seen] / scale
-            wanted[seen] -= knobs.get("presence_penalty", 0.0)
-            wanted[seen] -= knobs.get("frequency_penalty", 0.0) * window.count(seen)
+            expected[seen] = (
+                expected[seen] * scale if expected[seen] < 0 else expected[seen] / scale
+            )
+            expected[seen] -= knobs.get("presence_penalty", 0.0)
+            expected[seen] -= knobs.get("frequency_penalty", 0.0) * window.count(seen)
         chosen = cast(int, token[0].item())
-        assert wanted[chosen] == pytest.approx(wanted.max(), abs=1e-5)
+        assert expected[chosen] == pytest.approx(expected.max(), abs=1e-5)
         history.append(chosen)
 
 
-def test_a_wide_window_takes_no_more_memory_than_what_was_said() -> None:
+def test_a_wide_window_takes_no_more_memory_than_the_history() -> None:
     state = make_state(repeat_last_n=2**31 - 1, frequency_penalty=0.1)
     rows = SamplerBatch([state])
     for _ in range(100):
@@ -140,7 +144,7 @@ def test_a_wide_window_takes_no_more_memory_than_what_was_said() -> None:
     assert penalties.window.shape == (101,)
 
 
-def test_a_request_draws_by_its_seed() -> None:
+def test_draws_depend_on_the_seed() -> None:
     def sequence(seed: int) -> list[int]:
         rows = SamplerBatch([make_state(seed=seed)])
         return [cast(int, rows.sample(mx.array([LOGITS])).tokens[0].item()) for _ in range(20)]
@@ -151,20 +155,20 @@ def test_a_request_draws_by_its_seed() -> None:
 
 @given(logits=Logits, count=st.integers(0, 20))
 def test_logprobs_are_of_the_raw_logits_most_likely_first(logits: list[float], count: int) -> None:
-    wanted = np.log(softmax(logits))
+    expected = np.log(softmax(logits))
     state = make_state(top_k=1, repetition_penalty=5.0, prompt=(0, 1), temperature=0.5)
     got = sample_once(logits, state, top_logprobs=count)
     assert got.logprobs is not None
-    assert got.logprobs[0].item() == pytest.approx(wanted[got.tokens[0].item()], abs=1e-5)
+    assert got.logprobs[0].item() == pytest.approx(expected[got.tokens[0].item()], abs=1e-5)
     if count == 0:
         assert got.top_ids is None
         return
     assert got.top_ids is not None
     assert got.top_logprobs is not None
     size = min(count, VOCAB)
-    np.testing.assert_allclose(got.top_logprobs[0].tolist(), -np.sort(-wanted)[:size], atol=1e-5)
+    np.testing.assert_allclose(got.top_logprobs[0].tolist(), -np.sort(-expected)[:size], atol=1e-5)
     np.testing.assert_allclose(
-        wanted[np.array(got.top_ids[0])], got.top_logprobs[0].tolist(), atol=1e-5
+        expected[np.array(got.top_ids[0])], got.top_logprobs[0].tolist(), atol=1e-5
     )
 
 
@@ -175,9 +179,9 @@ def test_logprobs_of_large_logits_are_as_exact_as_those_of_small_ones(offset: fl
     got = sample_once(logits, make_state(temperature=0.0), top_logprobs=VOCAB)
     assert got.logprobs is not None
     assert got.top_logprobs is not None
-    wanted = np.log(P)
-    assert got.logprobs[0].item() == pytest.approx(wanted[0], abs=1e-6)
-    np.testing.assert_allclose(got.top_logprobs[0].tolist(), wanted, atol=1e-6)
+    expected = np.log(P)
+    assert got.logprobs[0].item() == pytest.approx(expected[0], abs=1e-6)
+    np.testing.assert_allclose(got.top_logprobs[0].tolist(), expected, atol=1e-6)
 
 
 def test_half_precision_logits_are_scored_in_float32() -> None:

@@ -1,5 +1,5 @@
-"""Rows against themselves alone: whoever is beside them, whatever is wrong with these, whatever a
-grammar forbids them."""
+"""Rows in a batch against the same rows alone: with any other rows, broken ones too, and with
+grammar masks."""
 
 import functools
 import itertools
@@ -30,7 +30,7 @@ TURNS_ALONE = 8
 
 @functools.cache
 def tables(name: str) -> Any:
-    """[TURNS_ALONE, WIDE + 5] logits of one request, some of them equal, a few of which pad."""
+    """[TURNS_ALONE, WIDE + 5] logits of one request, some of them equal; the last 5 are padding."""
     rng = np.random.default_rng(sum(name.encode()))
     logits = rng.standard_normal((TURNS_ALONE, WIDE + 5)) * 2.5
     logits[1::2] = np.round(logits[1::2] * 4) / 4
@@ -41,13 +41,13 @@ def tables(name: str) -> Any:
 PROMPT = (1, 2, 1, 3, 4)
 
 
-def state_of(name: str, prompt: tuple[int, ...] = PROMPT, **held: int) -> SamplerState:
+def state_of(name: str, prompt: tuple[int, ...] = PROMPT, **options: int) -> SamplerState:
     knobs = {"seed": len(name), **SETTINGS[name]}
-    return make_state(prompt=prompt, vocab=WIDE, **knobs, **held)
+    return make_state(prompt=prompt, vocab=WIDE, **knobs, **options)
 
 
 @functools.cache
-def alone(name: str) -> list[RowOutput]:
+def sample_alone(name: str) -> list[RowOutput]:
     rows = SamplerBatch([state_of(name)])
     return [row_output(rows.sample(mx.array(t[None]), top_logprobs=3), 0) for t in tables(name)]
 
@@ -55,16 +55,16 @@ def alone(name: str) -> list[RowOutput]:
 @pytest.mark.parametrize(
     "pair", list(itertools.combinations_with_replacement(SETTINGS, 2)), ids=str
 )
-def test_any_two_requests_say_together_what_they_say_alone(pair: tuple[str, str]) -> None:
+def test_two_requests_sample_the_same_together_as_alone(pair: tuple[str, str]) -> None:
     rows = SamplerBatch([state_of(name) for name in pair])
     for turn in range(3):
         logits = mx.array(np.stack([tables(name)[turn] for name in pair]))
         sampled = rows.sample(logits, top_logprobs=3)
         for place, name in enumerate(pair):
-            assert row_output(sampled, place) == alone(name)[turn]
+            assert row_output(sampled, place) == sample_alone(name)[turn]
 
 
-Companies = st.lists(
+Batches = st.lists(
     st.lists(st.sampled_from(sorted(SETTINGS)), min_size=1, max_size=6, unique=True).flatmap(
         lambda names: st.tuples(st.permutations(names), st.integers(1, 3))
     ),
@@ -73,41 +73,41 @@ Companies = st.lists(
 )
 
 
-@given(companies=Companies)
+@given(batches=Batches)
 @settings(max_examples=60)
-def test_whoever_joins_or_leaves_whenever_in_any_order_a_request_says_the_same(
-    companies: list[tuple[list[str], int]],
+def test_samples_do_not_depend_on_the_composition_of_batches(
+    batches: list[tuple[list[str], int]],
 ) -> None:
-    """Each company samples a few turns together; one request may be in several, with others and in
-    another place, and sit out between. Nothing is read before all is done."""
+    """Each batch samples a few turns. A request may be in several batches, with other rows and at
+    another index, and be absent between them. Results are read at the end."""
     states = {name: state_of(name) for name in SETTINGS}
     turn_of = dict.fromkeys(SETTINGS, 0)
     results: list[tuple[SamplerOutput, int, str, int]] = []
-    for company, turns in companies:
-        present = [name for name in company if turn_of[name] + turns <= TURNS_ALONE]
-        if not present:
+    for names, turns in batches:
+        active = [name for name in names if turn_of[name] + turns <= TURNS_ALONE]
+        if not active:
             continue
-        rows = SamplerBatch([states[name] for name in present])
+        rows = SamplerBatch([states[name] for name in active])
         for _ in range(turns):
-            logits = mx.array(np.stack([tables(name)[turn_of[name]] for name in present]))
+            logits = mx.array(np.stack([tables(name)[turn_of[name]] for name in active]))
             sampled = rows.sample(logits, top_logprobs=3)
-            for place, name in enumerate(present):
+            for place, name in enumerate(active):
                 results.append((sampled, place, name, turn_of[name]))
                 turn_of[name] += 1
         rows.release()
     for sampled, place, name, turn in results:
-        assert row_output(sampled, place) == alone(name)[turn]
+        assert row_output(sampled, place) == sample_alone(name)[turn]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_request_that_begins_again_where_it_was_goes_on_the_same(name: str) -> None:
-    """What was preempted comes back with all its ids as the prompt."""
-    said_before = [token for token, *_ in alone(name)[:4]]
-    again = state_of(name, prompt=(*PROMPT, *said_before), num_drawn=len(said_before))
-    rows = SamplerBatch([again])
+def test_a_resumed_request_continues_with_the_same_samples(name: str) -> None:
+    """A preempted request resumes with all its ids as the prompt."""
+    earlier = [token for token, *_ in sample_alone(name)[:4]]
+    resumed = state_of(name, prompt=(*PROMPT, *earlier), num_drawn=len(earlier))
+    rows = SamplerBatch([resumed])
     for turn in range(4, TURNS_ALONE):
         sampled = rows.sample(mx.array(tables(name)[turn][None]), top_logprobs=3)
-        assert row_output(sampled, 0) == alone(name)[turn]
+        assert row_output(sampled, 0) == sample_alone(name)[turn]
 
 
 def test_a_released_batch_samples_no_more() -> None:
@@ -117,7 +117,7 @@ def test_a_released_batch_samples_no_more() -> None:
         rows.sample(mx.array([LOGITS]))
 
 
-def test_how_many_alternatives_others_ask_for_changes_no_alternative() -> None:
+def test_top_logprobs_of_other_rows_change_no_alternatives() -> None:
     table = tables("plain")[1].tolist()
     few = sample_once(table, make_state(vocab=WIDE), top_logprobs=2)
     many = sample_once(table, make_state(vocab=WIDE), top_logprobs=20)
@@ -129,17 +129,17 @@ def test_how_many_alternatives_others_ask_for_changes_no_alternative() -> None:
 ALL_KINDS = [SETTINGS[name] for name in SETTINGS]
 
 
-def test_what_pads_the_output_layer_is_never_drawn_nor_counted_as_likely() -> None:
-    """Models round their vocabulary up; the rest of the layer was never trained."""
+def test_padding_of_the_output_layer_is_never_drawn_nor_listed() -> None:
+    """Models round their vocabulary up; the extra rows of the layer are untrained."""
     padded = mx.array([[*LOGITS, 50.0, 60.0]] * len(ALL_KINDS))
     plain = mx.array([LOGITS] * len(ALL_KINDS))
     with_padding = SamplerBatch([make_state(**knobs) for knobs in ALL_KINDS])
     without = SamplerBatch([make_state(**knobs) for knobs in ALL_KINDS])
     for _ in range(10):
         got = with_padding.sample(padded, top_logprobs=VOCAB + 2)
-        wanted = without.sample(plain, top_logprobs=VOCAB + 2)
+        expected = without.sample(plain, top_logprobs=VOCAB + 2)
         for place in range(len(ALL_KINDS)):
-            assert row_output(got, place) == row_output(wanted, place)
+            assert row_output(got, place) == row_output(expected, place)
             assert to_list(got.tokens)[place] < VOCAB
 
 
@@ -155,10 +155,10 @@ def test_what_pads_the_output_layer_is_never_drawn_nor_counted_as_likely() -> No
     ids=["nan", "a nan", "first nan", "nothing", "inf"],
 )
 @pytest.mark.parametrize("knobs", ALL_KINDS, ids=SETTINGS)
-def test_a_broken_row_is_told_and_its_neighbours_are_not_touched(
+def test_a_broken_row_is_reported_and_does_not_affect_others(
     broken: list[float], knobs: dict[str, Any]
 ) -> None:
-    """Whatever stands for its token is an id, for it is counted like any other."""
+    """Its token is a valid id, because it is counted like any other."""
     rows = SamplerBatch([make_state(**knobs), make_state(**knobs), make_state()])
     lone = SamplerBatch([make_state(**knobs)])
     for _ in range(2):
@@ -168,7 +168,7 @@ def test_a_broken_row_is_told_and_its_neighbours_are_not_touched(
         assert got.tokens[0].item() == lone.sample(mx.array([LOGITS])).tokens[0].item()
 
 
-def test_a_row_with_one_finite_logit_is_sound_and_draws_it() -> None:
+def test_a_row_with_one_finite_logit_is_valid_and_draws_it() -> None:
     rows = SamplerBatch([make_state(**knobs) for knobs in ALL_KINDS])
     table = mx.array([[-mx.inf] * 5 + [-3.0] + [-mx.inf] * 6] * len(ALL_KINDS))
     got = rows.sample(table)
@@ -177,11 +177,11 @@ def test_a_row_with_one_finite_logit_is_sound_and_draws_it() -> None:
 
 
 @pytest.mark.parametrize("knobs", ALL_KINDS, ids=SETTINGS)
-def test_a_row_draws_only_what_it_may(knobs: dict[str, Any]) -> None:
-    """Neither a bias nor a penalty lifts what a grammar forbids; logprobs know nothing of it; and
-    a neighbour that may draw everything does not notice."""
-    may = [False] * VOCAB
-    may[3] = may[10] = may[11] = True
+def test_a_row_draws_only_allowed_ids(knobs: dict[str, Any]) -> None:
+    """Neither a bias nor a penalty overrides the mask; logprobs ignore it; and an unmasked row in
+    the batch is not affected."""
+    allowed_ids = [False] * VOCAB
+    allowed_ids[3] = allowed_ids[10] = allowed_ids[11] = True
     rows, free = (
         SamplerBatch([make_state(**knobs), make_state(seed=5)]),
         SamplerBatch([make_state(seed=5)]),
@@ -189,28 +189,30 @@ def test_a_row_draws_only_what_it_may(knobs: dict[str, Any]) -> None:
     logits = mx.array([LOGITS, LOGITS])
     for _ in range(20):
         # as wide as the layer, padding included
-        allowed = mx.array([[*may, True], [True] * (VOCAB + 1)])
+        allowed = mx.array([[*allowed_ids, True], [True] * (VOCAB + 1)])
         got = rows.sample(mx.pad(logits, [(0, 0), (0, 1)]), allowed=allowed, top_logprobs=2)
         unmasked = free.sample(mx.array([LOGITS]), top_logprobs=2)
         assert got.valid.tolist() == [True, True]
         token = cast(int, got.tokens[0].item())
-        assert may[token]
+        assert allowed_ids[token]
         _, logprob, top, _ = row_output(got, 0)
         assert logprob == pytest.approx(np.log(P[token]), abs=1e-5)
         assert top == [0, 1]
         assert row_output(got, 1) == row_output(unmasked, 0)
 
 
-def test_a_row_that_may_draw_nothing_is_not_sound() -> None:
-    may = mx.array([[False] * VOCAB, [True] * VOCAB, [False] * (VOCAB - 1) + [True]])
+def test_a_row_without_allowed_ids_is_invalid() -> None:
+    allowed_ids = mx.array([[False] * VOCAB, [True] * VOCAB, [False] * (VOCAB - 1) + [True]])
     logits = mx.array([LOGITS, LOGITS, [*LOGITS[:-1], -mx.inf]])
-    got = SamplerBatch([make_state(), make_state(), make_state()]).sample(logits, allowed=may)
+    got = SamplerBatch([make_state(), make_state(), make_state()]).sample(
+        logits, allowed=allowed_ids
+    )
     assert got.valid.tolist() == [False, True, False]
 
 
-def test_a_mask_forbids_before_the_filters_count() -> None:
+def test_a_mask_applies_before_the_filters() -> None:
     """top_k counts allowed ids, not forbidden ones."""
-    may = mx.array([[False] * 5 + [True] * 7] * 400)
+    allowed_ids = mx.array([[False] * 5 + [True] * 7] * 400)
     rows = SamplerBatch([make_state(seed=seed, top_k=2) for seed in range(400)])
-    tokens = rows.sample(mx.array([LOGITS] * 400), allowed=may).tokens
+    tokens = rows.sample(mx.array([LOGITS] * 400), allowed=allowed_ids).tokens
     assert set(to_list(tokens)) == {5, 6}

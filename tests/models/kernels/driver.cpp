@@ -1,6 +1,6 @@
-// Runs the kernels by themselves, without MLX and Python, for sanitizers and for processors that
-// only an emulator has: `driver SEED ROUNDS`. Says what is wrong and exits with 1; else prints the
-// instruction set and fingerprints of all results.
+// Runs the kernels without MLX and Python, for sanitizers and emulated processors:
+// `driver SEED ROUNDS`. Prints an error and exits with 1, or prints the instruction set and
+// fingerprints of all results.
 #include <cmath>
 #include <string>
 
@@ -12,7 +12,7 @@ using namespace mlxrunner;
 namespace {
 
 std::uint16_t half_of(ScaleType type, Draw& draw) {
-  // both types' bits of something between 1/64 and 1, either sign; now and then denormal or zero
+  // bits of a number of either type between 1/64 and 1, with any sign; sometimes denormal or zero
   if (draw.in(0, 15) == 0) return static_cast<std::uint16_t>(draw.in(0, 20));
   const auto sign = static_cast<std::uint16_t>(draw.in(0, 1) << 15);
   const int low = type == ScaleType::bf16 ? 0x3c80 : 0x2400;
@@ -35,7 +35,7 @@ void fill(Guarded<std::byte>& into, ScaleType type, Draw& draw) {
 
 std::size_t bytes_of(ScaleType type) { return type == ScaleType::f32 ? 4 : 2; }
 
-// A matrix in read-only memory that ends where it ends.
+// A matrix in read-only memory, followed by a guard page.
 struct Owned {
   Matrix w;
   Guarded<std::byte> data, scales, biases;
@@ -75,7 +75,7 @@ struct Owned {
   }
 };
 
-// y = x w^T, rows [begin, end) of w, as `multiply` asks for it.
+// y = x w^T, rows [begin, end) of w, in the way of `multiply`.
 void matmul(const Matrix& w, const float* x, std::int64_t count, const float* bias, float* y,
             std::int64_t begin, std::int64_t end) {
   const Kernels& k = kernels();
@@ -99,7 +99,7 @@ void check_matmul(Draw& draw, Fingerprint& seen) {
   const float* with = draw.in(0, 1) ? bias.data() : nullptr;
   x.seal();
   Guarded<float> y(static_cast<std::size_t>(count) * rows);
-  // as two threads would: neither touches what is the other's
+  // like two threads: neither writes to the part of the other
   std::int64_t split = draw.in(0, w.rows);
   if (split < w.rows) split = split / 16 * 16;
   for (std::size_t i = 0; i < y.size(); i++) y[i] = 12345;
@@ -124,7 +124,7 @@ void check_matmul(Draw& draw, Fingerprint& seen) {
       most = std::max<double>(most, std::abs(of_x)), whole += std::abs(row[i]);
     }
     double allowed = (static_cast<double>(width) + 8) * 0x1p-24 * size + 1e-40;
-    // numbers of x are rounded to whole ones, and a group's bias and numbers may nearly cancel
+    // values of x are rounded to integers, and the bias and numbers of a group can nearly cancel
     if (w.group) allowed += most * (whole * 0x1.1p-24 + 0x1p-20);
     if (!(std::abs(alone[n] - sum) <= allowed)) fail("a product is wrong");
   }

@@ -1,6 +1,6 @@
-// Memory that says when it is overrun: it ends where a page begins that nobody may touch, so that
-// also what sanitizers do not look at (masked loads) cannot go too far unseen. It begins wherever
-// its size has it: at a multiple of a number's size and, mostly, of no more.
+// Memory that ends at a guard page, so that out-of-bounds accesses are detected even if sanitizers
+// do not check them (masked loads). It starts at its size before the page: in general aligned only to
+// the size of a number.
 #pragma once
 
 #include <sys/mman.h>
@@ -31,7 +31,7 @@ class Guarded {
   Guarded(const Guarded&) = delete;
   Guarded& operator=(const Guarded&) = delete;
 
-  // From now on nobody may write here: as a file's pages that are mapped to be read.
+  // Make the memory read-only, like the mapped pages of a file.
   void seal() { mprotect(base_, length_ - page_size(), PROT_READ); }
 
   T* data() { return data_; }
@@ -46,7 +46,7 @@ class Guarded {
   T* data_;
 };
 
-// The same numbers on every machine.
+// Random numbers that are the same on every machine.
 class Draw {
  public:
   explicit Draw(std::uint32_t seed) : engine_(seed) {}
@@ -69,7 +69,7 @@ inline void fail(const char* what) {
   std::exit(1);
 }
 
-// Of the bits of all numbers that were seen; what is not a number has many names and counts as one.
+// Hash of the bits of all numbers. All NaNs count as the same value.
 class Fingerprint {
  public:
   void see(const float* p, std::size_t count) {

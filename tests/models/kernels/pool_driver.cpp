@@ -1,4 +1,4 @@
-// Runs the pool by itself, for sanitizers: `pool_driver ROUNDS`. Says what is wrong and exits
+// Runs the thread pool alone, for sanitizers: `pool_driver ROUNDS`. Prints an error and exits
 // with 1.
 #include <cstdint>
 #include <cstdio>
@@ -11,8 +11,8 @@
 
 namespace {
 
-// Every part is done once, by whoever; what the parts wrote is there when `run` returns. The
-// numbers are plain ones: a sanitizer sees who writes without being waited for.
+// Each part runs once, on any thread, and its writes are visible when `run` returns. The counters
+// are not atomic, so that a sanitizer detects missing synchronisation.
 void run_often(int rounds) {
   mlxrunner::ThreadPool& pool = mlxrunner::ThreadPool::shared();
   std::vector<int> done;
@@ -21,8 +21,8 @@ void run_often(int rounds) {
     done.assign(static_cast<std::size_t>(count) * 3, 0);
     pool.run(count, [&](std::int64_t i) {
       int* own = &done[static_cast<std::size_t>(i) * 3];
-      // Done there and then, or shared among threads: where the pool was another thread's when this
-      // part began, it may be free now. So each writes a number of its own.
+      // Runs on this thread or on several: if another thread used the pool when this part began, it
+      // can be free now. So each part writes its own counter.
       pool.run(i % 3, [&](std::int64_t j) { own[1 + j] += 1; });
       own[0] += 1;
     });
@@ -35,8 +35,8 @@ void run_often(int rounds) {
   }
 }
 
-// What a part throws comes out where it was asked for, once nobody works at it any more; and then
-// there is work as before.
+// `run` rethrows the exception of a part after all parts have ended, and the pool can be used
+// again.
 void fail_often(int rounds) {
   mlxrunner::ThreadPool& pool = mlxrunner::ThreadPool::shared();
   for (int round = 0; round < rounds; round++) {

@@ -1,4 +1,4 @@
-"""Block operations by themselves: whose buffers they write to, and what they refuse."""
+"""Block operations: which buffers they write in place, and invalid arguments."""
 
 from typing import Any
 
@@ -8,41 +8,41 @@ import pytest
 
 from models import kernels
 from models.kv import KVCache, LayerCache
-from tests.models.kernels.made_blocks import HEAD, HIDDEN, Made, drawn
+from tests.models.kernels.block_specs import HEAD, HIDDEN, BlockSpec, draw_array
 
 OPS = kernels.ops()
 pytestmark = pytest.mark.skipif(OPS is None, reason=f"no kernels: {kernels.describe().why}")
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_what_somebody_else_holds_of_a_cache_is_not_written_to(window: int | None) -> None:
-    block = Made(window=window).block()
+def test_shared_arrays_of_a_cache_are_not_written(window: int | None) -> None:
+    block = BlockSpec(window=window).block()
     kv: LayerCache = block.make_kv()
-    mx.eval(block(drawn(1, 5, HIDDEN), kv), kv.state())
+    mx.eval(block(draw_array(1, 5, HIDDEN), kv), kv.state())
     for step in range(8):
-        mx.eval(block(drawn(1, 1, HIDDEN, seed=step), kv), kv.state())
+        mx.eval(block(draw_array(1, 1, HIDDEN, seed=step), kv), kv.state())
         looked_at = [np.array(array, copy=False) for array in kv.state()]
         before = [array.copy() for array in looked_at]
-        mx.eval(block(drawn(1, 1, HIDDEN, seed=step + 50), kv), kv.state())
+        mx.eval(block(draw_array(1, 1, HIDDEN, seed=step + 50), kv), kv.state())
         for array, was in zip(looked_at, before, strict=True):
             np.testing.assert_array_equal(array, was)
 
 
-def test_a_step_is_written_where_the_last_one_was() -> None:
-    block, kv = Made().block(), KVCache()
+def test_steps_write_to_the_cache_in_place() -> None:
+    block, kv = BlockSpec().block(), KVCache()
     kv.reserve(100)
-    mx.eval(block(drawn(1, 5, HIDDEN), kv), kv.state())
+    mx.eval(block(draw_array(1, 5, HIDDEN), kv), kv.state())
     places = set[int]()
     for step in range(20):
-        mx.eval(block(drawn(1, 1, HIDDEN, seed=step), kv), kv.state())
+        mx.eval(block(draw_array(1, 1, HIDDEN, seed=step), kv), kv.state())
         places.add(np.array(kv.state()[0], copy=False).ctypes.data)
-    # where MLX is long in letting go of the last one, it is copied
+    # the buffer is copied if MLX releases the last reference late
     assert len(places) < 5
 
 
-class TestWhatDoesNotFitIsRefused:
+class TestInvalidArgumentsAreRefused:
     def product(self, outputs: int, inputs: int = HIDDEN) -> Any:
-        return OPS.Product(mx.zeros((outputs, inputs)))
+        return OPS.Matmul(mx.zeros((outputs, inputs)))
 
     def attention(self, **other: Any) -> Any:
         parts = {
@@ -57,7 +57,7 @@ class TestWhatDoesNotFitIsRefused:
         }
         return OPS.AttentionBlock(**{**parts, **other})
 
-    def test_of_attention(self) -> None:
+    def test_attention_block(self) -> None:
         for other in (
             {"norm": (mx.ones(HIDDEN + 1), 1e-5)},
             {"norm": (mx.ones(HIDDEN, mx.bfloat16), 1e-5)},
@@ -66,7 +66,7 @@ class TestWhatDoesNotFitIsRefused:
             {"v": self.product(2 * HEAD, HIDDEN + 1)},
             {"o": self.product(HIDDEN, 3 * HEAD)},
             {"o": self.product(HIDDEN + 1, 4 * HEAD)},
-            {"o": OPS.Product(mx.zeros((2, HIDDEN, 4 * HEAD)))},
+            {"o": OPS.Matmul(mx.zeros((2, HIDDEN, 4 * HEAD)))},
             {"heads": 3},
             {"kv_heads": 0},
             {"scale": 0.0},
@@ -77,13 +77,13 @@ class TestWhatDoesNotFitIsRefused:
             with pytest.raises(ValueError, match=r"\w"):
                 self.attention(**other)
 
-    def test_of_what_attention_is_given(self) -> None:
+    def test_attention_inputs(self) -> None:
         block, x, buffer = self.attention(), mx.zeros((1, 1, HIDDEN)), mx.zeros((1, 2, 8, HEAD))
 
-        def asked(x: mx.array, buffer: mx.array, slot: int, length: int) -> None:
+        def attend(x: mx.array, buffer: mx.array, slot: int, length: int) -> None:
             mx.eval(block(x, [buffer], [buffer + 0], [slot], [length], [0], [0], 0))
 
-        asked(x, buffer, 0, 1)
+        attend(x, buffer, 0, 1)
         for wrong in (
             (mx.zeros((1, 2, HIDDEN)), buffer, 0, 1),
             (mx.zeros((2, 1, HIDDEN)), buffer, 0, 1),
@@ -93,14 +93,14 @@ class TestWhatDoesNotFitIsRefused:
             (x, buffer, 8, 9),
         ):
             with pytest.raises(ValueError, match=r"\w"):
-                asked(*wrong)
+                attend(*wrong)
         with pytest.raises(ValueError, match="each sequence needs buffers and a slot mapping"):
             block(x, [], [], [], [], [], [], 0)
 
-    def test_of_an_mlp(self) -> None:
+    def test_mlp_block(self) -> None:
         norm, up, down = (mx.ones(HIDDEN), 1e-5), self.product(96), self.product(HIDDEN, 96)
-        made = OPS.MlpBlock(norm, "silu", up, up, down)
-        assert made(mx.zeros((0, HIDDEN))).shape == (0, HIDDEN)
+        mlp = OPS.MlpBlock(norm, "silu", up, up, down)
+        assert mlp(mx.zeros((0, HIDDEN))).shape == (0, HIDDEN)
         for wrong in (
             (norm, "sine", up, up, down),
             (norm, "silu", up, self.product(95), down),
@@ -111,4 +111,4 @@ class TestWhatDoesNotFitIsRefused:
                 OPS.MlpBlock(*wrong)
         for x in (mx.zeros((1, HIDDEN + 1)), mx.zeros((1, HIDDEN), mx.float16)):
             with pytest.raises(ValueError, match="hidden"):
-                made(x)
+                mlp(x)

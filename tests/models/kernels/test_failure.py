@@ -1,7 +1,7 @@
-"""Work that fails on MLX's threads or on the pool's is an error of whoever asked, and no more.
+"""A failure on a thread of MLX or of the pool raises an error in the evaluating thread only.
 
-What fails here is the choice of an instruction set: with the name of none, all work fails, as it
-does for want of memory. `models.kernels` is then off, so the extension is asked itself.
+The tests set the name of an unknown instruction set, with which all work fails, as it does without
+memory. `models.kernels` is then disabled, so the programs import the extension module.
 """
 
 import os
@@ -13,14 +13,14 @@ import pytest
 from models import kernels
 
 pytestmark = pytest.mark.skipif(
-    kernels.ops() is None, reason=f"no kernels here: {kernels.describe().why}"
+    kernels.ops() is None, reason=f"no kernels: {kernels.describe().why}"
 )
 
 SHARED = """
 from models.kernels import _kernels
 import mlx.core as mx
 
-_kernels.use_threads(3)
+_kernels.set_num_threads(3)
 for _ in range(3):
     try:
         mx.eval(_kernels.rms_norm(mx.ones((4000, 64)), None, 1e-5))
@@ -32,41 +32,41 @@ STEPS = """
 from models.kernels import _kernels
 import mlx.core as mx
 
-_kernels.use_threads(3)
+_kernels.set_num_threads(3)
 q, buffer = mx.ones((1, 2, 1, 8)), mx.zeros((1, 2, 16, 8))
 keys, values = [buffer], [buffer + 1]
 for i in range(3):
-    kept = keys, values
-    made = _kernels.attend(q, q, q, keys, values, [i], [i + 1], [0], [0], scale=1.0)
+    copies = keys, values
+    results = _kernels.attend(q, q, q, keys, values, [i], [i + 1], [0], [0], scale=1.0)
     try:
-        mx.eval(made)
+        mx.eval(results)
     except RuntimeError as error:
         print("MLXRUNNER_ISA" in str(error))
-    _, keys, values = made
+    _, keys, values = results
 """
 
 BLOCKS = """
 from models.kernels import _kernels
 import mlx.core as mx
 
-norm, product = (mx.ones(8), 1e-5), _kernels.Product(mx.ones((8, 8)))
+norm, product = (mx.ones(8), 1e-5), _kernels.Matmul(mx.ones((8, 8)))
 block = _kernels.AttentionBlock(norm, *[product] * 4, heads=1, kv_heads=1, scale=1.0)
 keys, values = [mx.zeros((1, 1, 16, 8))], [mx.ones((1, 1, 16, 8))]
 for i in range(3):
-    kept = keys, values
-    made = block(mx.ones((1, 1, 8)), keys, values, [i], [i + 1], [0], [0], 0)
+    copies = keys, values
+    results = block(mx.ones((1, 1, 8)), keys, values, [i], [i + 1], [0], [0], 0)
     try:
-        mx.eval(made)
+        mx.eval(results)
     except RuntimeError as error:
         print("MLXRUNNER_ISA" in str(error))
-    _, keys, values = made
+    _, keys, values = results
 """
 
 
 @pytest.mark.parametrize(
     "program", [SHARED, STEPS, BLOCKS], ids=["among threads", "holding buffers", "in a block"]
 )
-def test_what_fails_is_raised_and_leaves_nobody_waiting(program: str) -> None:
+def test_a_failure_is_raised_and_blocks_no_thread(program: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "MLXRUNNER_ISA": "none"},

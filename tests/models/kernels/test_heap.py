@@ -1,4 +1,4 @@
-"""Memory that arrays let go of: kept for the next ones, and given back when told."""
+"""Freed arrays: the heap keeps their memory for the next ones; `trim_memory` returns it."""
 
 import platform
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from models import kernels
 
 pytestmark = [
-    pytest.mark.skipif(kernels.ops() is None, reason=f"no kernels here: {kernels.describe().why}"),
+    pytest.mark.skipif(kernels.ops() is None, reason=f"no kernels: {kernels.describe().why}"),
     pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's"),
 ]
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from models import kernels
 import mlx.core as mx
 
-def faults():
+def count_faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 def resident():
@@ -31,24 +31,25 @@ def prompt():
         arrays = [mx.ones((1 << 20,)) + i for i in range(12)]
         mx.eval(arrays)
 
-def told():
+def measure():
     prompt()
-    before = faults()
+    before = count_faults()
     for _ in range(5):
         prompt()
-    print(faults() - before)
-    kept = resident()
+    print(count_faults() - before)
+    before = resident()
     kernels.trim_memory()
-    print(kept - resident())
+    print(before - resident())
 
 {how}
 """
 
-ON_MAIN, ON_ANOTHER = "told()", "one = threading.Thread(target=told); one.start(); one.join()"
+ON_MAIN = "measure()"
+ON_ANOTHER = "thread = threading.Thread(target=measure); thread.start(); thread.join()"
 
 
 @pytest.mark.parametrize("how", [ON_MAIN, ON_ANOTHER], ids=["main thread", "another thread"])
-def test_what_a_prompt_takes_is_kept_for_the_next_and_goes_back_when_told(how: str) -> None:
+def test_the_heap_is_reused_for_the_next_prompt_and_trimmed_on_request(how: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.replace("{how}", how)],
         capture_output=True,
@@ -57,7 +58,7 @@ def test_what_a_prompt_takes_is_kept_for_the_next_and_goes_back_when_told(how: s
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    asked, given_back = map(int, done.stdout.split())
-    # 48 MiB are 12288 pages, five times over
-    assert asked < 2000
-    assert given_back > 16 << 20
+    faults, freed = map(int, done.stdout.split())
+    # five prompts with 48 MiB, or 12288 pages, each
+    assert faults < 2000
+    assert freed > 16 << 20

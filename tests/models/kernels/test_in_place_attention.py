@@ -1,8 +1,8 @@
-"""Keys and values are written where they lie only while nobody else is to read what was there.
+"""Keys and values are written in place only if no other array reads the buffer.
 
-A step is dispatched before the one ahead of it is done, copies are taken in between, rows are
-forgotten while they are worked on: as the engine's loop does it. Had memory been written to that
-somebody still reads, or given away that is still written to, numbers would be wrong now and then.
+As in the engine loop, a step is dispatched before the previous one has finished, copies are taken
+in between, and rows are dropped during evaluation. A write to memory that is still read, or memory
+freed before it is written, would give wrong results in some runs.
 """
 
 import random
@@ -27,24 +27,24 @@ from models.sdpa import scaled_dot_product_attention
 OPS = kernels.ops()
 pytestmark = pytest.mark.skipif(OPS is None, reason=f"no kernels: {kernels.describe().why}")
 
-# so much that a step takes longer than to dispatch the next, and is worth two threads
+# large enough that a step takes longer than the dispatch of the next, and uses two threads
 HEADS, GROUP, DIM = 4, 3, 64
 SCALE = DIM**-0.5
-TEXT = 1500
+LENGTH = 1500
 
 
 @pytest.fixture(scope="module", autouse=True)
 def two_threads() -> Iterator[None]:
-    before = OPS.threads()
-    OPS.use_threads(2)
+    before = OPS.num_threads()
+    OPS.set_num_threads(2)
     yield
     mx.synchronize()
-    OPS.use_threads(before)
+    OPS.set_num_threads(before)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text:
-    """What a sequence may say, at each position."""
+class Inputs:
+    """Queries, keys and values at each position of a sequence."""
 
     queries: mx.array
     keys: mx.array
@@ -52,135 +52,137 @@ class Text:
 
 
 @pytest.fixture(scope="module")
-def texts() -> list[Text]:
-    return [text(seed) for seed in range(3)]
+def inputs() -> list[Inputs]:
+    return [make_inputs(seed) for seed in range(3)]
 
 
-def text(seed: int) -> Text:
+def make_inputs(seed: int) -> Inputs:
     rng = np.random.default_rng(seed)
 
-    def drawn(heads: int) -> mx.array:
-        return mx.array(rng.standard_normal((1, heads, TEXT, DIM)).astype(np.float32))
+    def draw(heads: int) -> mx.array:
+        return mx.array(rng.standard_normal((1, heads, LENGTH, DIM)).astype(np.float32))
 
-    return Text(queries=drawn(HEADS * GROUP), keys=drawn(HEADS), values=drawn(HEADS))
+    return Inputs(queries=draw(HEADS * GROUP), keys=draw(HEADS), values=draw(HEADS))
 
 
 @dataclass(kw_only=True)
 class Row:
-    """text: what it says next, which is another after a step back: what is written then differs
-    from what lay there. said: all keys and values so far, in arrays of their own."""
+    """inputs: source of the next positions. It changes after a trim, so that new values differ from
+    the overwritten ones. history: copies of all keys and values so far."""
 
-    text: Text
+    inputs: Inputs
     cache: KVCache = field(default_factory=KVCache)
-    said: tuple[mx.array, ...] = ()
+    history: tuple[mx.array, ...] = ()
 
     def next(self, count: int) -> tuple[mx.array, mx.array, mx.array]:
-        """Which it then has said."""
+        """The next `count` queries, keys and values; appends to the history."""
         offset = self.cache.offset
         at = slice(offset, offset + count)
-        new = self.text.keys[:, :, at], self.text.values[:, :, at]
-        self.said = tuple(
+        new = self.inputs.keys[:, :, at], self.inputs.values[:, :, at]
+        self.history = tuple(
             mx.concatenate([old[:, :, :offset], more], axis=2)
-            for old, more in zip(self.said or new, new, strict=True)
+            for old, more in zip(self.history or new, new, strict=True)
         )
-        return self.text.queries[:, :, at], *new
+        return self.inputs.queries[:, :, at], *new
 
-    def seen(self, queries: mx.array) -> mx.array:
-        keys, values = self.said
+    def attend(self, queries: mx.array) -> mx.array:
+        keys, values = self.history
         return scaled_dot_product_attention(queries, keys, values, scale=SCALE, mask="causal")
 
 
 @dataclass(kw_only=True)
-class Kept:
-    """An array that is looked at when all is over, and what must be in it then."""
+class Check:
+    """An array that is compared with `expected` at the end."""
 
     array: mx.array
-    wanted: mx.array
+    expected: mx.array
 
-    def is_true(self) -> bool:
-        return np.array_equal(np.array(self.array), np.array(self.wanted))
+    def is_unchanged(self) -> bool:
+        return np.array_equal(np.array(self.array), np.array(self.expected))
 
 
 @settings(max_examples=40)
 @given(seed=st.integers(0, 2**32))
-def test_what_was_read_of_a_cache_stays_true_whatever_is_written_next(
-    texts: list[Text], seed: int
+def test_later_writes_do_not_change_arrays_read_from_a_cache(
+    inputs: list[Inputs], seed: int
 ) -> None:
-    """Copies, pieces, and mere views of a buffer, evaluated at once, later, or at the very end."""
-    dice, kept = random.Random(seed), list[Kept]()
-    rows = [Row(text=dice.choice(texts)) for _ in range(3)]
+    """Copies, slices and views of a buffer, evaluated at once, later, or at the end."""
+    rng, checks = random.Random(seed), list[Check]()
+    rows = [Row(inputs=rng.choice(inputs)) for _ in range(3)]
     for row in rows:
-        kept += written(row, dice.choice([1, 40, 300]))
+        checks += attend_next(row, rng.choice([1, 40, 300]))
     for _ in range(40):
-        row = dice.choice(rows)
+        row = rng.choice(rows)
         cache = row.cache
-        match dice.choice("aaaaabbbccctttvfp"):
+        match rng.choice("aaaaabbbccctttvfp"):
             case "a":
-                kept += written(row, dice.choice([1, 1, 1, 5, 60]))
+                checks += attend_next(row, rng.choice([1, 1, 1, 5, 60]))
             case "b":
-                kept += side_by_side(rows)
-            case "c" | "f":  # the copy goes on elsewhere, in the place of another row
+                checks += attend_batch(rows)
+            case "c" | "f":  # the copy replaces another row
                 twin = cache.copy()
-                if dice.random() < 0.5:
+                if rng.random() < 0.5:
                     mx.async_eval(twin.state())
-                other = Row(text=dice.choice(texts), cache=twin, said=row.said)
-                kept += held(other)
-                rows[dice.randrange(3)] = other
+                other = Row(inputs=rng.choice(inputs), cache=twin, history=row.history)
+                checks += view_cache(other)
+                rows[rng.randrange(3)] = other
             case "t":
-                kept += held(row)
-                cache.trim(dice.randrange(min(50, cache.offset)))
-                row.text = dice.choice(texts)
+                checks += view_cache(row)
+                cache.trim(rng.randrange(min(50, cache.offset)))
+                row.inputs = rng.choice(inputs)
             case "v":
-                kept += held(row)
+                checks += view_cache(row)
             case _:
-                cut = dice.randrange(cache.offset)
-                kept += held(Row(text=row.text, cache=cache.slice(0, cut), said=row.said))
-        if dice.random() < 0.7:
+                cut = rng.randrange(cache.offset)
+                checks += view_cache(
+                    Row(inputs=row.inputs, cache=cache.slice(0, cut), history=row.history)
+                )
+        if rng.random() < 0.7:
             mx.async_eval([row.cache.state() for row in rows])
-        if dice.random() < 0.3 and kept:
-            mx.async_eval(dice.choice(kept).array)
-        if dice.random() < 0.1 and kept:  # forgotten, perhaps while it is worked on
-            kept.pop(dice.randrange(len(kept)))
+        if rng.random() < 0.3 and checks:
+            mx.async_eval(rng.choice(checks).array)
+        if rng.random() < 0.1 and checks:  # drop the array, perhaps during its evaluation
+            checks.pop(rng.randrange(len(checks)))
     for row in rows:
-        kept += held(row)
-    assert all(one.is_true() for one in kept)
+        checks += view_cache(row)
+    assert all(one.is_unchanged() for one in checks)
 
 
-def written(row: Row, count: int) -> list[Kept]:
-    if row.cache.offset + count > TEXT:
+def attend_next(row: Row, count: int) -> list[Check]:
+    if row.cache.offset + count > LENGTH:
         return []
     queries, keys, values = row.next(count)
     out = row.cache.attend(queries, keys, values, scale=SCALE)
-    return [Kept(array=out, wanted=row.seen(queries))]
+    return [Check(array=out, expected=row.attend(queries))]
 
 
-def side_by_side(rows: list[Row]) -> list[Kept]:
+def attend_batch(rows: list[Row]) -> list[Check]:
     offsets = [row.cache.offset for row in rows]
-    if max(offsets) >= TEXT:
+    if max(offsets) >= LENGTH:
         return []
     each = [row.next(1) for row in rows]
     parts = [mx.concatenate(list(part)) for part in zip(*each, strict=True)]
     together = BatchKVCache([row.cache for row in rows], mx.array(offsets))
     out = together.attend(*parts, scale=SCALE)
-    seen = [row.seen(queries) for row, (queries, _, _) in zip(rows, each, strict=True)]
-    return [Kept(array=out, wanted=mx.concatenate(seen))]
+    seen = [row.attend(queries) for row, (queries, _, _) in zip(rows, each, strict=True)]
+    return [Check(array=out, expected=mx.concatenate(seen))]
 
 
-def held(row: Row) -> list[Kept]:
-    """Views of what its cache has now."""
+def view_cache(row: Row) -> list[Check]:
+    """Views of the current content of the cache."""
     end = row.cache.offset
     return [
-        Kept(array=array[..., :end, :], wanted=said[..., :end, :])
-        for array, said in zip(row.cache.state(), row.said, strict=False)
+        Check(array=array[..., :end, :], expected=history[..., :end, :])
+        for array, history in zip(row.cache.state(), row.history, strict=False)
     ]
 
 
-def test_a_step_is_written_where_the_last_one_was(texts: list[Text]) -> None:
-    """Else each would copy the whole cache: that is what this is for. Also while the last one is
-    still worked on; but where MLX is long in letting go of it, it is copied."""
-    row = Row(text=texts[0])
-    row.cache.reserve(TEXT)
-    written(row, 200)
+def test_steps_write_to_the_cache_in_place(inputs: list[Inputs]) -> None:
+    """Otherwise each step would copy the whole cache. The next step also writes in place during the
+    evaluation of the last one, but copies if MLX releases the last reference late."""
+    row = Row(inputs=inputs[0])
+    row.cache.reserve(LENGTH)
+    attend_next(row, 200)
     places: list[int] = []
     for _ in range(40):
         for _ in range(2):
@@ -193,28 +195,28 @@ def test_a_step_is_written_where_the_last_one_was(texts: list[Text]) -> None:
     assert moved <= 10
 
 
-def test_a_buffer_that_numpy_looks_at_is_copied(texts: list[Text]) -> None:
-    row = Row(text=texts[0])
-    written(row, 10)
+def test_a_buffer_with_a_numpy_view_is_copied(inputs: list[Inputs]) -> None:
+    row = Row(inputs=inputs[0])
+    attend_next(row, 10)
     mx.eval(row.cache.state())
     looked_at = np.array(row.cache.state()[0], copy=False)
     before = looked_at.copy()
     row.cache.trim(5)
-    other = Row(text=texts[1], cache=row.cache)
-    mx.eval(written(other, 3)[0].array, row.cache.state())
+    other = Row(inputs=inputs[1], cache=row.cache)
+    mx.eval(attend_next(other, 3)[0].array, row.cache.state())
     assert np.array_equal(looked_at, before)
 
 
 @pytest.mark.parametrize("count", [1, 7])
-def test_rows_that_are_forgotten_while_they_are_worked_on_leave_no_trace(
-    texts: list[Text], count: int
+def test_rows_dropped_during_evaluation_do_not_write_to_freed_memory(
+    inputs: list[Inputs], count: int
 ) -> None:
-    """Their memory goes to whoever asks next, and must not be written to any more."""
+    """The next arrays get their memory, so no pending step may write to it."""
     for _ in range(30):
-        row = Row(text=texts[0])
-        written(row, 400)
+        row = Row(inputs=inputs[0])
+        attend_next(row, 400)
         mx.async_eval(row.cache.state())
-        written(row, count)
+        attend_next(row, count)
         mx.async_eval(row.cache.state())
         del row
         size = (1, HEADS, 512, DIM)
@@ -223,36 +225,36 @@ def test_rows_that_are_forgotten_while_they_are_worked_on_leave_no_trace(
         assert all(mx.all(other == i).item() for i, other in enumerate(others))
 
 
-class TestWhatItLeavesAlone:
-    """None, and nothing has changed."""
+class TestUnsupportedCases:
+    """`attend_in_place` returns None and changes nothing."""
 
     def parts(self, dtype: mx.Dtype = mx.float32) -> list[mx.array]:
         return [mx.ones((1, heads, 2, DIM), dtype) for heads in (HEADS * GROUP, HEADS, HEADS)]
 
-    def asked(self, cache: Any, parts: list[mx.array]) -> mx.array | None:
+    def attend(self, cache: Any, parts: list[mx.array]) -> mx.array | None:
         return attend_in_place([cache], *parts, scale=SCALE, sinks=None, softcap=None)
 
     def test_other_types(self) -> None:
         cache = KVCache()
-        assert self.asked(cache, self.parts(mx.bfloat16)) is None
+        assert self.attend(cache, self.parts(mx.bfloat16)) is None
         assert (cache.offset, cache.state()) == (0, [])
 
     def test_several_sequences_in_one_cache(self) -> None:
         cache = KVCache()
         parts = [mx.concatenate([part, part]) for part in self.parts()]
-        assert self.asked(cache, parts) is None
+        assert self.attend(cache, parts) is None
         assert (cache.offset, cache.state()) == (0, [])
 
-    def test_caches_that_do_not_lend(self) -> None:
-        class Own(KVCache):
+    def test_caches_without_in_place_writes(self) -> None:
+        class NotInPlace(KVCache):
             supports_in_place = False
 
-        assert self.asked(Own(), self.parts()) is None
+        assert self.attend(NotInPlace(), self.parts()) is None
 
     def test_other_devices(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-        assert self.asked(KVCache(), self.parts()) is None
+        assert self.attend(KVCache(), self.parts()) is None
 
-    def test_and_takes_all_others(self) -> None:
-        assert self.asked(KVCache(), self.parts()) is not None
-        assert self.asked(RotatingKVCache(3), self.parts()) is not None
+    def test_other_cases_are_supported(self) -> None:
+        assert self.attend(KVCache(), self.parts()) is not None
+        assert self.attend(RotatingKVCache(3), self.parts()) is not None

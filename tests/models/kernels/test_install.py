@@ -1,5 +1,5 @@
-"""Whether there is a compiler or not, an install goes well; what could not be built is told in one
-line, and what was built is what the Makefile takes it for."""
+"""Installs succeed with and without a compiler: one line reports a failed build of the kernels, and
+the Makefile detects changed sources."""
 
 import importlib.metadata
 import importlib.util
@@ -25,19 +25,19 @@ NAMES = {str(found.metadata["Name"]).lower() for found in importlib.metadata.dis
 
 pytestmark = [
     pytest.mark.skipif(
-        bool(MISSING), reason=f"requirements/serve.txt brings what is missing: {MISSING}"
+        bool(MISSING), reason=f"requirements/serve.txt installs the missing {MISSING}"
     ),
-    pytest.mark.skipif("mlx-cpu" not in NAMES, reason="MLX does not compute on the CPU here"),
+    pytest.mark.skipif("mlx-cpu" not in NAMES, reason="MLX does not use the CPU"),
 ]
 compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="there is no C++ compiler"
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler"
 )
-make = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+make = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
 
 
 @pytest.fixture
 def project(tmp_path) -> Path:
-    """What an install reads, but for what was compiled in place."""
+    """A copy of the files that an install reads, without compiled files."""
     copy = tmp_path / "project"
     copy.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", "Makefile"):
@@ -62,80 +62,87 @@ def run(*command: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -
     return done.stdout
 
 
-def around(**variables: str) -> dict[str, str]:
-    """The environment, without what the `make` or the person that started the tests may have said
-    of building."""
-    said = ("CC", "CUDA", "CXX", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "MLXRUNNER_BUILD_KERNELS")
-    return {name: value for name, value in os.environ.items() if name not in said} | variables
+def make_environ(**variables: str) -> dict[str, str]:
+    """The environment without build variables of the calling `make` or shell."""
+    removed = (
+        "CC",
+        "CUDA",
+        "CXX",
+        "MAKEFLAGS",
+        "MAKEOVERRIDES",
+        "MFLAGS",
+        "MLXRUNNER_BUILD_KERNELS",
+    )
+    return {name: value for name, value in os.environ.items() if name not in removed} | variables
 
 
-def installed(project: Path, *, python: Path = Path(sys.executable)) -> tuple[str, Path]:
-    """What CMake says, and where it installed: what an install does, without pip around it."""
+def run_install(project: Path, *, python: Path = Path(sys.executable)) -> tuple[str, Path]:
+    """Run the CMake steps of an install; its output and the installed folder."""
     cmake, ninja = (Path(sysconfig.get_path("scripts"), name) for name in ("cmake", "ninja"))
     folder, place = project.parent / "build", project.parent / "installed"
-    said = run(
+    output = run(
         *(cmake, "-S", project / "models/kernels", "-B", folder, "-G", "Ninja"),
         *(f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DPython_EXECUTABLE={python}"),
         *(f"-DCMAKE_INSTALL_PREFIX={place}",),
         cwd=project,
-        env=around(),
+        env=make_environ(),
     )
-    said += run(cmake, "--install", folder, cwd=project)
-    return said, place / "models/kernels"
+    output += run(cmake, "--install", folder, cwd=project)
+    return output, place / "models/kernels"
 
 
-def test_without_a_compiler_an_install_goes_on_and_says_what_is_lost(project, tmp_path):
+def test_an_install_without_a_compiler_succeeds_and_reports_the_missing_kernels(project, tmp_path):
     place, empty = tmp_path / "place", tmp_path / "empty"
     empty.mkdir()
-    said = run(
+    output = run(
         *(sys.executable, "-m", "pip", "install", "--verbose", "--no-index"),
         *("--no-build-isolation", "--no-deps", "--target", place, project),
         cwd=tmp_path,
-        env=around(PATH=str(empty)),
+        env=make_environ(PATH=str(empty)),
     )
     line = f"mlxrunner: no C++20 compiler was found, so the CPU kernels are not built: {LOST}; "
     package = place / "mlxrunner"
-    told = (package / "models/kernels/not_built.txt").read_text("utf-8")
-    assert told == f"{line}install g++, and then mlxrunner again (with make or pip)\n"
-    assert told.strip() in said
+    reason = (package / "models/kernels/not_built.txt").read_text("utf-8")
+    assert reason == f"{line}install g++, and then reinstall mlxrunner (with make or pip)\n"
+    assert reason.strip() in output
     assert not list(place.rglob("*.so"))
-    here = f"import sys; sys.path.insert(0, {str(package)!r}); "
-    ask = "from models import kernels as k; print(k.__file__, k.describe().built, k.ops())"
-    answer = run(sys.executable, "-c", here + ask, cwd=tmp_path)
+    prefix = f"import sys; sys.path.insert(0, {str(package)!r}); "
+    program = "from models import kernels as k; print(k.__file__, k.describe().built, k.ops())"
+    answer = run(sys.executable, "-c", prefix + program, cwd=tmp_path)
     assert answer.split() == [str(package / "models/kernels/__init__.py"), "False", "None"]
-    ask = (
+    program = (
         "from models import cpu_backend, kernels; "
         "print(kernels.describe().why, cpu_backend.ACTIVE.why, sep='\\n')"
     )
-    kernels_why, blas_why = run(sys.executable, "-c", here + ask, cwd=tmp_path).splitlines()
+    kernels_why, blas_why = run(sys.executable, "-c", prefix + program, cwd=tmp_path).splitlines()
     assert kernels_why == (
         "no C++20 compiler was found, so the CPU kernels are not built; install g++, and then "
-        "mlxrunner again (with make or pip)"
+        "reinstall mlxrunner (with make or pip)"
     )
-    # the second where the system has no OpenBLAS either
+    # the second value if the system has no OpenBLAS either
     assert blas_why in ("None", f"{cpu_backend.NOT_BUILT}: {kernels_why}")
 
 
 @compiler
-def test_what_does_not_compile_is_left_out_and_the_compilers_words_are_kept(project):
-    """An extension of one line in the place of ours, which takes most of a minute to compile."""
+def test_an_install_succeeds_after_a_compile_error_and_keeps_the_log(project):
+    """A one-line extension replaces ours, which takes most of a minute to compile."""
     source = project / "models/kernels/src"
     (source / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.25)\nproject(broken LANGUAGES CXX)\n"
         "add_library(broken MODULE broken.cpp)\n"
     )
     (source / "broken.cpp").write_text("#error this cannot be compiled\n")
-    said, place = installed(project)
-    [told] = (place / "not_built.txt").read_text("utf-8").splitlines()
-    assert told in said
-    assert LOST in told
-    log = Path(told.partition(" could not compile the CPU kernels (see ")[2].partition(")")[0])
+    output, place = run_install(project)
+    [reason] = (place / "not_built.txt").read_text("utf-8").splitlines()
+    assert reason in output
+    assert LOST in reason
+    log = Path(reason.partition(" could not compile the CPU kernels (see ")[2].partition(")")[0])
     assert "this cannot be compiled" in log.read_text("utf-8")
 
 
 @compiler
-def test_a_module_that_would_not_know_mlxs_arrays_is_left_out(project):
-    """MLX built with another nanobind: each of our functions would refuse MLX's arrays."""
+def test_a_module_built_with_another_nanobind_is_not_installed(project):
+    """With another nanobind than that of MLX, our functions would reject MLX's arrays."""
     source = project / "models/kernels/src"
     (source / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.25)\nproject(other LANGUAGES CXX)\n"
@@ -143,43 +150,45 @@ def test_a_module_that_would_not_know_mlxs_arrays_is_left_out(project):
         f" OUTPUT_NAME _kernels SUFFIX {SUFFIX})\n".replace("''", '""')
     )
     (source / "other.cpp").write_text('extern const char tag[] = "nanobind_other_a1_v7";\n')
-    said, place = installed(project)
-    [told] = (place / "not_built.txt").read_text("utf-8").splitlines()
-    assert told in said
-    assert "another nanobind" in told
-    assert "nanobind_other_a1_v7" in told
+    output, place = run_install(project)
+    [reason] = (place / "not_built.txt").read_text("utf-8").splitlines()
+    assert reason in output
+    assert "another nanobind" in reason
+    assert "nanobind_other_a1_v7" in reason
     assert not list(place.glob("*.so"))
 
 
-def test_without_mlx_beside_it_an_install_says_how_to_have_it(project, tmp_path):
+def test_an_install_without_mlx_says_how_to_install_it(project, tmp_path):
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
     bare.chmod(0o755)
-    _, place = installed(project, python=bare)
-    [told] = (place / "not_built.txt").read_text("utf-8").splitlines()
-    assert LOST in told
-    assert told.endswith("install mlx[cpu] first, and then mlxrunner with --no-build-isolation")
+    _, place = run_install(project, python=bare)
+    [reason] = (place / "not_built.txt").read_text("utf-8").splitlines()
+    assert LOST in reason
+    assert reason.endswith(
+        "install mlx[cpu] first, and then reinstall mlxrunner with --no-build-isolation"
+    )
 
 
-def test_what_an_earlier_install_left_among_the_sources_goes(project):
-    """An old module would be loaded, and the new sources thought to be in use."""
+def test_an_install_removes_old_modules(project):
+    """Otherwise the old module would be loaded instead of one from the new sources."""
     (project / "models/kernels/src/CMakeLists.txt").write_text("message(FATAL_ERROR no)\n")
     place = project.parent / "installed/models/kernels"
     place.mkdir(parents=True)
     (place / f"_kernels{SUFFIX}").touch()
     (place / "libmlxrunner_blas.so").touch()
-    installed(project)
+    run_install(project)
     assert [file.name for file in place.iterdir()] == ["not_built.txt"]
 
 
-def made(project: Path, **variables: str) -> str:
-    """What `make venv` would do now."""
-    return run("make", "--dry-run", "venv", cwd=project, env=around(**variables))
+def dry_run_make(project: Path, **variables: str) -> str:
+    """Output of a dry run of `make venv`."""
+    return run("make", "--dry-run", "venv", cwd=project, env=make_environ(**variables))
 
 
 @pytest.fixture
-def settled(project) -> Path:
-    """A project whose environment was made after all that it depends on."""
+def built_project(project) -> Path:
+    """A project whose environment is newer than its dependencies."""
     (project / "requirements").mkdir()
     (project / "requirements/serve.txt").touch()
     for path in project.rglob("*"):
@@ -193,38 +202,38 @@ def settled(project) -> Path:
 
 @make
 @compiler
-def test_make_compiles_again_what_changed_and_nothing_else(settled):
-    assert "--editable" not in made(settled)
-    (settled / "models/kernels/src/module.cpp").touch()
-    assert "--editable" in made(settled)
+def test_make_compiles_only_after_changes(built_project):
+    assert "--editable" not in dry_run_make(built_project)
+    (built_project / "models/kernels/src/module.cpp").touch()
+    assert "--editable" in dry_run_make(built_project)
 
 
 @make
 @compiler
-def test_a_source_that_is_new_is_compiled(settled):
-    (settled / "models/kernels/src/new.cpp").touch()
-    assert "--editable" in made(settled)
+def test_make_compiles_a_new_source(built_project):
+    (built_project / "models/kernels/src/new.cpp").touch()
+    assert "--editable" in dry_run_make(built_project)
 
 
 @make
 @compiler
-def test_a_compiler_that_came_later_is_noticed(settled):
-    (settled / ".venv/.self").rename(settled / ".venv/.self-uncompiled")
-    assert "--editable" in made(settled)
-    assert "--editable" not in made(settled, MLXRUNNER_BUILD_KERNELS="0")
+def test_make_detects_a_new_compiler(built_project):
+    (built_project / ".venv/.self").rename(built_project / ".venv/.self-uncompiled")
+    assert "--editable" in dry_run_make(built_project)
+    assert "--editable" not in dry_run_make(built_project, MLXRUNNER_BUILD_KERNELS="0")
 
 
 @make
 @compiler
-def test_make_says_each_time_what_is_lost(settled):
-    assert run("make", "--silent", "venv", cwd=settled, env=around()) == ""
+def test_make_reports_the_missing_kernels_each_time(built_project):
+    assert run("make", "--silent", "venv", cwd=built_project, env=make_environ()) == ""
     line = f"mlxrunner: something was not there: {LOST}\n"
-    (settled / "models/kernels/not_built.txt").write_text(line)
-    assert run("make", "--silent", "venv", cwd=settled, env=around()) == line
+    (built_project / "models/kernels/not_built.txt").write_text(line)
+    assert run("make", "--silent", "venv", cwd=built_project, env=make_environ()) == line
 
 
 @pytest.mark.skipif(not list((ROOT / ".venv").glob(".self*")), reason="make did not install this")
-def test_there_is_either_a_module_or_a_reason():
+def test_either_the_module_or_a_reason_exists():
     built = (ROOT / f"models/kernels/_kernels{SUFFIX}").is_file()
     assert built != (ROOT / "models/kernels/not_built.txt").is_file()
     if (ROOT / ".venv/.self-uncompiled").is_file():

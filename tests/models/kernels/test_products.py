@@ -1,4 +1,4 @@
-"""Products against float64, and a row's bits against those of the same row in other company."""
+"""Products agree with float64, and the bits of a row do not depend on the other rows."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from models import kernels
 
 OPS = kernels.ops()
-pytestmark = pytest.mark.skipif(OPS is None, reason=f"no kernels here: {kernels.describe().why}")
+pytestmark = pytest.mark.skipif(OPS is None, reason=f"no kernels: {kernels.describe().why}")
 
 EPS = 2.0**-24
 FLOATS = (mx.float32, mx.bfloat16, mx.float16)
@@ -20,7 +20,7 @@ FLOATS = (mx.float32, mx.bfloat16, mx.float16)
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """dtype: of the matrix, or of scales and biases where it is packed."""
+    """dtype: of the matrix, or of the scales and biases of a packed one."""
 
     dtype: mx.Dtype
     bits: int = 0
@@ -39,7 +39,7 @@ formats = pytest.mark.parametrize("format", PLAIN + PACKED, ids=str)
 @dataclass(frozen=True, slots=True)
 class Case:
     product: Any
-    parts: list[mx.array]  # that it is made of, row after row
+    parts: list[mx.array]  # arrays of the matrix, in row-major order
     format: Format
     weight: np.ndarray  # float32, as the kernel expands it
     bias: np.ndarray | None
@@ -53,37 +53,41 @@ def case(format: Format, outputs: int, inputs: int, *, seed: int = 0, biased: bo
     draw = np.random.default_rng(seed)
     plain = random(draw, outputs, inputs)
     bias = random(draw, outputs) if biased else None
-    known = None if bias is None else np.array(bias)
+    bias_array = None if bias is None else np.array(bias)
     if not format.bits:
         weight = plain.astype(format.dtype)
-        return Case(laid(format, weight, bias=bias), [weight], format, wide(weight), known)
+        return Case(
+            make_product(format, weight, bias=bias), [weight], format, wide(weight), bias_array
+        )
     words, *rest = mx.quantize(plain, format.group, format.bits)
     parts = [words, *(one.astype(format.dtype) for one in rest)]
-    product = laid(format, *parts, bias=bias)
-    return Case(product, parts, format, unpacked(format, *parts), known)
+    product = make_product(format, *parts, bias=bias)
+    return Case(product, parts, format, dequantize(format, *parts), bias_array)
 
 
-def laid(format: Format, weight: mx.array, *rest: mx.array, bias: mx.array | None = None) -> Any:
-    """The product with a matrix that is row after row."""
-    parts = OPS.strips(weight, format.bits), *(OPS.strips(one) for one in rest)
-    return OPS.Product(*parts, bias=bias, group_size=format.group, bits=format.bits)
+def make_product(
+    format: Format, weight: mx.array, *rest: mx.array, bias: mx.array | None = None
+) -> Any:
+    """The product with a row-major matrix."""
+    parts = OPS.repack(weight, format.bits), *(OPS.repack(one) for one in rest)
+    return OPS.Matmul(*parts, bias=bias, group_size=format.group, bits=format.bits)
 
 
 def wide(array: mx.array) -> np.ndarray:
     return np.array(array.astype(mx.float32))
 
 
-def unpacked(format: Format, words: mx.array, scales: mx.array, biases: mx.array) -> np.ndarray:
-    """scale * number + bias, rounded once: float64 holds the exact value."""
+def dequantize(format: Format, words: mx.array, scales: mx.array, biases: mx.array) -> np.ndarray:
+    """scale * number + bias, rounded once: float64 has the exact value."""
     numbers = np.array(words)[..., None] >> np.arange(0, 32, format.bits, dtype=np.uint32)
     numbers = (numbers & (2**format.bits - 1)).reshape(len(numbers), -1, format.group)
     scale, bias = (wide(one).astype(np.float64)[..., None] for one in (scales, biases))
     return (numbers * scale + bias).astype(np.float32).reshape(len(numbers), -1)
 
 
-def held(case: Case, x: mx.array, y: mx.array, *, more: float = 0.0) -> None:
-    """Runs of at most 192 terms are added up one after the other, and so are the runs; one addition
-    more is the bias. more: what the result's own type rounds away, relatively."""
+def check_product(case: Case, x: mx.array, y: mx.array, *, more: float = 0.0) -> None:
+    """Check the rounding error. Terms are summed in runs of at most 192, then the runs, then the
+    bias. more: the relative rounding error of the result type."""
     left, right = wide(x).astype(np.float64), case.weight.astype(np.float64)
     exact, size = left @ right.T, np.abs(left) @ np.abs(right).T
     if case.bias is not None:
@@ -93,15 +97,15 @@ def held(case: Case, x: mx.array, y: mx.array, *, more: float = 0.0) -> None:
     roundings += 0 if OPS.isa() != "scalar" else 4
     allowed = size * EPS * roundings + np.abs(exact) * more
     if case.format.bits:
-        allowed += whole(left, case.format.group) @ np.abs(right).T
-        # a group's bias and its numbers may nearly cancel each other
+        allowed += rounding_bound(left, case.format.group) @ np.abs(right).T
+        # the bias of a group and its numbers can nearly cancel
         allowed += size.max() * EPS * 16
     assert y.shape == (*x.shape[:-1], len(case.weight))
     assert (np.abs(wide(y) - exact) <= allowed).all()
 
 
-def whole(x: np.ndarray, group: int) -> np.ndarray:
-    """What is rounded away at most where the largest of a group is to be 0x7f7f70."""
+def rounding_bound(x: np.ndarray, group: int) -> np.ndarray:
+    """Maximum rounding error if the largest value of a group is scaled to 0x7f7f70."""
     groups = np.abs(x).reshape(*x.shape[:-1], -1, group)
     most = np.broadcast_to(groups.max(axis=-1, keepdims=True), groups.shape)
     return most.reshape(x.shape) / 0x7F7F70 * (0.5 + 2.0**-8)
@@ -115,69 +119,70 @@ def shapes(draw: st.DrawFn) -> tuple[int, int, int, int]:
     return rows, outputs, inputs, draw(st.integers(0, 2**32 - 1))
 
 
-def fitting(format: Format, inputs: int) -> int:
+def round_up_inputs(format: Format, inputs: int) -> int:
     return inputs if not format.bits else -(-inputs // format.group) * format.group
 
 
+@pytest.mark.product
 @formats
 @given(shape=shapes(), biased=st.booleans())
-def test_a_product_is_what_float64_says(
+def test_a_product_agrees_with_float64(
     format: Format, shape: tuple[int, int, int, int], biased: bool
 ) -> None:
     rows, outputs, inputs, seed = shape
-    inputs = fitting(format, inputs)
+    inputs = round_up_inputs(format, inputs)
     one = case(format, outputs, inputs, seed=seed, biased=biased)
     x = random(np.random.default_rng(seed + 1), rows, inputs)
-    held(one, x, one.product(x))
+    check_product(one, x, one.product(x))
 
 
 @formats
 @given(shape=shapes(), cut=st.integers(0, 400), data=st.data())
-def test_a_row_is_the_same_to_the_bit_alone_and_among_others(
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(
     format: Format, shape: tuple[int, int, int, int], cut: int, data: st.DataObject
 ) -> None:
     rows, outputs, inputs, seed = shape
-    inputs = fitting(format, inputs)
+    inputs = round_up_inputs(format, inputs)
     product = case(format, outputs, inputs, seed=seed, biased=True).product
     x = random(np.random.default_rng(seed + 1), rows, inputs)
-    whole = np.array(product(x))
+    full = np.array(product(x))
     cut = min(cut, rows)
-    assert (np.concatenate([np.array(product(x[:cut])), np.array(product(x[cut:]))]) == whole).all()
+    assert (np.concatenate([np.array(product(x[:cut])), np.array(product(x[cut:]))]) == full).all()
     alone = data.draw(st.integers(0, rows - 1))
-    assert (np.array(product(x[alone])) == whole[alone]).all()
+    assert (np.array(product(x[alone])) == full[alone]).all()
 
 
 @pytest.mark.parametrize("format", [PLAIN[0], PACKED[0]], ids=str)
 @pytest.mark.parametrize("rows", [768, 769, 1600])
-def test_a_long_prompt_is_the_same_to_the_bit_as_its_chunks(format: Format, rows: int) -> None:
+def test_a_long_prompt_has_the_same_bits_as_its_chunks(format: Format, rows: int) -> None:
     product = case(format, 17, 96, biased=True).product
     x = random(np.random.default_rng(2), rows, 96)
     chunks = [np.array(product(x[at : at + 100])) for at in range(0, rows, 100)]
-    gated = [np.array(OPS.gated("silu", product, product, x[at : at + 100])) for at in (0, 700)]
+    gated = [np.array(OPS.gate_up("silu", product, product, x[at : at + 100])) for at in (0, 700)]
     assert (np.array(product(x)) == np.concatenate(chunks)).all()
-    whole = np.array(OPS.gated("silu", product, product, x))
-    assert (whole[:100] == gated[0]).all()
-    assert (whole[700:800] == gated[1]).all()
+    full = np.array(OPS.gate_up("silu", product, product, x))
+    assert (full[:100] == gated[0]).all()
+    assert (full[700:800] == gated[1]).all()
 
 
 @formats
-def test_the_number_of_threads_changes_no_bit(format: Format) -> None:
+def test_the_number_of_threads_changes_no_bits(format: Format) -> None:
     product = case(format, 517, 640).product
-    before = OPS.threads()
+    before = OPS.num_threads()
     try:
         for rows in (1, 5, 8, 9, 70):
             x = random(np.random.default_rng(rows), rows, 640)
-            seen = set()
+            results = set()
             for threads in (1, 2, 3):
-                OPS.use_threads(threads)
-                seen.add(np.array(product(x)).tobytes())
-            assert len(seen) == 1
+                OPS.set_num_threads(threads)
+                results.add(np.array(product(x)).tobytes())
+            assert len(results) == 1
     finally:
-        OPS.use_threads(before)
+        OPS.set_num_threads(before)
 
 
 @formats
-def test_an_x_that_lies_otherwise_in_memory_gives_the_same(format: Format) -> None:
+def test_the_memory_layout_of_x_changes_no_bits(format: Format) -> None:
     one = case(format, 24, 128)
     base = random(np.random.default_rng(3), 6, 4, 256)
     views = [
@@ -191,31 +196,33 @@ def test_an_x_that_lies_otherwise_in_memory_gives_the_same(format: Format) -> No
     for x in views:
         packed = mx.array(np.array(x))
         assert (np.array(one.product(x)) == np.array(one.product(packed))).all()
-        held(one, x, one.product(x))
+        check_product(one, x, one.product(x))
 
 
 @formats
 def test_no_rows_give_no_rows(format: Format) -> None:
     product = case(format, 24, 128).product
     assert np.array(product(mx.zeros((2, 0, 128)))).shape == (2, 0, 24)
-    assert np.array(product.rows(mx.zeros((0,), mx.int32))).shape == (0, 128)
+    assert np.array(product.dequantize_rows(mx.zeros((0,), mx.int32))).shape == (0, 128)
 
 
 @formats
 @pytest.mark.parametrize(("dtype", "more"), [(mx.bfloat16, 2.0**-8), (mx.float16, 2.0**-10)])
-def test_a_half_gives_its_own_type_back(format: Format, dtype: mx.Dtype, more: float) -> None:
+def test_half_precision_inputs_give_results_of_their_type(
+    format: Format, dtype: mx.Dtype, more: float
+) -> None:
     one = case(format, 40, 256, biased=True)
     x = random(np.random.default_rng(1), 3, 256).astype(dtype)
     y = one.product(x)
     assert y.dtype == dtype
-    held(one, x, y, more=more)
+    check_product(one, x, y, more=more)
 
 
 @formats
-def test_rows_are_the_matrix(format: Format) -> None:
+def test_rows_returns_rows_of_the_matrix(format: Format) -> None:
     one = case(format, 50, 256)
     ids = np.array([[0, 49, 3], [3, -1, 17]])
-    rows = np.array(one.product.rows(mx.array(ids)))
+    rows = np.array(one.product.dequantize_rows(mx.array(ids)))
     if OPS.isa() == "scalar":
         assert np.allclose(rows, one.weight[ids], rtol=EPS * 4, atol=EPS * 4)
     else:
@@ -225,7 +232,7 @@ def test_rows_are_the_matrix(format: Format) -> None:
 @formats
 @pytest.mark.parametrize("rows", [1, 2, 7, 12])
 @pytest.mark.parametrize("strange", [np.nan, np.inf, -np.inf])
-def test_what_is_no_number_stays_in_its_row(format: Format, rows: int, strange: float) -> None:
+def test_nan_and_infinity_stay_in_their_row(format: Format, rows: int, strange: float) -> None:
     product = case(format, 33, 256).product
     x = np.random.default_rng(2).standard_normal((rows, 256)).astype(np.float32)
     clean = np.array(product(mx.array(x)))
@@ -238,25 +245,25 @@ def test_what_is_no_number_stays_in_its_row(format: Format, rows: int, strange: 
 
 @formats
 @pytest.mark.parametrize("rows", [1, 12])
-def test_denormal_numbers_and_zeros_count_as_what_they_are(format: Format, rows: int) -> None:
+def test_denormal_numbers_and_zeros_are_exact(format: Format, rows: int) -> None:
     tiny = np.full((rows, 256), 2.0**-140, np.float32)
     one = case(format, 20, 256)
-    held_tiny = np.array(one.product(mx.array(tiny)))
+    result = np.array(one.product(mx.array(tiny)))
     exact = tiny.astype(np.float64) @ one.weight.astype(np.float64).T
-    # each step may round to the nearest denormal number; in whole numbers they are nothing
-    assert (np.abs(held_tiny - (0 if format.bits else exact)) <= 256 * 2.0**-149).all()
+    # each step can round to the nearest denormal number; integer products round them to zero
+    assert (np.abs(result - (0 if format.bits else exact)) <= 256 * 2.0**-149).all()
     assert (np.array(one.product(mx.zeros((rows, 256)))) == 0).all()
 
 
 @pytest.mark.parametrize("format", PACKED, ids=str)
-def test_a_group_may_have_any_scale_at_all(format: Format) -> None:
+def test_a_group_can_have_any_scale(format: Format) -> None:
     draw = np.random.default_rng(5)
     words = mx.array(draw.integers(0, 2**32, (6, 256 * format.bits // 32), dtype=np.uint32))
     groups = 256 // format.group
     scales = np.ones((6, groups), np.float32)
     scales[1], scales[2, 0], scales[3, 0], scales[4, 0] = 0, np.nan, np.inf, 1e-7
     parts = mx.array(scales).astype(format.dtype), mx.zeros((6, groups)).astype(format.dtype)
-    product = laid(format, words, *parts)
+    product = make_product(format, words, *parts)
     for rows in (1, 12):
         y = np.array(product(mx.ones((rows, 256))))
         assert (y[:, 1] == 0).all()
@@ -267,17 +274,17 @@ def test_a_group_may_have_any_scale_at_all(format: Format) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("shape", [(16, 3), (40, 5), (3, 8), (2, 33, 4)])
-def test_strips_are_the_same_words_in_another_order(shape: tuple[int, ...], bits: int) -> None:
+def test_strips_reorder_the_words_of_a_matrix(shape: tuple[int, ...], bits: int) -> None:
     draw = np.random.default_rng(6)
     words = draw.integers(0, 2**32, shape, dtype=np.uint32)
-    there = OPS.strips(mx.array(words), bits)
-    assert (np.array(OPS.strips(there, bits, back=True)) == words).all()
+    strips = OPS.repack(mx.array(words), bits)
+    assert (np.array(OPS.repack(strips, bits, undo=True)) == words).all()
     expected = words
     if bits == 4:
         numbers = words[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
         expected = (numbers << np.array([0, 8, 16, 24, 4, 12, 20, 28], np.uint32)).sum(axis=-1)
     for matrix, found in zip(
-        expected.reshape(-1, *shape[-2:]), np.array(there).reshape(-1, *shape[-2:]), strict=True
+        expected.reshape(-1, *shape[-2:]), np.array(strips).reshape(-1, *shape[-2:]), strict=True
     ):
         for row in range(0, shape[-2], 16):
             strip = matrix[row : row + 16]
@@ -285,57 +292,57 @@ def test_strips_are_the_same_words_in_another_order(shape: tuple[int, ...], bits
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_numbers_lie_as_their_words_do(dtype: mx.Dtype) -> None:
+def test_strips_reorder_floats_like_words(dtype: mx.Dtype) -> None:
     scales = random(np.random.default_rng(7), 21, 6).astype(dtype)
-    there = OPS.strips(scales)
-    assert there.dtype == dtype
-    assert (wide(there)[:16].reshape(6, 16) == wide(scales)[:16].T).all()
-    assert (wide(there)[16:].reshape(6, 5) == wide(scales)[16:].T).all()
-    assert (wide(OPS.strips(there, back=True)) == wide(scales)).all()
+    strips = OPS.repack(scales)
+    assert strips.dtype == dtype
+    assert (wide(strips)[:16].reshape(6, 16) == wide(scales)[:16].T).all()
+    assert (wide(strips)[16:].reshape(6, 5) == wide(scales)[16:].T).all()
+    assert (wide(OPS.repack(strips, undo=True)) == wide(scales)).all()
 
 
-def test_strips_are_made_where_an_array_lies_that_nobody_else_holds() -> None:
+def test_strips_are_written_in_place_for_an_unshared_array() -> None:
     words = mx.zeros((4096, 1024), mx.uint32) + 1
     mx.eval(words)
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    words = OPS.strips(words, 4)
+    words = OPS.repack(words, 4)
     mx.eval(words)
     assert mx.get_peak_memory() < before + words.nbytes // 2
-    kept = words
-    words = OPS.strips(words, 4, back=True)
+    shared = words
+    words = OPS.repack(words, 4, undo=True)
     assert int(words[0, 0]) == 1
-    assert int(kept[0, 0]) == int(words[0, 0])
+    assert int(shared[0, 0]) == int(words[0, 0])
 
 
 @formats
-def test_a_part_of_a_larger_array_is_a_matrix_too(format: Format, tmp_path) -> None:
-    """Rows that begin in the middle of an array, and tensors that begin at odd places of a file."""
-    whole = case(format, 9, 160 if not format.bits else 256)
-    x = random(np.random.default_rng(1), 3, whole.weight.shape[1])
-    expected = np.array(whole.product(x))
-    names = ("weight", "scales", "biases")[: len(whole.parts)]
-    # in a file, tensors lie in the order of their types' sizes or of their names: all are moved
+def test_a_slice_of_an_array_can_be_a_matrix(format: Format, tmp_path) -> None:
+    """Rows from the middle of an array, and tensors at odd offsets in a file."""
+    full = case(format, 9, 160 if not format.bits else 256)
+    x = random(np.random.default_rng(1), 3, full.weight.shape[1])
+    expected = np.array(full.product(x))
+    names = ("weight", "scales", "biases")[: len(full.parts)]
+    # a file orders tensors by the size of their type or by name, so this shifts all offsets
     odd = {name: mx.zeros((3,), mx.uint8) for name in ("a", "n", "z")}
     mx.save_safetensors(
-        str(tmp_path / "odd.safetensors"), {**odd, **dict(zip(names, whole.parts, strict=True))}
+        str(tmp_path / "odd.safetensors"), {**odd, **dict(zip(names, full.parts, strict=True))}
     )
     loaded = mx.load(str(tmp_path / "odd.safetensors"))
     assert isinstance(loaded, dict)
-    for parts in (whole.parts, [loaded[name] for name in names]):
+    for parts in (full.parts, [loaded[name] for name in names]):
         rest = [part[1:] for part in parts]
-        cut = laid(format, *rest)
+        cut = make_product(format, *rest)
         assert (np.array(cut(x)) == expected[:, 1:]).all()
 
 
-def test_a_matrix_that_does_not_lie_row_after_row_is_refused() -> None:
-    product = OPS.Product(mx.random.normal((48, 64)).T)
+def test_a_matrix_that_is_not_row_major_is_refused() -> None:
+    product = OPS.Matmul(mx.random.normal((48, 64)).T)
     with pytest.raises(RuntimeError, match="row after row"):
         mx.eval(product(mx.zeros((1, 48))))
 
 
-def test_what_does_not_fit_is_told() -> None:
+def test_invalid_arguments_are_refused() -> None:
     f32, words = mx.zeros((4, 64)), mx.zeros((4, 8), mx.uint32)
     ones = mx.ones((4, 1))
     packed: dict[str, Any] = {"group_size": 64, "bits": 4}
@@ -353,13 +360,13 @@ def test_what_does_not_fit_is_told() -> None:
         ((f32, None, None, mx.zeros((4,), mx.float16)), {}, "bias"),
     ]:
         with pytest.raises(ValueError, match=named):
-            OPS.Product(*wrong, **arguments)
+            OPS.Matmul(*wrong, **arguments)
     for wrong, bits in ((f32, 4), (words, 3), (mx.zeros((4,), mx.uint32), 4), (f32 > 0, 0)):
         with pytest.raises(ValueError, match=r"can be repacked|two axes"):
-            OPS.strips(wrong, bits)
+            OPS.repack(wrong, bits)
     with pytest.raises(ValueError, match="64 long"):
-        OPS.Product(f32)(mx.zeros((2, 63)))
+        OPS.Matmul(f32)(mx.zeros((2, 63)))
     with pytest.raises(ValueError, match="64 long"):
-        OPS.Product(f32)(mx.array(1.0))
+        OPS.Matmul(f32)(mx.array(1.0))
     with pytest.raises(ValueError, match="x must be float32"):
-        OPS.Product(f32)(mx.zeros((2, 64), mx.int32))
+        OPS.Matmul(f32)(mx.zeros((2, 64), mx.int32))

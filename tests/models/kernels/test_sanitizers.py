@@ -1,8 +1,8 @@
-"""The kernels and the pool by themselves, under sanitizers and against the ends of pages.
+"""The kernels and the thread pool under sanitizers and with guard pages.
 
-What is compiled here is `driver.cpp` and `pool_driver.cpp` with the kernels' own sources; neither
-MLX nor Python is in it. Each matrix, row and result lies before a page that nobody may touch, so
-that a register that is filled past the last number is found, whatever fills it.
+The tests compile `driver.cpp` and `pool_driver.cpp` with the sources of the kernels, without MLX
+and Python. Each matrix, row and result ends at a guard page, so that any load past the last number
+is detected.
 """
 
 import os
@@ -27,14 +27,26 @@ X86 = {"isa_avx2": AVX2, "isa_avx512": AVX512, "isa_avx512_vnni": VNNI}
 FILES = ("isa_avx512_vnni", "isa_avx512", "isa_avx2", "isa_neon", "isa_scalar", "isa_dispatch")
 EXACT = ["-std=c++20", "-ffp-contract=off", "-w"]
 
-pytestmark = pytest.mark.skipif(not COMPILER, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
 
 
-def compiled(compiler: str, folder: Path, flags: list[str], sources: dict[Path, list[str]]) -> Path:
+def compile_program(
+    compiler: str, folder: Path, flags: list[str], sources: dict[Path, list[str]]
+) -> Path:
     def one(source: Path) -> Path:
-        made = folder / f"{source.stem}.o"
-        run(compiler, *EXACT, *flags, *sources[source], f"-I{SOURCES}", "-c", source, "-o", made)
-        return made
+        object_file = folder / f"{source.stem}.o"
+        run(
+            compiler,
+            *EXACT,
+            *flags,
+            *sources[source],
+            f"-I{SOURCES}",
+            "-c",
+            source,
+            "-o",
+            object_file,
+        )
+        return object_file
 
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(one, sources))
@@ -55,9 +67,9 @@ def kernels(*, x86: bool) -> dict[Path, list[str]]:
     return {HERE / "driver.cpp": [], **files}
 
 
-def works(compiler: str, folder: Path, flag: str) -> bool:
-    """Whether programs can be made and run with this sanitizer, whose library is a package of its
-    own in some places."""
+def supports_flag(compiler: str, folder: Path, flag: str) -> bool:
+    """Whether programs can be compiled and run with this sanitizer; some distributions package its
+    library separately."""
     source = folder / "empty.cpp"
     source.write_text("int main() {}\n")
     done = subprocess.run(
@@ -69,53 +81,61 @@ def works(compiler: str, folder: Path, flag: str) -> bool:
 
 
 def isas(program: Path) -> list[str]:
-    """Those that this machine has."""
-    asked = subprocess.run(
+    """Instruction sets of this machine."""
+    process = subprocess.run(
         [str(program), "1", "0"],
         env={**os.environ, "MLXRUNNER_ISA": "all of them"},
         capture_output=True,
         text=True,
         check=False,
     )
-    return asked.stderr.split("this machine supports ")[1].split("\n")[0].rstrip("'\" ").split(", ")
+    return (
+        process.stderr.split("this machine supports ")[1].split("\n")[0].rstrip("'\" ").split(", ")
+    )
 
 
 @pytest.fixture(scope="module")
-def sanitized(tmp_path_factory) -> Path:
+def sanitized_program(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sanitized")
     flag = "-fsanitize=address,undefined"
-    if not works(COMPILER, folder, flag):
-        pytest.skip(f"this compiler makes no programs with {flag}")
-    # not optimised: that takes four times as long to compile, and hides what is read in vain
+    if not supports_flag(COMPILER, folder, flag):
+        pytest.skip(f"the compiler does not support {flag}")
+    # without optimisation, which takes four times as long to compile and removes unused reads
     flags = [flag, "-fno-sanitize-recover=all", "-O0"]
-    return compiled(COMPILER, folder, flags, kernels(x86=X86_64))
+    return compile_program(COMPILER, folder, flags, kernels(x86=X86_64))
 
 
-def test_no_kernel_touches_what_is_not_its_own(sanitized: Path) -> None:
-    seen = {isa: run(sanitized, "7", "150", isa=isa).split()[1:] for isa in isas(sanitized)}
-    assert "scalar" in seen
-    # as far as processors multiply and add in one, they agree to the bit
-    assert len({tuple(prints) for isa, prints in seen.items() if isa != "scalar"}) <= 1
+@pytest.mark.exhaustive
+def test_no_kernel_accesses_memory_out_of_bounds(sanitized_program: Path) -> None:
+    outputs = {
+        isa: run(sanitized_program, "7", "150", isa=isa).split()[1:]
+        for isa in isas(sanitized_program)
+    }
+    assert "scalar" in outputs
+    # instruction sets with fused multiply-add give the same bits
+    assert len({tuple(hashes) for isa, hashes in outputs.items() if isa != "scalar"}) <= 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(
     CROSS is None or EMULATOR is None or not X86_64,
     reason="needs an x86-64, a compiler for arm64, and qemu",
 )
-def test_on_arm_the_results_are_those_of_x86(sanitized: Path, tmp_path) -> None:
-    if "avx2" not in isas(sanitized):
+def test_arm_and_x86_give_the_same_bits(sanitized_program: Path, tmp_path) -> None:
+    if "avx2" not in isas(sanitized_program):
         pytest.skip("this machine has no fused multiply-add")
-    there = compiled(str(CROSS), tmp_path, ["-O0", "-static"], kernels(x86=False))
-    ours = run(sanitized, "3", "60", isa="avx2").split()[1:]
+    arm_program = compile_program(str(CROSS), tmp_path, ["-O0", "-static"], kernels(x86=False))
+    ours = run(sanitized_program, "3", "60", isa="avx2").split()[1:]
     for isa in ("neon", "scalar"):
-        assert run(there, "3", "60", isa=isa, under=(str(EMULATOR),)).split()[1:] == ours
+        assert run(arm_program, "3", "60", isa=isa, under=(str(EMULATOR),)).split()[1:] == ours
 
 
-def test_the_pool_never_leaves_a_part_undone_nor_a_write_unseen(tmp_path) -> None:
+@pytest.mark.exhaustive
+def test_the_pool_runs_all_parts_and_synchronises_their_writes(tmp_path) -> None:
     flag = "-fsanitize=thread"
-    if not works(COMPILER, tmp_path, flag):
-        pytest.skip(f"this compiler makes no programs with {flag}")
-    program = compiled(
+    if not supports_flag(COMPILER, tmp_path, flag):
+        pytest.skip(f"the compiler does not support {flag}")
+    program = compile_program(
         COMPILER,
         tmp_path,
         [flag, "-O1", "-g"],

@@ -1,11 +1,11 @@
-"""A sequence's numbers depend on nothing but the sequence, to the bit.
+"""With the kernels, the bits of a sequence's logits depend only on the sequence.
 
-With the kernels, whatever a model is made of: alone or beside others who come and go, in one piece
-or any, behind a copy of another's cache, after a step back and again, on one thread or two, waited
-for or not. What the docs promise of prefix caches and batches on a CPU is this.
+They do not depend on the other rows of a batch, on chunks, copied or trimmed caches, the number of
+threads, or synchronisation, for all architectures. The docs promise this for prefix caches and
+batches on a CPU.
 
-Copies are taken, and steps back, while the steps before are still being worked on: whoever writes
-to memory that somebody has yet to read is caught here.
+Caches are copied and trimmed while earlier steps are still evaluated, so the test also detects
+writes to memory that has yet to be read.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ from tests.models.test_precision import PRECISE
 OPS = kernels.ops()
 pytestmark = pytest.mark.skipif(OPS is None, reason=f"no kernels: {kernels.describe().why}")
 
-# of plain weights, the type; of packed ones, bits and the type of their scales
+# type of plain weights; for packed weights, the type of scales, and bits
 KINDS: Mapping[str, tuple[mx.Dtype, int | None]] = {
     "float32": (mx.float32, None),
     "bfloat16": (mx.bfloat16, None),
@@ -42,25 +42,24 @@ KINDS: Mapping[str, tuple[mx.Dtype, int | None]] = {
     "affine-8": (mx.float16, 8),
 }
 
-# What is not to the bit however it is reached, only beside others what it would be alone: what has
-# two ways to the same numbers, and what runs through mlx-lm's classes, of which only layers of
-# weights are the kernels'.
+# Architectures whose logits are equal only up to rounding: those with two forms of a computation,
+# and those that run in mlx-lm's classes, where the kernels replace only layers with weights.
 TWO_WAYS = ("glm4_moe_lite", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 FOREIGN = ("float32", "affine-4")
 
-# longer than any case's window; how many different ones; sequences side by side
+# length, longer than all windows; number of texts; number of rows
 LENGTH, TEXTS, ROWS = 45, 3, 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Served:
-    """texts: of LENGTH ids each. whole: of each, the logits at all positions, [LENGTH, V],
-    evaluated at once, by itself, on one thread."""
+class Reference:
+    """texts: LENGTH ids each. logits: of each text at all positions, [LENGTH, V], evaluated alone,
+    in one chunk, on one thread."""
 
     case: Case
     model: Model
     texts: Sequence[Sequence[int]]
-    whole: Sequence[np.ndarray]
+    logits: Sequence[np.ndarray]
 
 
 def is_foreign(case: Case) -> bool:
@@ -69,28 +68,28 @@ def is_foreign(case: Case) -> bool:
     )
 
 
-def near(served: Served) -> float:
-    """How far logits may be from each other."""
-    return 0.0 if is_batch_invariant(served.model) else parity.tolerance(served.case)
+def get_tolerance(reference: Reference) -> float:
+    """Accepted difference of logits."""
+    return 0.0 if is_batch_invariant(reference.model) else parity.tolerance(reference.case)
 
 
-def opened(case: Case, dtype: mx.Dtype, bits: int | None) -> Model:
+def build_model(case: Case, dtype: mx.Dtype, bits: int | None) -> Model:
     config = get_text_config(case.config)
     architecture = models._find_architecture(config)
-    made: Any = architecture.Model(architecture.Config.from_dict(config))
-    parity.drawn(made, seed=0)
-    flat: Any = tree_flatten(made.parameters())
-    made.update(
+    model: Any = architecture.Model(architecture.Config.from_dict(config))
+    parity.draw_weights(model, seed=0)
+    flat: Any = tree_flatten(model.parameters())
+    model.update(
         tree_unflatten([(name, a.astype(dtype)) for name, a in flat if not name.endswith(PRECISE)])
     )
     if bits is not None:
-        replace_leaves(made, lambda _, layer: packed(layer, bits))
-    mx.eval(made.parameters())
-    apply_cpu_layout(made)
-    return made
+        replace_leaves(model, lambda _, layer: quantize_layer(layer, bits))
+    mx.eval(model.parameters())
+    apply_cpu_layout(model)
+    return model
 
 
-def packed(layer: Any, bits: int) -> Any:
+def quantize_layer(layer: Any, bits: int) -> Any:
     if not hasattr(layer, "to_quantized") or layer.weight.shape[-1] % 32:
         return layer
     return layer.to_quantized(32, bits)
@@ -101,27 +100,27 @@ def packed(layer: Any, bits: int) -> Any:
     params=[(c, kind) for c in cases() for kind in (FOREIGN if is_foreign(c) else KINDS)],
     ids=lambda param: f"{param[0].id}-{param[1]}",
 )
-def served(request: pytest.FixtureRequest) -> Served:
+def reference(request: pytest.FixtureRequest) -> Reference:
     case, kind = request.param
-    model = opened(case, *KINDS[kind])
+    model = build_model(case, *KINDS[kind])
     texts = [parity.ids(case, LENGTH, seed=seed) for seed in range(TEXTS)]
-    before = OPS.threads()
-    OPS.use_threads(1)
-    whole = [parity.our_prefilled(model, text, [LENGTH]) for text in texts]
-    OPS.use_threads(before)
-    return Served(case=case, model=model, texts=texts, whole=whole)
+    before = OPS.num_threads()
+    OPS.set_num_threads(1)
+    logits = [parity.prefill(model, text, [LENGTH]) for text in texts]
+    OPS.set_num_threads(before)
+    return Reference(case=case, model=model, texts=texts, logits=logits)
 
 
 @pytest.fixture(autouse=True)
-def as_many_threads_as_before() -> Iterator[None]:
-    before = OPS.threads()
+def restore_threads() -> Iterator[None]:
+    before = OPS.num_threads()
     yield
-    OPS.use_threads(before)
+    OPS.set_num_threads(before)
 
 
 @dataclass(kw_only=True)
 class Row:
-    """text: its number. at: so many of its ids have been evaluated."""
+    """text: index of the text. at: number of evaluated ids."""
 
     text: int
     kv: list[LayerCache]
@@ -129,39 +128,39 @@ class Row:
 
 
 @dataclass(kw_only=True)
-class Play:
-    """What rows do. found: (text, first position, logits [L, V])."""
+class Simulation:
+    """Operations on rows. results: (text, first position, logits [L, V])."""
 
-    served: Served
+    reference: Reference
     rows: list[Row]
-    found: list[tuple[int, int, mx.array]] = field(default_factory=list)
+    results: list[tuple[int, int, mx.array]] = field(default_factory=list)
 
-    def alone(self, row: int, length: int) -> None:
+    def evaluate(self, row: int, length: int) -> None:
         one = self.rows[row]
-        ids = self.served.texts[one.text][one.at : one.at + length]
+        ids = self.reference.texts[one.text][one.at : one.at + length]
         if not ids:
             return
-        hidden = self.served.model(mx.array([ids]), one.kv)
-        self._find(one, self.served.model.logits(hidden)[0])
+        hidden = self.reference.model(mx.array([ids]), one.kv)
+        self._record(one, self.reference.model.logits(hidden)[0])
 
-    def together(self, rows: Sequence[int]) -> None:
-        """Rows that have ended stay away, and those that have not begun do that first."""
+    def evaluate_batch(self, rows: Sequence[int]) -> None:
+        """Evaluate one position of each unfinished row. New rows are prefilled first."""
         for row in rows:
             if self.rows[row].at == 0:
-                self.alone(row, row + 1)
+                self.evaluate(row, row + 1)
         ready = [self.rows[row] for row in rows if self.rows[row].at < LENGTH]
         if not ready:
             return
-        ids = [[self.served.texts[one.text][one.at]] for one in ready]
+        ids = [[self.reference.texts[one.text][one.at]] for one in ready]
         layers = zip(*(one.kv for one in ready), strict=True)
         offsets = mx.array([one.at for one in ready])
-        hidden = self.served.model(
+        hidden = self.reference.model(
             mx.array(ids), [layer[0].make_batch(layer, offsets) for layer in layers]
         )
-        for one, logits in zip(ready, self.served.model.logits(hidden), strict=True):
-            self._find(one, logits)
+        for one, logits in zip(ready, self.reference.model.logits(hidden), strict=True):
+            self._record(one, logits)
 
-    def back(self, row: int, count: int) -> None:
+    def trim(self, row: int, count: int) -> None:
         one = self.rows[row]
         if count < one.at and all(layer.can_trim(count) for layer in one.kv):
             for layer in one.kv:
@@ -169,64 +168,75 @@ class Play:
             one.at -= count
 
     def fork(self, row: int, source: int) -> None:
-        """As a prefix that is in the cache is lent to another."""
+        """Copy the caches of another row, like a prefix from the prefix cache."""
         one = self.rows[source]
         self.rows[row] = Row(text=one.text, kv=[layer.copy() for layer in one.kv], at=one.at)
 
-    def pieces(self, row: int, cut: int) -> None:
-        """As a prefix that lies in the cache in two parts is put together."""
+    def rejoin_slices(self, row: int, cut: int) -> None:
+        """Join the caches from two slices, like a prefix with two parts in the prefix cache."""
         one = self.rows[row]
         if not 0 < cut < one.at or not all(layer.sliceable for layer in one.kv):
             return
-        made = self.served.model.make_kv()
-        for new, old in zip(made, one.kv, strict=True):
+        kv = self.reference.model.make_kv()
+        for new, old in zip(kv, one.kv, strict=True):
             for part in (old.slice(0, cut), old.slice(cut, one.at)):
                 new.append(part, 0, part.offset)
-        one.kv = made
+        one.kv = kv
 
-    def _find(self, row: Row, logits: mx.array) -> None:
-        self.found.append((row.text, row.at, logits))
+    def _record(self, row: Row, logits: mx.array) -> None:
+        self.results.append((row.text, row.at, logits))
         row.at += len(logits)
 
 
 ROW = st.integers(0, ROWS - 1)
-ACTS = st.one_of(
-    st.tuples(st.just(Play.together), st.lists(ROW, min_size=2, max_size=ROWS, unique=True)),
-    st.tuples(st.just(Play.together), st.just(list(range(ROWS)))),
-    st.tuples(st.just(Play.alone), ROW, st.integers(1, 30)),
-    st.tuples(st.just(Play.fork), ROW, ROW),
-    st.tuples(st.just(Play.back), ROW, st.integers(1, 20)),
-    st.tuples(st.just(Play.pieces), ROW, st.integers(1, LENGTH)),
+ACTIONS = st.one_of(
+    st.tuples(
+        st.just(Simulation.evaluate_batch), st.lists(ROW, min_size=2, max_size=ROWS, unique=True)
+    ),
+    st.tuples(st.just(Simulation.evaluate_batch), st.just(list(range(ROWS)))),
+    st.tuples(st.just(Simulation.evaluate), ROW, st.integers(1, 30)),
+    st.tuples(st.just(Simulation.fork), ROW, ROW),
+    st.tuples(st.just(Simulation.trim), ROW, st.integers(1, 20)),
+    st.tuples(st.just(Simulation.rejoin_slices), ROW, st.integers(1, LENGTH)),
 )
-# what is waited for before the next act: all so far, nothing, or not even begun
+# before the next action, evaluate everything, start the evaluation, or do neither
 WAITS = st.sampled_from([mx.eval, mx.async_eval, mx.async_eval, None])
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.id)
-def test_most_models_promise_bits(case: Case) -> None:
-    promised = not is_foreign(case) and case.config["model_type"] not in TWO_WAYS
-    assert is_batch_invariant(opened(case, mx.float32, None)) == promised
+def test_most_models_are_batch_invariant(case: Case) -> None:
+    expected = not is_foreign(case) and case.config["model_type"] not in TWO_WAYS
+    assert is_batch_invariant(build_model(case, mx.float32, None)) == expected
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
-def test_weights_that_the_kernels_cannot_read_promise_none(bits: int) -> None:
+def test_a_model_with_unsupported_weights_is_not_batch_invariant(bits: int) -> None:
     [case] = [case for case in cases() if case.id == "llama-plain"]
-    assert is_batch_invariant(opened(case, mx.bfloat16, bits)) == (bits != 3)
+    assert is_batch_invariant(build_model(case, mx.bfloat16, bits)) == (bits != 3)
 
 
+@pytest.mark.product
 @settings(max_examples=3)
-@given(acts=st.lists(st.tuples(ACTS, WAITS), min_size=10, max_size=24), threads=st.integers(1, 2))
-def test_a_position_has_the_same_logits_however_it_is_reached(
-    served: Served, acts: list[Any], threads: int
+@given(
+    actions=st.lists(st.tuples(ACTIONS, WAITS), min_size=10, max_size=24), threads=st.integers(1, 2)
+)
+def test_the_logits_of_a_position_do_not_depend_on_the_operations(
+    reference: Reference, actions: list[Any], threads: int
 ) -> None:
     mx.synchronize()
-    OPS.use_threads(threads)
-    rows = [Row(text=i % TEXTS, kv=served.model.make_kv()) for i in range(ROWS)]
-    play = Play(served=served, rows=rows)
-    for (act, *said), wait in acts:
-        act(play, *said)
-        if wait is not None and play.found:
-            wait(play.found[-1][-1], [layer.state() for row in play.rows for layer in row.kv])
-    for text, start, logits in play.found:
-        wanted = served.whole[text][start : start + len(logits)]
-        np.testing.assert_allclose(np.array(logits), wanted, rtol=0, atol=near(served))
+    OPS.set_num_threads(threads)
+    rows = [Row(text=i % TEXTS, kv=reference.model.make_kv()) for i in range(ROWS)]
+    simulation = Simulation(reference=reference, rows=rows)
+    for (action, *arguments), wait in actions:
+        action(simulation, *arguments)
+        if wait is not None and simulation.results:
+            wait(
+                simulation.results[-1][-1],
+                [layer.state() for row in simulation.rows for layer in row.kv],
+            )
+    for text, start, logits in simulation.results:
+        expected = reference.logits[text][start : start + len(logits)]
+        np.testing.assert_allclose(
+            np.array(logits), expected, rtol=0, atol=get_tolerance(reference)
+        )

@@ -1,4 +1,4 @@
-"""Ranks without a launcher: they compute alone, and talk over real sockets."""
+"""Ranks without a launcher, which compute alone and communicate over real sockets."""
 
 import socket
 from dataclasses import replace
@@ -21,11 +21,11 @@ SETTINGS = Settings(runner="thread", memory=1 << 30, parallel=2)
 
 
 class FakeGroup:
-    """One of two, whose sums lack the other's summand: the answers are wrong, and nobody asks."""
+    """A group of two whose sums lack the other rank's part: answers are wrong, and not checked."""
 
-    def __init__(self, rank: int = 0, told: bytes = b"") -> None:
+    def __init__(self, rank: int = 0, data: bytes = b"") -> None:
         self.rank, self.size = rank, 2
-        self.words = told
+        self.data = data
 
     def all_sum(self, x: mx.array) -> mx.array:
         return x
@@ -33,9 +33,9 @@ class FakeGroup:
     def broadcast_tokens(self, tokens: mx.array) -> mx.array:
         return tokens
 
-    def broadcast_bytes(self, words: bytes, length: int) -> bytes:
-        self.words = words or self.words
-        return self.words
+    def broadcast_bytes(self, data: bytes, length: int) -> bytes:
+        self.data = data or self.data
+        return self.data
 
     def reconcile_settings(self, settings: Settings) -> Settings:
         return replace(settings, memory=settings.memory or 1 << 30)
@@ -52,23 +52,23 @@ def files(folder: Path) -> ModelFiles:
     return complete_config(store.resolve(str(folder)))
 
 
-def connected(port: int) -> RankConnection:
-    line = RankConnection(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE))
-    line.set_timeout(PATIENCE)
-    return line
+def connect(port: int) -> RankConnection:
+    connection = RankConnection(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE))
+    connection.set_timeout(PATIENCE)
+    return connection
 
 
-def greeted(
-    meeting: RendezvousInfo, model: ModelFiles, **changes: Any
+def send_hello(
+    rendezvous: RendezvousInfo, model: ModelFiles, **changes: Any
 ) -> tuple[RankConnection, HelloReply]:
-    """The line of a rank 1 that said hello, and what it heard. changes: of its settings, or its
-    secret."""
-    secret = changes.pop("secret", meeting.secret)
+    """Connect as rank 1 and say hello. Returns the connection and the reply. changes: of settings,
+    or the secret."""
+    secret = changes.pop("secret", rendezvous.secret)
     traits = collect_traits(model, replace(SETTINGS, **changes))
-    line = connected(meeting.port)
-    line.send_to_leader(Hello(secret=secret, rank=1, host="studio", traits=traits))
-    heard = next(line.read_from_leader(), None)
-    if not isinstance(heard, HelloReply) or heard.refused is not None:
-        line.close()
-    assert isinstance(heard, HelloReply)
-    return line, heard
+    connection = connect(rendezvous.port)
+    connection.send_to_leader(Hello(secret=secret, rank=1, host="studio", traits=traits))
+    reply = next(connection.read_from_leader(), None)
+    if not isinstance(reply, HelloReply) or reply.refused is not None:
+        connection.close()
+    assert isinstance(reply, HelloReply)
+    return connection, reply

@@ -1,4 +1,4 @@
-"""Other ranks do what rank 0 says, and end with it."""
+"""Followers repeat the steps of rank 0, and exit with it."""
 
 import contextlib
 import os
@@ -38,23 +38,23 @@ from tests.runners.ranks.gathered import PATIENCE, SETTINGS, FakeGroup, files, l
 
 
 class Exited(BaseException):
-    """In place of the end of the process."""
+    """Raised instead of an exit of the process."""
 
 
 @pytest.fixture(autouse=True)
-def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The statuses with which it would have ended at once; signal handlers are put back."""
+def exit_statuses(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The statuses of attempted exits. Signal handlers are restored."""
     statuses: list[int] = []
 
     def end(status: int) -> None:
         statuses.append(status)
         raise Exited
 
-    kept = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+    handlers = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
     monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(follower.logging, "shutdown", lambda: None)
     yield statuses
-    for number, handler in kept:
+    for number, handler in handlers:
         signal.signal(number, handler)
 
 
@@ -63,151 +63,156 @@ def model(tiny_model: Path) -> ModelFiles:
     return files(tiny_model)
 
 
-def rank_0(
-    says: Callable[[RankConnection, Iterator[FollowerMessage]], None],
+def start_leader(
+    script: Callable[[RankConnection, Iterator[FollowerMessage]], None],
     monkeypatch: pytest.MonkeyPatch,
-    **welcome: Any,
+    **reply: Any,
 ) -> threading.Thread:
-    """Waits for rank 1 on a thread, welcomes it, says what is to be said, and is gone."""
+    """On a thread: accept rank 1, send it a reply, run the script, and disconnect."""
     server = socket.create_server(("127.0.0.1", 0))
-    meeting = RendezvousInfo(secret="s", port=server.getsockname()[1], host="here")
-    monkeypatch.setattr(follower, "join_rank_group", lambda _: FakeGroup(1, meeting.encode()))
+    rendezvous = RendezvousInfo(secret="s", port=server.getsockname()[1], host="here")
+    monkeypatch.setattr(follower, "join_rank_group", lambda _: FakeGroup(1, rendezvous.encode()))
 
-    def speak() -> None:
+    def run_script() -> None:
         with server:
-            connected, _ = server.accept()
-        line = RankConnection(connected)
-        line.set_timeout(PATIENCE)
-        answers = line.read_from_follower()
-        hello = next(answers)
+            accepted, _ = server.accept()
+        connection = RankConnection(accepted)
+        connection.set_timeout(PATIENCE)
+        replies = connection.read_from_follower()
+        hello = next(replies)
         assert isinstance(hello, Hello)
         assert (hello.secret, hello.rank) == ("s", 1)
-        line.send_to_follower(HelloReply(**welcome))
-        says(line, answers)
-        line.close()
+        connection.send_to_follower(HelloReply(**reply))
+        script(connection, replies)
+        connection.close()
 
-    thread = threading.Thread(target=speak, daemon=True)
+    thread = threading.Thread(target=run_script, daemon=True)
     thread.start()
     return thread
 
 
-def test_it_takes_every_step_until_it_is_stopped(
-    model: ModelFiles, monkeypatch: pytest.MonkeyPatch, process: list[int]
+def test_a_follower_runs_every_step_until_it_is_stopped(
+    model: ModelFiles, monkeypatch: pytest.MonkeyPatch, exit_statuses: list[int]
 ) -> None:
-    heard = list[FollowerMessage]()
+    messages = list[FollowerMessage]()
 
-    def says(line: RankConnection, answers: Iterator[FollowerMessage]) -> None:
-        line.send_to_follower(RunStep(commands=(), checksum=0))
-        line.send_to_follower(
+    def script(connection: RankConnection, replies: Iterator[FollowerMessage]) -> None:
+        connection.send_to_follower(RunStep(commands=(), checksum=0))
+        connection.send_to_follower(
             Compile(number=3, grammar=Regex(pattern="a+"), stop_ids=frozenset({tiny.END}))
         )
-        heard.append(next(answers))
-        asked = job("a", [1, 2, 3], grammar=Regex(pattern="a+"), seed=1)
-        line.send_to_follower(
-            RunStep(commands=(Submit(job=asked), Cancel(job="b", keep=None)), checksum=0)
+        messages.append(next(replies))
+        request = job("a", [1, 2, 3], grammar=Regex(pattern="a+"), seed=1)
+        connection.send_to_follower(
+            RunStep(commands=(Submit(job=request), Cancel(job="b", keep=None)), checksum=0)
         )
-        line.send_to_follower(Stop())
-        heard.extend(answers)
+        connection.send_to_follower(Stop())
+        messages.extend(replies)
 
-    zero = rank_0(says, monkeypatch)
+    leader_thread = start_leader(script, monkeypatch)
     assert run_follower(launch(1), model, SETTINGS) == 0
-    zero.join(PATIENCE)
-    assert heard == [Compiled(number=3)]
-    assert process == []
+    leader_thread.join(PATIENCE)
+    assert messages == [Compiled(number=3)]
+    assert exit_statuses == []
 
 
-def test_it_ends_when_rank_0_is_gone(
-    model: ModelFiles, monkeypatch: pytest.MonkeyPatch, process: list[int]
+def test_a_follower_exits_when_rank_0_disconnects(
+    model: ModelFiles, monkeypatch: pytest.MonkeyPatch, exit_statuses: list[int]
 ) -> None:
-    rank_0(lambda line, answers: None, monkeypatch)
+    start_leader(lambda connection, replies: None, monkeypatch)
     with pytest.raises(Exited):
         run_follower(launch(1), model, SETTINGS)
-    assert process == [1]
+    assert exit_statuses == [1]
 
 
-def test_it_gives_up_where_it_computes_other_things(
-    model: ModelFiles, monkeypatch: pytest.MonkeyPatch, process: list[int]
+def test_a_follower_exits_when_its_results_differ(
+    model: ModelFiles, monkeypatch: pytest.MonkeyPatch, exit_statuses: list[int]
 ) -> None:
-    heard = list[FollowerMessage]()
+    messages = list[FollowerMessage]()
 
-    def says(line: RankConnection, answers: Iterator[FollowerMessage]) -> None:
-        line.send_to_follower(RunStep(commands=(Submit(job=job("a", [1, 2, 3])),), checksum=0))
-        line.send_to_follower(RunStep(commands=(), checksum=12345))
-        heard.extend(answers)
+    def script(connection: RankConnection, replies: Iterator[FollowerMessage]) -> None:
+        connection.send_to_follower(
+            RunStep(commands=(Submit(job=job("a", [1, 2, 3])),), checksum=0)
+        )
+        connection.send_to_follower(RunStep(commands=(), checksum=12345))
+        messages.extend(replies)
 
-    zero = rank_0(says, monkeypatch)
+    leader_thread = start_leader(script, monkeypatch)
     with pytest.raises(Exited):
         run_follower(launch(1), model, SETTINGS)
-    zero.join(PATIENCE)
-    [lost] = heard
-    assert isinstance(lost, RankFailed)
-    assert "its results differ from those of rank 0" in lost.reason
-    assert process == [1]
+    leader_thread.join(PATIENCE)
+    [failure] = messages
+    assert isinstance(failure, RankFailed)
+    assert "its results differ from those of rank 0" in failure.reason
+    assert exit_statuses == [1]
 
 
-def test_a_model_that_cannot_be_loaded_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process: list[int]
+def test_a_failed_load_is_reported_to_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exit_statuses: list[int]
 ) -> None:
     folder = tiny.write(tmp_path / "odd", num_key_value_heads=1)
-    heard = list[FollowerMessage]()
+    messages = list[FollowerMessage]()
 
-    zero = rank_0(lambda line, answers: heard.extend(answers), monkeypatch)
+    leader_thread = start_leader(lambda connection, replies: messages.extend(replies), monkeypatch)
     with pytest.raises(Exited):
         run_follower(launch(1), files(folder), SETTINGS)
-    zero.join(PATIENCE)
-    [lost] = heard
-    assert isinstance(lost, RankFailed)
-    assert "1 kv_heads cannot be split over 2 ranks" in lost.reason
+    leader_thread.join(PATIENCE)
+    [failure] = messages
+    assert isinstance(failure, RankFailed)
+    assert "1 kv_heads cannot be split over 2 ranks" in failure.reason
 
 
-def test_who_is_refused_says_why(model: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank_0(lambda line, answers: None, monkeypatch, refused="rank 1 has other weights")
-    with pytest.raises(AppError, match="refused by rank 0: rank 1 has other weights"):
+def test_a_refused_follower_reports_the_reason(
+    model: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_leader(lambda connection, replies: None, monkeypatch, refused="rank 1 has other weights")
+    with pytest.raises(AppError, match="rank 0 refused this rank: rank 1 has other weights"):
         run_follower(launch(1), model, SETTINGS)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("launcher_dies", [False, True])
-def test_told_to_end_it_waits_for_rank_0_and_told_twice_for_nobody(
+def test_a_first_sigterm_waits_for_rank_0_and_a_second_one_does_not(
     launcher_dies: bool,
     model: ModelFiles,
     monkeypatch: pytest.MonkeyPatch,
-    process: list[int],
+    exit_statuses: list[int],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ready, over = threading.Event(), threading.Event()
     prepare = follower._exit_with_leader
 
     @contextlib.contextmanager
-    def prepared(settings: Settings) -> Iterator[None]:
+    def prepare_and_notify(settings: Settings) -> Iterator[None]:
         if launcher_dies:
-            monkeypatch.setattr(follower, "watch_launcher", lambda environ, told: told())
+            monkeypatch.setattr(follower, "watch_launcher", lambda environ, callback: callback())
         with prepare(settings):
             ready.set()
             yield
 
-    def says(line: RankConnection, answers: Iterator[FollowerMessage]) -> None:
-        def tell_to_end() -> None:
+    def script(connection: RankConnection, replies: Iterator[FollowerMessage]) -> None:
+        def send_sigterm() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
-            # one that comes when it is just about to read is handled when it has read something
-            line.send_to_follower(HelloReply(refused=None))
+            # a signal just before a read is handled after that read
+            connection.send_to_follower(HelloReply(refused=None))
 
         assert ready.wait(PATIENCE)
-        tell_to_end()
-        # two at once are one
+        send_sigterm()
+        # two simultaneous signals count as one
         deadline = time.monotonic() + PATIENCE
         while "exits when rank 0 does" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert process == []
-        tell_to_end()
+        assert exit_statuses == []
+        send_sigterm()
         over.wait(PATIENCE)
 
     caplog.set_level("INFO")
-    monkeypatch.setattr(follower, "_exit_with_leader", prepared)
-    rank_0(says, monkeypatch)
+    monkeypatch.setattr(follower, "_exit_with_leader", prepare_and_notify)
+    start_leader(script, monkeypatch)
     with pytest.raises(Exited):
         run_follower(launch(1), model, SETTINGS)
     over.set()
-    assert process == [128 + signal.SIGTERM]
-    # what would have ended it a minute later, and did end whoever ran this test
+    assert exit_statuses == [128 + signal.SIGTERM]
+    # a timer that exits a minute later once ended the test process
     timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
     assert all(timer.finished.is_set() for timer in timers)

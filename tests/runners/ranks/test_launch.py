@@ -1,4 +1,4 @@
-"""Whether this process is one of several is read off its environment."""
+"""The launcher of several ranks is detected from environment variables."""
 
 import json
 from pathlib import Path
@@ -10,25 +10,25 @@ from app.core.settings import ModelSettings, Settings
 from app.runners.ranks.launch import Launch, detect_launch, restrict_to_one_model
 
 
-def written(folder: Path, value: object) -> str:
+def write_json(folder: Path, value: object) -> str:
     path = folder / "hosts.json"
     path.write_text("" if value is None else json.dumps(value))
     return str(path)
 
 
-def test_a_process_that_nobody_launched_is_alone() -> None:
+def test_a_process_without_a_launcher_is_alone() -> None:
     assert detect_launch({"HOME": "/"}) is None
 
 
-def test_a_ring_tells_all_addresses_and_rank_0s_is_the_first(tmp_path: Path) -> None:
+def test_the_first_address_of_a_ring_is_rank_0(tmp_path: Path) -> None:
     hosts = [["10.0.0.1:5000", "10.0.1.1:5001"], ["10.0.0.2:5000"], ["10.0.0.3:5000"]]
-    environ = {"MLX_RANK": "2", "MLX_HOSTFILE": written(tmp_path, hosts)}
+    environ = {"MLX_RANK": "2", "MLX_HOSTFILE": write_json(tmp_path, hosts)}
     assert detect_launch(environ) == Launch(rank=2, size=3, host="10.0.0.1")
 
 
-def test_one_that_was_launched_by_itself_is_alone(tmp_path: Path) -> None:
+def test_a_launch_of_one_rank_is_alone(tmp_path: Path) -> None:
     """mlx.launch writes an empty file for one rank."""
-    assert detect_launch({"MLX_RANK": "0", "MLX_HOSTFILE": written(tmp_path, None)}) is None
+    assert detect_launch({"MLX_RANK": "0", "MLX_HOSTFILE": write_json(tmp_path, None)}) is None
 
 
 @pytest.mark.parametrize(
@@ -44,11 +44,11 @@ def test_one_that_was_launched_by_itself_is_alone(tmp_path: Path) -> None:
 def test_over_thunderbolt_the_coordinator_is_rank_0(
     variables: dict[str, str], expected: Launch, tmp_path: Path
 ) -> None:
-    devices = written(tmp_path, [[None, "rdma_en3"], ["rdma_en3", None]])
+    devices = write_json(tmp_path, [[None, "rdma_en3"], ["rdma_en3", None]])
     assert detect_launch({"MLX_RANK": "1", "MLX_IBV_DEVICES": devices, **variables}) == expected
 
 
-def test_nccl_and_mpi_tell_how_many_there_are() -> None:
+def test_nccl_and_mpi_give_the_number_of_ranks() -> None:
     nccl = {"MLX_RANK": "1", "MLX_WORLD_SIZE": "2", "NCCL_HOST_IP": "10.0.0.1"}
     assert detect_launch(nccl) == Launch(rank=1, size=2, host="10.0.0.1")
     mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
@@ -56,7 +56,7 @@ def test_nccl_and_mpi_tell_how_many_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "words"),
+    ("environ", "message"),
     [
         ({"MLX_RANK": "x", "MLX_WORLD_SIZE": "2"}, "MLX_RANK must be a number, not 'x'"),
         (
@@ -67,18 +67,18 @@ def test_nccl_and_mpi_tell_how_many_there_are() -> None:
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE must be a number, not ''"),
     ],
 )
-def test_what_contradicts_itself_is_told(environ: dict[str, str], words: str) -> None:
-    with pytest.raises(AppError, match=words):
+def test_invalid_variables_are_an_error(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(AppError, match=message):
         detect_launch(environ)
 
 
-def test_a_file_that_lists_no_ranks_is_told(tmp_path: Path) -> None:
-    environ = {"MLX_RANK": "0", "MLX_HOSTFILE": written(tmp_path, {"a": 1})}
-    with pytest.raises(AppError, match="does not hold a list of ranks"):
+def test_a_file_without_a_list_of_ranks_is_an_error(tmp_path: Path) -> None:
+    environ = {"MLX_RANK": "0", "MLX_HOSTFILE": write_json(tmp_path, {"a": 1})}
+    with pytest.raises(AppError, match="does not contain a list of ranks"):
         detect_launch(environ)
 
 
-def test_a_rank_has_its_engine_on_a_thread() -> None:
+def test_a_rank_runs_its_engine_on_a_thread() -> None:
     assert Settings().runner == "process"
     assert restrict_to_one_model(Settings()).runner == "thread"
 

@@ -1,4 +1,4 @@
-"""Rank 0 and those who work with it: who is let in, who is missed, what all wait for."""
+"""Rank 0 and its followers: rendezvous, lost ranks, and grammars of all ranks."""
 
 import socket
 import threading
@@ -29,17 +29,17 @@ from tests.runners.ranks.gathered import (
     SETTINGS,
     FakeGroup,
     files,
-    greeted,
     launch,
+    send_hello,
 )
 
 
 @pytest.fixture
-def ended(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """In how many seconds the process would have been ended."""
-    found: list[float] = []
-    monkeypatch.setattr(leader, "_exit_after", found.append)
-    return found
+def exit_delays(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The delays, in seconds, of attempted exits of the process."""
+    delays: list[float] = []
+    monkeypatch.setattr(leader, "_exit_after", delays.append)
+    return delays
 
 
 @pytest.fixture
@@ -47,155 +47,163 @@ def model(tiny_model: Path) -> ModelFiles:
     return files(tiny_model)
 
 
-class Waiting:
-    """Rank 0, while the others come."""
+class PendingGroup:
+    """Rank 0 while it waits for the others."""
 
     def __init__(self, ranks: FakeGroup, group: Future[RankGroup]) -> None:
         self.ranks = ranks
         self.group = group
 
     @property
-    def meeting(self) -> RendezvousInfo:
+    def rendezvous(self) -> RendezvousInfo:
         deadline = time.monotonic() + PATIENCE
-        while not self.ranks.words:
+        while not self.ranks.data:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        return RendezvousInfo.decode(self.ranks.words)
+        return RendezvousInfo.decode(self.ranks.data)
 
 
 @pytest.fixture
-def waiting(
-    model: ModelFiles, ended: list[float], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Waiting]:
+def pending_group(
+    model: ModelFiles, exit_delays: list[float], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[PendingGroup]:
     with ThreadPoolExecutor() as pool:
         ranks = FakeGroup()
         monkeypatch.setattr(leader, "join_rank_group", lambda _: ranks)
-        yield Waiting(ranks, pool.submit(gather_ranks, launch(0), model, SETTINGS))
+        yield PendingGroup(ranks, pool.submit(gather_ranks, launch(0), model, SETTINGS))
 
 
 @pytest.fixture
-def pair(waiting: Waiting, model: ModelFiles) -> Iterator[tuple[RankGroup, RankConnection]]:
-    """Both ends of the line to rank 1."""
-    line, welcome = greeted(waiting.meeting, model)
-    assert welcome == HelloReply()
-    group = waiting.group.result(PATIENCE)
-    yield group, line
+def pair(
+    pending_group: PendingGroup, model: ModelFiles
+) -> Iterator[tuple[RankGroup, RankConnection]]:
+    """Both ends of the connection to rank 1."""
+    connection, reply = send_hello(pending_group.rendezvous, model)
+    assert reply == HelloReply()
+    group = pending_group.group.result(PATIENCE)
+    yield group, connection
     group.stop_followers()
-    line.close()
+    connection.close()
 
 
-def heard(group: RankGroup) -> Callable[[], list[str]]:
-    """Why the group was lost, once it was."""
-    told, event = list[str](), threading.Event()
+def listen_for_failure(group: RankGroup) -> Callable[[], list[str]]:
+    """Returns a function that waits for the failure, and gives its reasons."""
+    reasons, event = list[str](), threading.Event()
 
-    def hear(why: str) -> None:
-        told.append(why)
+    def add_reason(why: str) -> None:
+        reasons.append(why)
         event.set()
 
-    group.add_failure_listener(hear)
+    group.add_failure_listener(add_reason)
 
     def wait() -> list[str]:
         assert event.wait(PATIENCE)
-        return told
+        return reasons
 
     return wait
 
 
-def test_whoever_does_not_know_the_secret_is_sent_away(waiting: Waiting, model: ModelFiles) -> None:
-    meeting = waiting.meeting
-    for secret in ("", "guessed"):
-        with pytest.raises(AssertionError):  # the line ends without a word
-            greeted(meeting, model, secret=secret)
-    for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"is":"RankFailed","reason":"x"}\n'):
-        with socket.create_connection(("127.0.0.1", meeting.port)) as stranger:
-            stranger.sendall(garbage)
-    line, welcome = greeted(meeting, model)
-    assert welcome == HelloReply()
-    waiting.group.result(PATIENCE).stop_followers()
-    assert list(line.read_from_leader()) == [Stop()]
-    line.close()
-
-
-def test_who_has_another_setting_is_refused_by_name(waiting: Waiting, model: ModelFiles) -> None:
-    _, welcome = greeted(waiting.meeting, model, parallel=3)
-    assert welcome.refused is not None
-    assert "rank 1 (studio) has --parallel 3, and rank 0 has 2" in welcome.refused
-    with pytest.raises(AppError, match="--parallel"):
-        waiting.group.result(PATIENCE)
-
-
-def test_less_memory_is_no_difference(waiting: Waiting, model: ModelFiles) -> None:
-    line, welcome = greeted(waiting.meeting, model, memory=1 << 29)
-    assert welcome == HelloReply()
-    waiting.group.result(PATIENCE).stop_followers()
-    line.close()
-
-
-def test_a_rank_that_is_gone_is_missed_by_name_and_once(
-    pair: tuple[RankGroup, RankConnection], ended: list[float]
+def test_a_connection_without_the_secret_is_closed(
+    pending_group: PendingGroup, model: ModelFiles
 ) -> None:
-    group, line = pair
-    wait = heard(group)
-    line.shutdown()
+    rendezvous = pending_group.rendezvous
+    for secret in ("", "guessed"):
+        with pytest.raises(AssertionError):  # closed without a reply
+            send_hello(rendezvous, model, secret=secret)
+    for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"is":"RankFailed","reason":"x"}\n'):
+        with socket.create_connection(("127.0.0.1", rendezvous.port)) as other:
+            other.sendall(garbage)
+    connection, reply = send_hello(rendezvous, model)
+    assert reply == HelloReply()
+    pending_group.group.result(PATIENCE).stop_followers()
+    assert list(connection.read_from_leader()) == [Stop()]
+    connection.close()
+
+
+def test_a_rank_with_another_setting_is_refused_by_name(
+    pending_group: PendingGroup, model: ModelFiles
+) -> None:
+    _, reply = send_hello(pending_group.rendezvous, model, parallel=3)
+    assert reply.refused is not None
+    assert "rank 1 (studio) has --parallel 3, but rank 0 has 2" in reply.refused
+    with pytest.raises(AppError, match="--parallel"):
+        pending_group.group.result(PATIENCE)
+
+
+def test_a_rank_with_less_memory_is_accepted(
+    pending_group: PendingGroup, model: ModelFiles
+) -> None:
+    connection, reply = send_hello(pending_group.rendezvous, model, memory=1 << 29)
+    assert reply == HelloReply()
+    pending_group.group.result(PATIENCE).stop_followers()
+    connection.close()
+
+
+def test_a_lost_rank_is_reported_by_name_and_once(
+    pair: tuple[RankGroup, RankConnection], exit_delays: list[float]
+) -> None:
+    group, connection = pair
+    wait = listen_for_failure(group)
+    connection.shutdown()
     assert wait() == ["rank 1 (studio) disconnected: its process exited or is unreachable"]
     assert group.wait_for_failure() == wait()[0]
     group.fail("something else")
-    assert len(wait()) == len(ended) == 1
-    # who asks later is told, too
-    assert heard(group)() == wait()
+    assert len(wait()) == len(exit_delays) == 1
+    # a later listener gets the reason, too
+    assert listen_for_failure(group)() == wait()
 
 
-def test_a_rank_that_gives_up_says_why(
-    pair: tuple[RankGroup, RankConnection], ended: list[float]
+def test_a_failing_rank_reports_the_reason(
+    pair: tuple[RankGroup, RankConnection], exit_delays: list[float]
 ) -> None:
-    group, line = pair
-    wait = heard(group)
-    line.send_to_leader(RankFailed(reason="its disk is gone"))
+    group, connection = pair
+    wait = listen_for_failure(group)
+    connection.send_to_leader(RankFailed(reason="its disk is gone"))
     assert wait() == ["rank 1 (studio): its disk is gone"]
-    assert len(ended) == 1
+    assert len(exit_delays) == 1
 
 
-def test_who_was_dismissed_is_not_missed(
-    pair: tuple[RankGroup, RankConnection], ended: list[float]
+def test_a_stopped_follower_is_not_reported_as_lost(
+    pair: tuple[RankGroup, RankConnection], exit_delays: list[float]
 ) -> None:
-    group, line = pair
+    group, connection = pair
     group.stop_followers()
-    assert list(line.read_from_leader()) == [Stop()]
-    line.shutdown()
+    assert list(connection.read_from_leader()) == [Stop()]
+    connection.shutdown()
     assert group.wait_for_failure(timeout=0.2) is None
-    assert ended == []
+    assert exit_delays == []
 
 
-def test_a_model_is_loaded_once(pair: tuple[RankGroup, RankConnection]) -> None:
+def test_an_engine_is_attached_once(pair: tuple[RankGroup, RankConnection]) -> None:
     group, _ = pair
     group.attach_engine(lambda _: None)
     with pytest.raises(AppError, match="restart all ranks"):
         group.attach_engine(lambda _: None)
 
 
-def test_a_grammar_is_ready_when_all_have_it(
+def test_a_grammar_is_ready_when_all_ranks_have_it(
     pair: tuple[RankGroup, RankConnection], model: ModelFiles
 ) -> None:
-    group, line = pair
+    group, connection = pair
     grammars = GrammarCompiler(model.tokenizer_path, vocab=model.vocab_size)
     with ThreadPoolExecutor(1) as pool:
         compiled = pool.submit(
             group.compile_grammar, grammars, Regex(pattern="a+"), frozenset({257})
         )
-        asked = next(line.read_from_leader())
-        assert isinstance(asked, Compile)
-        assert asked.grammar == Regex(pattern="a+")
-        assert asked.stop_ids == {257}
+        message = next(connection.read_from_leader())
+        assert isinstance(message, Compile)
+        assert message.grammar == Regex(pattern="a+")
+        assert message.stop_ids == {257}
         time.sleep(0.1)
         assert not compiled.done()
-        line.send_to_leader(Compiled(number=asked.number))
+        connection.send_to_leader(Compiled(number=message.number))
         assert not compiled.result(PATIENCE).done
 
 
-def test_a_rank_that_takes_too_long_for_a_grammar_keeps_one_request(
+def test_a_slow_compilation_on_a_rank_fails_only_its_request(
     pair: tuple[RankGroup, RankConnection], model: ModelFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group, line = pair
+    group, connection = pair
     monkeypatch.setattr(leader, "_COMPILE_TIMEOUT", 0.05)
     grammars = GrammarCompiler(model.tokenizer_path, vocab=model.vocab_size)
     with pytest.raises(
@@ -203,13 +211,13 @@ def test_a_rank_that_takes_too_long_for_a_grammar_keeps_one_request(
     ) as refused:
         group.compile_grammar(grammars, Regex(pattern="a+"), frozenset({257}))
     assert refused.value.kind is ErrorKind.BUSY
-    asked = next(line.read_from_leader())
-    assert isinstance(asked, Compile)
-    line.send_to_leader(Compiled(number=asked.number))  # nobody waits for it any more
+    message = next(connection.read_from_leader())
+    assert isinstance(message, Compile)
+    connection.send_to_leader(Compiled(number=message.number))  # too late
     assert group.wait_for_failure(timeout=0.1) is None
 
 
-def test_a_grammar_that_cannot_be_followed_is_refused_as_ever(
+def test_an_invalid_grammar_is_rejected(
     pair: tuple[RankGroup, RankConnection], model: ModelFiles
 ) -> None:
     group, _ = pair

@@ -1,4 +1,4 @@
-"""Engines that were told the same are compared by what decides what is computed next."""
+"""The checksum of steps covers the results that determine the next steps."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,48 +24,48 @@ STEP = StepOutput(
 
 
 def checksum(*steps: StepOutput) -> int:
-    said = StepChecksum()
+    result = StepChecksum()
     for step in steps:
-        said.update(step)
-    return said.value
+        result.update(step)
+    return result.value
 
 
-def changed(place: int, **fields: Any) -> StepOutput:
+def change_update(index: int, **fields: Any) -> StepOutput:
     updates = list(STEP.updates)
-    updates[place] = replace(updates[place], **fields)
+    updates[index] = replace(updates[index], **fields)
     return replace(STEP, updates=tuple(updates))
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        changed(3, timestamp_ns=99),
-        changed(3, logprob=-0.50001, top_logprobs=()),
-        changed(0, timestamp_ns=5),
+        change_update(3, timestamp_ns=99),
+        change_update(3, logprob=-0.50001, top_logprobs=()),
+        change_update(0, timestamp_ns=5),
         replace(STEP, stats=EngineStats(allocated_bytes=5)),
         replace(STEP, embed_results=(EmbedResult(job_id="b", vectors=(b"1235",)),)),
     ],
 )
-def test_times_and_last_bits_do_not_matter(other: StepOutput) -> None:
+def test_timestamps_and_rounding_do_not_change_the_checksum(other: StepOutput) -> None:
     assert checksum(other) == checksum(STEP)
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        changed(3, id=8),
-        changed(0, cached_tokens=4),
-        changed(1, computed_tokens=4),
-        changed(4, reason="length"),
+        change_update(3, id=8),
+        change_update(0, cached_tokens=4),
+        change_update(1, computed_tokens=4),
+        change_update(4, reason="length"),
         replace(STEP, updates=STEP.updates[::-1]),
         replace(STEP, embed_results=(EmbedResult(job_id="b", error="no"),)),
     ],
 )
-def test_whatever_else_differs_is_seen_and_stays_seen(other: StepOutput) -> None:
+def test_other_differences_change_the_checksum_for_good(other: StepOutput) -> None:
     assert checksum(other) != checksum(STEP)
     assert checksum(other, STEP) != checksum(STEP, STEP)
 
 
-def test_a_step_in_which_nothing_was_said_changes_nothing() -> None:
+def test_an_empty_step_does_not_change_the_checksum() -> None:
     empty = StepOutput(updates=(), stats=EngineStats())
     assert checksum(STEP, empty) == checksum(STEP)

@@ -1,8 +1,8 @@
-"""The checks that every chat family has to stand: what it must find in a text, however that text
-was cut, and what it may do to the characters of any text.
+"""Checks for every chat family: the parts that it must find in a text, for any chunks of the text,
+and the characters that it may remove.
 
 A family's test takes its rows from `rows.py`, reads them with `check_row`, reads random texts with
-`check_text`, and what its own grammar produces with `walking.py`.
+`check_text`, and the output of its grammar with `walking.py`.
 """
 
 import json
@@ -26,8 +26,8 @@ from app.text.syntax.output_parser import (
 )
 from tests.text.families.rows import Row
 
-# Each costs a reading of the whole; character by character, a row is read in any case.
-MOST_PARTINGS = 40
+# Each split parses the full text. Every row is also parsed character by character.
+MAX_SPLITS = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,20 +45,20 @@ def read(
     tags: ReasoningTags | None = None,
     in_reasoning: bool = False,
 ) -> list[OutputPart]:
-    """What a family finds in a text that arrives so."""
+    """The parts that a family finds in a text that arrives in these chunks."""
     parser = family.build_parser(tools=tools, tags=tags, in_reasoning=in_reasoning)
     return [piece for chunk in chunks for piece in parser.feed(chunk)] + parser.flush()
 
 
-def content(pieces: Iterable[OutputPart]) -> str:
+def join_content(pieces: Iterable[OutputPart]) -> str:
     return "".join(piece.text for piece in pieces if isinstance(piece, Content))
 
 
-def reasoning(pieces: Iterable[OutputPart]) -> str:
+def join_reasoning(pieces: Iterable[OutputPart]) -> str:
     return "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
 
 
-def calls(pieces: Iterable[OutputPart]) -> list[Call]:
+def collect_calls(pieces: Iterable[OutputPart]) -> list[Call]:
     found: list[Call] = []
     for piece in pieces:
         match piece:
@@ -71,35 +71,35 @@ def calls(pieces: Iterable[OutputPart]) -> list[Call]:
     return found
 
 
-def joined(pieces: Iterable[OutputPart]) -> list[tuple[type[OutputPart], str, str | None]]:
-    """Pieces without their cuts: what is the same however the text was cut."""
-    whole: list[tuple[type[OutputPart], str, str | None]] = []
+def merge_pieces(pieces: Iterable[OutputPart]) -> list[tuple[type[OutputPart], str, str | None]]:
+    """Adjacent pieces of one type are merged, so the result does not depend on the chunks."""
+    merged: list[tuple[type[OutputPart], str, str | None]] = []
     for piece in pieces:
         if isinstance(piece, ToolCallStart):
-            whole.append((ToolCallStart, piece.name, piece.id))
-        elif whole and whole[-1][0] is type(piece):
-            whole[-1] = (type(piece), whole[-1][1] + piece.text, None)
+            merged.append((ToolCallStart, piece.name, piece.id))
+        elif merged and merged[-1][0] is type(piece):
+            merged[-1] = (type(piece), merged[-1][1] + piece.text, None)
         else:
-            whole.append((type(piece), piece.text, None))
-    return whole
+            merged.append((type(piece), piece.text, None))
+    return merged
 
 
-def cut(text: str, places: Iterable[int]) -> list[str]:
-    """The text in pieces that end at these places."""
-    return [text[start:end] for start, end in pairwise(sorted({0, len(text), *places}))]
+def split_at(text: str, positions: Iterable[int]) -> list[str]:
+    """The text in chunks that end at these positions."""
+    return [text[start:end] for start, end in pairwise(sorted({0, len(text), *positions}))]
 
 
-def random_cuts(text: str, *, times: int) -> Iterator[list[str]]:
-    """The same ones for the same text."""
-    draw = random.Random(text)
+def random_chunks(text: str, *, times: int) -> Iterator[list[str]]:
+    """Random chunks, the same for the same text."""
+    rng = random.Random(text)
     for _ in range(times):
-        count = draw.randrange(1, 2 + len(text) // 3)
-        yield cut(text, (draw.randrange(len(text) + 1) for _ in range(count)))
+        count = rng.randrange(1, 2 + len(text) // 3)
+        yield split_at(text, (rng.randrange(len(text) + 1) for _ in range(count)))
 
 
-def gaps(text: str, pieces: Iterable[OutputPart]) -> list[str]:
-    """What of the text is neither content nor reasoning: markers, calls, white space beside them.
-    Those in it must be verbatim slices of it, in order and without overlap."""
+def find_gaps(text: str, pieces: Iterable[OutputPart]) -> list[str]:
+    """The parts of the text that are neither content nor reasoning: markers, calls, and white space
+    beside them. Content and reasoning must be slices of the text, in order and without overlap."""
     found: list[str] = []
     last = 0
     for piece in pieces:
@@ -113,8 +113,8 @@ def gaps(text: str, pieces: Iterable[OutputPart]) -> list[str]:
 
 
 def check_row(family: ChatFamily, row: Row) -> None:
-    """The family claims the row's template and finds in its output what is expected: whole,
-    character by character, in two pieces that part wherever they may, and in random pieces."""
+    """The family claims the template of the row and finds the expected parts in its output: as one
+    text, by character, in two chunks with any split, and in random chunks."""
     assert row.template is None or family.matches(row.template), row.id
     tags = family.reasoning_tags(row.template or "<think></think>") if row.tagged else None
     in_reasoning = row.in_reasoning
@@ -122,28 +122,28 @@ def check_row(family: ChatFamily, row: Row) -> None:
         in_reasoning = tags is not None and family.ends_in_reasoning(row.prompt, tags)
     pieces = check_text(family, row.output, tools=row.tools, tags=tags, in_reasoning=in_reasoning)
     if row.content is not None:
-        assert content(pieces) == row.content, row.id
+        assert join_content(pieces) == row.content, row.id
     if row.reasoning is not None:
-        assert reasoning(pieces) == row.reasoning, row.id
+        assert join_reasoning(pieces) == row.reasoning, row.id
     if row.calls is not None:
-        found = calls(pieces)
+        found = collect_calls(pieces)
         assert [call.name for call in found] == [call["name"] for call in row.calls], row.id
         for call, expected in zip(found, row.calls, strict=True):
             _check_call(call, expected, row.id)
-    whole = joined(pieces)
-    for place in _partings(row):
-        chunks = cut(row.output, [place])
-        again = read(family, chunks, tools=row.tools, tags=tags, in_reasoning=in_reasoning)
-        assert joined(again) == whole, (row.id, chunks)
+    expected = merge_pieces(pieces)
+    for position in _split_positions(row):
+        chunks = split_at(row.output, [position])
+        result = read(family, chunks, tools=row.tools, tags=tags, in_reasoning=in_reasoning)
+        assert merge_pieces(result) == expected, (row.id, chunks)
 
 
-def _partings(row: Row) -> Sequence[int]:
-    """Where a row is cut in two: everywhere, or in as many places of a long one. Sources repeat
-    each other's outputs; each repetition is cut elsewhere."""
-    places = range(1, len(row.output))
-    if len(places) <= MOST_PARTINGS:
-        return places
-    return random.Random(row.id).sample(places, MOST_PARTINGS)
+def _split_positions(row: Row) -> Sequence[int]:
+    """The positions of splits: all, or a sample in a long output. Sources repeat outputs of other
+    sources; each repetition has other positions."""
+    positions = range(1, len(row.output))
+    if len(positions) <= MAX_SPLITS:
+        return positions
+    return random.Random(row.id).sample(positions, MAX_SPLITS)
 
 
 def check_text(
@@ -155,26 +155,26 @@ def check_text(
     in_reasoning: bool = False,
     syntax: Sequence[str] = (),
 ) -> list[OutputPart]:
-    """Any text can be read, however it is cut with the same result, and what is said and thought
-    are slices of it. syntax: where given, nothing but white space is taken away without one of
-    these in it. What was found in the whole."""
+    """Any text can be parsed, with one result for all chunks, and content and reasoning are slices
+    of it. syntax: if given, each removed part contains one of these or only white space. Returns
+    the pieces of the full text."""
     pieces = read(family, [text], tools=tools, tags=tags, in_reasoning=in_reasoning)
-    whole = joined(pieces)
-    for gap in gaps(text, pieces):
+    expected = merge_pieces(pieces)
+    for gap in find_gaps(text, pieces):
         assert not syntax or not gap.strip() or any(mark in gap for mark in syntax), (gap, text)
-    for chunks in (list(text), *random_cuts(text, times=3)):
-        again = read(family, chunks, tools=tools, tags=tags, in_reasoning=in_reasoning)
-        assert joined(again) == whole, chunks
-        gaps(text, again)
+    for chunks in (list(text), *random_chunks(text, times=3)):
+        result = read(family, chunks, tools=tools, tags=tags, in_reasoning=in_reasoning)
+        assert merge_pieces(result) == expected, chunks
+        find_gaps(text, result)
     return pieces
 
 
 def check_prose(
     family: ChatFamily, text: str, *, tools: Sequence[Tool], tags: ReasoningTags | None = None
 ) -> None:
-    """A text without markers is what is said, every character of it."""
+    """A text without markers is all content."""
     pieces = check_text(family, text, tools=tools, tags=tags)
-    assert content(pieces) == text
+    assert join_content(pieces) == text
     assert all(isinstance(piece, Content) for piece in pieces)
 
 
@@ -204,7 +204,7 @@ _PROSE = ("Hello", " ", "\n", "\n\n", "3 < 4 ", "<", ">", "[", "日本", "🙂",
 
 
 def mixtures(*markers: str) -> st.SearchStrategy[str]:
-    """Texts of these markers, whole and in part, of bits of JSON and of prose, in any order."""
+    """Texts of complete and partial markers, JSON fragments and prose, in any order."""
     parts = [marker[:size] for marker in markers for size in (1, len(marker) // 2) if size]
     piece = st.one_of(
         st.sampled_from(markers or _PROSE),
@@ -215,5 +215,5 @@ def mixtures(*markers: str) -> st.SearchStrategy[str]:
 
 
 def prose(*markers: str) -> st.SearchStrategy[str]:
-    """Texts that hold none of these markers."""
+    """Texts without these markers."""
     return st.text(max_size=60).filter(lambda text: not any(mark in text for mark in markers))

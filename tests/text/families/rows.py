@@ -1,6 +1,6 @@
-"""Outputs of real models, and what is in them: the rows of output_parsing.
+"""Outputs of real models with their expected parts: the rows of output_parsing.
 
-What each source is, and how far its expectations are law, stands in that folder's SOURCE.md.
+SOURCE.md in that folder describes each source, and which of its expectations apply.
 """
 
 import json
@@ -16,9 +16,9 @@ ANY = Tool(name="any", description=None, parameters={"type": "object"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """content, reasoning, calls: None where the source does not say. template: source of the chat
-    template. prompt: the end of it. in_reasoning: whether it ends within reasoning; None to ask the
-    family. tagged: reasoning is to be split off; else its tags are expected in the content."""
+    """content, reasoning, calls: None where the source has no expectation. template: source of the
+    chat template. prompt: its end. in_reasoning: whether the prompt ends within reasoning; None
+    lets the family decide. tagged: reasoning is parsed; else its tags stay in the content."""
 
     id: str
     output: str
@@ -32,32 +32,32 @@ class Row:
     calls: tuple[Mapping[str, Any], ...] | None = None
 
 
-def tools_of(declared: Iterable[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
-    """OpenAI's tools → ours."""
+def parse_tools(tool_list: Iterable[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
+    """Converts tools in OpenAI's format."""
     return tuple(
         Tool(
             name=tool["function"]["name"],
             description=tool["function"].get("description"),
             parameters=tool["function"].get("parameters") or {"type": "object"},
         )
-        for tool in declared or ()
+        for tool in tool_list or ()
     )
 
 
 def template(shared: Path, name: str) -> str:
-    """The source of a real chat template, by the name of its file."""
+    """The source of a real chat template, by file name."""
     return templates(shared)[name]
 
 
 def templates(shared: Path) -> dict[str, str]:
-    """Of all real chat templates, by the names of their files."""
+    """The sources of all real chat templates, by file name."""
     files = sorted((shared / "chat_templates").glob("templates*/*.jinja"))
     return {file.name: file.read_text("utf-8") for file in files}
 
 
 def roundtrip(shared: Path, *names: str) -> list[Row]:
-    """Calls as these templates, by the names of their files, render them in assistant turns."""
-    declared = (shared / "output_parsing" / "tools_roundtrip.json").read_text("utf-8")
+    """Calls as these templates (file names) render them in assistant turns."""
+    tool_list = (shared / "output_parsing" / "tools_roundtrip.json").read_text("utf-8")
     sources = templates(shared)
     return [
         Row(
@@ -65,7 +65,7 @@ def roundtrip(shared: Path, *names: str) -> list[Row]:
             template=sources[row["template"]],
             prompt=row["prompt_suffix"],
             output=row["output"],
-            tools=tools_of(json.loads(declared)),
+            tools=parse_tools(json.loads(tool_list)),
             calls=tuple(row["expect"]["tool_calls"]),
         )
         for row in _lines(shared, "roundtrip.jsonl")
@@ -74,7 +74,7 @@ def roundtrip(shared: Path, *names: str) -> list[Row]:
 
 
 def llamacpp(shared: Path, *names: str | None) -> list[Row]:
-    """llama.cpp's expectations for outputs of these templates; None: of rows without one."""
+    """llama.cpp's expectations for outputs of these templates; None: rows without a template."""
     sources = templates(shared)
     return [
         Row(
@@ -82,7 +82,7 @@ def llamacpp(shared: Path, *names: str | None) -> list[Row]:
             template=sources.get(row["template"] or ""),
             prompt=row["prompt_suffix"],
             output=row["output"],
-            tools=tools_of(row["tools"]),
+            tools=parse_tools(row["tools"]),
             tagged=row["reasoning_format"] != "none" or bool(row["expect"]["reasoning_content"]),
             content=row["expect"]["content"],
             reasoning=row["expect"]["reasoning_content"],
@@ -94,14 +94,14 @@ def llamacpp(shared: Path, *names: str | None) -> list[Row]:
 
 
 def ollama(shared: Path, *families: str, name: str | None = None) -> list[Row]:
-    """ollama's expectations. families: how the names that it gives them begin. name: the file of
-    a template that such outputs belong to. It reads calls whether or not there are tools."""
+    """ollama's expectations. families: prefixes of its family names. name: the file of the
+    template for these outputs. ollama parses calls with or without tools."""
     return [
         Row(
             id=row["id"],
             template=None if name is None else template(shared, name),
             output=row["output"],
-            tools=tools_of(row["tools"]) or (ANY,),
+            tools=parse_tools(row["tools"]) or (ANY,),
             in_reasoning=row.get("thinking_enabled", False),
             content=row["expect"].get("content"),
             reasoning=row["expect"].get("reasoning_content"),
@@ -113,12 +113,12 @@ def ollama(shared: Path, *families: str, name: str | None = None) -> list[Row]:
 
 
 def mlx_lm(shared: Path, *parsers: str) -> list[Row]:
-    """mlx-lm's expectations of what stands between a start and an end marker."""
+    """mlx-lm's expectations for the text between a start and an end marker."""
     return [
         Row(
             id=row["id"],
             output=f"{row['start_marker'] or ''}{row['inner_text']}{row['end_marker'] or ''}",
-            tools=tools_of(row["tools"]) or (ANY,),
+            tools=parse_tools(row["tools"]) or (ANY,),
             in_reasoning=False,
             calls=_calls(row["expect"]),
         )
@@ -127,15 +127,15 @@ def mlx_lm(shared: Path, *parsers: str) -> list[Row]:
     ]
 
 
-def law(rows: Iterable[Row], left_out: Mapping[str, str]) -> Iterator[Row]:
-    """The rows that are not left out. left_out: id → why it is no law; all must be among them."""
+def select_rows(rows: Iterable[Row], excluded: Mapping[str, str]) -> Iterator[Row]:
+    """The rows that are not excluded. excluded: id → reason; all ids must be among the rows."""
     ids: set[str] = set()
     for row in rows:
         ids.add(row.id)
-        if row.id not in left_out:
+        if row.id not in excluded:
             yield row
-    assert ids, "there are no such rows"
-    assert set(left_out) <= ids, f"not among the rows: {set(left_out) - ids}"
+    assert ids, "no rows"
+    assert set(excluded) <= ids, f"not among the rows: {set(excluded) - ids}"
 
 
 def _lines(shared: Path, file: str) -> Iterator[dict[str, Any]]:

@@ -1,11 +1,11 @@
-"""Checks that are the same for every family whose calls stand between tags."""
+"""Checks for all families with calls between tags."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from app.core.requests import Tool
 from app.text.syntax.tagged_family import TaggedFamily
-from tests.text.families.reading import Call, calls, check_text, content
+from tests.text.families.reading import Call, check_text, collect_calls, join_content
 from tests.text.families.rows import ANY, Row
 from tests.text.families.walking import (
     FORMS,
@@ -21,22 +21,22 @@ from tests.text.families.walking import (
 TOOLS = (WEATHER, NOW, TYPES)
 
 
-def offered(rows: Iterable[Row]) -> Iterator[Row]:
-    """Sources that read calls without asking for tools do not name any."""
+def add_default_tools(rows: Iterable[Row]) -> Iterator[Row]:
+    """Adds a tool to rows with calls but without tools, from sources that do not require tools."""
     return (row if row.tools or not row.calls else replace(row, tools=(ANY,)) for row in rows)
 
 
-def calls_in(family: TaggedFamily, text: str, *, tools: Sequence[Tool] = TOOLS) -> list[Call]:
-    """Those of a text that holds nothing else."""
+def parse_calls(family: TaggedFamily, text: str, *, tools: Sequence[Tool] = TOOLS) -> list[Call]:
+    """The calls of a text without content."""
     pieces = check_text(family, text, tools=tools)
-    assert content(pieces) == ""
-    return calls(pieces)
+    assert join_content(pieces) == ""
+    return collect_calls(pieces)
 
 
 def check_syntax(family: TaggedFamily, rows: Sequence[Row], *, begin: str | None = None) -> None:
-    """What the family's grammar produces is read back as calls that satisfy their schemas; it
-    accepts what models write from `begin` on, mostly the tag. Calls whose strings must be of a
-    certain form are JSON, but there is no grammar of those where one tag is around all calls."""
+    """Output of the family's grammar is parsed as calls that satisfy their schemas, and the grammar
+    accepts the outputs of models from `begin` on, usually the tag. Calls with string patterns are
+    JSON; if one tag encloses all calls, they have no grammar."""
     check_walks(family, TOOLS, endings=[family.call_tags.value_suffix])
     assert rows
     for row in rows:

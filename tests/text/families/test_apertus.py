@@ -1,4 +1,4 @@
-"""Apertus' calls: a JSON array in which each name is the key of its arguments, within thoughts."""
+"""Apertus' calls: a JSON array, each name the key of its arguments, also within reasoning."""
 
 import pytest
 from hypothesis import given
@@ -7,16 +7,16 @@ from hypothesis import strategies as st
 from app.grammar.constraint import ReasoningTags
 from app.text.families.apertus import Family
 from tests.text.families.reading import (
-    calls,
     check_prose,
     check_row,
     check_text,
-    content,
+    collect_calls,
+    join_content,
+    join_reasoning,
     mixtures,
     prose,
-    reasoning,
 )
-from tests.text.families.rows import law, llamacpp, roundtrip
+from tests.text.families.rows import llamacpp, roundtrip, select_rows
 from tests.text.families.walking import TOOLS, WEATHER, check_spelling, check_walks
 
 FAMILY = Family()
@@ -25,27 +25,27 @@ TEMPLATE = "Apertus-8B-Instruct.jinja"
 MARKERS = ("<|tools_prefix|>", "<|tools_suffix|>", "<|inner_prefix|>", "<|inner_suffix|>")
 
 
-def test_what_its_models_wrote_is_read(shared):
-    for row in law((*roundtrip(shared, TEMPLATE), *llamacpp(shared, TEMPLATE)), {}):
+def test_real_model_outputs_are_parsed(shared):
+    for row in select_rows((*roundtrip(shared, TEMPLATE), *llamacpp(shared, TEMPLATE)), {}):
         check_row(FAMILY, row)
 
 
-def test_it_calls_while_it_thinks_and_goes_on_thinking():
+def test_calls_may_come_within_reasoning():
     text = (
         '<|inner_prefix|>a <|tools_prefix|>[{"f": {"x": 1}}]<|tools_suffix|> b'
         "<|tools_prefix|>?<|inner_suffix|>c"
     )
     pieces = check_text(FAMILY, text, tools=[WEATHER], tags=TAGS)
-    assert [(call.name, call.arguments) for call in calls(pieces)] == [("f", '{"x": 1}')]
-    assert reasoning(pieces) == "ab<|tools_prefix|>?"
-    assert content(pieces) == "c"
+    assert [(call.name, call.arguments) for call in collect_calls(pieces)] == [("f", '{"x": 1}')]
+    assert join_reasoning(pieces) == "ab<|tools_prefix|>?"
+    assert join_content(pieces) == "c"
 
 
-def test_without_reasoning_calls_are_read_too():
+def test_calls_are_parsed_without_reasoning():
     text = 'a<|tools_prefix|>[{"f": {}}]<|tools_suffix|>'
     pieces = check_text(FAMILY, text, tools=[WEATHER])
-    assert [call.name for call in calls(pieces)] == ["f"]
-    assert content(pieces) == "a"
+    assert [call.name for call in collect_calls(pieces)] == ["f"]
+    assert join_content(pieces) == "a"
 
 
 @pytest.mark.parametrize(
@@ -55,24 +55,24 @@ def test_without_reasoning_calls_are_read_too():
         ('[{"f": {"x": 1}, "g": 2}]<|tools_suffix|>', '{"x": 1}, "g": 2}]'),
     ],
 )
-def test_what_is_wrong_with_arguments_stands_in_them(text, arguments):
-    found = calls(check_text(FAMILY, f"<|tools_prefix|>{text}", tools=[WEATHER]))
+def test_invalid_arguments_are_passed_through(text, arguments):
+    found = collect_calls(check_text(FAMILY, f"<|tools_prefix|>{text}", tools=[WEATHER]))
     assert [call.arguments for call in found] == [arguments]
 
 
 @given(text=mixtures(*MARKERS), in_reasoning=st.booleans())
-def test_any_text_is_read_the_same_however_it_is_cut(text, in_reasoning):
+def test_parsing_does_not_depend_on_chunk_boundaries(text, in_reasoning):
     check_text(FAMILY, text, tools=[WEATHER], tags=TAGS, in_reasoning=in_reasoning, syntax=MARKERS)
 
 
 @given(prose(*MARKERS))
-def test_text_without_markers_stays_as_it_is(text):
+def test_text_without_markers_is_unchanged(text):
     check_prose(FAMILY, text, tools=[WEATHER], tags=TAGS)
 
 
-def test_what_its_syntax_produces_is_read_back():
+def test_grammar_output_is_parsed_as_valid_calls():
     check_walks(FAMILY, TOOLS)
 
 
-def test_its_syntax_is_what_the_template_writes(shared):
+def test_the_grammar_accepts_template_output(shared):
     check_spelling(FAMILY, roundtrip(shared, TEMPLATE), begin="<|tools_prefix|>")

@@ -6,16 +6,16 @@ from hypothesis import strategies as st
 from app.grammar.constraint import ReasoningTags
 from app.text.families.apriel import Family
 from tests.text.families.reading import (
-    calls,
     check_prose,
     check_row,
     check_text,
-    content,
+    collect_calls,
+    join_content,
+    join_reasoning,
     mixtures,
     prose,
-    reasoning,
 )
-from tests.text.families.rows import law, llamacpp, roundtrip
+from tests.text.families.rows import llamacpp, roundtrip, select_rows
 from tests.text.families.walking import TOOLS, WEATHER, check_spelling, check_walks
 
 FAMILY = Family()
@@ -28,22 +28,24 @@ MARKERS = (
     "<tool_calls>",
     "</tool_calls>",
 )
-_PROMPT = "llama.cpp counts the end of the prompt among the reasoning"
-LEFT_OUT = {"llamacpp-4109-217": _PROMPT, "llamacpp-4117-218": _PROMPT}
+_PROMPT = "llama.cpp includes the end of the prompt in the reasoning"
+EXCLUDED = {"llamacpp-4109-217": _PROMPT, "llamacpp-4117-218": _PROMPT}
 
 
-def test_what_its_models_wrote_is_read(shared):
-    for row in law((*roundtrip(shared, *TEMPLATES), *llamacpp(shared, *TEMPLATES)), LEFT_OUT):
+def test_real_model_outputs_are_parsed(shared):
+    for row in select_rows(
+        (*roundtrip(shared, *TEMPLATES), *llamacpp(shared, *TEMPLATES)), EXCLUDED
+    ):
         check_row(FAMILY, row)
 
 
-def test_a_prompt_opens_the_reasoning_and_a_model_may_do_it_again():
+def test_the_model_may_reopen_reasoning_that_the_prompt_opened():
     prompt = "<|begin_assistant|>\nHere are my reasoning steps:\n"
     assert FAMILY.ends_in_reasoning(prompt, TAGS)
     for again in ("", "Here are my reasoning steps:\n"):
         text = f"{again}I think\n[BEGIN FINAL RESPONSE]\nSo.\n[END FINAL RESPONSE]\n"
         pieces = check_text(FAMILY, text, tools=[WEATHER], tags=TAGS, in_reasoning=True)
-        assert (reasoning(pieces), content(pieces)) == ("I think", "So.")
+        assert (join_reasoning(pieces), join_content(pieces)) == ("I think", "So.")
 
 
 def test_calls_follow_reasoning():
@@ -52,23 +54,23 @@ def test_calls_follow_reasoning():
         '<tool_calls>[{"name": "f", "arguments": {}, "id": "call_1"}]</tool_calls>'
     )
     pieces = check_text(FAMILY, text, tools=[WEATHER], tags=TAGS)
-    assert [(call.name, call.arguments) for call in calls(pieces)] == [("f", "{}")]
-    assert not content(pieces)
+    assert [(call.name, call.arguments) for call in collect_calls(pieces)] == [("f", "{}")]
+    assert not join_content(pieces)
 
 
 @given(text=mixtures(*MARKERS), in_reasoning=st.booleans())
-def test_any_text_is_read_the_same_however_it_is_cut(text, in_reasoning):
+def test_parsing_does_not_depend_on_chunk_boundaries(text, in_reasoning):
     check_text(FAMILY, text, tools=[WEATHER], tags=TAGS, in_reasoning=in_reasoning, syntax=MARKERS)
 
 
 @given(prose(*MARKERS))
-def test_text_without_markers_stays_as_it_is(text):
+def test_text_without_markers_is_unchanged(text):
     check_prose(FAMILY, text, tools=[WEATHER], tags=TAGS)
 
 
-def test_what_its_syntax_produces_is_read_back():
+def test_grammar_output_is_parsed_as_valid_calls():
     check_walks(FAMILY, TOOLS)
 
 
-def test_its_syntax_is_what_the_templates_write(shared):
+def test_the_grammar_accepts_template_output(shared):
     check_spelling(FAMILY, roundtrip(shared, *TEMPLATES), begin="<tool_calls>")

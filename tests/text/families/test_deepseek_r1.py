@@ -1,4 +1,4 @@
-"""DeepSeek R1's and V3's calls: JSON in a code block, behind the name."""
+"""DeepSeek R1's and V3's calls: JSON in a code block after the name."""
 
 from dataclasses import replace
 
@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from app.grammar.constraint import ReasoningTags
 from app.text.families.deepseek_r1 import Family
 from tests.text.families.reading import (
-    calls,
     check_prose,
     check_row,
     check_text,
+    collect_calls,
     mixtures,
     prose,
 )
-from tests.text.families.rows import law, llamacpp, ollama
+from tests.text.families.rows import llamacpp, ollama, select_rows
 from tests.text.families.walking import TOOLS, WEATHER, check_walks
 
 FAMILY = Family()
@@ -37,24 +37,24 @@ MARKERS = (
     "<think>",
     "</think>",
 )
-LEFT_OUT = {
+EXCLUDED = {
     "ollama-cogito-5": "ollama reads a whole number as a float",
-    "ollama-cogito-6": "ollama takes results of tools, which only prompts hold, off the answer",
+    "ollama-cogito-6": "ollama removes tool results, which occur only in prompts",
 }
-# rows that name no prompt, of a template which opens the reasoning
+# rows without a prompt, of a template that opens the reasoning
 OPENED = {"llamacpp-4006-198"}
 
 
-def test_what_its_models_wrote_is_read(shared):
+def test_real_model_outputs_are_parsed(shared):
     rows = (*llamacpp(shared, *TEMPLATES), *ollama(shared, "cogito"))
-    for row in law(rows, LEFT_OUT):
+    for row in select_rows(rows, EXCLUDED):
         check_row(FAMILY, replace(row, in_reasoning=True) if row.id in OPENED else row)
 
 
-def test_a_marker_within_a_string_ends_nothing():
+def test_a_marker_within_a_string_does_not_end_the_call():
     arguments = '{"a": "```<｜tool▁call▁end｜>"}'
     text = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{arguments}\n```"
-    assert calls(check_text(FAMILY, text, tools=[WEATHER]))[0].arguments == arguments
+    assert collect_calls(check_text(FAMILY, text, tools=[WEATHER]))[0].arguments == arguments
 
 
 @pytest.mark.parametrize(
@@ -65,19 +65,19 @@ def test_a_marker_within_a_string_ends_nothing():
         "<｜tool▁call▁begin｜><｜tool▁sep｜>```json\n{}\n```",
     ],
 )
-def test_what_has_no_name_stays_text(text):
+def test_a_call_without_a_name_is_text(text):
     check_prose(FAMILY, text, tools=[WEATHER])
 
 
 @given(text=mixtures(*MARKERS), in_reasoning=st.booleans())
-def test_any_text_is_read_the_same_however_it_is_cut(text, in_reasoning):
+def test_parsing_does_not_depend_on_chunk_boundaries(text, in_reasoning):
     check_text(FAMILY, text, tools=[WEATHER], tags=TAGS, in_reasoning=in_reasoning, syntax=MARKERS)
 
 
 @given(prose(*MARKERS))
-def test_text_without_markers_stays_as_it_is(text):
+def test_text_without_markers_is_unchanged(text):
     check_prose(FAMILY, text, tools=[WEATHER], tags=TAGS)
 
 
-def test_what_its_syntax_produces_is_read_back():
+def test_grammar_output_is_parsed_as_valid_calls():
     check_walks(FAMILY, TOOLS)

@@ -5,15 +5,15 @@ from hypothesis import given
 
 from app.text.families.functionary_v31 import Family
 from tests.text.families.reading import (
-    calls,
     check_prose,
     check_row,
     check_text,
-    content,
+    collect_calls,
+    join_content,
     mixtures,
     prose,
 )
-from tests.text.families.rows import law, llamacpp, roundtrip
+from tests.text.families.rows import llamacpp, roundtrip, select_rows
 from tests.text.families.walking import TOOLS, WEATHER, check_spelling, check_walks
 
 FAMILY = Family()
@@ -21,42 +21,44 @@ TEMPLATE = "meetkai-functionary-medium-v3.1.jinja"
 MARKERS = ("<function=", "</function>", "<|python_tag|>")
 
 
-def test_what_its_models_wrote_is_read(shared):
-    for row in law((*roundtrip(shared, TEMPLATE), *llamacpp(shared, TEMPLATE)), {}):
+def test_real_model_outputs_are_parsed(shared):
+    for row in select_rows((*roundtrip(shared, TEMPLATE), *llamacpp(shared, TEMPLATE)), {}):
         check_row(FAMILY, row)
 
 
-def test_arguments_behind_the_python_token_are_those_of_a_function_called_python():
+def test_arguments_after_the_python_token_belong_to_a_function_named_python():
     pieces = check_text(FAMILY, '<|python_tag|>{"code": "1"} done', tools=[WEATHER])
-    assert [(call.name, call.arguments) for call in calls(pieces)] == [("python", '{"code": "1"}')]
-    assert content(pieces) == "done"
+    assert [(call.name, call.arguments) for call in collect_calls(pieces)] == [
+        ("python", '{"code": "1"}')
+    ]
+    assert join_content(pieces) == "done"
 
 
 @pytest.mark.parametrize("text", ["<function=", "<function=>{}", "<|python_tag|>print(1)"])
-def test_what_cannot_be_a_call_stays_text(text):
+def test_an_invalid_call_is_text(text):
     check_prose(FAMILY, text, tools=[WEATHER])
 
 
-def test_a_marker_within_a_string_ends_nothing():
-    found = calls(
+def test_a_marker_within_a_string_does_not_end_the_call():
+    found = collect_calls(
         check_text(FAMILY, '<function=f>{"a": "</function>"}</function>', tools=[WEATHER])
     )
     assert [call.arguments for call in found] == ['{"a": "</function>"}']
 
 
 @given(mixtures(*MARKERS, "<function=get_weather>"))
-def test_any_text_is_read_the_same_however_it_is_cut(text):
+def test_parsing_does_not_depend_on_chunk_boundaries(text):
     check_text(FAMILY, text, tools=[WEATHER], syntax=MARKERS)
 
 
 @given(prose(*MARKERS))
-def test_text_without_markers_stays_as_it_is(text):
+def test_text_without_markers_is_unchanged(text):
     check_prose(FAMILY, text, tools=[WEATHER])
 
 
-def test_what_its_syntax_produces_is_read_back():
+def test_grammar_output_is_parsed_as_valid_calls():
     check_walks(FAMILY, TOOLS)
 
 
-def test_its_syntax_is_what_the_template_writes(shared):
+def test_the_grammar_accepts_template_output(shared):
     check_spelling(FAMILY, roundtrip(shared, TEMPLATE), begin="<function=")

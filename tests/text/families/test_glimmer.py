@@ -4,15 +4,15 @@ from hypothesis import given
 
 from app.text.families.glimmer import Family
 from tests.text.families.reading import (
-    calls,
     check_row,
     check_text,
-    content,
+    collect_calls,
+    join_content,
+    join_reasoning,
     mixtures,
     prose,
-    reasoning,
 )
-from tests.text.families.rows import law, roundtrip
+from tests.text.families.rows import roundtrip, select_rows
 from tests.text.families.tagged import TOOLS, check_syntax
 
 FAMILY = Family()
@@ -33,52 +33,52 @@ CALL = """<atem:function_calls>
 </atem:function_calls>"""
 
 
-def test_outputs_of_real_models_are_read_however_they_are_cut(shared):
-    for row in law(roundtrip(shared, TEMPLATE), {}):
+def test_real_model_outputs_are_parsed(shared):
+    for row in select_rows(roundtrip(shared, TEMPLATE), {}):
         check_row(FAMILY, row)
 
 
 @given(mixtures(*MARKERS, CALL, "assistant to=self"))
-def test_any_text_is_read_the_same_however_it_is_cut(text):
+def test_parsing_does_not_depend_on_chunk_boundaries(text):
     check_text(FAMILY, text, tools=TOOLS, tags=TAGS, syntax=(*MARKERS,))
     check_text(FAMILY, text, tools=TOOLS, tags=TAGS, in_reasoning=True)
 
 
 @given(prose("<"))
-def test_text_without_markers_is_left_as_it_is(text):
-    assert content(check_text(FAMILY, text, tools=TOOLS, tags=TAGS)) == text
+def test_text_without_markers_is_unchanged(text):
+    assert join_content(check_text(FAMILY, text, tools=TOOLS, tags=TAGS)) == text
 
 
 def test_without_tools_calls_are_text():
-    assert content(check_text(FAMILY, CALL, tools=())) == CALL
+    assert join_content(check_text(FAMILY, CALL, tools=())) == CALL
 
 
-def test_what_goes_to_itself_is_reasoning_and_may_come_again():
+def test_messages_to_self_are_reasoning_and_may_repeat():
     text = (
         f" to=self<|message|>Where?{NEXT} to=get_weather<|message|>{CALL}"
         f"{NEXT} to=self<|message|>There.{NEXT} to=user<|message|>Wait.<|eot|>"
     )
     pieces = check_text(FAMILY, text, tools=TOOLS, tags=TAGS)
-    assert reasoning(pieces) == "Where?There."
-    assert content(pieces) == "Wait."
-    assert [call.arguments for call in calls(pieces)] == ['{"city": "Oslo"}']
+    assert join_reasoning(pieces) == "Where?There."
+    assert join_content(pieces) == "Wait."
+    assert [call.arguments for call in collect_calls(pieces)] == ['{"city": "Oslo"}']
 
 
-def test_reasoning_holds_no_calls():
+def test_calls_in_reasoning_are_not_parsed():
     pieces = check_text(FAMILY, f" to=self<|message|>{CALL}", tools=TOOLS, tags=TAGS)
-    assert (reasoning(pieces), calls(pieces)) == (CALL, [])
+    assert (join_reasoning(pieces), collect_calls(pieces)) == (CALL, [])
 
 
-def test_what_it_says_to_the_user_is_text_with_or_without_a_header():
+def test_messages_to_the_user_are_content_with_or_without_a_header():
     for begin in ("", " to=user<|message|>", "<|message|>", FAMILY.content_prefix):
         pieces = check_text(FAMILY, f"{begin}Hello<|eot|>", tools=TOOLS, tags=TAGS)
-        assert content(pieces) == "Hello"
+        assert join_content(pieces) == "Hello"
 
 
-def test_a_header_that_is_none_stays_text():
+def test_an_invalid_header_is_text():
     text = "<|start|>user Hello"
-    assert content(check_text(FAMILY, text, tools=TOOLS, tags=TAGS)) == text
+    assert join_content(check_text(FAMILY, text, tools=TOOLS, tags=TAGS)) == text
 
 
-def test_its_grammar_is_its_own_syntax(shared):
+def test_the_grammar_has_the_syntax_of_the_family(shared):
     check_syntax(FAMILY, roundtrip(shared, TEMPLATE), begin=" to=")

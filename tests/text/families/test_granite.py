@@ -1,4 +1,4 @@
-"""Granite's calls: a JSON array behind a token."""
+"""Granite's calls: a JSON array after a token."""
 
 import pytest
 from hypothesis import given
@@ -7,16 +7,16 @@ from hypothesis import strategies as st
 from app.grammar.constraint import ReasoningTags
 from app.text.families.granite import Family
 from tests.text.families.reading import (
-    calls,
     check_prose,
     check_row,
     check_text,
-    content,
+    collect_calls,
+    join_content,
+    join_reasoning,
     mixtures,
     prose,
-    reasoning,
 )
-from tests.text.families.rows import law, llamacpp, templates
+from tests.text.families.rows import llamacpp, select_rows, templates
 from tests.text.families.walking import TOOLS, WEATHER, Walk, check_walks
 
 FAMILY = Family()
@@ -26,54 +26,54 @@ MARKERS = ("<|tool_call|>", "<tool_call>", "<think>", "</think>", "<response>", 
 CALL = '[{"name": "get_weather", "arguments": {"city": "Oslo"}}]'
 
 
-def test_what_its_models_wrote_is_read(shared):
-    for row in law(llamacpp(shared, TEMPLATE), {}):
+def test_real_model_outputs_are_parsed(shared):
+    for row in select_rows(llamacpp(shared, TEMPLATE), {}):
         check_row(FAMILY, row)
 
 
-def test_its_templates_are_claimed_the_one_without_reasoning_too(shared):
+def test_the_family_claims_templates_with_and_without_reasoning(shared):
     first = templates(shared)["llamacpp-ibm-granite_granite-3.0-8b-instruct.jinja"]
     assert FAMILY.matches(first)
     assert FAMILY.reasoning_tags(first) is None
 
 
 @pytest.mark.parametrize("mark", ["<|tool_call|>", "<tool_call>"])
-def test_calls_stand_behind_the_token_or_its_letters(mark):
+def test_calls_follow_the_token_or_its_text(mark):
     pieces = check_text(FAMILY, f"Let me see.\n{mark} {CALL}\n", tools=[WEATHER])
-    assert [(call.name, call.arguments) for call in calls(pieces)] == [
+    assert [(call.name, call.arguments) for call in collect_calls(pieces)] == [
         ("get_weather", '{"city": "Oslo"}')
     ]
-    assert content(pieces) == "Let me see."
+    assert join_content(pieces) == "Let me see."
 
 
-def test_an_answer_behind_reasoning_is_taken_out_of_its_tags():
+def test_response_tags_after_reasoning_are_removed():
     text = "<think>a</think>\n<response>b</response>"
     pieces = check_text(FAMILY, text, tools=[], tags=TAGS)
-    assert (reasoning(pieces), content(pieces)) == ("a", "b")
+    assert (join_reasoning(pieces), join_content(pieces)) == ("a", "b")
 
 
-def test_the_same_tags_in_an_answer_without_reasoning_are_text():
+def test_response_tags_without_reasoning_are_text():
     check_prose(FAMILY, "<response>b</response>", tools=[], tags=TAGS)
 
 
 @pytest.mark.parametrize("text", ["<|tool_call|>", "<|tool_call|>{}", "<|tool_call|>[]"])
-def test_what_has_no_name_stays_text(text):
+def test_a_call_without_a_name_is_text(text):
     check_prose(FAMILY, text, tools=[WEATHER])
 
 
 @given(text=mixtures(*MARKERS), in_reasoning=st.booleans())
-def test_any_text_is_read_the_same_however_it_is_cut(text, in_reasoning):
+def test_parsing_does_not_depend_on_chunk_boundaries(text, in_reasoning):
     check_text(FAMILY, text, tools=[WEATHER], tags=TAGS, in_reasoning=in_reasoning, syntax=MARKERS)
 
 
 @given(prose(*MARKERS))
-def test_text_without_markers_stays_as_it_is(text):
+def test_text_without_markers_is_unchanged(text):
     check_prose(FAMILY, text, tools=[WEATHER], tags=TAGS)
 
 
-def test_what_its_syntax_produces_is_read_back():
+def test_grammar_output_is_parsed_as_valid_calls():
     check_walks(FAMILY, TOOLS)
 
 
-def test_its_syntax_is_what_the_template_asks_for():
+def test_the_grammar_accepts_the_syntax_of_the_template():
     assert Walk(FAMILY, [WEATHER]).accepts(f"<|tool_call|>{CALL}")

@@ -8,17 +8,17 @@ from app.grammar.constraint import ReasoningTags
 from app.text.families.hermes import Family
 from tests.text.families.reading import (
     Call,
-    calls,
     check_prose,
     check_row,
     check_text,
-    content,
+    collect_calls,
+    join_content,
+    join_reasoning,
     mixtures,
     prose,
     read,
-    reasoning,
 )
-from tests.text.families.rows import law, llamacpp, mlx_lm, ollama, roundtrip
+from tests.text.families.rows import llamacpp, mlx_lm, ollama, roundtrip, select_rows
 from tests.text.families.walking import TOOLS, WEATHER, check_spelling, check_walks
 
 FAMILY = Family()
@@ -36,34 +36,36 @@ TEMPLATES = (
     "ortx-qwen2.5.jinja",
     "ortx-qwen3.jinja",
 )
-LEFT_OUT = {
-    "llamacpp-3840-173": "llama.cpp writes the arguments again: a space that the model did not",
+EXCLUDED = {
+    "llamacpp-3840-173": "llama.cpp reformats the arguments and adds a space",
 }
 
 
-def test_what_its_models_wrote_is_read(shared):
+def test_real_model_outputs_are_parsed(shared):
     rows = (
         *roundtrip(shared, *TEMPLATES),
         *llamacpp(shared, *TEMPLATES),
         *mlx_lm(shared, "json_tools"),
         *ollama(shared, "qwen3 hermes"),
     )
-    for row in law(rows, LEFT_OUT):
+    for row in select_rows(rows, EXCLUDED):
         check_row(FAMILY, row)
 
 
-def test_a_name_is_known_before_its_arguments_are():
+def test_the_name_is_streamed_before_the_arguments():
     parser = FAMILY.build_parser(tools=[WEATHER], tags=None, in_reasoning=False)
     pieces = parser.feed('<tool_call>\n{"name": "get_weather", "arguments": ')
-    assert calls(pieces) == [Call(name="get_weather", id=None, arguments="")]
-    assert calls([*pieces, *parser.feed('{"city": "Os')])[0].arguments == '{"city": "Os'
+    assert collect_calls(pieces) == [Call(name="get_weather", id=None, arguments="")]
+    assert collect_calls([*pieces, *parser.feed('{"city": "Os')])[0].arguments == '{"city": "Os'
 
 
-def test_a_marker_within_a_string_ends_nothing():
+def test_a_marker_within_a_string_does_not_end_the_call():
     text = '<tool_call>{"name": "f", "arguments": {"a": "</tool_call><tool_call>"}}</tool_call>!'
     pieces = check_text(FAMILY, text, tools=[WEATHER])
-    assert [call.arguments for call in calls(pieces)] == ['{"a": "</tool_call><tool_call>"}']
-    assert content(pieces) == "!"
+    assert [call.arguments for call in collect_calls(pieces)] == [
+        '{"a": "</tool_call><tool_call>"}'
+    ]
+    assert join_content(pieces) == "!"
 
 
 @pytest.mark.parametrize(
@@ -79,12 +81,12 @@ def test_a_marker_within_a_string_ends_nothing():
         '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
     ],
 )
-def test_what_has_no_name_stays_text(text):
+def test_a_call_without_a_name_is_text(text):
     check_prose(FAMILY, text, tools=[WEATHER])
 
 
 @pytest.mark.parametrize(
-    ("rest", "arguments", "said"),
+    ("rest", "arguments", "expected_content"),
     [
         ('{"city": Oslo}}</tool_call> done', '{"city": Oslo}}', "done"),
         ('{"city": "Oslo"', '{"city": "Oslo"', ""),
@@ -92,39 +94,39 @@ def test_what_has_no_name_stays_text(text):
         ('{"city": 1 <tool_call>{"name": "now"}', '{"city": 1 ', ""),
     ],
 )
-def test_what_is_wrong_with_arguments_stands_in_them(rest, arguments, said):
+def test_invalid_arguments_are_passed_through(rest, arguments, expected_content):
     text = f'<tool_call>{{"name": "get_weather", "arguments": {rest}'
     pieces = check_text(FAMILY, text, tools=[WEATHER])
-    assert calls(pieces)[0].arguments == arguments
-    assert content(pieces) == said
+    assert collect_calls(pieces)[0].arguments == arguments
+    assert join_content(pieces) == expected_content
 
 
-def test_without_tools_nothing_is_a_call():
+def test_without_tools_calls_are_text():
     check_prose(FAMILY, '<tool_call>{"name": "f", "arguments": {}}</tool_call>', tools=[])
 
 
-def test_what_looks_like_a_call_in_reasoning_is_none():
+def test_calls_in_reasoning_are_not_parsed():
     text = '<think>\n<tool_call>{"name": "f"}</tool_call>\n</think>\n\nNo.'
     pieces = read(FAMILY, [text], tools=[WEATHER], tags=TAGS)
-    assert reasoning(pieces) == '<tool_call>{"name": "f"}</tool_call>'
-    assert content(pieces) == "No."
-    assert not calls(pieces)
+    assert join_reasoning(pieces) == '<tool_call>{"name": "f"}</tool_call>'
+    assert join_content(pieces) == "No."
+    assert not collect_calls(pieces)
 
 
 @given(text=mixtures(*MARKERS), in_reasoning=st.booleans())
-def test_any_text_is_read_the_same_however_it_is_cut(text, in_reasoning):
+def test_parsing_does_not_depend_on_chunk_boundaries(text, in_reasoning):
     check_text(FAMILY, text, tools=[WEATHER], tags=TAGS, in_reasoning=in_reasoning, syntax=MARKERS)
 
 
 @given(prose(*MARKERS))
-def test_text_without_markers_stays_as_it_is(text):
+def test_text_without_markers_is_unchanged(text):
     check_prose(FAMILY, text, tools=[WEATHER], tags=TAGS)
 
 
-def test_what_its_syntax_produces_is_read_back():
+def test_grammar_output_is_parsed_as_valid_calls():
     check_walks(FAMILY, TOOLS)
 
 
-def test_its_syntax_is_what_the_templates_write(shared):
+def test_the_grammar_accepts_template_output(shared):
     rows = [row for row in roundtrip(shared, *TEMPLATES) if "Reka" not in row.id]
     check_spelling(FAMILY, rows, begin="<tool_call>")

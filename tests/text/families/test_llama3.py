@@ -1,4 +1,4 @@
-"""Llama 3's calls: a JSON object that is the whole answer, or stands behind a token."""
+"""Llama 3's calls: a JSON object that is the full answer or follows a token."""
 
 import pytest
 from hypothesis import given
@@ -6,16 +6,16 @@ from hypothesis import given
 from app.core.requests import Tool
 from app.text.families.llama3 import Family
 from tests.text.families.reading import (
-    calls,
     check_prose,
     check_row,
     check_text,
-    content,
+    collect_calls,
+    join_content,
     mixtures,
     prose,
     read,
 )
-from tests.text.families.rows import law, llamacpp, roundtrip
+from tests.text.families.rows import llamacpp, roundtrip, select_rows
 from tests.text.families.walking import NOW, TOOLS, WEATHER, check_spelling, check_walks
 
 FAMILY = Family()
@@ -29,8 +29,8 @@ CALL = '{"name": "get_weather", "parameters": {"city": "Oslo"}}'
 SEARCH = Tool(name="brave_search", description=None, parameters={})
 
 
-def test_what_its_models_wrote_is_read(shared):
-    for row in law((*roundtrip(shared, *TEMPLATES), *llamacpp(shared, *TEMPLATES)), {}):
+def test_real_model_outputs_are_parsed(shared):
+    for row in select_rows((*roundtrip(shared, *TEMPLATES), *llamacpp(shared, *TEMPLATES)), {}):
         check_row(FAMILY, row)
 
 
@@ -47,71 +47,73 @@ def test_what_its_models_wrote_is_read(shared):
         '{"type": "function", "name": "get_weather", "parameters": {"city": "Oslo"}} ' + CALL,
     ],
 )
-def test_calls_that_follow_each_other_are_all_read(text):
+def test_consecutive_calls_are_all_parsed(text):
     pieces = check_text(FAMILY, text, tools=[WEATHER])
     expected = ("get_weather", '{"city": "Oslo"}')
-    assert [(call.name, call.arguments) for call in calls(pieces)] == [expected] * 2
-    assert not content(pieces)
+    assert [(call.name, call.arguments) for call in collect_calls(pieces)] == [expected] * 2
+    assert not join_content(pieces)
 
 
-def test_what_stands_behind_calls_is_text():
+def test_text_after_calls_is_content():
     pieces = check_text(FAMILY, f"{CALL}; and so on", tools=[WEATHER])
-    assert len(calls(pieces)) == 1
-    assert content(pieces) == "; and so on"
+    assert len(collect_calls(pieces)) == 1
+    assert join_content(pieces) == "; and so on"
 
 
 @pytest.mark.parametrize(
     "text",
     [
         f"Like this: {CALL}",
-        '{"name": "nobody", "parameters": {}}',
+        '{"name": "missing", "parameters": {}}',
         '{"answer": 42, "name": "get_weather", "parameters": {}}',
         "[1, 2]",
-        "[nobody(a=1)]",
+        "[missing(a=1)]",
         "<|python_tag|>print(1)",
-        "<|python_tag|>nobody.call(a=1)",
+        "<|python_tag|>missing.call(a=1)",
         '{"name": "get_weather"',
     ],
 )
-def test_only_what_begins_the_answer_and_names_a_tool_is_a_call(text):
+def test_a_call_must_begin_the_answer_and_name_a_tool(text):
     check_prose(FAMILY, text, tools=[WEATHER])
 
 
 def test_an_answer_in_json_is_not_held_back():
     pieces = read(FAMILY, ['{"answer": "It is'], tools=[WEATHER])
     parser = FAMILY.build_parser(tools=[WEATHER], tags=None, in_reasoning=False)
-    assert content(parser.feed('{"answer": "It is')) == content(pieces)
+    assert join_content(parser.feed('{"answer": "It is')) == join_content(pieces)
 
 
-def test_behind_the_token_any_name_is_one_and_built_in_tools_are_called_as_methods():
-    text = '<|python_tag|>{"name": "nobody", "parameters": {}}'
-    assert [call.name for call in calls(check_text(FAMILY, text, tools=[WEATHER]))] == ["nobody"]
+def test_after_the_token_any_name_is_accepted_and_built_in_tools_are_methods():
+    text = '<|python_tag|>{"name": "missing", "parameters": {}}'
+    assert [call.name for call in collect_calls(check_text(FAMILY, text, tools=[WEATHER]))] == [
+        "missing"
+    ]
     text = '<|python_tag|>brave_search.call(query="Oslo")'
-    found = calls(check_text(FAMILY, text, tools=[SEARCH]))
+    found = collect_calls(check_text(FAMILY, text, tools=[SEARCH]))
     assert [(call.name, call.arguments) for call in found] == [
         ("brave_search", '{"query": "Oslo"}')
     ]
 
 
-def test_what_is_wrong_with_arguments_stands_in_them():
+def test_invalid_arguments_are_passed_through():
     text = '{"name": "get_weather", "parameters": {"city": Oslo}} or so'
-    found = calls(check_text(FAMILY, text, tools=[WEATHER]))
+    found = collect_calls(check_text(FAMILY, text, tools=[WEATHER]))
     assert [call.arguments for call in found] == ['{"city": Oslo}} or so']
 
 
 @given(mixtures(*MARKERS, CALL, "[get_weather(", "now()", ";"))
-def test_any_text_is_read_the_same_however_it_is_cut(text):
+def test_parsing_does_not_depend_on_chunk_boundaries(text):
     check_text(FAMILY, text, tools=[WEATHER, NOW], syntax=(*MARKERS, "get_weather", "now"))
 
 
 @given(prose(*MARKERS, "get_weather"))
-def test_text_without_markers_stays_as_it_is(text):
+def test_text_without_markers_is_unchanged(text):
     check_prose(FAMILY, text, tools=[WEATHER])
 
 
-def test_what_its_syntax_produces_is_read_back():
+def test_grammar_output_is_parsed_as_valid_calls():
     check_walks(FAMILY, TOOLS)
 
 
-def test_its_syntax_is_what_the_templates_write(shared):
+def test_the_grammar_accepts_template_output(shared):
     check_spelling(FAMILY, roundtrip(shared, *TEMPLATES), begin="{")

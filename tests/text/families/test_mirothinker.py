@@ -1,4 +1,4 @@
-"""MiroThinker's calls: JSON between tags, beside the name and the server that the tool is on."""
+"""MiroThinker's calls: JSON between tags, with the name and the server of the tool."""
 
 import pytest
 from hypothesis import given
@@ -6,7 +6,14 @@ from hypothesis import strategies as st
 
 from app.grammar.constraint import ReasoningTags
 from app.text.families.mirothinker import Family
-from tests.text.families.reading import calls, check_prose, check_text, content, mixtures, prose
+from tests.text.families.reading import (
+    check_prose,
+    check_text,
+    collect_calls,
+    join_content,
+    mixtures,
+    prose,
+)
 from tests.text.families.rows import template
 from tests.text.families.walking import NOW, TOOLS, WEATHER, Walk, check_walks
 
@@ -38,17 +45,17 @@ CALLS = """<use_mcp_tool>
 </use_mcp_tool>"""
 
 
-def test_its_template_is_claimed(shared):
+def test_the_family_claims_its_template(shared):
     assert FAMILY.matches(template(shared, "MiroThinker.jinja"))
 
 
-def test_calls_are_read_as_the_template_writes_them():
+def test_calls_of_the_template_are_parsed():
     pieces = check_text(FAMILY, f"Let me see.\n{CALLS}\n", tools=[WEATHER])
-    assert [(call.name, call.arguments) for call in calls(pieces)] == [
+    assert [(call.name, call.arguments) for call in collect_calls(pieces)] == [
         ("get_weather", '{"city": "Oslo </arguments>"}'),
         ("now", "{}"),
     ]
-    assert content(pieces) == "Let me see."
+    assert join_content(pieces) == "Let me see."
 
 
 @pytest.mark.parametrize(
@@ -59,23 +66,23 @@ def test_calls_are_read_as_the_template_writes_them():
         "<use_mcp_tool><tool_name></tool_name><arguments>{}</arguments>",
     ],
 )
-def test_what_has_no_name_stays_text(text):
+def test_a_call_without_a_name_is_text(text):
     check_prose(FAMILY, text, tools=[WEATHER])
 
 
 @given(text=mixtures(*MARKERS), in_reasoning=st.booleans())
-def test_any_text_is_read_the_same_however_it_is_cut(text, in_reasoning):
+def test_parsing_does_not_depend_on_chunk_boundaries(text, in_reasoning):
     check_text(FAMILY, text, tools=[WEATHER], tags=TAGS, in_reasoning=in_reasoning, syntax=MARKERS)
 
 
 @given(prose(*MARKERS))
-def test_text_without_markers_stays_as_it_is(text):
+def test_text_without_markers_is_unchanged(text):
     check_prose(FAMILY, text, tools=[WEATHER], tags=TAGS)
 
 
-def test_what_its_syntax_produces_is_read_back():
+def test_grammar_output_is_parsed_as_valid_calls():
     check_walks(FAMILY, TOOLS)
 
 
-def test_its_syntax_is_what_the_template_writes():
+def test_the_grammar_accepts_template_output():
     assert Walk(FAMILY, [WEATHER, NOW]).accepts(CALLS)

@@ -4,7 +4,7 @@ from hypothesis import given
 
 from app.text.families.mistral_v11 import Family
 from tests.text.families.reading import check_prose, check_row, check_text, mixtures, prose
-from tests.text.families.rows import law, llamacpp, roundtrip
+from tests.text.families.rows import llamacpp, roundtrip, select_rows
 from tests.text.families.walking import TOOLS, WEATHER, check_spelling, check_walks
 
 FAMILY = Family()
@@ -12,8 +12,8 @@ TEMPLATES = ("Mistral-Small-3.2-24B-Instruct-2506.jinja",)
 MARKERS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]")
 
 
-def test_what_its_models_wrote_is_read(shared):
-    for row in law((*roundtrip(shared, *TEMPLATES), *llamacpp(shared, *TEMPLATES)), {}):
+def test_real_model_outputs_are_parsed(shared):
+    for row in select_rows((*roundtrip(shared, *TEMPLATES), *llamacpp(shared, *TEMPLATES)), {}):
         check_row(FAMILY, row)
 
 
@@ -22,18 +22,18 @@ def test_an_id_without_a_name_is_text():
 
 
 @given(mixtures(*MARKERS))
-def test_any_text_is_read_the_same_however_it_is_cut(text):
+def test_parsing_does_not_depend_on_chunk_boundaries(text):
     check_text(FAMILY, text, tools=[WEATHER], syntax=MARKERS)
 
 
 @given(prose(*MARKERS))
-def test_text_without_markers_stays_as_it_is(text):
+def test_text_without_markers_is_unchanged(text):
     check_prose(FAMILY, text, tools=[WEATHER])
 
 
-def test_what_its_syntax_produces_is_read_back():
+def test_grammar_output_is_parsed_as_valid_calls():
     check_walks(FAMILY, TOOLS)
 
 
-def test_its_syntax_is_what_the_templates_write(shared):
+def test_the_grammar_accepts_template_output(shared):
     check_spelling(FAMILY, roundtrip(shared, *TEMPLATES), begin="[TOOL_CALLS]")

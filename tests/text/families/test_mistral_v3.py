@@ -6,15 +6,15 @@ from hypothesis import given
 
 from app.text.families.mistral_v3 import Family
 from tests.text.families.reading import (
-    calls,
     check_prose,
     check_row,
     check_text,
-    content,
+    collect_calls,
+    join_content,
     mixtures,
     prose,
 )
-from tests.text.families.rows import law, llamacpp, roundtrip
+from tests.text.families.rows import llamacpp, roundtrip, select_rows
 from tests.text.families.walking import TOOLS, WEATHER, Walk, check_walks
 
 FAMILY = Family()
@@ -22,29 +22,29 @@ TEMPLATES = ("mistralai-Mistral-Nemo-Instruct-2407.jinja",)
 MARKERS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]")
 
 
-def test_what_its_models_wrote_is_read(shared):
-    """But for the ids, which stand behind the arguments: the calls have been given out by then."""
-    for row in law((*roundtrip(shared, *TEMPLATES), *llamacpp(shared, *TEMPLATES)), {}):
+def test_real_model_outputs_are_parsed(shared):
+    """Except the ids: they follow the arguments, when the calls have already been emitted."""
+    for row in select_rows((*roundtrip(shared, *TEMPLATES), *llamacpp(shared, *TEMPLATES)), {}):
         expected = tuple({**call, "id": None} for call in row.calls or ())
         check_row(FAMILY, replace(row, calls=expected))
 
 
-def test_an_id_before_the_arguments_is_the_call_s():
+def test_an_id_before_the_arguments_is_the_call_id():
     text = '[TOOL_CALLS] [{"id": "abcdefghi", "name": "f", "arguments": {}}]'
-    assert calls(check_text(FAMILY, text, tools=[WEATHER]))[0].id == "abcdefghi"
+    assert collect_calls(check_text(FAMILY, text, tools=[WEATHER]))[0].id == "abcdefghi"
 
 
-def test_an_id_has_nine_letters_or_digits_and_is_new_each_time():
+def test_ids_are_unique_and_have_nine_letters_or_digits():
     ids = {FAMILY.make_call_id(0) for _ in range(50)}
     assert len(ids) == 50
     assert all(id and len(id) == 9 and id.isalnum() and id.isascii() for id in ids)
 
 
-def test_a_list_that_goes_wrong_behind_a_call_is_text_from_there():
+def test_the_invalid_rest_of_a_list_is_text():
     text = '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"nome": 1}] oh'
     pieces = check_text(FAMILY, text, tools=[WEATHER])
-    assert [(call.name, call.arguments) for call in calls(pieces)] == [("f", "{}")]
-    assert content(pieces) == ', {"nome": 1}] oh'
+    assert [(call.name, call.arguments) for call in collect_calls(pieces)] == [("f", "{}")]
+    assert join_content(pieces) == ', {"nome": 1}] oh'
 
 
 def test_a_list_without_a_call_is_text():
@@ -53,20 +53,20 @@ def test_a_list_without_a_call_is_text():
 
 
 @given(mixtures(*MARKERS))
-def test_any_text_is_read_the_same_however_it_is_cut(text):
+def test_parsing_does_not_depend_on_chunk_boundaries(text):
     check_text(FAMILY, text, tools=[WEATHER], syntax=MARKERS)
 
 
 @given(prose(*MARKERS))
-def test_text_without_markers_stays_as_it_is(text):
+def test_text_without_markers_is_unchanged(text):
     check_prose(FAMILY, text, tools=[WEATHER])
 
 
-def test_what_its_syntax_produces_is_read_back():
+def test_grammar_output_is_parsed_as_valid_calls():
     check_walks(FAMILY, TOOLS)
 
 
-def test_its_syntax_is_what_the_templates_write_with_the_ids_or_without(shared):
+def test_the_grammar_accepts_template_output_with_or_without_ids(shared):
     for row in roundtrip(shared, *TEMPLATES):
         text = row.output.replace(', "id": "call00000"', "").replace(', "id": "call00001"', "")
         walk = Walk(FAMILY, row.tools)

@@ -1,4 +1,4 @@
-"""Templates that know of no calls, such as Gemma 2's: what the model says is what it says."""
+"""Templates without calls, such as Gemma 2's: all output is content."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,16 +6,16 @@ from pathlib import Path
 from app.text.family import find_family
 from app.text.generic_tool_calls import GenericFamily
 from tests.text.families.reading import check_row
-from tests.text.families.rows import law, llamacpp, template
+from tests.text.families.rows import llamacpp, select_rows, template
 
 NAME = "google-gemma-2-2b-it.jinja"
 
 
-def test_nobody_claims_such_a_template(shared: Path):
+def test_no_family_claims_the_template(shared: Path):
     assert find_family(template(shared, NAME)) is None
 
 
-def test_its_rows_are_text(shared: Path):
-    for row in law(llamacpp(shared, NAME), {}):
-        # it claims nothing: it is what is left
+def test_outputs_are_text(shared: Path):
+    for row in select_rows(llamacpp(shared, NAME), {}):
+        # the generic family claims no template
         check_row(GenericFamily(), replace(row, template=None))

@@ -1,11 +1,11 @@
-"""Qwen3-Coder, and whoever writes calls as it does."""
+"""Qwen3-Coder, and other models with the same call syntax."""
 
 from hypothesis import given
 
 from app.text.families.qwen_coder import Family
-from tests.text.families.reading import check_row, check_text, content, mixtures, prose
-from tests.text.families.rows import law, llamacpp, mlx_lm, ollama, roundtrip
-from tests.text.families.tagged import TOOLS, calls_in, check_syntax, offered
+from tests.text.families.reading import check_row, check_text, join_content, mixtures, prose
+from tests.text.families.rows import llamacpp, mlx_lm, ollama, roundtrip, select_rows
+from tests.text.families.tagged import TOOLS, add_default_tools, check_syntax, parse_calls
 
 FAMILY = Family()
 TAGS = FAMILY.reasoning_tags("</think>")
@@ -23,16 +23,16 @@ TEMPLATES = (
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16.jinja",
 )
 
-LEFT_OUT = {
-    "llamacpp-1691-1": "not split there: reasoning is asked to stay in the content",
-    "llamacpp-2141-29": "not split there: reasoning is asked to stay in the content",
-    "llamacpp-1845-10": "a tag that repeats the prompt's is a part of the reasoning there",
-    "llamacpp-1894-13": "the line end before a call is a part of the content there",
-    "llamacpp-1915-14": "the line end before a call is a part of the content there",
-    "llamacpp-1937-15": "the line end before a call is a part of the content there",
-    "llamacpp-2011-18": "the line end before a call is a part of the content there",
-    "llamacpp-2234-36": "the line end behind reasoning is a part of it there",
-    "ollama-qwen3coder-274": "a value that no schema speaks of is never read as JSON there",
+EXCLUDED = {
+    "llamacpp-1691-1": "llama.cpp was asked to leave reasoning in the content",
+    "llamacpp-2141-29": "llama.cpp was asked to leave reasoning in the content",
+    "llamacpp-1845-10": "llama.cpp keeps a repeated tag of the prompt in the reasoning",
+    "llamacpp-1894-13": "llama.cpp keeps the line break before a call in the content",
+    "llamacpp-1915-14": "llama.cpp keeps the line break before a call in the content",
+    "llamacpp-1937-15": "llama.cpp keeps the line break before a call in the content",
+    "llamacpp-2011-18": "llama.cpp keeps the line break before a call in the content",
+    "llamacpp-2234-36": "llama.cpp includes the line break after the reasoning in it",
+    "ollama-qwen3coder-274": "ollama never parses a value without a schema as JSON",
 }
 
 CALL = """<tool_call>
@@ -44,7 +44,7 @@ Oslo
 </tool_call>"""
 
 
-def test_outputs_of_real_models_are_read_however_they_are_cut(shared):
+def test_real_model_outputs_are_parsed(shared):
     rows = [
         *roundtrip(shared, *TEMPLATES),
         *llamacpp(shared, *TEMPLATES),
@@ -52,33 +52,33 @@ def test_outputs_of_real_models_are_read_however_they_are_cut(shared):
         *ollama(shared, "qwen3-coder", name="Qwen3-Coder.jinja"),
         *mlx_lm(shared, "qwen3_coder"),
     ]
-    for row in offered(law(rows, LEFT_OUT)):
+    for row in add_default_tools(select_rows(rows, EXCLUDED)):
         check_row(FAMILY, row)
 
 
 @given(mixtures(*MARKERS, CALL, "city>\nOslo\n"))
-def test_any_text_is_read_the_same_however_it_is_cut(text):
+def test_parsing_does_not_depend_on_chunk_boundaries(text):
     check_text(FAMILY, text, tools=TOOLS, tags=TAGS, syntax=(*MARKERS, "<think>"))
     check_text(FAMILY, text, tools=TOOLS, tags=TAGS, in_reasoning=True)
 
 
 @given(prose("<"))
-def test_text_without_markers_is_left_as_it_is(text):
-    assert content(check_text(FAMILY, text, tools=TOOLS, tags=TAGS)) == text
+def test_text_without_markers_is_unchanged(text):
+    assert join_content(check_text(FAMILY, text, tools=TOOLS, tags=TAGS)) == text
 
 
 def test_without_tools_calls_are_text():
-    assert content(check_text(FAMILY, CALL, tools=())) == CALL
+    assert join_content(check_text(FAMILY, CALL, tools=())) == CALL
 
 
-def test_a_call_without_the_outer_tag_must_be_one_of_the_tools():
-    bare = CALL.removeprefix("<tool_call>\n")
-    assert [call.name for call in calls_in(FAMILY, bare)] == ["get_weather"]
-    other = bare.replace("get_weather", "map")
-    assert content(check_text(FAMILY, other, tools=TOOLS)) == other
+def test_a_call_without_the_outer_tag_must_name_a_tool():
+    untagged = CALL.removeprefix("<tool_call>\n")
+    assert [call.name for call in parse_calls(FAMILY, untagged)] == ["get_weather"]
+    other = untagged.replace("get_weather", "map")
+    assert join_content(check_text(FAMILY, other, tools=TOOLS)) == other
 
 
-def test_its_grammar_is_its_own_syntax(shared):
+def test_the_grammar_has_the_syntax_of_the_family(shared):
     rows = roundtrip(shared, *TEMPLATES)
-    # Step writes no line end between calls
+    # Step writes no line break between calls
     check_syntax(FAMILY, [row for row in rows if "</tool_call><tool_call>" not in row.output])

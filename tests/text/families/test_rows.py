@@ -1,4 +1,4 @@
-"""No row of output_parsing is forgotten: each belongs to a test, which may leave it out by name."""
+"""Each row of output_parsing belongs to a test, which may exclude it by id."""
 
 import json
 import re
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 TESTS = "\n".join(
-    path.read_text("utf-8") for path in HERE.glob("test_*.py") if path != Path(__file__)
+    path.read_text("utf-8") for path in FOLDER.glob("test_*.py") if path != Path(__file__)
 )
 
 
@@ -24,13 +24,13 @@ TESTS = "\n".join(
 def test_every_row_belongs_to_a_test(shared: Path, file: str, key: str) -> None:
     lines = (shared / "output_parsing" / file).read_text("utf-8").splitlines()
     groups = {json.loads(line)[key] for line in lines} - {None}
-    told = [
+    strings = [
         text for pair in re.findall(r'"([^"\n]+)"|\'([^\'\n]+)\'', TESTS) for text in pair if text
     ]
-    begins = file == "ollama.jsonl"
+    prefixes = file == "ollama.jsonl"
     forgotten = {
         group
         for group in groups
-        if not any(group.startswith(text) if begins else group == text for text in told)
+        if not any(group.startswith(text) if prefixes else group == text for text in strings)
     }
     assert not forgotten

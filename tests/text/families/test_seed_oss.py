@@ -3,9 +3,9 @@
 from hypothesis import given
 
 from app.text.families.seed_oss import Family
-from tests.text.families.reading import check_row, check_text, content, mixtures, prose
-from tests.text.families.rows import law, llamacpp, roundtrip
-from tests.text.families.tagged import TOOLS, calls_in, check_syntax
+from tests.text.families.reading import check_row, check_text, join_content, mixtures, prose
+from tests.text.families.rows import llamacpp, roundtrip, select_rows
+from tests.text.families.tagged import TOOLS, check_syntax, parse_calls
 
 FAMILY = Family()
 TAGS = FAMILY.reasoning_tags("")
@@ -16,8 +16,8 @@ MARKERS = (
 
 TEMPLATE = "ByteDance-Seed-OSS.jinja"
 
-LEFT_OUT = {
-    "llamacpp-2733-92": "line ends beside a value are no part of it there; the template keeps them",
+EXCLUDED = {
+    "llamacpp-2733-92": "llama.cpp strips line breaks around a value; the template keeps them",
 }
 
 CALL = """<seed:tool_call>
@@ -27,33 +27,33 @@ CALL = """<seed:tool_call>
 </seed:tool_call>"""
 
 
-def test_outputs_of_real_models_are_read_however_they_are_cut(shared):
+def test_real_model_outputs_are_parsed(shared):
     rows = [*roundtrip(shared, TEMPLATE), *llamacpp(shared, TEMPLATE)]
-    for row in law(rows, LEFT_OUT):
+    for row in select_rows(rows, EXCLUDED):
         check_row(FAMILY, row)
 
 
 @given(mixtures(*MARKERS, CALL, "city>Oslo"))
-def test_any_text_is_read_the_same_however_it_is_cut(text):
+def test_parsing_does_not_depend_on_chunk_boundaries(text):
     check_text(FAMILY, text, tools=TOOLS, tags=TAGS, syntax=(*MARKERS, "<seed:think>"))
     check_text(FAMILY, text, tools=TOOLS, tags=TAGS, in_reasoning=True)
 
 
 @given(prose("<"))
-def test_text_without_markers_is_left_as_it_is(text):
-    assert content(check_text(FAMILY, text, tools=TOOLS, tags=TAGS)) == text
+def test_text_without_markers_is_unchanged(text):
+    assert join_content(check_text(FAMILY, text, tools=TOOLS, tags=TAGS)) == text
 
 
 def test_without_tools_calls_are_text():
-    assert content(check_text(FAMILY, CALL, tools=())) == CALL
+    assert join_content(check_text(FAMILY, CALL, tools=())) == CALL
 
 
-def test_a_value_is_all_that_stands_between_its_tags():
+def test_a_value_is_all_text_between_its_tags():
     text = CALL.replace("Oslo", "\n Oslo\n\n")
-    assert [call.arguments for call in calls_in(FAMILY, text)] == ['{"city": "\\n Oslo\\n\\n"}']
+    assert [call.arguments for call in parse_calls(FAMILY, text)] == ['{"city": "\\n Oslo\\n\\n"}']
 
 
-def test_its_grammar_is_its_own_syntax(shared):
+def test_the_grammar_has_the_syntax_of_the_family(shared):
     rows = roundtrip(shared, TEMPLATE)
-    # JSON is asked for, where the template prints Python
+    # the family expects JSON, the template prints Python
     check_syntax(FAMILY, [row for row in rows if "True" not in row.output])

@@ -1,6 +1,6 @@
-"""Random walks through what a family's `syntax` allows, for a check that the family reads it back.
+"""Random walks through the grammar of a family, to check that the family parses the result.
 
-They go a byte at a time, so that they need no model's tokenizer; markers are text in them.
+A step of a walk is a byte, so no model's tokenizer is needed; markers are plain text.
 """
 
 import json
@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from app.core.requests import Tool
 from app.grammar.constraint import ToolCallGrammar
 from app.text.family import ChatFamily
-from tests.text.families.reading import calls, check_text, content
+from tests.text.families.reading import check_text, collect_calls, join_content
 from tests.text.families.rows import Row
 
 
@@ -39,7 +39,7 @@ WEATHER = _tool(
     days={"type": "integer"},
 )
 
-# nothing to say
+# without parameters
 NOW = _tool("now")
 
 TYPES = _tool(
@@ -59,7 +59,7 @@ TYPES = _tool(
     either={"anyOf": [{"type": "string"}, {"type": "integer"}]},
 )
 
-# strings that are held to a form
+# strings with a pattern or a format
 FORMS = _tool(
     "book",
     "code",
@@ -70,7 +70,7 @@ FORMS = _tool(
 
 TOOLS = (WEATHER, NOW, TYPES, FORMS)
 
-# as `app/grammar/constraint.py` bounds white space, but narrower: walks are to be short
+# narrower than the white space of `app/grammar/constraint.py`, to keep walks short
 _OPTIONS = {"x-guidance": {"whitespace_pattern": "[ ]?"}}
 
 
@@ -83,7 +83,7 @@ def arguments_of(tool: Tool) -> str:
 
 
 def grammar(syntax: ToolCallGrammar) -> str:
-    """The Lark grammar of an answer that holds calls."""
+    """The Lark grammar of an answer with calls."""
     parts = [syntax.before, "call"]
     if syntax.between is not None:
         parts.append(f"({syntax.between} call)*")
@@ -93,8 +93,8 @@ def grammar(syntax: ToolCallGrammar) -> str:
 
 
 class Walk:
-    """Through the syntax of these tools, which the family must have. endings: what ends free text,
-    which would hardly come up by chance."""
+    """Walks through the grammar of these tools, which the family must have. endings: texts that end
+    free text, which are unlikely at random."""
 
     def __init__(
         self, family: ChatFamily, tools: Sequence[Tool], *, endings: Sequence[str] = ()
@@ -106,77 +106,77 @@ class Walk:
         assert not self._matcher.is_error(), self._matcher.get_error()
 
     def accepts(self, text: str) -> bool:
-        """Whether the text is one that the syntax produces, from beginning to end."""
+        """Whether the grammar accepts the complete text."""
         self._matcher.reset()
         ids = list(text.encode())
         return self._matcher.try_consume_tokens(ids) == len(ids) and self._matcher.is_accepting()
 
-    def text(self, draw: random.Random, *, most: int = 2000) -> str:
-        """A text that it produces, of so many bytes at most."""
+    def text(self, rng: random.Random, *, max_bytes: int = 2000) -> str:
+        """A random text of the grammar, of less than `max_bytes` bytes."""
         self._matcher.reset()
-        taken = bytearray()
+        output = bytearray()
         hurry = False
-        while not (self._matcher.is_stopped() or self._ends(draw, hurry=hurry)):
-            hurry = len(taken) > most // 2
-            next = self._ending(draw, hurry=hurry) or [self._next(draw, hurry=hurry)]
-            assert self._matcher.consume_tokens(next), self._matcher.get_error()
-            taken.extend(next)
-            assert len(taken) < most, taken
-        return taken.decode()
+        while not (self._matcher.is_stopped() or self._should_stop(rng, hurry=hurry)):
+            hurry = len(output) > max_bytes // 2
+            step = self._sample_ending(rng, hurry=hurry) or [self._sample_byte(rng, hurry=hurry)]
+            assert self._matcher.consume_tokens(step), self._matcher.get_error()
+            output.extend(step)
+            assert len(output) < max_bytes, output
+        return output.decode()
 
-    def _ends(self, draw: random.Random, *, hurry: bool) -> bool:
-        return self._matcher.is_accepting() and (hurry or draw.random() < 0.4)
+    def _should_stop(self, rng: random.Random, *, hurry: bool) -> bool:
+        return self._matcher.is_accepting() and (hurry or rng.random() < 0.4)
 
-    def _ending(self, draw: random.Random, *, hurry: bool) -> list[int]:
-        """Of free text, if this is some, now and then."""
-        if draw.random() < (0.5 if hurry else 0.9):
+    def _sample_ending(self, rng: random.Random, *, hurry: bool) -> list[int]:
+        """Sometimes an ending of free text, where one is allowed."""
+        if rng.random() < (0.5 if hurry else 0.9):
             return []
         valid = [e for e in self._endings if self._matcher.validate_tokens(e) == len(e)]
-        return draw.choice(valid) if valid else []
+        return rng.choice(valid) if valid else []
 
-    def _next(self, draw: random.Random, *, hurry: bool) -> int:
+    def _sample_byte(self, rng: random.Random, *, hurry: bool) -> int:
         mask = self._matcher.compute_bitmask()
         allowed = [id for id in range(256) if mask[id // 8] >> id % 8 & 1]
         closing = [id for id in allowed if id in b'"]}<']
-        if closing and (hurry or draw.random() < 0.25):
-            return draw.choice(closing)
-        # what marks something in one syntax or another comes up more often than by chance
-        marking = [id for id in allowed if id in b"<>[]{}|\\\n\"'"]
-        return draw.choice(marking if marking and draw.random() < 0.2 else allowed)
+        if closing and (hurry or rng.random() < 0.25):
+            return rng.choice(closing)
+        # characters of markers are more frequent than at random
+        markers = [id for id in allowed if id in b"<>[]{}|\\\n\"'"]
+        return rng.choice(markers if markers and rng.random() < 0.2 else allowed)
 
 
 def check_walks(
     family: ChatFamily, tools: Sequence[Tool], *, times: int = 20, endings: Sequence[str] = ()
 ) -> None:
-    """What the syntax produces is read back as calls of these tools, of each of them, whose
-    arguments satisfy the schema, and as nothing else."""
+    """Output of the grammar is parsed as calls of all these tools, with arguments that satisfy the
+    schema, and without content."""
     walk = Walk(family, tools, endings=endings)
     validators = {
         tool.name: jsonschema_rs.validator_for(dict(tool.parameters), validate_formats=True)
         for tool in tools
     }
-    draw = random.Random(type(family).__module__)
-    seen: set[str] = set()
+    rng = random.Random(type(family).__module__)
+    names: set[str] = set()
     for _ in range(times):
-        text = walk.text(draw)
+        text = walk.text(rng)
         pieces = check_text(family, text, tools=tools)
-        assert not content(pieces), text
-        assert calls(pieces), text
-        for call in calls(pieces):
-            seen.add(call.name)
+        assert not join_content(pieces), text
+        assert collect_calls(pieces), text
+        for call in collect_calls(pieces):
+            names.add(call.name)
             arguments = json.loads(call.arguments, parse_float=_finite)
             assert validators[call.name].is_valid(arguments), text
-    assert seen == set(validators)
+    assert names == set(validators)
 
 
 def check_spelling(family: ChatFamily, rows: Iterable[Row], *, begin: str) -> None:
-    """What templates write for these rows is what the syntax allows for their tools. begin: what
-    calls begin with; more may stand before it."""
+    """The grammar accepts the template output of these rows. begin: the start of the calls; text
+    before it is ignored."""
     for row in rows:
         at = row.output.index(begin)
         assert Walk(family, row.tools).accepts(row.output[at:]), row.id
 
 
 def _finite(number: str) -> float:
-    """JSON has numbers that Python takes for infinite."""
+    """Clips numbers that overflow to infinity in Python."""
     return max(-1e300, min(float(number), 1e300))

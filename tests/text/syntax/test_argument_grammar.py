@@ -1,4 +1,4 @@
-"""Lists of pairs, some of which may be left out."""
+"""Grammars of argument lists with optional arguments."""
 
 from itertools import product
 
@@ -14,29 +14,29 @@ from app.text.syntax.argument_grammar import (
 )
 
 
-def rules_of(schema):
+def build_rules(schema):
     return build_argument_grammar(schema, "x", separator='","', pair=lambda name, _: f'"{name}"')
 
 
 @settings(max_examples=15)
 @given(st.sets(st.sampled_from("abcd")))
-def test_those_that_are_required_stand_there_and_the_others_may(required):
+def test_required_arguments_must_be_present_and_others_may_be(required):
     schema = {"properties": {name: {} for name in "abcd"}, "required": sorted(required)}
-    found = rules_of(schema)
+    found = build_rules(schema)
     assert found is not None
     grammar = "\n".join((f"start: {found.expression}", *found.rules))
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     for chosen in product((False, True), repeat=4):
-        names = [name for name, here in zip("abcd", chosen, strict=True) if here]
+        names = [name for name, present in zip("abcd", chosen, strict=True) if present]
         text = list(",".join(names).encode())
         matcher.reset()
-        whole = matcher.try_consume_tokens(text) == len(text) and matcher.is_accepting()
-        assert whole == (required <= set(names)), names
+        accepted = matcher.try_consume_tokens(text) == len(text) and matcher.is_accepting()
+        assert accepted == (required <= set(names)), names
 
 
-def test_there_may_be_none_at_all():
-    found = rules_of({})
+def test_there_may_be_no_arguments():
+    found = build_rules({})
     assert found is not None
     assert (found.expression, found.rules) == ("", ())
 
@@ -52,35 +52,35 @@ def test_there_may_be_none_at_all():
         {"required": "a"},
     ],
 )
-def test_what_a_list_cannot_be_held_to_has_no_rules(schema):
-    assert rules_of(schema) is None
+def test_an_unsupported_schema_gives_no_rules(schema):
+    assert build_rules(schema) is None
 
 
-def test_a_pair_that_cannot_be_written_leaves_no_rules():
+def test_a_pair_that_cannot_be_written_gives_no_rules():
     schema = {"properties": {"a": {}, "b": {}}}
     none = build_argument_grammar(schema, "x", separator='","', pair=lambda name, _: None)
     assert none is None
 
 
-def test_a_part_takes_what_it_refers_to_with_it():
+def test_an_extracted_schema_includes_its_definitions():
     root = {"$defs": {"t": {"type": "string"}}, "properties": {}}
-    alone = extract_schema({"$ref": "#/$defs/t"}, root)
-    assert alone is not None
-    assert alone["$defs"] == root["$defs"]
+    extracted = extract_schema({"$ref": "#/$defs/t"}, root)
+    assert extracted is not None
+    assert extracted["$defs"] == root["$defs"]
     assert "$defs" not in (extract_schema({"type": "string"}, root) or {})
 
 
-def test_a_part_that_says_no_type_may_be_of_any():
+def test_an_extracted_schema_without_a_type_allows_any_type():
     assert set((extract_schema(True, {}) or {})["type"]) == {
         *("null", "boolean", "number", "string", "array", "object"),
     }
 
 
 @pytest.mark.parametrize("part", [{"$ref": "#"}, {"items": [{"$ref": "#/properties/a"}]}, False, 3])
-def test_a_part_that_refers_to_anything_else_cannot_stand_alone(part):
+def test_a_schema_with_other_references_cannot_be_extracted(part):
     assert extract_schema(part, {}) is None
 
 
-def test_titles_say_nothing_about_a_value():
+def test_annotations_are_ignored():
     assert has_only_keywords({"title": "T", "description": "D", "type": "string"}, "type")
     assert not has_only_keywords({"title": "T", "minLength": 1})

@@ -1,4 +1,4 @@
-"""Which schemas Gemma's notation can be held to, and that it is."""
+"""Schemas that the grammar of Gemma's notation can enforce."""
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -10,7 +10,7 @@ from tests.text.families.walking import Walk, arguments_of, check_walks, grammar
 
 QUOTE = '<|"|>'
 
-HELD = {
+SUPPORTED = {
     "nothing": {},
     "an object of anything": {"type": "object"},
     "choices": {
@@ -35,7 +35,7 @@ HELD = {
         "properties": {"n": {"type": "integer", "minimum": 10, "maximum": 99}},
         "required": ["n"],
     },
-    "nothing but optional ones": {
+    "only optional parameters": {
         "properties": {name: {"type": "boolean"} for name in "abc"},
         "additionalProperties": False,
     },
@@ -63,8 +63,8 @@ LEFT_TO_JSON = {
     "exactly one": {"oneOf": [{"type": "string"}, {"type": "integer"}]},
     "a condition": {"not": {"type": "string"}},
     "a reference that leads nowhere": {"$ref": "#/$defs/none"},
-    "something beside a choice": {"anyOf": [{"type": "string"}], "maxLength": 3},
-    "a string that holds the quote": {"const": f"a{QUOTE}b"},
+    "a keyword beside a choice": {"anyOf": [{"type": "string"}], "maxLength": 3},
+    "a string that contains the quote": {"const": f"a{QUOTE}b"},
     "a list of different ones": {"type": "array", "uniqueItems": True},
     "keys of a form": {"type": "object", "patternProperties": {"^a": {}}},
     "nonsense": {"type": 5},
@@ -75,25 +75,25 @@ def tool(parameters):
     return Tool(name="f", description=None, parameters={"type": "object", **parameters})
 
 
-@pytest.mark.parametrize("parameters", HELD.values(), ids=HELD)
-def test_what_is_produced_satisfies(parameters):
+@pytest.mark.parametrize("parameters", SUPPORTED.values(), ids=SUPPORTED)
+def test_grammar_output_satisfies_the_schema(parameters):
     check_walks(Family(), [tool(parameters)], times=10, endings=(QUOTE,))
 
 
 @pytest.mark.parametrize("schema", LEFT_TO_JSON.values(), ids=LEFT_TO_JSON)
-def test_what_cannot_be_promised_is_left_to_json(schema):
+def test_unsupported_schemas_are_left_to_json(schema):
     for parameters in ({"properties": {"a": schema}}, {"properties": {"a": {"items": schema}}}):
         tools = [tool({**parameters, "required": ["a"]})]
         assert Family().build_tool_call_grammar(tools, spell, arguments_of) is None
 
 
 @pytest.mark.parametrize("keyword", ["anyOf", "minProperties", "dependentRequired"])
-def test_more_about_the_object_is_left_to_json(keyword):
+def test_keywords_of_the_object_are_left_to_json(keyword):
     assert Family().build_tool_call_grammar([tool({keyword: []})], spell, arguments_of) is None
 
 
 def test_each_optional_parameter_may_be_left_out():
-    parameters = HELD["nothing but optional ones"]
+    parameters = SUPPORTED["only optional parameters"]
     walk = Walk(Family(), [tool(parameters)])
     for inside in ("", "a:true", "b:true", "c:true", "a:true,c:false", "a:true,b:true,c:true"):
         assert walk.accepts(f"<|tool_call>call:f{{{inside}}}<tool_call|>"), inside
@@ -102,7 +102,7 @@ def test_each_optional_parameter_may_be_left_out():
 
 
 def test_quotes_may_be_tokens(shared):
-    """Of a tokenizer that has markers of its own, as if they were Gemma's."""
+    """The markers of another tokenizer replace those of Gemma."""
     file = shared / "tokenizers" / "qwen3" / "tokenizer.json"
     tokenizer = LLTokenizer(file.read_text("utf-8"))
     ids = {
@@ -111,21 +111,23 @@ def test_quotes_may_be_tokens(shared):
     }
     open, close, quote = ids
 
-    def spelled(text):
+    def write_literal(text):
         for marker, id in ids.items():
             text = text.replace(marker, f'" <[{id}]> "')
         return f'"{text}"'.replace('"" ', "").replace(' ""', "")
 
     tools = [tool({"properties": {"a": {"type": "string"}}, "required": ["a"]})]
-    syntax = build_gemma_grammar(tools, spelled, arguments_of, open=open, close=close, quote=quote)
+    syntax = build_gemma_grammar(
+        tools, write_literal, arguments_of, open=open, close=close, quote=quote
+    )
     assert syntax is not None
     matcher = LLMatcher(tokenizer, grammar(syntax), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     text = 'say "hi" {}<'
-    wanted = [
+    expected = [
         *(ids[open], *tokenizer.tokenize_str("call:f{a:"), ids[quote]),
         *(*tokenizer.tokenize_str(text), ids[quote]),
         *(*tokenizer.tokenize_str("}"), ids[close]),
     ]
-    assert matcher.try_consume_tokens(wanted) == len(wanted)
+    assert matcher.try_consume_tokens(expected) == len(expected)
     assert matcher.is_accepting()

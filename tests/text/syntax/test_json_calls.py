@@ -11,15 +11,15 @@ from app.core.requests import Tool
 from app.text.syntax.json_calls import CallOutcome, build_call_expression, parse_call_object
 from app.text.syntax.output_parser import OutputBuilder, ToolCallArguments, ToolCallStart
 from app.text.syntax.reader import Reader, Resumable
-from tests.text.families.reading import Call, calls, mixtures
+from tests.text.families.reading import Call, collect_calls, mixtures
 from tests.text.families.walking import arguments_of, spell
 from tests.text.syntax.test_reader import run
 
 
-def called(
+def parse_call(
     *chunks: str, names: Collection[str] | None = None
 ) -> tuple[CallOutcome, list[Call], str]:
-    """The outcome, the call, and what was left."""
+    """The outcome, the call, and the rest of the text."""
     pieces = OutputBuilder()
 
     def parse(reader: Reader) -> Resumable[CallOutcome]:
@@ -30,17 +30,17 @@ def called(
         return outcome
 
     outcome, rest = run(chunks, parse)
-    return outcome, calls(pieces.drain()), rest
+    return outcome, collect_calls(pieces.drain()), rest
 
 
 PARTS = ('"name": "f"', '"arguments": {"a": [1, "}"]}', '"id": "c1"', '"type": "function"')
 
 
 @pytest.mark.parametrize("parts", list(permutations(PARTS)))
-def test_its_parts_stand_in_any_order(parts):
-    outcome, found, rest = called(f" {{{', '.join(parts)}}} !")
-    assert outcome == "whole"
-    # an id that comes too late is not told
+def test_the_fields_may_come_in_any_order(parts):
+    outcome, found, rest = parse_call(f" {{{', '.join(parts)}}} !")
+    assert outcome == "complete"
+    # an id after the arguments is ignored
     first = parts.index('"id": "c1"') < parts.index('"arguments": {"a": [1, "}"]}')
     late_name = parts.index('"name": "f"') > parts.index('"arguments": {"a": [1, "}"]}')
     assert found == [
@@ -62,10 +62,10 @@ def test_its_parts_stand_in_any_order(parts):
         ('{"name": "f", "arguments": {"a": "x\ny"}}', '{"a": "x\\ny"}'),
     ],
 )
-def test_arguments_are_an_object_a_string_that_holds_one_or_nothing(text, arguments):
+def test_arguments_are_an_object_a_string_with_an_object_or_absent(text, arguments):
     for chunks in ((text,), text):
-        outcome, found, _ = called(*chunks)
-        assert outcome == "whole"
+        outcome, found, _ = parse_call(*chunks)
+        assert outcome == "complete"
         assert [call.arguments for call in found] == [arguments]
 
 
@@ -86,9 +86,9 @@ def test_arguments_are_an_object_a_string_that_holds_one_or_nothing(text, argume
         '{"name": "\\udc00", "arguments": {}}',
     ],
 )
-def test_without_a_name_nothing_was_called(text):
-    assert called(text) == ("none", [], text)
-    assert called(*text) == ("none", [], text)
+def test_an_object_without_a_name_is_not_a_call(text):
+    assert parse_call(text) == ("none", [], text)
+    assert parse_call(*text) == ("none", [], text)
 
 
 @pytest.mark.parametrize(
@@ -104,21 +104,21 @@ def test_without_a_name_nothing_was_called(text):
         ('{"name": "f", "arguments": "\\ud800"}', '"\\ud800"', "}"),
     ],
 )
-def test_once_there_is_a_name_nothing_behind_it_is_lost(text, arguments, rest):
+def test_no_text_after_the_name_is_lost(text, arguments, rest):
     expected = ("broken", [Call(name="f", id=None, arguments=arguments)], rest)
-    assert called(text) == expected
-    assert called(*text) == expected
+    assert parse_call(text) == expected
+    assert parse_call(*text) == expected
 
 
-def test_where_only_tools_count_other_names_and_other_keys_are_no_calls():
+def test_with_given_names_other_names_and_other_keys_are_not_calls():
     text = '{"name": "f", "arguments": {}}'
-    assert called(text, names={"f"})[0] == "whole"
-    assert called(text, names={"g"}) == ("none", [], text)
+    assert parse_call(text, names={"f"})[0] == "complete"
+    assert parse_call(text, names={"g"}) == ("none", [], text)
     for other in ('{"answer": {"name": "f"}}', '{"answer": 1, "name": "f", "arguments": {}}'):
-        assert called(other, names={"f"}) == ("none", [], other)
+        assert parse_call(other, names={"f"}) == ("none", [], other)
 
 
-def test_an_answer_with_other_keys_is_known_to_be_no_call_before_it_ends():
+def test_an_unknown_key_ends_the_parse_before_the_object_ends():
     reader = Reader()
     parser = parse_call_object(reader, OutputBuilder(), names={"f"})
     reader.hold()
@@ -128,7 +128,7 @@ def test_an_answer_with_other_keys_is_known_to_be_no_call_before_it_ends():
     assert stopped.value.value == "none"
 
 
-def test_the_name_is_told_as_soon_as_arguments_follow_and_these_as_they_come():
+def test_the_name_and_the_arguments_are_streamed():
     reader, pieces = Reader(), OutputBuilder()
     parser = parse_call_object(reader, pieces)
     reader.hold()
@@ -142,15 +142,15 @@ def test_the_name_is_told_as_soon_as_arguments_follow_and_these_as_they_come():
 
 
 @given(mixtures('{"name": "f", ', '"arguments": {', '"id": '))
-def test_any_text_is_read_the_same_however_it_is_cut(text):
-    assert called(*text) == called(text)
+def test_parsing_does_not_depend_on_chunk_boundaries(text):
+    assert parse_call(*text) == parse_call(text)
 
 
-def test_it_is_spelled_as_it_is_read():
+def test_a_built_call_has_the_syntax_that_is_parsed():
     tool = Tool(name='a"b', description=None, parameters={"type": "object"})
-    spelled = build_call_expression(
+    expression = build_call_expression(
         tool, spell, arguments_of, before="<", after=">", arguments_key="parameters"
     )
-    before, _, rest = spelled.partition(" %json ")
+    before, _, rest = expression.partition(" %json ")
     assert json.loads(before) == '<{"name": "a\\"b", "parameters": '
     assert rest.endswith(spell("}>"))

@@ -4,11 +4,11 @@ import pytest
 
 from app.text.family import ChatFamily
 from app.text.syntax.json_calls import parse_json_arguments
-from tests.text.families.reading import calls, check_text, content
+from tests.text.families.reading import check_text, collect_calls, join_content
 
 
 class Marked(ChatFamily):
-    """One call of f; `.` or `!` ends it."""
+    """One call of f; `.end` or `!` ends it."""
 
     def parse_tool_calls(self, reader, output, tools):
         output.start_tool_call("f")
@@ -31,7 +31,7 @@ class Marked(ChatFamily):
         ('{"a": 1', '{"a": 1', ""),
     ],
 )
-def test_arguments_end_at_a_marker_that_no_string_holds(text, arguments, rest):
+def test_arguments_end_at_a_marker_outside_strings(text, arguments, rest):
     pieces = check_text(Marked(), text, tools=())
-    assert [call.arguments for call in calls(pieces)] == [arguments]
-    assert content(pieces) == rest
+    assert [call.arguments for call in collect_calls(pieces)] == [arguments]
+    assert join_content(pieces) == rest

@@ -5,12 +5,12 @@ import pytest
 from app.text.syntax.json_calls import CallOutcome, parse_call_list
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
-from tests.text.families.reading import calls
+from tests.text.families.reading import collect_calls
 from tests.text.syntax.test_reader import run
 
 
-def called(*chunks: str) -> tuple[CallOutcome, list[str], str]:
-    """The outcome, the calls as `name(arguments)`, and what was left."""
+def parse_list(*chunks: str) -> tuple[CallOutcome, list[str], str]:
+    """The outcome, the calls as `name(arguments)`, and the rest of the text."""
     pieces = OutputBuilder()
 
     def parse(reader: Reader) -> Resumable[CallOutcome]:
@@ -22,7 +22,11 @@ def called(*chunks: str) -> tuple[CallOutcome, list[str], str]:
         return outcome
 
     outcome, rest = run(chunks, parse)
-    return outcome, [f"{call.name}({call.arguments})" for call in calls(pieces.drain())], rest
+    return (
+        outcome,
+        [f"{call.name}({call.arguments})" for call in collect_calls(pieces.drain())],
+        rest,
+    )
 
 
 F, G = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g"}'
@@ -31,21 +35,21 @@ F, G = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g"}'
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (f"[{F}]", ("whole", ['f({"a": 1})'], "")),
-        (f" [ {F} ,\n{G}\n] !", ("whole", ['f({"a": 1})', "g({})"], " !")),
+        (f"[{F}]", ("complete", ['f({"a": 1})'], "")),
+        (f" [ {F} ,\n{G}\n] !", ("complete", ['f({"a": 1})', "g({})"], " !")),
         ("[]", ("none", [], "[]")),
         ("[1]", ("none", [], "[1]")),
         (F, ("none", [], F)),
         ('[{"name": "f"', ("none", [], '[{"name": "f"')),
-        # what follows a call and is none is left
-        (f"[{F}, 1]", ("whole", ['f({"a": 1})'], ", 1]")),
-        (f"[{F} {G}]", ("whole", ['f({"a": 1})'], f" {G}]")),
-        (f"[{F},]", ("whole", ['f({"a": 1})'], ",]")),
-        (f"[{F}", ("whole", ['f({"a": 1})'], "")),
+        # invalid text after a call is left over
+        (f"[{F}, 1]", ("complete", ['f({"a": 1})'], ", 1]")),
+        (f"[{F} {G}]", ("complete", ['f({"a": 1})'], f" {G}]")),
+        (f"[{F},]", ("complete", ['f({"a": 1})'], ",]")),
+        (f"[{F}", ("complete", ['f({"a": 1})'], "")),
         ('[{"name": "f", "arguments": {oh}}]', ("broken", ["f({)"], "oh}}]")),
         (f'[{G}, {{"name": "f", "arguments": [', ("broken", ["g({})", "f([)"], "")),
     ],
 )
-def test_calls_stand_in_brackets(text, expected):
-    assert called(text) == expected
-    assert called(*text) == expected
+def test_lists_of_calls_are_parsed(text, expected):
+    assert parse_list(text) == expected
+    assert parse_list(*text) == expected

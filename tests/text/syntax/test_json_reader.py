@@ -1,4 +1,4 @@
-"""JSON as a model writes it, handed on while it is still being written."""
+"""JSON from a model, passed on while it is streamed."""
 
 import json
 
@@ -12,7 +12,7 @@ from app.text.syntax.json_reader import (
     parse_json_string,
     parse_json_value,
 )
-from tests.text.families.reading import cut
+from tests.text.families.reading import split_at
 from tests.text.syntax.test_reader import run
 
 values = st.recursive(
@@ -23,13 +23,13 @@ values = st.recursive(
 )  # fmt: skip
 
 
-def scanned(*chunks: str) -> tuple[ValueEnd, str, str]:
-    """How the value ended, what was handed on, and what was left."""
-    handed: list[str] = []
+def parse_value(*chunks: str) -> tuple[ValueEnd, str, str]:
+    """The end of the value, the output, and the rest of the text."""
+    output: list[str] = []
     end, rest = run(
-        chunks, lambda reader: parse_json_value(reader, lambda text, _: handed.append(text))
+        chunks, lambda reader: parse_json_value(reader, lambda text, _: output.append(text))
     )
-    return end, "".join(handed), rest
+    return end, "".join(output), rest
 
 
 def _is_json(text: str) -> bool:
@@ -44,35 +44,35 @@ def _is_json(text: str) -> bool:
 
 
 @given(value=values, indent=st.sampled_from([None, 1]), ascii=st.booleans(), data=st.data())
-def test_a_value_is_handed_on_as_it_is_written(value, indent, ascii, data):
+def test_a_value_is_passed_on_verbatim(value, indent, ascii, data):
     text = json.dumps(value, indent=indent, ensure_ascii=ascii)
-    places = data.draw(st.lists(st.integers(0, len(text)), max_size=5))
-    assert scanned(*cut(text, places)) == ("whole", text, "")
-    assert scanned(f" \n{text}", "]x") == ("whole", text, "]x")
+    positions = data.draw(st.lists(st.integers(0, len(text)), max_size=5))
+    assert parse_value(*split_at(text, positions)) == ("complete", text, "")
+    assert parse_value(f" \n{text}", "]x") == ("complete", text, "]x")
 
 
 @given(value=values, data=st.data())
-def test_a_value_that_is_cut_is_handed_on_as_far_as_it_goes(value, data):
+def test_a_truncated_value_is_passed_on(value, data):
     text = json.dumps([value])
-    head = text[: data.draw(st.integers(0, len(text) - 1))]
-    assert scanned(*head) == ("cut", head, "")
+    prefix = text[: data.draw(st.integers(0, len(text) - 1))]
+    assert parse_value(*prefix) == ("cut", prefix, "")
 
 
 @given(st.lists(st.sampled_from([*'{}[],:"\\ -+.01eEtu', "true", "null", '"a"', "\\u00e9"])))
-def test_what_it_calls_whole_is_json_and_what_it_calls_broken_is_none(parts):
+def test_whole_values_are_json_and_broken_ones_are_not(parts):
     text = "".join(parts)
-    end, handed, rest = scanned(text)
-    if end == "whole":
-        assert _is_json(handed)
-        assert handed + rest == text.lstrip()
+    end, output, rest = parse_value(text)
+    if end == "complete":
+        assert _is_json(output)
+        assert output + rest == text.lstrip()
         return
     assert not _is_json(text)
     if end == "broken":
-        # nothing that begins so is JSON: no character can stand where it stopped
-        assert handed + rest == text.lstrip()
-        assert scanned(handed)[0] == "cut"
+        # no JSON begins with this text: the next character is invalid
+        assert output + rest == text.lstrip()
+        assert parse_value(output)[0] == "cut"
     else:
-        assert (handed, rest) == (text.lstrip(), "")
+        assert (output, rest) == (text.lstrip(), "")
 
 
 @pytest.mark.parametrize(
@@ -81,42 +81,42 @@ def test_what_it_calls_whole_is_json_and_what_it_calls_broken_is_none(parts):
         ("{'a': 1}", "broken", "'a': 1}"),
         ("[1,]", "broken", "]"),
         ('{"a" 1}', "broken", "1}"),
-        ("[01]", "broken", "]"),  # what is no number is seen to be none where it ends
+        ("[01]", "broken", "]"),  # an invalid number is detected at its end
         ("01", "cut", ""),
         ("tru!", "broken", "!"),
         ('["\\x"]', "broken", 'x"]'),
         ("NaN", "broken", "NaN"),
         ("-", "cut", ""),
         ("1.", "cut", ""),
-        ("12", "whole", ""),
-        ("12 ", "whole", " "),
+        ("12", "complete", ""),
+        ("12 ", "complete", " "),
         ("", "cut", ""),
     ],
 )
-def test_a_value_ends_where_it_can_go_on_no_longer(text, end, rest):
-    found = scanned(text)
-    assert (found[0], found[2]) == (end, rest)
-    assert scanned(*text)[::2] == (end, rest)
+def test_a_value_ends_where_it_cannot_continue(text, end, rest):
+    result = parse_value(text)
+    assert (result[0], result[2]) == (end, rest)
+    assert parse_value(*text)[::2] == (end, rest)
 
 
 def test_control_characters_within_strings_are_escaped():
-    end, handed, _ = scanned('{"a\n": "\t\x01"}')
-    assert end == "whole"
-    assert handed == '{"a\\n": "\\t\\u0001"}'
-    assert json.loads(handed) == {"a\n": "\t\x01"}
+    end, output, _ = parse_value('{"a\n": "\t\x01"}')
+    assert end == "complete"
+    assert output == '{"a\\n": "\\t\\u0001"}'
+    assert json.loads(output) == {"a\n": "\t\x01"}
 
 
 @given(st.text(), st.booleans())
 def test_a_string_is_decoded(text, ascii):
-    written = json.dumps(text, ensure_ascii=ascii)
-    assert run([f" {written}!"], parse_json_string) == (text, "!")
+    encoded = json.dumps(text, ensure_ascii=ascii)
+    assert run([f" {encoded}!"], parse_json_string) == (text, "!")
 
 
 @pytest.mark.parametrize("text", ["", "1", "'a'", '"a', '"\\ud800"', '"\\x"'])
-def test_what_is_no_whole_string_of_text_is_none(text):
+def test_an_invalid_string_is_none(text):
     assert run([text], parse_json_string)[0] is None
 
 
-def test_half_a_surrogate_pair_is_no_text():
+def test_an_unpaired_surrogate_is_none():
     assert decode_json_string('"\\ud83d\\ude42"') == "🙂"
     assert decode_json_string('"\\ud83d"') is None

@@ -1,4 +1,4 @@
-"""Text in which calls stand behind a marker."""
+"""Calls after a marker in a text."""
 
 import pytest
 
@@ -7,12 +7,14 @@ from app.text.syntax.json_calls import parse_call_object
 from app.text.syntax.marked_calls import parse_marked_call, parse_marked_calls
 from app.text.syntax.output_parser import OutputBuilder, OutputParser
 from app.text.syntax.reader import Reader, Resumable
-from tests.text.families.reading import calls, content, reasoning
+from tests.text.families.reading import collect_calls, join_content, join_reasoning
 
 TOOL = Tool(name="f", description=None, parameters={})
 
 
-def split(text: str, *, close: str | None = None, also: tuple[str, ...] = (), tools=(TOOL,)):
+def parse_text(
+    text: str, *, close: str | None = None, other_opens: tuple[str, ...] = (), tools=(TOOL,)
+):
     def parse(reader: Reader, pieces: OutputBuilder) -> Resumable[None]:
         yield from parse_marked_calls(
             reader,
@@ -21,49 +23,52 @@ def split(text: str, *, close: str | None = None, also: tuple[str, ...] = (), to
             parse=parse_call_object,
             open="<c>",
             close=close,
-            other_opens=also,
+            other_opens=other_opens,
         )
 
-    whole = OutputParser(parse)
-    pieces = [*whole.feed(text), *whole.flush()]
-    single = OutputParser(parse)
-    again = [*(piece for letter in text for piece in single.feed(letter)), *single.flush()]
-    assert content(again) == content(pieces)
-    assert calls(again) == calls(pieces)
-    return content(pieces), [(call.name, call.arguments) for call in calls(pieces)]
+    parser = OutputParser(parse)
+    pieces = [*parser.feed(text), *parser.flush()]
+    streaming_parser = OutputParser(parse)
+    streamed = [
+        *(piece for letter in text for piece in streaming_parser.feed(letter)),
+        *streaming_parser.flush(),
+    ]
+    assert join_content(streamed) == join_content(pieces)
+    assert collect_calls(streamed) == collect_calls(pieces)
+    return join_content(pieces), [(call.name, call.arguments) for call in collect_calls(pieces)]
 
 
 F = '{"name": "f", "arguments": {"a": 1}}'
-CALLED = ("f", '{"a": 1}')
+EXPECTED_CALL = ("f", '{"a": 1}')
 
 
 @pytest.mark.parametrize(
-    ("text", "close", "said", "found"),
+    ("text", "close", "expected_content", "expected_calls"),
     [
-        (f"a <c> {F} </c> b", "</c>", "ab", [CALLED]),
-        (f"<c>{F}<c>{F}", "</c>", "", [CALLED, CALLED]),
-        (f"<c>{F} b", None, "b", [CALLED]),
+        (f"a <c> {F} </c> b", "</c>", "ab", [EXPECTED_CALL]),
+        (f"<c>{F}<c>{F}", "</c>", "", [EXPECTED_CALL, EXPECTED_CALL]),
+        (f"<c>{F} b", None, "b", [EXPECTED_CALL]),
         ("a <c> b", None, "a <c> b", []),
-        (f"<c><c>{F}", None, "<c>", [CALLED]),
+        (f"<c><c>{F}", None, "<c>", [EXPECTED_CALL]),
         # a broken call ends with its marker, with the next one, or with the text
         ('<c>{"name": "f", "arguments": {oh}} </c> b', "</c>", "b", [("f", "{oh}} ")]),
         ('<c>{"name": "f", "arguments": {oh}<c>b', "</c>", "<c>b", [("f", "{oh}")]),
         ('<c>{"name": "f", "arguments": {oh}} b', None, "", [("f", "{oh}} b")]),
     ],
 )
-def test_calls_stand_behind_a_marker(text, close, said, found):
-    assert split(text, close=close) == (said, found)
+def test_calls_follow_a_marker(text, close, expected_content, expected_calls):
+    assert parse_text(text, close=close) == (expected_content, expected_calls)
 
 
-def test_others_may_begin_calls_too():
-    assert split(f"<d>{F}<c>{F}", also=("<d>",)) == ("", [CALLED, CALLED])
+def test_other_markers_may_begin_calls():
+    assert parse_text(f"<d>{F}<c>{F}", other_opens=("<d>",)) == ("", [EXPECTED_CALL, EXPECTED_CALL])
 
 
 def test_without_tools_all_is_text():
-    assert split(f"<c>{F}", tools=()) == (f"<c>{F}", [])
+    assert parse_text(f"<c>{F}", tools=()) == (f"<c>{F}", [])
 
 
-def test_a_marker_without_a_call_goes_to_whom_text_goes_to():
+def test_a_marker_without_a_call_goes_to_on_text():
     def parse(reader: Reader, pieces: OutputBuilder) -> Resumable[None]:
         while (yield from reader.read_until("<c>", on_text=pieces.add_reasoning)) is not None:
             yield from parse_marked_call(
@@ -72,4 +77,4 @@ def test_a_marker_without_a_call_goes_to_whom_text_goes_to():
 
     parser = OutputParser(parse)
     pieces = [*parser.feed("a<c>b"), *parser.flush()]
-    assert reasoning(pieces) == "a<c>b"
+    assert join_reasoning(pieces) == "a<c>b"

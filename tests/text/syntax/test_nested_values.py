@@ -6,7 +6,7 @@ from app.text.syntax.nested_values import Notation, parse_nested_value
 from app.text.syntax.reader import Reader
 
 
-def letter_key(reader):
+def parse_letter_key(reader):
     key = yield from reader.peek()
     if not key.isalpha():
         return None
@@ -14,8 +14,8 @@ def letter_key(reader):
     return f'"{key}"'
 
 
-def digit(reader, write, path):
-    """Written with the path that leads to it."""
+def parse_digit(reader, write, path):
+    """Writes the digit with its path."""
     character = yield from reader.peek()
     if not character.isdigit():
         return False
@@ -24,11 +24,13 @@ def digit(reader, write, path):
     return True
 
 
-NOTATION = Notation(list_brackets={"[": "]", "<": ">"}, parse_key=letter_key, parse_scalar=digit)
+NOTATION = Notation(
+    list_brackets={"[": "]", "<": ">"}, parse_key=parse_letter_key, parse_scalar=parse_digit
+)
 
 
 @pytest.mark.parametrize(
-    ("text", "written", "whole"),
+    ("text", "expected", "complete"),
     [
         ("1", "=1", True),
         ("[1,<2>,]", "[-=1, [-/-=2]]", True),
@@ -45,11 +47,11 @@ NOTATION = Notation(list_brackets={"[": "]", "<": ">"}, parse_key=letter_key, pa
         ("[1", "[-=1", False),
     ],
 )
-def test_brackets_are_json_s_whatever_they_were(text, written, whole):
+def test_brackets_become_those_of_json(text, expected, complete):
     reader, pieces = Reader(), []
     reader.push(text)
     reader.end()
     steps = parse_nested_value(NOTATION, reader, pieces.append)
     with pytest.raises(StopIteration) as stopped:
         next(steps)
-    assert ("".join(pieces), stopped.value.value) == (written, whole)
+    assert ("".join(pieces), stopped.value.value) == (expected, complete)

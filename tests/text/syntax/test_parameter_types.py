@@ -1,4 +1,4 @@
-"""What type a parameter is of, and what its text is then."""
+"""Types of parameters, and conversion of their text."""
 
 import json
 
@@ -7,34 +7,34 @@ import pytest
 from app.core.requests import Tool
 from app.text.families.qwen_coder import Family
 from app.text.syntax.parameter_types import STRING_TYPE, get_parameter_types, to_json
-from tests.text.families.reading import calls, check_text
+from tests.text.families.reading import check_text, collect_calls
 
-# ollama's table of values: where it is no law
-LEFT_OUT = {
-    "null value lowercase": "what is to be a string stays one: a file may hold the word null",
-    "invalid boolean falls back to false": "what is no boolean stays what it is, a string",
-    "invalid JSON array falls back to string": "it was handed on before it turned out to be none",
-    "invalid JSON object falls back to string": "it was handed on before it turned out to be none",
+# rows of ollama's table of values that do not apply
+EXCLUDED = {
+    "null value lowercase": "a string stays a string: a file may contain the word null",
+    "invalid boolean falls back to false": "an invalid boolean stays a string",
+    "invalid JSON array falls back to string": "it is streamed before it turns out to be invalid",
+    "invalid JSON object falls back to string": "it is streamed before it turns out to be invalid",
 }
 
 
-def test_values_are_read_as_the_types_that_their_schema_gives_them(shared):
+def test_values_have_the_types_of_their_schema(shared):
     lines = (shared / "output_parsing" / "qwen3_coder_value_types.jsonl").read_text("utf-8")
     rows = [json.loads(line) for line in lines.splitlines()]
-    assert set(LEFT_OUT) <= {row["desc"] for row in rows}
+    assert set(EXCLUDED) <= {row["desc"] for row in rows}
     for row in rows:
-        if row["desc"] in LEFT_OUT:
+        if row["desc"] in EXCLUDED:
             continue
         schema = {"type": row["type"]} if row["type"] else {}
-        found = read(row["raw"], schema)
-        assert found == row["want"], row
-        assert type(found) is type(row["want"]) or isinstance(found, int | float), row
+        value = read(row["raw"], schema)
+        assert value == row["want"], row
+        assert type(value) is type(row["want"]) or isinstance(value, int | float), row
 
 
 def read(raw: str, schema: dict[str, object]) -> object:
     tool = Tool(name="f", description=None, parameters={"properties": {"p": schema}})
     text = f"<tool_call><function=f><parameter=p>{raw}</parameter></function></tool_call>"
-    (call,) = calls(check_text(Family(), text, tools=[tool]))
+    (call,) = collect_calls(check_text(Family(), text, tools=[tool]))
     return json.loads(call.arguments)["p"]
 
 
@@ -59,14 +59,14 @@ def read(raw: str, schema: dict[str, object]) -> object:
         ({"items": {}}, {"array"}),
     ],
 )
-def test_a_schema_says_of_what_types_a_value_may_be(schema, types):
+def test_the_types_of_a_parameter_come_from_its_schema(schema, types):
     defs = {"Unit": {"enum": ["c", "f"]}, "Loop": {"$ref": "#/$defs/Loop"}}
     found = get_parameter_types({"properties": {"p": schema}, "$defs": defs}, "p")
-    everything = {"string", "integer", "number", "null", "boolean", "array", "object"}
-    assert found == types or (types is None and found == everything)
+    all_types = {"string", "integer", "number", "null", "boolean", "array", "object"}
+    assert found == types or (types is None and found == all_types)
 
 
-def test_a_parameter_is_looked_for_in_all_parts_of_the_schema():
+def test_a_parameter_is_searched_in_all_parts_of_the_schema():
     root = {
         "$ref": "#/$defs/Base",
         "anyOf": [{"properties": {"q": {"type": "integer"}}}, {"required": ["p"]}],
@@ -96,5 +96,5 @@ def test_a_parameter_is_looked_for_in_all_parts_of_the_schema():
         (" x ", {"string", "integer"}, '" x "'),
     ],
 )
-def test_a_value_is_of_one_of_its_types_if_it_can_be(raw, types, text):
+def test_a_value_is_converted_to_one_of_its_types_if_possible(raw, types, text):
     assert to_json(raw, None if types is None else frozenset(types)) == text

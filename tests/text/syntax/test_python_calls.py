@@ -1,4 +1,4 @@
-"""Calls as Python writes them."""
+"""Calls in Python syntax."""
 
 import pytest
 from hypothesis import given
@@ -7,20 +7,20 @@ from hypothesis import strategies as st
 from app.core.requests import Tool
 from app.text.family import ChatFamily
 from app.text.syntax.python_calls import build_python_grammar, parse_python_calls, parse_python_list
-from tests.text.families.reading import calls, check_text, content
+from tests.text.families.reading import check_text, collect_calls, join_content
 from tests.text.families.walking import Walk, arguments_of, check_walks, spell
 
 
 class Lists(ChatFamily):
-    """Nothing but a list of calls; what is none is text."""
+    """Parses a list of calls; all other text is content."""
 
     parse = staticmethod(parse_python_list)
 
     def parse_tool_calls(self, reader, output, tools):
-        held = reader.hold()
+        start = reader.hold()
         outcome = yield from self.parse(reader, output)
         if outcome == "none":
-            reader.rewind(held)
+            reader.rewind(start)
         on_text = (
             output.add_content
             if outcome != "broken"
@@ -40,11 +40,11 @@ class Lines(Lists):
 
 def read(text, family=None):
     pieces = check_text(family or Lists(), text, tools=())
-    return [(call.name, call.arguments) for call in calls(pieces)], content(pieces)
+    return [(call.name, call.arguments) for call in collect_calls(pieces)], join_content(pieces)
 
 
 @given(st.text("fg(),='\"[]{}:\\ \n1aTrue", max_size=30))
-def test_anything_can_be_read(text):
+def test_any_text_can_be_parsed(text):
     read(f"[f({text}")
 
 
@@ -67,18 +67,18 @@ def test_anything_can_be_read(text):
         ("[f(a=" + "[" * 80, [("f", '{"a": ' + "[" * 80)], ""),
     ],
 )
-def test_what_is_no_call_stays_text_and_what_goes_wrong_in_one_stays_in_it(text, found, rest):
+def test_invalid_calls_are_text_and_invalid_arguments_are_passed_through(text, found, rest):
     assert read(text) == (found, rest)
 
 
-def test_calls_may_stand_one_a_line():
+def test_calls_may_be_on_lines_of_their_own():
     assert read("f(a=1)\ng()\n\nh(b=2), i() so", Lines()) == (
         [("f", '{"a": 1}'), ("g", "{}"), ("h", '{"b": 2}'), ("i", "{}")],
         "so",
     )
 
 
-def test_only_functions_of_these_names_are_called():
+def test_only_functions_with_given_names_are_called():
     class Named(Lists):
         def parse(self, reader, output):
             return parse_python_list(reader, output, names={"f"})
@@ -91,7 +91,7 @@ def tool(**parameters):
     return Tool(name="f", description=None, parameters={"type": "object", **parameters})
 
 
-def test_a_schema_is_held_to_parameter_by_parameter():
+def test_the_grammar_enforces_the_schema_of_each_parameter():
     tree = {"type": "object", "properties": {"part": {"$ref": "#/$defs/tree"}}}
     properties = {
         "code": {"type": "string", "pattern": "^[A-Z]{3}$"},
@@ -101,8 +101,8 @@ def test_a_schema_is_held_to_parameter_by_parameter():
     }
     definitions = {"tree": {**tree, "additionalProperties": False}}
     required = ["code", "kind", "tree"]
-    held = tool(**{"properties": properties, "required": required, "$defs": definitions})
-    check_walks(Lists(), [held])
+    strict_tool = tool(**{"properties": properties, "required": required, "$defs": definitions})
+    check_walks(Lists(), [strict_tool])
 
 
 def test_each_optional_parameter_may_be_left_out():
@@ -124,5 +124,5 @@ def test_each_optional_parameter_may_be_left_out():
         {"properties": [], "required": 3},
     ],
 )
-def test_what_cannot_be_promised_is_left_to_json(parameters):
+def test_unsupported_schemas_are_left_to_json(parameters):
     assert Lists().build_tool_call_grammar([tool(**parameters)], spell, arguments_of) is None

@@ -1,4 +1,4 @@
-"""Python's literals, loosely written, as JSON."""
+"""Conversion of Python literals, also sloppy ones, to JSON."""
 
 import ast
 import json
@@ -12,22 +12,23 @@ from app.text.syntax.python_literals import PYTHON_NOTATION
 from app.text.syntax.reader import Reader
 
 
-def converted(text):
-    """The JSON that a text begins with, and what is left of it; read a character at a time."""
-    reader, written = Reader(), []
-    steps = parse_nested_value(PYTHON_NOTATION, reader, written.append)
-    whole = None
+def convert(text):
+    """The JSON of the literal at the start of a text, whether it is complete, and the rest of the
+    text, which is streamed by character."""
+    reader, output = Reader(), []
+    steps = parse_nested_value(PYTHON_NOTATION, reader, output.append)
+    complete = None
     for character in [*text, None]:
         if character is None:
             reader.end()
         else:
             reader.push(character)
-        if whole is None:
+        if complete is None:
             try:
                 next(steps)
             except StopIteration as stop:
-                whole = stop.value
-    return "".join(written), whole, reader.ahead
+                complete = stop.value
+    return "".join(output), complete, reader.ahead
 
 
 VALUES = {
@@ -63,11 +64,11 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize(("written", "value"), VALUES.items(), ids=VALUES)
-def test_a_value_is_what_python_takes_it_for(written, value):
-    text, whole, rest = converted(f"{written},")
+@pytest.mark.parametrize(("literal", "value"), VALUES.items(), ids=VALUES)
+def test_literals_have_their_python_value(literal, value):
+    text, complete, rest = convert(f"{literal},")
     assert json.dumps(json.loads(text)) == json.dumps(value)
-    assert (whole, rest) == (True, ",")
+    assert (complete, rest) == (True, ",")
 
 
 LITERALS = st.recursive(
@@ -75,7 +76,7 @@ LITERALS = st.recursive(
     | st.booleans()
     | st.integers()
     | st.floats(allow_nan=False, allow_infinity=False)
-    # half of a pair is no text
+    # an unpaired surrogate is not text
     | st.text(st.characters(exclude_categories=["Cs"])),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab'\"\\\n"), inner),
     max_leaves=8,
@@ -83,41 +84,41 @@ LITERALS = st.recursive(
 
 
 @given(LITERALS)
-def test_whatever_python_prints_is_read(value):
-    text, whole, _ = converted(repr(value))
-    assert whole
+def test_output_of_repr_is_parsed(value):
+    text, complete, _ = convert(repr(value))
+    assert complete
     assert json.loads(text) == ast.literal_eval(repr(value))
 
 
 @given(LITERALS)
-def test_whatever_json_prints_is_read(value):
-    text, whole, _ = converted(json.dumps(value))
-    assert whole
+def test_json_is_parsed(value):
+    text, complete, _ = convert(json.dumps(value))
+    assert complete
     assert json.loads(text) == value
 
 
 @pytest.mark.parametrize("text", ["word", "1-2", "007", "1e", "nan", "f'a'", "--1", "0x", "1j", ""])
-def test_what_is_no_value_is_not_taken(text):
-    assert converted(text) == ("", False, text)
+def test_an_invalid_value_is_not_consumed(text):
+    assert convert(text) == ("", False, text)
 
 
 @pytest.mark.parametrize(
-    ("text", "written"),
+    ("text", "expected"),
     [("'ab", '"ab'), ("'a\\", '"a\\\\'), ("[1, 2", "[1, 2"), ("{'a': ", '{"a": '), ("{'a", "{")],
 )
-def test_what_is_cut_is_handed_on_as_far_as_it_goes(text, written):
-    assert converted(text)[:2] == (written, False)
+def test_a_truncated_value_is_passed_on(text, expected):
+    assert convert(text)[:2] == (expected, False)
 
 
-def test_a_string_is_handed_on_before_its_end_is_known():
-    reader, written = Reader(), []
-    steps = parse_nested_value(PYTHON_NOTATION, reader, written.append)
+def test_strings_are_streamed():
+    reader, output = Reader(), []
+    steps = parse_nested_value(PYTHON_NOTATION, reader, output.append)
     for character in "'long text":
         reader.push(character)
         next(steps)
-    assert "".join(written) == '"long text'
+    assert "".join(output) == '"long text'
 
 
-def test_brackets_go_no_deeper_than_can_be_meant():
-    assert converted("[" * 64 + "]" * 64)[1]
-    assert not converted("[" * 65 + "]" * 65)[1]
+def test_the_depth_of_brackets_is_limited():
+    assert convert("[" * 64 + "]" * 64)[1]
+    assert not convert("[" * 65 + "]" * 65)[1]

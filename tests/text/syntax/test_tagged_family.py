@@ -1,4 +1,4 @@
-"""Which tools a syntax of tags can hold to their schemas."""
+"""Schemas that the grammar of a tag syntax can enforce."""
 
 import re
 from typing import Any
@@ -36,7 +36,7 @@ def tool(schema: Any, **root: Any) -> Tool:
         {"type": "object", "properties": {"x": {"type": "string", "pattern": "^a{2}$"}}},
     ],
 )
-def test_what_it_produces_satisfies_the_schema(schema):
+def test_grammar_output_satisfies_the_schema(schema):
     tools = [tool(schema, **{"$defs": {"Unit": {"enum": ["c", "f"]}}})]
     check_walks(FAMILY, tools, times=8, endings=[FAMILY.call_tags.value_suffix])
 
@@ -60,7 +60,7 @@ def test_what_it_produces_satisfies_the_schema(schema):
         Tool(name="f", description=None, parameters={"anyOf": [{"type": "object"}]}),
     ],
 )
-def test_where_it_could_not_hold_to_the_schema_the_call_is_json_between_the_tags(tool):
+def test_an_unsupported_schema_gives_json_between_the_tags(tool):
     syntax = FAMILY.build_tool_call_grammar([tool], spell, arguments_of)
     assert syntax is not None
     [call] = syntax.calls
@@ -68,12 +68,12 @@ def test_where_it_could_not_hold_to_the_schema_the_call_is_json_between_the_tags
     assert call.endswith(spell("}\n</tool_call>"))
 
 
-def test_calls_in_json_and_in_tags_stand_side_by_side():
+def test_calls_in_json_and_in_tags_can_be_mixed():
     tools = [tool({"type": "string", "pattern": "^a{2}$"}), NOW]
     check_walks(FAMILY, tools, times=8)
     walk = Walk(FAMILY, tools)
-    dated = '<tool_call>\n{"name": "f", "arguments": {"p": "aa"}}\n</tool_call>'
-    assert walk.accepts(f"{dated}\n<tool_call>\n<function=now>\n</function>\n</tool_call>")
+    json_call = '<tool_call>\n{"name": "f", "arguments": {"p": "aa"}}\n</tool_call>'
+    assert walk.accepts(f"{json_call}\n<tool_call>\n<function=now>\n</function>\n</tool_call>")
 
 
 def test_optional_parameters_may_be_left_out():
@@ -81,7 +81,7 @@ def test_optional_parameters_may_be_left_out():
     assert walk.accepts("<tool_call>\n<function=f>\n</function>\n</tool_call>")
 
 
-def test_a_text_cannot_hold_its_own_end():
+def test_a_string_cannot_contain_its_closing_tag():
     walk = Walk(FAMILY, [tool({"type": "string"})])
     call = "<tool_call>\n<function=f>\n<parameter=p>\n{}\n</parameter>\n</function>\n</tool_call>"
     assert walk.accepts(call.format("<b>\n</b>"))
@@ -90,35 +90,35 @@ def test_a_text_cannot_hold_its_own_end():
 
 
 def test_tags_that_are_tokens_are_produced_as_tokens(shared):
-    """Where a closing tag is a token, no text can run into it; and the text may not spell it."""
+    """If a closing tag is a token, text cannot merge with it, and text may not contain it."""
     path = shared / "tokenizers" / "qwen3" / "tokenizer.json"
     tokenizer = LLTokenizer(path.read_text("utf-8"))
-    # that of GLM is not at hand: another token stands for its tag
+    # GLM's tokenizer is not in the test data: another token replaces its tag
     tokens = {"</arg_value>": "</think>"} | {tag: tag for tag in ("<tool_call>", "</tool_call>")}
     ids = {tag: tokenizer.tokenize_str(token) for tag, token in tokens.items()}
     assert all(len(of) == 1 for of in ids.values())
 
-    def parts(text: str) -> list[str]:
+    def split_tags(text: str) -> list[str]:
         return [part for part in re.split(f"({'|'.join(tokens)})", text) if part]
 
-    def spelled(text: str) -> str:
-        return " ".join(f"<{ids[p]}>" if p in ids else spell(p) for p in parts(text))
+    def write_literal(text: str) -> str:
+        return " ".join(f"<{ids[p]}>" if p in ids else spell(p) for p in split_tags(text))
 
-    def encoded(text: str) -> list[int]:
-        return [id for p in parts(text) for id in ids.get(p) or tokenizer.tokenize_str(p)]
+    def encode(text: str) -> list[int]:
+        return [id for p in split_tags(text) for id in ids.get(p) or tokenizer.tokenize_str(p)]
 
-    syntax = Glm().build_tool_call_grammar([tool({"type": "string"})], spelled, arguments_of)
+    syntax = Glm().build_tool_call_grammar([tool({"type": "string"})], write_literal, arguments_of)
     assert syntax is not None
     matcher = LLMatcher(tokenizer, grammar(syntax))
     assert not matcher.is_error(), matcher.get_error()
     for text in ("", "Oslo", "a < b"):
         matcher.reset()
         call = f"<tool_call>f<arg_key>p</arg_key><arg_value>{text}</arg_value></tool_call>"
-        assert matcher.try_consume_tokens(encoded(call)) == len(encoded(call)), text
+        assert matcher.try_consume_tokens(encode(call)) == len(encode(call)), text
         assert matcher.is_accepting()
     matcher.reset()
     as_text = [
-        *encoded("<tool_call>f<arg_key>p</arg_key><arg_value>"),
+        *encode("<tool_call>f<arg_key>p</arg_key><arg_value>"),
         *tokenizer.tokenize_str("</arg_value>"),
     ]
     assert matcher.try_consume_tokens(as_text) < len(as_text)

@@ -1,4 +1,4 @@
-"""Decoder blocks of all kinds, small and suited, and the same ones computed as they are written."""
+"""Small decoder blocks of all kinds, fused for the CPU or with their original methods."""
 
 import io
 from collections.abc import Sequence
@@ -36,8 +36,8 @@ BASE: Any = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Made:
-    """heads: of queries, of keys. dims: of a head that are rotated, 0 for none."""
+class BlockSpec:
+    """heads: numbers of query and key heads. dims: rotated dimensions of a head, 0 for none."""
 
     heads: tuple[int, int] = (4, 2)
     kind: tuple[mx.Dtype, int | None] = (mx.float32, None)
@@ -51,7 +51,7 @@ class Made:
     activation: str = "silu"
 
     def block(self) -> Any:
-        """Suited; the same each time."""
+        """A block with the CPU layout; its weights are equal in each call."""
         heads, kv_heads = self.heads
         config = llama.Config.from_dict(
             {
@@ -73,7 +73,7 @@ class Made:
         mlp = GatedMLP(
             HIDDEN, config.intermediate_size, bias=self.bias, activation=config.activation()
         )
-        return suited(PreNormBlock(config, attention, mlp, window=self.window), self.kind)
+        return prepare_block(PreNormBlock(config, attention, mlp, window=self.window), self.kind)
 
     def rope(self) -> Rope:
         periods = mx.array([100.0 ** (i / self.dims) for i in range(0, self.dims, 2)])
@@ -85,13 +85,13 @@ class Made:
         )
 
 
-def suited(block: Any, kind: tuple[mx.Dtype, int | None] = (mx.float32, None)) -> Any:
+def prepare_block(block: Any, kind: tuple[mx.Dtype, int | None] = (mx.float32, None)) -> Any:
     dtype, bits = kind
     flat: Any = tree_flatten(block.parameters())
     block.update(
         tree_unflatten(
             [
-                (name, (drawn(*array.shape, seed=i) / 4 + ("norm" in name)).astype(dtype))
+                (name, (draw_array(*array.shape, seed=i) / 4 + ("norm" in name)).astype(dtype))
                 for i, (name, array) in enumerate(flat)
             ]
         )
@@ -107,7 +107,7 @@ def suited(block: Any, kind: tuple[mx.Dtype, int | None] = (mx.float32, None)) -
     return block
 
 
-def drawn(*shape: int, seed: int = 0) -> mx.array:
+def draw_array(*shape: int, seed: int = 0) -> mx.array:
     return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
@@ -116,15 +116,15 @@ def is_fused(block: Any) -> tuple[bool, bool]:
     return "attention_residual" in vars(block), "mlp_residual" in vars(block)
 
 
-def apart(block: Any) -> Any:
-    """The same block, its methods in their places."""
+def unfuse(block: Any) -> Any:
+    """Restore the original methods of the block."""
     for name in ("attention_residual", "mlp_residual"):
         vars(block).pop(name, None)
     return block
 
 
-def operations(array: mx.array) -> str:
-    """What the array will be made by."""
+def export_operations(array: mx.array) -> str:
+    """The operations of the array's graph."""
     graph = io.StringIO()
     mx.export_to_dot(graph, array)
     return graph.getvalue()

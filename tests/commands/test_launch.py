@@ -1,0 +1,291 @@
+"""`mlxrunner launch`: a program that records what it gets, and real servers."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import httpx
+import pytest
+
+from app import cli
+from tests.runners.spawning import wait_until
+from tests.server_process import ROOT, TIMEOUT, UNTRACED, ServerProcess, run_server
+
+KEY = "mr-0123456789abcdef0123456789abcdef"
+
+# Records its arguments, its environment and the server's answer, then does what its first argument
+# says: exits with that status, or waits for a signal and exits with status 5 after Ctrl-C.
+FAKE_PROGRAM = """#!{python}
+import json, os, signal, sys, time, urllib.request
+def stop(*_):
+    sys.exit(5)
+signal.signal(signal.SIGINT, stop)
+with urllib.request.urlopen(os.environ["ANTHROPIC_BASE_URL"] + "/health") as reply:
+    health = json.load(reply)
+record = {{"arguments": sys.argv[1:], "environment": dict(os.environ), "health": health}}
+with open({record!r} + ".new", "w") as file:
+    json.dump(record, file)
+os.rename({record!r} + ".new", {record!r})
+if sys.argv[1] == "wait":
+    time.sleep(600)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """Runs `mlxrunner launch claude` with a fake program. folder: of the test."""
+
+    folder: Path
+
+    @property
+    def record_file(self) -> Path:
+        return self.folder / "record.json"
+
+    def start(
+        self, *arguments: str, environ: dict[str, str] | None = None
+    ) -> "subprocess.Popen[str]":
+        """In a process group of its own, which gets Ctrl-C."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "app", "launch", *arguments],
+            cwd=ROOT,
+            env={
+                **UNTRACED,
+                "PATH": f"{self.folder / 'bin'}:/usr/bin:/bin",
+                "HOME": str(self.folder / "home"),
+                "TMPDIR": str(self.folder / "tmp"),
+                **(environ or {}),
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *arguments: str, environ: dict[str, str] | None = None) -> tuple[int, str]:
+        """The exit status and the output."""
+        process = self.start(*arguments, environ=environ)
+        output, _ = process.communicate(timeout=2 * TIMEOUT)
+        return process.returncode, output
+
+    def read_record(self) -> dict[str, Any]:
+        return json.loads(self.record_file.read_text())
+
+    def list_temporary_files(self) -> list[str]:
+        return [path.name for path in (self.folder / "tmp").glob("mlxrunner-launch-*")]
+
+    def list_home(self) -> list[str]:
+        return [path.name for path in (self.folder / "home").iterdir()]
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Launcher:
+    for name in ("bin", "home", "tmp"):
+        (tmp_path / name).mkdir()
+    found = Launcher(folder=tmp_path)
+    program = tmp_path / "bin" / "claude"
+    program.write_text(FAKE_PROGRAM.format(python=sys.executable, record=str(found.record_file)))
+    program.chmod(0o755)
+    return found
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    """A server with a key."""
+    with run_server(environ={"MLXRUNNER_API_KEY": KEY}) as server:
+        yield server
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def is_serving(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def with_port(port: int, *arguments: str) -> Sequence[str]:
+    return ("claude", "--port", str(port), *arguments)
+
+
+class TestARunningServer:
+    def test_the_program_gets_its_settings_and_its_arguments(
+        self, launcher: Launcher, server: ServerProcess
+    ):
+        arguments = with_port(server.port, "--", "7", "--help", "--", "-p")
+        environ = {"MLXRUNNER_API_KEY": KEY, "ANTHROPIC_API_KEY": "sk-ant"}
+        status, output = launcher.run(*arguments, environ=environ)
+        assert status == 7, output
+        record = launcher.read_record()
+        assert record["arguments"] == ["7", "--help", "--", "-p"]
+        variables = record["environment"]
+        assert variables["ANTHROPIC_AUTH_TOKEN"] == KEY
+        assert variables["ANTHROPIC_MODEL"] == "builtin"
+        assert "ANTHROPIC_API_KEY" not in variables
+        assert (launcher.list_temporary_files(), launcher.list_home()) == ([], [])
+        assert is_serving(server.port)
+
+    def test_a_context_that_is_too_short_is_a_warning(
+        self, launcher: Launcher, server: ServerProcess
+    ):
+        arguments = with_port(server.port, "--", "0")
+        _, output = launcher.run(*arguments, environ={"MLXRUNNER_API_KEY": KEY})
+        assert "builtin has a context of 2048 tokens; coding agents need 32768 or more" in output
+
+    def test_a_missing_key_is_one_line(self, launcher: Launcher, server: ServerProcess):
+        status, output = launcher.run(*with_port(server.port, "--", "0"))
+        assert (status, output) == (
+            1,
+            f"mlxrunner: the server at {server.url} requires an API key: set MLXRUNNER_API_KEY to "
+            "a valid one\n",
+        )
+
+    def test_the_keys_of_several_users_are_used_too(
+        self, launcher: Launcher, server: ServerProcess
+    ):
+        environ = {"MLXRUNNER_API_KEYS": f"me={KEY},other={KEY}x"}
+        status, output = launcher.run(*with_port(server.port, "--", "0"), environ=environ)
+        assert status == 0, output
+
+    def test_a_model_that_it_does_not_serve_is_one_line(
+        self, launcher: Launcher, server: ServerProcess
+    ):
+        arguments = with_port(server.port, "org/other", "--", "0")
+        status, output = launcher.run(*arguments, environ={"MLXRUNNER_API_KEY": KEY})
+        assert status == 1
+        assert re.fullmatch(r"mlxrunner: the server at .* serves builtin and not .*\n", output)
+
+    def test_print_shows_its_model(self, launcher: Launcher, server: ServerProcess):
+        arguments = with_port(server.port, "--print")
+        status, output = launcher.run(*arguments, environ={"MLXRUNNER_API_KEY": KEY})
+        assert status == 0
+        assert f"export ANTHROPIC_BASE_URL={server.url}\n" in output
+        assert KEY not in output
+        assert not launcher.record_file.exists()
+
+
+class TestAStartedServer:
+    def test_the_server_ends_with_the_program(self, launcher: Launcher, free_port: int):
+        status, output = launcher.run(*with_port(free_port, "--", "3"))
+        assert status == 3, output
+        assert f"starting a server at http://127.0.0.1:{free_port}" in output
+        assert launcher.read_record()["health"] == {"status": "ok"}
+        assert not is_serving(free_port)
+        assert (launcher.list_temporary_files(), launcher.list_home()) == ([], [])
+
+    def test_it_has_the_settings_of_flags_and_variables(self, launcher: Launcher, free_port: int):
+        """A flag overrides a variable, which the server must not read again."""
+        arguments = with_port(free_port, "--context", "1024", "--", "0")
+        environ = {"MLXRUNNER_CONTEXT": "512", "MLXRUNNER_API_KEY": KEY}
+        status, output = launcher.run(*arguments, environ=environ)
+        assert status == 0, output
+        variables = launcher.read_record()["environment"]
+        assert variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "1024"
+        assert variables["ANTHROPIC_AUTH_TOKEN"] == KEY
+
+    def test_ctrl_c_belongs_to_the_program(self, launcher: Launcher, free_port: int):
+        process = launcher.start(*with_port(free_port, "--", "wait"))
+        wait_until(launcher.record_file.exists)
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=TIMEOUT)
+        assert process.returncode == 5, output
+        assert not is_serving(free_port)
+
+    def test_a_termination_signal_ends_the_program_and_the_server(
+        self, launcher: Launcher, free_port: int
+    ):
+        process = launcher.start(*with_port(free_port, "--", "wait"))
+        wait_until(launcher.record_file.exists)
+        process.terminate()
+        output, _ = process.communicate(timeout=TIMEOUT)
+        assert process.returncode == 128 + signal.SIGTERM, output
+        assert not is_serving(free_port)
+        assert launcher.list_temporary_files() == []
+
+    def test_the_server_ends_even_if_launch_is_killed(self, launcher: Launcher, free_port: int):
+        process = launcher.start(*with_port(free_port, "--", "wait"))
+        wait_until(launcher.record_file.exists)
+        assert is_serving(free_port)
+        process.kill()
+        wait_until(lambda: not is_serving(free_port))
+        os.killpg(process.pid, signal.SIGKILL)  # the program
+        process.communicate(timeout=TIMEOUT)
+
+    def test_a_model_that_cannot_be_served_is_one_line(self, launcher: Launcher, free_port: int):
+        arguments = with_port(free_port, str(launcher.folder / "bin"), "--", "0")
+        status, output = launcher.run(*arguments)
+        assert status == 1
+        assert output.splitlines()[-1] == (
+            f"mlxrunner: the server did not start: {launcher.folder / 'bin'} has no config.json: "
+            "it is not a model folder"
+        )
+        assert launcher.list_temporary_files() == []
+
+
+def test_another_program_on_the_port_is_one_line(capsys: pytest.CaptureFixture[str]):
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:
+        Thread(target=other.serve_forever, daemon=True).start()
+        port = other.server_address[1]
+        assert cli.main(["launch", "claude", "--print", "--port", str(port)]) == 1
+        other.shutdown()
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message == (
+        f"mlxrunner: http://127.0.0.1:{port} is not an mlxrunner server: choose another --port"
+    )
+
+
+def test_a_program_that_is_not_installed_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.main(["launch", "continue"]) == 1
+    assert capsys.readouterr().err == (
+        "mlxrunner: cn is not installed: run `npm install -g @continuedev/cli`\n"
+    )
+
+
+def test_print_without_a_server_predicts_the_model(
+    free_port: int, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(["launch", "aider", "--print", "--host", "::", "--port", str(free_port)]) == 0
+    output = capsys.readouterr().out
+    assert f"export OPENAI_API_BASE='http://[::1]:{free_port}/v1'\n" in output
+    assert "export AIDER_MODEL=openai/builtin\n" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--tls-cert", "a", "--tls-key", "b"], "launch uses plain HTTP on this machine"),
+        (["--port", "0"], "launch needs a fixed port"),
+    ],
+)
+def test_settings_that_exclude_a_launch_are_rejected(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(["launch", "claude", *arguments]) == 1
+    assert reason in capsys.readouterr().err
+
+
+def test_an_unknown_program_is_rejected_with_the_known_ones(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["launch", "emacs"])
+    assert caught.value.code == 2
+    assert "'claude', 'codex', 'opencode', 'aider', 'cline', 'continue'" in capsys.readouterr().err

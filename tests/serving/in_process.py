@@ -1,0 +1,53 @@
+"""The HTTP application over a real router, pool and text path, in this process; only the runner of
+its one model is given."""
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from starlette.applications import Starlette
+
+from app import store
+from app.api.app import build_app
+from app.core.model_files import ModelFiles
+from app.core.ports import Runner
+from app.core.settings import ModelSettings, Settings
+from app.core.thread_pools import ThreadPools
+from app.engine.model_info import complete_config
+from app.runners.pool import ModelPool
+from app.serving.limits import RequestLimits
+from app.serving.model_library import InstalledModels
+from app.serving.registry import ModelRegistry, build_entry
+from app.serving.router import ModelRouter
+
+
+async def _accept_tokenizer(files: ModelFiles) -> None:
+    """The check of a tokenizer runs a process."""
+
+
+@asynccontextmanager
+async def serve_model(
+    folder: Path, make_runner: Callable[[Settings], Runner]
+) -> AsyncGenerator[Starlette]:
+    """The application of a server whose only model, in this folder, is loaded."""
+    settings = Settings(models=(ModelSettings(name=str(folder)),))
+    entry = build_entry(settings.models[0], complete_config(store.find(str(folder))), settings)
+    registry = ModelRegistry([entry], settings)
+    pool = ModelPool(make_runner, registry.load_verified_files)
+    workers = ThreadPools()
+    router = ModelRouter(
+        registry,
+        pool,
+        [entry.served.name],
+        workers,
+        load_wait=settings.load_wait,
+        check_tokenizer=_accept_tokenizer,
+        library=InstalledModels(registry),
+    )
+    await pool.start()
+    try:
+        await router.preload_models()
+        limits = RequestLimits(router, router, settings)
+        yield build_app(limits, limits, settings, workers=workers)
+    finally:
+        await pool.stop()

@@ -1,0 +1,363 @@
+"""Models that are installed, created and deleted while the server runs: on a real disk, from a hub
+in a thread."""
+
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from app import store
+from app.core.errors import AppError, ErrorKind
+from app.core.model_details import LibraryStep, ModelRecipe
+from app.core.settings import ModelSettings, Settings
+from app.engine.model_info import complete_config
+from app.serving.model_library import InstalledModels
+from app.serving.registry import ModelRegistry, build_entry
+from app.store.ollama import uploads, writer
+from tests.runners.spawning import wait_until
+from tests.store.asking import NAME
+from tests.store.conftest import commit, hub, nowhere_else, remote  # noqa: F401  # fixtures
+from tests.store.stand_in import StandIn
+
+SHORT = HealthCheck.function_scoped_fixture
+
+
+@pytest.fixture
+def base(tiny_model: Path) -> ModelSettings:
+    return ModelSettings(name=str(tiny_model), alias="base")
+
+
+@pytest.fixture
+def use(nowhere_else: None, base: ModelSettings) -> Callable[..., Any]:  # noqa: F811
+    """use(function of the library and the registry, **settings): its result."""
+
+    def run(
+        function: Callable[[InstalledModels, ModelRegistry], Awaitable[Any]], **changes: Any
+    ) -> Any:
+        chosen = Settings(models=(base,), **{"installed": True, **changes})
+        files = complete_config(store.find(base.name))
+
+        async def inner() -> Any:
+            registry = ModelRegistry([build_entry(base, files, chosen)], chosen)
+            return await function(InstalledModels(registry), registry)
+
+        return asyncio.run(inner())
+
+    return run
+
+
+async def collect(steps: Any) -> list[LibraryStep]:
+    async with aclosing(steps):
+        return [step async for step in steps]
+
+
+async def pull_again(library: InstalledModels) -> list[LibraryStep]:
+    """A pull, once the one before has ended."""
+    for _ in range(1000):
+        try:
+            return await collect(library.pull(NAME.repo_id))
+        except AppError as error:
+            if error.kind is not ErrorKind.BUSY:
+                raise
+            await asyncio.sleep(0.02)
+    raise AssertionError("the stopped download did not end")
+
+
+async def upload(library: InstalledModels, name: str, content: bytes) -> None:
+    async with library.upload_blob(name) as blob:
+        await blob.write(content)
+        await blob.commit()
+
+
+async def is_refused(work: Callable[[], Awaitable[Any]]) -> bool:
+    try:
+        await work()
+    except AppError as error:
+        if error.kind not in (ErrorKind.INVALID, ErrorKind.MODEL_NOT_FOUND):
+            raise
+        return True
+    return False
+
+
+def files_below(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def recipe(**changes: Any) -> ModelRecipe:
+    return ModelRecipe(**{"name": "poet", "base": "base", **changes})
+
+
+def test_a_pull_reports_each_file_and_the_model_can_be_requested(
+    use,
+    hub: StandIn,  # noqa: F811
+    commit: str,  # noqa: F811
+):
+    async def body(library: InstalledModels, registry: ModelRegistry) -> list[LibraryStep]:
+        steps = await collect(library.pull(NAME.repo_id))
+        assert registry.find(NAME.repo_id) is not None
+        return steps
+
+    steps = use(body)
+    statuses = [step.status for step in steps if step.status]
+    assert statuses == [
+        "pulling manifest",
+        "verifying sha256 digest",
+        "writing manifest",
+        "success",
+    ]
+    layers = [step.layer for step in steps if step.layer is not None]
+    by_digest: dict[str, list[int]] = {}
+    for layer in layers:
+        by_digest.setdefault(layer.digest, []).append(layer.completed)
+        assert layer.completed <= layer.total
+    for completed in by_digest.values():
+        assert completed == sorted(completed)
+    ends = {layer.digest: layer for layer in layers}
+    assert all(layer.completed == layer.total for layer in ends.values())
+
+
+def test_a_pull_of_an_unknown_model_fails(use, hub: StandIn):  # noqa: F811
+    async def body(library: InstalledModels, _: ModelRegistry) -> None:
+        for name in ("no/such", "qwen3:8b"):
+            with pytest.raises(
+                AppError, match="pull model manifest: file does not exist"
+            ) as caught:
+                await collect(library.pull(name))
+            assert caught.value.kind is ErrorKind.MODEL_NOT_FOUND
+
+    use(body)
+
+
+def test_a_second_pull_is_refused_and_a_closed_pull_continues_later(
+    use,
+    hub: StandIn,  # noqa: F811
+    commit: str,  # noqa: F811
+):
+    """A client that hangs up does not leave a download behind."""
+    hub.faults.stall["model.safetensors"] = 1.0
+
+    async def body(library: InstalledModels, _: ModelRegistry) -> None:
+        steps = library.pull(NAME.repo_id)
+        async for step in steps:
+            if step.layer is not None:
+                break
+        with pytest.raises(AppError, match="another download is running") as caught:
+            await collect(library.pull(NAME.repo_id))
+        assert caught.value.kind is ErrorKind.BUSY
+        await steps.aclose()
+        # once the thread has noticed, the next one continues where this one stopped
+        assert (await pull_again(library))[-1].status == "success"
+
+    use(body)
+
+
+def test_a_preset_adds_to_its_base_and_shares_its_files(use, tmp_path: Path):
+    made = recipe(
+        system="Rhyme.", parameters={"temperature": 0.5, "num_ctx": 64}, messages=(("user", "a"),)
+    )
+
+    async def body(library: InstalledModels, registry: ModelRegistry) -> None:
+        assert (await collect(library.create(made)))[-1].status == "success"
+        await library.copy("poet", "other:v2")
+        for name in ("poet", "other:v2"):
+            entry = registry.find(name)
+            assert entry is not None
+            files = entry.files
+            assert (files.system_prompt, files.first_messages) == ("Rhyme.", (("user", "a"),))
+            assert files.generation_config["temperature"] == 0.5
+            assert files.resolve_context_length(None) == 64
+            assert store.resolve(name).weight_bytes > 0  # every digest is right
+        blobs = files_below(tmp_path / "ollama" / "blobs")
+        await library.delete("poet")
+        assert registry.find("poet") is None
+        # what the copy needs stays
+        assert store.resolve("other:v2").system_prompt == "Rhyme."
+        assert len(files_below(tmp_path / "ollama" / "blobs")) >= len(blobs) - 2
+        await library.delete("other:v2")
+        assert files_below(tmp_path / "ollama") == set()
+
+    use(body)
+
+
+def test_a_manifest_is_as_ollama_writes_it(use, tmp_path: Path):
+    async def body(library: InstalledModels, _: ModelRegistry) -> None:
+        await collect(library.create(recipe(system="Rhyme.")))
+
+    use(body)
+    path = tmp_path / "ollama/manifests/registry.ollama.ai/library/poet/latest"
+    manifest = orjson.loads(path.read_bytes())
+    assert manifest["schemaVersion"] == 2
+    kinds = {layer["mediaType"].rpartition(".")[2] for layer in manifest["layers"]}
+    assert kinds == {"json", "tensor", "system"}
+    for layer in (manifest["config"], *manifest["layers"]):
+        blob = tmp_path / "ollama/blobs" / layer["digest"].replace(":", "-")
+        content = blob.read_bytes()
+        assert (len(content), f"sha256:{hashlib.sha256(content).hexdigest()}") == (
+            layer["size"],
+            layer["digest"],
+        )
+
+
+def test_a_creation_that_fails_leaves_the_earlier_model(use):
+    async def body(library: InstalledModels, registry: ModelRegistry) -> None:
+        await collect(library.create(recipe(system="Rhyme.")))
+        with pytest.raises(AppError) as caught:
+            await collect(library.create(recipe(parameters={"num_ctx": -1})))
+        assert caught.value.kind is ErrorKind.INVALID
+        assert "/" not in caught.value.message.replace("registry.ollama.ai/library/", "")
+        entry = registry.find("poet")
+        assert entry is not None
+        assert store.find("poet").system_prompt == "Rhyme."
+
+    use(body)
+
+
+def test_a_model_named_at_start_cannot_be_deleted(use):
+    async def body(library: InstalledModels, _: ModelRegistry) -> None:
+        with pytest.raises(AppError, match="named when the server was started"):
+            await library.delete("base")
+        with pytest.raises(AppError, match="choose another name"):
+            await collect(library.create(recipe(name="base")))
+
+    use(body)
+
+
+def test_a_server_of_named_models_only_installs_nothing(use):
+    async def body(library: InstalledModels, _: ModelRegistry) -> None:
+        for work in (library.pull("a/b"), library.create(recipe())):
+            with pytest.raises(AppError, match="--installed"):
+                await collect(work)
+
+    use(body, installed=False)
+
+
+def test_a_downloaded_model_can_be_deleted(use, hub: StandIn, commit: str):  # noqa: F811
+    async def body(library: InstalledModels, registry: ModelRegistry) -> None:
+        await collect(library.pull(NAME.repo_id))
+        await library.delete(NAME.repo_id)
+        assert registry.find(NAME.repo_id) is None
+        with pytest.raises(AppError, match="not found"):
+            await library.delete(NAME.repo_id)
+
+    use(body)
+
+
+NAMES = st.text(st.sampled_from("ab./\\:@~-_\0 \n%é"), max_size=24) | st.sampled_from(
+    ["../../x", "a/../../b", "..", "a:..", "/etc/passwd", "~/x", "a/b/../../../c:d", "C:\\x"]
+)
+
+
+@given(name=NAMES)
+@settings(max_examples=40, deadline=None, suppress_health_check=[SHORT])
+def test_no_name_resolves_to_a_path_outside_the_store(use, tmp_path: Path, name: str):
+    """Whatever the name, nothing outside of the store appears or goes away."""
+    outside = tmp_path / "outside"
+    outside.mkdir(exist_ok=True)
+    (outside / "precious").write_text("x")
+
+    def others() -> set[str]:
+        return {
+            name for name in files_below(tmp_path) if not name.startswith(("ollama/", "cache/"))
+        }
+
+    before = others()
+
+    async def body(library: InstalledModels, _: ModelRegistry) -> None:
+        for work in (
+            lambda: collect(library.create(recipe(name=name, files={name: f"sha256:{'0' * 64}"}))),
+            lambda: library.copy("base", name),
+            lambda: library.delete(name),
+            lambda: library.has_blob(name),
+            lambda: library.has_blob(f"sha256:{name}"),
+        ):
+            await is_refused(work)
+
+    use(body)
+    assert others() == before
+
+
+def digest(content: bytes) -> str:
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+def test_an_upload_is_stored_completely_or_not_at_all(use, tmp_path: Path):
+    content = b"x" * 100_000
+
+    async def body(library: InstalledModels, _: ModelRegistry) -> None:
+        async with library.upload_blob(digest(content)) as blob:
+            await blob.write(content[:50_000])
+            with pytest.raises(AppError, match="another upload is running"):
+                await upload(library, digest(b"y"), b"y")
+            assert not await library.has_blob(digest(content))
+            await blob.write(content[50_000:])
+            await blob.commit()
+        assert await library.has_blob(digest(content))
+        with pytest.raises(AppError, match="digest mismatch, expected"):
+            await upload(library, digest(b"other"), content)
+        async with library.upload_blob(digest(b"z")) as blob:
+            await blob.write(b"z")  # and hangs up
+
+    use(body)
+    [name] = files_below(tmp_path / "ollama" / "blobs")
+    assert name == digest(content).replace(":", "-")
+
+
+def test_an_upload_that_would_fill_the_disk_is_refused(use, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(writer, "RESERVED_BYTES", 1 << 60)
+
+    async def body(library: InstalledModels, _: ModelRegistry) -> None:
+        with pytest.raises(AppError, match="free some space") as caught:
+            await upload(library, digest(b"x"), b"x")
+        assert caught.value.kind is ErrorKind.TOO_LARGE
+
+    use(body)
+
+
+def test_uploads_that_no_model_uses_are_deleted_after_a_day(
+    use, base: ModelSettings, tmp_path: Path
+):
+    """And neither those that one uses, nor what Ollama itself downloads."""
+    folder = Path(base.name)
+    used = {
+        path.name: path.read_bytes()
+        for path in folder.iterdir()
+        if path.suffix in (".json", ".safetensors")
+    }
+
+    async def body(library: InstalledModels, _: ModelRegistry) -> None:
+        for content in (*used.values(), b"unused"):
+            await upload(library, digest(content), content)
+        files = {name: digest(content) for name, content in used.items()}
+        await collect(library.create(recipe(base=None, files=files)))
+
+    use(body)
+    blobs = tmp_path / "ollama" / "blobs"
+    (blobs / f"sha256-{'f' * 64}").write_bytes(b"of Ollama")
+    os.utime(blobs / f"sha256-{'f' * 64}", (0, 0))
+    assert uploads.delete_unused_uploads() == 0
+    assert uploads.delete_unused_uploads(time.time() + uploads.MAX_UNUSED_SECONDS + 60) == 1
+    assert not (blobs / digest(b"unused").replace(":", "-")).exists()
+    assert (blobs / f"sha256-{'f' * 64}").exists()
+    assert store.resolve("poet").weight_bytes > 0
+
+
+def test_the_sweep_runs_by_itself(use, tmp_path: Path):
+    old = tmp_path / "ollama" / "blobs" / f"{writer.TEMPORARY_PREFIX}of-a-crash"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(b"half")
+    os.utime(old, (0, 0))
+
+    async def body(library: InstalledModels, _: ModelRegistry) -> None:
+        async with library.sweep_uploads():
+            await asyncio.to_thread(wait_until, lambda: not old.exists())
+
+    use(body)
