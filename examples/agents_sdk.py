@@ -22,7 +22,7 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 
 os.environ.setdefault("OPENAI_BASE_URL", "http://localhost:8080/v1")
-os.environ.setdefault("OPENAI_API_KEY", "any")  # the library wants one, the server does not
+os.environ.setdefault("OPENAI_API_KEY", "any")  # required by the library, not by the server
 set_tracing_disabled(True)  # traces would go to OpenAI
 
 
@@ -51,7 +51,7 @@ async def main() -> None:
     ):
         kind = type(model).__name__
 
-        # Text, whole and streamed.
+        # Text, non-streamed and streamed.
         agent = Agent("helper", model=model, model_settings=brief)
         whole = await Runner.run(agent, "Hello!")
         stream = Runner.run_streamed(agent, "Hello!")
@@ -65,7 +65,7 @@ async def main() -> None:
         assert "".join(pieces) == stream.final_output == whole.final_output != ""
         assert stream.context_wrapper.usage.output_tokens > 0
 
-        # A typed result, and a tool that must be called.
+        # A typed result, and a required tool call.
         typed = Agent("typed", model=model, output_type=City, model_settings=brief)
         result = await Runner.run(typed, "Where were the Olympic Games of 1896?")
         print(f"{kind}: {result.final_output!r}")
@@ -75,9 +75,9 @@ async def main() -> None:
         asked.clear()
         result = await Runner.run(caller, "Does it rain in Oslo?")
         print(f"{kind}: asked for {asked}, then {result.final_output!r}")
-        assert len(asked) == 1  # the result has gone back, and an answer followed
+        assert len(asked) == 1  # the tool result was sent back, and the model responded
 
-        # A conversation that is remembered, and one that another agent takes over.
+        # A conversation stored in a session, and a handoff to another agent.
         session = SQLiteSession(kind)
         for text in ("Hello!", "And you?"):
             await Runner.run(agent, text, session=session)

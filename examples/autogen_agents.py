@@ -1,4 +1,4 @@
-"""AutoGen: agents that talk to each other, typed results, and a tool that must be called.
+"""AutoGen: agents that talk to each other, typed results, and a required tool call.
 
 pip install autogen-agentchat 'autogen-ext[openai]'
 OPENAI_BASE_URL=http://localhost:8080/v1 python examples/autogen_agents.py
@@ -27,9 +27,9 @@ from openai import OpenAI
 from pydantic import BaseModel, Field
 
 os.environ.setdefault("OPENAI_BASE_URL", "http://localhost:8080/v1")
-os.environ.setdefault("OPENAI_API_KEY", "any")  # the library wants one, the server does not
+os.environ.setdefault("OPENAI_API_KEY", "any")  # required by the library, not by the server
 
-# The library knows OpenAI's models by name; of any other it has to be told.
+# The library knows the features of OpenAI's models. For other models, declare them.
 INFO = ModelInfo(
     vision=False,
     function_calling=True,
@@ -54,7 +54,7 @@ async def main() -> None:
         model=served, model_info=INFO, temperature=0, max_tokens=80, include_name_in_message=True
     )
 
-    # Text, whole and streamed.
+    # Text, non-streamed and streamed.
     helper = AssistantAgent("helper", client, system_message="You are brief.")
     whole = (await helper.run(task="Hello!")).messages[-1].to_text()
     writer = AssistantAgent(
@@ -74,7 +74,7 @@ async def main() -> None:
     print(f"typed: {city!r}")
     assert isinstance(city, City)
 
-    # A call that must be made, its result, and what follows.
+    # A required call, its result, and the response to the result.
     tool = FunctionTool(get_weather, description="The weather of a city.", strict=True)
     question = UserMessage(content="Does it rain in Oslo?", source="user")
     once = {"parallel_tool_calls": False}
@@ -95,7 +95,7 @@ async def main() -> None:
     print(f"tool: {call.arguments}, {said!r}, then {answer.content!r}")
     assert isinstance(answer.content, str)
 
-    # Two agents that take turns.
+    # Two agents that alternate.
     other = AssistantAgent("other", client, system_message="You are curious.")
     await helper.on_reset(CancellationToken())
     team = RoundRobinGroupChat([helper, other], termination_condition=MaxMessageTermination(5))

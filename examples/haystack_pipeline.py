@@ -1,5 +1,5 @@
-"""Haystack: texts and calls over both of OpenAI's APIs, documents found by their vectors, tokens
-counted before they are sent.
+"""Haystack: texts and calls over both of OpenAI's APIs, documents found by their embeddings,
+tokens counted before a request.
 
 pip install haystack-ai
 OPENAI_BASE_URL=http://localhost:8080/v1 python examples/haystack_pipeline.py
@@ -10,7 +10,7 @@ from typing import Literal
 
 os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
 os.environ.setdefault("OPENAI_BASE_URL", "http://localhost:8080/v1")
-os.environ.setdefault("OPENAI_API_KEY", "any")  # the library wants one, the server does not
+os.environ.setdefault("OPENAI_API_KEY", "any")  # required by the library, not by the server
 
 from haystack import Document, Pipeline
 from haystack.components.builders import ChatPromptBuilder
@@ -44,14 +44,14 @@ def main() -> None:
         brief = {"temperature": 0, limit: 80}
         writer = kind(model=served, api_base_url=URL, generation_kwargs=brief)
 
-        # Text, whole and streamed.
+        # Text, non-streamed and streamed.
         whole = writer.run(hello)["replies"][0].text
         chunks: list[StreamingChunk] = []
         streamed = writer.run(hello, streaming_callback=chunks.append)["replies"][0].text
         print(f"{kind.__name__}: {whole!r} in {len(chunks)} chunks")
         assert "".join(chunk.content for chunk in chunks) == streamed == whole != ""
 
-        # A call that must be made, its result, and what follows.
+        # A required call, its result, and the response to the result.
         forced = {**brief, "tool_choice": "required", "parallel_tool_calls": False}
         caller = kind(model=served, api_base_url=URL, generation_kwargs=forced, tools=[get_weather])
         question = ChatMessage.from_user("Does it rain in Oslo?")
@@ -63,7 +63,7 @@ def main() -> None:
         assert asked.arguments["city"] in ("Oslo", "Rome")
         assert answer.text
 
-    # A pipeline: find what is near to a question, and put it into the prompt.
+    # A pipeline: find the text nearest to a question, and insert it into the prompt.
     store = InMemoryDocumentStore(embedding_similarity_function="cosine")
     documents = [Document(content=text) for text in TEXTS]
     embedder = OpenAIDocumentEmbedder(model=served, api_base_url=URL, progress_bar=False)
@@ -91,7 +91,7 @@ def main() -> None:
     print(f"found: {found.content!r}, {out['writer']['replies'][0].text!r}")
     assert found.content == TEXTS[1]
 
-    # How many tokens a conversation has, by the model's own template.
+    # The number of tokens in a conversation, counted with the model's own template.
     count = OpenAITokenCounter(served, api_base_url=URL).count(hello)
     print(f"tokens: {count}")
     assert (

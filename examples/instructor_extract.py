@@ -1,4 +1,4 @@
-"""Instructor: pydantic objects out of text, through tools or through a schema.
+"""Instructor: pydantic objects extracted from text, through tools or through a schema.
 
 pip install instructor
 OPENAI_BASE_URL=http://localhost:8080/v1 python examples/instructor_extract.py
@@ -12,13 +12,13 @@ from openai import OpenAI
 from pydantic import BaseModel, ConfigDict, Field
 
 os.environ.setdefault("OPENAI_BASE_URL", "http://localhost:8080/v1")
-os.environ.setdefault("OPENAI_API_KEY", "any")  # the library wants one, the server does not
+os.environ.setdefault("OPENAI_API_KEY", "any")  # required by the library, not by the server
 
 
 class Ticket(BaseModel):
     """What a customer wants."""
 
-    model_config = ConfigDict(extra="forbid")  # nothing but this: small models like to go on
+    model_config = ConfigDict(extra="forbid")  # no other fields; small models may add some
 
     kind: Literal["question", "complaint", "order"]
     summary: str = Field(max_length=40)
@@ -33,13 +33,13 @@ def main() -> None:
     model = plain.models.list().data[0].id
     for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
         client = instructor.from_openai(plain, mode=mode)
-        # no second try: the schema is kept at the first
+        # no retries are needed, because the schema is enforced
         asked = {"model": model, "messages": MAIL, "max_retries": 0, "max_tokens": 200}
         ticket = client.chat.completions.create(**asked, response_model=Ticket)
         print(f"{mode.name}:", repr(ticket))
         assert isinstance(ticket, Ticket)
 
-        # While it is written, each state of it is an object with what is known so far.
+        # During the stream, each state is an object with the fields received so far.
         states = list(client.chat.completions.create_partial(**asked, response_model=Ticket))
         print(f"{mode.name}: {len(states)} states, the last one", repr(states[-1]))
         assert Ticket.model_validate(states[-1].model_dump())

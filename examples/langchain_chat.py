@@ -16,7 +16,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
 os.environ.setdefault("OPENAI_BASE_URL", "http://localhost:8080/v1")
-os.environ.setdefault("OPENAI_API_KEY", "any")  # the library wants one, the server does not
+os.environ.setdefault("OPENAI_API_KEY", "any")  # required by the library, not by the server
 
 
 @tool
@@ -26,7 +26,7 @@ def get_weather(city: Literal["Paris", "Rome", "Oslo"]) -> str:
 
 
 class Person(BaseModel):
-    """Somebody."""
+    """A person."""
 
     name: str = Field(max_length=20)
     age: int = Field(ge=0, le=120)
@@ -37,7 +37,7 @@ def main() -> None:
         model=openai.OpenAI().models.list().data[0].id, temperature=0, max_tokens=200
     )
 
-    # Whole, and streamed through a chain.
+    # Non-streamed, and streamed through a chain.
     whole = model.invoke("Hello!")
     print("whole:", whole.content)
     assert whole.usage_metadata
@@ -47,7 +47,7 @@ def main() -> None:
     print("pieces:", pieces)
     assert "".join(pieces) == whole.content
 
-    # A tool that must be called, and the round that follows.
+    # A required tool call, and the response to its result.
     question = HumanMessage("What is the weather in Oslo?")
     forced = model.bind_tools(
         [get_weather], tool_choice="required", parallel_tool_calls=False, strict=True
@@ -58,7 +58,7 @@ def main() -> None:
     assert [type(result) for result in results] == [ToolMessage]
     print("answer:", model.invoke([question, turn, *results]).content)
 
-    # Streamed, its arguments come in pieces that add up to the same call.
+    # In a stream, the arguments arrive in chunks that form the same call.
     total: AIMessageChunk | None = None
     for chunk in forced.stream([question]):
         assert isinstance(chunk, AIMessageChunk)
@@ -66,7 +66,7 @@ def main() -> None:
     assert total
     assert [call["args"] for call in total.tool_calls] == [call["args"] for call in turn.tool_calls]
 
-    # Structured output, by a schema for the answer and by a function that must be called.
+    # Structured output, with a schema for the response and with a required function call.
     for method in ("json_schema", "function_calling"):
         structured = model.with_structured_output(Person, method=method, strict=True)
         person = structured.invoke("Ada is 36 years old.")

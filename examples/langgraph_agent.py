@@ -17,7 +17,7 @@ from langgraph.prebuilt import ToolNode
 from openai import OpenAI
 
 os.environ.setdefault("OPENAI_BASE_URL", "http://localhost:8080/v1")
-os.environ.setdefault("OPENAI_API_KEY", "any")  # the library wants one, the server does not
+os.environ.setdefault("OPENAI_API_KEY", "any")  # required by the library, not by the server
 
 asked: list[str] = []
 
@@ -30,7 +30,7 @@ def get_weather(city: Literal["Oslo", "Rome"]) -> str:
 
 
 def speaking(model: Runnable) -> Callable[[MessagesState], MessagesState]:
-    """A node that adds what the model says."""
+    """A node that adds the response of the model."""
     return lambda state: {"messages": [model.invoke(state["messages"])]}
 
 
@@ -47,7 +47,7 @@ def main() -> None:
         caller = model.bind_tools([get_weather], tool_choice="any", parallel_tool_calls=False)
         knowing = model.bind_tools([get_weather], tool_choice="none")
 
-        # the model must call, the tool is called, the model answers
+        # The model must call the tool, the tool runs, and the model responds.
         graph = StateGraph(MessagesState)
         graph.add_node("ask", speaking(caller))
         graph.add_node("tools", ToolNode([get_weather]))
@@ -56,7 +56,7 @@ def main() -> None:
             graph.add_edge(*edge)
         app = graph.compile(checkpointer=InMemorySaver())
 
-        # Two turns of one conversation: the second has the first in front of it.
+        # Two turns of one conversation. The second prompt includes the first turn.
         asked.clear()
         memory = {"configurable": {"thread_id": "one"}}
         app.invoke({"messages": [("user", "Does it rain in Oslo?")]}, memory)
@@ -67,7 +67,7 @@ def main() -> None:
         assert len(asked) == 2
         assert turn["messages"][-1].usage_metadata["output_tokens"] > 0
 
-        # The same streamed: the pieces of every node's messages.
+        # The same as a stream: the chunks of every node's messages.
         fresh = {"configurable": {"thread_id": "two"}}
         question = {"messages": [("user", "Does it rain in Oslo?")]}
         pieces = list(app.stream(question, fresh, stream_mode="messages"))

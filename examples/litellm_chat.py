@@ -1,4 +1,4 @@
-"""LiteLLM: the same call for any provider; this server is an OpenAI-compatible one.
+"""LiteLLM: one API for many providers. This server is an OpenAI-compatible provider.
 
 pip install litellm
 OPENAI_BASE_URL=http://localhost:8080/v1 python examples/litellm_chat.py
@@ -10,12 +10,12 @@ import os
 import openai
 from pydantic import BaseModel, Field
 
-# its list of prices comes with it; nothing has to be fetched
+# use the price list of the package, without a download
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 os.environ.setdefault("OPENAI_BASE_URL", "http://localhost:8080/v1")
-os.environ.setdefault("OPENAI_API_KEY", "any")  # the library wants one, the server does not
+os.environ.setdefault("OPENAI_API_KEY", "any")  # required by the library, not by the server
 
-import litellm  # reads the environment when it is imported
+import litellm  # it reads the environment on import
 
 
 class Person(BaseModel):
@@ -58,7 +58,7 @@ def main() -> None:
     print("pieces:", pieces)
     assert "".join(pieces) == said
 
-    # Tools, whole and put together again from a stream.
+    # A tool call, non-streamed and assembled from a stream.
     tools = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
     chunks = list(litellm.completion(**asked, **tools, stream=True))
     rebuilt = litellm.stream_chunk_builder(chunks, messages=asked["messages"])
@@ -68,11 +68,11 @@ def main() -> None:
         print(f"{call.function.name}({call.function.arguments})")
         assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome", "Oslo")
 
-    # A pydantic model as the answer's schema.
+    # A pydantic model as the response schema.
     content = litellm.completion(**asked, response_format=Person).choices[0].message.content
     print("person:", repr(Person.model_validate_json(content)))
 
-    # Vectors.
+    # Embeddings.
     vectors = litellm.embedding(
         model=f"openai/{served}",
         api_base=os.environ["OPENAI_BASE_URL"],

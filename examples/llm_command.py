@@ -1,10 +1,10 @@
-"""The command `llm` with a file that tells it of this server.
+"""The command `llm`, with a file that configures this server.
 
     pip install llm
     OPENAI_BASE_URL=http://localhost:8080/v1 python examples/llm_command.py
 
-To keep it, write the file that this prints to extra-openai-models.yaml in the folder that
-`dirname "$(llm logs path)"` names.
+To make the configuration permanent, save the printed file as extra-openai-models.yaml in the folder
+that `dirname "$(llm logs path)"` prints.
 """
 
 import json
@@ -47,12 +47,12 @@ def main() -> None:
         print("llm:", whole)
         assert streamed == whole != ""
 
-        # A schema for the answer.
+        # A schema for the response.
         answer = llm(folder, "--schema", json.dumps(MOOD), "--no-stream", *asked)
         print("schema:", answer)
         assert json.loads(answer)["mood"] in ("glad", "sad")
 
-        # The conversation is remembered and goes on.
+        # The command stores the conversation, and `--continue` resumes it.
         print("go on:", llm(folder, "--continue", *asked[:-1], "And you?"))
 
 

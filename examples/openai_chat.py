@@ -1,4 +1,4 @@
-"""OpenAI's Python library: a conversation, whole and streamed, in step and in parallel.
+"""OpenAI's Python library: a conversation, non-streamed and streamed, sequential and concurrent.
 
 OPENAI_BASE_URL=http://localhost:8080/v1 python examples/openai_chat.py
 """
@@ -9,7 +9,7 @@ import os
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 os.environ.setdefault("OPENAI_BASE_URL", "http://localhost:8080/v1")
-os.environ.setdefault("OPENAI_API_KEY", "any")  # the library wants one, the server does not
+os.environ.setdefault("OPENAI_API_KEY", "any")  # required by the library, not by the server
 
 HELLO = [{"role": "user", "content": "Hello! Who are you?"}]
 
@@ -19,7 +19,7 @@ def main() -> None:
     model = client.models.list().data[0].id
     print("model:", model)
 
-    # The whole answer at once. A seed and a temperature make it the same each time.
+    # A non-streamed response. The seed makes it reproducible.
     drawn = {"model": model, "messages": HELLO, "seed": 7, "temperature": 0.7, "max_tokens": 64}
     answer = client.chat.completions.create(**drawn)
     said = answer.choices[0].message.content
@@ -28,7 +28,7 @@ def main() -> None:
     assert answer.usage
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
-    # The same answer piece by piece; the last chunk has no choice and counts the tokens.
+    # The same response as a stream. The last chunk has no choice and has the token counts.
     pieces: list[str] = []
     usage = None
     for chunk in client.chat.completions.create(
@@ -41,13 +41,13 @@ def main() -> None:
     assert usage
     assert usage.completion_tokens == answer.usage.completion_tokens
 
-    # The library's own fold over a stream: events, and the finished answer at the end.
+    # The library's stream helper: events, and the complete response at the end.
     with client.chat.completions.stream(**drawn) as stream:
         deltas = [event.delta for event in stream if event.type == "content.delta"]
         final = stream.get_final_completion()
     assert "".join(deltas) == final.choices[0].message.content == said
 
-    # Several answers to one prompt, which is read only once; how likely each token was.
+    # Several choices for one prompt, which is prefilled only once, with log-probabilities.
     several = client.chat.completions.create(**drawn, n=3, logprobs=True, top_logprobs=2)
     for choice in several.choices:
         print(f"choice {choice.index}:", choice.message.content)
@@ -57,7 +57,7 @@ def main() -> None:
             assert len(token.top_logprobs) == 2
     assert [choice.index for choice in several.choices] == [0, 1, 2]
 
-    # A mistake is told with the field that it is in.
+    # An error names the invalid field.
     try:
         client.chat.completions.create(model=model, messages=HELLO, temperature=-1)
     except BadRequestError as error:
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 async def at_once(model: str) -> list[str]:
-    """Questions that do not wait for each other; the server works on them together."""
+    """Concurrent requests, which the server processes as a batch."""
     questions = ("Hello!", "How are you?", "What is your name?")
     async with AsyncOpenAI() as client:
 

@@ -1,4 +1,4 @@
-"""OpenAI's Python library: plain completions, which go on where a text stops.
+"""OpenAI's Python library: text completions, which continue a text.
 
 OPENAI_BASE_URL=http://localhost:8080/v1 python examples/openai_completions.py
 """
@@ -9,7 +9,7 @@ import os
 from openai import OpenAI
 
 os.environ.setdefault("OPENAI_BASE_URL", "http://localhost:8080/v1")
-os.environ.setdefault("OPENAI_API_KEY", "any")  # the library wants one, the server does not
+os.environ.setdefault("OPENAI_API_KEY", "any")  # required by the library, not by the server
 
 PROMPT = "Once upon a time"
 
@@ -19,36 +19,36 @@ def main() -> None:
     model = client.models.list().data[0].id
     greedy = {"model": model, "temperature": 0, "max_tokens": 24}
 
-    # Echo gives the prompt back in front of what follows.
+    # With `echo`, the prompt is returned before the completion.
     plain = client.completions.create(**greedy, prompt=PROMPT).choices[0]
     echoed = client.completions.create(**greedy, prompt=PROMPT, echo=True).choices[0]
     print("text:", echoed.text)
     assert echoed.text == PROMPT + plain.text
 
-    # Streamed, it is the same text.
+    # The stream has the same text.
     stream = client.completions.create(**greedy, prompt=PROMPT, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == plain.text
 
-    # Several prompts in one request are answered beside each other, each with its own number.
+    # Several prompts in one request are completed concurrently. Each has its own index.
     prompts = [PROMPT, "Hello! ", "The sun"]
     answers = client.completions.create(**greedy, prompt=prompts).choices
     for prompt, choice in zip(prompts, answers, strict=True):
         print(f"{choice.index}: {prompt}|{choice.text}")
     assert answers[0].text == plain.text
 
-    # A stop string ends an answer, and is not part of it.
+    # A stop string ends the completion and is not part of it.
     cut = next(word for word in plain.text.split() if word)
     stopped = client.completions.create(**greedy, prompt=PROMPT, stop=[cut]).choices[0]
     assert stopped.finish_reason == "stop"
     assert cut not in stopped.text
 
-    # How surprising is a text? Ask for nothing new, and for the prompt's own probabilities.
+    # The likelihood of a text: request no new tokens, and the log-probabilities of the prompt.
     scored = client.completions.create(
         model=model, prompt=PROMPT, max_tokens=0, echo=True, logprobs=0
     ).choices[0]
     assert scored.logprobs
     first, *known = scored.logprobs.token_logprobs or []
-    assert first is None  # nothing stands before it
+    assert first is None  # the first token has no prediction
     print(f"perplexity of {scored.text!r}: {math.exp(-sum(known) / len(known)):.1f}")
 
 

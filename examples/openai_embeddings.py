@@ -1,4 +1,4 @@
-"""OpenAI's Python library: texts as vectors.
+"""OpenAI's Python library: embeddings of texts.
 
 OPENAI_BASE_URL=http://localhost:8080/v1 python examples/openai_embeddings.py
 """
@@ -9,7 +9,7 @@ import os
 from openai import OpenAI
 
 os.environ.setdefault("OPENAI_BASE_URL", "http://localhost:8080/v1")
-os.environ.setdefault("OPENAI_API_KEY", "any")  # the library wants one, the server does not
+os.environ.setdefault("OPENAI_API_KEY", "any")  # required by the library, not by the server
 
 TEXTS = ["The cat sleeps.", "The cat is asleep.", "17 + 25 = 42"]
 
@@ -18,7 +18,7 @@ def main() -> None:
     client = OpenAI()
     model = client.models.list().data[0].id
 
-    # The library asks for base64 and unpacks it by itself.
+    # By default, the library requests base64 and decodes it.
     answer = client.embeddings.create(model=model, input=TEXTS)
     vectors = [entry.embedding for entry in answer.data]
     print(
@@ -29,11 +29,11 @@ def main() -> None:
     for vector in vectors:
         assert math.isclose(math.hypot(*vector), 1, abs_tol=1e-3)
 
-    # The same as plain numbers, and alone as in company.
+    # The same embedding as a list of numbers. It does not depend on the other inputs.
     alone = client.embeddings.create(model=model, input=TEXTS[0], encoding_format="float")
     assert cosine(alone.data[0].embedding, vectors[0]) > 0.9999
 
-    # Fewer numbers, of length 1 again.
+    # Fewer dimensions, normalized again to length 1.
     short = client.embeddings.create(model=model, input=TEXTS[0], dimensions=16).data[0].embedding
     assert len(short) == 16
     assert math.isclose(math.hypot(*short), 1, abs_tol=1e-3)

@@ -1,4 +1,4 @@
-"""OpenAI's Python library: the Responses API, which remembers conversations.
+"""OpenAI's Python library: the Responses API, which stores conversations.
 
 OPENAI_BASE_URL=http://localhost:8080/v1 python examples/openai_responses.py
 """
@@ -11,7 +11,7 @@ from openai import NotFoundError, OpenAI
 from pydantic import BaseModel, Field
 
 os.environ.setdefault("OPENAI_BASE_URL", "http://localhost:8080/v1")
-os.environ.setdefault("OPENAI_API_KEY", "any")  # the library wants one, the server does not
+os.environ.setdefault("OPENAI_API_KEY", "any")  # required by the library, not by the server
 
 
 class GetWeather(BaseModel):
@@ -35,7 +35,7 @@ def main() -> None:
     assert first.status == "completed", first
     assert first.output_text
 
-    # The server keeps the conversation, so that the next turn is only what is new.
+    # The server stores the conversation, so the next request has only the new input.
     second = client.responses.create(
         **asked, input="And how are you?", previous_response_id=first.id
     )
@@ -47,14 +47,14 @@ def main() -> None:
 
     streamed(client, asked, first.output_text)
 
-    # A schema for the answer.
+    # A schema for the response.
     parsed = client.responses.parse(**asked, input="How do you feel?", text_format=Mood)
     print("parsed:", repr(parsed.output_parsed))
     assert isinstance(parsed.output_parsed, Mood)
 
     called(client, asked)
 
-    # What must not be kept is not.
+    # A response with `store=False` is not stored.
     unkept = client.responses.create(**asked, input="Hello!", store=False)
     try:
         client.responses.create(**asked, input="Hm?", previous_response_id=unkept.id)
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def streamed(client: OpenAI, asked: dict, whole: str) -> None:
-    """Events are numbered, and tell the finished answer at the end."""
+    """Events are numbered, and the last one has the complete response."""
     with client.responses.stream(**asked, input="Hello!", instructions="Be friendly.") as stream:
         events = list(stream)
         final = stream.get_final_response()
@@ -79,7 +79,7 @@ def streamed(client: OpenAI, asked: dict, whole: str) -> None:
 
 
 def called(client: OpenAI, asked: dict) -> None:
-    """A function is called; its result goes back as an item."""
+    """The model calls a function, and its result is sent back as an item."""
     tool = {
         "type": "function",
         "name": "get_weather",

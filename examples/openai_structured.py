@@ -1,4 +1,4 @@
-"""OpenAI's Python library: answers that keep to a schema, whatever the model.
+"""OpenAI's Python library: responses that follow a schema, with any model.
 
 OPENAI_BASE_URL=http://localhost:8080/v1 python examples/openai_structured.py
 """
@@ -13,7 +13,7 @@ from openai import AsyncOpenAI, BadRequestError, OpenAI
 from pydantic import BaseModel, Field
 
 os.environ.setdefault("OPENAI_BASE_URL", "http://localhost:8080/v1")
-os.environ.setdefault("OPENAI_API_KEY", "any")  # the library wants one, the server does not
+os.environ.setdefault("OPENAI_API_KEY", "any")  # required by the library, not by the server
 
 
 class Book(BaseModel):
@@ -30,12 +30,12 @@ def main() -> None:
     model = client.models.list().data[0].id
     asked = {"model": model, "messages": MESSAGES, "seed": 3, "max_tokens": 200}
 
-    # A pydantic model goes in, an object of it comes out.
+    # The request takes a pydantic model, and the response is an instance of it.
     parsed = client.chat.completions.parse(**asked, response_format=Book).choices[0].message
     print("parsed:", repr(parsed.parsed))
     assert isinstance(parsed.parsed, Book)
 
-    # The same while it is written.
+    # The same as a stream.
     with client.beta.chat.completions.stream(**asked, response_format=Book) as stream:
         pieces = [event.delta for event in stream if event.type == "content.delta"]
         final = stream.get_final_completion().choices[0].message
@@ -43,7 +43,7 @@ def main() -> None:
     assert "".join(pieces) == parsed.content
     assert final.parsed == parsed.parsed
 
-    # Any JSON object; a text that matches a pattern; one of several texts (named as in vLLM).
+    # Any JSON object, a text that matches a pattern, or one of several texts (vLLM's fields).
     anything = client.chat.completions.create(
         **{**asked, "max_tokens": 150}, response_format={"type": "json_object"}
     ).choices[0]
@@ -58,7 +58,7 @@ def main() -> None:
     assert mood.choices[0].message.content in moods
     print("month and mood:", month.choices[0].message.content, mood.choices[0].message.content)
 
-    # A schema that cannot be kept is refused, with the place of the trouble.
+    # A schema that cannot be enforced is rejected with the path of the keyword.
     impossible = {"type": "object", "properties": {"x": {"type": "string", "pattern": "(?<n"}}}
     schema = {"name": "impossible", "schema": impossible}
     wanted = {"type": "json_schema", "json_schema": schema}
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 async def in_parallel(asked: dict) -> None:
-    """Schemas are per request: answers of different shapes are made in one batch."""
+    """Schemas are per request, so one batch can contain requests with different schemas."""
 
     class Color(BaseModel):
         name: Literal["red", "green", "blue"]

@@ -1,4 +1,4 @@
-"""OpenAI's Python library: functions that the model may call, or must.
+"""OpenAI's Python library: optional and required function calls.
 
 OPENAI_BASE_URL=http://localhost:8080/v1 python examples/openai_tools.py
 """
@@ -12,7 +12,7 @@ from openai import OpenAI
 from pydantic import BaseModel, Field
 
 os.environ.setdefault("OPENAI_BASE_URL", "http://localhost:8080/v1")
-os.environ.setdefault("OPENAI_API_KEY", "any")  # the library wants one, the server does not
+os.environ.setdefault("OPENAI_API_KEY", "any")  # required by the library, not by the server
 
 
 class GetWeather(BaseModel):
@@ -31,8 +31,8 @@ def main() -> None:
     model = client.models.list().data[0].id
     tools = [openai.pydantic_function_tool(GetWeather, name="get_weather")]
     messages = [{"role": "user", "content": "What will the weather be in Rome?"}]
-    # "required" is enforced while the answer is sampled: any model makes a valid call. That there
-    # is no second one too.
+    # "required" is enforced during sampling, so any model makes a valid call.
+    # `parallel_tool_calls=False` is enforced in the same way.
     asked = {
         "model": model,
         "messages": messages,
@@ -42,7 +42,7 @@ def main() -> None:
         "max_tokens": 200,
     }
 
-    # Call, run, answer: the round that every agent makes.
+    # The agent loop: the model calls a function, the program runs it, and the model responds.
     turn = client.chat.completions.create(**asked, tool_choice="required").choices[0]
     assert turn.finish_reason == "tool_calls", turn
     calls = turn.message.tool_calls or []
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def streamed(client: OpenAI, asked: dict, arguments: str) -> None:
-    """The name comes first, the arguments in pieces behind it."""
+    """The name comes first, and the arguments follow in chunks."""
     named = {"type": "function", "function": {"name": "get_weather"}}
     with client.chat.completions.stream(**asked, tool_choice=named) as stream:
         pieces = [e for e in stream if e.type == "tool_calls.function.arguments.delta"]
@@ -71,12 +71,12 @@ def streamed(client: OpenAI, asked: dict, arguments: str) -> None:
     assert "".join(piece.arguments_delta for piece in pieces) == call.function.arguments
     assert {piece.name for piece in pieces} == {"get_weather"}
 
-    # `parse` makes the pydantic object out of them.
+    # `parse` converts the arguments to a pydantic object.
     parsed = client.chat.completions.parse(**asked, tool_choice="required")
     first = (parsed.choices[0].message.tool_calls or [])[0]
     print("parsed:", repr(first.function.parsed_arguments))
     assert isinstance(first.function.parsed_arguments, GetWeather)
-    # the same seed, and so the same call as the one that came whole
+    # the same seed gives the same call as the non-streamed request
     assert first.function.arguments == arguments
 
 

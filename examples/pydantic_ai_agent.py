@@ -14,7 +14,7 @@ from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 
 os.environ.setdefault("OPENAI_BASE_URL", "http://localhost:8080/v1")
-os.environ.setdefault("OPENAI_API_KEY", "any")  # the library wants one, the server does not
+os.environ.setdefault("OPENAI_API_KEY", "any")  # required by the library, not by the server
 
 
 class City(BaseModel):
@@ -30,7 +30,7 @@ async def main() -> None:
     for model in (OpenAIChatModel(served), OpenAIResponsesModel(served)):
         kind = type(model).__name__
 
-        # Text, whole and streamed.
+        # Text, non-streamed and streamed.
         agent = Agent(model, model_settings=settings)
         whole = await agent.run("Hello!")
         async with agent.run_stream("Hello!") as stream:
@@ -38,7 +38,7 @@ async def main() -> None:
         print(f"{kind}: {whole.output!r} in {len(pieces)} pieces")
         assert "".join(pieces) == whole.output
 
-        # A typed result: the agent demands a call of a tool that takes it, or a schema.
+        # A typed result, which the agent requests as a required tool call or with a schema.
         for output in (ToolOutput(City), NativeOutput(City)):
             typed = Agent(model, output_type=output, model_settings=settings, retries=0)
             result = await typed.run("Where were the Olympic Games of 1896?")

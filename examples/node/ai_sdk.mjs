@@ -18,7 +18,7 @@ const provider = createOpenAICompatible({
 const model = provider(served);
 const asked = { model, temperature: 0, maxOutputTokens: 200, maxRetries: 0 };
 
-// Whole, then the same in pieces.
+// Non-streamed, then the same request as a stream.
 const whole = await generateText({ ...asked, prompt: "Hello!" });
 console.log("whole:", whole.text, whole.usage);
 assert.ok(whole.text);
@@ -30,7 +30,7 @@ console.log("pieces:", pieces);
 assert.equal(pieces.join(""), whole.text);
 assert.equal((await stream.usage).outputTokens, whole.usage.outputTokens);
 
-// A tool that must be called, whole and streamed.
+// A required tool call, non-streamed and streamed.
 const cities = ["Paris", "Rome", "Oslo"];
 const tools = {
   getWeather: tool({
@@ -40,7 +40,7 @@ const tools = {
   }),
 };
 const prompt = "What is the weather in Oslo?";
-// what the SDK has no word for goes through as it stands
+// fields that the SDK does not support are passed through unchanged
 const providerOptions = { local: { parallel_tool_calls: false } };
 const forced = { ...asked, prompt, tools, toolChoice: "required", providerOptions };
 const turn = await generateText(forced);
@@ -55,14 +55,14 @@ assert.deepEqual(
   turn.toolCalls.map((call) => call.input),
 );
 
-// An object that keeps to a schema.
+// An object that follows a schema.
 const schema = z.object({ genre: z.enum(["novel", "poetry"]), pages: z.number().int().max(999) });
 const output = Output.object({ schema });
 const book = await generateText({ ...asked, prompt: "Recommend a book.", output });
 console.log("object:", book.output);
 schema.parse(book.output);
 
-// Vectors.
+// Embeddings.
 const { embeddings } = await embedMany({
   model: provider.embeddingModel(served),
   values: ["a text", "another"],

@@ -1,4 +1,4 @@
-// OpenAI's library for JavaScript: a conversation, streamed, structured, and the Responses API.
+// OpenAI's library for JavaScript: conversations, streams, schemas, and the Responses API.
 //
 //     npm ci && OPENAI_BASE_URL=http://localhost:8080/v1 node openai_chat.mjs
 
@@ -9,13 +9,13 @@ import { z } from "zod";
 
 const client = new OpenAI({
   baseURL: process.env.OPENAI_BASE_URL ?? "http://localhost:8080/v1",
-  apiKey: process.env.OPENAI_API_KEY ?? "any", // the library wants one, the server does not
+  apiKey: process.env.OPENAI_API_KEY ?? "any", // required by the library, not by the server
 });
 const model = (await client.models.list()).data[0].id;
 const messages = [{ role: "user", content: "Hello!" }];
 const asked = { model, messages, temperature: 0, max_tokens: 200 };
 
-// The whole answer, then the same one in pieces.
+// A non-streamed response, then the same response as a stream.
 const whole = await client.chat.completions.create(asked);
 const said = whole.choices[0].message.content;
 console.log("whole:", said);
@@ -27,13 +27,13 @@ for await (const chunk of await client.chat.completions.create({ ...asked, strea
 console.log("pieces:", pieces);
 assert.equal(pieces.join(""), said);
 
-// The library's own fold over a stream, with events.
+// The library's stream helper, with events.
 let heard = "";
 const runner = client.chat.completions.stream(asked).on("content", (delta) => (heard += delta));
 assert.equal((await runner.finalChatCompletion()).choices[0].message.content, said);
 assert.equal(heard, said);
 
-// A schema for the answer.
+// A schema for the response.
 const Mood = z.object({ mood: z.enum(["glad", "sad"]), strength: z.number().int().min(1).max(10) });
 const parsed = await client.chat.completions.parse({
   ...asked,
@@ -50,12 +50,12 @@ const response = await stream.finalResponse();
 console.log("response:", response.output_text);
 assert.equal(text, response.output_text);
 
-// Leaving early: the server stops working when the client hangs up.
+// Cancellation: the server stops generating when the client disconnects.
 const long = await client.chat.completions.create({ ...asked, stream: true });
 for await (const _ of long) break;
 assert.ok(long.controller.signal.aborted);
 
-// Vectors, which the library asks for in base64 and unpacks.
+// Embeddings, which the library requests in base64 and decodes.
 const vectors = await client.embeddings.create({ model, input: ["a text", "another"] });
 console.log("vectors:", vectors.data.length, "of", vectors.data[0].embedding.length);
 assert.equal(vectors.data.length, 2);

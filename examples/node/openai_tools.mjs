@@ -7,7 +7,7 @@ import OpenAI from "openai";
 
 const client = new OpenAI({
   baseURL: process.env.OPENAI_BASE_URL ?? "http://localhost:8080/v1",
-  apiKey: process.env.OPENAI_API_KEY ?? "any", // the library wants one, the server does not
+  apiKey: process.env.OPENAI_API_KEY ?? "any", // required by the library, not by the server
 });
 const model = (await client.models.list()).data[0].id;
 const cities = ["Paris", "Rome", "Oslo"];
@@ -39,7 +39,7 @@ const asked = {
   max_tokens: 200,
 };
 
-// A function that must be called ends the run once it has been.
+// With a required function, the run ends after the call.
 const named = { type: "function", function: { name: "get_weather" } };
 const once = client.chat.completions.runTools({ ...asked, tool_choice: named });
 await once.done();
@@ -47,7 +47,7 @@ console.log("called with", called);
 assert.equal(called.length, 1);
 assert.ok(cities.includes(called[0]));
 
-// The same over a stream, where the arguments come in pieces.
+// The same as a stream, in which the arguments arrive in chunks.
 const streamed = client.chat.completions.runTools({ ...asked, tool_choice: named, stream: true });
 const results = [];
 streamed.on("functionToolCallResult", (result) => results.push(result));
@@ -56,7 +56,7 @@ console.log("results:", results);
 assert.deepEqual(results, [`It is sunny in ${called[0]}.`]);
 assert.deepEqual(called, [called[0], called[0]]);
 
-// Left to itself, the model calls as often as it likes, and answers in the end.
+// By default (`auto`), the model may make several calls before it responds.
 const free = client.chat.completions.runTools(asked, { maxChatCompletions: 3 });
 const messages = [];
 free.on("message", (message) => messages.push(message.role));
