@@ -1,13 +1,13 @@
-"""The build backend: a wheel whose only top-level name is `mlxrunner`.
+"""The build backend, which creates a wheel with the single top-level package `mlxrunner`.
 
-Knows: the wheel format (packaging.python.org, "Binary distribution format"). Must not know: how the
-wheel was built.
+Knows: the wheel format (packaging.python.org, "Binary distribution format"). Must not know: the
+build of the wheel's contents.
 
-The source tree has the two top-level packages `app` and `models`. Many projects have packages of
-these names, and site-packages can hold only one of each. So the wheel that scikit-build-core made
-is repacked: both packages move into a folder `mlxrunner`, and launcher.py becomes that folder's
-`__init__`, which puts the folder first on `sys.path`. No import statement changes. An editable
-install and an sdist are the upstream backend's own.
+The source tree has the two top-level packages `app` and `models`. Many projects have packages with
+these names, and site-packages can contain only one of each. Therefore this backend repacks the
+wheel of scikit-build-core. Both packages move into a folder `mlxrunner`, and launcher.py becomes
+the `__init__` of that folder. It puts the folder first on `sys.path`, so no import statement
+changes. Editable installs and sdists come from the upstream backend unchanged.
 """
 
 import base64
@@ -53,7 +53,7 @@ def build_wheel(
 
 
 def repack(wheel: Path) -> None:
-    """Move the packages of a wheel into one, in place."""
+    """Moves the packages of a wheel into one package, in place."""
     added = {
         f"{PACKAGE}/__init__.py": _LAUNCHER.read_bytes(),
         f"{PACKAGE}/__main__.py": _MAIN.encode(),

@@ -1,9 +1,9 @@
-"""The command of an installed wheel: makes `app` and `models` importable, then runs the command
+"""The command of an installed wheel. It makes `app` and `models` importable and runs the command
 line.
 
-Both packages are in this folder (see deploy/wheel/backend.py in the source tree). The folder goes
-to the front of `sys.path`, so that packages of the same names elsewhere are not imported in their
-place.
+Both packages are in this folder (see deploy/wheel/backend.py in the source tree). The folder is
+inserted at the front of `sys.path`, so that packages with the same names elsewhere are not imported
+instead.
 """
 
 import sys
