@@ -39,8 +39,13 @@ from app.http.api_keys import Keyring
 from app.http.auth import AuthMiddleware
 from app.http.body import RequestBodies
 from app.http.errors import DialectErrors, error_response
-from app.http.host import AllowedHosts, HostCheckMiddleware
-from app.http.origin import LOOPBACK_ORIGIN_REGEX, AllowedOrigins, OriginCheckMiddleware
+from app.http.host_and_origin import (
+    LOOPBACK_ORIGIN_REGEX,
+    AllowedHosts,
+    AllowedOrigins,
+    HostCheckMiddleware,
+    OriginCheckMiddleware,
+)
 from app.http.request_id import REQUEST_ID_HEADER, RequestIdMiddleware
 from app.http.streaming import ClientDisconnected
 
@@ -215,7 +220,8 @@ def build_routes(
     ]
     for dialect in _find_dialects():
         found += dialect.routes(watched, models, settings, bodies)
-    return found
+    # Starlette tries the routes in this order: those that generate come first
+    return sorted(found, key=lambda route: "POST" not in (getattr(route, "methods", None) or ()))
 
 
 def _find_dialects() -> list[Any]:

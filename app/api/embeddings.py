@@ -26,8 +26,8 @@ from app.api.fields import (
     invalid_request,
     quote_value,
 )
-from app.api.openai.common_fields import check_model, read_keep_alive
 from app.api.openai.compat_fields import check_compat_fields
+from app.api.openai.request import check_model, read_keep_alive
 from app.core.embeddings import Embeddings, EmbedInput, EmbedRequest, PoolingType
 from app.core.ports import Generate, Models, ResolvedModel
 from app.core.settings import Settings

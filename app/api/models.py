@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from app.api.fields import Fields
-from app.api.openai.common_fields import read_keep_alive
+from app.api.openai.request import read_keep_alive
 from app.core.model_state import ModelState
 from app.core.ports import Generate, Models
 from app.core.settings import Settings

@@ -1,4 +1,4 @@
-"""Served models, their state and memory requirement, and the limit on the length of a request.
+"""Served models, their state and memory requirement.
 
 Knows: names, bytes, seconds. Must not know: model loading, generation.
 """
@@ -6,70 +6,8 @@ Knows: names, bytes, seconds. Must not know: model loading, generation.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from app.core.jobs import Capacity, ComputeBackend, EngineStats
-from app.core.settings import MEBIBYTE, Settings
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContextLimit:
-    """The maximum length of a request, and the cause of this limit. model_context: the maximum
-    number of positions that the model supports. configured_context: the value of Settings.context.
-    capacity: the engine's capacity; None until the model is loaded. request_context: the request's
-    own limit; None if it has none."""
-
-    model_context: int
-    configured_context: int | None
-    capacity: Capacity | None
-    request_context: int | None = None
-
-    @property
-    def context_length(self) -> int:
-        own = self.server_context
-        return own if self.request_context is None else min(own, self.request_context)
-
-    @property
-    def server_context(self) -> int:
-        """The maximum length without the request's own limit."""
-        if self.capacity is not None:
-            return self.capacity.context_length
-        return (
-            self.model_context
-            if self.configured_context is None
-            else min(self.model_context, self.configured_context)
-        )
-
-    def explain_too_long(self, num_tokens: int) -> str:
-        """Returns the reason why a prompt of `num_tokens` tokens is rejected, and a remedy. The
-        reason is permanent: the prompt would not fit even without other requests."""
-        capacity = self.capacity
-        need = "at least one of which is needed for the output"
-        if self.context_length < self.server_context:
-            return (
-                f"but the request limits its context to {self.context_length} tokens, {need}: "
-                "shorten the prompt, or increase that limit"
-            )
-        if capacity is not None and capacity.limited_by_memory:
-            required = (
-                (num_tokens + 1)
-                / capacity.context_length
-                * capacity.kv_bytes_per_sequence
-                / MEBIBYTE
-            )
-            return (
-                f"but only {capacity.context_length} tokens fit in memory, {need} (it needs about "
-                f"{required:.1f} MiB of KV cache, and a request can have "
-                f"{capacity.kv_bytes_per_sequence / MEBIBYTE:.1f} MiB): shorten the "
-                "prompt, or increase --memory"
-            )
-        if self.context_length < self.model_context:
-            return (
-                f"but the server's context is {self.context_length} tokens, {need} (the "
-                f"model's own is {self.model_context}): shorten the prompt, or increase --context"
-            )
-        return (
-            f"but the model's context is {self.context_length} tokens, {need}: shorten the prompt"
-        )
-
+from app.core.jobs import ComputeBackend, EngineStats
+from app.core.settings import Settings
 
 # unloaded: on disk only · queued: waiting until another model is loaded or unloaded · unloading:
 # its process is being stopped · refused: it failed too often, see `error`

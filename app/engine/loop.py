@@ -213,9 +213,8 @@ class Loop:
                     )
 
     def _prefill(self, sequence: Sequence, count: int) -> None:
-        self.on_stage(
-            f"prefill of {pluralize(count, 'token')} at position {sequence.num_computed_tokens}"
-        )
+        start = sequence.num_computed_tokens
+        self.on_stage(f"prefill of positions {start} to {start + count - 1}")
         scored = self._model_runner.prefill(sequence, count)
         self._counters.prefilled_tokens += count
         self._dispatched_prefills.append(sequence)
@@ -253,7 +252,7 @@ class Loop:
                 sequence.shift(self._shift)
 
     def _decode(self, batch: Ids[Sequence], in_flight: Ids[InFlight]) -> None:
-        self.on_stage(f"decode of {pluralize(len(batch), 'sequence')}")
+        self.on_stage(f"decode, batch size {len(batch)}")
         try:
             scored = self._model_runner.decode(batch, gather_in_flight(in_flight, batch))
             if scored.has_grammar:

@@ -26,7 +26,6 @@ from app.core.jobs import (
     Started,
     Token,
 )
-from app.core.units import pluralize
 from app.engine.memory_profile import clear_allocator_cache
 from app.engine.model_runner import SampledToken
 from app.engine.scheduler import Scheduler
@@ -126,8 +125,8 @@ class OutputProcessor:
         )
         left = len(job.prompt_token_ids) - lease.cached
         log.debug(
-            "prompt of %s: %d cached, %d to compute",
-            pluralize(len(job.prompt_token_ids), "token"),
+            "prompt tokens: %d, cached: %d, to compute: %d",
+            len(job.prompt_token_ids),
             lease.cached,
             left,
         )

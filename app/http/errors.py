@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from starlette.responses import Response
-from starlette.types import Scope
 
 from app.core.errors import AppError, ErrorKind
 from app.core.request_context import REQUEST_CONTEXT, ErrorFormat
@@ -88,6 +87,12 @@ class DialectErrors(ErrorFormat, Protocol):
     """The error responses of a dialect, and the requests that get them. A dialect's module has one
     in ERRORS."""
 
-    def matches(self, scope: Scope) -> bool:
-        """Returns whether a request belongs to the dialect."""
+    @property
+    def path(self) -> str:
+        """The path whose requests belong to the dialect, with all paths below it."""
+        ...
+
+    @property
+    def header(self) -> str | None:
+        """The header whose requests belong to the dialect as well, in lower case."""
         ...

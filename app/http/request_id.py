@@ -82,7 +82,7 @@ class RequestIdMiddleware:
             id=name,
             traceparent=headers.get("traceparent", ""),
             state=state,
-            error_format=next((one for one in self._error_formats if one.matches(scope)), None),
+            error_format=self._find_error_format(scope["path"], headers),
         )
         # never reset: errors that the server logs after this middleware belong to the request too
         REQUEST_CONTEXT.set(context)
@@ -102,6 +102,16 @@ class RequestIdMiddleware:
         finally:
             self._traffic.count_response(*_route_labels(scope), status)
             _log_access(scope, context, status, time.monotonic() - began)
+
+    def _find_error_format(self, path: str, headers: Headers) -> DialectErrors | None:
+        for dialect in self._error_formats:
+            if _is_below(path, dialect.path) or (dialect.header and dialect.header in headers):
+                return dialect
+        return None
+
+
+def _is_below(path: str, parent: str) -> bool:
+    return path.startswith(parent) and path[len(parent) : len(parent) + 1] in ("", "/")
 
 
 def _route_labels(scope: Scope) -> tuple[str, str]:

@@ -30,9 +30,8 @@ from app.core.events import (
     TokenLogprob,
     Usage,
 )
-from app.core.jobs import Ended, Job, Prefilled, PromptLogprobs, Started, Token
+from app.core.jobs import ContextLimit, Ended, Job, Prefilled, PromptLogprobs, Started, Token
 from app.core.model_files import ModelFiles
-from app.core.model_state import ContextLimit
 from app.core.observers import count_choices
 from app.core.ports import Engine, ReservedSlots, Submission
 from app.core.requests import GenerateRequest, estimate_size

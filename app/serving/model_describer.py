@@ -1,29 +1,48 @@
 """Describes models from their files, which need not be loaded.
 
-Knows: what app.store and app.text read from the files of a model. Must not know: HTTP, which models
-are loaded.
+Knows: what app.store and app.text read from the files of a model, without loading its tokenizer.
+Must not know: HTTP, which models are loaded.
 """
 
 import asyncio
 import hashlib
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from app.core.errors import AppError, ErrorKind, redact_paths
 from app.core.generation_config import GenerationDefaults, read_generation_defaults
-from app.core.model_details import Capability, ModelDetails, TensorDetails
+from app.core.model_details import Capability, ModelDetails, ReasoningSupport, TensorDetails
 from app.core.model_files import ModelFiles
+from app.core.requests import ReasoningOptions
 from app.core.thread_pools import ThreadPools
 from app.store.tensor_summary import list_tensors, summarize_tensors
-from app.text.model_traits import ModelTraits, read_model_traits
+from app.text.capabilities import detect_capabilities
+from app.text.chat_template import ChatTemplate
+from app.text.family import find_family
+from app.text.generic_tool_calls import GenericFamily
+from app.text.infill import has_infill_tokens
+from app.text.prompt import NONE_EFFORT, build_thinking_kwargs
 
 # sentence-transformers writes this file beside a model that was made for embeddings
 _EMBEDDING_FILE = "modules.json"
 
 # a description reads headers and renders templates, which counts as large work
 _WORK_SIZE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTraits:
+    """chat: whether the model has a chat template. tools: whether the template renders tools.
+    infill: whether the tokenizer has tokens for filling in the middle. template: its text."""
+
+    chat: bool
+    tools: bool
+    infill: bool
+    reasoning: ReasoningSupport
+    template: str
 
 
 class ModelDescriber:
@@ -117,3 +136,31 @@ def _compute_digest(files: ModelFiles) -> str:
         repr((files.chat_template, files.system_prompt, files.first_messages, files.license)),
     )
     return hashlib.sha256(chr(0).join(parts).encode(errors="replace")).hexdigest()
+
+
+def read_model_traits(files: ModelFiles) -> ModelTraits:
+    """Reads the traits of a model. Renders test conversations, so call it on a thread. Raises
+    AppError(MODEL_FILES) if the template is broken, and OSError."""
+    template = ChatTemplate(files)
+    source = template.get_source(tools=True)
+    family = find_family(source) or GenericFamily()
+    return ModelTraits(
+        chat=template.includes_special_tokens,
+        tools=detect_capabilities(template.render).supports_tools,
+        infill=has_infill_tokens(files.tokenizer_path.read_bytes()),
+        reasoning=_read_reasoning(template) if family.reasoning_tags(source) else "none",
+        template=source if template.includes_special_tokens else "",
+    )
+
+
+def _read_reasoning(template: ChatTemplate) -> ReasoningSupport:
+    try:
+        build_thinking_kwargs(
+            ReasoningOptions(effort="none"),
+            template.get_variables(tools=False),
+            supports_reasoning=True,
+            supports_none=NONE_EFFORT.search(template.get_source(tools=False)) is not None,
+        )
+    except AppError:
+        return "always"
+    return "optional"

@@ -20,7 +20,7 @@ STALLED = RunnerStatus(
     state="stalled",
     progress=100,
     stats=STATS,
-    error="the engine has made no progress for 75 s (decode of 8 sequences)",
+    error="the engine has made no progress for 75 s (decode, batch size 8)",
     capacity=CAPACITY,
 )
 

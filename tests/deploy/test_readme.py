@@ -5,7 +5,7 @@ import re
 import shlex
 
 from app.core.settings import ModelSettings
-from app.http.host import AllowedHosts, parse_host
+from app.http.host_and_origin import AllowedHosts, parse_host
 from tests import test_dockerfile as image
 from tests.deploy.command import check_start, parse_serve_command
 from tests.server_process import ROOT

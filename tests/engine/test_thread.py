@@ -173,7 +173,7 @@ class PausedLoop(Loop):
     reached: threading.Event
 
     def step(self) -> StepOutput:
-        self.on_stage("decode of 8 sequences")
+        self.on_stage("decode, batch size 8")
         self.reached.set()
         assert self.gate.wait(PATIENCE)
         return super().step()
@@ -202,7 +202,7 @@ def test_the_heartbeat_gives_the_stage_and_its_start(start_thread: StartThread) 
     thread.submit(job("a", b"hello"))
     assert reached.wait(PATIENCE)
     paused = thread.heartbeat()
-    assert paused.stage == "decode of 8 sequences"
+    assert paused.stage == "decode, batch size 8"
     assert before <= paused.timestamp_ns <= time.monotonic_ns()
     assert thread.heartbeat() == paused, "without progress the heartbeat stays the same"
     gate.set()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
-from app.http.host import AllowedHosts, check_host, parse_host
+from app.http.host_and_origin import AllowedHosts, check_host, parse_host
 from tests.api.asgi import send_request
 from tests.fakes import FakeGenerate
 

@@ -5,7 +5,7 @@ from starlette.datastructures import Headers
 
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
-from app.http.origin import AllowedOrigins, check_origin
+from app.http.host_and_origin import AllowedOrigins, check_origin
 from tests.api.asgi import send_request
 from tests.fakes import FakeGenerate
 

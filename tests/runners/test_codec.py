@@ -186,7 +186,7 @@ def test_union_members_are_distinguished_by_name():
         )
         != ended
     )
-    beat = Heartbeat(timestamp_ns=1, stage="decode of 8 sequences")
+    beat = Heartbeat(timestamp_ns=1, stage="decode, batch size 8")
     assert worker_protocol.WORKER_EVENT.decode(worker_protocol.WORKER_EVENT.encode(beat)) == beat
     failed = EngineFailed(kind=ErrorKind.ENGINE, message="x", is_internal_error=True)
     assert (

@@ -216,7 +216,7 @@ import time
 from app.engine.loop import Loop
 
 def step(loop):
-    loop.on_stage("decode of 8 sequences")
+    loop.on_stage("decode, batch size 8")
     time.sleep(3600)
 
 Loop.step = step
@@ -235,7 +235,7 @@ def test_a_hanging_engine_is_killed(long_model: Path, plant: Callable[[str], Non
             message = failure.message
             assert failure.cause == "fault"
             assert message.startswith("the engine has made no progress for ")
-            assert message.endswith("(decode of 8 sequences)")
+            assert message.endswith("(decode, batch size 8)")
             assert ended.error == f"the engine stopped: {message}"
             assert running.status().state in ("stalled", "failed")
             await running.stop()

@@ -86,7 +86,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
     def paused_step(loop: Loop) -> Any:
         if not gate.is_set():
-            loop.on_stage("decode of 8 sequences")
+            loop.on_stage("decode, batch size 8")
             assert gate.wait(PATIENCE)
         return step(loop)
 
@@ -120,7 +120,7 @@ def test_a_hang_and_its_recovery_are_reported(
     stalled, recovered = asyncio.run(run())
     assert stalled.error is not None
     assert stalled.error.startswith("the engine has made no progress for ")
-    assert stalled.error.endswith("(decode of 8 sequences)")
+    assert stalled.error.endswith("(decode, batch size 8)")
     assert (stalled.progress, stalled.capacity) == (100, recovered.capacity)
     assert (recovered.state, recovered.error) == ("ready", None)
     assert caplog.text.count("has made no progress") == 1, "it is logged once"

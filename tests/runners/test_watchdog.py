@@ -8,7 +8,7 @@ def make_watchdog() -> Watchdog:
     return Watchdog(watchdog=4.0, interval=1.0)
 
 
-def heartbeat(when: int, stage: str = "decode of 8 sequences") -> Heartbeat:
+def heartbeat(when: int, stage: str = "decode, batch size 8") -> Heartbeat:
     return Heartbeat(timestamp_ns=when, stage=stage)
 
 
@@ -40,7 +40,7 @@ def test_any_activity_ends_a_silence():
 def test_a_stage_that_does_not_end_is_a_hang():
     results = feed(make_watchdog(), *[heartbeat(7)] * 6)
     assert results[:4] == [None] * 4
-    assert results[4] == "the engine has made no progress for 4 s (decode of 8 sequences)"
+    assert results[4] == "the engine has made no progress for 4 s (decode, batch size 8)"
 
 
 def test_a_stage_that_restarts_is_not_a_hang():

@@ -19,8 +19,8 @@ import models
 from app import store
 from app.core.embeddings import Embeddings, EmbedInput, EmbedJob, EmbedRequest, PoolingType
 from app.core.errors import AppError, ErrorKind
+from app.core.jobs import ContextLimit
 from app.core.model_files import ModelFiles
-from app.core.model_state import ContextLimit
 from app.core.ports import Runner
 from app.core.settings import Settings
 from app.core.thread_pools import ThreadPools

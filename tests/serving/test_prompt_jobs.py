@@ -8,9 +8,8 @@ import pytest
 
 from app import store
 from app.core.errors import AppError, ErrorKind
-from app.core.jobs import Capacity
+from app.core.jobs import Capacity, ContextLimit
 from app.core.model_files import ModelFiles
-from app.core.model_state import ContextLimit
 from app.core.requests import Conversation, GenerateRequest, Message, PromptBatch, Regex
 from app.core.settings import Settings
 from app.serving.prompt_jobs import JobBuilder, PreparedChoice

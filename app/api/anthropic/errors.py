@@ -11,15 +11,10 @@ Format: Anthropic's API reference, "Errors"; `error_code` is newer and optional 
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from starlette.datastructures import Headers
-from starlette.types import Scope
-
 from app.core.errors import AppError, ErrorKind
 from app.http.responses import JsonObject
 
 VERSION_HEADER = "anthropic-version"
-
-_MESSAGES_PATH = "/v1/messages"
 
 # of a request with a `thread`; the SDK's tool runner then sends whole conversations
 THREAD_UNSUPPORTED = "thread_unsupported_request"
@@ -71,13 +66,8 @@ def render_messages_error(error: AppError, request_id: str) -> JsonObject:
 class AnthropicErrors:
     """Implements `app.http.errors.DialectErrors`."""
 
-    def matches(self, scope: Scope) -> bool:
-        path: str = scope["path"]
-        return (
-            path == _MESSAGES_PATH
-            or path.startswith(f"{_MESSAGES_PATH}/")
-            or VERSION_HEADER in Headers(scope=scope)
-        )
+    path = "/v1/messages"
+    header = VERSION_HEADER
 
     def render(self, error: AppError, request_id: str) -> tuple[int, JsonObject]:
         return ERROR_TYPES[error.kind].status, render_messages_error(error, request_id)

@@ -16,7 +16,7 @@ from app.api.anthropic.errors import THREAD_UNSUPPORTED
 from app.api.anthropic.messages import EFFORTS, read_messages
 from app.api.anthropic.tools import read_tools
 from app.api.fields import INT32_MAX, Fields, as_mapping, invalid_request
-from app.api.openai.common_fields import check_model, read_keep_alive
+from app.api.openai.request import check_model, read_keep_alive
 from app.api.openai.sampling import MAX_STOP_STRINGS, read_sampling
 from app.api.openai.structured_outputs import build_json_schema
 from app.core.errors import AppError, ErrorKind

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from app.api.front_end import FrontendStats
 from app.api.metrics.engines import EngineCollector
 from app.api.metrics.http import FrontendCollector, HttpCollector
-from app.api.metrics.request_observer import RequestMetrics
+from app.api.metrics.request_metrics import RequestMetrics
 from app.core.observers import ObserverFactory
 from app.core.ports import Models
 from app.core.server_stats import ConnectionStats

@@ -3,7 +3,7 @@
 Knows: bodies of any content type. Must not know: their fields.
 
 Like Ollama's server, this does not check the content type, so that curl works without a header.
-app/http/origin.py rejects requests from web pages with another origin.
+app/http/host_and_origin.py rejects requests from web pages with another origin.
 """
 
 from collections.abc import AsyncGenerator

@@ -14,7 +14,7 @@ from starlette.types import Scope
 
 from app.api.fields import INT32_MAX, Fields, as_array, invalid_request
 from app.api.ollama.options import limit_keep_alive
-from app.api.openai.common_fields import read_keep_alive
+from app.api.openai.request import read_keep_alive
 from app.core.embeddings import Embeddings, EmbedInput, EmbedRequest
 from app.core.model_details import ModelDetails
 from app.core.ports import Generate, ResolvedModel

@@ -3,14 +3,10 @@
 Knows: the format and the texts that clients look for. Must not know: routes, requests.
 """
 
-from starlette.types import Scope
-
 from app.core.errors import AppError, ErrorKind
 from app.http.errors import ERROR_FORMATS
 from app.http.responses import JsonObject
 from app.http.streaming import encode_json_line
-
-PREFIX = "/api/"
 
 # clients compare these texts
 _BUSY = "server busy, please try again.  maximum pending requests exceeded"
@@ -37,8 +33,8 @@ def encode_error_line(error: AppError) -> bytes:
 class OllamaErrors:
     """Implements `app.http.errors.DialectErrors`."""
 
-    def matches(self, scope: Scope) -> bool:
-        return scope["path"].startswith(PREFIX)
+    path = "/api"
+    header = None
 
     def render(self, error: AppError, request_id: str) -> tuple[int, JsonObject]:
         status = _OWN_STATUSES.get(error.kind, ERROR_FORMATS[error.kind].status)

@@ -31,7 +31,9 @@ def read_name(fields: Fields, *keys: str) -> str:
         raise invalid_request(keys[0], "model is required")
     for name in names:
         if len(name) > MAX_NAME_CHARS:
-            raise invalid_request(keys[0], f"a name of a model has at most {MAX_NAME_CHARS} characters")
+            raise invalid_request(
+                keys[0], f"the name of a model has at most {MAX_NAME_CHARS} characters"
+            )
     return names[0]
 
 

@@ -1,8 +1,10 @@
 """OpenAI's responses: the common part of chat completions and completions, streamed or not.
 
 Knows: the envelope shared by chunks and bodies, the end of a stream, the collection of each
-choice's events. Must not know: the shape of a choice, the request. Only the request fields that a
-response repeats are known here.
+choice's events, token counts and timings: OpenAI's `usage`, Ollama's counters (durations in
+nanoseconds), llama.cpp's `timings` (in milliseconds; its server's README.md, "Timings"). Must not
+know: the shape of a choice, the request. Only the request fields that a response repeats are known
+here.
 """
 
 import math
@@ -12,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.api.generate_endpoint import CommentedStream
-from app.api.openai.usage import UsageTotals, render_usage
 from app.core.errors import AppError
 from app.core.events import (
     Finish,
@@ -20,14 +21,97 @@ from app.core.events import (
     PromptTokenIds,
     ReasoningDelta,
     TextDelta,
+    Timings,
     TokenLogprob,
     ToolCallDelta,
+    Usage,
 )
 from app.http.errors import render_error
 from app.http.responses import JsonObject
 from app.http.streaming import encode_sse_event
 
 DONE = b"data: [DONE]\n\n"
+
+
+class UsageTotals:
+    """Sums over the choices that have finished.
+
+    A prompt counts once, however many choices continue it. Its number of cached tokens is that of
+    the choice with the fewest cache hits, because the other choices reuse the prefix that this
+    choice computed. Choices run in parallel, so the total time is the maximum of their times.
+    """
+
+    def __init__(self) -> None:
+        self.finished = 0
+        self._prompts: dict[int, Usage] = {}
+        self._completion = self._reasoning = 0
+        self._prompt_ns = self._eval_ns = self._total_ns = 0
+
+    def add(self, finish: Finish) -> None:
+        self.finished += 1
+        usage, timings = finish.usage, finish.timings
+        known = self._prompts.setdefault(finish.prompt_index, usage)
+        if usage.cached_tokens < known.cached_tokens:
+            self._prompts[finish.prompt_index] = usage
+        self._completion += usage.completion_tokens
+        self._reasoning += usage.reasoning_tokens
+        self._prompt_ns = max(self._prompt_ns, timings.prefill_ns)
+        self._eval_ns = max(self._eval_ns, timings.decode_ns)
+        self._total_ns = max(self._total_ns, timings.total_ns)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in self._prompts.values()),
+            completion_tokens=self._completion,
+            cached_tokens=sum(usage.cached_tokens for usage in self._prompts.values()),
+            reasoning_tokens=self._reasoning,
+        )
+
+    @property
+    def timings(self) -> Timings:
+        return Timings(prefill_ns=self._prompt_ns, decode_ns=self._eval_ns, total_ns=self._total_ns)
+
+    def render_counters(self) -> JsonObject:
+        """Returns the counters that extend OpenAI's usage."""
+        usage, timings = self.usage, self.timings
+        return {
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": timings.prefill_ns,
+            "eval_count": usage.completion_tokens,
+            "eval_duration": timings.decode_ns,
+            "total_duration": timings.total_ns,
+            "timings": _render_timings(usage, timings),
+        }
+
+
+def render_usage(usage: Usage) -> JsonObject:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }
+
+
+def _render_timings(usage: Usage, timings: Timings) -> JsonObject:
+    return {
+        "cache_n": usage.cached_tokens,
+        **_rate_fields("prompt", usage.prompt_tokens - usage.cached_tokens, timings.prefill_ns),
+        **_rate_fields("predicted", usage.completion_tokens, timings.decode_ns),
+    }
+
+
+def _rate_fields(name: str, count: int, nanoseconds: int) -> JsonObject:
+    """Returns the count and the rate. The rate is 0 if the count or the time is 0, because JSON has
+    no infinity."""
+    return {
+        f"{name}_n": count,
+        f"{name}_ms": nanoseconds / 1e6,
+        f"{name}_per_token_ms": nanoseconds / 1e6 / count if count else 0.0,
+        f"{name}_per_second": count * 1e9 / nanoseconds if nanoseconds else 0.0,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

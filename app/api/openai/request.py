@@ -8,17 +8,11 @@ The other modules in this folder parse the values of shared fields. Each field i
 or rejected by name if it would have an effect.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from app.api.fields import Fields, as_array, as_token_ids, invalid_request, quote_value
-from app.api.openai.common_fields import (
-    check_identifiers,
-    check_metadata,
-    check_model,
-    read_keep_alive,
-    read_service_tier,
-)
 from app.api.openai.compat_fields import check_compat_fields
 from app.api.openai.messages import read_conversation
 from app.api.openai.reasoning import read_thinking
@@ -30,12 +24,18 @@ from app.api.openai.sampling import (
 )
 from app.api.openai.structured_outputs import read_grammar
 from app.api.openai.tools import read_tool_options
+from app.core import units
 from app.core.requests import Conversation, GenerateRequest, Prompt, PromptBatch
 from app.core.units import pluralize
 
 # The maximum number of choices, and therefore of prompts, in one request. This is OpenAI's limit
 # for `n`.
 MAX_CHOICES = 128
+
+IDENTIFIER_FIELDS = ("user", "safety_identifier", "prompt_cache_key")
+
+# The only tier of this server, under OpenAI's name.
+SERVICE_TIER = "default"
 
 
 def read_prompt(fields: Fields) -> Prompt:
@@ -307,3 +307,65 @@ def _reject_unsupported(fields: Fields) -> None:
     fields.reject("prediction", instead="leave it out: it has no effect on the output")
     for unsupported in ("audio", "moderation", "prompt_cache_options"):
         fields.reject(unsupported)
+
+
+def check_model(fields: Fields) -> None:
+    """Checks that the field is present. The model itself was resolved before the body was read."""
+    fields.required_string("model")
+
+
+def read_keep_alive(fields: Fields) -> float | None:
+    """Returns the number of seconds that the model stays loaded after this request; math.inf means
+    forever. This field is Ollama's. It is a number of seconds, or a text such as "90s", "5m" or
+    "1h30m". A negative value means forever. `ttl` is the name of this field in LM Studio."""
+    seconds, ttl = _read_seconds(fields, "keep_alive"), _read_seconds(fields, "ttl")
+    if seconds is not None and ttl is not None and seconds != ttl:
+        raise invalid_request("ttl", "keep_alive and ttl are aliases: keep one of them")
+    return ttl if seconds is None else seconds
+
+
+def _read_seconds(fields: Fields, name: str) -> float | None:
+    value = fields.value(name)
+    if isinstance(value, str):
+        seconds = units.parse_duration(value)
+    else:
+        seconds = fields.number(name, -(2.0**63), 2.0**63)
+        if value is None:
+            return None
+    if seconds is None:
+        expected = 'a number of seconds or a duration such as "5m"'
+        raise invalid_request(name, f"{name} must be {expected}, not {quote_value(value)}")
+    return math.inf if seconds < 0 else seconds
+
+
+def read_service_tier(fields: Fields) -> str | None:
+    """Returns the tier to include in the response. As with OpenAI, it is included only if the
+    request names one."""
+    fields.reject("service_tier", "auto", SERVICE_TIER)
+    return None if fields.value("service_tier") is None else SERVICE_TIER
+
+
+def check_identifiers(fields: Fields) -> None:
+    """Checks the fields that identify a caller. They are not used, because cached prefixes are
+    found by their tokens."""
+    for identifier in IDENTIFIER_FIELDS:
+        fields.string(identifier)
+
+
+def check_metadata(fields: Fields) -> None:
+    """Checks `metadata` against OpenAI's limits. It annotates stored responses. As with OpenAI, it
+    does not change the output."""
+    metadata = fields.nested("metadata")
+    if metadata is None:
+        return
+    pairs = list(metadata.items())
+    if len(pairs) > 16:
+        raise invalid_request(
+            "metadata", f"metadata must contain at most 16 pairs, not {len(pairs)}"
+        )
+    for key, value in pairs:
+        if len(key) > 64 or not isinstance(value, str) or len(value) > 512:
+            raise invalid_request(
+                metadata.path(key[:64]),
+                "metadata maps keys of up to 64 characters to strings of up to 512 characters",
+            )

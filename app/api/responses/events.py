@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from app.api.generate_endpoint import Progress
-from app.api.openai.usage import UsageTotals
+from app.api.openai.output import UsageTotals
 from app.api.responses.output_items import (
     CallItem,
     OutputItem,

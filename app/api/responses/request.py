@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from app.api.fields import Fields, as_mapping, drop_nulls, invalid_request
-from app.api.openai.common_fields import (
+from app.api.openai.compat_fields import check_compat_fields
+from app.api.openai.reasoning import read_response_thinking
+from app.api.openai.request import (
     IDENTIFIER_FIELDS,
     SERVICE_TIER,
     check_identifiers,
@@ -22,8 +24,6 @@ from app.api.openai.common_fields import (
     read_keep_alive,
     read_service_tier,
 )
-from app.api.openai.compat_fields import check_compat_fields
-from app.api.openai.reasoning import read_response_thinking
 from app.api.openai.sampling import (
     read_sampling,
     read_stop_conditions,

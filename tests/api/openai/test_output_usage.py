@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.api.openai.usage import UsageTotals, render_usage
+from app.api.openai.output import UsageTotals, render_usage
 from app.core.events import Finish, Timings, Usage
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from app.api.fields import Fields
-from app.api.openai.common_fields import (
+from app.api.openai.request import (
     check_identifiers,
     check_metadata,
     check_model,

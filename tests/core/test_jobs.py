@@ -2,8 +2,7 @@
 
 import pytest
 
-from app.core.jobs import Capacity
-from app.core.model_state import ContextLimit
+from app.core.jobs import Capacity, ContextLimit
 
 MIB = 1 << 20
 
