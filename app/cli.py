@@ -127,18 +127,18 @@ def _build_parser() -> flags.CommandLineParser:
     pull.add_argument("model", metavar="ORG/NAME", help="model name on the hub")
     pull.add_argument("--revision", help="a branch, tag or commit (default: the main branch)")
     listed = add("list", "list the models on this machine")
-    show = add("show", "describe a model and whether it fits in memory")
-    doctor = add("doctor", "check the compute backend of this machine and show possible speedups")
+    show = add("show", "show a model's details and whether it fits in memory")
+    doctor = add("doctor", "check this machine's compute backend and show possible speedups")
     config = add("config", "show the effective settings and where each one comes from")
     form = config.add_mutually_exclusive_group()
     for name, use in (("json", "print JSON"), ("toml", "print a file for --config")):
         form.add_argument(f"--{name}", action="store_const", dest="form", const=name, help=use)
     key = add("key", "create an API key and print it once")
+    key.add_argument("name", metavar="NAME", help="owner of the key, as shown in the log")
     key.add_argument(
-        "name", metavar="NAME", help="name of the key's owner, as it appears in the log"
-    )
-    key.add_argument(
-        "--admin", action="store_true", help="allow the key to load and unload models, too"
+        "--admin",
+        action="store_true",
+        help="also allow loading and unloading models, and reading metrics",
     )
     key.add_argument(
         "--file", type=Path, metavar="FILE", help="append the key's digest to this file"
@@ -159,9 +159,9 @@ def _add_launch_arguments(launch: argparse.ArgumentParser) -> None:
         "program",
         metavar="PROGRAM",
         choices=list(PROGRAMS),
-        help=f"{names}; words after -- are its arguments",
+        help=f"{names}; arguments after -- are passed to the program",
     )
     launch.add_argument(
-        "--print", action="store_true", help="print the settings of the program and do not run it"
+        "--print", action="store_true", help="print the program's settings without running it"
     )
     flags.add_setting_flags(launch)

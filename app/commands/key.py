@@ -35,7 +35,7 @@ def make_key(name: str, *, admin: bool, file: Path | None) -> int:
         before = append_key(file, table)
         message = f"Save the key: it is not shown again. Its digest was added to {file}."
         if any(other.name == key.name for other in before):
-            message += f" {name} has another key in it, which stays valid until you remove it."
+            message += f" {name}'s existing key stays valid until you remove it."
     print(fresh, flush=True)
     print(message, file=sys.stderr)
     return 0

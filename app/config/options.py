@@ -275,7 +275,7 @@ GROUPS = (
             make_option(
                 "watchdog",
                 value_types.duration(),
-                "how long a busy engine may make no progress before /health reports it and its "
+                "if a busy engine makes no progress for this long, /health returns 503 and its "
                 "process is restarted",
             ),
         ),
@@ -291,13 +291,13 @@ GROUPS = (
             make_option(
                 "max_per_key",
                 value_types.integer(1),
-                "concurrent requests per key (each choice counts)",
+                "maximum number of concurrent requests per key (each choice counts)",
                 unset="no limit",
             ),
             make_option(
                 "max_tokens",
                 value_types.integer(1, unit="tokens"),
-                "maximum output tokens per choice",
+                "maximum number of output tokens per choice",
                 unset="limited only by the context",
             ),
             make_option(
@@ -309,7 +309,7 @@ GROUPS = (
             make_option(
                 "deadline",
                 value_types.duration(),
-                "maximum time from a request's arrival to the end of its response; later, it fails",
+                "maximum time from a request's arrival to the end of its response",
                 unset="no limit",
             ),
             make_option(
@@ -388,11 +388,11 @@ MODEL_OPTIONS = (
         unset="its own name",
         settings_class=ModelSettings,
     ),
-    make_option("preload", value_types.boolean(), "load it at start", settings_class=ModelSettings),
+    make_option("preload", value_types.boolean(), "load at start", settings_class=ModelSettings),
     make_option(
         "pinned",
         value_types.boolean(),
-        "load it at start and never evict it",
+        "load at start and never evict",
         settings_class=ModelSettings,
     ),
     _make_model_option("keep_alive"),

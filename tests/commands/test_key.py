@@ -66,9 +66,9 @@ def test_a_second_key_with_the_same_name_gives_a_notice(
 ):
     file = tmp_path / "keys.toml"
     make_key("laptop", admin=False, file=file)
-    assert "another key" not in capsys.readouterr().err
+    assert "existing key" not in capsys.readouterr().err
     make_key("laptop", admin=False, file=file)
-    assert "laptop has another key in it" in capsys.readouterr().err
+    assert "laptop's existing key stays valid" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a\nb", 'a"', "-a", "a" * 65, "é", "[31m"])

@@ -95,7 +95,7 @@ GAUGES: Sequence[MetricRow] = (
 COUNTERS: Sequence[MetricRow] = (
     (
         "vllm:prompt_tokens",
-        "Prompt tokens computed (again after a preemption) or taken from the prefix cache, "
+        "Prompt tokens computed (again after a preemption) or found in the prefix cache, "
         "updated during prefill",
         lambda s: s.stats.prefilled_tokens + s.stats.cached_tokens,
     ),
@@ -133,17 +133,17 @@ COUNTERS: Sequence[MetricRow] = (
     ),
     (
         "mlxrunner_model_loads",
-        "Number of times that the model was loaded",
+        "Number of model loads",
         lambda s: s.loads,
     ),
     (
         "mlxrunner_model_evictions",
-        "Number of times that the model was evicted to make room for another model",
+        "Number of times the model was evicted to make room for another model",
         lambda s: s.evictions,
     ),
     (
         "mlxrunner_model_restarts",
-        "Number of times that the model's runner was restarted",
+        "Number of restarts of the model's runner",
         lambda s: s.restarts,
     ),
 )

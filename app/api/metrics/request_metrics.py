@@ -94,7 +94,7 @@ HISTOGRAMS: Mapping[HistogramKey, tuple[str, str, Sequence[float]]] = {
     ),
     "load": (
         "mlxrunner_request_load_time_seconds",
-        "Time from a request's arrival until its model was loaded, if it was not loaded yet",
+        "Time from a request's arrival until its model is loaded, for cold starts only",
         REQUEST_LATENCY_BUCKETS,
     ),
     "queue": (
@@ -104,7 +104,7 @@ HISTOGRAMS: Mapping[HistogramKey, tuple[str, str, Sequence[float]]] = {
     ),
     "prefill": (
         "vllm:request_prefill_time_seconds",
-        "Time from the start in the engine to the first token",
+        "Time from when the engine starts a request to the first token",
         REQUEST_LATENCY_BUCKETS,
     ),
     "decode": (
@@ -114,28 +114,28 @@ HISTOGRAMS: Mapping[HistogramKey, tuple[str, str, Sequence[float]]] = {
     ),
     "inference": (
         "vllm:request_inference_time_seconds",
-        "Time from the start in the engine to the last token",
+        "Time from when the engine starts a request to the last token",
         REQUEST_LATENCY_BUCKETS,
     ),
     "prompt": ("vllm:request_prompt_tokens", "Prompt tokens", TOKEN_COUNT_BUCKETS),
     "computed": (
         "vllm:request_prefill_kv_computed_tokens",
-        "Prompt tokens not taken from the prefix cache",
+        "Prompt tokens not found in the prefix cache",
         TOKEN_COUNT_BUCKETS,
     ),
     "answer": (
         "vllm:request_generation_tokens",
-        "Generated tokens of a choice",
+        "Generated tokens per choice",
         TOKEN_COUNT_BUCKETS,
     ),
     "asked": (
         "vllm:request_params_max_tokens",
-        "max_tokens of the requests that set it",
+        "max_tokens, for requests that set it",
         TOKEN_COUNT_BUCKETS,
     ),
     "choices": (
         "vllm:request_params_n",
-        "Choices requested for each prompt (n)",
+        "Choices requested per prompt (n)",
         CHOICE_COUNT_BUCKETS,
     ),
 }

@@ -142,7 +142,7 @@ def test_the_document_has_the_same_table():
     kinds = {
         "number": "a number",
         "boolean": "true or false",
-        "text": "a text",
+        "text": "a string",
         "texts": "a string or a list of strings",
         "object": "an object",
     }
