@@ -1,7 +1,6 @@
 """The composition root: builds a server from the settings and runs it.
 
-Knows: every package and the connections between packages. Must not know: the implementation of the
-packages.
+Knows: all packages and how they are connected. Must not know: how the packages are implemented.
 """
 
 import asyncio
@@ -48,19 +47,19 @@ from app.store import is_builtin
 
 log = logging.getLogger(__name__)
 
-# Building a decode step holds the GIL for milliseconds at a time. Parsing a long request and
-# rendering an endless template hold it, too. With Python's default of 5 ms, each token would reach
-# the event loop up to 5 ms later (docs/decisions/engine.md).
+# Building a decode step, parsing a long request and rendering a slow template hold the GIL for
+# milliseconds at a time. With Python's default of 5 ms, each token would reach the event loop up to
+# 5 ms later (docs/decisions/engine.md).
 _SWITCH_INTERVAL = 0.0005
 
-# The maximum number of connections accepted in one iteration of the event loop. asyncio uses the
-# same number as the listen backlog. With uvicorn's 2048, opening 1200 connections blocked all other
+# The maximum number of connections accepted in one iteration of the event loop. asyncio also uses
+# this number as the listen backlog. With uvicorn's 2048, opening 1200 connections blocked all other
 # requests for a second.
 _BACKLOG = 128
 
-# The number of seconds that an idle connection stays open. At the connection limit, idle
-# connections are closed earlier. A client that keeps connections open longer than the server
-# occasionally loses a request. httpx uses 5 s, like uvicorn, and nginx uses 60 s.
+# The keep-alive timeout of idle connections in seconds. At the connection limit, idle connections
+# are closed earlier. If a client keeps connections open longer than the server, requests
+# occasionally fail. httpx and uvicorn use 5 s, and nginx uses 60 s.
 _KEEP_ALIVE_TIMEOUT = 75
 
 
@@ -91,7 +90,7 @@ def serve(settings: Settings) -> int:
 
 class _RunningServer:
     """A server from start to shutdown. make_runner: creates the runner of a model. ranks: the other
-    ranks, if several ranks run the model together."""
+    ranks, if the model is distributed."""
 
     def __init__(
         self,
@@ -224,15 +223,14 @@ def _resolve_entry(model: ModelSettings | None, settings: Settings) -> Registere
 
 
 def _list_preload_names(entries: Sequence[RegisteredModel], settings: Settings) -> list[str]:
-    """Returns the names of the models marked as preloaded or pinned. If there are none, returns the
-    name of the first model."""
+    """Returns the names of the models marked as preloaded or pinned. If there are none, returns
+    only the name of the first model."""
     marked = {n for n, model in enumerate(settings.models) if model.preload or model.pinned}
     return [entry.served.name for n, entry in enumerate(entries) if n in (marked or {0})]
 
 
 def _pin(entry: RegisteredModel) -> RegisteredModel:
-    """Pins a model that several ranks load together, because such a model can be loaded only
-    once."""
+    """Pins a distributed model, because it can be loaded only once."""
     return replace(entry, served=replace(entry.served, keep_alive=math.inf, pinned=True))
 
 
@@ -268,8 +266,8 @@ def _run_follower(launch: Launch, settings: Settings) -> int:
 
 
 def _get_runner_factory(settings: Settings) -> Callable[[Settings], Runner]:
-    """Returns the factory that creates runners. Only the selected module is imported: importing the
-    engine takes a while, and only model processes and thread runners need it."""
+    """Returns the factory that creates runners. Only the selected module is imported, because
+    importing the engine is slow, and only model processes and thread runners need it."""
     if settings.runner == "thread":
         from app.runners.thread_runner import ThreadRunner
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# this import selects the compute backend, which must happen before MLX is imported
+# selects the compute backend, which must happen before MLX is imported
 from models import cpu_backend as cpu_backend
 
 # isort: split
@@ -23,7 +23,7 @@ from models.multimodal import get_text_config, get_text_weights, lacks_lm_head
 from models.ollama_names import to_mlx_names
 from models.quant import check_quant_method, quantize_model, replace_quantized_layers
 
-# model types that are other names of an architecture
+# aliases of architectures
 ALIASES: Mapping[str, str] = {
     "gemma3_text": "gemma3",
     "lfm2-vl": "lfm2",
@@ -43,7 +43,7 @@ _MAX_NAMED = 5
 
 
 class TensorError(ModelError):
-    """Some tensors are missing, unexpected or invalid. tensors: the names of these tensors in the
+    """Raised for missing, unexpected or invalid tensors. tensors: the names of these tensors in the
     model."""
 
     def __init__(self, message: str, names: Iterable[str]) -> None:
@@ -54,8 +54,8 @@ class TensorError(ModelError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """The properties of a model that a server needs before it builds the model. context_length: the
-    number of positions that the model was trained for. vocab_size: the size of its output layer. A
-    tokenizer may have fewer tokens."""
+    maximum number of positions that the model was trained for. vocab_size: the size of the output
+    layer; the tokenizer may have fewer tokens."""
 
     context_length: int
     vocab_size: int
@@ -73,12 +73,12 @@ def read_info(config: Mapping[str, Any]) -> ModelInfo:
 def build(
     config: Mapping[str, Any], weights: Mapping[str, mx.array], *, bits: int | None = None
 ) -> Model:
-    """Builds the model that `config` describes, with `weights`. Nothing is evaluated yet. For a
+    """Builds the model described by `config`, with `weights`. Nothing is evaluated yet. For a
     multimodal checkpoint, the result is the text model.
 
-    weights: the tensors, with the names of the original checkpoint, of MLX or of Ollama's store.
-    Their packing is inferred from the tensors and not from the config. bits: the number of bits to
-    which unquantized weights are quantized; None leaves them unchanged.
+    weights: the tensors, named as in the original checkpoint, in MLX or in Ollama's store. Their
+    packing is inferred from the tensors rather than the config. bits: the number of bits to which
+    unquantized weights are quantized; None leaves them unchanged.
 
     Raises ModelError for an unsupported architecture or quantization, for a missing config key, and
     for a tensor that is missing, unexpected, or has a wrong shape or type.
@@ -88,7 +88,7 @@ def build(
     named = to_mlx_names(weights)
     weights = get_text_weights(named)
     architecture = _find_architecture(config)
-    # a checkpoint of only the backbone has no head, although some configs declare one
+    # a checkpoint with only the backbone has no head, although some configs declare one
     # (Qwen3-Embedding-8B)
     if lacks_lm_head(named) or "tie_word_embeddings" not in config:
         config = {**config, "tie_word_embeddings": "lm_head.weight" not in weights}
@@ -106,9 +106,9 @@ def build(
 
 
 def _build_architecture(architecture: Any, config: Mapping[str, Any]) -> Any:
-    """Builds the model. Layers may raise an error for an invalid combination of sizes, although
-    each key is valid. All computations here use only values of config.json, so any error is caused
-    by the config."""
+    """Builds the model. Layers may raise an error for an invalid combination of sizes, even if each
+    key is valid. All computations here use only values from config.json, so any error is caused by
+    the config."""
     read = architecture.Config.from_dict(config)
     try:
         return architecture.Model(read)
@@ -172,7 +172,7 @@ def _check_tensors(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
 
 
 def _dtype_kind(array: mx.array) -> str:
-    """Returns the type for the comparison. All floating point types are equivalent."""
+    """Returns the kind of a dtype for comparisons. All floating point types are equivalent."""
     if mx.issubdtype(array.dtype, mx.floating):
         return "floating point"
     return str(array.dtype).removeprefix("mlx.core.")

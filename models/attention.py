@@ -18,8 +18,8 @@ from models.sharding import ATTENTION_SHARDS, ShardSpec
 
 class GroupedQueryAttention(nn.Module):
     """Computes grouped-query attention. If the device has a fused operation for attention and the
-    surrounding block, the block uses the fused operation instead (models/kernels/fused_blocks.py),
-    unless a subclass overrides `__call__`.
+    surrounding block, the block uses it instead (models/kernels/fused_blocks.py), unless a subclass
+    overrides `__call__`.
 
     bias, o_bias: whether the input projections and the output projection have biases. qk_norm:
     whether each head's query and key are normalized before the rotation (Dehghani et al. 2023).

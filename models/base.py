@@ -1,11 +1,12 @@
 """The interface of an architecture.
 
 Knows: the definition of a model (it takes tokens and layer caches, returns hidden states, and
-computes logits on demand). Must not know: individual architectures, the source of weights, callers.
+computes logits on demand). Must not know: individual architectures, where weights come from,
+callers.
 
 An architecture is one file that exports `Config` and `Model`. The file is named after the
-`model_type` in config.json. It defines Attention, MLP, Block and Model in this order. Parameter
-names are the names in the checkpoint.
+`model_type` in config.json. It defines Attention, MLP, Block and Model in this order. Parameters
+have the same names as in the checkpoint.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,9 +54,9 @@ class Model(Protocol):
     """The model that `models.build` returns. Implementations are subclasses of mlx.nn.Module.
 
     batch_invariant: whether the logits of a position are bit-identical for an unbatched sequence
-    and in a batch, and for every division of the prompt into chunks, provided that each operation
-    is batch-invariant (`models.cpu_layout`). It is False if the model chooses between two
-    equivalent computations by the number of positions.
+    and in a batch, and for every split of the prompt into chunks, provided that each operation is
+    batch-invariant (`models.cpu_layout`). It is False if the model chooses between two equivalent
+    computations based on the number of positions.
     """
 
     batch_invariant: ClassVar[bool]
@@ -64,19 +65,19 @@ class Model(Protocol):
         """Appends tokens [B, L] to `kv` and returns their hidden states [B, L, D] after the final
         norm.
 
-        kv: for one sequence, the caches that `make_kv` returned. For one new token of each of B
-        sequences, the batches that `LayerCache.make_batch` built from their caches. Layers use both
+        kv: for one sequence, the caches returned by `make_kv`. For one new token in each of B
+        sequences, the batches built from their caches by `LayerCache.make_batch`. Layers use both
         in the same way.
         """
         ...
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Returns the logits [..., V] of hidden states [..., D]. This is a separate method, so that
-        prefill does not compute logits that are not used."""
+        prefill does not compute unused logits."""
         ...
 
     def make_kv(self) -> list[LayerCache]:
-        """Returns empty caches, one per layer. Each cache has the kind that its layer needs."""
+        """Returns empty caches, one per layer. Each cache has the type that its layer needs."""
         ...
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -85,7 +86,7 @@ class Model(Protocol):
         ...
 
     def shift(self, kv: Sequence[LayerCache], start: int, end: int) -> bool:
-        """Removes positions [start, end) of one sequence. The later positions move up, and their
-        keys are rotated accordingly. If a layer does not support this, returns False and changes
-        nothing."""
+        """Removes positions [start, end) of one sequence. The following positions move up, and
+        their keys are rotated accordingly. If a layer does not support this, returns False and
+        changes nothing."""
         ...

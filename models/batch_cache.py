@@ -1,14 +1,14 @@
-"""Batches of layer caches. A layer gets a batch instead of one cache when it evaluates several
-sequences.
+"""Batches of layer caches. A layer receives a batch instead of a single cache when it computes
+several sequences.
 
-Knows: rows that each have their own cache. Must not know: the kinds of caches, sequences.
+Knows: rows with separate caches. Must not know: the types of caches, sequences.
 
-Weights are applied to all rows together. Attention and states are computed for each row, in buffers
-that belong only to that row. On a CPU, one operation computes attention for all rows. A row can
-therefore join or leave the batch between any two steps without copying. docs/decisions/engine.md
-compares this design with padded and paged layouts.
+Weights are applied to all rows together. Attention and recurrent states are computed per row, in
+buffers that are not shared between rows. On a CPU, one operation computes attention for all rows. A
+row can therefore join or leave the batch between any two steps without copying.
+docs/decisions/engine.md compares this design with padded and paged layouts.
 
-Every row evaluates exactly one new position.
+Each step computes exactly one new position per row.
 """
 
 from collections.abc import Sequence

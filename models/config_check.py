@@ -1,10 +1,10 @@
 """Checks the values of config.json against the types that an architecture's `Config` declares.
 
-Knows: annotations, plausible ranges of the usual keys. Must not know: architectures, tensors.
+Knows: annotations, plausible ranges of common keys. Must not know: architectures, tensors.
 
-A config may be wrong. `models.build` reports contradictions between the config and the tensors.
-This module rejects values that would fail earlier, such as a string instead of a number, or a
-billion layers.
+`models.build` reports contradictions between the config and the tensors. This module rejects
+invalid values that would fail before that, such as a string instead of a number, or a billion
+layers.
 """
 
 import math
@@ -12,8 +12,8 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
-# Limits on layers, on other counts (heads, experts) and on widths. They are several times as large
-# as in any trained model, and small enough to be allocated.
+# Limits on layers, on other counts (heads, experts) and on widths: several times larger than in any
+# trained model, and small enough to be allocated.
 _MAX_LAYERS = 1024
 _MAX_COUNT = 4096
 _MAX_WIDTH = 1 << 24

@@ -45,7 +45,7 @@ def _on_cpu() -> bool:
 
 def _conv_by_taps(x: mx.array, weight: mx.array) -> mx.array:
     """Adds the taps one by one. This is up to seven times as fast as MLX's CPU convolution, and the
-    order of the sum is the same for one position as for many."""
+    summation order does not depend on the number of positions."""
     length = x.shape[1] - weight.shape[1] + 1
     parts = (x[:, j : j + length] * weight[:, j, 0] for j in range(weight.shape[1]))
     return reduce(mx.add, parts)

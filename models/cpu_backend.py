@@ -1,14 +1,14 @@
-"""Selects the BLAS and the number of threads for MLX's computations on a CPU, before `mlx.core` is
-imported for the first time.
+"""Selects the BLAS and the number of threads for MLX on a CPU, before `mlx.core` is imported for
+the first time.
 
 Knows: wheels, shared libraries, environment variables. Must not know: arrays, models.
 
 On Linux, MLX's CPU wheel contains the reference BLAS, which is fifty times slower than an optimized
-BLAS. Symbols that are global in the process before libmlx.so is loaded take precedence over it. Our
-small shim library provides such symbols and forwards them to a fast BLAS (kernels/src/blas_shim.c).
-If the shim was not built, the fast BLAS itself provides them. On macOS and with CUDA, MLX needs no
-other BLAS. `MLXRUNNER_BLAS` is "stock" for MLX's own BLAS, or "openblas", "mkl" or the path of a
-library. `MLXRUNNER_THREADS` is the number of threads.
+BLAS. Global symbols that were loaded before libmlx.so take precedence over its own. A small shim
+library provides such symbols and forwards calls to a fast BLAS (kernels/src/blas_shim.c). If the
+shim was not built, the fast BLAS itself provides the symbols. On macOS and with CUDA, MLX does not
+need another BLAS. `MLXRUNNER_BLAS` is "stock" for MLX's own BLAS, or "openblas", "mkl" or the path
+of a library. `MLXRUNNER_THREADS` is the number of threads.
 """
 
 import ctypes
@@ -44,9 +44,8 @@ def get_num_threads(
     proc_cgroup: Path = _PROC_CGROUP,
     cgroup_root: Path = _CGROUP_ROOT,
 ) -> int:
-    """Returns the number of threads, from 1 to MAX_THREADS. It is MLXRUNNER_THREADS if this
-    variable is set. Otherwise it is the number of cores, limited by the CPU quotas of this
-    process's cgroups.
+    """Returns the number of threads, from 1 to MAX_THREADS. This is MLXRUNNER_THREADS, if set,
+    otherwise the number of cores, limited by the CPU quotas of this process's cgroups.
 
     allowed_cpus: the CPUs that the process may use; None asks the system. proc_cgroup: the file
     that lists the cgroups of the process. Raises ThreadsError.
@@ -71,7 +70,8 @@ def _allowed_cpus() -> frozenset[int]:
 
 
 def _count_cores(cpus: frozenset[int], topology: Path) -> int:
-    """Returns the number of distinct cores. A CPU without topology information counts as a core."""
+    """Returns the number of distinct cores. A CPU without topology information is counted as a
+    core."""
     cores = {
         "".join(_read_lines(topology / f"cpu{cpu}" / "topology" / "thread_siblings_list"))
         or f"cpu{cpu}"
@@ -197,8 +197,8 @@ def select_blas(environ: MutableMapping[str, str], *, shim: Path = _SHIM_LIBRARY
 
 
 def read_not_built_reason(folder: Path) -> str:
-    """Returns the reason why the extension in models/kernels was not compiled, and a solution. The
-    build wrote both to a file (kernels/CMakeLists.txt)."""
+    """Returns the reason why the extension in models/kernels was not compiled, and a solution, from
+    a file written by the build (kernels/CMakeLists.txt)."""
     try:
         line = (folder / "not_built.txt").read_text("utf-8").strip()
     except OSError:
@@ -219,8 +219,8 @@ def count_blas_calls(shim: Path = _SHIM_LIBRARY) -> int | None:
 
 
 def _unsupported_reason() -> str | None:
-    """Returns the reason why no other BLAS is needed or supported here, as a sentence. Returns None
-    if a BLAS can be selected."""
+    """Returns the reason why no other BLAS is needed or supported on this platform, as a sentence,
+    or None if a BLAS can be selected."""
     if sys.platform != "linux":
         return "MLX needs no other BLAS on this platform"
     if platform.machine() not in ("x86_64", "aarch64"):
@@ -296,7 +296,7 @@ def _load_library(candidate: _BlasCandidate, shim: Path) -> str:
 
 
 def _describe_library(library: ctypes.CDLL, prefix: str, default: str) -> str:
-    """Returns the name that the library reports, with the kernels that it selected."""
+    """Returns the library's self-reported name and selected kernels."""
     if config := _openblas_config(library, prefix):
         core = _call_string_function(library, f"{prefix}openblas_get_corename")
         return " ".join([*config.split()[:2], *([f"({core})"] if core else [])])
@@ -316,5 +316,5 @@ def _call_string_function(library: ctypes.CDLL, name: str) -> str:
     return (function() or b"").decode(errors="replace")
 
 
-# selected during the import, because importers of `models` import MLX next
+# selected at import time, because importers of `models` import MLX next
 ACTIVE = select_blas(os.environ)

@@ -1,13 +1,13 @@
-"""Prepares a model for the device: selects the memory layout of its weights and the operations that
+"""Prepares a model for the device: selects the memory layout of the weights and the operations that
 use them.
 
 Knows: modules with weights, the device, the layers that our kernels support. Must not know:
 architectures.
 
-This module is the only connection between architectures, which are written in mlx.nn, and the
-kernels. It evaluates nothing, so the memory that a model will need can be computed first.
+This module is the only connection between architectures, which use mlx.nn, and the kernels. It
+evaluates nothing, so the memory requirement of a model can be computed first.
 
-On a CPU, activations and layer caches are float32, whatever the types of the checkpoint are:
+On a CPU, activations and layer caches are always float32, regardless of the checkpoint's dtype:
 
     weights           with the kernels         without them
     float32           packed panels            [in, out], where BLAS is fastest for few rows
@@ -33,7 +33,7 @@ from models.prenorm import PreNormBlock
 from models.quant import replace_leaves
 
 # A weight is in memory twice while it is transposed. Larger weights are not transposed, so that
-# loading needs little more memory than the weights.
+# loading needs little additional memory.
 MAX_TRANSPOSED_BYTES = 192 << 20
 
 _KERNEL_LAYERS: layers.KernelLayerTable = {
@@ -68,10 +68,10 @@ def apply_cpu_layout(model: nn.Module) -> None:
 
 
 def is_batch_invariant(model: Model) -> bool:
-    """Returns whether the logits of a position depend bit for bit only on its sequence. They must
-    not depend on the other rows of the batch, on cached positions, or on the division of the prompt
-    into chunks. The kernels guarantee this for each of their operations. Layers with weights that
-    the kernels do not support use MLX's operations."""
+    """Returns whether the logits of a position are bit-identical regardless of the other rows in
+    the batch, of cached positions, and of the split of the prompt into chunks. The kernels
+    guarantee this for each of their operations. Layers with weights that the kernels do not support
+    use MLX's operations."""
     assert isinstance(model, nn.Module)
     modules: Sequence[tuple[str, Any]] = model.named_modules()
     return (
@@ -96,7 +96,7 @@ def _to_float32(module: Any) -> None:
 
 def _transpose(module: Any) -> None:
     """Transposes the weight of a module. MLX passes `x @ weight.T` to BLAS. For few rows, OpenBLAS
-    multiplies by a weight stored as [in, out] 5 to 10 % faster than by a weight stored as [out, in]
+    is 5 to 10 % faster with a weight stored as [in, out] than with a weight stored as [out, in]
     (`make bench ARGS=weights`)."""
     if module.weight.nbytes <= MAX_TRANSPOSED_BYTES:
         module.weight = mx.contiguous(module.weight.T).T

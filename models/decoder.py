@@ -52,8 +52,8 @@ class Config(base.Config):
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     def rope(self, layer_type: str | None = None) -> Rope:
-        """Returns the rotary embedding that `rope_theta`, `rope_scaling`, `rope_parameters` and
-        `partial_rotary_factor` define. layer_type: see `rope_settings`."""
+        """Returns the rope defined by `rope_theta`, `rope_scaling`, `rope_parameters` and
+        `partial_rotary_factor`. layer_type: see `rope_settings`."""
         theta, scaling = self.rope_settings(layer_type)
         share = (scaling or {}).get("partial_rotary_factor", self.partial_rotary_factor)
         if not isinstance(share, int | float) or not 0 < share <= 1:
@@ -94,8 +94,8 @@ class Config(base.Config):
             raise base.ModelError(f"a layer of type {kind!r} is not supported")
         if self.sliding_window is None or self.sliding_window < 1:
             raise base.ModelError(f"config.json's sliding_window is {self.sliding_window}")
-        # If no sequence can become longer than the window, the layer uses a full cache, because
-        # full caches can be shared more freely.
+        # If no sequence can be longer than the window, the layer uses a full cache, because full
+        # caches can be shared more easily.
         acts = self.sliding_window < self.max_position_embeddings
         return self.sliding_window if acts else None
 
@@ -121,7 +121,7 @@ class Block(Protocol):
         ...
 
     def make_kv(self) -> LayerCache:
-        """Returns an empty cache of the kind that this layer needs."""
+        """Returns an empty cache of the type that this layer needs."""
         ...
 
     def rerotate(self, keys: mx.array, positions: int) -> mx.array:
@@ -145,7 +145,7 @@ class Backbone(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """The part of `models.base.Model` that does not depend on the kind of block."""
+    """The part of `models.base.Model` that does not depend on the type of block."""
 
     batch_invariant: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers, in which each token passes through a few experts (Shazeer et al. 2017;
+"""Mixture-of-experts layers, in which each token is routed to a few experts (Shazeer et al. 2017;
 Switch, Fedus et al. 2021).
 
 Knows: weights stacked over experts, routing, the layouts of experts in checkpoints. Must not know:
@@ -20,7 +20,7 @@ from models.sharding import MLP_SHARDS, REPLICATED, ShardSpec
 # maps gate and up to the input of the down projection
 Gating = Callable[[mx.array, mx.array], mx.array]
 
-# From this number of rows on, sorting the rows by expert is faster, because each expert's weights
+# With at least this many rows, sorting the rows by expert is faster, because each expert's weights
 # are then read only once.
 MIN_SORTED_ROWS = 64
 
@@ -78,7 +78,7 @@ class QuantizedExpertLinear(QuantizedStack):
     def __call__(
         self, x: mx.array, expert_ids: mx.array, *, sorted_indices: bool = False
     ) -> mx.array:
-        """Computes the same as `ExpertLinear`."""
+        """See `ExpertLinear`."""
         product = mx.gather_qmm(
             x,
             self.weight,
@@ -95,9 +95,9 @@ class QuantizedExpertLinear(QuantizedStack):
 
 
 class Experts(nn.Module):
-    """Gated MLPs. Each token passes through the experts selected for it."""
+    """Gated MLPs, of which each token uses the selected experts."""
 
-    # the outputs of the experts are added first, so that the ranks sum only one row per token
+    # the experts' outputs are added before the all-reduce, so that ranks sum only one row per token
     shard_spec: ClassVar[ShardSpec] = replace(MLP_SHARDS, partial_sum=True)
 
     def __init__(
@@ -132,7 +132,7 @@ class Experts(nn.Module):
         ).squeeze(-2)
 
     def _apply_sorted(self, x: mx.array, expert_ids: mx.array) -> mx.array:
-        """Computes the same as `_apply`, with the rows sorted by expert."""
+        """Like `_apply`, but with the rows sorted by expert."""
         flat, each = expert_ids.flatten(), expert_ids.shape[-1]
         order = mx.argsort(flat)
         rows = x.reshape(-1, 1, x.shape[-1])[order // each]
@@ -141,13 +141,13 @@ class Experts(nn.Module):
 
 
 class SparseMoeBlock(nn.Module):
-    """Qwen's mixture of experts. It computes a softmax over all experts, of which the `top_k` best
-    are used. In some models, a shared expert with its own gate also processes every token.
+    """Qwen's mixture of experts: a softmax over all experts, of which the top `top_k` are used. In
+    some models, a shared expert with its own gate also processes every token.
 
     Parameter names: gate, switch_mlp, shared_expert, shared_expert_gate.
     """
 
-    shard_spec: ClassVar[ShardSpec] = REPLICATED  # only its experts are sharded
+    shard_spec: ClassVar[ShardSpec] = REPLICATED  # only the experts are sharded
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ def stack_experts(
 def _split_gate_up(path: str, projection: str, kind: str, array: mx.array) -> dict[str, mx.array]:
     if projection == "down_proj":
         return {f"{path}.down_proj.{kind}": array}
-    # contiguous, because gather_mm would copy a slice at every call
+    # contiguous, because gather_mm would copy a slice in every call
     gate, up = (mx.contiguous(half) for half in mx.split(array, 2, axis=1))
     return {f"{path}.gate_proj.{kind}": gate, f"{path}.up_proj.{kind}": up}
 

@@ -9,7 +9,7 @@ Its output for the new key k moves toward the new value v by a step size b:
     S <- g S + u k^T
     out = S q
 
-S is always float32, whatever the type of the activations is, because it accumulates thousands of
+S is always float32, regardless of the dtype of the activations, because it accumulates thousands of
 small steps.
 """
 
@@ -18,8 +18,8 @@ import mlx.core as mx
 # the number of positions computed together, a power of two
 CHUNK_LENGTH = 32
 
-# Up to this number of positions, they are computed one by one. On a CPU, the cost is the same, and
-# on Metal, MLX has a kernel for it.
+# Up to this number of positions, the recurrence is computed one position at a time. On a CPU, the
+# cost is the same, and on Metal, MLX has a kernel for it.
 MAX_RECURRENT_LENGTH = 16
 
 
@@ -48,10 +48,10 @@ def gated_delta_recurrent(
     beta: mx.array,
     state: mx.array,
 ) -> tuple[mx.array, mx.array]:
-    """Computes `gated_delta` for one position after the other. On Metal, a kernel is used for the
-    shapes of known models. Otherwise plain operations are used.
+    """Computes `gated_delta` one position at a time. On Metal, a kernel is used for the shapes of
+    known models. Otherwise, plain operations are used.
 
-    This function is not suitable for long prompts. The plain operations build a graph that grows
+    Not suitable for long prompts. The plain operations build a graph that grows
     with every position. The kernel computes more than 16 positions in chunks, where it divides by
     products of gates that may be zero.
     """
@@ -67,15 +67,15 @@ def gated_delta_chunked(
     beta: mx.array,
     state: mx.array,
 ) -> tuple[mx.array, mx.array]:
-    """Computes `gated_delta` for one chunk of positions at a time (section 3.3 of the paper).
+    """Computes `gated_delta` one chunk of positions at a time (section 3.3 of the paper).
 
     Within a chunk, D[i, j] is the decay from position j to i, and d[i] is the decay from the start
     of the chunk. The corrections u of all positions solve a triangular system:
 
         (I + A) U = b V - (b d K) S^T     A[i, j] = b[i] D[i, j] k[i] k[j]^T for j < i
 
-    Its matrix and its terms without S are computed for all chunks together. The remaining
-    computation is three products with S per chunk, one chunk after the other.
+    The matrix and the terms without S are computed for all chunks at once. The remaining
+    computation is three products with S per chunk, in sequence.
     """
     length, heads = queries.shape[1], keys.shape[2]
     chunk = min(CHUNK_LENGTH, 1 << (length - 1).bit_length())

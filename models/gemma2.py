@@ -1,12 +1,12 @@
 """Gemma 2 (Gemma Team 2024).
 
-Knows: its layers, windows and caps, the names of its parameters. Must not know: devices, kinds of
+Knows: the layers, windows and soft-caps, the parameter names. Must not know: devices, types of
 caches, batches.
 
 Blocks have norms before and after attention and before and after the gated MLP (tanh-approximated
 GELU). Every other layer uses sliding window attention. Attention scores and logits are soft-capped.
-Norm weights are stored minus one. Of the reference implementations, transformers implements the
-windows. mlx-lm (0.32) uses full attention in all layers.
+Norm weights are stored with an offset of -1. Of the reference implementations, transformers
+implements the windows, while mlx-lm (0.32) uses full attention in all layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -165,8 +165,8 @@ class Model(CausalLM):
 
 
 def _add_clipped(x: mx.array, residual: mx.array) -> mx.array:
-    """Returns x + residual. Gemma's residuals exceed the range of float16. In this type, they are
-    clipped, as in mlx-lm's gemma3."""
+    """Returns x + residual. Gemma's residuals exceed the range of float16, so they are clipped for
+    float16, as in mlx-lm's gemma3."""
     if x.dtype != mx.float16:
         return x + residual
     most = mx.finfo(mx.float16).max

@@ -1,10 +1,10 @@
 """The text model of Gemma 3 (Gemma Team 2025), in all sizes.
 
-Knows: the differences from Gemma 2. Must not know: devices, kinds of caches, images.
+Knows: the differences from Gemma 2. Must not know: devices, types of caches, images.
 
 Gemma 3 differs from Gemma 2 in three ways. It normalizes queries and keys instead of soft-capping.
-It has five sliding window layers for each full attention layer. The two kinds of layers have
-separate rotary settings.
+It has five sliding window layers for each full attention layer. The two types of layers have
+separate rope settings.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class Config(gemma2.Config):
         return decoder.SLIDING if (layer + 1) % self.sliding_window_pattern else decoder.FULL
 
     def rope(self, layer_type: str | None = None) -> Rope:
-        """Returns the rotary embedding of a layer type. `rope_parameters` has an object for each
+        """Returns the rope of a layer type. `rope_parameters` has an object for each
         layer type. The older keys are `rope_theta` and `rope_scaling` for full attention layers,
         and `rope_local_base_freq` for the other layers."""
         theta, scaling = self.rope_theta, self.rope_scaling
@@ -79,6 +79,7 @@ class Model(gemma2.CausalLM):
             gemma2.Block(config, Attention(config, layer))
             for layer in range(config.num_hidden_layers)
         ]
-        # bfloat16, as in Gemma 3's training and in mlx-lm, whatever the type of the activations is
+        # bfloat16, as in Gemma 3's training and in mlx-lm, regardless of the dtype of the
+        # activations
         scale = mx.array(config.hidden_size**0.5, mx.bfloat16).astype(mx.float32)
         super().__init__(config, gemma2.ScaledBackbone(config, blocks, cast(float, scale.item())))

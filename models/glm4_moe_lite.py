@@ -1,12 +1,12 @@
 """GLM-4 MoE Lite (GLM-4.7-Flash) is a model with multi-head latent attention and many small
 experts.
 
-Knows: its layers and router, the tensors of its checkpoints. Must not know: devices, the engine,
-the computation of latent attention.
+Knows: the layers and router, the checkpoint tensors. Must not know: devices, the engine, how latent
+attention is computed.
 
-The latent attention is that of DeepSeek-V2 (2024), see models/mla.py. The router is that of
-DeepSeek-V3 (2024), section 2.1.2. It uses sigmoid scores, and a bias that affects the selection of
-experts but not their weights.
+The latent attention is the same as in DeepSeek-V2 (2024); see models/mla.py. The router is the same
+as in DeepSeek-V3 (2024), section 2.1.2: it uses sigmoid scores, and a bias that affects the
+selection of experts but not their weights.
 """
 
 import math
@@ -111,7 +111,7 @@ class Attention(nn.Module):
 
     @property
     def shard_spec(self) -> ShardSpec:
-        """Returns the shard spec. All heads share the latents, so the latents are not divided."""
+        """Returns the shard spec. All heads share the latents, so the latents are replicated."""
         return ShardSpec(
             column_parallel=("q_proj" if "q_proj" in self else "q_b_proj",),
             row_parallel=("o_proj",),
@@ -138,9 +138,9 @@ class Attention(nn.Module):
         return split_heads(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))), self.heads)
 
     def _prefers_expanded(self, length: int, past_length: int | mx.array) -> bool:
-        """Returns whether the expanded form takes fewer multiplications per head, for `length`
-        queries after `past_length` positions. The numbers of multiplications are as follows, with
-        width = nope + value dimensions and total = past_length + length:
+        """Returns whether the expanded form needs fewer multiplications per head, for `length`
+        queries after `past_length` positions. The multiplication counts are as follows, with width
+        = nope + value dimensions and total = past_length + length:
 
             absorbed   width * latent * length + (2 * latent + rotary) * length * total
             expanded   width * latent * total  + (width + rotary)      * length * total

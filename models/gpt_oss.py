@@ -1,11 +1,10 @@
 """gpt-oss (OpenAI 2025) is a mixture of experts with attention sinks.
 
-Knows: its layers, the tensors of its checkpoints. Must not know: devices, the engine, its output
-format.
+Knows: the layers, the checkpoint tensors. Must not know: devices, the engine, the output format.
 
 Layers alternate between sliding window and full attention. Each head has a sink, which is the logit
-of a virtual key (Xiao et al. 2023). In the experts, the gate is clamped from above. The linear part
-is clamped on both sides, and one is added to it. Nearly all layers have biases.
+of a virtual key (Xiao et al. 2023). In the experts, the gate is clamped from above; the linear part
+is clamped on both sides and incremented by one. Nearly all layers have biases.
 
 Source of the layouts: the released checkpoints and their model card.
 """

@@ -3,12 +3,12 @@
 Knows: tensors of shape [batch, heads, length, head_dim], their storage while a sequence grows and
 is trimmed. Must not know: tokens, requests, policies.
 
-A cache holds one sequence, or several sequences of equal length in the batch axis. `offset` is the
-number of positions computed so far. A cache may only be trimmed if the result is exactly the same
-as that of a shorter run.
+A cache contains one sequence, or several sequences of equal length along the batch axis. `offset`
+is the number of positions computed so far. A cache may be trimmed only if the result is exactly the
+same as after a shorter run.
 
-models/rotating_kv.py and models/recurrent.py contain the other kinds of caches.
-models/batch_cache.py contains the rows of a batch.
+models/rotating_kv.py and models/recurrent.py contain the other types of caches, and
+models/batch_cache.py contains batches of caches.
 """
 
 from abc import ABC, abstractmethod
@@ -44,7 +44,7 @@ class LayerCache(Protocol):
     def can_trim(self, count: int) -> bool: ...
 
     def trim(self, count: int) -> None:
-        """Removes the last `count` positions. This is only valid if `can_trim(count)` is true."""
+        """Removes the last `count` positions. Valid only if `can_trim(count)` is true."""
         ...
 
     def copy(self) -> Self:
@@ -59,7 +59,7 @@ class LayerCache(Protocol):
 
     def estimate_nbytes(self, length: int, chunk: int) -> int:
         """Returns the number of bytes needed to compute `length` positions, at most `chunk` of them
-        at a time. It is available after at least one position has been computed."""
+        at a time. Available after at least one position has been computed."""
         ...
 
     def state(self) -> list[mx.array]:
@@ -67,8 +67,8 @@ class LayerCache(Protocol):
         ...
 
     def make_batch(self, rows: Sequence[Self], offsets: mx.array) -> object:
-        """Returns the cache that the layer gets when it computes one new position of several
-        sequences together. It is called on the first row. offsets: the offsets of the rows, [B]."""
+        """Returns the cache for computing one new position of several sequences together. Called on
+        the first row. offsets: the offsets of the rows, [B]."""
         ...
 
 
@@ -82,7 +82,7 @@ class AttentionCache(Protocol):
 
     @property
     def in_place_caches(self) -> Sequence[InPlaceCache]:
-        """The caches, one per sequence, if their buffers can be written in place. Otherwise it is
+        """The caches, one per sequence, if their buffers can be written in place, otherwise
         empty."""
         ...
 
@@ -103,7 +103,7 @@ class AttentionCache(Protocol):
 
 
 def round_up_to_step(length: int) -> int:
-    """Rounds up to a multiple of STEP, by which buffers grow."""
+    """Rounds up to a multiple of STEP, the growth increment of buffers."""
     return -(-length // STEP) * STEP
 
 
@@ -116,7 +116,7 @@ def grow_buffer(
     room = capacity - length
     if buffer is None or length == 0:
         return mx.zeros((batch, heads, room, dim), template.dtype)
-    # spare capacity is never read, so its content does not matter, and a view needs no memory
+    # spare capacity is never read, so its content is arbitrary, and a view needs no memory
     filler = buffer[..., :room, :]
     if room > buffer.shape[2]:
         filler = mx.zeros((batch, heads, room, dim), template.dtype)
@@ -126,8 +126,8 @@ def grow_buffer(
 class KVBuffers(ABC):
     """The keys and values of one layer, and the number of computed positions.
 
-    supports_in_place: whether the buffers hold keys and values in the layout of the attention
-    kernel, so that the kernel may write to them.
+    supports_in_place: whether the buffers have the layout of the attention kernel, so that the
+    kernel may write to them.
     """
 
     supports_in_place = True
@@ -148,17 +148,17 @@ class KVBuffers(ABC):
 
     @abstractmethod
     def allocate_slots(self, keys: mx.array, values: mx.array) -> SlotMapping:
-        """Allocates slots for positions of these shapes, [1, H, L, D]. From now on, they count as
-        cached, so the caller must write them before they are read. Only the shapes and types of the
-        arrays are used."""
+        """Allocates slots for positions of these shapes, [1, H, L, D]. From now on, these positions
+        count as cached, so the caller must write them before they are read. Only the shapes and
+        types of the arrays are used."""
 
     @property
     def in_place_caches(self) -> Sequence[InPlaceCache]:
         return (self,) if self.supports_in_place else ()
 
     def take_buffers(self) -> tuple[mx.array, mx.array]:
-        """Returns the only references to the buffers. The caller writes to the buffers and passes
-        them to `return_buffers`."""
+        """Hands over the only references to the buffers. The caller writes to the buffers and
+        returns them with `return_buffers`."""
         keys, values = self._keys, self._values
         assert keys is not None
         assert values is not None
@@ -205,8 +205,8 @@ class KVBuffers(ABC):
 class KVCache(KVBuffers):
     """All positions of a sequence.
 
-    keys, values: [B, H, capacity, D]. Slots from offset on are spare. Writes are in place unless
-    another reference to the buffer exists.
+    keys, values: [B, H, capacity, D]. Slots from `offset` on are spare capacity. Writes are in
+    place unless another reference to the buffer exists.
     """
 
     sliceable = True
@@ -236,7 +236,7 @@ class KVCache(KVBuffers):
         )
 
     def reserve(self, length: int) -> None:
-        # the next write applies it, because only the write knows the shapes
+        # applied by the next write, because the shapes are not known here
         self._reserved = max(self._reserved, round_up_to_step(length))
 
     def estimate_nbytes(self, length: int, chunk: int) -> int:

@@ -1,6 +1,6 @@
 """LFM2 (Liquid AI 2025) has short gated convolutions with attention layers in between.
 
-Knows: its layers, the names of its parameters. Must not know: devices, kinds of caches, batches.
+Knows: the layers, the parameter names. Must not know: devices, types of caches, batches.
 
 Checkpoints call the final norm `embedding_norm`.
 """
@@ -50,9 +50,9 @@ class Config(decoder.Config):
 
     @property
     def inner_size(self) -> int:
-        """The inner width of an MLP. It is the configured width, or two thirds of it, rounded up,
-        if block_auto_adjust_ff_dim is set. In this case, three matrices have as many weights as two
-        matrices of the configured width (as in Llama's first code)."""
+        """The inner width of an MLP: the configured width, or two thirds of it, rounded up, if
+        block_auto_adjust_ff_dim is set. In this case, three matrices have as many weights as two
+        matrices of the configured width (as in the original Llama code)."""
         inner = self.block_ff_dim or self.intermediate_size
         if inner < 1:
             raise base.ModelError("config.json lacks block_ff_dim or intermediate_size")

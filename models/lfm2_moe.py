@@ -1,7 +1,7 @@
 """LFM2-MoE (Liquid AI 2025) is an LFM2 in which all layers except the first ones are mixtures of
 experts.
 
-Knows: its router, the tensors of its experts. Must not know: devices, the other layers of LFM2.
+Knows: the router, the expert tensors. Must not know: devices, the other layers of LFM2.
 """
 
 import re
@@ -39,7 +39,7 @@ class MoE(nn.Module):
     """A mixture of experts with sigmoid scores. The bias affects the selection of experts but not
     their weights."""
 
-    shard_spec: ClassVar[ShardSpec] = REPLICATED  # only its experts are sharded
+    shard_spec: ClassVar[ShardSpec] = REPLICATED  # only the experts are sharded
 
     def __init__(self, config: Config) -> None:
         super().__init__()

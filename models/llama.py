@@ -1,8 +1,8 @@
 """Llama (Touvron et al. 2023; Llama 3: Dubey et al. 2024).
 
-Knows: its block, the keys of its config. Must not know: devices, kernels, kinds of caches.
+Knows: the block, the config keys. Must not know: devices, kernels, types of caches.
 
-The model has pre-norm blocks of grouped-query attention with rotary positions and a SiLU-gated MLP.
+The model has pre-norm blocks of grouped-query attention with rope and a SiLU-gated MLP.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Config(decoder.Config):
     mlp_bias: bool = False
 
     def layer_rope(self, layer: int) -> Rope | NoRope:
-        """Returns the rotary embedding of a layer. Architectures whose layers differ override this
+        """Returns the rope of a layer. Architectures whose layers differ override this
         method."""
         return self.rope()
 

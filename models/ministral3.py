@@ -1,9 +1,9 @@
 """Ministral 3 (Mistral AI 2025) is a Mistral whose queries are scaled by position.
 
-Knows: the scale of a query at a position. Must not know: devices, kernels, kinds of caches.
+Knows: the scale of a query at a position. Must not know: devices, kernels, types of caches.
 
-With thousands of keys, a softmax becomes flat. Therefore queries are scaled up with their position,
-by one step per original context length, as in Llama 4 (Meta 2025; Nakanishi 2025).
+With thousands of keys, the softmax becomes flat. Queries are therefore scaled up with their
+position, by one step per original context length, as in Llama 4 (Meta 2025; Nakanishi 2025).
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """Mistral (Jiang et al. 2023) is a Llama with sliding window attention.
 
-Knows: the layers that have a window. Must not know: the computation of windows.
+Knows: which layers have a window. Must not know: how windows are computed.
 
 The first release has a window in all layers, and later releases in none. Ministral has a window in
-the layers that `layer_types` lists.
+the layers listed in `layer_types`.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Mixtral (Jiang et al. 2024) is a Mistral whose MLPs are mixtures of experts.
 
-Knows: the tensors of its experts. Must not know: devices, the selection of experts.
+Knows: the expert tensors. Must not know: devices, expert selection.
 """
 
 from dataclasses import dataclass
@@ -46,8 +46,8 @@ class Model(decoder.CausalLM):
         super().__init__(config, decoder.Backbone(config, blocks))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Converts the checkpoint. It also stacks experts that are stored one by one, under either
-        set of names."""
+        """Converts the checkpoint, and stacks experts that are stored one by one under either set
+        of names."""
         named = {
             name.replace(".block_sparse_moe.", ".mlp."): array for name, array in weights.items()
         }

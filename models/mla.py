@@ -1,4 +1,4 @@
-"""Parts of multi-head latent attention: its cache, and linear maps with one matrix per head.
+"""Parts of multi-head latent attention: the cache, and linear maps with one matrix per head.
 
 Knows: tensors. Must not know: tokens, requests, policies, architectures. The cache implements the
 interface of models/kv.py.
@@ -90,11 +90,11 @@ class QuantizedMultiLinear(QuantizedStack):
     """A `MultiLinear`, quantized in any of MLX's modes."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Computes the same as `MultiLinear`."""
+        """See `MultiLinear`."""
         return self._quantized_matmul(x, transpose=True)
 
     def apply_transposed(self, x: mx.array) -> mx.array:
-        """Computes the same as `MultiLinear`."""
+        """See `MultiLinear`."""
         return self._quantized_matmul(x, transpose=False)
 
     def _quantized_matmul(self, x: mx.array, *, transpose: bool) -> mx.array:

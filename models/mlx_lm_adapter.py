@@ -1,4 +1,4 @@
-"""Runs architectures that are not implemented here through the classes of the library mlx-lm.
+"""Runs architectures that are not implemented here with mlx-lm's model classes.
 
 Knows: the names and the constructors of mlx-lm's models, the interface of models/base.py. Must not
 know: individual architectures.
@@ -7,10 +7,10 @@ This is the only module that imports mlx-lm. It does so only when such a model i
 the import takes about a second (it imports transformers). Nothing is downloaded, and no code from a
 model's folder is run.
 
-The adapter has three disadvantages compared with our own architectures. The rows of a batch are
-computed one by one, so batching saves nothing. Context shift is not supported. The last chunk of a
-prompt computes the logits of all its positions, although only the last position needs them. Logits
-of earlier chunks are never computed.
+The adapter has three disadvantages compared with native architectures. The rows of a batch are
+computed one by one, so batching gives no speedup. Context shift is not supported. The last chunk of
+a prompt computes the logits of all its positions, although only the last position needs them.
+Logits of earlier chunks are never computed.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from models.kv import LayerCache
 from models.mlx_lm_cache import MlxLmBatch, MlxLmLayerCache, wrap_cache
 
 _LIBRARY = "mlx_lm"
-# our own extra is not used, because our name may belong to another project on a package index
+# not mlxrunner's own extra, because the name may belong to another project on a package index
 _INSTALL_HINT = 'pip install "mlx-lm>=0.32"'
 
 # the config keys of the context length, in order of preference
@@ -57,7 +57,7 @@ _TEXT_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """The config values that the server needs. mlx-lm reads the others."""
+    """The config values that the server needs. mlx-lm reads all other values."""
 
     max_position_embeddings: int
     vocab_size: int
@@ -105,7 +105,7 @@ def find_architecture(config: Mapping[str, Any]) -> Architecture:
             "config.json's model_file refers to code in the model folder, which must not be run"
         )
     folders = found.submodule_search_locations or ()
-    # the library is imported only if no file has that name, because the import takes a second
+    # import the library only if no file has that name, because the import takes a second
     if not any((Path(folder) / "models" / f"{kind}.py").is_file() for folder in folders):
         _resolve_classes(config)
 
@@ -133,7 +133,7 @@ def _build_model(classes: _ModelClasses, config: Mapping[str, Any]) -> Model:
         f"mlx-lm's {classes.kind} implementation does not support this config.json"
     ):
         made: Any = _subclass_model(classes)(classes.arguments.from_dict(given))
-    # an error should occur here and not at the first request
+    # fail here rather than at the first request
     with _as_model_error(
         f"mlx-lm's {classes.kind} implementation cannot create caches for this config.json"
     ):

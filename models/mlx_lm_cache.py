@@ -1,4 +1,4 @@
-"""Our layer caches with the interface that mlx-lm's model classes expect.
+"""mlxrunner's layer caches, with the interface that mlx-lm's model classes expect.
 
 Knows: that interface (mlx_lm/models/cache.py), the interface of models/kv.py. Must not know:
 architectures. mlx-lm's cache module is not imported here. It is passed as an argument where its
@@ -101,8 +101,8 @@ class MlxLmArraysCache(RecurrentCache):
 
 
 class MlxLmLayerCache:
-    """The cache of one layer. It consists of one of our caches, or of several caches if mlx-lm has
-    a CacheList. All of them have the same offset. is_cache_list: whether mlx-lm has a CacheList."""
+    """The cache of one layer, which consists of one native cache, or of several caches for mlx-lm's
+    CacheList. All caches have the same offset. is_cache_list: whether mlx-lm uses a CacheList."""
 
     def __init__(self, caches: Sequence[LayerCache], *, is_cache_list: bool) -> None:
         assert caches
@@ -203,8 +203,8 @@ def _wrap_one(cache: Any, library: Any) -> LayerCache:
 
 
 def _to_mlx_lm(cache: LayerCache, library: Any) -> Any:
-    """Converts one of our caches. Attention caches are used directly. States are copied to an
-    ArraysCache."""
+    """Converts a native cache. Attention caches are used directly. Recurrent states are copied to
+    an ArraysCache."""
     if not isinstance(cache, MlxLmArraysCache):
         return cache
     given = library.ArraysCache(cache.slots)

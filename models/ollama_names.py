@@ -29,7 +29,7 @@ def to_mlx_names(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
     The global scale in the store is a factor of the weight. MLX's global scale is the magnitude of
     the weight's largest entry.
     """
-    # find the packed tensors first: a bias belongs to a quantization if there is a scale beside it
+    # find the packed tensors first: a bias with a scale next to it belongs to a quantization
     packed = {name for name in weights if _is_quantized(name, weights)}
     found: dict[str, mx.array] = {}
     for name, array in weights.items():

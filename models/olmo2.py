@@ -1,10 +1,10 @@
 """OLMo 2 (OLMo Team 2024) is a Llama with norms after attention and MLP instead of before them.
 
-Knows: the order of its norms. Must not know: devices, kernels, kinds of caches.
+Knows: the order of the norms. Must not know: devices, kernels, types of caches.
 
-The outputs that are added to the residual stream are normalized. The stream itself is only
-normalized before the head (equations 1 and 2 of the paper). Queries and keys are normalized before
-the rotation, over all heads of a position together.
+The outputs of attention and MLP are normalized before they are added to the residual stream. The
+stream itself is normalized only before the head (equations 1 and 2 of the paper). Queries and keys
+are normalized before the rotation, over all heads of a position together.
 """
 
 from dataclasses import dataclass

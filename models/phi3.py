@@ -1,9 +1,9 @@
 """Phi-3, Phi-3.5 and Phi-4 (Abdin et al. 2024) are Llamas with fused projections.
 
-Knows: its fused projections and their sharding. Must not know: devices, kernels, kinds of caches.
+Knows: the fused projections and their sharding. Must not know: devices, kernels, types of caches.
 
-Queries, keys and values are one projection. Gate and up are another projection. Long contexts use
-longrope. Phi-4-mini rotates only part of each head.
+Query, key and value are fused into one projection, and gate and up into another. Long contexts use
+longrope. Phi-4-mini applies rope to only a part of each head.
 """
 
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
-"""The pre-norm block of most decoders. It consists of attention and an MLP, each with a norm before
-it and a residual connection.
+"""The pre-norm block of most decoders, with attention and an MLP, each preceded by a norm and with
+a residual connection.
 
 Knows: the parameter names of such a block in checkpoints, the cache that its attention needs. Must
 not know: the implementation of attention and MLP.
@@ -22,7 +22,7 @@ class AttentionLayer(Protocol):
 
     @property
     def rope(self) -> Rope | NoRope:
-        """The rotary embedding of the cached keys."""
+        """The rope of the cached keys."""
         ...
 
     def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:

@@ -1,4 +1,4 @@
-"""Quantized weights. This module detects the packing of layers, and quantizes unquantized layers.
+"""Quantized weights: detects the packing of layers, and quantizes unquantized layers.
 
 Knows: MLX's packing, the names of its parts (`weight`, `scales`, `biases`, `global_scale`). Must
 not know: architectures, files.

@@ -1,7 +1,7 @@
-"""Qwen2 and Qwen2.5 (Yang et al. 2024) are Llamas with biases in the projections of queries, keys
-and values.
+"""Qwen2 and Qwen2.5 (Yang et al. 2024) are Llamas with biases in the query, key and value
+projections.
 
-Knows: its biases, the layers that have a window. Must not know: devices, kernels, kinds of caches.
+Knows: the biases, which layers have a window. Must not know: devices, kernels, types of caches.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
 """Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024) are Qwen2 models with experts, including one shared
 expert.
 
-Knows: the layers that have experts, the tensors of its experts. Must not know: devices, the
-selection of experts.
+Knows: which layers have experts, the expert tensors. Must not know: devices, expert selection.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,5 +57,5 @@ class Model(decoder.CausalLM):
         super().__init__(config, decoder.Backbone(config, blocks))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Converts the checkpoint. It also stacks experts that are stored one by one."""
+        """Converts the checkpoint, and stacks experts that are stored one by one."""
         return super().sanitize(stack_experts(weights))

@@ -1,8 +1,8 @@
-"""Qwen3 (Yang et al. 2025) is a Qwen2 without biases and with norms of queries and keys.
+"""Qwen3 (Yang et al. 2025) is a Qwen2 without biases and with query and key norms.
 
-Knows: its norms of queries and keys. Must not know: devices, kernels, kinds of caches.
+Knows: the query and key norms. Must not know: devices, kernels, types of caches.
 
-Each head's query and key are normalized before the rotation (Dehghani et al. 2023).
+Each head's query and key are normalized before rope is applied (Dehghani et al. 2023).
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """Qwen3.5 (Qwen team 2026) is a Qwen3-Next with separate projections in its delta nets.
 
-Knows: the names of its projections. Must not know: the computation of a delta net, images.
+Knows: the names of the projections. Must not know: how a delta net is computed, images.
 
-The model is dense, or has experts in all layers (qwen3_5_moe). Published models are multimodal. The
-positions of text are the usual ones, because `mrope_section` only affects the positions of images.
+The model is dense, or has experts in all layers (qwen3_5_moe). Published models are multimodal.
+Text uses ordinary positions, because `mrope_section` affects only the positions of images.
 """
 
 from collections.abc import Sequence

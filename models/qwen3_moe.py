@@ -1,7 +1,6 @@
 """Qwen3-MoE (Yang et al. 2025) is a Qwen3 in which most MLPs are mixtures of experts.
 
-Knows: the layers that have experts, the tensors of its experts. Must not know: devices, the
-selection of experts.
+Knows: which layers have experts, the expert tensors. Must not know: devices, expert selection.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -63,5 +62,5 @@ class Model(decoder.CausalLM):
         super().__init__(config, decoder.Backbone(config, blocks))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Converts the checkpoint. It also stacks experts that are stored one by one."""
+        """Converts the checkpoint, and stacks experts that are stored one by one."""
         return super().sanitize(stack_experts(weights))

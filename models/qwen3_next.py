@@ -1,10 +1,11 @@
 """Qwen3-Next (Qwen team 2025). Most layers are gated delta nets (Yang et al. 2024), and every
-fourth layer uses full attention. Both kinds of layers have mixtures of experts.
+fourth layer uses full attention. Both types of layers have mixtures of experts.
 
-Knows: its two kinds of layers, the tensors of its checkpoints. Must not know: devices, the
-computation of the gated delta rule.
+Knows: the two types of layers, the checkpoint tensors. Must not know: devices, how the gated delta
+rule is computed.
 
-Original checkpoints store norm weights minus one. Converters for MLX store the weights themselves.
+Original checkpoints store norm weights with an offset of -1. Checkpoints converted for MLX store
+the weights without the offset.
 """
 
 from collections.abc import Callable, Sequence

@@ -13,11 +13,10 @@ from models.batch_cache import BatchRecurrentCache
 
 
 class RecurrentCache:
-    """States that summarize the whole past, such as convolution tails and delta-rule matrices, by
-    slot.
+    """Recurrent states, such as convolution tails and delta-rule matrices, by slot.
 
-    States cannot be trimmed. They can only be copied before they advance. States that accumulate
-    should be float32, whatever the type of the activations is.
+    States cannot be trimmed. They can only be copied before they advance. Accumulating states
+    should be float32, regardless of the dtype of the activations.
     """
 
     sliceable = False

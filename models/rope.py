@@ -4,8 +4,8 @@ Knows: the keys of `rope_scaling` and `rope_parameters` in config.json. Must not
 
 Sources of the formulas: Su et al. 2021 (RoPE); position interpolation, Chen et al. 2023 (linear);
 Peng et al. 2023 (yarn); Ding et al. 2024 (longrope); Llama 3.1's released config (llama3); Wang et
-al. 2024 (mrope). Parameter names and defaults are those of Hugging Face transformers,
-`modeling_rope_utils.py`, because checkpoints are written for this library.
+al. 2024 (mrope). Parameter names and defaults follow Hugging Face transformers
+(`modeling_rope_utils.py`), because checkpoints are written for this library.
 """
 
 import math
@@ -23,9 +23,9 @@ Scaling = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """Rotates the first `dims` dimensions of each head. It rotates pairs of dimensions half a head
-    apart, as in Hugging Face's Llama. If traditional is True, it rotates adjacent dimensions, as in
-    the paper.
+    """Applies rope to the first `dims` dimensions of each head. Pairs of dimensions half a head
+    apart are rotated, as in Hugging Face's Llama, or adjacent dimensions if `traditional` is True,
+    as in the paper.
 
     periods: [dims / 2], positions per radian, 1 / inv_freq. magnitude: the factor of cosine and
     sine in yarn and longrope.
@@ -76,7 +76,7 @@ class Rope:
 
 
 class NoRope:
-    """Replaces `Rope` in layers without positions (Kazemnejad et al. 2023)."""
+    """Replaces `Rope` in layers without rotary positions (Kazemnejad et al. 2023)."""
 
     def __call__(self, x: mx.array, offset: int | mx.array) -> mx.array:
         return x
@@ -93,7 +93,7 @@ def make_rope(
     scaling: Scaling | None = None,
     traditional: bool = False,
 ) -> Rope:
-    """Returns the rotary embedding for a config. dims: the number of rotated dimensions per head.
+    """Returns the rope for a config. dims: the number of rotated dimensions per head.
     scaling: the object in config.json, or None. Raises ModelError for an unsupported scaling type,
     or for a scaling object with missing keys."""
     if dims < 2 or dims % 2:
@@ -120,8 +120,8 @@ def make_rope(
 
 
 def rope_settings(config: Any, layer_type: str | None = None) -> tuple[float, Scaling | None]:
-    """Returns (theta, scaling) from either form of config. The older form is `rope_theta` and
-    `rope_scaling`. The newer form is `rope_parameters`, which contains both, or one such object per
+    """Returns (theta, scaling) from either config format: the older keys `rope_theta` and
+    `rope_scaling`, or the newer `rope_parameters`, which contains both, or one such object per
     layer type.
 
     layer_type: for example "full_attention"; None for a model whose layers are all of one type.

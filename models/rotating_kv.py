@@ -25,10 +25,10 @@ class RotatingKVCache(KVBuffers):
                                                                      length = window
 
     A single new position overwrites the oldest slot. Several new positions are appended in order
-    after the last window-1 positions, so that the first of them can attend to its whole window. The
-    next write of a single position drops the excess. Attention does not depend on the order,
-    because the rotation of the keys contains their positions. Only masks depend on it, and a mask
-    is only needed for a buffer in order.
+    after the last window-1 positions, so that the first new position can attend to its whole
+    window. The next write of a single position drops the excess. Attention does not depend on the
+    order, because rope encodes the positions in the keys. Only masks depend on the order, and a
+    mask is needed only for a buffer in order.
     """
 
     sliceable = False
@@ -139,7 +139,7 @@ class RotatingKVCache(KVBuffers):
         return slot
 
     def _shrink_to_window(self) -> None:
-        """Drops the spare capacity, because a ring has none after its last slot."""
+        """Drops the spare capacity, because a ring buffer has none."""
         assert self._keys is not None
         assert self._values is not None
         if self._keys.shape[2] != self.window:
@@ -161,7 +161,7 @@ class RotatingKVCache(KVBuffers):
             return
         assert self._keys is not None
         assert self._values is not None
-        # a ring is always full, so there is no spare capacity to keep
+        # a ring buffer is always full, so there is no spare capacity to keep
         self._keys = mx.roll(self._keys[..., : self._length, :], -self._head, 2)
         self._values = mx.roll(self._values[..., : self._length, :], -self._head, 2)
         self._head = 0

@@ -1,10 +1,10 @@
-"""Tensor parallelism. This module divides a model's weights among ranks.
+"""Tensor parallelism: shards a model's weights across ranks.
 
 Knows: modules, the axes of their parameters, the sharding that a module declares. Must not know:
 the communication of ranks, architectures.
 
 As in Shoeybi et al. 2019 ("Megatron-LM", section 3), each rank has some of the attention heads and
-part of an MLP's inner width. Therefore a layer needs two sums.
+part of an MLP's inner width. A layer therefore needs two all-reduce operations.
 
     x ──> rows of W ──> own heads, own inner width ──> columns of W ──> all_sum ──> y
     whole               1/n                            partial sum                  whole

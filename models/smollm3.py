@@ -1,8 +1,8 @@
-"""SmolLM3 (Hugging Face 2025) is a Llama in which every fourth layer has no rotary positions.
+"""SmolLM3 (Hugging Face 2025) is a Llama without rope in every fourth layer.
 
-Knows: the layers that have rotary positions. Must not know: devices, kernels, kinds of caches.
+Knows: which layers use rope. Must not know: devices, kernels, types of caches.
 
-The causal mask still gives these layers information about order (Kazemnejad et al. 2023; Yang et
+The causal mask still gives these layers positional information (Kazemnejad et al. 2023; Yang et
 al. 2025).
 """
 
@@ -16,8 +16,8 @@ from models.rope import NoRope, Rope
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(llama.Config):
-    """The keys of config.json that this architecture reads. no_rope_layers: for each layer, 1 if it
-    has rotary positions and 0 if it does not, despite the name of the key."""
+    """The keys of config.json that this architecture reads. no_rope_layers: for each layer, 1 if
+    the layer uses rope and 0 if not, despite the name of the key."""
 
     rope_theta: float = 2_000_000.0
     no_rope_layers: Sequence[int] | None = None

@@ -1,12 +1,11 @@
 """The ASGI application: routes, middleware and error responses.
 
 Knows: Starlette's exception handlers, the order of the middleware in app/http, the discovery of
-dialects. Must not know: the formats of dialects, the construction of `generate`, the origin of
-keys.
+dialects. Must not know: the formats of dialects, how `generate` is built, where keys are stored.
 
-A dialect is a module below app/api with a function `routes(generate, models, settings, bodies)`,
-and with ERRORS if its error responses differ from OpenAI's (app/http/errors.py:DialectErrors).
-Dialects are discovered by this name; they are not listed anywhere.
+A dialect is a module below app/api that defines a function `routes(generate, models, settings,
+bodies)`, and ERRORS if its error responses differ from OpenAI's (app/http/errors.py:DialectErrors).
+Dialects are discovered by these names; there is no list of dialects.
 """
 
 import pkgutil
@@ -49,8 +48,8 @@ from app.http.host_and_origin import (
 from app.http.request_id import REQUEST_ID_HEADER, RequestIdMiddleware
 from app.http.streaming import ClientDisconnected
 
-# The headers that OpenAI's SDK sends from browsers, and the request ID header. A page may send them
-# only if the preflight allows them.
+# The headers that OpenAI's SDK sends from browsers, and the request ID header. A web page may send
+# them only if the preflight response allows them.
 SDK_HEADERS = (
     "Authorization",
     "Content-Type",
@@ -82,7 +81,7 @@ EXPOSED_HEADERS = (REQUEST_ID_HEADER, "Retry-After")
 
 
 class _Application(Starlette):
-    """Starlette with middleware outside its error handler.
+    """A Starlette application with middleware outside its error handler.
 
     outer_middleware: the middleware that every response passes through. Starlette's own middleware
     list runs inside its error handler, so error responses would lack the CORS headers and the
@@ -132,9 +131,9 @@ def build_app(
 ) -> Starlette:
     """Builds the application.
 
-    keyring: the API keys; None disables authentication. traffic: the counters of responses; None
-    creates new ones. workers: the thread pools; None creates new ones. lag: the lag of the event
-    loop; None creates one that is never updated. Raises AppError(INVALID) for invalid host names or
+    keyring: the API keys; None disables authentication. traffic: the response counters; None
+    creates new counters. workers: the thread pools; None creates new pools. lag: the event loop
+    lag; None creates one that is never updated. Raises AppError(INVALID) for invalid host names or
     origins in the settings.
     """
     origins = AllowedOrigins.from_settings(settings)
@@ -160,7 +159,7 @@ def build_app(
         },
         lifespan=lifespan,
     )
-    # A path with a trailing slash is unknown, because most clients would lose the body on a
+    # A path with a trailing slash is not redirected, because most clients would lose the body on a
     # redirect.
     app.router.redirect_slashes = False
     return app
@@ -172,14 +171,13 @@ async def _handle_app_error(request: Request, error: Exception) -> Response:
 
 
 async def _handle_disconnect(request: Request, error: Exception) -> Response:
-    """Builds a response that is never sent. The access log uses its status, which is nginx's
-    499."""
+    """Builds a response that is never sent. Its status code, nginx's 499, appears in the access
+    log."""
     return Response(status_code=499)
 
 
 async def _handle_http_exception(request: Request, error: Exception) -> Response:
-    """Handles unknown paths and wrong methods, which are the only two cases that the router itself
-    raises."""
+    """Handles unknown paths and wrong methods, the only errors raised by the router itself."""
     assert isinstance(error, HTTPException)
     where = f"{request.method[:20]} {quote_value(request.url.path)}"
     if error.status_code == 405:
@@ -196,7 +194,7 @@ async def _handle_http_exception(request: Request, error: Exception) -> Response
 
 
 async def _handle_unexpected(request: Request, error: Exception) -> Response:
-    """Handles an unexpected exception. Starlette raises it again so that the server logs it; the
+    """Handles an unexpected exception. Starlette re-raises it so that the server logs it; the
     response therefore contains no details."""
     told = "internal error: see the server's log"
     return error_response(AppError(ErrorKind.ENGINE, told, code="internal_error"))
@@ -220,7 +218,7 @@ def build_routes(
     ]
     for dialect in _find_dialects():
         found += dialect.routes(watched, models, settings, bodies)
-    # Starlette tries the routes in this order: those that generate come first
+    # Starlette tries the routes in this order, so generation routes come first
     return sorted(found, key=lambda route: "POST" not in (getattr(route, "methods", None) or ()))
 
 

@@ -1,7 +1,7 @@
 """OpenAI's embeddings endpoint: POST /v1/embeddings.
 
 Knows: every field that OpenAI documents for the endpoint, the encodings of embeddings. Must not
-know: the computation of embeddings, the model's vocabulary, the context length. The serving layer
+know: how embeddings are computed, the model's vocabulary, the context length. The serving layer
 checks the vocabulary and the context length.
 
 Wire format: OpenAI's API reference, "Create embeddings".
@@ -44,7 +44,7 @@ Encoding = Literal["float", "base64"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedEmbedRequest:
-    """A valid request and the encoding of its embeddings."""
+    """A valid request, and the encoding of the embeddings in the response."""
 
     request: EmbedRequest
     encoding: Encoding
@@ -101,15 +101,15 @@ def parse_embeddings(body: object, model: str) -> ParsedEmbedRequest:
         ),
         encoding=_read_encoding(fields),
     )
-    fields.string("user")  # accepted, as OpenAI documents it, but not used
+    fields.string("user")  # documented by OpenAI, accepted but not used
     check_compat_fields(fields, "embeddings")
     fields.reject_unknown()
     return parsed
 
 
 def render_embeddings(parsed: ParsedEmbedRequest, embeddings: Embeddings) -> JsonObject:
-    """Builds the response body. Each embedding is encoded to JSON separately, so that encoding
-    never blocks other threads for longer than one embedding takes."""
+    """Builds the response body. Each embedding is encoded to JSON separately, so that the GIL is
+    released between embeddings."""
     write = _as_base64 if parsed.encoding == "base64" else _as_floats
     return {
         "object": "list",
@@ -136,8 +136,8 @@ def _as_floats(vector: bytes) -> orjson.Fragment:
 
 
 def _inputs(fields: Fields) -> tuple[EmbedInput, ...]:
-    """Reads `input`, which is a text, a list of token IDs, or a list of texts or of lists of token
-    IDs."""
+    """Reads `input`, which is a text, a list of token IDs, a list of texts, or a list of token ID
+    lists."""
     value = fields.required("input")
     if isinstance(value, str):
         return (_input(value, "input"),)

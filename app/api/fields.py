@@ -1,6 +1,6 @@
 """Readers for the fields of a JSON object. Every field is either read or rejected.
 
-Knows: JSON types, ranges, the description of an invalid value and its path. Must not know: the
+Knows: JSON types, ranges, error messages for invalid values. Must not know: the
 fields of any dialect.
 
 A field that is null is treated as absent everywhere.
@@ -16,7 +16,7 @@ from app.core.errors import AppError, ErrorKind, mark_client_text
 INT32_MAX = 2**31 - 1
 INT64 = (-(2**63), 2**63 - 1)
 
-# Integers up to this size are not changed by a conversion to a float and back.
+# Integers up to this size can be converted to a float and back without loss.
 _MAX_EXACT_INTEGER = 2**53
 
 _MAX_ECHO_CHARS = 200
@@ -28,7 +28,7 @@ def invalid_request(param: str | None, message: str) -> AppError:
 
 def quote_value(value: object) -> str:
     """Formats a value for an error message. The result is short and omits the content of nested
-    containers. Strings are marked as client data; null, booleans and numbers are not."""
+    containers. Strings are marked as client text."""
     match value:
         case None:
             return "null"
@@ -49,7 +49,7 @@ def quote_value(value: object) -> str:
 class Fields:
     """The fields of one JSON object. Read every known field, then call `reject_unknown`.
 
-    Every reader returns None for a field that is absent or null. If a field is invalid, the reader
+    Every reader method returns None for a field that is absent or null. For an invalid field, it
     raises AppError(INVALID) with the dotted path of the field.
     """
 
@@ -208,8 +208,8 @@ class Fields:
         return [(name, value) for name, value in self._values.items() if value is not None]
 
     def case_insensitive(self) -> "Fields":
-        """Returns the same object with lower-case names. If two names become equal, the last value
-        that is not null is used."""
+        """Returns the same object with lower-case names. If two names differ only in case, the last
+        non-null value is used."""
         return Fields({name.lower(): value for name, value in self.items()}, self._at)
 
     def _invalid_value(self, name: str, expected: str, value: object) -> AppError:
@@ -237,8 +237,8 @@ def as_number(value: object) -> float | None:
 
 
 def as_integer(value: object) -> int | None:
-    """Returns an integer or None. The parser converts integers beyond 64 bits to floats. These and
-    all other floats that are not exact integers result in None."""
+    """Returns an integer, or None for a value that is not an exact integer. The parser converts
+    integers beyond 64 bits to floats, which also result in None."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int):
@@ -266,7 +266,7 @@ def as_mapping(value: object, path: str) -> dict[str, Any]:
 def as_token_ids(values: list[object], path: str) -> tuple[int, ...]:
     """Returns token IDs, which are not yet checked against a vocabulary. Raises AppError(INVALID)
     for an invalid value."""
-    # A prompt may have a million tokens. Valid IDs are checked in C, and the loop only finds the
+    # A prompt may have a million tokens. Valid IDs are checked in C; the loop runs only to find an
     # invalid one.
     if set(map(type, values)) == {int}:
         numbers = cast("list[int]", values)

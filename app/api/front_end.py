@@ -1,6 +1,7 @@
 """Load statistics of the HTTP process: request bodies, work on threads, event loop lag.
 
-Knows: the sources of these statistics, their names in /v1/status. Must not know: the measurements.
+Knows: the sources of these statistics, their names in /v1/status. Must not know: how they are
+measured.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ class FrontendStats:
 
     def render(self) -> JsonObject:
         """Returns the JSON object. LoopLag and LoopLagWorst are the current lag and the maximum lag
-        of the last minute, in seconds. BodyBytes is the number of bytes that count against the
+        in the last minute, in seconds. BodyBytes is the number of bytes that count against the
         memory budget."""
         return {
             "LoopLag": round(self.lag.latest, 4),

@@ -1,9 +1,9 @@
 """The lifecycle of a generate request in the HTTP layer.
 
-Knows: body parsing, opening of the request, event streaming, cancellation. Must not know: any
-dialect, the cost of generation.
+Knows: body parsing, opening of requests, event streaming, cancellation. Must not know: any dialect,
+how expensive generation is.
 
-The whole lifecycle runs inside one `async with` block. Leaving the block cancels the request,
+The whole lifecycle runs inside one `async with` block. Exiting the block cancels the request,
 whether after an error, a complete response or a client disconnect.
 """
 
@@ -45,13 +45,14 @@ PROGRESS_INTERVAL = 1.0
 # a response header that lists omitted parts of the request, in ASCII
 NOTICE_HEADER = "x-mlxrunner-notice"
 
-# Seconds until a stream begins at the latest. Until then, an error still sets the status.
+# The maximum number of seconds before a stream begins. Before that, an error can still set the
+# status code.
 _MAX_FIRST_BYTE = 5.0
 
-# Estimated bytes of an event, and of a token with log-probabilities, in a response.
+# The estimated size of an event, and of a token with log probabilities, in bytes.
 _EVENT_BYTES, _LOGPROB_BYTES = 32, 512
 
-# The number of seconds after which a client should retry if loading the model exceeds `load_wait`.
+# The Retry-After value in seconds if loading the model exceeds `load_wait`.
 _LOADING_RETRY_AFTER = 10
 
 
@@ -62,12 +63,11 @@ NDJSON = "application/x-ndjson"
 
 
 class StreamEnds(Protocol):
-    """The frames of a stream besides its content."""
+    """The keep-alive and error frames of a stream."""
 
     @property
     def keep_alive(self) -> bytes:
-        """The next frame without content, which is sent while the stream is silent; b"" for
-        none."""
+        """The next keep-alive frame, which is sent while the stream is idle; b"" for none."""
         ...
 
     def fail(self, error: AppError) -> bytes:
@@ -76,8 +76,8 @@ class StreamEnds(Protocol):
 
 
 class StreamEncoder(StreamEnds, Protocol):
-    """Encodes a streamed response in a dialect. There is one encoder per response; events are fed
-    in order."""
+    """Encodes a streamed response in a dialect. There is one encoder per response. Events must be
+    fed in order."""
 
     def progress(self, event: Progress) -> bytes:
         """Returns zero or more complete frames that report progress. Called for each
@@ -109,7 +109,7 @@ class JsonLines:
 
 
 class CommentedStream:
-    """The progress and the keep-alive frames of server-sent events whose clients skip comments."""
+    """Progress and keep-alive frames sent as SSE comments, which clients skip."""
 
     keep_alive = KEEP_ALIVE_COMMENT
 
@@ -126,8 +126,9 @@ class CommentedStream:
 class JsonBody:
     """A response format with one JSON object, built from the same events that a stream would send.
 
-    collect: builds the body. It is called on a thread, because a response may have a million log
-    probabilities. on_complete: called on the event loop with the body before it is sent.
+    collect: builds the body. It is called on a worker thread, because a response may contain a
+    million log probabilities. on_complete: called on the event loop with the body before it is
+    sent.
     """
 
     collect: Callable[[Sequence[OutputEvent]], JsonObject]
@@ -136,8 +137,8 @@ class JsonBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """A parsed request body: the request and the format of its response. notice: what the server
-    omitted from the request, for the log and for the header NOTICE_HEADER."""
+    """A parsed request body: the request and the format of its response. notice: describes the
+    parts of the request that the server omitted, for the log and the header NOTICE_HEADER."""
 
     request: GenerateRequest
     reply: EventStream | JsonLines | JsonBody
@@ -150,8 +151,8 @@ class GenerateEndpoint:
     parse: builds the request from the parsed JSON, the caller's name and the model. It raises
     AppError for an invalid request. max_values: the maximum number of JSON values in a body.
 
-    An AppError raised before the first byte of the response becomes an HTTP status. A later
-    AppError is written into the stream.
+    An AppError raised before the first byte of the response determines the HTTP status code. A
+    later AppError is written to the stream.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class GenerateEndpoint:
             await cancel_on_disconnect(receive, send, exchange)
 
     async def _parse_body(self, body: Body) -> tuple[ResolvedModel, ParsedRequest]:
-        """Parses the body. Frees all parsed JSON to which the request does not refer."""
+        """Parses the body. Parsed JSON that the request does not reference is freed."""
         return await body.read(
             self._models.resolve,
             lambda content, model: (model, self._parse(content, body.caller, model.card)),
@@ -225,7 +226,7 @@ class GenerateResponder:
                 case JsonLines(encoder, media_type):
                     keep_alive = self._make_keep_alive(encoder) if encoder.keep_alive else None
                     async with AsyncExitStack() as stack:
-                        if keep_alive is None:  # the client cannot wait for a model's load
+                        if keep_alive is None:  # the client cannot receive progress
                             events = await stack.enter_async_context(
                                 aclosing(_iter_content_events(events, self._load_wait))
                             )
@@ -250,7 +251,7 @@ class GenerateResponder:
     async def respond_lines(
         self, lines: AsyncGenerator[bytes, None], encoder: StreamEnds, scope: Scope, send: Send
     ) -> None:
-        """Sends JSON lines that are not a model's output. Raises AppError before the first byte."""
+        """Sends JSON lines that are not model output. Raises AppError before the first byte."""
         keep_alive = self._make_keep_alive(encoder)
         await _send_stream(
             lines,
@@ -272,7 +273,7 @@ def _estimate_size(events: Sequence[OutputEvent]) -> int:
 async def _encode_events(
     events: AsyncIterator[Event], encoder: StreamEncoder
 ) -> AsyncGenerator[bytes, None]:
-    """Encodes the events of a response and, from time to time, its progress."""
+    """Encodes the events of a response, with periodic progress frames."""
     now = asyncio.get_running_loop().time
     prefill_at = -math.inf
     async for event in events:
@@ -292,8 +293,8 @@ async def _iter_content_events(
     events: AsyncIterator[Event], load_wait: float
 ) -> AsyncGenerator[OutputEvent, None]:
     """Yields the events of the response without progress events, for clients that cannot receive
-    progress. Raises AppError(LOADING) if the model is not loaded within `load_wait` seconds. The
-    client may retry, and loading continues."""
+    progress. Raises AppError(LOADING) if the model is not loaded within `load_wait` seconds.
+    Loading continues, so the client may retry."""
     now = asyncio.get_running_loop().time
     began = now()
     async for event in events:
@@ -311,10 +312,10 @@ async def _send_stream(
     send_frames: Callable[[AsyncIterator[bytes]], Awaitable[None]],
     first_byte: float | None,
 ) -> None:
-    """Sends a stream. Headers are sent with the first frame, so that an earlier error still sets
-    the status. first_byte: seconds after which the keep-alive frame is sent as the first frame;
-    None sends none."""
-    # `aclosing` twice: closing an outer generator does not wait until the inner one has ended.
+    """Sends a stream. Headers are sent with the first frame, so that an earlier error can still set
+    the status code. first_byte: the number of seconds after which a keep-alive frame is sent as the
+    first frame; None disables this."""
+    # `aclosing` is used twice, because closing the outer generator does not wait for the inner one.
     async with aclosing(body):
         first = asyncio.ensure_future(anext(body))
         try:
@@ -331,8 +332,8 @@ async def _send_stream(
 async def _append_error_frames(
     first: asyncio.Future[bytes], rest: AsyncIterator[bytes], encoder: StreamEnds
 ) -> AsyncGenerator[bytes, None]:
-    """Yields the frames of a stream whose status was already sent. An error becomes the last frames
-    of the stream."""
+    """Yields the frames of a stream whose status code was already sent. An error is encoded as the
+    last frames of the stream."""
     if not first.done():
         yield encoder.keep_alive
     try:

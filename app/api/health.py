@@ -1,12 +1,12 @@
 """Health endpoints: /v1/status reports state and memory, /health reports readiness.
 
-Knows: the states of models and runners, Ollama's status codes. Must not know: the measurement of
-states and statistics.
+Knows: the states of models and runners, Ollama's status codes. Must not know: how states and
+statistics are measured.
 
-Both endpoints respond immediately with known values, even while a model is loading or an engine is
-busy. Use /v1/status as a liveness probe: a 200 means that the HTTP process runs and that a restart
-would not help. Use /health as a readiness probe. A 200 means that new requests will be served, and
-a 503 contains the reason why they will not be served. Neither endpoint requires a key.
+Both endpoints respond immediately with the last known values, even while a model is loading or an
+engine is busy. Use /v1/status as a liveness probe: a 200 means that the HTTP process is running and
+does not need a restart. Use /health as a readiness probe: a 200 means that new requests can be
+served, and a 503 response contains the reason why they cannot. Neither endpoint requires a key.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from app.http.errors import error_response
 from app.http.responses import JsonObject, json_response
 
 # The states of Ollama's llm.ServerStatus that apply to this server. 4 is "not responding", which
-# matches a stalled engine. Such an engine is loaded and alive, but makes no progress.
+# matches a stalled engine: loaded and alive, but without progress.
 OLLAMA_STATUS_CODES: Mapping[RunnerState, int] = {
     "ready": 0,
     "loading": 3,
@@ -65,7 +65,7 @@ def health_routes(models: Models, settings: Settings, frontend: FrontendStats) -
             return error_response(
                 AppError(ErrorKind.LOADING, f"the model is loading ({now.progress} %)")
             )
-        # 503 for every error type, because a server without an engine is unavailable to a probe
+        # 503 for every error type, because a server without an engine is not ready
         return error_response(
             AppError(ErrorKind.ENGINE, now.error or "the engine failed"), status=503
         )

@@ -1,7 +1,7 @@
 """Model management for administrators: /v1/models/load and /v1/models/unload.
 
 Knows: the two request bodies, the JSON form of a model's state. Must not know: model loading,
-authorization, which is checked before a request arrives here.
+authorization, which is checked by middleware.
 """
 
 from starlette.requests import Request

@@ -1,11 +1,11 @@
 """The runner dialect: the protocol of the Go client of Ollama's MLX runner.
 
 Knows: POST /completion, which responds with JSON lines, the client's conventions. Must not know:
-the generation of tokens, the model's own sampling defaults.
+token generation, the model's own sampling defaults.
 
-The client writes zero for "not set". It applies all defaults itself, so the model's own defaults
-must not apply here. It prints the body of every response whose status is not 200. Its tokenization
-endpoints are in app/api/tokenization.py.
+The client sends zero for "not set". It applies all defaults itself, so the model's own defaults
+must not apply here. It prints the body of every response with a status other than 200. Its
+tokenization endpoints are in app/api/tokenization.py.
 
 Wire format: ollama x/mlxrunner/client.go of March 2026 (bbbad9768), and of August 2026 (0436b37a8).
 The newer client sends the options of api/types.go unchanged and may request a format and log
@@ -39,8 +39,8 @@ MAX_LOGPROBS = 20
 
 DONE_REASONS: Mapping[str, int] = {"stop": 0, "length": 1}
 
-# Options that the client sends with every request and that its own runner also ignores. They are
-# load options and one filter.
+# Options that the client sends with every request and that Ollama's own runner also ignores: load
+# options and one filter.
 IGNORED_INTEGERS = (
     "num_ctx",
     "num_batch",
@@ -77,7 +77,7 @@ def parse(body: object, model: str) -> GenerateRequest:
     prompt = fields.required_string("prompt")
     if not prompt:
         raise invalid_request("prompt", "prompt must not be empty: there is nothing to continue")
-    fields.reject("media", [])  # the models of this server accept only text
+    fields.reject("media", [])  # this server's models accept only text
     options = (fields.nested("options") or Fields({}, "options")).case_insensitive()
     request = GenerateRequest(
         model=model,
@@ -97,13 +97,13 @@ def parse(body: object, model: str) -> GenerateRequest:
 
 
 def _read_sampling(options: Fields) -> dict[str, SamplingValue]:
-    """Returns every sampling parameter, whether set or not. The client applies its own defaults, so
+    """Returns all sampling parameters, whether set or not. The client applies its own defaults, so
     the model's defaults do not apply. 0 means "not set"; for the seed, a negative number means "not
     set"."""
     read: dict[str, SamplingValue] = {"logit_bias": ()}
     for knob in SAMPLING_KNOBS:
         name = knob.runner_name or knob.name
-        # 0 is accepted, although it is not in the range of every parameter
+        # 0 is accepted even if it is outside the range of the parameter
         value = read_knob(options, replace(knob, exclusive_low=False), name, knob.trusted_high)
         default = knob.default if knob.runner_default is None else knob.runner_default
         read[knob.name] = value or default
@@ -165,7 +165,7 @@ class CompletionLineEncoder:
         self._logprobs = logprobs
         self._pending_logprobs: list[TokenLogprob] = []
 
-    # the client takes the first line as the beginning of the text
+    # the client treats the first line as the start of the text
     keep_alive = b""
 
     def progress(self, event: Progress) -> bytes:
@@ -175,7 +175,7 @@ class CompletionLineEncoder:
         if isinstance(event, TextDelta):
             self._pending_logprobs += event.logprobs
             return self._line(Content=event.text) if event.text else b""
-        # a plain prompt produces only text
+        # a prompt without a chat template produces only text
         assert isinstance(event, Finish)
         self._finished = True
         return self._line(

@@ -1,16 +1,16 @@
-"""Reasoning in an opaque form: OpenAI's `encrypted_content` and Anthropic's signatures.
+"""Opaque reasoning content: OpenAI's `encrypted_content` and Anthropic's signatures.
 
-Knows: the format. Must not know: items, blocks, when a client requests this form.
+Knows: the encoding. Must not know: items, blocks, when a client requests opaque reasoning.
 
-Some clients do not keep the text of the reasoning. They send back only this form, and the next
-prompt then contains the reasoning. The text is encoded but not encrypted, because reasoning is not
-secret here: a client that changes it could also send another text.
+Some clients do not store the reasoning text. They send back only the opaque content, from which the
+reasoning is restored for the next prompt. The text is encoded but not encrypted, because reasoning
+is not secret here, and a client may send any reasoning text anyway.
 """
 
 import hashlib
 from base64 import b64decode, b64encode
 
-# "mlxrunner" in base 64, and a letter for the kind
+# "mlxrunner" in base64, followed by a letter for the kind
 _PREFIX, _DIGEST_PREFIX = "bWx4cnVubmVyT", "bWx4cnVubmVyD"
 
 
@@ -19,7 +19,8 @@ def encode_reasoning(text: str) -> str:
 
 
 def decode_reasoning(content: str) -> str | None:
-    """Returns the text. Returns None if another server created the content, or if it is damaged."""
+    """Returns the text. Returns None if the content is corrupted or was created by another
+    server."""
     if not content.startswith(_PREFIX):
         return None
     try:
@@ -29,7 +30,7 @@ def decode_reasoning(content: str) -> str | None:
 
 
 def digest_reasoning(text: str) -> str:
-    """Returns a short form, for a client that also gets the text. The text cannot be decoded from
-    it."""
+    """Returns a short digest, for clients that also receive the text. The text cannot be restored
+    from the digest."""
     digest = hashlib.blake2b(text.encode(), digest_size=24).digest()
     return _DIGEST_PREFIX + b64encode(digest).decode("ascii")

@@ -1,11 +1,11 @@
 """Tokenization endpoints: /v1/tokenize, /v1/detokenize and /tokenizer_info. As in vLLM and
-llama.cpp, the first two also exist without /v1.
+llama.cpp, the first two are also available without /v1.
 
 Knows: the formats of three clients. Must not know: tokenizers, templates.
 
-Ollama's client for its MLX runner sends a plain text, under any content type except JSON, and reads
-a bare array. The clients of vLLM (for example lm-evaluation-harness) and of llama.cpp send JSON.
-They read `tokens` from an object whose format suits both.
+Ollama's client for its MLX runner sends plain text, with any content type except JSON, and expects
+a bare array. Clients of vLLM (for example lm-evaluation-harness) and llama.cpp send JSON, and
+expect an object with `tokens`. The format of this object is compatible with both.
 
 Wire formats: ollama's x/mlxrunner/client.go, vLLM's serve/tokenize/protocol.py, llama.cpp's
 tools/server/README.md.
@@ -31,8 +31,8 @@ from app.core.settings import Settings
 from app.http.body import RequestBodies, is_json
 from app.http.responses import JsonObject, encode_long_array, json_response
 
-# The fields that may contain a text, and the default of add_special for each. They are vLLM's name,
-# llama.cpp's name, and the name in other servers.
+# The fields that may contain the text (named as in vLLM, llama.cpp and other servers), and the
+# default of add_special for each.
 TEXT_FIELDS = {"prompt": True, "content": False, "text": True}
 
 
@@ -40,10 +40,9 @@ TEXT_FIELDS = {"prompt": True, "content": False, "text": True}
 class TokenizeRequest:
     """The input to tokenize: a text, or the conversation of a request.
 
-    add_special: whether to add the special tokens with which the model's texts begin. with_pieces:
-    whether to return each token with its ID and its text (llama.cpp's with_pieces).
-    return_token_strs: whether to return the tokens' texts in addition to their IDs (vLLM's
-    return_token_strs).
+    add_special: whether to add special tokens such as the beginning-of-sequence token. with_pieces:
+    whether to return the ID and text of each token (llama.cpp's with_pieces). return_token_strs:
+    whether to return the tokens' texts in addition to their IDs (vLLM's return_token_strs).
     """
 
     text: str = ""
@@ -71,8 +70,8 @@ class _TokenizationApi:
         self._bodies = bodies
 
     async def _find_model(self, request: Request, named: str | None = None) -> ResolvedModel:
-        """Returns the model named by the body or by the query. named: the name in the body; None if
-        the body names no model."""
+        """Returns the model specified in the body or the query. named: the name in the body; None
+        if it is not set."""
         return await self._models.resolve(named or request.query_params.get("model"))
 
     async def tokenize(self, request: Request) -> Response:
@@ -114,7 +113,7 @@ class _TokenizationApi:
                 lambda content, model: (model, parse_detokenize(content)),
             )
             text = await self._models.detokenize(model, ids)
-            # the first name is that of llama.cpp and Ollama, the second that of vLLM
+            # the first name is used by llama.cpp and Ollama, the second by vLLM
             return json_response({"content": text, "prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
@@ -165,8 +164,8 @@ def parse_detokenize(body: object) -> tuple[int, ...]:
 def render_tokens(
     parsed: TokenizeRequest, ids: Sequence[int], raw: Sequence[bytes], context: int
 ) -> JsonObject:
-    """Returns vLLM's object; llama.cpp's clients read only `tokens`. raw: the bytes of each token,
-    if the request asked for the texts of tokens."""
+    """Returns an object in vLLM's format; llama.cpp's clients read only `tokens`. raw: the bytes of
+    each token, if the request asks for token texts."""
     texts = [bytes_.decode(errors="replace") for bytes_ in raw]
     tokens: list[Any] = list(ids)
     if parsed.with_pieces:
@@ -182,7 +181,7 @@ def render_tokens(
 
 
 def _render_piece(raw: bytes) -> str | list[int]:
-    """Renders a token as llama.cpp does: its text, or a list of bytes if it is not valid text."""
+    """Renders a token as in llama.cpp: as text, or as a list of bytes if it is not valid UTF-8."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -190,8 +189,8 @@ def _render_piece(raw: bytes) -> str | list[int]:
 
 
 def _add_special(fields: Fields, default: bool) -> bool:
-    """Reads the option under vLLM's or llama.cpp's name. Special tokens that are written out in a
-    text are always recognized."""
+    """Reads the option under vLLM's or llama.cpp's name. Special tokens that occur in the text are
+    always recognized."""
     fields.reject("parse_special", True)
     names = ("add_special_tokens", "add_special")
     values = [value for name in names if (value := fields.boolean(name)) is not None]

@@ -15,8 +15,8 @@ from app.core.settings import ModelSettings
 
 
 def add_setting_flags(command: argparse.ArgumentParser) -> None:
-    """Adds a flag for every setting. A flag that is not given sets no attribute, so that another
-    source can provide the value."""
+    """Adds a flag for every setting. Flags that are not given do not set an attribute, so that
+    another source can provide the value."""
     command.add_argument(
         "models",
         nargs="*",
@@ -49,11 +49,11 @@ def collect_flags(arguments: argparse.Namespace) -> SourcedValues:
 
 
 class CommandLineParser(argparse.ArgumentParser):
-    """A parser that exits with status 2 and prints one line for an invalid command line. argparse
+    """A parser that prints one line for an invalid command line and exits with status 2. argparse
     itself would print all options.
 
-    forwarding_commands: the commands that run another program. The words after `--` are that
-    program's arguments.
+    forwarding_commands: the commands that run another program and pass the arguments after `--` to
+    it.
     """
 
     forwarding_commands: frozenset[str] = frozenset()
@@ -65,7 +65,7 @@ class CommandLineParser(argparse.ArgumentParser):
 def parse_arguments(
     parser: CommandLineParser, argv: Sequence[str] | None, commands: Sequence[str] = ()
 ) -> argparse.Namespace:
-    """Parses the command line. Models may be given between flags, which argparse does not support.
+    """Parses the command line. Models may appear between flags, which argparse does not support.
 
     An unknown flag or command is rejected, and the error suggests the most similar one. The process
     exits with status 2 for an invalid command line. commands: the known commands. The first

@@ -1,10 +1,10 @@
-"""Precedence of the sources of settings: flags, then the environment, a file, and the defaults.
+"""The precedence of setting sources: flags, environment variables, a file, and the defaults.
 
 Knows: the order of the sources, the source of each setting. Must not know: the syntax of any
 source.
 
-A configuration file is read only if it is named explicitly. The behavior and the access control of
-a server must not depend on the working directory or on a forgotten file in a home directory.
+A configuration file is read only if its path is given explicitly. The behavior and access control
+of a server must not depend on the working directory or on a forgotten file in a home directory.
 """
 
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ DEFAULT_SOURCE = "default"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
-    """The settings and their sources. sources: a description of the source of each field's value.
-    secret_variables: the names of the environment variables that are set and hold keys."""
+    """The settings and their sources. sources: maps each field to a description of its source.
+    secret_variables: the names of the environment variables that contain keys."""
 
     settings: Settings
     sources: Mapping[str, str]
@@ -34,8 +34,8 @@ def resolve_config(
 ) -> ResolvedConfig:
     """Merges the settings of all sources.
 
-    config_path: the configuration file given on the command line; None uses the file named by the
-    environment, if any. Raises AppError(INVALID) for invalid or conflicting settings.
+    config_path: the configuration file given on the command line; None uses the file specified in
+    the environment, if any. Raises AppError(INVALID) for invalid or conflicting settings.
     """
     of_environment = read_environment(environment)
     config_path = config_path or environment.get(CONFIG_VARIABLE)

@@ -23,23 +23,23 @@ from app.core.settings import ModelSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourcedValue:
-    """A value with its source. value: the value of a field of Settings. source: a description of
-    the place where it was set."""
+    """A value with its source. value: the value of a field of Settings. source: describes where it
+    was set."""
 
     value: Any
     source: str
 
 
 SourcedValues = Mapping[str, SourcedValue]
-"""Values by field name."""
+"""Maps field names to values."""
 
 
 def read_environment(environment: Mapping[str, str]) -> SourcedValues:
     """Reads the settings from the environment.
 
-    An empty variable counts as unset, because compose files and systemd units write unset variables
-    that way. Raises AppError(INVALID) for an invalid value and for an unknown MLXRUNNER_ variable.
-    The message for an unknown variable omits its value, which may be a key.
+    An empty variable is treated as unset, because compose files and systemd units set variables
+    without a value to "". Raises AppError(INVALID) for an invalid value and for an unknown
+    MLXRUNNER_ variable. The message for an unknown variable omits its value, which may be a key.
     """
     ours = {
         name: word for name, word in environment.items() if name.startswith(ENV_PREFIX) and word
@@ -83,7 +83,7 @@ def _reject_kubernetes_service_links(ours: Mapping[str, str]) -> None:
     """Raises AppError(INVALID) for variables that Kubernetes has set.
 
     Kubernetes passes the address of each service to every container, in variables named after the
-    service ("Service environment variables" in its documentation). The variables for a service
+    service (see "Service environment variables" in its documentation). The variables for a service
     named mlxrunner collide with mlxrunner's own variables.
     """
     for name in (f"{ENV_PREFIX}SERVICE_HOST", f"{ENV_PREFIX}PORT"):

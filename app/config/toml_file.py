@@ -8,7 +8,7 @@ Knows: the line of each key. Must not know: the other sources of settings.
     name = "org/name"
     pinned = true
 
-If no model has settings of its own, `models = ["org/name", …]` is sufficient.
+If no model has its own settings, `models = ["org/name", …]` is sufficient.
 """
 
 import re
@@ -35,12 +35,12 @@ TomlKey = tuple[int | None, str]
 def read_toml_file(path: str) -> SourcedValues:
     """Reads a configuration file. Raises AppError(INVALID) for an unreadable or invalid file. The
     message contains the line number if it is known."""
-    # imported here, so that a start without a file skips the cost of the import
+    # imported here to avoid the import cost if there is no file
     import tomllib
 
     try:
         written = Path(path).read_bytes().decode("utf-8")
-        # the values are untyped; the type of each one is checked below
+        # the values are untyped; their types are checked below
         document: Mapping[str, object] = tomllib.loads(written)
     except OSError as error:
         raise _config_error(_make_printable(path), error.strerror or str(error), path) from None
@@ -50,7 +50,7 @@ def read_toml_file(path: str) -> SourcedValues:
 
 
 class _TomlReader:
-    """Converts a parsed file to settings, and knows the line of each key."""
+    """Converts a parsed file to settings, and tracks the line number of each key."""
 
     def __init__(self, path: str, text: str) -> None:
         self._path = _make_printable(path)
@@ -123,7 +123,7 @@ class _TomlReader:
         return _config_error(place, f"{key}: unknown key{near}", key)
 
     def _locate(self, *keys: TomlKey) -> str:
-        """Returns the path, followed by the line of the first of `keys` whose line is known."""
+        """Returns the path, followed by the first known line number among `keys`."""
         for key in keys:
             if line := self._lines.get(key):
                 return f"{self._path}:{line}"
@@ -160,8 +160,8 @@ def iter_model_overrides(model: ModelSettings) -> Iterator[tuple[Option, Any]]:
 
 
 def _find_key_lines(text: str) -> Mapping[TomlKey, int]:
-    """Returns the line number of each key. If a key seems to occur on two lines, it is omitted,
-    since one of the lines is part of a multi-line string."""
+    """Returns the line number of each key. A key that seems to occur on two lines is omitted,
+    because one of the lines must be part of a multi-line string."""
     found: dict[TomlKey, int] = {}
     doubtful: set[TomlKey] = set()
     index, models = None, -1
@@ -199,7 +199,7 @@ def _model_key(index: int, key: str = "") -> str:
 
 
 def _make_printable(path: str) -> str:
-    """Replaces characters that are not allowed in a single line or a comment."""
+    """Replaces characters that are not allowed in a line or a comment."""
     return "".join(letter if letter.isprintable() else "?" for letter in path)
 
 

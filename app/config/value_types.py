@@ -15,11 +15,11 @@ from urllib.parse import urlsplit
 from app.core import units
 from app.core.settings import is_host_name, is_origin
 
-# In seconds, GiB or MiB. This is above any practical value, but small enough for timeouts and byte
+# In seconds, GiB or MiB. Larger than any practical value, but small enough for timeouts and byte
 # counts.
 MAX_NUMBER = 1_000_000_000
 
-# a longer value is truncated in messages
+# longer values are truncated in messages
 _MAX_QUOTED_LENGTH = 60
 
 _BOOLEAN_WORDS = {"true": True, "yes": True, "on": True, "1": True} | {
@@ -36,7 +36,7 @@ class InvalidOptionValue(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueType:
-    """The type of an option's value, and its notation.
+    """The type and text format of an option's value.
 
     description: a description of valid values. metavar: the placeholder in the help text. parse:
     converts text to a value; raises ValueError. types: the TOML types accepted in a file.

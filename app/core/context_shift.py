@@ -5,9 +5,9 @@ Knows: lengths, token IDs. Must not know: layer caches, models, requests.
     prompt too long   [ kept | dropped ... | tail ................. ]   before prefill
     context full      [ kept | discarded . | the newer half ....... ]   during decoding
 
-The arithmetic is that of Ollama's llamarunner (ShiftDiscard in runner/llamarunner/cache.go of
-February 2025, and numKeep in runner.go of the same folder). There is one difference: Ollama's
-prompts may fill the context, while prompts here leave one position free for the next sampled token.
+The arithmetic follows Ollama's llamarunner (ShiftDiscard in runner/llamarunner/cache.go of February
+2025, and numKeep in runner.go in the same folder), with one difference: in Ollama, a prompt may
+fill the context, while a prompt here must leave one position free for the next sampled token.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 class ShiftResult:
     """The tokens with which a sequence continues after a context shift.
 
-    num_computed: the number of tokens in `ids` that the layer caches hold. It is 0 if the layers
-    could not be shifted; then all tokens must be prefilled again.
+    num_computed: the number of tokens in `ids` that are in the layer caches. If the layers could
+    not be shifted, it is 0, and all tokens must be prefilled again.
     """
 
     ids: tuple[int, ...]
@@ -31,7 +31,7 @@ def resolve_num_keep(num_keep: int, *, length: int, context: int) -> int:
     that at least one position can be shifted.
 
     num_keep: the value from the request; a negative value means the whole prompt, which has
-    `length` tokens. If the caller prepends a beginning-of-sequence token, it must count that token.
+    `length` tokens. If the caller prepends a beginning-of-sequence token, num_keep must include it.
     """
     assert context > 0
     return min(length if num_keep < 0 else num_keep, context - 1)
@@ -42,7 +42,7 @@ def truncate_prompt(ids: Sequence[int], *, context: int, num_keep: int) -> Seque
 
     Returns `ids` unchanged if they fit. Otherwise it returns the first `num_keep` tokens (see
     `resolve_num_keep`) and as many of the last tokens as fit. The last token is always kept,
-    whatever the value of `num_keep`, because the output follows it.
+    because the output follows it.
     """
     assert context > 1, "a context of one position has no room for output"
     room = context - 1
@@ -55,8 +55,7 @@ def truncate_prompt(ids: Sequence[int], *, context: int, num_keep: int) -> Seque
 
 def count_discarded(*, context: int, length: int, num_keep: int) -> int:
     """Returns the number of tokens to discard after the first `num_keep`, so that half of the
-    remaining positions, and at least one, become free. Returns 0 if that many positions are free
-    already.
+    remaining positions (at least one) become free. Returns 0 if enough positions are already free.
 
     length: the number of tokens held now; the result never exceeds length - num_keep.
     """

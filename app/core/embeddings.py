@@ -39,8 +39,8 @@ class EmbedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embeddings:
-    """The embeddings of a request. vectors: one embedding per input, in order, each with Euclidean
-    length 1. prompt_tokens: the number of tokens in all inputs."""
+    """The embeddings of a request. vectors: one embedding per input, in order, normalized to unit
+    length. prompt_tokens: the number of tokens in all inputs."""
 
     vectors: tuple[bytes, ...]
     prompt_tokens: int
@@ -48,9 +48,9 @@ class Embeddings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedJob:
-    """A job that computes embeddings. inputs: the tokens of each input, at least one and at most as
-    many as the context length. dimensions: the number of elements to return, at most the width of
-    the model's hidden states."""
+    """A job that computes embeddings. inputs: the tokens of each input, from one token up to the
+    context length. dimensions: the number of elements to return, at most the hidden size of the
+    model."""
 
     id: str
     inputs: tuple[tuple[int, ...], ...]

@@ -12,14 +12,14 @@ from pathlib import Path
 from types import TracebackType
 
 # Matches an absolute path, but not an API route, a part of a URL or a part of a relative path. The
-# match ends at the first space in a file name. The rest of that name remains, but no folder does.
+# match ends at the first space in a path, so the rest of a file name may remain, but no folder.
 _ABSOLUTE_PATH = re.compile(
     r"(?<![\w./:~-])~?/(?!v1/)(?:[^\s/'\"`:;,)\]]+/)*(?P<name>[^\s/'\"`:;,)\]]+)"
 )
 
 
 class ErrorKind(StrEnum):
-    """The type of an error. Each dialect maps it to a status code and a type name of its own."""
+    """The type of an error. Each dialect maps it to its own status code and type name."""
 
     INVALID = "invalid_request"
     CONTEXT_LENGTH = "context_length_exceeded"
@@ -42,8 +42,8 @@ class ErrorKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextExcess:
-    """The numbers of a prompt that does not fit. output_tokens: that the request also needs, if the
-    prompt alone would fit."""
+    """The token counts of a prompt that is too long. output_tokens: the requested output tokens, if
+    the prompt would fit without them."""
 
     prompt_tokens: int
     context_length: int
@@ -55,9 +55,9 @@ class AppError(Exception):
 
     message: describes the error and a remedy. marked_message: the message with the marks of
     `mark_client_text`, for code that builds another AppError from it. param: the dotted path of the
-    request field (`messages.0.role`). code: a stable machine-readable code, for errors that need
-    more detail than `kind`. retry_after: the number of seconds after which a retry may succeed, or
-    None. excess: the token counts, for a prompt that is too long.
+    request field (`messages.0.role`). code: a stable machine-readable code that is more specific
+    than `kind`. retry_after: the number of seconds after which a retry may succeed, or None.
+    excess: the token counts, for a prompt that is too long.
     """
 
     def __init__(
@@ -86,7 +86,8 @@ class AppError(Exception):
 
 
 def redact_paths(error: AppError, folder: Path | None, name: str) -> AppError:
-    """Returns a copy of the error without folders, so that clients do not learn where files are.
+    """Returns a copy of the error without folders, so that clients cannot see where files are
+    stored.
 
     folder: the folder of the model, which is replaced by `name`. Other absolute paths are reduced
     to their last component.
@@ -106,15 +107,15 @@ def redact_paths(error: AppError, folder: Path | None, name: str) -> AppError:
 
 
 # Unicode noncharacters that enclose a client's text in a message. JSON preserves them, so the marks
-# survive the transfer between processes. `repr` escapes any that the client sent.
+# survive the transfer between processes. `repr` escapes any such characters in the client's text.
 _CLIENT_TEXT_START, _CLIENT_TEXT_END = "\ufdd0", "\ufdd1"
 _STRIP_MARKS = str.maketrans("", "", _CLIENT_TEXT_START + _CLIENT_TEXT_END)
 _CLIENT_TEXT = re.compile(f"{_CLIENT_TEXT_START}[^{_CLIENT_TEXT_END}]*{_CLIENT_TEXT_END}?")
 
 
 def mark_client_text(text: str) -> str:
-    """Marks a part of an AppError's message that repeats text sent by the client, or text that
-    another program derived from it. The response contains this part; the log does not."""
+    """Marks client text in the message of an AppError, including text that another program derived
+    from it. Responses contain marked text; logs do not."""
     return f"{_CLIENT_TEXT_START}{text.translate(_STRIP_MARKS)}{_CLIENT_TEXT_END}"
 
 

@@ -1,4 +1,4 @@
-"""Events of a generation request, in the order in which they occur.
+"""Events of a generation request.
 
 Knows: the events of a generation. Must not know: SSE, JSON, the engine.
 
@@ -15,9 +15,8 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopLogprob:
-    """An alternative token. text: the decoded token; it contains U+FFFD if the token is not valid
-    UTF-8 by itself. token_bytes: the exact bytes of the token. logprob: the same as in
-    `TokenLogprob`."""
+    """An alternative token. text: the decoded token, with U+FFFD for invalid UTF-8. token_bytes:
+    the exact bytes of the token. logprob: see `TokenLogprob`."""
 
     text: str
     token_bytes: bytes
@@ -28,9 +27,9 @@ class TopLogprob:
 class TokenLogprob:
     """A token of the output or of an echoed prompt, with its log probability.
 
-    logprob: the natural logarithm of its probability under the raw logits. It is None for the first
-    token of a prompt, which has no predecessor. top_logprobs: the most likely tokens at this
-    position, most likely first.
+    logprob: the natural logarithm of the token's probability, computed from the raw logits. It is
+    None for the first token of a prompt, which has no preceding token. top_logprobs: the most
+    likely tokens at this position, most likely first.
     """
 
     text: str
@@ -41,8 +40,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillProgress:
-    """The progress of prefill. The first event of a choice is emitted when its job starts; its
-    `computed_tokens` is then the number of tokens that the prefix cache provided.
+    """The progress of prefill. The first event of a choice is emitted when its job starts. Its
+    `computed_tokens` is the number of tokens found in the prefix cache.
 
     prompt_index: the index of the prompt in the request. computed_tokens: the number of prompt
     tokens in the KV cache so far, including cached ones. total_tokens: the number of tokens in the
@@ -57,7 +56,7 @@ class PrefillProgress:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTokenIds:
     """The token IDs of a prompt. The event is emitted before any output, and only if the request
-    asked for token IDs. prompt_index: the index of the prompt in the request."""
+    enables token IDs. prompt_index: the index of the prompt in the request."""
 
     prompt_index: int = 0
     token_ids: tuple[int, ...]
@@ -65,12 +64,12 @@ class PromptTokenIds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextDelta:
-    """The next part of the text. It never splits a character. It is empty only if the event carries
-    logprobs or token IDs.
+    """The next part of the text. Characters are never split. The text is empty only if the event
+    carries logprobs or token IDs.
 
-    logprobs: the tokens since the last delta, including those of reasoning and tool calls; set only
-    if the request asked for logprobs. token_ids: the IDs of the same tokens, if the request asked
-    for them. The text of these tokens may differ from `text`, since partial stop strings and
+    logprobs: the tokens since the last delta, including reasoning and tool call tokens, if the
+    request enables logprobs. token_ids: the IDs of the same tokens, if the request enables them.
+    The text of these tokens may differ from `text`, because partial stop strings and incomplete
     characters are held back.
     """
 
@@ -93,9 +92,9 @@ class ToolCallDelta:
     """The next part of a tool call.
 
     call_index: the index of the call, in the order in which the calls begin. A call ends before the
-    next one begins. id, name: set in the first delta of a call only. arguments: the next part of
-    the JSON text. The parts together form an object, unless the output reached its length limit or
-    the model produced invalid JSON.
+    next one begins. id, name: set only in the first delta of a call. arguments: the next part of
+    the JSON text. The concatenated parts form a JSON object, unless the output reached its length
+    limit or the model generated invalid JSON.
     """
 
     choice: int = 0
@@ -107,7 +106,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Token counts. cached_tokens: prompt tokens whose prefill was skipped. completion_tokens:
+    """Token counts. cached_tokens: prompt tokens found in the prefix cache. completion_tokens:
     sampled tokens, without the end-of-sequence token. reasoning_tokens: completion tokens up to the
     end of the reasoning."""
 
@@ -149,8 +148,8 @@ class Finish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLoading:
-    """The model is not loaded yet. The event is emitted from time to time while the request waits
-    for the model.
+    """The model is not loaded yet. This event is emitted periodically while the request waits for
+    the model.
 
     progress: the load progress from 0 to 100. queued: whether the load has not begun yet, because
     another model must be loaded or unloaded first.
@@ -160,7 +159,7 @@ class ModelLoading:
     queued: bool = False
 
 
-# events that carry content of the response
+# events that carry response content
 OutputEvent = PromptTokenIds | TextDelta | ReasoningDelta | ToolCallDelta | Finish
 
 Event = PrefillProgress | ModelLoading | OutputEvent

@@ -1,8 +1,8 @@
-"""Generation defaults recommended by the model's authors, for fields that a request leaves unset.
+"""The generation defaults recommended by the model's authors, used for fields that a request does
+not set.
 
-Knows: the keys of generation_config.json. They are those of transformers' GenerationConfig, and
-three Ollama parameters: presence_penalty, frequency_penalty, repeat_last_n. Must not know: tokens,
-files.
+Knows: the keys of generation_config.json, as defined by transformers' GenerationConfig, and three
+Ollama parameters: presence_penalty, frequency_penalty, repeat_last_n. Must not know: tokens, files.
 """
 
 import math
@@ -31,7 +31,7 @@ class GenerationDefaults:
 
 def read_generation_defaults(files: ModelFiles) -> GenerationDefaults:
     """Reads the model's defaults. They override the server's defaults, and requests override them.
-    Unused keys are ignored, and null counts as missing.
+    Unknown keys are ignored, and null is treated as missing.
 
     Raises AppError(MODEL_FILES) for an invalid value. The error names the file and the key.
     """
@@ -88,8 +88,8 @@ def _describe_range(knob: SamplingKnob) -> str:
 
 
 def _read_max_tokens(config: Json) -> int | None:
-    """Returns the maximum number of output tokens. Returns None for -1 and -2, with which Ollama
-    limits the output only by the context."""
+    """Returns the maximum number of output tokens. Returns None for -1 and -2, which mean in Ollama
+    that only the context limits the output."""
     value: Any = config.get("max_new_tokens")
     if value is None or value in (-1, -2):
         return None

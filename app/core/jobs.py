@@ -3,9 +3,9 @@
 Knows: token IDs, counts, timestamps. Must not know: text, tensors. All types are plain data, so
 that an engine can run in another process.
 
-The updates of a job are `Started Prefilled* PromptLogprobs? Token* Ended`. An end-of-sequence token
-is never reported as a `Token`; the last token before a length limit is. The output therefore
-consists of exactly the reported `Token`s.
+The updates of a job are `Started Prefilled* PromptLogprobs? Token* Ended`. End-of-sequence tokens
+are not reported as `Token`s, but the last token before a length limit is. The reported `Token`s are
+therefore exactly the output.
 
 An engine thread sends `LoadProgress` while the model loads, then `EngineReady`, and then one
 `StepOutput` per step. If the thread ends with an error, it sends `EngineFailed`.
@@ -25,9 +25,9 @@ IDLE = "idle"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """A sign of life from the engine thread. timestamp_ns: monotonic time in ns. stage: the work
-    that the thread began at that time, for example "decode, batch size 8". The stage is `IDLE`
-    while the thread waits for work, however long."""
+    """A heartbeat of the engine thread. timestamp_ns: monotonic time in ns. stage: the work that
+    the thread started at that time, for example "decode, batch size 8", or `IDLE` while the thread
+    waits for work."""
 
     timestamp_ns: int
     stage: str
@@ -47,9 +47,8 @@ class ComputeBackend:
     """The device and the libraries that compute a model.
 
     kernels: the instruction set of mlxrunner's CPU kernels; None if only MLX's operations are used.
-    blas: the library that computes MLX's matrix products on the CPU; None for the library that MLX
-    was built with. threads: the number of threads that compute one operation. All three are None on
-    a GPU.
+    blas: the BLAS library that MLX uses on the CPU; None if MLX uses the library that it was built
+    with. threads: the number of threads that compute one operation. All three are None on a GPU.
     """
 
     device: Literal["cpu", "gpu"]
@@ -63,13 +62,12 @@ class Capacity:
     """The capacity of a loaded engine.
 
     parallel: the maximum number of concurrent sequences. context_length: the maximum number of
-    positions in a sequence, given the model and the memory. kv_budget: the bytes available to KV
+    positions in a sequence, given the model and the memory. kv_budget: the bytes available for KV
     caches and cached prefixes. kv_bytes_per_sequence: the KV cache size of a sequence with
     `context_length` positions. limited_by_memory: whether the context is limited by memory rather
-    than by the model. hidden_size: the width of the hidden states, from which embeddings are
-    computed; None if the model returns only logits. needs_checkpoints: whether
-    cached prefixes can only be resumed at checkpoints. backend: the compute backend; None if
-    unknown.
+    than by the model. hidden_size: the hidden size of the model, which is the maximum width of
+    embeddings; None if the model returns only logits. needs_checkpoints: whether cached prefixes
+    can be resumed only at checkpoints. backend: the compute backend; None if unknown.
     """
 
     parallel: int
@@ -90,10 +88,10 @@ CacheMissReason = Literal["empty", "diverged", "no_state", "unwanted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextLimit:
-    """The maximum length of a request, and the cause of this limit. model_context: the maximum
-    number of positions that the model supports. configured_context: the value of Settings.context.
-    capacity: the engine's capacity; None until the model is loaded. request_context: the request's
-    own limit; None if it has none."""
+    """The maximum length of a request, and the setting that determines it. model_context: the
+    maximum number of positions that the model supports. configured_context: the value of
+    Settings.context. capacity: the engine's capacity; None until the model is loaded.
+    request_context: the request's own limit; None if it has none."""
 
     model_context: int
     configured_context: int | None
@@ -117,8 +115,9 @@ class ContextLimit:
         )
 
     def explain_too_long(self, num_tokens: int) -> str:
-        """Returns the reason why a prompt of `num_tokens` tokens is rejected, and a remedy. The
-        reason is permanent: the prompt would not fit even without other requests."""
+        """Returns an explanation of why a prompt of `num_tokens` tokens is rejected, with a remedy.
+        The rejection is permanent: the prompt would not fit even if no other request were
+        running."""
         capacity = self.capacity
         need = "at least one of which is needed for the output"
         if self.context_length < self.server_context:
@@ -151,11 +150,11 @@ class ContextLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """The engine's memory budget and its uses, in bytes.
+    """The engine's memory budget and its breakdown, in bytes.
 
     budget: the total that the engine may use. weights: the model's weights. kv: the layer caches of
-    running sequences, including the space reserved for their growth, and the layer caches of inputs
-    being embedded. prefix: cached prefixes that no running sequence uses. working: memory reserved
+    running sequences, including memory reserved for their growth, and the layer caches of running
+    embedding jobs. prefix: cached prefixes that no running sequence uses. working: memory reserved
     for the temporary arrays of a step.
 
     0 <= free = budget - weights - kv - prefix - working.
@@ -181,15 +180,15 @@ class EngineStats:
     """Counters since the engine started, and current gauges.
 
     allocated_bytes: the bytes held by the allocator, including its pool of free buffers.
-    cached_tokens, prefilled_tokens: prompt tokens of started jobs whose prefill was skipped, or
-    computed. The tokens of a preempted sequence are computed and counted again.
-    prefix_query_tokens: tokens of all prompts that were looked up in the prefix cache.
-    generated_tokens: reported tokens. embedding_jobs: running and waiting embedding jobs.
+    cached_tokens, prefilled_tokens: prompt tokens of started jobs that were found in the prefix
+    cache, and prompt tokens that were computed. The tokens of a preempted sequence are computed and
+    counted again. prefix_query_tokens: tokens of all prompts that were looked up in the prefix
+    cache. generated_tokens: reported tokens. embedding_jobs: running and waiting embedding jobs.
     embedded_tokens: tokens computed for embedding jobs. prefix_hit_counts: the number of lookups by
     cached length, one count per bucket of PREFIX_HIT_BUCKETS and one for longer prefixes.
-    prefix_miss_counts: the number of lookups by the reason why no longer prefix was found.
-    prefix_evictions: cached prefixes evicted to free memory. preemptions: sequences restarted to
-    free memory. failures: jobs that ended with an engine error.
+    prefix_miss_counts: the number of lookups by `CacheMiss` reason. prefix_evictions: cached
+    prefixes evicted to free memory. preemptions: sequences restarted to free memory. failures: jobs
+    that ended with an engine error.
     """
 
     allocated_bytes: int = 0
@@ -222,7 +221,7 @@ class EngineReady:
 class EngineFailed:
     """The engine thread has ended with an error. is_internal_error: whether the cause is a bug, for
     example a failed assertion. The traceback of a bug is in the log. For other errors, `kind` and
-    `message` are those of the AppError."""
+    `message` come from the AppError."""
 
     kind: ErrorKind
     message: str
@@ -238,8 +237,8 @@ class Ended:
 
     timestamp_ns: monotonic time in ns. stop_token_id: the end-of-sequence token that ended the
     output, or None. error: one sentence if the reason is "error", else None. engine_lost: whether
-    the engine ended unexpectedly before the job did. invalid_request: whether the request caused
-    the error.
+    the engine exited unexpectedly while the job was running. invalid_request: whether the request
+    caused the error.
     """
 
     job_id: str
@@ -261,8 +260,8 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLogprobs:
-    """Log probabilities of the prompt's tokens. logprobs: one (logprob, top_logprobs) pair for
-    every token but the first, as in `Token`."""
+    """The log probabilities of the prompt tokens. logprobs: one (logprob, top_logprobs) pair for
+    every token except the first, as in `Token`."""
 
     job_id: str
     logprobs: tuple[tuple[float, tuple[tuple[int, float], ...]], ...]
@@ -270,9 +269,9 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheMiss:
-    """The reason why the prefix cache found no longer prefix. position: the first position that was
-    not cached. cached_ids: the first few tokens that are cached at that position instead, if
-    any."""
+    """The reason why the prefix cache did not find a longer prefix. position: the first position
+    that was not cached. cached_ids: the first few tokens that are cached at that position instead,
+    if any."""
 
     position: int
     reason: CacheMissReason
@@ -282,8 +281,8 @@ class CacheMiss:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
     """The job has left the queue. cached_tokens: the number of prompt tokens that need no prefill.
-    timestamp_ns: monotonic time in ns. miss: the reason for a cache miss; None if all tokens that
-    can be cached were cached."""
+    timestamp_ns: monotonic time in ns. miss: the reason for a cache miss; None if the whole prompt
+    was cached, except its last token."""
 
     job_id: str
     cached_tokens: int
@@ -293,10 +292,10 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """One sampled token. timestamp_ns: the monotonic time in ns at which the token was known.
-    logprob: the log probability from the raw logits in float32; None unless the job asked for it.
-    top_logprobs: (token ID, logprob) pairs, most likely first; empty unless the job asked for
-    them."""
+    """One sampled token. timestamp_ns: the monotonic time in ns at which the token became
+    available. logprob: the log probability, computed from the raw logits in float32; None unless
+    the job enables logprobs. top_logprobs: (token ID, logprob) pairs, most likely first; empty
+    unless the job enables them."""
 
     job_id: str
     id: int
@@ -328,14 +327,14 @@ class Job:
     prompt_token_ids: the prompt, at least one token. max_tokens: the maximum number of output
     tokens, at least 1. The prompt and max_tokens together never exceed the context. stop_token_ids:
     the end-of-sequence tokens. top_logprobs: the number of alternatives per token; None for no
-    logprobs. cache_prompt: whether a cached prefix may be used for the prompt. num_keep: the number
-    of leading tokens that a context shift never discards. grammar: a constraint on the sampled
-    tokens. When the grammar allows no further token, the sequence ends with "stop". min_tokens: the
-    number of tokens to sample before a token of stop_token_ids is allowed; 0 with a grammar.
-    prompt_logprobs: like top_logprobs, but for the prompt; `PromptLogprobs` are then sent before
-    the first token. caller: the owner of the job. Callers with waiting jobs take turns.
-    message_ends: the positions of the prompt at which other prompts are likely to diverge, in
-    ascending order; None if unknown.
+    logprobs. cache_prompt: whether the prefix cache may be used for the prompt. num_keep: the
+    number of leading tokens that a context shift never discards. grammar: a constraint on the
+    sampled tokens. When the grammar allows no more tokens, the sequence ends with finish reason
+    "stop". min_tokens: the number of tokens to sample before a token of stop_token_ids is allowed;
+    0 with a grammar. prompt_logprobs: like top_logprobs, but for the prompt; `PromptLogprobs` are
+    then sent before the first token. caller: the owner of the job. Scheduling is round-robin
+    between callers. message_ends: the positions of the prompt at which other prompts are likely to
+    diverge, in ascending order; None if unknown.
     """
 
     id: str

@@ -7,26 +7,26 @@ import ctypes
 import sys
 from contextlib import suppress
 
-# The numbers and values of these mallopt(3) parameters. asyncio reads into buffers of 256 KiB, and
-# mapping each of them would slow down every request.
+# The constants of the mallopt(3) parameters and their values. asyncio reads into buffers of 256
+# KiB, and mapping each buffer separately would slow down every request.
 _MMAP_THRESHOLD, _ARENA_MAX = (-3, 512 * 1024), (-8, 1)
 
 
 def limit_malloc_retention() -> None:
     """Configures malloc to map each large buffer separately and to use one arena for all threads.
 
-    Use it in a process that handles large buffers occasionally and is otherwise idle. By default,
-    glibc stops mapping such buffers after the first one, keeps one arena per thread, and returns
-    little of this memory to the system. Do not use it in a process that computes, where mapping a
-    buffer costs more than the work on it. Must be called before threads are started.
+    Use it in a process that handles large buffers only occasionally. By default, glibc stops
+    mapping such buffers after freeing the first one, keeps one arena per thread, and returns little
+    of this memory to the system. Do not use it in a process that runs a model, where mapping a
+    buffer costs more than the computation on it. Must be called before threads are started.
     """
     _call("mallopt", *_MMAP_THRESHOLD)
     _call("mallopt", *_ARENA_MAX)
 
 
 def trim_malloc() -> None:
-    """Returns free pages to the system. glibc keeps most of the memory that threads have freed;
-    other allocators return it on their own. The call takes a few milliseconds and releases the
+    """Returns free pages to the system. glibc retains most of the memory that threads have freed;
+    other allocators return it automatically. The call takes a few milliseconds and releases the
     GIL."""
     _call("malloc_trim", 0)
 

@@ -1,4 +1,4 @@
-"""The public details of a model, and the values that managing models takes and returns.
+"""The public details of a model, and the data types for creating and downloading models.
 
 Knows: names, sizes, texts. Must not know: where models are stored, HTTP.
 """
@@ -9,17 +9,16 @@ from typing import Any, Literal
 
 from app.core.sampling_params import SamplingValue
 
-# insert: fill-in-the-middle. embedding: made for embeddings, not for chats
+# insert: fill-in-the-middle. embedding: an embedding model rather than a chat model
 Capability = Literal["completion", "tools", "insert", "thinking", "embedding"]
 
-# Whether a model reasons before it answers: it never does, a request may turn it off, or it always
-# does.
+# Whether a model reasons before the final output: never, unless disabled by the request, or always.
 ReasoningSupport = Literal["none", "optional", "always"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDetails:
-    """One tensor of a model. dtype: as safetensors names it."""
+    """One tensor of a model. dtype: the data type, as spelled in safetensors files."""
 
     name: str
     dtype: str
@@ -30,13 +29,15 @@ class TensorDetails:
 class ModelDetails:
     """Facts about an installed model.
 
-    architecture: its model_type. parameters: number of parameters. quantization: the format of most
-    of its weights, such as "int4" or "BF16". size: bytes of the weights. digest: 64 hexadecimal
-    digits that change with its files. modified: Unix time. context_length: tokens that a request
-    may have. keep_alive: seconds that the operator keeps it loaded without requests; math.inf is
-    forever. chat: whether it has a chat template. template: its text. defaults: recommended
-    sampling parameters; see `SamplingParams`. max_tokens, stop: as in generation_config.json.
-    config: its config.json. license, system, messages, parent: as in `ModelFiles`."""
+    architecture: the model_type. parameters: the number of parameters. quantization: the format of
+    most weights, such as "int4" or "BF16". size: the size of the weights in bytes. digest: 64
+    hexadecimal digits that change when the files change. modified: the modification time as Unix
+    time. context_length: the maximum number of tokens in a request. keep_alive: the number of
+    seconds for which the operator keeps the model loaded without requests; math.inf means forever.
+    chat: whether the model has a chat template. template: the text of the chat template. defaults:
+    the recommended sampling parameters; see `SamplingParams`. max_tokens, stop: the values in
+    generation_config.json. config: the parsed config.json. license, system, messages, parent: as in
+    `ModelFiles`."""
 
     name: str
     architecture: str
@@ -63,8 +64,8 @@ class ModelDetails:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProgress:
-    """The download of one file. digest: of its content, with its algorithm. total, completed:
-    bytes."""
+    """The download progress of one file. digest: the digest of the content, with its algorithm.
+    total, completed: sizes in bytes."""
 
     digest: str
     total: int
@@ -73,7 +74,8 @@ class LayerProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraryStep:
-    """A step of a download or of a creation. status: a sentence; "" for a step of one file."""
+    """A progress report while a model is downloaded or created. status: a sentence; "" if only the
+    progress of one file is reported."""
 
     status: str = ""
     layer: LayerProgress | None = None
@@ -81,12 +83,12 @@ class LibraryStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRecipe:
-    """A model to create from another one, or from uploaded files.
+    """A description of a model to create from another model or from uploaded files.
 
-    base: name of the installed model that it is made of; None if `files` is not empty. files:
-    digest by file name. system, template, license: None keeps those of the base. parameters: in
-    Ollama's terms; override those of the base. messages: role and content; None keeps those of the
-    base."""
+    base: the name of the installed base model; None if `files` is not empty. files: maps file names
+    to digests. system, template, license: None keeps the value of the base model. parameters:
+    parameters with Ollama's names, which override the parameters of the base model. messages: pairs
+    of role and content; None keeps the messages of the base model."""
 
     name: str
     base: str | None

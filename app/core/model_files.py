@@ -15,17 +15,17 @@ Json = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """The files of an installed model whose JSON files are readable.
+    """The files of an installed model. All JSON files have been parsed.
 
     shards: the safetensors files, sorted. config, generation_config, tokenizer_config: parsed JSON
     objects, empty if the file is missing (config is never missing). chat_template: the text of a
     separate chat_template.jinja, which takes precedence over the template in tokenizer_config.
     created: the creation time as Unix time.
 
-    system_prompt: the system prompt for conversations that have none. first_messages: the
-    role and content of messages in front of every conversation. license: the text of the license.
-    parent: the name of the model that this one was created from. recommended_context: the
-    default context length recommended by the model's authors; None is the model's full context
+    system_prompt: the system prompt for conversations that have none. first_messages: the role and
+    content of messages inserted at the start of every conversation. license: the text of the
+    license. parent: the name of the model that this one was created from. recommended_context: the
+    default context length recommended by the model's authors; None means the model's full context
     length. tokenizer_vocab_size: the highest token ID of the tokenizer plus one; None if unknown.
     weight_bytes: the size of all tensors in bytes. weights_digest: a digest that changes when a
     shard is replaced.
@@ -50,10 +50,10 @@ class ModelFiles:
     weights_digest: str = ""
 
     def read_token_ids(self, field: str) -> Iterator[frozenset[int]]:
-        """Yields the token IDs in a field (for example eos_token_id), once per file that contains
-        any: generation_config.json first, then config.json. -1 and null mean that there is no such
-        token. Raises AppError(MODEL_FILES) for a value that is neither a token ID nor a list of
-        token IDs."""
+        """Yields the token IDs in a field (for example eos_token_id), one set per file that
+        contains any: first from generation_config.json, then from config.json. -1 and null mean
+        that there is no such token. Raises AppError(MODEL_FILES) for a value that is neither a
+        token ID nor a list of token IDs."""
         for name, source in (
             ("generation_config.json", self.generation_config),
             ("config.json", self.config),
@@ -86,10 +86,9 @@ class ModelFiles:
 
     @property
     def sampleable_vocab_size(self) -> int:
-        """The number of token IDs that may be sampled or biased, counted from 0. These are the IDs
-        that both the model and the tokenizer have. Models pad their vocabulary with tokens that
-        were never trained, and a tokenizer may have added tokens for which the model has no
-        embeddings."""
+        """The number of token IDs that may be sampled or biased, counted from 0. These IDs exist in
+        both the model and the tokenizer. Models pad their vocabulary with untrained tokens, and a
+        tokenizer may have added tokens for which the model has no embeddings."""
         return (
             self.vocab_size
             if self.tokenizer_vocab_size is None

@@ -1,4 +1,4 @@
-"""Served models, their state and memory requirement.
+"""Served models, their state and their memory requirements.
 
 Knows: names, bytes, seconds. Must not know: model loading, generation.
 """
@@ -10,7 +10,7 @@ from app.core.jobs import ComputeBackend, EngineStats
 from app.core.settings import Settings
 
 # unloaded: on disk only · queued: waiting until another model is loaded or unloaded · unloading:
-# its process is being stopped · refused: it failed too often, see `error`
+# its process is being stopped · refused: the model failed too often, see `error`
 ModelPhase = Literal[
     "unloaded", "queued", "loading", "ready", "stalled", "failed", "unloading", "refused"
 ]
@@ -20,10 +20,10 @@ ModelPhase = Literal[
 class ServedModel:
     """A model that clients may request.
 
-    name: the name used by clients. source: the argument of `store.find`; None is the built-in
+    name: the name used by clients. source: the argument of `store.find`; None means the built-in
     model. settings: the model's settings, from `Settings.for_model`. keep_alive: the number of
-    seconds that the model stays loaded without requests; math.inf is forever. pinned: whether the
-    model is never evicted.
+    seconds that the model stays loaded without requests; math.inf means forever. pinned: whether
+    the model is never evicted.
     """
 
     name: str
@@ -35,11 +35,11 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRequirement:
-    """The memory that a model needs, estimated before it is loaded; it includes KV caches.
+    """The memory that a model needs, including KV caches, estimated before it is loaded.
 
     min_bytes: the minimum for serving the model with its settings. preferred_bytes: the recommended
-    size; additional memory enlarges only the prefix cache. device_budget: the bytes that the device
-    currently has for all models of this server together.
+    size; more memory only enlarges the prefix cache. device_budget: the number of bytes currently
+    available on the device for all models of this server.
     """
 
     min_bytes: int
@@ -55,13 +55,13 @@ class ModelState:
     all runners of the model, and gauges of the current runner. leases: the number of requests that
     hold the model or wait for it. preparing, compiling: the number of admitted jobs whose prompt is
     being prepared, or whose grammar is being compiled. rejected: the number of jobs that were
-    rejected because the queue was full. allocation: the bytes that the model may use; None while it
-    is not loaded or has the whole device. expires_at: the Unix time at which the model will be
-    unloaded if no further request arrives; None while it has requests, is not loaded, or stays
-    loaded forever. loads: the number of completed loads. evictions: the number of times that the
-    model was unloaded to make room for another model before its keep-alive time expired. restarts:
-    the number of times that its runner was restarted. backend: the compute backend, set while the
-    model is loaded.
+    rejected because the queue was full. allocation: the number of bytes that the model may use;
+    None while it is not loaded, or if it may use the whole device. expires_at: the Unix time at
+    which the model will be unloaded if no further request arrives; None while it has requests, is
+    not loaded, or stays loaded forever. loads: the number of completed loads. evictions: the number
+    of times that the model was unloaded before its keep-alive expired, to free memory for another
+    model. restarts: the number of times that its runner was restarted. backend: the compute
+    backend, set while the model is loaded.
     """
 
     name: str

@@ -17,19 +17,19 @@ class RequestObserver(Protocol):
     """Observes one request. The methods must return quickly and must not raise."""
 
     def on_event(self, event: Event) -> None:
-        """Called for every event. Of the deltas of a choice, only the first is reported."""
+        """Called for every event. Only the first delta of each choice is reported."""
         ...
 
     def on_embeddings(self, found: Embeddings) -> None: ...
 
     def on_error(self, error: Exception) -> None:
-        """Called when the request fails. The first error is the cause, and the same error may be
-        reported again."""
+        """Called when the request fails. May be called more than once; the first error is the
+        cause."""
         ...
 
     def on_end(self, *, complete: bool) -> None:
         """Called last, exactly once. complete: whether all choices have finished or all embeddings
-        were computed. If a request is incomplete and had no error, its client cancelled it."""
+        were computed. An incomplete request without an error was cancelled by the client."""
         ...
 
 
@@ -37,14 +37,13 @@ ObserverFactory = Callable[[GenerateRequest | EmbedRequest], RequestObserver]
 
 
 def count_choices(request: GenerateRequest) -> int:
-    """Returns the number of choices that a request asks for."""
+    """Returns the number of choices in a request."""
     prompt = request.prompt
     return request.n * (len(prompt.prompts) if isinstance(prompt, PromptBatch) else 1)
 
 
 class ObservedGenerate:
-    """Implements `Generate`. watchers: factories that each create an observer when a request
-    arrives."""
+    """Implements `Generate`. watchers: factories that create an observer for each request."""
 
     def __init__(self, generate: Generate, *watchers: ObserverFactory) -> None:
         self._generate = generate
@@ -118,7 +117,7 @@ class _ObserverGroup:
 
 class _ObservedEvents:
     """Iterates over the events and reports each event to the observers. This class is an iterator
-    rather than a generator, so an unfinished iteration need not be closed."""
+    rather than a generator, so that an unfinished iteration does not have to be closed."""
 
     def __init__(self, events: AsyncIterator[Event], seen: _ObserverGroup) -> None:
         self._events = events
@@ -132,7 +131,7 @@ class _ObservedEvents:
             event = await anext(self._events)
         except StopAsyncIteration:
             raise
-        except Exception as error:  # a streaming response sends the error and exits normally
+        except Exception as error:  # a streaming response sends the error and then ends normally
             self._observers.on_error(error)
             raise
         self._observers.on_event(event)

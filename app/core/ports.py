@@ -1,4 +1,4 @@
-"""The interfaces between packages, as protocols. Classes receive implementations as arguments.
+"""The interfaces between packages, as protocols. Implementations are passed to constructors.
 
 Knows: the types of app.core. Must not know: implementations.
 """
@@ -25,9 +25,9 @@ class RunnerStatus:
     """The last known status of a runner. Reading it never blocks.
 
     progress: the load progress from 0 to 100. error: one sentence if the state is "failed" or
-    "stalled". A stalled runner is loaded, but its engine has made no step for too long. capacity:
-    the engine's capacity; None until loaded. rejected: the number of jobs rejected since the start
-    because the queue was full. preparing: the number of admitted jobs whose prompt is being
+    "stalled". A stalled runner is loaded, but its engine has not completed a step for too long.
+    capacity: the engine's capacity; None until loaded. rejected: the number of jobs rejected since
+    startup because the queue was full. preparing: the number of admitted jobs whose prompt is being
     rendered and tokenized. compiling: the number of submitted jobs whose grammar is being compiled.
     pid: the process ID, if the runner has its own process.
     """
@@ -65,23 +65,23 @@ class Submission(Protocol):
 
 
 class ReservedSlots(Protocol):
-    """Reserved places in a model's queue, one for each job of a request."""
+    """Reserved slots in a model's queue, one for each job of a request."""
 
     def submit(self, job: Job) -> AbstractAsyncContextManager[Submission]:
-        """Submits a job like `Runner.submit`, but uses a reserved place."""
+        """Submits a job like `Runner.submit`, but uses a reserved slot."""
         ...
 
     async def embed(self, job: EmbedJob) -> Sequence[bytes]:
-        """Computes embeddings like `Runner.embed`, but uses a reserved place."""
+        """Computes embeddings like `Runner.embed`, but uses a reserved slot."""
         ...
 
 
 class Engine(Protocol):
-    """The interface through which the generation code runs jobs of one model."""
+    """The interface for running jobs on one model."""
 
     def reserve(self, count: int = 1) -> AbstractContextManager[ReservedSlots]:
-        """Reserves places for `count` jobs until the context exits. Enter it before any work is
-        done for the jobs. Raises AppError(BUSY) if the queue is full."""
+        """Reserves queue slots for `count` jobs until the context exits. Enter the context before
+        any work is done for the jobs. Raises AppError(BUSY) if the queue is full."""
         ...
 
     def status(self) -> RunnerStatus: ...
@@ -92,10 +92,10 @@ FailureCause = Literal["fault", "unknown", "outside"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerFailure:
-    """The reason why a ready runner failed, rather than being stopped. message: one sentence.
-    cause: the type of the cause. "fault" means that the runner had an error, hung or received a
-    fault signal. "outside" means that a user or another program sent a signal. "unknown" means that
-    the system may have sent the signal because it was out of memory."""
+    """The reason why a ready runner failed. message: one sentence. cause: the type of the failure.
+    "fault" means that the runner had an error, hung or crashed with a signal such as SIGSEGV.
+    "outside" means that a user or another program sent the signal. "unknown" means that the system
+    may have sent the signal because it was out of memory."""
 
     message: str
     cause: FailureCause = "fault"
@@ -110,15 +110,15 @@ class Runner(Protocol):
         ...
 
     def submit(self, job: Job) -> AbstractAsyncContextManager[Submission]:
-        """Submits a job. Leaving the context early cancels the job within one prefill chunk or two
+        """Submits a job. Exiting the context early cancels the job within one prefill chunk or two
         steps. Raises AppError(LOADING) or AppError(ENGINE) if no engine is available, and
         AppError(INVALID) for an unsupported grammar."""
         ...
 
     async def embed(self, job: EmbedJob) -> Sequence[bytes]:
         """Returns the embeddings of the job's inputs. Cancelling the call cancels the job. Raises
-        AppError as `submit` does, and AppError(ENGINE) if the engine fails before the job is done.
-        Must not be called if the capacity's hidden_size is None."""
+        the same errors as `submit`, and AppError(ENGINE) if the engine fails before the job is
+        done. Must not be called if the capacity's hidden_size is None."""
         ...
 
     def status(self) -> RunnerStatus: ...
@@ -129,7 +129,8 @@ class Runner(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Stops the runner immediately; its jobs end with errors. May be called again."""
+        """Stops the runner immediately; running jobs end with errors. May be called more than
+        once."""
         ...
 
 
@@ -137,7 +138,7 @@ class Runner(Protocol):
 class ModelCard:
     """The public description of a model. created: the creation time as Unix time.
     system_fingerprint: a value that changes whenever the output for a given seed may change. It
-    depends on the model's files, the versions and the settings."""
+    depends on the model's files, the package versions and the settings."""
 
     id: str
     created: int
@@ -146,7 +147,7 @@ class ModelCard:
 
 
 class ResolvedModel(Protocol):
-    """The model named by a request, resolved once. Its files and state may change afterwards."""
+    """The model of a request, resolved once. The model's files and state may change afterwards."""
 
     @property
     def card(self) -> ModelCard: ...
@@ -156,13 +157,13 @@ class Models(Protocol):
     """The models that requests may use."""
 
     async def resolve(self, name: str | None) -> ResolvedModel:
-        """Returns the model with that name, even if it has only just been installed. Ollama's
+        """Returns the model with that name, even if it was installed only a moment ago. Ollama's
         clients may append ":latest". If `name` is None, returns the server's default model. Raises
         AppError(MODEL_NOT_FOUND), or AppError(LOADING) if no model is known yet."""
         ...
 
     async def rescan(self) -> None:
-        """Finds models that were installed since the last scan."""
+        """Finds models that were installed after the last scan."""
         ...
 
     def list_models(self) -> Sequence[ModelCard]:
@@ -184,16 +185,16 @@ class Models(Protocol):
     def library(self) -> "ModelLibrary": ...
 
     async def describe(self, model: ResolvedModel) -> ModelDetails:
-        """Returns the details of a model, which need not be loaded. Raises AppError if its files
+        """Returns the details of a model, even if it is not loaded. Raises AppError if its files
         cannot be read."""
         ...
 
     async def list_details(self) -> Sequence[ModelDetails]:
-        """The details of all models whose files can be read."""
+        """Returns the details of all models whose files can be read."""
         ...
 
     async def list_tensors(self, model: ResolvedModel) -> Sequence[TensorDetails]:
-        """Returns the tensors of a model, which need not be loaded. Raises AppError."""
+        """Lists the tensors of a model, even if it is not loaded. Raises AppError."""
         ...
 
     async def load(
@@ -205,25 +206,24 @@ class Models(Protocol):
         ...
 
     async def unload(self, model: ResolvedModel) -> ModelState:
-        """Unloads a model after its requests have finished, and returns when its memory is free.
-        Raises AppError for a pinned model."""
+        """Unloads a model after its requests have finished, and returns when its memory has been
+        freed. Raises AppError for a pinned model."""
         ...
 
     async def tokenize(
         self, model: ResolvedModel, text: str, *, add_special_tokens: bool = True
     ) -> Sequence[int]:
         """Returns the token IDs of a text. add_special_tokens: whether to add the special tokens of
-        a prompt. The model need not be loaded."""
+        a prompt. The model does not have to be loaded."""
         ...
 
     async def tokenize_chat(self, model: ResolvedModel, request: GenerateRequest) -> Sequence[int]:
         """Returns the prompt tokens of a conversation, even if they exceed the context. The model
-        need not be loaded. Raises AppError as `Generate.open` does."""
+        does not have to be loaded. Raises the same errors as `Generate.open`."""
         ...
 
     async def get_token_bytes(self, model: ResolvedModel, ids: Sequence[int]) -> Sequence[bytes]:
-        """Returns the bytes of each token by itself. The result is b"" for an ID that is not a
-        token."""
+        """Returns the bytes of each token. An ID that is not a token results in b""."""
         ...
 
     async def get_tokenizer_info(self, model: ResolvedModel) -> Mapping[str, Any]:
@@ -240,21 +240,21 @@ class BlobWriter(Protocol):
     """A file that is being uploaded."""
 
     async def write(self, data: bytes) -> None:
-        """Appends data. Raises AppError(TOO_LARGE) if too little of the disk would be free."""
+        """Appends data. Raises AppError(TOO_LARGE) if too little disk space would remain free."""
         ...
 
     async def commit(self) -> None:
-        """Stores the file. Raises AppError(INVALID) if its content does not have its digest."""
+        """Stores the file. Raises AppError(INVALID) if the content does not match the digest."""
         ...
 
 
 class ModelLibrary(Protocol):
-    """The models on the disk: installs, creates and deletes them. Names are checked: none leads
-    outside of the store. All work runs on threads."""
+    """Installs, creates and deletes models on disk. Names are validated, so that no path can point
+    outside the store. All work runs on threads."""
 
     def pull(self, name: str) -> AsyncGenerator[LibraryStep]:
         """Downloads a model. Closing the generator stops the download. Raises AppError, also while
-        another download runs."""
+        another download is running."""
         ...
 
     def create(self, recipe: ModelRecipe) -> AsyncGenerator[LibraryStep]:
@@ -262,7 +262,7 @@ class ModelLibrary(Protocol):
         ...
 
     async def copy(self, source: str, destination: str) -> None:
-        """Gives a model a second name. Raises AppError."""
+        """Adds a second name for a model. Raises AppError."""
         ...
 
     async def delete(self, name: str) -> None:
@@ -274,8 +274,8 @@ class ModelLibrary(Protocol):
         ...
 
     def upload_blob(self, digest: str) -> AbstractAsyncContextManager[BlobWriter]:
-        """Uploads a file. Leaving the context without `commit` discards it. Raises AppError, also
-        while another upload runs."""
+        """Uploads a file. Exiting the context without `commit` discards the file. Raises AppError,
+        also while another upload is running."""
         ...
 
 
@@ -286,7 +286,7 @@ class Generate(Protocol):
     def open(
         self, request: GenerateRequest, model: ResolvedModel
     ) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
-        """Validates, tokenizes and queues the request on entry, or raises AppError. Leaving the
+        """Validates, tokenizes and queues the request on entry, or raises AppError. Exiting the
         context early cancels the request. Iterating yields events; `Finish` is the last one.
         Iterating raises AppError(ENGINE) if the engine fails."""
         ...
@@ -301,9 +301,9 @@ class LayerKV(Protocol):
     """The interface of a layer cache for the prefix cache. models/kv.py contains the
     implementations.
 
-    There are two types of layers. A sliceable layer stores data per position, and any range of its
-    positions can be copied and appended to another layer. Other layers can be copied only as a
-    whole; some of them can be trimmed by a few positions.
+    There are two types of layer caches. A sliceable layer cache stores data per position, and any
+    range of positions can be copied and appended to another cache. The other type can be copied
+    only as a whole; some of these caches can be trimmed by a few positions.
     """
 
     @property
@@ -331,12 +331,12 @@ class LayerKV(Protocol):
 
     def slice(self, start: int, end: int) -> Self:
         """Returns an independent copy of positions [start, end), without unused capacity. The
-        offset of the copy is end - start. Supported only by sliceable layers."""
+        offset of the copy is end - start. Supported only by sliceable caches."""
         ...
 
     def append(self, other: Self, start: int, end: int) -> None:
         """Appends a copy of positions [start, end) of `other`. Supported only by sliceable
-        layers."""
+        caches."""
         ...
 
     def reserve(self, length: int) -> None:
@@ -368,20 +368,21 @@ class Lease(Protocol[Layer_co]):
 
     @property
     def checkpoint_positions(self) -> Sequence[int]:
-        """The prompt positions at which prefill must pause and call `publish`, so that the cache
-        can copy the state of the layers there. They are in ascending order, and each is beyond
-        `cached`."""
+        """The prompt positions at which prefill must pause and call `publish`, so that the prefix
+        cache can copy the state of the layers. The positions are in ascending order and greater
+        than `cached`."""
         ...
 
     def publish(self, ids: Sequence[int]) -> None:
-        """Reports that the caches now hold exactly these tokens. Other sequences may copy them."""
+        """Reports that the caches now contain exactly these tokens. Other sequences may copy
+        them."""
         ...
 
     def commit(self, ids: Sequence[int], *, keep: int) -> None:
         """Ends the lease and keeps the caches for other sequences.
 
-        ids: all tokens in the caches, in order. keep: the number of tokens to keep; the others are
-        trimmed if the layers support it.
+        ids: all tokens in the caches, in order. keep: the number of tokens to keep; the remaining
+        tokens are trimmed if the layers support this.
         """
         ...
 
@@ -405,14 +406,15 @@ class ShiftingLease(Lease[Layer_co], Protocol[Layer_co]):
 
         ids: all tokens in the layers, in order. remove(kv, start, end): removes positions [start,
         end) from the layers and moves the following positions up. If the layers do not support
-        this, it returns False and changes nothing; then all remaining tokens must be prefilled
-        again.
+        this, `remove` returns False and changes nothing; all remaining tokens must then be
+        prefilled again.
         """
         ...
 
 
 class PrefixCache(Protocol[Layer_co]):
-    """Keeps computed prefixes, so that prompts with the same prefix need not prefill it again."""
+    """Keeps computed prefixes, so that prompts with the same prefix do not need to prefill it
+    again."""
 
     def begin(
         self,
@@ -426,20 +428,20 @@ class PrefixCache(Protocol[Layer_co]):
 
         turn_ends: the positions at which chat messages end, in ascending order. Prompts often
         diverge at these positions. reuse: if False, ignores cached prefixes, but still caches this
-        prompt. reserve_length: the number of positions to allocate capacity for, if the sequence
-        needs more than the prompt and one token.
+        prompt. reserve_length: the number of positions to allocate, if the sequence needs more than
+        the prompt and one token.
         """
         ...
 
     @property
     def shares_live(self) -> bool:
-        """Whether other sequences can use the computed prefix of a running sequence."""
+        """Whether other sequences can reuse the computed prefix of a running sequence."""
         ...
 
     @property
     def needs_checkpoints(self) -> bool:
-        """Whether some layers can only be resumed at checkpoints, which `turn_ends` help to
-        place."""
+        """Whether some layers can be resumed only at checkpoints. `turn_ends` determine where
+        checkpoints are placed."""
         ...
 
     @property
@@ -453,8 +455,8 @@ class PrefixCache(Protocol[Layer_co]):
         ...
 
     def evict(self, num_bytes: int) -> int:
-        """Evicts the prefixes that are least likely to be reused, until `num_bytes` bytes are free
-        or only leased caches are left. Returns the number of bytes freed."""
+        """Evicts the prefixes that are least likely to be reused, until `num_bytes` bytes have been
+        freed or only leased caches are left. Returns the number of bytes freed."""
         ...
 
     def clear(self) -> None:

@@ -3,9 +3,9 @@
 Knows: the request ID, the caller, the outcome so far. Must not know: HTTP, logging, the content of
 the response.
 
-REQUEST_CONTEXT is the only mutable global of the code base. It is a context variable. Each request
-is handled in its own task, which has its own value. `asyncio.to_thread` passes a copy of the
-context to the thread.
+REQUEST_CONTEXT is a context variable, and the only mutable global of the code base. Each request is
+handled in its own task with its own value. `asyncio.to_thread` passes a copy of the context to the
+thread.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class ErrorFormat(Protocol):
     """The error responses of a dialect."""
 
     def render(self, error: AppError, request_id: str) -> tuple[int, dict[str, Any]]:
-        """Returns the status and the body. request_id: of the request."""
+        """Returns the status code and the body. request_id: the ID of the request."""
         ...
 
 
@@ -34,12 +34,12 @@ class RequestContext:
     id: the request ID, valid as a header value. traceparent: the unparsed value of the traceparent
     header (W3C Trace Context). state: values that middleware sets during the request. finish: the
     finish reasons, an error type or "cancelled"; "" for a request that generates nothing. error,
-    reason: the error type and the error message, if the response has a status of 400 or more and
-    this server caused it. The reason omits text that the client sent. The exception itself is not
-    stored, because its traceback would keep the request body in memory as long as the connection's
-    context. prompt_tokens, cached_tokens, completion_tokens: sums over all choices, including
-    prompts whose prefill did not finish. error_format: the format of this request's error
-    responses; None is OpenAI's format.
+    reason: the error type and the error message, if this server sent a response with a status of
+    400 or more. The reason omits client text. The exception itself is not stored, because its
+    traceback would keep the request body in memory as long as the connection's context.
+    prompt_tokens, cached_tokens, completion_tokens: sums over all choices, including prompts whose
+    prefill did not finish. error_format: the format of this request's error responses; None means
+    OpenAI's format.
     """
 
     id: str
@@ -92,8 +92,9 @@ class RequestContextObserver:
     def _count_prompt(
         self, seen: dict[int, tuple[int, int]], prompt: int, tokens: int, cached: int
     ) -> None:
-        """Counts each prompt once, whatever its number of choices, like the usage in the response.
-        The first Finish overrides the first PrefillProgress, since a job may be restarted."""
+        """Counts each prompt once, regardless of the number of choices, like the usage in the
+        response. The first Finish overrides the first PrefillProgress, since a job may be
+        restarted."""
         if prompt in seen:
             return
         seen[prompt] = (tokens, cached)

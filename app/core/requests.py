@@ -14,7 +14,7 @@ from app.core.sampling_params import SamplingValue
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
     """A tool call in the history of a conversation. arguments: the JSON text that the client sent.
-    Templates get the parsed value."""
+    Chat templates receive the parsed value."""
 
     id: str
     name: str
@@ -23,10 +23,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message of a conversation. content: the text of all content parts, which the dialect has
-    joined. reasoning: the assistant's reasoning before this message. is_error: whether
-    this is the result of a failed tool call. is_temporary: whether later requests of this
-    conversation will not contain this message."""
+    """One message of a conversation. content: the joined text of all content parts. reasoning: the
+    assistant's reasoning before this message. is_error: whether this is the result of a failed tool
+    call. is_temporary: whether later requests of this conversation will not contain this
+    message."""
 
     role: str
     content: str | None
@@ -41,9 +41,9 @@ class Message:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """A prompt that must be rendered by the model's chat template. param: the path of the request
-    field. continue_final: whether the output continues the last message, which is the assistant's,
-    instead of beginning a new one. earlier_ids: the token IDs of an earlier conversation, in front
-    of the rendered text. With them, the model's own first messages are omitted."""
+    field. continue_final: whether the output continues the last (assistant) message instead of
+    starting a new one. earlier_ids: the token IDs of an earlier conversation, to prepend to the
+    rendered text. If they are set, the model's own first messages are omitted."""
 
     messages: tuple[Message, ...]
     param: str = "messages"
@@ -58,7 +58,7 @@ class PromptBatch:
     prompts: tuple[str | tuple[int, ...], ...]
 
 
-# a text · token IDs · a conversation · texts and token IDs
+# text · token IDs · a conversation · a list of texts or token IDs
 Prompt = str | tuple[int, ...] | Conversation | PromptBatch
 
 
@@ -66,8 +66,8 @@ Prompt = str | tuple[int, ...] | Conversation | PromptBatch
 class Tool:
     """A function that the model may call. parameters: the JSON Schema of the arguments object as
     sent by the client; the default is an object without properties. strict: whether to enforce the
-    schema on every call, instead of only on calls that the request requires. param: the dotted path
-    of the request field."""
+    schema on every call, instead of only on required calls. param: the dotted path of the request
+    field."""
 
     name: str
     description: str | None
@@ -85,15 +85,16 @@ class NamedToolChoice:
 
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
-# Calls that must follow their schema: if a schema is not supported, the request is rejected
-# (enforce), or no schema constrains its calls (prefer); no schema does (ignore).
+# Whether tool calls must follow the schemas of the tools. enforce: a request with an unsupported
+# schema is rejected. prefer: if a schema is not supported, calls are not constrained. ignore: calls
+# are never constrained.
 ToolSchemaPolicy = Literal["enforce", "prefer", "ignore"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonSchema:
-    """The output is a JSON value that satisfies this schema. text: the schema as JSON. param: the
-    dotted path of the request field, for error messages."""
+    """The output is a JSON value that is valid under this schema. text: the schema as JSON. param:
+    the dotted path of the request field, for error messages."""
 
     text: str
     param: str | None = None
@@ -118,9 +119,9 @@ class ChoiceGrammar:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LarkGrammar:
     """The output matches this context-free grammar, which is written in GBNF or in llguidance's
-    variant of Lark. parts: the schemas and expressions from the request that the grammar contains;
-    if one of them is unsupported, they serve to find it. inner: a grammar from the request to which
-    `text` refers as @inner."""
+    variant of Lark. parts: the schemas and regular expressions from the request that the grammar
+    contains, used to identify an unsupported one in error messages. inner: a grammar from the
+    request, which `text` references as @inner."""
 
     text: str
     param: str | None = None
@@ -133,13 +134,12 @@ Grammar = JsonSchema | Regex | ChoiceGrammar | LarkGrammar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningOptions:
-    """Options of reasoning models. effort: the reasoning effort in OpenAI's terms, from "none"
-    to "max"; "none" disables reasoning, and None is the model's default. token_budget: the
-    maximum number of reasoning tokens; None sets no limit. enabled: whether to reason, with any
-    effort, even if the model's default is not to reason. lenient: whether an option that the
-    model does not support is replaced by the nearest supported one, or omitted, instead of
-    causing an error. param: the path of the request field that set the effort, for error
-    messages."""
+    """Options of reasoning models. effort: the reasoning effort in OpenAI's terms, from "none" to
+    "max"; "none" disables reasoning, and None uses the model's default. token_budget: the maximum
+    number of reasoning tokens; None sets no limit. enabled: whether to enable reasoning, at any
+    effort, even if the model's default is no reasoning. lenient: whether an unsupported option is
+    replaced by the nearest supported one, or omitted, instead of causing an error. param: the path
+    of the request field that set the effort, for error messages."""
 
     effort: str | None = None
     enabled: bool = False
@@ -150,15 +150,15 @@ class ReasoningOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verbosity:
-    """How long answers should be, for templates that use this. level: "low", "medium" or "high".
-    param: the path of the request field."""
+    """How long the output should be, for templates that support this. level: "low", "medium" or
+    "high". param: the path of the request field."""
 
     level: str
     param: str = "verbosity"
 
 
-# Fields that cannot be combined with a grammar. The grammar determines where the output may end and
-# which tokens it may contain, so these fields could leave no token to sample.
+# Fields that cannot be combined with a grammar. A grammar determines where the output may end and
+# which tokens it may contain, so with these fields, no token might be left to sample.
 UNCONSTRAINED_FIELDS = (
     "min_tokens",
     "ignore_eos",
@@ -179,18 +179,19 @@ class GenerateRequest:
     min_tokens: the number of tokens to sample before the output may end. ignore_eos: whether
     end-of-sequence tokens are ignored instead of ending the output. stop_token_ids: further tokens
     that end the output. include_stop: whether the output contains the stop string or token that
-    ended it. bad_words: texts that the output must not contain. verbosity: how long answers should
-    be; None is the model's default. top_logprobs: the number of alternatives per sampled token, 0
-    to 20; None for no logprobs. cache_prompt: whether a cached prefix may be used for the prompt.
-    num_keep: the number of leading prompt tokens that a context shift never discards. A negative
-    value means all of them, and None is the server's default. grammar: a constraint on the whole
-    output after the reasoning, if any. tool_schemas: see `ToolSchemaPolicy`. echo: whether the
-    output begins with the prompt. suffix: the text that follows the output. chat_template_kwargs:
-    additional variables for the chat template. return_token_ids: whether to return the token IDs of
-    the prompt and the output. keep_alive: the number of seconds that the model stays loaded after
-    this request; None is the server's default. max_context: the largest number of prompt and output
-    tokens together; None is the model's context length. caller: the name of the API key. admin:
-    whether the caller may manage models. The server, not the client, sets caller and admin.
+    ended it. bad_words: texts that the output must not contain. verbosity: how long the output
+    should be; None uses the model's default. top_logprobs: the number of alternatives per sampled
+    token, 0 to 20; None for no logprobs. cache_prompt: whether the prefix cache may be used for the
+    prompt. num_keep: the number of leading prompt tokens that a context shift never discards. A
+    negative value means the whole prompt, and None uses the server's default. grammar: a constraint
+    on the whole output, excluding the reasoning. tool_schemas: see `ToolSchemaPolicy`. echo:
+    whether the output begins with the prompt. suffix: the text that follows the output.
+    chat_template_kwargs: additional variables for the chat template. return_token_ids: whether to
+    return the token IDs of the prompt and the output. keep_alive: the number of seconds that the
+    model stays loaded after this request; None uses the server's default. max_context: the maximum
+    total number of prompt and output tokens; None uses the model's context length. caller: the name
+    of the API key. admin: whether the caller may manage models. The server, not the client, sets
+    caller and admin.
     """
 
     model: str
@@ -230,7 +231,8 @@ _CHARACTERS_PER_MESSAGE, _CHARACTERS_PER_TOOL = 64, 1024
 
 
 def estimate_size(request: GenerateRequest) -> int:
-    """Returns the approximate number of characters that must be processed to prepare a request."""
+    """Returns the approximate number of characters that must be processed to prepare the
+    request."""
     prompts = (
         request.prompt.prompts if isinstance(request.prompt, PromptBatch) else (request.prompt,)
     )

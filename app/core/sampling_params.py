@@ -1,11 +1,11 @@
-"""Sampling parameters: one table of names, ranges and neutral values.
+"""Sampling parameters: a table of names, ranges and neutral values.
 
 Knows: the parameters that clients and models may set. Must not know: the sampler, other request
 fields.
 
-`SAMPLING_KNOBS` defines the parameters for the request readers, the runner's options, the reader of
-generation_config.json, the table in docs/api.md and the schemas of openapi.yaml. They are generated
-from the table or checked against it.
+`SAMPLING_KNOBS` defines the parameters for the request parsers, the runner's options, the parser of
+generation_config.json, the table in docs/api.md and the schemas in openapi.yaml. All of these are
+generated from the table or checked against it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,9 @@ SamplingValue = float | int | tuple[tuple[int, float], ...] | tuple[int, ...] | 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """The sampling parameters of one request. `SAMPLING_KNOBS` describes the fields. logit_bias:
-    pairs of a token ID and the number that is added to its logit. allowed_token_ids: the only
-    tokens that may be sampled; empty means all. bad_words: sequences of tokens that the output must
-    not contain. seed: the random seed; None
-    generates one."""
+    pairs of a token ID and the value to add to its logit. allowed_token_ids: the only tokens that
+    may be sampled; empty allows all tokens. bad_words: token sequences that the output must not
+    contain. seed: the random seed; None generates a random one."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -53,12 +52,12 @@ class SamplingKnob:
     """A numeric sampling parameter that a request may set.
 
     name: the name of the field in `SamplingParams`, in OpenAI's requests and in
-    generation_config.json. low, high: the range, inclusive of both ends; with exclusive_low, low is
-    excluded. doc: one sentence. model_high: the upper limit for a model's files and the runner's
+    generation_config.json. low, high: the range, including both bounds; exclusive_low excludes the
+    lower bound. doc: one sentence. model_high: the upper bound for model files and the runner's
     client, if it differs from high. runner_name: the name in Ollama's options and in llama.cpp, if
-    it differs from name; OpenAI's requests may use either. runner_default: the meaning of 0 from
-    the runner's client, if it differs from the default of `SamplingParams`. off: a second value
-    that disables the parameter, like the default.
+    it differs from name; OpenAI's requests may use either name. runner_default: the value used when
+    the runner's client sends 0, if it differs from the default of `SamplingParams`. off: a second
+    value that disables the parameter, in addition to the default.
     """
 
     name: str

@@ -2,9 +2,9 @@
 
 Knows: the names of the statistics. Must not know: sockets, HTTP, metrics.
 
-All statistics are written on the event loop. app/http/connection_limits.py and
-app/http/connection.py write those of connections, app/http/request_id.py those of responses, and
-app/serving/event_loop_watchdog.py the latency.
+All statistics are updated on the event loop: connection statistics by app/http/connection_limits.py
+and app/http/connection.py, response statistics by app/http/request_id.py, and the latency by
+app/serving/event_loop_watchdog.py.
 """
 
 from bisect import bisect_left
@@ -16,12 +16,12 @@ from typing import Literal, get_args
 # Upper bounds of the histogram, in seconds; the last bucket has no upper bound.
 LAG_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
-# Number of measurements that `worst` covers: one minute.
+# The number of measurements that `worst` covers, equal to one minute.
 _WINDOW = 1200
 
 
 class EventLoopLag:
-    """A histogram of the event loop's lag, written by one task on the event loop. bucket_counts:
+    """A histogram of the event loop's lag, updated by one task on the event loop. bucket_counts:
     the number of measurements per bucket. sum_seconds: the sum of all measurements in seconds."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class ConnectionStats:
     responses: dict[ResponseKey, int] = field(default_factory=dict[ResponseKey, int])
 
     def count_response(self, method: str, route: str, status: int) -> None:
-        """Counts a response. method, route: those of a known route, so that the number of keys is
-        bounded. status: an HTTP status from 100 to 599."""
+        """Counts a response. method, route: must belong to a known route, so that the number of
+        keys is bounded. status: an HTTP status from 100 to 599."""
         key = (method, route, f"{status // 100}xx")
         self.responses[key] = self.responses.get(key, 0) + 1

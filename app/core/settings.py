@@ -50,12 +50,12 @@ def is_host_name(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """A model named at start, with its own settings. If a setting is None, the setting for all
-    models applies.
+    """A model specified at startup, with its own settings. If a setting is None, the setting for
+    all models applies.
 
-    name: a folder, a Hugging Face ID or an Ollama name. alias: the name used by clients; None is
-    the model's own name. preload: whether to load the model at start, before any request needs it.
-    pinned: whether to load the model at start and never evict it.
+    name: a folder, a Hugging Face ID or an Ollama name. alias: the name used by clients; None uses
+    the model's own name. preload: whether to load the model at startup, before the first request.
+    pinned: whether to load the model at startup and never evict it.
     """
 
     name: str
@@ -75,13 +75,14 @@ class Settings:
     """The settings of a server; immutable.
 
     models: the models to serve; if empty, the built-in model is served. The first model is loaded
-    at start, unless others are marked. installed: whether to serve every model installed on this
-    machine, on demand. pull: whether to download missing models without asking. runner: whether
-    each model runs in its own process, or the only model on a thread of the server. keep_alive: the
-    number of seconds that a model stays loaded without requests. None is forever for models named
-    at start, and five minutes for others. max_loaded: the maximum number of loaded models.
-    load_timeout: the number of seconds without progress after which a load fails. load_wait: the
-    number of seconds that a non-streaming request waits for its model.
+    at startup, unless other models are marked for preloading. installed: whether to serve every
+    model installed on this machine, on demand. pull: whether to download missing models without
+    confirmation. runner: whether each model runs in its own process, or a single model runs on a
+    thread of the server. keep_alive: the number of seconds that a model stays loaded without
+    requests. None means forever for models specified at startup, and five minutes for other models.
+    max_loaded: the maximum number of loaded models. load_timeout: the number of seconds without
+    progress after which a load fails. load_wait: the maximum number of seconds that a non-streaming
+    request waits for its model to load.
 
     host, port: the address to listen on. tls_cert, tls_key: PEM files. cors_origins: additional
     allowed CORS origins (loopback is always allowed). allowed_hosts: additional accepted host
@@ -90,29 +91,30 @@ class Settings:
 
     quantize: the number of bits to which unquantized weights are quantized while they are loaded.
 
-    parallel: the maximum number of concurrent sequences; None depends on memory and device.
-    max_queue: the maximum number of queued requests; further requests are rejected. context: the
-    maximum number of positions in one sequence; None is the model's own context length.
-    context_shift: whether a sequence that fills its context continues without the older half of it
-    (slots only). memory: the bytes for the weights, KV caches, cached prefixes and working space of
-    all models; None depends on the device.
+    parallel: the maximum number of concurrent sequences; None chooses a value for the memory and
+    device. max_queue: the maximum number of queued requests; further requests are rejected.
+    context: the maximum number of positions in one sequence; None uses the model's own context
+    length. context_shift: whether a sequence that fills its context discards the older half and
+    continues (slots only). memory: the memory budget in bytes for the weights, KV caches, cached
+    prefixes and working space of all models; None chooses a value for the device.
 
-    cache: the prefix cache policy; None is single for one sequence, else radix. multi_user: whether
-    slots are selected for many users rather than for one. exact: whether prefill chunks are aligned
-    to fixed positions, so that cached output is bit-identical to uncached output. prefill_chunk:
-    the number of prompt tokens per engine step. A chunk is also the longest work that cannot be
-    cancelled. None depends on the device.
+    cache: the prefix cache policy; None uses single for one sequence, else radix. multi_user:
+    whether slots are selected for many users rather than for a single user. exact: whether prefill
+    chunks are aligned to fixed positions, so that the output is bit-identical with and without
+    cached prefixes. prefill_chunk: the number of prompt tokens per engine step. A chunk cannot be
+    cancelled once it has started. None chooses a value for the device.
 
     watchdog: the number of seconds without an engine step after which the engine is reported as
     stalled and, if it has its own process, restarted. max_body: the maximum size of a request body
     in bytes. max_connections: the maximum number of open connections. header_timeout, body_timeout:
     the number of seconds within which the headers and the body of a request must arrive. A client
-    that reads nothing of its response for body_timeout is disconnected. max_per_key: the maximum
-    number of concurrent choices per API key. deadline: the maximum number of seconds from the
-    arrival of a request to the end of its response; later, the request fails. max_time, max_tokens:
-    the maximum number of seconds and tokens of generation per choice. The choice then ends as it
-    does at its own limit. drain: the number of seconds that running requests have to finish on
-    shutdown. ping: the number of seconds without an event after which a stream sends a comment.
+    that does not read its response for body_timeout seconds is disconnected. max_per_key: the
+    maximum number of concurrent choices per API key. deadline: the maximum number of seconds from
+    the arrival of a request to the end of its response; after this time, the request fails.
+    max_time, max_tokens: the maximum number of seconds and tokens of generation per choice.
+    Exceeding them has the same effect as reaching the request's max_tokens. drain: the number of
+    seconds that running requests have to finish during a graceful shutdown. ping: the number of
+    seconds without an event after which a stream sends a comment.
 
     log_format, log_level, access_log: the format and the content of the log. otlp: the URL of an
     OpenTelemetry collector for traces. debug: whether to log debugging details, including parts of
@@ -174,9 +176,9 @@ class Settings:
         return self.installed or len(self.models) > 1
 
     def for_model(self, model: ModelSettings) -> "Settings":
-        """Returns the settings of one model. The model's own settings override those for all
-        models. If there are several models, `memory` is not inherited, since it is the budget of
-        all of them together."""
+        """Returns the settings of one model. The model's own settings override the settings for all
+        models. If there are several models, `memory` is not inherited, because it is the shared
+        budget of all models."""
         own = _model_overrides(model)
         if self.multi_model:
             own.setdefault("memory", None)

@@ -1,11 +1,11 @@
 """Thread pools for work that must not run on the event loop: parsing, templates, tokenization.
 
-Knows: asyncio, threads, the key and the size of the work. Must not know: the purpose of the work.
+Knows: asyncio, threads, the key and size of each work item. Must not know: the purpose of the work.
 
 Small and large work items run on different threads, so that a short request never waits for a long
-one. Each queue is fair: keys take turns, and one key never uses more than half of the threads. Most
-work holds the GIL. A thread for large work therefore sleeps after each item for as long as the item
-took.
+one. Each queue is fair: scheduling is round-robin between keys, and one key never uses more than
+half of the threads. Most of the work holds the GIL, so a thread for large work sleeps after each
+item for as long as the item took.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ _SMALL_THREADS = 4
 # The maximum number of threads for large work. Tokenization releases the GIL.
 _MAX_LARGE_THREADS = 8
 
-# Work on at least this many bytes or characters counts as large. Tokenizing that many takes about
-# 20 ms.
+# Work items with at least this many bytes or characters are large. Tokenizing them takes about 20
+# ms or more.
 _LARGE_WORK_SIZE = 64 * 1024
 
 
@@ -68,7 +68,8 @@ class _WorkItem:
 
 
 class FairThreadPool:
-    """Runs work on threads; keys take turns. All other code of this class runs on one event loop.
+    """Runs work on threads, round-robin between keys. All other code of this class runs on one
+    event loop.
 
     The threads are daemon threads, so the process exits without waiting for them. rest: the number
     of seconds that a thread sleeps per second of CPU time used by its work.
@@ -95,8 +96,8 @@ class FairThreadPool:
 
     async def run(self, work: Callable[[], Result], *, key: str) -> Result:
         """Calls `work` on a thread with a copy of this task's context. Returns its result or raises
-        its exception. Cancelling the call drops work that has not started; started work runs to
-        completion."""
+        its exception. Cancelling the call drops work that has not started; work that has started
+        runs to completion."""
         done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         item = _WorkItem(key, partial(copy_context().run, work), done)
         self._queues.setdefault(key, deque()).append(item)
@@ -106,7 +107,7 @@ class FairThreadPool:
         finally:
             self._drop(item)
             # The traceback of an error raised here refers to this frame. If the frame also referred
-            # to the error, this cycle would keep the objects of the work in memory until the
+            # to the error, the reference cycle would keep the work's objects in memory until the
             # garbage collector runs.
             del done, item
 
@@ -126,8 +127,7 @@ class FairThreadPool:
             self._inbox.put(item)
 
     def _pop_next(self) -> _WorkItem | None:
-        """Returns the next item of the key whose turn it is. Keys are ordered by their last
-        turn."""
+        """Returns the next item of the least recently served key."""
         for key, queue in self._queues.items():
             if self._running[key] < self._max_per_key:
                 item = queue.popleft()
@@ -185,8 +185,8 @@ class ThreadPools:
         return self.small.queued + self.large.queued
 
     async def run(self, work: Callable[[], Result], *, size: int = 0, key: str = "") -> Result:
-        """Runs work like `FairThreadPool.run`. size: the number of bytes or characters that the
-        work processes. key: the owner of the work; keys take turns."""
+        """Runs work like `FairThreadPool.run`. size: the number of bytes or characters to process.
+        key: the owner of the work, for fair scheduling."""
         queue = self.large if size >= _LARGE_WORK_SIZE else self.small
         return await queue.run(work, key=key)
 
@@ -194,7 +194,7 @@ class ThreadPools:
         self, work: Callable[[CancelToken], Result], *, size: int = 0, key: str = ""
     ) -> Result:
         """Runs work like `run`, but passes a token to `work`. Cancelling this call cancels the
-        token, so that work that checks the token ends early."""
+        token, so that `work` can end early if it checks the token."""
         token = CancelToken()
         try:
             return await self.run(lambda: work(token), size=size, key=key)

@@ -13,8 +13,8 @@ _DURATION_PATTERN = re.compile(rf"-?(?:{_PART_PATTERN.pattern}){{1,4}}", re.ASCI
 
 
 def parse_duration(text: str) -> float | None:
-    """Parses a number of seconds, or a duration in Go's format (time.ParseDuration), which Ollama
-    also uses: "90s", "5m", "1h30m". The smallest unit is "ms". Returns None for invalid text."""
+    """Parses a number of seconds, or a duration in Go's format (time.ParseDuration), as used by
+    Ollama: "90s", "5m", "1h30m". The smallest unit is "ms". Returns None for invalid text."""
     if _NUMBER_PATTERN.fullmatch(text):
         return float(text)
     if not _DURATION_PATTERN.fullmatch(text):
@@ -37,8 +37,8 @@ def format_bytes(count: float) -> str:
 
 
 def format_memory(count: float) -> str:
-    """Formats bytes in binary units, like `--memory`: 1.23 GiB. `--memory 6` is therefore displayed
-    as 6."""
+    """Formats bytes in binary units, like `--memory`: 1.23 GiB. The value of `--memory 6` is
+    therefore displayed as 6."""
     return _format_scaled(count, _BINARY_UNITS, " ", base=1024)
 
 
@@ -48,7 +48,7 @@ def format_count(count: float) -> str:
 
 
 def pluralize(count: int, noun: str) -> str:
-    """A count with its noun: "1 token", "2 tokens"."""
+    """Formats a count with a noun: "1 token", "2 tokens"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 

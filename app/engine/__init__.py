@@ -1,6 +1,6 @@
 """The engine.
 
-Importing any of its modules first imports `models.cpu_backend`, because the compute backend must be
+Importing the package imports `models.cpu_backend` first, because the compute backend must be
 selected before MLX is imported.
 """
 

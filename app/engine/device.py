@@ -1,9 +1,9 @@
 """The compute device, and the default memory budget of the engine.
 
-Knows: the device, the machine, the containers of this process. Must not know: models.
+Knows: the device, the machine, the cgroups of this process. Must not know: models.
 
-The budget depends on the free memory and not only on the installed memory, because memory used by
-other processes is not available.
+The budget is based on free memory rather than installed memory, because memory used by other
+processes is not available.
 """
 
 import os
@@ -17,8 +17,8 @@ import mlx.core as mx
 from app.core.jobs import ComputeBackend
 from models import cpu_backend, kernels
 
-# The numbers of rows and columns of the benchmark's matrices. A fast BLAS multiplies matrices of
-# this size in a few milliseconds, and a slow BLAS in a reasonable time.
+# The dimensions of the benchmark's matrices. A fast BLAS multiplies matrices of this size in a few
+# milliseconds, and a slow BLAS takes a reasonable time.
 _MATRIX_SIZE = 512
 
 
@@ -36,8 +36,8 @@ def detect_backend() -> ComputeBackend:
 
 
 def measure_gigaflops() -> float:
-    """Measures the speed of multiplying two float32 matrices. Returns the best of three runs in
-    GFLOP/s. The function creates arrays, so all calls must come from the same thread."""
+    """Benchmarks float32 matrix multiplication. Returns the best of three runs in GFLOP/s. Creates
+    arrays, so all calls must be on the same thread."""
     left, right = mx.ones((_MATRIX_SIZE, _MATRIX_SIZE)), mx.ones((_MATRIX_SIZE, _MATRIX_SIZE))
     mx.eval(left, right)
     taken: list[float] = []
@@ -48,16 +48,16 @@ def measure_gigaflops() -> float:
     return 2 * _MATRIX_SIZE**3 / min(taken) / 1e9
 
 
-# The fraction of a GPU's own memory that the engine may use, the fraction of a machine's memory,
-# which other programs share, and the fraction of the memory that is currently free.
+# The fractions of memory that the engine may use: of a GPU's dedicated memory, of the machine's
+# memory (shared with other programs), and of the memory that is currently free.
 _DEVICE_SHARE, _MACHINE_SHARE, _FREE_SHARE = 0.9, 0.7, 0.9
 
 _MEMINFO = Path("/proc/meminfo")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
 
-# The names of the files with the limit and the usage, and of the statistics that count reclaimable
-# page cache, first for cgroup v2 and then for v1.
+# The file names of the memory limit and usage, and the names of the statistics for reclaimable page
+# cache, first for cgroup v2 and then for v1.
 _CGROUP_FILES = (
     ("memory.max", "memory.current", ("active_file", "inactive_file")),
     (
@@ -73,8 +73,8 @@ def device_budget(own_bytes: int = 0) -> int:
 
     On Metal, the budget depends on the recommended working set. On CUDA, it depends on the free
     device memory. On other devices, it depends on the free memory of the machine or container.
-    Memory that this process already uses counts as free. `own_bytes` is the number of bytes that
-    other mlxrunner processes use; they also count as free.
+    Memory that this process already uses counts as free. `own_bytes` is the number of bytes used by
+    other mlxrunner processes, which also count as free.
     """
     device = mx.device_info()
     if mx.metal.is_available():
@@ -115,7 +115,7 @@ def _available_bytes(total: int) -> int:
 
 def _cgroups() -> Iterator[Path]:
     """Yields the directories of this process's cgroups and of their ancestors. In a container with
-    its own cgroup namespace, the outermost cgroup is the container's."""
+    its own cgroup namespace, the outermost visible cgroup is the container's."""
     yield _CGROUPS
     yield _CGROUPS / "memory"
     for line in _read_lines(_OWN_CGROUPS):

@@ -1,13 +1,13 @@
 """The group of ranks that run one model together in lockstep.
 
-Knows: mlx.core.distributed. Must not know: the launcher, commands, requests. The module implements
+Knows: mlx.core.distributed. Must not know: the launcher, commands, requests. Implements
 `models.sharding.TensorParallelGroup`.
 
 Every value that affects the next computation must be equal on all ranks. Otherwise, the ranks
-deadlock in a collective operation. Sums are equal on all ranks: a ring adds in a fixed order and
-distributes the result (MLX 0.32, measured with 2 and 3 ranks). Logits may differ between machines,
-so all ranks use the tokens that rank 0 samples. Memory budgets may also differ between machines, so
-all ranks use the smallest budget.
+deadlock in a collective operation. An all-reduce gives equal sums on all ranks, because a ring adds
+in a fixed order and distributes the result (MLX 0.32, measured with 2 and 3 ranks). Logits may
+differ between machines, so all ranks use the tokens sampled by rank 0. Memory budgets may also
+differ between machines, so all ranks use the smallest budget.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ from app.engine.memory_profile import MemoryProfile
 
 
 class DistributedGroup:
-    """A group of ranks. All ranks must call each method together and in the same order. Methods
+    """A group of ranks. All ranks must call the same methods in the same order. Methods
     that return arrays are lazy."""
 
     def __init__(self, group: mx.distributed.Group) -> None:
@@ -33,12 +33,12 @@ class DistributedGroup:
         return mx.distributed.all_sum(x, group=self._group)
 
     def broadcast_tokens(self, tokens: mx.array) -> mx.array:
-        """Returns the tokens of rank 0."""
+        """Broadcasts the tokens of rank 0 to all ranks."""
         return self.all_sum(tokens if self.rank == 0 else mx.zeros_like(tokens))
 
     def broadcast_bytes(self, data: bytes, length: int) -> bytes:
-        """Returns the data of rank 0. `length` is the maximum length of the data in bytes. The data
-        must not contain zero bytes."""
+        """Broadcasts the data of rank 0 to all ranks. `length` is the maximum length of the data in
+        bytes. The data must not contain zero bytes."""
         assert len(data) <= length
         local = data if self.rank == 0 else b""
         summed = self.all_sum(mx.array(list(local.ljust(length, b"\0")), dtype=mx.uint8))
@@ -46,7 +46,7 @@ class DistributedGroup:
 
     def reconcile_settings(self, settings: Settings) -> Settings:
         """Returns the settings with the smallest memory budget and the smallest prefill chunk of
-        all ranks. Without this step, each rank would choose both for its own device."""
+        all ranks. Otherwise, each rank would choose both values for its own device."""
         return replace(
             settings,
             memory=self._all_min(settings.memory or device_budget()),
@@ -70,8 +70,8 @@ class DistributedGroup:
 def join_group() -> DistributedGroup:
     """Connects to the other ranks and waits for all of them.
 
-    The function holds the GIL while it waits. No other Python thread runs and no signal is handled
-    until all ranks are connected, so call it before the server accepts requests. Raises
-    RuntimeError if the other ranks cannot be reached.
+    Holds the GIL while it waits: no other Python thread runs and no signal is handled until all
+    ranks are connected. Call it before the server accepts requests. Raises RuntimeError if the
+    other ranks cannot be reached.
     """
     return DistributedGroup(mx.distributed.init(strict=True))

@@ -1,27 +1,28 @@
 """Computes embeddings: pools the hidden states of token IDs into one vector per input.
 
-Knows: the model as a function, embedding jobs, the memory that it borrows. Must not know:
+Knows: the model as a function, embedding jobs, borrowed memory. Must not know:
 sequences, sampling, scheduling.
 
-Jobs take turns. Each turn is one forward pass, which never has more tokens than a prefill chunk:
+Jobs are scheduled round-robin, one forward pass at a time. A forward pass never has more tokens
+than a prefill chunk:
 
     short inputs, of any jobs   one forward pass [B, L], padded on the right
     a long input                one chunk per pass, using its layer caches; one long input at a time
 
-Padding on the right does not change the results. Every layer attends only to earlier positions
-(full or sliding window attention, a convolution, a recurrent state). A mixture of experts treats
-each position separately, without a capacity limit per expert. No position therefore depends on the
-padding after it. Layer caches that contain padding are discarded.
+Padding on the right does not change the results, because every layer is causal (full or sliding
+window attention, a convolution, a recurrent state), and a mixture of experts processes each
+position separately, without a capacity limit per expert. Layer caches that contain padding are
+discarded.
 
-The prefix cache is not used. It keeps the state that layers need to continue, but not the hidden
-states of earlier positions, from which the embeddings are computed.
+The prefix cache is not used, because it contains KV caches, but not the hidden states of earlier
+positions, from which the embeddings are computed.
 
 Both pooling types are weighted sums over positions. Rows of both types can therefore share a batch,
-and an input can be split into several chunks. For "mean", the weight of each position is one
-divided by the length. For "last", the last position has the weight one. Sources: Reimers and
-Gurevych 2019 (arXiv:1908.10084) for the mean over all tokens, including special tokens; Neelakantan
-et al. 2022 (arXiv:2201.10005) for the last token; Kusupati et al. 2022 (arXiv:2205.13147) for
-embeddings that may be truncated to their first dimensions.
+and an input can be split into several chunks. For "mean", the weight of each position is 1 /
+length. For "last", the weight of the last position is 1 and all other weights are 0. Sources:
+Reimers and Gurevych 2019 (arXiv:1908.10084) for the mean over all tokens, including special tokens;
+Neelakantan et al. 2022 (arXiv:2201.10005) for the last token; Kusupati et al. 2022
+(arXiv:2205.13147) for embeddings that may be truncated to their first dimensions.
 """
 
 import logging
@@ -38,7 +39,7 @@ from app.engine.memory_profile import MemoryProfile
 from models.base import Model
 from models.kv import LayerCache
 
-# The minimum norm of torch.nn.functional.normalize, which the reference implementations use.
+# The epsilon of torch.nn.functional.normalize, which the reference implementations use.
 _MIN_NORM = 1e-12
 
 
@@ -59,8 +60,8 @@ def pool_hidden_states(hidden: mx.array, weights: mx.array) -> mx.array:
 
 
 def normalize(vectors: mx.array, dimensions: Sequence[int | None]) -> mx.array:
-    """Scales each row of [B, D] to unit length. All dimensions after the first `dimensions` of a
-    row are set to zero first (None keeps all). Zero vectors stay zero."""
+    """Scales each row of [B, D] to unit length. Before that, all but the first `dimensions`
+    elements of a row are set to zero (None keeps all). Zero vectors stay zero."""
     width = vectors.shape[-1]
     kept = mx.array([[width if count is None else count] for count in dimensions])
     cut = mx.where(mx.arange(width) < kept, vectors, 0)
@@ -71,7 +72,7 @@ def normalize(vectors: mx.array, dimensions: Sequence[int | None]) -> mx.array:
 
 
 def vectors_to_bytes(vectors: mx.array, dimensions: Sequence[int | None]) -> list[bytes | None]:
-    """Returns the first `dimensions` values of each row as little-endian float32. MLX runs only on
+    """Returns the first `dimensions` values of each row as little-endian float32. MLX supports only
     little-endian machines. Returns None for a row that contains NaN or infinity. Waits for the
     device."""
     width = vectors.shape[-1]
@@ -89,12 +90,11 @@ class MemoryLender(Protocol):
 
     @property
     def borrowed_bytes(self) -> int:
-        """The number of bytes that are currently borrowed. It is 0 after the lender has reclaimed
-        them."""
+        """The number of bytes currently borrowed; 0 after the lender has reclaimed them."""
         ...
 
     def borrow(self, num_bytes: int) -> bool:
-        """Borrows this many additional bytes. Returns False if they are not available now."""
+        """Borrows additional bytes. Returns False if they are not available now."""
         ...
 
     def return_borrowed(self, num_bytes: int) -> None: ...
@@ -104,8 +104,8 @@ class EmbedTask:
     """A job in progress.
 
     pending_inputs: the indices of the inputs that are not embedded yet, shortest first.
-    isolated: whether the inputs must not share a forward pass with other jobs, because an earlier
-        shared pass failed.
+    isolated: whether the inputs must run in separate forward passes, because an earlier pass that
+        was shared with other jobs failed.
     """
 
     def __init__(self, job: EmbedJob) -> None:
@@ -139,12 +139,12 @@ class LongInput:
 
 log = logging.getLogger(__name__)
 
-# The maximum number of inputs in one forward pass. Even a short input uses a whole allocation step
-# of positions (models/kv.py) in the cache of every layer.
+# The maximum number of inputs in one forward pass. Even a short input allocates a full step of
+# positions (models/kv.py) in the cache of every layer.
 MAX_ROWS = 16
 
-# The number of layers whose caches exist at the same time if nothing else references them. One
-# cache is read while the next one is created.
+# The number of layer caches that exist at the same time if nothing else references them: one cache
+# is read while the next one is created.
 _LAYERS_ALIVE = 2
 
 _FAILED = "the engine failed while processing this request"
@@ -174,9 +174,9 @@ class Embedder:
     """Runs the embedding jobs of one engine.
 
     chunk: the maximum number of tokens per forward pass, including padding.
-    waiting_for_memory: whether the embedder waits for memory. While it waits, no new sequence may
-        take memory.
-    embedded_tokens: the number of tokens embedded since the start, without padding.
+    waiting_for_memory: whether the embedder is waiting for memory. Meanwhile, no new sequence may
+        start.
+    embedded_tokens: the number of tokens embedded since startup, without padding.
     exceptions: the number of exceptions so far.
     """
 
@@ -191,7 +191,7 @@ class Embedder:
         self._lender = lender
         self._chunk = chunk
         self._layers = len(model.make_kv())
-        self._tasks: deque[EmbedTask] = deque()  # in the order of their turns
+        self._tasks: deque[EmbedTask] = deque()  # in scheduling order
         self._long: LongInput | None = None
         self._step: _EmbedStep | None = None
         self._borrowed_for_step = 0  # bytes borrowed for this forward pass only
@@ -209,8 +209,8 @@ class Embedder:
         self._tasks.append(EmbedTask(job))
 
     def cancel(self, job: str) -> None:
-        """Removes a job. Does nothing if the job has already ended. If a forward pass of the job is
-        in flight, it is completed and its result is discarded."""
+        """Removes a job. Does nothing if the job has already ended. A forward pass that is in
+        flight is completed, and its result is discarded."""
         for work in [work for work in self._tasks if work.job.id == job]:
             self._remove(work)
 
@@ -376,8 +376,8 @@ class Embedder:
                 self._end(work)
 
     def _handle_failure(self, inputs: Sequence[tuple[EmbedTask, int]]) -> None:
-        """Handles a failed forward pass with these inputs. A single job ends with an error. Several
-        jobs restart their inputs, each in separate passes."""
+        """Handles a failed forward pass with these inputs. If the inputs belong to one job, it ends
+        with an error. Otherwise, all inputs are recomputed, with a separate pass for each job."""
         self.exceptions += 1
         works = {work for work, _ in inputs}
         if len(works) == 1:

@@ -1,14 +1,15 @@
 """Estimates whether a model fits in memory, before its weights are read.
 
-Knows: the engine's settings, the shapes and types of unevaluated arrays in models and layer caches.
+Knows: the engine's settings, the shapes and dtypes of unevaluated arrays in models and layer
+caches.
 Must not know: requests, running jobs.
 
     budget  [ weights | working memory | layer caches: sequences x context ....... | free ]
 
-The sizes of the weights and the layer caches are exact, and account for `--quantize`. The working
-memory is an estimate. After the weights are loaded, a measurement replaces it
-(`adjust_after_load`). A model that barely fits according to the estimate may therefore not fit
-according to the measurement, and vice versa.
+The sizes of the weights and the layer caches are exact and account for `--quantize`. The working
+memory is an estimate, which is replaced by a measurement after the weights are loaded
+(`adjust_after_load`). In borderline cases, the estimate and the measurement may therefore disagree
+on whether a model fits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,18 +35,17 @@ from app.engine.memory_profile import (
 from app.engine.weights import list_parameters, open_model
 from models.base import Model, ModelError
 
-# The number of concurrent sequences if none is configured.
+# The default number of concurrent sequences.
 DEFAULT_MAX_PARALLEL = 8
 
-# The context length that each of several sequences should have if their number is not configured.
+# The minimum context length per sequence when the number of sequences is chosen automatically.
 TYPICAL_SEQUENCE_LENGTH = 4096
 
-# The activations that a step holds per token, in rows of the widest layer output and in rows of
-# hidden states. The value was measured on Llama models with a width of 288 to 2048, and rounded up.
+# The activations of a step per token, as multiples of the widest layer output and of the hidden
+# size. Measured on Llama models with hidden sizes from 288 to 2048, and rounded up.
 _ACTIVATION_ROWS = 8
 
-# The config keys for the number of experts per token, and the default if the config has none of
-# them.
+# The config keys for the number of experts per token, and the default if all of them are missing.
 _EXPERTS_PER_TOKEN_KEYS, _DEFAULT_EXPERTS_PER_TOKEN = (
     ("num_experts_per_tok", "num_experts_per_token", "moe_topk"),
     8,
@@ -54,19 +54,19 @@ _EXPERTS_PER_TOKEN_KEYS, _DEFAULT_EXPERTS_PER_TOKEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """The memory that a model needs, and whether it fits. All sizes are in bytes.
+    """The memory requirement of a model, and whether the model fits. All sizes are in bytes.
 
     weights: the size of the weights.
     kv_per_context: the size of the layer caches of one sequence with `context` positions.
     working: the size of the activations and logits of a step.
     budget: the memory budget of the engine.
-    context: the requested number of positions per sequence. If none is requested, it is the context
-        length with which the model is served.
-    sequences: the number of sequences that must have this context at the same time.
-    context_that_fits: the maximum context, up to `context`, that this many sequences can have; 0 if
-        no context fits.
-    fits: whether the server will start. It starts if the requested context fits or, if none was
-        requested, if any context fits.
+    context: the requested context length, or the default context length of the model if none is
+        requested.
+    sequences: the number of concurrent sequences that must fit with this context.
+    context_that_fits: the maximum context length, up to `context`, for this many sequences; 0 if no
+        context length fits.
+    fits: whether the server will start, because the requested context length fits or, if none was
+        requested, any context length fits.
     """
 
     weights: int
@@ -80,14 +80,14 @@ class Fit:
 
     @property
     def needed(self) -> int:
-        """The number of bytes needed for the weights, a step, and the requested sequences."""
+        """The number of bytes needed for the weights, the working memory and the requested
+        sequences."""
         return self.weights + self.working + self.sequences * self.kv_per_context
 
 
 def estimate_fit(files: ModelFiles, settings: Settings) -> Fit:
-    """Estimates the fit of model files that `complete_config` returned. Reads only headers, and
-    leaves nothing in memory. The function creates arrays, so call it on a thread that does no other
-    work with MLX.
+    """Estimates the fit of model files returned by `complete_config`. Reads only headers and leaves
+    nothing in memory. Creates arrays, so call it on a thread that does not use MLX otherwise.
 
     Raises AppError(MODEL_FILES) if no model can be built from the files.
     """
@@ -97,9 +97,9 @@ def estimate_fit(files: ModelFiles, settings: Settings) -> Fit:
 def estimate_memory(
     files: ModelFiles, settings: Settings, loaded_bytes: int = 0
 ) -> MemoryRequirement:
-    """Estimates the memory that a model needs if it shares the device with other models. The
-    preconditions are those of `estimate_fit`. If the settings fix the memory, the function returns
-    that amount. The load then checks whether the model fits in it.
+    """Estimates the memory requirement of a model that shares the device with other models. The
+    preconditions are the same as for `estimate_fit`. If the memory is fixed by the settings,
+    returns that amount; the loader then checks whether the model fits.
 
     loaded_bytes: the number of bytes used by the models that are already loaded.
     """
@@ -115,7 +115,7 @@ def estimate_memory(
     many = settings.parallel or DEFAULT_MAX_PARALLEL
     requested = sizes.total_bytes(many if settings.parallel else 1, context)
     least = requested if settings.context else sizes.total_bytes(1, usual)
-    # The same amount is added for cached prefixes of finished requests.
+    # Adds the same amount for the cached prefixes of finished requests.
     cached = many * sizes.kv_footprint(usual)
     return MemoryRequirement(
         min_bytes=least,
@@ -125,7 +125,8 @@ def estimate_memory(
 
 
 def estimate_before_load(model: Model, files: ModelFiles, settings: Settings) -> Fit:
-    """Estimates the fit like `estimate_fit`, for an open model. Its weights need not be loaded."""
+    """Estimates the fit of an opened model like `estimate_fit`. The weights do not have to be
+    loaded."""
     sizes = _ModelSizes(model, files, settings)
     budget = settings.memory or device_budget()
     sequences = settings.parallel or 1
@@ -146,7 +147,7 @@ def estimate_before_load(model: Model, files: ModelFiles, settings: Settings) ->
 
 
 def adjust_after_load(estimate: Fit, memory: MemoryProfile, settings: Settings) -> Fit:
-    """Returns the estimate with the measured working memory in place of the estimated one."""
+    """Returns the estimate with the measured working memory."""
 
     def room(length: int) -> bool:
         return estimate.sequences * memory.kv_footprint(length) <= memory.kv_budget
@@ -232,14 +233,14 @@ def _activation_bytes_per_token(
     # The output layer is excluded, because logits are computed for one row only.
     widest = max(widths - {vocab}, default=0)
     last = hidden.shape[-1]
-    # A model class that returns logits returns only one row of them.
+    # Model classes that return logits return only one row.
     rows = _ACTIVATION_ROWS * (widest + last) if last < vocab else _ACTIVATION_ROWS * widest + last
     return rows * hidden.dtype.size
 
 
 def _output_width(module: Any, chosen: int) -> int:
-    """Returns the number of output features per token of a linear layer. For stacked experts, it
-    counts only the experts that a token passes through. Returns 0 for other layers."""
+    """Returns the number of output features per token of a linear layer. For stacked experts,
+    counts only the active experts of a token. Returns 0 for other layers."""
     weight = module.get("weight")
     if (
         weight is None

@@ -1,8 +1,7 @@
 """Loads model files into a `Loop` that is ready to generate.
 
 Knows: the steps of a load, the memory settings of the device, the prefix cache policies. Must not
-know: the model store, requests. Like all code that uses tensors, this module runs on
-the engine thread.
+know: the model store, requests. Runs on the engine thread, like all code that uses tensors.
 """
 
 import gc
@@ -49,12 +48,11 @@ def load(
 ) -> Loop:
     """Loads a model.
 
-    ranks: the group of ranks that each load a part of the model, including this one. None if a
-        single process runs the model.
+    ranks: the group of ranks that share the model; None if a single process runs the model.
 
-    Raises AppError(MODEL_FILES) if the files are unusable or the model leaves no memory for a
-    sequence. After any exception, all tensors are freed, including those referenced by the frames
-    of the traceback.
+    Raises AppError(MODEL_FILES) if the files are unusable or no memory is left for a sequence.
+    After any exception, all tensors are freed, including tensors referenced by the frames of the
+    traceback.
     """
     kept = mx.set_cache_limit(0)  # free the sources of a weight immediately
     try:
@@ -122,7 +120,7 @@ def _profile_memory(model: Model, fit: Fit, files: ModelFiles, settings: Setting
 
 def _release_tensors(error: BaseException | None) -> None:
     """Frees the tensors that an error references. The error outlives the load, and its traceback
-    references the variables of every frame."""
+    references the local variables of every frame."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -131,9 +129,8 @@ def _release_tensors(error: BaseException | None) -> None:
 
 
 def _auto_parallel(settings: Settings, memory: MemoryProfile, context: int) -> int:
-    """Returns the number of sequences of typical length that fit in memory, which is at least one.
-    Returns one if the prefix cache has a single entry, or if results must be exact, because kernels
-    round differently for a batch."""
+    """Returns the number of typical sequences that fit in memory, at least one. Returns one if the
+    prefix cache has a single entry, or with `exact`, because batched kernels round differently."""
     if settings.exact or settings.cache == "single":
         return 1
     usual = memory.kv_footprint(min(context, TYPICAL_SEQUENCE_LENGTH))
@@ -160,8 +157,8 @@ def _make_prefix_cache(
 
 def _limit_allocator(memory: MemoryProfile) -> None:
     """Limits the allocator's cache of free buffers to the working memory. On Metal, also wires the
-    memory of this process. Otherwise, the system may page it out between requests, and large models
-    then decode an order of magnitude more slowly (mlx-lm#652)."""
+    memory of this process, because otherwise the system may page it out between requests, and large
+    models then decode an order of magnitude more slowly (mlx-lm#652)."""
     mx.set_cache_limit(memory.working)
     if mx.metal.is_available():
         recommended = int(mx.device_info()["max_recommended_working_set_size"])

@@ -1,7 +1,7 @@
 """The engine loop: admits, prefills, decodes and samples sequences, and reports their output.
 
 Knows: the model as a function, sequences, the clock. Must not know: threads, text, HTTP. The loop
-is not thread-safe. Its owner calls it on one thread.
+is not thread-safe and must be used on a single thread.
 
 One step:
 
@@ -15,12 +15,12 @@ One step:
               dispatched above
 
 The device therefore always has work while Python reads tokens, reports them and builds graphs. The
-cost is one extra forward pass after an end-of-sequence token. The sequence counts that token as
-computed, so its caches stay consistent.
+cost is one extra forward pass after an end-of-sequence token. That token counts as computed, so the
+layer caches stay consistent.
 
-A failing step ends only the sequences that caused the failure. If several sequences were decoded
-together, the failing one is unknown. In this case, all of them restart, and each is decoded
-unbatched until it completes a step.
+A failed step ends only the sequences that caused the failure. If several sequences were decoded
+together, the cause is unknown. In this case, all of them restart, and each one is decoded unbatched
+until it completes a step.
 """
 
 import logging
@@ -55,13 +55,12 @@ class Loop:
     model, prefix: the model and its prefix cache, owned by the loop.
     vocab: the vocabulary size. Token IDs from 0 to vocab - 1 may be sampled or biased.
     context: the maximum number of positions in a sequence.
-    exact: whether to cache only prefilled positions. Decoded positions are computed by other
-        kernels, which round differently.
-    shift: removes positions from the layer caches (see `Model.shift`) when a sequence outgrows its
-        context. It requires leases with a `shift` method. None disables context shift.
+    exact: whether to cache only prefilled positions, because decode kernels round differently.
+    shift: removes positions from the layer caches (see `Model.shift`) when the context of a
+        sequence is full. Requires leases with a `shift` method. None disables context shift.
     broadcast_tokens: see `app.engine.sampling.sampler.SamplerBatch`.
 
-    The loop calls `on_stage` with the name of each stage when the stage begins. The watchdog
+    The loop calls `on_stage` with the name of each stage when the stage starts. The watchdog
     reports these names.
     """
 
@@ -87,7 +86,7 @@ class Loop:
         self._limits = limits
         self._context = context
         self._shift = shift
-        self._dispatched_prefills: list[Sequence] = []  # their chunks are in flight
+        self._dispatched_prefills: list[Sequence] = []  # sequences with a prefill chunk in flight
         self._unsampled: list[BatchLogits] = []  # to be sampled in this step
         self._in_flight: list[InFlight] = []
         self._counters = EngineCounters()
@@ -98,7 +97,7 @@ class Loop:
     @property
     def exceptions(self) -> int:
         """The number of exceptions in steps so far. A single process continues after an exception.
-        A rank cannot continue, because the state of the other ranks is then unknown."""
+        A rank cannot continue, because the state of the other ranks is unknown."""
         return self._counters.exceptions + self._embedder.exceptions
 
     @property
@@ -115,8 +114,8 @@ class Loop:
         self._embedder.submit(job)
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
-        """Ends a job immediately. Does nothing if the job has already ended. If `keep` is given,
-        only this many of its sampled tokens are cached."""
+        """Cancels a job immediately. Does nothing if the job has already ended. `keep` limits the
+        number of sampled tokens that are cached."""
         self._embedder.cancel(job)
         sequence = self._scheduler.find(job)
         if sequence is not None:
@@ -189,8 +188,8 @@ class Loop:
                     self._outputs.report_prefill(sequence)
 
     def _dispatch_prompts(self) -> None:
-        """Dispatches prompt chunks or embedding inputs, in turns. A step never contains both, so
-        that embedding does not delay the next token of running sequences."""
+        """Dispatches prompt chunks and embedding inputs in alternating steps. A step never contains
+        both, to bound the inter-token latency of running sequences."""
         prefilling = [
             s for s in self._scheduler.running if s.num_uncomputed_tokens and not s.num_in_flight
         ]
@@ -268,8 +267,9 @@ class Loop:
             batch[0].isolated = False
 
     def _handle_batch_failure(self, batch: Ids[Sequence]) -> None:
-        """Handles a failed batch. The caches of all its sequences are invalid. A single sequence
-        ends with an error. Several sequences restart, and each is decoded unbatched."""
+        """Handles a failed batch, which invalidates the caches of all its sequences. A single
+        sequence ends with an error. Several sequences restart, and each one is decoded
+        unbatched."""
         self._counters.exceptions += 1
         if len(batch) == 1:
             self._outputs.fail(batch[0])

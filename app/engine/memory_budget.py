@@ -1,9 +1,8 @@
 """The memory budget: reserves bytes for each sequence, and evicts cached prefixes when memory is
 short.
 
-Knows: bytes, sequences, the size and the eviction of the prefix cache. Must not know: the model,
-tokens. Bytes are reserved before they are allocated, so the engine stays within the budget during
-the allocation as well.
+Knows: bytes, sequences, the size and eviction of the prefix cache. Must not know: the model,
+tokens. Memory is reserved before it is allocated, so the engine never exceeds the budget.
 """
 
 from collections.abc import Sequence as Ids
@@ -16,7 +15,7 @@ from app.engine.policy import choose_growing, count_preemptions
 from app.engine.sequence import Sequence
 from models.kv import STEP, LayerCache, round_up_to_step
 
-# A sequence with fewer free positions may grow before it has to.
+# A sequence with fewer free positions may grow ahead of time.
 GROW_AHEAD = 32
 
 
@@ -29,7 +28,7 @@ class MemoryBudget:
     ) -> None:
         self._memory = memory
         self._prefix = prefix
-        self.borrowed_bytes = 0  # for layer caches that belong to no sequence
+        self.borrowed_bytes = 0  # for layer caches outside of sequences
         fits = memory.max_context(context)
         self.capacity = Capacity(
             parallel=parallel,
@@ -53,14 +52,14 @@ class MemoryBudget:
 
     def make_room_for(self, sequence: Sequence, running: Ids[Sequence]) -> bool:
         """Evicts cached prefixes until the sequence can start. Returns whether there is enough
-        memory. A sequence may always start if no other sequence runs, because requests that cannot
-        fit have already been rejected."""
+        memory. A sequence may always start if no other sequence is running, because requests that
+        cannot fit have already been rejected."""
         room = self._memory.kv_footprint(self.initial_positions(sequence))
         return self._evict_until_free(room, running) or not (running or self.borrowed_bytes)
 
     def borrow(self, num_bytes: int, running: Ids[Sequence]) -> bool:
-        """Borrows memory for layer caches that belong to no sequence. Returns whether the memory is
-        available."""
+        """Borrows memory for layer caches that do not belong to a sequence. Returns whether the
+        memory is available."""
         granted = self._evict_until_free(num_bytes, running) or not (running or self.borrowed_bytes)
         self.borrowed_bytes += num_bytes if granted else 0
         return granted
@@ -70,8 +69,8 @@ class MemoryBudget:
         self.borrowed_bytes = max(0, self.borrowed_bytes - num_bytes)
 
     def initial_positions(self, sequence: Sequence) -> int:
-        """Returns the number of positions to reserve at the start. It includes all tokens of the
-        sequence and the first part of its output."""
+        """Returns the number of positions to reserve at the start. The positions include all tokens
+        of the sequence and the first part of its output."""
         answer = min(sequence.job.max_tokens - sequence.num_output_tokens, STEP)
         desired = min(len(sequence.ids) + answer, self.capacity.context_length)
         return round_up_to_step(max(desired, len(sequence.ids) + 1))
@@ -104,8 +103,8 @@ class MemoryBudget:
         )
 
     def grow_reservations(self, running: Ids[Sequence]) -> None:
-        """Reserves and allocates more positions for the growing sequences. A sequence that does not
-        need them yet gets them only if memory is free."""
+        """Reserves and allocates more positions for the growing sequences. Growth ahead of time
+        uses only free memory."""
         for sequence, count in self._plan_growth(running, ahead=GROW_AHEAD).items():
             if (
                 not self._evict_until_free(count, running)
@@ -120,8 +119,8 @@ class MemoryBudget:
     def _plan_growth(self, running: Ids[Sequence], *, ahead: int) -> dict[Sequence, int]:
         """Returns the sequences that grow now, and the additional bytes of each. The result is
         usually empty."""
-        # The positions of a prompt stay reserved until its prefill is complete, and the final
-        # length of a sequence is bounded.
+        # No growth is needed during prefill, because the whole prompt is already reserved, or once
+        # the maximum length of the sequence is reserved.
         able = [
             s
             for s in running
@@ -144,9 +143,9 @@ class MemoryBudget:
         return short <= 0
 
     def _grown_positions(self, sequence: Sequence) -> int:
-        """Returns the number of positions after the next growth. It is at least a quarter larger
-        than the current number, so that the caches of a long output are copied only a few times. It
-        never exceeds the number that the sequence can need."""
+        """Returns the number of positions after the next growth. The reservation grows by at least
+        a quarter, so that the caches of a long output are copied only a few times, but never beyond
+        the maximum length of the sequence."""
         desired = max(sequence.num_computed_tokens + STEP, sequence.num_computed_tokens * 5 // 4)
         left = sequence.job.max_tokens - sequence.num_output_tokens
         most = min(self.capacity.context_length, len(sequence.ids) + left)

@@ -3,8 +3,8 @@
 Knows: layer caches, models as functions, arithmetic. Must not know: requests, running jobs, the
 machine.
 
-The sizes of weights and caches are computed, not read from the allocator, because the ledger must
-be correct before the memory is allocated.
+The sizes of weights and caches are computed rather than read from the allocator, because the ledger
+must be correct before the memory is allocated.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,26 +17,26 @@ from models.base import Model
 from models.kernels.in_place_attention import score_buffer_bytes
 from models.kv import STEP, LayerCache
 
-# The config keys for the number of query heads, and the default if the config has none of them.
+# The config keys for the number of query heads, and the default if all of them are missing.
 _QUERY_HEAD_KEYS = ("num_attention_heads", "num_query_heads", "num_heads", "n_heads", "n_head")
 _DEFAULT_QUERY_HEADS = 64
 
-# The lag of the device behind Python varies, and the peak memory varies with it. The maximum of
+# The peak memory depends on how far the device lags behind Python, which varies. The maximum of
 # several runs is therefore used.
 _PROFILE_RUNS = 3
 
-# The number of prompt positions whose log-probabilities are computed together. It is small, so that
-# their logits need little memory, but greater than one, so that the weights of the output layer are
-# not read for each position.
+# The number of prompt positions whose log probabilities are computed together. A small number keeps
+# the memory for logits small, but with only one position, the weights of the output layer would be
+# read for each position.
 PROMPT_LOGPROBS_CHUNK = 8
 
 
 def clear_allocator_cache() -> None:
     """Frees the allocator's cache of unused buffers.
 
-    Does nothing on a CPU, which has no such cache. MLX would also wait for all pending work with
-    the GIL held. If that work is a collective operation and another rank has exited, MLX would wait
-    forever, and no Python thread could report the problem or end the process.
+    Does nothing on a CPU, which has no such cache. There, MLX would only wait for all pending work
+    while holding the GIL. If another rank has exited during a collective operation, MLX would wait
+    forever, and no Python thread could report the problem or exit the process.
     """
     if mx.default_device().type != mx.DeviceType.cpu:
         mx.clear_cache()
@@ -51,7 +51,7 @@ class MemoryProfile:
     working: the bytes reserved for the activations of a step, for sequences of up to `max_length`
         positions.
     kv_footprint: returns the size of one sequence's layer caches for a number of positions.
-    hidden_size: the width of a hidden state; None if the model returns only logits.
+    hidden_size: the hidden size of the model; None if the model returns only logits.
     """
 
     budget: int
@@ -63,7 +63,7 @@ class MemoryProfile:
 
     @property
     def kv_budget(self) -> int:
-        """The number of bytes available to layer caches of running sequences and to cached
+        """The number of bytes available for the layer caches of running sequences and for cached
         prefixes."""
         return max(0, self.budget - self.weights - self.working)
 
@@ -77,7 +77,7 @@ class MemoryProfile:
 
 def longest_fitting(fits: Callable[[int], bool], limit: int) -> int:
     """Returns `limit` if it fits, and otherwise the largest multiple of STEP that fits. The
-    predicate `fits` must be true up to some length and false beyond it."""
+    predicate `fits` must be monotonic."""
     if fits(limit):
         return limit
     low, high = 0, -(-limit // STEP)
@@ -88,12 +88,12 @@ def longest_fitting(fits: Callable[[int], bool], limit: int) -> int:
 
 
 class KVFootprint:
-    """The size of one sequence's layer caches, computed from the caches of a sequence with one or
-    two tokens."""
+    """The size of the layer caches of one sequence, extrapolated from a sequence with one or two
+    tokens."""
 
     def __init__(self, layers: Sequence[LayerCache], chunk: int) -> None:
-        """Stores the caches of such a sequence, which need not be evaluated. `chunk` is the number
-        of positions per forward pass."""
+        """`layers` are the caches of such a sequence, which may be unevaluated. `chunk` is the
+        number of positions per forward pass."""
         self._layers = layers
         self._chunk = chunk
 
@@ -121,13 +121,11 @@ class ActivationMemory:
     layers: Sequence[LayerCache]
 
     def __call__(self, context: int) -> int:
-        """Returns the number of bytes for sequences of up to `context` positions. They are used for
-        the activations of a prompt chunk and for logits. On a CPU, attention scores are added:
-        MLX's operations hold the scores of the chunk for all visible positions, which other devices
-        never materialize."""
-        # Sampling needs three times the size of the float32 logits in addition to the logits. The
-        # prompt positions whose log-probabilities are computed in the same step need the same
-        # amount.
+        """Returns the number of bytes for sequences of up to `context` positions. This includes the
+        activations of a prompt chunk and the logits. On a CPU, it also includes the attention
+        scores of the chunk for all visible positions, which MLX materializes only on CPUs."""
+        # Sampling needs three times the size of the float32 logits in addition to the logits.
+        # Prompt log probabilities computed in the same step need the same amount per position.
         needed = (
             self.chunk * self.bytes_per_token
             + 16 * (self.max_batch_size + PROMPT_LOGPROBS_CHUNK) * self.vocab
@@ -144,9 +142,9 @@ class ActivationMemory:
         return 2 * 4 * self.heads * self.chunk * seen if ours is None else ours
 
     def _visible_positions(self, layer: LayerCache, context: int) -> int:
-        """Returns the number of positions that one query of the layer attends to. It is derived
-        from the cache size: a full cache grows with the context, a sliding window stops growing at
-        its window size, and a recurrent state never grows."""
+        """Returns the number of positions that one query of the layer attends to. This is derived
+        from the cache size: a full cache grows with the context, a sliding window grows up to the
+        window size, and a recurrent state does not grow."""
         bytes_then = layer.estimate_nbytes(context, self.chunk)
         if layer.estimate_nbytes(2 * context, self.chunk) > bytes_then:
             return context
@@ -163,8 +161,8 @@ def profile_memory(
     heads: int,
     context: int,
 ) -> MemoryProfile:
-    """Measures the working memory by computing two tokens. The parameters are those of
-    `ActivationMemory` and `MemoryProfile`.
+    """Measures the working memory by computing two tokens. See `ActivationMemory` and
+    `MemoryProfile` for the parameters.
 
     A prompt token is assumed to need half of the measured memory. Logits are not included, because
     they are computed only for the last position of a prompt.
@@ -173,7 +171,7 @@ def profile_memory(
     token = max(0, *(-(-kv_bytes // 2) for kv_bytes, _, _ in tries))
     _, hidden, kv = tries[-1]
     del tries
-    # These caches are kept, so they are copied without unused capacity.
+    # These caches are kept, so unused capacity is trimmed by copying them.
     layers = [layer.copy() for layer in kv]
     mx.eval([layer.state() for layer in layers])
     last = hidden[:, -1]
@@ -198,8 +196,8 @@ def profile_memory(
 
 
 def _profile_run(model: Model) -> tuple[int, mx.array, Sequence[LayerCache]]:
-    """Returns the peak bytes without the caches, the hidden states, and the caches. The run uses
-    two tokens, because a single token may be computed with fewer operations than a prompt."""
+    """Returns the peak memory without the caches, the hidden states, and the caches. Uses two
+    tokens, because a single token may be computed with fewer operations than a prompt."""
     kv = model.make_kv()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
@@ -209,8 +207,8 @@ def _profile_run(model: Model) -> tuple[int, mx.array, Sequence[LayerCache]]:
 
 
 def num_query_heads(config: Mapping[str, Any]) -> int:
-    """Returns the number of query heads under any of its config keys. If the config has a list with
-    one number per layer, returns the maximum."""
+    """Returns the number of query heads from any of the config keys. For a list with one number per
+    layer, returns the maximum."""
     for name in _QUERY_HEAD_KEYS:
         match config.get(name):
             case int(heads):

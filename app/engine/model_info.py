@@ -1,8 +1,8 @@
 """Facts about a model before it is loaded: its completed config, and its parameter counts by
 storage format.
 
-Knows: layers, plain and quantized. Must not know: architectures. Nothing is evaluated, because an
-array has a shape and a type before it has a value.
+Knows: plain and quantized layers. Must not know: architectures. Nothing is evaluated, because lazy
+arrays have a shape and a dtype.
 """
 
 import logging
@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 
 def complete_config(files: ModelFiles) -> ModelFiles:
-    """Returns the same files with the config of the text model. The returned config always has the
-    context length and the vocabulary size, which some configs leave to the architecture.
+    """Returns the same files with the config of the text model. The returned config always contains
+    the context length and the vocabulary size, for which some architectures have defaults.
 
     Raises AppError(MODEL_FILES) for an unsupported architecture or an incomplete config.
     """
@@ -47,14 +47,14 @@ def complete_config(files: ModelFiles) -> ModelFiles:
 
 
 def check_config(name: str, config: Mapping[str, Any]) -> None:
-    """Raises AppError(MODEL_FILES) for the config of a model that could not be served."""
+    """Raises AppError(MODEL_FILES) if a model with this config cannot be served."""
     try:
         models.read_info(config)
     except ModelError as error:
         raise AppError(ErrorKind.MODEL_FILES, f"{name}: {error}; nothing was downloaded") from error
 
 
-# The arrays of a quantized layer that belong to its weight.
+# The arrays that form the weight of a quantized layer.
 _QUANTIZATION_ARRAYS = ("scales", "biases")
 
 
@@ -62,7 +62,8 @@ _QUANTIZATION_ARRAYS = ("scales", "biases")
 class ParameterCount:
     """The number of parameters of a model.
 
-    parameters: the number of parameters. A packed weight holds several parameters in one element.
+    parameters: the number of parameters. In a packed weight, one element contains several
+        parameters.
     nbytes: the total size in bytes.
     by_format: the number of parameters by storage format (`4-bit affine`, `bfloat16`), most common
         format first.
@@ -79,7 +80,7 @@ class ParameterCount:
 
 
 def count_parameters(files: ModelFiles) -> ParameterCount:
-    """Counts the parameters of model files that `complete_config` returned. Raises
+    """Counts the parameters of model files returned by `complete_config`. Raises
     AppError(MODEL_FILES) if no model can be built from the files."""
     model: Any = open_model(files, None)
     kinds: Counter[str] = Counter()

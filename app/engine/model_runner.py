@@ -6,8 +6,8 @@ Only `InFlight.read` waits for the device.
 
     prefill, decode → BatchLogits → sample → InFlight → read → SampledToken
 
-A batch without grammars needs no token values until `read`. If a batch has a grammar, its forward
-pass can run before the preceding tokens are read, but its tokens cannot be sampled.
+Without grammars, no token values are needed until `read`. With a grammar, the forward pass can run
+before the preceding tokens are read, but sampling must wait for them.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,8 @@ from models.kv import LayerCache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledToken:
-    """A token whose value is known. `valid` is False if its logits contained invalid numbers."""
+    """A sampled token that has been read. `valid` is False if its logits contained invalid
+    numbers."""
 
     token: int
     valid: bool
@@ -44,7 +45,7 @@ class BatchLogits:
 
     @property
     def has_grammar(self) -> bool:
-        """Whether any sequence has a grammar. If so, the preceding tokens must be known before
+        """Whether any sequence has a grammar. If so, the preceding tokens must be read before
         sampling."""
         return any(s.matcher is not None for s in self.sequences)
 
@@ -91,7 +92,7 @@ class InFlight:
 
 class ModelRunner:
     """Runs the model and the sampler. The sampler state of the last batch is kept, so that an
-    unchanged batch need not be assembled again."""
+    unchanged batch does not have to be rebuilt."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class ModelRunner:
 
     def prefill(self, sequence: Sequence, count: int) -> BatchLogits:
         """Prefills the next `count` known tokens of one sequence. Waits for the device only if the
-        job requests prompt log-probabilities."""
+        job requests prompt log probabilities."""
         start = sequence.num_computed_tokens
         tokens = mx.array([sequence.ids[start : start + count]])
         hidden = self._model(tokens, sequence.kv)
@@ -149,11 +150,11 @@ class ModelRunner:
             self._members, self._sampler_batch = (), None
 
     def _compute_prompt_logprobs(self, sequence: Sequence, hidden: mx.array) -> None:
-        """Computes the log-probabilities of the next prompt tokens.
+        """Computes the log probabilities of the next prompt tokens.
 
-        `hidden` has the shape [L, D] and begins at the first position that is not computed yet.
-        Each position yields the log-probability of the next token; the last position of the prompt
-        yields none. Log-probabilities that were computed before a restart of the sequence are kept.
+        `hidden` has shape [L, D] and starts at the first uncomputed position. Each position except
+        the last one of the prompt gives the log probability of the next token. Log probabilities
+        that were computed before a restart of the sequence are kept.
         """
         job, first = sequence.job, sequence.num_computed_tokens
         begin = max(first, len(sequence.prompt_logprobs))
@@ -185,8 +186,8 @@ class ModelRunner:
 
 
 def gather_in_flight(groups: Ids[InFlight], sequences: Ids[Sequence]) -> mx.array:
-    """Returns the in-flight tokens of `sequences`, which appear in `groups` in this order. The
-    shape of the result is [B]."""
+    """Returns the in-flight tokens of `sequences`, which must appear in `groups` in the same order.
+    The shape of the result is [B]."""
     if len(groups) == 1 and groups[0].sequences == tuple(sequences):
         return groups[0].output.tokens
     members = set(sequences)
@@ -199,9 +200,9 @@ def gather_in_flight(groups: Ids[InFlight], sequences: Ids[Sequence]) -> mx.arra
 
 
 def _grammar_masks(sequences: Ids[Sequence]) -> mx.array:
-    """Returns the tokens that each sequence may sample, as a bool array of shape [B, V or more]. A
-    sequence without a grammar may sample all tokens. The masks are copied to the device as bits and
-    expanded there."""
+    """Returns the tokens allowed for each sequence, as a bool array of shape [B, V or more]. For a
+    sequence without a grammar, all tokens are allowed. The masks are copied to the device as bits
+    and expanded there."""
     masks = [None if s.matcher is None else s.matcher.bitmask for s in sequences]
     size = next(len(mask) for mask in masks if mask is not None)
     bits = b"".join(b"\xff" * size if mask is None else mask for mask in masks)
@@ -211,7 +212,7 @@ def _grammar_masks(sequences: Ids[Sequence]) -> mx.array:
 
 
 def _batched_kv(sequences: Ids[Sequence]) -> Ids[object]:
-    """Batches the layer caches of the sequences, layer by layer."""
+    """Batches the caches of the sequences, layer by layer."""
     if len(sequences) == 1:
         return sequences[0].kv
     offsets = mx.array([sequence.num_computed_tokens for sequence in sequences])

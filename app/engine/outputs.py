@@ -1,7 +1,7 @@
 """Processes the results of sequences, reports them as job updates, and counts the engine's work.
 
 Knows: sequences, the scheduler, the clock. Must not know: the model, the stages of a step.
-Everything that clients receive from the engine is reported here, in order and exactly once.
+All engine results that clients receive are reported here, in order and exactly once.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class EngineCounters:
         self._misses: Counter[CacheMissReason] = Counter()
 
     def record_lookup(self, length: int, cached: int, miss: CacheMiss | None) -> None:
-        """Records the prefix cache lookup for a prompt of `length` tokens."""
+        """Records a prefix cache lookup for a prompt of `length` tokens."""
         self.prefix_query_tokens += length
         self.cached_tokens += cached
         self._hits[bisect_left(PREFIX_HIT_BUCKETS, cached)] += 1
@@ -85,7 +85,7 @@ class EngineCounters:
 
 log = logging.getLogger(__name__)
 
-# The number of tokens that a sequence samples between two updates of the prefix cache.
+# The number of sampled tokens between two prefix cache updates of a sequence.
 PUBLISH_EVERY = 64
 
 _FAILED = "the engine failed while processing this request"
@@ -98,8 +98,8 @@ _NO_TOKEN_ALLOWED = (
 
 
 class OutputProcessor:
-    """Reports the results of all sequences. If `exact` is set, only prefilled positions are cached.
-    Decoded positions are computed by other kernels, which round differently."""
+    """Reports the results of all sequences. If `exact` is set, only prefilled positions are cached,
+    because decode kernels round differently."""
 
     def __init__(self, scheduler: Scheduler, counters: EngineCounters, *, exact: bool) -> None:
         self._scheduler = scheduler
@@ -181,8 +181,8 @@ class OutputProcessor:
         keep: int | None = None,
         stop_token_id: int | None = None,
     ) -> None:
-        """Ends a sequence. If `keep` is given, only this many of its sampled tokens are cached.
-        stop_token_id: the token that ended it."""
+        """Ends a sequence. keep: the number of sampled tokens to cache; None caches all.
+        stop_token_id: the stop token that ended the sequence."""
         self._scheduler.remove(sequence)
         if sequence.running:
             if self._exact:
@@ -220,7 +220,7 @@ class OutputProcessor:
 
     @contextlib.contextmanager
     def fail_on_error(self, sequence: Sequence, message: str) -> Generator[None]:
-        """Fails only this sequence if an exception is raised in the context."""
+        """If an exception is raised in the context, fails only this sequence."""
         try:
             yield
         except Exception:

@@ -1,5 +1,5 @@
-"""The scheduling policy: which sequences start, which are preempted, and how many prompt tokens
-each one prefills in the next step.
+"""The scheduling policy: which sequences start, which sequences are preempted, and how many prompt
+tokens are prefilled per sequence in the next step.
 
 Knows: counts and bytes. Must not know: tensors, token IDs, requests. All functions are pure.
 """
@@ -16,7 +16,8 @@ class SchedulerLimits:
 
     max_running: the maximum number of running sequences.
     max_prefill_tokens: the maximum number of prompt tokens per step. It bounds the duration of a
-        step, and therefore the gaps in running streams and the latency of a cancellation.
+        step, and therefore the inter-token latency of running sequences and the latency of a
+        cancellation.
     align_chunks: whether every prompt chunk has exactly `max_prefill_tokens` tokens, so that
         prompts are always split at the same positions (see `--exact`). The last chunk of a prompt
         may be shorter.
@@ -38,12 +39,11 @@ def fair_order(
     """Returns the order in which waiting sequences start, as indices into `waiting`.
 
     waiting, running: the callers of the sequences, in order of arrival.
-    last_started: the time of each caller's last start, on any clock.
+    last_started: the time of each caller's last start, in any unit.
 
-    The caller with the fewest running sequences comes first. Among callers with the same number, a
-    caller that has never started a sequence comes first, followed by the least recent start.
-    Sequences of one caller keep their order. A caller therefore never waits behind sixty sequences
-    of another caller.
+    The caller with the fewest running sequences comes first. Ties are broken by the least recent
+    start; a caller that has never started a sequence comes first. Sequences of one caller keep
+    their order. A caller therefore never waits behind sixty sequences of another caller.
     """
     places = Counter(running)
     turn: list[tuple[int, float, int]] = []
@@ -59,9 +59,8 @@ def should_defer(*, shared_prefix: int, num_computed: int, min_gain: int, length
 
     shared_prefix: the length of the shared prefix in tokens.
     num_computed: the number of tokens that the running sequence has prefilled.
-    min_gain: the minimum number of saved tokens that justifies the wait. It is 1 if the shared
-        prefix contains all tokens except the last one, which is the case for the choices of one
-        request.
+    min_gain: the minimum number of saved tokens that justifies deferring. It is 1 if the shared
+        prefix contains all tokens except the last one, as for the choices of one request.
     """
     return shared_prefix - num_computed >= (1 if shared_prefix >= length - 1 else min_gain)
 
@@ -74,8 +73,8 @@ def split_prefill_budget(remaining: Sequence[int], limits: SchedulerLimits) -> l
     also gets the rest of the budget.
 
     Each chunk is a forward pass, and a small pass takes almost as long as a large one. Each chunk
-    therefore has at least a quarter of the budget, unless it completes its prompt. Small remainders
-    of prompts may exceed the budget by up to an eighth in total.
+    therefore has at least a quarter of the budget, unless it completes its prompt. To complete
+    prompts, the budget may be exceeded by up to an eighth in total.
     """
     if limits.align_chunks:
         return _split_aligned(remaining, limits.max_prefill_tokens)
@@ -102,7 +101,7 @@ def split_prefill_budget(remaining: Sequence[int], limits: SchedulerLimits) -> l
 
 
 def _split_aligned(remaining: Sequence[int], chunk: int) -> list[int]:
-    """Assigns one chunk to the oldest prompt, and one chunk to the shortest of the others."""
+    """Assigns one chunk to the oldest prompt, and one chunk to the shortest other prompt."""
     chosen = {0, *_shortest_first(remaining)[:1]} if remaining else set[int]()
     return [min(count, chunk) if i in chosen else 0 for i, count in enumerate(remaining)]
 
@@ -114,10 +113,11 @@ def _shortest_first(remaining: Sequence[int]) -> list[int]:
 
 
 def count_preemptions(*, reserved: Sequence[int], growth: Sequence[int], free: int) -> int:
-    """Returns how many of the youngest sequences to preempt, so that the others can grow.
+    """Returns how many of the youngest sequences to preempt, so that the remaining sequences can
+    grow.
 
     reserved: the reserved bytes of each running sequence, oldest first.
-    growth: the additional bytes that each of them needs.
+    growth: the additional bytes that each running sequence needs.
     free: the number of free bytes.
 
     The oldest sequence is never preempted, so the engine always makes progress.
@@ -133,7 +133,7 @@ def choose_growing(left: Sequence[int], *, ahead: int) -> set[int]:
     """Returns the indices of the sequences whose caches grow now.
 
     left: the number of free positions of each sequence.
-    ahead: the number of free positions below which a sequence may grow before it has to.
+    ahead: the number of free positions below which a sequence may grow ahead of time.
 
     Growing copies the caches of a sequence. Sequences that started together also fill up together,
     and all streams would then wait for all copies in a single step. Each step therefore grows at

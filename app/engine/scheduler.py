@@ -1,4 +1,4 @@
-"""The scheduler: holds the waiting and the running sequences, and starts and preempts them.
+"""The scheduler: manages waiting and running sequences, and starts and preempts them.
 
 Knows: sequences, the prefix cache that leases their layer caches, the memory budget. Must not know:
 the model, tokens, job updates. The state changes only between two forward passes.
@@ -50,7 +50,7 @@ class Scheduler:
         return self._budget.borrowed_bytes
 
     def borrow(self, num_bytes: int) -> bool:
-        """Borrows bytes for a purpose other than a sequence, such as embedding inputs.
+        """Borrows memory that does not belong to a sequence, for example for embedding inputs.
         `make_decode_room` may reclaim all borrowed bytes at any time."""
         return self._budget.borrow(num_bytes, self._running)
 
@@ -71,8 +71,8 @@ class Scheduler:
         return sequence.running or sequence in self._waiting
 
     def next_to_start(self) -> Sequence | None:
-        """Returns the next sequence to start, which is the first waiting one that should not be
-        deferred. Returns None if the maximum number of sequences is running, or if all waiting
+        """Returns the next sequence to start, which is the first waiting sequence that should not
+        be deferred. Returns None if the maximum number of sequences is running, or if all waiting
         sequences are deferred."""
         count = count_admissible(
             waiting=len(self._waiting), running=len(self._running), limits=self._limits
@@ -83,7 +83,7 @@ class Scheduler:
 
     def _waiting_in_order(self) -> Ids[Sequence]:
         """Returns the waiting sequences in the order in which they start. Preempted sequences come
-        first. New sequences follow, and their callers take turns."""
+        first, followed by new sequences in fair order."""
         begun = [s for s in self._waiting if s.has_run]
         fresh = [s for s in self._waiting if not s.has_run]
         here = [s.job.caller for s in (*self._running, *begun)]
@@ -91,9 +91,9 @@ class Scheduler:
         return (*begun, *(fresh[i] for i in order))
 
     def _should_defer(self, sequence: Sequence) -> bool:
-        """Returns whether a running sequence is currently prefilling the prefix of this one. The
-        running sequence always advances, so this one does not wait forever. Eight clients with the
-        same system prompt therefore prefill it only once."""
+        """Returns whether a running sequence is currently prefilling a prefix that this sequence
+        can reuse. The running sequence always advances, so the wait is finite. Eight clients with
+        the same system prompt therefore prefill it only once."""
         if not self._prefix.shares_live or not sequence.may_reuse_prefix:
             return False
         return any(

@@ -1,12 +1,12 @@
 """The state of one sequence in the engine.
 
-Knows: its job, its layer caches, its tokens. Must not know: other sequences, the model.
+Knows: the job, the layer caches, the tokens. Must not know: other sequences, the model.
 
     ids       [ prompt ......................... | sampled ........ ]   values known
     caches    [ computed, in order ............................. ]      offset = num_computed_tokens
     in flight                                                    [ t ]  sampled, value not yet read
 
-A waiting sequence has no caches. A preempted sequence waits again: its prompt and its sampled
+A waiting sequence has no caches. A preempted sequence returns to waiting: its prompt and sampled
 tokens are prefilled again, and its output then continues unchanged.
 """
 
@@ -41,12 +41,12 @@ class Sequence:
         self.matcher = matcher  # in the state after the last known token
         self.ids = list(job.prompt_token_ids)
         self.num_computed_tokens = 0
-        self.num_output_tokens = 0  # sampled tokens whose values are known
+        self.num_output_tokens = 0  # sampled tokens that have been read
         self.has_run = False  # whether the sequence has ever started
-        self.num_in_flight = 0  # sampled tokens whose values are not known yet
+        self.num_in_flight = 0  # sampled tokens that have not been read yet
         self.prompt_logprobs: list[
             PromptLogprob
-        ] = []  # of all prompt tokens except the first, if the job requests them
+        ] = []  # for all prompt tokens except the first, if requested
         self.isolated = False  # decoded unbatched, because a batch failed
         self.reserved_bytes = 0  # bytes reserved in the memory budget
         self.reserved_positions = 0  # positions that fit in these bytes
@@ -76,13 +76,13 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """The number of known tokens that must be computed before the next one can be sampled.
+        """The number of known tokens that must be computed before the next token can be sampled.
         During decoding, one more token is computed than is known."""
         return max(0, len(self.ids) - self.num_computed_tokens)
 
     @property
     def num_unscored_tokens(self) -> int:
-        """The number of prompt tokens whose requested log-probabilities are not computed yet."""
+        """The number of prompt tokens whose requested log probabilities are not computed yet."""
         if self.job.prompt_logprobs is None:
             return 0
         return len(self.job.prompt_token_ids) - 1 - len(self.prompt_logprobs)
@@ -90,13 +90,13 @@ class Sequence:
     @property
     def may_reuse_prefix(self) -> bool:
         """Whether the sequence may use the prefix cache. A preempted sequence may reuse its own
-        prefix even if the job disables the cache. Prompt log-probabilities need hidden states,
+        prefix even if the job disables the cache. Prompt log probabilities need hidden states,
         which are never cached."""
         return (self.job.cache_prompt or self.has_run) and not self.num_unscored_tokens
 
     @property
     def next_prefill_stop(self) -> int:
-        """The position at which prefill stops next: the next checkpoint position of the prefix
+        """The position at which prefill pauses next: the next checkpoint position of the prefix
         cache, or the end of the known tokens."""
         return next(
             (p for p in self.lease.checkpoint_positions if p > self.num_computed_tokens),
@@ -110,12 +110,12 @@ class Sequence:
 
     @property
     def grammar_done(self) -> bool:
-        """Whether the grammar is complete and allows no further token."""
+        """Whether the grammar is complete and allows no more tokens."""
         return self.matcher is not None and self.matcher.done
 
     def shared_prefix_length(self, other: "Sequence") -> int:
-        """Returns the length of the prefix that both prompts share, in tokens. The length is
-        cached, because it is needed in each step while this sequence waits."""
+        """Returns the length in tokens of the common prefix of both prompts. The result is cached,
+        because it is needed in each step while this sequence waits."""
         known = self._shared_prefix_lengths.get(other.job.id)
         if known is None:
             known = self._shared_prefix_lengths[other.job.id] = common_prefix_length(
@@ -128,7 +128,7 @@ class Sequence:
         self._shared_prefix_lengths.clear()
         self.num_computed_tokens = lease.cached
         self.num_in_flight = 0
-        # The sampler state can be derived from the tokens, so it is rebuilt at each start.
+        # The sampler state is rebuilt from the tokens at each start.
         self._sampler_state = SamplerState(
             self.job.sampling,
             seed=self._seed,

@@ -2,12 +2,12 @@
 No other thread uses MLX.
 
 Knows: a function that loads the model, a function that receives messages. Must not know: asyncio,
-HTTP, the surrounding process.
+HTTP, the process in which it runs.
 
-Arrays and streams belong to the thread that created them. Only plain data and compiled grammars,
-which hold no tensors, are therefore passed to and from the thread. Commands arrive through a queue.
-Messages are sent through `post`, which is called on this thread. Other threads can read the current
-stage at any time, even if this thread hangs: see `Heartbeat`.
+Arrays and streams belong to the thread that created them. Therefore only plain data and compiled
+grammars, which contain no tensors, are passed to and from the thread. Commands are received through
+a queue. Messages are sent through `post`, which is called on this thread. Other threads can read
+the current stage at any time, even if this thread hangs; see `Heartbeat`.
 """
 
 import gc
@@ -82,8 +82,8 @@ _Command = _Submit | _Embed | _Cancel | _Probe | _Stop
 
 
 class EngineLoop(Protocol):
-    """The loop that the thread runs. It is either a single loop, or one that runs in lockstep with
-    other ranks. Its methods are those of `app.engine.loop.Loop`."""
+    """The interface of the engine loop: either a single loop, or a loop that runs in lockstep with
+    other ranks. The methods are the same as in `app.engine.loop.Loop`."""
 
     @property
     def on_stage(self) -> Callable[[str], None]: ...
@@ -134,7 +134,7 @@ class EngineThread:
         self._load = load
         self._post = post
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._stopping = False  # written only by the thread itself, like the heartbeat
+        self._stopping = False  # written only by the engine thread, like the heartbeat
         self._heartbeat = Heartbeat(timestamp_ns=time.monotonic_ns(), stage=IDLE)
         self._thread = threading.Thread(target=self._run, name="mlx-engine", daemon=True)
 
@@ -152,8 +152,8 @@ class EngineThread:
         self._commands.put(_Cancel(job=job, keep=keep))
 
     def probe(self, done: Callable[[], None]) -> None:
-        """Calls `done` on the thread when it handles its next command. The call shows that the
-        thread would also handle a job."""
+        """Calls `done` on the thread when it handles the next command, which shows that the thread
+        can also accept a job."""
         self._commands.put(_Probe(done=done))
 
     def stop(self) -> None:
@@ -175,7 +175,7 @@ class EngineThread:
             self._run_loop()
         except AppError as error:
             self._post(EngineFailed(kind=error.kind, message=error.message))
-        except BaseException as error:  # if it were not reported, all callers would wait forever
+        except BaseException as error:  # must be reported, or callers would wait forever
             log.exception("the engine thread crashed")
             self._post(
                 EngineFailed(

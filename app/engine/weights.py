@@ -1,9 +1,9 @@
-"""Opens model files as a model without weights, and then reads the weights.
+"""Opens a model without its weights, and then reads the weights.
 
 Knows: safetensors, `models.build`. Must not know: the model store, requests.
 
-MLX reads a tensor when it is first evaluated. Only the headers are read before `read_weights` is
-called, so the memory requirement of a model of any size can be computed first. Unreadable files are
+MLX reads a tensor when it is first evaluated. Before `read_weights` is called, only the headers are
+read, so the memory requirement of a model of any size can be computed first. Unreadable files are
 detected before the weights are read.
 """
 
@@ -36,7 +36,7 @@ _SUPPORTED_DTYPES = frozenset(
 # The number of bytes read between two progress reports.
 _REPORT_EVERY_BYTES = 64 << 20
 
-# The number of open files that the process may need in addition to the shards.
+# The number of open files reserved for other uses, in addition to the shards.
 _EXTRA_OPEN_FILES = 256
 
 # Called with a percentage from 0 to 100 and the number of bytes in memory.
@@ -50,10 +50,10 @@ def open_model(
 
     bits: the number of bits to which plain weights are quantized when they are read. None keeps
         the weights unchanged.
-    share: the group of ranks that share the model, if any.
+    share: the tensor-parallel group that shares the model, if any.
 
-    Raises AppError(MODEL_FILES). The message is one sentence. If one file is faulty, the message
-    names it.
+    Raises AppError(MODEL_FILES). The message is one sentence, which includes the name of a faulty
+    file.
     """
     weights, places = _open_shards(files.shards)
     try:
@@ -71,8 +71,8 @@ def open_model(
 def read_weights(model: Model, path: Path, on_progress: ProgressCallback) -> None:
     """Reads the weights into memory, one at a time.
 
-    The source of a weight is in memory only while the weight is converted. It may be the plain
-    weight of a quantized one, or the experts of a stack. Raises AppError(MODEL_FILES), which names
+    The source of a weight, such as the unquantized weight or the experts of a stack, is in memory
+    only while the weight is converted. Raises AppError(MODEL_FILES) with a message that includes
     `path`.
     """
     arrays = list_parameters(model)
@@ -82,7 +82,7 @@ def read_weights(model: Model, path: Path, on_progress: ProgressCallback) -> Non
     for array in arrays:
         try:
             mx.eval(array)
-        # The file may be truncated, the disk may have failed, or the memory may be exhausted.
+        # The file may be truncated, the disk may have failed, or the system may be out of memory.
         except (MemoryError, RuntimeError) as error:
             raise AppError(
                 ErrorKind.MODEL_FILES, f"{path}: reading the weights failed: {error}"
@@ -100,7 +100,7 @@ def list_parameters(model: Model) -> list[mx.array]:
 
 
 def _open_shards(shards: Sequence[Path]) -> tuple[dict[str, mx.array], dict[str, Path]]:
-    """Returns all tensors by name, and the file that contains each of them."""
+    """Returns all tensors by name, and the file that contains each tensor."""
     weights: dict[str, mx.array] = {}
     places: dict[str, Path] = {}
     shards = list(dict.fromkeys(shards))
@@ -119,8 +119,8 @@ def _open_shards(shards: Sequence[Path]) -> tuple[dict[str, mx.array], dict[str,
 
 
 def _open_shard(shard: Path) -> dict[str, mx.array]:
-    """Opens one file. The file is checked first, because MLX reports a faulty file late and
-    unclearly, or not at all."""
+    """Opens one file. The file is checked first, because MLX reports faulty files late, with
+    unclear errors, or not at all."""
     try:
         with PanicGuard(), safe_open(shard, framework="mlx") as file:
             types = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
@@ -141,9 +141,9 @@ def _open_shard(shard: Path) -> dict[str, mx.array]:
 
 
 def _allow_open_files(count: int) -> None:
-    """Raises the limit on open files. A file stays open until its last tensor has been read. A
-    model store with one file per tensor has more files than a process may open by default (256 on
-    macOS)."""
+    """Raises the limit on open files. A file stays open until its last tensor has been read. With
+    one file per tensor, as in Ollama's store, a model has more files than a process may open by
+    default (256 on macOS)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + _EXTRA_OPEN_FILES
     if soft == resource.RLIM_INFINITY or soft >= needed:

@@ -1,12 +1,12 @@
-"""Compiles the grammars that outputs must follow, and computes the tokens that may come next.
+"""Compiles grammars, and computes the tokens that may come next.
 
 Knows: llguidance, the model's tokenizer.json, token IDs, the cache of grammars. Must not know:
 tensors, sequences, API keys.
 
 Compilation needs no device and may take a second. It runs on a separate thread before a job is
-submitted to the engine. From then on, the engine owns the `Matcher`. All errors are raised in
-`compile` or in `accept`, and never while other sequences are sampled. Requests for a cached grammar
-do not wait for a thread. A compilation that no request waits for is cancelled.
+submitted to the engine, which then owns the `Matcher`. All errors are raised in `compile` or
+`accept`, so they never affect other sequences. Requests for a cached grammar do not wait for a
+thread. A compilation is cancelled when no request waits for it.
 """
 
 import asyncio
@@ -29,18 +29,17 @@ from app.core.requests import ChoiceGrammar, Grammar, JsonSchema, LarkGrammar, R
 from app.core.thread_pools import CancelToken
 from app.grammar.llguidance_backend import GrammarCompileError, compile_grammar, explain_error
 
-# The maximum number of cached grammars, including rejected ones. A grammar takes some hundred kB,
+# The maximum number of cached grammars, including rejected ones. A grammar takes a few hundred kB,
 # so the cache takes at most 20 MB.
 _MAX_CACHED = 32
-# The time in seconds that a request waits for its grammar. The cost limits keep compilations far
-# below it.
+# The timeout in seconds for compiling a grammar. The cost limits keep compilations far below it.
 _COMPILE_TIMEOUT = 10.0
 # the maximum number of concurrent compilations, because they take CPU time from the engine
 _MAX_CONCURRENT = 2
-# the value added to the niceness of compilation threads on Linux
+# the nice increment of compilation threads on Linux
 _THREAD_NICENESS = 10
-# The stack size of a compilation in bytes. It is large because native code recurses as deep as
-# references are nested. Only the pages that are touched use memory.
+# The stack size of a compilation in bytes. It is large because native code recurses through nested
+# references. Only touched pages use memory.
 _STACK_BYTES = 1 << 28
 
 _KIND_NAMES = {
@@ -56,8 +55,8 @@ class GrammarError(Exception):
 
 
 class GrammarTooComplexError(GrammarError):
-    """The matcher cannot continue although each token was allowed. The grammar exceeds a limit of
-    llguidance, so the error is the client's."""
+    """The matcher cannot continue, although each token was allowed, because the grammar exceeds a
+    limit of llguidance. This is a client error."""
 
 
 # llguidance's error for a token that is not allowed, and for a token that exceeds a limit
@@ -65,7 +64,7 @@ _TOKEN_NOT_ALLOWED = "doesn't satisfy the grammar"
 
 
 class Matcher:
-    """The state of one output in its grammar.
+    """The state of a grammar for one output.
 
     bitmask: the tokens that may come next, with one bit per token ID in little-endian words of 32
     bits. It contains end-of-sequence tokens if and only if the output may end. done: whether only
@@ -81,9 +80,9 @@ class Matcher:
         on_exhausted: Callable[[], None] | None = None,
     ) -> None:
         """stop_ids: the tokens that end this output. eos_ids: the tokens that llguidance treats as
-        end-of-sequence, so that it allows them wherever the output may end. on_exhausted: called
-        before GrammarTooComplexError is raised, because all copies of `ll_matcher` share the lexer
-        with the exhausted states."""
+        end-of-sequence tokens and allows wherever the output may end. on_exhausted: called before
+        GrammarTooComplexError is raised, because all copies of `ll_matcher` share the lexer, whose
+        states are exhausted."""
         self._ll_matcher = ll_matcher
         self._on_exhausted = on_exhausted
         self._disallowed_ends = eos_ids - stop_ids
@@ -137,8 +136,8 @@ class Matcher:
 
 
 class _Compilation:
-    """A queued or running compilation, which all requests for its grammar share. Its result is the
-    matcher in its start state. This matcher is only copied and never advanced."""
+    """A queued or running compilation, shared by all requests for the grammar. The result is the
+    matcher in its initial state, which is copied but never advanced."""
 
     def __init__(self, grammar: Grammar, caller: str) -> None:
         self.grammar = grammar
@@ -177,7 +176,7 @@ class GrammarCompiler:
 
     def preload_tokenizer(self) -> None:
         """Reads the tokenizer while the model loads. For a large vocabulary, this holds the GIL for
-        a second. Later, it would delay all running outputs."""
+        a second, which would delay all running outputs if it were done later."""
         threading.Thread(target=self._preload, name="grammar-tokenizer", daemon=True).start()
 
     async def compile_async(
@@ -195,13 +194,14 @@ class GrammarCompiler:
         return self._build_matcher(compilation, stop_ids)
 
     def compile(self, grammar: Grammar, stop_ids: frozenset[int], caller: str = "") -> Matcher:
-        """Returns the matcher of a grammar in its start state.
+        """Compiles a grammar, and returns the matcher in its initial state.
 
-        stop_ids: the stop tokens of the job. caller: the caller of the request. The next
-        compilation is started for the caller with the fewest running compilations.
+        stop_ids: the stop tokens of the job. caller: the caller of the request, for fair
+        scheduling: the next compilation is started for the caller with the fewest running
+        compilations.
 
         Raises AppError(INVALID), with the keyword as `param`, for an invalid or unsupported
-        grammar. Raises AppError(BUSY) if the compilation of other grammars takes too long. Raises
+        grammar. Raises AppError(BUSY) if compiling other grammars takes too long. Raises
         AppError(MODEL_FILES) if the tokenizer is not supported.
         """
         compilation = self._enqueue(grammar, caller)
@@ -233,7 +233,7 @@ class GrammarCompiler:
                 self._drop(compilation)
 
     def _build_matcher(self, compilation: _Compilation, stop_ids: frozenset[int]) -> Matcher:
-        """Returns the matcher after the wait for its compilation. Raises the same errors as
+        """Waits for the compilation and returns the matcher. Raises the same errors as
         `compile`."""
         grammar = compilation.grammar
         name = _KIND_NAMES[type(grammar)]
@@ -312,7 +312,7 @@ class GrammarCompiler:
         with self._lock:
             self._running.remove(compilation)
             if error is not None and not isinstance(error, GrammarCompileError):
-                # this is not an error of the grammar, so the next attempt may succeed
+                # not a grammar error, so the next attempt may succeed
                 self._drop(compilation)
             self._start_next()
         if matcher is not None:
@@ -321,7 +321,7 @@ class GrammarCompiler:
             compilation.future.set_exception(error)
 
     def _preload(self) -> None:
-        # the first request that needs an unsupported tokenizer reports the error
+        # an unsupported tokenizer is reported by the first request that needs it
         with suppress(AppError):
             self._tokenizer()
 
@@ -348,8 +348,8 @@ class GrammarCompiler:
 
 
 def _lower_priority() -> None:
-    """Lowers the priority of this thread, so that generation takes precedence. Only Linux has a
-    priority per thread."""
+    """Lowers the priority of this thread, so that generation takes precedence. Only Linux supports
+    per-thread priorities."""
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _THREAD_NICENESS)
@@ -363,7 +363,7 @@ async def _wait_until_done(result: Future[Any], seconds: float) -> None:
     settled = asyncio.Event()
 
     def notify(_: Future[Any]) -> None:
-        # the loop may be closed when a cancelled compilation ends
+        # the loop may already be closed when a cancelled compilation ends
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(settled.set)
 
@@ -376,7 +376,7 @@ async def _wait_until_done(result: Future[Any], seconds: float) -> None:
 def _to_app_error(error: GrammarCompileError) -> AppError:
     name, start = _KIND_NAMES[type(error.grammar)], error.grammar.param
     at = f" at {'.'.join(error.path)}" if error.path else ""
-    # keywords and property names come from the client, too
+    # keywords and property names also come from the client
     message = f"invalid {name}{mark_client_text(f'{at}: {error.reason}')}"
     param = ".".join((start, *error.path) if start else error.path)
     return AppError(ErrorKind.INVALID, message, param=param or None)

@@ -1,7 +1,7 @@
 """Builds the grammar of a complete output. The reasoning comes first, followed by tool calls, a
 response format, or a choice of both.
 
-Knows: the combination of these parts in llguidance's variant of Lark. Must not know: individual
+Knows: how to combine these parts in llguidance's variant of Lark. Must not know: individual
 chat families, tokens beyond their IDs, tensors, the sampler.
 
     start: [reasoning] (calls | format | prose)
@@ -32,20 +32,20 @@ from app.grammar.lark import (
     strip_literal_prefix,
 )
 
-# Prose in which no line can begin a call in plain JSON, and prose that does not begin like a call.
+# Prose in which no line can start a plain JSON call, and prose that does not start like a call.
 _LINE = r"[ \t]*([^ \t\n{][^\n]*|\{[^ \t\n\"][^\n]*)?"
 _NO_CALL = rf"/({_LINE}\n)*{_LINE}/"
 _NO_LEADING_CALL = r"/[ \t\n]*([^ \t\n{\[<;,](?s:.*))?/"
 
 _ANY = "/(?s:.*)/"
 
-# The maximum number of calls in an output that must call a tool. A confused model may repeat calls
-# without end.
+# The maximum number of calls in an output with required calls, because a confused model may repeat
+# calls endlessly.
 _MAX_CALLS = 64
 
-# The white space that templates put before reasoning and calls, and that models write after them.
-# It is part of the output if the prompt ends directly after a role. For example, GLM 4.5 begins a
-# new line there.
+# White space that templates insert before reasoning and calls, and that models write after them. It
+# is part of the output if the prompt ends directly after a role. For example, GLM 4.5 starts a new
+# line there.
 _GAP = r"/[ \n]{0,2}/"
 
 
@@ -58,11 +58,11 @@ class ReasoningTags:
 
 
 MakeLiteral = Callable[[str], str]
-"""Converts a text to the Lark expression that produces it. Special tokens in the text are produced
-as tokens, which plain text cannot contain."""
+"""Converts a text to a Lark expression that matches it. Special tokens in the text match only as
+tokens."""
 
 MakeJsonSchema = Callable[[Tool], str]
-"""Converts a tool to the Lark expression that produces the JSON object of its arguments."""
+"""Converts a tool to a Lark expression that matches the JSON object of its arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +72,10 @@ class ToolCallGrammar:
         before call (between call)* after
 
     calls: one expression for each tool, in the order of the tools. between: the expression between
-    two calls; None if an output contains at most one call. trigger: the text that begins every call
-    and cannot occur in prose; None if calls can begin like prose. leading: without a trigger,
-    whether calls are only parsed at the beginning of an output and not at the beginning of every
-    line. rules: further Lark rules that the expressions refer to.
+    two calls; None if an output contains at most one call. trigger: the text at the start of every
+    call, which cannot occur in prose; None if calls can start like prose. leading: without a
+    trigger, whether calls are parsed only at the start of an output instead of at the start of
+    every line. rules: additional Lark rules that the expressions refer to.
     """
 
     calls: tuple[str, ...]
@@ -109,7 +109,7 @@ F = TypeVar("F", bound=ConstrainedFamily)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerStart:
-    """The state in which the output begins. reasoning_tags: the reasoning tags of the model; None
+    """The state in which the output starts. reasoning_tags: the reasoning tags of the model; None
     if the model does not reason or has already finished reasoning. in_reasoning: whether the output
     begins inside reasoning. thinking_budget: the maximum number of reasoning tokens."""
 
@@ -146,9 +146,8 @@ def build_constraint(
 ) -> Constraint[F]:
     """Builds the constraint of an output.
 
-    generic_family: a function that creates the family for calls in plain JSON. Its argument is the
-    trigger, or None. token: a function that returns the ID of a text if the text is an added token.
-    Plain text never produces this ID.
+    generic_family: creates the family for generic tool calls, given the trigger or None. token:
+    returns the ID of a text if the text is an added token. Plain text never produces this ID.
 
     Raises AppError(INVALID) for a reasoning budget that cannot be enforced.
     """
@@ -208,8 +207,8 @@ class _GrammarBuilder:
         self, family: F, generic_family: Callable[[str | None], F], tools: Sequence[Tool]
     ) -> tuple[F, ToolCallGrammar]:
         """Returns the family's own call syntax if it can enforce the schemas of the tools.
-        Otherwise it returns plain JSON after the family's trigger, because the model writes the
-        trigger before a call."""
+        Otherwise, returns plain JSON after the family's trigger, which the model writes before a
+        call."""
         own = family.build_tool_call_grammar(tools, self._literal, self._arguments)
         if own is not None:
             return family, own
@@ -235,11 +234,11 @@ class _GrammarBuilder:
         one = isinstance(required.choice, NamedToolChoice) or not required.parallel
         self._rules["call"] = join_alternatives(syntax.calls)
         if forced:
-            # if every output begins with a prefix, calls also begin with it
+            # if every output starts with a prefix, calls also start with it
             calls = _join_calls(syntax, "call", one=one)
             return calls if family.content_prefix else f"gap {calls}"
         if required.grammar is not None:
-            # no text may precede a call, because it would not match the format
+            # no text may come before a call, because it would not match the format
             return (
                 f"({_join_calls(syntax, 'call', one=one)} | "
                 f"{self.add_format(required.grammar, family)})"
@@ -258,7 +257,7 @@ class _GrammarBuilder:
             inner = replace(syntax, before=strip_literal_prefix(syntax.before, spelled))
             follows = _join_calls(inner, "call", one=one)
         else:
-            # these rules are defined only once, because with a hundred tools the grammar is long
+            # define these rules only once, because the grammar is long with a hundred tools
             self._rules["first"] = join_alternatives(
                 strip_literal_prefix(call, spelled) for call in syntax.calls
             )
@@ -272,7 +271,7 @@ class _GrammarBuilder:
         id = self._token(trigger)
         if id is not None:
             # the text must not contain the spelled-out trigger either, because output parsers
-            # receive text and not tokens
+            # process text rather than tokens
             inner = escape_regex(trigger)
             self._rules["TEXT"] = f"{_ANY} & ~/(?s:.*){inner}(?s:.*)/"
             self._rules["text"] = "TEXT"

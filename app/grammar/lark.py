@@ -11,11 +11,11 @@ _TO_ESCAPE = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
 class LiteralWriter:
-    """Converts a text to the expression that produces it. Added tokens in the text are produced as
+    """Converts a text to an expression that matches it. Added tokens in the text match as
     tokens."""
 
     def __init__(self, token: Callable[[str], int | None]) -> None:
-        """token: a function that returns the ID of a text if the text is an added token."""
+        """token: returns the ID of a text if the text is an added token."""
         self._token = token
 
     def __call__(self, text: str) -> str:
@@ -32,8 +32,8 @@ class LiteralWriter:
 
     def _next_token(self, text: str) -> tuple[int, int]:
         """Returns (start, length) of the first marker that is a token, or (end, 0) if there is
-        none. Markers never begin with a letter, a digit or white space. Most other added tokens
-        do."""
+        none. Markers, unlike most other added tokens, never start with a letter, a digit or white
+        space."""
         for start, first in enumerate(text):
             if first.isalnum() or first.isspace():
                 continue
@@ -48,8 +48,8 @@ def join_alternatives(expressions: Iterable[str]) -> str:
 
 
 def strip_literal_prefix(expression: str, spelled: str) -> str:
-    """Returns an expression without the literal at its beginning. spelled: this literal, as
-    `LiteralWriter` writes it."""
+    """Removes the literal at the start of an expression. spelled: the literal in the form written
+    by `LiteralWriter`."""
     if spelled.startswith("<["):
         assert expression.startswith(spelled)
         return expression[len(spelled) :].lstrip()
@@ -60,7 +60,7 @@ def strip_literal_prefix(expression: str, spelled: str) -> str:
 
 
 def quote(text: str) -> str:
-    # the only character that JSON strings may contain unescaped and Lark strings must not
+    # the only character that is allowed unescaped in JSON strings but not in Lark strings
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -1,17 +1,16 @@
-"""Compiles a grammar of a request into an llguidance matcher, or returns the reason for its
-rejection.
+"""Compiles the grammar of a request to an llguidance matcher, or reports why it is rejected.
 
 Knows: llguidance's syntax for each kind of grammar, its limits. Must not know: threads, the cache
-of compiled grammars, the use of masks.
+of compiled grammars, how masks are used.
 
-Grammars are untrusted. If a cost can grow faster than the text of the grammar, it is limited. Where
-possible, the limit is checked before llguidance parses the grammar (`check_schema`,
-`prepare_lark`). Otherwise llguidance enforces it. A few tokens are consumed as a trial, because
-some limits are only detected after the first token.
+Grammars are untrusted. Every cost that can grow faster than the size of the grammar is limited.
+Where possible, limits are checked before llguidance parses the grammar (`check_schema`,
+`prepare_lark`); otherwise, llguidance enforces them. A few tokens are consumed as a trial, because
+some limits are detected only after the first token.
 
-Schemas inside Lark and GBNF grammars are treated like standalone schemas. Their white space is
-bounded, no keyword is ignored, and their costs are limited. Only a client's own grammar allows JSON
-over several lines.
+Schemas inside Lark and GBNF grammars are treated like standalone schemas. White space is bounded,
+no keyword is ignored, and costs are limited. Multi-line JSON is allowed only in a client's own
+grammar.
 """
 
 import json
@@ -38,36 +37,35 @@ from app.grammar.schema import (
 from app.grammar.schema_diagnosis import find_unsupported_keyword
 from app.grammar.schema_rewrite import rewrite_schema
 
-# The maximum number of characters of a grammar without its schemas. Native code recurses as deep as
-# there are rules.
+# The maximum number of characters of a grammar without its schemas. The recursion depth of the
+# native code grows with the number of rules.
 MAX_GRAMMAR_LENGTH = 1 << 16
 
 # The maximum number of characters including schemas. The schemas may come from many tools.
 _MAX_LENGTH_WITH_SCHEMAS = 4 * MAX_SCHEMA_LENGTH
 
 # a token's name · a string · a comment · a regular expression · a schema · another structure. The
-# search holds the GIL until it ends. With possessive quantifiers, it takes few steps for a long
-# string.
+# search holds the GIL. Possessive quantifiers keep it fast for long strings.
 _LARK_PARTS = re.compile(
     r"""<[^<>\s]+> | "(?:\\.|[^"\\]++)*+"? | (?://|\#)[^\n]* | /((?:\\.|[^/\\\n]++)++)/?"""
     r"""| (%json\b\s*) | (%regex\b\s*)""",
     re.DOTALL | re.VERBOSE,
 )
-# the only operator of GBNF that Lark does not have
+# the only GBNF operator that Lark lacks
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 # one escaped character; the groups are GBNF's numeric escapes
 _ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 _OPTIONS = re.compile(r"^[ \t]*[!?]?[\w-]+(?:\{[^}\n]*\})?\[([^\]\n]*)\]", re.MULTILINE)
-# Rule options that are not supported. The temperature is a parameter of the request, and sampled
-# tokens are never removed.
+# Rule options that are not supported. The temperature is a request parameter, and sampled tokens
+# are never removed.
 _UNSUPPORTED_OPTION = re.compile(r"\b(temperature|stop|stop_capture)\s*=")
 
 _TOO_LONG = f"it is longer than {MAX_GRAMMAR_LENGTH} characters"
 
 
 def prepare_lark(text: str, *, compact: bool = False) -> str:
-    """Converts the grammar to llguidance's Lark. compact: whether JSON of its schemas is on one
-    line. Raises UnsupportedGrammarError."""
+    """Converts the grammar to llguidance's Lark. compact: whether JSON that matches its schemas is
+    on one line. Raises UnsupportedGrammarError."""
     if len(text) > _MAX_LENGTH_WITH_SCHEMAS:
         raise UnsupportedGrammarError(
             f"it is longer than {_MAX_LENGTH_WITH_SCHEMAS} characters, including schemas"
@@ -84,7 +82,7 @@ def _convert_gbnf(text: str) -> str:
         return gbnf_to_lark(_ESCAPED.sub(_unescape, text))
     except RecursionError:
         raise UnsupportedGrammarError("it is nested too deeply") from None
-    # the converter raises its own exception type, and a bare Exception for undefined names
+    # the converter raises its own exception type, or a bare Exception for undefined names
     except Exception as error:
         raise UnsupportedGrammarError(f"it is not valid GBNF: {error}") from error
 
@@ -147,30 +145,30 @@ def _check_options(plain: str) -> None:
             raise UnsupportedGrammarError(f"the rule option {found[1]} is not supported: remove it")
 
 
-# the number of tokens that are consumed as a trial
+# the number of trial tokens to consume
 _TRIAL_TOKENS = 8
 
 # Limits on the number of parser items that llguidance may create, in one row and in all rows of one
 # step. A step tries every token of the vocabulary. A schema needs a few items per row for each
-# optional property that may come next. With 151,669 tokens, it needs only a few more per step. If
-# white space is free, however, it needs 230 items per property, which is 460,000 for the maximum
-# that `schema` accepts. These items are cheap. The items of an ambiguous grammar are equally many,
-# but expensive. With 2000 of them in a row, a step takes seconds, which delays all other outputs of
-# the model.
+# optional property that may come next. With 151,669 tokens, it needs only a few more per step. With
+# unrestricted white space, however, it needs 230 items per property, or 460,000 for the maximum
+# that `schema` accepts. These items are cheap. An ambiguous grammar has a similar number of items,
+# but they are expensive: with 2000 items in a row, a step takes seconds, which delays all other
+# outputs of the model.
 _WIDE_ITEM_LIMITS = (30_000, 2_000_000)
 _NARROW_ITEM_LIMITS = (500, 2_000)
 
-# The number of states of llguidance's lexer, in addition to one state for each byte of the grammar.
-# Property names take one state for each of their bytes. The other states are for patterns, whose
-# number of states is unbounded. A state takes up to 1 kB. All outputs that follow a grammar share
-# its states.
+# The maximum number of states of llguidance's lexer, in addition to one state per byte of the
+# grammar. Property names take one state per byte. The additional states are for patterns, whose
+# number of states is unbounded. A state takes up to 1 kB. All outputs of a grammar share its
+# states.
 _MAX_LEXER_STATES = 50_000
 
-# the number of characters that are kept at each end of an llguidance error message
+# the number of characters to keep at each end of an llguidance error message
 _ERROR_EDGE_CHARS = 200
 
 _UNIMPLEMENTED_KEYWORD = re.compile(r'Unimplemented keys: \["([^"]*)"')
-# the start of the part of an error message that quotes llguidance's form of the grammar
+# the start of the verbose part of an error message, which quotes llguidance's form of the grammar
 _VERBOSE_PART = re.compile(r"<non-verbose/>|\n +\d+ \| |\n *while processing")
 _EXPLANATIONS = {
     "NoExtensionBias": "no token of this model is allowed next",
@@ -195,7 +193,7 @@ class GrammarCompileError(UnsupportedGrammarError):
 def compile_grammar(
     grammar: Grammar, tokenizer: LLTokenizer, token: CancelToken | None = None
 ) -> LLMatcher:
-    """Returns the matcher in its start state, with its first mask computed. Raises
+    """Returns the matcher in its initial state, with the first mask computed. Raises
     GrammarCompileError if the grammar is rejected. Raises WorkCancelled soon after `token` is
     cancelled."""
     compiler = _Compiler(tokenizer, token or CancelToken())
@@ -220,8 +218,7 @@ def compile_grammar(
 
 
 def explain_error(error: str) -> str:
-    """Converts an error message of llguidance to a clause on one line, without its source
-    excerpts."""
+    """Converts an llguidance error message to a clause on one line, without source excerpts."""
     for sign, words in _EXPLANATIONS.items():
         if sign in error:
             return words
@@ -236,7 +233,7 @@ def explain_error(error: str) -> str:
 
 
 def _elide_middle(text: str) -> str:
-    """Keeps both ends of a long message. The reason is at the end, after the rejected
+    """Keeps both ends of a long message. The reason comes at the end, after the rejected
     expression."""
     if len(text) <= 2 * _ERROR_EDGE_CHARS:
         return text
@@ -267,14 +264,14 @@ class _Compiler:
                 f"it has more than {MAX_ENTRIES} options or {MAX_SCHEMA_LENGTH} characters"
             )
         spelled = " | ".join(json.dumps(option, ensure_ascii=False) for option in options)
-        # the only character that JSON strings may contain unescaped and Lark strings must not
+        # the only character that is allowed unescaped in JSON strings but not in Lark strings
         spelled = spelled.replace("\x7f", "\\u007f")
         return self._compile_spec(_lark_spec(f"start: OPTION\nOPTION: {spelled}"))
 
     def compile_lark(self, grammar: LarkGrammar) -> LLMatcher:
         try:
-            # With `parts`, the schemas were parsed from the request. Otherwise the client wrote the
-            # complete text.
+            # With `parts`, the schemas come from the request. Otherwise, the client wrote the whole
+            # grammar.
             texts = [prepare_lark(grammar.text, compact=bool(grammar.parts))]
             if grammar.inner is not None:
                 texts.append(prepare_lark(grammar.inner.text))
@@ -341,8 +338,8 @@ class _Compiler:
 
 
 def _lark_spec(*texts: str) -> str:
-    """Returns llguidance's specification of the grammars. The first grammar refers to the second as
-    @inner."""
+    """Returns llguidance's specification of the grammars. The first grammar refers to the second
+    grammar as @inner."""
     grammars: list[dict[str, Any]] = [{"lark_grammar": text} for text in texts]
     for inner in grammars[1:]:
         inner["name"] = "inner"

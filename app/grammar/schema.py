@@ -3,10 +3,10 @@
 Knows: the keywords that contain schemas, the cost limits of keywords. Must not know: llguidance,
 tokens, requests.
 
-Schemas are untrusted, and they are compiled in native code that cannot be interrupted. In this
-code, a long chain of references crashes the process, and a large `multipleOf` takes gigabytes of
-memory. Therefore this module limits everything that makes a compilation long or deep before the
-compilation starts. This includes bounded repetitions in regular expressions (`count_repetitions`).
+Schemas are untrusted, and are compiled by native code that cannot be interrupted. A long chain of
+references would crash the process, and a large `multipleOf` would take gigabytes of memory.
+Therefore, everything that makes a compilation slow or deeply nested is limited before the
+compilation starts, including bounded repetitions in regular expressions (`count_repetitions`).
 """
 
 import json
@@ -17,8 +17,8 @@ from fractions import Fraction
 from typing import Any, cast
 from urllib.parse import unquote
 
-# This number of repetitions takes 10 ms for each token. With ten times as many, native code reports
-# in the middle of an output that the grammar is too complex.
+# This number of repetitions takes 10 ms for each token. With ten times as many, native code fails
+# in the middle of an output, because the grammar is too complex.
 MAX_REPETITIONS = 10_000
 
 _REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\(|\)|\{(\d*)(,?)(\d*)\}", re.DOTALL)
@@ -54,21 +54,21 @@ def count_repetitions(pattern: str) -> int:
 SchemaPath = tuple[str, ...]
 Schema = dict[str, Any]
 
-# The maximum number of characters of a schema. The schemas of many tools take a tenth of it.
+# The maximum number of characters of a schema. The schemas of many tools take 10 % of it.
 MAX_SCHEMA_LENGTH = 1 << 18
-# The maximum nesting depth of a document. The native parser allows 128 levels, and adds some levels
-# itself.
+# The maximum nesting depth of a document. The native parser allows 128 levels, including some that
+# it adds itself.
 MAX_LEVELS = 100
 # The maximum number of properties, required names, enum values, branches and definitions in total.
 # OpenAI allows 5000 properties.
 MAX_ENTRIES = 5000
-# The maximum number of optional properties of one object. Each of them may come next. With 2000 of
-# them and 151,669 tokens, a step takes 0.1 s, which delays all other outputs of the model, and
-# compilation takes 0.5 s. With 5000, a step takes 0.5 s and compilation takes 3 s. The time grows
-# faster than the number of properties.
+# The maximum number of optional properties of one object, any of which may come next. With 2000
+# properties and 151,669 tokens, a step takes 0.1 s, which delays all other outputs of the model,
+# and compilation takes 0.5 s. With 5000 properties, a step takes 0.5 s and compilation takes 3 s.
+# The time grows faster than linearly.
 MAX_OPTIONAL_PROPERTIES = 2000
-# The maximum least common multiple of all `multipleOf` values as integers. This multiple is the
-# number of rows of a table. 100,000 rows take 0.3 s and 20 MB.
+# The maximum least common multiple of all `multipleOf` values as integers. It determines the number
+# of rows of a table; 100,000 rows take 0.3 s and 20 MB.
 MAX_MULTIPLE = 100_000
 
 _SCHEMA_KEYWORDS = (
@@ -269,9 +269,9 @@ def _check_patterns(path: SchemaPath, schema: Schema) -> None:
 
 
 def _check_min_properties(path: SchemaPath, schema: Schema) -> None:
-    """Rejects an unsupported `minProperties`. A model may write a name that the schema does not
-    list twice, but it counts only once. Therefore at most one property beyond the required ones can
-    be guaranteed."""
+    """Rejects an unsupported `minProperties`. A model may write the same additional property twice,
+    but it counts only once. Therefore, at most one property in addition to the required properties
+    can be guaranteed."""
     least, required = schema.get("minProperties"), schema.get("required")
     if isinstance(least, bool) or not isinstance(least, int):
         return

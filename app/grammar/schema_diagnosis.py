@@ -1,13 +1,13 @@
 """Finds the keyword of a JSON Schema that is not supported.
 
-Knows: the search. Must not know: llguidance, the reasons for rejections. The caller passes a
-function that checks a document.
+Knows: the search. Must not know: llguidance, the reasons for rejections, which the caller's
+function reports.
 
-llguidance reports the reason for a rejection, but not the position of the keyword. Therefore parts
-of the schema are checked separately. The search descends into the first rejected child until no
+llguidance reports the reason for a rejection, but not the position of the keyword. Parts of the
+schema are therefore checked separately. The search descends into the first rejected child until no
 child is rejected. Then each keyword of the remaining schema is checked twice: the keyword on its
-own, and the schema without the keyword. Sibling schemas are checked together, and bisected while
-they are rejected. Therefore the cost of a wide schema only grows with the logarithm of its width.
+own, and the schema without the keyword. Sibling schemas are checked together and bisected, so the
+cost grows only logarithmically with the width of the schema.
 """
 
 import time
@@ -23,7 +23,7 @@ from app.grammar.schema import (
     resolve_pointer,
 )
 
-# returns the reason for which a document is rejected, or None
+# returns the reason why a document is rejected, or None
 SchemaCheck = Callable[[Schema], str | None]
 
 # The maximum number of compilations of one search, and its time limit in seconds. After either
@@ -40,8 +40,8 @@ _ANNOTATION_KEYWORDS = frozenset({"$defs", "definitions", "title", "description"
 def find_unsupported_keyword(
     document: Schema, check: SchemaCheck, reason: str
 ) -> UnsupportedGrammarError:
-    """Returns an error for the unsupported keyword, with the reason for which the keyword on its
-    own is rejected. document: a rejected document. reason: the reason for its rejection, used if no
+    """Returns an error for the unsupported keyword, with the reason why the keyword on its own is
+    rejected. document: a rejected document. reason: the reason for its rejection, used if no
     smaller part is rejected."""
     return _Search(document, check).find((), document, reason)
 
@@ -76,7 +76,7 @@ class _Search:
         self, path: SchemaPath, schema: Any
     ) -> tuple[SchemaPath, Any, str] | None:
         """Returns the first child that is rejected on its own."""
-        # the schema `false` rejects everything on purpose
+        # the schema `false` rejects everything by design
         below = [child for child in iter_subschemas(schema) if child[1] is not False]
         children = [((*path, *names), each) for names, each in below]
         if isinstance(schema, dict) and isinstance(cast(Schema, schema).get("$ref"), str):
@@ -95,7 +95,7 @@ class _Search:
         return None if reason is None else (path, found, reason)
 
     def _try_together(self, children: Sequence[tuple[SchemaPath, Any]]) -> str | None:
-        """Returns the reason for which these schemas are rejected together, or None if they are
+        """Returns the reason why these schemas are rejected together, or None if they are
         accepted."""
         if not children:
             return None

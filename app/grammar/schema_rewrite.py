@@ -1,13 +1,13 @@
 """Rewrites JSON Schemas into equivalent schemas that llguidance supports.
 
-Knows: the conditions under which no instance can satisfy two schemas. Must not know: llguidance,
+Knows: when two schemas are mutually exclusive. Must not know: llguidance,
 costs.
 
-llguidance supports `oneOf` if it can detect that the branches exclude each other. However, it does
-not follow references, so it would reject all tagged unions that pydantic generates. This module
-follows the references. If the branches are disjoint, `oneOf` is equivalent to `anyOf`. llguidance
-also rejects unimplemented keywords that have no effect, and accepts values of some formats that
-validators reject.
+llguidance supports `oneOf` if it can detect that the branches are mutually exclusive. However, it
+does not follow references, so it would reject all tagged unions that pydantic generates. This
+module follows the references. If the branches are disjoint, `oneOf` is equivalent to `anyOf`.
+llguidance also rejects unimplemented keywords that have no effect, and accepts values of some
+formats that validators reject.
 """
 
 import json
@@ -18,23 +18,23 @@ from typing import Any, cast
 from app.grammar.schema import Schema, resolve_pointer
 
 # White space between JSON tokens, in llguidance's options (its docs/json_schema.md). Both rules
-# limit it, because a confused model may write white space without end. The compact rule only allows
-# one space after a colon or a comma. JSON over several lines takes almost twice as many tokens for
-# the same content.
+# limit it, because a confused model may write white space endlessly. The compact rule allows only
+# one space after a colon or a comma. Multi-line JSON takes almost twice as many tokens for the same
+# content.
 _COMPACT_WHITESPACE: Schema = {
     "item_separator": ",[ ]?",
     "key_separator": ":[ ]?",
     "whitespace_flexible": False,
 }
-# white space for JSON over several lines: llama.cpp's rule (json-schema-to-grammar.cpp)
+# white space in multi-line JSON: llama.cpp's rule (json-schema-to-grammar.cpp)
 _MULTILINE_WHITESPACE: Schema = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
 
-# the maximum number of branches, because they are compared in pairs
+# the maximum number of branches, because all pairs are compared
 _MAX_BRANCHES = 200
 # the maximum length of a chain of references, which may be circular
 _MAX_REFERENCE_HOPS = 20
 
-# values with which these keywords constrain nothing
+# values with which these keywords have no effect
 _NO_OP_KEYWORDS: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "dependentRequired": ({},),
@@ -66,11 +66,11 @@ def rewrite_schema(document: Schema, *, compact: bool = True) -> Schema:
     """Returns an equivalent schema that llguidance supports. White space is bounded, and no keyword
     is ignored.
 
-    document: a schema that `check_schema` returned. compact: whether the JSON text is on one line.
+    document: a schema returned by `check_schema`. compact: whether the JSON text is on one line.
 
-    An object that lists its properties has no others unless the schema allows them. JSON Schema
-    would allow a model to continue with invented properties, and weak models do this. llama.cpp and
-    xgrammar interpret schemas in the same way.
+    An object that lists its properties has no additional properties unless the schema allows them.
+    JSON Schema would allow them, and weak models would continue with invented properties. llama.cpp
+    and xgrammar interpret schemas in the same way.
     """
     closes = '"allOf"' not in json.dumps(document)
     rewritten = cast(Schema, _rewrite(document, document, closes=closes))
@@ -99,7 +99,7 @@ def _rewrite(schema: Any, document: Schema, *, closes: bool) -> Any:
     if closes and _can_be_closed(rewritten):
         rewritten["additionalProperties"] = False
     for key, value in rewritten.items():
-        # closing a branch could make it appear exclusive when both branches hold
+        # closing a branch could make it appear exclusive even if both branches match
         shared = key == "oneOf" or (key == "anyOf" and "properties" in rewritten)
         rewritten[key] = _rewrite_children(key, value, document, closes=closes and not shared)
     narrower = _STRICTER_FORMATS.get(str(rewritten.get("format")))

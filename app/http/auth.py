@@ -1,9 +1,9 @@
 """Authentication and authorization: API keys against the required access level.
 
 Knows: the headers that carry a key, the paths that require an admin key, the paths that require no
-key. Must not know: the origin of keys, request bodies, responses. A key arrives in the
-Authorization header (RFC 6750, 2.1), or in the x-api-key header of Anthropic's SDK and llama.cpp's
-clients.
+key. Must not know: where keys are stored, request bodies, responses. Clients send a key in the
+Authorization header (RFC 6750, 2.1), or in the x-api-key header, as Anthropic's SDK and llama.cpp's
+clients do.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,7 +60,7 @@ def required_access(method: str, path: str) -> AccessLevel:
 
 def extract_keys(headers: Sequence[tuple[bytes, bytes]]) -> Sequence[str]:
     """Returns the candidate keys of a request, at most one from each of the two headers. A repeated
-    header is ignored, because proxies and servers differ in which value they use."""
+    header is ignored, because proxies and servers do not agree on which value to use."""
     found: list[str] = []
     for header in _KEY_HEADERS:
         values = [value for name, value in headers if name == header]
@@ -76,12 +76,12 @@ def extract_keys(headers: Sequence[tuple[bytes, bytes]]) -> Sequence[str]:
 
 
 def get_caller(scope: Scope) -> str:
-    """Returns the caller, which is the name of its key, or "" if the server uses no keys."""
+    """Returns the name of the caller's API key, or "" if the server uses no keys."""
     return scope.get("state", {}).get("caller", "")
 
 
 def is_admin(scope: Scope) -> bool:
-    """Returns whether the caller may manage models. It may if it has an admin key or if no keys are
+    """Returns whether the caller may manage models. This requires an admin key, unless no keys are
     configured."""
     return scope.get("state", {}).get("admin", False)
 
@@ -91,7 +91,7 @@ class AuthMiddleware:
 
     Stores two values in `request.state`: `caller`, the name of the key, and `admin`, whether the
     caller has admin access. If no keys are configured, every caller has the name "" and admin
-    access. Removes the key from the headers, so that the application cannot leak it.
+    access. The key is removed from the headers, so that the application cannot leak it.
     """
 
     def __init__(self, app: ASGIApp, keyring: Keyring) -> None:
@@ -119,7 +119,7 @@ class AuthMiddleware:
             return {"caller": "", "admin": True}
         required = required_access(scope["method"], scope["path"])
         shown = extract_keys(scope["headers"])
-        # check all keys even after a match, so that the duration reveals nothing
+        # check all keys even after a match, so that the response time reveals nothing
         known = [key for text in shown if (key := await self._keyring.find(text)) is not None]
         key = known[0] if known else None
         authorize(required, key, key_sent=bool(shown))
@@ -130,7 +130,8 @@ class AuthMiddleware:
 
 def authorize(required: AccessLevel, key: ApiKey | None, *, key_sent: bool) -> None:
     """Raises AppError(UNAUTHORIZED) if a key is required and missing, and AppError(FORBIDDEN) if
-    the key is not sufficient. Neither message contains the key that the client sent."""
+    the key does not have sufficient access. Neither message contains the key that the client
+    sent."""
     if required is not AccessLevel.PUBLIC and key is None:
         raise AppError(
             ErrorKind.UNAUTHORIZED,

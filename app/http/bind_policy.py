@@ -1,4 +1,4 @@
-"""Checks before the server binds: whether the address is free, and whether it may be used.
+"""Checks before the server binds its socket: is the address free, and is it safe to use?
 
 Knows: addresses, the settings that protect a public address. Must not know: key validation, the
 listening server.
@@ -25,10 +25,10 @@ _BIND_HINTS = {
 
 
 def check_bind_address(host: str, port: int) -> None:
-    """Checks that the address is free. port: the port; 0 means any free port. Raises
+    """Checks that the address is free. port: the port number; 0 selects any free port. Raises
     AppError(INVALID) if the server cannot listen on the address."""
     try:
-        # the arguments are the same as in asyncio, where an empty name means every address
+        # same arguments as in asyncio, where an empty name means all addresses
         found = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
@@ -63,8 +63,8 @@ def _try_bind(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -
 def check_security_settings(
     settings: Settings, environment: MutableMapping[str, str]
 ) -> tuple[Keyring, Sequence[str]]:
-    """Checks the keys, the bind policy and the certificate. `serve` calls it before it listens, and
-    `config` calls it, too. Origins and host names are checked where they are parsed
+    """Checks the keys, the bind policy and the certificate. Called by `serve` before it listens,
+    and by `config`. Origins and host names are checked where they are parsed
     (`app.config.value_types`). Removes the keys from `environment`. Returns the keys and warnings
     for the log. Raises AppError(INVALID) for settings that prevent the server from starting."""
     keyring = Keyring.from_settings(settings, environment)

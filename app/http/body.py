@@ -1,11 +1,12 @@
-"""Request bodies: size limits, the memory budget of all bodies, JSON parsing off the event loop.
+"""Request bodies: size limits, a shared memory budget, and JSON parsing off the event loop.
 
 Knows: ASGI messages, JSON's syntax, orjson, thread pools. Must not know: dialects, the content of
 requests.
 
-The parser builds an object for each JSON value. The objects take many times the bytes of `[]`, and
-the parser holds the GIL while it builds them. Values are therefore counted while the body arrives,
-before any object is built. Large bodies are parsed on a thread, one at a time; callers take turns.
+The parser builds an object for each JSON value. Even for `[]`, the object is many times larger than
+the text, and the parser holds the GIL while it builds the objects. Values are therefore counted
+while the body is received, before any object is built. Large bodies are parsed on a thread, one at
+a time, with round-robin scheduling between callers.
 """
 
 import asyncio
@@ -36,18 +37,18 @@ Result = TypeVar("Result")
 # values if a model has a longer context.
 MAX_VALUES = 262_144
 
-# The maximum number of values in a conversation, which has no token IDs. Ten times the largest
-# recorded request of a coding agent has 12,000 values, and a schema with 5,000 properties has
-# 40,000. Each value costs more than a token ID does, because templates and schemas process all of
-# them.
+# The maximum number of values in a conversation, which contains no token IDs. Ten times the largest
+# request recorded from a coding agent has 12,000 values, and a schema with 5,000 properties has
+# 40,000. Each value costs more than a token ID, because it is processed by the template or the
+# schema compiler.
 MAX_CHAT_VALUES = 65_536
 
-# The number of values that a request may have in addition to a prompt of token IDs.
+# The number of values allowed in addition to a prompt of token IDs.
 _VALUES_BESIDE_PROMPT = 16_384
 
-# The number of bytes that all bodies in flight may use together, not counting the first
-# _UNCOUNTED_BYTES of each body, and the minimum number of bodies of full size that are admitted.
-# One caller with a key gets at most half of the bytes.
+# The memory budget for all bodies in flight, in bytes, not counting the first _UNCOUNTED_BYTES of
+# each body, and the minimum number of full-size bodies that are admitted. A caller with a key may
+# use at most half of the budget.
 _BUDGET_BYTES, _MIN_FULL_SIZE_BODIES = 128 * MEBIBYTE, 8
 
 # The number of bytes of each body that do not count against the budget. Small requests are
@@ -58,14 +59,14 @@ _UNCOUNTED_BYTES = 64 * 1024
 # The average size of a parsed JSON value in bytes, and its cost relative to reading one byte.
 _VALUE_BYTES, _VALUE_WEIGHT = 64, 16
 
-# A body with more bytes or more values is parsed on a thread; others take less than 3 ms.
+# Bodies with more bytes or more values are parsed on a thread. Smaller bodies take less than 3 ms.
 _LARGE_BYTES, _LARGE_VALUES = MEBIBYTE, 16_384
 
-# The number of seconds after a large body until free memory is returned to the system. This is done
-# once for all bodies in that time.
+# The delay in seconds after a large body until free memory is returned to the system, once for all
+# bodies received in that time.
 _RELEASE_DELAY = 1.0
 
-# An ASGI extension: a function that restarts the timeout of the body that is being read.
+# An ASGI extension: a function that restarts the body timeout.
 EXTEND_BODY = "mlxrunner.extend_body"
 
 _SEPARATORS = (b",", b":", b"[", b"{")
@@ -74,12 +75,13 @@ _STRING = re.compile(rb'"[^"]*"')
 
 
 class ValueCounter:
-    """Counts the values of a JSON text, including keys, as the text arrives. Every value except the
-    first follows a comma, a colon or an opening bracket outside of strings. The count is never less
-    than the number of values that the parser would build; empty containers count twice.
+    """Counts the values in a JSON text, including keys, as the text is received. Every value except
+    the first follows a comma, a colon or an opening bracket outside of strings. The count is an
+    upper bound on the number of values that the parser would build, because empty containers count
+    twice.
 
-    Finding the strings takes ten times as long as reading the bytes, so it is done only above
-    `exact_from` values. Below that, characters inside strings are counted, too.
+    Detecting strings takes ten times as long as reading the bytes, so strings are detected only
+    above `exact_from` values. Below this count, characters inside strings are counted as well.
     """
 
     def __init__(self, exact_from: int = 0) -> None:
@@ -117,7 +119,7 @@ class ValueCounter:
 
 
 class BodyMemoryBudget:
-    """The memory budget of the bodies in flight. total: the budget in bytes."""
+    """The memory budget for the bodies in flight. total: the budget in bytes."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -175,7 +177,8 @@ class Body:
         return data
 
     async def json(self) -> object:
-        """Parses the body. Raises AppError(INVALID) for invalid JSON, and AppError(OVERLOADED)."""
+        """Parses the body. Raises AppError(INVALID) for invalid JSON, and AppError(OVERLOADED) if
+        the bodies in flight use too much memory."""
         return await self._bodies.parse(self)
 
     async def read(
@@ -184,14 +187,15 @@ class Body:
         read: Callable[[object, Found], Result],
     ) -> Result:
         """Parses the JSON, calls `read` on the result and returns its result. `read` runs on a
-        thread. `find` runs first, on the event loop: it resolves the model that the body names, and
-        its result is passed to `read`. Raises as `json`, `find` and `read` do."""
+        thread. `find` runs first, on the event loop. It resolves the model requested in the body,
+        and its result is passed to `read`. Raises the errors of `json`, `find` and `read`."""
         return await self._bodies.read(self, find, read)
 
 
 class RequestBodies:
-    """The bodies of one server. max_prompt_tokens: returns the maximum number of prompt tokens. It
-    is called for a body with more values than any other type of body needs."""
+    """Receives and parses the request bodies of one server. max_prompt_tokens: returns the maximum
+    number of prompt tokens. It is called only for a body with more values than any body without
+    token IDs needs."""
 
     def __init__(
         self, settings: Settings, workers: ThreadPools, max_prompt_tokens: Callable[[], int]
@@ -241,15 +245,15 @@ class RequestBodies:
     ) -> AsyncGenerator[Body]:
         """Receives a JSON body as `receive` does. Also raises AppError(INVALID) for too many
         values, and with `check_type` AppError(MEDIA_TYPE) for another content type. With
-        MAX_VALUES, it also admits prompts of token IDs up to the maximum context length."""
+        MAX_VALUES, prompts of token IDs up to the maximum context length are also admitted."""
         if check_type:
             check_json(scope)
         async with self._receive_body(scope, receive, max_values) as body:
             yield body
 
     async def read_json(self, scope: Scope, receive: Receive) -> object:
-        """Returns the parsed body, for requests that need the body only once. Raises as
-        `receive_json` and `Body.json` do."""
+        """Returns the parsed body, for requests that need the body only once. Raises the same
+        errors as `receive_json` and `Body.json`."""
         async with self.receive_json(scope, receive) as body:
             return await body.json()
 
@@ -264,8 +268,8 @@ class RequestBodies:
         find: Callable[[str | None], Awaitable[Found]],
         read: Callable[[object, Found], Result],
     ) -> Result:
-        """See `Body.read`. A large body is parsed twice. Otherwise, the values of all queued bodies
-        would stay in memory until their model is found and a thread is free."""
+        """See `Body.read`. A large body is parsed twice: keeping the parsed values would hold them
+        in memory for every queued body until its model is found and a thread is free."""
         data = self._take(body)
         if not body.large:
             content = _parse_json(data)
@@ -345,7 +349,7 @@ class RequestBodies:
 
 
 def peek_model(body: object) -> str | None:
-    """Returns the model that a body names, before the other fields are parsed."""
+    """Returns the body's "model" field before the other fields are parsed."""
     model = cast(JsonObject, body).get("model") if isinstance(body, dict) else None
     return model if isinstance(model, str) else None
 
@@ -359,8 +363,8 @@ def is_json(scope: Scope) -> bool:
 def check_json(scope: Scope) -> None:
     """Raises AppError(MEDIA_TYPE) unless the content type is JSON.
 
-    This also blocks pages of other origins. A browser sends this content type across origins only
-    after a preflight request, and CORS rejects the preflight.
+    This also blocks web pages from other origins. A browser sends this content type across origins
+    only after a preflight request, which CORS rejects.
     """
     if not is_json(scope):
         given = Headers(scope=scope).get("content-type", "")
@@ -398,6 +402,6 @@ def _parse_json(data: bytearray) -> object:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
         reason = str(error)
-    # This is raised outside of the handler. Otherwise the parser's error, which holds the whole
-    # text, would become its context.
+    # Raise outside of the handler. Otherwise, the parser's error, which holds the whole text, would
+    # become the exception's context.
     raise AppError(ErrorKind.INVALID, f"the body is not valid JSON: {reason}")

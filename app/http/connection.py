@@ -1,4 +1,4 @@
-"""One HTTP connection: timeouts of each phase, rejections, and closing without losing a response.
+"""An HTTP connection: timeouts for each phase, rejections, and closing without losing a response.
 
 Knows: uvicorn's protocol on h11, transports, timers. Must not know: routes, keys, responses.
 
@@ -7,17 +7,16 @@ The phases of a connection and their timeouts:
     accepted ─handshake─▶ head ─▶ body ─▶ response ─▶ idle ─first byte─▶ head …
        header_timeout ┘      ┘       ┘ body_timeout      ┘ uvicorn's keep-alive
 
-If a response is sent before its request is complete (401, 404, 413), the phase `rest` follows. The
-remaining body is read and discarded for a limited time, because closing immediately would reset the
-connection and lose the response (RFC 9112, 9.6). If no response may follow, or if this module
-rejected the request, the connection enters the phase `leaving`: its sending side is closed, and
-incoming data is discarded.
+If a response is sent before its request is complete (401, 404, 413), the connection enters the
+phase `rest`. The remaining body is read and discarded for a limited time, because closing
+immediately would reset the connection and lose the response (RFC 9112, 9.6). If no further response
+may be sent, or if this module rejected the request, the connection enters the phase `leaving`. Its
+sending side is then closed, and incoming data is discarded.
 
-Write stalls: progress of a client that reads its response first becomes visible in the system's
-send buffer, which grows to 4 MB on Linux. asyncio is notified only when a third of this buffer is
-free, which takes longer than 20 s at 57 kB/s. Bytes in this buffer therefore count as unsent. Their
-number falls whenever the client's system acknowledges some of them, so progress is visible as soon
-as the client reads.
+Write stalls: when a client reads its response slowly, the data waits in the kernel's send buffer,
+which grows to 4 MB on Linux. asyncio is notified only when a third of this buffer is free, which
+takes longer than 20 s at 57 kB/s. Bytes in this buffer therefore count as unsent. The count
+decreases whenever the client acknowledges data, so progress is visible as soon as the client reads.
 """
 
 import asyncio
@@ -50,7 +49,7 @@ from app.http.uvicorn_internals import (
     ServerState,
 )
 
-# The number of bytes that a client must read before the stall timer restarts.
+# The minimum progress, in bytes read by the client, that restarts the stall timer.
 _MIN_PROGRESS_BYTES = 16 * 1024
 
 # the getsockopt option for the number of bytes in a send buffer on macOS, from <sys/socket.h>;
@@ -59,7 +58,7 @@ _SO_NWRITE = 0x1024
 
 
 def get_unacked_bytes(transport: asyncio.BaseTransport) -> int:
-    """Returns the number of bytes in the system's send buffer that the peer has not acknowledged.
+    """Returns the number of bytes in the kernel's send buffer that the peer has not acknowledged.
     Returns 0 if the number is unknown or the socket is closed."""
     below: socket.socket | None = transport.get_extra_info("socket")
     if below is None:
@@ -76,7 +75,7 @@ class WriteStallTimer:
     """Detects clients that do not read their response. Such clients hold memory and a connection.
 
     seconds: the time without progress after which `on_stall` is called, once. get_unsent: returns
-    the number of unsent bytes in this process and in the system.
+    the number of unsent bytes in this process and in the kernel.
     """
 
     def __init__(
@@ -93,12 +92,12 @@ class WriteStallTimer:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Starts the timer when data could not be sent immediately."""
+        """Starts the timer. Call this when data could not be sent immediately."""
         self.stop()
         self._timer = self._loop.call_later(self._seconds, self._check_progress, self._get_unsent())
 
     def stop(self) -> None:
-        """Stops the timer when all data was sent or no more data will be sent."""
+        """Stops the timer. Call this when all data was sent or no more data will be sent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -147,8 +146,8 @@ Phase = TypeVar("Phase")
 
 
 class PhaseTimer(Generic[Phase]):
-    """A timer for one phase at a time. phase: the current phase. on_expire: called when the phase
-    took too long, while `phase` is still set."""
+    """A timer for the current phase. phase: the current phase. on_expire: called when the phase
+    times out, while `phase` is still set."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_expire: Callable[[], None]) -> None:
         self._loop = loop
@@ -170,14 +169,13 @@ class PhaseTimer(Generic[Phase]):
             self._timer = None
 
 
-# The number of bytes read in one iteration of the event loop. h11 takes 4 microseconds for a chunk
-# of one byte, so asyncio's buffer of 256 KiB could block the loop for 0.2 s.
+# The maximum number of bytes read in one iteration of the event loop. h11 takes 4 microseconds for
+# a chunk of one byte, so asyncio's buffer of 256 KiB could block the loop for 0.2 s.
 _READ_BYTES = 8 * 1024
 
 
 class BoundedReadProtocol(asyncio.BufferedProtocol):
-    """Reads into a bounded buffer and passes the data to `data_received`, as a plain protocol
-    would."""
+    """Reads into a bounded buffer and passes the data to `data_received`, like a plain protocol."""
 
     _buffer: bytearray
 
@@ -194,12 +192,11 @@ class BoundedReadProtocol(asyncio.BufferedProtocol):
         self.data_received(data)
 
 
-# The number of seconds for discarding the rest of a request after an early response, and for a
-# client to read a rejection.
+# How long the rest of a request is discarded after an early response, and how long a client may
+# take to read a rejection, in seconds.
 _DISCARD_SECONDS, _LINGER_SECONDS = 5.0, 2.0
 
-# The number of seconds after the start of a shutdown in which requests in transit are still
-# handled.
+# How long after the start of a shutdown requests in transit are still handled, in seconds.
 _SHUTDOWN_GRACE_SECONDS = 0.05
 SHUTDOWN_MESSAGE = "the server is shutting down: try again in a moment"
 _CLOSE_HEADERS = {"Connection": "close"}
@@ -254,7 +251,7 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # as uvicorn narrows it
         super().connection_made(transport)
         self.flow = self._read_flow = ScheduledFlowControl(transport)
-        # `pause_writing` is called as soon as one byte is unsent. For TLS, 0 would mean always.
+        # Call `pause_writing` as soon as one byte is unsent. For TLS, 0 would mean always.
         transport.set_write_buffer_limits(high=0 if self._tcp_transport is None else 1)
         self._phase_timer.start("head", self._limiter.header_timeout)
         if self._tcp_transport is None:
@@ -333,8 +330,8 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
             self._close()
 
     def shutdown(self) -> None:
-        """Finishes the current response, accepts no other request, and closes. This method may be
-        called again."""
+        """Closes the connection after the current response, without accepting another request. May
+        be called again."""
         if self._shutting_down or self._finished:
             return
         self._shutting_down = True
@@ -391,7 +388,7 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
 
     @property
     def _request_begun(self) -> bool:
-        """Whether part of a request has arrived, but not all of it."""
+        """Whether a request has been received in part, but not completely."""
         return self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
 
     def _update_phase(self) -> None:
@@ -418,7 +415,7 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
             self._phase_timer.start("rest", _DISCARD_SECONDS)
 
     def _extend_body(self) -> None:
-        """Restarts the body timeout, for a body that an administrator may send for longer."""
+        """Restarts the body timeout, because an administrator's upload may take longer."""
         if self._phase_timer.phase == "body":
             self._phase_timer.stop()
             self._phase_timer.start("body", self._limiter.body_timeout)
@@ -447,7 +444,7 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
             self._close()
 
     def _reject(self, response: Response) -> None:
-        """Sends a response instead of the application if none has started, and closes the
+        """Sends a response in place of the application if none has started, and closes the
         connection."""
         if self._handling_request:
             self.cycle.disconnected = True
@@ -475,7 +472,7 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
 
     def _close(self) -> None:
         self._mark_finished()
-        # once TLS closes, it has a single timeout for all unsent data, so the data is drained first
+        # closing TLS applies a single timeout to all unsent data, so drain the data first
         if self._tcp_transport is not None and self._count_unsent():
             self._close_when_drained = True
         else:

@@ -1,13 +1,13 @@
-"""Connection limits: the maximum number of open connections, eviction, and pauses in accepting.
+"""Connection limits: the maximum number of open connections, eviction, and backpressure on accept.
 
 Knows: the state of each connection (without a complete request, active, idle, closing), file
 descriptor limits. Must not know: HTTP, the way a connection closes.
 
 asyncio accepts every connection. When the process is out of file descriptors, asyncio logs a
-hundred errors at a time. Everything else that needs a descriptor then fails, for example a
-connection to a runner process, an import, or a template. A server with few descriptors therefore
-accepts no more connections than it has descriptors for. Further connections wait in the system's
-backlog until others close.
+hundred errors at a time. Every other operation that needs a descriptor then fails, for example a
+connection to a runner process, an import, or reading a template. This server therefore never
+accepts more connections than it has descriptors for. Further connections wait in the listen backlog
+until others close.
 
 Log lines that clients can trigger without limit are throttled.
 """
@@ -28,10 +28,10 @@ from app.http.body_read_scheduler import BodyReadScheduler
 
 log = logging.getLogger(__name__)
 
-# the number of connections accepted in one iteration of the event loop
+# the maximum number of connections accepted in one iteration of the event loop
 _MAX_ACCEPTS_PER_TICK = 16
 
-# the seconds until the next attempt: after the limit was reached, and after a system error
+# the delay in seconds until the next attempt, after the limit was reached and after a system error
 _RETRY_SECONDS, _ERROR_BACKOFF_SECONDS = 0.05, 0.5
 
 
@@ -39,8 +39,8 @@ class Acceptor:
     """Accepts connections instead of an asyncio server.
 
     listener: the server's listening socket or its wrapper. protocol_factory: creates the protocol
-    of a connection. has_room: returns whether one more connection may be accepted. Its argument is
-    the number of accepted connections whose protocol has not started.
+    of a connection. has_room: returns whether another connection may be accepted, given the number
+    of accepted connections whose protocol has not started.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Acceptor:
         self._starting: set[asyncio.Task[object]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._accept_errors = LogThrottle()
-        # asyncio must not accept from the server's own socket
+        # stop asyncio from accepting on this socket
         self._loop.remove_reader(listener.fileno())
         self._socket = listener.dup()
         self._socket.setblocking(False)
@@ -101,12 +101,12 @@ class Acceptor:
             accepted.close()
 
 
-# The minimum for the limit on bytes that are discarded after an early response. A body whose size
-# is within the body limit can always be discarded.
+# The limit on bytes discarded after an early response is at least this. A body within the body size
+# limit can always be discarded.
 _MIN_DISCARD_BYTES = 16 * MEBIBYTE
 
-# The number of seconds that a connection may wait for a request while others wait to be accepted,
-# and the maximum number of connections evicted in one pass.
+# How long a connection may stay without a request while others wait to be accepted, in seconds, and
+# the maximum number of connections evicted in one pass.
 _EVICTION_GRACE_SECONDS, _MAX_EVICTIONS = 1.0, 16
 
 
@@ -114,8 +114,8 @@ class EvictableConnection(Protocol):
     """The interface of a connection that can be evicted."""
 
     def evict(self, *, notify: bool) -> None:
-        """Closes the connection gracefully. notify: whether to send the reason, even if there is no
-        request."""
+        """Closes the connection gracefully. notify: whether to send an error response, even if
+        there is no request."""
         ...
 
     def abort(self) -> None: ...
@@ -134,7 +134,7 @@ class ConnectionLimiter:
         self._invalid_requests = LogThrottle()
 
     def add(self, connection: EvictableConnection) -> None:
-        """Adds a connection. May evict another connection or the new connection itself."""
+        """Adds a connection. May evict another connection, or the new one."""
         self.traffic.accepted_connections += 1
         evicted = self.table.add(connection)
         if evicted is not None:
@@ -147,8 +147,8 @@ class ConnectionLimiter:
 
     def has_room(self, max_sockets: int) -> bool:
         """Returns whether fewer than `max_sockets` sockets are open. If not, evicts connections
-        that have been waiting for a while, because others wait to be accepted. Recent connections
-        are kept, because their request may have arrived without being read yet."""
+        that have been without a request for a while. Recent connections are kept, because their
+        request may have arrived but not been read yet."""
         if len(self.table) < max_sockets:
             return True
         for connection in self.table.waiting_since(time.monotonic() - _EVICTION_GRACE_SECONDS)[
@@ -167,8 +167,8 @@ class ConnectionLimiter:
         self.traffic.closed_by_reason[reason] += 1
 
     def log_invalid_request(self, client: tuple[str, int] | None, reason: str) -> None:
-        """Logs a request that could not be parsed. client: the address and the port. reason: the
-        reason, which may contain data from the client."""
+        """Logs a request that could not be parsed. client: the address and port. reason: the parse
+        error, which may contain data from the client."""
         times = self._invalid_requests.record(time.monotonic())
         address = "an unknown address" if client is None else client[0]
         if times == 1:
@@ -182,7 +182,7 @@ _LOG_INTERVAL = 60.0
 
 
 class LogThrottle:
-    """Throttles one log message: it is logged at its first occurrence and then periodically."""
+    """Throttles a log message: logs the first occurrence and then at most one line per interval."""
 
     def __init__(self) -> None:
         self._logged_at = -math.inf
@@ -203,17 +203,17 @@ Member = TypeVar("Member")
 # File descriptors reserved for other uses: models, child processes, logs.
 _RESERVED_FDS = 256
 
-# The number of closing connections allowed beyond the limit. Their clients may still read the
-# reason.
+# The number of closing connections allowed beyond the limit, so that their clients can still read
+# the error response.
 _MAX_CLOSING = 64
 
 
 def raise_fd_limit(connections: int) -> int | None:
-    """Raises the process's file descriptor limit for this many connections. macOS starts with a
-    limit of 256. Returns None if the new limit is sufficient. Otherwise, returns the number of
-    client sockets that may be open at the same time. At least half of the descriptors remain for
-    other uses: each accepted request needs one more descriptor to reach its model, and modules,
-    templates and pipes need some."""
+    """Raises the process's file descriptor limit for this many connections. The default limit on
+    macOS is 256. Returns None if the new limit is sufficient. Otherwise, returns the number of
+    client sockets that may be open at the same time. At least half of the descriptors are reserved
+    for other uses: each accepted request needs one more descriptor to reach its model, and modules,
+    templates and pipes need some as well."""
     required = connections + _RESERVED_FDS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= required:
@@ -238,14 +238,14 @@ def raise_fd_limit(connections: int) -> int | None:
 
 
 class ConnectionTable(Generic[Member]):
-    """The connections of one server in three queues, longest waiting first: connections that have
-    not sent a complete request yet, idle connections, and closing connections whose socket is still
-    open. A connection with an active request is in no queue."""
+    """The connections of one server in three queues, oldest first: connections that have not sent a
+    complete request yet, idle connections, and closing connections whose socket is still open.
+    Connections with an active request are in none of them."""
 
     def __init__(self, max_connections: int) -> None:
         self._max_connections = max_connections
         self._open: set[Member] = set()
-        # monotonic time in seconds at which the wait began
+        # the monotonic time in seconds at which each connection began to wait
         self._awaiting_request: dict[Member, float] = {}
         self._idle: dict[Member, float] = {}
         self._closing: dict[Member, None] = {}
@@ -275,13 +275,12 @@ class ConnectionTable(Generic[Member]):
         return first
 
     def waiting_since(self, before: float) -> list[Member]:
-        """Returns the connections that have waited since before that time, in eviction order."""
+        """Returns the connections that began to wait before the given time, in eviction order."""
         waiting = chain(self._awaiting_request.items(), self._idle.items())
         return [member for member, since in waiting if since < before]
 
     def mark_waiting(self, connection: Member) -> None:
-        """Marks a connection as waiting for a request from now on, unless it was already
-        waiting."""
+        """Marks a connection as waiting for a request, if it is not waiting already."""
         if connection in self._open and connection not in self._awaiting_request:
             self._idle.setdefault(connection, time.monotonic())
 
@@ -291,7 +290,7 @@ class ConnectionTable(Generic[Member]):
         self._idle.pop(connection, None)
 
     def mark_closing(self, connection: Member) -> None:
-        """Marks a connection that was evicted or closes by itself."""
+        """Marks a connection as closing, because it was evicted or is closing on its own."""
         if connection in self._open:
             self._remove_open(connection)
             self._closing[connection] = None

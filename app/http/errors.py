@@ -15,7 +15,7 @@ from app.http.responses import JsonObject, json_response
 
 
 class ErrorStatus(NamedTuple):
-    """The status of an error kind, and its type and code in OpenAI's error object."""
+    """The status code of an error kind, and its type and code in OpenAI's error object."""
 
     status: int
     type: str
@@ -51,7 +51,7 @@ RETRYABLE = frozenset({ErrorKind.LOADING, ErrorKind.STOPPING, ErrorKind.BUSY, Er
 
 
 def render_error(error: AppError) -> JsonObject:
-    """Returns OpenAI's error object, which clients of all four known types can read."""
+    """Returns OpenAI's error object, which clients of all four supported APIs can read."""
     error_format = ERROR_FORMATS[error.kind]
     return {
         "error": {
@@ -66,8 +66,9 @@ def render_error(error: AppError) -> JsonObject:
 def error_response(
     error: AppError, *, status: int | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Returns an error response in the format of the request's dialect, with the status of its
-    kind, or `status`. Records the error in the request context for the access log."""
+    """Returns an error response in the format of the request's dialect. `status` overrides the
+    default status code of the error kind. Records the error in the request context for the access
+    log."""
     content, usual_status = render_error(error), ERROR_FORMATS[error.kind].status
     if (context := REQUEST_CONTEXT.get()) is not None:
         context.error, context.reason = error.code or error.kind.value, error.redact()
@@ -75,24 +76,24 @@ def error_response(
             usual_status, content = context.error_format.render(error, context.id)
     wait = error.retry_after
     if wait is None and error.kind in RETRYABLE:
-        wait = 1  # the interval that a polling client would use anyway
+        wait = 1  # the interval at which a client would poll anyway
     retry_headers = {} if wait is None else {"Retry-After": str(wait)}
     if error.kind is ErrorKind.DEADLINE:
-        # OpenAI's SDKs retry on 500 and above, and a retry would take as long again
+        # OpenAI's SDKs retry on 500 and above, and a retry would take just as long
         retry_headers["x-should-retry"] = "false"
     return json_response(content, status or usual_status, {**retry_headers, **(headers or {})})
 
 
 class DialectErrors(ErrorFormat, Protocol):
-    """The error responses of a dialect, and the requests that get them. A dialect's module has one
-    in ERRORS."""
+    """The error format of a dialect, and the requests to which it applies. A dialect's module
+    defines one as ERRORS."""
 
     @property
     def path(self) -> str:
-        """The path whose requests belong to the dialect, with all paths below it."""
+        """The path prefix of the dialect's requests."""
         ...
 
     @property
     def header(self) -> str | None:
-        """The header whose requests belong to the dialect as well, in lower case."""
+        """A request header that also identifies the dialect, in lower case."""
         ...

@@ -1,4 +1,4 @@
-"""h11 with limits on the parts of one request.
+"""An h11 connection with limits on headers and chunks.
 
 Knows: HTTP/1.1 as h11 parses it. Must not know: sockets, time, the code that reads requests.
 """
@@ -13,33 +13,33 @@ from starlette.responses import Response
 
 from app.core.errors import AppError, ErrorKind
 
-# The limits on the size of a request line with its header fields, and on the number of fields.
+# The limits on the total size of the request line and header fields, and on the number of fields.
 # Nginx allows 32 KiB and Node 16 KiB. h11 does not limit the number of fields.
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADER_FIELDS = 128
 
-# Up to this number of chunks, chunks may have any size. Beyond it, they must have this many bytes
-# on average.
+# Up to this number of chunks, chunks may have any size. Beyond it, their average size must be at
+# least this many bytes.
 _MAX_SMALL_CHUNKS = 1024
 _MIN_MEAN_CHUNK_BYTES = 128
 
 # A target in absolute form, as sent to a proxy (RFC 9112, 3.2.2).
 _ABSOLUTE_FORM = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
 
-# The maximum number of characters of a parse error that a message contains.
+# The maximum number of characters of a parse error in a message.
 _MAX_ERROR_CHARS = 200
 
 
 class ParseFailure(NamedTuple):
-    """The reason why a request could not be parsed, and the HTTP status."""
+    """The reason why a request could not be parsed, and the HTTP status code."""
 
     error: AppError
     status: int
 
 
 class LimitedH11Connection(h11.Connection):
-    """The server side of a connection, with limits. h11 itself limits the size of a head only while
-    the head is incomplete, and limits neither fields nor chunks.
+    """The server side of a connection, with limits. h11 itself limits the size of the headers only
+    while they are incomplete, and does not limit the number of fields or chunks.
 
     method: the method of the last request. failure: the reason why parsing has stopped. It is
     stored here because uvicorn logs a warning for every h11 error.
@@ -73,8 +73,8 @@ class LimitedH11Connection(h11.Connection):
     def serialize_response(
         self, response: Response, extra_headers: Sequence[tuple[bytes, bytes]]
     ) -> bytes:
-        """Serializes a whole response if no response has begun. extra_headers: additional header
-        fields."""
+        """Serializes a complete response, if no response has started. extra_headers: additional
+        header fields."""
         status = response.status_code
         reason = HTTPStatus(status).phrase.encode()
         headers = [*extra_headers, *response.raw_headers]
@@ -87,7 +87,7 @@ class LimitedH11Connection(h11.Connection):
         self.method = head.method
         self._chunks = self._body_bytes = 0
         fields = head.headers.raw_items()
-        # count the colon, the space and the line end of each field
+        # includes the colon, the space and the line ending of each field
         size = len(head.target) + sum(len(name) + len(value) + 4 for name, value in fields)
         if len(fields) > MAX_HEADER_FIELDS or size > MAX_HEAD_BYTES:
             raise h11.RemoteProtocolError(

@@ -4,15 +4,15 @@ Knows: Host headers and request targets (RFC 9110, 7.2; RFC 9112, 3.2), the head
 6454) and Sec-Fetch-Site (W3C Fetch Metadata). Must not know: keys, the content of requests.
 
 DNS rebinding: a web page can make its own host name resolve to 127.0.0.1 after the page is loaded.
-The browser then considers this server the page's own origin, and CORS does not apply. The page
-cannot change the Host header, which contains the name from which the page was loaded. The server
-therefore accepts only names that an attacker cannot own.
+The browser then treats this server as the same origin, and CORS does not apply. The page cannot
+change the Host header, which contains the name from which the page was loaded. The server therefore
+accepts only names that an attacker cannot own.
 
 Cross-site request forgery: any web page can make the browser send a POST request to this server
 without a preflight, through a form or through `fetch` with a plain content type. The page cannot
-read the response, but the server would do the work. Browsers report the origin of such a request,
-and pages cannot change the reported origin. Clients other than browsers send neither header and are
-not affected.
+read the response, but the server would still do the work. Browsers send the origin with such a
+request, and pages cannot forge it. Clients other than browsers send neither header and are not
+affected.
 """
 
 import ipaddress
@@ -50,15 +50,15 @@ _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllowedHosts:
-    """The allowed hosts.
+    """The set of allowed hosts.
 
     names: host names in lower case. domains: domains with a leading dot; all names below them are
     allowed.
 
-    Some hosts are always allowed. `localhost` and the names below it are allowed because resolvers
-    must not look them up elsewhere (RFC 6761, 6.3). The names of the host inside containers are
-    allowed because no name in `.internal` can be registered (ICANN reserved it in 2024). Every IP
-    address is allowed because a rebound page has a name.
+    Some hosts are always allowed. `localhost` and its subdomains are allowed because resolvers must
+    not send them to DNS (RFC 6761, 6.3). The host's names inside containers are allowed because
+    names in `.internal` cannot be registered (ICANN reserved it in 2024). IP addresses are allowed
+    because DNS rebinding requires a name.
     """
 
     names: frozenset[str] = frozenset()
@@ -66,8 +66,8 @@ class AllowedHosts:
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
-        """Allows the name that the server listens on, and the names of --allowed-host. Raises
-        AppError(INVALID) for an invalid name."""
+        """Allows the name that the server listens on, and the names given with --allowed-host.
+        Raises AppError(INVALID) for an invalid name."""
         listed = [_validate_host_name(name) for name in settings.allowed_hosts]
         own = parse_host(settings.host)
         return cls(
@@ -98,8 +98,8 @@ def parse_host(authority: str) -> str | None:
 
 
 def get_authorities(scope: Scope) -> Sequence[str]:
-    """Returns every authority of a request: the Host header, and the target if it names a host. The
-    result is empty for an HTTP/1.0 request without either."""
+    """Returns every authority of a request: the Host header, and the host in the request target, if
+    any. The result is empty for an HTTP/1.0 request that has neither."""
     authorities = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
     target = scope.get("raw_path") or b"/"
     _, scheme, rest = target.partition(b"://")
@@ -130,7 +130,7 @@ def check_host(scope: Scope, allowed: AllowedHosts) -> None:
 
 
 class HostCheckMiddleware:
-    """ASGI middleware for the host check. Place it outside of all code that sends responses."""
+    """ASGI middleware for the host check. Place it outside all middleware that sends responses."""
 
     def __init__(self, app: ASGIApp, allowed: AllowedHosts) -> None:
         self._app = app
@@ -173,14 +173,15 @@ def _host_error(message: str) -> AppError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllowedOrigins:
-    """The allowed origins. origins: the origins of --cors-origin; "*" allows all. Pages on loopback
-    are always allowed, because this machine serves them."""
+    """The set of allowed origins. origins: the origins given with --cors-origin; "*" allows all.
+    Pages on loopback are always allowed, because they are served by this machine."""
 
     origins: frozenset[str] = frozenset()
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
-        """Returns the origins of --cors-origin. Raises AppError(INVALID) for an invalid origin."""
+        """Returns the origins given with --cors-origin. Raises AppError(INVALID) for an invalid
+        origin."""
         for origin in settings.cors_origins:
             if origin != "*" and not is_origin(origin):
                 raise AppError(
@@ -204,9 +205,9 @@ def check_origin(method: str, headers: Headers, allowed: AllowedOrigins) -> None
     """Raises AppError(FORBIDDEN) for a request with side effects from a page of another origin,
     unless this origin is allowed.
 
-    The checks run in the order of Go's net/http.CrossOriginProtection. Old browsers, and all
-    browsers on pages without TLS, send no Sec-Fetch-Site header. For these, the last check compares
-    Origin with the Host header, which the host check has already checked.
+    The checks run in the same order as in Go's net/http.CrossOriginProtection. Old browsers, and
+    all browsers on pages without TLS, send no Sec-Fetch-Site header. In this case, Origin is
+    compared with the Host header, which the host check has already validated.
     """
     if method in _SAFE_METHODS:
         return

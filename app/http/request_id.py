@@ -1,7 +1,8 @@
 """Request IDs, the access log and response counters.
 
 Knows: the header that OpenAI's SDKs read (`x-request-id`, which they expose as `_request_id` and in
-their exceptions), the header of W3C's Trace Context. Must not know: routes, response bodies.
+their exceptions), the traceparent header (W3C Trace Context). Must not know: routes, response
+bodies.
 
 Every request has an ID, which is sent with the response and added to log records. When the request
 ends, this module logs a line and increments a counter.
@@ -27,22 +28,23 @@ log = logging.getLogger("app.access")
 
 REQUEST_ID_HEADER = "x-request-id"
 
-# the name that Anthropic's SDKs read
+# the header that Anthropic's SDKs read
 ANTHROPIC_REQUEST_ID_HEADER = "request-id"
 
-# A valid client request id. It is copied into a header unchanged.
+# A valid request ID from a client. It is copied into a response header unchanged.
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}", re.ASCII)
 
-# A log value that needs no quotes.
+# Matches log values that need no quotes.
 _UNQUOTED_VALUE = re.compile(r"[^\s\"=]+")
 
 # Monitoring systems poll these paths every few seconds.
 _PROBE_PATHS = frozenset({"/health", "/metrics", "/v1/status"})
 
-# The server is loading, stopping or overloaded. These statuses are not errors to investigate.
+# The server is loading, stopping or overloaded. These status codes do not indicate errors to
+# investigate.
 _TRANSIENT_STATUSES = frozenset({503, 504})
 
-# nginx's status for a client that disconnected before the response.
+# nginx's status code for a client that disconnected before the response.
 _CLIENT_CLOSED_REQUEST = 499
 
 _MAX_PATH_CHARS, _MAX_METHOD_CHARS, _MAX_REASON_CHARS = 200, 20, 300
@@ -53,10 +55,10 @@ def new_request_id() -> str:
 
 
 class RequestIdMiddleware:
-    """ASGI middleware for request ids; place it outermost. The id is the client's own if it is
-    valid, and is stored in `request.state.request_id`. traffic: where responses are counted.
-    error_formats: those of dialects other than OpenAI's; the first that matches a request writes
-    its error responses."""
+    """ASGI middleware for request IDs; place it outermost. A valid ID from the client is kept;
+    otherwise, a new one is generated. The ID is stored in `request.state.request_id`. traffic:
+    counts the responses. error_formats: the error formats of dialects other than OpenAI's; the
+    first one that matches a request is used for its error responses."""
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class RequestIdMiddleware:
             state=state,
             error_format=self._find_error_format(scope["path"], headers),
         )
-        # never reset: errors that the server logs after this middleware belong to the request too
+        # never reset, because errors logged after this middleware also belong to the request
         REQUEST_CONTEXT.set(context)
         status = _CLIENT_CLOSED_REQUEST
 
@@ -153,9 +155,10 @@ def _quote_if_needed(value: str | int) -> str:
 def _log_fields(
     scope: Scope, context: RequestContext, status: int, seconds: float
 ) -> Mapping[str, str | int]:
-    """Returns the fields of the log line. Unset fields are omitted, and so is the query, which may
-    contain anything. The path is as sent by the client, with its escapes. error, reason: set for a
-    status of 400 or more; the reason omits client data."""
+    """Returns the fields of the log line. Unset fields are omitted. The query string is omitted as
+    well, because it may contain anything. The path is logged as sent by the client, with its
+    percent-encoding. error, reason: set for a status of 400 or more; the reason omits client
+    data."""
     client = scope.get("client")
     fields: dict[str, str | int] = {
         "method": scope["method"][:_MAX_METHOD_CHARS],

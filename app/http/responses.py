@@ -11,14 +11,14 @@ from starlette.responses import Response
 
 JsonObject = dict[str, Any]
 
-# The number of items of a long array that are encoded in one step.
+# The number of array items that are encoded in one step.
 _ITEMS_PER_PIECE = 512
 
 
 def encode_long_array(items: list[Any]) -> list[Any] | orjson.Fragment:
     """Encodes a JSON array for a response. A long array is encoded in several steps, because orjson
-    holds the GIL while it encodes, and the log probabilities of a long prompt have ten megabytes.
-    Call this function on a thread."""
+    holds the GIL while it encodes, and the log probabilities of a long prompt can take ten
+    megabytes. Call this function on a worker thread."""
     if len(items) <= _ITEMS_PER_PIECE:
         return items
     pieces = (

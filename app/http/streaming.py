@@ -18,8 +18,7 @@ from app.http.responses import json_response
 
 
 class ClientDisconnected(Exception):
-    """Raised if the client disconnects before its request is complete, so that no response is
-    possible."""
+    """Raised if the client disconnects before its request is complete; no response is possible."""
 
 
 # Frames
@@ -52,9 +51,9 @@ def encode_json_line(payload: object) -> bytes:
 
 
 def _escape_line_ends(json: bytes) -> bytes:
-    """Escapes three characters that JSON allows unescaped. They end a line for clients that split
-    text with Python's `str.splitlines`, as httpx does. The chaos tests found this (`python -m
-    tests.chaos`)."""
+    """Escapes three characters that JSON allows unescaped. Clients that use Python's
+    `str.splitlines`, such as httpx, treat them as line breaks. The chaos tests found this bug
+    (`python -m tests.chaos`)."""
     for character, escaped in _UNICODE_LINE_ENDS:
         json = json.replace(character, escaped)
     return json
@@ -75,8 +74,8 @@ def _make_comment() -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class KeepAlive:
-    """What keeps a silent stream open. seconds: of silence. make_frame: returns what is then
-    sent."""
+    """Keep-alive settings of a stream. seconds: the idle time before a keep-alive. make_frame:
+    returns the frame to send."""
 
     seconds: float
     make_frame: Callable[[], bytes] = _make_comment
@@ -90,9 +89,9 @@ async def send_event_stream(
     headers: Mapping[str, str] | None = None,
 ) -> None:
     """Sends server-sent events."""
-    # Frames arrive complete, and keep-alives depend on what was sent, so the library's ping is off.
-    # The library would also end streams half a second after shutdown begins, without a last frame:
-    # app/http/uvicorn_server.py ends them.
+    # Frames are already encoded, and keep-alives depend on the previous frames, so the library's
+    # ping is disabled. The library would also end streams half a second after shutdown begins,
+    # without a final frame. Here, app/http/uvicorn_server.py ends them instead.
     response = EventSourceResponse(frames, headers=headers, ping=0, shutdown_grace_period=math.inf)
     timer = _KeepAliveTimer(send, keep_alive)
     try:
@@ -102,15 +101,16 @@ async def send_event_stream(
 
 
 class _KeepAliveTimer:
-    """Sends a frame when a response was silent for some seconds. There is one timer per response,
-    which messages do not restart: when it fires, it checks the time of the last message."""
+    """Sends a frame when a response has been idle for some seconds. There is one timer per
+    response, and messages do not restart it. When the timer fires, it checks the time of the last
+    message."""
 
     def __init__(self, send: Send, keep_alive: KeepAlive) -> None:
         self._send = send
         self._seconds = keep_alive.seconds
         self._make_frame = keep_alive.make_frame
         self._loop = asyncio.get_running_loop()
-        self._lock = asyncio.Lock()  # no frame comes between two halves of another
+        self._lock = asyncio.Lock()  # prevents interleaved frames
         self._sent_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self._sending: asyncio.Task[None] | None = None
@@ -132,12 +132,12 @@ class _KeepAliveTimer:
 
     def _check(self) -> None:
         due_at = self._sent_at + self._seconds
-        if self._lock.locked():  # the client does not read, so nothing else would reach it either
+        if self._lock.locked():  # the client does not read, so a keep-alive would not reach it
             due_at = self._loop.time() + self._seconds
         elif due_at <= self._loop.time():
             due_at = self._loop.time() + self._seconds
             self._sending = asyncio.create_task(self._send_frame())
-            # a client that disconnected is the main sender's error
+            # the main sender handles a disconnected client
             self._sending.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._timer = self._loop.call_at(due_at, self._check)
 
@@ -164,7 +164,7 @@ async def send_json_lines(
     headers: Mapping[str, str] | None = None,
 ) -> None:
     """Sends JSON lines."""
-    # without the header, nginx holds lines back until its buffer is full
+    # without this header, nginx buffers lines until its buffer is full
     response = StreamingResponse(
         frames, media_type=media_type, headers={"X-Accel-Buffering": "no", **(headers or {})}
     )
@@ -180,8 +180,8 @@ async def send_json_lines(
 
 async def _never_receive() -> Message:
     """A `receive` function that never returns. Streaming responses normally listen for a disconnect
-    themselves. Two listeners on one `receive` would take each other's messages, and
-    `cancel_on_disconnect` already listens."""
+    themselves. `cancel_on_disconnect` already listens, and two listeners on one `receive` would
+    take each other's messages."""
     return await asyncio.get_running_loop().create_future()
 
 
@@ -190,9 +190,9 @@ async def cancel_on_disconnect(
 ) -> None:
     """Runs `handler` and cancels it when the client disconnects.
 
-    Call this function after the body was read. It always awaits the handler, so that everything
-    that the handler opened is closed when the function returns. A disconnect after a complete
-    response (servers report one) cancels nothing.
+    Call this function after the body was read. The handler is always awaited, so that all its
+    resources are closed when the function returns. A disconnect after a complete response, which
+    servers also report, has no effect.
     """
     complete = False
 

@@ -6,9 +6,8 @@ Knows: the variables and messages of that protocol. Must not know: uvicorn, requ
     WATCHDOG=1    while the event loop runs
     STOPPING=1    when the server drains, with the maximum duration
 
-Without the environment variables, as on every other system, nothing is sent. The main purpose is
-the watchdog. An HTTP process that hangs cannot report this over HTTP, and the engine watchdog
-covers only engines.
+If the environment variables are not set, nothing is sent. The main purpose is the watchdog. A hung
+HTTP process cannot report this over HTTP, and the engine watchdog covers only engines.
 """
 
 import asyncio
@@ -20,24 +19,24 @@ from typing import Protocol, Self
 
 log = logging.getLogger(__name__)
 
-# The number of seconds between two polls of the server, and between the end of a drain and the stop
-# timeout.
+# The interval in seconds at which the server is polled, and the margin in seconds between the end
+# of a drain and the stop timeout.
 _POLL_SECONDS = 0.25
 _STOP_MARGIN_SECONDS = 30.0
 
 
 class ServerFlags(Protocol):
-    """The state to report, as attributes of uvicorn's server. started: whether the server listens.
-    should_exit: whether the server is stopping."""
+    """The state to report, read from attributes of uvicorn's server. started: whether the server
+    listens. should_exit: whether the server is stopping."""
 
     started: bool
     should_exit: bool
 
 
 class SystemdNotifier:
-    """Sends notifications. address: the address of a datagram socket, with @ for an abstract one;
-    None disables notifications. watchdog: the number of seconds of silence after which the manager
-    considers the process hung; None if disabled."""
+    """Sends notifications. address: the address of a datagram socket; a leading @ means an abstract
+    socket, and None disables notifications. watchdog: the watchdog timeout of the service manager
+    in seconds; None if disabled."""
 
     def __init__(self, address: str | None, watchdog: float | None) -> None:
         self._address = address
@@ -55,8 +54,8 @@ class SystemdNotifier:
 
     @contextlib.asynccontextmanager
     async def watch(self, server: ServerFlags, drain: float) -> AsyncGenerator[None]:
-        """Sends notifications while the server runs. drain: the maximum number of seconds before
-        the server aborts running requests."""
+        """Sends notifications while the server runs. drain: the time in seconds after which the
+        server aborts running requests."""
         if self._address is None:
             yield
             return
@@ -67,7 +66,7 @@ class SystemdNotifier:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            # a stop without any wait can happen between two polls
+            # an immediate stop can happen between two polls
             self._notify_stopping(patience)
 
     async def _run(self, server: ServerFlags, timeout_us: int) -> None:
@@ -83,7 +82,7 @@ class SystemdNotifier:
             await asyncio.sleep(every)
 
     def _notify_stopping(self, timeout_us: int) -> bool:
-        """Reports the maximum time that stopping may take from now on. May be sent twice."""
+        """Reports the maximum time until the server has stopped. May be sent twice."""
         return self._notify(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={timeout_us}")
 
     def _notify(self, state: str) -> bool:

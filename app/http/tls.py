@@ -3,14 +3,14 @@ connection.
 
 Knows: the ssl module, asyncio's SSL protocol. Must not know: HTTP, the server.
 
-The certificate is verified as clients verify it, by a handshake in memory. The ssl module exposes
-nothing about a certificate that is only loaded.
+The certificate is verified with a handshake in memory, as clients would verify it, because the ssl
+module does not expose the fields of a loaded certificate.
 
     accepted ──begin──▶ handshake ──connection_made──▶ everything in app/http/connection.py
 
-asyncio would handle TLS without reporting anything. For a minute, a socket that never starts TLS
-would be an open file that no limit counts. The connection is therefore notified of its socket
-before the handshake.
+asyncio would hide the TLS handshake from the connection. A socket that never starts TLS would then
+stay open for a minute without counting against any limit. The connection is therefore notified of
+its socket before the handshake.
 """
 
 import asyncio
@@ -46,17 +46,17 @@ class TlsObserver(Protocol):
         ...
 
     def socket_closed(self) -> None:
-        """Called when the socket is closed, even if `connection_lost` was or will be called."""
+        """Called when the socket is closed, whether or not `connection_lost` is also called."""
         ...
 
 
 class TlsProtocol(SSLProtocol):
     """TLS for one connection.
 
-    connection: its `connection_made` is called after the handshake, but not if the handshake fails.
-    handshake_timeout: the number of seconds after which asyncio aborts the handshake; the
-    connection may abort it earlier. shutdown_timeout: the number of seconds in which a client must
-    reply to close_notify.
+    connection: the protocol above TLS. Its `connection_made` is called only after a successful
+    handshake. handshake_timeout: the number of seconds after which asyncio aborts the handshake;
+    the connection may abort it earlier. shutdown_timeout: the number of seconds within which a
+    client must reply to close_notify.
     """
 
     max_size = _READ_BYTES
@@ -85,7 +85,7 @@ class TlsProtocol(SSLProtocol):
         self._write_paused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # as asyncio's servers pass it
-        # TLS has its own buffers above this one and reports only the state of its own buffers
+        # TLS adds its own buffers and reports only their state
         transport.set_write_buffer_limits(high=0)
         self._observer.handshake_started(transport)
         super().connection_made(transport)
@@ -109,15 +109,15 @@ class TlsProtocol(SSLProtocol):
 
 _DAY = 24 * 60 * 60
 
-# The number of days before expiry at which a warning is logged. Automatic renewal happens earlier.
+# A warning is logged this many days before expiry. Automatic renewal happens earlier.
 _EXPIRY_WARNING_DAYS = 14
 
 
 def check_certificate(cert: str, key: str, *, now: float | None = None) -> Sequence[str]:
     """Checks the certificate and the key. Returns warnings for the log if the certificate has
-    expired or will soon expire, or if other users may read the key. These are not errors. Clients
-    that do not verify certificates are served anyway, and a restart must not turn an old
-    certificate into an outage.
+    expired or will soon expire, or if other users may read the key. These problems are not errors:
+    clients that do not verify certificates still work, and an expired certificate must not prevent
+    a restart.
 
     cert: a PEM file with the server's certificate first, then the chain to the root. key: a PEM
     file without a passphrase. now: the Unix time; None for the current time. Raises
@@ -139,7 +139,7 @@ def check_certificate(cert: str, key: str, *, now: float | None = None) -> Seque
 
 
 def create_ssl_context(cert: str, key: str) -> ssl.SSLContext:
-    """Returns the server's SSL context. Raises AppError(INVALID) as `check_certificate` does."""
+    """Returns the server's SSL context. Raises AppError(INVALID) if the files cannot be used."""
     for option, file in (("--tls-cert", cert), ("--tls-key", key)):
         try:
             content = Path(file).read_bytes()
@@ -187,7 +187,7 @@ def _verify_by_handshake(server: ssl.SSLContext, cert: str) -> tuple[str, float]
     ours = server.wrap_bio(up, down, server_side=True)
     theirs = client.wrap_bio(down, up)
     try:
-        for _ in range(4):  # each side sends messages twice
+        for _ in range(4):  # each side sends two flights
             for side in (theirs, ours):
                 try:
                     side.do_handshake()

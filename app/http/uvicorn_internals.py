@@ -1,10 +1,10 @@
-"""The undocumented names of uvicorn. No other module uses them.
+"""The undocumented uvicorn APIs that this project uses. No other module uses them directly.
 
-Knows: the names that other modules of app/http need, uvicorn's use of them. Must not know: the
-purpose for which other modules use them.
+Knows: the names that other modules of app/http need, how uvicorn uses them. Must not know: why
+other modules need them.
 
-`UNDOCUMENTED` lists every name, so that a test reports names that disappear in a new version.
-pyproject.toml bounds the versions.
+`UNDOCUMENTED` lists every name, so that a test can report names removed by a new version.
+pyproject.toml restricts the supported versions.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ UNDOCUMENTED: Sequence[tuple[type, Sequence[str]]] = (
 
 class HookedServer(uvicorn.Server):
     def log_listening(self, listeners: Sequence[SocketType]) -> None:
-        """Called when the sockets are listening, instead of uvicorn's own log line."""
+        """Called when the sockets are listening, to replace uvicorn's log line."""
         raise NotImplementedError
 
     def record_signal(self, number: int) -> int:
@@ -61,8 +61,8 @@ class HookedH11Protocol(H11Protocol):
         self._unset_keepalive_if_required()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Suppresses uvicorn's log lines. Java's client requests HTTP/2 with each first request,
-        and an HTTP/1.1 response is correct."""
+        """Suppresses uvicorn's log lines. Java's HTTP client offers an upgrade to HTTP/2 with its
+        first request, and an HTTP/1.1 response is correct."""
 
 
 class HookedFlowControl(FlowControl):

@@ -1,12 +1,12 @@
 """A uvicorn server with a graceful shutdown.
 
 Knows: uvicorn's server, signals, TLS below a connection, the drain timeout. Must not know: routes,
-responses, the abort of a running request.
+responses, how requests are aborted.
 
     signal ──▶ accepts no connection, handles no new request ──drain──▶ responses end with an error
            ──a few seconds──▶ clients that have not read it are disconnected ──▶ lifespan, exit
 
-On a second signal, the process ends immediately with status 128 + n, as if there were no handler.
+On a second signal, the process exits immediately with status 128 + n, as without a handler.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ def make_protocol_factory(
             connection,
             certificate,
             observer=connection,
-            # the connection's own timeout is shorter
+            # longer than the timeout of the connection, which applies first
             handshake_timeout=2 * settings.header_timeout,
             shutdown_timeout=settings.body_timeout,
         )
@@ -73,10 +73,10 @@ def make_protocol_factory(
 
 log = logging.getLogger(__name__)
 
-# The number of seconds in which clients may read the error that ended their response.
+# How long clients may take to read the error that ended their response, in seconds.
 _ERROR_DELIVERY_SECONDS = 3.0
 
-# The number of seconds in which requests of disconnected clients are cancelled.
+# How long the cancellation of requests of disconnected clients may take, in seconds.
 _CANCEL_SECONDS = 1.0
 
 # The number of seconds between two checks for running requests.
@@ -84,7 +84,7 @@ _POLL_SECONDS = 0.05
 
 
 class InflightRequests(Protocol):
-    """The interface to abort all running requests."""
+    """The interface for aborting all running requests."""
 
     def abort_all(self, error: AppError) -> None: ...
 
@@ -136,15 +136,16 @@ class UvicornServer(HookedServer):
         )
 
     def log_listening(self, listeners: Sequence[socket.SocketType]) -> None:
-        """Logs the address, because uvicorn does not know that this server uses TLS."""
+        """Logs the address. uvicorn would log it as http, because it does not know about TLS
+        here."""
         scheme = "http" if self._tls_cert is None else "https"
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         port = self.config.port or listeners[0].getsockname()[1]
         log.info("running on %s://%s:%d (press Ctrl-C to stop)", scheme, host, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handles a signal. uvicorn handles a second signal differently depending on its number,
-        and only when the event loop runs, which may be blocked."""
+        """Handles a signal. uvicorn's handling of a second signal depends on the signal number, and
+        does not work while the event loop is blocked."""
         self.should_exit = True
         if self.record_signal(sig) > 1:
             _flush_logs()
@@ -153,7 +154,7 @@ class UvicornServer(HookedServer):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Handles signals. They are raised again on exit and end the process immediately."""
+        """Handles signals. On exit, they are raised again, which ends the process immediately."""
         with super().capture_signals():
             try:
                 yield
@@ -194,13 +195,14 @@ class UvicornServer(HookedServer):
             task.cancel()
 
     async def _wait_until_idle(self, seconds: float) -> bool:
-        """Returns whether all clients disconnect and all requests end within the given time."""
+        """Waits until all clients have disconnected and all requests have ended. Returns False on
+        timeout."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         tasks, connections = self.server_state.tasks, self.server_state.connections
         while tasks or connections:
             for connection in tuple(connections):
-                # includes connections accepted while the others were closed
+                # includes connections accepted in the meantime
                 connection.shutdown()
             if loop.time() >= until:
                 return False

@@ -3,10 +3,9 @@
 Knows: submissions, capacity, the duration of recent jobs. Must not know: runners, the content of
 jobs. All code runs on the event loop.
 
-A request is admitted before any work is done for it. Jobs whose prompt is being prepared, jobs
-whose grammar is being compiled and jobs in the engine's queue therefore all count against one
-limit. None of these stages has a separate queue that could grow without notice. The engine's queue
-is unbounded.
+A request is admitted before any work is done for it. A single limit therefore covers jobs whose
+prompt is being prepared, jobs whose grammar is being compiled and jobs in the engine's queue, and
+no stage can build up an unnoticed backlog. The engine's own queue is unbounded.
 """
 
 import math
@@ -22,13 +21,13 @@ from app.core.jobs import Job
 from app.core.ports import RunnerStatus, Submission
 from app.core.units import pluralize
 
-# The maximum Retry-After in seconds. SDKs ignore values far above it.
+# The maximum Retry-After in seconds. SDKs ignore much larger values.
 _MAX_RETRY_AFTER = 60
 
 
 class JobRunner(Protocol):
-    """Runs admitted jobs. It is either a runner, or the handle of a model whose runner may
-    change."""
+    """Runs admitted jobs. Implemented by runners, and by the handle of a model whose runner may be
+    replaced."""
 
     def submit(self, job: Job) -> AbstractAsyncContextManager[Submission]: ...
 
@@ -38,9 +37,8 @@ class JobRunner(Protocol):
 
 
 class LatencyAverage:
-    """The average time for which a job occupies its place in the engine. It is an exponential
-    moving average in which each job has weight 1/8, as in TCP's smoothed round-trip time (RFC
-    6298)."""
+    """The average time that a job occupies a slot in the engine: an exponential moving average with
+    weight 1/8 per job, as in TCP's smoothed round-trip time (RFC 6298)."""
 
     def __init__(self) -> None:
         self._mean: float | None = None
@@ -49,8 +47,8 @@ class LatencyAverage:
         self._mean = seconds if self._mean is None else self._mean + (seconds - self._mean) / 8
 
     def estimate_wait(self, *, waiting: int, parallel: int) -> int:
-        """Returns the estimated number of seconds, from 1 to 60, until all jobs that wait now have
-        started. During the average time of a job, `parallel` of them start."""
+        """Estimates the number of seconds, from 1 to 60, until all waiting jobs have started,
+        assuming that `parallel` jobs start per average job duration."""
         seconds = (self._mean or 0.0) * waiting / parallel
         return max(1, min(math.ceil(seconds), _MAX_RETRY_AFTER))
 
@@ -67,7 +65,7 @@ class Admission:
 
     @property
     def preparing(self) -> int:
-        """The number of jobs that have a place but have not been submitted yet."""
+        """The number of jobs with a reserved slot that have not been submitted yet."""
         return sum(not place.submitted for place in self._slots)
 
     def status(self) -> RunnerStatus:
@@ -88,9 +86,9 @@ class Admission:
     def _check_capacity(self, count: int) -> None:
         """Raises AppError(BUSY) if `count` more jobs do not fit in the queue."""
         capacity = self._jobs.status().capacity
-        # After a reload, a model will run at least one job at a time.
+        # A model that is being reloaded will run at least one job at a time.
         parallel = 1 if capacity is None else capacity.parallel
-        # Admitted jobs are counted here, because the engine's own counters are one step old.
+        # Count admitted jobs here, because the engine's counters lag by one step.
         here = sum(not place.ended for place in self._slots)
         if here + count <= parallel + self._max_queue:
             return
@@ -105,7 +103,7 @@ class Admission:
 
 
 class Reservation:
-    """The reserved places of one request. Implements `ReservedSlots`."""
+    """The reserved slots of one request. Implements `ReservedSlots`."""
 
     def __init__(self, jobs: JobRunner, slots: Sequence["_Slot"], latency: LatencyAverage) -> None:
         self._jobs = jobs
@@ -120,7 +118,7 @@ class Reservation:
                 place.submission = submission
                 yield submission
         except AppError:
-            # a job that was not accepted may be replaced by another one
+            # a rejected job may be replaced by another job
             place.submitted = place.submission is not None
             raise
         finally:
@@ -142,10 +140,10 @@ class Reservation:
 
 
 class _Slot:
-    """The place of one job.
+    """The reserved slot of one job.
 
     submitted: whether the job has been submitted or is being submitted.
-    released: whether the client has left the job.
+    released: whether the client has exited the submission.
     """
 
     def __init__(self) -> None:
@@ -154,7 +152,7 @@ class _Slot:
 
     @property
     def ended(self) -> bool:
-        """Whether the job has ended. Its client may still be reading the output."""
+        """Whether the job has ended. The client may still be reading the output."""
         return self.released or (
             self.submission is not None and self.submission.ended_ns is not None
         )

@@ -2,11 +2,11 @@
 
 Knows: processes, pipes, signals, a listening socket. Must not know: models, HTTP, jobs.
 
-`ChildProcess` is the process of a model. `run_module` runs a short-lived process that handles one
-request. Both use the Python interpreter and the packages of this process.
+`ChildProcess` is a model process. `run_module` runs a short-lived process that handles one request.
+Both use the same Python interpreter and packages as this process.
 
-The socket of a `ChildProcess` is a Unix socket in a directory that only this user can open. It
-listens before the process exists, so the first request waits instead of being refused.
+A `ChildProcess` listens on a Unix socket in a directory that only this user can open. The socket
+starts listening before the process exists, so the first request waits instead of being refused.
 """
 
 import asyncio
@@ -29,13 +29,13 @@ from app.core.units import pluralize
 
 # The maximum length of a line in bytes. The rest of a longer line is dropped.
 _MAX_LINE_BYTES = 2000
-# The number of lines that are kept, and the maximum length of an exit reason in characters.
+# The number of output lines to keep, and the maximum length of an exit reason in characters.
 _KEPT_LINES = 50
 _MAX_REASON_CHARS = 2000
-# The number of last lines that are used as the reason if no line has an error marker.
+# The number of last lines to use as the exit reason if no line has an error marker.
 _FALLBACK_LINES = 3
 
-# The markers of lines that explain an exit. They come from Python, the C++ runtimes and MLX.
+# Error markers of lines that explain an exit, as printed by Python, the C++ runtimes and MLX.
 _ERROR_MARKERS = (
     "Error:",
     "error:",
@@ -51,7 +51,7 @@ _ERROR_MARKERS = (
     "cannot allocate",
 )
 
-# The maximum number of lines logged per window, and the length of the window in seconds.
+# The log rate limit: the maximum number of lines per window, and the window length in seconds.
 _LINES_PER_WINDOW, _WINDOW = 100, 10.0
 
 
@@ -64,8 +64,8 @@ class ProcessOutput:
         self._last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
 
     def feed(self, data: bytes) -> Iterator[str]:
-        """Yields the lines that `data` completes. They contain only printable text, and empty lines
-        are omitted."""
+        """Yields the lines completed by `data`. Unprintable characters are replaced, and empty
+        lines are omitted."""
         *ends, rest = data.split(b"\n")
         for end in ends:
             yield from self._end_line(end)
@@ -101,7 +101,7 @@ class ProcessOutput:
 
 
 class LogRateLimit:
-    """Limits the number of logged lines per window, and counts the dropped ones."""
+    """Limits the number of logged lines per window, and counts dropped lines."""
 
     def __init__(self) -> None:
         self._since = float("-inf")
@@ -125,8 +125,8 @@ class LogRateLimit:
 
 
 def describe_exit(status: int) -> str:
-    """Returns a clause that describes the exit of a process. `status` is defined as in
-    `subprocess`: it is negative for a signal."""
+    """Describes the exit of a process in a clause. `status` has the same meaning as in
+    `subprocess`: negative for a signal."""
     if status == -signal.SIGKILL:
         return "was killed by SIGKILL, possibly because the system ran out of memory"
     if status < 0:
@@ -144,7 +144,7 @@ class CompletedChild:
 
     stdout: the output of the process.
     status: the exit status; negative for a signal.
-    reason: the lines of standard error that may explain the exit.
+    reason: the lines of stderr that may explain the exit.
     """
 
     stdout: bytes
@@ -157,9 +157,9 @@ async def run_module(
 ) -> CompletedChild:
     """Runs a module in a child process, and waits for its exit.
 
-    input_line: the line to write to its standard input.
-    limit: the number of seconds after which the process is killed. TimeoutError is then raised.
-    extra_env: variables to add to the environment of this process.
+    input_line: the line to write to stdin.
+    limit: the timeout in seconds. On timeout, the process is killed and TimeoutError is raised.
+    extra_env: additional environment variables.
 
     Raises OSError if the process cannot be started.
     """
@@ -185,7 +185,7 @@ async def run_module(
 
 
 async def _communicate(process: Process, input_line: bytes, stderr: ProcessOutput) -> bytes:
-    """Returns the standard output of the process. Its standard error is passed to `stderr`."""
+    """Returns the stdout of the process. Its stderr is passed to `stderr`."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(input_line + b"\n")
@@ -211,8 +211,7 @@ _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 def build_command(module: str, *arguments: str) -> tuple[str, ...]:
     """Returns the command that runs a module. The option -P keeps the working directory off
-    sys.path, because users may start servers in directories that contain their own `app`
-    package."""
+    sys.path, because users may start servers in directories with their own `app` package."""
     return (sys.executable, "-P", "-m", module, *arguments)
 
 
@@ -226,22 +225,22 @@ def build_environment() -> dict[str, str]:
 
 log = logging.getLogger(__name__)
 
-# The maximum number of connections that wait to be accepted.
+# The listen backlog.
 _BACKLOG = 128
 
-# The prefix of a socket directory's name. The process ID of the server follows it.
+# The prefix of a socket directory's name, which is followed by the process ID of the server.
 _SOCKET_PREFIX = "mlxrunner-"
 
-# The path of a Unix socket has at most 103 bytes on macOS and 107 on Linux.
+# The path of a Unix socket is limited to 103 bytes on macOS and 107 on Linux.
 _MAX_DIRECTORY_BYTES = 60
 
 _CHUNK = 1 << 16
 
-# The timeouts in seconds for an orderly exit and for reading the last output.
+# The timeouts in seconds for a graceful exit and for reading the last output.
 _TERMINATE_TIMEOUT, _OUTPUT_TIMEOUT = 5.0, 1.0
 
-# Signals that other processes send. An operator may send any of them. The system sends SIGKILL when
-# it is out of memory.
+# Signals that other processes send. An operator may send any of these. The system sends SIGKILL
+# when it is out of memory.
 _EXTERNAL_SIGNALS = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 )
@@ -255,7 +254,7 @@ class ProcessExit:
 
     description: a clause that describes the exit.
     last_output: the lines of its output that may explain the exit; empty after SIGKILL.
-    cause: the cause, as in `RunnerFailure`.
+    cause: see `RunnerFailure`.
     """
 
     description: str
@@ -264,9 +263,8 @@ class ProcessExit:
 
 
 def count_oom_kills() -> int | None:
-    """Returns the number of processes that the system has killed because it was out of memory,
-    inside and outside containers (/proc/vmstat, Documentation/admin-guide/mm of Linux). Returns
-    None if the number is unknown."""
+    """Returns the number of processes killed by the OOM killer, inside and outside containers
+    (/proc/vmstat, Documentation/admin-guide/mm of Linux). Returns None if the number is unknown."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             name, _, count = line.partition(" ")
@@ -345,8 +343,8 @@ class ChildProcess:
 
     @classmethod
     async def start(cls, name: str, make_init: Callable[[int], bytes]) -> "ChildProcess":
-        """Starts the process. `make_init` returns the first line of its standard input. Its
-        argument is the descriptor of the socket, which is the same in both processes."""
+        """Starts the process. `make_init` returns the first line to write to stdin, given the
+        descriptor of the socket, which is the same in both processes."""
         listener = PrivateSocket()
         try:
             first_line = make_init(listener.fileno()) + b"\n"
@@ -356,11 +354,11 @@ class ChildProcess:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 pass_fds=(listener.fileno(),),
-                # Ctrl-C at the terminal must reach only the parent, which stops its children in
-                # order. The process therefore has its own process group, but not its own session;
-                # see `parent_watch`. Linux also schedules by session (autogroups). On a busy
-                # machine, one token in a hundred was 0.1 s late from a separate session, and 0.02 s
-                # late from the same session.
+                # Ctrl-C at the terminal must reach only the parent, which stops its children
+                # gracefully. The process therefore has its own process group, but not its own
+                # session; see `parent_watch`. Linux also schedules by session (autogroup). On a
+                # busy machine, the 99th percentile of the token delay was 0.1 s with a separate
+                # session, and 0.02 s with the same session.
                 process_group=0,
                 env=build_environment(),
             )
@@ -391,11 +389,11 @@ class ChildProcess:
 
     async def wait(self) -> ProcessExit:
         """Waits until the process has exited and its resources are closed. Several tasks may wait
-        concurrently."""
+        at the same time."""
         return await asyncio.shield(self._exit_task)
 
     def kill(self) -> None:
-        """Sends SIGKILL, which also ends a stopped or hung process."""
+        """Sends SIGKILL, which also works for a stopped or hung process."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
@@ -454,15 +452,15 @@ class ChildProcess:
     def _log_line(self, line: str, level: int, rate_limit: LogRateLimit, now: float) -> int:
         """Logs a line at its own level and returns the level.
 
-        An unindented line without a level was not written by a logger. It is a message of a
-        library, or the last output of a crashing process, and is logged as a warning.
+        An unindented line without a level does not come from a logger. It was printed by a library
+        or by a crashing process, and is logged as a warning.
         """
         first, _, rest = line.partition(" ")
         if first in _LOG_LEVELS:
             level, line = getattr(logging, first), rest
         elif not line.startswith(" "):
             level = max(level, logging.WARNING)
-        # Messages about the requested exit are logged only at the debug level.
+        # After a requested exit, messages are logged only at the debug level.
         shown = logging.DEBUG if self._terminating else level
         if rate_limit.admit(now):
             if dropped := rate_limit.take_dropped():

@@ -1,11 +1,11 @@
-"""Encodes plain data as lines of JSON. Decoding restores the same values and types.
+"""Encodes plain data as JSON lines. Decoding restores the same values and types.
 
 Knows: type annotations. Must not know: the meaning of the encoded classes.
 
-A dataclass is encoded as an object of its fields. For a union of several dataclasses, the key "is"
-contains the name of the class. JSON has no infinities, bytes or paths, so they are encoded as
-strings. Annotations are evaluated once per class, when a `Codec` is created. Encoding a token
-therefore costs two calls and a dict. Both ends run the same code, so nothing is validated.
+A dataclass is encoded as a JSON object. For a union of several dataclasses, the key "is" contains
+the name of the class. Infinities, bytes and paths are encoded as strings. Annotations are evaluated
+once per class, when a `Codec` is created, so encoding a token takes only two calls and a dict. Both
+ends run the same code, so nothing is validated.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ _TAG = "is"
 
 
 class _Coder:
-    """Converts values with `write` to their JSON form, and with `read` back. Either function is
-    None if no conversion is needed."""
+    """`write` converts values to JSON, and `read` converts them back. Either function is None if no
+    conversion is needed."""
 
     __slots__ = ("read", "write")
 
@@ -56,8 +56,8 @@ class Codec(Generic[T]):
 
 
 class _CoderFactory:
-    """Creates coders. The coders of dataclasses are cached, because dataclasses may refer to
-    themselves."""
+    """Creates coders. The coders of dataclasses are cached, because dataclasses may be
+    recursive."""
 
     def __init__(self) -> None:
         self._classes: dict[tuple[type, bool], _Coder] = {}
@@ -128,11 +128,11 @@ class _CoderFactory:
         return _Coder(each.write or list, each.read)
 
     def _dataclass(self, kind: type, *, tagged: bool) -> _Coder:
-        """Returns the coder of a dataclass. If no field needs conversion, orjson writes an untagged
-        dataclass directly."""
+        """Returns the coder of a dataclass. An untagged dataclass without fields that need
+        conversion is encoded directly by orjson."""
         if (known := self._classes.get((kind, tagged))) is not None:
             return known
-        # A field may refer to this class before its coder is complete.
+        # A field may refer to this class before the coder is complete.
         made = self._classes[kind, tagged] = _Coder()
         made.write, made.read = _lazy(made, "write"), _lazy(made, "read")
         hints = get_type_hints(kind)
@@ -158,7 +158,7 @@ class _CoderFactory:
 
 
 def _lazy(coder: _Coder, direction: Literal["write", "read"]) -> _Convert:
-    """Returns a function that calls the conversion of `coder` at the time of the call."""
+    """Returns a function that looks up the conversion of `coder` when it is called."""
 
     def turn(value: Any) -> Any:
         return getattr(coder, direction)(value)
@@ -176,8 +176,8 @@ def _optional_coder(coder: _Coder) -> _Coder:
 
 
 def _pair_coder(left: _Coder, right: _Coder) -> _Coder:
-    """Returns the coder of a 2-tuple. It is faster than the general coder, because
-    log-probabilities are pairs and a prompt may have millions of them."""
+    """Returns the coder of a 2-tuple. This special case is optimized, because a prompt may have
+    millions of (token, logprob) pairs."""
     read_left, read_right = left.read or _identity, right.read or _identity
     write_left, write_right = left.write or _identity, right.write or _identity
 

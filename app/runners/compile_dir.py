@@ -1,12 +1,12 @@
-"""A private directory for the code that MLX compiles at run time.
+"""Prepares a private directory for code that MLX compiles at run time.
 
-Knows: directories, their permissions. Must not know: MLX's arrays, processes. Must be called before
-the first array is evaluated.
+Knows: directories, their permissions. Must not know: MLX's arrays, processes. Call it before the
+first array is evaluated.
 
-On Linux, MLX's CPU backend uses the machine's compiler to compile the operations that `mx.compile`
-fuses. It loads them from $TMPDIR/mlx/<version>/cpu, under predictable names (MLX 0.32:
-mlx/backend/cpu/compiled.cpp). If a file already exists, MLX loads it without a check. In a
-world-writable /tmp, another user of the machine could have created the file.
+On Linux, MLX's CPU backend compiles operations fused by `mx.compile` with the system compiler. It
+loads the compiled code from $TMPDIR/mlx/<version>/cpu, under predictable names (MLX 0.32:
+mlx/backend/cpu/compiled.cpp). If a file already exists, MLX loads it without any check. In a
+world-writable /tmp, another user could have created the file.
 """
 
 import logging
@@ -20,9 +20,8 @@ log = logging.getLogger(__name__)
 
 
 def prepare_compile_dir(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the environment variables to set. There are none if the temporary directory is
-    private. Otherwise, the variable is TMPDIR, or MLX_DISABLE_COMPILE if there is no private
-    directory."""
+    """Returns the environment variables to set: none if the temporary directory is private,
+    otherwise TMPDIR, or MLX_DISABLE_COMPILE if there is no private directory."""
     common = Path(environ.get("TMPDIR") or tempfile.gettempdir())
     if _is_private(common) and _allows_executables(common):
         return {}
@@ -50,8 +49,8 @@ def _candidates(environ: Mapping[str, str], common: Path) -> Iterator[Path]:
 
 
 def _is_private(folder: Path) -> bool:
-    """Returns whether the directory belongs to this user and no other user may write to it. A
-    symbolic link is not accepted, because its target could change."""
+    """Returns whether the directory belongs to this user and is not writable by other users.
+    Symbolic links are rejected, because the target could change."""
     try:
         found = folder.lstat()
     except OSError:
@@ -61,7 +60,7 @@ def _is_private(folder: Path) -> bool:
 
 
 def _allows_executables(folder: Path) -> bool:
-    """Returns whether the directory is writable and its files may be executed."""
+    """Returns whether the directory is writable and not mounted with noexec."""
     try:
         flags = os.statvfs(folder).f_flag
     except OSError:

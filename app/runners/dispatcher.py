@@ -1,8 +1,8 @@
-"""Submits the jobs of a runner to its engine, delivers their updates, and fails them if the engine
+"""Submits jobs to a runner's engine, delivers their updates, and fails the jobs if the engine
 fails.
 
-Knows: jobs, messages, asyncio. Must not know: threads, processes, the command transport, the queue
-limit (app/runners/admission.py). All code runs on the event loop, so no lock is needed.
+Knows: jobs, messages, asyncio. Must not know: threads, processes, the transport of commands, the
+queue limit (app/runners/admission.py). All code runs on the event loop, so no lock is needed.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from app.core.jobs import (
 )
 from app.core.ports import FailureCause, RunnerFailure, RunnerState, RunnerStatus
 
-# The timeout in seconds for finding the reason why an engine cannot be reached.
+# How long to wait for the reason why an engine is unreachable, in seconds.
 _FAILURE_TIMEOUT = 5.0
 
 # The error of jobs that end because the runner is stopped.
@@ -37,19 +37,19 @@ UNLOADING_MESSAGE = "the model is being unloaded"
 
 
 class EngineClient(Protocol):
-    """Sends commands to an engine. The messages of the engine arrive through `Dispatcher.receive`.
-    Embeddings arrive through `Dispatcher.finish_embedding`."""
+    """Sends commands to an engine. The engine's messages are passed to `Dispatcher.receive`, and
+    embeddings to `Dispatcher.finish_embedding`."""
 
     async def submit(self, job: Job) -> None:
-        """Submits a job, and returns when the engine has it. Raises AppError if the job is not
-        accepted."""
+        """Submits a job, and returns when the engine has accepted it. Raises AppError if the job is
+        rejected."""
         ...
 
     def embed(self, job: EmbedJob) -> None: ...
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
-        """Cancels a job. The job may be unknown to the engine, or may still be being submitted.
-        `keep` is the number of sampled tokens to cache; None caches all of them."""
+        """Cancels a job. The engine may not know the job, or the submission may still be in
+        progress. `keep` is the number of sampled tokens to cache; None caches all of them."""
         ...
 
 
@@ -57,7 +57,7 @@ class RequestStream:
     """The updates of one job as they arrive.
 
     started_ns: the monotonic time in ns at which the job left the queue.
-    ended_ns: the monotonic time in ns at which the place of the job became free.
+    ended_ns: the monotonic time in ns at which the slot of the job became free.
     """
 
     def __init__(self, job: Job) -> None:
@@ -97,7 +97,7 @@ class _EngineState:
 
 
 class Dispatcher:
-    """Manages the jobs of one runner. The attribute `engine` must be set before `EngineReady` is
+    """Manages the jobs of one runner. Set the attribute `engine` before `EngineReady` is
     received."""
 
     engine: EngineClient
@@ -109,7 +109,7 @@ class Dispatcher:
         self._embedding: dict[str, asyncio.Future[EmbedResult]] = {}
         self._compiling = 0
         self._loss: RunnerFailure | None = None
-        self._load_finished = asyncio.Event()  # set if the model is loaded or the load has failed
+        self._load_finished = asyncio.Event()  # set when the load has succeeded or failed
         self._ended = asyncio.Event()
         self._lost = asyncio.Event()
         self._job_error = "the engine cannot be reached"
@@ -126,7 +126,7 @@ class Dispatcher:
         )
 
     async def wait_until_ready(self) -> None:
-        """Returns when the model is ready. If the engine ended instead, raises its AppError."""
+        """Returns when the model is ready. Raises the engine's AppError if the load fails."""
         await self._load_finished.wait()
         if self._failure is not None:
             raise self._failure
@@ -138,8 +138,8 @@ class Dispatcher:
         return self._loss
 
     async def get_failure(self) -> AppError:
-        """Returns the error with which jobs end, for a caller that cannot reach the engine. Waits
-        up to `_FAILURE_TIMEOUT` for the reason."""
+        """Returns the error for jobs when the engine is unreachable. Waits up to `_FAILURE_TIMEOUT`
+        for the cause."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), _FAILURE_TIMEOUT)
         return AppError(ErrorKind.ENGINE, self._job_error)
@@ -170,7 +170,7 @@ class Dispatcher:
             self.engine.embed(job)
             embedded = await over
         except asyncio.CancelledError:
-            if over.cancelled():  # otherwise it has a result, and the engine may have exited
+            if over.cancelled():  # otherwise, there is a result or the engine has exited
                 self.engine.cancel(job.id)
             raise
         finally:
@@ -194,7 +194,7 @@ class Dispatcher:
             case StepOutput():
                 self._engine_state = replace(self._engine_state, stats=message.stats)
                 for update in message.updates:
-                    # The job of a disconnected client has already been removed.
+                    # If the client has disconnected, the job was already removed.
                     if waiting := self._streams.get(update.job_id):
                         waiting.put(update)
                 for embedded in message.embed_results:
@@ -212,7 +212,7 @@ class Dispatcher:
     def fail(
         self, error: AppError, *, job_error: str | None = None, cause: FailureCause = "fault"
     ) -> None:
-        """Ends all jobs, because the engine ended without being stopped. Only the first call has an
+        """Fails all jobs, because the engine exited unexpectedly. Only the first call has an
         effect.
 
         job_error: the error of the jobs; None derives it from `error`.
@@ -229,8 +229,8 @@ class Dispatcher:
             self._lost.set()
 
     def close(self, error: AppError, *, job_error: str) -> None:
-        """Ends all jobs, because the engine was stopped. `job_error` is the error of the jobs. Only
-        the first call has an effect."""
+        """Ends all jobs with the error `job_error`, because the engine was stopped. Only the first
+        call has an effect."""
         if self._failure is None:
             self._end_jobs(error, job_error=job_error, lost=False)
 
@@ -257,8 +257,8 @@ class Dispatcher:
         self._ended.set()
 
     def _to_app_error(self, failed: EngineFailed) -> AppError:
-        """Converts the failure to an AppError. An internal error during a load counts as an error
-        of the model's files."""
+        """Converts the failure to an AppError. An internal error during a load is reported as an
+        error of the model's files."""
         if failed.is_internal_error and self._engine_state.state == "loading":
             message = f"the model could not be loaded: {failed.message}"
             return AppError(ErrorKind.MODEL_FILES, message)

@@ -2,8 +2,8 @@
 
 Knows: names, bytes, clock readings, waiting requests. Must not know: processes, asyncio, models.
 
-`plan` takes the whole state and returns actions. If it is called again after these actions, or with
-an unchanged state, it returns no new actions.
+`plan` takes the whole state and returns actions. It is idempotent: if it is called again with an
+unchanged state, or after these actions were started, it returns no new actions.
 
     total   [ pinned | ready ... | leaving ... | loading |   free   ]
                        evicted in order of last use
@@ -40,16 +40,16 @@ from app.core.units import format_memory, pluralize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model that is loaded, being loaded or being unloaded. Times are readings of one monotonic
+    """A model that is loaded, being loaded or being unloaded. All times are from one monotonic
     clock.
 
     allocation: the bytes reserved for the model.
-    busy_since: when the oldest of its current requests began to hold it; None while it is idle.
-    last_used: when a request last began or stopped holding it.
-    expires_at: when it may be unloaded if it is idle; math.inf if it never expires.
-    has_demand: whether a request waits for it or it must always stay loaded.
+    busy_since: the start time of its oldest running request; None while it is idle.
+    last_used: the time at which a request last started or ended.
+    expires_at: the time from which it may be unloaded if it is idle; math.inf if it never expires.
+    has_demand: whether a request is waiting for it or it must stay loaded.
     unload_requested: whether to unload it even if memory is free.
-    draining: whether the last plan drained it.
+    draining: whether the last plan was draining it.
     """
 
     name: str
@@ -68,11 +68,11 @@ class LoadedModel:
 class LoadRequest:
     """A model to load.
 
-    waiting_since: when its oldest waiting request arrived.
+    waiting_since: the arrival time of its oldest waiting request.
     requirement_known: whether `requirement` is known. Planning stops at the first request whose
         requirement is unknown.
-    requirement: the memory requirement; None for a model that gets all memory.
-    max_bytes: the limit from the model's settings.
+    requirement: the memory requirement; None for a model that may use all memory.
+    max_bytes: the memory limit in the model's settings.
     may_evict: whether other models may be evicted for it. A preload without a request uses only
         free memory.
     """
@@ -89,7 +89,7 @@ class LoadRequest:
 class PoolLimits:
     """The limits of the pool.
 
-    total_bytes: the bytes for all models; None for a server with one model.
+    total_bytes: the memory budget for all models; None for a server with one model.
     max_loaded: the maximum number of loaded models.
     evicted_min_bytes: the minimum bytes of each model that was evicted before its keep-alive
         expired.
@@ -102,7 +102,7 @@ class PoolLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Loads a model. `allocation` is the number of bytes that it may use; None means all memory."""
+    """Loads a model. `allocation` is its memory budget in bytes; None means all memory."""
 
     name: str
     allocation: int | None
@@ -117,8 +117,8 @@ class Evict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectLoad:
-    """Rejects a load, because the model would not fit after any eviction. `reason` is one sentence
-    for the waiting requests."""
+    """Rejects a load, because the model would not fit even after all possible evictions. `reason`
+    is one sentence for the waiting requests."""
 
     name: str
     reason: str
@@ -141,7 +141,7 @@ class Plan:
     """The result of planning.
 
     draining: the models that accept no new requests.
-    wake_at: when to plan again if no event occurs; None for never.
+    wake_at: the time at which to plan again if no event occurs; None for never.
     """
 
     actions: tuple[Action, ...]
@@ -152,8 +152,8 @@ class Plan:
 def plan(
     now: float, requests: Sequence[LoadRequest], loaded: Sequence[LoadedModel], limits: PoolLimits
 ) -> Plan:
-    """Decides which models to load, drain and unload. `requests` lists the requests in the order in
-    which they are served."""
+    """Decides which models to load, drain and unload. `requests` lists the load requests in
+    scheduling order."""
     idle = [t for t in loaded if t.phase == "ready" and t.busy_since is None and not t.pinned]
     over = [t for t in idle if t.unload_requested or t.expires_at <= now]
     wake = min((t.expires_at for t in idle if t not in over), default=None)
@@ -188,11 +188,10 @@ def _decide(
     loaded: Sequence[LoadedModel],
     limits: PoolLimits,
 ) -> _Decision:
-    """Decides about one request. `remaining` lists the models that this plan has not unloaded so
-    far."""
+    """Decides about one request. `remaining` lists the models that this plan has not unloaded."""
     here = next((t for t in loaded if t.name == request.name), None)
     if here is not None and here.phase != "leaving":
-        # The model was drained for a request that has since been cancelled or rejected.
+        # The model was being drained for a request that has since been cancelled or rejected.
         return _Decision(blocks_queue=False)
     if loading := [t for t in loaded if t.phase == "loading"]:
         unneeded = [t for t in loading if not (t.has_demand or t.pinned)]
@@ -224,12 +223,12 @@ def _make_room(
     idle = [t for t in by_use if t.busy_since is None]
     busy = [t for t in by_use if t.busy_since is not None]
     if shortfall.after_evicting(idle).covered:
-        # Models that have finished draining are evicted first.
+        # Evict models that have finished draining first.
         idle.sort(key=lambda t: not t.draining)
         return _Decision(
             actions=tuple(Evict(name=t.name) for t in _fewest_evictions(idle, shortfall))
         )
-    # Only the idle models that were draining are evicted. The others may get a request before
+    # Evict only idle models that were draining. The other candidates may get a request before
     # enough memory is free.
     leaving = [t for t in idle if t.draining]
     chosen = [t for t in busy if t.draining]
@@ -250,8 +249,7 @@ def _make_room(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shortfall:
-    """The number of bytes and the number of models to free. A negative number means that more is
-    free than needed."""
+    """The number of bytes and the number of models to free. A negative number means a surplus."""
 
     bytes: int
     models: int
@@ -280,8 +278,8 @@ def _compute_shortfall(
 def _rejection_reason(
     request: LoadRequest, loaded: Sequence[LoadedModel], limits: PoolLimits
 ) -> str | None:
-    """Returns a sentence if the model would not fit even after all possible evictions. Otherwise,
-    returns None."""
+    """Returns the reason as a sentence if the model would not fit even after all possible
+    evictions, otherwise None."""
     pinned = [t for t in loaded if t.pinned]
     if limits.max_loaded is not None and len(pinned) >= limits.max_loaded:
         return (
@@ -315,9 +313,8 @@ def _rejection_reason(
 def _choose_allocation(
     request: LoadRequest, loaded: Sequence[LoadedModel], limits: PoolLimits
 ) -> int | None:
-    """Returns the number of bytes for a model. The model gets up to its preferred memory, but only
-    from memory that is free and not left for recently evicted models. Returns None if the model
-    gets all memory."""
+    """Returns the memory budget for a model, up to its preferred memory, from memory that is free
+    and not reserved for recently evicted models. Returns None if the model may use all memory."""
     need, total = request.requirement, limits.total_bytes
     if need is None or total is None:
         return None
@@ -337,8 +334,8 @@ def _choose_allocation(
 def _fewest_evictions(
     candidates: Sequence[LoadedModel], shortfall: _Shortfall
 ) -> list[LoadedModel]:
-    """Returns the smallest set of candidates that covers the shortfall, and prefers the first
-    candidates. Returns all candidates if even they do not free enough memory."""
+    """Returns the smallest set of candidates that covers the shortfall, preferring earlier
+    candidates. Returns all candidates if they do not free enough memory together."""
     left = list(candidates)
     chosen: list[LoadedModel] = []
     while not shortfall.covered and left:
@@ -356,9 +353,9 @@ def _fewest_evictions(
 
 
 def _min_eviction_count(candidates: Sequence[LoadedModel], shortfall: _Shortfall) -> int:
-    """Returns the minimum number of candidates that cover the shortfall. Returns one more than the
-    number of candidates if they do not free enough memory together. The candidates with the largest
-    allocations form the smallest set."""
+    """Returns the minimum number of candidates that cover the shortfall, which is found by taking
+    the largest allocations first. Returns one more than the number of candidates if all of them
+    together do not free enough memory."""
     count = 0
     for model in sorted(candidates, key=lambda t: t.allocation, reverse=True):
         if shortfall.covered:

@@ -1,8 +1,9 @@
-"""The handle of one model. It exists as long as the server, while its runners may be replaced.
+"""The handle of one model. It exists for the lifetime of the server, while its runners may be
+replaced.
 
-Knows: the current runner, if any, the requests that wait for the model, past failures, the sums of
-the runners' counters. Must not know: other models, the eviction policy. All code runs on the event
-loop.
+Knows: the current runner, if any, the requests waiting for the model, past failures, accumulated
+counters of all runners. Must not know: other models, the eviction policy. All code runs on the
+event loop.
 """
 
 import asyncio
@@ -66,31 +67,31 @@ def accumulate_stats(previous: EngineStats, current: EngineStats) -> EngineStats
 
 
 def counters_only(stats: EngineStats) -> EngineStats:
-    """Returns the counters of `stats` without its gauges, for an engine that has ended."""
+    """Returns the counters of `stats` without the gauges, for an engine that has exited."""
     return accumulate_stats(stats, EngineStats())
 
 
 log = logging.getLogger(__name__)
 
-# The Retry-After in seconds for a client whose model did not load in time.
+# The Retry-After value in seconds if a model did not load in time.
 _LOADING_RETRY_AFTER = 10
 
 
 class ModelHandle:
-    """Implements `Engine` and `app.runners.quarantine.RunnerSource`. The attributes that the pool
-    reads and sets are public.
+    """Implements `Engine` and `app.runners.quarantine.RunnerSource`. Public attributes are read and
+    set by the pool.
 
     phase: the phase of the runner; "out" if there is none.
     capacity: the capacity of the engine while it is ready, otherwise None.
-    allocation: the number of bytes that the model may use.
-    requirement: the estimated memory of the model.
-    keep_alive: the number of seconds that it stays loaded without requests; see `set_keep_alive`.
-    last_used: when a request last began or stopped holding it.
+    allocation: the memory budget of the model in bytes.
+    requirement: the estimated memory requirement of the model.
+    keep_alive: the keep-alive in seconds; see `set_keep_alive`.
+    last_used: the time at which a request last started or ended.
     keep_loaded: whether to keep it loaded without requests.
-    unload_requested: whether to unload it when its requests have finished.
-    draining: whether it accepts no new requests, because other models need its memory.
-    would_have_expired: when the keep-alive of an evicted model would have expired. It is in the
-        past for a model that was not evicted.
+    unload_requested: whether to unload it after its running requests.
+    draining: whether it is being drained, because another model needs its memory.
+    would_have_expired: the time at which the keep-alive of an evicted model would have expired. For
+        other models, it is in the past.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class ModelHandle:
         self._previous_stats = EngineStats()
         self._rejected = 0
         self._restarts = self._loads = self._evictions = 0
-        self._failed_since_ready = False  # whether it failed since it was last ready
+        self._failed_since_ready = False  # whether it has failed since it was last ready
 
     # for generation
 
@@ -160,8 +161,8 @@ class ModelHandle:
         )
 
     async def get_runner(self, lost_runner: Runner | None = None) -> Runner:
-        """Implements `RunnerSource.get_runner`, for requests that hold a lease. The lease causes
-        the model to be reloaded."""
+        """Implements `RunnerSource.get_runner`, for requests that hold a lease. The lease makes the
+        pool reload the model."""
         try:
             async with asyncio.timeout(self.served.settings.load_wait):
                 while (runner := self._ready_runner()) is None or runner is lost_runner:
@@ -172,8 +173,8 @@ class ModelHandle:
             raise AppError(ErrorKind.LOADING, message, retry_after=_LOADING_RETRY_AFTER) from None
 
     def _ready_runner(self) -> Runner | None:
-        """Returns the runner if it is ready. Also returns None if the runner has failed and the
-        failure has not been handled yet."""
+        """Returns the runner if it is ready, otherwise None. A failed runner is not ready, even if
+        the failure has not been handled yet."""
         runner = self._runner
         if runner is None or self.phase != "ready" or runner.status().state == "failed":
             return None
@@ -202,7 +203,7 @@ class ModelHandle:
             allocation=self.allocation or 0,
             busy_since=self.leases.held_since,
             last_used=self.last_used,
-            # a waiting request will use the model soon
+            # a waiting request is about to use the model
             expires_at=self.expires_at() if self.leases.waiting_since is None else math.inf,
             has_demand=self.has_demand,
             pinned=self.served.pinned,
@@ -211,23 +212,23 @@ class ModelHandle:
         )
 
     def expires_at(self) -> float:
-        """Returns the time from which the model may be unloaded if it is idle."""
+        """Returns the time at which the model may be unloaded if it is idle."""
         return self.last_used + self.keep_alive
 
     def set_keep_alive(self, seconds: float, *, admin: bool) -> None:
         """Sets the keep-alive requested by a client.
 
-        The value of an admin replaces the operator's value until the model is unloaded. Other
-        callers may only extend the keep-alive beyond that. An extension is harmless, because the
-        model is evicted anyway when another model needs its memory. A shorter keep-alive would
-        unload the model for all other users.
+        An admin's value replaces the operator's value until the model is unloaded. Other callers
+        can only extend the keep-alive. An extension is harmless, because the model is still evicted
+        when another model needs its memory. A shorter keep-alive would unload the model for all
+        other users.
         """
         if admin:
             self._min_keep_alive = seconds
         self.keep_alive = max(seconds, self._min_keep_alive)
 
     def count_rejected(self) -> None:
-        """Counts a request that was rejected because too many requests are waiting."""
+        """Counts a request that was rejected because the queue was full."""
         self._rejected += 1
 
     def grant_leases(self) -> bool:
@@ -256,8 +257,7 @@ class ModelHandle:
 
     async def run(self, runner: Runner, files: ModelFiles, allocation: int | None) -> None:
         """Loads the model, serves requests until the runner fails or this call is cancelled, and
-        stops the runner. `allocation` is the number of bytes that the model may use; None means all
-        memory."""
+        stops the runner. `allocation` is the memory budget in bytes; None means all memory."""
         self._runner, self.files, self.allocation, self.phase = runner, files, allocation, "loading"
         self._restarts += self._failed_since_ready
         try:
@@ -277,12 +277,13 @@ class ModelHandle:
                 log.exception("stopping the runner of %s failed", self.served.name)
 
     def mark_unloaded(self) -> None:
-        """Resets the handle. Must be called when the task of `run` has ended, even if the task
-        never started."""
+        """Resets the handle. Must be called when the task of `run` has ended, even if it never
+        started."""
         if self._runner is not None:
             self._previous_stats = counters_only(self.status().stats)
         self.would_have_expired = 0.0 if self.unload_requested else self.expires_at()
-        # It is not an eviction if the model failed, was unloaded on request, or was never ready.
+        # Failures, requested unloads and unloads of a model that was never ready do not count as
+        # evictions.
         self._evictions += self.capacity is not None and not (
             self._failed_since_ready or self.would_have_expired <= self._clock()
         )
@@ -365,7 +366,7 @@ class ModelHandle:
             context,
         )
         # These requests are served even if an unload was requested during the load, because they
-        # came first.
+        # arrived earlier.
         self.grant_leases()
         self._notify_pool()
 
@@ -391,8 +392,8 @@ class ModelHandle:
 
     @contextmanager
     def _redacting_errors(self) -> Generator[None]:
-        """Removes paths from the runner's errors. The log contains the paths. Errors of the request
-        are left unchanged, because they quote the client's text, which may look like a path."""
+        """Removes paths from the runner's errors. The log still contains the paths. Request errors
+        are left unchanged, because they quote client text, which may look like a path."""
         try:
             yield
         except AppError as error:
@@ -404,8 +405,9 @@ class ModelHandle:
             raise cleaned from error
 
     def _on_load_failed(self, error: Exception) -> None:
-        """Fails the waiting requests immediately with the error. After a crash of the runner,
-        however, the next load may succeed, so the requests wait as long as the load is retried."""
+        """Fails the waiting requests immediately with the error, unless the runner crashed. After a
+        crash, the requests keep waiting while the load is retried, because the next load may
+        succeed."""
         self._failed_since_ready = True
         name = self.served.name
         if not isinstance(error, AppError):

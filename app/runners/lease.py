@@ -1,4 +1,4 @@
-"""The leases of a model: the requests that hold it and the requests that wait for it.
+"""The leases of a model, which are held by running requests or waiting for the model to load.
 
 Knows: waiting and held leases, their start times. Must not know: runners, the eviction policy. A
 held lease keeps the model in memory. A waiting lease causes it to be loaded.
@@ -12,16 +12,16 @@ from app.core.errors import AppError, ErrorKind
 from app.core.events import ModelLoading
 from app.core.units import pluralize
 
-# The Retry-After in seconds for a request that is rejected because too many requests are waiting.
+# The Retry-After value in seconds for a request that is rejected because the queue is full.
 _RETRY_AFTER = 5
 
-# The time in seconds after Retry-After for which the client's place is kept.
+# How long the client's place in the queue is kept after Retry-After, in seconds.
 _RETRY_GRACE = 5.0
 
 
 class ModelLease:
-    """The lease of one request. `since` is the time at which it began to wait, or to hold the
-    model."""
+    """The lease of one request. `since` is the time at which the request started to wait, or to
+    hold the model."""
 
     def __init__(self, since: float, loading: Callable[[], ModelLoading]) -> None:
         self.since = since
@@ -42,14 +42,14 @@ class ModelLease:
         return self._loading()
 
     async def wait(self) -> None:
-        """Returns when the model is loaded and this lease holds it. If the model fails before, the
-        lease waits for the next load. Raises AppError: BUSY if too many requests wait, STOPPING, or
-        the error that prevents the load."""
+        """Returns when the model is loaded and this lease holds it. If the model fails before that,
+        the lease waits for the next load. Raises AppError(BUSY) if the queue is full,
+        AppError(STOPPING), or the error that prevents the load."""
         while self.state == "waits":
             self._changed.clear()
             await self._changed.wait()
         if self._error is not None:
-            # Each waiter gets a copy, because raising an exception adds a traceback to it.
+            # Each waiting task gets a copy, because raising an exception adds a traceback to it.
             raise copy_error(self._error, self._error.retry_after)
 
     def set_state(self, state: Literal["waits", "holds", "refused"], since: float) -> None:
@@ -65,10 +65,10 @@ class ModelLeases:
     """The leases of one model.
 
     A client that cannot wait for the load gets an error with Retry-After. A placeholder keeps its
-    place until it retries. The placeholder is one lease for all such clients. It waits for the
-    model and holds it on their behalf. Without it, these clients would lose their place in the
-    queue with each attempt. A load that takes longer than they wait would then be abandoned for
-    other models each time.
+    place in the queue until it retries. The placeholder is a single lease for all such clients,
+    which waits for the model and holds it on their behalf. Without a placeholder, these clients
+    would lose their place with each attempt, and a load that takes longer than they wait would be
+    abandoned for other models every time.
 
     `placeholder_until` is the time at which the placeholder expires; None if there is none.
     """
@@ -116,15 +116,14 @@ class ModelLeases:
         self.placeholder_until = now + error.retry_after + _RETRY_GRACE
 
     def drop_placeholder(self) -> None:
-        """Removes the placeholder, because a client has arrived or the model is not to be
-        loaded."""
+        """Removes the placeholder, because a client has arrived or the model will not be loaded."""
         if self._placeholder is not None:
             del self._leases[self._placeholder]
         self._placeholder = self.placeholder_until = None
 
     async def wait_until_ready(self, now: float) -> None:
-        """Returns when the model is loaded. Used by jobs whose request has its own lease, so this
-        wait does not count as a lease. Raises the same errors as `ModelLease.wait`."""
+        """Returns when the model is loaded. For jobs whose request already has a lease, so this
+        call does not count as a lease. Raises the same errors as `ModelLease.wait`."""
         lease = ModelLease(now, self._loading)
         self._reacquiring[lease] = None
         try:
@@ -139,7 +138,7 @@ class ModelLeases:
     def release(self, lease: ModelLease) -> None:
         del self._leases[lease]
         if lease.state == "waits":
-            # Otherwise, another task that waits for this lease would wait forever.
+            # Otherwise, other tasks waiting for this lease would wait forever.
             lease.fail(AppError(ErrorKind.LOADING, "the request has ended"))
 
     def grant(self, now: float) -> bool:
@@ -147,8 +146,8 @@ class ModelLeases:
         return self._set_states("waits", "holds", now)
 
     def return_to_waiting(self, now: float) -> None:
-        """Makes all held leases wait for the model again, because it was unloaded. Requests that
-        had started end immediately with an error. The others continue to wait."""
+        """Returns all held leases to the waiting state, because the model was unloaded. Requests
+        that had started fail immediately; all other requests continue to wait."""
         self._set_states("holds", "waits", now)
 
     def fail_waiting(self, error: AppError) -> None:
@@ -168,7 +167,7 @@ class ModelLeases:
 
 
 def copy_error(error: AppError, retry_after: int | None) -> AppError:
-    """Returns a copy of the error with its own retry_after, which can be raised in another task."""
+    """Returns a copy of the error with another retry_after, which can be raised in another task."""
     return AppError(
         error.kind,
         error.marked_message,

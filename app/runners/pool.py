@@ -29,20 +29,20 @@ from app.runners.restart_policy import RestartPolicy
 
 log = logging.getLogger(__name__)
 
-# The delay in seconds before the next plan if a plan has failed, which is a bug.
+# The delay in seconds before the next plan after a failed one, which is always due to a bug.
 _PLAN_RETRY_DELAY = 1.0
 
 
 class ModelPool:
     """Loads and unloads models.
 
-    make_runner: creates a runner from settings, whose `memory` is the model's allocation.
+    make_runner: creates a runner from settings, with the model's allocation as `memory`.
     read_files: reads and checks the files of a model.
-    estimate_memory: estimates the memory of a model while no model is being loaded. None for a
-        server with one model, which gets all the memory of its settings.
-    total_bytes: the bytes for all models; None for the bytes that the device has.
+    estimate_memory: estimates the memory requirement of a model while no model is being loaded.
+        None for a server with one model, which may use all the memory in its settings.
+    total_bytes: the memory budget for all models; None for the device's memory.
     max_loaded: the maximum number of loaded models.
-    on_unloaded: called when the runner of a model has ended.
+    on_unloaded: called when the runner of a model has stopped.
     """
 
     on_unloaded: Callable[[ServedModel], None]
@@ -70,10 +70,10 @@ class ModelPool:
         self._supervisor_task: asyncio.Task[None] | None = None
         self._stopping = False
 
-    # for the code that serves requests
+    # for serving requests
 
     def get_handle(self, served: ServedModel) -> ModelHandle:
-        """Returns the handle of the model, which is the same object for every call."""
+        """Returns the handle of the model. Every call returns the same object."""
         handle = self._handles.get(served.name)
         if handle is None:
             handle = ModelHandle(
@@ -88,8 +88,8 @@ class ModelPool:
 
     @asynccontextmanager
     async def lease(self, served: ServedModel) -> AsyncGenerator[ModelLease]:
-        """Yields a lease of the model. The lease may still be waiting, because entering the context
-        does not wait."""
+        """Yields a lease of the model. Entering the context does not wait, so the lease may still
+        be waiting."""
         handle, now = self.get_handle(served), self._clock()
         waiting = handle.leases.num_waiting
         lease = handle.leases.add(now)
@@ -98,12 +98,12 @@ class ModelPool:
         elif handle.accepts_requests:
             handle.grant_leases()
         elif lease.is_held:
-            pass  # it replaced a placeholder that holds the model, so it need not wait
+            pass  # it replaced a placeholder that holds the model, so there is no wait
         elif (error := handle.restart_state.error) and handle.restart_state.is_refused(
             now, self._restart_policy
         ):
             lease.fail(copy_error(error, math.ceil(handle.restart_state.not_before - now)))
-        elif waiting >= max(1, served.settings.max_queue):  # one may always wait
+        elif waiting >= max(1, served.settings.max_queue):  # one request may always wait
             handle.count_rejected()
             lease.fail(build_busy_error(served.name, waiting))
         else:
@@ -121,8 +121,8 @@ class ModelPool:
             self._changed.set()
 
     def set_keep_alive(self, served: ServedModel, seconds: float, *, admin: bool) -> None:
-        """Sets the keep-alive requested by an accepted request, in seconds. `admin` is True if the
-        caller may manage models; see `ModelHandle.set_keep_alive`."""
+        """Sets the keep-alive of an accepted request, in seconds. `admin`: whether the caller may
+        manage models; see `ModelHandle.set_keep_alive`."""
         self.get_handle(served).set_keep_alive(seconds, admin=admin)
         self._changed.set()
 
@@ -146,18 +146,18 @@ class ModelPool:
         return None if handle is None or handle.capacity is None else handle.files
 
     def preload(self, served: ServedModel) -> None:
-        """Loads the model if memory is free, and restarts it after failures, even without requests.
-        This ends when the model is unloaded, its keep-alive expires, or it is evicted. Resets the
-        backoff after failed loads."""
+        """Loads the model if memory is free, and restarts it after failures, even without requests,
+        until it is unloaded or evicted or its keep-alive expires. Resets the backoff after failed
+        loads."""
         handle = self.get_handle(served)
         handle.keep_loaded = True
         handle.reset_backoff()
         self._changed.set()
 
     async def unload(self, served: ServedModel) -> None:
-        """Unloads the model, and returns when its memory is free. Running requests finish first.
-        New requests load the model again. Clears the records of prompts that were running when the
-        model crashed. Raises AppError(INVALID) for a pinned model."""
+        """Unloads the model after its running requests have finished, and returns when its memory
+        has been freed. New requests load the model again. Clears the records of prompts that were
+        running when the model crashed. Raises AppError(INVALID) for a pinned model."""
         if served.pinned:
             raise AppError(
                 ErrorKind.INVALID,
@@ -182,8 +182,8 @@ class ModelPool:
         self._supervisor_task = asyncio.create_task(self._supervise())
 
     async def stop(self, drain: float = 0.0) -> None:
-        """Rejects new and waiting requests, waits up to `drain` seconds for running ones, and stops
-        all runners concurrently. May be called again."""
+        """Shuts down gracefully: rejects new and waiting requests, waits up to `drain` seconds for
+        running requests, and stops all runners concurrently. May be called again."""
         self._stopping = True
         for handle in self._handles.values():
             handle.leases.fail_waiting(build_stopping_error())
@@ -215,7 +215,7 @@ class ModelPool:
 
     def _run_plan(self, now: float) -> float | None:
         """Computes a plan and starts its actions. Returns the time of the next plan if nothing
-        changes before; None for never."""
+        changes before then; None for never."""
         queue = self._pending_models(now)
         here = [self._handles[name] for name in self._run_tasks]
         head = next((handle for handle in queue if handle.phase == "out"), None)
@@ -249,7 +249,7 @@ class ModelPool:
         return min([*later, *([] if decided.wake_at is None else [decided.wake_at])], default=None)
 
     def _pending_models(self, now: float) -> list[ModelHandle]:
-        """Returns the models with demand that may be loaded now, in the order of their requests."""
+        """Returns the models with demand that may be loaded now, ordered by request time."""
         queue: list[tuple[float, ModelHandle]] = []
         for handle in self._handles.values():
             handle.leases.expire_placeholder(now)
@@ -312,8 +312,8 @@ class ModelPool:
         log.info("loading %s", served.name)
 
     def _start_unload(self, name: str) -> None:
-        """Starts to unload a model. Does nothing if the model is already being unloaded, because
-        the cleanup must not be interrupted."""
+        """Starts to unload a model. Does nothing if it is already being unloaded, because the
+        cleanup must not be interrupted."""
         handle = self._handles[name]
         if handle.phase != "leaving":
             log.info("unloading %s", name)

@@ -1,10 +1,10 @@
-"""Preflight: estimates the memory of the next model to load, in a short-lived process.
+"""Preflight: estimates the memory requirement of the next model to load, in a short-lived process.
 
-Knows: the model files, the estimate process, its messages. Must not know: the eviction policy.
+Knows: the model files, the preflight process and its messages. Must not know: the eviction policy.
 
 The estimate runs once for each model at the head of the queue. No other model is loaded or unloaded
-at the same time, so the memory that is free during the estimate is available to the model. The
-result is valid until the load begins or another model reaches the head of the queue.
+at the same time, so memory that is free during the estimate is available for the model. The result
+is valid until the load starts or another model reaches the head of the queue.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ from app.runners.handle import ModelHandle
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateRequest:
-    """One line on the standard input of the process. The input stays open while the parent waits
-    for the response.
+    """One line on the stdin of the process. Stdin stays open while the parent waits for the
+    response.
 
     parent_pid: the process ID of the parent.
     loaded_bytes: the number of bytes used by the models that are already loaded.
@@ -39,7 +39,7 @@ class EstimateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateError:
-    """The `kind` and the `message` of the AppError that the estimate raised."""
+    """The `kind` and `message` of the AppError raised by the estimate."""
 
     kind: ErrorKind
     message: str
@@ -47,7 +47,7 @@ class EstimateError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateResponse:
-    """One line on the standard output of the process."""
+    """One line on the stdout of the process."""
 
     result: MemoryRequirement | EstimateError
 
@@ -55,8 +55,8 @@ class EstimateResponse:
 async def estimate_memory(
     files: ModelFiles, settings: Settings, loaded_bytes: int
 ) -> MemoryRequirement:
-    """Estimates the memory of a model in a separate process. `loaded_bytes` is the number of bytes
-    used by the models that are already loaded.
+    """Estimates the memory requirement of a model in a separate process. `loaded_bytes` is the
+    number of bytes used by the models that are already loaded.
 
     Raises AppError(MODEL_FILES) for unusable files, if the process fails, or if it takes longer
     than `settings.load_timeout`. Raises AppError(ENGINE) if the process cannot be started.
@@ -95,14 +95,15 @@ def _build_error(kind: ErrorKind, files: ModelFiles, reason: str) -> AppError:
 log = logging.getLogger(__name__)
 
 ReadFiles = Callable[[ServedModel], Awaitable[ModelFiles]]
-# The arguments are the files, the settings, and the bytes of the models that are already loaded.
+# The arguments are the files, the settings, and the bytes used by the models that are already
+# loaded.
 EstimateMemory = Callable[[ModelFiles, Settings, int], Awaitable[MemoryRequirement]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightResult:
     """The result of a preflight. `requirement` is the memory requirement of the model, and
-    `total_bytes` is the number of bytes for all models. Both are None if the model gets all
+    `total_bytes` is the memory budget for all models. Both are None if the model may use all
     memory."""
 
     files: ModelFiles
@@ -111,10 +112,10 @@ class PreflightResult:
 
 
 class Preflight:
-    """Reads the files and estimates the memory of one model at a time.
+    """Reads the files and estimates the memory requirement of one model at a time.
 
-    estimate: estimates the memory; None if the model gets all memory.
-    total_bytes: the bytes for all models; None for the bytes that the device has.
+    estimate: estimates the requirement; None if the model may use all memory.
+    total_bytes: the memory budget for all models; None for the device's memory.
     on_result: called when an estimate has finished.
     """
 
@@ -135,7 +136,7 @@ class Preflight:
 
     @property
     def total_bytes(self) -> int | None:
-        """The number of bytes for all models according to the last result; None if there is no
+        """The memory budget for all models according to the last result; None if there is no
         result."""
         return None if self._result is None else self._result.total_bytes
 
@@ -155,8 +156,8 @@ class Preflight:
             self._task = asyncio.create_task(self._run(handle, loaded))
 
     def take_files(self, name: str) -> ModelFiles:
-        """Returns the files of the model and resets the preflight, because the load of the model
-        begins."""
+        """Returns the files of the model and resets the preflight, because the model is about to be
+        loaded."""
         assert self._model == name
         assert self._result is not None
         files = self._result.files
@@ -172,9 +173,9 @@ class Preflight:
     async def _estimate(
         self, handle: ModelHandle, files: ModelFiles, loaded_bytes: int
     ) -> MemoryRequirement | None:
-        """Returns the memory requirement of the model. With a fixed total, the last estimate for
-        the same files is reused, because an estimate takes about as long as the load of a small
-        model. Otherwise, the free memory of the device must be read each time."""
+        """Returns the memory requirement of the model. With a fixed budget, the last estimate for
+        the same files is reused, because an estimate takes about as long as loading a small model.
+        Otherwise, the free memory of the device must be read each time."""
         if self._estimate_memory is None:
             return None
         if (

@@ -1,4 +1,5 @@
-"""`python -m app.runners.preflight_main`: the process that estimates the memory of a model.
+"""`python -m app.runners.preflight_main`: the process that estimates the memory requirement of a
+model.
 
 Knows: one line of input, one line of output. Must not know: requests. The process runs for one
 estimate, and exits if its parent exits.
@@ -19,7 +20,7 @@ def main() -> int:
         return 1
     question = Codec[EstimateRequest](EstimateRequest).decode(line)
     parent_watch.exit_with_parent(question.parent_pid)
-    # This import takes a while, so it follows `exit_with_parent`.
+    # This import is slow, so it comes after `exit_with_parent`.
     from app.engine.fit import estimate_memory
 
     try:

@@ -1,11 +1,12 @@
 """A runner whose engine runs in a separate process.
 
 Knows: the process, its client, the dispatcher, the watchdog. Must not know: tensors, text, the
-worker server. Nothing is computed here. Only token IDs, numbers and strings are exchanged.
+worker server. Nothing is computed here; only token IDs, numbers and strings are exchanged with the
+process.
 
-One task, `_run_process`, owns the process from its start to its exit. For every kind of exit, the
-dispatcher notifies all waiting tasks, and all resources are closed. `Watchdog` decides when a
-process that sends nothing, or makes no progress, counts as hung.
+One task, `_run_process`, owns the process from start to exit. However the process exits, the
+dispatcher notifies all waiting tasks, and all resources are closed. `Watchdog` detects a hung
+process, which sends no messages or makes no progress.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ from app.runners.worker_protocol import (
 class Watchdog:
     """Detects a hung process.
 
-    watchdog: the number of seconds without progress after which the process counts as hung.
+    watchdog: the number of seconds without progress after which the process is considered hung.
     interval: the number of seconds between two heartbeats, and between two checks.
     """
 
@@ -51,7 +52,7 @@ class Watchdog:
         self._last_heartbeat: Heartbeat | None = None
 
     def note_activity(self) -> None:
-        """Records a message. Called for every message of the process."""
+        """Records a message. Called for every message from the process."""
         self._silent_checks = 0
 
     def note_heartbeat(self, heartbeat: Heartbeat) -> None:
@@ -60,8 +61,8 @@ class Watchdog:
         self._last_heartbeat = heartbeat
 
     def check(self) -> str | None:
-        """Returns a sentence if the process hangs, and otherwise None. Must be called once per
-        interval."""
+        """Returns a description as a sentence if the process is hung, otherwise None. Must be
+        called once per interval."""
         if self._silent_checks is None:
             return None
         self._silent_checks += 1
@@ -81,20 +82,20 @@ log = logging.getLogger(__name__)
 GetStatus = Callable[[], Awaitable[WorkerStatus]]
 OpenEvents = Callable[[], AbstractAsyncContextManager[AsyncIterator[WorkerEvent]]]
 
-# The interval in seconds between two polls while the model is being loaded.
+# The polling interval in seconds while the model is loading.
 _LOAD_POLL_INTERVAL = 0.1
 
-# The timeout in seconds for the start of a process. The start takes one or two seconds on a machine
-# that is not busy.
+# The timeout in seconds for the start of a process. On an idle machine, it takes one or two
+# seconds.
 _STARTUP_TIMEOUT = 30.0
 
-# The maximum interval in seconds between two probes of the job endpoint, and the interval while the
-# endpoint fails.
+# The maximum interval in seconds between two probes of the job endpoint, and the interval while
+# probes fail.
 _PROBE_INTERVAL, _PROBE_RETRY_DELAY = 5.0, 1.0
 
-# The number of consecutive probes that must time out before the process counts as hung. Each one
-# times out after `watchdog` seconds. A single timeout is not sufficient, because this process may
-# have been suspended during the first probe. A hung engine is detected earlier by its heartbeats.
+# The number of consecutive probes that must time out before the process is considered hung. Each
+# probe times out after `watchdog` seconds. A single timeout is not sufficient, because this process
+# may have been suspended during the probe. A hung engine is detected earlier by its heartbeats.
 _MAX_MISSED_PROBES = 2
 
 # The timeout in seconds for the exit of a process that has closed its connection.
@@ -162,7 +163,7 @@ class ProcessRunner:
                 self._process.kill()
             await self._supervise(files.name, self._process)
         except Exception as error:
-            if not isinstance(error, OSError):  # an OSError is not a bug
+            if not isinstance(error, OSError):  # OSError does not indicate a bug
                 log.exception("%s: managing its process failed", files.name)
             message = f"the {files.name} process could not be started: {error}"
             self._dispatcher.fail(AppError(ErrorKind.ENGINE, message))
@@ -184,7 +185,7 @@ class ProcessRunner:
         return opening
 
     async def _supervise(self, name: str, process: ChildProcess) -> None:
-        # Imported while the process imports its own modules.
+        # Import in parallel with the imports of the process.
         from app.runners.worker_client import WorkerClient
 
         line = self._dispatcher.engine = WorkerClient(process.socket_path, self._dispatcher)
@@ -201,13 +202,13 @@ class ProcessRunner:
         try:
             await asyncio.wait({gone, *work}, return_when=asyncio.FIRST_COMPLETED)
             if not self._stopping:
-                # The connection was closed, and the process may be about to exit with a reason.
+                # The connection was closed. The process may be about to exit with a reason.
                 await asyncio.wait({gone}, timeout=_EXIT_TIMEOUT)
                 if not gone.done():
                     self._fail_disconnected(name, process.last_output)
             self._report_exit(name, await gone)
-            # This task closes its connections on its own. If it were cancelled, it would leave some
-            # of them open.
+            # This task closes its connections by itself. If it were cancelled, some connections
+            # would stay open.
             await asyncio.wait({follow_task}, timeout=_EXIT_TIMEOUT)
         finally:
             for task in work:
@@ -216,7 +217,7 @@ class ProcessRunner:
             await line.close()
 
     def _report_exit(self, name: str, process_exit: ProcessExit) -> None:
-        """Fails the dispatcher with the exit of the process, unless the dispatcher has already
+        """Reports the exit of the process to the dispatcher, unless the dispatcher has already
         failed."""
         how, details = (
             process_exit.description,
@@ -238,7 +239,7 @@ class ProcessRunner:
             ready = await self._wait_until_loaded(name, get_status)
             if ready is None:
                 return
-            watchdog.note_activity()  # from now on, silence counts as a hang
+            watchdog.note_activity()  # from now on, a missing heartbeat means a hang
             async with open_events() as events:
                 self._dispatcher.receive(ready)
                 await self._read_events(events, watchdog)
@@ -253,9 +254,9 @@ class ProcessRunner:
             )
 
     async def _wait_until_loaded(self, name: str, get_status: GetStatus) -> EngineReady | None:
-        """Polls the process until the model is loaded. Returns None if the load has failed, after
-        reporting the failure to the dispatcher. A process that does not respond for `watchdog`
-        seconds is hung or suspended. It fails before `load_timeout` expires."""
+        """Polls the process until the model is loaded. If the load fails, reports the failure to
+        the dispatcher and returns None. A process that does not respond for `watchdog` seconds is
+        hung or suspended, and fails before `load_timeout` expires."""
         last, limit = None, self._settings.load_timeout
         now = asyncio.get_running_loop().time
         moved = now()
@@ -303,7 +304,7 @@ class ProcessRunner:
                     assert_never(one)
 
     async def _run_watchdog(self, watchdog: Watchdog, interval: float) -> None:
-        """Returns when the process hangs."""
+        """Returns when the process is hung."""
         while True:
             await asyncio.sleep(interval)
             if (stall := watchdog.check()) is not None:
@@ -312,10 +313,10 @@ class ProcessRunner:
         self._fail_and_kill(AppError(ErrorKind.ENGINE, stall))
 
     async def _run_probes(self, name: str, probe: Callable[[], Awaitable[None]]) -> None:
-        """Probes whether jobs can reach the engine, because heartbeats use another connection.
-        Returns when the engine has accepted no command for too long. An error in this process, such
-        as a lack of file descriptors, does not count, because the model process may still be
-        serving other requests."""
+        """Checks that jobs can reach the engine, because heartbeats use a separate connection.
+        Returns when the engine has not accepted a command for too long. An error in this process,
+        such as running out of file descriptors, does not count, because the model process may still
+        be serving other requests."""
         await self._dispatcher.wait_until_ready()
         limit, missed = self._settings.watchdog, 0
         while missed < _MAX_MISSED_PROBES:
@@ -342,7 +343,7 @@ class ProcessRunner:
         )
 
     def _fail_and_kill(self, error: AppError, *, job_error: str | None = None) -> None:
-        """Fails all jobs and kills a process that has become unusable. For `job_error`, see
+        """Fails all jobs and kills the process, which has become unusable. For `job_error`, see
         `Dispatcher.fail`."""
         assert self._process is not None
         self._dispatcher.fail(error, job_error=job_error)

@@ -2,14 +2,14 @@
 
 Knows: the jobs of the runner, the suspects. Must not know: the life cycle of runners.
 
-A job that had not started when the runner crashed is submitted to the next runner. All jobs that
-were running are suspects. Suspects run one at a time. A suspect that did not cause the crash then
-finishes, which clears it. It is also not running when the job that caused the crash crashes the
-runner again. Other jobs may run alongside a suspect. If the suspect crashes the runner, they become
-suspects as well.
+A job that had not started when the runner crashed is resubmitted to the next runner. All jobs that
+were running become suspects. Suspects run one at a time. A suspect that did not cause the crash
+finishes normally, which clears it, and it is not running when the job that caused the crash crashes
+the runner again. Other jobs may run alongside a suspect. If the suspect crashes the runner, they
+become suspects as well.
 
-A crash caused by an operator's signal has no weight. The kernel sends the same SIGKILL when the
-system is out of memory. If the sender is unknown, the crash weighs less than a fault.
+A crash caused by an operator's signal has no weight. A SIGKILL may come from an operator or from
+the kernel's OOM killer; if the sender is unknown, the crash has less weight than a fault.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from app.core.model_state import ServedModel
 from app.core.ports import FailureCause, Runner, Submission
 from app.core.units import pluralize
 
-# The time in seconds after which the next suspect starts even if the current one is still running.
-# Most crashes happen within that time, and a long completion must not delay other suspects for
-# minutes.
+# The time in seconds after which the next suspect starts even if the current suspect is still
+# running. Most crashes happen within this time, and a long completion must not delay other suspects
+# for minutes.
 _MAX_TURN = 30.0
 
 SubmitJob = Callable[[Job], AbstractAsyncContextManager[Submission]]
@@ -52,7 +52,8 @@ class SerialTurns:
 
     @asynccontextmanager
     async def take_turn(self) -> AsyncGenerator[None]:
-        """Waits for a turn and holds it. Raises AppError(BUSY) if too many tasks are waiting."""
+        """Waits for a turn, and holds it until the context exits. Raises AppError(BUSY) if too many
+        tasks are waiting."""
         if self._waiting >= self._max_waiting:
             raise AppError(
                 ErrorKind.BUSY,
@@ -83,11 +84,11 @@ class SerialTurns:
 
 
 class IsolatedSubmission:
-    """A job that waits for its turn.
+    """A submission that waits for its turn.
 
-    A separate task reads its updates. The turn therefore ends with the job, and not when a slow
-    client has read the output. Entering the context never waits. A request enters all of its jobs
-    before it reads the first one, so it would otherwise wait for itself. Iterating raises the
+    A separate task reads the updates, so that the turn ends with the job, rather than when a slow
+    client has read the output. Entering the context never waits, because a request submits all of
+    its jobs before it reads from the first one, and would otherwise deadlock. Iterating raises the
     exceptions of `submit`.
 
     `on_success` is called with a job that has finished without an error.
@@ -152,8 +153,8 @@ class IsolatedSubmission:
             self._updates.put_nowait(error)
 
 
-# The weight of a crash by cause, and the total weight from which a job is refused. The limit is
-# reached by two faults, or by six crashes that may have been caused by a lack of memory.
+# The weight of a crash by cause, and the total weight at which a job is rejected: two faults, or
+# six crashes that may have been caused by running out of memory.
 CRASH_WEIGHTS: Mapping[FailureCause, int] = {"fault": 3, "unknown": 1, "outside": 0}
 REFUSE_WEIGHT = 6
 
@@ -204,7 +205,7 @@ class CrashRecords:
 
     def add_crash(self, jobs: Iterable[AnyJob], *, weight: int) -> None:
         """Records that a runner crashed while these jobs were running. Several choices of the same
-        prompt count once."""
+        prompt are counted once."""
         self._drop_expired()
         for key in {_key(job) for job in jobs}:
             before = self._records.pop(key, CrashRecord())
@@ -215,15 +216,14 @@ class CrashRecords:
             self._records.popitem(last=False)
 
     def clear(self, job: AnyJob) -> None:
-        """Removes the record of a job that has finished without an error."""
+        """Removes the crash record of a job that has finished without an error."""
         self._records.pop(_key(job), None)
 
     def clear_all(self) -> None:
         self._records.clear()
 
     def _drop_expired(self) -> None:
-        """Drops expired records. The oldest records come first, because each crash moves its jobs
-        to the end."""
+        """Drops expired records. Records are ordered by the last crash."""
         oldest = self._clock() - self._ttl
         while self._records and next(iter(self._records.values())).last_crash < oldest:
             self._records.popitem(last=False)
@@ -242,12 +242,12 @@ def _key(job: AnyJob) -> bytes:
     return digest.digest()
 
 
-# The number of engine steps after which a cancellation has certainly taken effect. It covers the
-# two steps of `Runner.submit`, and steps that were complete but not yet reported.
+# The number of engine steps after which a cancellation has taken effect. It includes the two steps
+# of `Runner.submit`, and completed steps that were not reported yet.
 _STEPS_UNTIL_CANCELLED = 8
 
-# The maximum number of cancelled jobs that are tracked, because they may still be running. It is
-# larger than the number of jobs that run concurrently.
+# The maximum number of cancelled jobs to track, because they may still be running. It is larger
+# than the number of concurrent jobs.
 _MAX_ABANDONED = 64
 
 
@@ -256,7 +256,7 @@ class RunnerSource(Protocol):
 
     async def get_runner(self, lost_runner: Runner | None = None) -> Runner:
         """Returns the current runner. If there is none, or if it is `lost_runner`, waits for the
-        next one. Raises AppError if there will be no next runner."""
+        next runner. Raises AppError if no runner will be started."""
         ...
 
 
@@ -278,9 +278,9 @@ class CrashQuarantine:
     @asynccontextmanager
     async def submit(self, job: Job) -> AsyncGenerator[Submission]:
         """Submits a job like `Runner.submit`. Also raises AppError(INVALID) for a prompt whose
-        crashes reach `REFUSE_WEIGHT`. Iterating over a suspect waits until no other suspect is
-        running. If the runner fails before the job has started, the job is submitted to the next
-        runner."""
+        crash weight has reached `REFUSE_WEIGHT`. Iterating over a suspect waits until no other
+        suspect is running. If the runner fails before the job has started, the job is submitted to
+        the next runner."""
         if not self._check_suspect(job):
             async with self._submit_with_retry(job) as submission:
                 yield submission
@@ -291,8 +291,8 @@ class CrashQuarantine:
             yield submission
 
     async def embed(self, job: EmbedJob) -> Sequence[bytes]:
-        """Computes embeddings like `Runner.embed`, with the rules of `submit`. An embedding job
-        always counts as started."""
+        """Computes embeddings like `Runner.embed`, under the same rules as `submit`. An embedding
+        job is always treated as started."""
         if not self._check_suspect(job):
             return await self._embed(job)
         async with self._serial_turns.take_turn():
@@ -303,9 +303,9 @@ class CrashQuarantine:
     def record_crash(self, parallel: int, stats: EngineStats, *, cause: FailureCause) -> None:
         """Records a failure of the runner.
 
-        Jobs that had started become suspects. For each free place, the next job in order of arrival
-        also becomes a suspect, because a runner that crashes immediately has not reported that a
-        job started.
+        Jobs that had started become suspects. For each free slot, the next job in order of arrival
+        also becomes a suspect, because a runner that crashes immediately cannot report that a job
+        has started.
 
         parallel: the maximum number of concurrent jobs.
         stats: the last statistics of the engine.
@@ -323,20 +323,20 @@ class CrashQuarantine:
             one.set_implicated(implicated=one in suspects)
 
     def reset(self) -> None:
-        """Drops all jobs of a runner that has ended."""
+        """Drops all jobs of a runner that has stopped."""
         for one in self._tracked.values():
             one.set_implicated(
                 implicated=True
-            )  # has no effect if already set; otherwise, the job ends with the runner
+            )  # no effect if already set; otherwise, the job ends with the runner
         self._tracked.clear()
         self._abandoned.clear()
 
     def forget_crashes(self) -> None:
-        """Clears the records of all suspects."""
+        """Clears all crash records."""
         self._crash_records.clear_all()
 
     def _check_suspect(self, job: AnyJob) -> bool:
-        """Returns whether a job is a suspect. Raises AppError(INVALID) if the job is refused."""
+        """Returns whether a job is a suspect. Raises AppError(INVALID) if the job is rejected."""
         record = self._crash_records.get(job)
         if record.weight >= REFUSE_WEIGHT:
             raise AppError(
@@ -357,8 +357,7 @@ class CrashQuarantine:
 
     @asynccontextmanager
     async def _track(self, job: Job, runner: Runner) -> AsyncGenerator["_TrackedJob"]:
-        # The job is tracked before it is submitted, because compiling its grammar may crash the
-        # runner.
+        # Track the job before submitting it, because compiling its grammar may crash the runner.
         one = self._tracked[job.id] = _TrackedJob(job, runner)
         try:
             yield one
@@ -377,10 +376,10 @@ class CrashQuarantine:
 
     def _untrack(self, tracked: "_TrackedJob") -> None:
         """Stops tracking a job. An unfinished job is tracked until the engine has completed a step
-        without it. The engine may hang in the job, and clients time out before the watchdog does.
-        The engine may also have failed without the failure being handled yet."""
+        without it, because the job may have hung the engine (clients time out before the watchdog
+        does), or the engine may have failed without the failure being handled yet."""
         if self._tracked.get(tracked.job.id) is not tracked:
-            return  # its runner has ended
+            return  # the runner has stopped
         status = tracked.runner.status()
         alive = status.state != "failed"
         if alive:
@@ -391,7 +390,7 @@ class CrashQuarantine:
             self._abandoned[tracked.job.id] = status.stats.steps
 
     def _drop_abandoned(self, stats: EngineStats) -> None:
-        """Drops the cancelled jobs whose cancellation has taken effect."""
+        """Drops jobs whose cancellation has taken effect."""
         idle = not (stats.running or stats.waiting or stats.embedding_jobs)
         for id_, turns in list(self._abandoned.items()):
             if stats.steps >= turns + (1 if idle else _STEPS_UNTIL_CANCELLED):
@@ -413,21 +412,21 @@ class _TrackedJob:
         return self.submission is not None and self.submission.started_ns is not None
 
     def set_implicated(self, *, implicated: bool) -> None:
-        """Records whether the job may be the cause of the runner's failure. Called after the
-        failure. Only the first call has an effect."""
+        """Records whether the job may have caused the runner's failure. Called after the failure.
+        Only the first call has an effect."""
         if not self._implicated.done():
             self._implicated.set_result(implicated)
 
     async def may_retry(self) -> bool:
-        """Returns whether the job may be submitted to the next runner. Waits until the failure of
-        the runner has been handled. Returns False if the job had started, because its client may
-        have received output, or if the job may be the cause."""
+        """Returns whether the job may be resubmitted to the next runner. Waits until the failure of
+        the runner has been handled. Returns False if the job had started, because the client may
+        have received output, or if the job may have caused the failure."""
         return not self.has_started and not await self._implicated
 
 
 class _RetryingSubmission:
-    """Implements `Submission`. Submits a job to one runner after another until the job starts.
-    `stack` is exited together with the context of the job."""
+    """Implements `Submission`. Resubmits a job to each new runner until the job starts. `stack` is
+    closed when the context of the job exits."""
 
     def __init__(
         self,
@@ -449,7 +448,7 @@ class _RetryingSubmission:
 
     @property
     def ended_ns(self) -> int | None:
-        """The time at which the place of the job became free; None while the job may be
+        """The time at which the slot of the job became free; None while the job may be
         resubmitted."""
         one = self._current
         if one is None or one.submission is None or one.submission.ended_ns is None:
@@ -464,7 +463,7 @@ class _RetryingSubmission:
         self._current.submission.limit_cached_tokens(tokens)
 
     async def submit(self, lost_runner: Runner | None = None) -> None:
-        """Submits the job to a runner other than `lost_runner`. Raises the errors of
+        """Submits the job to a runner other than `lost_runner`. Raises the same errors as
         `Runner.submit`, and the error that prevents the model from being reloaded."""
         while True:
             await self._stack.aclose()

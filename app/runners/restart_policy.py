@@ -2,8 +2,8 @@
 
 Knows: clock readings, the number of failures. Must not know: runners, waiting requests.
 
-A runner that fails soon after its start is restarted with increasing delays. A model whose load
-fails repeatedly is refused for a while. After that, a single failed load causes the model to be
+A runner that fails soon after its start is restarted with exponential backoff. A model that fails
+to load repeatedly is refused for a while. After that, a single failed load causes the model to be
 refused again, because the cause is likely to persist.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from app.core.errors import AppError
 
-# The error code of a load that failed without a known error of the model. The next load may
+# The error code of a failed load without a known error in the model files. The next load may
 # succeed.
 RUNNER_CRASHED = "runner_crashed"
 
@@ -20,9 +20,9 @@ RUNNER_CRASHED = "runner_crashed"
 class RestartPolicy:
     """The delays and limits of the policy. All durations are in seconds.
 
-    initial_delay: the delay before the first restart. It is doubled for each consecutive failure,
-        up to max_delay.
-    healthy_after: the uptime after which the count of consecutive failures restarts.
+    initial_delay: the delay before the first restart, doubled for each consecutive failure up to
+        max_delay.
+    healthy_after: the uptime after which the count of consecutive failures is reset.
     max_load_failures: the number of consecutive failed loads after which the model is refused.
     refuse_for: the time for which the model is refused.
     """
@@ -40,7 +40,7 @@ class RestartState:
 
     failures: the number of consecutive failures, including failed loads.
     load_failures: the number of consecutive failed loads.
-    not_before: the clock reading before which the model is not loaded.
+    not_before: the time before which the model is not loaded.
     error: the last error; None after a successful load.
     """
 
@@ -64,16 +64,16 @@ def after_failed_load(
 
 
 def after_load(state: RestartState) -> RestartState:
-    """Returns the state after a successful load. `failures` is kept, because the runner may still
-    fail soon."""
+    """Returns the state after a successful load. `failures` is not reset, because the runner may
+    still fail soon."""
     return replace(state, load_failures=0, error=None)
 
 
 def after_crash(
     state: RestartState, now: float, uptime: float, error: AppError, policy: RestartPolicy
 ) -> RestartState:
-    """Returns the state after a crash of a ready runner. `uptime` is the number of seconds for
-    which the runner was ready."""
+    """Returns the state after a crash of a ready runner. `uptime` is the time in seconds that the
+    runner was ready."""
     breaks = 1 if uptime >= policy.healthy_after else state.failures + 1
     return RestartState(
         failures=breaks, not_before=now + _backoff_delay(breaks, policy), error=error

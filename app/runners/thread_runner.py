@@ -2,7 +2,7 @@
 
 Knows: the engine thread, asyncio. Must not know: HTTP, text.
 
-Commands are sent through the thread's queue. Messages reach the dispatcher through one
+Commands are sent through the thread's queue. Messages are passed to the dispatcher with one
 `call_soon_threadsafe` call per step. A thread cannot be killed, so a hung engine is only reported.
 """
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 # The timeout in seconds for a stopping engine to finish its step.
 _STOP_TIMEOUT = 30.0
 
-# The same timeout if the step may be waiting for a lost rank.
+# The timeout if the step may be blocked by a lost rank.
 _STOP_TIMEOUT_RANK_LOST = 1.0
 
 _MakeMatcher = Callable[[Grammar, frozenset[int], str], Awaitable[Matcher]]
@@ -44,9 +44,9 @@ _CHECKS_PER_WATCHDOG = 4
 class ThreadRunner:
     """Implements `Runner`.
 
-    settings: the engine's settings, and `watchdog`.
-    rank_group: the other ranks, if several ranks run the model together. With a rank group, only
-        one runner can be started, and only once.
+    settings: the settings of the engine and the watchdog.
+    rank_group: the other ranks, if several ranks run the model together. If set, only one runner
+        can be started, and only once.
     """
 
     def __init__(self, settings: Settings, rank_group: RankGroup | None = None) -> None:
@@ -114,8 +114,8 @@ class ThreadRunner:
         self._dispatcher.fail(AppError(ErrorKind.ENGINE, reason), job_error=reason)
 
     def _stall_message(self) -> str | None:
-        """Returns a sentence if a loaded engine has made no progress for too long, and otherwise
-        None."""
+        """Returns a description as a sentence if a loaded engine has made no progress for too long,
+        otherwise None."""
         if self._thread is None or self._dispatcher.status().state != "ready":
             return None
         beat = self._thread.heartbeat()

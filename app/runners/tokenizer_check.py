@@ -1,10 +1,11 @@
-"""Checks in a separate process whether a model's tokenizer may be used in the server process.
+"""Checks, in a separate process, whether a model's tokenizer may be used in the server process.
 
-Knows: the limits of that process, its messages, earlier results. Must not know: the `tokenizers`
+Knows: the limits and messages of that process, earlier results. Must not know: the `tokenizers`
 library, the texts of the check.
 
-A tokenizer.json comes from the author of the model, and the `tokenizers` library aborts its process
-when it runs out of memory. In the server process, this would end all models.
+A tokenizer.json is untrusted input from the author of the model, and the `tokenizers` library
+aborts the process when it runs out of memory. In the server process, this would take down all
+models.
 """
 
 import asyncio
@@ -21,11 +22,11 @@ from app.runners.codec import Codec
 # The exit status of a check that exceeded its memory limit.
 OUT_OF_MEMORY_STATUS = 4
 
-# Five times the memory that the check of the largest published tokenizers (35 MB) needs.
+# Five times the memory needed to check the largest published tokenizers (35 MB).
 _BASE_MEMORY = 2 << 30
 _MEMORY_PER_BYTE = 32
 
-# Each thread of the library would use address space, to which the limit applies. Without
+# Each thread of the library would use address space, which counts against the limit. Without
 # RUST_BACKTRACE=0, a panic may print a hundred lines.
 _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
@@ -33,7 +34,7 @@ _ENVIRONMENT = {
     "RUST_BACKTRACE": "0",
 }
 
-# The messages that the allocators print before they abort the process.
+# The messages that allocators print before they abort the process.
 _ALLOCATION_ERRORS = ("memory allocation of", "capacity overflow", "MemoryError")
 
 
@@ -41,9 +42,9 @@ _ALLOCATION_ERRORS = ("memory allocation of", "capacity overflow", "MemoryError"
 class CheckLimits:
     """The limits of a check.
 
-    memory: the number of bytes in addition to those derived from the size of tokenizer.json.
-    cpu: the number of seconds of CPU time. This is the actual limit.
-    wall: the number of seconds of real time, for an overloaded machine.
+    memory: the number of bytes in addition to a limit derived from the size of tokenizer.json.
+    cpu: the CPU time in seconds, which is the effective limit.
+    wall: the wall-clock time in seconds, for an overloaded machine.
     """
 
     memory: int = _BASE_MEMORY
@@ -53,7 +54,7 @@ class CheckLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRequest:
-    """One line on the standard input of the process.
+    """One line on the stdin of the process.
 
     parent_pid: the process ID of the parent.
     memory_limit: the number of bytes of address space.
@@ -68,8 +69,8 @@ class CheckRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResponse:
-    """One line on the standard output of the process. `error` is the message of the AppError that
-    the check raised; None if the tokenizer may be used."""
+    """One line on the stdout of the process. `error` is the message of the AppError raised by the
+    check; None if the tokenizer may be used."""
 
     error: str | None
 
@@ -84,16 +85,16 @@ class _FileStamp:
 
 class TokenizerChecker:
     """Checks each tokenizer.json once until it changes. Runs on the event loop. `is_trusted`
-    returns whether a model is the built-in one, whose tokenizer is not checked."""
+    returns whether a model is the built-in model, whose tokenizer is not checked."""
 
     def __init__(
         self, is_trusted: Callable[[ModelFiles], bool], limits: CheckLimits | None = None
     ) -> None:
         self._is_trusted = is_trusted
         self._limits = limits or CheckLimits()
-        # By path: the stamp of the checked file, and the error; None if it may be used.
+        # Maps paths to the stamp of the checked file and the error (None if it may be used).
         self._outcomes: dict[str, tuple[_FileStamp, str | None]] = {}
-        # By path, because one model may have several names.
+        # Keyed by path, because one model may have several names.
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def check(self, files: ModelFiles) -> None:

@@ -1,7 +1,7 @@
 """`python -m app.runners.tokenizer_check_main`: the process that checks a tokenizer.
 
 Knows: one line of input, one line of output, resource limits. Must not know: the texts of the
-check. The process runs for one check, and exits if its parent exits.
+check. The process runs a single check, and exits if its parent exits.
 """
 
 import os
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def _check(request: CheckRequest) -> CheckResponse:
-    # This import takes a while, so it follows `exit_with_parent`.
+    # This import is slow, so it comes after `exit_with_parent`.
     from app.text.tokenizer import Tokenizer
     from app.text.tokenizer_probe import probe_tokenizer
 
@@ -61,8 +61,8 @@ def apply_limits(memory: int, cpu: int) -> None:
 
 
 def watch_memory(max_bytes: int) -> None:
-    """Exits this process when it has used more than `max_bytes` bytes. The check runs on a thread,
-    because the library releases the GIL while it processes a text."""
+    """Exits this process when it has used more than `max_bytes` bytes. Runs on a thread, because
+    the library releases the GIL while it processes a text."""
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2)
 
     def watch() -> None:
@@ -74,7 +74,7 @@ def watch_memory(max_bytes: int) -> None:
 
 
 def _lower_limit(kind: int, soft: int, hard: int) -> None:
-    """Sets a limit, but never above an existing hard limit."""
+    """Sets a limit, capped at an existing hard limit."""
     _, most = resource.getrlimit(kind)
     if most != resource.RLIM_INFINITY:
         soft, hard = min(soft, most), min(hard, most)

@@ -1,9 +1,9 @@
-"""The client of a model process. It sends requests and reads events over HTTP on a Unix socket.
+"""The client of a model process, which sends requests and reads events over HTTP on a Unix socket.
 
 Knows: the protocol, an HTTP client. Must not know: processes, admission.
 
-The module is imported only after the process was started, because importing the HTTP client takes a
-while.
+This module is imported only after the process was started, because importing the HTTP client is
+slow.
 """
 
 import asyncio
@@ -35,35 +35,35 @@ from app.runners.worker_protocol import WorkerEvent, WorkerStatus
 
 log = logging.getLogger(__name__)
 
-# These libraries log every request. Requests to a model process are internal.
+# These libraries would log every internal request to a model process.
 for _chatty in ("httpx2", "httpcore2"):
     logging.getLogger(_chatty).setLevel(logging.WARNING)
 
-# There is no timeout, because a request may wait for a long prefill. It ends with the process at
-# the latest. If the process hangs, the watchdog of ProcessRunner kills it.
+# There is no timeout, because a request may wait for a long prefill. A request ends with the
+# process at the latest, and ProcessRunner's watchdog kills a hung process.
 _NO_TIMEOUT = httpx2.Timeout(None)
 
 # The connection pools. Each connection uses a file descriptor. The event stream uses one
 # connection, and each request in progress uses one; further requests wait. Slow requests, which
-# compile a grammar or compute embeddings, have their own pool, so that other requests do not wait
-# for them. keepalive_expiry is less than the keep-alive of the worker.
+# compile a grammar or compute embeddings, have a separate pool, so that other requests do not wait
+# for them. keepalive_expiry is less than the worker's keep-alive timeout.
 _FAST_POOL = httpx2.Limits(max_connections=32, max_keepalive_connections=16, keepalive_expiry=60.0)
 _SLOW_POOL = httpx2.Limits(max_connections=64, max_keepalive_connections=4, keepalive_expiry=60.0)
 
-# The errors of the system when the resources for a connection are exhausted. These are the file
-# descriptors of this process or of the machine, the memory for a socket, and ports.
+# System errors that mean that the resources for a connection are exhausted: the file descriptors of
+# this process or of the machine, the memory for a socket, or ports.
 _EXHAUSTION_ERRNOS = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN}
 )
 
-# The timeout in seconds for such resources, and the delay between two attempts.
+# How long to retry when resources are exhausted, and the delay between two attempts, in seconds.
 _EXHAUSTION_TIMEOUT, _RETRY_DELAY = 2.0, 0.05
 
-# The timeout in seconds for requests to end after the process has exited.
+# The timeout in seconds for requests to finish after the process has exited.
 _CLOSE_TIMEOUT = 1.0
 
-# The maximum size of an event in bytes. It is many times the size of 512 positions with
-# top_logprobs (`split_step`).
+# The maximum size of an event in bytes. It is many times larger than an event with 512 positions
+# with top_logprobs (`split_step`).
 _MAX_LINE_BYTES = 1 << 24
 
 
@@ -81,7 +81,7 @@ class WorkerClient:
                 transport=httpx2.AsyncHTTPTransport(
                     uds=str(socket_path), verify=False, trust_env=False, limits=limits
                 ),
-                # Proxies from the environment are ignored, and no certificates are loaded.
+                # Ignore proxies from the environment, and do not load certificates.
                 trust_env=False,
                 timeout=_NO_TIMEOUT,
             )
@@ -102,8 +102,8 @@ class WorkerClient:
 
     @asynccontextmanager
     async def stream_events(self) -> AsyncGenerator[AsyncIterator[WorkerEvent]]:
-        """Opens the event stream. May be called only once. When the context is left, the process
-        exits. Entering the context and iterating raise ConnectionError."""
+        """Opens the event stream. May be called only once. The process exits when the context
+        exits. Entering the context and iterating may raise ConnectionError."""
         with _as_connection_error():
             async with self._http.stream("GET", "/v1/updates") as reply:
                 reply.raise_for_status()
@@ -111,7 +111,7 @@ class WorkerClient:
                     yield lines
 
     async def probe(self) -> None:
-        """Sends a command over the same path as a job, and returns when the engine has accepted it.
+        """Sends a command on the same path as a job, and returns when the engine has accepted it.
         Raises ConnectionError if the connection fails."""
         with _as_connection_error():
             reply = await _request_with_retry(lambda: self._http.post("/v1/probe"), math.inf)
@@ -122,8 +122,8 @@ class WorkerClient:
         await self._disconnected.wait()
 
     async def submit(self, job: Job) -> None:
-        """Submits a job. If this call is cancelled, the request continues, so that the job can be
-        cancelled reliably afterwards."""
+        """Submits a job. If this call is cancelled, the request still completes, so that the job
+        can be cancelled reliably afterwards."""
         posting = self._submitting[job.id] = self._start_task(self._post_job(job))
         posting.add_done_callback(lambda done: self._on_submitted(job.id, done))
         await asyncio.wait({posting})
@@ -134,7 +134,7 @@ class WorkerClient:
     def _on_submitted(self, job: str, posting: asyncio.Task[None]) -> None:
         del self._submitting[job]
         if not posting.cancelled():
-            posting.exception()  # marks it as retrieved, as `submit` may have been cancelled
+            posting.exception()  # marks it as retrieved, because `submit` may have been cancelled
 
     def embed(self, job: EmbedJob) -> None:
         asking = self._embedding[job.id] = self._start_task(self._post_embed_job(job))
@@ -152,9 +152,9 @@ class WorkerClient:
         self._start_task(self._cancel_job(job, keep))
 
     async def close(self) -> None:
-        """Closes all connections after the process has exited. Requests first get time to end on
-        their own. If a task is cancelled while the client's pool closes several connections, the
-        rest of them stay open forever."""
+        """Closes all connections after the process has exited. Requests first get time to finish.
+        If a task were cancelled while the connection pool closes several connections, the remaining
+        connections would stay open forever."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_CLOSE_TIMEOUT)
         for task in self._tasks:
@@ -180,7 +180,7 @@ class WorkerClient:
             partial += rest
             if len(partial) > _MAX_LINE_BYTES:
                 raise ValueError("an event is longer than the maximum line length")
-            # Other tasks may run while more data is already available.
+            # Let other tasks run, even if more data is already available.
             await asyncio.sleep(0)
 
     async def _post(self, path: str, body: bytes, *, slow: bool) -> httpx2.Response:
@@ -201,7 +201,8 @@ class WorkerClient:
             ) from error
         except httpx2.HTTPError as error:
             # The socket listens as long as the process runs. A failed connect therefore means that
-            # the process has exited. Any other error means that it has just closed the connection.
+            # the process has exited. Any other error means that the process has just closed the
+            # connection.
             if not isinstance(error, httpx2.ConnectError):
                 self._disconnected.set()
             raise await self._dispatcher.get_failure() from error
@@ -217,7 +218,7 @@ class WorkerClient:
         await self._post("/v1/jobs", worker_protocol.JOB.encode(job), slow=job.grammar is not None)
 
     async def _post_embed_job(self, job: EmbedJob) -> None:
-        """Posts an embedding job. The response contains one embedding per input, all of equal
+        """Posts an embedding job. The response contains one embedding per input, all with the same
         size."""
         reply = await self._post("/v1/embed", worker_protocol.EMBED_JOB.encode(job), slow=True)
         data, count = reply.content, len(job.inputs)
@@ -227,7 +228,7 @@ class WorkerClient:
 
     async def _cancel_job(self, job: str, keep: int | None) -> None:
         if (posting := self._submitting.get(job)) is not None and not posting.done():
-            # Its grammar may still be compiling, or the process may not have read it yet.
+            # The grammar may still be compiling, or the process may not have read the job yet.
             await self._delete(job, early=1)
             await asyncio.wait({posting})
             if posting.cancelled() or posting.exception() is not None:
@@ -238,8 +239,8 @@ class WorkerClient:
 
     async def _delete(self, job: str, **parameters: int) -> None:
         path = f"/v1/jobs/{quote(job, safe='')}"
-        with suppress(httpx2.HTTPError):  # the job ended with the process
-            # Retry without a limit. Otherwise, the job would continue without a reader.
+        with suppress(httpx2.HTTPError):  # the process has exited, so the job has ended
+            # Retry without limit, because otherwise the job would continue without a reader.
             await _request_with_retry(lambda: self._http.delete(path, params=parameters), math.inf)
 
 

@@ -1,6 +1,7 @@
-"""The main function of a model process, which has one engine and one Unix socket.
+"""The entry point of a model process, which has one engine and one Unix socket.
 
-Knows: the order of start and exit. Must not know: requests. The process exits if its parent exits.
+Knows: the order of startup and shutdown. Must not know: requests. The process exits if its parent
+exits.
 """
 
 import faulthandler
@@ -19,8 +20,8 @@ _STOP_TIMEOUT = 4.0
 
 def main() -> int:
     parent_watch.tie_to_parent()
-    # A service manager sends SIGTERM to every process of a service. Only the parent decides when
-    # this process exits, because requests may still be running.
+    # Service managers send SIGTERM to every process of a service. Ignore it: the parent decides
+    # when this process exits, because requests may still be running.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
     line = parent_watch.read_first_line()
@@ -43,7 +44,7 @@ def main() -> int:
     service = WorkerServer(opening)
     service.run()
     if not service.stop_engine(_STOP_TIMEOUT):
-        # A load or a hung step is still running. A thread cannot be killed, but the process can
+        # A load or a hung step is still running. The thread cannot be killed, but the process can
         # exit.
         sys.stderr.flush()
         os._exit(1)

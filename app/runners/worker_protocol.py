@@ -2,9 +2,9 @@
 
 Knows: the messages. Must not know: pipes, sockets, HTTP.
 
-The parent first sends a `WorkerInit` through standard input, which stays open as long as the parent
-runs. It then sends a `Job` or an `EmbedJob` per request. The process sends a `WorkerStatus` on
-request, and a stream of `WorkerEvent` lines.
+The parent first sends a `WorkerInit` on stdin, which stays open as long as the parent is running.
+It then sends one `Job` or `EmbedJob` per request. The process responds with a `WorkerStatus` on
+request, and sends a stream of `WorkerEvent` lines.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from app.core.model_files import ModelFiles
 from app.core.settings import Settings
 from app.runners.codec import Codec
 
-# The number of positions of prompt log-probabilities per line. A long prompt has millions of
+# The number of positions of prompt log probabilities per line. A long prompt has millions of
 # numbers, and decoding a line blocks the event loop.
 _SCORES_PER_CHUNK = 512
 
@@ -54,9 +54,9 @@ class WorkerInit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """The response to GET /v1/status. The first four fields have the names and values of Ollama's
-    runner (llm.ServerStatus: 0 ready, 3 loading, 5 error). `Progress` is a percentage from 0 to
-    100, and `Memory` is in bytes."""
+    """The response to GET /v1/status. The first four fields have the same names and values as in
+    Ollama's runner (llm.ServerStatus: 0 ready, 3 loading, 5 error). `Progress` is a percentage from
+    0 to 100, and `Memory` is in bytes."""
 
     Status: int
     Progress: int
@@ -67,8 +67,8 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScoresChunk:
-    """A part of the log-probabilities of a prompt. More chunks may follow. The last part is in the
-    `PromptLogprobs` of the next step."""
+    """A chunk of the log probabilities of a prompt. More chunks may follow. The last chunk is in
+    the `PromptLogprobs` of the next step."""
 
     job: str
     scores: Scores
@@ -122,8 +122,8 @@ def heartbeat_interval(settings: Settings) -> float:
 
 
 def split_step(step: StepOutput) -> Iterator[PromptScoresChunk | StepOutput]:
-    """Splits prompt log-probabilities that are too long for one line. Yields chunks, and then the
-    step with the rest."""
+    """Splits prompt log probabilities that are too long for one line. Yields chunks, and then the
+    step with the remaining part."""
     if not any(isinstance(update, PromptLogprobs) for update in step.updates):
         yield step
         return

@@ -1,11 +1,12 @@
-"""The HTTP server inside a model process. It passes requests from the parent to the engine thread.
+"""The HTTP server inside a model process, which passes requests from the parent to the engine
+thread.
 
 Knows: the protocol, starlette, uvicorn, the engine thread. Must not know: text, clients, other
 models.
 
-Only the parent can open the Unix socket of the server. The messages of the engine pass through a
-queue into one endless response. The response has one line per engine step, not per token, and
-heartbeats in between. The server stops when the parent no longer reads the response.
+Only the parent can open the server's Unix socket. The engine's messages pass through a queue into
+one endless response, with one line per engine step (not per token) and heartbeats in between. The
+server stops when the parent stops reading the response.
 """
 
 import asyncio
@@ -50,12 +51,12 @@ log = logging.getLogger(__name__)
 # The values of Ollama's llm.ServerStatus.
 _READY, _LOADING, _ERROR = 0, 3, 5
 
-# The maximum number of IDs of jobs that were cancelled before they arrived. If an ID was dropped,
-# its job is cancelled again after its arrival.
+# The maximum number of stored IDs of jobs that were cancelled before they arrived. If an ID was
+# dropped, the job must be cancelled again after it arrives.
 _MAX_EARLY_CANCELLED = 1024
 
-# The idle timeout of a connection in seconds. It is longer than in the parent's pool, so that the
-# parent never uses a connection that is being closed.
+# The idle timeout of a connection in seconds. It is longer than the idle timeout of the parent's
+# pool, so that the parent never uses a connection that is being closed.
 _KEEP_ALIVE = 3600
 
 
@@ -91,7 +92,7 @@ class WorkerServer:
         asyncio.run(self._serve())
 
     def stop_engine(self, timeout: float) -> bool:
-        """Stops the engine. Returns whether it has ended within `timeout` seconds."""
+        """Stops the engine. Returns whether it has stopped within `timeout` seconds."""
         if isinstance(self._state, LoadProgress):
             return False
         self._thread.stop()
@@ -118,7 +119,7 @@ class WorkerServer:
 
     def _post(self, message: EngineMessage) -> None:
         assert self._loop is not None
-        # The event loop may be closed when a stopping engine sends its last message.
+        # The event loop may already be closed when a stopping engine sends its last message.
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._receive, message)
 
@@ -149,8 +150,7 @@ class WorkerServer:
             over.set_result(embedded)
 
     def _request_stop(self) -> None:
-        """Ends the event stream. A signal handler calls this method between any two lines of other
-        code."""
+        """Ends the event stream. Must be reentrant, because it is called from a signal handler."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._events.put_nowait, None)
 
@@ -190,8 +190,8 @@ class WorkerServer:
 
     async def _send_heartbeats(self) -> None:
         while True:
-            # A heartbeat adds no information after other events. Without a reader, heartbeats would
-            # fill the memory.
+            # A heartbeat is redundant after other events. Without a reader, heartbeats would
+            # accumulate in memory.
             if self._events.empty():
                 self._events.put_nowait(self._thread.heartbeat())
             await asyncio.sleep(self._heartbeat_interval)
@@ -235,7 +235,7 @@ class WorkerServer:
         return Response(status_code=204)
 
     async def _probe(self, request: Request) -> Response:
-        """Responds when the engine has accepted a command, as it would accept a job."""
+        """Responds when the engine has accepted a command, on the same path as a job."""
         assert self._loop is not None
         loop, taken = self._loop, asyncio.Event()
 
@@ -284,7 +284,7 @@ def _handle_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, A
 
 def _exit_out_of_memory(error: MemoryError) -> NoReturn:
     """Exits the process, so that it is restarted. Without memory, the process cannot read requests,
-    but the watchdog detects no problem as long as its engine runs."""
+    but the watchdog does not detect this as long as the engine is running."""
     with suppress(MemoryError):
         log.critical("out of memory", exc_info=error)
     os._exit(1)

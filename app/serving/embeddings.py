@@ -23,8 +23,8 @@ from app.text.tokenizer import Tokenizer
 # the maximum number of tokens in all inputs of a request, like OpenAI's limit
 MAX_INPUT_TOKENS = 300_000
 
-# the configuration files of sentence-transformers, and its module types that need no support here,
-# because they have no effect on the embeddings or are computed anyway
+# the configuration files of sentence-transformers, and its module types that can be ignored,
+# because they do not affect the embeddings or are always computed
 _MODULES_FILE, _POOLING_FILE, _POOLING_FLAG_PREFIX = (
     "modules.json",
     "1_Pooling/config.json",
@@ -40,16 +40,16 @@ _KNOWN_POOLINGS: Mapping[str, PoolingType] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingConfig:
-    """The pooling configured by the model's authors. unsupported: a clause that describes why the
-    pooling is not supported, or None if it is supported."""
+    """The pooling configured by the model's authors. unsupported: a clause with the reason why the
+    pooling is not supported; None if it is supported."""
 
     pooling: PoolingType = "mean"
     unsupported: str | None = None
 
 
 class EmbeddingService:
-    """Computes the embeddings of one model. context_limit: returns the maximum length of an input.
-    It is called for each request."""
+    """Computes the embeddings of one model. context_limit: returns the maximum length of an input;
+    called for each request."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class EmbeddingService:
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         """Computes the embeddings of a request. Raises AppError(INVALID) for a request that the
-        model does not support, AppError(CONTEXT_LENGTH), which names the input that is too long,
-        and the errors of the runner."""
+        model does not support, AppError(CONTEXT_LENGTH) for an input that is too long, and the
+        errors of the runner."""
         pooling = self._resolve_pooling(request)
         with self._engine.reserve() as places:
             inputs = await self._encode_on_thread(request)
@@ -104,8 +104,8 @@ class EmbeddingService:
     def _encode_inputs(
         self, request: EmbedRequest, context_limit: ContextLimit, token: CancelToken
     ) -> tuple[tuple[int, ...], ...]:
-        """Tokenizes the inputs on a worker thread. Raises as `embed` does, and raises WorkCancelled
-        when `token` is cancelled."""
+        """Tokenizes the inputs on a worker thread. Raises the same errors as `embed`, and
+        WorkCancelled when `token` is cancelled."""
         encoded: list[tuple[int, ...]] = []
         total = 0
         for one in request.inputs:
@@ -159,9 +159,9 @@ class EmbeddingService:
 
 
 def read_pooling_config(files: ModelFiles) -> PoolingConfig:
-    """Reads the pooling that sentence-transformers would use for the model's folder. Without such a
-    configuration, the result is mean pooling. The source is modules.json and 1_Pooling/config.json,
-    as saved by that library (5.1)."""
+    """Reads the pooling that sentence-transformers would use for the model's folder. The default is
+    mean pooling. Reads modules.json and 1_Pooling/config.json, as saved by sentence-transformers
+    5.1."""
     if files.config.get("is_causal") is False or files.config.get("use_bidirectional_attention"):
         return PoolingConfig(
             unsupported="it needs bidirectional attention, and only causal attention is supported"

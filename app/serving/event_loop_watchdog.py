@@ -1,11 +1,12 @@
-"""The event loop's watchdog: measures the event loop's lag, and reports when the loop is blocked.
+"""The event loop watchdog: measures the event loop lag, and reports when the loop is blocked.
 
 Knows: asyncio, threads, stacks. Must not know: the code that runs on the loop.
 
-A task on the loop measures the lag and increments a counter; a thread checks the counter. Code that
-blocks the loop is a bug, and the stack in the log shows it. If the loop stays blocked, the process
-cannot serve or report anything; it exits, so that its supervisor restarts it. The thread counts its
-own checks rather than seconds, so that a suspended machine or process does not count as hung.
+A task on the loop measures the lag and increments a counter, and a thread checks the counter. Code
+that blocks the loop is a bug; the log contains its stack trace. If the loop stays blocked, the
+process cannot respond to requests or health checks. It then exits, so that its supervisor restarts
+it. The thread counts its own checks rather than seconds, so that a suspended machine or process is
+not considered hung.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ _MEASURE_INTERVAL, _CHECK_INTERVAL = 0.05, 0.25
 # The number of seconds without an iteration of the loop after which a warning is logged.
 _WARN_AFTER = 1.0
 
-# The minimum timeout in seconds. On a machine that swaps, everything may block for seconds.
+# The minimum timeout in seconds. On a machine that is swapping, any code may block for seconds.
 _MIN_TIMEOUT = 30.0
 
 # EX_SOFTWARE of sysexits.h.

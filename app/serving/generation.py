@@ -1,10 +1,11 @@
-"""Runs generation requests: reserves a place, prepares and submits jobs, streams their events.
+"""Runs generation requests: reserves queue slots, prepares and submits jobs, and streams their
+events.
 
-Knows: the preparation of jobs, app.text, the `Engine` protocol. Must not know: HTTP, tensors, the
-location of the model.
+Knows: the preparation of jobs, app.text, the `Engine` protocol. Must not know: HTTP, tensors, where
+the model runs.
 
-Leaving `open` exits the contexts of the submissions, which cancels the jobs. No other code cancels
-them. A finished choice exits its own context immediately, so that no unused tokens are computed.
+Exiting `open` exits the contexts of the submissions, which cancels the jobs. No other code cancels
+jobs. A finished choice exits its context immediately, so that no unused tokens are computed.
 """
 
 import asyncio
@@ -55,9 +56,9 @@ class _StreamEnd:
 
 
 async def merge_async_iterators(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
-    """Yields the items of all streams as they arrive, and keeps the order within each stream. Ends
+    """Yields the items of all streams as they arrive, preserving the order within each stream. Ends
     when all streams have ended, or raises the first exception of a stream. Closing the iterator
-    closes the streams and waits until they are closed."""
+    closes the streams and waits for them."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
             async for item in only:
@@ -98,15 +99,16 @@ log = logging.getLogger(__name__)
 # event takes 2 ms.
 _ECHO_CHUNK_TOKENS = 128
 
-# the number of characters that take about as much work as one token ID
+# the number of characters that take about as much work as one token
 _CHARACTERS_PER_TOKEN_ID = 4
 
-# the number of tokens that a log line shows before and after the position of a cache miss
+# the number of tokens to log before and after the position of a cache miss
 _LOGGED_CONTEXT_TOKENS = 8
 
 
 class Generation:
-    """Runs the requests of one model. The engine may be a handle, whose runners may be replaced."""
+    """Runs the requests of one model. The engine may be a model handle, whose runner may be
+    replaced."""
 
     def __init__(
         self,
@@ -157,8 +159,9 @@ class Generation:
         places: ReservedSlots,
         stack: AsyncExitStack,
     ) -> tuple[PreparedChoice, Submission]:
-        """Submits a choice. If its grammar is not supported because of the schemas of tools that
-        need not be enforced, prepares it again without them. Returns it as submitted."""
+        """Submits a choice. If the grammar is not supported because of tool schemas that do not
+        have to be enforced, prepares the choice again without the schemas. Returns the submitted
+        choice."""
         try:
             return choice, await stack.enter_async_context(places.submit(choice.job))
         except AppError as error:
@@ -172,7 +175,7 @@ class Generation:
 
     async def _prepare(self, request: GenerateRequest) -> list[PreparedChoice]:
         """Prepares the jobs of a request on a worker thread. Cancelling the call ends the
-        preparation early. Requests from other callers and requests for other models are prepared
+        preparation early. Requests from other callers or for other models are prepared
         concurrently."""
         room = self._get_context_limit()
         return await self._workers.run_cancellable(
@@ -187,8 +190,8 @@ class Generation:
         return f"{caller}/{self._files.name}"
 
     def _check_num_choices(self, count: int, param: str) -> None:
-        """Raises AppError(INVALID) if there are more choices than the server can ever run and queue
-        together. Otherwise, such a request would always get a 429."""
+        """Raises AppError(INVALID) if the number of choices exceeds the capacity of the server and
+        its queue. Otherwise, such a request would always get a 429."""
         capacity = self._engine.status().capacity
         if capacity is None or count <= (most := capacity.parallel + self._settings.max_queue):
             return
@@ -238,7 +241,7 @@ class Generation:
 
     @property
     def context_length(self) -> int:
-        """The maximum number of positions of a sequence, as far as it is known yet."""
+        """The maximum number of positions in a sequence, as far as known."""
         return self._get_context_limit().context_length
 
     def _get_context_limit(self) -> ContextLimit:
@@ -303,8 +306,8 @@ class Generation:
         self, prepared: PreparedChoice, scores: PromptLogprobs
     ) -> AsyncGenerator[TextDelta]:
         """Yields the prompt with its logprobs in chunks. A long prompt has a million logprobs, and
-        each chunk is serialized on the event loop. Each chunk contains the text of its tokens, and
-        the last one also contains the rest of the text."""
+        each chunk is serialized on the event loop. Each chunk contains the text of its tokens; the
+        last chunk also contains the remaining text."""
         text = prepared.echo or ""
         for start in range(0, len(prepared.job.prompt_token_ids), _ECHO_CHUNK_TOKENS):
             read = partial(self._build_echo_logprobs, prepared, scores, start)
@@ -319,7 +322,7 @@ class Generation:
         self, prepared: PreparedChoice, scores: PromptLogprobs, start: int
     ) -> tuple[TokenLogprob, ...]:
         """Returns the logprobs of up to `_ECHO_CHUNK_TOKENS` prompt tokens, beginning with `start`.
-        The first token of the prompt has no logprob, because it has no predecessor."""
+        The first token of the prompt has no logprob, because there is no preceding token."""
         ids = prepared.job.prompt_token_ids[start : start + _ECHO_CHUNK_TOKENS]
         # the scores begin with the second token
         behind = scores.logprobs[max(0, start - 1) : start - 1 + len(ids)]
@@ -335,8 +338,8 @@ class Generation:
         )
 
     def _log_cache_miss(self, job: Job, started: Started) -> None:
-        """Logs the reason why no longer prefix was cached. No other code logs text of a prompt, and
-        this method logs it only with --debug."""
+        """Logs the reason for a cache miss. No other code logs prompt text, and this method logs it
+        only with --debug."""
         if not self._settings.debug:
             return
         served = (
@@ -366,9 +369,9 @@ class Generation:
 
 
 class _ChoiceState:
-    """The state of a running choice. stack: closing it exits the submission's context. arrived: the
-    monotonic time in ns at which the request arrived. recorder: records the output, if
-    a later prompt may contain it."""
+    """The state of a running choice. stack: closing it exits the context of the submission.
+    arrived: the monotonic time in ns at which the request arrived. recorder: records the output, if
+    later prompts may contain it."""
 
     def __init__(
         self,

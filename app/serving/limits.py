@@ -1,7 +1,7 @@
 """Limits on the concurrent choices of a caller and on the duration of a request.
 
-Knows: callers, the number of their running choices, the clock. Must not know: HTTP, models, the
-generation of output. All code runs on the event loop.
+Knows: callers, the number of their running choices, the clock. Must not know: HTTP, models, how
+output is generated. All code runs on the event loop.
 
 A caller is the name of an API key. All clients without a key are one caller.
 """
@@ -56,7 +56,7 @@ class RequestLimits:
         self._abort_error: AppError | None = None
 
     def abort_all(self, error: AppError) -> None:
-        """Ends all running requests and all future requests with this error."""
+        """Fails all running and future requests with this error."""
         self._abort_error = error
         now = asyncio.get_running_loop().time()
         for wait in self._timeouts:
@@ -154,8 +154,8 @@ class RequestLimits:
         )
 
     def _compute_deadline(self) -> float | None:
-        """Returns the deadline of a request that arrives now, on the event loop's clock. Returns
-        None if there is no limit."""
+        """Returns the deadline of a request that arrives now, on the event loop's clock, or None if
+        there is no limit."""
         if self._deadline is None:
             return None
         return asyncio.get_running_loop().time() + self._deadline
@@ -163,8 +163,8 @@ class RequestLimits:
     @contextmanager
     def _admit(self, caller: str, count: int, param: str) -> Generator[None]:
         """Counts `count` choices of a caller while the context is active. Raises AppError(INVALID)
-        if `count` exceeds the caller's limit. Raises AppError(BUSY) if it exceeds only the part of
-        the limit that is free now."""
+        if `count` exceeds the caller's limit, and AppError(BUSY) if it exceeds what is left of the
+        limit."""
         most, here = self._max_per_caller, self._active[caller]
         if most is not None and count > most:
             message = (
@@ -190,8 +190,7 @@ class RequestLimits:
     def _interrupt_at(
         self, events: AsyncIterator[Event], deadline: float | None
     ) -> Generator[AsyncIterator[Event]]:
-        """Yields a stream of the events. At the deadline, or on `abort_all`, the stream ends with
-        an error."""
+        """Wraps the events in a stream that fails at the deadline or on `abort_all`."""
         stream = _InterruptibleStream(events)
         if self._abort_error is not None:
             stream.interrupt(self._abort_error)
@@ -238,7 +237,7 @@ class RequestLimits:
 
 class _InterruptibleStream:
     """A stream of events that an error can interrupt. The pending `__anext__` call and all later
-    calls raise this error. `asyncio.timeout` would need one object per event."""
+    calls raise the error. `asyncio.timeout` would need one object per event."""
 
     def __init__(self, events: AsyncIterator[Event]) -> None:
         self._events = events
@@ -265,7 +264,7 @@ class _InterruptibleStream:
         try:
             return await anext(self._events)
         except asyncio.CancelledError:
-            # like asyncio.timeout, this does not convert a cancellation by other code
+            # like asyncio.timeout, do not convert a cancellation by other code
             if self._error is None or task.cancelling() > cancel_requests + 1:
                 raise
             raise self._error from None

@@ -3,11 +3,11 @@
 Knows: logging, the context of the current request. Must not know: the log messages of other
 modules.
 
-Text from clients never leaves its line. Control characters, line ends and marks that change the
-writing direction are escaped, so that a client cannot forge or hide lines or control a terminal.
+Control characters, line breaks and bidirectional control characters are escaped, so that client
+text cannot forge or hide log lines, or control a terminal.
 
-Lines are formatted on the logging thread and written by a separate log thread. Otherwise, an unread
-pipe, or a terminal stopped by Ctrl-S, would block the event loop and all requests.
+Lines are formatted on the thread that logs them and written by a separate thread. Otherwise, a full
+pipe, or a terminal stopped with Ctrl-S, would block the event loop and all requests.
 """
 
 import json
@@ -30,7 +30,7 @@ from app.core.units import pluralize
 # The maximum number of queued lines. Further lines are dropped and counted.
 _MAX_QUEUED_RECORDS = 4096
 
-# The number of seconds for writing queued lines when the process exits.
+# The timeout in seconds for writing queued lines when the process exits.
 _FLUSH_TIMEOUT = 1.0
 
 
@@ -38,7 +38,7 @@ class QueuedLogHandler(QueueHandler):
     """Queues lines for a thread that writes them to a file descriptor. Logging never blocks."""
 
     def __init__(self, descriptor: int) -> None:
-        # SimpleQueue has no lock in Python code, so a signal handler may interrupt it and flush
+        # SimpleQueue is reentrant, so a signal handler may interrupt it and flush
         self._records: SimpleQueue[logging.LogRecord] = SimpleQueue()
         super().__init__(self._records)
         self._dropped = 0
@@ -62,7 +62,8 @@ class QueuedLogHandler(QueueHandler):
     def close(self) -> None:
         if self._wait_until_written():
             self._listener.stop()
-        # otherwise the writer thread is still blocked; it is a daemon, so the process exits anyway
+        # on timeout, the writer thread is still blocked; it is a daemon, so the process exits
+        # anyway
         super().close()
 
     def _wait_until_written(self) -> bool:
@@ -80,7 +81,7 @@ def _make_dropped_record(count: int) -> logging.LogRecord:
 
 
 class _FlushMarker(logging.LogRecord):
-    """A marker in the queue. reached: is set when all lines before it have been written."""
+    """A marker in the queue. reached: set when all lines before the marker have been written."""
 
     def __init__(self) -> None:
         super().__init__(__name__, logging.DEBUG, __file__, 0, "", None, None)
@@ -91,9 +92,9 @@ class _LogWriter(QueueListener):
     """Writes records to a file descriptor, on the listener's thread.
 
     This class replaces the listener's handlers. `logging` locks a handler while it emits a record,
-    and waits for these locks when the process exits. A thread that is blocked on a full pipe would
-    never release its lock. For the same reason, this class does not write to sys.stderr: when the
-    process exits, Python waits for the lock of that object and then aborts.
+    and waits for these locks at exit. A thread that is blocked on a full pipe would never release
+    its lock. For the same reason, this class does not write to sys.stderr: at exit, Python waits
+    for the lock of sys.stderr and then aborts.
     """
 
     def __init__(self, queue: SimpleQueue[logging.LogRecord], descriptor: int) -> None:
@@ -109,7 +110,7 @@ class _LogWriter(QueueListener):
             while left:
                 left = left[self._write(left) :]
         except OSError:
-            return  # the descriptor is broken, so the error cannot be reported
+            return  # the descriptor is broken, so errors cannot be reported
 
     def _write(self, data: memoryview) -> int:
         try:
@@ -132,22 +133,23 @@ def configure_logging(settings: Settings) -> None:
     for old in before:
         if isinstance(old, QueuedLogHandler):
             old.close()
-    # debug level is used only for mlxrunner's modules, because libraries log too much at this level
+    # enable the debug level only for mlxrunner's modules, because libraries log too much at this
+    # level
     root.setLevel(max(chosen, logging.INFO))
     logging.getLogger("app").setLevel(logging.DEBUG if settings.debug else chosen)
     # errors are always logged
     logging.getLogger("app.access").setLevel(
         logging.NOTSET if settings.access_log else logging.ERROR
     )
-    # app.access logs more details
+    # redundant: app.access logs more details
     logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
-    # httpx2 logs every request of a download, with URLs that contain credentials
+    # httpx2 would log every request of a download, including credentials in URLs
     logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 
 def flush_logs() -> None:
-    """Waits until all lines logged so far are written. If the lines are not read, the wait ends
-    after a timeout."""
+    """Waits until all lines logged so far are written. Gives up after a timeout if the output is
+    not read."""
     for handler in logging.getLogger().handlers:
         handler.flush()
 
@@ -170,7 +172,7 @@ def escape_control_characters(text: str) -> str:
 
 class HumanFormatter(logging.Formatter):
     """Formats lines as `time level logger [request]: message`. Tracebacks follow on indented lines,
-    so that only the first line of a record begins with a time."""
+    so that only the first line of a record starts with a time."""
 
     def format(self, record: logging.LogRecord) -> str:
         visit = REQUEST_CONTEXT.get()

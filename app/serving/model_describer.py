@@ -1,6 +1,6 @@
-"""Describes models from their files, which need not be loaded.
+"""Describes models from their files, without loading them.
 
-Knows: what app.store and app.text read from the files of a model, without loading its tokenizer.
+Knows: the properties that app.store and app.text can read without loading the tokenizer.
 Must not know: HTTP, which models are loaded.
 """
 
@@ -26,17 +26,18 @@ from app.text.generic_tool_calls import GenericFamily
 from app.text.infill import has_infill_tokens
 from app.text.prompt import NONE_EFFORT, build_thinking_kwargs
 
-# sentence-transformers writes this file beside a model that was made for embeddings
+# sentence-transformers saves this file with embedding models
 _EMBEDDING_FILE = "modules.json"
 
-# a description reads headers and renders templates, which counts as large work
+# describing a model reads headers and renders templates, which is a large work item
 _WORK_SIZE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTraits:
     """chat: whether the model has a chat template. tools: whether the template renders tools.
-    infill: whether the tokenizer has tokens for filling in the middle. template: its text."""
+    infill: whether the tokenizer has fill-in-the-middle tokens. template: the text of the chat
+    template."""
 
     chat: bool
     tools: bool
@@ -47,15 +48,15 @@ class ModelTraits:
 
 class ModelDescriber:
     """Describes models. A description is kept until the files of the model change or the model is
-    removed. All code runs on the event loop, except the reading of files."""
+    removed. All code runs on the event loop, except reading files."""
 
     def __init__(self, workers: ThreadPools) -> None:
         self._workers = workers
         self._known: dict[str, tuple[ModelFiles, asyncio.Task[ModelDetails]]] = {}
 
     async def describe(self, files: ModelFiles, *, key: str) -> ModelDetails:
-        """Describes a model. key: its name. Concurrent calls share one reading, which their
-        cancellation does not end. Raises AppError(MODEL_FILES)."""
+        """Describes a model. key: the name of the model. Concurrent calls share one read, which
+        continues if a call is cancelled. Raises AppError(MODEL_FILES)."""
         known = self._known.get(key)
         if known is None or known[0] is not files:
             task = asyncio.create_task(self._read(files, key))
@@ -128,7 +129,7 @@ def _list_capabilities(files: ModelFiles, traits: ModelTraits) -> frozenset[Capa
 
 
 def _compute_digest(files: ModelFiles) -> str:
-    """Returns a digest of everything that `create` and a download may change."""
+    """Returns a digest of all properties that creating or downloading a model may change."""
     parts = (
         files.weights_digest,
         repr(sorted(files.config.items(), key=lambda item: item[0])),
@@ -139,8 +140,8 @@ def _compute_digest(files: ModelFiles) -> str:
 
 
 def read_model_traits(files: ModelFiles) -> ModelTraits:
-    """Reads the traits of a model. Renders test conversations, so call it on a thread. Raises
-    AppError(MODEL_FILES) if the template is broken, and OSError."""
+    """Reads the traits of a model. Renders test conversations, so call it on a worker thread.
+    Raises AppError(MODEL_FILES) if the template is broken, and OSError."""
     template = ChatTemplate(files)
     source = template.get_source(tools=True)
     family = find_family(source) or GenericFamily()

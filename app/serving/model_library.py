@@ -4,7 +4,7 @@ Knows: the stores, the registry of models. Must not know: HTTP, which models are
 runs on the event loop, except disk and network access, which uses threads.
 
 One download and one upload can run at a time. If a caller stops waiting, the work on the thread
-ends at its next check. Only then can the next download or upload begin.
+ends at its next check. The next download or upload can start only then.
 """
 
 import asyncio
@@ -31,13 +31,13 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# seconds between two steps of a download
+# the interval in seconds between two progress reports of a download
 _PROGRESS_INTERVAL = 0.2
 
-# clients search for this text
+# clients check for this text
 _MISSING_MODEL = "pull model manifest: file does not exist"
 
-# seconds between two searches for uploads that no model uses
+# the interval in seconds at which unused uploads are deleted
 _SWEEP_INTERVAL = 3600.0
 
 
@@ -53,7 +53,7 @@ class InstalledModels:
     @asynccontextmanager
     async def sweep_uploads(self) -> AsyncGenerator[None]:
         """Deletes unused uploads periodically until the context exits."""
-        if not self._registry.serves_installed:  # and so accepts no uploads
+        if not self._registry.serves_installed:  # so no uploads are accepted
             yield
             return
         task = asyncio.create_task(self._sweep())
@@ -218,7 +218,7 @@ class _UploadOnThread:
         await self._run(self._upload.commit)
 
     async def close(self) -> None:
-        if self._step is not None:  # a cancelled step still runs
+        if self._step is not None:  # a cancelled step is still running
             await asyncio.gather(self._step, return_exceptions=True)
         await asyncio.to_thread(self._upload.close)
 
@@ -234,7 +234,7 @@ def _layer_step(sha256: str, total: int, completed: int) -> LibraryStep:
 
 
 def _download(name: HubName, progress: object) -> None:
-    """Downloads a model, on a thread."""
+    """Downloads a model. Runs on a thread."""
     from app.store.hub.download import download
     from app.store.hub.download_plan import plan_download
     from app.store.hub.progress import FileProgress
@@ -257,7 +257,7 @@ def _download(name: HubName, progress: object) -> None:
 def _create(
     name: OllamaName, recipe: ModelRecipe, base: ModelFiles | None, token: CancelToken
 ) -> None:
-    """Creates a model, on a thread. Deletes a model that cannot be served."""
+    """Creates a model, and deletes it again if it cannot be served. Runs on a thread."""
     path = manifest.get_manifest_path(name)
     before = path.read_bytes() if path.is_file() else None
     try:
@@ -272,7 +272,7 @@ def _create(
 
 
 def _full_name(name: OllamaName) -> str:
-    """Returns the full name, which no folder and no repository of the hub can have."""
+    """Returns the full name, which cannot be the name of a folder or of a repository on the hub."""
     return f"{name.host}/{name.namespace}/{name.model}:{name.tag}"
 
 
@@ -284,7 +284,7 @@ def _restore(name: OllamaName, path: Path, before: bytes | None) -> None:
 
 
 def _delete(text: str) -> None:
-    """Deletes a model, on a thread: one of Ollama's store, or a repository of the hub's cache."""
+    """Deletes a model in Ollama's store or a repository in the hub's cache. Runs on a thread."""
     from app.store.hub.cache import delete_repository
 
     ollama, hub = parse_ollama_name(text), parse_hub_name(text)

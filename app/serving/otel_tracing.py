@@ -1,8 +1,8 @@
 """Exports traces to an OpenTelemetry collector: one span per generation or embedding request.
 
 Knows: OpenTelemetry's SDK, its conventions for errors and for generative AI. Must not know: HTTP,
-the generation of output. The conventions for generative AI (semantic-conventions-genai,
-docs/gen-ai/gen-ai-spans.md) are still in development, as of November 2026.
+how output is generated. As of November 2026, the conventions for generative AI
+(semantic-conventions-genai, docs/gen-ai/gen-ai-spans.md) are still in development.
 
 Spans never contain prompts, output, stop strings, tools or keys.
 """
@@ -30,13 +30,13 @@ from app.core.request_context import REQUEST_CONTEXT
 from app.core.requests import Conversation, GenerateRequest
 from app.core.settings import Settings
 
-# the number of seconds for one export, and for the last exports when the server stops
+# the timeouts in seconds for one export, and for the last exports when the server stops
 _EXPORT_TIMEOUT = 5.0
 _SHUTDOWN_TIMEOUT = 3.0
 
 _MAX_NAME_LENGTH = 200
 
-# Client errors. As with HTTP's 4xx, the status of the server's span is not an error.
+# Client errors. As for HTTP 4xx responses, the status of the server span is not an error.
 _CLIENT_ERRORS = frozenset(
     {
         ErrorKind.INVALID,
@@ -53,7 +53,7 @@ _CLIENT_ERRORS = frozenset(
     }
 )
 
-# fields of SamplingParams that the conventions define
+# fields of SamplingParams with an attribute in the conventions
 _SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
 
 
@@ -68,7 +68,7 @@ class OtelTracing:
         resource = Resource.create(
             {"service.name": "mlxrunner", "service.version": version("mlxrunner")}
         )
-        # `stop` shuts the provider down, because an exit handler could delay the exit
+        # no exit handler, because it could delay the exit; `stop` shuts the provider down
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("mlxrunner")
@@ -111,7 +111,7 @@ class OtelTracing:
         last.start()
         await asyncio.to_thread(last.join, _SHUTDOWN_TIMEOUT)
         if last.is_alive():
-            self._exporter.shutdown()  # makes no further attempts and exports no further batches
+            self._exporter.shutdown()  # stops retries and further exports
 
 
 class RequestSpan:
@@ -121,7 +121,7 @@ class RequestSpan:
         self._spans = spans
         self._model = model
         self._span = span
-        # the Unix time of the start, advanced by the monotonic clock
+        # the start as Unix time, from which later times are computed with the monotonic clock
         self._started_ns = time.time_ns()
         self._started_monotonic_ns = time.monotonic_ns()
         self._loaded_ns = self._started_ns
@@ -180,7 +180,7 @@ class RequestSpan:
     def _on_finish(self, event: Finish) -> None:
         usage = event.usage
         self._reasons.append(event.reason)
-        # count each prompt once, whatever its number of choices
+        # count each prompt once, regardless of the number of choices
         self._prompt_tokens.setdefault(
             event.prompt_index, (usage.prompt_tokens, usage.cached_tokens)
         )
@@ -232,7 +232,7 @@ def _request_attributes(request: GenerateRequest | EmbedRequest) -> dict[str, At
 
 def _resolve_traces_endpoint(address: str) -> str:
     """Returns the URL for traces at a collector. `/v1/traces` is appended unless the address has a
-    path (OpenTelemetry's OTLP Exporter Configuration). Raises AppError(INVALID) for an invalid
+    path (see OpenTelemetry's OTLP Exporter Configuration). Raises AppError(INVALID) for an invalid
     address."""
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:

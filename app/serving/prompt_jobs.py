@@ -1,8 +1,8 @@
-"""Builds the jobs of a request, with the options for processing their output.
+"""Builds the jobs of a request, and the options for processing their output.
 
 Knows: app.text, the limit on a prompt's length, the generation defaults of the model. Must not
-know: runners, HTTP, tensors. This code runs on a worker thread, because a long prompt takes a
-while.
+know: runners, HTTP, tensors. This code runs on a worker thread, because preparing a long prompt is
+slow.
 """
 
 import uuid
@@ -32,9 +32,9 @@ from app.text.output import ChoiceOutputProcessor, OutputOptions
 from app.text.prompt import PromptBuilder, RenderedPrompt
 from app.text.tokenizer import Tokenizer, encode_bad_words, find_model_stop_conditions
 
-# The default number of leading tokens that a context shift never discards. The first tokens get
-# much attention, whatever they are (Xiao et al. 2023, arXiv:2309.17453). Ollama's num_keep is also
-# 4.
+# The default number of leading tokens that a context shift never discards. The first tokens act as
+# attention sinks, regardless of their content (Xiao et al. 2023, arXiv:2309.17453). Ollama's
+# num_keep is also 4.
 DEFAULT_NUM_KEEP = 4
 
 # The maximum output with context shift, as a multiple of the context length. Ollama uses the same
@@ -48,9 +48,9 @@ _SEED_RANGE = 1 << 64
 class PreparedChoice:
     """One choice and its job. prompt_index: the index of its prompt in the request. echo: the text
     of the prompt if the output begins with it, else None. return_token_ids: whether to return the
-    prompt's token IDs. discard_output: whether the request asked for no tokens. The job then
-    samples one token, which is the minimum, and its output is discarded. stop_token_ids: the stop
-    tokens of the request, without those of the model."""
+    prompt's token IDs. discard_output: whether max_tokens is 0. The job then samples one token,
+    which is the minimum, and the output is discarded. stop_token_ids: the stop tokens of the
+    request, without the model's stop tokens."""
 
     choice: int
     prompt_index: int
@@ -75,8 +75,8 @@ class PreparedChoice:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EncodedPrompt:
     """A tokenized prompt. text: the text; None if the request contains only token IDs.
-    rendered_prompt: set for a conversation. stop_token_ids: tokens that end the output, in addition
-    to those of the model. message_ends: as in `Job`."""
+    rendered_prompt: set for a conversation. stop_token_ids: stop tokens in addition to the model's
+    stop tokens. message_ends: see `Job`."""
 
     token_ids: tuple[int, ...]
     text: str | None = None
@@ -86,7 +86,8 @@ class _EncodedPrompt:
 
 
 class JobBuilder:
-    """Builds the jobs of one model. generated_turns: its own output, for later prompts."""
+    """Builds the jobs of one model. generated_turns: the model's earlier outputs, for later
+    prompts."""
 
     def __init__(self, files: ModelFiles, settings: Settings) -> None:
         """Raises AppError(MODEL_FILES) if the tokenizer, the template or the generation defaults
@@ -112,7 +113,7 @@ class JobBuilder:
         """Returns all choices in order. Raises AppError(INVALID) or AppError(CONTEXT_LENGTH), and
         raises WorkCancelled soon after `token` is cancelled."""
         token = token or CancelToken()
-        if not self._context_shift:  # which needs the engine's own context
+        if not self._context_shift:  # which needs the engine's context length
             context_limit = replace(context_limit, request_context=request.max_context)
         several = isinstance(request.prompt, PromptBatch)
         prompts = request.prompt.prompts if isinstance(request.prompt, PromptBatch) else None
@@ -127,7 +128,7 @@ class JobBuilder:
         return prepared
 
     def create_turn_recorder(self, choice: PreparedChoice) -> TurnRecorder | None:
-        """Returns the recorder of the output; None if no later prompt can contain it."""
+        """Returns the recorder for the output, or None if later prompts cannot contain it."""
         prompt = choice.rendered_prompt
         if prompt is None or choice.discard_output:
             return None
@@ -256,8 +257,8 @@ class JobBuilder:
         sampling = self._resolve_sampling(request)
         grammar = _resolve_grammar(request, encoded.rendered_prompt)
         scored = request.echo and request.top_logprobs is not None
-        # Programs that score a text (lm-evaluation-harness) request one more token and ignore its
-        # entry, which is the last one. It must exist even if the model would end the output.
+        # Programs that score a text (lm-evaluation-harness) request one more token and ignore the
+        # last entry. The entry must exist even if the model would end the output.
         endless = request.ignore_eos or (scored and request.max_tokens == 1)
         return Job(
             id=uuid.uuid4().hex,
@@ -276,13 +277,13 @@ class JobBuilder:
             if self._context_shift
             else 0,
             caller=request.caller,
-            # a truncated prompt has other positions
+            # positions are different in a truncated prompt
             message_ends=encoded.message_ends if len(ids) == len(encoded.token_ids) else (),
         )
 
     def _resolve_sampling(self, request: GenerateRequest) -> SamplingParams:
-        """Merges the defaults with the request's parameters. Raises AppError(INVALID) for ids that
-        the model does not have, and if no id could be drawn."""
+        """Merges the defaults with the request's parameters. Raises AppError(INVALID) for IDs that
+        the model does not have, and if no token would be left to sample."""
         sampling = SamplingParams.merge(self._defaults.sampling, request.sampling)
         count = self._files.sampleable_vocab_size
         for name, ids in (
@@ -307,8 +308,8 @@ class JobBuilder:
         self, request: GenerateRequest, rendered_prompt: RenderedPrompt | None
     ) -> OutputOptions:
         reading = OutputOptions(
-            # kept separate from the request's stop strings, because the model's stop strings end
-            # its turns in any request
+            # separate from the request's stop strings, because the model's stop strings end its
+            # turns in any request
             model_stops=() if request.ignore_eos else self._stops.strings,
             stop_strings=request.stop,
             include_stop=request.include_stop,
@@ -326,7 +327,7 @@ class JobBuilder:
 
     def _resolve_num_keep(self, request: GenerateRequest, ids: Sequence[int]) -> int:
         """Returns the argument of `resolve_num_keep`. A leading beginning-of-sequence token is
-        added, because clients do not count it."""
+        added to the count, because clients do not count it."""
         keep = DEFAULT_NUM_KEEP if request.num_keep is None else request.num_keep
         begun = ids[0] == self.tokenizer.bos_token_id
         return keep + begun if keep >= 0 else keep
@@ -370,7 +371,7 @@ class JobBuilder:
         add_special_tokens: bool,
         positions: Sequence[int],
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """The ids of a text, and the number of ids before each position."""
+        """Tokenizes a text, and returns the number of tokens before each position."""
         try:
             read = self._clip_text(text, context_limit)
             ids, counts = self.tokenizer.encode_with_positions(
@@ -397,7 +398,7 @@ class JobBuilder:
         )
 
     def _clip_text(self, text: str, context_limit: ContextLimit) -> str:
-        if self._context_shift:  # the end of the text is kept, however long the text is
+        if self._context_shift:  # the end of the text is kept, regardless of its length
             return text
         return self.tokenizer.truncate_text(text, context_limit.context_length)
 
@@ -410,8 +411,8 @@ class JobBuilder:
         is_clipped: bool = False,
         what: str = "prompt",
     ) -> Sequence[int]:
-        """Returns `ids`. Raises AppError if there are no tokens or too many. is_clipped: whether
-        the prompt is longer than these tokens. what: the name of the prompt in the message."""
+        """Returns `ids`. Raises AppError if there are no tokens or too many tokens. is_clipped:
+        whether the prompt is longer than `ids`. what: the name of the prompt in the message."""
         if not ids:
             raise AppError(ErrorKind.INVALID, "the prompt has no tokens", param=param)
         if len(ids) >= context_limit.context_length and not self._context_shift:
@@ -429,8 +430,8 @@ class JobBuilder:
         return ids
 
     def _check_embeddable(self, ids: Sequence[int], param: str) -> None:
-        """Raises AppError(INVALID) for a token without an embedding. A tokenizer may have added
-        tokens that the model lacks."""
+        """Raises AppError(INVALID) for a token without an embedding, because a tokenizer may have
+        added tokens that the model lacks."""
         token = max(ids, default=0)
         if token >= self._files.vocab_size:
             text = mark_client_text(repr(self.tokenizer.token_text(token)))
@@ -453,8 +454,8 @@ class JobBuilder:
 def _resolve_grammar(
     request: GenerateRequest, rendered_prompt: RenderedPrompt | None
 ) -> Grammar | None:
-    """Returns the grammar of the output, or None. Raises AppError(INVALID) if the request also
-    changes where the output ends or which tokens it may contain."""
+    """Returns the grammar of the output, or None. Raises AppError(INVALID) if the request also has
+    parameters that affect where the output ends or which tokens it may contain."""
     grammar = request.grammar if rendered_prompt is None else rendered_prompt.grammar
     if grammar is None:
         return None
@@ -469,8 +470,8 @@ def _resolve_grammar(
 
 
 def _copy_choice(first: PreparedChoice, copy: int, request: GenerateRequest) -> PreparedChoice:
-    """Returns a further choice for the same prompt, with a different seed. Only the first choice
-    returns the prompt's token IDs. copy: the number of the copy; 0 is the first choice itself."""
+    """Returns another choice for the same prompt, with a different seed. Only the first choice
+    returns the prompt's token IDs. copy: the index of the choice; 0 returns the first choice."""
     if copy == 0:
         return first
     seed = first.job.sampling.seed

@@ -1,6 +1,6 @@
-"""The registry of models that requests may use, and of their files.
+"""The registry of the models that requests may use, with their files.
 
-Knows: the models named at start, the installed models, their keep-alive time. Must not know: the
+Knows: the models specified at startup, the installed models, their keep-alive. Must not know: the
 state of loaded models, HTTP. All code runs on the event loop, except disk access, which uses
 threads.
 """
@@ -23,7 +23,7 @@ from app.engine.model_info import complete_config
 
 log = logging.getLogger(__name__)
 
-# the keep-alive time in seconds of models that were not named at start, as in Ollama
+# the keep-alive in seconds of models that were not specified at startup, as in Ollama
 _DEFAULT_KEEP_ALIVE = 300.0
 
 # the minimum number of seconds between two scans of the installed models
@@ -35,7 +35,7 @@ _Tasks = dict[str, asyncio.Task[ModelFiles]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisteredModel:
-    """A model that requests may use. files: the model's files as last read."""
+    """A model that requests may use. files: the most recently read files."""
 
     served: ServedModel
     files: ModelFiles
@@ -44,7 +44,8 @@ class RegisteredModel:
 def build_entry(
     model: ModelSettings | None, files: ModelFiles, settings: Settings
 ) -> RegisteredModel:
-    """Builds the entry of a model named at start. model: the model; None is the built-in model."""
+    """Builds the entry of a model specified at startup. model: the model; None means the built-in
+    model."""
     model = model or ModelSettings(name=files.name)
     own = settings.for_model(model)
     name = model.alias or files.name
@@ -61,8 +62,8 @@ def build_entry(
 
 
 class ModelRegistry:
-    """The models that requests may use. entries: the models named at start, in order. With
-    `settings.installed`, all other models installed on this machine follow them."""
+    """The models that requests may use. entries: the models specified at startup, in order. With
+    `settings.installed`, all other models installed on this machine are also available."""
 
     def __init__(self, entries: Sequence[RegisteredModel], settings: Settings) -> None:
         """Raises AppError(INVALID) for two models with the same name."""
@@ -85,12 +86,12 @@ class ModelRegistry:
             )
 
     def entries(self) -> Iterator[RegisteredModel]:
-        """Returns all entries. The models named at start come first."""
+        """Returns all entries. Models specified at startup come first."""
         yield from self._named.values()
         yield from self._installed.values()
 
     def find(self, name: str) -> RegisteredModel | None:
-        """Finds a model by the name that clients use. Ollama's clients may append the default tag
+        """Finds a model by the name used by clients. Ollama's clients may append the default tag
         ":latest"."""
         for spelled in (name, name.removesuffix(":latest")):
             entry = self._named.get(spelled) or self._installed.get(spelled)
@@ -118,11 +119,11 @@ class ModelRegistry:
         return self._settings.installed
 
     def is_named(self, name: str) -> bool:
-        """Whether a model was named at start."""
+        """Returns whether a model was specified at startup."""
         return name in self._named
 
     async def refresh(self) -> None:
-        """Scans the installed models after one of them was changed here."""
+        """Scans the installed models after this server changed them."""
         if self._scan_task is not None:
             await asyncio.shield(self._scan_task)
         self._scanned_at = -math.inf
@@ -146,7 +147,7 @@ class ModelRegistry:
         except AppError as error:
             if error.kind is not ErrorKind.MODEL_NOT_FOUND or served.name not in self._named:
                 raise
-            # the model is listed, so the request did not cause this error
+            # the model is listed, so this is not a client error
             message = f"the files of {served.name} no longer exist: {error.message}"
             raise AppError(ErrorKind.MODEL_FILES, message) from error
 
@@ -164,8 +165,8 @@ class ModelRegistry:
     async def _read(
         self, served: ServedModel, read: Callable[[str | None], ModelFiles]
     ) -> ModelFiles:
-        """Reads the files on a thread. If the files are equal, the entry is not changed, because
-        other code compares entries and files by identity."""
+        """Reads the files on a thread. If the files are unchanged, the entry is not replaced,
+        because other code compares entries and files by identity."""
         files = replace(await asyncio.to_thread(read, served.source), name=served.name)
         for entries in (self._named, self._installed):
             entry = entries.get(served.name)
@@ -177,7 +178,7 @@ class ModelRegistry:
         try:
             found, unfit = await asyncio.to_thread(_scan_installed, self._installed)
         except AppError as error:
-            # known models are still served; a model that is not found is reported as missing
+            # known models are still served; all other models are reported as missing
             self._log_scan_error(error.message)
             return
         self._last_error = None
@@ -191,14 +192,14 @@ class ModelRegistry:
         self._scanned_at = time.monotonic()
 
     def _log_scan_error(self, message: str) -> None:
-        """Logs the error once, rather than for every request that names a missing model."""
+        """Logs the error once, rather than for every request for a missing model."""
         if message != self._last_error:
             log.warning("cannot scan the installed models: %s", message)
         self._last_error, self._scanned_at = message, time.monotonic()
 
     def _reuse_entry(self, name: str, files: ModelFiles) -> RegisteredModel:
         """Returns the existing entry if the files are unchanged, because other code caches data by
-        its identity."""
+        identity."""
         entry, known = self._build_entry(name, files), self._installed.get(name)
         return known if known is not None and known.files == entry.files else entry
 
@@ -226,12 +227,12 @@ def _find_files(source: str | None) -> ModelFiles:
 def _forget_task(tasks: _Tasks, name: str, task: asyncio.Task[ModelFiles]) -> None:
     del tasks[name]
     if not task.cancelled():
-        task.exception()  # marks it as retrieved: all waiting requests may be cancelled
+        task.exception()  # marks it as retrieved, because all waiting requests may be cancelled
 
 
 def _scan_installed(known: Iterable[str]) -> tuple[list[tuple[str, ModelFiles]], list[str]]:
     """Returns the installed models that can be served, as (name, files), and the names of installed
-    models that cannot be served. known: names that are not logged again."""
+    models that cannot be served. known: names that should not be logged again."""
     found: list[tuple[str, ModelFiles]] = []
     unfit: list[str] = []
     known = set(known)

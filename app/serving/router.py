@@ -1,7 +1,8 @@
-"""The router: resolves the model of a request, waits for its load and passes the request on.
+"""The model router: resolves the model of a request, waits until it is loaded, and forwards the
+request.
 
-Knows: the registry, the pool, the creation of a `Generation`. Must not know: HTTP, tensors, the
-eviction of models.
+Knows: the registry, the pool, the creation of a `Generation`. Must not know: HTTP, tensors, model
+eviction.
 """
 
 import asyncio
@@ -34,12 +35,12 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# the number of seconds between two progress events for a request that waits for its model, and the
-# Retry-After value for a request whose model did not load in time
+# the interval in seconds between two progress events while a request waits for its model, and the
+# Retry-After value if the model did not load in time
 _PROGRESS_INTERVAL, _LOADING_RETRY_AFTER = 1.0, 10
 
 # Maps the phases of models to the state of the server, worst state first. Other phases count as
-# ready, because a model that is not loaded or was evicted is loaded on its next request.
+# ready, because a model that is not loaded or was evicted is loaded on the next request.
 _STATES_BY_SEVERITY: Sequence[tuple[RunnerState, frozenset[ModelPhase]]] = (
     ("failed", frozenset({"failed", "refused"})),
     ("stalled", frozenset({"stalled"})),
@@ -75,10 +76,10 @@ def _entry_of(model: ResolvedModel) -> RegisteredModel:
 class ModelRouter:
     """Implements `Generate` and `Models`.
 
-    preload: the names of the models loaded at start, which determine the server's health.
-    load_wait: the number of seconds that an embedding request waits for its model. check_tokenizer:
-    raises AppError for files whose tokenizer must not be used in this process.
-    library: the models on the disk.
+    preload: the names of the models loaded at startup, which determine the server's health.
+    load_wait: the maximum number of seconds that an embedding request waits for its model.
+    check_tokenizer: raises AppError if the tokenizer must not be used in this process. library: the
+    models on disk.
     """
 
     def __init__(
@@ -105,9 +106,8 @@ class ModelRouter:
         pool.on_unloaded = self._drop_generation
 
     async def preload_models(self) -> None:
-        """Loads the models to preload. If there is only one, waits for it, and raises AppError if
-        it cannot be loaded. If there are several, each is loaded only if memory is free; none is
-        evicted for another."""
+        """Loads the models to preload. A single model is awaited; raises AppError if it cannot be
+        loaded. Several models are loaded only while memory is free, without evictions."""
         for name in self._preload_names:
             self._pool.preload(self._find_entry(name).served)
         if len(self._preload_names) == 1:
@@ -123,7 +123,7 @@ class ModelRouter:
         await self._registry.discover(name)
         entry = self._find_entry(name)
         if self._pool.model_state(entry.served).phase == "unloaded":
-            # the card is built before the load, but must describe the files that will be loaded
+            # the card is built before the load, but must match the files that will be loaded
             await self._registry.update(entry.served)
             entry = self._find_entry(name)
         return _ResolvedModel(entry=entry, card=self._build_card(entry))
@@ -204,7 +204,8 @@ class ModelRouter:
         states = self.list_model_states()
         kept = [state for state in states if state.name in self._preload_names]
         phases: set[ModelPhase] = {
-            # unloading with an error means that the model failed; its phase becomes "failed" later
+            # unloading with an error means that the model has failed; its phase becomes "failed"
+            # later
             "failed" if state.phase == "unloading" and state.error is not None else state.phase
             for state in kept
         }
@@ -263,7 +264,8 @@ class ModelRouter:
     ) -> ModelState:
         entry = _entry_of(model)
         if admin:
-            # also load a model that is refused after failures, since the cause may have been fixed
+            # also load a model that is refused after failures, because the cause may have been
+            # fixed
             self._pool.get_handle(entry.served).reset_backoff()
         async with self._lease(entry) as lease:
             await asyncio.gather(lease.wait(), self._get_generation(entry))
@@ -319,7 +321,7 @@ class ModelRouter:
     def _apply_keep_alive(
         self, entry: RegisteredModel, request: GenerateRequest | EmbedRequest
     ) -> None:
-        """Applies the keep-alive time of a request that was accepted."""
+        """Applies the keep-alive of an accepted request."""
         if request.keep_alive is not None:
             self._pool.set_keep_alive(entry.served, request.keep_alive, admin=request.admin)
 
@@ -328,7 +330,7 @@ class ModelRouter:
     ) -> AsyncGenerator[Event]:
         """Yields `ModelLoading` periodically until the model is loaded, then the request's own
         events."""
-        # read the tokenizer and the templates while the weights are loaded
+        # load the tokenizer and the templates while the weights are loaded
         loaded = asyncio.gather(lease.wait(), self._get_generation(entry))
         try:
             while not loaded.done():
@@ -338,7 +340,7 @@ class ModelRouter:
         finally:
             loaded.cancel()
             await asyncio.gather(loaded, return_exceptions=True)
-        # get it again, because the previous one may belong to a runner that was being stopped
+        # get it again, because the previous one may belong to a runner that was stopping
         generation = await self._get_generation(entry)
         async with generation.open(request) as events:
             self._apply_keep_alive(entry, request)
@@ -356,7 +358,7 @@ class ModelRouter:
             self._drop_if_unloaded(entry)
 
     async def _get_generation(self, entry: RegisteredModel) -> Generation:
-        """Returns the `Generation` of a model. It is created once and kept while the model stays
+        """Returns the `Generation` of a model. It is created once, and kept while the model is
         loaded. Raises AppError if the tokenizer or the templates are invalid."""
         name = entry.served.name
         task = self._generations.get(name)
@@ -388,7 +390,7 @@ class ModelRouter:
 
     def _drop_if_unloaded(self, entry: RegisteredModel) -> None:
         """Drops the `Generation` of a model that was never loaded and has no requests. The pool
-        does not report such a model as unloaded."""
+        does not report such models as unloaded."""
         state = self._pool.model_state(entry.served)
         if not state.leases and state.phase in ("unloaded", "refused"):
             self._drop_generation(entry.served)
@@ -424,9 +426,8 @@ def sum_engine_stats(stats: Sequence[EngineStats]) -> EngineStats:
 
 
 def compute_fingerprint(files: ModelFiles, settings: Settings) -> str:
-    """Returns the system fingerprint. It changes with everything that may change the output for a
-    given seed: the model and its weights, the versions of mlxrunner and MLX, and the engine's
-    settings."""
+    """Returns the system fingerprint. It changes whenever the output for a given seed may change:
+    with the model and its weights, the versions of mlxrunner and MLX, and the engine's settings."""
     parts = (
         version("mlxrunner"),
         version("mlx"),

@@ -26,14 +26,15 @@ class Tracing(Protocol):
 
 
 def create_tracing(settings: Settings) -> Tracing | None:
-    """Creates the tracing if it is configured. Otherwise, returns None and imports nothing for it.
-    Raises AppError(INVALID) if tracing is configured but not available."""
+    """Creates the tracing backend if tracing is configured. Otherwise, returns None without
+    importing any tracing packages. Raises AppError(INVALID) if tracing is configured but not
+    available."""
     make = _load_tracing_class(settings)
     return None if make is None else make(settings)
 
 
 def check_tracing(settings: Settings) -> None:
-    """Raises AppError(INVALID) if tracing is configured and its packages are not installed."""
+    """Raises AppError(INVALID) if tracing is configured but its packages are not installed."""
     _load_tracing_class(settings)
 
 

@@ -48,8 +48,8 @@ def resolve(name: str | None) -> ModelFiles:
 
 @contextlib.contextmanager
 def _translate_os_errors() -> Generator[None]:
-    """Raises AppError(MODEL_FILES) for a file or folder that cannot be read or disappears. This can
-    happen in any disk access."""
+    """Raises AppError(MODEL_FILES) for a file or folder that cannot be read or disappears, which
+    can happen at any disk access."""
     try:
         yield
     except OSError as error:
@@ -83,7 +83,7 @@ def list_installed() -> Iterator[InstalledModel]:
     yield InstalledModel(
         name=BUILTIN, source="built in", path=_builtin_folder(), read=_read_builtin
     )
-    # the import takes a sixth of a second, so it is only done here
+    # imported here, because the import takes a sixth of a second
     from app.store.hub import cache
 
     with _translate_os_errors():
@@ -112,8 +112,8 @@ def _make_reader(
 
 
 def _find_in_folder(name: ModelName) -> ModelFiles | None:
-    """Reads a folder. An explicit path must be a model. A name that matches a folder is only
-    resolved to it if the folder looks like a model."""
+    """Reads a folder. An explicit path must be a model. A name is resolved to a folder only if the
+    folder looks like a model."""
     folder = name.folder
     if folder is None or not folder.is_dir():
         return None
@@ -136,7 +136,7 @@ def _find_in_ollama_store(name: ModelName) -> ModelFiles | None:
 
 
 def _not_found_error(name: ModelName) -> ModelNotFoundError:
-    """Returns the error, with the searched places and a suggestion."""
+    """Returns an error that lists the searched places and suggests a remedy."""
     if name.hub is None and name.ollama is None:
         return ModelNotFoundError(f"{name.text} is not a folder: check the path")
     is_folder = name.folder is not None and name.folder.is_dir()

@@ -1,9 +1,8 @@
 """Reads a model's small files, which contain JSON objects or text.
 
-Knows: the types of files that may be at a path. Must not know: the files of a model, their meaning.
+Knows: file types. Must not know: the files of a model, their meaning.
 
-A folder of the Hugging Face cache consists of links to its blobs. Therefore links are treated like
-files.
+Folders in the Hugging Face cache contain links to blobs, so links are treated like files.
 """
 
 import json
@@ -17,8 +16,8 @@ import orjson
 
 from app.core.errors import AppError, ErrorKind
 
-# The maximum size of a file. Config files have a few kilobytes, and the largest chat templates have
-# a hundred.
+# The maximum size of a file. Config files take a few kilobytes, and the largest chat templates a
+# hundred.
 _MAX_BYTES = 16 << 20
 
 
@@ -60,8 +59,8 @@ def read_json_object(path: Path, *, max_bytes: int = _MAX_BYTES) -> Mapping[str,
 
 
 def read_json_array(path: Path) -> Sequence[Any] | None:
-    """Reads the JSON array in a file; None if the file does not exist. Raises as `read_json_object`
-    does."""
+    """Reads the JSON array in a file. Returns None if the file does not exist. Raises the same
+    errors as `read_json_object`."""
     if not is_regular_file(path):
         return None
     try:
@@ -85,9 +84,9 @@ def read_text(path: Path, *, max_bytes: int = _MAX_BYTES) -> str | None:
 
 
 def _parse_with_infinity(content: bytes) -> Any:
-    """Parses JSON with Infinity. Python writes Infinity although JSON does not have it, and some
-    configs contain it (for example, Nemotron-H's time_step_limit). Returns None if the JSON is
-    invalid for another reason. NaN is rejected, because no setting uses it."""
+    """Parses JSON with Infinity, which Python writes although it is not valid JSON, and which some
+    configs contain (for example, Nemotron-H's time_step_limit). Returns None if the JSON is invalid
+    for another reason. NaN is rejected, because no setting uses it."""
     try:
         found = json.loads(content, parse_constant=_parse_infinity)
         orjson.dumps(found)  # rejects all other values that JSON does not have

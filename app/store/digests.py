@@ -1,4 +1,4 @@
-"""Verifies files whose expected digest is known from their name or a listing.
+"""Verifies files against digests known from their names or a listing.
 
 Knows: SHA-256, git's SHA-1 of a file, the cache of verified files. Must not know: the contents of
 the files.
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _THREADS = 4
 
-# the total size from which a log message is written, because hashing takes a second or more
+# the total size above which a log message is written, because hashing takes a second or more
 _LOG_FROM_BYTES = 1 << 30
 _CHUNK = 1 << 20
 
@@ -48,12 +48,12 @@ def git_sha1(path: Path) -> str:
 
 
 class DigestCache:
-    """A cache of verified files, so that the server does not hash every model at each start. It
-    detects errors of disks and copies. It does not protect against attackers, because they could
-    also write to this cache.
+    """A cache of verified files, so that the server does not hash every model at each start.
+    Verification detects disk and copy errors. It does not protect against attackers, who could also
+    write to this cache.
 
     A file is identified by its digest, size, modification time and inode. A replaced or modified
-    file is hashed again. If the cache cannot be written, nothing is cached.
+    file is hashed again. If the cache is not writable, nothing is cached.
     """
 
     def __init__(self, cache_file: Path | None = None) -> None:

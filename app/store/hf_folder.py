@@ -2,7 +2,7 @@
 
 Knows: file names, JSON. Must not know: tensors, tokenizers, the meaning of templates.
 
-The contents are checked as far as possible. Code in a folder is never run. Pickle files are never
+The contents are validated as far as possible. Code in a folder is never run. Pickle files are never
 opened, because they contain code.
 """
 
@@ -76,8 +76,8 @@ _SUPPORTED_FORMATS = "safetensors version, or one that was converted for MLX"
 
 
 def _find_shards(folder: Path) -> tuple[SafetensorsHeader, ...]:
-    """Returns the shards, which are the files listed in the index. Without an index, they are all
-    files whose names look like weights."""
+    """Returns the shards listed in the index or, without an index, all files whose names look like
+    weights."""
     index = read_json_object(folder / _INDEX, max_bytes=_MAX_INDEX_BYTES)
     if index is None:
         found = tuple(safetensors_header.read(path) for path in _list_unindexed_shards(folder))
@@ -91,8 +91,8 @@ def _find_shards(folder: Path) -> tuple[SafetensorsHeader, ...]:
 
 
 def _list_unindexed_shards(folder: Path) -> Sequence[Path]:
-    """Returns `model*.safetensors` if there are such files. Other files beside them are adapters,
-    or the same weights under other names (consolidated.safetensors)."""
+    """Returns `model*.safetensors` if there are such files. Other files in the same folder are
+    adapters, or the same weights under other names (consolidated.safetensors)."""
     every = sorted(folder.glob("*.safetensors"))
     if every:
         return [path for path in every if path.name.startswith("model")] or every

@@ -2,8 +2,8 @@
 
 Knows: the syntax of each kind of name. Must not know: the existing models.
 
-Parsed names are safe as parts of a path. No part can refer to a path outside of the folder in which
-it is looked up.
+Parsed names are safe to use in paths: no part can refer to a path outside the folder in which it is
+looked up.
 """
 
 import re
@@ -62,7 +62,7 @@ class OllamaName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelName:
-    """A name and its possible interpretations. An interpretation that is not possible is None."""
+    """A name and its possible interpretations. Impossible interpretations are None."""
 
     text: str
     folder: Path | None

@@ -6,8 +6,8 @@ tensors, the tensors that a model needs.
     [ 8 bytes: size of the header | header: a JSON object | data ......................... ]
                                                           [ tensor | tensor | ... | tensor ]
 
-The header is compared with the length of the file, so that code that reads the tensors can rely on
-it. Each tensor has exactly as many bytes as its type and shape require. Together, the tensors cover
+The header is validated against the file size, so that code that reads the tensors can rely on it.
+Each tensor has exactly as many bytes as its dtype and shape require. Together, the tensors cover
 the data without gaps or overlap.
 """
 
@@ -51,7 +51,7 @@ DTYPE_BITS: Mapping[str, int] = {
 
 _LENGTH_BYTES = 8  # number of bytes of the header's size field
 
-# the format's maximum size of a header; a checkpoint with 90,000 tensors needs a tenth of it
+# the format's maximum size of a header; a checkpoint with 90,000 tensors needs 10 % of it
 _MAX_HEADER_BYTES = 100_000_000
 
 # dimensions are int32 in every tensor library, and no tensor has more than a few dimensions
@@ -83,9 +83,9 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SafetensorsHeader:
-    """The header of one file. metadata: the `__metadata__` of the header; empty if it has none.
-    fingerprint: a digest of the header and of the size and the modification time of the file. It
-    changes when the file is replaced."""
+    """The header of one file. metadata: the `__metadata__` of the header; empty if there is none.
+    fingerprint: a digest of the header and of the file's size and modification time, which changes
+    when the file is replaced."""
 
     path: Path
     tensors: Mapping[str, TensorInfo]
@@ -223,7 +223,7 @@ def _count_elements(shape: list[Any]) -> int | None:
         if not 0 <= size <= _MAX_DIMENSION:
             return None
         count *= size
-        bound *= max(size, 1)  # a zero must not hide the size of the other dimensions
+        bound *= max(size, 1)  # a zero must not hide the other dimensions
         if bound > _MAX_ELEMENTS:
             return None
     return count

@@ -1,9 +1,10 @@
-"""The tensors of a model: their names, their number of parameters, the format of most of them.
+"""Summarizes the tensors of a model: names, parameter counts and storage formats.
 
-Knows: safetensors headers, how MLX and Ollama pack quantised weights. Must not know: architectures.
+Knows: safetensors headers, how MLX and Ollama pack quantized weights. Must not know: architectures.
 
 MLX stores the scales of `X.weight` as `X.scales`, Ollama as `X.weight.scale`. Each scale belongs to
-a group of parameters, so the scales give the number of parameters of a packed weight.
+a group of parameters, so the number of parameters in a packed weight follows from the number of
+scales.
 """
 
 from collections import Counter
@@ -16,7 +17,7 @@ from app.core.model_files import Json, ModelFiles
 from app.store import safetensors_header
 from app.store.safetensors_header import SafetensorsHeader, TensorInfo
 
-# parameters per scale, by the name of the format; other formats have 64
+# the group size by format name; 64 for other formats
 _GROUP_SIZES: Mapping[str, int] = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
 _DEFAULT_GROUP_SIZE = 64
 
@@ -26,8 +27,8 @@ _OFFSET_SUFFIXES = (".biases", ".weight.bias", ".weight.global_scale")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSummary:
-    """parameters: number of parameters. quantization: the format of most of them, such as "int4"
-    or "BF16"."""
+    """A summary of a model's tensors. parameters: the number of parameters. quantization: the
+    format of most parameters, such as "int4" or "BF16"."""
 
     parameters: int
     quantization: str
@@ -55,8 +56,8 @@ def summarize_tensors(files: ModelFiles) -> TensorSummary:
 
 
 def _count_shard(header: SafetensorsHeader, config: Json) -> Iterator[tuple[str, int]]:
-    """Yields the format and the number of parameters of each weight. The scales of a packed weight
-    may be in another shard; then its size is computed from the configured bits."""
+    """Yields the format and the number of parameters of each weight. If the scales of a packed
+    weight are in another shard, the number of parameters is computed from the configured bits."""
     for name, tensor in header.tensors.items():
         if name.endswith((*_SCALE_SUFFIXES, *_OFFSET_SUFFIXES)):
             continue
@@ -94,7 +95,8 @@ def _format_name(mode: str, bits: int) -> str:
 def _read_format(
     module: str, name: str, header: SafetensorsHeader, config: Json
 ) -> Mapping[str, Any]:
-    """Returns mode, group_size and bits of a packed weight, as far as the files name them."""
+    """Returns the mode, group size and bits of a packed weight, as far as the files specify
+    them."""
     metadata = header.metadata
     kind = metadata.get(f"{name}.quant_type") or metadata.get("quant_type")
     group = metadata.get(f"{name}.group_size") or metadata.get("group_size")

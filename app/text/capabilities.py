@@ -3,11 +3,10 @@
 Knows: a short conversation with a tool call, workarounds for templates that cannot render it. Must
 not know: Jinja, tokens, model names.
 
-Authors write templates for their own input. OpenAI's clients may send less: a result without the
-name of its function, or a tool without a description. They may send more, such as two calls in one
-turn. They may also use other formats, such as long call IDs. Each template has different
-requirements, and most templates only show them by failing. llama.cpp detects template capabilities
-in the same way (`common/chat.cpp`).
+Each chat template has different requirements, and most templates do not declare them: they fail.
+Clients of OpenAI's API may omit required information, such as the function name of a tool result or
+the description of a tool, may send several calls in one turn, or may use other formats, such as
+long call IDs. llama.cpp detects template capabilities in the same way (`common/chat.cpp`).
 """
 
 import hashlib
@@ -23,8 +22,8 @@ from app.core.requests import Message, Tool, ToolCall
 from app.text.message_folding import SYSTEM_ROLES, PlacementRules
 from app.text.placement_probe import PROBE_TOOL_NAME, detect_placement
 
-# The time limit for all test renders together, in seconds. A template that is slower is used
-# without workarounds.
+# The total time limit for all test renders, in seconds. A slower template is used without
+# workarounds.
 _DETECTION_TIMEOUT = 5.0
 
 _CALL_ID = "call_0123456789abcdef01234567"
@@ -60,15 +59,15 @@ class TemplateCapabilities:
 
     supports_system_role: the template renders system messages. supports_developer_role: it renders
     developer messages. supports_tools: it renders tool definitions. supports_tool_calls: it renders
-    calls and their results if the request also has tools. supports_tool_calls_without_tools: it
-    renders them without tools. supports_tool_responses: it renders results, even if it does not
-    render calls.
+    tool calls and results if the request has tools. supports_tool_calls_without_tools: it also
+    renders them if the request has no tools. supports_tool_responses: it renders tool results, even
+    if it does not render calls.
 
-    The other fields are required changes to the input. requires_tool_list: an empty list must be
-    passed if there are no tools. requires_tool_description: every tool needs a description.
+    The other fields describe required changes to the input. requires_tool_list: an empty list must
+    be passed if there are no tools. requires_tool_description: every tool needs a description.
     requires_string_arguments: arguments must be passed as text. requires_short_call_ids: call IDs
     must consist of nine letters and digits. requires_single_calls: a turn must contain only one
-    call. placement: the positions at which the template renders messages where they are.
+    call. placement: the positions at which the template keeps messages.
     """
 
     supports_system_role: bool = True
@@ -113,8 +112,8 @@ class TemplateCapabilities:
 def detect_capabilities(
     render: Render, variants: Sequence[Mapping[str, Any]] = ({},)
 ) -> TemplateCapabilities:
-    """Detects the capabilities of the template behind `render`. variants: variables of the template
-    to try for the places of messages, such as reasoning on and off."""
+    """Detects the capabilities of the template behind `render`. variants: template variables with
+    which to test message positions, such as reasoning on and off."""
     probe = _TemplateProbe(render)
     known = TemplateCapabilities()
     if not probe.renders(known, [_USER_MESSAGE]) and probe.renders(
@@ -151,7 +150,7 @@ def detect_capabilities(
 def _detect_tool_calls(
     probe: "_TemplateProbe", known: TemplateCapabilities
 ) -> TemplateCapabilities:
-    """Detects the support for calls and results, with as few changes to the input as possible."""
+    """Detects support for calls and results, with as few changes to the input as possible."""
     one = [_USER_MESSAGE, *_build_call_round("1")]
     for changes in _subsets(("requires_short_call_ids", "requires_string_arguments")):
         trial = replace(known, **dict.fromkeys(changes, True))
@@ -194,7 +193,7 @@ class _TemplateProbe:
         messages: Sequence[Message] = (_USER_MESSAGE,),
         tools: Sequence[Tool] = (),
     ) -> bool:
-        """Returns whether the prompt contains everything in the messages and tools."""
+        """Returns whether the prompt contains all content of the messages and tools."""
         text = self.render(capabilities, messages, tools)
         return text is not None and all(word in text for word in _expected_texts(messages, tools))
 
@@ -205,7 +204,8 @@ class _TemplateProbe:
         tools: Sequence[Tool],
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str | None:
-        """Returns the prompt; None if the template rejects it or the time is over."""
+        """Returns the prompt, or None if the template rejects the conversation or the time limit is
+        exceeded."""
         if time.monotonic() > self._deadline:
             return None
         turns = capabilities.adapt_messages(messages)
@@ -294,14 +294,14 @@ def _shorten_call_ids(turn: Message) -> Message:
 
 
 def _shorten_id(id: str) -> str:
-    """Shortens a call ID deterministically, so that cached prefixes still match."""
+    """Shortens a call ID deterministically, so that prefix cache hits are preserved."""
     if len(id) == 9 and id.isascii() and id.isalnum():
         return id
     return hashlib.sha256(id.encode()).hexdigest()[:9]
 
 
 def _merge_system_into_user(turns: Sequence[Message]) -> list[Message]:
-    """Merges a leading system message into the user's message."""
+    """Merges a leading system message into the first user message."""
     first = list(itertools.takewhile(lambda turn: turn.role in SYSTEM_ROLES, turns))
     if not first:
         return list(turns)

@@ -1,4 +1,4 @@
-"""Renders conversations to prompts with a model's chat template.
+"""Renders conversations with a model's chat template.
 
 Knows: the templates of a model, the message format that templates expect. Must not know: token IDs,
 HTTP, Jinja (`app/text/jinja_sandbox.py`).
@@ -17,9 +17,10 @@ from app.core.thread_pools import CancelToken
 from app.text.jinja_sandbox import Clock, SandboxedTemplate
 from app.text.tokenizer import Tokenizer, find_model_stop_conditions, parse_special_token
 
-# The template for models that have none. Such models were not trained on roles, so the contents of
-# the messages are concatenated, and a single message is continued like a plain prompt. A model
-# without a template would treat invented markers, such as those of ChatML, as text to imitate.
+# The template for models without a chat template. Such models were not trained on roles, so the
+# contents of the messages are concatenated, and a single message is continued like a plain prompt.
+# Using markers such as ChatML's would not work, because the model would treat them as text to
+# imitate.
 FALLBACK_TEMPLATE = "{{ messages | map(attribute='content') | join('\\n') }}"
 
 
@@ -27,12 +28,12 @@ class ChatTemplate:
     """The template of one model, or `FALLBACK_TEMPLATE`. Instances are immutable.
 
     includes_special_tokens: whether the rendered text already contains the special tokens at the
-    start of a prompt, so that it must be encoded without adding them. It is False for
-    `FALLBACK_TEMPLATE`, whose output is encoded like any other text.
+    start of a prompt, so that the tokenizer must not add them. It is False for `FALLBACK_TEMPLATE`,
+    whose output is encoded like plain text.
     """
 
     def __init__(self, files: ModelFiles, now: Clock = datetime.now) -> None:
-        """now: the clock for templates that include the current date.
+        """now: returns the current time, for templates that include the date.
 
         A separate chat_template.jinja takes precedence over tokenizer_config.json. Raises
         AppError(MODEL_FILES) if a template is invalid.
@@ -64,7 +65,7 @@ class ChatTemplate:
         **template_kwargs: Any,
     ) -> str:
         """Renders the prompt. string_arguments: whether the arguments of calls are passed as text.
-        template_kwargs: other template variables, such as enable_thinking.
+        template_kwargs: additional template variables, such as enable_thinking.
 
         Raises AppError(INVALID) if the template rejects the conversation or cannot render it.
         Raises WorkCancelled when `cancel_token` is cancelled.
@@ -87,8 +88,8 @@ class ChatTemplate:
         return template.render(context, now=self._now, cancel_token=cancel_token)
 
     def _functions_variables(self, tools: Sequence[Json] | None) -> dict[str, Any]:
-        """Returns the variables of Firefunction's template, which are the tools as text and the
-        current time."""
+        """Returns the variables for Firefunction's template: the tools as text, and the current
+        time."""
         if tools is None:
             return {}
         functions = [tool.get("function", tool) for tool in tools]
@@ -109,8 +110,8 @@ class ChatTemplate:
 def build_tokenizer_info(
     files: ModelFiles, tokenizer: Tokenizer, *, context: int
 ) -> dict[str, Any]:
-    """Returns the fields for clients that render prompts and count tokens themselves. These are the
-    keys of tokenizer_config.json for special tokens (None if the model lacks a token), the
+    """Returns the fields for clients that render prompts and count tokens themselves: the special
+    tokens under their keys in tokenizer_config.json (None if the model lacks a token), the
     tokenizer class and the chat template. context: the maximum number of positions of one
     sequence."""
     ends = sorted(find_model_stop_conditions(files, tokenizer).ids)
@@ -157,8 +158,7 @@ def _read_sources(files: ModelFiles) -> dict[str, str]:
 
 
 def _read_special_tokens(config: Json) -> dict[str, Any]:
-    """Returns the special tokens that the model has, such as bos_token and eos_token, for use in
-    templates."""
+    """Returns the model's special tokens, such as bos_token and eos_token, for use in templates."""
     tokens: dict[str, Any] = {}
     for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"):
         text = parse_special_token(config.get(f"{name}_token"))
@@ -201,9 +201,9 @@ def _to_template_message(
 
 
 def _reasoning_keys(message: Message, template: str) -> Iterator[str]:
-    """Yields the template's keys for the reasoning of an earlier turn. The key of gpt-oss is
-    "thinking". Its template rejects a turn with calls, content and thinking. In this case, the
-    content takes precedence."""
+    """Yields the template's keys for the reasoning of an earlier turn. gpt-oss uses the key
+    "thinking", but its template rejects a turn with calls, content and thinking. In this case, the
+    reasoning is omitted."""
     for name in ("reasoning_content", "reasoning", "thinking"):
         crowded = name == "thinking" and message.tool_calls and message.content
         if re.search(rf"""(\.|\[['"]|['"]){name}\b""", template) and not crowded:
@@ -212,8 +212,8 @@ def _reasoning_keys(message: Message, template: str) -> Iterator[str]:
 
 def parse_arguments(call: ToolCall, field: str) -> dict[str, Any]:
     """Parses the arguments of a call in the history. Some clients send an empty string for a tool
-    without parameters. It is parsed as the empty object. Raises AppError(INVALID) for any other
-    invalid text, with `field` as its path."""
+    without parameters. It is parsed as an empty object. Raises AppError(INVALID), with the path
+    `field`, for any other invalid text."""
     try:
         arguments: Any = json.loads(call.arguments) if call.arguments.strip() else {}
     except (ValueError, RecursionError) as error:
@@ -226,8 +226,8 @@ def parse_arguments(call: ToolCall, field: str) -> dict[str, Any]:
 
 
 def _to_template_call(call: ToolCall, field: str, *, string_arguments: bool) -> dict[str, Any]:
-    """Converts a call. Most templates write the arguments in the model's own syntax, so they need
-    the parsed object."""
+    """Converts a call. Most templates need the parsed arguments, because they render them in the
+    model's own syntax."""
     arguments = parse_arguments(call, field)
     return {
         "id": call.id,

@@ -1,4 +1,4 @@
-"""Renders a conversation, and parts of it, within the limitations of its chat template.
+"""Renders a conversation, or parts of it, and works around limitations of the chat template.
 
 Knows: the model's template, its capabilities and family, tools as text. Must not know: the output,
 reasoning variables, tokens.
@@ -19,7 +19,7 @@ from app.text.message_folding import fold_messages
 
 class ConversationRenderer:
     """Renders the conversation of one request. offers_tools: whether the template renders the
-    tools; if not, they are described as text."""
+    tools. If not, they are described in text."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class ConversationRenderer:
         get_variables: Callable[[bool], Mapping[str, Any]],
         cancel_token: CancelToken | None = None,
     ) -> None:
-        """get_variables: returns the template's variables, with tools or without."""
+        """get_variables: returns the template's variables, with or without tools."""
         self._template = template
         self._capabilities = capabilities
         self._family = family
@@ -42,10 +42,10 @@ class ConversationRenderer:
         self.offers_tools = capabilities.supports_tools and bool(tools)
 
     def fold(self, messages: Sequence[Message]) -> list[Message]:
-        """Folds the messages that the template does not keep (`app/text/message_folding.py`). If
+        """Folds messages that the template would not keep (`app/text/message_folding.py`). If
         calls are rendered as text, raises AppError(INVALID) for arguments that are not an
         object."""
-        if self._inlines_calls:  # afterwards, the messages would have other numbers
+        if self._inlines_calls:  # before folding, which renumbers the messages
             for place, message in enumerate(messages):
                 for number, call in enumerate(message.tool_calls):
                     field = f"messages.{place}.tool_calls.{number}.function.arguments"
@@ -53,9 +53,9 @@ class ConversationRenderer:
         return fold_messages(messages, self._capabilities.placement)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """Renders the prompt of a folded conversation. If the template does not support or fails on
-        tools and calls, they are rendered as text. Raises the template's error if this fails
-        too."""
+        """Renders the prompt of a folded conversation. If the template does not support tools and
+        calls, or fails on them, they are rendered as text. Raises the template's error if this also
+        fails."""
         try:
             return self.render_part(messages, add_generation_prompt=add_generation_prompt)
         except AppError as error:

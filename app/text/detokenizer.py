@@ -1,4 +1,4 @@
-"""Converts sampled tokens to text that may be sent to the client.
+"""Converts sampled tokens to text that can be sent to the client.
 
 Knows: incomplete characters, possible stop strings. Must not know: sampling, clients, the network.
 
@@ -15,21 +15,21 @@ from typing import Protocol
 
 from app.text.tokenizer import ByteDecoder, Tokenizer
 
-_MAX_CHARACTER_BYTES = 4  # bytes of the longest UTF-8 character
+_MAX_CHARACTER_BYTES = 4  # the maximum length of a UTF-8 character in bytes
 
 
 class Detokenizer:
     """Converts sampled tokens to text in complete characters.
 
-    The concatenated output is the text that the sampled tokens add when they are decoded together
-    with the prompt. A leading space after a prompt is kept. At the start of a text, it is dropped
-    if the tokenizer drops it there. If the first bytes of a character are in the prompt, the
-    complete character is output.
+    The concatenated output is the difference between decoding the prompt with and without the
+    sampled tokens. A leading space after a prompt is therefore kept, while at the start of a text,
+    it is dropped if the tokenizer drops it. If the first bytes of a character are in the prompt,
+    the complete character is output.
 
-    `tokenizers.decoders.DecodeStream` (0.23) is not used, for three reasons. It has no flush, so a
-    text that ends within a character is lost. After an invalid byte in a run of byte tokens, every
-    further step raises "Invalid prefix encountered". The cost of a run of n invalid bytes is O(n²),
-    and 4000 bytes took two seconds.
+    `tokenizers.decoders.DecodeStream` (0.23) is not used, for three reasons. It has no flush, so an
+    incomplete character at the end is lost. After an invalid byte in a run of byte tokens, every
+    further step raises "Invalid prefix encountered". A run of n invalid bytes costs O(n²): 4000
+    bytes took two seconds.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Detokenizer:
         *,
         visible_special_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """visible_special_ids: the special tokens of the output that are shown as text."""
+        """visible_special_ids: the special tokens that are output as text."""
         byte_decoder = tokenizer.byte_decoder
         self._backend: _Backend = (
             _WordDetokenizer(tokenizer, prompt, visible_special_ids)
@@ -49,14 +49,15 @@ class Detokenizer:
 
     @property
     def has_partial_character(self) -> bool:
-        """Whether the last token ended within a character that has not been output."""
+        """Whether the last token ended within a character."""
         return self._backend.has_partial_character
 
     def feed(self, id: int) -> str:
         return self._backend.feed(id)
 
     def flush(self) -> str:
-        """Returns the remaining text, which is U+FFFD if the output ends within a character."""
+        """Returns the remaining text: U+FFFD if the output ends within a character, otherwise
+        ""."""
         return self._backend.flush()
 
 
@@ -88,8 +89,8 @@ class _ByteDetokenizer:
             tail = self._visible_bytes(id) + tail
             if len(tail) >= _MAX_CHARACTER_BYTES:
                 break
-        # The result is discarded: it is the text of the prompt, except for the first bytes of an
-        # incomplete last character.
+        # Discard the result, which is the prompt text. The decoder keeps the bytes of an incomplete
+        # last character.
         self._utf8_decoder.decode(tail)
         self._strips_space = byte_decoder.strips_leading_space and not tail
 
@@ -116,13 +117,13 @@ class _ByteDetokenizer:
 
 
 class _WordDetokenizer:
-    """Detokenizes for decoders that join words. It outputs the text that a token adds to the text
-    of the last few tokens.
+    """Detokenizes with a word-based decoder. Outputs the text that a token adds to the text of the
+    last few tokens.
 
-    Such a decoder only uses the previous token, to decide whether to put a space between two words.
-    The window is output | pending, with at most `_MAX_CHARACTER_BYTES` tokens on each side. The
-    stream can differ from the decoded full text only if the decoder also has byte tokens and a byte
-    is invalid.
+    Such a decoder depends only on the previous token, to decide whether to insert a space between
+    two words. The window is output
+    pending, with at most `_MAX_CHARACTER_BYTES` tokens on each side. Streamed text can differ from
+    fully decoded text only if the decoder also has byte tokens and a byte is invalid.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class _WordDetokenizer:
             return ""
         self._pending_ids.append(id)
         text = self._new_text()
-        # U+FFFD at the end may be the first bytes of a character, but not after four tokens.
+        # U+FFFD at the end may be an incomplete character, but not after four tokens.
         if text.endswith("\ufffd") and len(self._pending_ids) < _MAX_CHARACTER_BYTES:
             return ""
         self._context_ids, self._pending_ids = self._pending_ids, []
@@ -163,15 +164,15 @@ class _WordDetokenizer:
         return text
 
     def _may_begin_mid_character(self) -> bool:
-        """Returns whether the previous tokens may begin within a character. In this case, the
-        library would decode the following bytes incorrectly. The other bytes of the character are
-        at most three tokens away."""
+        """Returns whether the previous tokens may start within a character, in which case the
+        library would decode the following bytes incorrectly. A character spans at most three more
+        tokens."""
         return len(
             self._context_ids
         ) < 2 * _MAX_CHARACTER_BYTES - 1 and "\ufffd" in self._tokenizer.decode(self._context_ids)
 
     def _decode_marker(self, id: int) -> str:
-        """Returns the text of a special token. The words before and after it are not joined."""
+        """Returns the text of a special token, without joining it with adjacent words."""
         text = self.flush() + self._tokenizer.token_text(id)
         self._context_ids = []
         return text
@@ -184,8 +185,8 @@ class _WordDetokenizer:
 
 
 class VisibleTokens:
-    """Counts the sampled tokens that lie completely within the first characters of their text. A
-    client that received these characters sends these tokens back in its next request."""
+    """Counts the sampled tokens that are completely contained in a prefix of the output text. A
+    client that received this prefix sends these tokens back in its next request."""
 
     def __init__(self) -> None:
         self._length = 0
@@ -194,7 +195,7 @@ class VisibleTokens:
     def feed(self, text: str, *, has_partial_character: bool) -> None:
         """Adds the text of one token, and the state of the Detokenizer after this token."""
         self._length += len(text)
-        # Pending bytes become exactly one character, whether or not they are completed.
+        # Pending bytes become exactly one character, complete or not.
         self._ends.append(self._length + has_partial_character)
 
     def count_within(self, length: int) -> int:
@@ -204,8 +205,8 @@ class VisibleTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopResult:
-    """The result of feeding text to a StopFinder. text: the text that may be output now.
-    matched_stop: the stop string that was found and ends the output, or None."""
+    """The result of feeding text to a StopFinder. text: the text that can be output now.
+    matched_stop: the stop string that ended the output, or None."""
 
     text: str
     matched_stop: str | None = None
@@ -214,23 +215,23 @@ class StopResult:
 class StopFinder:
     """Cuts the text at the first stop string.
 
-    The first stop string is the one that starts first. If two start at the same position, the one
-    that ends first is used. Text is held back while it may still become a stop string. After a stop
-    string was found, text is held back while it may become part of another one that started
-    earlier. This is an example with the stop strings "bcde" and "d":
+    The stop string with the earliest start wins; ties are broken by the earliest end. Text is held
+    back while it is a partial match of a stop string. After a match, text is still held back while
+    a stop string with an earlier start may match. For example, with the stop strings "bcde" and
+    "d":
 
         output | held
              a | bcd      "d" was found, but "bcde" starts earlier and may follow
              a | bcde     "bcde" was found: the result is "a"
            abc | dx       "bcde" was not found: the result is "abc"
 
-    Each stop string has its own Knuth-Morris-Pratt automaton. The amortized cost of a character
-    does not depend on how the text is split or on repetitions within a stop string.
+    Each stop string has its own Knuth-Morris-Pratt automaton. The amortized cost per character does
+    not depend on how the text is split or on repetitions within a stop string.
     """
 
     def __init__(self, stop_strings: tuple[str, ...], *, include_stop: bool = False) -> None:
-        """stop_strings: the stop strings, none of which may be empty. include_stop: whether the
-        stop string is output too."""
+        """stop_strings: the non-empty stop strings. include_stop: whether the stop string is part
+        of the output."""
         self._include_stop = include_stop
         self._automata = tuple(_KmpAutomaton(stop) for stop in stop_strings)
         self._held_text = ""  # the text: output | held
@@ -252,13 +253,13 @@ class StopFinder:
         return StopResult(text=self._release(self._open_match_start))
 
     def flush(self) -> StopResult:
-        """Ends the text. Returns the remaining text, or the stop string that was held back for an
-        earlier one."""
+        """Ends the text. Returns the remaining text, or a match that was held back in favor of an
+        earlier match."""
         return self._finish()
 
     @property
     def _open_match_start(self) -> int:
-        """Returns the start of the longest incomplete match."""
+        """Returns the start of the longest partial match."""
         return self._num_read - max((automaton.matched for automaton in self._automata), default=0)
 
     def _step(self, character: str) -> None:
@@ -293,8 +294,8 @@ class _KmpAutomaton:
         self.stop = stop
         self.matched = 0
         # borders[n]: the length of the longest proper prefix of stop[:n] that is also its suffix.
-        # It is only computed up to `matched`, so a long stop string costs no more than the text
-        # that it is compared with.
+        # Computed only up to `matched`, so the cost of a long stop string is bounded by the length
+        # of the text.
         self._borders = [0, 0]
 
     def step(self, character: str) -> bool:
@@ -305,7 +306,7 @@ class _KmpAutomaton:
                 border = self._next(self._borders[-1], self.stop[self.matched - 1])
                 self._borders.append(border)
             return False
-        self.matched = 0  # a later match also starts later, so it cannot be the first
+        self.matched = 0  # later matches also start later, so they cannot win
         return True
 
     def _next(self, matched: int, character: str) -> int:

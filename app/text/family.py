@@ -5,8 +5,8 @@ Knows: the common interface of families, the location of their modules. Must not
 of any family, token IDs, events.
 
 A family is a module in `app/text/families` with a class `Family`. No other registration is needed.
-The family is selected by the markers in the model's chat template and never by the model's name. A
-fine-tuned model may have any name, but it keeps the format of its turns.
+The family is selected by the markers in the model's chat template, never by the model's name,
+because a fine-tuned model may have any name, but keeps the chat format.
 """
 
 import json as jsons
@@ -28,15 +28,15 @@ _LITERALS = re.compile(rf"(?:\s*{_LITERAL.pattern})*\s*")
 
 
 class ChatFamily:
-    """The base class of families. By default, reasoning is in tags at the start of the output, and
-    there are no calls.
+    """The base class of families. The default implementation parses reasoning in tags at the start
+    of the output, and no calls.
 
     markers: the parts of the syntax that may be special tokens. Special tokens are hidden unless
-    they are listed here. implicit_reasoning_ends: markers that end reasoning besides the closing
-    tag, because models sometimes omit the closing tag before them. content_prefix, content_suffix:
-    the text required before and after content that is not a call. reasoning_separator: the text
-    required between the reasoning and the following part. plain_without_tools: whether the whole
-    output is content if there are no tools and no reasoning.
+    they are listed here. implicit_reasoning_ends: markers that end reasoning even without the
+    closing tag, which models sometimes omit. content_prefix, content_suffix: the required text
+    before and after content that is not a call. reasoning_separator: the required text between the
+    reasoning and the following part. plain_without_tools: whether the whole output is content if
+    there are no tools and no reasoning.
     """
 
     markers: tuple[str, ...] = ()
@@ -47,8 +47,8 @@ class ChatFamily:
     plain_without_tools: bool = False
 
     def matches(self, template: str) -> bool:
-        """Returns whether a chat template belongs to this family. A template may match only one
-        family."""
+        """Returns whether a chat template belongs to this family. A template must not match more
+        than one family."""
         raise NotImplementedError
 
     def reasoning_tags(self, template: str) -> ReasoningTags | None:
@@ -57,29 +57,28 @@ class ChatFamily:
         return ReasoningTags(open="<think>", close="</think>") if "</think>" in template else None
 
     def make_call_id(self, index: int) -> str | None:
-        """Returns an ID for the call at `index` if the template requires a certain ID format and
-        the call syntax has no IDs. Returns None otherwise."""
+        """Returns an ID for the call at `index` if the template requires a specific ID format and
+        the call syntax has no IDs, otherwise None."""
         return None
 
     def parse_tool_calls(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
     ) -> Resumable[None]:
-        """Parses the output after the reasoning, to the end. tools: the tools that may be called.
-        If it is empty, no calls are parsed. A call that cannot be parsed remains text."""
+        """Parses the rest of the output after the reasoning. tools: the tools that may be called;
+        if empty, no calls are parsed. A call that cannot be parsed is treated as text."""
         yield from reader.read_until(on_text=output.add_content)
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
     ) -> ToolCallGrammar | None:
-        """Returns the grammar of calls. Returns None if this syntax cannot constrain one of the
-        tools to its schema. In this case, calls are requested in plain JSON, which can enforce any
-        schema."""
+        """Returns the grammar of calls, or None if this syntax cannot enforce the schema of one of
+        the tools. In this case, calls use plain JSON, which can enforce any schema."""
         return None
 
     def render_calls(self, calls: Sequence[ToolCall]) -> str | None:
-        """Renders the calls of an earlier turn as the model wrote them, for templates that cannot
-        render calls. Returns None if only the template can place the calls, or if the grammar does
-        not determine their text."""
+        """Renders the calls of an earlier turn in the model's syntax, for templates that cannot
+        render calls. Returns None if only the template can render the calls, or if the text is not
+        determined by the grammar."""
         if self.content_prefix:
             return None
         taken: list[str] = []
@@ -123,8 +122,8 @@ class ChatFamily:
     def parse_reasoning(
         self, reader: Reader, output: OutputBuilder, tags: ReasoningTags, *, in_reasoning: bool
     ) -> Resumable[None]:
-        """Parses reasoning at the start of the text. If the prompt opened the reasoning, the model
-        may open it again."""
+        """Parses reasoning at the start of the text. If the reasoning was opened by the prompt, the
+        model may repeat the opening tag."""
         start = reader.hold()
         yield from reader.skip_space()
         again = (yield from reader.accept(tags.open)) is not None

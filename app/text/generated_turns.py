@@ -3,16 +3,16 @@
 Knows: assistant turns, their generated token IDs, rendered prompts. Must not
 know: templates, families, requests, the prefix cache.
 
-A client sends a turn back in parts: reasoning, content, calls with arguments that it may have
-parsed and encoded again. The template then renders other text than the model generated (spaces,
-escapes, the order of keys, trimmed white space), and the cached prefix ends at the first
-difference. Therefore the token IDs are kept. The generated text replaces the rendered turn if the
+A client sends a turn back in parts: reasoning, content, and calls with arguments that it may have
+parsed and re-encoded. The rendered turn may then differ from the generated text (spaces, escapes,
+the order of keys, trimmed white space), and the prefix cache hit ends at the first difference. This
+module therefore keeps the generated token IDs. The generated text replaces the rendered turn if the
 prompt before the turn is the same and both texts have the same meaning:
 
     then    [ prompt .............. ]{"city":"Oslo"}<|im_end|>
     now     [ the same characters . ]{"city": "Oslo"}<|im_end|>…     → the generated text
 
-A turn that is lost costs only speed.
+Losing a turn only affects performance.
 """
 
 import hashlib
@@ -36,24 +36,25 @@ from app.text.syntax.output_parser import (
 )
 from app.text.tokenizer import Tokenizer
 
-# Limits per model: bytes of all callers together, and turns of one caller with the same parts.
+# Limits per model: the total number of bytes, and the number of turns of one caller with the same
+# parts.
 _MAX_BYTES, _MAX_SAME_TURNS = 32 << 20, 16
 
-# turns between two prompts; older ones are lost
+# the maximum number of turns added between two prompts; older turns are dropped
 _MAX_ADDED = 1024
 
-# bytes of a turn in addition to its ids
+# the overhead of a turn in bytes, in addition to its token IDs
 _TURN_BYTES = 512
 
-# ids of the prompt that decide how the first generated id is decoded
+# the number of prompt tokens that may affect how the first generated token is decoded
 _CONTEXT_IDS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedTurn:
-    """A generated turn. prompt_length: the length of the rendered prompt, in characters.
-    prompt_digest: the digest of this prompt. token_ids: the generated token IDs, without the end of
-    the turn. context_ids: the last token IDs of the prompt."""
+    """A generated turn. prompt_length: the length of the rendered prompt in characters.
+    prompt_digest: the digest of this prompt. token_ids: the generated token IDs, without the
+    end-of-turn token. context_ids: the last token IDs of the prompt."""
 
     prompt_length: int
     prompt_digest: bytes
@@ -76,7 +77,7 @@ class GeneratedTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnParts:
-    """The parts of a turn that a client sends back, without the reasoning. calls: the name and the
+    """The parts of a turn that a client sends back, without the reasoning. calls: the name and
     arguments of each call."""
 
     content: str
@@ -96,8 +97,8 @@ class TurnParts:
 
 
 class GeneratedTurns:
-    """The generated turns of one model, per caller. If they exceed `max_bytes`, the least recently
-    used turns of the caller with the most bytes are dropped. Thread-safe."""
+    """The generated turns of one model, per caller. When `max_bytes` is exceeded, the least
+    recently used turns of the caller with the most bytes are evicted. Thread-safe."""
 
     def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -111,12 +112,13 @@ class GeneratedTurns:
         return sum(self._nbytes.values())
 
     def add(self, caller: str, parts: TurnParts, turn: GeneratedTurn) -> None:
-        """Adds a turn. This takes microseconds, because the next `find` does the work."""
+        """Adds a turn. This takes only microseconds, because indexing is deferred to the next
+        `find`."""
         self._added.append((caller, parts, turn))
 
     def find(self, caller: str, messages: Iterable[Message]) -> list[GeneratedTurn]:
-        """Returns the turns that the messages may contain, sorted by the length of their prompts.
-        For one prompt, the newest turn is first."""
+        """Returns the turns that the messages may contain, sorted by prompt length. For the same
+        prompt, the newest turn comes first."""
         keys = {TurnParts.of(m).key for m in messages if m.role == "assistant"}
         candidates: list[GeneratedTurn] = []
         with self._lock:
@@ -147,8 +149,8 @@ class GeneratedTurns:
 
 
 class TurnRecorder:
-    """Records the output of one choice. `feed` gets each token with its deltas. `finish` stores the
-    turn. Do not call it unless the model ended the turn."""
+    """Records the output of one choice. `feed` receives each token with its deltas. `finish` stores
+    the turn; call it only if the model ended the turn."""
 
     def __init__(
         self,
@@ -159,7 +161,7 @@ class TurnRecorder:
         prompt_digest: bytes,
         context_ids: Sequence[int],
     ) -> None:
-        """prompt_length, prompt_digest: as in `GeneratedTurn`. context_ids: of the prompt."""
+        """prompt_length, prompt_digest, context_ids: see `GeneratedTurn`."""
         self._turns = turns
         self._caller = caller
         self._prompt_length = prompt_length
@@ -174,7 +176,7 @@ class TurnRecorder:
         self._add(deltas)
 
     def finish(self, deltas: Iterable[Delta]) -> None:
-        """deltas: the last ones, without a token."""
+        """deltas: the remaining deltas, which belong to no token."""
         self._add(deltas)
         turn = GeneratedTurn(
             prompt_length=self._prompt_length,
@@ -204,8 +206,8 @@ def digest_prompt(text: str) -> bytes:
 
 
 def normalize_json(text: str) -> str:
-    """Returns the same text for equal JSON values, and invalid JSON unchanged. An empty text is an
-    empty object."""
+    """Returns the same text for equal JSON values, and invalid JSON unchanged. Empty text is
+    treated as an empty object."""
     try:
         return json.dumps(json.loads(text or "{}"), sort_keys=True)
     except (ValueError, RecursionError):
@@ -214,8 +216,8 @@ def normalize_json(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputMeaning:
-    """The parts of an output, without surrounding white space, with normalized JSON. calls: the
-    name, the ID and the arguments of each call."""
+    """The parts of an output, with surrounding white space removed and JSON normalized. calls: the
+    name, ID and arguments of each call."""
 
     reasoning: str
     content: str
@@ -256,14 +258,14 @@ class _Edit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredPrompt:
-    """A prompt with the generated texts of its turns."""
+    """A prompt in which rendered turns were replaced with generated text."""
 
     text: str
     edits: tuple[_Edit, ...] = ()
 
     def map_position(self, position: int) -> int:
-        """Converts a position in the rendered text. A position within a replaced turn becomes the
-        start of the turn."""
+        """Converts a position in the rendered text. A position within a replaced turn is mapped to
+        the start of the turn."""
         moved = 0
         for edit in self.edits:
             if edit.start < position < edit.end:
@@ -283,14 +285,14 @@ def restore_generated_text(
 ) -> RestoredPrompt:
     """Replaces rendered turns of a prompt with their generated texts.
 
-    turns: as `GeneratedTurns.find` returns them. turn_ends: the texts that end an assistant turn.
-    parse(prompt, output): parses the output for a prompt. A text is replaced only by a text with
-    the same meaning.
+    turns: the result of `GeneratedTurns.find`. turn_ends: the texts that end an assistant turn.
+    parse(prompt, output): parses the output for a prompt. Text is replaced only by text with the
+    same meaning.
     """
     edits: list[_Edit] = []
     hashed = hashlib.blake2b(digest_size=16)
-    done = moved = 0  # characters in the digest; growth by the edits so far
-    settled = -1  # start of the last turn that was found
+    done = moved = 0  # characters in the digest; change in length due to edits so far
+    settled = -1  # the start of the last turn that was found
     for turn in turns:
         start = turn.prompt_length
         if start == settled or not done <= start < len(text):

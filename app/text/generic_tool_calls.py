@@ -1,17 +1,17 @@
-"""Supports tool calls for models whose template has no tool support. The prompt describes the tools
-in words, and the model writes calls as JSON.
+"""Generic tool calls, for models whose template does not support tools. The prompt describes the
+tools in text, and the model writes calls as JSON.
 
     {"name": "get_weather", "arguments": {"city": "Oslo"}}
 
 Knows: the description of tools, calls and results in text. Must not know: templates, tokens.
 
-Every model also uses this format for required calls if its own syntax cannot enforce the schemas of
+This format is also used for required calls if the model's own syntax cannot enforce the schemas of
 the tools.
 
-The templates of some models, such as LFM2, Granite and SmolLM3, render tools but not earlier calls.
-They expect that a turn with calls is sent back exactly as the model wrote it. OpenAI's clients send
-the calls separately from the text, so this module inserts the calls into the text again. Models
-imitate the format of their earlier turns.
+The templates of some models, such as LFM2, Granite and SmolLM3, render tools but not earlier calls,
+because they expect the client to send the model's raw output back. Clients of OpenAI's API send
+calls separately from the text, so this module inserts the calls into the text again. The format
+must be the model's own, because models imitate their earlier turns.
 """
 
 import json
@@ -32,8 +32,9 @@ def inline_tool_calls(
     messages: Sequence[Message], family: ChatFamily, *, keep_results: bool
 ) -> Sequence[Message]:
     """Moves calls into the text of their turns. keep_results: whether the template renders results.
-    If not, the results become user messages. If the family cannot write one of the calls, all calls
-    are described in plain text. Raises AppError(INVALID) for arguments that are not an object."""
+    If not, results are converted to user messages. If the family cannot render one of the calls,
+    all calls are described in plain text. Raises AppError(INVALID) for arguments that are not an
+    object."""
     turns: list[Message] = []
     for place, message in enumerate(messages):
         for number, call in enumerate(message.tool_calls):
@@ -50,22 +51,22 @@ def inline_tool_calls(
     return turns if keep_results else render_tools_as_text(turns, ())
 
 
-# the text that models write around JSON
+# text that models write around JSON
 _FENCE_STARTS, _FENCE_END = ("```json\n", "```tool_call\n", "```\n"), "```"
 
 _CALL_EXAMPLE = '{"name": "…", "arguments": {…}}'
 
 
 class GenericFamily(ChatFamily):
-    """The family of calls in plain JSON. A call is a JSON object at the start of a line, with the
-    name of a tool. A Markdown code block around an object is part of the call. If there is a
-    trigger, calls are only parsed after it."""
+    """The chat family for calls in plain JSON. A call is a JSON object at the start of a line, with
+    the name of a tool. A Markdown code block around an object is part of the call. With a trigger,
+    calls are parsed only after it."""
 
     plain_without_tools = True
 
     def __init__(self, reasoning_separator: str = "", *, trigger: str | None = None) -> None:
-        """reasoning_separator: the separator of the model's own family, whose reasoning precedes
-        the calls. trigger: the begin marker of the family's own calls."""
+        """reasoning_separator: the separator after the reasoning in the model's own family.
+        trigger: the start marker of calls in the model's own family."""
         self.reasoning_separator = reasoning_separator
         self._trigger = trigger
 
@@ -75,7 +76,7 @@ class GenericFamily(ChatFamily):
     def parse_reasoning(
         self, reader: Reader, output: OutputBuilder, tags: ReasoningTags, *, in_reasoning: bool
     ) -> Resumable[None]:
-        # the white space at the start of the tag was already consumed
+        # white space at the start of the tag was already consumed
         bare = replace(tags, open=tags.open.lstrip())
         yield from super().parse_reasoning(reader, output, bare, in_reasoning=in_reasoning)
         if (
@@ -151,9 +152,9 @@ def _parse_line(reader: Reader, output: OutputBuilder) -> Resumable[None]:
 
 
 def render_tools_as_text(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """Renders the conversation so that any template can render it. The tools are described in the
-    system message, and calls and results become assistant and user messages. tools: empty if only
-    the history contains calls."""
+    """Converts the conversation so that any template can render it. The tools are described in the
+    system message, and calls and results are converted to assistant and user messages. tools: empty
+    if only the history contains calls."""
     turns = list(_merge_user_messages(map(_render_message_as_text, messages)))
     if not tools:
         return turns

@@ -1,10 +1,11 @@
-"""Builds fill-in-the-middle prompts, for models that were trained to write the text between a
+"""Builds fill-in-the-middle prompts, for models that were trained to generate the text between a
 prefix and a suffix.
 
-Knows: the tokens of code models for the three parts. Must not know: requests, API keys.
+Knows: the fill-in-the-middle tokens of code models. Must not know: requests, API keys.
 
-The method was introduced by Bavarian et al. 2022 (arXiv:2207.14255). Each format was published with
-its models: StarCoder and Granite, Qwen-Coder and CodeGemma, Code Llama, DeepSeek-Coder, Codestral.
+The method was introduced by Bavarian et al. 2022 (arXiv:2207.14255). The formats were published
+with the following models: StarCoder and Granite, Qwen-Coder and CodeGemma, Code Llama,
+DeepSeek-Coder, Codestral.
 """
 
 import json
@@ -18,15 +19,15 @@ from app.text.tokenizer import Tokenizer
 @dataclass(frozen=True, slots=True)
 class _FimFormat:
     """The tokens before the prefix, the suffix and the middle. If the token before the middle is
-    None, the prefix comes last and the middle follows it directly."""
+    None, the middle directly follows the prefix, which comes last."""
 
     prefix: str
     suffix: str
     middle: str | None
 
 
-# The models end the middle with these tokens, which may differ from their end-of-turn tokens. The
-# last four would start another file. llama.cpp's vocabulary has the same list.
+# The tokens that end the middle, which may differ from the end-of-turn tokens. The last four would
+# start another file. llama.cpp has the same list.
 _FIM_STOP_TOKENS = (
     *("▁<EOT>", "<EOT>", "<|endoftext|>", "<|fim_pad|>", "<fim_pad>"),
     *("<|repo_name|>", "<|file_sep|>", "<file_sep>", "<|file_separator|>"),
@@ -48,7 +49,7 @@ _FIM_FORMATS = (
 
 def has_infill_tokens(tokenizer: bytes) -> bool:
     """Returns whether a tokenizer has the tokens of one of the formats. tokenizer: the content of
-    tokenizer.json, which is searched, not parsed: it may have 35 MB."""
+    tokenizer.json. It is searched rather than parsed, because it may be 35 MB in size."""
 
     def contains(token: str) -> bool:
         spellings = (json.dumps(token, ensure_ascii=escape) for escape in (False, True))
@@ -86,15 +87,14 @@ def build_infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> Seque
 
 
 def find_infill_stop_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Returns the token IDs that end the middle, besides the end-of-sequence tokens."""
+    """Returns the token IDs that end the middle, in addition to the end-of-sequence tokens."""
     ids = (tokenizer.token_to_id(text) for text in _FIM_STOP_TOKENS)
     return frozenset(id for id in ids if id is not None)
 
 
 def _encode_continuation(tokenizer: Tokenizer, text: str) -> Sequence[int]:
-    """Encodes a text that starts in the middle of a document, without the space that some
-    tokenizers prepend. Code Llama and Codestral were trained this way (mistral-common,
-    `encode_infilling`)."""
+    """Encodes text from the middle of a document, without the space that some tokenizers prepend.
+    Code Llama and Codestral were trained this way (mistral-common, `encode_infilling`)."""
     if tokenizer.byte_decoder is None or not tokenizer.byte_decoder.strips_leading_space:
         return tokenizer.encode(text, add_special_tokens=False)
     ids = tokenizer.encode(_BOUNDARY + text, add_special_tokens=False)

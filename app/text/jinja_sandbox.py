@@ -1,15 +1,14 @@
 """A Jinja sandbox for chat templates, compatible with Hugging Face transformers.
 
 Knows: jinja2, the template conventions of transformers (`utils/chat_template_utils.py`,
-render_jinja_template). Must not know: the source of templates, messages, token IDs.
+render_jinja_template). Must not know: where templates come from, messages, token IDs.
 
-Templates come with models, and their input comes from clients. Neither is trusted, and the sandbox
-gives neither access to Python. A `RenderCostLimit` limits the duration of a render and the amount
-of text that it produces. The clock is checked in every iteration of a loop and at every call,
-because macros recurse through calls. The cost of every operation that creates text or lists is
-estimated or counted. Jinja evaluates constants at compile time, so compilation has a budget as
-well. A hostile template can still allocate many small objects within the time limit of a render, as
-fast as Python creates them.
+Templates come from models, and their input comes from clients. Both are untrusted, and the sandbox
+gives them no access to Python. A `RenderCostLimit` limits the render time and the size of the
+output. The clock is checked in every loop iteration and at every call, because macros may be
+recursive. The cost of every operation that creates text or lists is estimated or counted. Jinja
+evaluates constants at compile time, so compilation is limited as well. A malicious template can
+still allocate many small objects within the time limit of a render.
 """
 
 import functools
@@ -38,17 +37,17 @@ Clock = Callable[[], datetime]
 
 RENDER_TIMEOUT = 5.0
 
-# The maximum number of characters that all steps of one render may produce. A long conversation
-# needs a hundredth of it.
+# The maximum number of characters produced by all steps of one render. A long conversation needs 1
+# % of this.
 _MAX_RENDERED_CHARACTERS = 1 << 28
 
-# The maximum number of characters of a template. The longest known templates have a tenth of it.
+# The maximum size of a template in characters. The longest known templates need 10 % of this.
 _MAX_TEMPLATE_CHARACTERS = 1 << 18
 
 # the maximum number of characters of a template's error message
 _MAX_REASON_LENGTH = 500
 
-# These filters are made for web pages, and their output may be much larger than their input.
+# These filters are intended for web pages, and their output may be much larger than their input.
 _REMOVED_FILTERS = ("pprint", "urlize", "wordwrap", "xmlattr")
 
 
@@ -75,7 +74,7 @@ class SandboxedTemplate:
             parsed = sandbox.parse(source)
             self._code = sandbox.compile(parsed)
             self.variables = frozenset(find_undeclared_variables(parsed))
-        except Exception as error:  # Jinja's error, or Python's for the generated code
+        except Exception as error:  # an error from Jinja, or from Python for the generated code
             line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
             message = f"the chat template in {location} is invalid{line}: {_format_reason(error)}"
             raise AppError(ErrorKind.MODEL_FILES, message) from error
@@ -86,7 +85,7 @@ class SandboxedTemplate:
         """Renders the template. now: the clock for templates that include the current date.
 
         Raises AppError(INVALID) if the template rejects the context or cannot render it. If the
-        template rejects it, the error has the template's own message. Raises WorkCancelled when
+        template rejects it, the error contains the template's message. Raises WorkCancelled when
         `cancel_token` is cancelled.
         """
 
@@ -104,7 +103,7 @@ class SandboxedTemplate:
         except WorkCancelled:
             raise
         except Exception as error:
-            # A template may fail with any exception. Usually the conversation does not have the
+            # A template may raise any exception. Usually, the conversation does not have the
             # expected format.
             reason = mark_client_text(_format_reason(error))
             message = f"the model's chat template cannot render this conversation: {reason}"
@@ -190,8 +189,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return format_map if value.__name__ == "format_map" else format
 
     def _limit_filter(self, inner: Any, estimate: render_cost.CostEstimate | None) -> Any:
-        """Wraps a filter so that its output is counted. Some filters take a context before the
-        value."""
+        """Wraps a filter to count its output. Some filters take a context before the value."""
         before = 1 if hasattr(inner, "jinja_pass_arg") else 0
 
         @functools.wraps(inner)
@@ -249,8 +247,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """Encodes JSON. Unlike Jinja's own filter, it does not escape HTML or sort keys, because
-        the training data of the models does neither."""
+        """Encodes JSON. Unlike Jinja's own filter, it does not escape HTML or sort keys, to match
+        the training data of the models."""
         around = sum(map(len, separators or ())) + 1
         self._limit.check_size(self._limit.measure(value) * around)
         self._limit.check_size(indent if isinstance(indent, int) else len(indent or ""))
@@ -275,7 +273,7 @@ class _Formatter(SandboxedFormatter):
 
 
 class _SandboxRewriter(NodeTransformer):
-    """Replaces operations that Jinja compiles to plain Python by filters of the sandbox."""
+    """Replaces operations that Jinja compiles to plain Python with sandbox filters."""
 
     def __init__(self, sandbox: _Sandbox) -> None:
         self._sandbox = sandbox

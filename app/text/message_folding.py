@@ -1,10 +1,10 @@
 """Folding: joins a message to an adjacent one if the chat template would drop, reject or move it.
 
-Knows: roles of messages, where a template keeps them (`PlacementRules`). Must not know: Jinja, how
-the rules are detected (`app/text/placement_probe.py`), dialects.
+Knows: the roles of messages, the positions at which a template keeps them (`PlacementRules`). Must
+not know: Jinja, how the rules are detected (`app/text/placement_probe.py`), dialects.
 
-The result depends only on the messages up to the next assistant message. A later turn of the same
-conversation therefore folds its beginning in the same way, and each prompt is a prefix of the next:
+The result depends only on the messages up to the next assistant message. Later turns of the same
+conversation are therefore folded consistently, and each prompt is a prefix of the next prompt:
 
     system          at the start             → one system message
     system          after a user message     → the end of that message
@@ -13,8 +13,8 @@ conversation therefore folds its beginning in the same way, and each prompt is a
     user            after results of calls   → the end of the last result
     anything        between call and result  → after the results
 
-One rule depends on later messages, like the templates that require it:
-`keeps_system_in_tool_loop`.
+One rule, `keeps_system_in_tool_loop`, depends on later messages, because the templates that require
+it do so as well.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ from app.core.requests import Message
 
 SYSTEM_ROLES = ("system", "developer")
 
-# a blank line, between texts that become one
+# the separator between joined texts: a blank line
 _SEPARATOR = "\n\n"
 
 _ERROR_PREFIX = "Error: "
@@ -32,15 +32,15 @@ _ERROR_PREFIX = "Error: "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRules:
-    """The positions in which a template keeps messages.
+    """The positions at which a template keeps messages.
 
-    keeps_several_system: whether it keeps several system messages at the start.
-    keeps_system_after: the roles of the messages ("user", "assistant", "tool") after which a system
-    message keeps its position. keeps_user_after_results: whether a user message directly after tool
-    results leaves the current tool loop and its reasoning unchanged. keeps_several_user: whether it
-    keeps consecutive user messages. keeps_system_in_tool_loop: whether it keeps the system prompt
-    if the last message is a result. Some templates render the system prompt before the last user
-    message, and only if this is the last message.
+    keeps_several_system: whether several system messages at the start are kept. keeps_system_after:
+    the roles ("user", "assistant", "tool") after which a system message keeps its position.
+    keeps_user_after_results: whether a user message directly after tool results leaves the current
+    tool loop and its reasoning unchanged. keeps_several_user: whether consecutive user messages are
+    kept. keeps_system_in_tool_loop: whether the system prompt is kept if the last message is a tool
+    result. Some templates render the system prompt only before a user message at the end of the
+    conversation.
     """
 
     keeps_several_system: bool = True
@@ -51,8 +51,8 @@ class PlacementRules:
 
 
 def fold_messages(messages: Sequence[Message], rules: PlacementRules) -> list[Message]:
-    """Folds the messages that the template would not keep. No text is lost. The texts keep their
-    order, but results directly follow their calls."""
+    """Folds messages that the template would not keep, without losing text. The order of the text
+    is preserved, except that results directly follow their calls."""
     at_start = next(
         (n for n, message in enumerate(messages) if message.role not in SYSTEM_ROLES), len(messages)
     )
@@ -70,7 +70,7 @@ def _merge_system(messages: Sequence[Message], rules: PlacementRules) -> list[Me
 
 
 def _move_system_to_last_user(messages: list[Message]) -> list[Message]:
-    """Moves the system prompt before the last user message, as such a template does."""
+    """Moves the system prompt before the last user message, like such a template does."""
     last = max((n for n, message in enumerate(messages) if message.role == "user"), default=0)
     if messages[-1].role == "user" or last == 0 or messages[0].role not in SYSTEM_ROLES:
         return messages
@@ -79,7 +79,7 @@ def _move_system_to_last_user(messages: list[Message]) -> list[Message]:
 
 
 def _move_results_to_calls(messages: Sequence[Message]) -> Iterable[Message]:
-    """Moves results to the front of the messages between calls and the next assistant message."""
+    """Moves tool results directly after their calls, before other messages."""
     after_calls: list[Message] = []
     has_calls = False
     for message in messages:
@@ -96,7 +96,7 @@ def _move_results_to_calls(messages: Sequence[Message]) -> Iterable[Message]:
 
 
 class _MessageFolder:
-    """Folds one message after another. place: the role of the last message that is not a system
+    """Folds messages one by one. place: the role of the last message that is not a system
     message."""
 
     def __init__(self, rules: PlacementRules, start: list[Message]) -> None:
@@ -159,7 +159,7 @@ class _MessageFolder:
 
     def _join_to_last(self, text: str | None) -> None:
         """Joins a text to the last message that is not a system message. System messages after it
-        are joined first, so that the order is kept."""
+        are joined first, to preserve the order."""
         texts = [text]
         while self._messages[-1].role in SYSTEM_ROLES:
             texts.insert(0, self._messages.pop().content)

@@ -1,7 +1,7 @@
 """Converts sampled tokens to deltas for the client.
 
-Knows: detokenization, stop strings, the output parser of a chat family, the tokens that the
-released text contains. Must not know: the engine, the network.
+Knows: detokenization, stop strings, the output parser of a chat family, the tokens in the released
+text. Must not know: the engine, the network.
 
 ChoiceOutputProcessor is a stage with `feed` and `flush`, like the stages in `detokenizer.py`:
 
@@ -36,11 +36,11 @@ class OutputOptions:
     """The options for processing one output.
 
     model_stops: strings that end the model's turn at any position. stop_strings: the request's stop
-    strings. They apply to the text that the client receives, after the first `min_tokens` tokens.
-    include_stop: whether the text contains the stop string or token that ended it.
-    visible_special_ids: the special tokens that are output as text. return_token_ids: whether the
-    client requested token IDs. parallel_tool_calls: whether more than one call may be parsed.
-    make_call_id: see `ChatFamily.make_call_id`.
+    strings, which apply to client-visible text after the first `min_tokens` tokens. include_stop:
+    whether the text includes the stop string or token that ended it. visible_special_ids: the
+    special tokens that are output as text. return_token_ids: whether the client requested token
+    IDs. parallel_tool_calls: whether more than one call may be parsed. make_call_id: see
+    `ChatFamily.make_call_id`.
     """
 
     model_stops: tuple[str, ...] = ()
@@ -54,8 +54,9 @@ class OutputOptions:
 
 
 class ChoiceOutputProcessor:
-    """Processes the output of one choice. stopped: whether the output has ended, so that no more
-    tokens may be fed. matched_stop: the request's stop string that ended the output, or None."""
+    """Processes the output of one choice. stopped: whether the output has ended, after which no
+    more tokens may be fed. matched_stop: the request's stop string that ended the output, or
+    None."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class ChoiceOutputProcessor:
 
     @property
     def visible_tokens(self) -> int:
-        """The number of tokens that lie completely in the released text."""
+        """The number of tokens that are completely contained in the released text."""
         return self._token_ends.count_within(
             self._settled if self._cut_at is None else self._cut_at
         )
@@ -107,8 +108,8 @@ class ChoiceOutputProcessor:
         return self._attach_tokens(deltas, self.visible_tokens)
 
     def flush(self, stop_token_id: int | None = None) -> list[Delta]:
-        """Ends the output. stop_token_id: the request's stop token that ended it. Returns the
-        remaining deltas."""
+        """Ends the output. stop_token_id: the request's stop token that ended the output. Returns
+        the remaining deltas."""
         end = ""
         if stop_token_id is not None and self._options.include_stop:
             end = self._detokenizer.feed(stop_token_id)
@@ -170,7 +171,7 @@ class ChoiceOutputProcessor:
                 if self.stopped:
                     return before
                 if self.num_tool_calls and not self._options.parallel_tool_calls:
-                    # the call begins after all text that was released before this piece
+                    # the call starts after all previously released text
                     self._stop_at(self._last_settled)
                     return before
                 return [*before, self._start_tool_call(piece)]
@@ -184,13 +185,13 @@ class ChoiceOutputProcessor:
     def _start_tool_call(self, piece: ToolCallStart) -> ToolCallDelta:
         call, self.num_tool_calls = self.num_tool_calls, self.num_tool_calls + 1
         id = piece.id or self._options.make_call_id(call)
-        if id is None or id in self._call_ids:  # a degenerate model may repeat IDs
+        if id is None or id in self._call_ids:  # models may repeat IDs
             id = f"call_{os.urandom(12).hex()}"
         self._call_ids.add(id)
         return ToolCallDelta(choice=self._choice, call_index=call, id=id, name=piece.name)
 
     def _flush_text(self) -> list[Delta]:
-        """Ends a text part. A stop string cannot extend beyond it."""
+        """Ends a text part. A stop string cannot span two parts."""
         return self._emit_text(self._stop_filter.flush())
 
     def _emit_text(self, found: StopResult) -> list[Delta]:
@@ -222,8 +223,8 @@ class ChoiceOutputProcessor:
 
 
 class _StopFilter:
-    """Cuts client-visible text at its first stop string, and computes the position of this cut in
-    the model's output. A stop string does not extend across a call or reasoning."""
+    """Cuts client-visible text at the first stop string, and computes the position of this cut in
+    the model's output. A stop string cannot span a call or reasoning."""
 
     def __init__(self, stops: tuple[str, ...], *, include_stop: bool = False) -> None:
         self._stop_strings = stops
@@ -234,7 +235,7 @@ class _StopFilter:
         self.cut_at = 0
 
     def settled_before(self, upto: int) -> int:
-        """Returns `upto`, or a smaller position if text before it is held back."""
+        """Returns `upto`, or a smaller position if earlier text is held back."""
         return (
             upto
             if self._finder.released == self._num_fed
@@ -269,14 +270,14 @@ class _StopFilter:
         return found
 
     def _output_position(self, position: int) -> int:
-        """Returns the position in the model's output of a character of this text."""
+        """Converts a position in this text to a position in the model's output."""
         number = bisect_right(self._offsets, position, key=lambda place: place[0]) - 1
         start, at = self._offsets[max(0, number)]
         return at + position - start
 
 
 def build_token_logprob(tokenizer: Tokenizer, token: Token) -> TokenLogprob:
-    """Returns a token and its alternatives as text."""
+    """Converts a token and its alternatives to text."""
     return TokenLogprob(
         text=tokenizer.token_text(token.id),
         token_bytes=tokenizer.token_bytes(token.id),

@@ -1,11 +1,12 @@
-"""Detects where a chat template keeps messages, by rendering small conversations with a marker.
+"""Detects the positions at which a chat template keeps messages, by rendering small conversations
+with a marker.
 
 Knows: conversations with system or user messages in unusual positions. Must not know: Jinja,
 tokens, model names, how messages are folded (`app/text/message_folding.py`).
 
-Some templates drop a system message after the first message, some reject it, and some move it to
-the front, which changes the beginning of the prompt. Some treat a text after tool results as a new
-turn, and drop the reasoning of the current tool loop.
+Templates may drop or reject a system message after the first message, or move it to the front,
+which changes the start of the prompt. Some templates treat text after tool results as a new turn,
+and drop the reasoning of the current tool loop.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +22,9 @@ Variables = Mapping[str, Any]
 # a conversation and template variables → the prompt; None if the template rejects it
 RenderTrial = Callable[[Sequence[Message], Variables], str | None]
 
-# The maximum number of characters of markup around a message. The template of Apriel repeats its
-# instructions and all tools with each system message, so 50 turns with 28 tools fill any context.
+# The maximum number of characters of markup around a message. Apriel's template repeats its
+# instructions and all tools with each system message, so 50 turns with 28 tools would fill any
+# context.
 _MAX_MARKUP = 200
 
 # the name of the tool in the calls
@@ -54,7 +56,7 @@ _ROUND, _NEXT_ROUND = _build_call(1), _build_call(2)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gap:
     """A position in a conversation. compares: whether the rest of the prompt must be the same as
-    without a message in this position. A template may render the last message differently."""
+    without a message at this position. A template may render the last message differently."""
 
     before: tuple[Message, ...]
     after: tuple[Message, ...] = ()
@@ -91,8 +93,8 @@ def detect_placement(
     system_roles: Sequence[str],
     has_system: bool,
 ) -> PlacementRules:
-    """Detects the rules of one template. variants: the template variables to try, such as reasoning
-    on and off. system_roles: the roles of system messages. has_system: whether the template renders
+    """Detects the rules of one template. variants: template variables to test, such as reasoning on
+    and off. system_roles: the roles of system messages. has_system: whether the template renders
     system messages."""
     probe = _PlacementProbe(render, variants, has_system=has_system)
     markers = [replace(_MARKER, role=role) for role in system_roles]
@@ -128,7 +130,7 @@ class _PlacementProbe:
         self._known: dict[tuple[int, tuple[Message, ...]], str | None] = {}
 
     def keeps_system(self, marker: Message, gap: _Gap) -> bool:
-        """Returns whether the template keeps the marker in its position, and renders it differently
+        """Returns whether the template keeps the marker at its position, and renders it differently
         from a user message."""
         as_user = replace(marker, role="user")
         return self.keeps(marker, gap) and all(
@@ -176,14 +178,14 @@ class _PlacementProbe:
 
 
 def _word_of(message: Message) -> str:
-    """Returns a word that the prompt contains at the position of the message."""
+    """Returns a word that identifies the position of the message in the prompt."""
     if message.tool_calls:
         return message.tool_calls[0].arguments.split('"')[-2]
     return message.content or ""
 
 
 def _is_inserted(plain: str, text: str) -> bool:
-    """Returns whether `text` is `plain` with one text inserted."""
+    """Returns whether `text` equals `plain` with one insertion."""
     head = common_prefix_length(plain, text)
     tail = common_prefix_length(plain[head:][::-1], text[head:][::-1])
     return head + tail == len(plain)

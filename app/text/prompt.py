@@ -1,4 +1,4 @@
-"""Builds prompts from requests, and determines the settings for parsing the output.
+"""Builds prompts from requests, and determines how to parse the output.
 
 Knows: the model's template and family, tools, the reasoning variables of templates. Must not know:
 the context length, the engine, sampling.
@@ -41,10 +41,11 @@ from app.text.prompt_boundaries import find_message_ends, render_to_continue
 from app.text.syntax.output_parser import OutputParser
 from app.text.tokenizer import Tokenizer
 
-# ordered by frequency in templates; the last one is Cohere's
+# ordered by frequency in templates; the last name is used by Cohere
 _ENABLE_VARIABLES = ("enable_thinking", "thinking", "reasoning")
 
-# The variable of Seed-OSS. The model was trained to respect it and does not reason if it is 0.
+# The variable used by Seed-OSS, which was trained to respect the budget and does not reason if it
+# is 0.
 _BUDGET_VARIABLE = "thinking_budget"
 
 _OFF_EFFORTS = ("none",)
@@ -83,8 +84,8 @@ def build_thinking_kwargs(
 
 
 def build_verbosity_kwargs(verbosity: Verbosity | None, variables: Set[str]) -> dict[str, Any]:
-    """Returns the template's variable for the length of answers. Raises AppError(INVALID) for one
-    that is not the default if the template has no such variable."""
+    """Returns the template variable for verbosity. Raises AppError(INVALID) for a non-default
+    verbosity if the template has no such variable."""
     if verbosity is None:
         return {}
     if _VERBOSITY_VARIABLE in variables:
@@ -142,13 +143,13 @@ def _build_effort_kwargs(
 
 
 def _find_switch(variables: Set[str]) -> str | None:
-    """Returns the variable that turns reasoning on and off, if the template reads one."""
+    """Returns the variable that enables or disables reasoning, if the template reads one."""
     return next((name for name in _ENABLE_VARIABLES if name in variables), None)
 
 
 def check_thinking_budget(thinking: ReasoningOptions, *, supports_reasoning: bool) -> None:
-    """Raises AppError(INVALID) if the request sets a reasoning budget and the model does not
-    reason."""
+    """Raises AppError(INVALID) if the request sets a reasoning budget for a model without
+    reasoning."""
     if thinking.token_budget is not None and not supports_reasoning:
         message = "this model does not support reasoning: omit thinking_budget"
         raise AppError(ErrorKind.INVALID, message, param="thinking_budget")
@@ -157,7 +158,7 @@ def check_thinking_budget(thinking: ReasoningOptions, *, supports_reasoning: boo
 NONE_EFFORT = re.compile(r"""(['"])none\1""")
 
 
-# the highest efforts, for templates that do not know them
+# replacements for the highest efforts, for templates that do not support them
 _TOP_EFFORTS, _HIGH_EFFORT = ("xhigh", "max"), "high"
 
 
@@ -169,8 +170,8 @@ def fit_reasoning(
     supports_reasoning: bool,
     supports_budget: bool,
 ) -> ReasoningOptions:
-    """Returns lenient options without what the model does not support. source: the source of the
-    template. supports_budget: whether the end of the reasoning can be enforced."""
+    """Removes options that the model does not support, if the options are lenient. source: the
+    source of the template. supports_budget: whether the end of the reasoning can be enforced."""
     effort, budget = thinking.effort, thinking.token_budget
     if effort in _TOP_EFFORTS and not re.search(rf"""(['"]){effort}\1""", source):
         effort = _HIGH_EFFORT
@@ -192,13 +193,12 @@ def fit_reasoning(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedPrompt:
-    """A rendered conversation. text: the prompt. add_special_tokens: whether the special tokens at
-    the start of a text must be added when the prompt is encoded. grammar: the grammar of the
-    output. family, tools, reasoning_tags, in_reasoning: the settings for parsing the output; see
+    """A rendered conversation. text: the prompt. add_special_tokens: whether the tokenizer must add
+    the special tokens at the start of a text. grammar: the grammar of the output. family, tools,
+    reasoning_tags, in_reasoning: the settings for parsing the output; see
     `ChatFamily.build_parser`. visible_special_ids: the special tokens of the family's syntax.
-    digest: the digest of the text; see `GeneratedTurns`. message_ends: the positions in the text
-    where other prompts are likely to diverge, in ascending order. It is empty unless the caller
-    asked for them."""
+    digest: the digest of the text; see `GeneratedTurns`. message_ends: the positions in the text at
+    which other prompts are likely to diverge, in ascending order; empty unless requested."""
 
     text: str
     add_special_tokens: bool
@@ -230,8 +230,8 @@ class PromptBuilder:
         generated_turns: GeneratedTurns | None = None,
         turn_ends: Sequence[str] = (),
     ) -> None:
-        """generated_turns: those of this model. turn_ends: texts that end the model's turns. Raises
-        AppError(MODEL_FILES) if the template is invalid."""
+        """generated_turns: the generated turns of this model. turn_ends: the texts that end a turn
+        of the model. Raises AppError(MODEL_FILES) if the template is invalid."""
         self._system_prompt = files.system_prompt
         self._first_messages = tuple(
             Message(role=role, content=content) for role, content in files.first_messages
@@ -276,7 +276,7 @@ class PromptBuilder:
         messages = self._add_system_prompt(self._add_first_messages(conversation))
         conversation = replace(conversation, messages=tuple(messages))
         rendered = self._render(renderer, conversation)
-        # a model that received the tools as text calls them in the generic format
+        # if the tools were described in text, calls are in the generic format
         reader = self._family if renderer.offers_tools or not tools else self._generic_family
         restored = self._restore_turns(request, conversation, rendered, reader, tools)
         ends: Sequence[int] = ()
@@ -301,7 +301,7 @@ class PromptBuilder:
         )
 
     def _fit_reasoning(self, request: GenerateRequest, tools: bool) -> ReasoningOptions:
-        """tools: whether the template renders tools."""
+        """Adapts the reasoning options to the model. tools: whether the template renders tools."""
         if not request.reasoning.lenient:
             return request.reasoning
         tags = self._reasoning_tags
@@ -347,7 +347,7 @@ class PromptBuilder:
         family: ChatFamily,
         tools: tuple[Tool, ...],
     ) -> RestoredPrompt:
-        """Puts our own output of earlier turns back, exactly as it was generated."""
+        """Replaces rendered assistant turns with the text that was generated."""
 
         def parse(prompt: str, output: str) -> OutputMeaning:
             start = self._detect_reasoning(request, prompt)
@@ -390,8 +390,8 @@ class PromptBuilder:
     def _begin_answer(
         self, request: GenerateRequest, conversation: Conversation, text: str
     ) -> AnswerStart:
-        """Returns how the output begins. An output that continues content has no reasoning, and one
-        that continues reasoning is within it."""
+        """Returns the state in which the output starts. An output that continues content has no
+        reasoning, and an output that continues reasoning starts within reasoning."""
         last = conversation.messages[-1] if conversation.continue_final else None
         if last is not None and last.content:
             return AnswerStart(reasoning_tags=None)
@@ -414,13 +414,13 @@ class PromptBuilder:
     def _find_marker_ids(
         self, family: ChatFamily | None, tags: ReasoningTags | None
     ) -> frozenset[int]:
-        """Returns the special tokens that the output parser needs."""
+        """Returns the IDs of the special tokens that the output parser needs."""
         texts = () if family is None and tags is None else self._family.markers
         ids = (self._tokenizer.token_to_id(text) for text in texts)
         return frozenset(id for id in ids if id is not None)
 
     def _add_first_messages(self, conversation: Conversation) -> Sequence[Message]:
-        """Adds the model's own messages behind the system messages at the start."""
+        """Inserts the model's own first messages after the leading system messages."""
         messages = conversation.messages
         if not self._first_messages or conversation.earlier_ids:
             return messages
@@ -438,7 +438,7 @@ class PromptBuilder:
 
 
 def _drop_schemas(tools: Sequence[Tool]) -> tuple[Tool, ...]:
-    """Returns tools whose arguments may be any object, for the grammar of the output."""
+    """Returns the tools with schemas that allow any object, for the grammar of the output."""
     return tuple(replace(tool, parameters={"type": "object"}, strict=False) for tool in tools)
 
 

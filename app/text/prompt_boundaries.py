@@ -1,10 +1,11 @@
-"""Boundaries in a rendered prompt: ends of messages, and the point where the output continues.
+"""Finds boundaries in a rendered prompt: the ends of messages, and the point at which the output
+continues.
 
 Knows: how to render parts of a conversation and compare them with the prompt. Must not know: Jinja,
 tokens, the prefix cache.
 
-A template may render a message differently when other messages follow. Therefore a boundary is the
-end of a text that two renders have in common, and never the position of a marker such as
+A template may render a message differently when other messages follow. A boundary is therefore
+defined as the end of the common prefix of two renders, rather than the position of a marker such as
 <|im_end|>.
 """
 
@@ -17,10 +18,10 @@ from app.core.errors import AppError, ErrorKind
 from app.core.requests import Message, ToolCall
 from app.text.message_folding import SYSTEM_ROLES
 
-# a private-use character, which no template treats specially and no sensible text contains
+# a private-use character, which templates do not treat specially and normal text does not contain
 _MARK = "\uf8f0"
 
-# messages that may follow a prompt; some templates change the text before them
+# messages that may follow a prompt; some templates change the preceding text
 _ANSWERS = (
     Message(role="assistant", content=_MARK),
     Message(
@@ -45,10 +46,11 @@ def find_message_ends(
     conversation: Sequence[Message],
     prompt: str,
 ) -> tuple[int, ...]:
-    """Returns the positions in the prompt at which other prompts are likely to diverge, ascending:
-    the start and the end of the last user message, the ends of the system prompt and of the last
-    message, and the start of temporary messages at the end. render, fold: the methods of the
-    conversation's `ConversationRenderer`. Omits a position that cannot be determined."""
+    """Returns the positions in the prompt at which other prompts are likely to diverge, in
+    ascending order: the start and end of the last user message, the end of the system prompt, the
+    end of the last message, and the start of trailing temporary messages. Positions that cannot be
+    determined are omitted. render, fold: the methods of the conversation's
+    `ConversationRenderer`."""
     messages = fold(conversation)
     if not messages:
         return ()
@@ -68,7 +70,7 @@ def find_message_ends(
 
 
 def _get_system_prompt(messages: Sequence[Message]) -> list[Message]:
-    """Returns the system messages at the start."""
+    """Returns the leading system messages."""
     return list(takewhile(lambda message: message.role in SYSTEM_ROLES, messages))
 
 
@@ -82,15 +84,15 @@ class _BoundaryFinder:
         return tuple(sorted(at for at in self._positions if at > 0))
 
     def add_end_of(self, messages: Sequence[Message]) -> None:
-        """Adds the end of the text that the prompt has in common with these messages alone."""
+        """Adds the end of the common prefix of the prompt and a render of only these messages."""
         text = self._try(messages, add_generation_prompt=False)
         self._positions.add(common_prefix_length(text, self._prompt))
 
     def add_last_message(self, messages: Sequence[Message]) -> None:
         """Adds the start of the generation prompt, and the position from which an assistant message
-        changes the text, if it is earlier. Both are computed from a short conversation with the
-        same last messages, which is faster to render. The short conversation has a system prompt if
-        the conversation has one, because with it some templates inspect another message."""
+        changes the text, if that is earlier. Both are computed from a short conversation with the
+        same last messages, which is faster to render. It has a system prompt if the conversation
+        has one, because some templates inspect a different message in this case."""
         system = [replace(message, content=_MARK) for message in _get_system_prompt(messages)]
         short = messages[-1:]
         if short[0].role != "user":
@@ -114,8 +116,8 @@ class _BoundaryFinder:
                 self._positions.add(len(self._prompt) - len(text) + length)
 
     def add_user_message(self, messages: Sequence[Message]) -> None:
-        """Adds the start and the end of the last of these messages. Its start includes the system
-        prompt and the tools if the template renders them there."""
+        """Adds the start and end of the last of these messages. If the template renders the system
+        prompt and the tools within this message, they come after the start."""
         text = self._try(messages, add_generation_prompt=False)
         common = common_prefix_length(text, self._prompt)
         self._positions.add(common)
@@ -130,12 +132,12 @@ class _BoundaryFinder:
             self._positions.add(start)
 
     def _find_start(self, text: str, messages: Sequence[Message]) -> int:
-        """Returns where the text ends with these messages alone."""
+        """Returns the position at which the text ends if only these messages are rendered."""
         alone = self._try(messages, add_generation_prompt=False)
         return len(text) - common_prefix_length(text[::-1], alone[::-1])
 
     def _try(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """Renders messages; returns "" if the template rejects them."""
+        """Renders messages. Returns "" if the template rejects them."""
         try:
             return self._render(messages, add_generation_prompt=add_generation_prompt)
         except AppError:
@@ -143,7 +145,7 @@ class _BoundaryFinder:
 
 
 def common_prefix_length(a: str, b: str) -> int:
-    """Returns the length of the common prefix, by bisection, because comparing slices is fast."""
+    """Returns the length of the common prefix. Uses bisection, because comparing slices is fast."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -157,12 +159,12 @@ def common_prefix_length(a: str, b: str) -> int:
 def render_to_continue(
     render: Callable[[Sequence[Message]], str], messages: Sequence[Message], *, param: str
 ) -> str:
-    """Renders a conversation up to the end of its last message, which the output continues. This is
-    the content of an assistant message without calls, or its reasoning if it has no content.
-    render: renders folded messages without a generation prompt.
+    """Renders a conversation up to the end of its last message, which the output continues: the
+    content of an assistant message without calls, or its reasoning if it has no content. render:
+    renders folded messages without a generation prompt.
 
-    Raises AppError(INVALID) if the last message is another one, and if the template does not render
-    the text unchanged."""
+    Raises AppError(INVALID) if the last message cannot be continued, or if the template does not
+    render its text unchanged."""
     last = messages[-1] if messages else None
     if last is None or last.role != "assistant" or last.tool_calls:
         message = "only an assistant message without tool calls can be continued"

@@ -1,16 +1,16 @@
-"""Limits the cost of rendering a chat template, in time and in produced text.
+"""Limits the time and output size of rendering a chat template.
 
-Knows: Python's methods and Jinja's filters by name and signature. Must not know: templates.
+Knows: the names and signatures of Python's methods and Jinja's filters. Must not know: templates.
 
-Some steps can produce far more than their input, such as `'x' * 10**10`. Their cost is estimated
-before they run. Other steps produce about as much as their input, and their output is counted
-afterwards. All steps share one budget, so a template cannot avoid the limit by splitting its work
-into many steps.
+Some operations, such as `'x' * 10**10`, can produce far more output than input. Their cost is
+estimated before they run. For other operations, the output is about as large as the input, and is
+counted afterwards. All operations share one budget, so a template cannot avoid the limit by
+splitting its work into many steps.
 
-The estimate of a function has the same signature as the function, with the budget as an additional
-first argument. It returns the maximum number of characters or elements that the function produces,
-or raises the same errors as the budget. Functions that are not in these tables produce at most a
-few times their input.
+The cost estimate of a function has the same signature as the function, with the budget as an
+additional first argument. It returns the maximum number of characters or elements that the function
+produces, or raises the same errors as the budget. The output of functions that are not in these
+tables is at most a few times larger than their input.
 """
 
 import re
@@ -28,13 +28,13 @@ _CLOCK_CHECK_INTERVAL = 1024
 # the cost of a list element, in characters
 ELEMENT_CHARACTERS = 8
 
-# the cost of a number, a bracket with its comma, and similar values, in characters
+# the cost of a number, a bracket with a comma, and similar tokens, in characters
 _SCALAR_CHARACTERS = 4
 
 
 class RenderCostLimit:
-    """The remaining budget of one render. characters: the maximum size of the output of all steps
-    together, as counted by `measure`. cancel_token: cancelled when the render is no longer
+    """The remaining budget of one render. characters: the maximum total output size of all
+    operations, as counted by `measure`. cancel_token: cancelled when the render is no longer
     needed."""
 
     def __init__(
@@ -82,8 +82,8 @@ class RenderCostLimit:
 
     def measure(self, value: object) -> int:
         """Estimates the number of characters of `value` as text. An element that occurs several
-        times counts each time. Raises the same errors as `check_size` and `check_time`, and then
-        stops early."""
+        times is counted each time. Stops early by raising the same errors as `check_size` and
+        `check_time`."""
         if isinstance(value, str | bytes):
             return len(value)
         total, num_items = 0, 0
@@ -95,14 +95,14 @@ class RenderCostLimit:
                 self.check_time()
             total += len(item) if isinstance(item, str | bytes) else _SCALAR_CHARACTERS
             inner = _children(item)
-            # checked before the list of values to visit grows
+            # check before the list of values to visit grows
             self.check_size(total + len(todo) + len(inner))
             todo += inner
         return total
 
 
 def shallow_size(value: object) -> int:
-    """Returns the cost of a value without its elements, in characters."""
+    """Returns the cost of a value in characters, excluding its elements."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, list | tuple | dict | set):
@@ -119,7 +119,7 @@ def _children(value: object) -> list[Any]:
 
 CostEstimate = Callable[..., int]
 
-# The maximum number of bits of an integer. It is larger than any hash, but computing with it is
+# The maximum number of bits of an integer. It is larger than any hash, but arithmetic is still
 # cheap.
 _MAX_INTEGER_BITS = 1 << 16
 

@@ -1,15 +1,15 @@
-"""Tokenizers convert between text and token IDs.
+"""Tokenization and decoding of text.
 
-Knows: the model's tokenizer.json, through the `tokenizers` library; the tokens at the start and the
-end of a text; the bytes of tokens. Must not know: chat templates, requests, the engine.
+Knows: the model's tokenizer.json, through the `tokenizers` library; the special tokens at the start
+and end of a text; the bytes of tokens. Must not know: chat templates, requests, the engine.
 
 Each token represents a sequence of bytes. The text of several tokens is their concatenated bytes,
 decoded as UTF-8. Each malformed sequence becomes one U+FFFD (the Unicode Standard's "maximal
-subpart", as on the web). This definition holds for complete texts, streams and log-probabilities.
+subpart", as on the web). This definition applies to complete texts, streams and log probabilities.
 `tokenizers` uses the same definition, with one exception: if the vocabulary has byte tokens such as
-<0xFF>, one invalid byte turns the *whole run* of byte tokens around it into U+FFFD, including the
-valid characters. A stream cannot retract valid characters. Therefore this module replaces only the
-malformed bytes, as SentencePiece does.
+<0xFF>, an invalid byte turns the *whole run* of byte tokens around it into U+FFFD, including valid
+characters. A stream cannot retract valid characters, so this module replaces only the malformed
+bytes, like SentencePiece.
 """
 
 import json
@@ -31,10 +31,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteDecoder:
-    """Decodes tokens to bytes. alphabet: the byte of each character; empty if tokens are plain
-    text. replacements: pairs (from, to) that are applied to plain text in order.
-    strips_leading_space: whether the tokenizer added one space at the start of a text, which must
-    be removed (SentencePiece's dummy prefix)."""
+    """Decodes tokens to bytes. alphabet: maps characters to bytes; empty if tokens are plain text.
+    replacements: pairs (from, to) that are applied to plain text in order. strips_leading_space:
+    whether the tokenizer adds one space at the start of a text, which must be removed
+    (SentencePiece's dummy prefix)."""
 
     alphabet: Mapping[str, int]
     replacements: tuple[tuple[str, str], ...] = ()
@@ -72,7 +72,7 @@ class ByteDecoder:
         if self.alphabet:
             try:
                 return bytes([self.alphabet[character] for character in token])
-            except KeyError:  # an added token, stored as plain text
+            except KeyError:  # an added token, which is stored as plain text
                 return token.encode()
         for old, new in self.replacements:
             token = token.replace(old, new)
@@ -99,23 +99,22 @@ def _build_byte_alphabet() -> Mapping[str, int]:
     }
 
 
-# the number of tokens whose bytes are cached, at 100 bytes each
+# the maximum number of tokens whose bytes are cached (100 bytes each)
 _TOKEN_BYTES_CACHE_SIZE = 1 << 15
 
 # Limits on the normalized size of a text. The library needs up to a hundred times as much memory.
-# The first limit is the total number of bytes. The second is the number of normalized bytes per
-# input byte that is always accepted. Only texts that the tokenizer could expand further are
-# measured, in chunks.
+# The first limit is the total size in bytes, and the second is an expansion factor that is always
+# accepted. Only texts that the tokenizer could expand further are measured, in chunks.
 _MAX_NORMALIZED_BYTES, _MAX_EXPANSION = 16 << 20, 16
 _NORMALIZER_CHUNK_BYTES = 4 << 20
 
 # the maximum number of bytes of one character
 _MAX_CHARACTER_BYTES = 4
 
-# characters searched for the next token
+# the number of characters to search for the next token
 _MAX_SPACES = 8
 
-# the maximum number of characters of a library error that an error message repeats
+# the maximum length of a library error in an error message, in characters
 _MAX_REASON_LENGTH = 200
 
 
@@ -123,8 +122,8 @@ class Tokenizer:
     """The tokenizer of one model. Instances are immutable.
 
     bos_token_id: the token at the start of a text; None if the model has none. special_ids: the
-    control tokens, which are not part of the visible text. byte_decoder: None if only the library's
-    decoder knows the bytes of tokens.
+    special tokens, which are not part of the visible text. byte_decoder: None if tokens can be
+    decoded only with the library's decoder.
     """
 
     def __init__(
@@ -134,10 +133,10 @@ class Tokenizer:
         bos_token_id: int | None = None,
         add_bos: bool | None = None,
     ) -> None:
-        """add_bos: whether a text begins with the BOS token; None uses the post-processor of
-        tokenizer.json. Raises ValueError if the tokenizer can expand a text by more than
-        `ExpansionFactors` accepts."""
-        inner.no_truncation()  # set for training, and still present in some files
+        """add_bos: whether to add the BOS token at the start of a text; None uses the
+        post-processor of tokenizer.json. Raises ValueError if the tokenizer can expand a text
+        beyond the limits of `ExpansionFactors`."""
+        inner.no_truncation()  # was set for training, and is still present in some files
         inner.no_padding()
         self._inner = inner
         self.bos_token_id = bos_token_id
@@ -150,7 +149,7 @@ class Tokenizer:
         self.byte_decoder = ByteDecoder.from_config(_component_config(inner.decoder))
         self._prefix_ids = _find_prefix_ids(inner, bos_token_id, add_bos)
         self._suffix_ids = _find_suffix_ids(inner)
-        # the twenty alternatives of each token are mostly the same few tokens
+        # cached, because the top log probabilities mostly contain the same few tokens
         self._cached_token_bytes = lru_cache(_TOKEN_BYTES_CACHE_SIZE)(self._compute_token_bytes)
 
     @staticmethod
@@ -179,23 +178,25 @@ class Tokenizer:
             return self._inner.get_vocab_size()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Returns the tokens of a text. Special tokens in the text are recognized.
+        """Tokenizes a text. Special tokens in the text are recognized.
 
-        add_special_tokens: whether to add the model's tokens at the start of a text (usually BOS),
-        unless the text already begins with them. EOS is never added, because the text will be
-        continued. Raises AppError(INVALID) if the text cannot be encoded.
+        add_special_tokens: whether to add the model's special tokens at the start of a text
+        (usually BOS), unless the text already starts with them. EOS is never added, because the
+        text will be continued. Raises AppError(INVALID) if the text cannot be encoded.
         """
-        # releases the GIL; without offsets it is twice as fast
+        # releases the GIL; twice as fast without offsets
         ids = self._encode_with(self._inner.encode_batch_fast, text).ids
         return [*self._missing_prefix(ids, add_special_tokens), *ids]
 
     def encode_with_positions(
         self, text: str, positions: Sequence[int], *, add_special_tokens: bool
     ) -> tuple[list[int], list[int]]:
-        """Returns the ids of a text as `encode` does, and for each position in the text the number
-        of ids before it that a text with another continuation most likely begins with, too: next to
-        an added token all of them, elsewhere one less, because tokens merge. The end of the text is
-        before the last id. A position without a known token is omitted."""
+        """Tokenizes a text like `encode`. For each of the given positions in the text, also returns
+        the number of leading tokens that are likely to stay the same if the text continues
+        differently there. Next to an added token, these are all tokens before the position,
+        otherwise one less, because the last token may merge with the following text. The end of the
+        text counts as the position before the last token. Positions without a known token are
+        omitted."""
         if not positions:
             return self.encode(text, add_special_tokens=add_special_tokens), []
         encoding = self._encode_with(self._inner.encode_batch, text)
@@ -203,7 +204,7 @@ class Tokenizer:
         prefix = self._missing_prefix(ids, add_special_tokens)
         counts: list[int] = []
         for position in positions:
-            # some tokenizers do not count the space at the start of a token
+            # some tokenizers do not include the leading space in a token's offsets
             after = range(position, min(position + _MAX_SPACES, len(text)))
             tokens = (encoding.char_to_token(at) for at in after)
             count = next((token for token in tokens if token is not None), None)
@@ -219,25 +220,25 @@ class Tokenizer:
             self._check_expansion(text)
             try:
                 return encode_batch([text], add_special_tokens=False)[0]
-            except TypeError as error:  # raised for a str that is not valid UTF-8
+            except TypeError as error:  # raised for a str that cannot be encoded as UTF-8
                 raise _surrogate_error() from error
 
     def _missing_prefix(self, ids: Sequence[int], add_special_tokens: bool) -> tuple[int, ...]:
-        """Returns the tokens at the start of a text that have to be added to the ids."""
+        """Returns the special tokens that must be prepended to the token IDs."""
         if not add_special_tokens or tuple(ids[: len(self._prefix_ids)]) == self._prefix_ids:
             return ()
         return self._prefix_ids
 
     def encode_for_embedding(self, text: str) -> list[int]:
-        """Returns the tokens of a text for an embedding. They include the start tokens of `encode`
-        and the end tokens of tokenizer.json's post-processor. Last-token pooling uses the last one
-        of these. Raises AppError(INVALID) if the text cannot be encoded."""
+        """Tokenizes a text for an embedding. The result includes the special tokens that `encode`
+        adds at the start, and the special tokens that tokenizer.json's post-processor adds at the
+        end, the last of which is used for last-token pooling. Raises AppError(INVALID) if the text
+        cannot be encoded."""
         return [*self.encode(text, add_special_tokens=True), *self._suffix_ids]
 
     def truncate_text(self, text: str, num_tokens: int) -> str:
-        """Returns the text, or a prefix that has far more than `num_tokens` tokens. This limits the
-        cost: ten million characters cost no more than one context. Raises the same errors as
-        `encode`."""
+        """Returns the text, or a prefix with far more than `num_tokens` tokens. This bounds the
+        cost of a very long text by the cost of one context. Raises the same errors as `encode`."""
         size = 8 * num_tokens
         while size < len(text):
             if len(self.encode(text[:size], add_special_tokens=False)) > 2 * num_tokens:
@@ -303,11 +304,11 @@ class Tokenizer:
             return self._inner.token_to_id(token)
 
     def added_token_to_id(self, text: str) -> int | None:
-        """Returns the ID of an added token. Added tokens are usually markers."""
+        """Returns the ID of an added token, which is usually a marker."""
         return self._added_tokens.get(text)
 
     def token_bytes(self, id: int) -> bytes:
-        """Returns the exact bytes of a token in the middle of a text, with its leading space and
+        """Returns the exact bytes of a token in the middle of a text, including leading spaces and
         incomplete characters. Returns b"" for an unknown ID."""
         return self._cached_token_bytes(id)
 
@@ -317,7 +318,7 @@ class Tokenizer:
             return b""
         if self.byte_decoder is not None:
             return self.byte_decoder.decode_token(token)
-        # Other decoders treat the first token differently. Decode two tokens and use the second.
+        # Other decoders treat the first token differently, so decode two tokens and use the second.
         return self._decode_all([id, id]).removeprefix(self._decode_all([id])).encode()
 
     def token_text(self, id: int) -> str:
@@ -325,8 +326,8 @@ class Tokenizer:
         return self.token_bytes(id).decode(errors="replace")
 
     def _decode_all(self, ids: Sequence[int]) -> str:
-        """Decodes tokens that the model sampled. A failure is not the client's error, so
-        AppError(MODEL_FILES) is raised."""
+        """Decodes tokens sampled by the model. Raises AppError(MODEL_FILES), because a failure is
+        not the client's fault."""
         if self.byte_decoder is None:
             with _LibraryErrorGuard(
                 ErrorKind.MODEL_FILES, "this model's tokenizer cannot decode tokens"
@@ -338,7 +339,7 @@ class Tokenizer:
         return raw.decode(errors="replace")
 
     def _lookup_token(self, id: int) -> str | None:
-        # The library accepts unsigned 32-bit IDs and raises OverflowError for all others.
+        # The library accepts unsigned 32-bit IDs, and raises OverflowError for other integers.
         if not 0 <= id < 1 << 32:
             return None
         with _BROKEN_GUARD:
@@ -379,7 +380,7 @@ class _LibraryErrorGuard:
 
 
 _BROKEN_MESSAGE = "this model's tokenizer is broken"
-# created only once, because it is used for each output token
+# created once, because it is used for each output token
 _BROKEN_GUARD = _LibraryErrorGuard(ErrorKind.MODEL_FILES, _BROKEN_MESSAGE)
 
 
@@ -402,8 +403,8 @@ def _component_config(part: Any) -> Json:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStopConditions:
-    """The stop conditions of one model. ids: stop tokens. strings: stop strings that are not
-    tokens."""
+    """The stop conditions of one model. ids: the stop tokens. strings: the stop strings that are
+    not tokens."""
 
     ids: frozenset[int]
     strings: tuple[str, ...]
@@ -416,11 +417,11 @@ def find_model_stop_conditions(
     if it is missing there), the eos_token of tokenizer_config.json, and `extra_strings`. A string
     that is a special token is used as a token ID, because it never appears as text.
 
-    mlx-lm (utils.py, TokenizerWrapper) and vLLM use the same union. Each of the sources on its own
-    is wrong for some models. Some conversions drop generation_config.json. In this case,
-    config.json contains only the end of a document (Llama 3's <|end_of_text|>, Phi 3's
-    <|endoftext|>), and tokenizer_config.json contains the end of a turn. For Gemma, it is the other
-    way round. An ID that is not in the vocabulary is never sampled, so it is omitted.
+    mlx-lm (utils.py, TokenizerWrapper) and vLLM use the same union. No single source is correct for
+    all models. Some conversions drop generation_config.json. In this case, config.json contains
+    only the end-of-document token (Llama 3's <|end_of_text|>, Phi 3's <|endoftext|>), and
+    tokenizer_config.json contains the end-of-turn token. For Gemma, it is the other way round. IDs
+    outside the vocabulary are never sampled, so they are omitted.
 
     Raises AppError(MODEL_FILES) if eos_token_id is neither an ID nor a list of IDs.
     """
@@ -461,7 +462,7 @@ def _find_prefix_ids(
 
 
 def _find_suffix_ids(inner: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """Returns the tokens that the post-processor appends to every text."""
+    """Returns the special tokens that the post-processor appends to every text."""
     probe = inner.encode("a", add_special_tokens=True)
     behind = probe.special_tokens_mask[::-1].index(0)
     return tuple(probe.ids[len(probe.ids) - behind :])
@@ -478,9 +479,9 @@ def _find_bos_token_id(files: ModelFiles, inner: tokenizers.Tokenizer) -> int | 
 def encode_bad_words(
     tokenizer: Tokenizer, words: Sequence[str], vocab: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Returns the token IDs of each word at the beginning of a text and after a space, as in vLLM.
-    A text may also have other token IDs, which are not excluded. vocab: the number of token IDs
-    that can be sampled. A word with other token IDs is omitted."""
+    """Tokenizes each word with and without a leading space, as in vLLM. Other tokenizations of the
+    same text are not excluded. vocab: the number of token IDs that can be sampled. A word with
+    other token IDs is omitted."""
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         bare = word.lstrip(" ")

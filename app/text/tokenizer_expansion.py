@@ -3,10 +3,10 @@
 Knows: the normalizers, pre-tokenizers and decoders of tokenizer.json, their maximum output per
 input byte. Must not know: the `tokenizers` library, texts.
 
-The factors of several `Replace` normalizers multiply. Six normalizers that each replace one
-character by a thousand produce 10^18 characters from a single letter. The library aborts the
-process when it runs out of memory. Tests cannot find the letter, so the product of the worst cases
-is limited.
+The factors of several `Replace` normalizers multiply: six normalizers that each replace one
+character with a thousand produce 10^18 characters from a single letter. The library aborts the
+process when it runs out of memory. Test inputs cannot find the right letter, so the product of the
+worst cases is limited.
 """
 
 import base64
@@ -19,9 +19,9 @@ from typing import Any, cast
 
 from app.core.model_files import Json
 
-# The maximum number of bytes that a chain may write per input byte. The chains of published
-# tokenizers have factors of 1 to 150. ALBERT's chain has a factor of 550, because it normalizes
-# Unicode twice.
+# The maximum output of a chain in bytes per input byte. The chains of published tokenizers have
+# factors of 1 to 150, except for ALBERT's chain with a factor of 550, because it normalizes Unicode
+# twice.
 MAX_NORMALIZER_FACTOR = 1000
 # published tokenizers have at most 4
 MAX_PRE_TOKENIZER_FACTOR = 8
@@ -31,9 +31,9 @@ MAX_DECODER_FACTOR = 64
 # the factor of an unknown component type
 _UNKNOWN_COMPONENT_FACTOR = 4.0
 
-# A pattern of one required character, possibly repeated, and nothing else. Any other pattern counts
-# as if it matched the empty text at every position. Lazy quantifiers are excluded, because
-# Oniguruma interprets `x{2}?` as `(?:x{2})?`.
+# Matches patterns that consist of a single required character, possibly repeated. Any other pattern
+# is treated as if it matched the empty string at every position. Lazy quantifiers are excluded,
+# because Oniguruma interprets `x{2}?` as `(?:x{2})?`.
 _ONE_CHARACTER = re.compile(
     r"(?:[^\\()\[\]{}|*+?.^$]|\\[snrtd]|\[\^?[^\[\]\\&]+\])(?:\+|\{[1-9][0-9]*(?:,[0-9]*)?\})?"
 )
@@ -43,7 +43,7 @@ _Factors = Mapping[str, float | Callable[[Json], float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpansionFactors:
-    """The maximum number of bytes that each part writes per input byte."""
+    """The maximum output of each component in bytes per input byte."""
 
     normalizer: float
     pre_tokenizer: float
@@ -51,8 +51,9 @@ class ExpansionFactors:
 
     @staticmethod
     def from_config(normalizer: Json, pre_tokenizer: Json, decoder: Json) -> "ExpansionFactors":
-        """Computes the factors. Each argument is the configuration of a part in tokenizer.json, or
-        {} if there is none. Raises ValueError for a chain that exceeds the limit."""
+        """Computes the factors. Each argument is the configuration of a component in
+        tokenizer.json, or {} if there is none. Raises ValueError for a chain that exceeds the
+        limit."""
         return ExpansionFactors(
             normalizer=_chain_factor(
                 "normalizers", normalizer, _NORMALIZERS, MAX_NORMALIZER_FACTOR
@@ -94,12 +95,12 @@ def _count_bytes(text: Any) -> int:
 
 
 def _prepend_factor(part: Json) -> float:
-    """Returns the factor of the worst case, a text of one byte."""
+    """Returns the worst-case factor, which occurs for a text of one byte."""
     return 1 + _count_bytes(part["prepend"])
 
 
 def _replace_factor(part: Json) -> float:
-    """Returns the factor of a replacement. A pattern that matches the empty text matches on both
+    """Returns the factor of a replacement. A pattern that matches the empty string matches on both
     sides of a single byte."""
     pattern, written = cast(Json, part["pattern"]), _count_bytes(part["content"])
     if "String" in pattern:
@@ -110,8 +111,9 @@ def _replace_factor(part: Json) -> float:
 
 def _precompiled_factor(part: Json) -> float:
     """Returns the factor of SentencePiece's table, which has the layout [size of the trie: 4 bytes
-    | trie | null-terminated texts]. The trie may point into any text, so the longest text counts as
-    the output for one byte."""
+    trie
+    null-terminated texts]. The trie may point to any text, so the factor is the length of the
+    longest text."""
     try:
         table = base64.b64decode(str(part["precompiled_charsmap"]))
     except binascii.Error:
@@ -134,7 +136,7 @@ def _byte_level_factor(part: Json) -> float:
 
 # Unicode's factors: https://www.unicode.org/faq/normalization.html#12, for UTF-8
 _NORMALIZERS: _Factors = {
-    "BertNormalizer": 8,  # it adds spaces around a character and applies NFD and lower case
+    "BertNormalizer": 8,  # adds spaces around a character, applies NFD and lowercases
     "ByteLevel": 2,
     "Lowercase": 1.5,
     "NFC": 3,

@@ -1,10 +1,10 @@
-"""Test inputs for a tokenizer, used before the server's process loads it.
+"""Probes a tokenizer with test inputs, before the server process loads it.
 
-Knows: texts that crash tokenizers. Must not know: processes, limits of memory and time. The caller
-sets these limits.
+Knows: texts that crash tokenizers. Must not know: processes, memory and time limits, which the
+caller sets.
 
-A tokenizer may reject any of these texts. In the server, such a rejection becomes an error of the
-request. However, the tokenizer must not abort the process or need unbounded memory or time.
+A tokenizer may reject any of these texts, which only fails the request. However, it must not abort
+the process, or use unbounded memory or time.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from app.core.errors import AppError, ErrorKind
 from app.text.tokenizer import Tokenizer
 
-# the length of a run of one ASCII character, and of a character that often occurs in long runs
+# the length of a run of any ASCII character, and of a character that often occurs in long runs
 _RUN_LENGTH, _LONG_RUN_LENGTH = 500, 5_000
 _LONG_RUN_CHARACTERS = " \n\t-=_.#*a0x"
 
@@ -38,7 +38,7 @@ _BASIC_PLANE_END = 0x10000
 # the maximum number of special tokens in a text, and the number of tokens decoded per call
 _MAX_SPECIAL_TOKENS, _IDS_PER_DECODE = 2_000, 1_000
 
-# The maximum number of characters of all tokens together. The bytes of 32768 tokens are cached. The
+# The maximum total length of all tokens in characters. The bytes of 32768 tokens are cached. The
 # largest vocabularies have a quarter of a million tokens and two megabytes of text.
 _MAX_DECODED_CHARACTERS = 64 << 20
 
@@ -58,7 +58,7 @@ def probe_tokenizer(tokenizer: Tokenizer) -> None:
                 tokenizer.decode_verbatim(ids)
         except AppError as error:
             _raise_memory_error(error)
-    # if tokens are not bytes in GPT-2's alphabet, the size of the file does not limit their text
+    # unless tokens are bytes in GPT-2's alphabet, their text is not bounded by the file size
     if tokenizer.byte_decoder is None or not tokenizer.byte_decoder.alphabet:
         _decode_all(tokenizer)
 
@@ -106,6 +106,7 @@ def _decode_all(tokenizer: Tokenizer) -> None:
 
 
 def _raise_memory_error(error: AppError) -> None:
-    """Raises MemoryError if the error was caused by a lack of memory and not by a rejected text."""
+    """Raises MemoryError if the error was caused by running out of memory rather than by a rejected
+    text."""
     if isinstance(error.__cause__, MemoryError):
         raise error.__cause__

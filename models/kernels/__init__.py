@@ -1,11 +1,11 @@
-"""Our own operations for the CPU, if the extension was built: `ops`.
+"""mlxrunner's own CPU operations, if the extension was built: `ops`.
 
 Knows: whether the extension exists, was built for this MLX, is enabled (`MLXRUNNER_KERNELS=off`
 disables it) and supports the requested instruction set (`MLXRUNNER_ISA`), and whether the device is
 the CPU. Must not know: layers, architectures. `_kernels.pyi` documents the operations.
 CMakeLists.txt in this folder builds them.
 
-MLX's own operations for a Linux CPU are optimized for correctness and not for speed. They use one
+MLX's own operations for Linux CPUs are optimized for correctness rather than speed: they use one
 thread, process one row at a time, and are not vectorized. They are used if `ops` returns None.
 """
 
@@ -34,15 +34,15 @@ class KernelInfo:
 
 
 def ops(*arrays: mx.array) -> Any:
-    """Returns the extension if it supports arrays like these, or None. `_kernels.pyi` declares its
-    types."""
+    """Returns the extension if it supports arrays like these, otherwise None. `_kernels.pyi`
+    declares its types."""
     if _module is None or mx.default_device().type != mx.DeviceType.cpu:
         return None
     return _module if all(array.dtype == mx.float32 for array in arrays) else None
 
 
 def trim_memory() -> None:
-    """Returns cached memory of freed arrays to the system. It is called when many arrays were freed
+    """Returns cached memory of freed arrays to the system. Call this when many arrays were freed
     permanently."""
     if _module is not None:
         _module.trim_memory()
@@ -83,7 +83,7 @@ def _load_extension() -> tuple[Any, bool, str | None]:
             "with `make`",
         )
     try:
-        found.isa()  # selects the instruction set; fail now and not at the first operation
+        found.isa()  # selects the instruction set; fail now rather than at the first operation
     except RuntimeError as error:
         return None, True, str(error)
     found.set_num_threads(cpu_backend.ACTIVE.threads)

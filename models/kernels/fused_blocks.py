@@ -1,7 +1,7 @@
 """Fuses each half of a decoder block into one operation, for decode steps.
 
 Knows: the pre-norm block (models/prenorm.py), grouped-query attention (models/attention.py), the
-gated MLP, their kernel layers, the operations of `_kernels`. Must not know: architectures, kinds of
+gated MLP, their kernel layers, the operations of `_kernels`. Must not know: architectures, types of
 caches. Subclasses that override one of their methods are not fused.
 
 For a small model, the dispatch of an MLX operation takes as long as the operation itself. A block
@@ -24,8 +24,8 @@ from models.layers import GatedMLP
 from models.prenorm import PreNormBlock
 from models.rope import Rope
 
-# The maximum number of sequences in a fused step. With more sequences, the number of operations
-# does not matter. The intermediate results also grow, and MLX does not count their memory.
+# The maximum number of sequences in a fused step. With more sequences, the dispatch overhead is
+# negligible, and the intermediate results grow, which MLX's memory accounting does not include.
 MAX_FUSED_ROWS = 64
 
 _GET_MATMUL, _GET_WEIGHT = attrgetter("matmul"), itemgetter("weight")
@@ -110,8 +110,8 @@ def fuse_mlp(block: PreNormBlock, ops: Any) -> MlpResidual | None:
 
 
 class _CachedOp:
-    """Returns make(*get_parts()), which is created again whenever one of the parts, such as a
-    weight, was replaced."""
+    """Returns make(*get_parts()), which is rebuilt whenever one of the parts, such as a weight, was
+    replaced."""
 
     def __init__(self, get_parts: Callable[[], Sequence[Any]], make: Callable[..., Any]) -> None:
         self._get_parts, self._make = get_parts, make
@@ -140,7 +140,7 @@ def _are_kernel_layers(linears: Sequence[Any], norms: Sequence[Any]) -> bool:
 
 
 def _op_parts(linears: Sequence[Any], norms: Sequence[Any]) -> list[Any]:
-    """Returns the parts of kernel layers that a fused operation takes."""
+    """Returns the arguments of a fused operation, taken from kernel layers."""
     return [*map(_GET_MATMUL, linears), *map(_GET_WEIGHT, norms)]
 
 
@@ -156,7 +156,7 @@ def _rope_arguments(rope: Any) -> dict[str, Any]:
 
 
 def _dereference(block_ref: ref[PreNormBlock]) -> PreNormBlock:
-    """Returns the block. It is alive, because it is the caller."""
+    """Returns the block, which is alive because it is the caller."""
     block = block_ref()
     assert block is not None
     return block

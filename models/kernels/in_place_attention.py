@@ -1,8 +1,8 @@
 """Attention that writes new keys and values directly into the buffers of the caches.
 
-Knows: the buffers that a cache passes (`InPlaceCache`), the kernels. Must not know: kinds of
-caches. One operation computes all rows of a batch, or many positions of one sequence. MLX needs
-several operations per row.
+Knows: the buffers that a cache passes (`InPlaceCache`), the kernels. Must not know: types of
+caches. One operation computes all rows of a batch, or many positions of one sequence, while MLX
+needs several operations per row.
 """
 
 from collections.abc import Sequence
@@ -121,10 +121,10 @@ def write_in_place(
 
 
 def score_buffer_bytes(layer: object, heads: int, length: int) -> int | None:
-    """Returns an upper bound of the number of bytes that `attend_in_place` needs for scores if a
-    query of the layer attends to `length` positions. On each thread, there are scores for the
-    queries that this thread computes at a time (src/attention_job.cpp). Returns None for a layer
-    that does not use our attention."""
+    """Returns an upper bound on the memory in bytes that `attend_in_place` needs for scores if a
+    query of the layer attends to `length` positions. Each thread stores the scores of the queries
+    that it is computing (src/attention_job.cpp). Returns None for a layer that does not use
+    in-place attention."""
     ops = kernels.ops()
     if ops is None or not getattr(layer, "supports_in_place", False):
         return None

@@ -1,10 +1,10 @@
-"""Layers of mlx.nn that compute with our own operations.
+"""mlx.nn layers that use mlxrunner's own operations.
 
 Knows: the layers of mlx.nn, the operations of `_kernels`. Must not know: architectures,
 checkpoints.
 
-A kernel layer is an instance of a subclass of the layer that it replaces. It has the arrays of the
-layer under the same names, as packed panels. Nothing is evaluated. `ops` is the result of
+A kernel layer is an instance of a subclass of the layer that it replaces. It contains the same
+arrays under the same names, as packed panels. Nothing is evaluated. `ops` is the result of
 `models.kernels.ops`. Matrices keep their stored type. All other arrays and the results are float32.
 models/kernels/stacked_layers.py contains stacks of matrices.
 """
@@ -39,8 +39,9 @@ class KernelLayer(nn.Module):
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute. As attributes, matrices have their usual row order, which users of
-        a layer expect. As items (`layer[name]`), they have their packed layout."""
+        """Returns an attribute. Accessed as attributes, matrices have their usual row order, as
+        expected by users of a layer. Accessed as items (`layer[name]`), they have the packed
+        layout."""
         value: Any = super().__getattr__(name)
         if name not in _PARAMETERS or value.ndim < 2 or name == "bias":
             return value
@@ -151,7 +152,7 @@ def to_kernel_layer(layer: Any, ops: Any, table: KernelLayerTable = KERNEL_LAYER
 
 
 def copy_parameters(target: Any, layer: Any, ops: Any) -> None:
-    """Copies all attributes of the layer. Its arrays get the layout of `to_kernel_layout`."""
+    """Copies all attributes of the layer, and converts arrays with `to_kernel_layout`."""
     for name, value in vars(layer).items():
         if name not in ("_no_grad", "_training"):
             setattr(target, name, value)

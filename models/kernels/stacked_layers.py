@@ -1,4 +1,4 @@
-"""Stacks of matrices, per expert or per head, that compute with our own operations.
+"""Stacked layers, with one matrix per expert or head, that use mlxrunner's own operations.
 
 Knows: our stacked layers (models/experts.py, models/mla.py), the operations of `_kernels`. Must not
 know: architectures, checkpoints. models/kernels/layers.py describes kernel layers.
@@ -60,6 +60,6 @@ STACKED_KERNEL_LAYERS: KernelLayerTable = {
 
 
 def _matmul_per_head(layer: Any, x: mx.array) -> mx.array:
-    """Maps [B, H or 1, L, in] to [B, H, L, out]. Each head uses its own matrix."""
+    """Maps [B, H or 1, L, in] to [B, H, L, out], with a separate matrix per head."""
     heads = mx.arange(layer["weight"].shape[0])[:, None]
     return layer.matmul.gather(x[..., None, :], heads).squeeze(-2)

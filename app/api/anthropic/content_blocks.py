@@ -1,12 +1,12 @@
-"""Anthropic's content blocks: from JSON to text, reasoning, calls and results.
+"""Anthropic's content blocks: converts JSON to text, reasoning, tool calls and tool results.
 
-Knows: every type of block, which roles may have it, how blocks become text. Must not know: how
-messages follow each other, chat templates.
+Knows: every type of block, the roles that may use it, how blocks are converted to text. Must not
+know: the order of messages, chat templates.
 
 A block that a text model does not support (images, PDFs, files) is rejected with its path. Blocks
-of a session on Anthropic's servers (their own tools, encrypted reasoning) are omitted.
-`cache_control` and other attributes of blocks have no effect, because cached prefixes are found by
-their tokens.
+that only Anthropic's servers understand (server tools, encrypted reasoning) are omitted.
+`cache_control` and other attributes of blocks have no effect, because the prefix cache looks up
+prefixes by their tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from app.api.fields import Fields, as_array, invalid_request, quote_value
 from app.api.opaque_reasoning import decode_reasoning
 from app.core.requests import Message, ToolCall
 
-# blocks of a session on Anthropic's servers, which are encrypted or have no meaning here
+# blocks from Anthropic's servers that are encrypted or have no meaning here
 _OMITTED_TYPES = frozenset(
     {
         "advisor_tool_result",
@@ -42,9 +42,9 @@ _OMITTED_TYPES = frozenset(
 
 @dataclass(slots=True)
 class MessageContent:
-    """The content of one message, or of consecutive messages of one role. texts: paragraphs, or the
-    fragments of an assistant message. results: tool results, which precede the texts. omitted: the
-    types of the omitted blocks."""
+    """The content of one message, or of consecutive messages with the same role. texts: paragraphs,
+    or the fragments of an assistant message. results: tool results, which come before the texts.
+    omitted: the types of the omitted blocks."""
 
     texts: list[str] = field(default_factory=list[str])
     reasoning: list[str] = field(default_factory=list[str])
@@ -82,7 +82,8 @@ def read_content(value: object, path: str, role: str) -> MessageContent:
 
 
 def read_text(value: object, path: str) -> str:
-    """Reads a string or an array of blocks that can be converted to text. Each block is a line."""
+    """Reads a string or an array of blocks that can be converted to text. Each block becomes a
+    line."""
     return "\n".join(read_texts(value, path))
 
 
@@ -116,7 +117,7 @@ def _unsupported_block(path: str, kind: str, supported: Sequence[str]) -> Except
     )
 
 
-# Blocks that are text
+# Blocks that are converted to text
 
 
 def _text(block: Fields, path: str) -> str:
@@ -161,7 +162,7 @@ def _compaction(block: Fields, path: str) -> str:
 
 
 def _read_plain_text(value: object, path: str) -> str:
-    """Reads a string or text blocks. Documents do not contain documents."""
+    """Reads a string or text blocks. Documents cannot be nested."""
     if isinstance(value, str):
         return value
     texts: list[str] = []
@@ -185,7 +186,7 @@ _TEXT_READERS: Mapping[str, Callable[[Fields, str], str]] = {
 }
 
 
-# Blocks of one role
+# Blocks that are specific to one role
 
 
 def _add_text(text: str, content: MessageContent) -> None:
@@ -202,15 +203,15 @@ def _read_compaction(block: Fields, path: str, content: MessageContent) -> None:
 
 
 def _read_thinking(block: Fields, path: str, content: MessageContent) -> None:
-    """Reads reasoning. The signature is not checked. It may contain the text."""
+    """Reads reasoning. The signature is not verified, but it may contain the text."""
     text = block.string("thinking") or decode_reasoning(block.string("signature") or "")
     if text:
         content.reasoning.append(text)
 
 
 def _read_tool_use(block: Fields, path: str, content: MessageContent) -> None:
-    """Reads a call. The keys of its input keep their order, because another order would change the
-    prompt."""
+    """Reads a tool call. The order of the keys in its input is preserved, because a different order
+    would change the prompt."""
     input_ = block.mapping("input") or {}
     content.calls.append(
         ToolCall(

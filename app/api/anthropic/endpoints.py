@@ -1,7 +1,7 @@
 """Anthropic's Messages API: messages, token counts, models.
 
-Knows: the path of each endpoint. Must not know: how requests are parsed (request.py beside it), how
-responses are written (output.py), how they are generated.
+Knows: the path of each endpoint. Must not know: request parsing (request.py in the same folder),
+response formats (output.py), generation.
 """
 
 import os

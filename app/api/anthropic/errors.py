@@ -1,11 +1,11 @@
 """Error responses in Anthropic's format.
 
-Knows: the status and the type of each kind of error, the messages that make Claude Code compact a
+Knows: the status code and type of each kind of error, the messages that make Claude Code compact a
 conversation. Must not know: where errors are raised.
 
     {"type": "error", "error": {"type", "message", "details": {"error_code"}}, "request_id"}
 
-Format: Anthropic's API reference, "Errors"; `error_code` is newer and optional there.
+Format: Anthropic's API reference, "Errors". `error_code` is a newer, optional field.
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ from app.http.responses import JsonObject
 
 VERSION_HEADER = "anthropic-version"
 
-# of a request with a `thread`; the SDK's tool runner then sends whole conversations
+# the error code for a request with a `thread`; the SDK's tool runner then sends whole conversations
 THREAD_UNSUPPORTED = "thread_unsupported_request"
 
 
 class ErrorType(NamedTuple):
-    """The status of an error kind, and its type in the error object."""
+    """The status code of an error kind, and its type in the error object."""
 
     status: int
     type: str
@@ -47,7 +47,7 @@ ERROR_TYPES: Mapping[ErrorKind, ErrorType] = {
     ErrorKind.MODEL_FILES: ErrorType(500, "api_error"),
 }
 
-# Claude Code asks for models by Anthropic's names unless these variables are set.
+# Claude Code requests models by Anthropic's names unless these variables are set.
 _MODEL_VARIABLES = (
     "Claude Code takes its models from ANTHROPIC_MODEL, ANTHROPIC_DEFAULT_OPUS_MODEL, "
     "ANTHROPIC_DEFAULT_SONNET_MODEL, ANTHROPIC_DEFAULT_HAIKU_MODEL and CLAUDE_CODE_SUBAGENT_MODEL"
@@ -55,7 +55,7 @@ _MODEL_VARIABLES = (
 
 
 def render_messages_error(error: AppError, request_id: str) -> JsonObject:
-    """Returns the body of an error response, and the data of an error event."""
+    """Returns the body of an error response, which is also the data of an error event."""
     content: JsonObject = {"type": ERROR_TYPES[error.kind].type, "message": _build_message(error)}
     details: JsonObject = {"error_code": error.code or error.kind.value}
     if error.code == THREAD_UNSUPPORTED:
@@ -74,7 +74,7 @@ class AnthropicErrors:
 
 
 def _build_message(error: AppError) -> str:
-    """Returns the message, which begins with the path of the field as Anthropic's do."""
+    """Returns the message. Like Anthropic's messages, it begins with the path of the field."""
     excess = error.excess
     if excess is not None and excess.output_tokens is not None:
         return (
@@ -83,7 +83,7 @@ def _build_message(error: AppError) -> str:
             "`max_tokens` and try again"
         )
     if excess is not None:
-        # one token of the context is needed for the output
+        # one token of the context is reserved for the output
         most = excess.context_length - 1
         return f"prompt is too long: {excess.prompt_tokens} tokens > {most} maximum"
     if error.kind is ErrorKind.CONTEXT_LENGTH:
@@ -97,5 +97,5 @@ def _begin_with_path(error: AppError) -> str:
     if path is None:
         return message
     rest = message.removeprefix(path)
-    # not a longer path that begins in the same way
+    # a longer path with the same prefix does not count
     return f"{path}: {rest.lstrip(' :') if rest[:1] in (' ', ':') else message}"

@@ -1,10 +1,10 @@
-"""Anthropic's messages: from JSON to a conversation.
+"""Anthropic's messages: converts JSON to a conversation.
 
-Knows: the system prompt, the order of roles, calls and their results, prefill, messages that later
-requests do not contain. Must not know: the types of blocks (content_blocks.py beside it), chat
-templates.
+Knows: the system prompt, the order of roles, tool calls and their results, assistant prefill,
+messages that later requests do not contain. Must not know: block types (content_blocks.py in the
+same folder), chat templates.
 
-System messages keep their position, so that each prompt begins with the prompt before it. If a
+System messages keep their position, so that each prompt has the previous prompt as a prefix. If a
 template does not support a position, the message is folded when the prompt is built.
 """
 
@@ -16,7 +16,7 @@ from app.api.anthropic.content_blocks import MessageContent, read_content, read_
 from app.api.fields import Fields, invalid_request, quote_value
 from app.core.requests import Conversation, Message
 
-# The last two occur in requests of Claude Code, as other servers report.
+# The last two occur in Claude Code's requests, according to reports for other servers.
 _ROLES = {
     "user": "user",
     "assistant": "assistant",
@@ -25,14 +25,14 @@ _ROLES = {
     "msg": "user",
 }
 
-# between the blocks of the system prompt, and between those of a user message; the texts of an
-# assistant message are joined without a separator
+# the separators between the blocks of the system prompt and between the blocks of a user message;
+# the texts of an assistant message are joined without a separator
 _SYSTEM_SEPARATOR, _USER_SEPARATOR = "\n\n", "\n"
 
 # Claude Code begins its system prompt with a line such as
 #     x-anthropic-billing-header: cc_version=2.1.197.a3f; cc_entrypoint=cli; cch=5e1c9;
-# The value of `cch` is a checksum of the request. With it, the prefix cache would find nothing
-# (anthropics/claude-code#68900).
+# The value of `cch` is a checksum of the request. Including it in the prompt would prevent every
+# prefix cache hit (anthropics/claude-code#68900).
 _BILLING_HEADER = re.compile(r"\s*x-anthropic-billing-header:[^\n]*(?:\n+|$)")
 
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
@@ -40,8 +40,9 @@ EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadMessages:
-    """The conversation of a request. effort: the effort that a system message sets for the current
-    turn. omitted: the types of the omitted blocks, in names of this module."""
+    """The conversation of a request. effort: the reasoning effort that a system message sets for
+    the current turn. omitted: the types of the omitted blocks, with the names used in this
+    module."""
 
     conversation: Conversation
     effort: str | None = None
@@ -50,7 +51,7 @@ class ReadMessages:
 
 @dataclass(slots=True, kw_only=True)
 class _Turn:
-    """Consecutive messages of one role. is_temporary: as in `Message`."""
+    """Consecutive messages with the same role. is_temporary: see `Message`."""
 
     role: str
     content: MessageContent
@@ -87,7 +88,7 @@ def read_messages(fields: Fields) -> ReadMessages:
 
 
 def _read_system(fields: Fields) -> list[Message]:
-    """Reads the system prompt, without the billing header of Claude Code."""
+    """Reads the system prompt and removes Claude Code's billing header."""
     value = fields.value("system")
     if value is None:
         return []
@@ -126,7 +127,8 @@ def _drop_cleared(turns: Sequence[_Turn]) -> list[_Turn]:
 
 
 def _merge(turns: Sequence[_Turn]) -> list[_Turn]:
-    """Merges consecutive messages of one role, as Anthropic does, except for system messages."""
+    """Merges consecutive messages with the same role, as Anthropic does, except for system
+    messages."""
     merged: list[_Turn] = []
     for turn in turns:
         if merged and turn.role != "system" and merged[-1].role == turn.role:
@@ -172,9 +174,9 @@ def _build_system(turn: _Turn) -> list[Message]:
 
 
 def _build_user(content: MessageContent, waiting: set[str]) -> list[Message]:
-    """Builds the messages for tool results, then the message for the text. A result without a call
-    in `waiting` becomes text. waiting: the IDs of calls without a result; those with a result are
-    removed."""
+    """Builds the messages for tool results, then the message for the text. A result that matches no
+    call in `waiting` is converted to text. waiting: the IDs of calls without a result; IDs that get
+    a result are removed."""
     results: list[Message] = []
     texts: list[str] = []
     for result in content.results:
@@ -188,7 +190,7 @@ def _build_user(content: MessageContent, waiting: set[str]) -> list[Message]:
 
 
 def _find_effort(turns: Sequence[_Turn]) -> str | None:
-    """Returns the latest effort that a system message sets since the user's last text."""
+    """Returns the effort set by the latest system message since the user's last text."""
     for turn in reversed(turns):
         if turn.effort is not None:
             return turn.effort

@@ -1,6 +1,6 @@
 """The list of models in Anthropic's format, for requests that send `anthropic-version`.
 
-Knows: the fields of a model, pagination by ids. Must not know: the state of models.
+Knows: the fields of a model, pagination by model ID. Must not know: the state of models.
 
 Format: Anthropic's API reference, "List models".
 """
@@ -23,8 +23,8 @@ _MAX_LIMIT, _DEFAULT_LIMIT = 1000, 20
 
 
 class AnthropicRoute(Route):
-    """A route of requests that send `anthropic-version`. OpenAI's route of the same path serves the
-    others."""
+    """A route for requests that send `anthropic-version`. Other requests to the same path are
+    handled by OpenAI's route."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         if scope["type"] == "http" and VERSION_HEADER in Headers(scope=scope):

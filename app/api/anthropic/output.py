@@ -1,15 +1,15 @@
-"""Responses of /v1/messages: from generate events to stream events and a message.
+"""Responses of /v1/messages: converts generate events to stream events or a message.
 
-Knows: the shapes of content blocks, the stream events that build them, their order. Must not know:
-the request beyond the fields that its response depends on.
+Knows: the format of content blocks, the stream events that build them, their order. Must not know:
+request fields, except those that affect the response.
 
-A message that is not streamed is a fold over the events that its stream would have.
+A non-streaming message is a fold over the same events that a stream would send.
 
     message_start (content_block_start content_block_delta* content_block_stop)* message_delta
     message_stop
 
-Format: Anthropic's API reference, "Streaming Messages". Its SDKs fail if an index is skipped, if
-usage is missing, or if arguments are not the beginning of a JSON object.
+Format: Anthropic's API reference, "Streaming Messages". Anthropic's SDKs fail if an index is
+skipped, if usage is missing, or if arguments are not a prefix of a JSON object.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,7 +38,7 @@ from app.core.request_context import REQUEST_CONTEXT
 from app.http.responses import JsonObject
 from app.http.streaming import encode_sse_event
 
-# The only tier that exists here.
+# The only service tier of this server.
 _SERVICE_TIER = "standard"
 
 BlockType = Literal["thinking", "text", "tool_use"]
@@ -47,7 +47,7 @@ BlockType = Literal["thinking", "text", "tool_use"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageMetadata:
     """Fields of a response known before generation starts. model: the name in the request.
-    hides_thinking, manages_context: as in `ParsedMessagesRequest`."""
+    hides_thinking, manages_context: see `ParsedMessagesRequest`."""
 
     id: str
     model: str
@@ -69,7 +69,7 @@ class MessageBuilder:
         self._finish: Finish | None = None
 
     def start(self, prompt_tokens: int, cached_tokens: int) -> Iterator[JsonObject]:
-        """Yields the first event, once."""
+        """Yields the first event, if it has not been sent yet."""
         if self._started:
             return
         self._started = True
@@ -82,7 +82,7 @@ class MessageBuilder:
             self._finish = event
             yield from self._close_block()
             return
-        yield from self.start(0, 0)  # without progress, only the last event has the counts
+        yield from self.start(0, 0)  # without progress events, only the last event has the counts
         match event:
             case TextDelta(text=text):
                 if text:
@@ -198,14 +198,14 @@ class MessageBuilder:
 class MessageEventEncoder:
     """Encodes a streamed message. Implements `StreamEncoder`."""
 
-    # an event, because clients count events but no comments
+    # an event rather than a comment, because clients ignore comments when they check for inactivity
     keep_alive = encode_sse_event({"type": "ping"}, "ping")
 
     def __init__(self, metadata: MessageMetadata) -> None:
         self._builder = MessageBuilder(metadata)
 
     def progress(self, event: Progress) -> bytes:
-        """Encodes the first event. The first prefill progress has its token counts."""
+        """Encodes the first event, with the token counts of the first prefill progress event."""
         if not isinstance(event, PrefillProgress):
             return b""
         return _encode(self._builder.start(event.total_tokens, event.computed_tokens))
@@ -223,14 +223,14 @@ class MessageEventEncoder:
 
 
 def collect_message(metadata: MessageMetadata, events: Sequence[OutputEvent]) -> JsonObject:
-    """Builds the body of a message that is not streamed."""
+    """Builds the body of a non-streaming message."""
     builder = MessageBuilder(metadata)
     stream = [one for event in events for one in builder.feed(event)]
     return fold_events([*stream, *builder.end()])
 
 
 def fold_events(events: Iterable[JsonObject]) -> JsonObject:
-    """Returns the message that the events of a stream build."""
+    """Returns the message built from the events of a stream."""
     message: JsonObject = {}
     pieces: list[str] = []
     for event in events:
@@ -292,7 +292,7 @@ def _stop_reason(finish: Finish) -> str:
 
 
 def _render_counts(usage: Usage) -> dict[str, Any]:
-    """Renders the token counts. The prompt tokens are the computed ones plus the cached ones."""
+    """Renders the token counts. Cached and computed prompt tokens are counted separately."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

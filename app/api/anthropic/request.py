@@ -1,11 +1,12 @@
-"""Requests of /v1/messages: from JSON to a generate request.
+"""Requests of /v1/messages: converts JSON to a generate request.
 
-Knows: every field of Anthropic's API and of its betas, the sampling fields that all generating
-endpoints share. Must not know: how responses are written.
+Knows: every field of Anthropic's API and its betas, the sampling fields shared by all generation
+endpoints. Must not know: response formats.
 
-Each field has an effect, or is in ACCEPTED_FIELDS because it cannot change a response, or is
-rejected by name. Unknown attributes of blocks, tools and `metadata` are ignored, because Anthropic
-adds new ones every month, and clients send them with every request.
+Each field has an effect, is listed in ACCEPTED_FIELDS because it cannot change a response, or is
+rejected with an error that identifies it. Unknown attributes of blocks, tools and `metadata` are
+ignored, because Anthropic adds new attributes every month, and clients send them with every
+request.
 
 Format: Anthropic's API reference, "Create a Message" and "Count tokens in a Message".
 """
@@ -23,8 +24,9 @@ from app.core.errors import AppError, ErrorKind
 from app.core.ports import ModelCard
 from app.core.requests import GenerateRequest, JsonSchema, ReasoningOptions
 
-# Fields that cannot change a response here. They concern the location and the price of Anthropic's
-# service, the user, or features of Anthropic's servers. Every prefix is cached without a mark.
+# Fields that cannot change a response here. They concern the location and price of Anthropic's
+# service, the user, or features of Anthropic's servers. `cache_control` is not needed, because
+# every prefix is cached automatically.
 ACCEPTED_FIELDS = (
     "anthropic_version",
     "betas",
@@ -45,17 +47,18 @@ ACCEPTED_FIELDS = (
 
 _THINKING_TYPES = ("enabled", "adaptive", "between_tools", "disabled")
 
-# The share of the context that a prompt must leave for the output, unless `max_tokens` is lower.
-# `max_tokens` beyond the context is lowered. But a response that ends after a few tokens would make
-# a coding agent repeat its request, whereas an error makes it compact the conversation.
+# The fraction of the context that a prompt must leave for the output, unless `max_tokens` is lower.
+# If `max_tokens` exceeds the remaining context, it is reduced. But if a response ended after a few
+# tokens, a coding agent would repeat its request, whereas an error makes it compact the
+# conversation.
 _RESERVED_SHARE = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedMessagesRequest:
     """A valid request. model: the name in the request. hides_thinking: whether thinking blocks are
-    sent without their text. manages_context: whether the request has `context_management`. notice:
-    see `ParsedRequest`."""
+    sent without text. manages_context: whether the request has `context_management`. notice: see
+    `ParsedRequest`."""
 
     request: GenerateRequest
     model: str
@@ -84,7 +87,7 @@ def parse_messages_request(
         max_tokens=max_tokens,
         output_reserve=max(1, min(max_tokens or 1, card.context_length // _RESERVED_SHARE)),
         stop=fields.strings("stop_sequences", MAX_STOP_STRINGS),
-        # a response that must be a tool call has no text to constrain
+        # a required tool call leaves no text to constrain
         grammar=None if tools.options.must_call else grammar,
         tools=tools.options.tools,
         tool_choice=tools.options.choice,
@@ -107,14 +110,14 @@ def parse_messages_request(
 
 
 def _read_max_tokens(fields: Fields, *, required: bool) -> int | None:
-    """Reads `max_tokens`. 0 computes the prompt for the prefix cache and generates no token."""
+    """Reads `max_tokens`. 0 computes the prompt for the prefix cache, but generates no tokens."""
     if required:
         fields.required("max_tokens")
     return fields.integer("max_tokens", 0, INT32_MAX)
 
 
 def _read_output_config(fields: Fields) -> tuple[str | None, JsonSchema | None]:
-    """Reads the reasoning effort and the schema of the output. An older beta has the schema in
+    """Reads the reasoning effort and the output schema. In an older beta, the schema is in
     `output_format`."""
     config, older = fields.nested("output_config"), fields.nested("output_format")
     effort, format_ = None, older
@@ -147,13 +150,13 @@ def _read_reasoning(
     if kind == "disabled":
         return ReasoningOptions(effort="none", lenient=True)
     if budget is not None and max_tokens is not None:
-        budget = max(0, min(budget, max_tokens - 1))  # one token is left for the content
+        budget = max(0, min(budget, max_tokens - 1))  # reserves one token for the content
     return ReasoningOptions(effort=effort, token_budget=budget, enabled=True, lenient=True)
 
 
 def _read_context_management(fields: Fields) -> bool:
     """Reads the edits that Anthropic's servers would apply to a long conversation. This server
-    applies none of them and reports this. Returns whether the field is set."""
+    applies none of them and reports this in the response. Returns whether the field is set."""
     management = fields.nested("context_management")
     if management is None:
         return False
@@ -176,8 +179,8 @@ def _check_remaining(fields: Fields) -> None:
 
 
 def _build_notice(tools: tuple[str, ...], blocks: tuple[str, ...]) -> str | None:
-    """Builds the notice. tools, blocks: names of this server, so the notice has no text of the
-    client."""
+    """Builds the notice. tools, blocks: names defined by this server, so that the notice contains
+    no client text."""
     parts: list[str] = []
     if tools:
         parts.append(f"tools that Anthropic's servers run ({', '.join(tools)})")

@@ -1,10 +1,10 @@
-"""The arguments of a tool call as fragments of valid JSON.
+"""Streams the arguments of a tool call as fragments of valid JSON.
 
 Knows: JSON objects. Must not know: events, blocks.
 
-Clients parse the arguments after each fragment, and run a call when its arguments are complete. A
-fragment therefore contains only complete members of the object, as at Anthropic. The fragments of a
-call always form one object without text after it:
+Clients parse the arguments after each fragment, and run a call when its arguments are complete.
+Like in Anthropic's API, a fragment therefore contains only complete members of the object. The
+concatenated fragments of a call always form one object without trailing text:
 
     {"path": "a.py", "text": "cut o        →  {"path": "a.py"}
     {"path": "a.py", oops                  →  {"path": "a.py", "invalid_arguments": " oops"}
@@ -17,7 +17,7 @@ import orjson
 
 from app.api.openai.messages import INVALID_ARGUMENTS_KEY
 
-# characters that change no state: outside of strings, and within
+# characters that do not change the parser state, outside and inside strings
 _PLAIN = re.compile(r'[^"{}\[\],]*')
 _STRING = re.compile(r'[^"\\]*')
 
@@ -31,13 +31,13 @@ class ArgumentsEncoder:
 
     def __init__(self) -> None:
         self._state: _State = "before"
-        self._member: list[str] = []  # pieces of the current member, or of all after an error
-        self._depth = 0  # of containers within the member
+        self._member: list[str] = []  # pieces of the current member, or of all text after an error
+        self._depth = 0  # the nesting depth within the member
         self._in_string = self._escaped = False
         self._has_members = False
 
     def feed(self, text: str) -> str:
-        """Returns the members that this text completes. Returns "" if there are none."""
+        """Returns the members completed by this text, or "" if there are none."""
         sent, at = "", 0
         while at < len(text):
             match self._state:
@@ -73,8 +73,8 @@ class ArgumentsEncoder:
         return len(text) - len(begun) + (begun[0] == "{")
 
     def _scan(self, text: str, at: int) -> tuple[int, str]:
-        """Reads up to the next character that matters. Returns the position after it, and the
-        member that it ends."""
+        """Scans to the next structural character. Returns the position after it, and the member
+        that it completes."""
         plain = (_STRING if self._in_string else _PLAIN).match(text, at)
         assert plain is not None
         end = at if self._escaped else plain.end()

@@ -1,10 +1,10 @@
-"""Anthropic's tools: from JSON to functions that the model may or must call.
+"""Anthropic's tools: converts JSON to functions that the model may or must call.
 
-Knows: functions, tools whose schema their type implies, tools that Anthropic's servers run,
-`tool_choice`. Must not know: how calls are written or parsed, whether a schema is supported.
+Knows: functions, tools with a schema implied by their type, server tools, `tool_choice`. Must not
+know: the syntax of calls, the supported schemas.
 
-Tools that the client runs are functions here, regardless of their type. A tool that Anthropic's
-servers run is omitted with a notice. A request that requires a call of it is rejected.
+Client tools of any type are converted to functions. Server tools, which run on Anthropic's servers,
+are omitted with a notice. A request that requires a call to a server tool is rejected.
 """
 
 import re
@@ -31,7 +31,7 @@ _MAX_NAME_CHARS = 128
 # `web_search_20250305` is a version of `web_search`.
 _VERSION_SUFFIX = re.compile(r"_\d{8}$", re.ASCII)
 
-# Types of tools that Anthropic's servers run, and of toolsets without a published schema.
+# The types of server tools, and of toolsets without a published schema.
 _HOSTED_TYPES = (
     "advisor",
     "browser_toolset",
@@ -47,7 +47,8 @@ _HOSTED_TYPES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadTools:
-    """The tools of a request. omitted: the types of the omitted tools, in names of this module."""
+    """The tools of a request. omitted: the types of the omitted tools, with the names used in this
+    module."""
 
     options: ToolOptions
     omitted: tuple[str, ...] = ()
@@ -55,7 +56,7 @@ class ReadTools:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ClientTool:
-    """A tool that the client runs and whose schema is implied by its type."""
+    """A client tool with a schema implied by its type."""
 
     name: str
     description: str
@@ -85,7 +86,7 @@ def read_tools(fields: Fields) -> ReadTools:
 
 
 def read_tool(fields: Fields, path: str) -> Tool:
-    """Reads a function."""
+    """Reads a function definition."""
     fields.required("input_schema")
     description = fields.string("description")
     examples = fields.array("input_examples")
@@ -126,7 +127,7 @@ def _read_name(fields: Fields) -> str:
 def _read_choice(
     fields: Fields | None, tools: Sequence[Tool], omitted: Mapping[str, str]
 ) -> tuple[ToolChoice, bool]:
-    """Returns the choice, and whether a response may have several calls."""
+    """Returns the tool choice, and whether a response may contain several calls."""
     if fields is None:
         return "auto", True
     kind = fields.required_one_of("type", ("auto", "any", "tool", "none"))
@@ -156,8 +157,8 @@ def _unknown_tool(path: str, name: str, *, hosted: bool) -> AppError:
 
 
 def describe_addition(fields: Fields) -> str:
-    """Describes a tool that a system message adds. Chat templates list tools only at the start, and
-    a change there would invalidate the cached prefix."""
+    """Describes a tool added by a system message. Chat templates list tools only at the start,
+    where a change would invalidate the cached prefix."""
     tool, path = _read_change(fields)
     name = tool.string("tool_name") or _read_name(tool)
     if tool.value("input_schema") is None:

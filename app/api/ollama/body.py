@@ -1,9 +1,9 @@
-"""Ollama's request bodies, and the keep-alive and error lines of its streams.
+"""Ollama's request bodies, and the keep-alive and error lines of streams.
 
 Knows: bodies of any content type. Must not know: their fields.
 
-Like Ollama's server, this does not check the content type, so that curl works without a header.
-app/http/host_and_origin.py rejects requests from web pages with another origin.
+As in Ollama's server, the content type is not checked, so that curl works without a header.
+app/http/host_and_origin.py rejects requests from web pages with a different origin.
 """
 
 from collections.abc import AsyncGenerator
@@ -26,7 +26,7 @@ class OllamaBodies:
     async def receive(
         self, scope: Scope, receive: Receive, max_values: int = MAX_VALUES
     ) -> AsyncGenerator[Body]:
-        """Receives a body of any content type, as `RequestBodies.receive_json` does. Raises
+        """Receives a body with any content type, like `RequestBodies.receive_json`. Raises
         AppError(INVALID) for an empty body."""
         async with self._bodies.receive_json(scope, receive, max_values, check_type=False) as body:
             if not body.size:
@@ -40,10 +40,10 @@ class OllamaBodies:
 
 
 class LineResponse:
-    """The keep-alive and error lines of a stream of steps. Implements
+    """The keep-alive and error lines of a stream of progress steps. Implements
     `app.api.generate_endpoint.StreamEnds`."""
 
-    # clients show the status of a line unless it is empty
+    # clients display the status of a line unless it is empty
     keep_alive = encode_json_line({"status": ""})
 
     def fail(self, error: AppError) -> bytes:

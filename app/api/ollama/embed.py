@@ -1,7 +1,7 @@
 """Ollama's embedding endpoints: /api/embed and the older /api/embeddings.
 
-Knows: their fields and bodies. Must not know: how vectors are computed. The vectors of both
-endpoints have the length 1.
+Knows: their fields and bodies. Must not know: how embeddings are computed. Both endpoints return
+vectors of unit length.
 """
 
 import time
@@ -51,7 +51,7 @@ def parse_embeddings(body: object, details: ModelDetails, *, admin: bool) -> Emb
 
 
 def _read_keep_alive(fields: Fields, details: ModelDetails, *, admin: bool) -> float | None:
-    fields.nested("options")  # no option changes a vector
+    fields.nested("options")  # no option affects embeddings
     return limit_keep_alive(read_keep_alive(fields), details, admin=admin)
 
 
@@ -81,8 +81,8 @@ async def embed(
     workers: ThreadPools,
     scope: Scope,
 ) -> tuple[list[orjson.Fragment], Embeddings]:
-    """Computes the vectors, encoded as JSON, each separately so that no thread holds the GIL for
-    long. Raises AppError."""
+    """Computes the embeddings and encodes each one as JSON separately, so that the GIL is not held
+    for long. Raises AppError."""
     if not request.inputs:
         return [], Embeddings(vectors=(), prompt_tokens=0)
     request = replace(request, caller=get_caller(scope), admin=is_admin(scope))

@@ -1,9 +1,9 @@
 """Ollama's native API: the path of each endpoint.
 
-Knows: routes, loading and unloading. Must not know: how requests are parsed (request.py), how
-responses are written (output.py), how they are generated.
+Knows: routes, loading and unloading. Must not know: request parsing (request.py), response formats
+(output.py), generation.
 
-Wire format: ollama/ollama of August 2026 (fb3076099), docs/api.md there.
+Wire format: docs/api.md in ollama/ollama, August 2026 (fb3076099).
 """
 
 import time
@@ -44,7 +44,7 @@ from app.http.streaming import cancel_on_disconnect, encode_json_line, send_json
 
 ERRORS = OllamaErrors()
 
-# Clients compare this version with the one that they require. It may have only numbers and dots.
+# Clients compare this version with their minimum version. It may contain only numbers and dots.
 VERSION = "0.32.0"
 
 Kind = Literal["chat", "generate"]
@@ -97,7 +97,7 @@ class _AsgiMethod:
 
 
 async def _greet(request: Request) -> Response:
-    """Returns Ollama's text at `/`, which launchers and editors check."""
+    """Returns Ollama's text for `/`, which launchers and editors check."""
     return PlainTextResponse("Ollama is running")
 
 
@@ -148,9 +148,10 @@ async def _find_described(models: Models, name: str | None) -> tuple[ResolvedMod
 
 
 class OllamaEndpoint:
-    """An ASGI application for an endpoint that generates, loads and unloads.
+    """An ASGI application for an endpoint that generates output, or loads or unloads a model.
 
-    parse: builds the request from the parsed JSON, the model's details and the caller's rights."""
+    parse: builds the request from the parsed JSON, the model's details and the caller's
+    permissions."""
 
     def __init__(
         self,
@@ -234,7 +235,7 @@ class OllamaEndpoint:
 
 
 class _EmbedEndpoints:
-    """The ASGI applications of both embedding endpoints. A client that disconnects cancels its
+    """The ASGI applications of both embedding endpoints. A client disconnect cancels the
     request."""
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Ollama's error responses: `{"error": TEXT}` and the statuses of its server.
+"""Ollama's error responses: `{"error": TEXT}` with the status codes of Ollama's server.
 
-Knows: the format and the texts that clients look for. Must not know: routes, requests.
+Knows: the format, and the messages that clients check for. Must not know: routes, requests.
 """
 
 from app.core.errors import AppError, ErrorKind
@@ -8,7 +8,7 @@ from app.http.errors import ERROR_FORMATS
 from app.http.responses import JsonObject
 from app.http.streaming import encode_json_line
 
-# clients compare these texts
+# clients compare these messages
 _BUSY = "server busy, please try again.  maximum pending requests exceeded"
 _TOO_LONG = "the input length exceeds the context length"
 
@@ -26,7 +26,7 @@ def render_message(error: AppError) -> str:
 
 
 def encode_error_line(error: AppError) -> bytes:
-    """Encodes the last line of a stream that fails."""
+    """Encodes the last line of a failed stream."""
     return encode_json_line({"error": render_message(error)})
 
 

@@ -1,7 +1,7 @@
 """Ollama's model management endpoints: pull, create, copy, delete and blobs.
 
-Knows: their fields and lines. Must not know: how models are stored and downloaded. Only
-administrators reach these routes (app/http/auth.py).
+Knows: their fields and response lines. Must not know: how models are stored and downloaded. Only
+administrators can use these routes (app/http/auth.py).
 """
 
 from collections.abc import AsyncGenerator
@@ -32,23 +32,23 @@ from app.http.streaming import (
     send_json,
 )
 
-# bytes that are written to the disk at once
+# the number of bytes per write to disk
 _WRITE_BYTES = 1 << 20
 
 MAX_FILES = 4096
 MAX_PRESET_MESSAGES = 1024
 
-# the parameters that `create` stores; app/store/ollama/model.py reads the same ones
+# the parameters that `create` stores; app/store/ollama/model.py reads the same parameters
 _PARAMETERS = frozenset(
     {knob.runner_name or knob.name for knob in SAMPLING_KNOBS} | {"num_ctx", "num_predict", "stop"}
 )
 
-# fields of `create` that would change the weights, or that use Ollama's template format
+# fields of `create` that would modify the weights or that use Ollama's template format
 _UNSUPPORTED = ("adapters", "template", "quantize", "quantization", "renderer", "parser")
 
 
 class LibraryEndpoints:
-    """ASGI applications and handlers of the routes."""
+    """The ASGI applications and handlers of the routes."""
 
     def __init__(self, models: Models, bodies: OllamaBodies, responder: GenerateResponder) -> None:
         self._models = models
@@ -97,7 +97,8 @@ class LibraryEndpoints:
 
     async def blob(self, request: Request) -> Response:
         """Checks whether a file is stored (HEAD), or receives a file of any size (POST). The file
-        is written to the disk while it arrives, and does not use the memory for request bodies."""
+        is written to disk as it is received, and does not count against the memory budget for
+        request bodies."""
         digest = request.path_params["digest"]
         library = self._models.library
         exists = await library.has_blob(digest)
@@ -108,8 +109,8 @@ class LibraryEndpoints:
         return Response(status_code=201)
 
     async def _resolve_spelling(self, name: str) -> str:
-        """Returns the name of the served model with this spelling. If there is none, returns the
-        name without its default tag, because repositories of the hub have no tags."""
+        """Returns the name of the served model that this name refers to. If there is none, returns
+        the name without its default tag, because repositories on the hub have no tags."""
         try:
             return (await find_model(self._models, name)).card.id
         except AppError as error:
@@ -146,8 +147,8 @@ class LibraryEndpoints:
         receive: Receive,
         send: Send,
     ) -> None:
-        """Sends the steps as lines, or the last step without `stream`. A disconnect stops the
-        work."""
+        """Sends the steps as lines, or only the last step if `stream` is false. A client disconnect
+        stops the operation."""
         stream = fields.boolean("stream") is not False
 
         async def exchange(send: Send) -> None:
@@ -161,7 +162,7 @@ class LibraryEndpoints:
                 except AppError as error:
                     if error.kind is not ErrorKind.MODEL_FILES:
                         raise
-                    # the hub or the disk failed, not the server
+                    # the error is in the hub or the disk, not in this server
                     response = error_response(error, status=502)
                     await response(scope, receive, send)
                     return
@@ -189,7 +190,7 @@ def _render_step(step: LibraryStep) -> JsonObject:
 
 
 async def _receive_blob(scope: Scope, receive: Receive, blob: BlobWriter) -> None:
-    """Writes the body to the blob. Raises ClientDisconnected if it does not arrive completely."""
+    """Writes the body to the blob. Raises ClientDisconnected if the body is incomplete."""
     extend = scope.get("extensions", {}).get(EXTEND_BODY)
     buffer, more = bytearray(), True
     while more:

@@ -1,11 +1,11 @@
-"""Ollama's messages and tools: from JSON to a conversation.
+"""Ollama's messages and tools: converts JSON to a conversation.
 
-Knows: every field of a message and of a tool, how results find their calls. Must not know: chat
+Knows: every field of a message and of a tool, how results are matched to calls. Must not know: chat
 templates.
 
-Many clients do not send the IDs of calls back (ollama-python, LangChain). A result without an ID
-belongs to the first call of its name without a result. A result without a name and an ID belongs to
-the first call without a result.
+Many clients do not send call IDs back (ollama-python, LangChain). A result without an ID is matched
+to the first call with the same name that has no result yet. A result without a name or ID is
+matched to the first call that has no result yet.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def read_messages(fields: Fields) -> tuple[Message, ...]:
-    """Reads `messages`; () if there are none. Raises AppError(INVALID)."""
+    """Reads `messages`. Returns () if there are none. Raises AppError(INVALID)."""
     messages: list[Message] = []
     for place, value in enumerate(fields.array("messages") or ()):
         messages.append(_read_message(Fields.from_value(value, f"messages.{place}"), place))
@@ -82,8 +82,8 @@ def _dump(function: Fields) -> str:
 
 
 def _match_results(messages: Sequence[Message]) -> list[Message]:
-    """Sets the ID of the call in each result. A result without a call gets its own ID, because
-    templates read only its text."""
+    """Sets the call ID of each result. A result without a call gets an ID of its own, because
+    templates use only its text."""
     matched: list[Message] = []
     waiting: list[ToolCall] = []
     for place, message in enumerate(messages):

@@ -1,7 +1,7 @@
-"""Ollama's descriptions of models: tags, ps, show.
+"""Ollama's model lists and descriptions: tags, ps, show.
 
 Knows: the keys that clients require (Zed all of `details`, Copilot `capabilities` and
-`model_info`). Must not know: how details are found.
+`model_info`). Must not know: how model details are read.
 """
 
 import math
@@ -18,10 +18,10 @@ from app.core.sampling_params import SAMPLING_KNOBS
 from app.core.units import format_count
 from app.http.responses import JsonObject
 
-# `expires_at` of a model without an expiry, because clients parse a date
+# the `expires_at` of a model that never expires; clients require a date
 NEVER = "2318-01-01T00:00:00Z"
 
-# our attribute of a config.json -> its key in `model_info`, after the architecture
+# maps a key of config.json to the key in `model_info`, without the architecture prefix
 _CONFIG_KEYS: Mapping[str, str] = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -99,7 +99,7 @@ def render_show(
     requested: str, details: ModelDetails, tensors: Sequence[TensorDetails] | None
 ) -> JsonObject:
     """Builds the description of one model. requested: the name that the client used, which Copilot
-    shows. tensors: None omits them."""
+    displays. tensors: None omits them."""
     template = details.template
     if "insert" in details.capabilities:
         template = _INSERT_MARK + template
@@ -125,8 +125,8 @@ def _render_tensor(tensor: TensorDetails) -> JsonObject:
 
 
 def _render_model_info(requested: str, details: ModelDetails) -> dict[str, Any]:
-    """Builds `model_info`. The keys begin with the value of general.architecture, because clients
-    read the context length from such a key."""
+    """Builds `model_info`. The keys are prefixed with the value of general.architecture, because
+    clients read the context length from the prefixed key."""
     prefix = details.architecture
     info: dict[str, Any] = {
         "general.architecture": prefix,
@@ -145,7 +145,7 @@ def _render_model_info(requested: str, details: ModelDetails) -> dict[str, Any]:
 
 
 def _iter_parameters(details: ModelDetails) -> Iterator[tuple[str, str]]:
-    """Yields the names and values of `parameters`. Continue reads num_ctx."""
+    """Yields the names and values of `parameters`. Continue uses num_ctx."""
     yield "num_ctx", str(details.context_length)
     for knob in SAMPLING_KNOBS:
         value = details.defaults.get(knob.name)

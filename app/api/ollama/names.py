@@ -1,4 +1,4 @@
-"""Model names as Ollama's clients write them: with a tag, a registry, in any case.
+"""Model names as spelled by Ollama's clients: with a tag or a registry, in upper or lower case.
 
 Knows: the spellings of one name. Must not know: which models exist, where they are.
 """
@@ -11,10 +11,10 @@ from app.core.ports import Models, ResolvedModel
 
 DEFAULT_TAG = ":latest"
 
-# a longer text is not a name
+# longer texts are rejected
 MAX_NAME_CHARS = 512
 
-# hosts that clients may write in front: Ollama's registry, and its spelling of the hub
+# host prefixes that clients may use: Ollama's registry, and Ollama's prefixes for the hub
 _PREFIXES = ("registry.ollama.ai/library/", "registry.ollama.ai/")
 HUB_PREFIXES = ("hf.co/", "huggingface.co/")
 
@@ -65,7 +65,7 @@ def strip_prefix(name: str) -> str:
 
 
 def _iter_spellings(name: str, models: Models) -> Iterator[str]:
-    """Yields the name, then the names of models that differ from it only in the spelling."""
+    """Yields the name, then the names of models that differ from it only in spelling."""
     yield name
     normalized = normalize(name)
     for card in models.list_models():

@@ -2,7 +2,8 @@
 
 Knows: their names, types and defaults. Must not know: prompts, responses.
 
-If a request omits an option, the model's recommended value applies, otherwise Ollama's default.
+If a request omits an option, the model's recommended value applies. If there is none, Ollama's
+default applies.
 """
 
 import logging
@@ -28,7 +29,7 @@ DEFAULT_OPTIONS: Mapping[str, SamplingValue] = {
     "repeat_last_n": 64,
 }
 
-# Accepted and without effect: settings of llama.cpp's loader and samplers that Ollama removed.
+# Accepted, but without effect: settings of llama.cpp's loader, and samplers that Ollama removed.
 # docs/api.md lists them.
 IGNORED_OPTIONS = frozenset(
     {
@@ -47,8 +48,9 @@ IGNORED_NOTICE = "unknown options were ignored"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OllamaOptions:
-    """The options of a request. sampling: all parameters, with defaults. max_tokens, max_context,
-    num_keep: as in `GenerateRequest`. notice: the notice about ignored options, if any."""
+    """The options of a request. sampling: all parameters, with defaults filled in. max_tokens,
+    max_context, num_keep: see `GenerateRequest`. notice: the notice about ignored options, if
+    any."""
 
     sampling: Mapping[str, SamplingValue]
     max_tokens: int | None
@@ -75,7 +77,7 @@ def read_options(body: Fields, details: ModelDetails) -> OllamaOptions:
     unknown = [name for name, _ in fields.items() if name not in known]
     return OllamaOptions(
         sampling=sampling,
-        # a number below 1 is no limit
+        # a number below 1 means no limit
         max_tokens=num_predict if num_predict is not None and num_predict > 0 else None,
         max_context=_read_context(fields, details),
         num_keep=_read_integer(fields, "num_keep"),
@@ -85,7 +87,7 @@ def read_options(body: Fields, details: ModelDetails) -> OllamaOptions:
 
 
 def _read_knob(fields: Fields, knob: SamplingKnob) -> float | int | None:
-    """Reads a sampling parameter. As in Ollama, 0 turns off a penalty that cannot be 0."""
+    """Reads a sampling parameter. As in Ollama, 0 disables a penalty whose range excludes 0."""
     name = knob.runner_name or knob.name
     value = _read_integer(fields, name) if knob.kind is int else _read_float(fields, name)
     if value is None or (knob.off is not None and value <= knob.off):
@@ -111,7 +113,7 @@ def _read_float(fields: Fields, name: str) -> float | None:
 
 
 def _read_integer(fields: Fields, name: str) -> int | None:
-    """Reads an integer. As in Ollama, a fraction is cut off."""
+    """Reads an integer. As in Ollama, a fractional part is truncated."""
     value = fields.value(name)
     if value is None:
         return None
@@ -126,8 +128,8 @@ def _invalid_option(fields: Fields, name: str, why: str) -> AppError:
 
 
 def _read_context(fields: Fields, details: ModelDetails) -> int | None:
-    """Reads `num_ctx`, a limit on the tokens of prompt and output. A value above the context length
-    has no effect, because clients send it with every request."""
+    """Reads `num_ctx`, a limit on the total number of prompt and output tokens. A value above the
+    context length is ignored instead of rejected, because clients send it with every request."""
     limit = _read_integer(fields, "num_ctx")
     if limit is None or limit < 1:
         return None
@@ -148,8 +150,8 @@ def _read_stop(fields: Fields) -> tuple[str, ...]:
 
 
 def read_think(fields: Fields, details: ModelDetails) -> ReasoningOptions:
-    """Reads `think`. Unlike in OpenAI's API, a model that can think does so unless `think` is
-    false. Raises AppError(INVALID)."""
+    """Reads `think`. Unlike in OpenAI's API, a reasoning model reasons unless `think` is false.
+    Raises AppError(INVALID)."""
     value = fields.value("think")
     if value is None or value is True or value in THINK_LEVELS:
         if details.reasoning == "none":
@@ -193,7 +195,7 @@ def read_format(fields: Fields) -> JsonSchema | None:
 
 
 def read_top_logprobs(fields: Fields) -> int | None:
-    """Reads `logprobs` and `top_logprobs`. Returns None if no log-probabilities are requested."""
+    """Reads `logprobs` and `top_logprobs`. Returns None if no log probabilities are requested."""
     enabled = fields.boolean("logprobs")
     top = _read_integer(fields, "top_logprobs") or 0
     if not 0 <= top <= 20:
@@ -202,8 +204,8 @@ def read_top_logprobs(fields: Fields) -> int | None:
 
 
 def limit_keep_alive(seconds: float | None, details: ModelDetails, *, admin: bool) -> float | None:
-    """Returns the keep-alive time that a caller may set, in seconds. Callers other than admins can
-    only extend it, up to the operator's setting."""
+    """Returns the keep-alive that the caller may set, in seconds. Without admin access, a caller
+    can only extend the keep-alive, up to the operator's setting."""
     if seconds is None or admin:
         return seconds
     if seconds < details.keep_alive:

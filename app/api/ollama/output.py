@@ -1,10 +1,10 @@
-"""Ollama's responses: from events to lines and bodies.
+"""Ollama's responses: converts events to lines and bodies.
 
-Knows: the objects of both endpoints, how a stream ends. Must not know: the request beyond the name
-of its model.
+Knows: the response objects of both endpoints, how a stream ends. Must not know: request fields
+other than the model name.
 
-Each line is one JSON object and ends with a line feed. There is never an empty line, because
-ollama-python parses every line. A non-streamed body is a fold over the same lines.
+Each line is one JSON object and ends with a line feed. Empty lines are never sent, because
+ollama-python parses every line. A non-streaming body is a fold over the same lines.
 """
 
 import time
@@ -33,7 +33,7 @@ from app.core.events import (
 from app.http.responses import JsonObject
 from app.http.streaming import encode_json_line
 
-# nanoseconds since the epoch
+# the current time in nanoseconds since the epoch
 Clock = Callable[[], int]
 
 _NANOSECONDS = 1_000_000_000
@@ -55,9 +55,9 @@ class _PendingCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineFormat:
-    """Fields of a response that come from its request. model: the name in the request. kind: the
+    """Response fields that come from the request. model: the name in the request. kind: the
     endpoint. started: the time at which the request arrived, in nanoseconds. logprobs: whether to
-    include log-probabilities. with_context: whether to include the token IDs of the conversation.
+    include log probabilities. with_context: whether to include the token IDs of the conversation.
     """
 
     model: str
@@ -76,7 +76,7 @@ class LineFormat:
         extra: JsonObject | None = None,
         reason: str | None = None,
     ) -> JsonObject:
-        """Builds one object. reason: ends the response."""
+        """Builds one object. reason: the finish reason, set only in the last object."""
         thinking_field: JsonObject = {"thinking": thinking} if thinking else {}
         if self.kind == "chat":
             more = {"tool_calls": list(calls)} if calls else {}
@@ -125,8 +125,8 @@ class LineBuilder:
         self._call.arguments += event.arguments
 
     def _end_call(self, *, cut: bool = False) -> Iterator[JsonObject]:
-        """Yields the complete call, which clients run immediately. cut: whether the output ended
-        within the call. A call with invalid arguments is then omitted."""
+        """Yields the complete call, which clients run immediately. cut: whether the output was
+        truncated within the call. If so, a call with invalid arguments is omitted."""
         call, self._call = self._call, None
         if call is None:
             return
@@ -173,7 +173,7 @@ class LineEncoder:
         return encode_json_line(self._format.render())
 
     def progress(self, event: Progress) -> bytes:
-        """Returns a line with empty content at the start of the prefill, so that the client gets
+        """Returns a line with empty content at the start of prefill, so that the client receives
         the headers before a long prefill."""
         if isinstance(event, ModelLoading) or self._begun:
             return b""
@@ -191,7 +191,7 @@ class LineEncoder:
 
 
 def collect(format: LineFormat, events: Sequence[OutputEvent]) -> JsonObject:
-    """Builds the body of a response that is not streamed."""
+    """Builds the body of a non-streaming response."""
     builder = LineBuilder(format)
     lines = [line for event in events for line in builder.feed(event)]
     body = dict(lines[-1])

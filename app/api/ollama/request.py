@@ -1,9 +1,9 @@
-"""Ollama's chat and generate requests: from JSON to a generate request.
+"""Ollama's chat and generate requests: converts JSON to a generate request.
 
-Knows: the fields of both. Must not know: how responses are written, how models are loaded.
+Knows: the fields of both requests. Must not know: response formats, model loading.
 
-Like Ollama's server, this ignores unknown fields. It rejects known fields that would change the
-output and are not supported.
+As in Ollama's server, unknown fields are ignored. Known but unsupported fields are rejected if they
+would change the output.
 """
 
 from dataclasses import dataclass, replace
@@ -26,9 +26,9 @@ from app.core.requests import Conversation, GenerateRequest, Message, Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OllamaRequest:
-    """A valid request. model: the name in the request. stream: whether to send lines. request: None
-    to load or to unload the model. keep_alive: seconds; None for no change. notice: see
-    `app.api.generate_endpoint.ParsedRequest`."""
+    """A valid request. model: the name in the request. stream: whether to stream the response as
+    JSON lines. request: None if the model is only loaded or unloaded. keep_alive: in seconds; None
+    keeps the current value. notice: see `app.api.generate_endpoint.ParsedRequest`."""
 
     model: str
     stream: bool
@@ -106,7 +106,7 @@ def _build(
     tools: bool = False,
     with_ids: bool = False,
 ) -> OllamaRequest:
-    fields.boolean("truncate")  # no effect: a prompt that is too long is always refused
+    fields.boolean("truncate")  # no effect: a prompt that is too long is always rejected
     fields.boolean("shift")
     keep_alive = limit_keep_alive(read_keep_alive(fields), details, admin=admin)
     request = GenerateRequest(
@@ -136,7 +136,7 @@ def _build(
 
 def _as_load(parsed: OllamaRequest, fields: Fields) -> OllamaRequest:
     """Converts a request without a prompt to a request that loads or unloads the model. The caller
-    checks the rights."""
+    checks the permissions."""
     return replace(parsed, request=None, keep_alive=read_keep_alive(fields))
 
 

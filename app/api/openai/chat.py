@@ -1,10 +1,10 @@
 """OpenAI's chat completions: converts events to chunks and bodies.
 
 Knows: the shape of a choice that is a message (text, reasoning and tool calls). Must not know: the
-request of the response.
+request.
 
-A stream never sends an empty text. It sends the role with the first output, because clients take
-the first chunk for the first token.
+A stream never sends empty text. The role is sent with the first output, because clients treat the
+first chunk as the first token.
 """
 
 from collections.abc import Sequence
@@ -99,7 +99,7 @@ def _render_choice(metadata: CompletionMetadata, place: int, output: ChoiceOutpu
 
 
 def _render_message(output: ChoiceOutput) -> JsonObject:
-    """Renders a message. Its content is null, not empty, if there are tool calls and no text."""
+    """Renders a message. The content is null, not empty, if there are tool calls and no text."""
     content = None if output.calls and not output.text else output.text
     message: JsonObject = {**ROLE, "content": content, "refusal": None}
     if output.reasoning:
@@ -121,8 +121,8 @@ def _render_tool_call(call: ToolCallOutput) -> JsonObject:
 
 
 def _tool_call_deltas(event: ToolCallDelta) -> list[JsonObject]:
-    """Renders a tool call. The first delta has the name without arguments; later deltas have parts
-    of the arguments."""
+    """Renders a tool call. The first delta contains the name without arguments; later deltas
+    contain parts of the arguments."""
     pieces: list[JsonObject] = []
     if event.id is not None:
         function = {"name": event.name, "arguments": ""}

@@ -1,12 +1,12 @@
-"""Fields that this server does not support, and the values that have no effect.
+"""Compat fields: fields that this server does not support, and their values that have no effect.
 
-Knows: one table. A row is deleted when its field becomes supported. Must not know: the fields that
-a dialect supports.
+Knows: one table of fields. When a field becomes supported, delete its row. Must not know: the
+fields that a dialect supports.
 
-Clients written for other servers send these fields with every request, mostly with the default
-value. A field is accepted with that value. Any other value is rejected by name, because ignoring it
-would silently change the output. A field that cannot change any output is accepted with every value
-of its type.
+Clients written for other servers send these fields with every request, usually with the default
+value, which is accepted. Any other value is rejected with an error that identifies the field,
+because ignoring the value would silently change the output. A field that cannot affect the output
+is accepted with any value of its type.
 
 Names and defaults: vLLM's chat_completion/protocol.py and completion/protocol.py, SGLang 0.5.23's
 entrypoints/openai/protocol.py, llama.cpp's tools/server/README.md, text-generation-inference's
@@ -36,8 +36,8 @@ class CompatField:
 
     servers: the servers that have the field, or the clients that send it. neutral: JSON values that
     match the behavior of this server. any_type: the accepted type of a field that configures a
-    feature that this server does not have, or that changes no output. Every value of this type is
-    accepted; "texts" means a text or an array of texts.
+    missing feature or does not affect the output. Every value of this type is accepted; "texts"
+    means a text or an array of texts.
     """
 
     name: str
@@ -139,7 +139,7 @@ COMPAT_FIELDS = (
     _row("grammar", LLAMA, neutral=("",)),
     _row("grammar_string", WEBUI, neutral=("",)),
     _row("guided_decoding_backend", VLLM, neutral=("auto", "guidance")),
-    # accounting and caching: no value changes an output
+    # accounting and caching: no value affects the output
     _row("client_metadata", CODEX, any_type="object"),
     _row("usage", OPENROUTER, neutral=({"include": True}, {"include": False})),
     _row("session_id", VLLM, SGLANG, OPENROUTER, any_type="text"),
@@ -171,7 +171,7 @@ COMPAT_FIELDS = (
 )
 
 
-# Fields of messages, of their parts and of tools, that change no output: Anthropic's cache
+# Fields of messages, content parts and tools that do not affect the output: Anthropic's cache
 # breakpoints, and fields that other servers add to messages that a client sends back.
 PART_FIELDS = (_row("cache_control", OPENROUTER, any_type="object"),)
 MESSAGE_FIELDS = (
@@ -182,12 +182,12 @@ MESSAGE_FIELDS = (
 
 
 def check_compat_fields(fields: Fields, endpoint: Endpoint) -> None:
-    """Raises AppError(INVALID) for a field of the table if its value would have an effect."""
+    """Raises AppError(INVALID) if a field in the table has a value that would have an effect."""
     check_fields(fields, [row for row in COMPAT_FIELDS if endpoint in row.endpoints])
 
 
 def check_fields(fields: Fields, rows: Iterable[CompatField]) -> None:
-    """Raises AppError(INVALID) for a field if its value would have an effect."""
+    """Raises AppError(INVALID) if a field has a value that would have an effect."""
     for row in rows:
         _check(fields, row)
 

@@ -1,8 +1,8 @@
 """OpenAI's completions: converts events to chunks and bodies.
 
-Knows: the shape of a choice that is a text. Must not know: the request of the response.
+Knows: the format of a text choice. Must not know: the request.
 
-A stream never sends an empty text before its end.
+A stream never sends empty text before the final chunk.
 """
 
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ class CompletionChunkEncoder(ChunkEncoder):
         super().__init__(metadata, OBJECT_TYPE)
         self._buffers: dict[int, TokenBuffer] = {}
         self._logprobs: dict[int, CompletionLogprobs] = {}
-        self._prompt_ids_sent: set[int] = set()  # choices whose prompt tokens were already sent
+        self._prompt_ids_sent: set[int] = set()  # choices whose prompt token IDs were already sent
 
     def delta_choices(self, event: TextDelta | ReasoningDelta | ToolCallDelta) -> list[JsonObject]:
-        # a plain prompt produces only text
+        # a prompt without a chat template produces only text
         assert isinstance(event, TextDelta)
         self._buffers.setdefault(event.choice, TokenBuffer()).add(event)
         return [self._choice(event.choice, event.text)] if event.text else []

@@ -80,7 +80,7 @@ def _model_routes(models: Models) -> list[Route]:
 
     return [
         Route("/v1/models", list_models, methods=["GET"]),
-        # Model IDs may contain slashes, as repository names do.
+        # Model IDs may contain slashes, like repository names.
         Route("/v1/models/{id:path}", retrieve_model, methods=["GET"]),
     ]
 

@@ -2,8 +2,7 @@
 
 Knows: both formats. Must not know: the detokenizer.
 
-A token that is not valid text by itself (half a character) is represented by its bytes in both
-formats.
+In both formats, a token that is not valid UTF-8 (part of a character) is represented by its bytes.
 """
 
 import codecs
@@ -12,7 +11,7 @@ from collections.abc import Iterable
 from app.core.events import TokenLogprob, TopLogprob
 from app.http.responses import JsonObject, encode_long_array
 
-# OpenAI's value for an almost impossible token, because JSON has no infinity.
+# OpenAI's value for a token with probability near zero; JSON cannot represent infinity.
 MIN_LOGPROB = -9999.0
 
 
@@ -30,8 +29,8 @@ def render_token_logprobs(tokens: Iterable[TokenLogprob]) -> list[JsonObject]:
 
 
 class CompletionLogprobs:
-    """The four parallel lists of completions. An offset is the number of characters in the
-    completion before a token. A token inside a character has the offset of that character."""
+    """The four parallel lists of the completions format. An offset is the number of characters
+    before a token. A token that starts inside a character has the offset of that character."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -78,8 +77,8 @@ def _top_logprobs(token: TokenLogprob) -> dict[str, float | None] | None:
 
 
 def _token_key(token: TokenLogprob | TopLogprob) -> str:
-    """Returns the token's text, or OpenAI's spelling of its bytes if the token is not valid text.
-    The keys of a map must differ, but every half character would decode to U+FFFD."""
+    """Returns the token's text, or OpenAI's notation for its bytes if the token is not valid UTF-8.
+    Decoding to U+FFFD would not give distinct keys."""
     try:
         return token.token_bytes.decode()
     except UnicodeDecodeError:

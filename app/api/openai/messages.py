@@ -1,7 +1,7 @@
 """OpenAI's messages: converts JSON to a conversation.
 
-Knows: every field of every documented role, the order of calls and their results, the arguments of
-calls in earlier messages. Must not know: chat templates.
+Knows: every field of every documented role, the order of tool calls and their results, the
+arguments of earlier calls. Must not know: chat templates.
 
 Content that a text model cannot process (images, audio, files) is rejected with its path in the
 request.
@@ -21,9 +21,9 @@ INVALID_ARGUMENTS_KEY = "invalid_arguments"
 
 
 def normalize_arguments(text: str) -> str:
-    """Returns the text of a JSON object, which is the only form that templates can render. Clients
-    send "" for no arguments. Any other text was truncated or is a mistake of the model; it is
-    stored under INVALID_ARGUMENTS_KEY."""
+    """Returns the arguments as JSON text of an object, because templates can only render objects.
+    Clients send "" for no arguments. Other text was truncated or is a model error; it is stored
+    under INVALID_ARGUMENTS_KEY."""
     object_ = text.strip() or "{}"
     return (
         object_
@@ -55,9 +55,9 @@ def read_conversation(fields: Fields) -> Conversation:
 
 
 def _check_tool_results(messages: Sequence[Message]) -> None:
-    """Applies OpenAI's rule, with OpenAI's error messages: a message with calls must be followed by
-    the results of all calls, without other messages in between. Raises AppError(INVALID) for
-    any other order."""
+    """Enforces OpenAI's rule, with OpenAI's error messages: a message with tool calls must be
+    followed by the results of all calls, without other messages in between. Raises
+    AppError(INVALID) otherwise."""
     called_at, called, waiting = 0, frozenset[str](), set[str]()
     for n, message in enumerate(messages):
         id_ = message.tool_call_id
@@ -118,17 +118,17 @@ def _message(fields: Fields) -> Message:
 
 
 def _assistant(fields: Fields, name: str | None) -> Message:
-    """Reads an earlier response in the form in which this or another server sent it, including
-    empty extra fields."""
+    """Reads an assistant message as sent by this or another server, including empty extra
+    fields."""
     fields.reject("audio")
     fields.reject("function_call", instead="use tool_calls")
     fields.reject("annotations", [])
     content = _content(fields, ("text", "refusal"))
     refusal = fields.string("refusal")
-    fields.value("parsed")  # the value that the SDK parsed from the content
+    fields.value("parsed")  # set by the SDK: the value parsed from the content
     reasoning = _read_reasoning(fields)
     calls = _tool_calls(fields)
-    # A refusal is part of the assistant's text.
+    # A refusal is treated as part of the assistant's text.
     texts = [text for text in (content, refusal) if text is not None]
     if not texts and not calls:
         path = fields.path("content")
@@ -138,7 +138,7 @@ def _assistant(fields: Fields, name: str | None) -> Message:
 
 
 def _read_reasoning(fields: Fields) -> str | None:
-    """Returns the reasoning under either of the two names that responses use. A client may send
+    """Returns the reasoning from either of the two field names used in responses. A client may send
     both."""
     older, newer = fields.string("reasoning_content"), fields.string("reasoning")
     if older and newer and older != newer:
@@ -160,7 +160,7 @@ def _content(fields: Fields, allowed: tuple[str, ...]) -> str | None:
         )
     if not parts:
         raise invalid_request(path, f"{path} must contain at least one part")
-    # Each part is a paragraph, as in vLLM and llama.cpp, so that parts do not run together.
+    # Each part becomes a paragraph, as in vLLM and llama.cpp, so that parts do not run together.
     return "\n".join(_part(part, f"{path}.{n}", allowed) for n, part in enumerate(parts))
 
 
@@ -188,14 +188,14 @@ def _tool_calls(fields: Fields) -> tuple[ToolCall, ...]:
 
 def _tool_call(fields: Fields) -> ToolCall:
     id_ = fields.required_string("id")
-    fields.integer("index", 0)  # the order of the calls, which the array already has
+    fields.integer("index", 0)  # redundant: the array defines the order of the calls
     type_ = fields.required_string("type")
     if type_ != "function":
         path = fields.path("type")
         raise invalid_request(path, f"{path} must be 'function', not {quote_value(type_)}")
     function = Fields.from_value(fields.required("function"), fields.path("function"))
     name = function.required_string("name")
-    function.value("parsed_arguments")  # the value that the SDK parsed from the arguments
+    function.value("parsed_arguments")  # set by the SDK: the value parsed from the arguments
     arguments = normalize_arguments(function.required_string("arguments"))
     function.reject_unknown()
     fields.reject_unknown()

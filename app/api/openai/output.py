@@ -1,10 +1,9 @@
 """OpenAI's responses: the common part of chat completions and completions, streamed or not.
 
-Knows: the envelope shared by chunks and bodies, the end of a stream, the collection of each
-choice's events, token counts and timings: OpenAI's `usage`, Ollama's counters (durations in
-nanoseconds), llama.cpp's `timings` (in milliseconds; its server's README.md, "Timings"). Must not
-know: the shape of a choice, the request. Only the request fields that a response repeats are known
-here.
+Knows: the envelope shared by chunks and bodies, the end of a stream, the events of each choice,
+token counts and timings in three formats: OpenAI's `usage`, Ollama's counters (durations in
+nanoseconds) and llama.cpp's `timings` (in milliseconds; see "Timings" in its server's README.md).
+Must not know: the format of a choice, the request, except for the fields that a response repeats.
 """
 
 import math
@@ -36,9 +35,9 @@ DONE = b"data: [DONE]\n\n"
 class UsageTotals:
     """Sums over the choices that have finished.
 
-    A prompt counts once, however many choices continue it. Its number of cached tokens is that of
-    the choice with the fewest cache hits, because the other choices reuse the prefix that this
-    choice computed. Choices run in parallel, so the total time is the maximum of their times.
+    A prompt is counted once, regardless of the number of choices. Its cached tokens are counted
+    from the choice with the fewest cache hits, because the other choices reuse the prefix computed
+    by this choice. Choices run in parallel, so the total time is the maximum of their times.
     """
 
     def __init__(self) -> None:
@@ -104,8 +103,8 @@ def _render_timings(usage: Usage, timings: Timings) -> JsonObject:
 
 
 def _rate_fields(name: str, count: int, nanoseconds: int) -> JsonObject:
-    """Returns the count and the rate. The rate is 0 if the count or the time is 0, because JSON has
-    no infinity."""
+    """Returns the count and the rate. The rate is 0 if the count or the time is 0, because JSON
+    cannot represent infinity."""
     return {
         f"{name}_n": count,
         f"{name}_ms": nanoseconds / 1e6,
@@ -120,10 +119,10 @@ class CompletionMetadata:
 
     created: the creation time as Unix time. num_prompts: the number of prompts. n: the number of
     choices returned per prompt. best_of: the number of choices generated per prompt. logprobs,
-    return_token_ids: whether the request asks for them. echo: whether each text begins with its
+    return_token_ids: whether the request enables them. echo: whether each text begins with its
     prompt. include_usage: whether a stream ends with token counts. continuous_usage: whether each
     chunk contains the token counts of its choice so far. tier: the service tier, if the request
-    names one.
+    specifies one.
     """
 
     id: str
@@ -150,21 +149,21 @@ class ChunkEncoder(CommentedStream):
 
     def __init__(self, metadata: CompletionMetadata, kind: str) -> None:
         self.metadata = metadata
-        self.prompt_ids: dict[int, Sequence[int]] = {}  # token IDs by prompt
+        self.prompt_ids: dict[int, Sequence[int]] = {}  # maps prompt index to token IDs
         self._kind = kind
         self._totals = UsageTotals()
-        self._sampled_tokens: Counter[int] = Counter()  # number of tokens sampled so far, by choice
+        self._sampled_tokens: Counter[int] = Counter()  # maps choice to number of tokens
 
     def delta_choices(self, event: TextDelta | ReasoningDelta | ToolCallDelta) -> list[JsonObject]:
-        """Returns the choices of the chunks for this event."""
+        """Returns the `choices` entries of the chunks for this event."""
         raise NotImplementedError
 
     def finish_choice(self, event: Finish) -> JsonObject:
-        """Returns the choice with its finish reason and any output that was held back."""
+        """Returns the `choices` entry with the finish reason and any output that was held back."""
         raise NotImplementedError
 
     def extra_fields(self) -> JsonObject:
-        """Returns the keys of the next chunk in addition to its choice."""
+        """Returns additional top-level fields of the next chunk."""
         return {}
 
     def feed(self, event: OutputEvent) -> bytes:
@@ -210,7 +209,7 @@ class ChunkEncoder(CommentedStream):
         return encode_sse_event(chunk | extra)
 
     def _usage_so_far(self, choice: int) -> JsonObject:
-        """Returns the token counts of this choice and its prompt only, as vLLM does."""
+        """Returns the token counts of only this choice and its prompt, as in vLLM."""
         prompt, sampled = (
             len(self.prompt_ids[choice // self.metadata.best_of]),
             self._sampled_tokens[choice],
@@ -225,7 +224,7 @@ class ChunkEncoder(CommentedStream):
 @dataclass(slots=True)
 class TokenBuffer:
     """The log probabilities and IDs of tokens for the next chunk of a choice. The text of these
-    tokens is still incomplete or is not part of the response."""
+    tokens is incomplete or not part of the response."""
 
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     ids: list[int] = field(default_factory=list[int])
@@ -291,7 +290,7 @@ class ChoiceOutput:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Collects all events of a response. choices: the outputs by choice number. prompt_ids: the
+    """Collects all events of a response. choices: maps choice numbers to outputs. prompt_ids: the
     token IDs of each prompt, if requested."""
 
     choices: Mapping[int, ChoiceOutput]
@@ -360,5 +359,5 @@ def render_base_fields(metadata: CompletionMetadata, kind: str) -> dict[str, Any
 
 
 def render_stop_reason(finish: Finish) -> str | int | None:
-    """Returns the request's stop string or token that ended a choice, as vLLM does."""
+    """Returns the stop string or stop token of the request that ended a choice, as in vLLM."""
     return finish.stop_token_id if finish.stop_string is None else finish.stop_string

@@ -1,13 +1,14 @@
-"""Request fields for reasoning, with the names of OpenAI and of other servers.
+"""Request fields for reasoning, with the names used by OpenAI and other servers.
 
-Knows: all names of the effort, the switch and the budget. Must not know: which of them a model or
-its template supports.
+Knows: all names of the effort, the on/off switch and the token budget. Must not know: which options
+a model or its template supports.
 
     effort    reasoning_effort · reasoning.effort (OpenRouter)
     switch    enable_thinking (Qwen) · thinking, reasoning.enabled
     budget    thinking_budget and its aliases · thinking.budget_tokens · reasoning.max_tokens
 
-A request may have several of these fields if they agree, because some clients send several names.
+A request may contain several of these fields if they agree, because some clients send several
+names.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from app.core.requests import ReasoningOptions
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
-# Our name (and Qwen's), vLLM's, llama.cpp's newer and older names.
+# The names used by this server and Qwen, by vLLM, and by newer and older versions of llama.cpp.
 THINKING_BUDGET_FIELDS = (
     "thinking_budget",
     "thinking_token_budget",
@@ -57,9 +58,9 @@ def read_thinking(fields: Fields) -> ReasoningOptions:
 
 
 def read_response_thinking(fields: Fields) -> ReasoningOptions:
-    """Reads the reasoning options of a response. A summary replaces reasoning that OpenAI hides;
-    here the reasoning is visible and is never summarized. "auto" requests the best available
-    summary, which is none."""
+    """Reads the reasoning options of a response. OpenAI hides reasoning and can return a summary
+    instead; this server returns the reasoning itself and never summarizes it. "auto" requests the
+    best available summary, which is none."""
     efforts = list[_FieldValue]()
     reasoning = fields.nested("reasoning")
     if reasoning is not None:
@@ -78,7 +79,7 @@ def _resolve(
     switches: list[_FieldValue],
     budgets: list[_FieldValue],
 ) -> ReasoningOptions:
-    """Adds the fields at the top level, and checks that all of them agree."""
+    """Merges the top-level fields, and checks that all fields agree."""
     switches = [_read(fields, "enable_thinking", fields.boolean("enable_thinking")), *switches]
     thinking = fields.value("thinking")
     if isinstance(thinking, bool):
@@ -116,7 +117,7 @@ def _apply_switch(
 
 
 def _read_budgets(fields: Fields) -> list[_FieldValue]:
-    """Reads the largest number of reasoning tokens. -1 means no limit, as in llama.cpp."""
+    """Reads the maximum number of reasoning tokens. -1 means no limit, as in llama.cpp."""
     return [
         _read(fields, name, fields.integer(name, -1, INT32_MAX)) for name in THINKING_BUDGET_FIELDS
     ]
@@ -127,7 +128,7 @@ def _read(fields: Fields, name: str, value: object) -> _FieldValue:
 
 
 def _agree(candidates: list[_FieldValue]) -> _FieldValue | None:
-    """Returns the first value that is set. Raises AppError(INVALID) if another one differs."""
+    """Returns the first value that is set. Raises AppError(INVALID) if the values differ."""
     values = [one for one in candidates if one.value is not None]
     for other in values[1:]:
         if other.value != values[0].value:

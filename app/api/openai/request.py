@@ -4,8 +4,8 @@ Knows: the fields of chat completions and completions, the prompts of completion
 IDs, or several of either). Must not know: response formats, the model's vocabulary, the context
 length. The serving layer checks the vocabulary and the context length.
 
-The other modules in this folder parse the values of shared fields. Each field is either supported,
-or rejected by name if it would have an effect.
+The other modules in this folder parse the values of shared fields. Each field is either supported
+or, if it would have an effect, rejected with an error that identifies the field.
 """
 
 import math
@@ -28,13 +28,13 @@ from app.core import units
 from app.core.requests import Conversation, GenerateRequest, Prompt, PromptBatch
 from app.core.units import pluralize
 
-# The maximum number of choices, and therefore of prompts, in one request. This is OpenAI's limit
-# for `n`.
+# The maximum number of choices, and therefore prompts, per request. OpenAI has the same limit for
+# `n`.
 MAX_CHOICES = 128
 
 IDENTIFIER_FIELDS = ("user", "safety_identifier", "prompt_cache_key")
 
-# The only tier of this server, under OpenAI's name.
+# The only service tier of this server, with OpenAI's name for it.
 SERVICE_TIER = "default"
 
 
@@ -62,7 +62,8 @@ def read_n(fields: Fields, prompt: Prompt) -> int:
 
 
 def check_choice_limit(name: str, count: int, prompt: Prompt) -> int:
-    """Returns `count`, the number of choices per prompt, unless the total exceeds the limit."""
+    """Returns `count`, the number of choices per prompt. Raises AppError(INVALID) if the total
+    number of choices exceeds the limit."""
     prompts = count_prompts(prompt)
     if count * prompts > MAX_CHOICES:
         raise invalid_request(
@@ -100,7 +101,7 @@ class ParsedCompletionRequest:
     """A valid request.
 
     num_prompts: the number of prompts. n: the number of choices returned per prompt. request.n is
-    the number of choices generated; the most likely of them are returned. logprobs,
+    the number of choices generated, of which the most likely are returned. logprobs,
     return_token_ids: whether to include them in the response. include_usage: whether to end the
     stream with a chunk of token counts. continuous_usage: whether to add the token counts so far to
     every chunk with a choice. tier: the service tier to return; None omits it.
@@ -138,13 +139,13 @@ def parse_chat(body: object, model: str) -> ParsedCompletionRequest:
         tools=tool_options.tools,
         tool_choice=tool_options.choice,
         parallel_tool_calls=tool_options.parallel,
-        # A response that must be a tool call has no text to constrain.
+        # A required tool call leaves no text to constrain.
         grammar=None if tool_options.must_call else grammar,
         reasoning=thinking,
         verbosity=read_verbosity(fields),
         chat_template_kwargs=read_template_options(fields, thinking),
     )
-    # a reasoning budget is also enforced by a grammar
+    # a reasoning budget is also enforced with a grammar
     limited = thinking.token_budget is not None
     constrained = grammar is not None or tool_options.constrained or limited
     parsed = _parse_common(fields, request, constrained=constrained)
@@ -159,8 +160,8 @@ def parse_chat(body: object, model: str) -> ParsedCompletionRequest:
 
 
 def read_continuation(fields: Fields, conversation: Conversation) -> Conversation:
-    """Applies `continue_final_message`, under vLLM's rules for it and for `add_generation_prompt`,
-    which begins a new message."""
+    """Applies `continue_final_message` and `add_generation_prompt`, which starts a new message. The
+    rules are the same as in vLLM."""
     begins = fields.boolean("add_generation_prompt")
     if not fields.boolean("continue_final_message"):
         if begins is False:
@@ -190,7 +191,7 @@ def parse_completion(body: object, model: str) -> ParsedCompletionRequest:
     check_model(fields)
     prompt = read_prompt(fields)
     echo = fields.boolean("echo") or False
-    # a limit of zero tokens is useful if the prompt is echoed
+    # zero tokens are useful with echo, which returns the prompt
     max_tokens = fields.integer("max_tokens", 0 if echo else 1)
     grammar = read_grammar(fields)
     request = GenerateRequest(
@@ -224,7 +225,7 @@ def _parse_common(
         stop_conditions.apply(request),
         sampling=read_sampling(fields),
         cache_prompt=fields.boolean("cache_prompt") is not False,
-        # running token counts are computed from token IDs
+        # continuous usage is computed from token IDs
         return_token_ids=ids or options.continuous_usage,
         keep_alive=read_keep_alive(fields),
     )
@@ -241,8 +242,8 @@ def _parse_common(
 
 
 def _apply_best_of(fields: Fields, parsed: ParsedCompletionRequest) -> ParsedCompletionRequest:
-    """Applies `best_of`. The candidates are ranked by their log probabilities, so all of them must
-    be complete before any output is sent."""
+    """Applies `best_of`. The candidates are ranked by log probability, so all of them must be
+    complete before any output is sent."""
     best_of = fields.integer("best_of", 1, MAX_BEST_OF)
     request = parsed.request
     if best_of is None or best_of == request.n:
@@ -310,14 +311,14 @@ def _reject_unsupported(fields: Fields) -> None:
 
 
 def check_model(fields: Fields) -> None:
-    """Checks that the field is present. The model itself was resolved before the body was read."""
+    """Checks that the field is present. The model was resolved earlier."""
     fields.required_string("model")
 
 
 def read_keep_alive(fields: Fields) -> float | None:
     """Returns the number of seconds that the model stays loaded after this request; math.inf means
-    forever. This field is Ollama's. It is a number of seconds, or a text such as "90s", "5m" or
-    "1h30m". A negative value means forever. `ttl` is the name of this field in LM Studio."""
+    forever. The field comes from Ollama. It is a number of seconds, or a duration such as "90s",
+    "5m" or "1h30m". A negative value means forever. LM Studio calls this field `ttl`."""
     seconds, ttl = _read_seconds(fields, "keep_alive"), _read_seconds(fields, "ttl")
     if seconds is not None and ttl is not None and seconds != ttl:
         raise invalid_request("ttl", "keep_alive and ttl are aliases: keep one of them")
@@ -339,22 +340,22 @@ def _read_seconds(fields: Fields, name: str) -> float | None:
 
 
 def read_service_tier(fields: Fields) -> str | None:
-    """Returns the tier to include in the response. As with OpenAI, it is included only if the
-    request names one."""
+    """Returns the tier to include in the response. As in OpenAI's API, it is included only if the
+    request specifies one."""
     fields.reject("service_tier", "auto", SERVICE_TIER)
     return None if fields.value("service_tier") is None else SERVICE_TIER
 
 
 def check_identifiers(fields: Fields) -> None:
-    """Checks the fields that identify a caller. They are not used, because cached prefixes are
-    found by their tokens."""
+    """Checks the fields that identify a user. They are not used, because the prefix cache is
+    indexed by tokens."""
     for identifier in IDENTIFIER_FIELDS:
         fields.string(identifier)
 
 
 def check_metadata(fields: Fields) -> None:
-    """Checks `metadata` against OpenAI's limits. It annotates stored responses. As with OpenAI, it
-    does not change the output."""
+    """Checks `metadata` against OpenAI's limits. Metadata annotates stored responses and does not
+    affect the output."""
     metadata = fields.nested("metadata")
     if metadata is None:
         return

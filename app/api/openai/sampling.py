@@ -1,7 +1,7 @@
 """Request fields for sampling, stop conditions and chat templates.
 
-Knows: these fields, including mlxrunner's extensions, which all generating endpoints share. Must
-not know: the prompt.
+Knows: these fields, including mlxrunner's extensions, which are shared by all generation endpoints.
+Must not know: the prompt.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from app.core.requests import (
 )
 from app.core.sampling_params import SAMPLING_KNOBS, SamplingKnob, SamplingValue
 
-# Variables that turn reasoning on and off in most templates.
+# Variables that enable or disable reasoning in most templates.
 SWITCH_VARIABLES = ("enable_thinking", "thinking")
 
 # Variables that the server sets itself, from other fields or from its own state.
@@ -40,8 +40,8 @@ RESERVED_TEMPLATE_OPTIONS = (
 
 
 def read_template_options(fields: Fields, thinking: ReasoningOptions) -> dict[str, Any]:
-    """Reads variables for the chat template, as accepted by vLLM and llama.cpp. A template may
-    ignore them."""
+    """Reads variables for the chat template, as in vLLM and llama.cpp. A template may ignore
+    them."""
     options = fields.mapping("chat_template_kwargs") or {}
     for name in options:
         path = f"chat_template_kwargs.{name[:200]}"
@@ -69,15 +69,15 @@ def read_verbosity(fields: Fields) -> Verbosity | None:
 
 VERBOSITIES = ("low", "medium", "high")
 
-MAX_STOP_STRINGS = 16  # OpenAI allows four, but few local clients respect that
+MAX_STOP_STRINGS = 16  # OpenAI allows four, but many local clients send more
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 256, 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopConditions:
-    """The conditions that end generation, in addition to the maximum length, and the texts that the
-    output must not contain. The fields are those of `GenerateRequest`."""
+    """The stop conditions in addition to the maximum length, and the texts that the output must not
+    contain. See `GenerateRequest` for the fields."""
 
     min_tokens: int
     ignore_eos: bool
@@ -99,7 +99,8 @@ class StopConditions:
 
 
 def read_sampling(fields: Fields) -> dict[str, SamplingValue]:
-    """Returns only the parameters that the client set. The model's defaults apply to the others."""
+    """Returns only the parameters that the client set. The model's defaults apply to all other
+    parameters."""
     read: dict[str, SamplingValue] = {
         knob.name: _read_knob_or_alias(fields, knob) for knob in SAMPLING_KNOBS
     }
@@ -131,7 +132,7 @@ def _read_allowed_token_ids(fields: Fields) -> tuple[int, ...] | None:
 
 
 def _read_token_ids(fields: Fields, name: str) -> tuple[int, ...] | None:
-    """Reads token ids, in order and each once; the vocabulary is checked later."""
+    """Reads token IDs and removes duplicates. The IDs are checked against the vocabulary later."""
     ids = fields.array(name)
     if ids is None:
         return None
@@ -151,8 +152,8 @@ def read_stop_conditions(
     fields: Fields, *, max_tokens: int | None, constrained: bool
 ) -> StopConditions:
     """Reads the stop conditions. constrained: whether all or part of the output must match a
-    grammar. The grammar determines where the output may end and which tokens it may contain, so
-    other conditions could leave no valid token."""
+    grammar. A grammar determines where the output may end and which tokens it may contain, so with
+    other conditions, no valid token might be left."""
     stop_conditions = StopConditions(
         min_tokens=fields.integer("min_tokens", 0, INT32_MAX) or 0,
         ignore_eos=fields.boolean("ignore_eos") or False,

@@ -1,10 +1,10 @@
 """Constraints on the output format: converts OpenAI's `response_format` and vLLM's fields to a
 grammar.
 
-Knows: every spelling of a constraint, the rule that a request may have only one. Must not know: the
-supported schemas, expressions and grammars, which are checked by the grammar compiler.
+Knows: all field names for a constraint, the rule that a request may contain only one. Must not
+know: the supported schemas, regular expressions and grammars, which the grammar compiler checks.
 
-vLLM has two spellings: `guided_…` fields, and the object `structured_outputs` that replaced them
+vLLM has two forms: `guided_…` fields, and the object `structured_outputs` that replaced them
 (docs.vllm.ai, "Structured Outputs").
 """
 
@@ -21,7 +21,7 @@ ANY_OBJECT_SCHEMA = '{"type":"object"}'
 # The grammar types, as named in vLLM's `structured_outputs` and, with a prefix, in `guided_…`.
 GRAMMAR_KINDS = ("json", "regex", "choice", "grammar")
 
-# Other options of `structured_outputs`. They configure vLLM's grammar libraries.
+# Other options of `structured_outputs`, which configure vLLM's grammar libraries.
 UNSUPPORTED_OPTIONS = (
     "structural_tag",
     "disable_any_whitespace",
@@ -153,5 +153,5 @@ def _choice(fields: Fields, name: str) -> ChoiceGrammar | None:
 
 
 def build_json_schema(schema: Mapping[str, Any], at: str) -> JsonSchema:
-    """at: path of the request field."""
+    """Builds the constraint for a schema. at: the path of the request field."""
     return JsonSchema(text=orjson.dumps(schema).decode(), param=at)

@@ -3,7 +3,8 @@
 Knows: the fields `tools`, `tool_choice` and `parallel_tool_calls`. Must not know: the syntax of
 calls, the supported schemas.
 
-Only functions are supported. A tool of another type is rejected; the error names the type.
+Only functions are supported. A tool of any other type is rejected with an error that contains the
+type.
 """
 
 import re
@@ -26,8 +27,8 @@ NO_PARAMETERS = {"type": "object", "properties": dict[str, Any]()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOptions:
-    """Functions and their options. constrained: whether a schema or a required call constrains the
-    output."""
+    """The functions of a request and their options. constrained: whether a schema or a required
+    call constrains the output."""
 
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = "auto"
@@ -43,7 +44,7 @@ class ToolOptions:
 
 
 def read_tool_options(fields: Fields) -> ToolOptions:
-    """Reads the tools of a chat completion, where each function is in a nested object."""
+    """Reads the tools of a chat completion request, in which each function is a nested object."""
     given = fields.array("tools")
     choice, parallel = fields.value("tool_choice"), fields.boolean("parallel_tool_calls")
     if given is None:
@@ -66,7 +67,7 @@ def reject_tool_options(choice: object, parallel: bool | None) -> None:
 
 
 def read_tools(given: list[object], function: Callable[[Fields], Tool]) -> tuple[Tool, ...]:
-    """Reads the array of tools. function: reads one tool, whose type was already checked."""
+    """Reads the array of tools. function: reads one tool after its type was checked."""
     if not given:
         raise invalid_request(
             "tools", "tools must contain at least one tool: omit the field to use no tools"
@@ -128,15 +129,15 @@ def _nested_function(tool: Fields) -> Tool:
 
 
 def unknown_tool_error(path: str, name: str) -> AppError:
-    """Returns the error for a name in `tool_choice` that no tool has."""
+    """Returns the error for a `tool_choice` that refers to an unknown tool."""
     return invalid_request(
         path, f"{path} must be the name of one of the tools, not {quote_value(name)}"
     )
 
 
 ReadToolName = Callable[[Fields, str], str | None]
-"""Reads the name of one of the tools from an object of this type; None for a tool that the model
-does not see."""
+"""Reads a tool name from an object of this type; returns None for a tool that is hidden from the
+model."""
 
 
 def read_tool_choice(
@@ -147,8 +148,9 @@ def read_tool_choice(
     *,
     nested: bool = False,
 ) -> tuple[ToolChoice, tuple[Tool, ...]]:
-    """Reads `tool_choice`. Returns the choice and the tools that remain. kinds: the types of tools
-    that it may name. nested: whether allowed tools are in nested objects, as in chat completions.
+    """Reads `tool_choice`. Returns the tool choice and the remaining tools. kinds: the tool types
+    that it may refer to. nested: whether allowed tools are in nested objects, as in chat
+    completions.
     """
     if value is None:
         return "auto", tools
@@ -177,7 +179,7 @@ def read_tool_choice(
 def _read_allowed_tools(
     fields: Fields, read_name: ReadToolName, kinds: Sequence[str]
 ) -> tuple[Literal["auto", "required"], set[str]]:
-    """Reads a subset of the tools for this response. All other tools are ignored."""
+    """Reads the subset of tools allowed for this response."""
     mode = fields.required_one_of("mode", ("auto", "required"))
     fields.required("tools")
     given = fields.array("tools") or []
@@ -197,7 +199,7 @@ def _read_allowed_tools(
 
 
 def _make_name_reader(tools: Sequence[Tool]) -> ReadToolName:
-    """Returns the reader of chat completions, where each name is in a nested object."""
+    """Returns the reader for chat completions, in which the name is in a nested object."""
     names = {tool.name for tool in tools}
 
     def read(fields: Fields, kind: str) -> str:

@@ -4,8 +4,8 @@ Knows: the path of each operation, the time at which a response is stored, pagin
 Must not know: request parsing (app/api/responses/request.py), response formats (events.py in the
 same folder), generation.
 
-A response is stored when it is complete and before its last byte is sent. A client that has read
-the response can therefore continue it immediately.
+A response is stored when it is complete and before its last byte is sent. After reading a response,
+a client can therefore continue it immediately.
 """
 
 import os
@@ -48,9 +48,9 @@ Order = Literal["asc", "desc"]
 
 
 def paginate_items(items: Sequence[JsonObject], query: Mapping[str, str]) -> JsonObject:
-    """Returns a page of items. `items` must be in the order of the conversation. The page begins
-    with the newest item, as in OpenAI's API, unless the query specifies an order. Raises
-    AppError(INVALID) for an invalid query."""
+    """Returns a page of items. `items` must be in the order of the conversation. The newest item
+    comes first, as in OpenAI's API, unless the query specifies an order. Raises AppError(INVALID)
+    for an invalid query."""
     limit, order = _limit(query), _order(query)
     listed = list(items) if order == "asc" else list(reversed(items))
     after = query.get("after")
@@ -205,8 +205,8 @@ def _with_defaults(body: object, model: str) -> object:
 
 
 def _make_saver(store: ResponseStore, parsed: ParsedResponsesRequest) -> OnComplete:
-    """Returns the function that stores the complete response. Call this on the thread that parses
-    the request, so that the input is not encoded on the event loop."""
+    """Returns a function that stores the complete response. Call this on the thread that parses the
+    request, so that the input is not encoded on the event loop."""
     written = orjson.dumps(parsed.input_items) if parsed.store else b""
 
     def keep(response: JsonObject) -> None:

@@ -1,9 +1,9 @@
 """Responses of /v1/responses: converts generate events to stream events and a response object.
 
-Knows: the shapes of output items, the stream events that build them, their order. Must not know:
-the request, response storage. Only the request fields that a response repeats are known here.
+Knows: the format of output items, the stream events that build them, their order. Must not know:
+response storage, the request, except for the fields that a response repeats.
 
-One builder serves both forms: a stream ends with the same object that a non-streaming request
+One builder is used for both modes: a stream ends with the same object that a non-streaming request
 returns.
 
 Format: OpenAI's API reference, `Response` and `ResponseStreamEvent`.
@@ -40,7 +40,7 @@ from app.http.responses import JsonObject
 from app.http.streaming import encode_sse_event
 
 OnComplete = Callable[[JsonObject], None]
-"""Called with a complete response."""
+"""A callback that receives the complete response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class ResponseBuilder:
         self._items: list[OutputItem] = []
         self._open_item: OutputItem | None = None
         self._call_index: int | None = None
-        self._pending_logprobs: list[TokenLogprob] = []  # for tokens whose text is not complete yet
+        self._pending_logprobs: list[TokenLogprob] = []  # of tokens whose text is incomplete
         self._finish: Finish | None = None
 
     def begin(self) -> Iterator[JsonObject]:
@@ -131,14 +131,14 @@ class ResponseBuilder:
         cut = event.reason == "length"
         without_output = all(item.kind == "reasoning" for item in self._items)
         if without_output and not cut:
-            # an empty output is still a valid message
+            # an empty output is also a valid message
             yield from self._ensure_open("message")
         if isinstance(self._open_item, TextItem):
             self._open_item.add_logprobs(self._pending_logprobs)
         yield from self._close_item("incomplete" if cut else "completed")
 
     def _ensure_open(self, kind: str) -> Iterator[JsonObject]:
-        """Ensures that the open item is of this type."""
+        """Ensures that the open item has this type."""
         if self._open_item is None or self._open_item.kind != kind:
             encrypted = self._metadata.encrypted_reasoning
             item = TextItem.create(kind, len(self._items), encrypted=encrypted)
@@ -177,8 +177,8 @@ class ResponseBuilder:
 class ResponseEventEncoder:
     """Encodes a streamed response. Sequence numbers start at 0.
 
-    Codex ends a stream that is silent for too long, and comments do not count for it. So a stream
-    begins before its output does, and is kept open by the event that OpenAI sends meanwhile."""
+    Codex closes a stream that has been idle for too long, and ignores comments. A stream therefore
+    begins before the output, and is kept alive with the event that OpenAI sends in this state."""
 
     def __init__(self, builder: ResponseBuilder, on_complete: OnComplete) -> None:
         self._builder = builder
@@ -204,9 +204,8 @@ class ResponseEventEncoder:
 
     def fail(self, error: AppError) -> bytes:
         """Returns the last frames of a failed stream: the error, which the SDKs raise, and then the
-        final event of the stream format. The error's fields appear twice. They are at the top
-        level, as documented, and within `error`, as OpenAI's servers send them and the SDKs expect
-        them."""
+        final event of the stream. The error's fields appear twice: at the top level, as documented,
+        and within `error`, as sent by OpenAI's servers and expected by the SDKs."""
         body = render_error(error)
         inner: JsonObject = body["error"]
         bare = {"code": inner["code"], "message": inner["message"], "param": inner["param"]}
@@ -244,7 +243,7 @@ def _render_usage(usage: Usage) -> JsonObject:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {
             "cached_tokens": usage.cached_tokens,
-            # every computed token is cached as long as memory allows
+            # all computed tokens are cached as long as memory allows
             "cache_write_tokens": usage.prompt_tokens - usage.cached_tokens,
         },
         "output_tokens": usage.completion_tokens,

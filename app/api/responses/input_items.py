@@ -1,11 +1,11 @@
 """The input items of /v1/responses: their parsing, their normalized form, and their conversion to
 messages.
 
-Knows: every field of the items that a text model with functions supports, the way items form the
-messages of a conversation. Must not know: item storage, chat templates.
+Knows: all item fields that a text model with function calling supports, how items are converted to
+the messages of a conversation. Must not know: item storage, chat templates.
 
-All other items are rejected; the error names their type and path. Items are stored, listed and
-given to the model in their normalized form.
+All other items are rejected with an error that contains their type and path. Items are stored,
+listed and passed to the model in normalized form.
 
 Format: OpenAI's API reference, `ResponseInputItem`.
 """
@@ -28,8 +28,8 @@ from app.http.responses import JsonObject
 
 @dataclass(slots=True)
 class _AssistantTurn:
-    """The assistant's output between two other messages. It may contain reasoning, text and calls
-    in any order and number. Templates accept at most one of each, in this order."""
+    """The assistant's output between two other messages. It may contain any number of reasoning,
+    text and call items in any order. Templates accept at most one of each, in this order."""
 
     reasoning: list[str] = field(default_factory=list[str])
     content: list[str] = field(default_factory=list[str])
@@ -47,8 +47,8 @@ class _AssistantTurn:
 
 
 def build_messages(items: Iterable[JsonObject]) -> tuple[Message, ...]:
-    """Converts normalized items to messages. A call that was truncated was never made, so it is
-    dropped. Raises AppError(INVALID) for an earlier call with invalid arguments."""
+    """Converts normalized items to messages. A truncated call was never executed, so it is dropped.
+    Raises AppError(INVALID) for an earlier call with invalid arguments."""
     messages: list[Message | None] = []
     names: dict[str, str] = {}
     turn = _AssistantTurn()
@@ -131,12 +131,12 @@ TYPES = (
 )
 _OUTPUT_TYPES = ("function_call_output", "custom_tool_call_output")
 
-# The text for an image in the output of a tool. An image of the user is an error; but a model calls
-# tools that return images, and the conversation could not go on.
+# Replaces images in tool outputs. Images in user messages are rejected, but a model may call tools
+# that return images, and an error would then block the conversation.
 _OMITTED_IMAGE = "[image omitted: this model reads text only]"
 
 ItemLookup = Callable[[str], JsonObject | None]
-"""Returns a stored item by its id; None if it is not stored."""
+"""Returns a stored item by its ID, or None if it is not stored."""
 
 
 def new_item_id(prefix: str) -> str:
@@ -144,8 +144,8 @@ def new_item_id(prefix: str) -> str:
 
 
 def read_input(fields: Fields, find_item: ItemLookup) -> list[JsonObject]:
-    """Reads the field `input`, which is a user's text or items. Raises AppError(INVALID) or
-    AppError(NOT_FOUND)."""
+    """Reads the field `input`, which is the text of a user message or a list of items. Raises
+    AppError(INVALID) or AppError(NOT_FOUND)."""
     value: object = fields.required("input")
     if isinstance(value, str):
         return [_message_item("user", [{"type": "input_text", "text": value}])]
@@ -185,7 +185,7 @@ def _item(fields: Fields, resolve: ItemLookup) -> JsonObject:
 
 
 def _type(fields: Fields) -> str:
-    """Returns the type of an item. Two types of items may omit this field."""
+    """Returns the type of an item. For two types, the field is optional."""
     type_ = fields.string("type")
     if type_ is not None:
         return type_
@@ -254,7 +254,7 @@ def _part(fields: Fields, allowed: tuple[str, ...]) -> JsonObject:
         part: JsonObject = {"type": type_, "refusal": fields.required_string("refusal")}
     elif type_ == "output_text":
         part = _output_text(fields.required_string("text"))
-        # annotations are not shown to the model and are therefore not stored
+        # annotations are not passed to the model and are therefore not stored
         fields.array("annotations")
         fields.array("logprobs")
     else:
@@ -299,7 +299,7 @@ def _call_fields(fields: Fields) -> JsonObject:
 
 
 def _tool_output(fields: Fields, type_: str) -> JsonObject:
-    """Reads the output of a call. Its name and namespace repeat those of the call."""
+    """Reads the output of a call. Its name and namespace are redundant."""
     fields.required("output")
     fields.reject("caller", {"type": "direct"})
     fields.string("namespace")
@@ -314,9 +314,9 @@ def _tool_output(fields: Fields, type_: str) -> JsonObject:
 
 
 def _read_reasoning(fields: Fields) -> JsonObject:
-    """Reads a reasoning item. Its text is given to the model; a summary is only stored. The text
-    may be in `encrypted_content` only, if this server created it. Content that another server
-    encrypted has no effect, like an item without text."""
+    """Reads a reasoning item. The text is passed to the model; a summary is only stored. If this
+    server created the item, the text may be only in `encrypted_content`. Content encrypted by
+    another server is ignored, like an item without text."""
     encrypted = fields.string("encrypted_content")
     content = _texts(fields, "content", ("reasoning_text", "text"))
     if not content and encrypted is not None:
@@ -332,7 +332,7 @@ def _read_reasoning(fields: Fields) -> JsonObject:
 
 
 def _texts(fields: Fields, name: str, types: tuple[str, ...]) -> list[JsonObject]:
-    """Reads parts of text. types: the allowed ones; the first one replaces the others."""
+    """Reads text parts. types: the allowed part types; all are converted to the first type."""
     read: list[JsonObject] = []
     for place, value in enumerate(fields.array(name) or []):
         part = Fields.from_value(value, f"{fields.path(name)}.{place}")

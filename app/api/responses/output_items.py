@@ -1,4 +1,4 @@
-"""The output items of a response while they are generated.
+"""The output items of a response during generation.
 
 Knows: the events and the object of each item type. Must not know: the list of items in a response,
 the other fields of a response.
@@ -32,7 +32,7 @@ class OutputItem(Protocol):
 
 
 class TextItem:
-    """A message or a reasoning item, each with one part of text."""
+    """A message or reasoning item with one text part."""
 
     def __init__(
         self, kind: str, index: int, *, id_: str, part: str, encrypted: bool = False
@@ -48,7 +48,8 @@ class TextItem:
 
     @staticmethod
     def create(kind: str, index: int, *, encrypted: bool = False) -> "TextItem":
-        """encrypted: reasoning has `encrypted_content`, too."""
+        """Creates an empty item. encrypted: whether a reasoning item also has
+        `encrypted_content`."""
         if kind == "message":
             return TextItem(kind, index, id_=new_item_id("msg"), part="output_text")
         assert kind == "reasoning"
@@ -74,7 +75,7 @@ class TextItem:
         return delta | ({"logprobs": scored} if self.kind == "message" else {})
 
     def add_logprobs(self, logprobs: Sequence[TokenLogprob]) -> list[JsonObject]:
-        """Adds tokens of the text, including those whose text was not output, and renders them."""
+        """Adds and renders tokens of the text, including tokens whose text was not output."""
         scored: list[JsonObject] = render_token_logprobs(logprobs)
         self._logprobs += scored
         return scored
@@ -112,7 +113,7 @@ class TextItem:
 
 
 class FunctionCallItem:
-    """A call of a function that the client has defined."""
+    """A call to a function defined by the client."""
 
     kind = "function_call"
 
@@ -160,8 +161,8 @@ class FunctionCallItem:
 
 
 class CustomToolCallItem:
-    """A call of a client's custom tool. The model writes its input as an argument in JSON, so the
-    text is known when the call is complete."""
+    """A call to a custom tool defined by the client. The model generates its input as a JSON
+    argument, so the text is known only when the call is complete."""
 
     kind = "custom_tool_call"
 
@@ -225,7 +226,8 @@ def _render_name(tool: DeclaredTool) -> JsonObject:
 
 
 def _read_custom_input(arguments: str) -> str:
-    """Returns the input of a custom tool; all arguments if the model wrote them in another form."""
+    """Returns the input of a custom tool, or the whole arguments if they do not have the expected
+    format."""
     try:
         read: object = orjson.loads(arguments)
     except orjson.JSONDecodeError:

@@ -4,8 +4,9 @@ repeats.
 Knows: every field that OpenAI documents for creating a response. Must not know: response formats,
 response storage.
 
-Each field is either supported, or rejected by name if it would have an effect. The modules in
-app/api/openai parse the fields that are shared with chat completions.
+Each field is either supported or, if it would have an effect, rejected with an error that
+identifies the field. The modules in app/api/openai parse the fields that are shared with chat
+completions.
 """
 
 from collections.abc import Sequence
@@ -51,7 +52,7 @@ INCLUDE_VALUES = (INCLUDE_LOGPROBS, INCLUDE_ENCRYPTED_REASONING)
 
 
 class ResponseHistory(Protocol):
-    """Earlier responses that are stored."""
+    """Provides access to stored earlier responses."""
 
     def get_conversation(self, id_: str) -> Sequence[JsonObject]:
         """Returns the items of a response and of all responses before it, in order. Raises AppError
@@ -92,7 +93,7 @@ def parse_responses_request(
     include = _read_include(fields)
     grammar, verbosity, text = _text(fields)
     thinking = read_response_thinking(fields)
-    # a reasoning budget is also enforced by a grammar
+    # a reasoning budget is also enforced with a grammar
     limited = thinking.token_budget is not None
     constrained = grammar is not None or tools.options.constrained or limited
     stop_conditions = read_stop_conditions(fields, max_tokens=max_tokens, constrained=constrained)
@@ -104,7 +105,7 @@ def parse_responses_request(
         top_logprobs=_read_logprobs(fields, include),
         cache_prompt=fields.boolean("cache_prompt") is not False,
         keep_alive=read_keep_alive(fields),
-        # a response that must be a tool call has no text to constrain
+        # a required tool call leaves no text to constrain
         grammar=None if tools.options.must_call else grammar,
         tools=tools.options.tools,
         tool_choice=tools.options.choice,
@@ -132,8 +133,8 @@ def parse_responses_request(
 def _read_messages(
     fields: Fields, history: ResponseHistory, previous: str | None, items: Sequence[JsonObject]
 ) -> tuple[Message, ...]:
-    """Returns the conversation, which consists of the instructions, the responses before this one,
-    and the input of this request."""
+    """Returns the conversation, which consists of the instructions, the earlier responses and the
+    input of this request."""
     earlier = history.get_conversation(previous) if previous is not None else ()
     instructions = fields.string("instructions")
     messages = prepend_instructions(instructions, build_messages((*earlier, *items)))
@@ -176,8 +177,8 @@ def _read_include(fields: Fields) -> frozenset[str]:
 
 
 def _read_logprobs(fields: Fields, include: frozenset[str]) -> int | None:
-    """Returns the number of log probabilities, which a client requests by `include` or by a number
-    of alternatives."""
+    """Returns the number of top log probabilities. A client requests them with `include` or
+    `top_logprobs`."""
     top = fields.integer("top_logprobs", 0, MAX_LOGPROBS) or 0
     return top if INCLUDE_LOGPROBS in include or top else None
 
@@ -196,8 +197,8 @@ def _stream(fields: Fields) -> bool:
 
 
 def _check_remaining(fields: Fields, *, context_shift: bool) -> None:
-    """Checks the other fields: fields without an effect, fields that match the behavior of this
-    server, and unsupported fields."""
+    """Checks the remaining fields, which have no effect, must match the behavior of this server, or
+    are not supported."""
     fields.boolean("store")
     fields.integer("max_tool_calls", 1)  # limits OpenAI's own tools, which this server never calls
     check_metadata(fields)
@@ -221,10 +222,10 @@ def _echo(
     fields: Fields, request: GenerateRequest, *, text: JsonObject, truncation: str
 ) -> JsonObject:
     """Returns the fields that repeat the request. As in OpenAI's API, defaults are filled in. The
-    model's recommended sampling values are not known here, so null replaces them."""
+    model's recommended sampling values are not known here, so they are null."""
     choice = drop_nulls(fields.value("tool_choice"))
     tools = render_tools(cast("list[JsonObject]", fields.array("tools") or []))
-    # nested as deeply as in the last event of a stream
+    # nested as deeply as in the final stream event
     as_mapping({"response": {"tools": tools}}, "tools")
     as_mapping({"response": {"text": text}}, "text.format.schema")
     return {

@@ -1,21 +1,22 @@
-"""Stored responses, bounded in memory, to which `previous_response_id` refers.
+"""A bounded in-memory store for responses, used by `previous_response_id`.
 
 Knows: IDs, JSON as bytes, the storage limits. Must not know: the meaning of items, HTTP.
 
 Responses are stored in memory and are lost when the process ends. A conversation can be continued
-by an ID only if every response before it is still stored. A chain is therefore evicted only from
-its newest end: whenever a response is used, it moves to the end of the LRU order, and then each
-response before it does. Eviction starts at the front. Hence:
+by ID only if all earlier responses are still stored. A chain is therefore evicted from its newest
+response backwards: whenever a response is used, it moves to the end of the LRU order, followed by
+each response before it. Eviction starts at the front. Hence:
 
-    the older one of a chain  >  the younger one      in the order of use
+    older response of a chain  >  newer response      in LRU order
 
 Each caller has its own store, so that no caller can read or continue the responses of another
-caller. All stores share one limit. When it is exceeded, the caller that uses the most memory loses
-its least recently used response. A caller below its fair share loses nothing to other callers.
+caller. All stores share one limit. When it is exceeded, the least recently used response of the
+caller that uses the most memory is evicted. A caller below its fair share is therefore not affected
+by other callers.
 
-Owner: the event loop, which is the only thread that adds, moves and removes responses. `find` and
-the chain lookups may be called from the thread that parses a body, because each step is one lookup
-of an immutable value.
+Thread safety: only the event loop adds, moves and removes responses. `find` and the chain lookups
+may be called from the thread that parses a body, because each step is one lookup of an immutable
+value.
 """
 
 from collections import OrderedDict
@@ -33,7 +34,7 @@ MAX_BYTES = 64 << 20
 # maximum size in bytes of one response with its input; a larger response is not stored
 MAX_RESPONSE_BYTES = 4 << 20
 
-# size in bytes of an entry, and of an item's entry in the index, in addition to the JSON
+# overhead in bytes of a response and of an item's index entry, in addition to the JSON
 _OVERHEAD, _ITEM_OVERHEAD = 1024, 256
 
 
@@ -65,7 +66,7 @@ class StoredResponse:
 
 
 class ResponseStores:
-    """The stores of all callers, with common limits on the number of responses and on bytes."""
+    """The stores of all callers, with shared limits on the number of responses and on bytes."""
 
     def __init__(
         self,
@@ -79,8 +80,8 @@ class ResponseStores:
         self._stores: dict[str, ResponseStore] = {}
 
     def for_caller(self, caller: str) -> "ResponseStore":
-        """Returns the store of a caller. caller: the name of the caller's API key, so there are as
-        many stores as keys. May be called on any thread."""
+        """Returns the store of a caller. caller: the name of the caller's API key, so the number of
+        stores is bounded by the number of keys. May be called on any thread."""
         return self._stores.setdefault(caller, ResponseStore(self))
 
     def evict(self) -> None:
@@ -98,7 +99,7 @@ class ResponseStore:
     def __init__(self, stores: ResponseStores) -> None:
         self._stores = stores
         self._bytes = 0
-        # Moving an entry does not affect concurrent lookups. Deleting and inserting it would.
+        # Moving an entry does not affect concurrent lookups, unlike deleting and reinserting it.
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self._response_of_item: dict[str, str] = {}  # item ID → ID of the response
 
@@ -126,8 +127,8 @@ class ResponseStore:
         return found[::-1]
 
     def get_conversation(self, id_: str) -> Sequence[JsonObject]:
-        """Returns the items of the conversation up to the end of a response. Raises as `chain`
-        does."""
+        """Returns the items of the conversation up to the end of a response. Raises the same errors
+        as `chain`."""
         items: list[JsonObject] = []
         for kept in self.chain(id_):
             items += kept.input_items()
@@ -154,7 +155,7 @@ class ResponseStore:
         self._responses[response.id] = response
         self._bytes += response.size
         for item in response.items:
-            # if a client sent an item again under its old ID, use the copy that is evicted later
+            # if a client sent an item again with the same ID, use the copy that is evicted later
             self._response_of_item[item] = response.id
         self.touch(response.id)
         self._stores.evict()
@@ -163,7 +164,7 @@ class ResponseStore:
         self.delete(next(iter(self._responses)))
 
     def touch(self, id_: str) -> None:
-        """Marks a response and all responses that it continues as recently used."""
+        """Marks a response and all earlier responses in its chain as recently used."""
         wanted: str | None = id_
         while wanted is not None and (kept := self._responses.get(wanted)) is not None:
             self._responses.move_to_end(wanted)
@@ -197,5 +198,5 @@ def _not_found(requested: str, missing: str) -> AppError:
 
 
 def item_ids(items: Sequence[Any]) -> tuple[str, ...]:
-    """Returns the IDs of the items that have one."""
+    """Returns the IDs of all items that have one."""
     return tuple(item["id"] for item in items if isinstance(item.get("id"), str))

@@ -1,12 +1,12 @@
 """The tools of /v1/responses: functions, custom tools, and namespaces that group them.
 
-Knows: the types of tools, the names under which the model sees them, how a choice of tools names
-them. Must not know: items, how calls are written or parsed.
+Knows: the tool types, the tool names in the prompt, references to tools in `tool_choice`. Must not
+know: items, the syntax of calls.
 
-A chat template supports only functions with unique names. Therefore a function of a namespace has
-the name `namespace__function` in the prompt, and its call has both names. A custom tool, which
-takes a text, becomes a function with one argument. Hosted tools run on OpenAI's servers. They are
-omitted from the prompt, with a notice.
+A chat template supports only functions with unique names. A function in a namespace is therefore
+called `namespace__function` in the prompt; its calls contain both names. A custom tool, which takes
+text, is converted to a function with one argument. Hosted tools, which run on OpenAI's servers, are
+omitted from the prompt with a notice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,8 @@ from app.api.openai.tools import (
 from app.core.requests import Tool
 from app.http.responses import JsonObject
 
-# OpenAI's reference, November 2026: the tools that its servers run or define. Some have versions.
+# The tools that OpenAI's servers run or define (OpenAI's reference, November 2026). Some have
+# versions.
 HOSTED_TOOLS = (
     "apply_patch",
     "code_interpreter",
@@ -52,7 +53,7 @@ _SEPARATOR = "__"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredTool:
-    """A tool as the client declared it. custom: whether its input is a text."""
+    """A tool as declared by the client. custom: whether its input is text."""
 
     name: str
     namespace: str | None = None
@@ -62,14 +63,16 @@ class DeclaredTool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseTools:
     """The tools of a request. options: the tools that the model may call, with their names in the
-    prompt. declared: the declared tools by these names. hosted: the types of the omitted tools."""
+    prompt. declared: maps these names to the declared tools. hosted: the types of the omitted
+    tools."""
 
     options: ToolOptions = field(default_factory=ToolOptions)
     declared: Mapping[str, DeclaredTool] = field(default_factory=dict[str, DeclaredTool])
     hosted: tuple[str, ...] = ()
 
     def find(self, name: str) -> DeclaredTool:
-        """Returns the tool of a call. A model may omit the namespace or invent a name."""
+        """Returns the tool for a call. The model may have omitted the namespace or invented a
+        name."""
         known = self.declared.get(name)
         if known is None:
             same = [tool for tool in self.declared.values() if tool.name == name]
@@ -91,8 +94,8 @@ def qualify_name(name: str, namespace: str | None) -> str:
 
 
 def read_response_tools(fields: Fields) -> ResponseTools:
-    """Reads `tools`, `tool_choice` and `parallel_tool_calls`. Clients also send the options without
-    tools. Only a required call is then an error."""
+    """Reads `tools`, `tool_choice` and `parallel_tool_calls`. Clients also send these options
+    without tools, which is an error only if a call is required."""
     reader = _ToolReader()
     for place, value in enumerate(fields.array("tools") or []):
         reader.read(Fields.from_value(value, f"tools.{place}"))
@@ -132,12 +135,12 @@ class _ToolReader:
             case "function" | "custom":
                 self._add_tool(fields, None)
             case kind if kind in HOSTED_TOOLS or kind in _HOSTED_VERSIONS:
-                self.hosted.append(kind)  # its options have no meaning without it
+                self.hosted.append(kind)  # its options are meaningless here
             case kind:
                 raise _unsupported_kind(fields, kind, "function, custom, namespace")
 
     def read_chosen_name(self, fields: Fields, kind: str) -> str | None:
-        """Reads a tool in `tool_choice`. Returns its name in the prompt, or None for an omitted
+        """Reads a tool from `tool_choice`. Returns its name in the prompt, or None for an omitted
         tool."""
         if kind not in _CALLABLE_KINDS:
             fields.items()
@@ -162,7 +165,7 @@ class _ToolReader:
             self._add_tool(member, name)
         fields.reject_unknown()
         if description and len(self.tools) > before:
-            # only once, because some descriptions are long
+            # added only once, because some descriptions are long
             first = self.tools[before]
             described = "\n\n".join(filter(None, (first.description, f"{name}: {description}")))
             self.tools[before] = replace(first, description=described)
@@ -196,8 +199,8 @@ def _reject_execution_options(fields: Fields) -> None:
 
 
 def _read_custom_tool(fields: Fields) -> Tool:
-    """Reads a tool that takes a text. A regular expression is enforced. A Lark grammar cannot be
-    enforced within a JSON string, so the description contains it."""
+    """Reads a tool that takes text. A regular expression is enforced. A Lark grammar cannot be
+    enforced within a JSON string, so it is added to the description."""
     _reject_execution_options(fields)
     text: JsonObject = {"type": "string"}
     description, pattern = fields.string("description"), None
@@ -231,7 +234,7 @@ def _get_path(fields: Fields) -> str:
 
 
 def render_tools(tools: Sequence[JsonObject]) -> list[JsonObject]:
-    """Renders the tools of a request as its response repeats them."""
+    """Renders the tools of a request for its response."""
     return [_render_tool(tool) for tool in tools]
 
 

@@ -3,7 +3,8 @@
 Knows: the arguments of every policy. Must not know: any policy, settings, the scheduler.
 
 A policy is a module with a function `create_cache(config)` that returns a `PrefixCache`. The name
-of the module must also be in `app.core.settings.CachePolicy`, which lists the values of the option.
+of the module must also be listed in `app.core.settings.CachePolicy`, which defines the values of
+the option.
 """
 
 from collections.abc import Callable, Sequence

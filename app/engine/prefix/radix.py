@@ -3,15 +3,15 @@
 Knows: token IDs, layer caches as `LayerKV`, the rules for the reuse of a prefix. Must not know:
 tensors, models, requests, the structure of the tree (radix_tree.py).
 
-Each sequence runs on its own contiguous caches. They start as a copy of the cached prefix. If the
-prompt only continues a cached sequence, they are the cached layers themselves, so a single chat
-never copies. `publish` makes the computed prefix of a sequence available to others while the
-sequence still runs. When the sequence ends, the tree stores the prefix that it shares with others
-only once. While it runs, only a prefix that is shared with other sequences is stored twice.
+Each sequence runs on its own contiguous caches, which start as a copy of the cached prefix. If the
+prompt only continues a cached sequence, the cached layers themselves are used, so a single chat
+never copies. `publish` makes the computed prefix of a running sequence available to other
+sequences. While a sequence runs, a prefix that it shares with other sequences is stored twice. When
+the sequence ends, the tree stores a shared prefix only once.
 
 Layers are either divisible or indivisible. Any range of positions of a divisible layer can be
-copied out. The state of an indivisible layer is restored from checkpoints. `plan_checkpoints`
-chooses the positions of the checkpoints.
+copied. The state of an indivisible layer is restored from checkpoints. `plan_checkpoints` chooses
+the positions of the checkpoints.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from app.engine.prefix.policy import PrefixCacheConfig
 from app.engine.prefix.radix_tree import KVStore, RadixNode, RadixTree
 from models.kv import LayerCache
 
-# The number of cached tokens that a miss reports after the position where the prompt diverges.
+# The number of cached tokens after the point of divergence that a cache miss reports.
 _MISS_IDS_SHOWN = 8
 
 
@@ -35,9 +35,10 @@ class PrefixMatch(Generic[Layer]):
 
     path: the nodes that match the prompt. The last one may match only partially.
     matched: the number of tokens that the prompt shares with the path.
-    usable: the number of these tokens that may be reused.
-    cached: the number of tokens that are reused, because every layer can be restored there.
-    checkpoint: the node whose checkpoint is needed for this, if any.
+    usable: the number of matched tokens that may be reused.
+    cached: the number of tokens that are reused, limited to a position at which every layer can be
+        restored.
+    checkpoint: the node whose checkpoint is used, if any.
     exclusive: the nodes at the end of the path that only this prompt uses, last node first.
     """
 
@@ -49,8 +50,8 @@ class PrefixMatch(Generic[Layer]):
     exclusive: Sequence[RadixNode[Layer]] = ()
 
     def extendable_store(self) -> KVStore[Layer] | None:
-        """Returns the idle store that holds exactly this path, if no other sequence needs its
-        content after the cached part. Returns None if there is no such store."""
+        """Returns the idle store that contains exactly this path, if no other sequence needs its
+        content after the cached part, otherwise None."""
         if self.cached == 0:
             return None
         store = self.path[0].store
@@ -63,7 +64,7 @@ class PrefixMatch(Generic[Layer]):
         return store
 
     def explain_miss(self) -> CacheMiss:
-        """Returns the reason why no more tokens are cached. Valid only if there is a miss."""
+        """Returns the reason for the cache miss. Call this only if there is a miss."""
         if self.cached < self.usable:
             return CacheMiss(position=self.cached, reason="no_state")
         if self.matched == 0:
@@ -80,8 +81,8 @@ class PrefixMatch(Generic[Layer]):
 def match_prefix(
     tree: RadixTree[Layer], ids: tuple[int, ...], *, alignment: int
 ) -> PrefixMatch[Layer]:
-    """Looks up a prompt without changing the tree. The time is linear in the number of tokens, and
-    independent of the size of the cache."""
+    """Looks up a prompt without changing the tree. Takes time linear in the number of tokens,
+    independent of the cache size."""
     path, matched = tree.match(ids)
     # The last token must be computed, because the output starts from its hidden state.
     usable = min(matched, len(ids) - 1)
@@ -99,8 +100,8 @@ def match_prefix(
 
 
 def _exclusive_nodes(path: Sequence[RadixNode[Layer]], matched: int) -> Sequence[RadixNode[Layer]]:
-    """Returns the idle nodes at the end of a path that lead only to the end of the prompt. The
-    prompt must match all of them."""
+    """Returns the idle nodes at the end of a path that no other sequence uses. The prompt must
+    match all of them."""
     own: list[RadixNode[Layer]] = []
     if matched < path[-1].end:
         return own
@@ -115,20 +116,20 @@ def _last_used(node: RadixNode[Layer]) -> int:
     return node.last_used
 
 
-# The maximum number of nodes after the end of a prompt that are searched for a checkpoint that can
-# be trimmed to it.
+# The maximum number of nodes after the end of a prompt to search for a checkpoint that can be
+# trimmed.
 _MAX_LATER_NODES = 16
 
 
 def find_restorable(
     path: Sequence[RadixNode[Layer]], usable: int
 ) -> tuple[int, RadixNode[Layer] | None]:
-    """Returns how many of the first `usable` positions can be restored, and the node whose
-    checkpoint restores them.
+    """Returns how many of the first `usable` positions can be restored, and the node with the
+    required checkpoint.
 
-    `path` contains the nodes that cover these positions, and may continue after them. A checkpoint
-    after `usable` is preferred if it can be trimmed to `usable`. An example is the checkpoint of a
-    sliding window that is not full yet. Otherwise, the last checkpoint before `usable` is chosen.
+    `path` contains the nodes that cover these positions, and may be longer. A checkpoint after
+    `usable` is preferred if it can be trimmed to `usable`, for example if a sliding window is not
+    full yet. Otherwise, the last checkpoint before `usable` is chosen.
     """
     if usable == 0:
         return 0, None
@@ -157,10 +158,10 @@ def plan_checkpoints(
     alignment: int,
     interval: int,
 ) -> tuple[int, ...]:
-    """Returns the positions at which the prefill of a prompt with `length` tokens should create a
-    checkpoint.
+    """Returns the positions at which to create checkpoints during the prefill of a prompt with
+    `length` tokens.
 
-    Each checkpoint costs a chunk that ends early, and memory until it is evicted. Useful positions
+    Each checkpoint shortens a prefill chunk, and uses memory until it is evicted. Useful positions
     are:
 
     - the first turn end, where all conversations with this system prompt diverge;
@@ -168,10 +169,10 @@ def plan_checkpoints(
     changes, for the next turn of a tool loop; the end of the user's last message, after which a
     template may leave out the reasoning; the end of the message before it, for an edited turn; and
     the start of a temporary message;
-    - `usable`, which matched but could not be restored: other prompts diverge there, too;
-    - every `interval` positions, to bound the loss if no other fits;
+    - `usable`, if it could not be restored, because other prompts diverge there as well;
+    - every `interval` positions, to bound the loss if no other checkpoint can be used;
     - with an alignment, the last aligned position, because the state at the end of the output
-      cannot be trimmed to it.
+    cannot be trimmed.
     """
     positions = {
         *turn_ends[:1],
@@ -273,7 +274,7 @@ class RadixPrefixCache(Generic[Layer]):
     def publish(
         self, store: KVStore[Layer], kv: Sequence[Layer], ids: Sequence[int], *, checkpoint: bool
     ) -> None:
-        """Inserts the tokens of a running sequence. Called by its lease. `checkpoint` determines
+        """Inserts the tokens of a running sequence. Called by the lease. `checkpoint` determines
         whether to store the state of the indivisible layers here."""
         assert all(layer.offset >= len(ids) for layer in kv)
         length = self._align_down(len(ids))
@@ -291,15 +292,15 @@ class RadixPrefixCache(Generic[Layer]):
     def store_prefix(
         self, store: KVStore[Layer], kv: Sequence[Layer], ids: Sequence[int], *, keep: int
     ) -> None:
-        """Stores the caches of a lease that ends."""
-        # The offsets of the layers may differ after a failed step, so only the positions that all
-        # layers have are used.
+        """Stores the caches when a lease ends."""
+        # The offsets of the layers may differ after a failed step, so only positions that exist in
+        # all layers are used.
         offset = min(min((layer.offset for layer in kv), default=0), len(ids))
         # Tokens that other sequences may already have used are kept.
         tree_end = max((node.end for node in store.nodes), default=0)
         target = self._align_down(min(offset, max(keep, tree_end)))
-        # If a layer cannot be trimmed to the requested length, all tokens are stored. This entry is
-        # longer, but also valid.
+        # If a layer cannot be trimmed to the requested length, all tokens are stored. The longer
+        # entry is also valid.
         lengths = (target, offset) if self._alignment == 1 else (target,)
         state = tuple(compress(kv, self._indivisible))
         for length in lengths:
@@ -335,8 +336,8 @@ class RadixPrefixCache(Generic[Layer]):
     def _extend_idle_store(
         self, store: KVStore[Layer], found: PrefixMatch[Layer], reserve_length: int
     ) -> Sequence[Layer]:
-        """Leases an idle store itself. Its nodes stay in the tree and remain available to other
-        prompts."""
+        """Leases an idle store without copying. Its nodes stay in the tree and remain available to
+        other prompts."""
         indivisible = found.checkpoint.checkpoint_at(found.cached) if found.checkpoint else ()
         for node in found.exclusive:
             self._tree.truncate_leaf(node, found.cached)
@@ -355,8 +356,8 @@ class RadixPrefixCache(Generic[Layer]):
     def _copy_prefix(
         self, found: PrefixMatch[Layer], reserve_length: int
     ) -> tuple[Sequence[Layer], KVStore[Layer]]:
-        """Creates fresh caches with a copy of the path. Nodes that only this prompt uses are then
-        backed by the copy, so that no conversation is stored twice while it runs."""
+        """Creates fresh caches with a copy of the path. Nodes that are used only by this prompt are
+        then backed by the copy, so that no conversation is stored twice while it is running."""
         fresh, cached = self._make_kv(), found.cached
         store = KVStore(list(compress(fresh, self._divisible)))
         indivisible = tuple(compress(fresh, self._indivisible))

@@ -1,7 +1,7 @@
 """The radix tree of cached tokens, its stores of layer caches, and their eviction.
 
 Knows: token IDs, nodes, stores, bytes, times of use. Must not know: leases, alignment, the rules
-for the reuse of a prefix.
+for reusing a prefix.
 
     root ── [0, 40) ──┬── [40, 90)                two conversations that share 40 tokens
                       └── [40, 75) ── [75, 80)
@@ -11,13 +11,13 @@ for the reuse of a prefix.
                                                   copied as far as they are in the tree
     store   idle         [40 ........ 80)         the part that a finished sequence backed
 
-Each node is backed by one store, which holds its positions of the divisible layers. A store backs
-only nodes of one path. The state of indivisible layers is stored as a whole, in a checkpoint at the
+Each node is backed by one store, which contains the node's positions of the divisible layers. A
+store backs only nodes on one path. The state of indivisible layers is stored in a checkpoint at the
 end of a node.
 
-The tree is that of SGLang's RadixAttention (Zheng et al. 2023, arXiv:2312.07104) with two changes.
-Stores are contiguous, as attention requires, so a running sequence has its own copy of the prefix
-that it shares. The prefix of a running sequence can be reused before the sequence ends.
+The design follows SGLang's RadixAttention (Zheng et al. 2023, arXiv:2312.07104) with two changes.
+Stores are contiguous, as attention requires, so a running sequence has its own copy of a shared
+prefix. The prefix of a running sequence can be reused before the sequence ends.
 """
 
 from collections import OrderedDict
@@ -29,11 +29,11 @@ from typing import Generic
 from app.core.ports import Layer
 from app.engine.prefix.matching import common_prefix_length
 
-# A leaf that ends at up to this number of tokens has the weight 1. A longer leaf has a higher
-# weight, up to a limit, so that a long prompt without further requests is evicted eventually.
+# A leaf that ends at or before this position has weight 1. Longer leaves have a higher weight, up
+# to a limit, so that a long prompt without further requests is eventually evicted.
 _LIGHT_TOKENS, _MAX_WEIGHT = 1024, 16.0
 
-# least recently used leaves that are compared, so that an eviction takes constant time
+# the number of least recently used leaves to compare, so that an eviction takes constant time
 _EVICTION_WINDOW = 64
 
 
@@ -41,8 +41,8 @@ _EVICTION_WINDOW = 64
 class KVStore(Generic[Layer]):
     """Positions [base, end) of the divisible layers, in the order of the model.
 
-    live: whether the store is leased to a running sequence. In that case, base is 0, the layers
-        grow beyond the positions that the nodes need, and the bytes are charged to the sequence
+    live: whether the store is leased to a running sequence. If so, base is 0, the layers may
+        contain more positions than the nodes need, and the bytes are charged to the sequence
         instead of the tree.
     reserved: the total number of reserved positions.
     """
@@ -77,8 +77,8 @@ class KVStore(Generic[Layer]):
         self.end = end
 
     def keep_range(self, start: int, end: int, evaluate: Callable[[Sequence[Layer]], None]) -> None:
-        """Keeps only [start, end) and frees the rest. If this method raises an exception, the
-        content is invalid."""
+        """Keeps only [start, end) and frees the rest. If an exception is raised, the content is
+        invalid."""
         # The layers are copied one at a time, so that at most one layer is in memory twice.
         for index, layer in enumerate(self.layers):
             piece = layer.slice(start - self.base, end - self.base)
@@ -105,8 +105,7 @@ class RadixNode(Generic[Layer]):
 
     children: the child nodes, by their first token.
     checkpoint: the state of the indivisible layers at `end`.
-    last_used: the use counter of the tree at the last use of this node. It is never less than that
-        of a child.
+    last_used: the tree's use counter at the last use of this node. It is never less than a child's.
     """
 
     ids: tuple[int, ...]
@@ -129,7 +128,7 @@ class RadixNode(Generic[Layer]):
 
     def checkpoint_at(self, position: int) -> tuple[Layer, ...]:
         """Returns copies of the indivisible layers, trimmed to `position`. The checkpoint must
-        support this."""
+        support trimming to it."""
         state = tuple(layer.copy() for layer in self.checkpoint or ())
         for layer in state:
             layer.trim(layer.offset - position)
@@ -178,16 +177,16 @@ class RadixTree(Generic[Layer]):
         self.root = RadixNode[Layer]((), 0, None, KVStore[Layer]([]))
         self.nbytes = 0
         self.live: dict[KVStore[Layer], None] = {}
-        # Every node precedes its parent, because each use moves a path to the end, deepest node
-        # first. The first node that can be evicted is therefore also the least recently used one.
+        # Every node comes before its parent, because each use moves a path to the end, deepest node
+        # first. The first evictable node is therefore the least recently used.
         self._lru = OrderedDict[RadixNode[Layer], None]()
         self._clock = 0
         self._oversized: dict[KVStore[Layer], None] = {}  # may hold more than the nodes need
 
     def match(self, ids: tuple[int, ...]) -> tuple[list[RadixNode[Layer]], int]:
         """Returns the nodes that match `ids`, and the number of shared tokens. The last node may
-        match only partially. The time is linear in the number of tokens, and independent of the
-        size of the tree."""
+        match only partially. Takes time linear in the number of tokens, independent of the size of
+        the tree."""
         path: list[RadixNode[Layer]] = []
         node, at = self.root, 0
         while at < len(ids) and (child := node.children.get(ids[at])) is not None:
@@ -235,7 +234,8 @@ class RadixTree(Generic[Layer]):
             self._lru.move_to_end(node)
 
     def assign_store(self, node: RadixNode[Layer], store: KVStore[Layer]) -> None:
-        """Backs the node by `store`, which has the same content. Call `free_unused` afterwards."""
+        """Assigns `store`, which has the same content, to the node. Call `free_unused`
+        afterwards."""
         self._detach_from_store(node)
         node.store = store
         store.nodes.add(node)
@@ -275,8 +275,8 @@ class RadixTree(Generic[Layer]):
         self.free_unused()
 
     def discard_store(self, store: KVStore[Layer]) -> None:
-        """Drops a store whose content may be invalid. Nodes that are also on the path of another
-        live sequence are assigned to its store. The others are removed with their subtrees."""
+        """Drops a store whose content may be invalid. Nodes on the path of another live sequence
+        are assigned to its store. All other nodes of the store are removed with their subtrees."""
         self.live.pop(store, None)
         for node in sorted(store.nodes, key=end_of):
             if node not in store.nodes:
@@ -347,9 +347,9 @@ class RadixTree(Generic[Layer]):
         """Frees at least `count` bytes, or all bytes that can be freed. Returns the number of
         evicted leaves and checkpoints.
 
-        First frees what live stores hold as well, which loses nothing. Then leaves: those least
-        recently used first, but long ones later (`_relative_age`); and before the leaf of a path
-        without branches, the checkpoints on that path.
+        First frees memory that is duplicated in live stores, which loses no cached tokens. Then
+        evicts leaves in LRU order, weighted by length (`_relative_age`). On a path without
+        branches, checkpoints are evicted before the leaf.
         """
         if count <= 0:
             return 0
@@ -380,20 +380,21 @@ class RadixTree(Generic[Layer]):
         return given_up
 
     def _oldest_leaf(self) -> RadixNode[Layer] | None:
-        """The leaf to evict: among the least recently used, the one that is oldest for the tokens
-        that it saves."""
-        # skipped nodes are on live paths: few, and mostly at the other end
+        """Returns the leaf to evict: among the least recently used leaves, the leaf with the
+        highest relative age."""
+        # skips nodes on live paths, which are few and mostly at the other end
         leaves = (n for n in self._lru if not n.children and not n.store.live)
         return max(islice(leaves, _EVICTION_WINDOW), key=self._relative_age, default=None)
 
     def _relative_age(self, leaf: RadixNode[Layer]) -> float:
-        """The uses of the tree since the leaf's last one, divided by its weight: a long prompt
-        waits while its session runs many short ones (titles, sub-agents), but not forever."""
+        """Returns the number of tree uses since the leaf's last use, divided by the leaf's weight.
+        A long prompt therefore survives many short requests of the same session (titles,
+        sub-agents), but not forever."""
         weight = min(max(leaf.end / _LIGHT_TOKENS, 1.0), _MAX_WEIGHT)
         return (self._clock - leaf.last_used + 1) / weight
 
     def _reassign_to_live(self) -> None:
-        """Backs the whole path of each live sequence by its own store."""
+        """Assigns the live store of each sequence to all nodes on its path."""
         for store in self.live:
             node = store.deepest or self.root
             while node.parent is not None:
@@ -450,8 +451,8 @@ class RadixTree(Generic[Layer]):
 
 
 def _spare_checkpoint(leaf: RadixNode[Layer]) -> RadixNode[Layer] | None:
-    """Returns the first node on the path to a leaf that has a checkpoint and was used only by this
-    path. The end of the path is evicted last, because it is most likely to be continued."""
+    """Returns the first node with a checkpoint on the path to a leaf, among the nodes used only by
+    this path. The end of the path is evicted last, because it is most likely to be continued."""
     spare, node = None, leaf.parent
     while node is not None and node.last_used == leaf.last_used and len(node.children) == 1:
         spare = node if node.checkpoint is not None else spare

@@ -2,10 +2,10 @@
 
 Knows: token IDs, layer caches as `LayerKV`. Must not know: tensors, models, requests.
 
-The semantics are those of Ollama's mlxrunner (x/mlxrunner/cache.go of March 2026). The longest
-common prefix is reused, but at least one token is always left to compute. If all layers can be
-trimmed, they are trimmed; otherwise, the sequence starts with fresh layers. While the entry is
-stored, the offset of every layer is len(entry.ids).
+The semantics are the same as in Ollama's mlxrunner (x/mlxrunner/cache.go of March 2026). The
+longest common prefix is reused, except for the last token of the prompt, which is always computed.
+If all layers can be trimmed, they are trimmed; otherwise, the sequence starts with fresh layers.
+While the entry is stored, the offset of every layer is len(entry.ids).
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from app.engine.prefix.matching import can_trim_to, common_prefix_length, trim_t
 from app.engine.prefix.policy import PrefixCacheConfig
 from models.kv import LayerCache
 
-# The number of cached tokens that a miss reports after the position where the prompt diverges.
+# The number of cached tokens after the point of divergence that a cache miss reports.
 _MISS_IDS_SHOWN = 8
 
 
@@ -114,13 +114,13 @@ class SinglePrefixCache(Generic[Layer]):
         assert all(layer.offset == length for layer in self._entry.kv)
 
     def store_prefix(self, ids: Sequence[int], kv: Sequence[Layer], *, keep: int) -> None:
-        """Replaces the entry. Called by a lease that ends."""
-        # The offsets of the layers may differ after a failed step, so only the positions that all
-        # layers have are used.
+        """Replaces the entry. Called when a lease ends."""
+        # The offsets of the layers may differ after a failed step, so only positions that exist in
+        # all layers are used.
         offset = min(min((layer.offset for layer in kv), default=0), len(ids))
         target = self._align_down(min(offset, keep))
-        # If a layer cannot be trimmed to the requested length, all tokens are stored. This entry is
-        # longer, but also valid.
+        # If a layer cannot be trimmed to the requested length, all tokens are stored. The longer
+        # entry is also valid.
         lengths = (target, offset) if self._alignment == 1 else (target,)
         for length in lengths:
             if length > 0 and can_trim_to(kv, length):

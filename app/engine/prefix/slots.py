@@ -2,12 +2,11 @@
 
 Knows: token IDs, layer caches as `LayerKV`. Must not know: tensors, models, requests.
 
-The semantics are those of Ollama's llamarunner (InputCache in runner/llamarunner/cache.go of
-February 2025). For a single user, the idle slot that shares the longest prefix with the prompt is
-used. For many users, the prefix of the slot that shares the longest prefix is copied to the least
-recently used idle slot. The source may be busy or idle. There are two differences from Ollama:
-layers that cannot be trimmed are never treated as trimmable, and shifted positions are reused only
-by the sequence that shifted them.
+The semantics are the same as in Ollama's llamarunner (InputCache in runner/llamarunner/cache.go of
+February 2025). For a single user, the idle slot with the longest common prefix is used. For many
+users, the longest common prefix is copied from a busy or idle slot to the least recently used idle
+slot. There are two differences from Ollama: layers that cannot be trimmed are never treated as
+trimmable, and shifted positions are reused only by the sequence that shifted them.
 
     idle slot    ids     [ .............................. ]
                  layers  [ .............................. ]
@@ -27,18 +26,19 @@ from app.engine.prefix.matching import can_trim_to, common_prefix_length, trim_t
 from app.engine.prefix.policy import PrefixCacheConfig
 from models.kv import LayerCache
 
-# The number of cached tokens that a miss reports. A few are sufficient to recognize them in a log.
+# The number of cached tokens that a cache miss reports. A few are sufficient to identify the text
+# in a log.
 _MISS_IDS_SHOWN = 8
 
 
-# Slots are compared by identity, because two empty slots are different.
+# Slots are compared by identity, because two empty slots are not the same slot.
 @dataclass(slots=True, eq=False)
 class _Slot(Generic[Layer]):
     """A slot of the cache.
 
-    `last_used` is a unique counter value, which is set when a use begins. It is 0 for an empty
-    slot, which is therefore the oldest. If a clock were used, two slots could have the same time,
-    and their order would depend on the speed of the machine.
+    `last_used` is a unique counter value that is set at the start of each use. Empty slots have the
+    value 0, so they are the oldest. With a clock instead of a counter, two slots could have the
+    same time, and their order would depend on the speed of the machine.
     """
 
     ids: tuple[int, ...] = ()
@@ -101,7 +101,7 @@ class SlotPrefixCache(Generic[Layer]):
             slot: self._align_down(common_prefix_length(slot.ids, prompt)) for slot in self._slots
         }
         slot, best = self._choose_slot(shared)
-        cached_ids = best.ids  # read before the slot is trimmed, as both may be the same
+        cached_ids = best.ids  # read before trimming, as both slots may be the same
         # The last token must be computed, because the output starts from its hidden state.
         most = self._align_down(len(ids) - 1) if reuse else 0
         own_length, best_length = min(shared[slot], most), min(shared[best], most)
@@ -163,17 +163,17 @@ class SlotPrefixCache(Generic[Layer]):
     def store_prefix(
         self, slot: _Slot[Layer], ids: Sequence[int], *, keep: int, shareable: int
     ) -> None:
-        """Stores the caches of a lease that ends.
+        """Stores the caches when a lease ends.
 
         keep: the number of tokens to store.
-        shareable: the number of these tokens that other prompts may reuse.
+        shareable: the number of stored tokens that other prompts may reuse.
         """
-        # The offsets of the layers may differ after a failed step, so only the positions that all
-        # layers have are used.
+        # The offsets of the layers may differ after a failed step, so only positions that exist in
+        # all layers are used.
         offset = min(min((layer.offset for layer in slot.kv), default=0), len(ids))
         target = self._align_down(min(offset, keep, shareable))
-        # If a layer cannot be trimmed to the requested length, all tokens are stored. This entry is
-        # longer, but also valid.
+        # If a layer cannot be trimmed to the requested length, all tokens are stored. The longer
+        # entry is also valid.
         lengths = (target, offset) if self._alignment == 1 and offset <= shareable else (target,)
         for length in lengths:
             if length > 0 and can_trim_to(slot.kv, length):
@@ -184,19 +184,19 @@ class SlotPrefixCache(Generic[Layer]):
         slot.clear()
 
     def _copy_states(self, slot: _Slot[Layer]) -> None:
-        """Copies the states of layers that cannot be sliced. Such a state may be a view of a whole
-        batch, and the view would keep the batch in memory."""
+        """Copies the states of layers that cannot be sliced. Such a state may be a view of a batch,
+        which would keep the whole batch in memory."""
         if not all(layer.sliceable for layer in slot.kv):
             slot.kv = [layer if layer.sliceable else layer.copy() for layer in slot.kv]
             self._evaluate(slot.kv)
 
     def _choose_slot(self, shared: Mapping[_Slot[Layer], int]) -> tuple[_Slot[Layer], _Slot[Layer]]:
-        """Returns the slot to use, and the slot that shares the longest prefix with the prompt.
-        Among equal slots, the first one is chosen."""
+        """Returns the slot to use, and the slot with the longest common prefix. Ties are broken by
+        position."""
         idle = self._idle()
         assert idle, "there are more sequences than slots"
         if not self._multi_user:
-            # This slot is also used if no prefix is shared, so that its memory is reused.
+            # Also used if no prefix is shared, so that the memory of this slot is reused.
             slot = max(idle, key=shared.__getitem__)
             return slot, slot
         best = max(self._slots, key=shared.__getitem__)
@@ -213,10 +213,10 @@ class SlotPrefixCache(Generic[Layer]):
         *,
         reserve_length: int,
     ) -> int:
-        """Prepares the layers of the slot, and returns the number of tokens that they hold.
+        """Prepares the layers of the slot, and returns the number of tokens in them.
 
-        own_length: the number of tokens available from the slot itself. On a tie, the slot itself
-            is preferred, because it needs no copy.
+        own_length: the number of tokens available in the slot itself, which is preferred on a
+            tie because no copy is needed.
         best_length: the number of tokens available from the best slot.
         """
         own_length = own_length if can_trim_to(slot.kv, own_length) else 0
@@ -237,7 +237,7 @@ class SlotPrefixCache(Generic[Layer]):
     def _fork(
         self, donor: _Slot[Layer], slot: _Slot[Layer], length: int, *, reserve_length: int
     ) -> None:
-        self._evict(slot)  # so that old layers and copies are never in memory together
+        self._evict(slot)  # so that old layers and copies are never in memory at once
         kv = list(self.make_layers(reserve_length=reserve_length))
         for index, layer in enumerate(donor.kv):
             if layer.sliceable:
@@ -251,8 +251,8 @@ class SlotPrefixCache(Generic[Layer]):
     def _explain_miss(
         self, cached_ids: tuple[int, ...] | None, ids: tuple[int, ...], cached: int
     ) -> CacheMiss | None:
-        """Returns the reason for a miss. `cached_ids` contains the tokens of the slot that shares
-        the longest prefix with the prompt; None if reuse is disabled."""
+        """Returns the reason for a cache miss. `cached_ids` contains the tokens of the slot with
+        the longest common prefix; None if reuse is disabled."""
         most = self._align_down(len(ids) - 1)
         if cached == most:
             return None
@@ -263,7 +263,7 @@ class SlotPrefixCache(Generic[Layer]):
             return CacheMiss(position=cached, reason="no_state")
         if shared == 0:
             return CacheMiss(position=0, reason="empty")
-        # With an alignment, this position may be after `cached`. The miss reports the position
+        # With an alignment, this position may be greater than `cached`, because the miss reports
         # where the tokens actually diverge.
         return CacheMiss(
             position=shared,
@@ -317,22 +317,21 @@ class SlotLease(Generic[Layer]):
         num_keep: int,
         remove: Callable[[Sequence[Layer], int, int], bool],
     ) -> ShiftResult:
-        """Frees part of a full context by removing the older half of the tokens after the first
-        `num_keep`.
+        """If the context is full, removes the older half of the tokens after the first `num_keep`.
 
         ids: all tokens in the layers, in order.
         num_keep: the number of tokens to keep at the start. It is less than the context length.
         remove: remove(kv, start, end) removes positions [start, end) from the layers and moves the
-            later ones up (`Model.shift`). It returns False and changes nothing if the layers do not
-            support this. In that case, the lease starts again with fresh layers.
+            following positions up (`Model.shift`). If the layers do not support this, it returns
+            False and changes nothing, and the lease restarts with fresh layers.
 
             before   [ keep | discarded | rest ....... | ]     len(ids) positions
             after    [ keep | rest ....... |             ]     `ShiftResult.ids`; either all or none
                                                            of them are computed
 
-        Does nothing if the context is not full. The positions that move up attended to the
-        discarded tokens when they were computed. The same tokens in another prompt would not attend
-        to them. Other prompts can therefore reuse at most the kept part, both now and after
+        Does nothing if the context is not full. When the shifted positions were computed, they
+        attended to the discarded tokens, which is not the case for the same tokens in another
+        prompt. Other prompts can therefore reuse at most the kept part, both now and after
         `commit`.
         """
         slot = self._active_slot()

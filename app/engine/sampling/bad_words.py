@@ -12,14 +12,15 @@ import mlx.core as mx
 
 from app.engine.sampling.stage import StageInput
 
-# an ID that matches no token, for positions before the output, and one that matches every token
+# an ID that matches no token, for positions before the output, and an ID that matches every token
 _NONE, _ANY = -1, -2
 
 
 @dataclass(slots=True)
 class BadWordsState:
-    """prefixes: [n, k] int32, all ids of each sequence but the last one, with `_ANY` in front of
-    shorter ones. last_ids: [n] int32. recent: [k] int32, the last ids drawn."""
+    """prefixes: [n, k] int32, the token IDs of each sequence except the last one, left-padded with
+    `_ANY`. last_ids: [n] int32, the last token ID of each sequence. recent: [k] int32, the most
+    recently sampled token IDs."""
 
     prefixes: mx.array
     last_ids: mx.array
@@ -54,8 +55,9 @@ class BadWords:
 
 
 class _BadWordsBatch:
-    """Rows are padded to the longest word and to the most words of a row. Padding never matches, so
-    it does not change a row. Added tokens may still be lazy, so the last ids are an array."""
+    """Rows are padded to the longest word and to the maximum number of words. Padding never
+    matches, so it does not affect a row. Added tokens may still be lazy, so the recent token IDs
+    are an array."""
 
     def __init__(self, states: Sequence[BadWordsState]) -> None:
         self._states = states
@@ -92,6 +94,6 @@ class _BadWordsBatch:
 
 
 def _pad_words(state: BadWordsState, words: int, length: int) -> mx.array:
-    """[n, k] -> [words, length]."""
+    """Pads the words of a row, [n, k] -> [words, length]."""
     count, own = state.prefixes.shape
     return mx.pad(state.prefixes, [(0, words - count), (length - own, 0)], constant_values=_ANY)

@@ -4,12 +4,12 @@ noise.
 Knows: tensors, the definitions of the filters, seeds. Must not know: penalties, the state of
 sequences.
 
-Every array has one row per sequence, and every stage works along a row. The `SamplingMethod` of a
-row, which decides how the row is computed, depends only on the row's own settings. A row therefore
-does not depend on the other rows of its batch.
+Every array has one row per sequence, and every stage operates on rows independently. The
+`SamplingMethod` of a row determines how the row is computed, and depends only on the row's own
+settings. The result is therefore independent of the other rows in the batch.
 
-Each filter keeps the most likely tokens down to some bound. Sampling therefore never needs a
-filtered copy of the vocabulary. It needs only a few tokens:
+Each filter keeps the most likely tokens down to a threshold. Sampling therefore needs only a few
+tokens instead of a filtered copy of the vocabulary:
 
     greedy    the most likely token
     all       argmax(scaled + noise)                            temperature, min_p
@@ -29,14 +29,15 @@ from app.core.sampling_params import SamplingParams
 
 _MASK64 = (1 << 64) - 1
 
-# A lower temperature would scale logits out of the range of float32. vLLM has the same limit.
+# A lower temperature would scale logits beyond the range of float32. vLLM has the same limit.
 _MIN_TEMPERATURE = 1e-5
 
-# All values of top_k up to this number share one method, because fewer candidates are not cheaper.
+# All values of top_k up to this number use the same method, because fewer candidates are not
+# cheaper.
 _MIN_TOP_K_CANDIDATES = 64
 
 # The number of nucleus candidates is 2^n - 1, so that n bisection steps search them. It is large
-# enough that all of them lie outside the nucleus at most once in 2^60 draws.
+# enough that the probability that all of them lie outside the nucleus is at most 2^-60.
 _MIN_NUCLEUS_CANDIDATES = 63
 _NUCLEUS_MISS_BITS = 60
 
@@ -48,14 +49,14 @@ _UNIT = (1 - 2**-24) * 2**-32
 @dataclass(frozen=True, slots=True)
 class SamplingMethod:
     """The sampling method of a row. Rows with the same method are computed together. For `size`,
-    see the table of the module."""
+    see the table in the module docstring."""
 
     kind: Literal["greedy", "all", "best", "nucleus"]
     size: int = 0
 
 
 def choose_method(sampling: SamplingParams, vocab: int) -> SamplingMethod:
-    """Returns the cheapest method that implements these sampling parameters."""
+    """Returns the cheapest method for these sampling parameters."""
     if sampling.temperature < _MIN_TEMPERATURE:
         return SamplingMethod("greedy")
     if 0 < sampling.top_k < vocab:
@@ -67,8 +68,8 @@ def choose_method(sampling: SamplingParams, vocab: int) -> SamplingMethod:
 
 
 def _num_candidates(top_p: float, vocab: int) -> int:
-    """Returns the number of candidates to examine. Each candidate lies outside the nucleus with a
-    probability of at most 1 - p, given that all candidates before it lie outside."""
+    """Returns the number of candidates to examine. Given that all previous candidates lie outside
+    the nucleus, the next candidate lies outside with a probability of at most 1 - p."""
     bits = -math.log2(1 - top_p)
     count = vocab if bits * vocab < _NUCLEUS_MISS_BITS else math.ceil(_NUCLEUS_MISS_BITS / bits)
     return (1 << max(count, _MIN_NUCLEUS_CANDIDATES).bit_length()) - 1
@@ -92,8 +93,8 @@ class Draw:
         self._method = method
         self._temperature = _column(samplings, lambda s: s.temperature)
         self._top_k = _column(samplings, lambda s: s.top_k)
-        # The most likely token is always kept. If top_p is off, tokens that rounding puts beyond a
-        # sum of one are kept, too.
+        # The most likely token is always kept. If top_p is off, tokens whose cumulative probability
+        # exceeds one due to rounding are also kept.
         self._top_p = _column(samplings, lambda s: max(s.top_p, 1e-30) if s.top_p < 1 else math.inf)
         self._min_p = _column(samplings, lambda s: math.log(s.min_p) if s.min_p > 0 else -math.inf)
         self._any_min_p = any(s.min_p > 0 for s in samplings)
@@ -104,7 +105,7 @@ class Draw:
 
     def __call__(self, logits: mx.array, step: int) -> mx.array:
         """Samples one token per row. `logits` has the shape [b, V] and the type float32. `step` is
-        the number of earlier calls. Returns the token IDs [b] as uint32. For a row with NaN, or
+        the number of previous calls. Returns the token IDs [b] as uint32. For a row with NaN, or
         without a finite logit, the result is an arbitrary token of the vocabulary."""
         match self._method.kind:
             case "greedy":
@@ -122,12 +123,12 @@ class Draw:
         return mx.argmax(self._add_noise(scaled, ids, step), axis=-1)
 
     def _draw_from_top_k(self, logits: mx.array, step: int) -> mx.array:
-        """Samples from the top_k most likely tokens. Exactly top_k tokens are kept. Among equal
-        logits at the bound, the tokens with lower IDs are kept.
+        """Samples from the top_k most likely tokens. Exactly top_k tokens are kept; ties are broken
+        in favor of lower token IDs.
 
-        The nucleus (Holtzman et al. 2020) contains the most likely tokens whose predecessors sum to
-        less than p. The token that crosses p is therefore kept, together with tokens of the same
-        probability.
+        The nucleus (Holtzman et al. 2020) contains each token for which the probabilities of all
+        more likely tokens sum to less than p. The token that crosses p is therefore kept, together
+        with tokens of the same probability.
         """
         ids, best = topk(logits, self._method.size)
         ranks = mx.arange(best.shape[-1])[None]
@@ -142,11 +143,11 @@ class Draw:
     def _draw_from_nucleus(self, logits: mx.array, step: int) -> mx.array:
         """Samples from the nucleus without sorting the vocabulary to find it.
 
-        The result is the first token of the nucleus in the ranking of all tokens by scaled + noise.
-        It is therefore sufficient to rank the tokens, and to test a few candidates: a candidate is
-        in the nucleus if the more likely tokens sum to less than p. Each test is one pass over the
-        row. If a candidate is in the nucleus, all more likely candidates are, too, so bisection
-        needs only a few tests.
+        The result is the token in the nucleus with the largest scaled + noise. It is therefore
+        sufficient to rank the tokens by scaled + noise and to test a few candidates. A candidate is
+        in the nucleus if the probabilities of all more likely tokens sum to less than p. Each test
+        is one pass over the row. If a candidate is in the nucleus, all more likely candidates are
+        as well, so bisection needs only a few tests.
         """
         top = mx.argmax(logits, axis=-1, keepdims=True)
         scaled = self._scale(logits, mx.take_along_axis(logits, top, axis=-1))
@@ -161,8 +162,8 @@ class Draw:
         return _take_at(mx.concatenate([leaders, top], axis=-1), first[:, None])
 
     def _nucleus_threshold(self, scaled: mx.array, top_logits: mx.array) -> mx.array:
-        """Returns the smallest of `top_logits` [b, m] that is in the nucleus of `scaled`. The shape
-        of the result is [b, 1]. The result is inf for a row without such a logit."""
+        """Returns the smallest of `top_logits` [b, m] that is in the nucleus of `scaled`. Returns
+        shape [b, 1], with inf for a row without such a logit."""
         ladder = -mx.sort(-top_logits, axis=-1)
         missing = self._method.size - ladder.shape[-1]
         ladder = mx.pad(ladder, [(0, 0), (0, missing)], constant_values=-mx.inf)
@@ -181,7 +182,7 @@ class Draw:
         return mx.where(inside > 0, last, mx.inf)
 
     def _scale(self, logits: mx.array, largest: mx.array) -> mx.array:
-        """Returns log-likelihoods relative to the maximum, so that no temperature causes an
+        """Returns scaled logits relative to the maximum, so that no temperature causes an
         overflow."""
         return (logits - largest) / self._temperature
 
@@ -195,14 +196,13 @@ class Draw:
 
 
 def topk(values: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """Returns the `count` largest values of each row, largest first. Among equal values, the one
-    with the lower index comes first.
+    """Returns the `count` largest values of each row, largest first. Ties are broken in favor of
+    lower indices.
 
     values: [b, n], count <= n -> indices [b, count] uint32, values [b, count].
 
-    The row is split into blocks. Each of the `count` largest values is in one of the `count` blocks
-    with the largest maxima, because otherwise `count` maxima would rank before it. Most of the row
-    is therefore read only once, to find the maxima.
+    The row is split into blocks. The `count` largest values are all in the `count` blocks with the
+    largest maxima. Most of the row is therefore read only once, to find the block maxima.
     """
     width = values.shape[-1]
     block = 1 << int(math.log2(width / count) / 2)
@@ -212,8 +212,7 @@ def topk(values: mx.array, count: int) -> tuple[mx.array, mx.array]:
         values = mx.pad(values, [(0, 0), (0, -width % block)], constant_values=-mx.inf)
     blocks = values.reshape(len(values), -1, block)
     found, _ = _topk_by_partition(mx.max(blocks, axis=-1), count)
-    # The order is ascending, so that among equal values the lower position still has the lower
-    # index.
+    # Sort ascending, so that ties are still broken in favor of lower indices.
     found = mx.sort(found, axis=-1)
     inside = mx.take_along_axis(blocks, found[:, :, None], axis=1).reshape(len(values), -1)
     places, best = _topk_by_partition(inside, count)
@@ -242,7 +241,7 @@ def gumbel_noise(keys: mx.array, ids: mx.array) -> mx.array:
     depends only on (key, ID), not on the other tokens.
     """
     hashed = lowbias32(keys[:, :1] + ids * (keys[:, 1:] | 1))
-    # u is in (0, 1). It has full relative precision near 0, where the largest noise comes from.
+    # u is in (0, 1). It has full relative precision near 0, where the noise is largest.
     u = (hashed.astype(mx.float32) + 0.5) * _UNIT
     # -log(1 - u) is corrected for the rounding of 1 - u (Kahan's log1p, four times as fast as
     # mx.log1p on a CPU). Where 1 - u rounds to 1, the result is u.
@@ -252,7 +251,7 @@ def gumbel_noise(keys: mx.array, ids: mx.array) -> mx.array:
 
 
 def lowbias32(words: mx.array) -> mx.array:
-    """A bijection of uint32 in which every input bit affects every output bit. It is `lowbias32`
+    """A bijective hash of uint32 in which every input bit affects every output bit: `lowbias32`
     from Wellons, "Prospecting for Hash Functions", 2018."""
     words = (words ^ (words >> 16)) * mx.array(0x7FEB352D, dtype=mx.uint32)
     words = (words ^ (words >> 15)) * mx.array(0x846CA68B, dtype=mx.uint32)
@@ -260,7 +259,7 @@ def lowbias32(words: mx.array) -> mx.array:
 
 
 def _seed_words(seed: int) -> tuple[int, int, int, int]:
-    """Returns SplitMix64's output for the seed, and its output for that output, as 32-bit
+    """Applies SplitMix64 to the seed, and again to the result. Returns both results as 32-bit
     halves."""
     first = _splitmix64(seed + 1)
     second = _splitmix64(first + 1)

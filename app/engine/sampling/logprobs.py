@@ -1,9 +1,9 @@
-"""Log-probabilities of sampled tokens and of prompt tokens.
+"""Log probabilities of sampled tokens and prompt tokens.
 
 Knows: tensors, the logits of a model. Must not know: sequences, caches, requests.
 
-They are always computed in float32 from the raw logits of all tokens that may be sampled, before
-any sampling stage.
+Log probabilities are always computed in float32 from the raw logits of all tokens in the
+vocabulary, before any sampling stage.
 """
 
 import math
@@ -16,7 +16,7 @@ from app.engine.memory_profile import PROMPT_LOGPROBS_CHUNK
 from app.engine.sampling.draw import topk
 from models.base import Model
 
-# The natural log-probability of one token, and the most likely tokens with their log-probabilities,
+# The natural log probability of one token, and the most likely tokens with their log probabilities,
 # most likely first.
 PromptLogprob = tuple[float, tuple[tuple[int, float], ...]]
 
@@ -24,12 +24,12 @@ PromptLogprob = tuple[float, tuple[tuple[int, float], ...]]
 def compute_logprobs(
     logits: mx.array, ids: mx.array, count: int
 ) -> tuple[mx.array, mx.array | None, mx.array | None]:
-    """Returns the log-probabilities of `ids` [B] under logits [B, V], as float32 [B]. Also returns
-    the `count` most likely tokens and their log-probabilities, both of shape [B, k] and most likely
+    """Returns the log probabilities of `ids` [B] under logits [B, V], as float32 [B]. Also returns
+    the `count` most likely tokens and their log probabilities, both of shape [B, k] and most likely
     first; None if count is 0.
 
-    The maximum is subtracted before summing. Near logits of 1e4, float32 has a resolution of 1e-3,
-    which would otherwise be the error of every log-probability.
+    The maximum is subtracted before summing. Near 1e4, float32 has a resolution of 1e-3, so without
+    the subtraction, every log probability would have an error of this size.
     """
     relative = logits - mx.max(logits, axis=-1, keepdims=True)
     total = mx.logsumexp(relative, axis=-1, keepdims=True)
@@ -43,12 +43,12 @@ def compute_logprobs(
 def compute_prompt_logprobs(
     model: Model, hidden: mx.array, ids: Sequence[int], *, vocab: int, count: int
 ) -> list[PromptLogprob]:
-    """Returns the log-probability of each of `ids`, given the hidden states [n, D] before them.
-    Waits for the device.
+    """Returns the log probability of each of `ids`, given the hidden states [n, D] at the preceding
+    positions. Waits for the device.
 
-    The function processes a few positions at a time, and evaluates each group before the next one,
-    because the logits of a whole chunk would be as large as a model. Token IDs from 0 to vocab - 1
-    may be sampled; all others have probability 0.
+    Processes and evaluates a few positions at a time, because the logits of a whole chunk could be
+    as large as a model. Token IDs from 0 to vocab - 1 may be sampled; all other IDs have
+    probability 0.
     """
     assert hidden.shape[0] == len(ids)
     found: list[PromptLogprob] = []

@@ -1,4 +1,4 @@
-"""`min_tokens`: the tokens that end an output have probability 0 until the output is long enough.
+"""`min_tokens`: stop tokens have probability 0 until the output has the minimum length.
 
 Knows: tensors. Must not know: other stages, sequences, grammars.
 """
@@ -40,8 +40,8 @@ class MinTokens:
 
 
 class _MinTokensBatch:
-    """Masks stop tokens by the number of sampled tokens, which is known before the values of the
-    tokens are known."""
+    """Masks stop tokens based on the number of sampled tokens, which is known before the tokens are
+    read."""
 
     def __init__(self, states: Sequence[MinTokensState]) -> None:
         self._states = states

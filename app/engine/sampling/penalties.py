@@ -1,4 +1,4 @@
-"""Repetition, presence and frequency penalties for the tokens of a prompt and its output.
+"""Repetition, presence and frequency penalties for prompt and output tokens.
 
 Knows: tensors, token counts. Must not know: other stages, sequences.
 """
@@ -17,7 +17,7 @@ class PenaltyState:
     token_counts: [V] int32, the number of occurrences of each token in the window.
     window: [up to repeat_last_n] token IDs, see `_PenaltyBatch`; None if the window is the whole
         sequence.
-    num_counted: the number of tokens that were ever in the window.
+    num_counted: the total number of tokens added to the window.
     """
 
     def __init__(self, sequence: StageInput) -> None:
@@ -25,7 +25,7 @@ class PenaltyState:
         last = self.sampling.repeat_last_n
         seen = list(sequence.prompt if last < 0 else sequence.prompt[-last:])
         self.num_counted = len(seen)
-        # A prompt may contain tokens that cannot be sampled. They also take a place in the window.
+        # A prompt may contain tokens that cannot be sampled. They also occupy the window.
         ids = mx.array([id for id in seen if id < sequence.vocab], dtype=mx.int32)
         self.token_counts = mx.zeros((sequence.vocab,), dtype=mx.int32).at[ids].add(1)
         self.window = mx.array(seen, dtype=mx.int32) if last > 0 else None
@@ -50,12 +50,12 @@ class Penalties:
 
 
 class _PenaltyBatch:
-    """The penalties of rows that either all have a window or all have none.
+    """The penalties of a group of rows. Either all rows have a window or none.
 
     Added tokens may still be lazy, because the loop runs one step ahead. Counts and windows are
     therefore arrays. A window of n tokens is a ring buffer: the i-th token is stored at i mod n and
-    overwrites an older one from i = n on. The array is only as long as the filled part of the
-    window, because n may be larger than any context.
+    overwrites an older token if i >= n. The array is only as long as the filled part of the window,
+    because n may be larger than any context.
     """
 
     def __init__(self, states: Sequence[PenaltyState]) -> None:

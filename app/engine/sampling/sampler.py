@@ -3,17 +3,17 @@
 Knows: tensors, `SamplingParams`, the order of the stages. Must not know: sequences, caches, text,
 the implementation of the stages.
 
-The order is that of Ollama (x/mlxrunner/sample/sample.go of August 2026):
+The stages run in the same order as in Ollama (x/mlxrunner/sample/sample.go of August 2026):
 
     logit bias → penalties → top_k → temperature → top_p → min_p → draw
     └───────── STAGES, row by row of [B, V] ─────┘ └── app/engine/sampling/draw.py ──┘
 
-Stages that forbid tokens are applied between the two parts, so that no other stage can allow these
-tokens again. They are the last three stages, and then the mask of a grammar.
+Stages that mask tokens are applied between the two parts, so that no other stage can unmask these
+tokens. These are the last three stages, followed by the grammar mask.
 
-The randomness of a row depends only on its seed and on the number of tokens that it has sampled.
-Rows are computed together only if they are computed in the same way (`_GroupKey`). A request
-therefore gives the same output batched, unbatched, and at any time.
+The random numbers of a row depend only on its seed and on the number of tokens that it has sampled.
+Rows are computed together only if they use the same method (`_GroupKey`). The output of a request
+is therefore reproducible, whether it is batched or not.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -31,17 +31,17 @@ from app.engine.sampling.min_tokens import MinTokens
 from app.engine.sampling.penalties import Penalties
 from app.engine.sampling.stage import Stage, StageInput
 
-# The stages in the order in which they change the logits.
+# The stages, in the order in which they are applied to the logits.
 STAGES: tuple[Stage, ...] = (LogitBias(), Penalties(), AllowedTokens(), BadWords(), MinTokens())
 
 
 class SamplerState:
-    """The sampling state of one sequence while it is in no `SamplerBatch`.
+    """The sampling state of one sequence while it is not in a `SamplerBatch`.
 
     seed: the seed, taken modulo 2^64.
     prompt: the tokens that penalties count in addition to sampled tokens.
     vocab: the vocabulary size. Token IDs from 0 to vocab - 1 may be sampled or biased.
-    stop_token_ids: the tokens that are not sampled before min_tokens other tokens.
+    stop_token_ids: the tokens that are masked until min_tokens tokens were sampled.
     stages: one state for each of `STAGES`.
     """
 
@@ -80,7 +80,7 @@ class SamplerOutput:
     tokens: [B] token IDs, uint32.
     valid: [B] bool. False if the token is meaningless, because the row's logits contain NaN or
         +inf, or no finite logit that may be sampled.
-    logprobs: [B] natural log-probabilities; None unless requested.
+    logprobs: [B] natural log probabilities; None unless requested.
     top_ids, top_logprobs: [B, k], most likely first; None unless requested.
     """
 
@@ -97,11 +97,11 @@ def local_tokens(tokens: mx.array) -> mx.array:
 
 
 class SamplerBatch:
-    """The rows that are sampled together, in this order. A batch is used until a row joins or
-    leaves.
+    """The rows that are sampled together, in order. A batch is used until a row joins or leaves.
 
-    `broadcast_tokens` maps the sampled tokens to the tokens that are used. Both are lazy uint32
-    arrays of shape [b]. It serves ranks that sample the same rows and may round differently.
+    `broadcast_tokens` maps the locally sampled tokens to the tokens to use, both as lazy uint32
+    arrays of shape [b]. It is needed if several ranks sample the same rows, because their logits
+    may be rounded differently.
     """
 
     def __init__(
@@ -132,12 +132,11 @@ class SamplerBatch:
     ) -> SamplerOutput:
         """Samples one token per row and adds it to the state of the rows.
 
-        logits: [B, V or more], any float type. Columns beyond V are padding of the output layer and
-            are ignored.
+        logits: [B, V or more], any float type. Columns beyond V are padding and are ignored.
         top_logprobs: the maximum that any row requested, or None.
         allowed: [B, V or more] bool, the tokens that a row may sample.
 
-        Log-probabilities are computed in float32 from the raw logits of V tokens, before any stage.
+        Log probabilities are computed in float32 from the raw logits of V tokens, before any stage.
         """
         assert self._groups, "the batch was released"
         raw = logits[:, : self._vocab].astype(mx.float32)
@@ -170,9 +169,9 @@ class SamplerBatch:
 
 @dataclass(frozen=True, slots=True)
 class _GroupKey:
-    """The group key of a row. Rows with equal keys are computed together. The key does not depend
-    on other rows. `stages` contains the key of each of `STAGES`, or None for a stage that is not
-    run."""
+    """The group key of a row, which does not depend on other rows. Rows with equal keys are
+    computed together. `stages` contains a key for each of `STAGES`, or None for a stage that is
+    skipped."""
 
     method: SamplingMethod
     stages: tuple[Hashable, ...]
@@ -209,7 +208,7 @@ class _Group:
         )
 
     def draw(self, logits: mx.array, allowed: mx.array | None, step: int) -> mx.array:
-        """Samples one token per row, [b, V] float32 -> [b] uint32. `step` is the number of earlier
+        """Samples one token per row, [b, V] float32 -> [b] uint32. `step` is the number of previous
         calls."""
         for stage in self._stages:
             logits = stage.apply(logits, step)

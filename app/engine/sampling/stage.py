@@ -3,8 +3,8 @@
 Knows: the interface between the sampler and its stages. Must not know: any stage, sequences, the
 model.
 
-A stage is a module with one object. The object creates the state of a sequence and processes
-batches of sequences. `STAGES` in app/engine/sampling/sampler.py lists the stages in their order.
+A stage is a module that defines one object, which creates the state of a sequence and processes
+batches of sequences. `STAGES` in app/engine/sampling/sampler.py lists the stages in order.
 """
 
 from collections.abc import Hashable, Sequence
@@ -26,7 +26,7 @@ class StageInput:
     vocab: the vocabulary size. Token IDs from 0 to vocab - 1 may be sampled.
     stop_token_ids: the tokens that end the output.
     min_tokens: the number of tokens that must still be sampled before the output may end.
-    num_drawn: how many tokens at the end of `prompt` were sampled before.
+    num_drawn: the number of tokens at the end of `prompt` that were sampled before a restart.
     """
 
     sampling: SamplingParams
@@ -37,8 +37,8 @@ class StageInput:
     num_drawn: int = 0
 
     def sets(self, knobs: Sequence[str]) -> bool:
-        """Returns whether one of these fields differs from its default. The names are fields of
-        this class or of `sampling`."""
+        """Returns whether one of these fields differs from its default. The fields belong to this
+        class or to `sampling`."""
         return any(
             self.min_tokens > 0
             if knob == "min_tokens"
@@ -52,18 +52,18 @@ class StageState(Protocol):
 
     @property
     def group_key(self) -> Hashable:
-        """The key of the sequence. Sequences are computed together only if their keys are equal, so
-        that a row is computed in the same way in every batch. None means that the stage does not
-        change the logits of this sequence and is not run."""
+        """The group key of the sequence. Sequences are computed together only if their keys are
+        equal, so that a row is computed in the same way in every batch. None means that the stage
+        is skipped, because it does not change the logits of this sequence."""
         ...
 
 
 class StageBatch(Protocol):
-    """A stage for the rows of one batch."""
+    """A stage applied to the rows of one batch."""
 
     def apply(self, logits: mx.array, step: int) -> mx.array:
-        """Changes the logits, [b, V] float32 -> the same shape. `step` is the number of tokens that
-        this batch has already sampled per row."""
+        """Processes the logits, [b, V] float32 -> the same shape. `step` is the number of tokens
+        that this batch has already sampled per row."""
         ...
 
     def add(self, tokens: mx.array, step: int) -> None:
@@ -81,7 +81,7 @@ class Stage(Protocol):
     @property
     def knobs(self) -> Sequence[str]:
         """The fields of `SamplingParams` or `StageInput` that the stage uses. The sampler skips the
-        stage for sequences in which all of these fields have their defaults."""
+        stage for sequences with default values for all of these fields."""
         ...
 
     def create_state(self, sequence: StageInput) -> StageState | None:

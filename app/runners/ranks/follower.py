@@ -3,9 +3,9 @@
 Knows: the engine loop, the connection to rank 0, signals. Must not know: HTTP, text.
 
 The main thread reads the connection and handles signals. The engine runs on its own thread, as on
-rank 0. Rank 0 decides when all ranks exit. A follower that receives a stop signal waits a while for
-rank 0 to exit. The signal is usually sent to all ranks at the same time, while requests may still
-be running.
+rank 0. Rank 0 decides when all ranks exit. A stop signal is usually sent to all ranks at the same
+time, while requests may still be running. A follower that receives one therefore waits for rank 0
+to exit.
 """
 
 import contextlib
@@ -51,14 +51,14 @@ from app.runners.ranks.rendezvous import (
 
 log = logging.getLogger(__name__)
 
-# The timeout in seconds for connecting to rank 0 after its address is known.
+# The timeout in seconds for connecting to rank 0 once the address is known.
 _CONNECT_TIMEOUT = 30.0
 
 # The time in seconds, in addition to `Settings.drain`, within which rank 0 must exit after a stop
 # signal.
 _EXIT_GRACE = 15.0
 
-# The timeout in seconds for the end of the current step.
+# The timeout in seconds for the current step to finish.
 _STEP_TIMEOUT = 30.0
 
 _DIVERGED = (
@@ -70,8 +70,8 @@ _STEP_FAILED = "a step failed on this rank; its log contains the error"
 
 def run_follower(launch: Launch, files: ModelFiles, settings: Settings) -> int:
     """Runs until rank 0 stops, and returns the exit status. Raises AppError if rank 0 rejects this
-    rank. If rank 0 is lost, the process exits immediately, because the engine may wait forever for
-    a sum over all ranks."""
+    rank. If rank 0 is lost, the process exits immediately, because the engine may be blocked in a
+    collective operation."""
     ranks = join_rank_group(launch)
     line = _connect(launch, ranks, files, settings)
     follower = _Follower(line, ranks, files, settings)
@@ -192,8 +192,8 @@ class _Follower:
                 loop.cancel(job, keep=keep)
 
     def _compile_matcher(self, command: Submit) -> Matcher | None:
-        """Returns the matcher of the job's grammar. A `Compile` message has usually compiled the
-        grammar before."""
+        """Returns the matcher of the job's grammar. Usually, the grammar was already compiled by a
+        `Compile` message."""
         job = command.job
         return job.grammar and self._grammars.compile(job.grammar, job.stop_token_ids)
 
@@ -216,7 +216,7 @@ class _Follower:
 def _exit_with_leader(settings: Settings) -> Generator[None]:
     """After a stop signal, or when the launcher has exited, waits for rank 0 to exit. A second
     signal causes an immediate exit. The exit of the launcher does not count as a signal, because a
-    signal sent to all processes may end the launcher before it reaches this process."""
+    signal sent to all processes may stop the launcher before it reaches this process."""
     patience: list[threading.Timer] = []
     received: list[int] = []
 

@@ -26,7 +26,7 @@ class Launch:
 
     rank: the rank of this process, counted from 0.
     size: the number of ranks, at least 2.
-    host: the address at which the other ranks reach rank 0; None if unknown (MPI).
+    host: the address of rank 0 for the other ranks; None if unknown (MPI).
     """
 
     rank: int
@@ -55,7 +55,7 @@ def detect_launch(environ: Mapping[str, str]) -> Launch | None:
 
 
 def watch_launcher(environ: Mapping[str, str], on_exit: Callable[[], None]) -> None:
-    """Watches for the exit of `mlx.launch`, which holds the other end of the standard input pipe.
+    """Watches for the exit of `mlx.launch`, which holds the other end of the stdin pipe.
     On a remote machine, ssh sends SIGHUP instead. `on_exit` is called on another thread."""
 
     def wait() -> None:
@@ -71,8 +71,8 @@ def watch_launcher(environ: Mapping[str, str], on_exit: Callable[[], None]) -> N
 
 
 def restrict_to_one_model(settings: Settings) -> Settings:
-    """Returns the settings of a rank. It serves one model, whose engine is a thread of this
-    process, because each rank is a process. Raises AppError(INVALID) for several models."""
+    """Returns the settings of a rank. A rank serves one model, whose engine runs on a thread,
+    because each rank is already a process. Raises AppError(INVALID) for several models."""
     if settings.multi_model:
         raise AppError(
             ErrorKind.INVALID,
@@ -83,8 +83,8 @@ def restrict_to_one_model(settings: Settings) -> Settings:
 
 
 def _read_peers(environ: Mapping[str, str]) -> tuple[int, str | None]:
-    """Returns the number of ranks and the address of rank 0, from the variables of each MLX
-    backend."""
+    """Returns the number of ranks and the address of rank 0, from the environment variables of the
+    MLX backends."""
     if file := environ.get("MLX_IBV_DEVICES"):
         address = environ.get("MLX_JACCL_COORDINATOR", "")
         return len(_read_rank_list("MLX_IBV_DEVICES", file)), address.rpartition(":")[0] or None
@@ -97,7 +97,7 @@ def _read_peers(environ: Mapping[str, str]) -> tuple[int, str | None]:
 
 
 def _read_rank_list(name: str, file: str) -> list[Any]:
-    """Returns the entries of the file, one per rank. The file of a single rank is empty."""
+    """Returns the entries of the file, one per rank. With a single rank, the file is empty."""
     try:
         text = Path(file).read_text("utf-8").strip()
         found: Any = json.loads(text) if text else []

@@ -3,10 +3,10 @@
 Knows: connections, the threads that read them, the engine loop. Must not know: HTTP, asyncio, the
 structure of models.
 
-The followers repeat every step of rank 0's engine. A separate thread reads each connection. A sum
-with a lost rank never returns, or raises an error that does not name the rank. If one rank is lost,
-all ranks therefore fail immediately with an error that names the lost rank, and the process must
-exit. If it hangs during the exit, it is killed.
+The followers repeat every step of rank 0's engine. A separate thread reads each connection. A
+collective operation with a lost rank never returns, or raises an error that does not identify the
+rank. Therefore, if a rank is lost, all ranks fail immediately with an error that identifies the
+lost rank, and the process must exit. If the process hangs during the exit, it is killed.
 """
 
 import logging
@@ -54,7 +54,7 @@ from app.runners.ranks.rendezvous import (
     join_rank_group,
 )
 
-# The timeout in seconds for finding the lost rank after a step has failed.
+# The timeout in seconds for identifying the lost rank after a failed step.
 _FAILURE_TIMEOUT = 2.0
 
 
@@ -71,14 +71,14 @@ class RankPeer:
 
 
 class RankGroup:
-    """The followers of rank 0. `ranks` is the distributed group for the engine."""
+    """The followers of rank 0. `ranks` is the distributed group used by the engine."""
 
     def __init__(self, ranks: DistributedGroup, peers: Mapping[int, RankPeer]) -> None:
         self.ranks = ranks
         self._peers = peers
         self._listeners: list[Callable[[str], None]] = []
         self._changed = threading.Condition()
-        self._compiled: dict[int, int] = {}  # by `Compile.number`: ranks that have compiled it
+        self._compiled: dict[int, int] = {}  # ranks that have compiled it, by `Compile.number`
         self._last_number = 0
         self._failure: str | None = None
         self._stopped = self._engine_attached = False
@@ -89,7 +89,7 @@ class RankGroup:
             ).start()
 
     def attach_engine(self, on_failure: Callable[[str], None]) -> None:
-        """Attaches the engine of rank 0. For `on_failure`, see `add_failure_listener`. Raises
+        """Attaches rank 0's engine. For `on_failure`, see `add_failure_listener`. Raises
         AppError(ENGINE) for a second engine, because followers load the model only once."""
         if self._engine_attached:
             raise AppError(
@@ -100,8 +100,8 @@ class RankGroup:
         self.add_failure_listener(on_failure)
 
     def add_failure_listener(self, listener: Callable[[str], None]) -> None:
-        """Adds a function that is called once, on another thread, with the reason for the failure
-        of the group. If the group has already failed, the function is called immediately."""
+        """Adds a listener, which is called once, on another thread, with the reason if the group
+        fails. If the group has already failed, the listener is called immediately."""
         with self._changed:
             self._listeners.append(listener)
             why = self._failure
@@ -188,8 +188,8 @@ class RankGroup:
 def load_leader(
     files: ModelFiles, settings: Settings, group: RankGroup, report: ProgressCallback
 ) -> "LeaderLoop":
-    """Loads rank 0's part of the model while the followers load theirs. Raises the same errors as
-    `app.engine.loader.load`."""
+    """Loads rank 0's shard of the model while the followers load their shards. Raises the same
+    errors as `app.engine.loader.load`."""
     return LeaderLoop(load(files, settings, report, group.ranks), group)
 
 
@@ -204,8 +204,8 @@ class StepGroup(Protocol):
 
 
 class LeaderLoop:
-    """An engine loop whose steps the followers repeat. Before each step, it sends them the commands
-    since the last step in the same order."""
+    """An engine loop whose steps are repeated by the followers. Before each step, the commands
+    since the last step are sent to the followers in the same order."""
 
     def __init__(self, loop: Loop, group: StepGroup) -> None:
         self._loop = loop
@@ -272,16 +272,16 @@ log = logging.getLogger(__name__)
 # The timeouts in seconds for all followers to connect, and for each of them to send its hello.
 _RENDEZVOUS_TIMEOUT, _HELLO_TIMEOUT = 60.0, 5.0
 
-# The additional time in seconds that followers may take to compile a grammar.
+# The additional timeout in seconds for followers to compile a grammar.
 _COMPILE_TIMEOUT = 20.0
 
-# The timeout in seconds for the exit of the process after a rank was lost.
+# The timeout in seconds for the process to exit after a rank was lost.
 _EXIT_TIMEOUT = 10.0
 
 
 def gather_ranks(launch: Launch, files: ModelFiles, settings: Settings) -> RankGroup:
     """Waits for all followers; see `app.engine.distributed.join_group`. Raises AppError if a rank
-    cannot be reached, or has a different model, version or setting."""
+    is unreachable, or has a different model, version or setting."""
     ranks = join_rank_group(launch)
     with _create_listener(launch) as server:
         meeting = RendezvousInfo(
@@ -348,8 +348,8 @@ def _find_mismatch(
 
 
 def _exit_after(seconds: float) -> None:
-    """Kills the process after `seconds`. A thread that waits for a sum over all ranks cannot be
-    stopped, and MLX cannot be shut down until it ends."""
+    """Kills the process after `seconds`. A thread that is blocked in a collective operation cannot
+    be stopped, and MLX cannot be shut down until the thread ends."""
 
     def end() -> None:
         time.sleep(seconds)

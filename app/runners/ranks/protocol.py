@@ -2,9 +2,9 @@
 
 Knows: sockets, messages. Must not know: engines, models.
 
-The connection also detects a lost rank. A process that exits closes its connection, and the kernel
-detects an unreachable machine within half a minute. The messages do not use the distributed group
-that computes the model's sums. Waiting in that group keeps a core busy, and cannot be interrupted
+The connection also detects a lost rank: a process that exits closes its connection, and the kernel
+detects an unreachable machine within half a minute. The messages are not sent through MLX's
+distributed group, because waiting in that group busy-waits on a core, and cannot be interrupted
 when rank 0 is idle or has exited.
 """
 
@@ -59,15 +59,15 @@ def _compared_fields(update: JobUpdate) -> tuple[object, ...]:
             return update.job_id, update.reason, update.error
 
 
-# The number of seconds after which a peer counts as lost if it does not respond to TCP keepalive
-# probes or does not acknowledge data.
+# The number of seconds after which a peer is considered lost if it does not respond to TCP
+# keepalive probes or does not acknowledge data.
 _PEER_TIMEOUT = 30
 
-# The TCP keepalive options: the idle seconds before the first probe (under the names of Linux and
-# macOS), the seconds between probes, and the number of probes without a response.
+# The TCP keepalive options: the idle time in seconds before the first probe (under its Linux and
+# macOS names), the interval in seconds between probes, and the number of unanswered probes.
 _KEEPALIVE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
-# TCP_RXT_CONNDROPTIME of macOS's netinet/tcp.h, in seconds. Python has no name for it.
+# TCP_RXT_CONNDROPTIME from macOS's netinet/tcp.h, in seconds, which Python does not define.
 _DARWIN_DROP_TIME = 0x80
 
 
@@ -93,8 +93,8 @@ Command = Submit | Embed | Cancel
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStep:
     """Requests one step. The follower executes the commands in order and then runs the step.
-    `checksum` is the checksum of the output of rank 0's engine in all previous steps. It must equal
-    the follower's own checksum."""
+    `checksum` covers the output of rank 0's engine in all previous steps, and must match the
+    follower's own checksum."""
 
     commands: tuple[Command, ...]
     checksum: int
@@ -117,8 +117,8 @@ class Stop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HelloReply:
-    """The reply to `Hello`. `refused` is the reason why rank 0 rejects the follower; None if it is
-    accepted."""
+    """The reply to `Hello`. `refused` is the reason why rank 0 rejected the follower; None if it
+    was accepted."""
 
     refused: str | None = None
 
@@ -130,7 +130,7 @@ LeaderMessage = RunStep | Compile | Stop | HelloReply
 class Hello:
     """The first message of a follower.
 
-    secret: the secret that rank 0 has sent to the group.
+    secret: the secret that rank 0 sent to the group.
     traits: the values that must be equal on all ranks, by name.
     """
 
@@ -170,7 +170,7 @@ class RankConnection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE_OPTIONS.items():
-            # Each operating system has only some of these options.
+            # Each operating system supports only some of these options.
             if (option := getattr(socket, name, None)) is not None:
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
         if sys.platform == "darwin":
@@ -183,7 +183,8 @@ class RankConnection:
         self._socket.settimeout(seconds)
 
     def send_to_follower(self, message: LeaderMessage) -> None:
-        """Sends a message from rank 0. Errors are ignored, because reading detects a lost peer."""
+        """Sends a message from rank 0. Errors are ignored, because the reader detects a lost
+        peer."""
         self._write(_LEADER_CODEC.encode(message))
 
     def send_to_leader(self, message: FollowerMessage) -> None:

@@ -1,7 +1,6 @@
-"""Rendezvous: joins the ranks of a launch, and collects the values that must be equal on all of
-them.
+"""Rendezvous: joins the ranks of a launch, and collects the values that must be equal on all ranks.
 
-Knows: the address that rank 0 sends to the group, the values that must be equal on all ranks. Must
+Knows: the address that rank 0 broadcasts, the values that must be equal on all ranks. Must
 not know: connections, engines.
 """
 
@@ -45,7 +44,7 @@ _PACKAGES = ("mlxrunner", "mlx", "llguidance")
 class RendezvousInfo:
     """The address at which rank 0 accepts connections.
 
-    secret: identifies the ranks of the group.
+    secret: proves that a peer belongs to the group.
     host: the host name of rank 0.
     """
 
@@ -99,8 +98,8 @@ def collect_traits(files: ModelFiles, settings: Settings) -> Mapping[str, str]:
 
 @contextlib.contextmanager
 def _interruptible() -> Generator[None]:
-    """Lets Ctrl-C end the process while MLX blocks the main thread. No Python signal handler would
-    run during that time."""
+    """Makes Ctrl-C end the process while MLX blocks the main thread, because Python signal handlers
+    cannot run during that time."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

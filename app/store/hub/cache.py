@@ -64,8 +64,8 @@ def list_revisions() -> Iterator[CachedRevision]:
     every repository that cannot be read. For such a repository, `find` raises the reason. Raises
     OSError if the cache folder cannot be read.
 
-    This function does not use huggingface_hub's scan_cache_dir, because that function omits
-    incomplete revisions and fails at the first unreadable entry.
+    huggingface_hub's scan_cache_dir is not used, because it omits incomplete revisions and fails at
+    the first unreadable entry.
     """
     for storage in sorted(_list_folder(cache_folder())):
         kind, _, repo = storage.name.partition("--")
@@ -104,8 +104,8 @@ def _read_refs(folder: Path) -> Mapping[str, Sequence[str]]:
 
 def _list_folder(folder: Path) -> list[Path]:
     """Lists a folder. Returns an empty list if the folder does not exist. Raises OSError if it
-    cannot be read. `Path.glob` would treat an unreadable folder as empty if permission is missing,
-    and for every reason since Python 3.13."""
+    cannot be read. `Path.glob` would treat a folder as empty if permission is denied and, since
+    Python 3.13, after any error."""
     try:
         return list(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -131,8 +131,9 @@ def _expand_commit(storage: Path, revision: str | None) -> str | None:
 
 
 def _has_partial_download(repo_id: str, revision: str | None) -> bool:
-    """Returns whether this revision was partly downloaded. The main revision gets its ref when it
-    is complete. Before that, there are only partial files and revisions without a ref."""
+    """Returns whether this revision was partly downloaded. The ref of the main revision is written
+    when the download is complete. Before that, there are only partial files and revisions without a
+    ref."""
     storage = repo_folder(repo_id)
     if revision is None:
         snapshots = _list_folder(storage / "snapshots")
@@ -147,7 +148,8 @@ def _has_incomplete_blobs(storage: Path) -> bool:
 
 
 def _find_missing_files(repo_id: str, folder: Path) -> list[str]:
-    """Returns the missing files among those that the repository, its index or a link names."""
+    """Returns the files that are missing, according to the repository listing, the index and
+    links."""
     links = [path.name for path in folder.iterdir() if path.is_symlink()]
     required = required_files.select_files(
         [*(_read_cached_listing(repo_id, folder) or ()), *links]
@@ -199,8 +201,8 @@ def _incomplete_error(name: HubName, *missing: str) -> ModelNotFoundError:
 
 
 def delete_repository(name: HubName) -> None:
-    """Deletes all revisions of a repository. It disappears at once, before its files are deleted.
-    Raises AppError(INVALID) for one revision of several, and FileNotFoundError."""
+    """Deletes all revisions of a repository. The repository disappears atomically, before its files
+    are deleted. Raises AppError(INVALID) for one revision of several, and FileNotFoundError."""
     if name.revision is not None:
         message = f"{name} is one revision: delete {name.repo_id}, with all of its revisions"
         raise AppError(ErrorKind.INVALID, message)

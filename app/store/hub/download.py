@@ -4,10 +4,9 @@ Knows: huggingface_hub, the location of blobs in its cache. Must not know: the c
 
 huggingface_hub creates the cache layout and downloads the small files. This module downloads the
 large files with huggingface_hub's HTTP client, for two reasons: huggingface_hub restarts
-interrupted files from the beginning, and it compares only the sizes of files and not their
-contents. The name of a blob is its SHA-256. A file gets this name only after its digest was
-verified. The ref is updated when the revision is complete. Until then, an earlier revision can
-still be served.
+interrupted downloads from the beginning, and it verifies only the size of a file, not its content.
+The name of a blob is its SHA-256. A file gets this name only after its digest was verified. The ref
+is updated when the revision is complete; until then, an earlier revision can still be served.
 """
 
 import contextlib
@@ -45,11 +44,11 @@ from app.store.hub.progress import (
 )
 from app.store.model_names import HubName
 
-# The number of large files that are downloaded in parallel. It is sufficient to use the bandwidth.
-# An interruption leaves only a few partial files.
+# The number of large files that are downloaded in parallel. This is sufficient to saturate the
+# bandwidth, and an interruption leaves only a few partial files.
 _DOWNLOAD_THREADS = 4
 
-# the number of bytes of disk space that a download leaves free
+# the minimum free disk space in bytes that a download leaves
 _RESERVED_BYTES = 1 << 30
 
 
@@ -57,9 +56,9 @@ def download(
     plan: DownloadPlan, out: TextIO | None = None, listener: FileProgress | None = None
 ) -> Path:
     """Downloads the missing files, verifies all files, and returns the folder. out: the stream for
-    the progress display; None is stderr. listener: counts the bytes instead, and may stop the
-    download. Raises AppError. Data that was already received is kept,
-    and the next attempt continues from it."""
+    the progress display; None means stderr. listener: counts the bytes instead of the display, and
+    may stop the download. Raises AppError. Data that was already received is kept, and the next
+    attempt continues from it."""
     storage = repo_folder(plan.name.repo_id)
     large = [file for file in plan.files if file.sha256 is not None and _fits_http(file)]
     with translate_hub_errors(plan.name):
@@ -94,7 +93,7 @@ def _download_files(
     plan: DownloadPlan, storage: Path, files: Sequence[RemoteFile], progress: ProgressListener
 ) -> None:
     """Downloads files on several threads. They are daemon threads, so the process can exit without
-    waiting for them. A thread that waits for an unresponsive hub ends only after its timeout, a
+    waiting for them. A thread that waits for an unresponsive hub ends only at its timeout, up to a
     minute after Ctrl-C."""
     waiting: SimpleQueue[RemoteFile] = SimpleQueue()
     ended: SimpleQueue[BaseException | None] = SimpleQueue()
@@ -118,7 +117,7 @@ def _download_files(
         for _ in files:
             if (error := ended.get()) is not None:
                 raise error
-    except BaseException:  # also on Ctrl-C: each thread ends when it next receives data
+    except BaseException:  # also on Ctrl-C; each thread ends when it next receives data
         progress.stop()
         raise
 
@@ -126,8 +125,8 @@ def _download_files(
 def _download_blob(
     plan: DownloadPlan, storage: Path, file: RemoteFile, progress: ProgressListener
 ) -> None:
-    """Downloads one large file to the blobs. Continues a partial file. It may also come from an
-    older huggingface_hub, which used the same name."""
+    """Downloads one large file to the blobs. Resumes a partial file, which may come from an older
+    version of huggingface_hub that used the same name."""
     assert file.sha256 is not None
     blob = storage / "blobs" / file.sha256
     partial = blob.with_name(f"{file.sha256}.incomplete")
@@ -176,7 +175,7 @@ def _download_partial(
 
 
 def _place_in_snapshot(plan: DownloadPlan, file: RemoteFile) -> Path:
-    """Places a file in the snapshot. The result is a small file, or a link to an existing blob."""
+    """Places a file in the snapshot, either as a small file or as a link to an existing blob."""
     # snapshot_download is not used, because it waits for the repository's listing without a timeout
     place = hf_hub_download(
         plan.name.repo_id, file.path, revision=plan.commit, cache_dir=cache_folder()
@@ -185,8 +184,8 @@ def _place_in_snapshot(plan: DownloadPlan, file: RemoteFile) -> Path:
 
 
 def _fits_http(file: RemoteFile) -> bool:
-    """Returns whether the file can be downloaded with plain HTTP. For larger files, the hub only
-    supports its own protocol, which huggingface_hub implements."""
+    """Returns whether the file can be downloaded with plain HTTP. For larger files, the hub
+    supports only its own protocol, which huggingface_hub implements."""
     return file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE
 
 

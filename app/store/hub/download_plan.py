@@ -1,6 +1,6 @@
-"""Plans a download: lists the files of a model on the hub before the download.
+"""Plans a download, by listing the files of a model on the hub.
 
-Knows: huggingface_hub's listing of a repository. Must not know: the download of files.
+Knows: huggingface_hub's listing of a repository. Must not know: how files are downloaded.
 """
 
 import re
@@ -28,9 +28,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteFile:
-    """One file of a repository. sha256: the digest of a file in Git LFS; None for other files.
-    Every large file is in Git LFS. git_sha1: git's blob ID of the file, or of the pointer to an LFS
-    file."""
+    """One file of a repository. sha256: the digest of a file in Git LFS, which stores all large
+    files; None for other files. git_sha1: git's blob ID of the file, or of the LFS pointer."""
 
     path: str
     size: int

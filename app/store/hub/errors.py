@@ -1,4 +1,4 @@
-"""Converts errors of the hub to messages of one line that suggest a solution.
+"""Converts hub errors to one-line messages that suggest a solution.
 
 Knows: the errors of huggingface_hub. Must not know: the requested files.
 """
@@ -32,7 +32,7 @@ def translate_hub_errors(name: HubName) -> Generator[None]:
     """Converts every error of huggingface_hub to AppError."""
     try:
         yield
-    except DownloadStopped as error:  # another file had already failed before this one
+    except DownloadStopped as error:  # another file has already failed
         raise model_error(name, "was not downloaded: the download was stopped") from error
     except (HTTPError, OSError) as error:
         raise _to_app_error(name, error) from error
@@ -41,7 +41,7 @@ def translate_hub_errors(name: HubName) -> Generator[None]:
 @contextlib.contextmanager
 def translate_response_errors(name: HubName) -> Generator[None]:
     """Raises AppError if the response does not come from a hub, or if the configured URL is
-    invalid. Such a response may be the login page of a network."""
+    invalid. Such a response may come from a captive portal."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError) as error:

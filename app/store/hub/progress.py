@@ -22,11 +22,11 @@ class DownloadStopped(Exception):
 
 
 class ProgressListener(Protocol):
-    """Counts the bytes of a download; called by all of its threads."""
+    """Counts the bytes of a download. Called by all download threads."""
 
     def add(self, count: int, sha256: str) -> None:
-        """Adds bytes of a file. count: negative if bytes are fetched again. sha256: of the file.
-        Raises DownloadStopped after `stop`."""
+        """Adds bytes of a file. count: negative if bytes must be downloaded again. sha256: the
+        digest of the file. Raises DownloadStopped after `stop`."""
         ...
 
     def stop(self) -> None: ...
@@ -35,8 +35,8 @@ class ProgressListener(Protocol):
 
 
 class FileProgress:
-    """Counts the bytes of each file, for another thread to read. begin: sizes and downloaded bytes
-    by digest, set when the download begins."""
+    """Counts the bytes of each file, for another thread to read. `begin` sets the sizes and the
+    downloaded bytes when the download starts."""
 
     def __init__(self) -> None:
         self._stopped = threading.Event()
@@ -46,14 +46,14 @@ class FileProgress:
         self._shown: dict[str, int] = {}
 
     def begin(self, files: Mapping[str, tuple[int, int]]) -> None:
-        """files: total and downloaded bytes by digest."""
+        """Starts counting. files: maps digests to total and downloaded bytes."""
         with self._lock:
             self._totals = {sha256: total for sha256, (total, _) in files.items()}
             self._done = {sha256: done for sha256, (_, done) in files.items()}
 
     def snapshot(self) -> list[tuple[str, int, int]]:
-        """Returns digest, total and completed bytes of each file. Completed bytes never decrease,
-        even if some are fetched again."""
+        """Returns the digest, the total bytes and the completed bytes of each file. The completed
+        bytes never decrease, even if bytes are downloaded again."""
         with self._lock:
             for sha256, total in self._totals.items():
                 done = min(max(self._done[sha256], 0), total)
@@ -74,8 +74,8 @@ class FileProgress:
 
 
 class DownloadProgress:
-    """Counts the bytes received by all threads. After `stop`, each thread ends when it next
-    receives data.
+    """Counts and displays the bytes received by all threads. After `stop`, each thread ends when it
+    next receives data.
 
     out: the stream for the progress lines; None is stderr.
     """

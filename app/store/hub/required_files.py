@@ -33,9 +33,8 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def select_files(paths: Iterable[str]) -> list[str]:
-    """Returns the files that a model is loaded from. The weights come last. With few exceptions,
-    only files at the top level are selected, because folders contain other formats of the same
-    model."""
+    """Returns the files needed to load a model, with the weights last. With few exceptions, only
+    top-level files are selected, because folders contain other formats of the same model."""
     paths = sorted(paths)
     here = [path for path in paths if _SAFE_NAME.fullmatch(path)]
     return [path for path in paths if path in _CONFIG_FILES | _EMBEDDING_FILES] + _select_weights(

@@ -1,10 +1,10 @@
 """Creates models in Ollama's store: from another model or from uploaded files.
 
-Knows: the role of each layer. Must not know: HTTP, which models are served. Everything here blocks:
-call it on a thread.
+Knows: the role of each layer. Must not know: HTTP, which models are served. All functions block, so
+call them on a thread.
 
-A new model shares the layers of a base model in the store, so that Ollama can also run it. The
-weights of other base models become one layer per file, which only this server can read.
+A new model shares the layers of a base model in the store, so that Ollama can also run it. For
+other base models, each weight file becomes a layer, which only this server can read.
 """
 
 import re
@@ -57,7 +57,7 @@ def create_model(
     name: OllamaName, recipe: ModelRecipe, base: ModelFiles | None, token: CancelToken
 ) -> None:
     """Creates a model. base: the files of `recipe.base`. Raises AppError, and WorkCancelled soon
-    after `token` is cancelled. In both cases, no model of that name is created or replaced."""
+    after `token` is cancelled. In both cases, no model is created or replaced."""
     if base is None:
         layers, config = _import_files(recipe, token), dict[str, Any]()
     else:
@@ -155,7 +155,7 @@ def _replace_text(
 def _merge_parameters(
     layers: list[BlobReference], parameters: Mapping[str, Any]
 ) -> list[BlobReference]:
-    """Adds parameters. They override those of the base."""
+    """Adds parameters, which override the parameters of the base model."""
     if not parameters:
         return layers
     merged: dict[str, Any] = {}

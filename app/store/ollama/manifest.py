@@ -2,8 +2,8 @@
 
 Knows: the layout on disk, the names of models. Must not know: the meaning of a blob.
 
-    manifests/<host>/<namespace>/<model>/<tag>      JSON: which blobs, in which role
-    blobs/sha256-<64 digits>                        each named by the digest of its content
+    manifests/<host>/<namespace>/<model>/<tag>      JSON: the blobs and their roles
+    blobs/sha256-<64 digits>                        named by the digest of the content
 """
 
 import os
@@ -76,7 +76,7 @@ def get_manifest_path(name: OllamaName) -> Path:
 def list_names() -> Iterator[OllamaName]:
     """Yields every name that has a manifest."""
     folder = store_folder() / "manifests"
-    # the fixed number of levels makes circular links harmless
+    # the fixed depth makes circular links harmless
     for path in sorted(folder.glob("*/*/*/*")):
         if path.is_dir():
             continue

@@ -1,4 +1,4 @@
-"""Reads models of Ollama's store. It converts a manifest to ModelFiles.
+"""Reads models from Ollama's store, by converting manifests to ModelFiles.
 
 Knows: the role of each layer, Ollama's parameter names. Must not know: the location of blobs,
 tensors.
@@ -52,7 +52,7 @@ _PARAMETERS: Mapping[str, str] = {
 # in Ollama, these parameters are unset if they are 0 or negative
 _POSITIVE = ("repeat_penalty", "num_predict")
 
-# our own key of the config blob; Ollama ignores keys that it does not know
+# mlxrunner's own key in the config blob; Ollama ignores unknown keys
 PARENT_KEY = "parent_model"
 
 # the prefix of tensors of a draft model for speculative decoding
@@ -138,7 +138,8 @@ def _read_texts(found: Manifest, media_type: str) -> str | None:
 
 
 def _read_messages(found: Manifest) -> tuple[tuple[str, str], ...]:
-    """Reads Ollama's MESSAGE lines: a JSON array of objects with role and content."""
+    """Reads the messages of Ollama's MESSAGE instruction: a JSON array of objects with role and
+    content."""
     messages: list[tuple[str, str]] = []
     for layer in found.get_layers(MESSAGES):
         value = read_json_array(layer.blob)
@@ -154,7 +155,7 @@ def _read_messages(found: Manifest) -> tuple[tuple[str, str], ...]:
 
 
 def _read_parent(found: Manifest) -> str:
-    """Reads the name of the model that this one was created from, which `create` writes."""
+    """Reads the name of the model from which this model was created, as written by `create`."""
     config = read_json_object(found.config.blob) or {}
     parent = config.get(PARENT_KEY)
     return parent if isinstance(parent, str) else ""

@@ -1,10 +1,10 @@
 """Uploads of blobs, and the deletion of unused uploads.
 
-Knows: temporary files, digests, the age of an upload. Must not know: HTTP. Everything here blocks:
-call it on a thread.
+Knows: temporary files, digests, the age of an upload. Must not know: HTTP. All functions block, so
+call them on a thread.
 
-An uploaded blob has an empty marker file. Only blobs with a marker are deleted, because Ollama may
-be downloading the others.
+Each uploaded blob has an empty marker file. Only blobs with a marker are deleted, because Ollama
+may be downloading other blobs.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from app.store.ollama.writer import (
     publish,
 )
 
-# seconds after which an upload that no model uses is deleted
+# the number of seconds after which an unused upload is deleted
 MAX_UNUSED_SECONDS = 24 * 3600.0
 
 _MARKER_FOLDER = ".mlxrunner-uploads"
@@ -45,7 +45,7 @@ class BlobUpload:
         self._file, self._temporary = self._stack.enter_context(open_temporary(self._path.parent))
 
     def write(self, data: bytes) -> None:
-        """Appends data. Raises AppError(TOO_LARGE) if the disk would have too little free space."""
+        """Appends data. Raises AppError(TOO_LARGE) if too little disk space would remain free."""
         self._unchecked += len(data)
         if self._unchecked >= _CHECK_INTERVAL:
             self._file.flush()
@@ -55,7 +55,7 @@ class BlobUpload:
         self._file.write(data)
 
     def commit(self) -> None:
-        """Stores the blob. Raises AppError(INVALID) if the content has another digest."""
+        """Stores the blob. Raises AppError(INVALID) if the digest of the content does not match."""
         digest = self._digest.hexdigest()
         if digest != self._sha256:
             raise AppError(
@@ -72,7 +72,7 @@ class BlobUpload:
 
 
 def touch_upload(sha256: str) -> None:
-    """Restarts the age of an upload that a client requests again."""
+    """Resets the age of an upload when a client requests it again."""
     with suppress(FileNotFoundError):
         path = _marker_path(sha256)
         path.stat()
@@ -81,7 +81,7 @@ def touch_upload(sha256: str) -> None:
 
 def delete_unused_uploads(now: float | None = None) -> int:
     """Deletes uploads that no model uses, and files of interrupted uploads, after a day. Returns
-    the number of deleted files. now: Unix time; None is the current time."""
+    the number of deleted files. now: the Unix time; None uses the current time."""
     oldest = (time.time() if now is None else now) - MAX_UNUSED_SECONDS
     markers = [path for path in _list(_marker_path("")) if path.stat().st_mtime < oldest]
     used = find_used_digests() if markers else set[str]()

@@ -1,7 +1,7 @@
 """Writes blobs and manifests to Ollama's store, in its format.
 
-Knows: the layout on disk, atomic writes. Must not know: the layers of a model, HTTP. Everything
-here blocks: call it on a thread.
+Knows: the layout on disk, atomic writes. Must not know: the layers of a model, HTTP. All functions
+block, so call them on a thread.
 
 A file is written under a temporary name, synced and renamed, so that a crash leaves no incomplete
 file under its final name.
@@ -27,7 +27,7 @@ from app.store.config_files import read_json_object
 from app.store.model_names import OllamaName
 from app.store.ollama.manifest import get_manifest_path, store_folder
 
-# the disk space in bytes that every write leaves free
+# the minimum free disk space in bytes after a write
 RESERVED_BYTES = 1 << 30
 
 TEMPORARY_PREFIX = ".mlxrunner-"
@@ -40,7 +40,8 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlobReference:
-    """A blob in a manifest. sha256: 64 digits. name: of a tensor or a file; "" for none."""
+    """A blob in a manifest. sha256: 64 hexadecimal digits. name: the name of a tensor or file; ""
+    for none."""
 
     media_type: str
     sha256: str
@@ -101,8 +102,8 @@ def write_json_blob(value: object, media_type: str, name: str = "") -> BlobRefer
 
 
 def add_blob(source: Path, media_type: str, name: str, token: CancelToken) -> BlobReference:
-    """Stores a copy of a file. A blob of the hub's cache never changes, so it is linked and takes
-    no space. Raises WorkCancelled soon after `token` is cancelled."""
+    """Stores a copy of a file. A blob in the hub's cache never changes, so it is hard-linked
+    without using space. Raises WorkCancelled soon after `token` is cancelled."""
     source = source.resolve()
     sha256 = _hash_file(source, token)
     size = source.stat().st_size
@@ -131,8 +132,8 @@ def write_manifest(
 
 
 def write_manifest_file(name: OllamaName, content: bytes) -> None:
-    """Writes a manifest unchanged. Raises AppError(INVALID) if a folder or a file of another model
-    has its path."""
+    """Writes a manifest unchanged. Raises AppError(INVALID) if its path is used by a folder or file
+    of another model."""
     path = get_manifest_path(name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +147,7 @@ def write_manifest_file(name: OllamaName, content: bytes) -> None:
 
 
 def delete_manifest(name: OllamaName) -> None:
-    """Deletes a model and those of its blobs that no other model uses. Other unused blobs stay,
+    """Deletes a model, and its blobs if no other model uses them. Other unused blobs are kept,
     because another program may be downloading them. Raises FileNotFoundError."""
     path = get_manifest_path(name)
     own = set(_list_digests(path))
@@ -159,14 +160,14 @@ def delete_manifest(name: OllamaName) -> None:
 
 
 def find_used_digests() -> set[str]:
-    """Returns the digests of all blobs that a manifest names."""
+    """Returns the digests of all blobs that are listed in a manifest."""
     manifests = (store_folder() / "manifests").glob("*/*/*/*")
     return {sha256 for path in manifests if path.is_file() for sha256 in _list_digests(path)}
 
 
 @contextlib.contextmanager
 def open_temporary(folder: Path) -> Generator[tuple[Any, Path]]:
-    """Opens a temporary file and deletes it at the end, unless `publish` renames it."""
+    """Opens a temporary file, and deletes it on exit unless `publish` has renamed it."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=TEMPORARY_PREFIX, delete=False) as file:
         temporary = Path(file.name)
@@ -177,7 +178,7 @@ def open_temporary(folder: Path) -> Generator[tuple[Any, Path]]:
 
 
 def publish(file: Any, temporary: Path, path: Path) -> None:
-    """Renames a written file, after its content is on the disk."""
+    """Syncs a written file to disk and renames it."""
     file.flush()
     os.fchmod(file.fileno(), 0o644)
     os.fsync(file.fileno())

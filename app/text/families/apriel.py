@@ -1,5 +1,5 @@
-"""Apriel writes its tool calls as a JSON array between tags. Sentences mark the beginning and the
-end of its reasoning.
+"""Apriel writes its tool calls as a JSON array between tags. Its reasoning is delimited by fixed
+sentences.
 
     Here are my reasoning steps:
     …

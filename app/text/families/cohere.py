@@ -1,4 +1,4 @@
-"""Cohere's Command R7B and Command A put each part of the output between separate tokens.
+"""Cohere's Command R7B and Command A delimit each part of the output with special tokens.
 
     <|START_THINKING|>I think…<|END_THINKING|>
     <|START_ACTION|>[

@@ -1,4 +1,4 @@
-"""Cohere2MoE uses the format of Command A, but with other tokens around the text.
+"""Cohere2MoE uses the same format as Command A, but with different tokens around the text.
 
 Knows: the different tokens. Must not know: the parser of calls.
 

@@ -1,5 +1,5 @@
-"""Gemma 4 writes tool calls in its own notation. Its reasoning is in channels, which may occur at
-any position.
+"""Gemma 4 writes tool calls in its own notation. It writes reasoning in channels, which may occur
+at any position.
 
     <|channel>thought
     I think…<channel|><|tool_call>call:get_weather{city:<|"|>Oslo<|"|>}<tool_call|><|tool_response>
@@ -46,8 +46,8 @@ class Family(ChatFamily):
     def parse_reasoning(
         self, reader: Reader, output: OutputBuilder, tags: ReasoningTags, *, in_reasoning: bool
     ) -> Resumable[None]:
-        """Parses only reasoning that the prompt began. All other reasoning is in channels, which
-        may occur at any position."""
+        """Parses only reasoning that was opened by the prompt. All other reasoning is in channels,
+        which may occur at any position."""
         if in_reasoning:
             output.add_marker()
             yield from _parse_thoughts(reader, output)
@@ -56,7 +56,7 @@ class Family(ChatFamily):
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
     ) -> Resumable[None]:
         calls = GemmaCallParser(quote=_QUOTE, close=_CLOSE, tools=tools)
-        # an end marker without a begin marker is ignored, because the models occasionally write one
+        # ignore an end marker without a begin marker, because the models occasionally write one
         marks = (_CHANNEL, _CHANNEL_END, *((_OPEN, _CLOSE, _RESPONSE) if tools else ()))
         while (
             mark := (yield from reader.read_until(*marks, on_text=output.add_content))
@@ -80,7 +80,7 @@ class Family(ChatFamily):
 
 
 def _parse_thoughts(reader: Reader, output: OutputBuilder) -> Resumable[None]:
-    """Parses to the end of the channel. All channels contain reasoning."""
+    """Parses up to the end of the channel. All channels contain reasoning."""
     mark = yield from reader.read_until(_CHANNEL, _CHANNEL_END, on_text=output.add_reasoning)
     while mark == _CHANNEL:
         output.add_marker()

@@ -1,5 +1,4 @@
-"""Muse Glimmer uses the ATEM format. An output consists of several messages, and each message has a
-recipient.
+"""Muse Glimmer uses the ATEM format. An output consists of several messages, each with a recipient.
 
      to=self<|message|>I think…<|eom|>
     <|start|>assistant to=get_weather<|message|><atem:function_calls>
@@ -49,7 +48,7 @@ class Family(TaggedFamily):
     call_tags = _TAGS
     markers = (_START, _MESSAGE, *_ENDS, _TAGS.before, _TAGS.after)
     content_prefix = f" to=user{_MESSAGE}"
-    # the prompt began the first message
+    # the first message was opened by the prompt
     reasoning_separator = _ASSISTANT
 
     def matches(self, template: str) -> bool:
@@ -61,7 +60,7 @@ class Family(TaggedFamily):
     def parse_reasoning(
         self, reader: Reader, output: OutputBuilder, tags: ReasoningTags, *, in_reasoning: bool
     ) -> Resumable[None]:
-        """Parses only reasoning that the prompt began. All other reasoning is in separate
+        """Parses only reasoning that was opened by the prompt. All other reasoning is in separate
         messages."""
         if in_reasoning:
             output.add_marker()
@@ -107,7 +106,7 @@ class Family(TaggedFamily):
 
 
 def _parse_header(reader: Reader, output: OutputBuilder) -> Resumable[str | None]:
-    """Returns the recipient of the message that begins here, or None if no message begins here."""
+    """Returns the recipient of the message that starts here, or None if no message starts here."""
     start = reader.hold()
     yield from reader.skip_space()
     yield from reader.accept(_ASSISTANT)

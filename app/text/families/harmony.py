@@ -1,13 +1,12 @@
-"""gpt-oss uses the harmony format. An output consists of several messages, and each message has a
-header.
+"""gpt-oss uses the harmony format. An output consists of several messages, each with a header.
 
     <|channel|>analysis<|message|>I think…<|end|>
     <|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>
     {"city": "Oslo"}<|call|>
 
-The output has no line breaks. A header names a channel and may name a recipient. A message to a
-function is a call. A message without a recipient is reasoning if its channel is "analysis", and
-text in any other channel. `<|call|>` and `<|return|>` are stop tokens, so they are usually not part
+The output has no line breaks. A header contains a channel and optionally a recipient. A message to
+a function is a call. A message without a recipient is reasoning in the "analysis" channel, and text
+in any other channel. `<|call|>` and `<|return|>` are stop tokens, so they are usually not part
 of the text. The prompt ends with `<|start|>assistant`.
 
 Knows: channels, recipients and headers. Must not know: the JSON parser, other families.
@@ -40,8 +39,8 @@ _NON_FUNCTION_RECIPIENTS = ("assistant", "user", "all")
 
 @dataclass(slots=True)
 class _Header:
-    """The header of a message. is_complete: whether the header was parsed to its end. If it is
-    False, the text ended within the header."""
+    """The header of a message. is_complete: whether the header is complete; if not, the text ended
+    within the header."""
 
     channel: str | None = None
     recipient: str | None = None
@@ -58,7 +57,7 @@ class _Header:
 class Family(ChatFamily):
     markers = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
     content_prefix = f"{_CHANNEL}final{_MESSAGE}"
-    # the prompt began the first message
+    # the first message was opened by the prompt
     reasoning_separator = f"{_START}assistant"
 
     def matches(self, template: str) -> bool:
@@ -70,7 +69,7 @@ class Family(ChatFamily):
     def parse_reasoning(
         self, reader: Reader, output: OutputBuilder, tags: ReasoningTags, *, in_reasoning: bool
     ) -> Resumable[None]:
-        """Parses only reasoning that the prompt began. All other reasoning is in separate
+        """Parses only reasoning that was opened by the prompt. All other reasoning is in separate
         messages."""
         if in_reasoning:
             output.add_marker()
@@ -103,8 +102,8 @@ class Family(ChatFamily):
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
     ) -> ToolCallGrammar | None:
         """Builds a grammar for one call, which ends the output, because the model supports only one
-        call. The recipient follows the channel, as the model usually writes it, or precedes it, as
-        the template writes it."""
+        call per turn. The recipient comes after the channel, as in most outputs, or before it, as
+        in the template."""
         kind = f"({literal(f' {_CONSTRAIN}json')} | {literal(' json')})?"
         return ToolCallGrammar(
             calls=tuple(
@@ -127,8 +126,8 @@ def _build_header_expression(name: str, literal: MakeLiteral) -> str:
 
 
 def _parse_header(reader: Reader) -> Resumable[_Header | None]:
-    """Parses a header up to the beginning of the message's content. Returns None if the text is not
-    a header. Text that ends within a marker or a word of a header is not a header."""
+    """Parses a header up to the start of the message's content. Returns None if the text is not a
+    header. Text that ends within a marker or a word of a header is not a header."""
     header = _Header()
     marked = False
     for _ in range(_MAX_HEADER_WORDS):
@@ -155,7 +154,7 @@ def _parse_header(reader: Reader) -> Resumable[_Header | None]:
 
 
 def _parse_text(reader: Reader, output: OutputBuilder, size: int) -> Resumable[None]:
-    """Parses text outside of messages. size: the number of characters that are certainly text."""
+    """Parses text outside of messages. size: the number of characters known to be text."""
     if not size and (yield from reader.peek_any(*_ENDS)) is None:
         size = 1
     output.add_content(reader.take(size), reader.at - size)
@@ -163,7 +162,7 @@ def _parse_text(reader: Reader, output: OutputBuilder, size: int) -> Resumable[N
 
 
 def _parse_content(reader: Reader, output: OutputBuilder, on_text: OnText) -> Resumable[None]:
-    """Parses to the end of the message, or to the beginning of another message."""
+    """Parses up to the end of the message, or to the start of another message."""
     if (yield from reader.read_before(_START, *_ENDS, on_text=on_text)) is not None:
         yield from reader.accept(*_ENDS)
         output.add_marker()

@@ -21,7 +21,7 @@ from app.text.syntax.reader import Reader, Resumable
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
-# the syntax of other families that use the same tags
+# the markers of other families that use the same tags
 _OTHER_FAMILY_MARKERS = ("<function=", "<arg_key>", "<use_mcp_tool>", "<tool_calls>")
 
 

@@ -32,7 +32,7 @@ class Family(ChatFamily):
         return "List of tools: [" in template and "keep_past_thinking" in template
 
     def reasoning_tags(self, template: str) -> ReasoningTags | None:
-        """Returns the reasoning tags. Some models reason although their templates do not contain
+        """Returns the reasoning tags. Some models reason even though their templates do not contain
         the tags."""
         return ReasoningTags(open="<think>", close="</think>")
 
@@ -82,8 +82,8 @@ def _parse_list(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]
 def _parse_bare_list(
     reader: Reader, output: OutputBuilder, names: Collection[str]
 ) -> Resumable[None]:
-    """Parses a list without tags, or a bracket in the text. Only a list that contains the name of a
-    tool is parsed as a call."""
+    """Parses a list without tags, or a bracket in the text. Only a list with the name of a tool is
+    parsed as a call."""
     start = reader.hold()
     outcome = yield from parse_python_list(reader, output, names=names)
     if outcome == "none":

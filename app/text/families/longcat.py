@@ -1,4 +1,4 @@
-"""Meituan's LongCat uses the syntax of GLM's tool calls with other tag names.
+"""Meituan's LongCat uses GLM's tool call syntax with different tag names.
 
     <longcat_tool_call>get_weather
     <longcat_arg_key>city</longcat_arg_key>

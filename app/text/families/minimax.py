@@ -1,4 +1,4 @@
-"""MiniMax M2 writes all tool calls in one pair of tags. Names are in attributes.
+"""MiniMax M2 writes all tool calls in one pair of tags, with names as attributes.
 
     <minimax:tool_call>
     <invoke name="get_weather">

@@ -1,5 +1,5 @@
-"""ByteDance's Seed-OSS uses Qwen3-Coder's tags in another outer tag. Values are on the same line as
-their tags.
+"""ByteDance's Seed-OSS uses Qwen3-Coder's tags within a different outer tag. Values are on the same
+line as their tags.
 
     <seed:tool_call>
     <function=get_weather>

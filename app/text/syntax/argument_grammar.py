@@ -1,5 +1,4 @@
-"""Builds grammars of arguments that are written as separate pairs of a name and a value instead of
-a JSON object.
+"""Builds grammars for arguments that are written as name-value pairs instead of a JSON object.
 
     city="Oslo", days=3
 
@@ -15,7 +14,7 @@ MakePair = Callable[[str, Any], str | None]
 """Returns the expression for a parameter's name and schema. Returns None if it cannot be
 expressed."""
 
-# keywords that do not constrain a value, or that every list of pairs satisfies
+# keywords that do not constrain a value, or that are satisfied by every list of pairs
 _ANNOTATIONS = frozenset(
     ("title", "description", "default", "examples", "deprecated", "$comment", "$schema")
 )
@@ -28,13 +27,13 @@ _TYPES = ["null", "boolean", "number", "string", "array", "object"]
 
 
 def has_only_keywords(schema: Mapping[str, Any], *keywords: str) -> bool:
-    """Returns whether no keywords other than these constrain the value."""
+    """Returns whether only these keywords constrain the value."""
     return _ANNOTATIONS.issuperset(schema.keys() - set(keywords))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentGrammar:
-    """The grammar of a list of pairs. expression: the expression of the whole list, which may be
+    """The grammar of a list of pairs. expression: the expression for the whole list, which may be
     empty. rules: the rules that the expression refers to."""
 
     expression: str
@@ -44,9 +43,9 @@ class ArgumentGrammar:
 def build_argument_grammar(
     schema: Mapping[str, Any], prefix: str, *, separator: str, pair: MakePair
 ) -> ArgumentGrammar | None:
-    """Builds the grammar of pairs in the order of the schema. Optional pairs may be omitted.
-    Returns None if such a list cannot satisfy the schema, or if a pair cannot be expressed. prefix:
-    the prefix of the rule names. separator: the expression between two pairs.
+    """Builds a grammar of pairs in the order of the schema. Optional pairs may be omitted. Returns
+    None if such a list cannot satisfy the schema, or if a pair cannot be expressed. prefix: the
+    prefix of the rule names. separator: the expression between two pairs.
 
         some_i: pair_i more_i+1 | some_i+1      the list has not begun yet
         more_i: (between pair_i)? more_i+1      the list has begun
@@ -81,7 +80,7 @@ def build_argument_grammar(
 
 def extract_schema(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Extracts a part of a schema as a separate schema, with the definitions that it refers to.
-    Returns None if it refers to anything else."""
+    Returns None if it contains other references."""
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping) or not all(map(_is_definition, _find_references(schema))):

@@ -2,7 +2,7 @@
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>…<｜tool▁call▁end｜><｜tool▁calls▁end｜>
 
-Knows: the parser of both forms of a call. Must not know: the form that each template uses.
+Knows: the parser for both forms of a call. Must not know: which form a template uses.
 
     get_weather<｜tool▁sep｜>{"city": "Oslo"}
 

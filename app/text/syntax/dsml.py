@@ -24,7 +24,7 @@ DSML_MARKER = "｜DSML｜"
 
 
 def build_dsml_tags(calls: str) -> CallTags:
-    """calls: the name of the tag around all calls."""
+    """Builds the tags of one version. calls: the name of the tag around all calls."""
     return CallTags(
         before=f"<{DSML_MARKER}{calls}>",
         after=f"</{DSML_MARKER}{calls}>",

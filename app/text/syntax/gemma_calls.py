@@ -3,9 +3,9 @@
 Knows: this notation, the types of values in a schema. Must not know: the token that quotes strings,
 the markers around calls.
 
-Keys are not quoted. Strings are between quote tokens and have no escapes, so a string can contain
-any text except that token. Models sometimes omit the quote token. The type of an unquoted value is
-determined by the tool's schema.
+Keys are not quoted. Strings are enclosed in quote tokens and have no escapes, so a string can
+contain any text except the quote token. Models sometimes omit the quote token. The type of an
+unquoted value is determined by the tool's schema.
 """
 
 import json
@@ -36,14 +36,14 @@ def is_key(name: str) -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmaCallParser:
     """Parses the calls of one output. quote: the token around strings. close: the token after the
-    calls. Inside a call, it may only occur within a string."""
+    calls. Within a call, `close` may occur only in a string."""
 
     quote: str
     close: str
     tools: Sequence[Tool]
 
     def parse(self, reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
-        """Parses one call, and other calls immediately after it. Returns the same values as
+        """Parses one call, and any calls immediately after it. Returns the same values as
         `parse_call_object`."""
         outcome = yield from self._parse_call(reader, output)
         while outcome == "complete":
@@ -121,7 +121,7 @@ class _ValueParser:
         )
         text = "".join(raw)
         if not text.strip() or end in (None, quote):
-            # the value is truncated or invalid: it is output unchanged
+            # the value is truncated or invalid, so output it unchanged
             reader.rewind(mark)
             return False
         reader.release()

@@ -52,11 +52,11 @@ def _write_free_value_rules(literal: MakeLiteral, quote: str) -> Iterable[str]:
     """Yields the rules of strings and of values without a schema."""
     spelled = literal(quote)
     if spelled.startswith("<["):
-        # text cannot contain the token
+        # plain text cannot contain the token
         yield f"gemmatext: {spelled} /(?s:.*)/ {spelled}"
     else:
-        # this is one terminal: terminals match greedily, so a separate terminal for text would
-        # include the quote
+        # use one terminal: terminals match greedily, so a separate terminal for text would include
+        # the quote
         yield "gemmatext: GEMMA_QUOTED"
         yield f"GEMMA_QUOTED: {spelled} GEMMA_TEXT {spelled}"
         yield f"GEMMA_TEXT: /(?s:.*)/ & ~(/(?s:.*)/ {spelled} /(?s:.*)/)"
@@ -106,7 +106,7 @@ class _SchemaGrammar:
         )
 
     def _write_reference(self, schema: Mapping[str, Any], depth: int) -> str | None:
-        """Refers to the rule of a definition. Each definition has a rule because definitions may be
+        """Refers to the rule of a definition. Definitions have rules because they may be
         recursive."""
         target = resolve_reference(schema, self.tool.parameters)
         if not has_only_keywords(schema, "$ref") or "$ref" in target:
@@ -138,7 +138,7 @@ class _SchemaGrammar:
 
     def _write_choice(self, schema: Mapping[str, Any], keyword: str, depth: int) -> str | None:
         if keyword == "anyOf":
-            # other keywords in the same schema would have to hold as well
+            # other keywords in the same schema would apply as well
             parts = _as_list(schema["anyOf"]) if has_only_keywords(schema, "anyOf") else []
             return _join_alternatives(self.write_value(part, depth + 1) for part in parts)
         if not has_only_keywords(schema, keyword, "type"):

@@ -32,9 +32,9 @@ def parse_call_object(
     names: Collection[str] | None = None,
 ) -> Resumable[CallOutcome]:
     """Parses one call object, after optional white space. names: the names of the tools. An object
-    with another name or with other keys is not a call. If it is None, any name is accepted. Nothing
-    is added to `output` before the name is known. The caller holds the reader and rewinds it if the
-    result is "none"."""
+    with another name or with other keys is not a call. None accepts any name. Nothing is added to
+    `output` before the name is known. The caller must hold the reader, and rewind it if the result
+    is "none"."""
     call = _Call(reader, output, names)
     yield from reader.skip_space()
     if (yield from reader.accept("{")) is None:
@@ -49,7 +49,7 @@ def parse_call_object(
             return _fail_call(call)
         known = (*name_keys, *argument_keys, *id_keys, "type")
         if names is not None and key not in known and not call.is_started:
-            return "none"  # do not hold back a response in JSON to its end
+            return "none"  # do not hold back a whole response in JSON
         if not (yield from _parse_value(reader, call, key, name_keys, argument_keys, id_keys)):
             return _fail_call(call)
         yield from reader.skip_space()
@@ -60,7 +60,7 @@ def parse_call_object(
 def parse_call_list(
     reader: Reader, output: OutputBuilder, parse: ParseCall = parse_call_object
 ) -> Resumable[CallOutcome]:
-    """Parses an array of call objects, after optional white space. Otherwise it behaves like
+    """Parses an array of call objects, after optional white space. Otherwise, this behaves like
     `parse_call_object`. After a complete call, text that is neither another call nor the end of the
     array is not consumed."""
     yield from reader.skip_space()
@@ -85,10 +85,10 @@ def parse_json_arguments(
     reader: Reader, output: OutputBuilder, *ends: str
 ) -> Resumable[str | None]:
     """Outputs the arguments of the current call, up to one of the given markers, which is not
-    consumed. Returns this marker, or None if the text ends without one.
+    consumed. Returns the marker, or None if the text ends without a marker.
 
-    A marker within a JSON string is ignored. Text that is not JSON, or that follows the JSON value,
-    is output unchanged, so that no text is lost. If there is no text, the arguments are the empty
+    Markers within JSON strings are ignored. Text that is not JSON, or that follows the JSON value,
+    is output unchanged, so that no text is lost. If there is no text, the arguments are an empty
     object.
     """
 
@@ -106,8 +106,8 @@ def parse_json_arguments(
 
 
 """The outcome of parsing a call. "none": no call was started, so the caller must rewind the reader.
-"complete": a call was parsed. "broken": a call was started, but the following text is not JSON.
-This text belongs to the arguments, so that no text is lost."""
+"complete": a call was parsed. "broken": a call was started, but the following text is not JSON. The
+text becomes part of the arguments, so that no text is lost."""
 
 
 @dataclass(slots=True)
@@ -119,10 +119,10 @@ class _Call:
     id: str | None = None
     early_arguments: list[str] = field(
         default_factory=list[str]
-    )  # arguments that came before the name
+    )  # arguments that were parsed before the name
     is_started: bool = False
     has_arguments: bool = False
-    arguments_end: int | None = None  # end position of the arguments of a started call
+    arguments_end: int | None = None  # the end position of the arguments of a started call
 
     def start(self) -> bool:
         if self.name is None or (self.tool_names is not None and self.name not in self.tool_names):
@@ -172,7 +172,7 @@ def _parse_value(
 
 
 def _parse_arguments(reader: Reader, call: _Call) -> Resumable[bool]:
-    """Parses the arguments. If the name precedes them, they are output as they arrive. Some models
+    """Parses the arguments. If the name comes first, the arguments are streamed. Some models
     write the arguments as a string that contains the object."""
     call.has_arguments = True
     if call.name is not None and not call.start():

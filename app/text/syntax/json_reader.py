@@ -1,4 +1,4 @@
-"""An incremental JSON reader, which outputs a value while the model is writing it.
+"""An incremental JSON reader, which outputs a value as it is generated.
 
 Knows: JSON's grammar (RFC 8259). Must not know: the meaning of the value.
 """
@@ -15,13 +15,13 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _SPACE = frozenset(" \t\n\r")
 
 ValueEnd = Literal["complete", "broken", "cut"]
-"""The way in which a value ended: it was complete, an invalid character followed (which is not
+"""How a value ended: it was complete, it was followed by an invalid character (which is not
 consumed), or the text ended."""
 
 
 def parse_json_value(reader: Reader, on_text: OnText) -> Resumable[ValueEnd]:
-    """Outputs one JSON value as it is written, after optional white space. Models write control
-    characters within strings although JSON forbids them. These characters are escaped."""
+    """Streams one JSON value, after optional white space. Control characters in strings, which
+    models write although JSON forbids them, are escaped."""
     yield from reader.skip_space()
     scan = _JsonScanner()
     while (yield from reader.peek()):
@@ -49,8 +49,8 @@ def parse_json_string(reader: Reader) -> Resumable[str | None]:
 
 
 def decode_json_string(string: str) -> str | None:
-    """Returns the text of a complete JSON string. Returns None if the string contains half of a
-    surrogate pair, because it is not valid text."""
+    """Returns the text of a complete JSON string. Returns None if the string contains an unpaired
+    surrogate."""
     text: str = json.loads(string)
     return None if any("\ud800" <= character <= "\udfff" for character in text) else text
 
@@ -58,8 +58,8 @@ def decode_json_string(string: str) -> str | None:
 class _JsonScanner:
     """A push-down automaton over characters.
 
-    expect: the token that may follow: value, first (a value or the end of an array), key, name (a
-    key or the end of an object), colon, comma, string, escape, hex, number, word or nothing.
+    expect: the expected token: value, first (a value or the end of an array), key, name (a key or
+    the end of an object), colon, comma, string, escape, hex, number, word or nothing.
     """
 
     def __init__(self) -> None:

@@ -1,12 +1,12 @@
-"""An incremental converter of objects and lists to JSON. The input is in JSON or Python notation.
+"""An incremental converter from objects and lists in JSON or Python notation to JSON.
 
     {'append': True, 'tags': ["it's", None]}  →  {"append": true, "tags": ["it's", null]}
 
-Knows: the strings and the words of both notations. Must not know: the meaning of the value, the
-matching of brackets (the JSON parser checks it).
+Knows: the strings and keywords of both notations. Must not know: the meaning of the value, bracket
+matching (checked by the JSON parser).
 
-Some templates print arguments with Jinja's `string`. They train models on Python's notation.
-Templates with `tojson` train models on JSON. The two notations differ in quotes, three words and a
+Templates that render arguments with Jinja's `string` filter train models on Python notation, and
+templates with `tojson` train models on JSON. The notations differ in quotes, three keywords and a
 few escapes. Text that is valid in both notations has the same meaning in both.
 """
 
@@ -24,7 +24,7 @@ _HEX = re.compile(r"[0-9a-fA-F]+")
 def convert_literal_before(
     reader: Reader, *marks: str, on_text: Callable[[str], None]
 ) -> Resumable[str | None]:
-    """Outputs the text before the first of the given marks outside of a string. Returns the mark,
+    """Outputs the text up to the first of the given marks outside of a string. Returns the mark,
     which is not consumed, or None if the text ends without a mark."""
     while True:
         stop = yield from reader.read_before(
@@ -95,5 +95,6 @@ def _convert_escape(reader: Reader) -> Resumable[str]:
 
 
 def _escape_controls(text: str) -> str:
-    """Escapes control characters. JSON forbids them in strings, but models write line breaks."""
+    """Escapes control characters, which JSON forbids in strings, because models write line
+    breaks."""
     return "".join(escape_json(c) if c < " " else c for c in text)

@@ -1,12 +1,12 @@
-"""Parses tool calls of Llama's models, in all syntaxes that they use.
+"""Parses tool calls of Llama models, in all syntaxes that they use.
 
     {"name": "get_weather", "parameters": {"city": "Oslo"}}
     [get_weather(city="Oslo")]
     <|python_tag|>{"name": "get_weather", "parameters": {"city": "Oslo"}}
     <|python_tag|>brave_search.call(query="Oslo")
 
-Knows: the conditions for a call without the token (it must be at the start of the output and name a
-tool). Must not know: the syntax that each template requests.
+Knows: the conditions for a call without the token (it must be at the start of the output and
+contain the name of a tool). Must not know: which syntax a template requests.
 
 Source: Meta's documentation of the prompts of Llama 3.1 to 4, and its chat templates. The templates
 support one call per turn. Models that write several calls separate them with a semicolon, a comma
@@ -29,7 +29,7 @@ PYTHON_TAG, PYTHON_START, PYTHON_END = "<|python_tag|>", "<|python_start|>", "<|
 def parse_llama_calls(
     reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
 ) -> Resumable[None]:
-    """Parses an output to its end."""
+    """Parses a complete output."""
     names = {tool.name for tool in tools}
     marks = (PYTHON_TAG, PYTHON_START) if tools else ()
     if tools:
@@ -80,7 +80,7 @@ def _parse_tagged_call(
         case "[":
             return (yield from parse_python_list(reader, output))
         case _:
-            # the token may also be followed by code for an interpreter
+            # the token may also introduce code for an interpreter
             return (
                 yield from parse_python_call(reader, output, names=names, method_suffix=".call")
             )

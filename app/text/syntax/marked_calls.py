@@ -1,5 +1,4 @@
-"""A parser of text that contains tool calls after a marker. The calls are usually closed by another
-marker.
+"""A parser for text with tool calls between markers. The closing marker is optional.
 
 Knows: markers without a call, malformed calls. Must not know: the markers of any family, the syntax
 of calls.
@@ -23,9 +22,9 @@ def parse_marked_calls(
     close: str | None = None,
     other_opens: tuple[str, ...] = (),
 ) -> Resumable[None]:
-    """Parses to the end of the text. tools: the tools that may be called; if it is empty, the whole
-    output is text. parse: the parser of the calls after `open`. close: the closing marker, if the
-    syntax has one. other_opens: alternatives to `open`."""
+    """Parses the whole text. tools: the tools that may be called; if empty, the whole output is
+    text. parse: the parser for the calls after `open`. close: the closing marker, if the syntax has
+    one. other_opens: alternatives to `open`."""
     opens = (open, *other_opens)
     while mark := (
         yield from reader.read_until(*(opens if tools else ()), on_text=output.add_content)
@@ -45,9 +44,9 @@ def parse_marked_call(
     ends: tuple[str, ...] = (),
     on_text: OnText | None = None,
 ) -> Resumable[None]:
-    """Parses a call and `close`, after `open` was consumed. If no call follows, `open` is text, and
-    the following text is not consumed. ends: markers that also end a malformed call and are not
-    consumed. on_text: the receiver of the text; None adds it to the output."""
+    """Parses a call and `close`, after `open` was consumed. If no call follows, `open` is treated
+    as text, and the following text is not consumed. ends: markers that also end a malformed call
+    and are not consumed. on_text: receives the text; None adds it to the output."""
     inside = reader.hold()
     outcome = yield from parse(reader, output)
     if outcome == "none":

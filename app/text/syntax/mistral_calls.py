@@ -1,14 +1,15 @@
-"""The shared parser of Mistral's models for all their call syntaxes.
+"""The shared parser for all call syntaxes of Mistral's models.
 
     [TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Oslo"}, "id": "…"}]
     [TOOL_CALLS]get_weather[CALL_ID]…[ARGS]{"city": "Oslo"}
     [TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}
 
-Knows: the parser of each syntax, reasoning at any position, the format of call IDs. Must not know:
-the syntax that each template uses. A model that was trained on one syntax sometimes writes another.
+Knows: the parser for each syntax, reasoning at any position, the format of call IDs. Must not know:
+which syntax a template uses, because a model that was trained on one syntax sometimes writes
+another.
 
 Source: mistral-common's tokenizers v3, v11 and v13, and Mistral's chat templates. An ID after the
-arguments is ignored, because the call was already output.
+arguments is ignored, because the start of the call was already sent.
 """
 
 import re
@@ -28,7 +29,7 @@ from app.text.syntax.reader import Reader, Resumable
 CALLS, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 THINK, THINK_END = "[THINK]", "[/THINK]"
 
-# the format that the templates require: nine letters or digits
+# the ID format required by the templates: nine letters or digits
 ID_PATTERN = "[a-zA-Z0-9]{9}"
 
 _WORD = re.compile(r"[^\s\[\]{}\"]+")

@@ -1,4 +1,4 @@
-"""An incremental parser of nested lists and mappings in any notation. Its output is JSON.
+"""An incremental parser that converts nested lists and mappings in any notation to JSON.
 
     {name: 'a', tags: [1, 2,]}  →  {"name": "a", "tags": [1, 2]}
 
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from app.text.syntax.reader import Reader, Resumable
 
 WriteJson = Callable[[str], None]
-"""Receives the next chunk of JSON text."""
+"""A callback that receives the next chunk of JSON text."""
 
 KeyPath = tuple[str | None, ...]
 """The location of a value, as the list of keys that lead to it. An item of a list has the key
 None."""
 
 ParseKey = Callable[[Reader], Resumable[str | None]]
-"""Parses a key and its separator. Returns the key as JSON text. If there is no key, it returns None
+"""Parses a key and its separator. Returns the key as JSON text. If there is no key, returns None
 and consumes nothing."""
 
 ParseScalar = Callable[[Reader, WriteJson, KeyPath], Resumable[bool]]
-"""Parses a scalar value. Returns whether it was complete. If the value could not be parsed, nothing
-was consumed."""
+"""Parses a scalar value. Returns whether the value was complete. If it cannot be parsed, nothing is
+consumed."""
 
 _MAX_DEPTH = 64  # maximum depth of nested brackets; deeper values are rejected
 
@@ -32,7 +32,7 @@ _MAX_DEPTH = 64  # maximum depth of nested brackets; deeper values are rejected
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notation:
     """The notation of lists and mappings. list_brackets: the closing bracket for each opening
-    bracket of a list. parse_key: the parser of a key of a mapping. Mappings are always in
+    bracket of a list. parse_key: the parser for the keys of mappings. Mappings are always in
     braces."""
 
     list_brackets: Mapping[str, str]

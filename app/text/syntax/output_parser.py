@@ -1,6 +1,6 @@
 """Splits a model's output into text, reasoning and tool calls.
 
-Knows: the treatment of white space around markers, which is the same for all families. Must not
+Knows: how white space around markers is handled, which is the same for all families. Must not
 know: the markers of any family (`app/text/families`), tokens, events.
 """
 
@@ -12,7 +12,7 @@ from app.text.syntax.reader import Reader, Resumable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """A part of the content, exactly as the model wrote it. at: the position of its first character
+    """A part of the content, exactly as generated. at: the position of its first character
     in the model's output."""
 
     text: str
@@ -21,7 +21,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reasoning:
-    """A part of the reasoning, exactly as the model wrote it."""
+    """A part of the reasoning, exactly as generated."""
 
     text: str
     at: int
@@ -48,9 +48,9 @@ OutputPart = Content | Reasoning | ToolCallStart | ToolCallArguments
 class OutputBuilder:
     """Collects the parts found by a parser.
 
-    White space next to a marker belongs to the marker. This applies to white space at the end of
-    text before a call or reasoning, at the start and the end of reasoning, and after a call or
-    reasoning. All other white space is kept unchanged.
+    White space next to a marker is treated as part of the marker: at the end of text before a call
+    or reasoning, at the start and end of reasoning, and after a call or reasoning. All other white
+    space is preserved.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class OutputBuilder:
         self._add(Reasoning, text, at)
 
     def add_marker(self) -> None:
-        """Adds a marker that starts or ends reasoning, a call or a part of the output."""
+        """Adds a marker at the start or end of reasoning, a call or another part of the output."""
         self._held_space.clear()
         self._after_marker = True
 
@@ -79,7 +79,7 @@ class OutputBuilder:
             self._parts.append(ToolCallArguments(text=text))
 
     def finish(self) -> None:
-        """Ends the text, without a marker at its end."""
+        """Ends the text. Trailing white space is not next to a marker."""
         self._flush_space()
 
     @property
@@ -88,7 +88,7 @@ class OutputBuilder:
         return self._held_space[0][1] if self._held_space else None
 
     def drain(self) -> list[OutputPart]:
-        """Returns the parts found since the last call of this method."""
+        """Returns the parts found since the last call."""
         found, self._parts = self._parts, []
         return found
 
@@ -120,11 +120,11 @@ Parse = Callable[[Reader, OutputBuilder], Resumable[None]]
 
 
 class OutputParser:
-    """Converts the model's output to parts. It is a stage with `feed` and `flush`. Its concatenated
-    output does not depend on how the text was split."""
+    """Splits the model's output into parts, as a stage with `feed` and `flush`. The concatenated
+    output does not depend on how the input was split."""
 
     def __init__(self, parse: Parse) -> None:
-        """parse: a parser that accepts any text and parses it to its end."""
+        """parse: a parser that accepts and consumes any text."""
         self._reader = Reader()
         self._output = OutputBuilder()
         self._parser = parse(self._reader, self._output)
@@ -147,7 +147,7 @@ class OutputParser:
 
     @property
     def settled(self) -> int:
-        """The position before which no text is held back."""
+        """The position up to which no text is held back."""
         waiting = self._output.held_position
         return self._reader.settled if waiting is None else min(waiting, self._reader.settled)
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 from app.text.syntax.literal_reader import convert_literal, escape_json
 
 JsonTypes = frozenset[str]
-"""The types that a value may have, out of the seven types of JSON Schema."""
+"""The allowed types of a value, as a subset of JSON Schema's seven types."""
 
 STRING_TYPE: JsonTypes = frozenset({"string"})
 ALL_TYPES: JsonTypes = STRING_TYPE | {"number", "integer", "boolean", "null", "object", "array"}
@@ -28,7 +28,7 @@ ANNOTATION_KEYWORDS = frozenset(
 _NUMBER = re.compile(r"([+-]?)0*([0-9]+)((?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)")
 _MAX_REFERENCE_DEPTH = 16  # maximum length of a chain of references
 
-# the possible types other than string, by a value's first character
+# maps the first character of a value to its possible types, other than string
 _TYPES_BY_FIRST_CHARACTER = {
     **dict.fromkeys("0123456789+-", frozenset({"number", "integer"})),
     **dict.fromkeys("tTfF", frozenset({"boolean"})),
@@ -39,7 +39,7 @@ _TYPES_BY_FIRST_CHARACTER = {
 
 
 def get_parameter_types(parameters: Mapping[str, Any], name: str) -> JsonTypes | None:
-    """Returns the types of one parameter, or None if the schema does not restrict them."""
+    """Returns the allowed types of one parameter, or None if the schema does not restrict them."""
     return _property_types(parameters, name, parameters, _MAX_REFERENCE_DEPTH)
 
 
@@ -51,7 +51,7 @@ def get_schema_types(schema: Any, root: Mapping[str, Any]) -> JsonTypes | None:
 
 def resolve_reference(schema: Any, root: Mapping[str, Any]) -> Any:
     """Returns the target of a reference within its document. Returns the schema itself if it is not
-    a reference, has other keywords, or refers to a missing target."""
+    a reference, has other keywords, or refers to a target that does not exist."""
     found = schema
     for _ in range(_MAX_REFERENCE_DEPTH):
         if not isinstance(found, Mapping):
@@ -79,8 +79,8 @@ def may_be_non_string(first: str, types: JsonTypes | None) -> bool:
 
 def to_json(raw: str, types: JsonTypes | None) -> str:
     """Converts an unquoted value to JSON text. The value is converted to one of these types if
-    possible, and otherwise to a string. If several types including string are allowed, the other
-    types take precedence, because a schema for strings only would not list them.
+    possible, and otherwise to a string. If string and other types are allowed, the other types take
+    precedence, because otherwise the schema would not list them.
 
     Without types, a value that is valid JSON is used unchanged.
     """
@@ -91,8 +91,8 @@ def to_json(raw: str, types: JsonTypes | None) -> str:
 
 
 def _convert_untyped(text: str) -> str | None:
-    """Converts a value to the type that the text suggests. Returns None if it can only be a
-    string."""
+    """Converts a value to the type suggested by the text. Returns None if only a string is
+    possible."""
     if _is_json(text):
         return text
     if text[:1] in ("{", "[") or text in ("True", "False", "None"):
@@ -228,8 +228,7 @@ def _type_of(value: Any) -> str:
 
 
 def _intersect_types(one: JsonTypes | None, other: JsonTypes | None) -> JsonTypes | None:
-    """Returns the types that both sets allow. If they contradict each other, the result is the
-    first set."""
+    """Returns the types that both sets allow. If the sets are disjoint, returns the first set."""
     if one is None or other is None:
         return other if one is None else one
     return (_add_integer(one) & _add_integer(other)) or one

@@ -26,15 +26,15 @@ _NAME = re.compile(r"[^\W\d][\w.-]*")
 def parse_python_list(
     reader: Reader, output: OutputBuilder, *, names: Collection[str] | None = None
 ) -> Resumable[CallOutcome]:
-    """Parses `[f(…), g(…)]`, like `parse_call_list`. The parameter `names` and the requirements for
-    the caller's reader are the same as for `parse_call_object`."""
+    """Parses `[f(…), g(…)]`, like `parse_call_list`. The parameter `names` and the requirements on
+    the caller are the same as for `parse_call_object`."""
     return (yield from parse_call_list(reader, output, partial(parse_python_call, names=names)))
 
 
 def parse_python_calls(
     reader: Reader, output: OutputBuilder, *, names: Collection[str] | None = None
 ) -> Resumable[CallOutcome]:
-    """Parses `f(…)`, and further calls after commas or white space. Otherwise it behaves like
+    """Parses `f(…)`, and further calls after commas or white space. Otherwise, this behaves like
     `parse_python_list`."""
     outcome = yield from parse_python_call(reader, output, names=names)
     while outcome == "complete":
@@ -55,8 +55,8 @@ def parse_python_call(
     names: Collection[str] | None = None,
     method_suffix: str = "",
 ) -> Resumable[CallOutcome]:
-    """Parses one call, after optional white space. Arguments must be named, and each argument is
-    converted as it arrives. method_suffix: a suffix of the name that is dropped."""
+    """Parses one call, after optional white space. Only keyword arguments are supported, and each
+    argument is streamed. method_suffix: a suffix to remove from the name."""
     yield from reader.skip_space()
     written = yield from reader.match(_NAME)
     name = written.removesuffix(method_suffix)
@@ -85,7 +85,7 @@ def build_python_grammar(
     trigger: str,
 ) -> ToolCallGrammar | None:
     """Builds the grammar for `ChatFamily.build_tool_call_grammar`, with the given texts around the
-    calls. Returns None if a schema has constraints beyond the names and the values of parameters.
+    calls. Returns None if a schema has constraints beyond the names and values of parameters.
     Values are written as JSON, which `parse_python_call` accepts, so the JSON grammar enforces
     their schemas."""
     calls: list[str] = []

@@ -1,12 +1,12 @@
-"""An incremental parser of Python literals. Its output is JSON.
+"""An incremental parser that converts Python literals to JSON.
 
 Knows: Python's literals (language reference, 2.4 and 6.2), their JSON representation. Must not
 know: calls.
 
-Models write literals loosely, and chat templates print strings without escaping them. Therefore the
-parser is tolerant. It accepts JSON's `true`, `false` and `null`. A string may contain line breaks.
-An unknown escape is kept unchanged, except for JSON's `\\/`. A quotation mark ends a string only if
-the following text is valid after a string.
+The parser is tolerant, because models do not always write valid literals, and chat templates render
+strings without escaping them. JSON's `true`, `false` and `null` are accepted. A string may contain
+line breaks. Unknown escapes are kept unchanged, except for JSON's `\\/`. A quotation mark ends a
+string only if the following text is valid after a string.
 """
 
 import json
@@ -128,8 +128,8 @@ def _is_value_end(reader: Reader) -> Resumable[bool]:
 
 
 def _parse_raw_escape(reader: Reader) -> Resumable[str]:
-    """Parses an escape in a raw string, where a backslash and a following quotation mark are
-    literal characters."""
+    """Parses an escape in a raw string, in which a backslash and a following quotation mark are
+    literal."""
     character = yield from reader.peek()
     return escape_json("\\" + reader.take(len(character)))
 
@@ -150,7 +150,7 @@ def _parse_escape(reader: Reader) -> Resumable[str]:
     if code > 0x10FFFF:
         return "\\\\"
     reader.take(size + 1)
-    # half of a surrogate pair, JSON's representation of characters beyond U+FFFF; the other half
+    # the high surrogate of a pair, which JSON uses for characters beyond U+FFFF; the low surrogate
     # follows
     return f"\\u{code:04x}" if 0xD800 <= code < 0xE000 else escape_json(chr(code))
 

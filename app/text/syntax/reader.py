@@ -1,11 +1,11 @@
-"""A resumable text reader. Parsers of streamed text can be written as if all text were available.
+"""A resumable text reader, with which parsers for streamed text can be written as if all text were
+available.
 
 Knows: the text received so far, the end of the text. Must not know: the syntax of any family.
 
 A parser is a generator that reads from a `Reader` with `yield from`. If a result is not known yet,
 the reader yields, and the caller resumes the parser when more text has arrived. Each syntax is
-therefore written only once, from top to bottom, and its result does not depend on how the text was
-split.
+therefore implemented only once, top-down, and the result does not depend on how the text was split.
 
     consumed | known, not consumed | not known yet
              at                    added by `push`
@@ -17,15 +17,15 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# The maximum number of characters of a name or a number. It limits the cost, because matching is
+# The maximum number of characters of a name or a number. This bounds the cost, because matching is
 # repeated with every new chunk.
 _MAX_MATCH_LENGTH = 4096
 
-# the type of `yield from` calls, which are suspended until the following text is known
+# the return type of parsers, which are suspended until the following text is known
 Resumable = Generator[None, None, T]
 
 OnText = Callable[[str, int], None]
-"""Receives a chunk of text and the position of its first character."""
+"""A callback that receives a chunk of text and the position of its first character."""
 
 
 class Reader:
@@ -52,13 +52,13 @@ class Reader:
 
     @property
     def ahead(self) -> str:
-        """The known text that is not consumed."""
+        """The known text that has not been consumed."""
         return self._buffer[self.at - self._start :]
 
     @property
     def settled(self) -> int:
-        """The position before which no text will be read again or returned. A mark may still become
-        text while the text after it is held."""
+        """The position before which the text is final. A consumed mark may still become text while
+        the text after it is held."""
         settled = self.at if self._held is None else min(self.at, self._held)
         begins, ends = self._last_mark
         return begins if settled == ends else settled
@@ -71,8 +71,8 @@ class Reader:
         return text
 
     def hold(self) -> int:
-        """Keeps the text from the current position until `release`, so that `rewind` can return to
-        it."""
+        """Keeps the text from the current position on until `release`, so that `rewind` can return
+        to it."""
         self._held = self.at
         return self.at
 
@@ -89,7 +89,7 @@ class Reader:
     # methods that may wait for more text
 
     def wait_for_more(self) -> Resumable[bool]:
-        """Waits for an unknown character. Returns whether one arrived."""
+        """Waits for the next character. Returns False at the end of the text."""
         known = len(self.ahead)
         while len(self.ahead) == known and not self.ended:
             yield
@@ -102,8 +102,8 @@ class Reader:
         return self.ahead[:1]
 
     def peek_any(self, *texts: str) -> Resumable[str | None]:
-        """Returns the longest of the given texts that follows, without consuming it. Returns None
-        if none of them follows."""
+        """Returns the longest of the given texts that matches at the current position, without
+        consuming it, or None if none matches."""
         longest = max(map(len, texts))
         while True:
             ahead = self.ahead[:longest]
@@ -114,7 +114,7 @@ class Reader:
             yield from self.wait_for_more()
 
     def accept(self, *texts: str) -> Resumable[str | None]:
-        """Consumes a text. Returns the same values as `peek_any`."""
+        """Like `peek_any`, but consumes the text."""
         met = yield from self.peek_any(*texts)
         if met is not None:
             self.at += len(met)
@@ -131,7 +131,7 @@ class Reader:
     def match(self, pattern: re.Pattern[str]) -> Resumable[str]:
         """Returns the longest match of the pattern without consuming it, or "" if there is no
         match. The pattern must also match every non-empty prefix of a matching text. A match that
-        is too long for a name or a number is rejected."""
+        exceeds the length limit is rejected."""
         while True:
             match = pattern.match(self.ahead)
             if (match is None and self.ahead) or (match and match.end() > _MAX_MATCH_LENGTH):
@@ -141,7 +141,7 @@ class Reader:
             yield from self.wait_for_more()
 
     def read_before(self, *marks: str, on_text: OnText) -> Resumable[str | None]:
-        """Outputs text like `read_until`, but does not consume the mark."""
+        """Like `read_until`, but does not consume the mark."""
         mark = yield from self.read_until(*marks, on_text=on_text)
         self.at -= len(mark or "")
         return mark
@@ -149,13 +149,13 @@ class Reader:
     def read_until(self, *marks: str, on_text: OnText) -> Resumable[str | None]:
         """Outputs the text before the first of the given marks, and consumes the mark. Each chunk
         is output as soon as it cannot be part of a mark. Returns the mark, or None if the text ends
-        without one. Of two marks with the same start, the longer one is used."""
+        without a mark. If two marks start at the same position, the longer mark is used."""
         found = re.compile("|".join(re.escape(m) for m in sorted(marks, key=len, reverse=True)))
         while True:
             ahead = self.ahead
             match = found.search(ahead) if marks else None
             begins = match.start() if match else len(ahead)
-            # a longer mark may begin there, too
+            # a longer mark may also start there
             open_ = len(ahead) if self.ended else _find_partial_mark(ahead, marks)
             clear = min(begins, open_)
             if clear:
@@ -170,14 +170,14 @@ class Reader:
             yield from self.wait_for_more()
 
     def read_text_until(self, *marks: str) -> Resumable[tuple[str, str | None]]:
-        """Returns the text before the first of the given marks, and the mark, like `read_until`."""
+        """Like `read_until`, but returns the text together with the mark."""
         pieces: list[str] = []
         mark = yield from self.read_until(*marks, on_text=lambda text, _: pieces.append(text))
         return "".join(pieces), mark
 
 
 def _find_partial_mark(text: str, marks: Iterable[str]) -> int:
-    """Returns the position near the end of the text where an incomplete mark may begin."""
+    """Returns the position near the end of the text at which a partial mark may start."""
     first = len(text)
     for mark in marks:
         for size in range(min(len(mark) - 1, len(text)), len(text) - first, -1):

@@ -1,11 +1,11 @@
-"""The base of families whose output has parts addressed to `all` or to a function.
+"""The base class of families whose output has parts addressed to `all` or to a function.
 
     all
     Let me see.
     >>>get_weather
     {"city": "Oslo"}
 
-Knows: the parser of such an output. Must not know: the separators between the parts.
+Knows: the parser for such an output. Must not know: the separators between the parts.
 
 Source: MeetKai's chat templates of Functionary 2 and 3. The prompt ends directly before the first
 recipient.
@@ -65,8 +65,7 @@ class RecipientFamily(ChatFamily):
     def _parse_part(
         self, reader: Reader, output: OutputBuilder, names: Collection[str], on_text: OnText
     ) -> Resumable[str | None]:
-        """Parses to the end of a part. Returns the recipient of the next part, or None if there is
-        no further part."""
+        """Parses one part. Returns the recipient of the next part, or None if there is none."""
         while (yield from reader.read_until(self.separator, on_text=on_text)) is not None:
             inside = reader.hold()
             to = yield from self._parse_recipient(reader, names)
@@ -87,7 +86,7 @@ class RecipientFamily(ChatFamily):
 
 
 def _parse_call(reader: Reader, output: OutputBuilder, name: str) -> Resumable[OnText]:
-    """Starts a call. Returns the receiver of its text, which adds arguments."""
+    """Starts a call. Returns a callback that adds text to its arguments."""
 
     def take(text: str, at: int) -> None:
         output.add_arguments(text)

@@ -1,4 +1,4 @@
-"""Parses tool calls between tags with raw values, without quotes and escapes.
+"""Parses tool calls in tags, with raw values (without quotes or escapes).
 
     <tool_call><function=get_weather><parameter=city>Oslo</parameter></function></tool_call>
 
@@ -8,8 +8,8 @@
 Knows: the common structure of such syntaxes. Must not know: the tags of any of them.
 
 Only the tool's schema distinguishes strings from numbers (`parameter_types.py`). Values are not
-escaped, so a value may contain any tag, including its own closing tag. A tag ends a value only if
-valid text follows it.
+escaped, so a value may contain any tag, including its own closing tag. A tag therefore ends a value
+only if it is followed by valid text.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,19 +28,19 @@ from app.text.syntax.parameter_types import (
 from app.text.syntax.reader import Reader, Resumable
 
 NarrowTypes = Callable[[JsonTypes | None], JsonTypes | None]
-"""Narrows the types of a schema to the types that a tag implies."""
+"""Narrows the types of a schema to the types implied by a tag."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTags:
     """The tags of a family.
 
-    before, after: the tags around a call. grouped: whether `before` and `after` are around all
-    calls of an output instead. begin: the tag before the name, or "" if the name follows `before`.
-    end: the tag after the arguments, or None if `after` ends the call. key_ends: the tags after a
-    key, with the types that each tag implies. value_begin: the tag before a value, or "" if the
-    value follows the tag after the key. values_on_own_lines: whether values are on separate lines.
-    gap: the white space between tags. gap_optional: whether this white space may be missing.
+    before, after: the tags around a call. grouped: whether `before` and `after` enclose all calls
+    of an output instead. begin: the tag before the name, or "" if the name follows `before`. end:
+    the tag after the arguments, or None if `after` ends the call. key_ends: the tags after a key,
+    with the types that each tag implies. value_begin: the tag before a value, or "" if the value
+    follows the tag after the key. values_on_own_lines: whether values are on separate lines. gap:
+    the white space between tags. gap_optional: whether this white space may be missing.
     """
 
     before: str
@@ -74,8 +74,8 @@ class CallTags:
 
     @property
     def value_ends(self) -> dict[str, tuple[str, ...]]:
-        """The markers that end a value, each with the texts that may follow it. If a value's own
-        end tag is missing, the value ends with the end tag of the call or of all calls."""
+        """The markers that end a value, each with the texts that may follow it. If the end tag of a
+        value is missing, the value ends at the end tag of the call or of all calls."""
         ends = {self.value_end: (self.key_begin, *self.end_markers)}
         if self.end is not None:
             return {**ends, self.end: (self.after, *self.start_markers)}
@@ -95,11 +95,11 @@ class TaggedCallParser:
         return self._tags.start_markers if self._schemas else ()
 
     def parse(self, reader: Reader, output: OutputBuilder, mark: str) -> Resumable[None]:
-        """Parses the text after a start marker, which was already consumed. The text consists of
-        calls, or of plain text if it is not a call.
+        """Parses the text after a start marker, which was already consumed. Text that is not a call
+        is added as plain text.
 
-        Models sometimes omit the outer tag, so a call may start without it. Such a call must name a
-        tool, because nothing else identifies it as a call.
+        Models sometimes omit the outer tag, so a call may start without it. Such a call must
+        contain the name of a known tool, because nothing else identifies it as a call.
         """
         inside = reader.hold()
         if mark == self._tags.before:
@@ -129,7 +129,8 @@ class TaggedCallParser:
         return name is not None
 
     def _parse_json_call(self, reader: Reader, output: OutputBuilder) -> Resumable[bool]:
-        """Parses a call in JSON. Models that were trained on much JSON write such calls."""
+        """Parses a call in JSON, which models sometimes write because they were trained on much
+        JSON."""
         outcome = yield from parse_call_object(reader, output)
         if outcome == "none":
             return False
@@ -167,7 +168,7 @@ class TaggedCallParser:
         pieces: list[str] = []
         end = yield from reader.read_before("\n", "<", on_text=lambda text, _: pieces.append(text))
         name = "".join(pieces).strip()
-        # if no marker follows the name, the following text must confirm the call
+        # without a marker after the name, the following text must confirm the call
         if end is None or not name or len(name.split()) > 1:
             return None
         return name if (yield from _is_followed_by(reader, (tags.key_begin, tags.after))) else None
@@ -239,7 +240,7 @@ class TaggedCallParser:
     def _parse_unquoted(
         self, reader: Reader, output: OutputBuilder, types: JsonTypes | None
     ) -> Resumable[bool]:
-        """Parses a value whose type is only known at its end."""
+        """Parses a value whose type is known only at its end."""
         raw: list[str] = []
         complete = yield from self._parse_raw(reader, raw.append)
         written = to_json("".join(raw), types)
@@ -259,7 +260,7 @@ class TaggedCallParser:
             reader.take(len(mark))
             tag = mark.removeprefix("\n")
             if (yield from _is_followed_by(reader, ends[tag])):
-                # the end tag of an outer element is not consumed
+                # do not consume the end tag of an outer element
                 own = tag == self._tags.value_end
                 reader.rewind(position + len(mark) - (0 if own else len(tag)))
                 return True
@@ -273,7 +274,7 @@ def _line_end_markers(tags: CallTags) -> Iterable[str]:
 
 
 def _is_followed_by(reader: Reader, marks: Sequence[str]) -> Resumable[bool]:
-    """Returns whether one of the marks follows after white space, as far as the text is known."""
+    """Returns whether one of the marks follows after optional white space, given the known text."""
     yield from reader.skip_space()
     if (yield from reader.peek_any(*marks)) is not None:
         return True
@@ -281,8 +282,8 @@ def _is_followed_by(reader: Reader, marks: Sequence[str]) -> Resumable[bool]:
 
 
 def _take_truncated(reader: Reader, *marks: str) -> bool:
-    """Returns whether the text ends within or before one of the marks, and consumes the rest in
-    this case. None of the marks may follow completely."""
+    """Returns whether the text ends before or within one of the marks, and if so, consumes the
+    rest. None of the marks may follow completely."""
     cut = _ends_within_mark(reader, marks)
     if cut:
         reader.take(len(reader.ahead))

@@ -1,12 +1,12 @@
-"""The base of families with tool calls between tags (`app/text/syntax/tagged_calls.py`).
+"""The base class of families with tool calls in tags (`app/text/syntax/tagged_calls.py`).
 
-Knows: the construction of a parser and a grammar from tags. Must not know: the tags of any family.
+Knows: how to build a parser and a grammar from tags. Must not know: the tags of any family.
 
 In the grammar, a value that is not a string is JSON, and the JSON grammar enforces its schema. A
 string is free text up to its closing tag, which cannot be combined with the regular expression of a
 schema. If a schema constrains a string by more than an enumeration, the call is a JSON object
-between the outer tags. Models that were trained on much JSON also write such calls. In this case,
-families whose outer tags are around all calls have no grammar.
+between the outer tags, because models that were trained on much JSON also write such calls.
+Families whose outer tags enclose all calls have no grammar in this case.
 """
 
 import json as jsons
@@ -38,7 +38,7 @@ _NAME = re.compile(r"[^\s<>\"]+")
 _REFERENCE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
 _LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
 
-# the rule of free text, including its closing tag
+# the rule for free text, including the closing tag
 _TEXT_RULE = "parameter"
 
 
@@ -62,7 +62,7 @@ def build_tagged_grammar(
     return replace(
         syntax,
         before=literal(f"{tags.before}{tags.gap}"),
-        # two lexemes, because the same gap separates calls
+        # use two lexemes, because the same gap separates calls
         after=f"{literal(tags.gap)} {literal(tags.after)}",
     )
 
@@ -76,7 +76,7 @@ class _GrammarWriter:
         self._has_text = False
 
     def write_call(self, tool: Tool) -> str | None:
-        """Returns the expression of a call of this tool, or None if the syntax cannot enforce its
+        """Returns the expression for a call of this tool, or None if the syntax cannot enforce its
         schema."""
         properties = _read_properties(tool.parameters)
         if properties is None or not _NAME.fullmatch(tool.name):
@@ -92,7 +92,7 @@ class _GrammarWriter:
         return " ".join((*parts, self._write_suffix()))
 
     def write_json_call(self, tool: Tool) -> str:
-        """Returns the expression of a call of this tool in JSON."""
+        """Returns the expression for a call of this tool in JSON."""
         tags = self._tags
         before, after = f"{tags.before}{tags.gap}", f"{tags.gap}{tags.after}"
         return build_call_expression(
@@ -108,9 +108,9 @@ class _GrammarWriter:
         free = f"~/(?s:.*)({ends})(?s:.*)/"
         close = self._literal(self._tags.value_suffix)
         literal = _LITERAL.match(close)
-        if literal is None:  # a token, which text cannot contain
+        if literal is None:  # a token, which plain text cannot contain
             return f"{_TEXT_RULE}: PARAMETER? {close}\nPARAMETER: /(?s:.+)/ & {free}"
-        # one lexeme: otherwise free text would also match the following text
+        # use one lexeme, because otherwise free text would also match the following text
         rest = close[literal.end() :]
         return f"{_TEXT_RULE}: PARAMETER {rest}\nPARAMETER: (/(?s:.*)/ & {free}) {literal[0]}"
 
@@ -137,7 +137,7 @@ class _GrammarWriter:
         return f"{key} {self.gap_expression} {self._literal(tags.value_begin + line)}"
 
     def _select_key_end(self, schema: Any, tool: Tool) -> str:
-        """Selects the tag after a key that implies the schema's type."""
+        """Selects the tag after a key that implies the type in the schema."""
         types = get_schema_types(schema, tool.parameters)
         for end, narrow in self._tags.key_ends.items():
             is_text = types is None or "string" in types
@@ -146,7 +146,7 @@ class _GrammarWriter:
         raise AssertionError(self._tags.key_ends)
 
     def _write_value(self, tool: Tool, schema: Any) -> str | None:
-        """Returns the expression of a value and its end tag, or None if its schema cannot be
+        """Returns the expression for a value and its end tag, or None if its schema cannot be
         enforced."""
         root, close = tool.parameters, self._literal(self._tags.value_suffix)
         types = get_schema_types(schema, root)
@@ -181,8 +181,8 @@ def _read_properties(schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _extract_schema(
     schema: Any, types: JsonTypes, root: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Returns a parameter's schema as a separate document. Returns None if it has references
-    outside of the kept definitions."""
+    """Returns a parameter's schema as a separate document. Returns None if the schema has
+    references to anything but its definitions."""
     shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
     alone = {"type": sorted(types), **cast(Mapping[str, Any], schema)}
     if _REFERENCE.search(jsons.dumps([alone, shared])):
@@ -204,7 +204,7 @@ def _constrains_only_type(schema: Any) -> bool:
 
 
 def _read_enum_strings(schema: Any) -> Sequence[str]:
-    """Returns the strings that a schema enumerates, if any."""
+    """Returns the strings in a schema's enumeration, if any."""
     if not isinstance(schema, Mapping):
         return ()
     schema = cast(Mapping[str, Any], schema)

@@ -1,6 +1,6 @@
 """A small template language, and random variations of how users phrase a question.
 
-Knows: strings and a random generator. Must not know: what the questions are about.
+Knows: strings and a random generator. Must not know: the content of the questions.
 """
 
 import random
@@ -145,7 +145,7 @@ _SYNONYMS: Mapping[str, tuple[str, ...]] = {
 
 
 def expand(template: str, rng: random.Random, phrases: Mapping[str, str]) -> str:
-    """A random expansion of `template`.
+    """Expands `template` randomly.
 
     `{a|b|}` is one of its alternatives, which may nest; `$name` is the template of that name in
     `phrases`. Runs of spaces, which empty alternatives leave behind, become one.
@@ -158,7 +158,7 @@ def expand(template: str, rng: random.Random, phrases: Mapping[str, str]) -> str
 
 
 def reword(question: str, rng: random.Random) -> str:
-    """`question` with random synonyms, omitted small words and typing errors."""
+    """Returns `question` with random synonyms, omitted small words and typing errors."""
     words: list[str] = []
     for word in question.split(" "):
         chance = rng.random()
@@ -191,7 +191,7 @@ def add_noise(question: str, rng: random.Random, share: float) -> str:
 
 
 def add_politeness(question: str, rng: random.Random) -> str:
-    """`question` with a random opening, closing, punctuation and case."""
+    """Returns `question` with a random opening, closing, punctuation and case."""
     if rng.random() < 0.25:
         question = rng.choice(_OPENINGS) + question
     ending = question[-1] if question[-1] in "?!." else ""
@@ -204,12 +204,12 @@ def add_politeness(question: str, rng: random.Random) -> str:
 
 
 def capitalize(text: str) -> str:
-    """`text` with its first letter in upper case; the rest is unchanged."""
+    """Returns `text` with its first letter in upper case."""
     return text[:1].upper() + text[1:]
 
 
 def normalize(text: str) -> str:
-    """Lower case words and digits with single spaces; used to compare questions."""
+    """Converts a question to lower-case words and digits with single spaces, for comparisons."""
     return " ".join(re.findall(r"[^\W_]+", text.lower()))
 
 
@@ -223,7 +223,7 @@ def _recase(text: str, rng: random.Random) -> str:
 
 
 def _noise_word(rng: random.Random) -> str:
-    """An irrelevant word: a common one, or one made of random syllables."""
+    """Returns an irrelevant word: a common word, or random syllables."""
     if rng.random() < 0.6:
         return rng.choice(_NOISE_WORDS)
     syllables = (
@@ -233,7 +233,7 @@ def _noise_word(rng: random.Random) -> str:
 
 
 def _add_typo(text: str, rng: random.Random) -> str:
-    """One typing error; digits stay as they are, because the answer depends on them."""
+    """Adds one typing error. Digits are unchanged, because the answer depends on them."""
     letters = [at for at, char in enumerate(text[:-1]) if char.isalpha() and text[at + 1].isalpha()]
     if not letters:
         return text

@@ -44,7 +44,7 @@ from models.builtin.training.corpus_stories import make_story, make_story_turn
 
 FACTS = corpus_server.FACTS + corpus_api.FACTS + corpus_client.FACTS
 
-# (ability, turns out of a hundred that practise it)
+# pairs of an ability and its percentage of turns
 MIXTURE = (
     ("fact", 42),
     ("talk", 13),
@@ -77,7 +77,8 @@ SYSTEMS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """turns: (question, answer); empty for a plain text without a chat."""
+    """A training conversation. turns: (question, answer) pairs; empty for plain text without a
+    chat."""
 
     turns: tuple[Turn, ...] = ()
     system: str | None = None
@@ -110,7 +111,7 @@ def make_conversation(rng: random.Random, noise_share: float = 0.0) -> Conversat
 
 
 def make_turns(rng: random.Random, noise_share: float = 0.0) -> list[Turn]:
-    """The next turn, or the next two if one follows from the other."""
+    """Returns the next turn, or the next two turns if they belong together."""
     abilities, shares = zip(*MIXTURE, strict=True)
     ability = rng.choices(abilities, shares)[0]
     # text that the answer must repeat must not be reworded
@@ -169,7 +170,7 @@ def _make_refusal_turn(rng: random.Random) -> Turn:
 
 
 def _fill_topics(text: str, rng: random.Random) -> str:
-    """Replaces each capitalised slot by a random topic."""
+    """Replaces each capitalized slot with a random topic."""
     slots = {
         "TOPIC": corpus_refusals.TOPICS,
         "PLACE": tuple(capitalize(place) for place in corpus_refusals.PLACES),

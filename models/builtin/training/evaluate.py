@@ -17,8 +17,8 @@ HELD_OUT = Path(__file__).resolve().with_name("questions.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalQuestion:
-    """must: patterns, all of which a right answer matches. never: patterns, none of which it
-    matches. All are searched anywhere in the answer, ignoring case."""
+    """A question with its expected answer. must: patterns that a correct answer must match. never:
+    patterns that it must not match. Patterns are searched anywhere in the answer, ignoring case."""
 
     id: str
     ability: str
@@ -41,7 +41,7 @@ class EvalResult:
 
 
 def load_questions(path: Path) -> tuple[EvalQuestion, ...]:
-    """The questions in the JSON list at `path`."""
+    """Reads the questions from a JSON list."""
     return tuple(
         EvalQuestion(
             id=entry["id"],
@@ -66,7 +66,8 @@ def evaluate(
 
 
 def format_report(results: Sequence[EvalResult]) -> str:
-    """A text report: every question, its answer and the verdict; then totals by ability."""
+    """Returns a text report with every question, its answer and the verdict, followed by totals by
+    ability."""
     lines: list[str] = []
     for result in results:
         verdict = "right" if result.right else "WRONG"
@@ -80,7 +81,7 @@ def format_report(results: Sequence[EvalResult]) -> str:
 
 
 def format_markdown_table(results: Sequence[EvalResult]) -> str:
-    """The same as a Markdown table, as in MODEL_CARD.md."""
+    """Returns the report as a Markdown table, as in MODEL_CARD.md."""
     rows = ["| question | answer | right |", "|---|---|---|"]
     for result in results:
         cells = (result.question.question, result.answer, "yes" if result.right else "**no**")

@@ -33,9 +33,9 @@ class NetworkShape:
 
 
 def initial_weights(shape: NetworkShape, key: jax.Array) -> Weights:
-    """Normal with standard deviation 0.02 for embeddings and in**-0.5 for matrices; the two
-    projections that write to the residual stream are scaled down by its depth (GPT-2). Norms are
-    ones. Matrices are (outputs, inputs)."""
+    """Initializes the weights: normal with standard deviation 0.02 for embeddings and in**-0.5 for
+    matrices, with the two projections that write to the residual stream scaled down by the depth
+    (GPT-2), and ones for norms. Matrices have shape (outputs, inputs)."""
     wide, inner = shape.hidden_size, shape.intermediate_size
     queries = shape.num_attention_heads * shape.head_dim
     keys = shape.num_key_value_heads * shape.head_dim
@@ -68,7 +68,7 @@ def initial_weights(shape: NetworkShape, key: jax.Array) -> Weights:
 
 
 def logits(shape: NetworkShape, weights: Weights, ids: jax.Array, segments: jax.Array) -> jax.Array:
-    """(rows, length) ids to (rows, length, vocabulary) logits.
+    """Maps token IDs (rows, length) to logits (rows, length, vocabulary).
 
     segments: the conversation of its row that each position belongs to. Attention never crosses
     from one to another, and rotary positions only enter as differences, so a conversation that is
@@ -98,8 +98,8 @@ def loss(
     segments: jax.Array,
     loss_weights: jax.Array,
 ) -> jax.Array:
-    """Mean cross entropy, in nats, of predicting each id from those before it, with each position
-    weighted by `loss_weights` (rows, length): 0 outside the answers."""
+    """The mean next-token cross entropy in nats, with each position weighted by `loss_weights`
+    (rows, length), which are 0 outside the answers."""
     predicted = jax.nn.log_softmax(logits(shape, weights, ids[:, :-1], segments[:, :-1]))
     right = jnp.take_along_axis(predicted, ids[:, 1:, None], axis=-1)[..., 0]
     wanted = loss_weights[:, 1:]
@@ -112,7 +112,7 @@ def _norm(shape: NetworkShape, hidden: jax.Array, gain: jax.Array) -> jax.Array:
 
 
 def _rotation(shape: NetworkShape, length: int) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines, (length, head_dim / 2)."""
+    """Returns the cosines and sines, each (length, head_dim / 2)."""
     half = shape.head_dim // 2
     frequency = shape.rope_theta ** (-jnp.arange(half) / half)
     angle = jnp.arange(length)[:, None] * frequency
@@ -120,8 +120,8 @@ def _rotation(shape: NetworkShape, length: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _rotate(heads: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotary embedding (Su et al., 2021) of (rows, heads..., length, head_dim): dimension i is
-    rotated with dimension i + head_dim / 2, the layout of Hugging Face checkpoints."""
+    """Applies rope (Su et al., 2021) to (rows, heads..., length, head_dim): dimension i is paired
+    with dimension i + head_dim / 2, as in Hugging Face checkpoints."""
     cosine, sine = rotation
     low, high = jnp.split(heads, 2, axis=-1)
     return jnp.concatenate([low * cosine - high * sine, high * cosine + low * sine], axis=-1)

@@ -20,7 +20,8 @@ Array = np.ndarray[Any, Any]
 
 
 def make_answerer(folder: Path, max_tokens: int = 400) -> Callable[[str], str]:
-    """A function from a question to the model's greedy answer of at most `max_tokens` tokens."""
+    """Returns a function that maps a question to the model's greedy answer of at most `max_tokens`
+    tokens."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     llama = NumpyLlama(folder)
 
@@ -32,8 +33,8 @@ def make_answerer(folder: Path, max_tokens: int = 400) -> Callable[[str], str]:
 
 
 class NumpyLlama:
-    """Generates one sequence at a time. Keys and values are cached; every step attends to all of
-    them."""
+    """Generates one sequence at a time. Uses a KV cache; every step attends to all cached
+    positions."""
 
     def __init__(self, folder: Path) -> None:
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
@@ -43,7 +44,7 @@ class NumpyLlama:
         self._frequency = self.config["rope_theta"] ** (-np.arange(half) / half)
 
     def generate(self, ids: list[int], max_tokens: int) -> list[int]:
-        """The most likely ids after `ids`, up to the end-of-turn token, which is left out."""
+        """Generates token IDs greedily after `ids`, up to but excluding the end-of-turn token."""
         layers: list[tuple[Array, Array] | None] = [None] * self.config["num_hidden_layers"]
         said: list[int] = []
         fresh, position = ids, 0
@@ -58,7 +59,8 @@ class NumpyLlama:
         return said
 
     def _step(self, ids: Array, position: int, layers: list[tuple[Array, Array] | None]) -> Array:
-        """Hidden state of the last of `ids`, whose positions start at `position`."""
+        """Returns the hidden state of the last token in `ids`, whose positions start at
+        `position`."""
         hidden = self.weights["model.embed_tokens.weight"][ids]
         for number in range(len(layers)):
             at = f"model.layers.{number}."
@@ -109,7 +111,7 @@ class NumpyLlama:
         return hidden / scale * self.weights[gain]
 
     def _rotate(self, heads: Array, position: int) -> Array:
-        """Rotary embedding of (heads, length, dim), in pairs of dimensions half a head apart."""
+        """Applies rope to (heads, length, dim), with pairs of dimensions half a head apart."""
         angle = np.arange(position, position + heads.shape[1])[:, None] * self._frequency
         cosine, sine = np.cos(angle, dtype=np.float32), np.sin(angle, dtype=np.float32)
         low, high = np.split(heads, 2, axis=-1)

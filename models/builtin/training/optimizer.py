@@ -21,9 +21,9 @@ _NEWTON_SCHULZ_STEPS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """beta1, beta2, epsilon: of Adam (Kingma and Ba, 2015). momentum: of Muon. decay: decoupled
-    weight decay (Loshchilov and Hutter, 2019), of matrices only. clip: maximum norm of the
-    gradient."""
+    """The optimizer's hyperparameters. beta1, beta2, epsilon: Adam's parameters (Kingma and Ba,
+    2015). momentum: Muon's momentum. decay: the decoupled weight decay (Loshchilov and Hutter,
+    2019), for matrices only. clip: the maximum gradient norm."""
 
     beta1: float = 0.9
     beta2: float = 0.98
@@ -43,7 +43,8 @@ class Optimizer:
         rate: jax.Array,
         step: jax.Array,
     ) -> tuple[Weights, Moments]:
-        """One step. rate: the current learning rate. step: number of earlier steps."""
+        """Performs one step. rate: the current learning rate. step: the number of previous
+        steps."""
         length = jnp.sqrt(sum((jnp.sum(g * g) for g in gradient.values()), jnp.float32(0)))
         scale = jnp.minimum(1.0, self.clip / (length + 1e-6))
         new: Weights = {}

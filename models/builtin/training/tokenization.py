@@ -36,7 +36,8 @@ _BOOSTED_TOKENS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedConversation:
-    """ids: of a whole conversation. loss_weights: the loss weight of each id; 0 for given ids."""
+    """A tokenized conversation. ids: the token IDs. loss_weights: the loss weight of each token; 0
+    for prompt tokens."""
 
     ids: list[int]
     loss_weights: list[float]
@@ -54,7 +55,7 @@ def make_tokenizer_config() -> dict[str, Any]:
 
 
 def render(conversation: Conversation) -> str:
-    """The conversation in CHAT_TEMPLATE's format, with every turn answered."""
+    """Renders a conversation in CHAT_TEMPLATE's format, including all answers."""
     system = _render_turn("system", conversation.system) if conversation.system else ""
     return system + "".join(
         _render_turn("user", ask) + _render_turn("assistant", answer)
@@ -63,13 +64,13 @@ def render(conversation: Conversation) -> str:
 
 
 def render_question(question: str) -> str:
-    """The prompt of one question in CHAT_TEMPLATE's format."""
+    """Renders the prompt for one question in CHAT_TEMPLATE's format."""
     return f"{_render_turn('user', question)}{TURN_START}assistant\n"
 
 
 def train_tokenizer(conversations: Iterable[Conversation], size: int) -> Tokenizer:
-    """Byte-level BPE (Sennrich et al., 2016; Radford et al., 2019) with `size` entries, the two
-    turn marks first."""
+    """Trains a byte-level BPE tokenizer (Sennrich et al., 2016; Radford et al., 2019) with `size`
+    entries, starting with the two turn markers."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -93,8 +94,8 @@ def train_tokenizer(conversations: Iterable[Conversation], size: int) -> Tokeniz
 
 
 def encode(tokenizer: Tokenizer, conversations: list[Conversation]) -> list[EncodedConversation]:
-    """In a chat, the answers and the marks that end them are trained on. In a plain text,
-    everything but its first two tokens is."""
+    """Tokenizes conversations. In a chat, only the answers and their end markers are trained on. In
+    plain text, all tokens except the first two are trained on."""
     begins, ends = tokenizer.token_to_id(TURN_START), tokenizer.token_to_id(TURN_END)
     assert begins is not None
     assert ends is not None

@@ -44,9 +44,9 @@ CONTEXT = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRound:
-    """conversations: number of generated conversations. noise_share: share of their questions to
-    which noise is added. steps: optimizer steps. rate: the peak learning rate, reached after the
-    warmup; it then decays to 0."""
+    """One training round. conversations: the number of generated conversations. noise_share: the
+    fraction of questions to which noise is added. steps: the number of optimizer steps. rate: the
+    peak learning rate, reached after the warmup; it then decays to 0."""
 
     conversations: int
     noise_share: float
@@ -56,9 +56,10 @@ class TrainingRound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRecipe:
-    """for_tokenizer: conversations that the tokenizer is trained on. batch: tokens per step. short,
-    long: the two row lengths that conversations are packed into, in tokens. rounds: the first
-    trains the answers, the others to recognise paraphrased questions."""
+    """The training recipe. for_tokenizer: the number of conversations for training the tokenizer.
+    batch: the number of tokens per step. short, long: the two row lengths into which conversations
+    are packed, in tokens. rounds: the first round trains the answers, and the following rounds
+    train the recognition of paraphrased questions."""
 
     seed: int = 0
     for_tokenizer: int = 20_000
@@ -135,7 +136,7 @@ def train_round(
     weights: Weights,
     tokenizer: Tokenizer,
 ) -> Weights:
-    """`weights` after one round with a corpus of its own; prints the progress."""
+    """Trains `weights` for one round with a separate corpus, and prints the progress."""
     made = list(
         generate_corpus(
             recipe.seed + number, training_round.conversations, training_round.noise_share
@@ -214,8 +215,8 @@ def _learning_rate(recipe: TrainingRecipe, training_round: TrainingRound, step: 
 def _iter_batches(
     recipe: TrainingRecipe, encoded: list[EncodedConversation], rng: random.Random
 ) -> Iterator[PackedBatch]:
-    """Epoch after epoch, short and long rows mixed, in an order that depends on `rng` only.
-    Conversations that do not fit a long row are skipped."""
+    """Yields batches, epoch after epoch, with short and long rows mixed in an order that depends
+    only on `rng`. Conversations that do not fit in a long row are skipped."""
     short = [each for each in encoded if len(each.ids) <= recipe.short]
     long = [each for each in encoded if recipe.short < len(each.ids) <= recipe.long]
     while True:
@@ -233,8 +234,8 @@ def _iter_batches(
 def _pack_rows(
     pool: list[EncodedConversation], length: int, open_rows: int = 32
 ) -> list[list[EncodedConversation]]:
-    """Rows of whole conversations, at most `length` tokens each: each conversation goes to the one
-    of a few open rows where it leaves the least free space."""
+    """Packs whole conversations into rows of at most `length` tokens. Each conversation is added to
+    the open row in which it leaves the least free space."""
     rows: list[list[EncodedConversation]] = []
     opened: list[tuple[int, list[EncodedConversation]]] = []
     for each in pool:
@@ -250,8 +251,8 @@ def _pack_rows(
 
 
 def _make_batch(rows: list[list[EncodedConversation]], length: int) -> PackedBatch:
-    """Segments count from 1 in each row; 0 is padding, which is neither attended to nor trained
-    on."""
+    """Builds a batch. Segments are numbered from 1 in each row; 0 means padding, which is neither
+    attended to nor trained on."""
     ids, segments = (np.zeros((len(rows), length + 1), np.int32) for _ in range(2))
     learn = np.zeros((len(rows), length + 1), np.float32)
     for at, row in enumerate(rows):
@@ -268,7 +269,8 @@ def _json(value: dict[str, Any]) -> bytes:
 
 
 def _write_atomically(path: Path, content: bytes) -> None:
-    """A server that starts meanwhile reads the old file or the new one, never a partial one."""
+    """Writes a file atomically, so that a server that starts meanwhile never reads a partial
+    file."""
     beside = path.with_name(f".{path.name}.new")
     beside.write_bytes(content)
     os.replace(beside, path)
