@@ -45,7 +45,7 @@ class LatentCache(KVCache):
         """Computes the absorbed form. Appends rotary keys [B, 1, L, R] and latents [B, 1, L, C],
         and computes attention from the queries [B, H, L, C + R] to all cached positions. The first
         C dimensions of the queries must already be mapped to the space of the latents. Returns [B,
-        H, L, C], which is not mapped back yet."""
+        H, L, C], before it is mapped back."""
         assert sinks is None
         assert softcap is None
         batch, heads, length, _ = queries.shape

@@ -27,8 +27,8 @@ class Config(decoder.Config):
     original_max_position_embeddings: int = 4096
 
     def rope_settings(self, layer_type: str | None = None) -> tuple[float, Scaling | None]:
-        """Returns (theta, scaling). The original context length is a key beside the scaling object
-        instead of inside it."""
+        """Returns (theta, scaling). The original context length is stored next to
+        the scaling object, not inside it."""
         theta, scaling = decoder.Config.rope_settings(self, layer_type)
         original = self.original_max_position_embeddings
         return theta, scaling and {**scaling, "original_max_position_embeddings": original}

@@ -58,7 +58,7 @@ BETWEEN_FIELDS = (
     "must contain at least one item for the model",
     "truncation cannot be",
     # of Anthropic's messages
-    "must hold at least one message with content",
+    "must contain at least one message with content",
     "must be followed by a user message with their tool_result blocks",
     "requires a tool that the client can run",
     "is a tool that Anthropic's servers run",

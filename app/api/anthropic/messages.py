@@ -64,11 +64,11 @@ def read_messages(fields: Fields) -> ReadMessages:
     fields.required("messages")
     values = fields.array("messages")
     if not values:
-        raise invalid_request("messages", "messages must hold at least one message")
+        raise invalid_request("messages", "messages must contain at least one message")
     turns = _merge(_drop_cleared([_read_turn(value, n) for n, value in enumerate(values)]))
     messages = _build_messages(turns)
     if not messages:
-        raise invalid_request("messages", "messages must hold at least one message with content")
+        raise invalid_request("messages", "messages must contain at least one message with content")
     last = messages[-1]
     if last.role == "assistant" and last.tool_calls:
         path = f"messages.{len(values) - 1}"

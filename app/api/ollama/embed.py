@@ -65,7 +65,7 @@ def _read_inputs(value: object) -> tuple[EmbedInput, ...]:
             "input", "invalid input type: input must be a text or a list of texts"
         )
     if len(items) > MAX_INPUTS:
-        raise invalid_request("input", f"input must hold at most {MAX_INPUTS} texts")
+        raise invalid_request("input", f"input must contain at most {MAX_INPUTS} texts")
     for place, item in enumerate(items):
         if not item:
             raise invalid_request(f"input.{place}", f"input.{place} must not be empty")

@@ -209,7 +209,7 @@ async def _receive_blob(scope: Scope, receive: Receive, blob: BlobWriter) -> Non
 
 def _read_files(files: dict[str, Any]) -> dict[str, str]:
     if len(files) > MAX_FILES:
-        raise invalid_request("files", f"files must hold at most {MAX_FILES} files")
+        raise invalid_request("files", f"files must contain at most {MAX_FILES} files")
     for name, digest in files.items():
         if not isinstance(digest, str):
             raise invalid_request("files", "files maps file names to digests")
@@ -249,7 +249,7 @@ def _read_preset_messages(fields: Fields) -> tuple[tuple[str, str], ...] | None:
     if values is None:
         return None
     if len(values) > MAX_PRESET_MESSAGES:
-        raise invalid_request("messages", f"messages must hold at most {MAX_PRESET_MESSAGES}")
+        raise invalid_request("messages", f"messages must contain at most {MAX_PRESET_MESSAGES}")
     messages: list[tuple[str, str]] = []
     for place, value in enumerate(values):
         message = Fields.from_value(value, f"messages.{place}")

@@ -183,7 +183,7 @@ def _read_stop_token_ids(fields: Fields) -> tuple[int, ...]:
     if len(ids) > MAX_STOP_TOKEN_IDS:
         raise invalid_request(
             "stop_token_ids",
-            f"stop_token_ids must hold at most {MAX_STOP_TOKEN_IDS} ids, not {len(ids)}",
+            f"stop_token_ids must contain at most {MAX_STOP_TOKEN_IDS} IDs, not {len(ids)}",
         )
     return ids
 
@@ -194,7 +194,7 @@ def _read_bad_words(fields: Fields) -> tuple[str, ...]:
         if len(word) > MAX_BAD_WORD_CHARS or not word.strip(" "):
             raise invalid_request(
                 "bad_words",
-                f"bad_words must hold texts of 1 to {MAX_BAD_WORD_CHARS} characters, not only "
+                f"bad_words must contain texts of 1 to {MAX_BAD_WORD_CHARS} characters, not only "
                 f"spaces, and not {quote_value(word)}",
             )
     return words

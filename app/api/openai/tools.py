@@ -194,7 +194,7 @@ def _read_allowed_tools(
             left.add(name)
         tool.reject_unknown()
     if mode == "required" and not left:
-        raise invalid_request(path, f"{path} must hold a tool that the model may call")
+        raise invalid_request(path, f"{path} must contain a tool that the model may call")
     return cast("Literal['auto', 'required']", mode), left
 
 

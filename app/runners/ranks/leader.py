@@ -313,7 +313,8 @@ def _accept_peers(
             raise AppError(
                 ErrorKind.ENGINE,
                 f"rank {min(missing)} joined the group but cannot connect to port "
-                f"{rendezvous.port} of {launch.host or rendezvous.host}: open it in the firewall",
+                f"{rendezvous.port} on {launch.host or rendezvous.host}: make sure that the "
+                "firewall allows it",
             ) from None
         line = RankConnection(connected)
         line.set_timeout(_HELLO_TIMEOUT)

@@ -84,7 +84,7 @@ class OutputBuilder:
 
     @property
     def held_position(self) -> int | None:
-        """The position of the first white space that is held back, or None if there is none."""
+        """The position of the first whitespace character that is held back, or None."""
         return self._held_space[0][1] if self._held_space else None
 
     def drain(self) -> list[OutputPart]:
