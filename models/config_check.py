@@ -2,7 +2,7 @@
 
 Knows: annotations, plausible ranges of the usual keys. Must not know: architectures, tensors.
 
-A config may be wrong. `models.build` reports contradictions between the config and the tensors.
+A config may be wrong. `build` reports contradictions between the config and the tensors.
 This module rejects values that would fail earlier, such as a string instead of a number, or a
 billion layers.
 """

@@ -166,10 +166,10 @@ def test_an_invalid_command_line_is_rejected(
     [
         (
             "srve",
-            "unknown command 'srve': the commands are serve, launch, pull, list, show, doctor, "
-            "config, key; did you mean serve?",
+            f"unknown command 'srve': the commands are {', '.join(cli.COMMANDS)}; "
+            "did you mean serve?",
         ),
-        ("", "no command: the commands are serve, launch, pull, list, show, doctor, config, key"),
+        ("", f"no command: the commands are {', '.join(cli.COMMANDS)}"),
         ("list one", "unexpected argument 'one' (`mlxrunner list --help` lists what is accepted)"),
     ],
 )

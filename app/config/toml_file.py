@@ -12,14 +12,15 @@ If no model has settings of its own, `models = ["org/name", …]` is sufficient.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from app.config.options import MODEL_OPTIONS, OPTIONS, Option
+from app.config.options import MODEL_OPTIONS, OPTIONS, Option, find_option_by_other_name
 from app.config.sources import SourcedValue, SourcedValues
-from app.config.value_types import InvalidOptionValue, suggest
+from app.config.value_types import InvalidOptionValue
 from app.core.errors import AppError, ErrorKind
+from app.core.nearest_name import suggest
 from app.core.settings import ModelSettings, Settings
 
 _OPTIONS_BY_KEY = {option.field: option for option in OPTIONS}
@@ -97,7 +98,7 @@ class _TomlReader:
                     + (
                         "; it is a server setting: move it above the first [[models]]"
                         if key in _OPTIONS_BY_KEY
-                        else suggest(key, _MODEL_OPTIONS_BY_KEY)
+                        else _suggest(key, _MODEL_OPTIONS_BY_KEY)
                     ),
                     _model_key(index, key),
                 )
@@ -116,10 +117,10 @@ class _TomlReader:
             why = (
                 "; settings are top-level keys, without sections"
                 if inside
-                else suggest(key, _OPTIONS_BY_KEY)
+                else _suggest(key, _OPTIONS_BY_KEY)
             )
             return _config_error(place, f"[{key}]: unknown section{why}", key)
-        near = suggest(key, [*_OPTIONS_BY_KEY, "models"])
+        near = _suggest(key, [*_OPTIONS_BY_KEY, "models"])
         return _config_error(place, f"{key}: unknown key{near}", key)
 
     def _locate(self, *keys: TomlKey) -> str:
@@ -157,6 +158,14 @@ def iter_model_overrides(model: ModelSettings) -> Iterator[tuple[Option, Any]]:
         value = getattr(model, option.field)
         if value != option.default:
             yield option, value
+
+
+def _suggest(key: str, known: Collection[str]) -> str:
+    """Suggests the key that has this name in another server, or a similar one."""
+    foreign = find_option_by_other_name(key)
+    if foreign is not None and foreign.field in known:
+        return f"; did you mean {foreign.field}?"
+    return suggest(key, known)
 
 
 def _find_key_lines(text: str) -> Mapping[TomlKey, int]:

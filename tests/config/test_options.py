@@ -13,7 +13,7 @@ from app.config.options import (
     OPTIONS,
     SECRET_VARIABLES,
 )
-from app.config.value_types import suggest
+from app.core.nearest_name import suggest
 from app.core.settings import ModelSettings, Settings
 from tests.config.samples import SAMPLES
 
