@@ -97,6 +97,7 @@ def _add_launch_arguments(parser: CommandLineParser) -> None:
     parser.add_argument(
         "program",
         metavar="PROGRAM",
+        choices=list(PROGRAMS),
         type=make_argparse_type(value_types.choice(*PROGRAMS).parse_text),
         help=f"{', '.join(PROGRAMS)}; words after -- are its arguments",
     )
@@ -190,11 +191,15 @@ def _run_key(arguments: argparse.Namespace) -> int:
     return make_key(arguments.name, admin=arguments.admin, file=arguments.file)
 
 
+_SHELLS = ("bash", "zsh", "fish")
+
+
 def _add_completion_arguments(parser: CommandLineParser) -> None:
     parser.add_argument(
         "shell",
         metavar="SHELL",
-        type=make_argparse_type(value_types.choice("bash", "zsh", "fish").parse_text),
+        choices=_SHELLS,
+        type=make_argparse_type(value_types.choice(*_SHELLS).parse_text),
         help="bash, zsh or fish",
     )
 

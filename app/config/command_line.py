@@ -134,8 +134,10 @@ class CommandLineParser(argparse.ArgumentParser):
             return f"{found[1]} takes no value: {usage}"
         if found := re.fullmatch(r"the following arguments are required: (.*)", message):
             name = self.prog.rpartition(" ")[2]
+            optional = {action.metavar for action in self._actions if action.nargs == "*"}
+            needed = [word for word in found[1].split(", ") if word not in optional]
             example = f", as in `{self._examples[0][0]}`" if self._examples else ""
-            return f"{name} needs {found[1]}{example}"
+            return f"{name} needs {', '.join(needed)}{example}"
         if found := re.fullmatch(r"(-\S+): not allowed with argument (-\S+)", message):
             return f"{found[1]} and {found[2]} cannot be combined"
         return message
@@ -229,10 +231,11 @@ def _check_first_word(
 def _explain_unknown(command: CommandLineParser, word: str) -> str:
     """Returns the error for an argument that the command does not accept."""
     name = _quote(word.partition("=")[0])
-    hint = f" (`{command.prog} --help` lists what is accepted)"
+    flags = command.list_flags()
+    help_flag = "--help-all" if "--help-all" in flags else "--help"
+    hint = f" (`{command.prog} {help_flag}` lists what is accepted)"
     if not name.startswith("-"):
         return f"unexpected argument {name!r}{hint}"
-    flags = command.list_flags()
     foreign = find_option_by_other_name(name)
     if "--config" in flags and name in _MODEL_FLAGS:
         model = _quote(word.partition("=")[2]) or "MODEL"

@@ -16,7 +16,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from app.config.options import MODEL_OPTIONS, OPTIONS, Option, find_option_by_other_name
+from app.config.options import (
+    CONFIG_VARIABLE,
+    MODEL_OPTIONS,
+    OPTIONS,
+    Option,
+    find_option_by_other_name,
+)
 from app.config.sources import SourcedValue, SourcedValues
 from app.config.value_types import InvalidOptionValue
 from app.core.errors import AppError, ErrorKind
@@ -44,7 +50,8 @@ def read_toml_file(path: str) -> SourcedValues:
         # the values are untyped; the type of each one is checked below
         document: Mapping[str, object] = tomllib.loads(written)
     except OSError as error:
-        raise _config_error(_make_printable(path), error.strerror or str(error), path) from None
+        reason = f"{error.strerror or error} (--config or {CONFIG_VARIABLE} names this file)"
+        raise _config_error(_make_printable(path), reason, path) from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise _config_error(_make_printable(path), f"is not valid TOML: {error}", path) from None
     return _TomlReader(path, written).read(document)

@@ -22,9 +22,6 @@ _CODES: Mapping[Color, int] = {
     "cyan": 36,
 }
 
-# moves to the first column and erases the line
-ERASE_LINE = "\r\x1b[K"
-
 _DEFAULT_WIDTH = 80
 
 
@@ -62,6 +59,12 @@ def get_width(descriptor: int) -> int:
         return os.get_terminal_size(descriptor).columns or _DEFAULT_WIDTH
     except OSError:
         return _DEFAULT_WIDTH
+
+
+def erase_line(width: int) -> str:
+    """Returns the text that erases the line and moves to its begin. It has no escape sequence, so
+    that NO_COLOR and dumb terminals need no other way. width: of the terminal."""
+    return f"\r{' ' * (width - 1)}\r"
 
 
 def draw_bar(done: float, total: float, width: int = 20) -> str:

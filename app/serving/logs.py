@@ -26,7 +26,7 @@ from typing import Any
 
 from app.core.request_context import REQUEST_CONTEXT
 from app.core.settings import Settings
-from app.core.terminal import ERASE_LINE, OutputTerminal, detect_terminal, get_width
+from app.core.terminal import OutputTerminal, detect_terminal, erase_line, get_width
 from app.core.text_escapes import escape_control_characters
 from app.core.units import pluralize
 from app.serving.terminal_log import TerminalFormatter, is_shown
@@ -130,10 +130,11 @@ class _LogWriter(QueueListener):
         if isinstance(record, _FlushMarker):
             record.reached.set()
             return
-        erase = ERASE_LINE if self._status else ""
+        width = get_width(self._descriptor)
+        erase = erase_line(width) if self._status else ""
         if isinstance(record, _StatusLine):
             # a line that fills the terminal would wrap, and could not be erased
-            self._status = record.text[: get_width(self._descriptor) - 1]
+            self._status = record.text[: width - 1]
             text = erase + self._status
         else:
             text = f"{erase}{record.getMessage()}\n{self._status}"
