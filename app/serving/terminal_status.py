@@ -92,10 +92,10 @@ class TerminalStatus:
 
         async def update_repeatedly() -> None:
             while True:
+                self._update(list_states())
                 if not self._has_banner and is_ready():
                     self._has_banner = True
                     self._write(render_banner(list_states(), get_address(), self._terminal))
-                self._update(list_states())
                 await asyncio.sleep(_INTERVAL)
 
         task = asyncio.create_task(update_repeatedly())
