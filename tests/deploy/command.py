@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from app.cli import _build_parser
+from app.config import flags
 from app.config.command_line import parse_arguments
 from app.config.precedence import resolve_config
 from app.core.settings import Settings
