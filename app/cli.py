@@ -1,10 +1,10 @@
-"""The command line: parses argv, resolves the settings and runs a command.
+"""The command line: parses argv and runs a command.
 
-Knows: the commands and their arguments. Must not know: the implementation of the commands, the
-sources of the settings. Heavy imports are deferred until the arguments have been validated.
+Knows: the commands, their groups and examples, exit statuses. Must not know: the arguments and the
+implementation of the commands.
 
-A command is one block below: `_add_…_arguments` declares its arguments, `_run_…` runs it. Its row
-in `_COMMANDS` gives its place in `--help`.
+A command is one block in `app/commands/command_blocks.py` and one row in `_COMMANDS`, which gives
+its place in `--help`.
 """
 
 import argparse
@@ -13,19 +13,16 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from types import MappingProxyType
 
-from app.config import flags, value_types
+from app.commands import command_blocks
 from app.config.command_line import (
     CommandGroup,
     CommandLineParser,
     Examples,
     format_commands,
-    make_argparse_type,
     parse_arguments,
 )
-from app.config.precedence import ResolvedConfig, resolve_config
 from app.core.errors import AppError
 
 
@@ -69,141 +66,6 @@ def _run_command(arguments: argparse.Namespace) -> int:
     return command.run(arguments)
 
 
-def _resolve_config(arguments: argparse.Namespace) -> ResolvedConfig:
-    return resolve_config(flags.collect_flags(arguments), arguments.config, os.environ)
-
-
-def _add_serve_arguments(parser: CommandLineParser) -> None:
-    flags.add_setting_flags(parser)
-
-
-def _run_serve(arguments: argparse.Namespace) -> int:
-    from app.serving.logs import configure_logging, flush_logs
-
-    settings = _resolve_config(arguments).settings
-    configure_logging(settings)
-    from app.server import serve
-
-    try:
-        return serve(settings)
-    finally:
-        flush_logs()
-
-
-def _add_launch_arguments(parser: CommandLineParser) -> None:
-    from app.commands.client_programs import PROGRAMS
-
-    parser.usage = "%(prog)s PROGRAM [MODEL] [options] [-- ARGUMENT ...]"
-    parser.add_argument(
-        "program",
-        metavar="PROGRAM",
-        choices=list(PROGRAMS),
-        type=make_argparse_type(value_types.choice(*PROGRAMS).parse_text),
-        help=f"{', '.join(PROGRAMS)}; words after -- are its arguments",
-    )
-    parser.add_argument(
-        "--print", action="store_true", help="print the settings of the program and do not run it"
-    )
-    flags.add_setting_flags(parser)
-
-
-def _run_launch(arguments: argparse.Namespace) -> int:
-    from app.commands.launch import LaunchOptions, launch
-
-    options = LaunchOptions(
-        program=arguments.program, arguments=arguments.forwarded, print_only=arguments.print
-    )
-    return launch(options, _resolve_config(arguments))
-
-
-def _add_pull_arguments(parser: CommandLineParser) -> None:
-    parser.add_argument("model", metavar="ORG/NAME", help="model name on the hub")
-    parser.add_argument("--revision", help="a branch, tag or commit (default: the main branch)")
-
-
-def _run_pull(arguments: argparse.Namespace) -> int:
-    from app.commands.pull import pull
-
-    return pull(arguments.model, arguments.revision)
-
-
-def _add_list_arguments(parser: CommandLineParser) -> None:
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print JSON")
-    form.add_argument("--names", action="store_true", help="print only the names")
-
-
-def _run_list(arguments: argparse.Namespace) -> int:
-    from app.commands.list import list_models
-
-    return list_models(as_json=arguments.json, names_only=arguments.names)
-
-
-def _add_show_arguments(parser: CommandLineParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    flags.add_setting_flags(parser)
-
-
-def _run_show(arguments: argparse.Namespace) -> int:
-    from app.commands.show import show
-
-    return show(_resolve_config(arguments).settings, as_json=arguments.json)
-
-
-def _add_doctor_arguments(parser: CommandLineParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _run_doctor(arguments: argparse.Namespace) -> int:
-    from app.commands.doctor import diagnose
-
-    return diagnose(as_json=arguments.json)
-
-
-def _add_config_arguments(parser: CommandLineParser) -> None:
-    form = parser.add_mutually_exclusive_group()
-    for name, use in (("json", "print JSON"), ("toml", "print a file for --config")):
-        form.add_argument(f"--{name}", action="store_const", dest="form", const=name, help=use)
-    flags.add_setting_flags(parser)
-
-
-def _run_config(arguments: argparse.Namespace) -> int:
-    from app.commands.config import show_config
-
-    return show_config(_resolve_config(arguments), arguments.form)
-
-
-def _add_key_arguments(parser: CommandLineParser) -> None:
-    parser.add_argument(
-        "name", metavar="NAME", help="name of the key's owner, as it appears in the log"
-    )
-    parser.add_argument(
-        "--admin", action="store_true", help="allow the key to load and unload models, too"
-    )
-    parser.add_argument(
-        "--file", type=Path, metavar="FILE", help="append the key's digest to this file"
-    )
-
-
-def _run_key(arguments: argparse.Namespace) -> int:
-    from app.commands.key import make_key
-
-    return make_key(arguments.name, admin=arguments.admin, file=arguments.file)
-
-
-_SHELLS = ("bash", "zsh", "fish")
-
-
-def _add_completion_arguments(parser: CommandLineParser) -> None:
-    parser.add_argument(
-        "shell",
-        metavar="SHELL",
-        choices=_SHELLS,
-        type=make_argparse_type(value_types.choice(*_SHELLS).parse_text),
-        help="bash, zsh or fish",
-    )
-
-
 def _run_completion(arguments: argparse.Namespace) -> int:
     from app.commands.completion import render_completion
 
@@ -231,8 +93,8 @@ _COMMANDS = (
         name="serve",
         group=_START,
         summary="serve models over HTTP",
-        add_arguments=_add_serve_arguments,
-        run=_run_serve,
+        add_arguments=command_blocks.add_serve_arguments,
+        run=command_blocks.run_serve,
         examples=(
             ("mlxrunner serve", "the built-in model, on http://127.0.0.1:8080"),
             ("mlxrunner serve mlx-community/Qwen3-4B-4bit --pull", "download it if missing"),
@@ -245,8 +107,8 @@ _COMMANDS = (
         name="launch",
         group=_START,
         summary="run a coding agent that uses this server",
-        add_arguments=_add_launch_arguments,
-        run=_run_launch,
+        add_arguments=command_blocks.add_launch_arguments,
+        run=command_blocks.run_launch,
         examples=(
             ("mlxrunner launch claude mlx-community/Qwen3-4B-4bit", "Claude Code"),
             ("mlxrunner launch codex --print", "show the settings only"),
@@ -257,8 +119,8 @@ _COMMANDS = (
         name="pull",
         group=_MODELS,
         summary="download a model from the Hugging Face hub",
-        add_arguments=_add_pull_arguments,
-        run=_run_pull,
+        add_arguments=command_blocks.add_pull_arguments,
+        run=command_blocks.run_pull,
         examples=(("mlxrunner pull mlx-community/Qwen3-4B-4bit", "resumes if interrupted"),),
         other_names="download get install fetch add",
     ),
@@ -266,8 +128,8 @@ _COMMANDS = (
         name="list",
         group=_MODELS,
         summary="list the models on this machine",
-        add_arguments=_add_list_arguments,
-        run=_run_list,
+        add_arguments=command_blocks.add_list_arguments,
+        run=command_blocks.run_list,
         examples=(("mlxrunner list", "names, sizes and architectures"),),
         other_names="ls models images",
     ),
@@ -275,8 +137,8 @@ _COMMANDS = (
         name="show",
         group=_MODELS,
         summary="describe a model and whether it fits in memory",
-        add_arguments=_add_show_arguments,
-        run=_run_show,
+        add_arguments=command_blocks.add_show_arguments,
+        run=command_blocks.run_show,
         examples=(("mlxrunner show qwen3:4b --context 32K", "does it fit with this context?"),),
         other_names="info inspect describe",
     ),
@@ -284,8 +146,8 @@ _COMMANDS = (
         name="doctor",
         group=_MACHINE,
         summary="check the compute backend of this machine and show possible speedups",
-        add_arguments=_add_doctor_arguments,
-        run=_run_doctor,
+        add_arguments=command_blocks.add_doctor_arguments,
+        run=command_blocks.run_doctor,
         examples=(("mlxrunner doctor", "MLX, kernels, memory, problems"),),
         other_names="check status diagnose",
     ),
@@ -293,8 +155,8 @@ _COMMANDS = (
         name="config",
         group=_MACHINE,
         summary="show the effective settings and where each one comes from",
-        add_arguments=_add_config_arguments,
-        run=_run_config,
+        add_arguments=command_blocks.add_config_arguments,
+        run=command_blocks.run_config,
         examples=(("mlxrunner config --toml > mlxrunner.toml", "a file for --config"),),
         other_names="settings env options",
     ),
@@ -302,8 +164,8 @@ _COMMANDS = (
         name="key",
         group=_MACHINE,
         summary="create an API key and print it once",
-        add_arguments=_add_key_arguments,
-        run=_run_key,
+        add_arguments=command_blocks.add_key_arguments,
+        run=command_blocks.run_key,
         examples=(("mlxrunner key anna --file keys.toml", "for serve --api-keys keys.toml"),),
         other_names="token login keys",
     ),
@@ -311,7 +173,7 @@ _COMMANDS = (
         name="completion",
         group=_MACHINE,
         summary="print a script that completes commands, options and models in your shell",
-        add_arguments=_add_completion_arguments,
+        add_arguments=command_blocks.add_completion_arguments,
         run=_run_completion,
         examples=(
             ('eval "$(mlxrunner completion bash)"', "in ~/.bashrc"),
