@@ -1,22 +1,29 @@
-"""The command line: parses argv, resolves the settings and runs a command.
+"""The command line: parses argv and runs a command.
 
-Knows: the commands and their arguments. Must not know: the implementation of the commands, the
-sources of the settings. Heavy imports are deferred until the arguments have been validated.
+Knows: the commands, their groups and examples, exit statuses. Must not know: the arguments and the
+implementation of the commands.
+
+A command is one block in `app/commands/command_blocks.py` and one row in `_COMMANDS`, which gives
+its place in `--help`.
 """
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
+from types import MappingProxyType
 
-from app.config import flags
-from app.config.precedence import ResolvedConfig, resolve_config
+from app.commands import command_blocks
+from app.config.command_line import (
+    CommandGroup,
+    CommandLineParser,
+    Examples,
+    format_commands,
+    parse_arguments,
+)
 from app.core.errors import AppError
-from app.core.settings import Settings
-
-COMMANDS = ("serve", "launch", "pull", "list", "show", "doctor", "config", "key")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     If the command line is invalid, the process exits immediately with status 2 and one line on
     stderr.
     """
-    arguments = flags.parse_arguments(_build_parser(), argv, COMMANDS)
+    arguments = parse_arguments(_build_parser(), argv, COMMANDS, OTHER_COMMAND_NAMES)
     try:
         status = _run_command(arguments)
         print(end="", flush=True)
@@ -55,113 +62,175 @@ def _discard_stdout() -> None:
 
 
 def _run_command(arguments: argparse.Namespace) -> int:
-    match arguments.command:
-        case "serve":
-            return _serve(_resolve_config(arguments).settings)
-        case "launch":
-            from app.commands.launch import LaunchOptions, launch
+    [command] = [command for command in _COMMANDS if command.name == arguments.command]
+    return command.run(arguments)
 
-            options = LaunchOptions(
-                program=arguments.program,
-                arguments=arguments.forwarded,
-                print_only=arguments.print,
+
+def _run_completion(arguments: argparse.Namespace) -> int:
+    from app.commands.completion import render_completion
+
+    print(render_completion(arguments.shell, _build_parser()), end="")
+    return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Command:
+    """group: its heading in `--help`. other_names: what other programs call it, for suggestions."""
+
+    name: str
+    group: str
+    summary: str
+    add_arguments: Callable[[CommandLineParser], None]
+    run: Callable[[argparse.Namespace], int]
+    examples: Examples
+    other_names: str = ""
+
+
+_START, _MODELS, _MACHINE = "get started", "models", "settings and tools"
+
+_COMMANDS = (
+    _Command(
+        name="serve",
+        group=_START,
+        summary="serve models over HTTP",
+        add_arguments=command_blocks.add_serve_arguments,
+        run=command_blocks.run_serve,
+        examples=(
+            ("mlxrunner serve", "the built-in model, on http://127.0.0.1:8080"),
+            ("mlxrunner serve mlx-community/Qwen3-4B-4bit --pull", "download it if missing"),
+            ("mlxrunner serve --installed --memory 12GB", "every model on this machine"),
+            ("mlxrunner serve ~/models/llama --context 8K --port 9000", "a local folder"),
+        ),
+        other_names="start server up daemon api",
+    ),
+    _Command(
+        name="launch",
+        group=_START,
+        summary="run a coding agent that uses this server",
+        add_arguments=command_blocks.add_launch_arguments,
+        run=command_blocks.run_launch,
+        examples=(
+            ("mlxrunner launch claude mlx-community/Qwen3-4B-4bit", "Claude Code"),
+            ("mlxrunner launch codex --print", "show the settings only"),
+        ),
+        other_names="agent code",
+    ),
+    _Command(
+        name="pull",
+        group=_MODELS,
+        summary="download a model from the Hugging Face hub",
+        add_arguments=command_blocks.add_pull_arguments,
+        run=command_blocks.run_pull,
+        examples=(("mlxrunner pull mlx-community/Qwen3-4B-4bit", "resumes if interrupted"),),
+        other_names="download get install fetch add",
+    ),
+    _Command(
+        name="list",
+        group=_MODELS,
+        summary="list the models on this machine",
+        add_arguments=command_blocks.add_list_arguments,
+        run=command_blocks.run_list,
+        examples=(("mlxrunner list", "names, sizes and architectures"),),
+        other_names="ls models images",
+    ),
+    _Command(
+        name="show",
+        group=_MODELS,
+        summary="show a model's details and whether it fits in memory",
+        add_arguments=command_blocks.add_show_arguments,
+        run=command_blocks.run_show,
+        examples=(("mlxrunner show qwen3:4b --context 32K", "does it fit with this context?"),),
+        other_names="info inspect describe",
+    ),
+    _Command(
+        name="doctor",
+        group=_MACHINE,
+        summary="check this machine's compute backend and show possible speedups",
+        add_arguments=command_blocks.add_doctor_arguments,
+        run=command_blocks.run_doctor,
+        examples=(("mlxrunner doctor", "MLX, kernels, memory, problems"),),
+        other_names="check status diagnose",
+    ),
+    _Command(
+        name="config",
+        group=_MACHINE,
+        summary="show the effective settings and where each one comes from",
+        add_arguments=command_blocks.add_config_arguments,
+        run=command_blocks.run_config,
+        examples=(("mlxrunner config --toml > mlxrunner.toml", "a file for --config"),),
+        other_names="settings env options",
+    ),
+    _Command(
+        name="key",
+        group=_MACHINE,
+        summary="create an API key and print it once",
+        add_arguments=command_blocks.add_key_arguments,
+        run=command_blocks.run_key,
+        examples=(("mlxrunner key anna --file keys.toml", "for serve --api-keys keys.toml"),),
+        other_names="token login keys",
+    ),
+    _Command(
+        name="completion",
+        group=_MACHINE,
+        summary="print a script that completes commands, options and models in your shell",
+        add_arguments=command_blocks.add_completion_arguments,
+        run=_run_completion,
+        examples=(
+            ('eval "$(mlxrunner completion bash)"', "in ~/.bashrc"),
+            ('eval "$(mlxrunner completion zsh)"', "in ~/.zshrc"),
+            ("mlxrunner completion fish | source", "in ~/.config/fish/config.fish"),
+        ),
+        other_names="completions autocomplete",
+    ),
+)
+
+COMMANDS = tuple(command.name for command in _COMMANDS)
+
+OTHER_COMMAND_NAMES = MappingProxyType(
+    {name: command.name for command in _COMMANDS for name in command.other_names.split()}
+    | {"help": "--help", "version": "--version"}
+)
+
+_FIRST_EXAMPLES = ("serve", "launch", "pull")
+
+
+def _build_parser() -> CommandLineParser:
+    parser = CommandLineParser(
+        prog="mlxrunner",
+        usage="%(prog)s COMMAND [options]",
+        description="Serve language models from your own machine on Apple's MLX.",
+    )
+    groups = dict.fromkeys(command.group for command in _COMMANDS)
+    parser.epilog = format_commands(
+        [
+            CommandGroup(
+                title=group,
+                commands={c.name: c.summary for c in _COMMANDS if c.group == group},
             )
-            return launch(options, _resolve_config(arguments))
-        case "pull":
-            from app.commands.pull import pull
-
-            return pull(arguments.model, arguments.revision)
-        case "list":
-            from app.commands.list import list_models
-
-            return list_models(as_json=arguments.json)
-        case "doctor":
-            from app.commands.doctor import diagnose
-
-            return diagnose(as_json=arguments.json)
-        case "key":
-            from app.commands.key import make_key
-
-            return make_key(arguments.name, admin=arguments.admin, file=arguments.file)
-        case "config":
-            from app.commands.config import show_config
-
-            return show_config(_resolve_config(arguments), arguments.form)
-        case _:
-            from app.commands.show import show
-
-            return show(_resolve_config(arguments).settings, as_json=arguments.json)
-
-
-def _resolve_config(arguments: argparse.Namespace) -> ResolvedConfig:
-    return resolve_config(flags.collect_flags(arguments), arguments.config, os.environ)
-
-
-def _serve(settings: Settings) -> int:
-    from app.serving.logs import configure_logging, flush_logs
-
-    configure_logging(settings)
-    from app.server import serve
-
-    try:
-        return serve(settings)
-    finally:
-        flush_logs()
-
-
-def _build_parser() -> flags.CommandLineParser:
-    parser = flags.CommandLineParser(
-        prog="mlxrunner", description="Serve language models from your own machine on Apple's MLX."
+            for group in groups
+        ],
+        [c.examples[0] for c in _COMMANDS if c.name in _FIRST_EXAMPLES],
     )
     parser.add_argument("--version", action="version", version=version("mlxrunner"))
     parser.forwarding_commands = frozenset({"launch"})
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-
-    def add(name: str, words: str) -> argparse.ArgumentParser:
+    commands = parser.add_subparsers(
+        prog=parser.prog,
+        dest="command",
+        metavar="COMMAND",
+        required=True,
+        help=argparse.SUPPRESS,
+    )
+    for command in _COMMANDS:
         # an abbreviated flag could match a different flag in the next version
-        return commands.add_parser(name, help=words, allow_abbrev=False)
-
-    serve = add("serve", "serve models over HTTP")
-    _add_launch_arguments(add("launch", "run a coding agent that uses this server"))
-    pull = add("pull", "download a model from the Hugging Face hub")
-    pull.add_argument("model", metavar="ORG/NAME", help="model name on the hub")
-    pull.add_argument("--revision", help="a branch, tag or commit (default: the main branch)")
-    listed = add("list", "list the models on this machine")
-    show = add("show", "show a model's details and whether it fits in memory")
-    doctor = add("doctor", "check this machine's compute backend and show possible speedups")
-    config = add("config", "show the effective settings and where each one comes from")
-    form = config.add_mutually_exclusive_group()
-    for name, use in (("json", "print JSON"), ("toml", "print a file for --config")):
-        form.add_argument(f"--{name}", action="store_const", dest="form", const=name, help=use)
-    key = add("key", "create an API key and print it once")
-    key.add_argument("name", metavar="NAME", help="owner of the key, as shown in the log")
-    key.add_argument(
-        "--admin",
-        action="store_true",
-        help="also allow loading and unloading models, and reading metrics",
-    )
-    key.add_argument(
-        "--file", type=Path, metavar="FILE", help="append the key's digest to this file"
-    )
-    for command in (listed, show, doctor):
-        command.add_argument("--json", action="store_true", help="print JSON")
-    for command in (serve, show, config):
-        flags.add_setting_flags(command)
+        subparser = commands.add_parser(
+            command.name, description=f"{_capitalize(command.summary)}.", allow_abbrev=False
+        )
+        command.add_arguments(subparser)
+        subparser.set_usage()
+        subparser.add_examples(command.examples)
+        parser.subcommands[command.name] = subparser
     return parser
 
 
-def _add_launch_arguments(launch: argparse.ArgumentParser) -> None:
-    from app.commands.client_programs import PROGRAMS
-
-    launch.usage = "%(prog)s [options] PROGRAM [MODEL] [-- ARGUMENT ...]"
-    names = ", ".join(PROGRAMS)
-    launch.add_argument(
-        "program",
-        metavar="PROGRAM",
-        choices=list(PROGRAMS),
-        help=f"{names}; arguments after -- are passed to the program",
-    )
-    launch.add_argument(
-        "--print", action="store_true", help="print the program's settings without running it"
-    )
-    flags.add_setting_flags(launch)
+def _capitalize(text: str) -> str:
+    return text[:1].upper() + text[1:]

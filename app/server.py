@@ -5,6 +5,7 @@ Knows: all packages and how they are connected. Must not know: how the packages 
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
 import math
 import os
@@ -39,9 +40,11 @@ from app.runners.ranks.launch import Launch, detect_launch, restrict_to_one_mode
 from app.runners.tokenizer_check import TokenizerChecker
 from app.serving.event_loop_watchdog import EventLoopWatchdog
 from app.serving.limits import RequestLimits
+from app.serving.logs import get_terminal_log
 from app.serving.model_library import InstalledModels
 from app.serving.registry import ModelRegistry, RegisteredModel, build_entry
 from app.serving.router import ModelRouter
+from app.serving.terminal_status import ServerAddress, TerminalStatus
 from app.serving.tracing import create_tracing
 from app.store import is_builtin
 
@@ -105,6 +108,8 @@ class _RunningServer:
         self._failure: AppError | None = None
         self._systemd = SystemdNotifier.from_environment(os.environ, os.getpid())
         self._tracing = create_tracing(settings)
+        self._terminal = _create_terminal_status(settings)
+        self._needs_key = keyring.enabled
         registry = ModelRegistry(entries, settings)
         self._pool = ModelPool(
             make_runner,
@@ -134,8 +139,8 @@ class _RunningServer:
         """Builds the HTTP server around the router."""
         settings = self._settings
         limited = RequestLimits(self._router, self._router, settings)
-        watch = None if self._tracing is None else self._tracing.observe
-        generate = limited if watch is None else ObservedGenerate(limited, watch)
+        watches = [watch.observe for watch in (self._tracing, self._terminal) if watch is not None]
+        generate = ObservedGenerate(limited, *watches) if watches else limited
         traffic = ConnectionStats()
         app = build_app(
             generate,
@@ -147,6 +152,7 @@ class _RunningServer:
             workers=workers,
             lag=lag,
         )
+        self._has_page = any(getattr(route, "name", None) == "page" for route in app.routes)
         limiter = ConnectionLimiter(settings, traffic)
         config = _build_uvicorn_config(app, settings, limiter)
         return UvicornServer(config, limited, settings, limiter)
@@ -176,6 +182,7 @@ class _RunningServer:
             self._watchdog.run(),
             self._library.sweep_uploads(),
             self._systemd.watch(self._server, self._settings.drain),
+            self._show_on_terminal(),
         ):
             yield
         await self._pool.stop()
@@ -184,6 +191,23 @@ class _RunningServer:
             self._ranks.stop_followers()
         if self._tracing is not None:
             await self._tracing.stop()
+
+    def _show_on_terminal(self) -> contextlib.AbstractAsyncContextManager[None]:
+        if self._terminal is None:
+            return contextlib.nullcontext()
+        return self._terminal.run(
+            self._router.list_model_states,
+            lambda: bool(self._server.url) and self._router.status().state == "ready",
+            self._get_address,
+        )
+
+    def _get_address(self) -> ServerAddress:
+        return ServerAddress(
+            url=self._server.url,
+            needs_key=self._needs_key,
+            has_page=self._has_page,
+            has_chat=importlib.util.find_spec("app.commands.run") is not None,
+        )
 
     async def _preload_models(self) -> None:
         """Preloads models. The server exits if its only model cannot be loaded."""
@@ -232,6 +256,14 @@ def _list_preload_names(entries: Sequence[RegisteredModel], settings: Settings) 
 def _pin(entry: RegisteredModel) -> RegisteredModel:
     """Pins a distributed model, because it can be loaded only once."""
     return replace(entry, served=replace(entry.served, keep_alive=math.inf, pinned=True))
+
+
+def _create_terminal_status(settings: Settings) -> TerminalStatus | None:
+    found = get_terminal_log(settings)
+    if found is None:
+        return None
+    handler, terminal = found
+    return TerminalStatus(handler.show_status, handler.write_block, terminal)
 
 
 class _OtherRanks(Protocol):

@@ -51,7 +51,7 @@ class Config:
 
 
 class Model(Protocol):
-    """The model that `models.build` returns. Implementations are subclasses of mlx.nn.Module.
+    """The model that `build` returns. Implementations are subclasses of mlx.nn.Module.
 
     batch_invariant: whether the logits of a position are bit-identical for an unbatched sequence
     and in a batch, and for every split of the prompt into chunks, provided that each operation is

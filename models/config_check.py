@@ -2,7 +2,7 @@
 
 Knows: annotations, plausible ranges of common keys. Must not know: architectures, tensors.
 
-`models.build` reports contradictions between the config and the tensors. This module rejects
+`build` reports contradictions between the config and the tensors. This module rejects
 invalid values that would fail before that, such as a string instead of a number, or a billion
 layers.
 """

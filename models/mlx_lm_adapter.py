@@ -28,12 +28,11 @@ from typing import Any, ClassVar, Self, cast
 import mlx.core as mx
 
 from models.base import Model, ModelError
+from models.checkpoint_config import explain_missing_library
 from models.kv import LayerCache
 from models.mlx_lm_cache import MlxLmBatch, MlxLmLayerCache, wrap_cache
 
 _LIBRARY = "mlx_lm"
-# not mlxrunner's own extra, because the name may belong to another project on a package index
-_INSTALL_HINT = 'pip install "mlx-lm>=0.32"'
 
 # the config keys of the context length, in order of preference
 _CONTEXT_LENGTH_KEYS = (
@@ -97,9 +96,7 @@ def find_architecture(config: Mapping[str, Any]) -> Architecture:
     kind: str = config["model_type"]
     found = importlib.util.find_spec(_LIBRARY)
     if found is None:
-        raise ModelError(
-            f"model_type {kind!r} is not supported, but mlx-lm may support it: {_INSTALL_HINT}"
-        )
+        raise ModelError(explain_missing_library(kind))
     if config.get("model_file") is not None:
         raise ModelError(
             "config.json's model_file refers to code in the model folder, which must not be run"

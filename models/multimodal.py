@@ -1,16 +1,11 @@
-"""Extracts the text model from a checkpoint that may be multimodal.
+"""Extracts the tensors of the text model from a checkpoint that may be multimodal.
 
-Knows: the names of parts in multimodal checkpoints, in config.json and among the tensors. Must not
-know: architectures, disks.
+Knows: the names of parts among the tensors. Must not know: config.json, architectures, disks.
 """
 
 from collections.abc import Mapping
-from typing import Any, cast
 
 import mlx.core as mx
-
-_TIE_KEY = "tie_word_embeddings"
-_PART_KEYS = ("text_config", "vision_config", "audio_config")
 
 # the prefix of a tensor name -> its prefix in a text-only checkpoint; the first match applies
 _TEXT_PREFIXES = (
@@ -38,26 +33,6 @@ _NON_TEXT_MODULES = frozenset(
         "visual",
     }
 )
-
-
-def is_multimodal(config: Mapping[str, Any]) -> bool:
-    return any(isinstance(config.get(part), Mapping) for part in _PART_KEYS)
-
-
-def get_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the config of the text model, completed with the keys of the whole config. Some
-    configs have the text model's keys at the top level, beside the vision config."""
-    part = config.get("text_config")
-    if not isinstance(part, Mapping):
-        return config
-    part = cast(Mapping[str, Any], part)
-    inherited = {key: value for key, value in config.items() if key not in _PART_KEYS}
-    text = {**inherited, **part}
-    # Newer files have the key at the top level, and older files have it in the part. If the two
-    # values differ, the tensors decide.
-    if inherited.get(_TIE_KEY, text.get(_TIE_KEY)) != text.get(_TIE_KEY):
-        del text[_TIE_KEY]
-    return text
 
 
 def get_text_weights(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:

@@ -19,14 +19,12 @@ import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
 from models.base import ModelError
+from models.checkpoint_config import find_unsupported_method
 from models.nvfp4 import make_nvfp4_layer
 
 # the packings that MLX supports; each mode except affine has one packing
 _AFFINE_BITS, _AFFINE_GROUP_SIZES = (1, 2, 3, 4, 5, 6, 8), (32, 64, 128)
 _MODES: Mapping[tuple[int, int], str] = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}
-
-# quantization methods whose tensors MLX can use unchanged, except for their names
-_SUPPORTED_METHODS = ("mxfp4", "mxfp8")
 
 # the group size for the quantization of weights (affine)
 GROUP_SIZE = 64
@@ -46,17 +44,8 @@ class Packing:
 
 def check_quant_method(config: Mapping[str, Any]) -> None:
     """Raises ModelError if config.json declares a quantization method that MLX does not support."""
-    hf_config = config.get("quantization_config")
-    # mlx-lm writes both keys; in a converted checkpoint, the second key may describe its source
-    if config.get("quantization") or not isinstance(hf_config, Mapping):
-        return
-    method = hf_config.get("quant_method")
-    if method is None or method in _SUPPORTED_METHODS:
-        return
-    raise ModelError(
-        f"weights quantized with {method!r} are not supported: use an MLX version of the model, or "
-        "convert the unquantized model with mlx_lm.convert"
-    )
+    if reason := find_unsupported_method(config):
+        raise ModelError(reason)
 
 
 def replace_quantized_layers(model: nn.Module, weights: dict[str, mx.array]) -> bool:

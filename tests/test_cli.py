@@ -2,6 +2,8 @@
 
 import logging
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from app import cli, server
+from app.config.command_line import parse_arguments
+from app.config.options import OPTIONS
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import ModelSettings, Settings
 
@@ -166,10 +170,10 @@ def test_an_invalid_command_line_is_rejected(
     [
         (
             "srve",
-            "unknown command 'srve': the commands are serve, launch, pull, list, show, doctor, "
-            "config, key; did you mean serve?",
+            f"unknown command 'srve': the commands are {', '.join(cli.COMMANDS)}; "
+            "did you mean serve?",
         ),
-        ("", "no command: the commands are serve, launch, pull, list, show, doctor, config, key"),
+        ("", f"no command: the commands are {', '.join(cli.COMMANDS)}"),
         ("list one", "unexpected argument 'one' (`mlxrunner list --help` lists what is accepted)"),
     ],
 )
@@ -320,3 +324,48 @@ def test_a_server_loads_the_hubs_library_only_for_a_download() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert process.stdout == "False\n"
+
+
+def read_help(command_line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(command_line.split())
+    assert caught.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_the_help_lists_each_command_once_in_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    text = read_help("--help", capsys)
+    groups = {command.group for command in cli._COMMANDS}
+    for group in groups:
+        assert f"\n{group}:\n" in text
+    for name in cli.COMMANDS:
+        assert len(re.findall(rf"^  {name}  ", text, re.MULTILINE)) == 1, name
+    assert "`mlxrunner COMMAND --help`" in text
+
+
+@pytest.mark.parametrize("command", cli._COMMANDS, ids=lambda command: command.name)
+def test_each_example_in_the_help_is_a_valid_command_line(
+    command: cli._Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = read_help(f"{command.name} --help", capsys)
+    assert command.examples
+    for line, _ in command.examples:
+        assert line in text
+        [words] = re.findall(r"mlxrunner ([^|>)\"]+)", line)
+        parsed = parse_arguments(cli._build_parser(), shlex.split(words), cli.COMMANDS)
+        assert parsed.command == command.name
+
+
+def test_rare_options_are_only_in_help_all(capsys: pytest.CaptureFixture[str]) -> None:
+    short, full = read_help("serve --help", capsys), read_help("serve --help-all", capsys)
+    assert "--prefill-chunk" not in short
+    assert "--prefill-chunk" in full
+    assert len(short.splitlines()) <= 60
+    hidden = sum(not option.is_common for option in OPTIONS)
+    assert f"`mlxrunner serve --help-all` lists {hidden} more options." in short
+
+
+def test_no_other_command_name_is_a_command() -> None:
+    assert not cli.OTHER_COMMAND_NAMES.keys() & set(cli.COMMANDS)
+    names = [name for command in cli._COMMANDS for name in command.other_names.split()]
+    assert len(set(names)) == len(names)

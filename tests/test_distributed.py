@@ -24,7 +24,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import models
+from models import architectures
 from tests import tiny
 from tests.throttle import Throttle
 
@@ -173,7 +173,7 @@ def ranks(long_model: Path) -> Iterator[LaunchedServer]:
 
 def compute_reference(prompt: str, count: int) -> list[tuple[int, np.ndarray]]:
     """The answer of one process: greedy ids, each with all log-probabilities."""
-    model = models.build(tiny.CONFIG, tiny.weights())
+    model = architectures.build(tiny.CONFIG, tiny.weights())
     kv, inputs, tokens = model.make_kv(), list(prompt.encode()), list[tuple[int, np.ndarray]]()
     for _ in range(count):
         logits = model.logits(model(mx.array([inputs]), kv)[:, -1])[0]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from app.cli import _build_parser
-from app.config import flags
+from app.config.command_line import parse_arguments
 from app.config.options import (
     BACKEND_VARIABLES,
     CONFIG_VARIABLE,
@@ -158,7 +158,7 @@ COMMANDS = sorted(
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_is_valid(command):
     words = shlex.split(command, comments=True)[1:]
-    assert flags.parse_arguments(_build_parser(), words).command == words[0]
+    assert parse_arguments(_build_parser(), words).command == words[0]
 
 
 # The column of the tree at which descriptions begin.

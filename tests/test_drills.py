@@ -169,10 +169,10 @@ class Model(LlamaModel):
 '''
 
 ARCHITECTURE_PROGRAM = """
-import models
+from models import architectures
 from tests import tiny
 
-model = models.build({**tiny.CONFIG, "model_type": "foo"}, tiny.weights())
+model = architectures.build({**tiny.CONFIG, "model_type": "foo"}, tiny.weights())
 assert type(model).__module__ == "models.foo", type(model)
 """
 

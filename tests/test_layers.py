@@ -77,7 +77,9 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.serving.event_loop_watchdog": frozenset({"app.core"}),
     # options, environment and file; commands and the server get the Settings
     "app.config": frozenset({"app.core"}),
-    "app.serving.logs": frozenset({"app.core"}),
+    "app.serving.logs": frozenset({"app.core", "app.serving.terminal_log"}),
+    "app.serving.terminal_log": frozenset({"app.core"}),
+    "app.serving.terminal_status": frozenset({"app.core"}),
     "app.serving.otel_tracing": frozenset({"app.core"}),
     "app.serving.tracing": frozenset({"app.core", "app.serving.otel_tracing"}),
     "app.commands": EVERYTHING,
@@ -137,6 +139,8 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     # for `mlxrunner config --toml`
     "app.config": frozenset({"tomli_w"}),
     "app.serving.logs": frozenset(),
+    "app.serving.terminal_log": frozenset(),
+    "app.serving.terminal_status": frozenset(),
     # an optional dependency, imported only if tracing is enabled
     "app.serving.otel_tracing": frozenset({"opentelemetry"}),
     "app.serving.tracing": frozenset(),
@@ -155,7 +159,7 @@ PACKAGES_WITH_INIT = frozenset({"models", "models.kernels", "app.engine", "app.s
 # modules that may import others by name at run time
 RUN_TIME_IMPORTERS = frozenset(
     {
-        "models",
+        "models.architectures",
         "models.mlx_lm_adapter",
         "app.api.app",
         "app.engine.prefix.policy",

@@ -1,6 +1,8 @@
 """`mlxrunner list`: lists the models installed on this machine.
 
-Knows: the layout of the table. Must not know: the location of models.
+Knows: the layout of the table. Must not know: the location of models. It does not import MLX.
+Therefore a model whose config.json has an invalid value is listed like a valid one; `show` reports
+it.
 """
 
 import dataclasses
@@ -10,11 +12,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from app import store
-from app.core.errors import AppError
+from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
 from app.core.units import format_bytes
-from app.engine.model_info import complete_config
-from models.multimodal import get_text_config
+from models.checkpoint_config import (
+    find_unsupported_architecture,
+    find_unsupported_method,
+    get_text_config,
+)
 
 _HEADER = ("NAME", "SOURCE", "SIZE", "ARCHITECTURE", "MODIFIED")
 
@@ -37,8 +42,13 @@ class ListedModel:
     problem: str | None = None
 
 
-def list_models(*, as_json: bool) -> int:
-    """Prints the list and returns the exit status, which is 0 even if a model is broken."""
+def list_models(*, as_json: bool, names_only: bool = False) -> int:
+    """Prints the list and returns the exit status, which is 0 even if a model is broken.
+    names_only: print one name per line and read no model."""
+    if names_only:
+        for entry in store.list_installed():
+            print(entry.name)
+        return 0
     rows = list(_collect_models())
     if as_json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
@@ -76,7 +86,8 @@ def _collect_models() -> Iterator[ListedModel]:
     for entry in store.list_installed():
         row = ListedModel(name=entry.name, source=entry.source, path=str(entry.path))
         try:
-            files = complete_config(entry.read())
+            files = entry.read()
+            _check_support(files)
         except AppError as error:
             yield dataclasses.replace(row, problem=error.message)
             continue
@@ -86,6 +97,13 @@ def _collect_models() -> Iterator[ListedModel]:
             architecture=get_architecture(files),
             modified=files.created,
         )
+
+
+def _check_support(files: ModelFiles) -> None:
+    """Raises AppError for an unsupported architecture or quantization."""
+    config = get_text_config(files.config)
+    if reason := find_unsupported_method(config) or find_unsupported_architecture(config):
+        raise AppError(ErrorKind.MODEL_FILES, f"{files.path}: {reason}")
 
 
 def _format_line(cells: tuple[str, ...], width: int) -> str:

@@ -1,20 +1,19 @@
 """The command-line flags, generated from the table of options.
 
-Knows: argparse. Must not know: commands, the other sources of settings.
+Knows: argparse's arguments. Must not know: commands, help texts, the other sources of settings.
 """
 
 import argparse
-import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
+from app.config.command_line import CommandLineParser, make_argparse_type
 from app.config.options import GROUPS, OPTIONS, Option
 from app.config.sources import SourcedValue, SourcedValues
-from app.config.value_types import InvalidOptionValue, suggest
 from app.core.settings import ModelSettings
 
 
-def add_setting_flags(command: argparse.ArgumentParser) -> None:
+def add_setting_flags(command: CommandLineParser) -> None:
     """Adds a flag for every setting. Flags that are not given do not set an attribute, so that
     another source can provide the value."""
     command.add_argument(
@@ -33,7 +32,9 @@ def add_setting_flags(command: argparse.ArgumentParser) -> None:
     for group in GROUPS:
         section = command.add_argument_group(group.title)
         for option in group.options:
-            _add_flag(section.add_argument, option)
+            action = _add_flag(section.add_argument, option)
+            if not option.is_common:
+                command.hide_in_short_help(action)
 
 
 def collect_flags(arguments: argparse.Namespace) -> SourcedValues:
@@ -48,92 +49,25 @@ def collect_flags(arguments: argparse.Namespace) -> SourcedValues:
     return found
 
 
-class CommandLineParser(argparse.ArgumentParser):
-    """A parser that prints one line for an invalid command line and exits with status 2. argparse
-    itself would print all options.
-
-    forwarding_commands: the commands that run another program and pass the arguments after `--` to
-    it.
-    """
-
-    forwarding_commands: frozenset[str] = frozenset()
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"mlxrunner: {message.removeprefix('argument ')}\n")
-
-
-def parse_arguments(
-    parser: CommandLineParser, argv: Sequence[str] | None, commands: Sequence[str] = ()
-) -> argparse.Namespace:
-    """Parses the command line. Models may appear between flags, which argparse does not support.
-
-    An unknown flag or command is rejected, and the error suggests the most similar one. The process
-    exits with status 2 for an invalid command line. commands: the known commands. The first
-    argument must be one of them or a flag. The result's `forwarded` holds the arguments of the
-    program that the command runs.
-    """
-    argv = sys.argv[1:] if argv is None else argv
-    first = next(iter(argv), "")
-    if commands and not first.startswith("-") and first not in commands:
-        listed = f"the commands are {', '.join(commands)}{suggest(first, commands)}"
-        parser.error(f"unknown command {first!r}: {listed}" if first else f"no command: {listed}")
-    words, forwarded = _split_forwarded(argv) if first in parser.forwarding_commands else (argv, ())
-    arguments, rest = parser.parse_known_args(words)
-    arguments.forwarded = tuple(forwarded)
-    models: list[str] | None = getattr(arguments, "models", None)
-    unknown = [word for word in rest if word.startswith("-") or models is None]
-    if unknown:
-        name = unknown[0].partition("=")[0]
-        name = name if name.isprintable() else repr(name)
-        command = getattr(arguments, "command", None) or ""
-        help_ = " ".join(part for part in ("mlxrunner", command, "--help") if part)
-        if name.startswith("-"):
-            flags = (option.flag for option in OPTIONS) if models is not None else ()
-            why = f"unknown option {name}{suggest(name, flags)}"
-        else:
-            why = f"unexpected argument {name!r}"
-        parser.error(f"{why} (`{help_}` lists what is accepted)")
-    if models is not None:
-        models += rest
-    return arguments
-
-
-def _split_forwarded(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Splits a command line at the first `--`."""
-    end = argv.index("--") if "--" in argv else len(argv)
-    return argv[:end], argv[end + 1 :]
-
-
-def _add_flag(add_argument: Callable[..., argparse.Action], option: Option) -> None:
+def _add_flag(add_argument: Callable[..., argparse.Action], option: Option) -> argparse.Action:
     words = f"{option.help} (default: {option.format_value(option.default)})".replace("%", "%%")
     if option.is_boolean:
-        add_argument(
+        return add_argument(
             option.flag,
             action=argparse.BooleanOptionalAction,
             default=argparse.SUPPRESS,
             help=words,
             dest=option.field,
         )
-        return
-    add_argument(
+    return add_argument(
         option.flag,
         action="extend" if option.value_type.is_list else "store",
-        type=_make_argparse_type(option),
+        type=make_argparse_type(option.parse_text),
         default=argparse.SUPPRESS,
         metavar=option.value_type.metavar,
         help=words,
         dest=option.field,
     )
-
-
-def _make_argparse_type(option: Option) -> Callable[[str], Any]:
-    def read(word: str) -> Any:
-        try:
-            return option.parse_text(word)
-        except InvalidOptionValue as problem:
-            raise argparse.ArgumentTypeError(str(problem)) from None
-
-    return read
 
 
 def _flag_value(option: Option, arguments: argparse.Namespace) -> Any:

@@ -36,7 +36,8 @@ class Option:
 
     field: the name of the field in Settings, which is also the key in a file. default: the default
     of that field. help: the help text. unset_label: the text displayed for None. env_var: the name
-    of the environment variable.
+    of the environment variable. is_common: whether `--help` lists it; `--help-all` lists all.
+    other_names: what other servers call it, for suggestions.
     """
 
     field: str
@@ -45,6 +46,8 @@ class Option:
     help: str
     unset_label: str
     env_var: str
+    is_common: bool = False
+    other_names: tuple[str, ...] = ()
 
     @property
     def is_boolean(self) -> bool:
@@ -93,6 +96,8 @@ def make_option(
     *,
     unset: str = "none",
     variable: str | None = None,
+    is_common: bool = False,
+    other_names: str = "",
     settings_class: type[Settings] | type[ModelSettings] = Settings,
 ) -> Option:
     [default] = [
@@ -105,6 +110,8 @@ def make_option(
         help=help,
         unset_label=unset,
         env_var=variable or ENV_PREFIX + field.upper(),
+        is_common=is_common,
+        other_names=tuple(other_names.split()),
     )
 
 
@@ -138,8 +145,14 @@ GROUPS = (
                 "installed",
                 value_types.boolean(),
                 "serve every model installed on this machine; each is loaded on its first request",
+                is_common=True,
             ),
-            make_option("pull", value_types.boolean(), "download missing models without asking"),
+            make_option(
+                "pull",
+                value_types.boolean(),
+                "download missing models without asking",
+                is_common=True,
+            ),
             make_option(
                 "runner",
                 value_types.choice(*get_args(RunnerKind)),
@@ -151,12 +164,15 @@ GROUPS = (
                 value_types.duration(allow_zero=True, allow_forever=True),
                 "how long an idle model stays loaded: seconds, 5m, 1h30m, forever",
                 unset="forever for models named at start, 5m for others",
+                is_common=True,
+                other_names="ttl sleep-idle-seconds idle-timeout",
             ),
             make_option(
                 "max_loaded",
-                value_types.integer(1),
+                value_types.count(1),
                 "maximum number of loaded models",
                 unset="as many as fit",
+                other_names="max-loaded-models models-max",
             ),
             make_option(
                 "load_timeout",
@@ -177,14 +193,28 @@ GROUPS = (
                 "host",
                 value_types.text("an address or a name to listen on", "HOST"),
                 "address to listen on",
+                is_common=True,
+                other_names="bind listen address ip",
             ),
             make_option(
-                "port", value_types.integer(0, 65535), "port to listen on; 0 picks a free one"
+                "port",
+                value_types.integer(0, 65535),
+                "port to listen on; 0 picks a free one",
+                is_common=True,
+                other_names="p",
             ),
             make_option(
-                "tls_cert", value_types.path(), "TLS certificate chain, PEM; needs --tls-key"
+                "tls_cert",
+                value_types.path(),
+                "TLS certificate chain, PEM; needs --tls-key",
+                other_names="ssl-certfile ssl-cert-file cert",
             ),
-            make_option("tls_key", value_types.path(), "private key of the TLS certificate, PEM"),
+            make_option(
+                "tls_key",
+                value_types.path(),
+                "private key of the TLS certificate, PEM",
+                other_names="ssl-keyfile ssl-key-file",
+            ),
         ),
     ),
     OptionGroup(
@@ -196,6 +226,8 @@ GROUPS = (
                 "file of hashed API keys, written by `mlxrunner key`",
                 # MLXRUNNER_API_KEYS holds the keys themselves
                 variable=f"{ENV_PREFIX}API_KEYS_FILE",
+                is_common=True,
+                other_names="api-key api-key-file",
             ),
             make_option(
                 "allow_anyone",
@@ -213,6 +245,7 @@ GROUPS = (
                 value_types.origins(),
                 "allowed CORS origin, such as https://chat.example.org; repeatable (loopback "
                 "origins are always allowed)",
+                other_names="allowed-origins cors origins",
             ),
         ),
     ),
@@ -224,18 +257,25 @@ GROUPS = (
                 value_types.choice(*get_args(QuantizationBits)),
                 "quantize unquantized weights to 4 or 8 bits while loading",
                 unset="off",
+                is_common=True,
+                other_names="quantization q-bits bits",
             ),
             make_option(
                 "parallel",
-                value_types.integer(1),
+                value_types.count(1),
                 "maximum number of concurrent sequences",
                 unset="chosen from memory and device",
+                is_common=True,
+                other_names="max-num-seqs np n-parallel num-parallel decode-concurrency",
             ),
             make_option(
                 "context",
-                value_types.integer(2, unit="tokens"),
+                value_types.count(2, unit="tokens"),
                 "context length: prompt plus output",
                 unset="the model's own",
+                is_common=True,
+                other_names="c ctx-size max-model-len num-ctx n-ctx context-length context-size "
+                "max-kv-size",
             ),
             make_option(
                 "context_shift",
@@ -246,9 +286,11 @@ GROUPS = (
             make_option(
                 "memory",
                 value_types.size("GiB", GIBIBYTE),
-                "memory budget for the weights, KV caches and working space of all models, in GiB, "
-                "such as 6 or 6.5",
+                "memory budget for the weights, KV caches and working space of all models, in GiB "
+                "or with a unit, such as 6, 6.5 or 6GB",
                 unset="chosen from the device",
+                is_common=True,
+                other_names="gpu-memory-utilization max-memory",
             ),
             make_option(
                 "cache",
@@ -268,9 +310,11 @@ GROUPS = (
             ),
             make_option(
                 "prefill_chunk",
-                value_types.integer(1, unit="tokens"),
+                value_types.count(1, unit="tokens"),
                 "prompt tokens per engine step; a cancellation takes effect after one step at most",
                 unset="128 on a CPU, else 512",
+                other_names="max-num-batched-tokens b batch-size ub ubatch-size "
+                "chunked-prefill-size prefill-step-size",
             ),
             make_option(
                 "watchdog",
@@ -285,26 +329,29 @@ GROUPS = (
         options=(
             make_option(
                 "max_queue",
-                value_types.integer(0),
+                value_types.count(0),
                 "maximum number of queued requests; further requests get 429",
+                other_names="max-waiting-requests",
             ),
             make_option(
                 "max_per_key",
-                value_types.integer(1),
+                value_types.count(1),
                 "maximum number of concurrent requests per key (each choice counts)",
                 unset="no limit",
             ),
             make_option(
                 "max_tokens",
-                value_types.integer(1, unit="tokens"),
+                value_types.count(1, unit="tokens"),
                 "maximum number of output tokens per choice",
                 unset="limited only by the context",
+                other_names="n n-predict num-predict max-new-tokens",
             ),
             make_option(
                 "max_time",
                 value_types.duration(),
                 "maximum generation time per choice",
                 unset="no limit",
+                other_names="timeout",
             ),
             make_option(
                 "deadline",
@@ -315,10 +362,10 @@ GROUPS = (
             make_option(
                 "max_body",
                 value_types.size("MiB", MEBIBYTE),
-                "maximum size of a request body, in MiB",
+                "maximum size of a request body, in MiB or with a unit, such as 512KB",
             ),
             make_option(
-                "max_connections", value_types.integer(1), "maximum number of open connections"
+                "max_connections", value_types.count(1), "maximum number of open connections"
             ),
             make_option(
                 "header_timeout", value_types.duration(), "timeout for reading request headers"
@@ -346,24 +393,37 @@ GROUPS = (
                 value_types.choice(*get_args(LogFormat)),
                 "human: plain text; json: one JSON object per line",
             ),
-            make_option("log_level", value_types.choice(*get_args(LogLevel)), "minimum log level"),
+            make_option(
+                "log_level",
+                value_types.choice(*get_args(LogLevel)),
+                "minimum log level",
+                other_names="v verbosity",
+            ),
             make_option("access_log", value_types.boolean(), "log a line for each request"),
             make_option(
                 "otlp",
                 value_types.url(),
                 "OpenTelemetry collector to export traces to, such as http://localhost:4318",
                 unset="off",
+                other_names="otlp-traces-endpoint",
             ),
             make_option(
                 "debug",
                 value_types.boolean(),
                 "log debugging details; the log then contains parts of prompts",
+                other_names="verbose",
             ),
         ),
     ),
 )
 
 OPTIONS = tuple(one for group in GROUPS for one in group.options)
+
+
+def find_option_by_other_name(name: str) -> Option | None:
+    """Returns the option that another server gives this name. name: with or without dashes."""
+    key = name.lower().strip("-").replace("_", "-")
+    return next((option for option in OPTIONS if key in option.other_names), None)
 
 
 def _make_model_option(field: str) -> Option:

@@ -3,7 +3,7 @@
 Knows: the names of mlxrunner's variables. Must not know: the other sources, the use of the secrets.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,11 @@ from app.config.options import (
     MODELS_VARIABLE,
     OPTIONS,
     SECRET_VARIABLES,
+    find_option_by_other_name,
 )
-from app.config.value_types import InvalidOptionValue, suggest
+from app.config.value_types import InvalidOptionValue
 from app.core.errors import AppError, ErrorKind
+from app.core.nearest_name import suggest
 from app.core.settings import ModelSettings
 
 
@@ -56,7 +58,7 @@ def read_environment(environment: Mapping[str, str]) -> SourcedValues:
     for name in sorted(ours.keys() - known.keys() - set(others)):
         raise AppError(
             ErrorKind.INVALID,
-            f"{name}: unknown variable{suggest(name, [*known, *others])}",
+            f"{name}: unknown variable{_suggest(name, [*known, *others])}",
             param=name,
         )
     given: dict[str, SourcedValue] = {}
@@ -72,6 +74,17 @@ def read_environment(environment: Mapping[str, str]) -> SourcedValues:
         )
         given["models"] = SourcedValue(value=models, source=MODELS_VARIABLE)
     return given
+
+
+def _suggest(name: str, known: Sequence[str]) -> str:
+    """Suggests the variable of the setting that has this name in another server, or a similar
+    one."""
+    foreign = find_option_by_other_name(name.removeprefix(ENV_PREFIX))
+    return (
+        suggest(name, known, ENV_PREFIX)
+        if foreign is None
+        else f"; did you mean {foreign.env_var}?"
+    )
 
 
 def find_secret_variables(environment: Mapping[str, str]) -> tuple[str, ...]:

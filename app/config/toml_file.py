@@ -12,14 +12,21 @@ If no model has its own settings, `models = ["org/name", …]` is sufficient.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from app.config.options import MODEL_OPTIONS, OPTIONS, Option
+from app.config.options import (
+    CONFIG_VARIABLE,
+    MODEL_OPTIONS,
+    OPTIONS,
+    Option,
+    find_option_by_other_name,
+)
 from app.config.sources import SourcedValue, SourcedValues
-from app.config.value_types import InvalidOptionValue, suggest
+from app.config.value_types import InvalidOptionValue
 from app.core.errors import AppError, ErrorKind
+from app.core.nearest_name import suggest
 from app.core.settings import ModelSettings, Settings
 
 _OPTIONS_BY_KEY = {option.field: option for option in OPTIONS}
@@ -43,7 +50,8 @@ def read_toml_file(path: str) -> SourcedValues:
         # the values are untyped; their types are checked below
         document: Mapping[str, object] = tomllib.loads(written)
     except OSError as error:
-        raise _config_error(_make_printable(path), error.strerror or str(error), path) from None
+        reason = f"{error.strerror or error} (--config or {CONFIG_VARIABLE} names this file)"
+        raise _config_error(_make_printable(path), reason, path) from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise _config_error(_make_printable(path), f"is not valid TOML: {error}", path) from None
     return _TomlReader(path, written).read(document)
@@ -97,7 +105,7 @@ class _TomlReader:
                     + (
                         "; it is a server setting: move it above the first [[models]]"
                         if key in _OPTIONS_BY_KEY
-                        else suggest(key, _MODEL_OPTIONS_BY_KEY)
+                        else _suggest(key, _MODEL_OPTIONS_BY_KEY)
                     ),
                     _model_key(index, key),
                 )
@@ -116,10 +124,10 @@ class _TomlReader:
             why = (
                 "; settings are top-level keys, without sections"
                 if inside
-                else suggest(key, _OPTIONS_BY_KEY)
+                else _suggest(key, _OPTIONS_BY_KEY)
             )
             return _config_error(place, f"[{key}]: unknown section{why}", key)
-        near = suggest(key, [*_OPTIONS_BY_KEY, "models"])
+        near = _suggest(key, [*_OPTIONS_BY_KEY, "models"])
         return _config_error(place, f"{key}: unknown key{near}", key)
 
     def _locate(self, *keys: TomlKey) -> str:
@@ -157,6 +165,14 @@ def iter_model_overrides(model: ModelSettings) -> Iterator[tuple[Option, Any]]:
         value = getattr(model, option.field)
         if value != option.default:
             yield option, value
+
+
+def _suggest(key: str, known: Collection[str]) -> str:
+    """Suggests the key that has this name in another server, or a similar one."""
+    foreign = find_option_by_other_name(key)
+    if foreign is not None and foreign.field in known:
+        return f"; did you mean {foreign.field}?"
+    return suggest(key, known)
 
 
 def _find_key_lines(text: str) -> Mapping[TomlKey, int]:

@@ -4,15 +4,15 @@ Knows: numbers, units, durations, addresses. Must not know: individual settings,
 value.
 """
 
-import difflib
 import math
 import os.path
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 from app.core import units
+from app.core.nearest_name import suggest
 from app.core.settings import is_host_name, is_origin
 
 # In seconds, GiB or MiB. Larger than any practical value, but small enough for timeouts and byte
@@ -113,20 +113,44 @@ def integer(minimum: int, maximum: int | None = None, unit: str = "") -> ValueTy
     )
 
 
-def size(unit: str, bytes_per_unit: int) -> ValueType:
-    """A number of bytes, given in a larger unit. bytes_per_unit: the size of that unit in bytes."""
+def count(minimum: int, unit: str = "") -> ValueType:
+    """A number of things, which may have a suffix: 8192, 8k (8000), 8K (8192)."""
 
     def parse(word: str) -> int:
-        amount = float(word)
+        number = units.parse_count(word)
+        if number is None or number < minimum:
+            raise ValueError
+        return number
+
+    example = ", such as 8192, 8k (8000) or 8K (8192)" if unit == "tokens" else ""
+    return ValueType(
+        description=f"an integer of {minimum} or more{example}",
+        metavar=unit.upper() or "N",
+        parse=parse,
+        types=(int, str),
+        unit=unit,
+    )
+
+
+def size(unit: str, bytes_per_unit: int) -> ValueType:
+    """A number of bytes, given in a larger unit or with its own unit (6GB, 6 GiB). bytes_per_unit:
+    the size of the larger unit in bytes."""
+
+    def parse(word: str) -> int:
+        given = units.parse_bytes(word)
+        amount = float(word) if given is None else given / bytes_per_unit
         if not 1 / bytes_per_unit <= amount <= MAX_NUMBER:
             raise ValueError
         return int(amount * bytes_per_unit)
 
     return ValueType(
-        description=f"a number of {unit} above 0 and at most {MAX_NUMBER:,}",
+        description=(
+            f"a number of {unit} above 0 and at most {MAX_NUMBER:,}, or a size such as 600MB or "
+            "6GiB"
+        ),
         metavar=unit.upper(),
         parse=parse,
-        types=(int, float),
+        types=(int, float, str),
         to_toml_item=lambda value: _integral_if_whole(value / bytes_per_unit),
         unit=unit,
     )
@@ -139,9 +163,9 @@ def duration(*, allow_zero: bool = False, allow_forever: bool = False) -> ValueT
     def parse(word: str) -> float:
         if allow_forever and word == "forever":
             return math.inf
-        length = units.parse_duration(word)
+        length = units.parse_spoken_duration(word)
         if length is None:
-            length = float(word)  # a number in a form that parse_duration rejects
+            length = float(word)  # a number in a form that units rejects
         if allow_forever and length < 0:
             return math.inf
         if not (0 <= length <= MAX_NUMBER) or (length == 0 and not allow_zero):
@@ -252,12 +276,6 @@ def url() -> ValueType:
         parse=parse,
         secret=True,
     )
-
-
-def suggest(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean …?", or "" if no known word is similar to `word`."""
-    found = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {found[0]}?" if found else ""
 
 
 def _integral_if_whole(number: float) -> int | float:

@@ -34,12 +34,13 @@ class RequestContext:
     id: the request ID, valid as a header value. traceparent: the unparsed value of the traceparent
     header (W3C Trace Context). state: values that middleware sets during the request. finish: the
     finish reasons, an error type or "cancelled"; "" for a request that generates nothing. error,
-    reason: the error type and the error message, if this server sent a response with a status of
-    400 or more. The reason omits client text. The exception itself is not stored, because its
-    traceback would keep the request body in memory as long as the connection's context.
-    prompt_tokens, cached_tokens, completion_tokens: sums over all choices, including prompts whose
-    prefill did not finish. error_format: the format of this request's error responses; None means
-    OpenAI's format.
+    reason: the error type and the error message, if the response has a status of 400 or more and
+    this server caused it. The reason omits text that the client sent. The exception itself is not
+    stored, because its traceback would keep the request body in memory as long as the connection's
+    context. prompt_tokens, cached_tokens, completion_tokens: sums over all choices, including
+    prompts whose prefill did not finish. decoded_tokens, decode_ns: the tokens after the first one
+    of each choice, and the longest decode time of a choice. error_format: the format of this
+    request's error responses; None is OpenAI's format.
     """
 
     id: str
@@ -52,12 +53,19 @@ class RequestContext:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    decoded_tokens: int = 0
+    decode_ns: int = 0
     error_format: ErrorFormat | None = None
 
     @property
     def caller(self) -> str:
         """The name of the request's API key, or "" if the server uses no keys."""
         return self.state.get("caller", "")
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """The speed of decoding, summed over the choices. 0 if at most one token was generated."""
+        return 1e9 * self.decoded_tokens / self.decode_ns if self.decode_ns else 0.0
 
 
 REQUEST_CONTEXT: ContextVar[RequestContext | None] = ContextVar("request_context", default=None)
@@ -104,6 +112,8 @@ class RequestContextObserver:
 
     def _on_finish(self, event: Finish) -> None:
         self._context.completion_tokens += event.usage.completion_tokens
+        self._context.decoded_tokens += max(event.usage.completion_tokens - 1, 0)
+        self._context.decode_ns = max(self._context.decode_ns, event.timings.decode_ns)
         if event.reason not in self._reasons:
             self._reasons.append(event.reason)
 

@@ -1,4 +1,4 @@
-"""Formats sizes, counts and durations for display, and parses durations.
+"""Formats sizes, counts and durations for display, and parses them.
 
 Knows: units. Must not know: the meaning of the values.
 """
@@ -23,6 +23,56 @@ def parse_duration(text: str) -> float | None:
         float(number) * _SECONDS_PER_UNIT[unit] for number, unit in _PART_PATTERN.findall(text)
     )
     return -total if text.startswith("-") else total
+
+
+_SPOKEN_PART = re.compile(
+    r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*"
+    r"(ms|milliseconds?|s|secs?|seconds?|m|mins?|minutes?|h|hrs?|hours?|d|days?)(?![a-z])",
+    re.ASCII | re.IGNORECASE,
+)
+_SPOKEN_SECONDS = {"ms": 0.001, "mil": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+_COUNT_PATTERN = re.compile(r"(\d(?:_?\d){0,14}(?:\.\d{1,9})?)\s*([kKmM]?)", re.ASCII)
+# as in vLLM: 1k is 1000 and 1K is 1024
+_COUNT_FACTORS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
+
+_BYTES_PATTERN = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]?)(i?b?)", re.ASCII | re.IGNORECASE)
+_BYTES_EXPONENTS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_spoken_duration(text: str) -> float | None:
+    """Parses a duration as people write it: everything that `parse_duration` accepts, and "5 min",
+    "90 seconds", "1 h 30 m", "2 days". Returns None for invalid text."""
+    seconds, end = 0.0, 0
+    while found := _SPOKEN_PART.match(text, end):
+        number, unit = float(found[1]), found[2].lower()
+        key = unit if unit == "ms" else unit[:3] if unit.startswith("mil") else unit[0]
+        seconds, end = seconds + number * _SPOKEN_SECONDS[key], found.end()
+    return seconds if end and not text[end:].strip() else parse_duration(text)
+
+
+def parse_count(text: str) -> int | None:
+    """Parses a count, as vLLM does: 8192, 8k (8000), 8K (8192), 1.5k, 1m. Returns None for invalid
+    text and for a fraction of one."""
+    found = _COUNT_PATTERN.fullmatch(text.strip())
+    if found is None:
+        return None
+    count = float(found[1]) * _COUNT_FACTORS[found[2]]
+    return int(count) if count == int(count) and ("." not in found[1] or found[2]) else None
+
+
+def parse_bytes(text: str) -> float | None:
+    """Parses a size with a unit: 6GB (decimal), 6 GiB and 6G (binary). Returns the number of bytes.
+    Returns None for invalid text and for a number without a unit."""
+    found = _BYTES_PATTERN.fullmatch(text.strip())
+    if (
+        found is None
+        or not (found[2] or found[3])
+        or (found[3].lower().startswith("i") and not found[2])
+    ):
+        return None
+    base = 1000 if found[2] and found[3].lower() == "b" else 1024
+    return float(found[1]) * base ** _BYTES_EXPONENTS[found[2].lower()]
 
 
 _DECIMAL_UNITS = ("B", "kB", "MB", "GB", "TB")

@@ -14,12 +14,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-import models
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
 from app.engine.weights import open_model
+from models import architectures
 from models.base import ModelError
-from models.multimodal import get_text_config, is_multimodal
+from models.checkpoint_config import get_text_config, is_multimodal
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def complete_config(files: ModelFiles) -> ModelFiles:
     Raises AppError(MODEL_FILES) for an unsupported architecture or an incomplete config.
     """
     try:
-        facts = models.read_info(files.config)
+        facts = architectures.read_info(files.config)
     except ModelError as error:
         raise AppError(ErrorKind.MODEL_FILES, f"{files.path}: {error}") from error
     if is_multimodal(files.config):
@@ -49,7 +49,7 @@ def complete_config(files: ModelFiles) -> ModelFiles:
 def check_config(name: str, config: Mapping[str, Any]) -> None:
     """Raises AppError(MODEL_FILES) if a model with this config cannot be served."""
     try:
-        models.read_info(config)
+        architectures.read_info(config)
     except ModelError as error:
         raise AppError(ErrorKind.MODEL_FILES, f"{name}: {error}; nothing was downloaded") from error
 

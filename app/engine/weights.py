@@ -1,6 +1,6 @@
 """Opens a model without its weights, and then reads the weights.
 
-Knows: safetensors, `models.build`. Must not know: the model store, requests.
+Knows: safetensors, `architectures.build`. Must not know: the model store, requests.
 
 MLX reads a tensor when it is first evaluated. Before `read_weights` is called, only the headers are
 read, so the memory requirement of a model of any size can be computed first. Unreadable files are
@@ -17,10 +17,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from safetensors import SafetensorError, safe_open
 
-import models
 from app.core.errors import AppError, ErrorKind, LibraryPanic, PanicGuard
 from app.core.model_files import ModelFiles
 from app.core.settings import QuantizationBits
+from models import architectures
 from models.base import Model, ModelError
 from models.cpu_layout import apply_cpu_layout
 from models.multimodal import get_text_weights
@@ -57,7 +57,7 @@ def open_model(
     """
     weights, places = _open_shards(files.shards)
     try:
-        model = models.build(files.config, weights, bits=bits)
+        model = architectures.build(files.config, weights, bits=bits)
         if share is not None:
             shard_model(model, share, files.config["model_type"])
         assert isinstance(model, nn.Module)
@@ -162,7 +162,7 @@ def _find_faulty_file(
 ) -> Path | None:
     """Returns the file that contains the tensors named in the error, if they are all in one
     file."""
-    if not isinstance(error, models.TensorError):
+    if not isinstance(error, architectures.TensorError):
         return None
     by_array = {id(array): places[name] for name, array in weights.items()}
     found = {

@@ -111,6 +111,8 @@ class UvicornServer(HookedServer):
         self._drain_seconds = settings.drain
         self._max_connections = settings.max_connections
         self._tls_cert = settings.tls_cert
+        # known once the server listens
+        self.url = ""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         most = raise_fd_limit(self._max_connections)
@@ -141,7 +143,8 @@ class UvicornServer(HookedServer):
         scheme = "http" if self._tls_cert is None else "https"
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         port = self.config.port or listeners[0].getsockname()[1]
-        log.info("running on %s://%s:%d (press Ctrl-C to stop)", scheme, host, port)
+        self.url = f"{scheme}://{host}:{port}"
+        log.info("running on %s (press Ctrl-C to stop)", self.url)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handles a signal. uvicorn's handling of a second signal depends on the signal number, and

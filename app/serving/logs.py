@@ -1,4 +1,5 @@
-"""The server's log: plain text or one JSON object per line, written by a separate thread.
+"""The server's log: plain text or one JSON object per line, written by a separate thread. On a
+terminal, the lines are shorter (app/serving/terminal_log.py), and a status line follows them.
 
 Knows: logging, the context of the current request. Must not know: the log messages of other
 modules.
@@ -25,7 +26,10 @@ from typing import Any
 
 from app.core.request_context import REQUEST_CONTEXT
 from app.core.settings import Settings
+from app.core.terminal import OutputTerminal, detect_terminal, erase_line, get_width
+from app.core.text_escapes import escape_control_characters
 from app.core.units import pluralize
+from app.serving.terminal_log import TerminalFormatter, is_shown
 
 # The maximum number of queued lines. Further lines are dropped and counted.
 _MAX_QUEUED_RECORDS = 4096
@@ -44,6 +48,15 @@ class QueuedLogHandler(QueueHandler):
         self._dropped = 0
         self._listener = _LogWriter(self._records, descriptor)
         self._listener.start()
+
+    def show_status(self, text: str) -> None:
+        """Shows a line below the log, instead of the previous one. Only for a terminal that can
+        rewrite a line. text: without control characters; "" removes the line."""
+        self._records.put(_StatusLine(text))
+
+    def write_block(self, text: str) -> None:
+        """Writes lines that are no record. text: without control characters of others."""
+        self._records.put(_make_record(text))
 
     def enqueue(self, record: logging.LogRecord) -> None:
         """Called with the handler's lock held."""
@@ -80,12 +93,24 @@ def _make_dropped_record(count: int) -> logging.LogRecord:
     return logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, (lines,), None)
 
 
+def _make_record(text: str) -> logging.LogRecord:
+    return logging.LogRecord(__name__, logging.INFO, __file__, 0, "%s", (text,), None)
+
+
 class _FlushMarker(logging.LogRecord):
     """A marker in the queue. reached: set when all lines before the marker have been written."""
 
     def __init__(self) -> None:
         super().__init__(__name__, logging.DEBUG, __file__, 0, "", None, None)
         self.reached = threading.Event()
+
+
+class _StatusLine(logging.LogRecord):
+    """A new status line. text: replaces the previous one."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(__name__, logging.INFO, __file__, 0, "", None, None)
+        self.text = text
 
 
 class _LogWriter(QueueListener):
@@ -100,12 +125,21 @@ class _LogWriter(QueueListener):
     def __init__(self, queue: SimpleQueue[logging.LogRecord], descriptor: int) -> None:
         super().__init__(queue)
         self._descriptor = descriptor
+        self._status = ""
 
     def handle(self, record: logging.LogRecord) -> None:
         if isinstance(record, _FlushMarker):
             record.reached.set()
             return
-        left = memoryview(f"{record.getMessage()}\n".encode(errors="backslashreplace"))
+        width = get_width(self._descriptor)
+        erase = erase_line(width) if self._status else ""
+        if isinstance(record, _StatusLine):
+            # a line that fills the terminal would wrap, and could not be erased
+            self._status = record.text[: width - 1]
+            text = erase + self._status
+        else:
+            text = f"{erase}{record.getMessage()}\n{self._status}"
+        left = memoryview(text.encode(errors="backslashreplace"))
         try:
             while left:
                 left = left[self._write(left) :]
@@ -126,7 +160,14 @@ _INDENT = "    "
 def configure_logging(settings: Settings) -> None:
     """Configures the logs of the server and of its libraries. All logs go to stderr."""
     handler = _make_handler()
-    handler.setFormatter(JsonFormatter() if settings.log_format == "json" else HumanFormatter())
+    terminal = _detect_terminal(settings)
+    if terminal.is_terminal:
+        handler.setFormatter(TerminalFormatter(terminal))
+        handler.addFilter(is_shown)
+    else:
+        handler.setFormatter(
+            JsonFormatter() if settings.log_format == "json" else HumanFormatter(terminal)
+        )
     chosen = logging.getLevelNamesMapping()[settings.log_level.upper()]
     root = logging.getLogger()
     before, root.handlers = root.handlers, [handler]
@@ -147,6 +188,24 @@ def configure_logging(settings: Settings) -> None:
     logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 
+def get_terminal_log(settings: Settings) -> tuple[QueuedLogHandler, OutputTerminal] | None:
+    """Returns the handler that writes to a terminal, and what the terminal can show. None if
+    stderr is no terminal, if the format is json, or if only warnings are wanted."""
+    terminal = _detect_terminal(settings)
+    if not terminal.is_terminal or settings.log_level not in ("debug", "info"):
+        return None
+    handlers = logging.getLogger().handlers
+    found = [handler for handler in handlers if isinstance(handler, QueuedLogHandler)]
+    return (found[0], terminal) if found else None
+
+
+def _detect_terminal(settings: Settings) -> OutputTerminal:
+    # a service may have no stderr
+    if settings.log_format == "json" or sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison]
+        return OutputTerminal()
+    return detect_terminal(sys.stderr, os.environ)
+
+
 def flush_logs() -> None:
     """Waits until all lines logged so far are written. Gives up after a timeout if the output is
     not read."""
@@ -163,21 +222,21 @@ def _make_handler() -> logging.Handler:
         return logging.StreamHandler(sys.stderr)
 
 
-def escape_control_characters(text: str) -> str:
-    """Escapes unprintable characters, for example control characters."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 class HumanFormatter(logging.Formatter):
     """Formats lines as `time level logger [request]: message`. Tracebacks follow on indented lines,
-    so that only the first line of a record starts with a time."""
+    so that only the first line of a record begins with a time. terminal: colours the level if
+    FORCE_COLOR is set."""
+
+    def __init__(self, terminal: OutputTerminal | None = None) -> None:
+        super().__init__()
+        self._terminal = terminal or OutputTerminal()
 
     def format(self, record: logging.LogRecord) -> str:
         visit = REQUEST_CONTEXT.get()
         request = "" if visit is None else f" [{visit.id}]"
-        head = f"{self.formatTime(record)} {record.levelname} {record.name}{request}"
+        color = "red" if record.levelno > logging.INFO else "green"
+        level = self._terminal.paint(record.levelname, color)
+        head = f"{self.formatTime(record)} {level} {record.name}{request}"
         lines = [f"{head}: {escape_control_characters(record.getMessage())}"]
         for more in _format_tracebacks(self, record):
             lines += [f"{_INDENT}{escape_control_characters(line)}" for line in more.splitlines()]

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from app.core.errors import AppError
 from app.core.model_files import ModelFiles
+from app.core.nearest_name import suggest
 from app.store import hf_folder
 from app.store.config_files import unreadable_error
 from app.store.digests import DigestCache
@@ -148,15 +150,25 @@ def _not_found_error(name: ModelName) -> ModelNotFoundError:
     if name.ollama is not None:
         places.append(f"not in Ollama's store ({manifest.store_folder()})")
     message = f"model {name.text} was not found: {', '.join(places)}"
+    similar = _suggest_installed(name.text)
     if name.hub is None:
         return ModelNotFoundError(
             f"{message}; run `mlxrunner list` to see local models, or download it with "
-            "`ollama pull`"
+            f"`ollama pull`{similar}"
         )
     return ModelNotFoundError(
-        f"{message}; run `mlxrunner pull {name.text}` to download it, or serve it with --pull",
+        f"{message}; run `mlxrunner pull {name.text}` to download it, or serve it with --pull"
+        f"{similar}",
         hub=name.hub,
     )
+
+
+def _suggest_installed(name: str) -> str:
+    """Suggests an installed model with a similar name."""
+    try:
+        return suggest(name, [installed.name for installed in list_installed()])
+    except AppError:  # a store that cannot be read
+        return ""
 
 
 def is_builtin(files: ModelFiles) -> bool:

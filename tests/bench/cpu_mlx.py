@@ -16,8 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-import models
-from models import cpu_backend, kernels
+from models import architectures, cpu_backend, kernels
 from models.base import Model
 from models.cpu_layout import apply_cpu_layout
 from models.kv import KVCache, LayerCache
@@ -153,7 +152,7 @@ def load(folder: Path, *, stock: bool = False) -> Model:
     in mlx-lm."""
     weights = mx.load(str(folder / "model.safetensors"))
     assert isinstance(weights, dict)
-    model = models.build(json.loads((folder / "config.json").read_text()), weights)
+    model = architectures.build(json.loads((folder / "config.json").read_text()), weights)
     assert isinstance(model, nn.Module)
     mx.eval(model.parameters())
     if not stock:

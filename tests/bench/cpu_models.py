@@ -1,4 +1,4 @@
-"""Random weights of a shape in a format, for MLX: a folder that `models.build` and mlx-lm load.
+"""Random weights of a shape in a format, for MLX: a folder that `build` and mlx-lm load.
 
 python -m tests.bench.cpu_models FOLDER SIZE FORMAT           config.json and weights
 python -m tests.bench.cpu_models FOLDER SIZE FORMAT served    with a tokenizer, as servers need
@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-import models
+from models import architectures
 from tests.bench import random_model
 from tests.bench.cpu_cells import FORMATS, SHAPES, Format, ModelShape, get_group_size
 
@@ -75,7 +75,7 @@ def write(folder: Path, size: str, form: str, *, served: bool = False) -> None:
 
 def _weight_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Shapes of the unquantized weights by name."""
-    architecture = models._find_architecture(config)
+    architecture = architectures._find_architecture(config)
     flat: Any = tree_flatten(architecture.Model(architecture.Config.from_dict(config)).parameters())
     return {name: array.shape for name, array in flat}
 

@@ -15,8 +15,8 @@ from mlx.utils import tree_flatten
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as kinds
 
-import models
-from models import llama
+from models import architectures, llama
+from models.base import Model
 from models.cpu_layout import apply_cpu_layout
 from tests.bench import cpu_cells
 
@@ -75,10 +75,10 @@ def write(folder: Path, size: str, seed: int = 0) -> Path:
     return destination
 
 
-def load(folder: Path) -> models.Model:
+def load(folder: Path) -> Model:
     weights = mx.load(str(folder / "model.safetensors"))
     assert isinstance(weights, dict)
-    model = models.build(json.loads((folder / "config.json").read_text()), weights)
+    model = architectures.build(json.loads((folder / "config.json").read_text()), weights)
     assert isinstance(model, nn.Module)
     mx.eval(model.parameters())
     # as the engine does

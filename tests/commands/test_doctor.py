@@ -16,6 +16,8 @@ from models import cpu_backend
 GOOD = Findings(
     python="3.11.1",
     mlx="1.2.3",
+    distribution="mlx-cpu 1.2.3",
+    replaced=(),
     device="cpu",
     cpu="A CPU",
     threads=2,
@@ -44,7 +46,7 @@ needs_linux = pytest.mark.skipif(
 
 def test_the_report_of_a_machine_without_problems() -> None:
     report = dict(render_lines(GOOD))
-    assert report["MLX"] == "1.2.3, on the CPU"
+    assert report["MLX"] == "1.2.3, on the CPU, from mlx-cpu 1.2.3"
     assert report["processor"] == "A CPU, 2 threads"
     assert report["BLAS"] == "OpenBLAS 9.9 (Fake); matmul at 123 GFLOP/s"
     assert report["kernels"] == "avx2"
@@ -63,7 +65,7 @@ def test_unused_libraries_are_reported_with_the_reason() -> None:
 
 def test_the_report_of_a_gpu_has_neither_blas_nor_kernels() -> None:
     report = dict(render_lines(ON_GPU))
-    assert report["MLX"] == "1.2.3, on the GPU"
+    assert report["MLX"] == "1.2.3, on the GPU, from mlx-cpu 1.2.3"
     assert not {"BLAS", "kernels"} & report.keys()
     assert list(find_problems(ON_GPU, {})) == []
 
@@ -79,6 +81,7 @@ def test_the_report_of_a_gpu_has_neither_blas_nor_kernels() -> None:
         ),
         (replace(GOOD, called=False), "MLX does not call it"),
         (NO_KERNELS, "so decoding is slower: they were not built"),
+        (replace(GOOD, replaced=("mlx-cuda-12 1.2.3",)), "replaced the library of mlx-cuda-12"),
         (replace(STOCK_BLAS, blas_why=cpu_backend.USES_CUDA), "found no GPU"),
         (replace(GOOD, memory=1 << 20), "only 1.00 MiB of memory is available"),
         (replace(GOOD, scratch=None), "set TMPDIR"),
@@ -141,6 +144,8 @@ def test_the_command_examines_this_machine() -> None:
     assert (report["threads"], report["models"]["built in"]) == (3, 1)
     assert report["gigaflops"] > 0
     assert report["memory"] > 0
+    assert report["distribution"].startswith("mlx-")
+    assert report["replaced"] == []
 
 
 @needs_linux

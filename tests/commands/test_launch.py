@@ -288,4 +288,7 @@ def test_an_unknown_program_is_rejected_with_the_known_ones(capsys: pytest.Captu
     with pytest.raises(SystemExit) as caught:
         cli.main(["launch", "emacs"])
     assert caught.value.code == 2
-    assert "'claude', 'codex', 'opencode', 'aider', 'cline', 'continue'" in capsys.readouterr().err
+    assert (
+        "must be claude or codex or opencode or aider or cline or continue"
+        in capsys.readouterr().err
+    )

@@ -1,9 +1,13 @@
 """`mlxrunner list`: the table of local models."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from app.commands.list import ListedModel, list_models, render_table
 from app.store.hub.download import download
@@ -70,3 +74,71 @@ def test_a_long_name_is_on_its_own_line() -> None:
     assert name == long_name
     assert rest.split()[:4] == ["hub", "10.0", "GB", "glm4_moe_lite"]
     assert max(map(len, (head, rest))) <= 80
+
+
+def test_only_the_names_are_printed_for_shell_completion(
+    populated_stores: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Broken models, too: no model is read."""
+    assert list_models(as_json=False, names_only=True) == 0
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        "builtin",
+        "llama3.2",
+        "org/broken",
+        "org/tiny",
+        "tiny:4b",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model_type": None}, "config.json has no model_type"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "weights quantized with 'gptq'"),
+    ],
+)
+def test_an_unsupported_model_is_listed_with_the_reason(
+    hub: StandIn,
+    tiny_model: Path,
+    tmp_path: Path,
+    change: dict[str, object],
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tiny.write(tmp_path / "odd")
+    hub.add("org/odd", folder)
+    snapshot = download(plan_download(HubName(repo_id="org/odd")))
+    config = json.loads((snapshot / "config.json").read_text())
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").write_text(json.dumps({**config, **change}))
+    assert list_models(as_json=False) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "org/odd" in line]
+    assert line.startswith("org/odd (hub) cannot be served: ")
+    assert reason in line
+
+
+@pytest.mark.parametrize(
+    "command_line", ["list", "list --json", "list --names", "--help", "serve --help-all", "pull"]
+)
+def test_mlx_is_not_imported(command_line: str, populated_stores: Path) -> None:
+    """It takes longer than everything else that these commands do."""
+    program = (
+        "import sys\nfrom app.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "print(sorted({'mlx', 'mlx.core', 'mlx.nn'} & sys.modules.keys()), file=sys.stderr)"
+    )
+    variables = {
+        "HF_HUB_CACHE": str(constants.HF_HUB_CACHE),
+        "OLLAMA_MODELS": str(populated_stores / "ollama"),
+    }
+    process = subprocess.run(
+        [sys.executable, "-c", program, *command_line.split()],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **variables},
+    )
+    assert process.stderr.splitlines()[-1] == "[]"
+    if command_line == "list":
+        assert "org/tiny" in process.stdout
+        assert "tiny:4b" in process.stdout

@@ -18,6 +18,7 @@ from app.store.model_names import HubName
 from tests import tiny
 from tests.server_process import ROOT, TIMEOUT, run_server
 from tests.store.stand_in import StandIn
+from tests.terminal_process import TerminalProcess
 
 WEIGHTS = "model.safetensors"
 
@@ -130,6 +131,17 @@ def test_a_pulled_model_is_served_without_the_hub(
         )
         assert answer.status_code == 200, answer.text
         assert httpx.get(f"{url}/v1/models/org/tiny").json()["id"] == "org/tiny"
+
+
+def test_a_terminal_shows_the_bytes_and_the_rate_of_a_pull(
+    hub: StandIn, commit: str, environment: dict[str, str]
+) -> None:
+    with TerminalProcess("pull", "org/tiny", environ={**environment, "NO_COLOR": "1"}) as terminal:
+        terminal.wait_for(r"\r\[#{20}\] 59\.0 kB of 59\.0 kB \(100 %\), [\d.]+ [kM]?B/s\r\n")
+        terminal.wait_for("org/tiny is complete")
+        assert terminal.wait_until_exit() == 0
+        assert "\x1b" not in terminal.output
+        assert "config.json" not in terminal.output  # no progress bar of huggingface_hub
 
 
 def test_offline_mode_is_an_error_of_one_line(

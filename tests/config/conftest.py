@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from app.config import flags
+from app.config.command_line import CommandLineParser, parse_arguments
 from app.config.precedence import ResolvedConfig, resolve_config
 
 Resolve = Callable[..., ResolvedConfig]
@@ -18,12 +19,12 @@ def resolve(tmp_path: Path) -> Resolve:
     def run(
         *arguments: str, environment: Mapping[str, str] | None = None, file: str | None = None
     ) -> ResolvedConfig:
-        parser = flags.CommandLineParser()
+        parser = CommandLineParser()
         flags.add_setting_flags(parser)
         if file is not None:
             (tmp_path / "settings.toml").write_text(file, "utf-8")
             arguments = (*arguments, "--config", str(tmp_path / "settings.toml"))
-        namespace = flags.parse_arguments(parser, arguments)
+        namespace = parse_arguments(parser, arguments)
         return resolve_config(flags.collect_flags(namespace), namespace.config, environment or {})
 
     return run

@@ -5,19 +5,20 @@ import argparse
 import pytest
 
 from app.config import flags
+from app.config.command_line import CommandLineParser, parse_arguments
 from app.config.options import OPTIONS
 from app.config.sources import SourcedValue
 from app.core.settings import ModelSettings
 
 
-def flags_parser() -> flags.CommandLineParser:
-    parser = flags.CommandLineParser(allow_abbrev=False)
+def flags_parser() -> CommandLineParser:
+    parser = CommandLineParser(allow_abbrev=False)
     flags.add_setting_flags(parser)
     return parser
 
 
 def parse(line: str) -> argparse.Namespace:
-    return flags.parse_arguments(flags_parser(), line.split())
+    return parse_arguments(flags_parser(), line.split())
 
 
 def refusal(line: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -87,7 +88,7 @@ def test_every_option_reports_an_invalid_value_in_one_line(option, capsys):
     """argparse prints twenty-four lines of usage with each."""
     bad = "" if option.value_type.metavar == "FILE" else " \n/ "
     with pytest.raises(SystemExit) as caught:
-        flags.parse_arguments(flags_parser(), [option.flag, bad])
+        parse_arguments(flags_parser(), [option.flag, bad])
     assert caught.value.code == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"mlxrunner: {option.flag}: must be ")
@@ -95,14 +96,21 @@ def test_every_option_reports_an_invalid_value_in_one_line(option, capsys):
 
 def test_control_characters_in_a_flag_are_escaped(capsys):
     with pytest.raises(SystemExit):
-        flags.parse_arguments(flags_parser(), ["--a\nb\x1b[2J"])
+        parse_arguments(flags_parser(), ["--a\nb\x1b[2J"])
     [line] = capsys.readouterr().err.splitlines()
     assert line.isprintable()
 
 
-def test_help_lists_each_flag_with_its_default(capsys):
+def test_help_lists_the_common_flags_and_help_all_each_one_with_its_default(capsys):
     with pytest.raises(SystemExit) as caught:
         parse("--help")
+    assert caught.value.code == 0
+    words = set(capsys.readouterr().out.replace(",", " ").split())
+    assert {option.flag for option in OPTIONS if option.is_common} == words & {
+        option.flag for option in OPTIONS
+    }
+    with pytest.raises(SystemExit) as caught:
+        parse("--help-all")
     assert caught.value.code == 0
     output = " ".join(capsys.readouterr().out.split())
     for option in OPTIONS:

@@ -1,6 +1,8 @@
 """The table of options is complete and has no duplicates."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +14,9 @@ from app.config.options import (
     MODELS_VARIABLE,
     OPTIONS,
     SECRET_VARIABLES,
+    find_option_by_other_name,
 )
-from app.config.value_types import suggest
+from app.core.nearest_name import suggest
 from app.core.settings import ModelSettings, Settings
 from tests.config.samples import SAMPLES
 
@@ -71,3 +74,19 @@ def test_each_option_has_a_sample():
 def test_only_a_similar_name_is_suggested():
     assert suggest("max_que", ["port", "max_queue"]) == "; did you mean max_queue?"
     assert suggest("zzz", ["port", "max_queue"]) == ""
+
+
+def test_a_name_of_another_server_belongs_to_one_option_and_is_no_flag() -> None:
+    names = [name for option in OPTIONS for name in option.other_names]
+    assert len(set(names)) == len(names)
+    assert not {f"--{name}" for name in names} & {option.flag for option in OPTIONS}
+    for option in OPTIONS:
+        for name in option.other_names:
+            for spelling in (f"--{name}", name.replace("-", "_"), name.upper()):
+                assert find_option_by_other_name(spelling) is option
+
+
+def test_the_common_options_are_those_of_the_readme() -> None:
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text("utf-8")
+    flags = set(re.findall(r"^\| `(--[a-z-]+)", readme, re.MULTILINE))
+    assert {option.flag for option in OPTIONS if option.is_common} == flags

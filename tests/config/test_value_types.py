@@ -40,7 +40,8 @@ def refusal(value_type: value_types.ValueType, text: str) -> str:
         (TIME, "inf"),
         (TIME, "nan"),
         (TIME, "forever"),
-        (TIME, "5 minutes"),
+        (TIME, "5 parsecs"),
+        (TIME, "minutes"),
         (TIME, "5m5"),
         (TIME, str(2 * MAX_NUMBER)),
         (KEEP_ALIVE, "soon"),
@@ -50,7 +51,13 @@ def refusal(value_type: value_types.ValueType, text: str) -> str:
         (GIB, "nan"),
         (GIB, "1e300"),
         (GIB, "1e-300"),
-        (GIB, "6 GiB"),
+        (GIB, "6 GiP"),
+        (GIB, "GB"),
+        (GIB, "6 i"),
+        (value_types.count(1), "8x"),
+        (value_types.count(1), "0.5k1"),
+        (value_types.count(1), "1.5"),
+        (value_types.count(1000), "0.9k"),
         (value_types.boolean(), "maybe"),
         (value_types.boolean(), "2"),
         (value_types.choice("a", "b"), "c"),
@@ -89,7 +96,10 @@ def test_an_invalid_text_is_rejected_with_a_description_of_the_type(value_type, 
         (INTEGER, [1]),
         (TIME, False),
         (TIME, math.inf),
-        (GIB, "6"),
+        (GIB, "six"),
+        (GIB, True),
+        (value_types.count(1), 1.0),
+        (value_types.count(1), True),
         (value_types.boolean(), 1),
         (value_types.boolean(), "true"),
         (value_types.choice(4, 8), "4"),
@@ -162,3 +172,55 @@ def round_trip(value_type: value_types.ValueType, value: object) -> object:
     return value_type.from_toml(
         tomllib.loads(tomli_w.dumps({"key": value_type.to_toml(value)}))["key"]
     )
+
+
+@pytest.mark.parametrize(
+    ("value_type", "text", "value"),
+    [
+        (value_types.count(1), "8192", 8192),
+        (value_types.count(1), "8k", 8000),
+        (value_types.count(1), "8K", 8192),
+        (value_types.count(1), "128K", 131072),
+        (value_types.count(1), "1.5k", 1500),
+        (value_types.count(1), "1_000", 1000),
+        (value_types.count(1), "2 M", 2 << 20),
+        (GIB, "6", 6 << 30),
+        (GIB, "6GB", 6_000_000_000),
+        (GIB, "6 GiB", 6 << 30),
+        (GIB, "6g", 6 << 30),
+        (GIB, "512MB", 512_000_000),
+        (GIB, "512 mib", 512 << 20),
+        (GIB, "0.5TB", 500_000_000_000),
+        (value_types.size("MiB", 1 << 20), "512KB", 512_000),
+        (TIME, "90s", 90.0),
+        (TIME, "5m", 300.0),
+        (TIME, "5 min", 300.0),
+        (TIME, "5 minutes", 300.0),
+        (TIME, "1 h 30 m", 5400.0),
+        (TIME, "1h30m", 5400.0),
+        (TIME, "2 days", 172_800.0),
+        (TIME, "250ms", 0.25),
+        (TIME, "250 milliseconds", 0.25),
+        (TIME, "1.5 Hours", 5400.0),
+        (TIME, "90 SEC", 90.0),
+    ],
+)
+def test_values_are_accepted_as_people_type_them(value_type, text, value):
+    """In every source: a file has the text as a string."""
+    assert value_type.parse_text(text) == value_type.from_toml(text) == value
+
+
+NUMBERS = [
+    option for option in OPTIONS if option.value_type.unit or option.value_type.metavar == "N"
+]
+
+
+@pytest.mark.parametrize("option", NUMBERS, ids=lambda option: option.field)
+def test_every_size_count_and_duration_has_units(option):
+    """Except the port, which is no quantity."""
+    words = {"s": "2 min", "GiB": "2GB", "MiB": "2MB", "tokens": "2k", "": "2k"}
+    if option.field == "port":
+        with pytest.raises(InvalidOptionValue):
+            option.parse_text("2k")
+    else:
+        assert option.parse_text(words[option.value_type.unit]) > 0

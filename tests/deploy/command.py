@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from app.cli import _build_parser
 from app.config import flags
+from app.config.command_line import parse_arguments
 from app.config.precedence import resolve_config
 from app.core.settings import Settings
 from app.http.api_keys import Keyring
@@ -15,7 +16,7 @@ def parse_serve_command(words: Sequence[str], environment: Mapping[str, str]) ->
     program, *rest = words
     assert program.rpartition("/")[2] == "mlxrunner"
     assert rest[0] == "serve"
-    arguments = flags.parse_arguments(_build_parser(), rest)
+    arguments = parse_arguments(_build_parser(), rest)
     return resolve_config(flags.collect_flags(arguments), arguments.config, environment).settings
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from app.api.health import OLLAMA_STATUS_CODES
 from app.cli import _build_parser
-from app.config import flags
+from app.config.command_line import parse_arguments
 from app.config.options import OPTIONS
 from app.core.model_state import ModelPhase
 from app.http.errors import ERROR_FORMATS
@@ -91,7 +91,7 @@ def list_commands() -> list[str]:
 
 @pytest.mark.parametrize("command", list_commands())
 def test_each_command_is_valid(command: str) -> None:
-    arguments = flags.parse_arguments(_build_parser(), shlex.split(command)[1:])
+    arguments = parse_arguments(_build_parser(), shlex.split(command)[1:])
     assert arguments.command in command
 
 

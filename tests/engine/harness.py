@@ -12,7 +12,6 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-import models
 from app.core.embeddings import EmbedJob, EmbedResult
 from app.core.jobs import Ended, Job, Prefilled, PromptLogprobs, Started, Token
 from app.core.ports import PrefixCache
@@ -25,6 +24,7 @@ from app.engine.prefix.single import SinglePrefixCache
 from app.engine.prefix.slots import SlotPrefixCache
 from app.engine.sampling.logprobs import PromptLogprob
 from app.grammar.compiler import GrammarCompiler, Matcher
+from models import architectures
 from models.base import Model
 from models.cpu_layout import apply_cpu_layout
 from models.kv import LayerCache
@@ -60,7 +60,7 @@ class Outcome:
 
 def tiny_model(seed: int = 0) -> Model:
     """Prepared for the device, as the engine loads it."""
-    model: Any = models.build(tiny.CONFIG, tiny.weights(seed=seed))
+    model: Any = architectures.build(tiny.CONFIG, tiny.weights(seed=seed))
     apply_cpu_layout(model)
     return model
 

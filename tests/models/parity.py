@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm import utils
 from mlx_lm.models.cache import make_prompt_cache
 
-import models
+from models import architectures
 from models.base import Model
 from tests.models.architectures import Case
 
@@ -66,7 +66,7 @@ def load_model(folder: Path) -> Model:
     weights: dict[str, mx.array] = {}
     for shard in sorted(folder.glob("*.safetensors")):
         weights.update(cast(dict[str, mx.array], mx.load(str(shard))))
-    return models.build(json.loads((folder / "config.json").read_text()), weights)
+    return architectures.build(json.loads((folder / "config.json").read_text()), weights)
 
 
 def ids(case: Case, length: int, seed: int = 1) -> list[int]:

@@ -1,4 +1,4 @@
-"""`models.build`: a model from config and tensors, or a one-line error."""
+"""`architectures.build`: a model from config and tensors, or a one-line error."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm import utils
 
-import models
+from models import architectures
 from models.base import ModelError
 from tests import tiny
 from tests.models import parity
@@ -63,8 +63,8 @@ def dequantize(weights: dict[str, mx.array], bits: dict[str, int]) -> dict[str, 
 
 def test_a_quantized_checkpoint_equals_its_dequantized_weights() -> None:
     config, weights = make_quantized({"group_size": GROUP, "bits": 4})
-    model = models.build(config, dict(weights))
-    plain = models.build(CONFIG, dequantize(weights, {}))
+    model = architectures.build(config, dict(weights))
+    plain = architectures.build(CONFIG, dequantize(weights, {}))
     np.testing.assert_allclose(logits(model, IDS), logits(plain, IDS), atol=1e-3)
     assert isinstance(model, nn.Module)
     assert any(isinstance(m, nn.QuantizedLinear) for m in model.modules())
@@ -78,8 +78,8 @@ def test_quantized_embeddings_can_be_tied_to_the_head() -> None:
     for part in ("weight", "scales", "biases"):
         untied[f"lm_head.{part}"] = weights[f"model.embed_tokens.{part}"]
     np.testing.assert_allclose(
-        logits(models.build(config, tied), IDS),
-        logits(models.build({**config, "tie_word_embeddings": False}, untied), IDS),
+        logits(architectures.build(config, tied), IDS),
+        logits(architectures.build({**config, "tie_word_embeddings": False}, untied), IDS),
         atol=1e-4,
     )
 
@@ -90,31 +90,31 @@ def test_single_layers_can_have_other_bits_or_be_unquantized() -> None:
         {"group_size": GROUP, "bits": 4},
         **{head: 8, first.replace(".", "_"): None},
     )
-    model = models.build(config, dict(weights))
-    plain = models.build(CONFIG, dequantize(weights, {head: 8}))
+    model = architectures.build(config, dict(weights))
+    plain = architectures.build(CONFIG, dequantize(weights, {head: 8}))
     np.testing.assert_allclose(logits(model, IDS), logits(plain, IDS), atol=1e-3)
 
 
 def test_the_older_quantization_key_is_read() -> None:
     config, weights = make_quantized({"group_size": GROUP, "bits": 4})
     config["quantization_config"] = config.pop("quantization")
-    models.build(config, weights)
+    architectures.build(config, weights)
 
 
 def test_the_packing_is_inferred_from_the_tensors_and_not_from_config_json() -> None:
     config, weights = make_quantized({"group_size": GROUP, "bits": 4}, lm_head=8)
     config["quantization"] = {"group_size": 64, "bits": 8, "mode": "mxfp8", "lm_head": False}
-    plain = models.build(CONFIG, dequantize(weights, {"lm_head": 8}))
-    found = models.build(config, weights)
+    plain = architectures.build(CONFIG, dequantize(weights, {"lm_head": 8}))
+    found = architectures.build(config, weights)
     np.testing.assert_allclose(logits(found, IDS), logits(plain, IDS), atol=1e-3)
 
 
 def test_other_quantization_methods_are_refused() -> None:
     config = {**CONFIG, "quantization_config": {"quant_method": "gptq", "bits": 4}}
     with pytest.raises(ModelError, match="weights quantized with 'gptq' are not supported"):
-        models.build(config, tiny.weights(CONFIG))
+        architectures.build(config, tiny.weights(CONFIG))
     with pytest.raises(ModelError, match="'gptq'"):
-        models.read_info(config)
+        architectures.read_info(config)
 
 
 def choose_packing(path: str, layer: nn.Module) -> bool | dict[str, Any]:
@@ -144,7 +144,7 @@ def test_mixed_quantization_is_read_as_mlx_lm_writes_it(tmp_path: Path, prefix: 
             for key, value in quantization.items()
         }
         config = {"model_type": "sees", "quantization": named, "text_config": config}
-    ours = models.build(config, {f"{prefix}{name}": array for name, array in flat})
+    ours = architectures.build(config, {f"{prefix}{name}": array for name, array in flat})
     found = parity.find_differences(reference, ours, case)
     assert max(found.values()) < parity.TOLERANCE, found
 
@@ -159,15 +159,15 @@ def test_an_ollama_checkpoint_is_an_mlx_checkpoint_with_other_names(
         for name, array in weights.items()
     }
     # as in the store: only the tensors describe the packing
-    found = models.build(CONFIG, stored)
-    expected = models.build(config, weights)
+    found = architectures.build(CONFIG, stored)
+    expected = architectures.build(config, weights)
     assert np.array_equal(logits(found, IDS), logits(expected, IDS))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_plain_weights_are_quantized_on_load(bits: int) -> None:
     weights = tiny.weights(CONFIG)
-    model: Any = models.build(CONFIG, dict(weights), bits=bits)
+    model: Any = architectures.build(CONFIG, dict(weights), bits=bits)
     assert {m.bits for m in model.modules() if "scales" in m} == {bits}
     assert not any(type(m) in (nn.Linear, nn.Embedding) for m in model.modules())
     packed = {name: mx.quantize(a, 64, bits) for name, a in weights.items() if a.ndim == 2}
@@ -176,14 +176,14 @@ def test_plain_weights_are_quantized_on_load(bits: int) -> None:
         for name, array in weights.items()
     }
     np.testing.assert_allclose(
-        logits(model, IDS), logits(models.build(CONFIG, plain), IDS), atol=1e-3
+        logits(model, IDS), logits(architectures.build(CONFIG, plain), IDS), atol=1e-3
     )
 
 
 def test_quantized_weights_are_not_quantized_again() -> None:
     config, weights = make_quantized({"group_size": GROUP, "bits": 8})
     with pytest.raises(ModelError, match="already quantized and cannot be quantized again"):
-        models.build(config, weights, bits=4)
+        architectures.build(config, weights, bits=4)
 
 
 @pytest.mark.parametrize(
@@ -191,23 +191,23 @@ def test_quantized_weights_are_not_quantized_again() -> None:
 )
 def test_the_error_for_an_unknown_architecture_names_it(kind: str) -> None:
     with pytest.raises(ModelError, match="is not supported"):
-        models.build({**tiny.CONFIG, "model_type": kind}, {})
+        architectures.build({**tiny.CONFIG, "model_type": kind}, {})
 
 
 def test_a_config_without_model_type_is_refused() -> None:
     with pytest.raises(ModelError, match="no model_type"):
-        models.build({}, {})
+        architectures.build({}, {})
 
 
 def test_the_error_names_missing_config_keys() -> None:
     config = {k: v for k, v in tiny.CONFIG.items() if k not in {"hidden_size", "vocab_size"}}
     with pytest.raises(ModelError, match=r"config.json lacks hidden_size, vocab_size"):
-        models.build(config, {})
+        architectures.build(config, {})
 
 
 def test_an_unknown_activation_is_refused() -> None:
     with pytest.raises(ModelError, match="hidden_act 'relu6'"):
-        models.build({**tiny.CONFIG, "hidden_act": "relu6"}, tiny.weights())
+        architectures.build({**tiny.CONFIG, "hidden_act": "relu6"}, tiny.weights())
 
 
 def test_one_error_names_all_missing_extra_and_misshapen_tensors() -> None:
@@ -216,7 +216,7 @@ def test_one_error_names_all_missing_extra_and_misshapen_tensors() -> None:
     weights["model.layers.9.mlp.gate_proj.weight"] = mx.zeros((1,))
     weights["lm_head.weight"] = mx.zeros((3, 16))
     with pytest.raises(ModelError) as caught:
-        models.build(tiny.CONFIG, weights)
+        architectures.build(tiny.CONFIG, weights)
     message = str(caught.value)
     assert "lacks tensors: model.norm.weight" in message
     assert "has unexpected tensors: model.layers.9.mlp.gate_proj.weight" in message
@@ -225,7 +225,7 @@ def test_one_error_names_all_missing_extra_and_misshapen_tensors() -> None:
 
 def test_the_error_truncates_a_long_list_of_tensors() -> None:
     with pytest.raises(ModelError, match=r"and 16 more$"):
-        models.build(tiny.CONFIG, {})
+        architectures.build(tiny.CONFIG, {})
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_the_error_truncates_a_long_list_of_tensors() -> None:
     ],
 )
 def test_the_error_names_a_tensor_of_the_wrong_type(name: str, array: mx.array, error: str) -> None:
-    with pytest.raises(models.TensorError) as caught:
-        models.build(tiny.CONFIG, {**tiny.weights(), name: array})
+    with pytest.raises(architectures.TensorError) as caught:
+        architectures.build(tiny.CONFIG, {**tiny.weights(), name: array})
     assert f"the checkpoint has wrongly typed tensors: {name} {error}" in str(caught.value)
     assert caught.value.tensors == (name,)

@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 from tokenizers import Tokenizer
 
-from models import build
+from models.architectures import build
 from models.builtin.training.corpus import Conversation, generate_corpus
 from models.builtin.training.evaluate import HELD_OUT
 from models.builtin.training.numpy_llama import NumpyLlama

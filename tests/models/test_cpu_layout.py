@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-import models
-from models import cpu_layout
+from models import architectures, cpu_layout
 from models.cpu_layout import apply_cpu_layout
 from tests import tiny
 from tests.models.kernel_switch import BOTH, use_kernels
@@ -49,7 +48,7 @@ def logits(model: Any) -> Any:
 @pytest.mark.usefixtures("with_kernels")
 @pytest.mark.parametrize("bits", [None, 2, 4, 8])
 def test_the_layout_changes_neither_logits_nor_weight_values(bits: int | None) -> None:
-    model: Any = models.build(tiny.CONFIG, tiny.weights(seed=0))
+    model: Any = architectures.build(tiny.CONFIG, tiny.weights(seed=0))
     if bits is not None:
         nn.quantize(model, 32, bits, class_predicate=lambda _, layer: _packs(layer))
     before = logits(model)

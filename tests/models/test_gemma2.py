@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import models
+from models import architectures
 from models.base import ModelError
 from models.kv import KVCache
 from models.rotating_kv import RotatingKVCache
@@ -74,7 +74,7 @@ def draw_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]:
 
 def logits(config: dict[str, Any], weights: dict[str, mx.array], chunks: list[int]) -> np.ndarray:
     """Logits [L, V] of IDS, evaluated in chunks of the given lengths."""
-    return parity.prefill(models.build(config, dict(weights)), IDS, chunks)
+    return parity.prefill(architectures.build(config, dict(weights)), IDS, chunks)
 
 
 def formulas(config: dict[str, Any], weights: dict[str, mx.array]) -> np.ndarray:
@@ -151,7 +151,7 @@ def test_a_window_hides_earlier_positions() -> None:
 
 
 def test_every_other_layer_has_a_window() -> None:
-    kinds = [type(layer) for layer in models.build(TINY, draw_weights(TINY)).make_kv()]
+    kinds = [type(layer) for layer in architectures.build(TINY, draw_weights(TINY)).make_kv()]
     assert kinds == [RotatingKVCache, KVCache, RotatingKVCache]
 
 
@@ -183,4 +183,4 @@ def test_residuals_are_clipped_to_the_range_of_float16() -> None:
 )
 def test_unsupported_settings_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        models.build({**TINY, **change}, draw_weights(TINY))
+        architectures.build({**TINY, **change}, draw_weights(TINY))

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-import models
-from models import gemma3
+from models import architectures, gemma3
 from models.base import ModelError
 from models.kv import KVCache
 from models.rotating_kv import RotatingKVCache
@@ -81,7 +80,7 @@ def draw_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]:
 
 def logits(config: dict[str, Any], weights: dict[str, mx.array]) -> np.ndarray:
     prompt = np.random.default_rng(1).integers(0, 101, 23).tolist()
-    return parity.prefill(models.build(config, dict(weights)), prompt, [23])
+    return parity.prefill(architectures.build(config, dict(weights)), prompt, [23])
 
 
 def test_defaults_complete_a_published_config() -> None:
@@ -89,13 +88,15 @@ def test_defaults_complete_a_published_config() -> None:
     assert (config.num_attention_heads, config.kv_heads, config.head_size) == (8, 4, 256)
     assert (config.query_pre_attn_scalar, config.rms_norm_eps) == (256, 1e-6)
     assert (config.final_logit_softcapping, config.attn_logit_softcapping) == (None, None)
-    assert models.read_info(PUBLISHED) == models.ModelInfo(context_length=131072, vocab_size=262208)
+    assert architectures.read_info(PUBLISHED) == architectures.ModelInfo(
+        context_length=131072, vocab_size=262208
+    )
     windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
     assert windows == [None if layer % 6 == 5 else 1024 for layer in range(34)]
 
 
 def test_every_nth_layer_has_full_attention() -> None:
-    kinds = [type(layer) for layer in models.build(TINY, draw_weights(TINY)).make_kv()]
+    kinds = [type(layer) for layer in architectures.build(TINY, draw_weights(TINY)).make_kv()]
     assert kinds == [RotatingKVCache, RotatingKVCache, KVCache, RotatingKVCache]
 
 
@@ -103,7 +104,7 @@ def test_layer_types_override_the_pattern() -> None:
     types = ["full_attention", *["sliding_attention"] * 3]
     kinds = [
         type(kv)
-        for kv in models.build({**TINY, "layer_types": types}, draw_weights(TINY)).make_kv()
+        for kv in architectures.build({**TINY, "layer_types": types}, draw_weights(TINY)).make_kv()
     ]
     assert kinds == [KVCache, *[RotatingKVCache] * 3]
 
@@ -180,4 +181,4 @@ def test_softcaps_of_the_config_are_used() -> None:
 )
 def test_invalid_settings_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        models.build({**TINY, **change}, {})
+        architectures.build({**TINY, **change}, {})

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model
 
-import models
-from models import glm4_moe_lite
+from models import architectures, glm4_moe_lite
 from models.base import ModelError
 from models.mla import LatentCache
 from tests.models import parity
@@ -101,7 +100,7 @@ def test_published_layouts_give_the_same_model(layout: Any, tmp_path: Path) -> N
     # the multi-token prediction layer, which only published checkpoints have
     weights["model.layers.3.eh_proj.weight"] = mx.zeros((64, 128))
     weights["model.layers.3.mlp.experts.0.up_proj.weight"] = mx.zeros((32, 64))
-    theirs = models.build(CONFIG, weights)
+    theirs = architectures.build(CONFIG, weights)
     np.testing.assert_array_equal(
         parity.prefill(theirs, IDS, [9]),
         parity.prefill(parity.load_model(tmp_path), IDS, [9]),
@@ -230,7 +229,7 @@ def test_rotation_can_pair_the_halves_of_a_head(tmp_path: Path) -> None:
             weights[name] = array[mx.array(of_keys)]
         elif "q_b_proj" in name:
             weights[name] = array[mx.array(of_queries)]
-    other = models.build({**CONFIG, "rope_interleave": False}, weights)
+    other = architectures.build({**CONFIG, "rope_interleave": False}, weights)
     np.testing.assert_allclose(
         parity.prefill(other, IDS, [9]),
         parity.prefill(parity.load_model(tmp_path), IDS, [9]),
@@ -264,4 +263,4 @@ def test_mlp_layer_types_set_the_kind_of_each_layer() -> None:
 )
 def test_unsupported_settings_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        models.build({**CONFIG, **change}, {})
+        architectures.build({**CONFIG, **change}, {})

@@ -12,8 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
-import models
-from models import gpt_oss
+from models import architectures, gpt_oss
 from models.base import ModelError
 from tests.models import parity
 from tests.models.architectures import Case
@@ -114,8 +113,8 @@ MAKERS = {
 
 def test_published_blocks_equal_the_dequantized_weights() -> None:
     packed, plain = make_checkpoints(CONFIG)
-    ours = models.build({**CONFIG, "quantization_config": MAKERS}, packed)
-    exact = models.build(CONFIG, plain)
+    ours = architectures.build({**CONFIG, "quantization_config": MAKERS}, packed)
+    exact = architectures.build(CONFIG, plain)
     np.testing.assert_allclose(
         parity.prefill(ours, IDS, [9]), parity.prefill(exact, IDS, [9]), atol=1e-4
     )
@@ -129,7 +128,7 @@ def test_a_published_checkpoint_agrees_with_the_reference(
     mx.save_safetensors(str(tmp_path / "model.safetensors"), packed)
     (tmp_path / "config.json").write_text(json.dumps(config))
     reference, _ = load_model(tmp_path)
-    ours = models.build(config, packed)
+    ours = architectures.build(config, packed)
     np.testing.assert_allclose(
         parity.prefill(ours, IDS, [9]), parity.prefill_reference(reference, IDS), atol=1e-4
     )
@@ -156,7 +155,7 @@ def test_the_converted_layout_equals_the_published_one(tmp_path: Path) -> None:
         joined[own] = array
     config = {**CONFIG, "quantization_config": MAKERS}
     np.testing.assert_array_equal(
-        parity.prefill(models.build(config, joined), IDS, [9]),
+        parity.prefill(architectures.build(config, joined), IDS, [9]),
         parity.prefill(parity.load_model(tmp_path), IDS, [9]),
     )
 
@@ -203,4 +202,4 @@ def test_windowed_and_full_attention_layers_alternate() -> None:
 )
 def test_unsupported_settings_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        models.build({**CONFIG, **change}, {})
+        architectures.build({**CONFIG, **change}, {})

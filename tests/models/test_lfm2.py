@@ -6,8 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import models
-from models import lfm2
+from models import architectures, lfm2
 from models.base import ModelError
 from models.kv import KVCache
 from models.recurrent import RecurrentCache
@@ -109,7 +108,7 @@ def save_converted(case: Case, tmp_path: Any) -> dict[str, mx.array]:
 
 
 def logits(config: Any, weights: dict[str, mx.array]) -> np.ndarray[Any, Any]:
-    return parity.prefill(models.build(config, weights), list(range(20)), [20])
+    return parity.prefill(architectures.build(config, weights), list(range(20)), [20])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -162,9 +161,9 @@ def test_the_intermediate_size_is_adjusted_by_the_formula(keys: dict[str, Any], 
 )
 def test_an_invalid_config_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        models.build({**TINY, **change}, {})
+        architectures.build({**TINY, **change}, {})
 
 
 def test_more_active_experts_than_experts_are_refused() -> None:
     with pytest.raises(ModelError, match="num_experts_per_tok is 7, but must be between 1 and 6"):
-        models.build({**MOE, "num_experts_per_tok": 7}, {})
+        architectures.build({**MOE, "num_experts_per_tok": 7}, {})

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-import models
+from models import architectures
 from models.base import Model
 from tests import tiny
 from tests.models import parity, reference
@@ -107,13 +107,13 @@ def test_logits_agree_with_the_formulas(kv_heads: int) -> None:
     weights = tiny.weights(config, seed=3)
     exact = {name: np.array(array).astype(np.float64) for name, array in weights.items()}
     expected = reference.llama(config, exact, IDS)
-    got = logits(models.build(config, weights), IDS)
+    got = logits(architectures.build(config, weights), IDS)
     np.testing.assert_allclose(got, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("chunks", [[1] * 9, [4, 5], [8, 1], [1, 7, 1]])
 def test_a_sequence_can_be_evaluated_in_any_chunks(chunks: list[int]) -> None:
-    model = models.build(tiny.CONFIG, tiny.weights())
+    model = architectures.build(tiny.CONFIG, tiny.weights())
     np.testing.assert_allclose(logits(model, IDS, chunks), logits(model, IDS), atol=1e-4)
 
 
@@ -125,7 +125,8 @@ def test_a_tied_model_uses_its_embeddings_as_its_head() -> None:
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = mx.zeros((2,))
     untied = {**tiny.weights(config), "lm_head.weight": weights["model.embed_tokens.weight"]}
     np.testing.assert_array_equal(
-        logits(models.build(config, weights), IDS), logits(models.build(tiny.CONFIG, untied), IDS)
+        logits(architectures.build(config, weights), IDS),
+        logits(architectures.build(tiny.CONFIG, untied), IDS),
     )
 
 
@@ -133,12 +134,12 @@ def test_biases_of_the_config_are_used() -> None:
     config = {**tiny.CONFIG, "attention_bias": True, "mlp_bias": True}
     weights = tiny.weights(config)
     plain = {name: array for name, array in weights.items() if not name.endswith(".bias")}
-    biased = logits(models.build(config, weights), IDS)
-    assert not np.allclose(biased, logits(models.build(tiny.CONFIG, plain), IDS))
+    biased = logits(architectures.build(config, weights), IDS)
+    assert not np.allclose(biased, logits(architectures.build(tiny.CONFIG, plain), IDS))
     zeros = {n: mx.zeros_like(a) if n.endswith(".bias") else a for n, a in weights.items()}
     np.testing.assert_allclose(
-        logits(models.build(config, zeros), IDS),
-        logits(models.build(tiny.CONFIG, plain), IDS),
+        logits(architectures.build(config, zeros), IDS),
+        logits(architectures.build(tiny.CONFIG, plain), IDS),
         atol=1e-5,
     )
 
@@ -147,7 +148,7 @@ def test_biases_of_the_config_are_used() -> None:
 def test_the_activation_of_the_config_is_used(act: str) -> None:
     """Compare the MLP with the formulas, because mlx-lm's class supports only silu."""
     config = {**TINY, "hidden_act": act, "num_hidden_layers": 1}
-    model: Any = models.build(config, draw_weights(config))
+    model: Any = architectures.build(config, draw_weights(config))
     mlp = model.model.layers[0].mlp
     x = np.random.default_rng(0).standard_normal((3, 64))
     gate, up, down = (
@@ -164,10 +165,10 @@ def test_both_spellings_of_the_rope_settings_give_the_same_model() -> None:
     newer = {key: value for key, value in config.items() if not key.startswith("rope_")}
     newer["rope_parameters"] = {**scaling, "rope_theta": 500.0}
     weights = draw_weights(config)
-    got = logits(models.build(newer, weights), IDS)
-    np.testing.assert_array_equal(got, logits(models.build(config, weights), IDS))
+    got = logits(architectures.build(newer, weights), IDS)
+    np.testing.assert_array_equal(got, logits(architectures.build(config, weights), IDS))
     plain = {**config, "rope_theta": 10000.0, "rope_scaling": None}
-    assert not np.allclose(got, logits(models.build(plain, weights), IDS), atol=1e-2)
+    assert not np.allclose(got, logits(architectures.build(plain, weights), IDS), atol=1e-2)
 
 
 @pytest.mark.parametrize("name", ["stories260K", "babyllama-361"])
@@ -177,7 +178,7 @@ def test_prompt_logprobs_of_a_trained_model_agree_with_the_published_ones(
     folder = shared / "models" / name
     weights = mx.load(str(folder / "model.safetensors"))
     assert isinstance(weights, dict)
-    model = models.build(json.loads((folder / "config.json").read_text()), weights)
+    model = architectures.build(json.loads((folder / "config.json").read_text()), weights)
     rows = (folder / "anchors" / "prompt_logprobs.jsonl").read_text().splitlines()
     assert rows
     for row in map(json.loads, rows):

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-import models
+from models import architectures
 from models.base import ModelError
 from tests.models.architectures import Case
 from tests.models.test_llama import TINY
@@ -58,7 +58,7 @@ CASES = [
 def test_a_config_without_the_scaling_keys_is_refused(key: str) -> None:
     rope: dict[str, Any] = {name: value for name, value in ROPE.items() if name != key}
     with pytest.raises(ModelError, match=f"lacks '{key}'"):
-        models.build({**MINISTRAL3, "rope_parameters": rope}, {})
+        architectures.build({**MINISTRAL3, "rope_parameters": rope}, {})
 
 
 @pytest.mark.parametrize(("beta", "length"), [("0.1", 8), (0.1, 0)])
@@ -68,4 +68,4 @@ def test_invalid_scaling_values_are_refused(beta: Any, length: int) -> None:
         f"llama_4_scaling_beta {beta!r} with original_max_position_embeddings {length} is invalid"
     )
     with pytest.raises(ModelError, match=message):
-        models.build({**MINISTRAL3, "rope_parameters": rope}, {})
+        architectures.build({**MINISTRAL3, "rope_parameters": rope}, {})

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import models
-from models import mistral
+from models import architectures, mistral
 from models.base import ModelError
 from models.kv import KVCache
 from models.rotating_kv import RotatingKVCache
@@ -62,7 +61,7 @@ def test_a_window_without_layer_types_applies_to_all_layers(chunks: list[int]) -
     exact = {name: np.array(array).astype(np.float64) for name, array in weights.items()}
     expected = reference.llama(config, exact, IDS)
     np.testing.assert_allclose(
-        logits(models.build(config, weights), IDS, chunks), expected, atol=1e-4
+        logits(architectures.build(config, weights), IDS, chunks), expected, atol=1e-4
     )
     unbounded = reference.llama({**config, "sliding_window": None}, exact, IDS)
     assert not np.allclose(expected, unbounded, atol=1e-2)
@@ -91,15 +90,15 @@ def test_a_window_as_long_as_the_context_is_ignored() -> None:
 )
 def test_invalid_layer_types_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        models.build({**MISTRAL, **keys}, {})
+        architectures.build({**MISTRAL, **keys}, {})
 
 
 def test_ministral_is_mistral_with_explicit_layer_types() -> None:
     config = {**MISTRAL, "sliding_window": 4, "layer_types": LAYERS, "vocab_size": 256}
     weights = draw_weights(config)
     np.testing.assert_array_equal(
-        logits(models.build({**config, "model_type": "ministral"}, weights), IDS),
-        logits(models.build(config, weights), IDS),
+        logits(architectures.build({**config, "model_type": "ministral"}, weights), IDS),
+        logits(architectures.build(config, weights), IDS),
     )
 
 

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import models
+from models import architectures
 from models.base import ModelError
 from tests.models import parity
 from tests.models.architectures import Case
@@ -51,7 +51,7 @@ def test_published_layouts_give_the_same_model(
     layout: Any, kind: str | None, tmp_path: Path
 ) -> None:
     parity.save_reference(CASES[0], tmp_path, kind=kind)
-    theirs = models.build(CONFIG, layout(read_weights(tmp_path)))
+    theirs = architectures.build(CONFIG, layout(read_weights(tmp_path)))
     np.testing.assert_array_equal(
         parity.prefill(theirs, IDS, [9]),
         parity.prefill(parity.load_model(tmp_path), IDS, [9]),
@@ -60,4 +60,4 @@ def test_published_layouts_give_the_same_model(
 
 def test_another_activation_is_refused() -> None:
     with pytest.raises(ModelError, match="hidden_act 'gelu' is not supported"):
-        models.build({**CONFIG, "hidden_act": "gelu"}, {})
+        architectures.build({**CONFIG, "hidden_act": "gelu"}, {})

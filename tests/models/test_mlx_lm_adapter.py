@@ -15,7 +15,7 @@ import mlx_lm.models.cache as theirs
 import pytest
 from mlx_lm.models import starcoder2
 
-import models
+from models import architectures
 from models.base import Model, ModelError
 from tests.models import parity
 from tests.models.architectures import Case
@@ -171,7 +171,7 @@ def load_model(config: dict[str, Any], folder: Path) -> Model:
 def test_the_error_without_mlx_lm_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlx_lm", None)
     hint = r"model_type 'starcoder2' is not supported.*pip install \"mlx-lm>=0\.32\""
-    for ask in (models.read_info, lambda config: models.build(config, {})):
+    for ask in (architectures.read_info, lambda config: architectures.build(config, {})):
         with pytest.raises(ModelError, match=hint):
             ask(PLAIN)
 
@@ -180,13 +180,13 @@ def test_mlx_lm_is_imported_on_load_only_and_the_file_limit_is_restored() -> Non
     """Its import lowers the limit of open files."""
     script = f"""
 import resource, sys
-import models
+from models import architectures
 before = resource.getrlimit(resource.RLIMIT_NOFILE)
-assert models.read_info({PLAIN}).context_length == 512
+assert architectures.read_info({PLAIN}).context_length == 512
 assert "mlx_lm" not in sys.modules
 try:
-    models.build({PLAIN}, {{}})
-except models.ModelError as error:
+    architectures.build({PLAIN}, {{}})
+except architectures.ModelError as error:
     assert "lacks tensors" in str(error), error
 assert "mlx_lm.models.starcoder2" in sys.modules
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
@@ -199,24 +199,26 @@ assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
 )
 def test_an_architecture_that_mlx_lm_does_not_have_is_refused(kind: str) -> None:
     with pytest.raises(ModelError, match="is not supported, and mlx-lm does not support it either"):
-        models.build({**PLAIN, "model_type": kind}, {})
+        architectures.build({**PLAIN, "model_type": kind}, {})
 
 
 def test_aliases_of_mlx_lm_are_supported() -> None:
     config = {**CONFIGS["states"], "model_type": "falcon_mamba"}
-    assert models.read_info(config) == models.ModelInfo(context_length=512, vocab_size=101)
+    assert architectures.read_info(config) == architectures.ModelInfo(
+        context_length=512, vocab_size=101
+    )
 
 
 def test_code_in_a_model_folder_is_refused() -> None:
     with pytest.raises(ModelError, match="model_file refers to code"):
-        models.build({**PLAIN, "model_file": "model.py"}, {})
+        architectures.build({**PLAIN, "model_file": "model.py"}, {})
 
 
 @pytest.mark.parametrize("name", ["n_positions", "max_seq_len", "model_max_length"])
 def test_the_context_length_can_have_several_keys(name: str) -> None:
     config = {**PLAIN, name: 77}
     del config["max_position_embeddings"]
-    assert models.read_info(config).context_length == 77
+    assert architectures.read_info(config).context_length == 77
 
 
 @pytest.mark.parametrize("value", [None, "77", 0, 1e30, 10**30, True])
@@ -225,7 +227,7 @@ def test_the_error_without_a_context_length_names_the_key(value: Any) -> None:
     with pytest.raises(
         ModelError, match="does not define the context length: add max_position_embeddings"
     ):
-        models.read_info(config)
+        architectures.read_info(config)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +248,7 @@ def test_a_config_that_mlx_lm_cannot_use_gives_a_one_line_error(
         key: value for key, value in {**CONFIGS["states"], **changes}.items() if value is not None
     }
     with pytest.raises(ModelError, match=complaint) as caught:
-        models.build(config, {})
+        architectures.build(config, {})
     assert "\n" not in str(caught.value)
 
 
@@ -254,7 +256,7 @@ def test_tensors_that_mlx_lm_cannot_use_give_a_one_line_error() -> None:
     with pytest.raises(
         ModelError, match="falcon_h1 implementation rejects these tensors: KeyError"
     ):
-        models.build(CONFIGS["states-and-attention"], {"model.norm.weight": mx.zeros((64,))})
+        architectures.build(CONFIGS["states-and-attention"], {"model.norm.weight": mx.zeros((64,))})
 
 
 @pytest.mark.parametrize(
@@ -272,7 +274,7 @@ def test_the_error_for_an_unsupported_cache_names_its_class(
 ) -> None:
     monkeypatch.setattr(starcoder2.Model, "make_cache", lambda _: [make_cache()], raising=False)
     with pytest.raises(ModelError, match=f"mlx-lm's {named} is not supported as a layer's cache"):
-        models.build(PLAIN, {})
+        architectures.build(PLAIN, {})
 
 
 def test_a_cache_that_does_not_advance_by_position_is_refused(

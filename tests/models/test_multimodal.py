@@ -6,8 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import models
-from models.multimodal import get_text_config, get_text_weights, is_multimodal
+from models import architectures
+from models.checkpoint_config import get_text_config, is_multimodal
+from models.multimodal import get_text_weights
 from tests.models.test_llama import IDS, TINY, draw_weights, logits
 
 TEXT = {**TINY, "vocab_size": 256}
@@ -49,8 +50,8 @@ def test_the_text_part_equals_the_model_alone(
     weights = draw_weights(alone)
     config = {"model_type": "sees_and_speaks", "text_config": alone, **SEES}
     np.testing.assert_array_equal(
-        logits(models.build(config, layout(weights)), IDS),
-        logits(models.build(alone, weights), IDS),
+        logits(architectures.build(config, layout(weights)), IDS),
+        logits(architectures.build(alone, weights), IDS),
     )
 
 
@@ -81,8 +82,8 @@ def test_the_tensors_decide_if_the_configs_disagree_about_a_tied_head(
         **SEES,
     }
     np.testing.assert_array_equal(
-        logits(models.build(config, weights), IDS),
-        logits(models.build({**TEXT, "tie_word_embeddings": tied}, weights), IDS),
+        logits(architectures.build(config, weights), IDS),
+        logits(architectures.build({**TEXT, "tie_word_embeddings": tied}, weights), IDS),
     )
 
 
@@ -103,6 +104,6 @@ def test_a_checkpoint_without_head_and_prefix_is_a_model_with_a_tied_head(
     trunk = {name.removeprefix("model."): array for name, array in weights.items()}
     bare = {key: value for key, value in config.items() if key != "tie_word_embeddings"}
     np.testing.assert_array_equal(
-        logits(models.build({**bare, **keys}, trunk), IDS),
-        logits(models.build(config, weights), IDS),
+        logits(architectures.build({**bare, **keys}, trunk), IDS),
+        logits(architectures.build(config, weights), IDS),
     )

@@ -6,8 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import models
-from models import phi3
+from models import architectures, phi3
 from models.base import ModelError
 from models.kv import KVCache
 from models.rotating_kv import RotatingKVCache
@@ -73,8 +72,8 @@ def test_fused_projections_are_the_separate_ones_concatenated(chunks: list[int])
         ):
             fused[f"{into}.weight"] = mx.concatenate([fused.pop(f"{p}.weight") for p in parts])
     np.testing.assert_allclose(
-        logits(models.build({**mistral, "model_type": "phi3"}, fused), IDS, chunks),
-        logits(models.build(mistral, single), IDS),
+        logits(architectures.build({**mistral, "model_type": "phi3"}, fused), IDS, chunks),
+        logits(architectures.build(mistral, single), IDS),
         atol=1e-4,
     )
 
@@ -90,4 +89,4 @@ def test_fused_projections_are_the_separate_ones_concatenated(chunks: list[int])
 )
 def test_an_invalid_longrope_is_refused(scaling: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ModelError, match=complaint):
-        models.build({**PHI3, "rope_scaling": scaling}, {})
+        architectures.build({**PHI3, "rope_scaling": scaling}, {})

@@ -13,11 +13,11 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
-import models
+from models import architectures
+from models.checkpoint_config import get_text_config
 from models.cpu_layout import apply_cpu_layout
 from models.kernels import layers
 from models.kv import KVBuffers, LayerCache
-from models.multimodal import get_text_config
 from models.recurrent import RecurrentCache
 from tests.models.architectures import Case, cases
 from tests.models.kernel_switch import BOTH, use_kernels
@@ -42,7 +42,7 @@ def dtype(request: pytest.FixtureRequest) -> mx.Dtype:
 @pytest.fixture
 def model(case: Case, dtype: mx.Dtype) -> Any:
     config = get_text_config(case.config)
-    architecture = models._find_architecture(config)
+    architecture = architectures._find_architecture(config)
     model = architecture.Model(architecture.Config.from_dict(config))
     flat: Any = tree_flatten(model.parameters())
     model.update(

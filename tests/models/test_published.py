@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-import models
+from models import architectures
 from models.kv import KVBuffers, LayerCache
 from models.recurrent import RecurrentCache
 from models.rope import NoRope
@@ -26,11 +26,11 @@ def checkpoint(request: pytest.FixtureRequest) -> Published:
 @pytest.fixture(scope="module")
 def model(checkpoint: Published) -> Any:
     """The build fails unless the tensors of checkpoint and model have equal names and shapes."""
-    return models.build(checkpoint.config, checkpoint.weights())
+    return architectures.build(checkpoint.config, checkpoint.weights())
 
 
 def test_the_context_and_the_vocabulary_are_read(checkpoint: Published) -> None:
-    facts = models.read_info(checkpoint.config)
+    facts = architectures.read_info(checkpoint.config)
     assert (facts.context_length, facts.vocab_size) == (checkpoint.context, checkpoint.vocab)
 
 

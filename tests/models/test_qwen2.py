@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-import models
+from models import architectures
 from models.base import ModelError
 from models.kv import KVCache
 from models.rotating_kv import RotatingKVCache
@@ -49,12 +49,12 @@ def test_layers_above_max_window_layers_have_the_window_if_it_is_enabled(
     listed = {**config, "layer_types": ["full_attention", "sliding_attention"]}
     expected = reference.llama(listed, exact, IDS)
     for each in (config, listed):
-        got = logits(models.build(each, weights), IDS, chunks)
+        got = logits(architectures.build(each, weights), IDS, chunks)
         np.testing.assert_allclose(got, expected, atol=1e-4)
-    model = models.build(config, weights)
+    model = architectures.build(config, weights)
     assert [type(layer) for layer in model.make_kv()] == [KVCache, RotatingKVCache]
 
 
 def test_an_enabled_window_without_a_length_is_refused() -> None:
     with pytest.raises(ModelError, match="sliding_window is None"):
-        models.build({**QWEN2, "use_sliding_window": True, "max_window_layers": 0}, {})
+        architectures.build({**QWEN2, "use_sliding_window": True, "max_window_layers": 0}, {})

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import models
-from models import qwen2_moe
+from models import architectures, qwen2_moe
 from models.base import ModelError
 from tests.models import parity
 from tests.models.architectures import Case
@@ -37,7 +36,7 @@ CASES = [
 @pytest.mark.parametrize("layout", [split_experts, fuse_experts])
 def test_published_layouts_give_the_same_model(layout: Any, tmp_path: Path) -> None:
     parity.save_reference(CASES[0], tmp_path)
-    theirs = models.build(CONFIG, layout(read_weights(tmp_path)))
+    theirs = architectures.build(CONFIG, layout(read_weights(tmp_path)))
     np.testing.assert_array_equal(
         parity.prefill(theirs, IDS, [9]),
         parity.prefill(parity.load_model(tmp_path), IDS, [9]),
@@ -56,4 +55,4 @@ def test_dense_layers_normalised_shares_and_a_tied_head_are_supported() -> None:
 
 def test_another_activation_is_refused() -> None:
     with pytest.raises(ModelError, match="hidden_act 'gelu' is not supported"):
-        models.build({**CONFIG, "hidden_act": "gelu"}, {})
+        architectures.build({**CONFIG, "hidden_act": "gelu"}, {})

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import models
+from models import architectures
 from models.base import ModelError
 from tests.models import test_qwen3_next as next_
 from tests.models.architectures import Case
@@ -116,11 +116,11 @@ def test_the_text_part_alone_has_its_own_model_type(case: Case, kind: str, tmp_p
 
 
 def test_states_are_float32_for_all_activation_types(tmp_path: Path) -> None:
-    model = models.build(SEEING, next_.save_converted(CASES[0], tmp_path))
+    model = architectures.build(SEEING, next_.save_converted(CASES[0], tmp_path))
     next_.assert_states_are_float32(next_.in_bfloat16(model))
 
 
 @pytest.mark.parametrize("change", [{"attn_output_gate": False}, {"output_gate_type": "sigmoid"}])
 def test_other_gates_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match="attn_output_gate true and output_gate_type 'swish'"):
-        models.build({**TEXT, **change}, {})
+        architectures.build({**TEXT, **change}, {})

@@ -7,8 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import models
-from models import qwen3_moe
+from models import architectures, qwen3_moe
 from models.base import ModelError
 from tests.models import parity
 from tests.models.architectures import Case
@@ -88,7 +87,7 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
 def test_published_layouts_give_the_same_model(layout: Any, tmp_path: Path) -> None:
     parity.save_reference(CASES[0], tmp_path)
     ours = parity.load_model(tmp_path)
-    theirs = models.build(CONFIG, layout(read_weights(tmp_path)))
+    theirs = architectures.build(CONFIG, layout(read_weights(tmp_path)))
     np.testing.assert_array_equal(parity.prefill(theirs, IDS, [9]), parity.prefill(ours, IDS, [9]))
 
 
@@ -96,7 +95,7 @@ def test_quantized_experts_are_stacked_with_their_scales(tmp_path: Path) -> None
     parity.save_reference(CASES[0], tmp_path, kind="affine-4")
     ours = parity.load_model(tmp_path)
     config = {**CONFIG, "quantization": dict(parity.KINDS["affine-4"])}
-    theirs = models.build(config, split_experts(read_weights(tmp_path)))
+    theirs = architectures.build(config, split_experts(read_weights(tmp_path)))
     np.testing.assert_array_equal(parity.prefill(theirs, IDS, [9]), parity.prefill(ours, IDS, [9]))
 
 
@@ -111,9 +110,9 @@ def test_too_few_experts_are_refused(tmp_path: Path) -> None:
     weights = split_experts(read_weights(tmp_path))
     fewer = {name: array for name, array in weights.items() if ".experts.7." not in name}
     with pytest.raises(ModelError, match=r"has wrongly shaped tensors: .*switch_mlp"):
-        models.build(CONFIG, fewer)
+        architectures.build(CONFIG, fewer)
 
 
 def test_another_activation_is_refused() -> None:
     with pytest.raises(ModelError, match="hidden_act 'gelu' is not supported"):
-        models.build({**CONFIG, "hidden_act": "gelu"}, {})
+        architectures.build({**CONFIG, "hidden_act": "gelu"}, {})

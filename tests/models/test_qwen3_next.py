@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-import models
+from models import architectures
 from models.base import Model, ModelError
 from models.kv import KVCache
 from models.recurrent import RecurrentCache
@@ -116,7 +116,7 @@ def save_converted(case: Case, folder: Path) -> dict[str, mx.array]:
 
 
 def logits(config: Any, weights: dict[str, mx.array]) -> np.ndarray[Any, Any]:
-    return parity.prefill(models.build(config, weights), list(range(40)), [40])
+    return parity.prefill(architectures.build(config, weights), list(range(40)), [40])
 
 
 def in_bfloat16(model: Any) -> Any:
@@ -159,13 +159,13 @@ def test_published_and_converted_checkpoints_give_the_same_logits(
 
 def test_states_are_float32_for_all_activation_types(tmp_path: Path) -> None:
     case = CASES[2]
-    model = models.build(case.config, save_converted(case, tmp_path))
+    model = architectures.build(case.config, save_converted(case, tmp_path))
     assert_states_are_float32(in_bfloat16(model))
 
 
 def test_each_layer_has_the_cache_for_its_type(tmp_path: Path) -> None:
     weights = save_converted(CASES[1], tmp_path)
-    model = models.build(CASES[1].config, weights)
+    model = architectures.build(CASES[1].config, weights)
     expected = [RecurrentCache, KVCache, RecurrentCache, KVCache, RecurrentCache]
     assert [type(layer) for layer in model.make_kv()] == expected
     assert not model.shift(model.make_kv(), 0, 0)
@@ -187,4 +187,4 @@ def test_each_layer_has_the_cache_for_its_type(tmp_path: Path) -> None:
 )
 def test_an_invalid_config_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        models.build({**TINY, **change}, {})
+        architectures.build({**TINY, **change}, {})

@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-import models
-from models import sharding
+from models import architectures, checkpoint_config, sharding
 from models.base import Model, ModelError
-from models.multimodal import get_text_config
+from models.checkpoint_config import get_text_config
 from tests import tiny
 from tests.models import parity
 from tests.models.architectures import Case, cases
@@ -103,7 +102,7 @@ def compute_logits(model: Model, case: Case) -> np.ndarray:
 
 def is_ours(case: Case) -> bool:
     kind = get_text_config(case.config)["model_type"]
-    return find_spec(f"models.{models.ALIASES.get(kind, kind)}") is not None
+    return find_spec(f"models.{checkpoint_config.ALIASES.get(kind, kind)}") is not None
 
 
 OURS = [case for case in cases() if is_ours(case)]
@@ -141,7 +140,7 @@ def test_weights_quantized_on_load_equal_those_of_one_rank() -> None:
     tokens = mx.array([[1, 2, 3]])
 
     def logits(group: sharding.TensorParallelGroup | None) -> np.ndarray:
-        model = models.build(config, weights, bits=8)
+        model = architectures.build(config, weights, bits=8)
         if group is not None:
             sharding.shard_model(model, group, "llama")
         return np.array(model.logits(model(tokens, model.make_kv())))
@@ -159,10 +158,10 @@ def sizes(model: Model) -> dict[str, int]:
 
 
 def test_each_rank_has_its_shard_of_each_matrix() -> None:
-    unsharded = sizes(models.build(tiny.CONFIG, tiny.weights()))
+    unsharded = sizes(architectures.build(tiny.CONFIG, tiny.weights()))
     parts = list[dict[str, int]]()
     for rank in range(2):
-        model = models.build(tiny.CONFIG, tiny.weights())
+        model = architectures.build(tiny.CONFIG, tiny.weights())
         sharding.shard_model(model, IdleRank(rank, 2), "llama")
         parts.append(sizes(model))
         assert model.make_kv()
@@ -213,7 +212,7 @@ def test_the_error_names_a_layer_that_cannot_be_sharded(
     changes: dict[str, Any], size: int, words: str
 ) -> None:
     config = {**tiny.CONFIG, **changes}
-    model = models.build(config, tiny.weights(config))
+    model = architectures.build(config, tiny.weights(config))
     with pytest.raises(ModelError, match=words) as refused:
         sharding.shard_model(model, IdleRank(0, size), "llama")
     assert "'llama'" in str(refused.value)
@@ -228,7 +227,7 @@ def test_quantization_groups_are_not_split() -> None:
         "num_key_value_heads": 4,
         "head_dim": 32,
     }
-    model = models.build(config, tiny.weights(config), bits=8)
+    model = architectures.build(config, tiny.weights(config), bits=8)
     with pytest.raises(ModelError, match="down_proj has 192 inputs, quantized in groups of 64"):
         sharding.shard_model(model, IdleRank(0, 2), "llama")
 

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-import models
-from models import smollm3
+from models import architectures, smollm3
 from models.base import ModelError
 from models.kv import KVCache
 from models.rotating_kv import RotatingKVCache
@@ -54,4 +53,4 @@ def test_the_window_applies_to_layers_without_rope() -> None:
 
 def test_a_list_without_an_entry_per_layer_is_refused() -> None:
     with pytest.raises(ModelError, match="no_rope_layers must have one entry per layer"):
-        models.build({**SMOLLM3, "no_rope_layers": [1, 0]}, {})
+        architectures.build({**SMOLLM3, "no_rope_layers": [1, 0]}, {})

@@ -15,7 +15,6 @@ import pytest
 import tokenizers
 from tokenizers import processors
 
-import models
 from app import store
 from app.core.embeddings import Embeddings, EmbedInput, EmbedJob, EmbedRequest, PoolingType
 from app.core.errors import AppError, ErrorKind
@@ -30,6 +29,7 @@ from app.runners.admission import Admission
 from app.runners.thread_runner import ThreadRunner
 from app.serving.embeddings import EmbeddingService, read_pooling_config
 from app.text.tokenizer import Tokenizer
+from models import architectures
 from tests import tiny
 from tests.engine.harness import job
 from tests.models import parity, test_mlx_lm_adapter
@@ -90,7 +90,7 @@ def read_floats(vector: bytes) -> Any:
 
 
 def compute_expected(ids: Sequence[int], pooling: PoolingType = "mean") -> Any:
-    model = models.build(tiny.CONFIG, tiny.weights())
+    model = architectures.build(tiny.CONFIG, tiny.weights())
     hidden = np.array(model(mx.array([ids]), model.make_kv())[0])
     pooled = hidden.mean(axis=0) if pooling == "mean" else hidden[-1]
     return pooled / np.linalg.norm(pooled)

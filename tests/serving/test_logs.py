@@ -17,13 +17,13 @@ from app.core.errors import AppError, ErrorKind
 from app.core.events import ModelLoading, PrefillProgress
 from app.core.request_context import REQUEST_CONTEXT, RequestContext
 from app.core.settings import Settings
+from app.core.text_escapes import escape_control_characters
 from app.http.api_keys import ApiKey, Keyring, hash_key
 from app.http.request_id import RequestIdMiddleware
 from app.serving.logs import (
     HumanFormatter,
     JsonFormatter,
     configure_logging,
-    escape_control_characters,
 )
 from tests.api.asgi import Conversation, Reply
 from tests.fakes import CARD, FOREVER, FakeGenerate, build_fake_app, finish, text

@@ -5,6 +5,12 @@ import io
 import pytest
 
 from app.store.hub.progress import DownloadProgress, DownloadStopped, ProgressBarAdapter
+from tests.runners.spawning import wait_until
+
+
+@pytest.fixture(autouse=True)
+def terminal_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
 
 
 class Terminal(io.StringIO):
@@ -28,8 +34,29 @@ def test_a_terminal_gets_one_line_that_is_overwritten() -> None:
     progress = DownloadProgress(1_000, 0, out)
     progress.add(250)
     progress.close()
-    assert out.getvalue().startswith("\r250 B of 1.00 kB (25 %)")
+    assert "\r[#####...............] 250 B of 1.00 kB (25 %), " in out.getvalue()
     assert out.getvalue().count("\n") == 1
+    assert "\x1b" not in out.getvalue()
+
+
+def test_the_line_is_updated_while_no_data_arrives() -> None:
+    """A stalled download showed its last rate forever."""
+    out = Terminal()
+    progress = DownloadProgress(1_000, 0, out)
+    wait_until(lambda: out.getvalue().count("0 B of 1.00 kB") >= 3)
+    progress.close()
+    assert not out.getvalue().endswith("\n")
+    assert out.getvalue().endswith("\r")
+
+
+def test_a_dumb_terminal_gets_complete_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    out = Terminal()
+    progress = DownloadProgress(1_000, 0, out)
+    progress.add(250)
+    progress.close()
+    assert out.getvalue().startswith("250 B of 1.00 kB (25 %)")
+    assert "\r" not in out.getvalue()
 
 
 def test_stopping_the_progress_stops_the_download() -> None:

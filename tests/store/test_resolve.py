@@ -153,3 +153,9 @@ def test_an_unreadable_cache_is_a_one_line_error(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / ("a" * 300)))
     with pytest.raises(AppError, match="cannot be read: "):
         list(store.list_installed())
+
+
+def test_the_error_for_a_mistyped_name_suggests_an_installed_model(everywhere: Path) -> None:
+    assert resolve_missing("bultin").message.endswith("; did you mean builtin?")
+    assert resolve_missing("org/tini").message.endswith("; did you mean org/tiny?")
+    assert "did you mean" not in resolve_missing("someone/else").message

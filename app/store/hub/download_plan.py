@@ -15,6 +15,7 @@ from huggingface_hub import (
     constants,
     hf_hub_download,  # pyright: ignore[reportUnknownVariableType]
 )
+from huggingface_hub.utils import disable_progress_bars
 
 from app.store.config_files import read_json_object
 from app.store.hub import required_files
@@ -73,9 +74,10 @@ def plan_download(name: HubName) -> DownloadPlan:
             commit = info.sha or ""
         if not _COMMIT.fullmatch(commit):
             raise model_error(name, f"has an invalid commit hash from the hub: {commit!r}")
-        path = hf_hub_download(
-            name.repo_id, "config.json", revision=commit, cache_dir=cache_folder()
-        )
+        with disable_progress_bars():
+            path = hf_hub_download(
+                name.repo_id, "config.json", revision=commit, cache_dir=cache_folder()
+            )
         storage = repo_folder(name.repo_id)
         missing = sum(file.size - count_downloaded_bytes(storage, commit, file) for file in files)
     return DownloadPlan(

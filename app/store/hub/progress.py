@@ -2,19 +2,26 @@
 
 Knows: bytes, time, the terminal. Must not know: the source of the bytes.
 
-On a terminal, one line is overwritten repeatedly. Otherwise a line is written at intervals.
+On a terminal, one line is overwritten repeatedly, also while no data arrives. Otherwise a line is
+written at intervals.
 """
 
+import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Protocol, Self, TextIO
 
+from app.core.terminal import detect_terminal, draw_bar, erase_line, get_width
 from app.core.units import format_bytes, format_duration
 
 # the number of seconds between two updates, on a terminal and in a log
 _TERMINAL_INTERVAL, _LOG_INTERVAL = 0.2, 15.0
+
+# the number of seconds over which the displayed rate is averaged
+_RATE_WINDOW = 10.0
 
 
 class DownloadStopped(Exception):
@@ -83,10 +90,15 @@ class DownloadProgress:
     def __init__(self, total: int, initial: int = 0, out: TextIO | None = None) -> None:
         self._total, self._done, self._initial = total, initial, initial
         self._out = out or sys.stderr
-        self._is_terminal = self._out.isatty()
-        self._started_at = self._printed_at = time.monotonic()
+        self._can_rewrite = detect_terminal(self._out, os.environ).can_rewrite
+        self._printed_at = time.monotonic()
+        # (time, bytes), one for each update of the terminal, oldest first
+        self._samples = deque([(self._printed_at, initial)])
         self._lock = threading.Lock()
         self._stopped = threading.Event()
+        self._closed = threading.Event()
+        if self._can_rewrite:
+            threading.Thread(target=self._redraw, name="progress", daemon=True).start()
 
     def add(self, count: int, sha256: str = "") -> None:
         """Adds received bytes. count: the number of bytes; it is negative if bytes must be
@@ -96,10 +108,7 @@ class DownloadProgress:
         with self._lock:
             self._done += count
             now = time.monotonic()
-            if now - self._printed_at >= (
-                _TERMINAL_INTERVAL if self._is_terminal else _LOG_INTERVAL
-            ):
-                self._printed_at = now
+            if not self._can_rewrite and now - self._printed_at >= _LOG_INTERVAL:
                 self._print(now)
 
     def stop(self) -> None:
@@ -107,25 +116,53 @@ class DownloadProgress:
 
     def close(self) -> None:
         """Writes the final line, if any data was received."""
-        if self._done == self._initial:
-            return
+        self._closed.set()
         with self._lock:
-            self._print(time.monotonic())
-            if self._is_terminal:
-                self._out.write("\n")
+            if self._done != self._initial:
+                self._print(time.monotonic())
+            if self._can_rewrite:
+                self._out.write(
+                    "\n" if self._done != self._initial else erase_line(self._get_width())
+                )
                 self._out.flush()
 
+    def _redraw(self) -> None:
+        """Updates the terminal until the download ends. Without data, the rate falls to 0."""
+        while not self._closed.wait(_TERMINAL_INTERVAL):
+            with self._lock:
+                if not self._closed.is_set():
+                    self._print(time.monotonic())
+
     def _print(self, now: float) -> None:
-        speed = max(0, self._done - self._initial) / max(now - self._started_at, 1e-3)
+        self._printed_at = now
+        speed = self._measure_rate(now)
         share = 100 * self._done // max(self._total, 1)
         line = f"{format_bytes(self._done)} of {format_bytes(self._total)} ({share} %), "
         line += f"{format_bytes(speed)}/s"
         left = self._total - self._done
         if left > 0 and speed > 0:
             line += f", {format_duration(left / speed)} left"
-        # the line is padded to overwrite a longer one
-        self._out.write(f"\r{line:<70}" if self._is_terminal else f"{line}\n")
+        if self._can_rewrite:
+            line = f"{draw_bar(self._done, self._total)} {line}"
+            # a line that fills the terminal would wrap, and could not be erased
+            self._out.write(erase_line(self._get_width()) + line[: self._get_width() - 1])
+        else:
+            self._out.write(f"{line}\n")
         self._out.flush()
+
+    def _measure_rate(self, now: float) -> float:
+        """Returns the bytes per second in the last seconds."""
+        while len(self._samples) > 1 and now - self._samples[1][0] >= _RATE_WINDOW:
+            self._samples.popleft()
+        began, done = self._samples[0]
+        self._samples.append((now, self._done))
+        return max(0, self._done - done) / max(now - began, 1e-3)
+
+    def _get_width(self) -> int:
+        try:
+            return get_width(self._out.fileno())
+        except OSError:  # a stream without a file descriptor
+            return get_width(-1)
 
 
 class ProgressBarAdapter:

@@ -19,12 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten, tree_unflatten
 
-import models
-from models import kernels, mlx_lm_adapter
+from models import architectures, kernels, mlx_lm_adapter
 from models.base import Model
+from models.checkpoint_config import get_text_config
 from models.cpu_layout import apply_cpu_layout, is_batch_invariant
 from models.kv import LayerCache
-from models.multimodal import get_text_config
 from models.quant import replace_leaves
 from tests.models import parity
 from tests.models.architectures import Case, cases
@@ -64,7 +63,7 @@ class Reference:
 
 def is_foreign(case: Case) -> bool:
     return isinstance(
-        models._find_architecture(get_text_config(case.config)), mlx_lm_adapter.Architecture
+        architectures._find_architecture(get_text_config(case.config)), mlx_lm_adapter.Architecture
     )
 
 
@@ -75,7 +74,7 @@ def get_tolerance(reference: Reference) -> float:
 
 def build_model(case: Case, dtype: mx.Dtype, bits: int | None) -> Model:
     config = get_text_config(case.config)
-    architecture = models._find_architecture(config)
+    architecture = architectures._find_architecture(config)
     model: Any = architecture.Model(architecture.Config.from_dict(config))
     parity.draw_weights(model, seed=0)
     flat: Any = tree_flatten(model.parameters())

@@ -1,0 +1,255 @@
+"""The command line: its help in groups, and one line that tells what to do for each mistake.
+
+Knows: argparse, the flags of the settings. Must not know: what a command does, the other sources of
+settings.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from app.config.options import OPTIONS, find_option_by_other_name
+from app.config.value_types import InvalidOptionValue
+from app.core.nearest_name import suggest
+
+# flags of other servers that name a model, which is an argument here
+_MODEL_FLAGS = ("-m", "--model", "--models", "--model-path")
+
+Examples = Sequence[tuple[str, str]]
+"""Command lines, each with its effect."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandGroup:
+    """A heading of `mlxrunner --help`. commands: names with their summaries."""
+
+    title: str
+    commands: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandArgument:
+    """One argument of a command, for shell completion. flags: empty for a positional argument.
+    placeholder: the metavar, such as MODEL or FILE. choices: all accepted words, if they form a
+    list. takes_value: whether a word follows the flag."""
+
+    flags: tuple[str, ...]
+    help: str
+    placeholder: str
+    choices: tuple[str, ...]
+    takes_value: bool
+
+
+class CommandLineParser(argparse.ArgumentParser):
+    """A parser that exits with status 2 and prints one line for an invalid command line. argparse
+    itself would print all options.
+
+    forwarding_commands: the commands that run another program. The words after `--` are that
+    program's arguments. subcommands: the parsers of the commands, by name.
+    """
+
+    forwarding_commands: frozenset[str] = frozenset()
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        keywords.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(*args, **keywords)
+        self.subcommands: dict[str, CommandLineParser] = {}
+        self._examples: Examples = ()
+        self._rare_actions: list[argparse.Action] = []
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"mlxrunner: {self._explain(message.removeprefix('argument '))}\n")
+
+    def add_examples(self, examples: Examples) -> None:
+        """Adds examples to the help; the first one is also shown if an argument is missing."""
+        self._examples = examples
+        self.epilog = "\n".join(["examples:", *_align(examples)])
+
+    def set_usage(self) -> None:
+        """Writes the usage line with the positional arguments only, unless there is one already.
+        argparse's own lists every option."""
+        if self.usage is None:
+            names = [
+                argument.placeholder for argument in self.list_arguments() if not argument.flags
+            ]
+            words = [f"[{name} ...]" if name == "MODEL" else name for name in names]
+            self.usage = " ".join(["%(prog)s", *words, "[options]"])
+
+    def hide_in_short_help(self, action: argparse.Action) -> None:
+        """Lists an option only in `--help-all`, which is added with the first such option."""
+        if not self._rare_actions:
+            self.add_argument(
+                "--help-all", action=_FullHelpAction, nargs=0, help="list all options and exit"
+            )
+        self._rare_actions.append(action)
+
+    def format_help(self) -> str:
+        """Returns the help with the common options."""
+        if not self._rare_actions:
+            return self.format_full_help()
+        texts = [action.help for action in self._rare_actions]
+        for action in self._rare_actions:
+            action.help = argparse.SUPPRESS
+        try:
+            text = super().format_help()
+        finally:
+            for action, words in zip(self._rare_actions, texts, strict=True):
+                action.help = words
+        hidden = len(self._rare_actions)
+        return f"{text}\n`{self.prog} --help-all` lists {hidden} more options.\n"
+
+    def format_full_help(self) -> str:
+        """Returns the help with all options."""
+        return super().format_help()
+
+    def list_flags(self) -> list[str]:
+        return list(self._option_string_actions)
+
+    def list_arguments(self) -> Iterator[CommandArgument]:
+        """Yields the arguments of a command, positional ones last."""
+        for action in sorted(self._actions, key=lambda action: not action.option_strings):
+            placeholder = action.metavar if isinstance(action.metavar, str) else ""
+            choices = tuple(map(str, action.choices or ()))
+            if action.option_strings and re.fullmatch(r"\w+(\|\w+)+", placeholder):
+                choices = tuple(placeholder.split("|"))
+            yield CommandArgument(
+                flags=tuple(action.option_strings),
+                help=(action.help or "").replace("%%", "%"),
+                placeholder=placeholder,
+                choices=choices,
+                takes_value=action.nargs != 0,
+            )
+
+    def _explain(self, message: str) -> str:
+        """Rewrites argparse's messages that do not tell what to do."""
+        if found := re.fullmatch(r"(-\S+): expected (?:one|at least one) argument", message):
+            flag = found[1].partition("/")[0]
+            metavar = self._option_string_actions[flag].metavar
+            return f"{flag} needs a value: {flag} {metavar or 'VALUE'}"
+        if found := re.fullmatch(r"(-\S+?)(?:/(-\S+))?: ignored explicit argument .*", message):
+            usage = f"write {found[1]} or {found[2]}" if found[2] else f"write {found[1]}"
+            return f"{found[1]} takes no value: {usage}"
+        if found := re.fullmatch(r"the following arguments are required: (.*)", message):
+            name = self.prog.rpartition(" ")[2]
+            optional = {action.metavar for action in self._actions if action.nargs == "*"}
+            needed = [word for word in found[1].split(", ") if word not in optional]
+            example = f", as in `{self._examples[0][0]}`" if self._examples else ""
+            return f"{name} needs {', '.join(needed)}{example}"
+        if found := re.fullmatch(r"(-\S+): not allowed with argument (-\S+)", message):
+            return f"{found[1]} and {found[2]} cannot be combined"
+        return message
+
+
+class _FullHelpAction(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        assert isinstance(parser, CommandLineParser)
+        sys.stdout.write(parser.format_full_help())
+        parser.exit()
+
+
+def format_commands(groups: Sequence[CommandGroup], examples: Examples) -> str:
+    """Formats the commands in groups, and examples, for the end of `mlxrunner --help`."""
+    lines: list[str] = []
+    for group in groups:
+        lines += [f"{group.title}:", *_align(list(group.commands.items()), 12), ""]
+    lines += ["examples:", *_align(examples), ""]
+    return "\n".join([*lines, "`mlxrunner COMMAND --help` shows the options of a command."])
+
+
+def _align(pairs: Examples, width: int = 0) -> list[str]:
+    width = max([width, *(len(left) for left, _ in pairs)])
+    return [f"  {left:<{width}}  {right}".rstrip() for left, right in pairs]
+
+
+def make_argparse_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Returns a `type` for add_argument. parse: raises InvalidOptionValue."""
+
+    def read(word: str) -> Any:
+        try:
+            return parse(word)
+        except InvalidOptionValue as problem:
+            raise argparse.ArgumentTypeError(str(problem)) from None
+
+    return read
+
+
+def parse_arguments(
+    parser: CommandLineParser,
+    argv: Sequence[str] | None,
+    commands: Sequence[str] = (),
+    other_names: Mapping[str, str] | None = None,
+) -> argparse.Namespace:
+    """Parses the command line. Models may be given between flags, which argparse does not support.
+
+    An unknown flag or command is rejected, and the error suggests the most similar one. The process
+    exits with status 2 for an invalid command line. commands: the known commands. The first
+    argument must be one of them or a flag. other_names: what other programs call the commands, for
+    suggestions. The result's `forwarded` holds the arguments of the program that the command runs.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    first = next(iter(argv), "")
+    if commands and first not in commands:
+        _check_first_word(parser, first, commands, other_names or {})
+    words, forwarded = _split_forwarded(argv) if first in parser.forwarding_commands else (argv, ())
+    arguments, rest = parser.parse_known_args(words)
+    arguments.forwarded = tuple(forwarded)
+    models: list[str] | None = getattr(arguments, "models", None)
+    unknown = [word for word in rest if word.startswith("-") or models is None]
+    if unknown:
+        parser.error(_explain_unknown(parser.subcommands.get(first, parser), unknown[0]))
+    if models is not None:
+        models += rest
+    return arguments
+
+
+def _check_first_word(
+    parser: CommandLineParser, word: str, commands: Sequence[str], other_names: Mapping[str, str]
+) -> None:
+    """Exits with a suggestion unless the first word is a flag of the program itself."""
+    if word in parser.list_flags():
+        return
+    listed = f"the commands are {', '.join(commands)}"
+    if not word:
+        parser.error(f"no command: {listed}")
+    name = word.partition("=")[0]
+    if name.startswith("-"):
+        if any(option.flag == name for option in OPTIONS):
+            parser.error(f"no command before {name}: write `mlxrunner serve {name} …`")
+        parser.error(f"unknown option {_quote(name)}{suggest(name, parser.list_flags())}")
+    if "/" in word or ":" in word:
+        parser.error(
+            f"unknown command {word!r}: to serve a model, write `mlxrunner serve {_quote(word)}`"
+        )
+    known = other_names.get(word.lower())
+    hint = suggest(word, commands) if known is None else f"; did you mean {known}?"
+    parser.error(f"unknown command {word!r}: {listed}{hint}")
+
+
+def _explain_unknown(command: CommandLineParser, word: str) -> str:
+    """Returns the error for an argument that the command does not accept."""
+    name = _quote(word.partition("=")[0])
+    flags = command.list_flags()
+    help_flag = "--help-all" if "--help-all" in flags else "--help"
+    hint = f" (`{command.prog} {help_flag}` lists what is accepted)"
+    if not name.startswith("-"):
+        return f"unexpected argument {name!r}{hint}"
+    foreign = find_option_by_other_name(name)
+    if "--config" in flags and name in _MODEL_FLAGS:
+        model = _quote(word.partition("=")[2]) or "MODEL"
+        return f"unknown option {name}: a model has no flag, as in `{command.prog} {model}`"
+    if foreign is not None and foreign.flag in flags:
+        return f"unknown option {name}; did you mean {foreign.flag}?{hint}"
+    return f"unknown option {name}{suggest(name, flags)}{hint}"
+
+
+def _split_forwarded(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Splits a command line at the first `--`."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    return argv[:end], argv[end + 1 :]
+
+
+def _quote(word: str) -> str:
+    return word if word.isprintable() else repr(word)

@@ -1,0 +1,167 @@
+"""Finds the architecture of a checkpoint, and builds its model from a config and its tensors.
+
+Knows: tensors, the interface of an architecture. Must not know: servers, disks, text.
+"""
+
+import importlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from models import base, mlx_lm_adapter
+from models.base import Model, ModelError
+from models.checkpoint_config import ALIASES, get_text_config
+from models.multimodal import get_text_weights, lacks_lm_head
+from models.ollama_names import to_mlx_names
+from models.quant import check_quant_method, quantize_model, replace_quantized_layers
+
+_MAX_NAMED = 5
+
+
+class TensorError(ModelError):
+    """Some tensors are missing, unexpected or invalid. tensors: the names of these tensors in the
+    model."""
+
+    def __init__(self, message: str, names: Iterable[str]) -> None:
+        super().__init__(message)
+        self.tensors = tuple(names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """The properties of a model that a server needs before it builds the model. context_length: the
+    number of positions that the model was trained for. vocab_size: the size of its output layer. A
+    tokenizer may have fewer tokens."""
+
+    context_length: int
+    vocab_size: int
+
+
+def read_info(config: Mapping[str, Any]) -> ModelInfo:
+    """Reads the properties from config.json, with the defaults of the architecture. Raises
+    ModelError for an invalid config and for weights in an unsupported quantization."""
+    config = get_text_config(config)
+    check_quant_method(config)
+    read = _find_architecture(config).Config.from_dict(config)
+    return ModelInfo(context_length=read.max_position_embeddings, vocab_size=read.vocab_size)
+
+
+def build(
+    config: Mapping[str, Any], weights: Mapping[str, mx.array], *, bits: int | None = None
+) -> Model:
+    """Builds the model that `config` describes, with `weights`. Nothing is evaluated yet. For a
+    multimodal checkpoint, the result is the text model.
+
+    weights: the tensors, with the names of the original checkpoint, of MLX or of Ollama's store.
+    Their packing is inferred from the tensors and not from the config. bits: the number of bits to
+    which unquantized weights are quantized; None leaves them unchanged.
+
+    Raises ModelError for an unsupported architecture or quantization, for a missing config key, and
+    for a tensor that is missing, unexpected, or has a wrong shape or type.
+    """
+    config = get_text_config(config)
+    check_quant_method(config)
+    named = to_mlx_names(weights)
+    weights = get_text_weights(named)
+    architecture = _find_architecture(config)
+    # a checkpoint of only the backbone has no head, although some configs declare one
+    # (Qwen3-Embedding-8B)
+    if lacks_lm_head(named) or "tie_word_embeddings" not in config:
+        config = {**config, "tie_word_embeddings": "lm_head.weight" not in weights}
+    model = _build_architecture(architecture, config)
+    weights = dict(model.sanitize(weights))
+    packed = replace_quantized_layers(model, weights)
+    _check_tensors(model, weights)
+    model.load_weights(list(weights.items()), strict=False)
+    if bits is not None:
+        if packed:
+            raise ModelError("the weights are already quantized and cannot be quantized again")
+        quantize_model(model, bits)
+    model.eval()
+    return model
+
+
+def _build_architecture(architecture: Any, config: Mapping[str, Any]) -> Any:
+    """Builds the model. Layers may raise an error for an invalid combination of sizes, although
+    each key is valid. All computations here use only values of config.json, so any error is caused
+    by the config."""
+    read = architecture.Config.from_dict(config)
+    try:
+        return architecture.Model(read)
+    except ModelError:
+        raise
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise ModelError(f"config.json does not describe a valid model: {error}") from error
+
+
+def _find_architecture(config: Mapping[str, Any]) -> Any:
+    """Returns the module named after the model type, if it has its own Config and Model. Otherwise
+    it returns mlx-lm's class, if that library is installed."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise ModelError("config.json has no model_type")
+    name = ALIASES.get(kind, kind)
+    # the name is used in an import, so its characters are restricted
+    if re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        try:
+            found = importlib.import_module(f"models.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"models.{name}":
+                raise
+        else:
+            if {"Config", "Model"} <= vars(found).keys() and found is not base:
+                return found
+    return mlx_lm_adapter.find_architecture(config)
+
+
+def _check_tensors(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
+    """Raises TensorError unless the checkpoint has exactly the tensors of the model, with the same
+    shapes and types."""
+    flat: Any = tree_flatten(model.parameters())
+    parameters: dict[str, mx.array] = dict(flat)
+    extra = sorted(weights.keys() - parameters.keys())
+    pairs = [
+        (name, weights[name], array)
+        for name, array in sorted(parameters.items())
+        if name in weights
+    ]
+    misshapen = {
+        name: f"{name} ({list(given.shape)}, expected {list(array.shape)})"
+        for name, given, array in pairs
+        if given.shape != array.shape
+    }
+    mistyped = {
+        name: f"{name} ({_dtype_kind(given)}, expected {_dtype_kind(array)})"
+        for name, given, array in pairs
+        if _dtype_kind(given) != _dtype_kind(array)
+    }
+    complaints = [
+        *_format_tensor_names("lacks", sorted(parameters.keys() - weights.keys())),
+        *_format_tensor_names("has unexpected", extra),
+        *_format_tensor_names("has wrongly shaped", misshapen.values()),
+        *_format_tensor_names("has wrongly typed", mistyped.values()),
+    ]
+    if complaints:
+        raise TensorError(
+            f"the checkpoint {'; it '.join(complaints)}", [*extra, *misshapen, *mistyped]
+        )
+
+
+def _dtype_kind(array: mx.array) -> str:
+    """Returns the type for the comparison. All floating point types are equivalent."""
+    if mx.issubdtype(array.dtype, mx.floating):
+        return "floating point"
+    return str(array.dtype).removeprefix("mlx.core.")
+
+
+def _format_tensor_names(verb: str, names: Iterable[str]) -> list[str]:
+    names = list(names)
+    if not names:
+        return []
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return [f"{verb} tensors: {', '.join(names[:_MAX_NAMED])}{more}"]

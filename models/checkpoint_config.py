@@ -1,0 +1,91 @@
+"""Facts about a checkpoint that config.json gives without MLX: its text model, its support.
+
+Knows: the keys of config.json, the names of our architectures. Must not know: tensors, MLX.
+Commands that list models import this module, and not MLX.
+"""
+
+import importlib.util
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+_TIE_KEY = "tie_word_embeddings"
+_PART_KEYS = ("text_config", "vision_config", "audio_config")
+
+# quantization methods whose tensors MLX can use unchanged, except for their names
+_SUPPORTED_METHODS = ("mxfp4", "mxfp8")
+
+# the library that models/mlx_lm_adapter.py uses for other architectures; our own extra is not named
+# in the hint, because our name may belong to another project on a package index
+_LIBRARY = "mlx_lm"
+_INSTALL_HINT = 'pip install "mlx-lm>=0.32"'
+
+# model types that are other names of an architecture
+ALIASES: Mapping[str, str] = {
+    "gemma3_text": "gemma3",
+    "lfm2-vl": "lfm2",
+    "lfm2_vl": "lfm2",
+    "ministral": "mistral",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen2_vl": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen3_5_moe": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_vl_text": "qwen3",
+}
+
+
+def is_multimodal(config: Mapping[str, Any]) -> bool:
+    return any(isinstance(config.get(part), Mapping) for part in _PART_KEYS)
+
+
+def get_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the config of the text model, completed with the keys of the whole config. Some
+    configs have the text model's keys at the top level, beside the vision config."""
+    part = config.get("text_config")
+    if not isinstance(part, Mapping):
+        return config
+    part = cast(Mapping[str, Any], part)
+    inherited = {key: value for key, value in config.items() if key not in _PART_KEYS}
+    text = {**inherited, **part}
+    # Newer files have the key at the top level, and older files have it in the part. If the two
+    # values differ, the tensors decide.
+    if inherited.get(_TIE_KEY, text.get(_TIE_KEY)) != text.get(_TIE_KEY):
+        del text[_TIE_KEY]
+    return text
+
+
+def find_unsupported_method(config: Mapping[str, Any]) -> str | None:
+    """Returns why the quantization method that config.json declares is not supported, or None."""
+    hf_config = config.get("quantization_config")
+    # mlx-lm writes both keys; in a converted checkpoint, the second key may describe its source
+    if config.get("quantization") or not isinstance(hf_config, Mapping):
+        return None
+    method = cast(Mapping[str, Any], hf_config).get("quant_method")
+    if method is None or method in _SUPPORTED_METHODS:
+        return None
+    return (
+        f"weights quantized with {method!r} are not supported: use an MLX version of the model, or "
+        "convert the unquantized model with mlx_lm.convert"
+    )
+
+
+def find_unsupported_architecture(config: Mapping[str, Any]) -> str | None:
+    """Returns why no architecture has the model type of config.json, or None. If mlx-lm is
+    installed, None: only its import tells which model types it supports."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        return "config.json has no model_type"
+    name = ALIASES.get(kind, kind)
+    # the name is used as a file name, so its characters are restricted
+    if re.fullmatch(r"[a-z][a-z0-9_]*", name) and Path(__file__).with_name(f"{name}.py").is_file():
+        return None
+    return None if importlib.util.find_spec(_LIBRARY) else explain_missing_library(kind)
+
+
+def explain_missing_library(kind: str) -> str:
+    """The error for a model type that only mlx-lm may support, if it is not installed."""
+    return f"model_type {kind!r} is not supported, but mlx-lm may support it: {_INSTALL_HINT}"

@@ -1,0 +1,136 @@
+"""`mlxrunner serve` at a terminal: the banner, short lines, colour, progress. Plain in a pipe."""
+
+import json
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server_process import TIMEOUT, run_server
+from tests.terminal_process import CTRL_C, TerminalProcess
+from tests.throttle import Throttle
+
+ARGUMENTS = ("serve", "--port", "0")
+
+
+def wait_for_banner(terminal: TerminalProcess) -> str:
+    """The URL."""
+    return terminal.wait_for(r"address +(http://127\.0\.0\.1:\d+)\r\n(.*\r\n)*?.* try .*\r\n")[1]
+
+
+def send_chat(url: str, **fields: Any) -> httpx.Response:
+    body = {"model": "builtin", "messages": [{"role": "user", "content": "Hello"}], **fields}
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=TIMEOUT)
+
+
+def test_a_terminal_gets_a_banner_and_short_lines_in_colour() -> None:
+    with TerminalProcess(*ARGUMENTS) as terminal:
+        url = wait_for_banner(terminal)
+        banner = terminal.plain_output
+        assert re.search(r"^  model +builtin, context 2048 tokens, \d+ slots?\r$", banner, re.M)
+        assert re.search(r"^  memory +[\d.]+ MiB used of [\d.]+ GiB\r$", banner, re.M)
+        assert re.search(r"^  device +(CPU|GPU)", banner, re.M)
+        assert send_chat(url, max_tokens=8).status_code == 200
+        terminal.wait_for(
+            r"[\r\n]\d\d:\d\d:\d\d chat builtin 200 \d+→\d+ tok [\d.]+ tok/s( length)? \d+ ms\r\n"
+        )
+        assert send_chat(url, model="nothing").status_code == 404
+        terminal.wait_for(r"chat 404 model_not_found: .* \d+ ms req_\w+\r\n")
+        assert httpx.get(f"{url}/v1/models").status_code == 200
+        terminal.wait_for(r"[\r\n]\d\d:\d\d:\d\d GET /v1/models 200 \d+ ms\r\n")
+        terminal.press(CTRL_C)
+        assert terminal.wait_until_exit() in (0, 130, -signal.SIGINT)
+        assert "\x1b[32m200\x1b[0m" in terminal.output
+        assert "\x1b[33m404\x1b[0m" in terminal.output
+        assert "uvicorn" not in terminal.output
+        assert "app." not in terminal.output
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
+def test_the_command_in_the_banner_works() -> None:
+    with TerminalProcess(*ARGUMENTS) as terminal:
+        wait_for_banner(terminal)
+        command = terminal.wait_for(r"(curl http\S+/v1/chat/completions .*)\r\n")[1]
+        process = subprocess.run(
+            shlex.split(command), capture_output=True, text=True, check=True, timeout=TIMEOUT
+        )
+        assert json.loads(process.stdout)["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_no_escape_sequences_without_colour(variables: dict[str, str]) -> None:
+    with TerminalProcess(*ARGUMENTS, environ=variables) as terminal:
+        url = wait_for_banner(terminal)
+        send_chat(url, max_tokens=8)
+        terminal.wait_for(r"chat builtin 200 .* ms\r\n")
+        terminal.press(CTRL_C)
+        terminal.wait_until_exit()
+        assert "\x1b" not in terminal.output
+        if "TERM" in variables:  # it cannot rewrite a line either
+            assert "\r" not in terminal.output.replace("\r\n", "")
+
+
+def test_no_color_overrides_force_color() -> None:
+    with TerminalProcess(*ARGUMENTS, environ={"NO_COLOR": "1", "FORCE_COLOR": "1"}) as terminal:
+        wait_for_banner(terminal)
+        assert "\x1b" not in terminal.output
+
+
+def test_json_lines_stay_as_they_are_on_a_terminal() -> None:
+    with TerminalProcess(*ARGUMENTS, "--log-format", "json") as terminal:
+        terminal.wait_for("is ready after")
+        terminal.press(CTRL_C)
+        terminal.wait_until_exit()
+        lines = terminal.output.replace("^C", "").split("\r\n")
+        assert all(json.loads(line)["logger"] for line in lines if line)
+
+
+def test_a_long_prefill_and_a_load_show_their_progress(tmp_path: Path) -> None:
+    throttle = Throttle(tmp_path / "throttle").on()
+    with TerminalProcess(
+        *ARGUMENTS, "--prefill-chunk", "16", environ=throttle.variables
+    ) as terminal:
+        terminal.wait_for(r"loading builtin \[[#.]{20}\] \d+ %")
+        url = wait_for_banner(terminal)
+        content = "word " * 500
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
+        request = threading.Thread(target=lambda: send_chat(url, **body))
+        request.start()
+        found = terminal.wait_for(
+            r"\rprefill builtin \[[#.]{20}\] (\d+)/(\d+) tokens, \d+ tok/s, .* left"
+        )
+        assert 0 < int(found[1]) < int(found[2])
+        throttle.off()
+        terminal.wait_for(r"\r +\r\d\d:\d\d:\d\d chat builtin 200 ")
+        request.join()
+
+
+def test_a_pipe_gets_plain_lines_with_the_logger_and_no_banner() -> None:
+    with run_server(environ={"FORCE_COLOR": ""}) as server:
+        assert send_chat(server.url, max_tokens=8).status_code == 200
+        server.stop()
+        text = server.log_text()
+    assert "\x1b" not in text
+    assert "\r" not in text
+    assert "address" not in text
+    lines = text.splitlines()
+    assert all(
+        re.match(r"[-\d]+ [\d:,]+ [A-Z]+ (app|uvicorn)\S*( \[\S+\])?: ", one) for one in lines
+    )
+    assert any(" INFO uvicorn.error: " in line for line in lines)
+    assert any(re.search(r" INFO app\.access \[\S+\]: POST /v1/chat", line) for line in lines)
+
+
+def test_force_color_colours_the_level_in_a_pipe_and_changes_no_layout() -> None:
+    with run_server(environ={"FORCE_COLOR": "1", "NO_COLOR": ""}) as server:
+        server.stop()
+        text = server.log_text()
+    assert "\x1b[32mINFO\x1b[0m app." in text
+    assert "address" not in text
