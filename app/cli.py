@@ -7,7 +7,7 @@ sources of the settings. Heavy imports are deferred until the arguments have bee
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,7 +16,10 @@ from app.config.precedence import ResolvedConfig, resolve_config
 from app.core.errors import AppError
 from app.core.settings import Settings
 
-COMMANDS = ("serve", "launch", "pull", "list", "show", "doctor", "config", "key")
+COMMANDS = (
+    *("serve", "run", "launch", "pull", "list", "show", "rm", "cp", "ps", "stop", "doctor"),
+    *("config", "key"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +61,24 @@ def _run_command(arguments: argparse.Namespace) -> int:
     match arguments.command:
         case "serve":
             return _serve(_resolve_config(arguments).settings)
+        case "run":
+            return _run(arguments)
+        case "ps":
+            from app.commands.ps import list_running
+
+            return list_running(_resolve_config(arguments).settings, as_json=arguments.json)
+        case "stop":
+            from app.commands.stop import stop
+
+            return stop(arguments.model, _resolve_config(arguments).settings)
+        case "rm":
+            from app.commands.library import remove
+
+            return remove(arguments.names, _resolve_config(arguments).settings, arguments.force)
+        case "cp":
+            from app.commands.library import copy
+
+            return copy(arguments.source, arguments.destination)
         case "launch":
             from app.commands.launch import LaunchOptions, launch
 
@@ -97,6 +118,24 @@ def _resolve_config(arguments: argparse.Namespace) -> ResolvedConfig:
     return resolve_config(flags.collect_flags(arguments), arguments.config, os.environ)
 
 
+def _run(arguments: argparse.Namespace) -> int:
+    from app.commands.run import RunOptions, run
+
+    sampling = {name: getattr(arguments, name) for name in ("temperature", "seed")}
+    options = RunOptions(
+        words=tuple(arguments.models),
+        system=arguments.system,
+        think=arguments.think,
+        output_format=arguments.format,
+        parameters={name: value for name, value in sampling.items() if value is not None},
+        verbose=arguments.verbose,
+        history=not arguments.no_history,
+    )
+    # the words are a model and a prompt, and no settings
+    arguments.models = []
+    return run(options, _resolve_config(arguments))
+
+
 def _serve(settings: Settings) -> int:
     from app.serving.logs import configure_logging, flush_logs
 
@@ -122,12 +161,16 @@ def _build_parser() -> flags.CommandLineParser:
         return commands.add_parser(name, help=words, allow_abbrev=False)
 
     serve = add("serve", "serve models over HTTP")
+    _add_run_arguments(add("run", "ask a model, or chat with it"))
     _add_launch_arguments(add("launch", "run a coding agent that uses this server"))
     pull = add("pull", "download a model from the Hugging Face hub")
-    pull.add_argument("model", metavar="ORG/NAME", help="model name on the hub")
+    pull.add_argument(
+        "model", metavar="MODEL", help="model name on the hub, or in Ollama's library"
+    )
     pull.add_argument("--revision", help="a branch, tag or commit (default: the main branch)")
     listed = add("list", "list the models on this machine")
     show = add("show", "describe a model and whether it fits in memory")
+    _add_library_commands(add)
     doctor = add("doctor", "check the compute backend of this machine and show possible speedups")
     config = add("config", "show the effective settings and where each one comes from")
     form = config.add_mutually_exclusive_group()
@@ -148,6 +191,47 @@ def _build_parser() -> flags.CommandLineParser:
     for command in (serve, show, config):
         flags.add_setting_flags(command)
     return parser
+
+
+def _add_run_arguments(run: argparse.ArgumentParser) -> None:
+    run.usage = "%(prog)s [options] [MODEL] [PROMPT]"
+    group = run.add_argument_group("answer")
+    group.add_argument("--system", metavar="TEXT", help="the system message")
+    group.add_argument(
+        "--think",
+        action=argparse.BooleanOptionalAction,
+        help="let the model reason before it answers (default: the model's own)",
+    )
+    group.add_argument(
+        "--format", metavar="json|FILE", help="answer in JSON, or by the JSON schema in a file"
+    )
+    group.add_argument("--temperature", type=float, metavar="T", help="sampling temperature")
+    group.add_argument("--seed", type=int, metavar="N", help="seed of the random numbers")
+    group.add_argument(
+        "--verbose", action="store_true", help="show the speed and the token counts of each answer"
+    )
+    group.add_argument(
+        "--no-history", action="store_true", help="keep no typed lines for the next chat"
+    )
+    flags.add_setting_flags(run)
+
+
+def _add_library_commands(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    """Adds the commands for installed and for loaded models."""
+    remove = add("rm", "delete installed models")
+    remove.add_argument("names", nargs="+", metavar="MODEL", help="model names as in `list`")
+    remove.add_argument(
+        "--force", action="store_true", help="delete a model even if a server has loaded it"
+    )
+    copy = add("cp", "copy a model to a new name in Ollama's store")
+    copy.add_argument("source", metavar="MODEL", help="an installed model")
+    copy.add_argument("destination", metavar="NAME", help="its new name, such as name:tag")
+    running = add("ps", "list the models that the running server has loaded")
+    running.add_argument("--json", action="store_true", help="print JSON")
+    stop = add("stop", "unload a model of the running server")
+    stop.add_argument("model", metavar="MODEL", help="model name as in `ps`")
+    for command in (remove, running, stop):
+        flags.add_address_flags(command)
 
 
 def _add_launch_arguments(launch: argparse.ArgumentParser) -> None:
