@@ -18,26 +18,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from models import base, mlx_lm_adapter
+from models.aliases import ALIASES
 from models.base import Model, ModelError
 from models.multimodal import get_text_config, get_text_weights, lacks_lm_head
 from models.ollama_names import to_mlx_names
 from models.quant import check_quant_method, quantize_model, replace_quantized_layers
-
-# model types that are other names of an architecture
-ALIASES: Mapping[str, str] = {
-    "gemma3_text": "gemma3",
-    "lfm2-vl": "lfm2",
-    "lfm2_vl": "lfm2",
-    "ministral": "mistral",
-    "qwen2_5_vl": "qwen2",
-    "qwen2_5_vl_text": "qwen2",
-    "qwen2_vl": "qwen2",
-    "qwen2_vl_text": "qwen2",
-    "qwen3_5_moe": "qwen3_5",
-    "qwen3_5_moe_text": "qwen3_5",
-    "qwen3_5_text": "qwen3_5",
-    "qwen3_vl_text": "qwen3",
-}
 
 _MAX_NAMED = 5
 

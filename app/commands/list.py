@@ -5,18 +5,22 @@ Knows: the layout of the table. Must not know: the location of models.
 
 import dataclasses
 import json
+import runpy
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from app import store
 from app.core.errors import AppError
 from app.core.model_files import ModelFiles
 from app.core.units import format_bytes
-from app.engine.model_info import complete_config
-from models.multimodal import get_text_config
 
 _HEADER = ("NAME", "SOURCE", "SIZE", "ARCHITECTURE", "MODIFIED")
+
+# the package of the architectures, which is not imported
+_MODELS = Path(__file__).resolve().parents[2] / "models"
 
 # the maximum width of a name at which the other columns still fit in 80 characters
 _MAX_NAME_WIDTH = 33
@@ -69,14 +73,16 @@ def render_table(rows: Iterable[ListedModel]) -> Iterator[str]:
 
 def get_architecture(files: ModelFiles) -> str:
     """Returns the model_type. For a multimodal model, this is the model_type of its text model."""
-    return str(get_text_config(files.config).get("model_type"))
+    text: Any = files.config.get("text_config")
+    own: Any = text.get("model_type") if isinstance(text, Mapping) else None
+    return str(own or files.config.get("model_type"))
 
 
 def _collect_models() -> Iterator[ListedModel]:
     for entry in store.list_installed():
         row = ListedModel(name=entry.name, source=entry.source, path=str(entry.path))
         try:
-            files = complete_config(entry.read())
+            files = _check_servable(entry.read())
         except AppError as error:
             yield dataclasses.replace(row, problem=error.message)
             continue
@@ -86,6 +92,21 @@ def _collect_models() -> Iterator[ListedModel]:
             architecture=get_architecture(files),
             modified=files.created,
         )
+
+
+def _check_servable(files: ModelFiles) -> ModelFiles:
+    """Raises AppError for a model that cannot be served. An architecture of this project is known
+    by its file. MLX, whose import takes longer than the list, is imported only to find out what is
+    wrong with another model, or whether mlx-lm supports it."""
+    kind = get_architecture(files)
+    aliases: Mapping[str, str] = runpy.run_path(str(_MODELS / "aliases.py"))["ALIASES"]
+    is_known = (_MODELS / f"{aliases.get(kind, kind)}.py").is_file()
+    is_plain = bool(files.config.get("quantization")) or "quantization_config" not in files.config
+    if is_known and is_plain:
+        return files
+    from app.engine.model_info import complete_config
+
+    return complete_config(files)
 
 
 def _format_line(cells: tuple[str, ...], width: int) -> str:

@@ -1,6 +1,9 @@
 """`mlxrunner list`: the table of local models."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from app.store.hub.download import download
 from app.store.hub.download_plan import plan_download
 from app.store.model_names import HubName
 from tests import tiny
+from tests.server_process import ROOT, TIMEOUT, UNTRACED
 from tests.store.ollama_store import OllamaStore, packed_folder
 from tests.store.stand_in import StandIn
 
@@ -70,3 +74,36 @@ def test_a_long_name_is_on_its_own_line() -> None:
     assert name == long_name
     assert rest.split()[:4] == ["hub", "10.0", "GB", "glm4_moe_lite"]
     assert max(map(len, (head, rest))) <= 80
+
+
+@pytest.mark.parametrize("command", [["list"], ["--help"], ["run", "--help"]])
+def test_the_list_and_the_help_do_not_import_mlx(command: list[str], populated_stores: Path):
+    """The import would take longer than the rest of the command."""
+    code = (
+        "import sys; from app.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "sys.exit(any(name.partition('.')[0] == 'mlx' for name in sys.modules))"
+    )
+    environ = {**os.environ, **UNTRACED, "HF_HUB_CACHE": str(populated_stores / "hf" / "hub")}
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *command],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout
+
+
+def test_an_architecture_that_is_not_supported_is_a_problem(
+    hub: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tiny.write(tmp_path / "exotic", model_type="exotic")
+    hub.add("org/exotic", folder)
+    download(plan_download(HubName(repo_id="org/exotic")))
+    list_models(as_json=False)
+    assert "org/exotic (hub) cannot be served: " in capsys.readouterr().out

@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 
 import models
 from models import sharding
+from models.aliases import ALIASES
 from models.base import Model, ModelError
 from models.multimodal import get_text_config
 from tests import tiny
@@ -103,7 +104,7 @@ def compute_logits(model: Model, case: Case) -> np.ndarray:
 
 def is_ours(case: Case) -> bool:
     kind = get_text_config(case.config)["model_type"]
-    return find_spec(f"models.{models.ALIASES.get(kind, kind)}") is not None
+    return find_spec(f"models.{ALIASES.get(kind, kind)}") is not None
 
 
 OURS = [case for case in cases() if is_ours(case)]
