@@ -63,22 +63,8 @@ def _run_command(arguments: argparse.Namespace) -> int:
             return _serve(_resolve_config(arguments).settings)
         case "run":
             return _run(arguments)
-        case "ps":
-            from app.commands.ps import list_running
-
-            return list_running(_resolve_config(arguments).settings, as_json=arguments.json)
-        case "stop":
-            from app.commands.stop import stop
-
-            return stop(arguments.model, _resolve_config(arguments).settings)
-        case "rm":
-            from app.commands.library import remove
-
-            return remove(arguments.names, _resolve_config(arguments).settings, arguments.force)
-        case "cp":
-            from app.commands.library import copy
-
-            return copy(arguments.source, arguments.destination)
+        case "ps" | "stop" | "rm" | "cp":
+            return _manage_models(arguments)
         case "launch":
             from app.commands.launch import LaunchOptions, launch
 
@@ -116,6 +102,26 @@ def _run_command(arguments: argparse.Namespace) -> int:
 
 def _resolve_config(arguments: argparse.Namespace) -> ResolvedConfig:
     return resolve_config(flags.collect_flags(arguments), arguments.config, os.environ)
+
+
+def _manage_models(arguments: argparse.Namespace) -> int:
+    match arguments.command:
+        case "ps":
+            from app.commands.ps import list_running
+
+            return list_running(_resolve_config(arguments).settings, as_json=arguments.json)
+        case "stop":
+            from app.commands.stop import stop
+
+            return stop(arguments.model, _resolve_config(arguments).settings)
+        case "rm":
+            from app.commands.library import remove
+
+            return remove(arguments.names, _resolve_config(arguments).settings, arguments.force)
+        case _:
+            from app.commands.library import copy
+
+            return copy(arguments.source, arguments.destination)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -166,10 +166,14 @@ def test_an_invalid_command_line_is_rejected(
     [
         (
             "srve",
-            "unknown command 'srve': the commands are serve, launch, pull, list, show, doctor, "
-            "config, key; did you mean serve?",
+            "unknown command 'srve': the commands are serve, run, launch, pull, list, show, rm, "
+            "cp, ps, stop, doctor, config, key; did you mean serve?",
         ),
-        ("", "no command: the commands are serve, launch, pull, list, show, doctor, config, key"),
+        (
+            "",
+            "no command: the commands are serve, run, launch, pull, list, show, rm, cp, ps, stop, "
+            "doctor, config, key",
+        ),
         ("list one", "unexpected argument 'one' (`mlxrunner list --help` lists what is accepted)"),
     ],
 )

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from app import store
 from app.core.errors import AppError
@@ -74,7 +74,9 @@ def render_table(rows: Iterable[ListedModel]) -> Iterator[str]:
 def get_architecture(files: ModelFiles) -> str:
     """Returns the model_type. For a multimodal model, this is the model_type of its text model."""
     text: Any = files.config.get("text_config")
-    own: Any = text.get("model_type") if isinstance(text, Mapping) else None
+    own = None
+    if isinstance(text, Mapping):
+        own = cast("Mapping[str, Any]", text).get("model_type")
     return str(own or files.config.get("model_type"))
 
 

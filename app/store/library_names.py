@@ -3,7 +3,7 @@
 Knows: the table of names. Must not know: the network, the installed models.
 
 A tag is the size of the model, as in Ollama. Ollama's own files are in GGUF, which MLX cannot run,
-so a name stands for the repository with 4-bit weights of the same model. The suffix of a tag
+so a name selects the repository with 4-bit weights of the same model. The suffix of a tag
 selects other weights: `-q8_0` the 8-bit ones, `-fp16` those with 16 bits. The repositories belong
 to the organization mlx-community, except for those that name another one.
 """
