@@ -59,8 +59,8 @@ class Chat:
 
     def _take_turn(self) -> bool:
         """Reads a message or a command. Returns whether the chat continues."""
-        text = _read_message()
-        if text.startswith("/") and _FENCE not in text.split(maxsplit=1)[0]:
+        text, is_command = _read_message()
+        if is_command:
             return self._commands.run(text)
         if text.strip():
             self._answer(text)
@@ -84,19 +84,19 @@ class Chat:
                 state.messages = [*messages, ChatMessage(role="assistant", content=printer.text)]
 
 
-def _read_message() -> str:
-    """Reads one line, or the lines between two fences. A command may contain a fence, too. Raises
-    EOFError at the end of the input."""
+def _read_message() -> tuple[str, bool]:
+    """Reads one line, or the lines between two fences, which may also enclose a system message.
+    Returns the text, and whether it is a command. Raises EOFError at the end of the input."""
     line = input(_PROMPT)
     before, fence, after = line.partition(_FENCE)
     is_fenced = fence and (not before.strip() or before.startswith("/set system"))
     if not is_fenced:
-        return line
+        return line, line.startswith("/")
     lines = [after]
     while not lines[-1].rstrip().endswith(_FENCE):
         lines.append(input(_CONTINUATION))
     text = "\n".join(lines).rstrip().removesuffix(_FENCE).strip("\n")
-    return f"{before}{text}"
+    return f"{before}{text}", before.startswith("/")
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ Knows: the words of the command line, stdin, the exit status. Must not know: how
 the commands of a chat.
 """
 
+import math
 import signal
 import sys
 from collections.abc import Generator, Mapping
@@ -54,7 +55,7 @@ def run(options: RunOptions, configuration: ResolvedConfig) -> int:
             "there is no prompt: write it after the model, or pipe it to the command; a chat needs "
             "a terminal",
         )
-    chat_options = _make_chat_options(options, settings)
+    chat_options = _make_chat_options(options, configuration)
     with _exit_on_signals(), ChatEngine(configuration) as engine:
         chosen = _choose_model(model, settings)
         endpoint = engine.connect(chosen)
@@ -111,13 +112,17 @@ def _choose_model(name: str | None, settings: Settings) -> ModelSettings | None:
     return known[0] if known else ModelSettings(name=name)
 
 
-def _make_chat_options(options: RunOptions, settings: Settings) -> ChatOptions:
+def _make_chat_options(options: RunOptions, configuration: ResolvedConfig) -> ChatOptions:
+    # a time from another source is meant for the server's own models
+    keep_alive = configuration.settings.keep_alive
+    if not configuration.sources["keep_alive"].startswith("-"):
+        keep_alive = None
     return ChatOptions(
         system=options.system,
         think=options.think,
         output_format=None if options.output_format is None else read_format(options.output_format),
         parameters=options.parameters,
-        keep_alive=settings.keep_alive,
+        keep_alive=-1 if keep_alive == math.inf else keep_alive,
     )
 
 

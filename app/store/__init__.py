@@ -186,7 +186,7 @@ def _not_found_error(name: ModelName) -> ModelNotFoundError:
         hint = f"did you mean {similar}? " if similar else ""
         return ModelNotFoundError(
             f"{message}; {hint}run `mlxrunner list` to see local models, or download one with "
-            "`mlxrunner pull org/name`"
+            "`mlxrunner pull org/name` or `ollama pull`"
         )
     return ModelNotFoundError(
         f"{message}; run `mlxrunner pull {name.text}` to download it, or serve it with --pull",

@@ -130,6 +130,23 @@ class TestInAPipe:
         assert runner.list_temporary_files() == []
         assert list_processes_of(runner.folder / "tmp") == []
 
+    def test_a_folder_with_another_app_does_not_disturb_the_own_engine(
+        self, runner: Runner, tmp_path: Path
+    ):
+        (tmp_path / "app").mkdir()
+        (tmp_path / "app" / "__init__.py").write_text("raise SystemExit('the wrong app')")
+        ended = subprocess.run(
+            [sys.executable, "-P", "-m", "app", "run", "builtin", QUESTION, "--port", "0"],
+            cwd=tmp_path,
+            env={**UNTRACED, **runner.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=2 * TIMEOUT,
+        )
+        assert (ended.returncode, ended.stdout) == (0, f"{ANSWER}\n"), ended.stderr
+
     def test_stdin_precedes_the_prompt(self, runner: Runner, server: ServerProcess):
         status, out, _ = runner.run("builtin", *at(server), stdin=f"{QUESTION}\n")
         assert (status, out) == (0, f"{ANSWER}\n")
@@ -170,6 +187,10 @@ class TestInAPipe:
             for _ in range(2)
         }
         assert len(outputs) == 1
+
+    def test_the_keep_alive_time_reaches_the_server(self, runner: Runner, server: ServerProcess):
+        status, _, err = runner.run("builtin", QUESTION, "--keep-alive", "forever", *at(server))
+        assert (status, err) == (0, "")
 
     def test_flags_of_the_engine_are_refused_aloud_by_a_running_server(
         self, runner: Runner, server: ServerProcess
@@ -391,6 +412,12 @@ class TestChat:
             terminal.read_until("... ")
             terminal.type('mlxrunner?"""' + ENTER)
             assert "mlxrunner" in terminal.read_until("\r\n>>> ")
+            # a message and no command
+            assert "unknown command" not in ask(terminal, '"""/usr/bin"""')
+            terminal.type('/set system """Be' + ENTER)
+            terminal.read_until("... ")
+            assert "Set the system message." in ask(terminal, 'brief."""')
+            assert "Be\r\nbrief." in ask(terminal, "/show system")
             terminal.type(CTRL_D)
             assert terminal.wait() == 0
 
