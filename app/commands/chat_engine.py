@@ -54,6 +54,7 @@ class ChatEngine:
         self._own = ExitStack()
         self._progress = ProgressLine(sys.stderr)
         self._has_warned = False
+        self._other_server: str | None = None  # runs, but does not serve the model
         self._load_seconds = 0.0
 
     def __enter__(self) -> Self:
@@ -77,6 +78,10 @@ class ChatEngine:
             self._warn_unused_flags(endpoint)
             return endpoint
         self._install(model)
+        if self._other_server is not None and model is not None:
+            _note(
+                f"the server at {self._other_server} does not serve {model.name}: loading it here"
+            )
         self._own.close()
         return self._start(model)
 
@@ -89,6 +94,7 @@ class ChatEngine:
         """Returns the endpoint on the running server; None if this command must run the model
         itself."""
         settings, url = self._settings, get_server_url(self._settings)
+        self._other_server = None
         check_plain_http(settings, "run")
         if settings.port == 0:
             return None
@@ -102,8 +108,8 @@ class ChatEngine:
         if not is_local(settings):
             return query_endpoint(server, _with_model(settings, model))
         endpoint = select_endpoint(server, server.list_models(), model)
-        if endpoint is None and model is not None:
-            _note(f"the server at {url} does not serve {model.name}: loading it here")
+        if endpoint is None:
+            self._other_server = url
         return endpoint
 
     def _warn_unused_flags(self, endpoint: Endpoint) -> None:

@@ -213,6 +213,12 @@ class TestInAPipe:
             f"mlxrunner: the server at {server.url} does not serve {tiny_model}: loading it here"
         )
 
+    def test_a_model_that_neither_has_is_one_line(self, runner: Runner, server: ServerProcess):
+        status, _, err = runner.run("org/other", "Hello", *at(server))
+        assert status == 1
+        [line] = err.splitlines()
+        assert line.startswith("mlxrunner: model org/other was not found: ")
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
