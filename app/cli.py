@@ -104,6 +104,19 @@ _COMMANDS = (
         other_names="start server up daemon api",
     ),
     _Command(
+        name="run",
+        group=_START,
+        summary="chat with a model, or ask it one question",
+        add_arguments=command_blocks.add_run_arguments,
+        run=command_blocks.run_run,
+        examples=(
+            ("mlxrunner run qwen3:4b", "a chat in the terminal"),
+            ('mlxrunner run qwen3:4b "Why is the sky blue?"', "one answer"),
+            ('git diff | mlxrunner run qwen3:4b "Write a commit message"', "text from a pipe"),
+        ),
+        other_names="chat ask generate prompt",
+    ),
+    _Command(
         name="launch",
         group=_START,
         summary="run a coding agent that uses this server",
@@ -141,6 +154,42 @@ _COMMANDS = (
         run=command_blocks.run_show,
         examples=(("mlxrunner show qwen3:4b --context 32K", "does it fit with this context?"),),
         other_names="info inspect describe",
+    ),
+    _Command(
+        name="rm",
+        group=_MODELS,
+        summary="delete installed models",
+        add_arguments=command_blocks.add_rm_arguments,
+        run=command_blocks.run_rm,
+        examples=(("mlxrunner rm qwen3:4b", "from the Hugging Face cache or Ollama's store"),),
+        other_names="remove delete uninstall",
+    ),
+    _Command(
+        name="cp",
+        group=_MODELS,
+        summary="copy a model to a new name in Ollama's store",
+        add_arguments=command_blocks.add_cp_arguments,
+        run=command_blocks.run_cp,
+        examples=(("mlxrunner cp mlx-community/Qwen3-4B-4bit mine:v1", "shares the files"),),
+        other_names="copy rename mv",
+    ),
+    _Command(
+        name="ps",
+        group=_MODELS,
+        summary="list the models that the running server has loaded",
+        add_arguments=command_blocks.add_ps_arguments,
+        run=command_blocks.run_ps,
+        examples=(("mlxrunner ps", "memory, context and expiry"),),
+        other_names="running loaded",
+    ),
+    _Command(
+        name="stop",
+        group=_MODELS,
+        summary="unload a model of the running server",
+        add_arguments=command_blocks.add_stop_arguments,
+        run=command_blocks.run_stop,
+        examples=(("mlxrunner stop qwen3:4b", "frees its memory"),),
+        other_names="unload eject kill",
     ),
     _Command(
         name="doctor",
@@ -191,7 +240,7 @@ OTHER_COMMAND_NAMES = MappingProxyType(
     | {"help": "--help", "version": "--version"}
 )
 
-_FIRST_EXAMPLES = ("serve", "launch", "pull")
+_FIRST_EXAMPLES = ("serve", "run", "launch", "pull")
 
 
 def _build_parser() -> CommandLineParser:

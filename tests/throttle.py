@@ -14,27 +14,44 @@ STEP_SECONDS = 0.1
 
 _SITECUSTOMIZE = """
 import os, time
+from app.core.jobs import LoadProgress
 from app.engine.loop import Loop
+from app.engine.thread import EngineThread
 
-step = Loop.step
+step, run_loop = Loop.step, EngineThread._run_loop
 
 def throttled(loop):
     if os.path.exists({file!r}):
         time.sleep({seconds})
     return step(loop)
 
-Loop.step = throttled
+def held(thread):
+    if os.path.exists({hold!r}):
+        thread._post(LoadProgress(progress={progress}, allocated_bytes=0))
+    while os.path.exists({hold!r}):
+        time.sleep(0.02)
+    run_loop(thread)
+
+Loop.step, EngineThread._run_loop = throttled, held
 """
+
+# The progress of a load that is held, in percent.
+HELD_PROGRESS = 42
 
 
 class Throttle:
     """Engines in processes with `variables` in their environment are slow while the throttle is
-    on."""
+    on. While loads are held, no engine begins to load its model."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
-        self._file = folder / "on"
-        code = _SITECUSTOMIZE.format(file=str(self._file), seconds=STEP_SECONDS)
+        self._file, self._hold_file = folder / "on", folder / "hold"
+        code = _SITECUSTOMIZE.format(
+            file=str(self._file),
+            seconds=STEP_SECONDS,
+            hold=str(self._hold_file),
+            progress=HELD_PROGRESS,
+        )
         (folder / "sitecustomize.py").write_text(code)
         # sitecustomize imports our package, which may be installed from other sources than these
         self.variables = {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
@@ -45,4 +62,12 @@ class Throttle:
 
     def off(self) -> "Throttle":
         self._file.unlink(missing_ok=True)
+        return self
+
+    def hold_loads(self) -> "Throttle":
+        self._hold_file.touch()
+        return self
+
+    def release_loads(self) -> "Throttle":
+        self._hold_file.unlink(missing_ok=True)
         return self

@@ -37,6 +37,47 @@ def run_serve(arguments: argparse.Namespace) -> int:
         flush_logs()
 
 
+def add_run_arguments(parser: CommandLineParser) -> None:
+    parser.usage = "%(prog)s [options] [MODEL] [PROMPT]"
+    group = parser.add_argument_group("answer")
+    group.add_argument("--system", metavar="TEXT", help="the system message")
+    group.add_argument(
+        "--think",
+        action=argparse.BooleanOptionalAction,
+        help="let the model reason before it answers (default: the model's own)",
+    )
+    group.add_argument(
+        "--format", metavar="json|FILE", help="answer in JSON, or by the JSON schema in a file"
+    )
+    group.add_argument("--temperature", type=float, metavar="T", help="sampling temperature")
+    group.add_argument("--seed", type=int, metavar="N", help="seed of the random numbers")
+    group.add_argument(
+        "--verbose", action="store_true", help="show the speed and the token counts of each answer"
+    )
+    group.add_argument(
+        "--no-history", action="store_true", help="keep no typed lines for the next chat"
+    )
+    flags.add_setting_flags(parser)
+
+
+def run_run(arguments: argparse.Namespace) -> int:
+    from app.commands.run import RunOptions, run
+
+    sampling = {name: getattr(arguments, name) for name in ("temperature", "seed")}
+    options = RunOptions(
+        words=tuple(arguments.models),
+        system=arguments.system,
+        think=arguments.think,
+        output_format=arguments.format,
+        parameters={name: value for name, value in sampling.items() if value is not None},
+        verbose=arguments.verbose,
+        history=not arguments.no_history,
+    )
+    # the words are a model and a prompt, and no settings
+    arguments.models = []
+    return run(options, _resolve_config(arguments))
+
+
 def add_launch_arguments(parser: CommandLineParser) -> None:
     from app.commands.client_programs import PROGRAMS
 
@@ -64,7 +105,9 @@ def run_launch(arguments: argparse.Namespace) -> int:
 
 
 def add_pull_arguments(parser: CommandLineParser) -> None:
-    parser.add_argument("model", metavar="ORG/NAME", help="model name on the hub")
+    parser.add_argument(
+        "model", metavar="MODEL", help="model name on the hub, or in Ollama's library"
+    )
     parser.add_argument("--revision", help="a branch, tag or commit (default: the main branch)")
 
 
@@ -95,6 +138,53 @@ def run_show(arguments: argparse.Namespace) -> int:
     from app.commands.show import show
 
     return show(_resolve_config(arguments).settings, as_json=arguments.json)
+
+
+def add_rm_arguments(parser: CommandLineParser) -> None:
+    parser.add_argument("names", nargs="+", metavar="MODEL", help="model names as in `list`")
+    parser.add_argument(
+        "--force", action="store_true", help="delete a model even if a server has loaded it"
+    )
+    flags.add_address_flags(parser)
+
+
+def run_rm(arguments: argparse.Namespace) -> int:
+    from app.commands.library import remove
+
+    return remove(arguments.names, _resolve_config(arguments).settings, arguments.force)
+
+
+def add_cp_arguments(parser: CommandLineParser) -> None:
+    parser.add_argument("source", metavar="MODEL", help="an installed model")
+    parser.add_argument("destination", metavar="NAME", help="its new name, such as name:tag")
+
+
+def run_cp(arguments: argparse.Namespace) -> int:
+    from app.commands.library import copy
+
+    return copy(arguments.source, arguments.destination)
+
+
+def add_ps_arguments(parser: CommandLineParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    flags.add_address_flags(parser)
+
+
+def run_ps(arguments: argparse.Namespace) -> int:
+    from app.commands.ps import list_running
+
+    return list_running(_resolve_config(arguments).settings, as_json=arguments.json)
+
+
+def add_stop_arguments(parser: CommandLineParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="model name as in `ps`")
+    flags.add_address_flags(parser)
+
+
+def run_stop(arguments: argparse.Namespace) -> int:
+    from app.commands.stop import stop
+
+    return stop(arguments.model, _resolve_config(arguments).settings)
 
 
 def add_doctor_arguments(parser: CommandLineParser) -> None:

@@ -1,6 +1,6 @@
 """`mlxrunner launch`: runs a coding agent that uses this server.
 
-Knows: how to find or start a server, the process of the program. Must not know: the settings of
+Knows: when to start a server, the process of the program. Must not know: the settings of
 each program.
 """
 
@@ -16,7 +16,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from app.commands.client_programs import (
     KEY_VARIABLE,
@@ -26,10 +25,16 @@ from app.commands.client_programs import (
     ProgramSettings,
     merge_environment,
 )
-from app.commands.launched_server import LaunchedServer, get_json
-from app.config.options import CONFIG_VARIABLE, MODELS_VARIABLE, OPTIONS
+from app.commands.launched_server import start_server
+from app.commands.running_server import (
+    ServerAddress,
+    check_plain_http,
+    find_endpoint,
+    get_api_key,
+    get_server_url,
+    query_endpoint,
+)
 from app.config.precedence import ResolvedConfig
-from app.config.toml_file import render_toml
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
 
@@ -64,7 +69,7 @@ def launch(options: LaunchOptions, configuration: ResolvedConfig) -> int:
     settings = configuration.settings
     _check_settings(settings)
     if options.print_only:
-        endpoint = _find_endpoint(settings) or _predict_endpoint(settings)
+        endpoint = find_endpoint(settings) or _predict_endpoint(settings)
         for line in render_settings(program, endpoint, options.arguments):
             print(line)
         return 0
@@ -76,7 +81,7 @@ def launch(options: LaunchOptions, configuration: ResolvedConfig) -> int:
         )
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlxrunner-launch-")))
-        endpoint = _find_endpoint(settings)
+        endpoint = find_endpoint(settings)
         if endpoint is None:
             endpoint = _start_server(stack, configuration, folder)
         if endpoint.context_length < _MIN_CONTEXT:
@@ -118,75 +123,20 @@ def _quote(word: str) -> str:
 
 
 def _check_settings(settings: Settings) -> None:
-    if settings.tls_cert is not None:
-        message = "launch uses plain HTTP on this machine: remove --tls-cert and --tls-key"
-        raise AppError(ErrorKind.INVALID, message, param="tls_cert")
+    check_plain_http(settings, "launch")
     if settings.port == 0:
         message = "launch needs a fixed port: --port 0 selects any free port"
         raise AppError(ErrorKind.INVALID, message, param="port")
 
 
-def _find_endpoint(settings: Settings) -> Endpoint | None:
-    """Returns the endpoint of the running server; None if no server is running. Raises
-    AppError(INVALID) if another program uses the port, and the AppErrors of `_query_endpoint`."""
-    url = _get_url(settings)
-    try:
-        status, body = get_json(f"{url}/v1/status")
-    except OSError:
-        return None
-    if status != 200 or "ContextLength" not in body:
-        message = f"{url} is not an mlxrunner server: choose another --port"
-        raise AppError(ErrorKind.INVALID, message, param="port")
-    return _query_endpoint(url, settings)
-
-
-def _query_endpoint(url: str, settings: Settings) -> Endpoint:
-    """Returns the endpoint of the selected model, by default the first one. Raises
-    AppError(UNAUTHORIZED) without a valid key, and AppError(MODEL_NOT_FOUND) for a model that the
-    server does not serve."""
-    key = _get_api_key(os.environ)
-    status, body = get_json(f"{url}/v1/models", key)
-    if status in (401, 403):
-        message = f"the server at {url} requires an API key: set {KEY_VARIABLE} to a valid one"
-        raise AppError(ErrorKind.UNAUTHORIZED, message)
-    cards: Mapping[str, Mapping[str, Any]] = {
-        str(card.get("id")): card for card in body.get("data", ())
-    }
-    selected = settings.models[0] if settings.models else None
-    names = (
-        cards if selected is None else [selected.alias, selected.name, f"{selected.name}:latest"]
-    )
-    for name in names:
-        if name in cards:
-            return Endpoint(
-                url=url,
-                model=str(name),
-                context_length=int(cards[name].get("context_length") or 0),
-                api_key=key,
-            )
-    listed = ", ".join(cards) or "no model"
-    missing = "" if selected is None else f" and not {selected.name}"
-    raise AppError(
-        ErrorKind.MODEL_NOT_FOUND,
-        f"the server at {url} serves {listed}{missing}: choose another model, or another --port "
-        "to start a second server",
-    )
-
-
 def _start_server(stack: ExitStack, configuration: ResolvedConfig, folder: Path) -> Endpoint:
     """Starts a server that runs until the stack is closed."""
-    settings = configuration.settings
-    file, log = folder / "server.toml", folder / "server.log"
-    file.write_text(render_toml(settings, configuration.sources), "utf-8")
-    # the file holds the settings of all sources; a variable would override it
-    replaced = {option.env_var for option in OPTIONS} | {CONFIG_VARIABLE, MODELS_VARIABLE}
-    environment = {name: value for name, value in os.environ.items() if name not in replaced}
-    url = _get_url(settings)
+    settings, log = configuration.settings, folder / "server.log"
+    url = get_server_url(settings)
     print(f"mlxrunner: starting a server at {url} (log: {log})", file=sys.stderr, flush=True)
-    server = LaunchedServer(["--config", str(file)], environment, log)
-    stack.enter_context(server)
+    server = stack.enter_context(start_server(configuration, folder, os.environ))
     server.wait_until_ready(url)
-    return _query_endpoint(url, settings)
+    return query_endpoint(ServerAddress(url=url, api_key=get_api_key(os.environ)), settings)
 
 
 def _predict_endpoint(settings: Settings) -> Endpoint:
@@ -200,25 +150,11 @@ def _predict_endpoint(settings: Settings) -> Endpoint:
     files = complete_config(store.find(model.name if model else None))
     fit = estimate_fit(files, settings.for_model(model) if model else settings)
     return Endpoint(
-        url=_get_url(settings),
+        url=get_server_url(settings),
         model=(model.alias if model else None) or files.name,
         context_length=fit.context_that_fits or fit.context,
-        api_key=_get_api_key(os.environ),
+        api_key=get_api_key(os.environ),
     )
-
-
-def _get_url(settings: Settings) -> str:
-    """Returns the address at which programs on this machine reach the server."""
-    every = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # compared, not bound
-    host = every.get(settings.host, settings.host)
-    return f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
-
-
-def _get_api_key(environment: Mapping[str, str]) -> str | None:
-    """Returns the key of the environment: MLXRUNNER_API_KEY, else the first of
-    MLXRUNNER_API_KEYS."""
-    first, _, _ = environment.get("MLXRUNNER_API_KEYS", "").partition(",")
-    return environment.get(KEY_VARIABLE, "").strip() or first.partition("=")[2].strip() or None
 
 
 def _warn_short_context(endpoint: Endpoint) -> None:

@@ -1,54 +1,51 @@
 """A server in a child process, which runs as long as its parent needs it.
 
-Knows: the command that runs a server, its readiness, its log file. Must not know: the reason why
-the parent needs a server.
+Knows: the command that runs a server, its configuration file, its readiness, its log file. Must not
+know: the reason why the parent needs a server.
 
 This module is also the program of the child. The child exits if its parent exits for any reason. It
 has its own session, so that Ctrl-C in the terminal does not stop it.
 """
 
-import http.client
-import json
+import os
+import re
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Self
 
+from app.commands.server_client import get_json
+from app.config.options import CONFIG_VARIABLE, MODELS_VARIABLE, OPTIONS
+from app.config.precedence import ResolvedConfig
+from app.config.toml_file import render_toml
 from app.core.errors import AppError, ErrorKind
 
-# the number of seconds for one request to the server, between two readiness checks, and for a
-# shutdown
-_REQUEST_TIMEOUT = 10.0
+# the number of seconds between two readiness checks, and for a shutdown
 _POLL_INTERVAL = 0.05
 _STOP_TIMEOUT = 10.0
 
 _MAX_REASON_CHARS = 1000
 
+_MODULE = "app.commands.launched_server"
 
-def get_json(
-    url: str, api_key: str | None = None, timeout: float = _REQUEST_TIMEOUT
-) -> tuple[int, Mapping[str, Any]]:
-    """Returns the status and the JSON object of a GET request, {} for any other body. Ignores
-    proxies. Raises OSError if there is no server."""
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(urllib.request.Request(url, headers=headers), timeout=timeout) as reply:
-            status, body = reply.status, reply.read()
-    except urllib.error.HTTPError as error:
-        status, body = error.code, error.read()
-    except http.client.HTTPException:  # another protocol
-        return 0, {}
-    try:
-        parsed: Any = json.loads(body)
-    except ValueError:
-        return status, {}
-    return status, cast("dict[str, Any]", parsed) if isinstance(parsed, dict) else {}
+# the line of the log that follows the opening of the port
+_LISTENING = re.compile(r"running on (http://\S+)")
+
+
+def start_server(
+    configuration: ResolvedConfig, folder: Path, environment: Mapping[str, str]
+) -> "LaunchedServer":
+    """Starts a server with these settings. folder: receives its configuration file and its log.
+    environment: without the variables that would override the settings."""
+    file = folder / "server.toml"
+    file.write_text(render_toml(configuration.settings, configuration.sources), "utf-8")
+    # the file holds the settings of all sources; a variable would override it
+    replaced = {option.env_var for option in OPTIONS} | {CONFIG_VARIABLE, MODELS_VARIABLE}
+    kept = {name: value for name, value in environment.items() if name not in replaced}
+    return LaunchedServer(["--config", str(file)], kept, folder / "server.log")
 
 
 class LaunchedServer:
@@ -63,11 +60,12 @@ class LaunchedServer:
         self._log_file = log_file
         with log_file.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, *arguments],
+                # -P: the user's folder may contain another `app`
+                [sys.executable, "-P", "-m", _MODULE, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**environment},
+                env={**environment, "PYTHONPATH": _extend_path(environment)},
                 start_new_session=True,
             )
 
@@ -82,18 +80,30 @@ class LaunchedServer:
     ) -> None:
         self.stop()
 
-    def wait_until_ready(self, url: str) -> None:
-        """Returns when the server has loaded its model. A load that makes no progress ends by the
-        server's own timeout. Raises AppError(ENGINE) if the server exits."""
+    def wait_until_listening(self) -> str:
+        """Returns the server's address when it listens, for a server that selects its port. Raises
+        AppError(ENGINE) if the server exits."""
         while True:
-            if self._process.poll() is not None:
-                raise AppError(ErrorKind.ENGINE, f"the server did not start: {self._find_reason()}")
+            found = _LISTENING.search(self._log_file.read_text("utf-8", errors="replace"))
+            if found is not None:
+                return found[1]
+            self._check_running()
+            time.sleep(_POLL_INTERVAL)
+
+    def wait_until_ready(self, url: str, report: Callable[[int], None] | None = None) -> None:
+        """Returns when the server has loaded its model. A load that makes no progress ends by the
+        server's own timeout. report: gets the progress of the load in percent. Raises
+        AppError(ENGINE) if the server exits."""
+        while True:
+            self._check_running()
             try:
                 status, _ = get_json(f"{url}/health")
+                if status == 200:
+                    return
+                if report is not None:
+                    report(int(get_json(f"{url}/v1/status")[1].get("Progress") or 0))
             except OSError:
-                status = 0
-            if status == 200:
-                return
+                pass
             time.sleep(_POLL_INTERVAL)
 
     def stop(self) -> None:
@@ -107,6 +117,10 @@ class LaunchedServer:
         assert self._process.stdin is not None
         self._process.stdin.close()
 
+    def _check_running(self) -> None:
+        if self._process.poll() is not None:
+            raise AppError(ErrorKind.ENGINE, f"the server did not start: {self._find_reason()}")
+
     def _find_reason(self) -> str:
         """Returns the error line of the server, otherwise the last line of its log."""
         text = self._log_file.read_text("utf-8", errors="replace")
@@ -116,8 +130,14 @@ class LaunchedServer:
         return messages[-1].removeprefix(prefix)[:_MAX_REASON_CHARS]
 
 
+def _extend_path(environment: Mapping[str, str]) -> str:
+    """Returns a PYTHONPATH with the folder of this package, which may not be installed."""
+    known = environment.get("PYTHONPATH")
+    root = str(Path(__file__).resolve().parents[2])
+    return os.pathsep.join([known, root]) if known else root
+
+
 def _run_child() -> None:
-    import os
     import runpy
 
     from app.runners.parent_watch import exit_with_parent

@@ -13,7 +13,14 @@ from app.core.model_files import ModelFiles
 from app.core.settings import Settings
 from app.core.units import format_bytes, pluralize
 from app.engine.model_info import check_config
-from app.store.model_names import HubName, ModelNotFoundError, is_revision, parse_hub_name
+from app.store.library_names import find_equivalent, suggest_names
+from app.store.model_names import (
+    HubName,
+    ModelNotFoundError,
+    is_revision,
+    parse_hub_name,
+    parse_ollama_name,
+)
 
 if TYPE_CHECKING:
     # The hub's library takes 10 MiB and a third of the server's start time, so app.store.hub is
@@ -52,8 +59,8 @@ def _confirm(reason: str, question: str) -> bool:
 def pull(name: str, revision: str | None) -> int:
     """Downloads the missing files of a model, verifies all files and returns the exit status.
 
-    revision: a branch, tag or commit; None is the revision in `name`, or the main branch. Raises
-    AppError if the download fails.
+    name: on the hub, or in Ollama's library. revision: a branch, tag or commit; None is the
+    revision in `name`, or the main branch. Raises AppError if the download fails.
     """
     wanted = _parse_hub_name(name, revision)
     files = download_model(plan_model_download(wanted))
@@ -99,13 +106,7 @@ def download_model(offer: "DownloadPlan") -> ModelFiles:
 
 
 def _parse_hub_name(text: str, revision: str | None) -> HubName:
-    name = parse_hub_name(text)
-    if name is None:
-        raise AppError(
-            ErrorKind.MODEL_NOT_FOUND,
-            f"{text!r} is not a Hugging Face model name (org/name or org/name@revision); "
-            "use `ollama pull` for Ollama models",
-        )
+    name = parse_hub_name(text) or _find_equivalent(text)
     if revision is None:
         return name
     if name.revision not in (None, revision):
@@ -117,3 +118,21 @@ def _parse_hub_name(text: str, revision: str | None) -> HubName:
             ErrorKind.INVALID, f"{revision!r} is not the name of a branch, tag or commit"
         )
     return HubName(repo_id=name.repo_id, revision=revision)
+
+
+def _find_equivalent(text: str) -> HubName:
+    """Returns the repository of a model of Ollama's library. Raises AppError(MODEL_NOT_FOUND) with
+    the most similar names of the table."""
+    found = find_equivalent(text)
+    if found is not None:
+        print(f"mlxrunner: {text} in MLX's format is {found}", file=sys.stderr, flush=True)
+        return found
+    if parse_ollama_name(text) is None:
+        why = "is not a Hugging Face model name (org/name or org/name@revision)"
+    else:
+        why = "has no known equivalent in MLX's format"
+    similar = suggest_names(text)
+    hint = f"did you mean {', '.join(similar)}? Or pull" if similar else "pull"
+    raise AppError(
+        ErrorKind.MODEL_NOT_FOUND, f"{text!r} {why}: {hint} a repository of the hub as org/name"
+    )

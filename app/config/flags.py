@@ -37,13 +37,26 @@ def add_setting_flags(command: CommandLineParser) -> None:
                 command.hide_in_short_help(action)
 
 
+def add_address_flags(command: argparse.ArgumentParser) -> None:
+    """Adds the flags that select a running server."""
+    command.add_argument(
+        "--config",
+        metavar="FILE",
+        help="TOML file with the server's settings (default: MLXRUNNER_CONFIG, else none)",
+    )
+    section = command.add_argument_group("running server")
+    for option in OPTIONS:
+        if option.field in ("host", "port"):
+            _add_flag(section.add_argument, option)
+
+
 def collect_flags(arguments: argparse.Namespace) -> SourcedValues:
     found = {
         option.field: SourcedValue(value=_flag_value(option, arguments), source=option.flag)
         for option in OPTIONS
         if hasattr(arguments, option.field)
     }
-    if arguments.models:
+    if getattr(arguments, "models", None):
         models = tuple(ModelSettings(name=name) for name in arguments.models)
         found["models"] = SourcedValue(value=models, source="command line")
     return found

@@ -7,6 +7,7 @@ Knows: the order of the sources. Must not know: the contents of a model.
     a folder                in the layout of the Hugging Face hub; anything that looks like a path
     org/name[@revision]     the Hugging Face cache
     [[host/]ns/]name[:tag]  Ollama's store
+    name[:tag]              the same model of Ollama's library in the Hugging Face cache
 
 The sources are searched in this order, and the first match is used. app.store.hub can download
 models that were not found.
@@ -24,8 +25,10 @@ from app.core.nearest_name import suggest
 from app.store import hf_folder
 from app.store.config_files import unreadable_error
 from app.store.digests import DigestCache
+from app.store.library_names import find_equivalent_of, suggest_names
 from app.store.model_names import BUILTIN, HubName, ModelName, ModelNotFoundError, parse_model_name
 from app.store.ollama import manifest, model
+from app.store.ollama.model import UnsupportedFormatError
 
 _Name = TypeVar("_Name")
 
@@ -134,7 +137,29 @@ def _find_in_hub_cache(name: HubName | None) -> ModelFiles | None:
 
 
 def _find_in_ollama_store(name: ModelName) -> ModelFiles | None:
-    return None if name.ollama is None else model.find(name.ollama)
+    """Reads a model of Ollama's store, otherwise its MLX version in the Hugging Face cache. Ollama
+    itself pulls most models as GGUF, which cannot be served."""
+    if name.ollama is None:
+        return None
+    try:
+        found = model.find(name.ollama)
+    except UnsupportedFormatError as error:
+        found = _find_in_hub_cache(find_equivalent_of(name.ollama))
+        if found is None:
+            raise _format_error(name, error) from error
+    return found or _find_in_hub_cache(find_equivalent_of(name.ollama))
+
+
+def _format_error(name: ModelName, error: AppError) -> AppError:
+    """Adds the command that downloads the same model in a supported format, if there is one."""
+    assert name.ollama is not None
+    if find_equivalent_of(name.ollama) is None:
+        return error
+    return AppError(
+        error.kind,
+        f"{name.ollama} is a GGUF model, which is not supported: run `mlxrunner pull "
+        f"{name.text}` to download the same model in MLX's format",
+    )
 
 
 def _not_found_error(name: ModelName) -> ModelNotFoundError:
@@ -152,9 +177,18 @@ def _not_found_error(name: ModelName) -> ModelNotFoundError:
     message = f"model {name.text} was not found: {', '.join(places)}"
     similar = _suggest_installed(name.text)
     if name.hub is None:
+        equivalent = None if name.ollama is None else find_equivalent_of(name.ollama)
+        if equivalent is not None:
+            return ModelNotFoundError(
+                f"{message}; run `mlxrunner pull {name.text}` to download {equivalent}, or serve "
+                "it with --pull",
+                hub=equivalent,
+            )
+        library = ", ".join(suggest_names(name.text))
         return ModelNotFoundError(
-            f"{message}; run `mlxrunner list` to see local models, or download it with "
-            f"`ollama pull`{similar}"
+            f"{message}; run `mlxrunner list` to see local models, or download one with "
+            "`mlxrunner pull org/name` or `ollama pull`"
+            + (similar or (library and f"; did you mean {library}?"))
         )
     return ModelNotFoundError(
         f"{message}; run `mlxrunner pull {name.text}` to download it, or serve it with --pull"

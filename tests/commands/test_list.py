@@ -118,7 +118,8 @@ def test_an_unsupported_model_is_listed_with_the_reason(
 
 
 @pytest.mark.parametrize(
-    "command_line", ["list", "list --json", "list --names", "--help", "serve --help-all", "pull"]
+    "command_line",
+    ["list", "list --json", "list --names", "--help", "serve --help-all", "run --help", "pull"],
 )
 def test_mlx_is_not_imported(command_line: str, populated_stores: Path) -> None:
     """It takes longer than everything else that these commands do."""

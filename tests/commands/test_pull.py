@@ -11,12 +11,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from app import store
 from app.commands.pull import pull
 from app.core.errors import AppError
 from app.store.hub import cache
-from app.store.model_names import HubName
+from app.store.model_names import HubName, ModelNotFoundError
 from tests import tiny
 from tests.server_process import ROOT, TIMEOUT, run_server
+from tests.store.ollama_store import OllamaStore
 from tests.store.stand_in import StandIn
 from tests.terminal_process import TerminalProcess
 
@@ -38,6 +40,37 @@ def test_pull_prints_commit_size_and_path(
     )
     assert out.startswith("org/tiny is complete: 51.8 kB of weights in ")
     assert out.rstrip().endswith(commit)
+
+
+def test_a_name_of_ollamas_library_stands_for_the_repository_in_mlx_format(
+    hub: StandIn, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit = hub.add("mlx-community/Qwen3-4B-4bit", tiny_model)
+    with pytest.raises(ModelNotFoundError, match="run `mlxrunner pull qwen3:4b` to download mlx-"):
+        store.find("qwen3:4b")
+    assert pull("qwen3:4b", None) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith(
+        "mlxrunner: qwen3:4b in MLX's format is mlx-community/Qwen3-4B-4bit\n"
+        f"mlx-community/Qwen3-4B-4bit at commit {commit[:12]}: "
+    )
+    assert out.startswith("mlx-community/Qwen3-4B-4bit is complete: ")
+    assert store.find("qwen3:4b").name == "mlx-community/Qwen3-4B-4bit"
+
+
+def test_a_gguf_model_of_ollama_gives_way_to_the_one_in_mlx_format(
+    hub: StandIn, tiny_model: Path, tmp_path: Path
+) -> None:
+    hub.add("mlx-community/Qwen3-4B-4bit", tiny_model)
+    ollama = OllamaStore(tmp_path / "ollama")
+    ollama.write("qwen3:4b", [ollama.layer("model", b"GGUF...")])
+    ollama.write("mine:4b", [ollama.layer("model", b"GGUF...")])
+    with pytest.raises(AppError, match=r"is a GGUF model, .*: run `mlxrunner pull qwen3:4b` to"):
+        store.find("qwen3:4b")
+    pull("qwen3:4b", None)
+    assert store.find("qwen3:4b").name == "mlx-community/Qwen3-4B-4bit"
+    with pytest.raises(AppError, match=r"mine:4b is a GGUF model, .*from mlx-community"):
+        store.find("mine:4b")
 
 
 def test_a_second_pull_only_verifies(
@@ -63,8 +96,9 @@ def test_a_revision_is_part_of_the_name_or_an_option(
 @pytest.mark.parametrize(
     ("name", "revision", "expected"),
     [
-        ("tiny", None, "is not a Hugging Face model name"),
-        ("qwen3:4b", None, "`ollama pull`"),
+        ("tiny", None, "has no known equivalent in MLX's format: pull a repository of the hub"),
+        ("qwen3:5b", None, "did you mean qwen3:"),
+        ("gema3", None, "did you mean gemma3, gemma2? Or pull a repository of the hub"),
         ("../tiny", None, "is not a Hugging Face model name"),
         ("org/tiny@a", "b", "are different revisions"),
         ("org/tiny", "../b", "is not the name of a branch"),

@@ -137,8 +137,8 @@ def test_tensors_of_a_draft_model_are_ignored(
 
 
 def test_gguf_is_rejected_with_an_alternative(ollama: OllamaStore) -> None:
-    ollama.write("llama3.2", [ollama.layer("model", b"GGUF...")])
-    message = refusal("llama3.2")
+    ollama.write("mine", [ollama.layer("model", b"GGUF...")])
+    message = refusal("mine")
     assert "is a GGUF model" in message
     assert "`mlxrunner pull mlx-community/" in message
 

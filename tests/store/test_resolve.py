@@ -113,10 +113,11 @@ def test_the_error_for_a_missing_hub_id_names_the_searched_sources_and_the_remed
 
 
 def test_a_missing_ollama_name_is_not_searched_on_the_hub() -> None:
-    error = resolve_missing("qwen3:4b")
+    error = resolve_missing("mine:4b")
     assert error.hub is None
     assert "Hugging Face" not in error.message
-    assert "or download it with `ollama pull`" in error.message
+    assert "download one with `mlxrunner pull org/name` or `ollama pull`" in error.message
+    assert "did you mean" not in error.message
 
 
 def test_resolving_makes_no_network_requests(hub: StandIn) -> None:

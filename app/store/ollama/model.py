@@ -114,10 +114,17 @@ def _is_model_tensor(tensor: str) -> bool:
     return not tensor.startswith(_DRAFT_PREFIX)
 
 
+class UnsupportedFormatError(AppError):
+    """The model has weights in GGUF, which is Ollama's usual format."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(ErrorKind.MODEL_FILES, message)
+
+
 def _check_format(name: OllamaName, found: Manifest) -> None:
     """Raises AppError(MODEL_FILES) unless the model consists of tensor layers without adapters."""
     if found.get_layers(GGUF) or not found.get_layers(TENSOR):
-        raise _model_files_error(
+        raise UnsupportedFormatError(
             f"{name} is a GGUF model, which is not supported: use the same model in the "
             "safetensors format, for example from mlx-community: "
             "`mlxrunner pull mlx-community/...`"

@@ -1,0 +1,141 @@
+"""The interactive chat of `mlxrunner run`.
+
+Knows: the terminal's line editor, its history, Ctrl-C and Ctrl-D. Must not know: the commands of a
+chat, the requests.
+
+Ctrl-C during an answer closes its connection, so the server stops generating. Ctrl-C at the prompt
+only prints a hint.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from types import ModuleType
+
+from app.commands.answer import AnswerPrinter, supports_color
+from app.commands.chat_client import ChatMessage, ChatOptions, stream_chat
+from app.commands.chat_commands import ChatCommands, ChatState
+from app.commands.chat_engine import ChatEngine
+from app.commands.client_programs import Endpoint
+from app.core.errors import AppError
+
+_PROMPT, _CONTINUATION = ">>> ", "... "
+_FENCE = '"""'
+
+_MAX_HISTORY = 1000
+
+_EXIT_HINT = "Use Ctrl-D or /bye to exit."
+
+
+class Chat:
+    """One chat on the terminal. endpoint: the first model."""
+
+    def __init__(
+        self, engine: ChatEngine, endpoint: Endpoint, options: ChatOptions, *, verbose: bool
+    ) -> None:
+        self._engine = engine
+        self._state = ChatState(endpoint=endpoint, options=options, verbose=verbose)
+        self._commands = ChatCommands(engine, self._state)
+
+    def run(self, *, history: bool) -> int:
+        """Chats until the user ends the chat, and returns the exit status. history: whether the
+        lines are kept for the next chat."""
+        self._state.history = history
+        print(f"{self._state.endpoint.model}: type a message, /? for help, Ctrl-D to exit.")
+        with _edit_lines(self._state):
+            while True:
+                try:
+                    if not self._take_turn():
+                        return 0
+                except KeyboardInterrupt:
+                    print(f"\n{_EXIT_HINT}", flush=True)
+                except EOFError:
+                    print(flush=True)
+                    return 0
+                except AppError as error:
+                    print(f"mlxrunner: {error.message}", file=sys.stderr, flush=True)
+
+    def _take_turn(self) -> bool:
+        """Reads a message or a command. Returns whether the chat continues."""
+        text, is_command = _read_message()
+        if is_command:
+            return self._commands.run(text)
+        if text.strip():
+            self._answer(text)
+        return True
+
+    def _answer(self, text: str) -> None:
+        """Answers a message. The conversation keeps the answer as far as it was generated. A
+        message without any answer is removed."""
+        state = self._state
+        messages = [*state.messages, ChatMessage(role="user", content=text)]
+        printer = AnswerPrinter(
+            state.endpoint.model, verbose=state.verbose, load=self._engine.take_load_seconds()
+        )
+        try:
+            with stream_chat(state.endpoint, messages, state.options) as events:
+                printer.print_events(events)
+        except KeyboardInterrupt:
+            print("(stopped)", file=sys.stderr, flush=True)
+        finally:
+            if printer.text:
+                state.messages = [*messages, ChatMessage(role="assistant", content=printer.text)]
+
+
+def _read_message() -> tuple[str, bool]:
+    """Reads one line, or the lines between two fences, which may also enclose a system message.
+    Returns the text, and whether it is a command. Raises EOFError at the end of the input."""
+    line = input(_PROMPT)
+    before, fence, after = line.partition(_FENCE)
+    is_fenced = fence and (not before.strip() or before.startswith("/set system"))
+    if not is_fenced:
+        return line, line.startswith("/")
+    lines = [after]
+    while not lines[-1].rstrip().endswith(_FENCE):
+        lines.append(input(_CONTINUATION))
+    text = "\n".join(lines).rstrip().removesuffix(_FENCE).strip("\n")
+    return f"{before}{text}", before.startswith("/")
+
+
+@contextlib.contextmanager
+def _edit_lines(state: ChatState) -> Generator[None]:
+    """Enables the line editor, where Python has it, and its history."""
+    try:
+        import readline
+    except ImportError:  # Python was built without it
+        yield
+        return
+    if not supports_color(sys.stdout, os.environ):
+        # the editor would enable bracketed paste with an escape sequence
+        readline.parse_and_bind("set enable-bracketed-paste off")
+    file = _find_history_file()
+    if state.history and file is not None:
+        with contextlib.suppress(OSError):
+            readline.read_history_file(file)
+    try:
+        yield
+    finally:
+        if state.history and file is not None:
+            _write_history(readline, file)
+
+
+def _write_history(readline: ModuleType, file: Path) -> None:
+    """Writes the history, which only its owner may read. A disk that cannot be written is not worth
+    an error."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
+        readline.set_history_length(_MAX_HISTORY)
+        readline.write_history_file(file)
+
+
+def _find_history_file() -> Path | None:
+    """Returns the path in the user's state folder (XDG); None without a home folder."""
+    if given := os.environ.get("XDG_STATE_HOME"):
+        return Path(given) / "mlxrunner" / "chat_history"
+    try:
+        return Path.home() / ".local" / "state" / "mlxrunner" / "chat_history"
+    except RuntimeError:
+        return None

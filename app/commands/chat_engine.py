@@ -1,0 +1,188 @@
+"""The engine of `mlxrunner run`: a running server, otherwise a server of its own.
+
+Knows: which of the two serves a model, the download of a missing model. Must not know: chats,
+prompts.
+
+The own server ends with the command, however that ends (launched_server.py). It listens on a free
+port of the loopback interface and requires a key that only this process knows.
+"""
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from app import store
+from app.commands.answer import show_loading
+from app.commands.client_programs import KEY_VARIABLE, Endpoint
+from app.commands.launched_server import start_server
+from app.commands.progress_line import ProgressLine
+from app.commands.running_server import (
+    ServerAddress,
+    check_plain_http,
+    get_api_key,
+    get_server_url,
+    is_local,
+    probe_server,
+    query_endpoint,
+    select_endpoint,
+)
+from app.config.options import OPTIONS
+from app.config.precedence import ResolvedConfig
+from app.core.errors import AppError, ErrorKind
+from app.core.settings import ModelSettings, Settings
+from app.http.api_keys import generate_key
+from app.store.model_names import ModelNotFoundError
+
+# settings that select the server, or that the command itself applies
+_CLIENT_FIELDS = frozenset({"host", "port", "pull", "keep_alive"})
+
+
+class ChatEngine:
+    """Connects to models, one at a time. Use it as a context manager: its own server stops when the
+    context exits."""
+
+    def __init__(self, configuration: ResolvedConfig) -> None:
+        self._configuration = configuration
+        self._settings = configuration.settings
+        self._own = ExitStack()
+        self._progress = ProgressLine(sys.stderr)
+        self._has_warned = False
+        self._other_server: str | None = None  # runs, but does not serve the model
+        self._load_seconds = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._own.close()
+
+    def connect(self, model: ModelSettings | None) -> Endpoint:
+        """Returns the endpoint of a model that is loaded or can be loaded. model: None for the
+        default. Stops an own server with another model. Raises AppError, and KeyboardInterrupt
+        while the model is downloaded or loaded."""
+        endpoint = self._find_running(model)
+        if endpoint is not None:
+            self._own.close()
+            self._warn_unused_flags(endpoint)
+            return endpoint
+        self._install(model)
+        if self._other_server is not None and model is not None:
+            _note(
+                f"the server at {self._other_server} does not serve {model.name}: loading it here"
+            )
+        self._own.close()
+        return self._start(model)
+
+    def take_load_seconds(self) -> float:
+        """Returns the time of the last load by an own server, once."""
+        seconds, self._load_seconds = self._load_seconds, 0.0
+        return seconds
+
+    def _find_running(self, model: ModelSettings | None) -> Endpoint | None:
+        """Returns the endpoint on the running server; None if this command must run the model
+        itself."""
+        settings, url = self._settings, get_server_url(self._settings)
+        self._other_server = None
+        check_plain_http(settings, "run")
+        if settings.port == 0:
+            return None
+        presence = probe_server(url)
+        if presence != "running":
+            if not is_local(settings):
+                why = "no server" if presence == "absent" else "a program that is not mlxrunner"
+                raise AppError(ErrorKind.INVALID, f"there is {why} at {url}: check --host, --port")
+            return None
+        server = ServerAddress(url=url, api_key=get_api_key(os.environ))
+        if not is_local(settings):
+            return query_endpoint(server, _with_model(settings, model))
+        endpoint = select_endpoint(server, server.list_models(), model)
+        if endpoint is None:
+            self._other_server = url
+        return endpoint
+
+    def _warn_unused_flags(self, endpoint: Endpoint) -> None:
+        sources = self._configuration.sources
+        unused = [
+            option.flag
+            for option in OPTIONS
+            if sources[option.field].startswith("-") and option.field not in _CLIENT_FIELDS
+        ]
+        if unused and not self._has_warned:
+            self._has_warned = True
+            _note(f"the server at {endpoint.url} keeps its own settings: no {', '.join(unused)}")
+
+    def _install(self, model: ModelSettings | None) -> None:
+        """Downloads a missing model, if --pull is set or the user agrees. Raises AppError if the
+        model cannot be found."""
+        try:
+            store.find(None if model is None else model.name)
+        except ModelNotFoundError:
+            # imported here, because it imports MLX
+            from app.commands.pull import resolve_or_download
+
+            resolve_or_download(_with_model(self._settings, model))
+
+    def _start(self, model: ModelSettings | None) -> Endpoint:
+        """Starts a server that runs until the next call or the end of the context."""
+        label = "the built-in model" if model is None else model.alias or model.name
+        folder = Path(self._own.enter_context(tempfile.TemporaryDirectory(prefix="mlxrunner-run-")))
+        key, started = generate_key(), time.monotonic()
+        try:
+            self._progress.show(f"starting the engine for {label}")
+            configuration = replace(
+                self._configuration, settings=_make_own_settings(self._settings, model)
+            )
+            server = start_server(configuration, folder, _make_environment(key))
+            self._own.enter_context(server)
+            url = server.wait_until_listening()
+            server.wait_until_ready(
+                url, lambda percent: show_loading(self._progress, label, percent)
+            )
+        finally:
+            self._progress.erase()
+        self._load_seconds = time.monotonic() - started
+        return query_endpoint(
+            ServerAddress(url=url, api_key=key), replace(self._settings, models=())
+        )
+
+
+def _with_model(settings: Settings, model: ModelSettings | None) -> Settings:
+    return replace(settings, models=() if model is None else (model,))
+
+
+def _make_own_settings(settings: Settings, model: ModelSettings | None) -> Settings:
+    """Returns the settings of the own server: one model, only for this process."""
+    return replace(
+        settings,
+        models=() if model is None else (model,),
+        installed=False,
+        host="127.0.0.1",
+        port=0,
+        api_keys=None,
+        allow_anyone=False,
+        keep_alive=None,
+        # its log is read by LaunchedServer
+        log_level="info",
+        log_format="human",
+    )
+
+
+def _make_environment(key: str) -> Mapping[str, str]:
+    others = {name: value for name, value in os.environ.items() if name != "MLXRUNNER_API_KEYS"}
+    return {**others, KEY_VARIABLE: key}
+
+
+def _note(text: str) -> None:
+    print(f"mlxrunner: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,30 @@
+"""`mlxrunner stop`: unloads a model of the running server.
+
+Knows: the name under which a model is served. Must not know: what unloading a model does.
+"""
+
+from app.commands.running_server import find_served_name, is_loaded, require_server
+from app.config.value_types import suggest
+from app.core.errors import AppError, ErrorKind
+from app.core.settings import ModelSettings, Settings
+
+
+def stop(name: str, settings: Settings) -> int:
+    """Unloads a model and returns the exit status. Its running requests fail. Raises AppError if no
+    server is running, it does not serve the model, or the key of the environment is no admin
+    key."""
+    server = require_server(settings, "stop")
+    cards = server.list_models()
+    served = find_served_name(cards, ModelSettings(name=name))
+    if served is None:
+        listed = ", ".join(cards) or "no model"
+        raise AppError(
+            ErrorKind.MODEL_NOT_FOUND,
+            f"the server at {server.url} does not serve {name}, but {listed}{suggest(name, cards)}",
+        )
+    if not is_loaded(cards[served]):
+        print(f"{served} is not loaded")
+        return 0
+    server.send("POST", "/v1/models/unload", {"model": served})
+    print(f"{served} is unloaded")
+    return 0

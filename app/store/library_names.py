@@ -1,0 +1,177 @@
+"""Ollama's names of common models, and the same models in MLX's format on the Hugging Face hub.
+
+Knows: the table of names. Must not know: the network, the installed models.
+
+A tag is the size of the model, as in Ollama. Ollama's own files are in GGUF, which MLX cannot run,
+so a name selects the repository with 4-bit weights of the same model. The suffix of a tag
+selects other weights: `-q8_0` the 8-bit ones, `-fp16` those with 16 bits. The repositories belong
+to the organization mlx-community, except for those that name another one.
+"""
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+
+from app.store.model_names import (
+    DEFAULT_HOST,
+    DEFAULT_NAMESPACE,
+    DEFAULT_TAG,
+    HubName,
+    OllamaName,
+    parse_ollama_name,
+)
+
+_ORGANIZATION = "mlx-community"
+
+# the end of a repository's name, and of Ollama's tags with weights in this format
+_FORMATS: Mapping[str, Sequence[str]] = {
+    "4bit": ("q4_0", "q4_1", "q4_k_m", "q4_k_s"),
+    "8bit": ("q8_0",),
+    "bf16": ("fp16", "bf16"),
+}
+
+# a tag: the size, words such as `instruct`, and the format of the weights
+_TAG = re.compile(r"(?P<size>.+?)(?:-(?:instruct|it|chat))?(?:-(?P<format>(?:q\d|fp16|bf16)\w*))?")
+
+_MAX_SUGGESTIONS = 3
+
+# name -> tag -> repository without the format; the first tag is also `latest`. A name that ends in
+# `!` is complete, because the repository exists in one format only.
+_LIBRARY: Mapping[str, Mapping[str, str]] = {
+    "codestral": {"22b": "Codestral-22B-v0.1"},
+    "deepseek-r1": {
+        "8b": "DeepSeek-R1-0528-Qwen3-8B",
+        "1.5b": "DeepSeek-R1-Distill-Qwen-1.5B",
+        "7b": "DeepSeek-R1-Distill-Qwen-7B",
+        "14b": "DeepSeek-R1-Distill-Qwen-14B",
+        "32b": "DeepSeek-R1-Distill-Qwen-32B",
+        "70b": "DeepSeek-R1-Distill-Llama-70B",
+    },
+    "devstral": {"24b": "Devstral-Small-2507"},
+    "gemma2": {"9b": "gemma-2-9b-it", "2b": "gemma-2-2b-it", "27b": "gemma-2-27b-it"},
+    "gemma3": {
+        "4b": "gemma-3-4b-it",
+        "270m": "gemma-3-270m-it",
+        "1b": "gemma-3-1b-it",
+        "12b": "gemma-3-12b-it",
+        "27b": "gemma-3-27b-it",
+    },
+    "glm-4.7-flash": {"30b": "GLM-4.7-Flash"},
+    "gpt-oss": {"20b": "gpt-oss-20b-MXFP4-Q8!", "120b": "gpt-oss-120b-MXFP4-Q8!"},
+    "llama3": {"8b": "Meta-Llama-3-8B-Instruct", "70b": "Meta-Llama-3-70B-Instruct"},
+    "llama3.1": {"8b": "Meta-Llama-3.1-8B-Instruct", "70b": "Meta-Llama-3.1-70B-Instruct"},
+    "llama3.2": {"3b": "Llama-3.2-3B-Instruct", "1b": "Llama-3.2-1B-Instruct"},
+    "llama3.3": {"70b": "Llama-3.3-70B-Instruct"},
+    "ministral-3": {
+        "8b": "Ministral-3-8B-Instruct-2512",
+        "3b": "Ministral-3-3B-Instruct-2512",
+        "14b": "Ministral-3-14B-Instruct-2512",
+    },
+    "mistral": {"7b": "Mistral-7B-Instruct-v0.3"},
+    "mistral-nemo": {"12b": "Mistral-Nemo-Instruct-2407"},
+    "mistral-small": {"24b": "Mistral-Small-24B-Instruct-2501"},
+    "mixtral": {"8x7b": "Mixtral-8x7B-Instruct-v0.1"},
+    "olmo2": {"7b": "OLMo-2-1124-7B-Instruct", "13b": "OLMo-2-1124-13B-Instruct"},
+    "phi3.5": {"3.8b": "Phi-3.5-mini-instruct"},
+    "phi4": {"14b": "phi-4"},
+    "phi4-mini": {"3.8b": "Phi-4-mini-instruct"},
+    "qwen2.5": {
+        "7b": "Qwen2.5-7B-Instruct",
+        "0.5b": "Qwen2.5-0.5B-Instruct",
+        "1.5b": "Qwen2.5-1.5B-Instruct",
+        "3b": "Qwen2.5-3B-Instruct",
+        "14b": "Qwen2.5-14B-Instruct",
+        "32b": "Qwen2.5-32B-Instruct",
+        "72b": "Qwen2.5-72B-Instruct",
+    },
+    "qwen2.5-coder": {
+        "7b": "Qwen2.5-Coder-7B-Instruct",
+        "0.5b": "Qwen2.5-Coder-0.5B-Instruct",
+        "1.5b": "Qwen2.5-Coder-1.5B-Instruct",
+        "3b": "Qwen2.5-Coder-3B-Instruct",
+        "14b": "Qwen2.5-Coder-14B-Instruct",
+        "32b": "Qwen2.5-Coder-32B-Instruct",
+    },
+    "qwen3": {
+        "8b": "Qwen3-8B",
+        "0.6b": "Qwen3-0.6B",
+        "1.7b": "Qwen3-1.7B",
+        "4b": "Qwen3-4B",
+        "14b": "Qwen3-14B",
+        "30b": "Qwen3-30B-A3B",
+        "30b-a3b": "Qwen3-30B-A3B",
+        "32b": "Qwen3-32B",
+        "235b": "Qwen3-235B-A22B",
+        "4b-instruct-2507": "Qwen3-4B-Instruct-2507",
+        "4b-thinking-2507": "Qwen3-4B-Thinking-2507",
+        "30b-a3b-instruct-2507": "Qwen3-30B-A3B-Instruct-2507",
+        "30b-a3b-thinking-2507": "Qwen3-30B-A3B-Thinking-2507",
+    },
+    "qwen3-coder": {"30b": "Qwen3-Coder-30B-A3B-Instruct"},
+    "qwen3-embedding": {
+        "8b": "Qwen3-Embedding-8B-4bit-DWQ!",
+        "0.6b": "Qwen3-Embedding-0.6B-4bit-DWQ!",
+        "4b": "Qwen3-Embedding-4B-4bit-DWQ!",
+    },
+    "qwen3-next": {"80b": "Qwen3-Next-80B-A3B-Instruct"},
+    "qwen3.5": {
+        "9b": "Qwen3.5-9B",
+        "4b": "Qwen3.5-4B",
+        "35b": "Qwen3.5-35B-A3B",
+        "122b": "Qwen3.5-122B-A10B",
+    },
+    "qwq": {"32b": "QwQ-32B"},
+    "smollm2": {
+        "1.7b": "SmolLM2-1.7B-Instruct",
+        "135m": "SmolLM2-135M-Instruct",
+        "360m": "SmolLM2-360M-Instruct",
+    },
+}
+
+
+def find_equivalent(text: str) -> HubName | None:
+    """Returns the repository with the MLX version of a model of Ollama's library; None for any
+    other name."""
+    name = parse_ollama_name(text)
+    return None if name is None else find_equivalent_of(name)
+
+
+def find_equivalent_of(name: OllamaName) -> HubName | None:
+    """Like `find_equivalent`, for a name that was parsed."""
+    if (name.host, name.namespace) != (DEFAULT_HOST, DEFAULT_NAMESPACE):
+        return None
+    tags = _LIBRARY.get(name.model.lower(), {})
+    tag = name.tag.lower()
+    if tag == DEFAULT_TAG:
+        tag = next(iter(tags), "")
+    repository, wanted = tags.get(tag), "4bit"
+    if repository is None:
+        match = _TAG.fullmatch(tag)
+        repository = None if match is None else tags.get(match["size"])
+        if repository is None or match is None or repository.endswith("!"):
+            return None
+        suffix = match["format"] or "q4_0"
+        found = [name for name, suffixes in _FORMATS.items() if suffix in suffixes]
+        if not found:
+            return None
+        wanted = found[0]
+    end = "" if repository.endswith("!") else f"-{wanted}"
+    return HubName(repo_id=f"{_ORGANIZATION}/{repository.removesuffix('!')}{end}")
+
+
+def suggest_names(text: str) -> Sequence[str]:
+    """Returns the names of the table that are most similar to `text`, most similar first."""
+    model, colon, _ = text.lower().rpartition(":")
+    if model in _LIBRARY:  # only the tag is unknown
+        names = [f"{model}:{tag}" for tag in _LIBRARY[model]]
+        return difflib.get_close_matches(text.lower(), names, _MAX_SUGGESTIONS, 0)
+    names = [f"{name}:{tag}" for name, tags in _LIBRARY.items() for tag in tags]
+    if not colon:
+        names = list(_LIBRARY)
+    return difflib.get_close_matches(text.lower(), names, _MAX_SUGGESTIONS)
+
+
+def list_library() -> Mapping[str, HubName]:
+    """Returns every name of the table with its repository."""
+    names = (f"{name}:{tag}" for name, tags in _LIBRARY.items() for tag in tags)
+    return {name: found for name in names if (found := find_equivalent(name)) is not None}

@@ -1,0 +1,130 @@
+"""`mlxrunner ps` and `mlxrunner stop` with a real server."""
+
+import io
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app import cli
+from app.commands.ps import RunningModel, render_running_models
+from tests.server_process import ServerProcess, run_server
+
+ADMIN = "mr-0123456789abcdef0123456789abcdef"
+USER = "mr-abcdefabcdefabcdefabcdefabcdefab"
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path) -> Iterator[ServerProcess]:
+    environ = {"MLXRUNNER_API_KEY": ADMIN}
+    with run_server("builtin", str(tiny_model), environ=environ) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def no_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+
+
+@pytest.fixture
+def port(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("MLXRUNNER_API_KEY", ADMIN)
+    return str(server.port)
+
+
+def test_the_table_lists_loaded_models_until_they_are_stopped(
+    port: str, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(["stop", "builtin", "--port", port]) == 0
+    capsys.readouterr()
+    assert cli.main(["ps", "--port", port]) == 0
+    assert capsys.readouterr().out == "NAME  SIZE  PROCESSOR  CONTEXT  UNTIL\n"
+    assert cli.main(["stop", "builtin", "--port", port]) == 0
+    assert capsys.readouterr().out == "builtin is not loaded\n"
+
+    assert cli.main(["run", tiny_model.name, "hello", "--port", port, "--seed", "1"]) == 0
+    capsys.readouterr()
+    assert cli.main(["ps", "--port", port, "--json"]) == 0
+    [row] = json.loads(capsys.readouterr().out)
+    assert row["name"] == tiny_model.name
+    assert row["state"] == "ready"
+    assert row["processor"] == "CPU"
+    assert row["context_length"] == 4096
+    assert row["size"] > 0
+    assert cli.main(["stop", tiny_model.name, "--port", port]) == 0
+    assert capsys.readouterr().out == f"{tiny_model.name} is unloaded\n"
+
+
+def test_a_model_that_is_not_served_cannot_be_stopped(
+    port: str, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(["stop", "builtim", "--port", port]) == 1
+    assert "does not serve builtim, but builtin, " in (err := capsys.readouterr().err)
+    assert err.endswith("; did you mean builtin?\n")
+
+
+@pytest.mark.parametrize("command", [["ps"], ["stop", "builtin"], ["run", "builtin", "hi"]])
+def test_a_server_with_keys_requires_one(
+    server: ServerProcess,
+    command: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.delenv("MLXRUNNER_API_KEY", raising=False)
+    assert cli.main([*command, "--port", str(server.port)]) == 1
+    assert capsys.readouterr().err == (
+        f"mlxrunner: the server at {server.url} requires an API key: set MLXRUNNER_API_KEY to a "
+        "valid one\n"
+    )
+
+
+def test_only_an_admin_key_may_stop_a_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    keys = tmp_path / "keys.toml"
+    monkeypatch.delenv("MLXRUNNER_API_KEY", raising=False)
+    assert cli.main(["key", "anna", "--file", str(keys)]) == 0
+    key = next(word for word in capsys.readouterr().out.split() if word.startswith("mr-"))
+    with run_server("--api-keys", str(keys)) as server:
+        monkeypatch.setenv("MLXRUNNER_API_KEY", key)
+        assert cli.main(["stop", "builtin", "--port", str(server.port)]) == 1
+        assert "admin" in capsys.readouterr().err
+        assert cli.main(["ps", "--port", str(server.port)]) == 0
+        assert "builtin" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["ps"], ["stop", "builtin"]])
+def test_without_a_server_the_error_says_how_to_start_one(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+):
+    assert "MLXRUNNER_API_KEY" not in os.environ
+    assert cli.main([*command, "--port", "9"]) == 1
+    assert "no server is running at http://127.0.0.1:9: start one" in capsys.readouterr().err
+
+
+def test_the_table_shows_states_and_times():
+    def row(state: str, **fields: object) -> RunningModel:
+        values: dict[str, object] = {
+            "name": "m",
+            "size": 2_500_000_000,
+            "processor": "GPU",
+            "context_length": 32768,
+            "expires_at": None,
+            **fields,
+        }
+        return RunningModel(state=state, **values)  # pyright: ignore[reportArgumentType]  # by name
+
+    rows = [
+        row("ready"),
+        row("ready", expires_at=1300.0),
+        row("loading", progress=42, processor="", size=0),
+        row("stalled"),
+    ]
+    lines = list(render_running_models(rows, 1000.0))
+    assert lines[0] == "NAME  SIZE     PROCESSOR  CONTEXT  UNTIL"
+    assert lines[1] == "m     2.50 GB  GPU        32768    forever"
+    assert lines[2].endswith(" (in 5 min)")
+    assert lines[3] == "m     -        -          32768    loading 42 %"
+    assert lines[4].endswith("stalled")
