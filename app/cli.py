@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from app.commands.bench_arguments import add_bench_arguments
 from app.config import flags
 from app.config.precedence import ResolvedConfig, resolve_config
 from app.core.errors import AppError
 from app.core.settings import Settings
 
-COMMANDS = ("serve", "launch", "pull", "list", "show", "doctor", "config", "key")
+COMMANDS = ("serve", "launch", "pull", "list", "show", "doctor", "config", "key", "bench")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,6 +80,10 @@ def _run_command(arguments: argparse.Namespace) -> int:
             from app.commands.doctor import diagnose
 
             return diagnose(as_json=arguments.json)
+        case "bench":
+            from app.commands.bench import bench
+
+            return bench(arguments)
         case "key":
             from app.commands.key import make_key
 
@@ -143,6 +148,7 @@ def _build_parser() -> flags.CommandLineParser:
     key.add_argument(
         "--file", type=Path, metavar="FILE", help="append the key's digest to this file"
     )
+    add_bench_arguments(add("bench", "measure the latency and throughput of a server under load"))
     for command in (listed, show, doctor):
         command.add_argument("--json", action="store_true", help="print JSON")
     for command in (serve, show, config):

@@ -19,7 +19,6 @@ from types import FrameType
 from typing import Any
 
 from app.commands.client_programs import (
-    KEY_VARIABLE,
     PROGRAMS,
     ClientProgram,
     Endpoint,
@@ -27,6 +26,7 @@ from app.commands.client_programs import (
     merge_environment,
 )
 from app.commands.launched_server import LaunchedServer, get_json
+from app.commands.server_address import KEY_VARIABLE, get_api_key, get_server_url
 from app.config.options import CONFIG_VARIABLE, MODELS_VARIABLE, OPTIONS
 from app.config.precedence import ResolvedConfig
 from app.config.toml_file import render_toml
@@ -129,7 +129,7 @@ def _check_settings(settings: Settings) -> None:
 def _find_endpoint(settings: Settings) -> Endpoint | None:
     """Returns the endpoint of the running server; None if no server is running. Raises
     AppError(INVALID) if another program uses the port, and the AppErrors of `_query_endpoint`."""
-    url = _get_url(settings)
+    url = get_server_url(settings)
     try:
         status, body = get_json(f"{url}/v1/status")
     except OSError:
@@ -144,7 +144,7 @@ def _query_endpoint(url: str, settings: Settings) -> Endpoint:
     """Returns the endpoint of the selected model, by default the first one. Raises
     AppError(UNAUTHORIZED) without a valid key, and AppError(MODEL_NOT_FOUND) for a model that the
     server does not serve."""
-    key = _get_api_key(os.environ)
+    key = get_api_key(os.environ)
     status, body = get_json(f"{url}/v1/models", key)
     if status in (401, 403):
         message = f"the server at {url} requires an API key: set {KEY_VARIABLE} to a valid one"
@@ -181,7 +181,7 @@ def _start_server(stack: ExitStack, configuration: ResolvedConfig, folder: Path)
     # the file holds the settings of all sources; a variable would override it
     replaced = {option.env_var for option in OPTIONS} | {CONFIG_VARIABLE, MODELS_VARIABLE}
     environment = {name: value for name, value in os.environ.items() if name not in replaced}
-    url = _get_url(settings)
+    url = get_server_url(settings)
     print(f"mlxrunner: starting a server at {url} (log: {log})", file=sys.stderr, flush=True)
     server = LaunchedServer(["--config", str(file)], environment, log)
     stack.enter_context(server)
@@ -200,25 +200,11 @@ def _predict_endpoint(settings: Settings) -> Endpoint:
     files = complete_config(store.find(model.name if model else None))
     fit = estimate_fit(files, settings.for_model(model) if model else settings)
     return Endpoint(
-        url=_get_url(settings),
+        url=get_server_url(settings),
         model=(model.alias if model else None) or files.name,
         context_length=fit.context_that_fits or fit.context,
-        api_key=_get_api_key(os.environ),
+        api_key=get_api_key(os.environ),
     )
-
-
-def _get_url(settings: Settings) -> str:
-    """Returns the address at which programs on this machine reach the server."""
-    every = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # compared, not bound
-    host = every.get(settings.host, settings.host)
-    return f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
-
-
-def _get_api_key(environment: Mapping[str, str]) -> str | None:
-    """Returns the key of the environment: MLXRUNNER_API_KEY, else the first of
-    MLXRUNNER_API_KEYS."""
-    first, _, _ = environment.get("MLXRUNNER_API_KEYS", "").partition(",")
-    return environment.get(KEY_VARIABLE, "").strip() or first.partition("=")[2].strip() or None
 
 
 def _warn_short_context(endpoint: Endpoint) -> None:
