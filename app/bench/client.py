@@ -120,9 +120,12 @@ class StreamRecorder:
             self.comments += ((now, comment) for comment in self._parser.comments)
             self._parser.comments.clear()
 
-    def make_record(self, exchange: HttpExchange, max_tokens: int | None) -> RequestRecord:
-        """Returns the record of a stream that has ended. max_tokens: of the request, for a server
-        that sends no usage. Raises RequestFailure for an incomplete stream."""
+    def make_record(
+        self, sent: float, *, connect_seconds: float = 0.0, max_tokens: int | None = None
+    ) -> RequestRecord:
+        """Returns the record of a stream that has ended. sent: the time of the request. max_tokens:
+        of the request, for a server that sends no usage. Raises RequestFailure for an incomplete
+        stream."""
         if not self._done and self._finish_reason is None:
             raise RequestFailure("disconnected", "the stream ended before the response")
         if not self.arrivals:
@@ -135,10 +138,10 @@ class StreamRecorder:
             raise RequestFailure("no_usage", message)
         details: Mapping[str, Any] = self._usage.get("prompt_tokens_details") or {}
         return RequestRecord(
-            sent=exchange.sent,
-            connect_seconds=exchange.connect_seconds,
-            arrivals=tuple(arrival - exchange.sent for arrival in self.arrivals),
-            latency=self._last_choice - exchange.sent,
+            sent=sent,
+            connect_seconds=connect_seconds,
+            arrivals=tuple(arrival - sent for arrival in self.arrivals),
+            latency=self._last_choice - sent,
             output_tokens=int(tokens),
             prompt_tokens=self._usage.get("prompt_tokens"),
             cached_tokens=details.get("cached_tokens"),
@@ -203,7 +206,11 @@ class StreamedRequest:
         try:
             async with asyncio.timeout(time_limit):
                 await self._receive()
-            return self.recorder.make_record(self.exchange, self._max_tokens)
+            return self.recorder.make_record(
+                self.exchange.sent,
+                connect_seconds=self.exchange.connect_seconds,
+                max_tokens=self._max_tokens,
+            )
         except TimeoutError:
             failure = RequestFailure("timeout", f"no complete response within {time_limit:g} s")
         except RequestFailure as error:

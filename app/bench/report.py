@@ -25,10 +25,11 @@ from app.core.units import pluralize
 # of the JSON report; changes with an incompatible change
 SCHEMA = 1
 
-# the shares of a core, and of the median inter-token latency, above which this client affects the
-# results
+# a client that uses a larger share of a core, or whose event loop is delayed for longer than these
+# milliseconds and this share of the median TTFT, may affect the results
 _MAX_CLIENT_CPU = 0.5
-_MAX_CLIENT_LAG = 0.1
+_MAX_CLIENT_LAG_MS = 10.0
+_MAX_CLIENT_LAG_SHARE = 0.1
 
 _LATENCY_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
 
@@ -199,7 +200,7 @@ class BenchReport:
         metrics = ["", *self._list_metrics()]
         rows = [[f"{self._level_title} {level.label}", "A", "B"], *self._make_rows(reports)]
         rows = [
-            [*row, "A / B" if not metric else _format(ratios.get(metric))]
+            [*row, "A / B" if not metric else format_value(ratios.get(metric))]
             for metric, row in zip(metrics, rows, strict=True)
         ]
         yield from _align(rows)
@@ -228,7 +229,7 @@ class BenchReport:
 
     def _make_rows(self, columns: Sequence[Values]) -> list[list[str]]:
         return [
-            [title, *(_format(values.get(metric)) for values in columns)]
+            [title, *(format_value(values.get(metric)) for values in columns)]
             for metric, title in self._list_metrics().items()
         ]
 
@@ -250,11 +251,14 @@ def _find_problems(values: Values) -> Iterator[str]:
             "model ended them"
         )
     cpu, lag = values["client_cpu_share"] or 0.0, values["client_lag_p99_ms"] or 0.0
-    gap = values["median_itl_ms"]
+    ttft = values["median_ttft_ms"] or 0.0
     if cpu > _MAX_CLIENT_CPU:
         yield f"this client used {cpu:.0%} of a core, which may affect the results"
-    if gap is not None and lag > 1 and lag > _MAX_CLIENT_LAG * gap:
-        yield f"this client was delayed by up to {lag:.1f} ms (p99), which may affect the results"
+    if lag > max(_MAX_CLIENT_LAG_MS, _MAX_CLIENT_LAG_SHARE * ttft):
+        yield (
+            f"this client was delayed by {lag:.0f} ms (99th percentile), which may affect the "
+            "results"
+        )
 
 
 def _describe_level(level: LoadLevel) -> dict[str, Any]:
@@ -277,7 +281,8 @@ def _make_level_json(report: LevelReport) -> dict[str, Any]:
     }
 
 
-def _format(value: float | None) -> str:
+def format_value(value: float | None) -> str:
+    """Formats a value with three digits or more."""
     if value is None:
         return "-"
     if isinstance(value, int):

@@ -13,7 +13,6 @@ import secrets
 import sys
 from collections.abc import Mapping
 from itertools import product
-from typing import Any
 
 from app.bench.benchmark import BenchConfig, Benchmark, BenchTarget
 from app.bench.dataset import (
@@ -27,7 +26,7 @@ from app.bench.dataset import (
 from app.bench.http_client import ServerAddress
 from app.bench.load import LoadLevel
 from app.bench.metrics import LoadRecord, MetricOptions, compute_metrics
-from app.bench.report import BenchReport
+from app.bench.report import BenchReport, format_value
 from app.commands.server_address import KEY_VARIABLE, get_api_key, get_server_url
 from app.config.precedence import resolve_config
 from app.core.errors import AppError, ErrorKind
@@ -199,11 +198,11 @@ def _make_levels(arguments: argparse.Namespace, dataset: Dataset) -> tuple[LoadL
 
 
 def _print_progress(target: BenchTarget, level: LoadLevel, load: LoadRecord) -> None:
-    values: Mapping[str, Any] = compute_metrics(load, MetricOptions())
+    values = compute_metrics(load, MetricOptions())
     if values["completed"]:
         figures = (
-            f"{values['output_throughput']:.3g} output tokens/s, "
-            f"TTFT {values['median_ttft_ms']:.3g} ms"
+            f"{format_value(values['output_throughput'])} output tokens/s, "
+            f"TTFT {format_value(values['median_ttft_ms'])} ms"
         )
     else:
         figures = "no request was completed"
