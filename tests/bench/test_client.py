@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -60,11 +61,7 @@ EVENTS = b"data: a\n\ndata:b\ndata: c\r\n\r\n: comment 1/2\n\nevent: x\ndata: [D
 def test_events_do_not_depend_on_the_pieces_in_which_they_arrive(cuts: list[int]) -> None:
     parser = EventStreamParser()
     places = [0, *sorted(cuts), len(EVENTS)]
-    events = [
-        data
-        for start, end in zip(places, places[1:], strict=False)
-        for data in parser.feed(EVENTS[start:end])
-    ]
+    events = [data for start, end in pairwise(places) for data in parser.feed(EVENTS[start:end])]
     assert events == [b"a", b"b\nc", b"[DONE]"]
     assert parser.comments == [b": comment 1/2"]
 
