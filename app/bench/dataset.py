@@ -178,10 +178,13 @@ Dataset = RandomDataset | FixedDataset | TraceDataset
 
 
 def read_trace(file: Path) -> tuple[TraceRow, ...]:
-    """Raises AppError(INVALID) that names the line. An unreadable file raises OSError."""
+    """Raises AppError(INVALID) that names the line, and for a file that cannot be read."""
     try:
         lines = file.read_text("utf-8").splitlines()
         rows = tuple(_parse_rows(file, lines))
+    except OSError as error:
+        message = f"{file} cannot be read: {error.strerror}"
+        raise AppError(ErrorKind.INVALID, message) from error
     except UnicodeDecodeError as error:
         raise AppError(ErrorKind.INVALID, f"{file} is not a UTF-8 text: {error}") from error
     if not rows:

@@ -13,6 +13,7 @@ import secrets
 import sys
 from collections.abc import Mapping
 from itertools import product
+from pathlib import Path
 
 from app.bench.benchmark import BenchConfig, Benchmark, BenchTarget
 from app.bench.dataset import (
@@ -42,6 +43,9 @@ def bench(arguments: argparse.Namespace) -> int:
     arguments: of `add_bench_arguments`. Raises AppError for arguments that exclude each other and
     for a server that cannot be measured, and KeyboardInterrupt if nothing was measured.
     """
+    plot: Path | None = arguments.plot
+    if plot is not None and not plot.parent.is_dir():
+        raise AppError(ErrorKind.INVALID, f"--plot: the folder {plot.parent} does not exist")
     servers = _find_servers(arguments, os.environ)
     config = _make_config(arguments)
     options = MetricOptions(
@@ -63,11 +67,11 @@ def bench(arguments: argparse.Namespace) -> int:
         interrupted=interrupted,
     )
     if arguments.json:
-        print(json.dumps(report.make_json(), indent=2))
+        print(json.dumps(report.make_json(), indent=2), flush=True)
     else:
-        print(report.render_table(), end="")
-    if arguments.plot is not None:
-        arguments.plot.write_text(report.draw_chart(), "utf-8")
+        print(report.render_table(), end="", flush=True)
+    if plot is not None:
+        plot.write_text(report.draw_chart(), "utf-8")
     if interrupted:
         return 130
     return 0 if report.completed else 1
