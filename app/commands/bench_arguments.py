@@ -25,7 +25,8 @@ def add_bench_arguments(command: argparse.ArgumentParser) -> None:
     """Adds all arguments. An argument without a default is None if it is not given."""
     _add_server_arguments(command.add_argument_group("server").add_argument)
     _add_load_arguments(command.add_argument_group("load").add_argument)
-    _add_prompt_arguments(command.add_argument_group("prompts and responses").add_argument)
+    _add_prompt_arguments(command.add_argument_group("prompts").add_argument)
+    _add_request_arguments(command.add_argument_group("requests").add_argument)
     _add_report_arguments(command.add_argument_group("report").add_argument)
 
 
@@ -155,6 +156,9 @@ def _add_prompt_arguments(add: _AddArgument) -> None:
         metavar="F",
         help="multiply input_length and output_length of the trace (default: 1)",
     )
+
+
+def _add_request_arguments(add: _AddArgument) -> None:
     add(
         "--output-len",
         type=_parse_positive_integer,

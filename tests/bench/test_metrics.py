@@ -21,7 +21,7 @@ from app.bench.metrics import (
 )
 
 
-def completed(
+def complete(
     *arrivals: float,
     sent: float = 0.0,
     tokens: int | None = None,
@@ -41,7 +41,7 @@ def completed(
     )
 
 
-def failed(kind: str, message: str = "m") -> RequestRecord:
+def fail(kind: str, message: str = "m") -> RequestRecord:
     return RequestRecord(sent=0.0, latency=9.0, error=RequestError(kind=kind, message=message))
 
 
@@ -59,8 +59,8 @@ def test_percentiles_are_those_of_numpy(values: list[float], percent: float) -> 
 
 def test_all_definitions_for_two_requests() -> None:
     values = measure(
-        completed(0.1, 0.2, 0.4, latency=0.5, cached=4),
-        completed(0.3, 0.5, sent=1.0, tokens=5, cached=0),
+        complete(0.1, 0.2, 0.4, latency=0.5, cached=4),
+        complete(0.3, 0.5, sent=1.0, tokens=5, cached=0),
     )
     assert values["completed"] == 2
     assert values["total_input_tokens"] == 20
@@ -82,21 +82,21 @@ def test_all_definitions_for_two_requests() -> None:
 
 
 def test_a_single_token_has_no_tpot_and_no_itl() -> None:
-    values = measure(completed(0.1))
+    values = measure(complete(0.1))
     assert values["mean_ttft_ms"] == pytest.approx(100)
     assert values["mean_tpot_ms"] is None
     assert values["p99_itl_ms"] is None
-    assert measure(completed(0.1), completed(0.1, 0.3))["mean_tpot_ms"] == pytest.approx(200)
+    assert measure(complete(0.1), complete(0.1, 0.3))["mean_tpot_ms"] == pytest.approx(200)
 
 
 def test_failed_requests_count_only_as_failed() -> None:
-    values = measure(completed(0.1, 0.2), failed("timeout"), failed("http_429"))
+    values = measure(complete(0.1, 0.2), fail("timeout"), fail("http_429"))
     assert (values["completed"], values["failed"]) == (1, 2)
     assert values["request_throughput"] == 0.5
     assert values["mean_e2el_ms"] == pytest.approx(200)
 
 
-@pytest.mark.parametrize("requests", [(), (failed("timeout"),)])
+@pytest.mark.parametrize("requests", [(), (fail("timeout"),)])
 def test_without_a_completed_request_nothing_is_measured(
     requests: tuple[RequestRecord, ...],
 ) -> None:
@@ -107,14 +107,14 @@ def test_without_a_completed_request_nothing_is_measured(
 
 
 def test_a_server_without_token_counts_of_prompts_has_no_input_tokens() -> None:
-    values = measure(completed(0.1, 0.2, prompt=None))
+    values = measure(complete(0.1, 0.2, prompt=None))
     assert values["total_input_tokens"] is values["total_cached_tokens"] is None
     assert values["total_token_throughput"] == values["output_throughput"] == 1.0
 
 
 def test_goodput_counts_requests_that_meet_all_objectives() -> None:
-    fast, slow_start = completed(0.1, 0.12), completed(0.5, 0.52)
-    slow_decode = completed(0.1, 0.9)
+    fast, slow_start = complete(0.1, 0.12), complete(0.5, 0.52)
+    slow_decode = complete(0.1, 0.9)
     values = measure(
         fast, slow_start, slow_decode, options=MetricOptions(goodput={"ttft": 0.2, "tpot": 0.05})
     )
@@ -123,19 +123,19 @@ def test_goodput_counts_requests_that_meet_all_objectives() -> None:
 
 
 def test_an_objective_includes_its_limit_and_one_token_meets_any_tpot() -> None:
-    assert is_good(completed(0.2), {"ttft": 0.2, "tpot": 0.001, "e2el": 0.2})
-    assert not is_good(completed(0.2), {"e2el": 0.19})
+    assert is_good(complete(0.2), {"ttft": 0.2, "tpot": 0.001, "e2el": 0.2})
+    assert not is_good(complete(0.2), {"e2el": 0.19})
 
 
 def test_the_peak_concurrency_does_not_count_requests_that_only_touch() -> None:
-    touching = (completed(1.0), completed(1.0, sent=1.0))
+    touching = (complete(1.0), complete(1.0, sent=1.0))
     assert measure(*touching)["max_concurrent_requests"] == 1
-    assert measure(*touching, completed(1.0, sent=0.5))["max_concurrent_requests"] == 2
+    assert measure(*touching, complete(1.0, sent=0.5))["max_concurrent_requests"] == 2
     assert measure()["max_concurrent_requests"] == 0
 
 
 def test_a_response_that_the_model_ended_is_early() -> None:
-    values = measure(completed(0.1, finish="stop"), completed(0.1, finish="length"))
+    values = measure(complete(0.1, finish="stop"), complete(0.1, finish="length"))
     assert values["ended_early"] == 1
 
 
@@ -148,14 +148,14 @@ def test_the_client_measures_itself() -> None:
 
 
 def test_percentiles_are_named_by_their_number() -> None:
-    values = measure(completed(0.1), options=MetricOptions(percentiles=(99.9,)))
+    values = measure(complete(0.1), options=MetricOptions(percentiles=(99.9,)))
     assert "p99.9_ttft_ms" in values
     assert "p99_ttft_ms" not in values
 
 
 def test_errors_are_counted_by_kind_with_their_first_message() -> None:
-    requests = [failed("timeout", "a"), failed("http_429", "b"), failed("http_429", "c")]
-    assert count_errors([*requests, completed(0.1)]) == {
+    requests = [fail("timeout", "a"), fail("http_429", "b"), fail("http_429", "c")]
+    assert count_errors([*requests, complete(0.1)]) == {
         "http_429": (2, "b"),
         "timeout": (1, "a"),
     }
@@ -183,5 +183,5 @@ def test_a_ratio_uses_the_rounds_that_both_servers_completed() -> None:
 
 
 def test_the_standard_deviation_is_that_of_the_population() -> None:
-    values = measure(completed(0.1), completed(0.2), completed(0.6))
+    values = measure(complete(0.1), complete(0.2), complete(0.6))
     assert values["std_ttft_ms"] == pytest.approx(1000 * statistics.pstdev([0.1, 0.2, 0.6]))

@@ -104,7 +104,7 @@ SCHEMA = make_object(
 )
 
 
-def completed(*arrivals: float) -> RequestRecord:
+def complete(*arrivals: float) -> RequestRecord:
     return RequestRecord(
         sent=0.0,
         arrivals=arrivals,
@@ -115,7 +115,7 @@ def completed(*arrivals: float) -> RequestRecord:
     )
 
 
-def failed(kind: str) -> RequestRecord:
+def fail(kind: str) -> RequestRecord:
     return RequestRecord(
         sent=0.0, latency=1.0, error=RequestError(kind=kind, message=f"why {kind}")
     )
@@ -147,7 +147,7 @@ def make_report(
     )
 
 
-FAST, SLOW = completed(0.1, 0.11, 0.12), completed(0.2, 0.22, 0.24)
+FAST, SLOW = complete(0.1, 0.11, 0.12), complete(0.2, 0.22, 0.24)
 SINGLE = [make_result("a", {ONE: [load(FAST)], FOUR: [load(FAST, SLOW, duration=0.5)]})]
 PAIR = [
     make_result("a", {ONE: [load(FAST), load(FAST)]}),
@@ -193,7 +193,7 @@ def test_the_table_of_two_servers_has_ratios() -> None:
 
 
 def test_failures_are_listed_by_kind() -> None:
-    result = make_result("a", {ONE: [load(FAST, failed("timeout"), failed("http_429"))]})
+    result = make_result("a", {ONE: [load(FAST, fail("timeout"), fail("http_429"))]})
     table = make_report([result]).render_table()
     assert find_row(table, "failed requests") == ["2"]
     assert "model-a, concurrency 1: 1 request failed: timeout: why timeout\n" in table
@@ -201,7 +201,7 @@ def test_failures_are_listed_by_kind() -> None:
 
 
 def test_a_report_without_a_completed_request_has_dashes() -> None:
-    report = make_report([make_result("a", {ONE: [load(failed("timeout"))]})])
+    report = make_report([make_result("a", {ONE: [load(fail("timeout"))]})])
     assert report.completed == 0
     assert find_row(report.render_table(), "TTFT mean, ms") == ["-"]
     assert json.loads(json.dumps(report.make_json()))["servers"][0]["levels"][0]["failed"] == 1
