@@ -19,7 +19,7 @@ from app.bench.dataset import (
     TraceDataset,
     make_words,
 )
-from app.bench.http_client import HttpExchange, RequestFailure, ServerAddress
+from app.bench.http_client import ConnectionPool, HttpExchange, RequestFailure, ServerAddress
 from app.bench.load import LoadGenerator, LoadLevel, ScheduledSession
 from app.bench.metrics import LoadRecord
 from app.core.errors import AppError, ErrorKind
@@ -31,6 +31,9 @@ COMPLETIONS_PATH = "/v1/completions"
 _CALIBRATION_WORDS = (40, 160)
 
 _WARMUP_TOKENS = 8
+
+# connections that remain open between requests, as in other clients
+_MAX_IDLE = 1000
 
 # by default, a level has this many requests per concurrent one, and at least the second number
 _REQUESTS_PER_SLOT = 4
@@ -77,13 +80,17 @@ class BenchConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchTarget:
-    """A server. model: its name in requests. ignore_eos: whether requests have this field. length:
-    the token counts of random words."""
+    """A server. pool: its connections. model: its name in requests. ignore_eos: whether requests
+    have this field. length: the token counts of random words."""
 
-    address: ServerAddress
+    pool: ConnectionPool
     model: str
     ignore_eos: bool = False
     length: PromptLength = field(default_factory=PromptLength)
+
+    @property
+    def address(self) -> ServerAddress:
+        return self.pool.address
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,8 +124,17 @@ class Benchmark:
 
         Raises AppError for a server that cannot be measured.
         """
+        pools = [ConnectionPool(address, _MAX_IDLE) for address, _ in self._servers]
+        try:
+            await self._run(pools)
+        finally:
+            for pool in pools:
+                pool.close()
+
+    async def _run(self, pools: Sequence[ConnectionPool]) -> None:
         targets = [
-            await probe_server(address, model, self._config) for address, model in self._servers
+            await probe_server(pool, model, self._config)
+            for pool, (_, model) in zip(pools, self._servers, strict=True)
         ]
         # both servers get the same prompts
         targets = [replace(target, length=targets[0].length) for target in targets]
@@ -150,7 +166,7 @@ class Benchmark:
         level = LoadLevel(max_concurrency=level.max_concurrency)
         sessions = list(make_sessions(target, config, level, "warm-up"))
         load = LoadGenerator(
-            target.address, config.path, sessions, level, time_limit=config.time_limit
+            target.pool, config.path, sessions, level, time_limit=config.time_limit
         )
         await load.run()
         errors = [record.error for record in load.records if record.error is not None]
@@ -162,7 +178,7 @@ class Benchmark:
         target, config = result.target, self._config
         sessions = list(make_sessions(target, config, level, label))
         load = LoadGenerator(
-            target.address,
+            target.pool,
             config.path,
             sessions,
             level,
@@ -212,16 +228,14 @@ def make_body(target: BenchTarget, config: BenchConfig, prompt: BenchPrompt) -> 
     return {**make_stream_body(body), **config.extra_body}
 
 
-async def probe_server(
-    address: ServerAddress, model: str | None, config: BenchConfig
-) -> BenchTarget:
+async def probe_server(pool: ConnectionPool, model: str | None, config: BenchConfig) -> BenchTarget:
     """Finds the model, whether the server accepts `ignore_eos`, and the length of random words.
 
     Raises AppError for a server that rejects requests.
     """
     if model is None:
-        model = await _find_model(address)
-    target = BenchTarget(address=address, model=model, ignore_eos=config.ignore_eos is not False)
+        model = await _find_model(pool)
+    target = BenchTarget(pool=pool, model=model, ignore_eos=config.ignore_eos is not False)
     counts: list[float | None] = []
     for words in _CALIBRATION_WORDS:
         text = make_words(f"{config.seed}/calibration/{words}", words)
@@ -230,12 +244,12 @@ async def probe_server(
         except RequestFailure as failure:
             rejected = failure.kind.startswith("http_4") and config.ignore_eos is None
             if not (rejected and target.ignore_eos):
-                raise _describe_failure(address, failure) from failure
+                raise _describe_failure(pool.address, failure) from failure
             target = replace(target, ignore_eos=False)
             try:
                 usage = await _complete(target, config, text)
             except RequestFailure as other:
-                raise _describe_failure(address, other) from other
+                raise _describe_failure(pool.address, other) from other
         counts.append(usage.get("prompt_tokens"))
     few, many = counts
     if few is None or many is None or many <= few:
@@ -249,25 +263,25 @@ async def _complete(target: BenchTarget, config: BenchConfig, text: str) -> Mapp
     """Returns the usage of a short completion without a stream."""
     body = make_body(target, config, BenchPrompt(text=text, output_tokens=1))
     del body["stream"], body["stream_options"]
-    reply = await _fetch(target.address, "POST", config.path, json.dumps(body).encode())
+    reply = await _fetch(target.pool, "POST", config.path, json.dumps(body).encode())
     return reply.get("usage") or {}
 
 
-async def _find_model(address: ServerAddress) -> str:
+async def _find_model(pool: ConnectionPool) -> str:
     try:
-        models: Any = await _fetch(address, "GET", "/v1/models")
+        models: Any = await _fetch(pool, "GET", "/v1/models")
     except RequestFailure as failure:
-        raise _describe_failure(address, failure) from failure
+        raise _describe_failure(pool.address, failure) from failure
     for model in models.get("data") or ():
         return str(model["id"])
-    message = f"{address.url} lists no model: name one with --model"
+    message = f"{pool.address.url} lists no model: name one with --model"
     raise AppError(ErrorKind.MODEL_NOT_FOUND, message)
 
 
 async def _fetch(
-    address: ServerAddress, method: str, path: str, body: bytes | None = None
+    pool: ConnectionPool, method: str, path: str, body: bytes | None = None
 ) -> Mapping[str, Any]:
-    exchange = HttpExchange(address, path, body, method)
+    exchange = HttpExchange(pool, path, body, method)
     reply = await exchange.read_body()
     if exchange.status != 200:
         raise parse_error_body(exchange.status, reply)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
 
-from app.bench.http_client import HttpExchange, RequestFailure, ServerAddress
+from app.bench.http_client import ConnectionPool, HttpExchange, RequestFailure
 
 # the part of an error message that a report shows
 _MAX_MESSAGE_CHARS = 300
@@ -40,7 +40,6 @@ class RequestRecord:
     """
 
     sent: float
-    connect_seconds: float = 0.0
     arrivals: tuple[float, ...] = ()
     latency: float
     output_tokens: int = 0
@@ -120,9 +119,7 @@ class StreamRecorder:
             self.comments += ((now, comment) for comment in self._parser.comments)
             self._parser.comments.clear()
 
-    def make_record(
-        self, sent: float, *, connect_seconds: float = 0.0, max_tokens: int | None = None
-    ) -> RequestRecord:
+    def make_record(self, sent: float, max_tokens: int | None = None) -> RequestRecord:
         """Returns the record of a stream that has ended. sent: the time of the request. max_tokens:
         of the request, for a server that sends no usage. Raises RequestFailure for an incomplete
         stream."""
@@ -139,7 +136,6 @@ class StreamRecorder:
         details: Mapping[str, Any] = self._usage.get("prompt_tokens_details") or {}
         return RequestRecord(
             sent=sent,
-            connect_seconds=connect_seconds,
             arrivals=tuple(arrival - sent for arrival in self.arrivals),
             latency=self._last_choice - sent,
             output_tokens=int(tokens),
@@ -189,14 +185,14 @@ class StreamedRequest:
 
     def __init__(
         self,
-        address: ServerAddress,
+        pool: ConnectionPool,
         path: str,
         body: Mapping[str, Any],
         on_read: Callable[[], None] | None = None,
     ) -> None:
         self._max_tokens: int | None = body.get("max_tokens")
         self._on_read = on_read
-        self.exchange = HttpExchange(address, path, json.dumps(body).encode())
+        self.exchange = HttpExchange(pool, path, json.dumps(body).encode())
         self.recorder = StreamRecorder()
 
     async def run(self, time_limit: float | None = None) -> RequestRecord:
@@ -206,11 +202,7 @@ class StreamedRequest:
         try:
             async with asyncio.timeout(time_limit):
                 await self._receive()
-            return self.recorder.make_record(
-                self.exchange.sent,
-                connect_seconds=self.exchange.connect_seconds,
-                max_tokens=self._max_tokens,
-            )
+            return self.recorder.make_record(self.exchange.sent, self._max_tokens)
         except TimeoutError:
             failure = RequestFailure("timeout", f"no complete response within {time_limit:g} s")
         except RequestFailure as error:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.bench.client import RequestRecord, StreamedRequest
-from app.bench.http_client import ServerAddress
+from app.bench.http_client import ConnectionPool
 from app.bench.metrics import LoadRecord
 
 # seconds between two measurements of the delay of the event loop
@@ -77,7 +77,7 @@ class LoadGenerator:
 
     def __init__(
         self,
-        address: ServerAddress,
+        pool: ConnectionPool,
         path: str,
         sessions: Sequence[ScheduledSession],
         level: LoadLevel,
@@ -85,8 +85,6 @@ class LoadGenerator:
         seed: str = "",
         time_limit: float | None = None,
     ) -> None:
-        self._address = address
-        self._path = path
         self._time_limit = time_limit
         limit = level.max_concurrency
         self._slots = None if limit is None else asyncio.Semaphore(limit)
@@ -96,7 +94,7 @@ class LoadGenerator:
         self._sessions = [
             (
                 session.arrival if replays and session.arrival is not None else arrival,
-                [StreamedRequest(address, path, body) for body in session.bodies],
+                [StreamedRequest(pool, path, body) for body in session.bodies],
             )
             for session, arrival in zip(sessions, drawn, strict=True)
         ]

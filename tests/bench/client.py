@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from app.bench.client import RequestRecord, StreamedRequest, make_stream_body
-from app.bench.http_client import ServerAddress
+from app.bench.http_client import ConnectionPool, ServerAddress
 
 TIMEOUT = 1200.0
 
@@ -16,8 +16,8 @@ TIMEOUT = 1200.0
 def stream_completion(url: str, model: str, prompt: str, max_tokens: int) -> RequestRecord:
     """Run one greedy, streamed completion."""
     body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-    address = ServerAddress.parse(url)
-    request = StreamedRequest(address, "/v1/completions", make_stream_body(body))
+    pool = ConnectionPool(ServerAddress.parse(url))
+    request = StreamedRequest(pool, "/v1/completions", make_stream_body(body))
     record = asyncio.run(request.run(TIMEOUT))
     assert record.error is None, record.error
     assert record.output_tokens == max_tokens

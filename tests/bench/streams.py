@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from app.bench.client import StreamedRequest, make_stream_body
-from app.bench.http_client import ServerAddress
+from app.bench.http_client import ConnectionPool, ServerAddress
 
 Body = Mapping[str, Any]
 
@@ -19,9 +19,9 @@ class Stream:
         self._body = body
         self._changed = asyncio.Event()
         self._ended = False
-        address = ServerAddress.parse(f"http://127.0.0.1:{port}")
+        pool = ConnectionPool(ServerAddress.parse(f"http://127.0.0.1:{port}"))
         self._request = StreamedRequest(
-            address, "/v1/completions", make_stream_body(body), self._changed.set
+            pool, "/v1/completions", make_stream_body(body), self._changed.set
         )
 
     async def run(self) -> "Stream":

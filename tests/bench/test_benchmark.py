@@ -13,6 +13,7 @@ from app.bench.http_client import ServerAddress
 from app.bench.load import LoadLevel
 from app.core.errors import AppError
 from tests.bench.scripted_server import Script, ScriptedExchange, ScriptedServer, answer
+from tests.bench.test_client import make_pool
 from tests.bench.test_dataset import MESSAGES, write_trace
 
 ONE = (LoadLevel(max_concurrency=1),)
@@ -30,7 +31,7 @@ def run(
 
 def probe(script: Script, config: BenchConfig, model: str | None = None) -> BenchTarget:
     with ScriptedServer(script).run() as server:
-        return asyncio.run(probe_server(ServerAddress.parse(server.url), model, config))
+        return asyncio.run(probe_server(make_pool(server.url), model, config))
 
 
 @contextlib.contextmanager
@@ -97,9 +98,9 @@ def test_a_missing_server_and_a_server_without_models_are_errors() -> None:
     with pytest.raises(AppError, match="lists no model: name one with --model"):
         probe(lambda exchange: exchange.send_json({"data": []}), BenchConfig())
     with ScriptedServer(answer).run() as server:
-        address = ServerAddress.parse(server.url)
+        pool = make_pool(server.url)
     with pytest.raises(AppError, match="start one with `mlxrunner serve`"):
-        asyncio.run(probe_server(address, None, BenchConfig()))
+        asyncio.run(probe_server(pool, None, BenchConfig()))
 
 
 def test_each_level_has_its_requests_after_the_warm_up() -> None:

@@ -17,7 +17,7 @@ from app.bench.client import (
     StreamRecorder,
     make_stream_body,
 )
-from app.bench.http_client import RequestFailure, ServerAddress
+from app.bench.http_client import ConnectionPool, RequestFailure, ServerAddress
 from tests.bench.scripted_server import (
     DONE,
     Script,
@@ -41,6 +41,10 @@ def record(
     return recorder.make_record(sent, max_tokens=max_tokens)
 
 
+def make_pool(url: str, api_key: str | None = None) -> ConnectionPool:
+    return ConnectionPool(ServerAddress.parse(url, api_key))
+
+
 def find_failure(pieces: Sequence[tuple[float, bytes]]) -> RequestFailure:
     with pytest.raises(RequestFailure) as raised:
         record(pieces)
@@ -50,7 +54,7 @@ def find_failure(pieces: Sequence[tuple[float, bytes]]) -> RequestFailure:
 def send(script: Script, *, max_tokens: int = 3, time_limit: float | None = 30.0) -> RequestRecord:
     body = make_stream_body({"model": "m", "prompt": "p", "max_tokens": max_tokens})
     with ScriptedServer(script).run() as server:
-        request = StreamedRequest(ServerAddress.parse(server.url), PATH, body)
+        request = StreamedRequest(make_pool(server.url), PATH, body)
         return asyncio.run(request.run(time_limit))
 
 
@@ -171,8 +175,8 @@ def test_the_api_key_is_sent_but_not_shown() -> None:
         exchange.send_json({}, status=500)
 
     with ScriptedServer(script).run() as server:
-        address = ServerAddress.parse(server.url, "a-secret")
-        asyncio.run(StreamedRequest(address, PATH, make_stream_body({})).run())
+        pool = make_pool(server.url, "a-secret")
+        asyncio.run(StreamedRequest(pool, PATH, make_stream_body({})).run())
     assert keys == ["Bearer a-secret"]
 
 
@@ -212,8 +216,8 @@ def test_a_server_of_another_protocol_is_a_failure() -> None:
 
 def test_a_missing_server_is_a_failure() -> None:
     with ScriptedServer(lambda exchange: None).run() as server:
-        address = ServerAddress.parse(server.url)
-    measured = asyncio.run(StreamedRequest(address, PATH, make_stream_body({})).run())
+        pool = make_pool(server.url)
+    measured = asyncio.run(StreamedRequest(pool, PATH, make_stream_body({})).run())
     assert measured.error is not None
     assert measured.error.kind == "connection_failed"
 

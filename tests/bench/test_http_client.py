@@ -1,4 +1,4 @@
-"""Addresses of servers, and TLS."""
+"""Addresses of servers, TLS, and connections."""
 
 import asyncio
 import ssl
@@ -7,7 +7,12 @@ import pytest
 import trustme
 
 from app.bench.client import StreamedRequest, make_stream_body
-from app.bench.http_client import ServerAddress
+from app.bench.http_client import (
+    ConnectionPool,
+    HttpExchange,
+    RequestFailure,
+    ServerAddress,
+)
 from app.core.errors import AppError
 
 
@@ -59,8 +64,64 @@ def test_a_certificate_is_verified_unless_insecure(insecure: bool, kind: str) ->
         port = server.sockets[0].getsockname()[1]
         address = ServerAddress.parse(f"https://localhost:{port}", insecure=insecure)
         async with server:
-            measured = await StreamedRequest(address, "/v1/x", make_stream_body({})).run(30)
+            measured = await StreamedRequest(
+                ConnectionPool(address), "/v1/x", make_stream_body({})
+            ).run(30)
         assert measured.error is not None
         return measured.error.kind
 
     assert asyncio.run(send()) == kind
+
+
+class KeepAliveServer:
+    """A server that keeps connections open. connections: their number. close_after: responses on a
+    connection, after which it is closed without notice."""
+
+    def __init__(self, close_after: int) -> None:
+        self._close_after = close_after
+        self.connections = 0
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            for _ in range(self._close_after):
+                await reader.readuntil(b"\r\n\r\n")
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+            # one more request, which is not answered
+            await reader.readuntil(b"\r\n\r\n")
+        except asyncio.IncompleteReadError:
+            pass
+        finally:
+            writer.transport.abort()
+
+
+async def fetch(script: KeepAliveServer, count: int, max_idle: int) -> list[bytes]:
+    server = await asyncio.start_server(script.handle, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    pool = ConnectionPool(ServerAddress.parse(f"http://127.0.0.1:{port}"), max_idle)
+    try:
+        return [await HttpExchange(pool, "/x", method="GET").read_body() for _ in range(count)]
+    finally:
+        pool.close()
+        server.close()
+
+
+@pytest.mark.parametrize(("max_idle", "connections"), [(1, 1), (0, 5)])
+def test_connections_are_reused(max_idle: int, connections: int) -> None:
+    script = KeepAliveServer(close_after=9)
+    assert asyncio.run(fetch(script, 5, max_idle)) == [b"ok"] * 5
+    assert script.connections == connections
+
+
+def test_a_connection_that_the_server_closes_while_idle_is_replaced() -> None:
+    script = KeepAliveServer(close_after=2)
+    assert asyncio.run(fetch(script, 5, 1)) == [b"ok"] * 5
+    assert script.connections == 3
+
+
+def test_a_new_connection_that_the_server_closes_is_a_failure() -> None:
+    script = KeepAliveServer(close_after=0)
+    with pytest.raises(RequestFailure) as raised:
+        asyncio.run(fetch(script, 1, 1))
+    assert raised.value.kind == "disconnected"
+    assert script.connections == 1

@@ -10,7 +10,6 @@ from itertools import pairwise
 import pytest
 
 from app.bench.client import make_stream_body
-from app.bench.http_client import ServerAddress
 from app.bench.load import LoadGenerator, LoadLevel, ScheduledSession, draw_arrivals
 from tests.bench.scripted_server import (
     DONE,
@@ -20,6 +19,7 @@ from tests.bench.scripted_server import (
     text_event,
     usage_event,
 )
+from tests.bench.test_client import make_pool
 
 PATH = "/v1/completions"
 ALL_AT_ONCE = LoadLevel()
@@ -103,7 +103,7 @@ def test_the_concurrency_is_limited_and_used(limit: int | None, expected: int) -
     async def run(url: str) -> LoadGenerator:
         sessions = [session(f"p{i}") for i in range(7)]
         level = LoadLevel(max_concurrency=limit)
-        load = LoadGenerator(ServerAddress.parse(url), PATH, sessions, level)
+        load = LoadGenerator(make_pool(url), PATH, sessions, level)
         running = asyncio.create_task(load.run())
         await asyncio.to_thread(script.wait_until_started, expected)
         script.release(7)
@@ -123,7 +123,7 @@ def test_the_turns_of_a_session_run_one_after_the_other() -> None:
     script.release(5)
     with ScriptedServer(script).run() as server:
         sessions = [session("a", "b", "c", "d", "e")]
-        load = LoadGenerator(ServerAddress.parse(server.url), PATH, sessions, ALL_AT_ONCE)
+        load = LoadGenerator(make_pool(server.url), PATH, sessions, ALL_AT_ONCE)
         asyncio.run(load.run())
         assert server.list_prompts() == ["a", "b", "c", "d", "e"]
     assert script.peak == 1
@@ -135,13 +135,12 @@ def test_recorded_times_are_kept_unless_there_is_a_rate() -> None:
     sessions = [session("late", arrival=0.2), session("early", arrival=0.0)]
     fixed = LoadLevel(request_rate=1000.0, max_concurrency=1, burstiness=math.inf)
     with ScriptedServer(script).run() as server:
-        address = ServerAddress.parse(server.url)
-        replay = LoadGenerator(address, PATH, sessions, ALL_AT_ONCE)
+        replay = LoadGenerator(make_pool(server.url), PATH, sessions, ALL_AT_ONCE)
         asyncio.run(replay.run())
         assert server.list_prompts() == ["early", "late"]
         early, late = replay.make_load_record().requests
         assert late.sent - early.sent >= 0.15
-        asyncio.run(LoadGenerator(address, PATH, sessions, fixed).run())
+        asyncio.run(LoadGenerator(make_pool(server.url), PATH, sessions, fixed).run())
         assert server.list_prompts()[2:] == ["late", "early"]
 
 
@@ -151,7 +150,7 @@ def test_a_cancelled_load_keeps_the_results_so_far() -> None:
     async def run(url: str) -> LoadGenerator:
         sessions = [session(f"p{i}") for i in range(6)]
         level = LoadLevel(max_concurrency=2)
-        load = LoadGenerator(ServerAddress.parse(url), PATH, sessions, level)
+        load = LoadGenerator(make_pool(url), PATH, sessions, level)
         running = asyncio.create_task(load.run())
         script.release(2)
         # two have ended, so that two others could start
@@ -172,7 +171,7 @@ def test_the_client_measures_its_own_cost() -> None:
     script = GatedScript()
 
     async def run(url: str) -> LoadGenerator:
-        load = LoadGenerator(ServerAddress.parse(url), PATH, [session("p")], ALL_AT_ONCE)
+        load = LoadGenerator(make_pool(url), PATH, [session("p")], ALL_AT_ONCE)
         running = asyncio.create_task(load.run())
         await asyncio.to_thread(script.wait_until_started, 1)
         await asyncio.sleep(0.1)

@@ -11,7 +11,7 @@ import pytest
 
 from app.bench.benchmark import BenchConfig, BenchTarget, TargetResult
 from app.bench.client import RequestError, RequestRecord
-from app.bench.http_client import ServerAddress
+from app.bench.http_client import ConnectionPool, ServerAddress
 from app.bench.load import LoadLevel
 from app.bench.metrics import LATENCIES, LoadRecord, MetricOptions
 from app.bench.report import BenchReport, format_value
@@ -127,7 +127,9 @@ def load(*requests: RequestRecord, duration: float = 1.0, **fields: Any) -> Load
 
 def make_result(name: str, loads: dict[LoadLevel, list[LoadRecord]]) -> TargetResult:
     address = ServerAddress.parse(f"http://{name}:8080", "a-secret-key")
-    return TargetResult(target=BenchTarget(address=address, model=f"model-{name}"), loads=loads)
+    return TargetResult(
+        target=BenchTarget(pool=ConnectionPool(address), model=f"model-{name}"), loads=loads
+    )
 
 
 def make_report(
