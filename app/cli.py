@@ -192,6 +192,21 @@ _COMMANDS = (
         other_names="unload eject kill",
     ),
     _Command(
+        name="bench",
+        group=_MACHINE,
+        summary="measure the latency and throughput of a server under load",
+        add_arguments=command_blocks.add_bench_arguments,
+        run=command_blocks.run_bench,
+        examples=(
+            ("mlxrunner bench --max-concurrency 1,4,16", "the running server"),
+            (
+                "mlxrunner bench --compare http://a:8080 http://b:8080",
+                "two servers",
+            ),
+        ),
+        other_names="benchmark perf load-test loadtest",
+    ),
+    _Command(
         name="doctor",
         group=_MACHINE,
         summary="check this machine's compute backend and show possible speedups",

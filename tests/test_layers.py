@@ -82,6 +82,8 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.serving.terminal_status": frozenset({"app.core"}),
     "app.serving.otel_tracing": frozenset({"app.core"}),
     "app.serving.tracing": frozenset({"app.core", "app.serving.otel_tracing"}),
+    # a client of any server
+    "app.bench": frozenset({"app.core"}),
     "app.commands": EVERYTHING,
     "app.server": EVERYTHING,
     "app.cli": EVERYTHING,
@@ -144,6 +146,8 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     # an optional dependency, imported only if tracing is enabled
     "app.serving.otel_tracing": frozenset({"opentelemetry"}),
     "app.serving.tracing": frozenset(),
+    "app.bench": frozenset(),
+    "app.bench.http_client": frozenset({"h11"}),
     "app.commands": frozenset(),
     "app.server": frozenset({"starlette", "uvicorn"}),
     "app.cli": frozenset(),

@@ -20,19 +20,17 @@ from typing import Self
 
 from app import store
 from app.commands.answer import show_loading
-from app.commands.client_programs import KEY_VARIABLE, Endpoint
+from app.commands.client_programs import Endpoint
 from app.commands.launched_server import start_server
 from app.commands.progress_line import ProgressLine
 from app.commands.running_server import (
     ServerAddress,
     check_plain_http,
-    get_api_key,
-    get_server_url,
-    is_local,
     probe_server,
     query_endpoint,
     select_endpoint,
 )
+from app.commands.server_address import KEY_VARIABLE, get_api_key, get_server_url, is_local
 from app.config.options import OPTIONS
 from app.config.precedence import ResolvedConfig
 from app.core.errors import AppError, ErrorKind

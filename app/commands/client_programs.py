@@ -16,11 +16,10 @@ from pathlib import Path
 from types import MappingProxyType
 from urllib.parse import urlsplit
 
+from app.commands.server_address import KEY_VARIABLE
+
 # the number of seconds that a program waits for a response
 CLIENT_TIMEOUT = 1800
-
-# the variable that holds the server's API key, for programs that can read their key from a variable
-KEY_VARIABLE = "MLXRUNNER_API_KEY"
 
 # most programs do not start without a key, even if the server requires none
 _PLACEHOLDER_KEY = "mlxrunner"

@@ -187,6 +187,18 @@ def run_stop(arguments: argparse.Namespace) -> int:
     return stop(arguments.model, _resolve_config(arguments).settings)
 
 
+def add_bench_arguments(parser: CommandLineParser) -> None:
+    from app.commands.bench_arguments import add_bench_arguments
+
+    add_bench_arguments(parser)
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    from app.commands.bench import bench
+
+    return bench(arguments)
+
+
 def add_doctor_arguments(parser: CommandLineParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import FrameType
 
 from app.commands.client_programs import (
-    KEY_VARIABLE,
     PROGRAMS,
     ClientProgram,
     Endpoint,
@@ -30,10 +29,9 @@ from app.commands.running_server import (
     ServerAddress,
     check_plain_http,
     find_endpoint,
-    get_api_key,
-    get_server_url,
     query_endpoint,
 )
+from app.commands.server_address import KEY_VARIABLE, get_api_key, get_server_url
 from app.config.precedence import ResolvedConfig
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings

@@ -9,17 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from app.commands.client_programs import KEY_VARIABLE, Endpoint
+from app.commands.client_programs import Endpoint
+from app.commands.server_address import KEY_VARIABLE, get_api_key, get_server_url
 from app.commands.server_client import get_json, read_error, send_json
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import ModelSettings, Settings
 from app.store.library_names import find_equivalent
 
 ServerPresence = Literal["absent", "foreign", "running"]
-
-# addresses that only programs on this machine reach, and those that mean every address
-_LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
-_EVERY_ADDRESS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # compared, not bound
 
 # a model in one of these states is in memory, or on its way there
 _LOADED_STATES = frozenset({"queued", "loading", "ready", "stalled", "failed", "unloading"})
@@ -64,24 +61,6 @@ def check_plain_http(settings: Settings, command: str) -> None:
     if settings.tls_cert is not None:
         message = f"{command} uses plain HTTP on this machine: remove --tls-cert and --tls-key"
         raise AppError(ErrorKind.INVALID, message, param="tls_cert")
-
-
-def get_server_url(settings: Settings) -> str:
-    """Returns the address at which programs on this machine reach the server."""
-    host = _EVERY_ADDRESS.get(settings.host, settings.host)
-    return f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
-
-
-def is_local(settings: Settings) -> bool:
-    """Returns whether the address in the settings is one of this machine."""
-    return settings.host in _LOOPBACK or settings.host in _EVERY_ADDRESS
-
-
-def get_api_key(environment: Mapping[str, str]) -> str | None:
-    """Returns the key of the environment: MLXRUNNER_API_KEY, else the first of
-    MLXRUNNER_API_KEYS."""
-    first, _, _ = environment.get("MLXRUNNER_API_KEYS", "").partition(",")
-    return environment.get(KEY_VARIABLE, "").strip() or first.partition("=")[2].strip() or None
 
 
 def probe_server(url: str) -> ServerPresence:

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import importlib.util
 import itertools
-import json
 import os
 import statistics
 import subprocess
@@ -37,17 +36,6 @@ BLAS = "BLAS"
 PRELOADABLE = "/usr/lib/*-linux-gnu/openblas*/libopenblas.so.0"
 
 
-class FixedLengthStream(Stream):
-    """A stream of a server that sends no usage, but a finish reason, which must be the length.
-    Pieces cannot be counted, because some tokens are half a character."""
-
-    @property
-    def usage(self) -> dict[str, int]:
-        last = json.loads(self._last[6:])
-        assert last["choices"][0]["finish_reason"] == "length", f"the stream ended with {last}"
-        return {"completion_tokens": self._body["max_tokens"]}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpServer:
     """model: its name in requests."""
@@ -55,7 +43,6 @@ class HttpServer:
     name: str
     port: int
     model: str
-    stream: type[Stream] = Stream
 
 
 @dataclass(slots=True)
@@ -157,7 +144,7 @@ async def _run_streams(server: HttpServer, clients: int, *, answer: int, seed: i
             "max_tokens": answer,
             "temperature": 0,
         }
-        streams.append(server.stream(server.port, body))
+        streams.append(Stream(server.port, body))
     await run_all(streams)
     return streams
 
@@ -195,9 +182,8 @@ def _run_llama_cpp(python: str, gguf: Path, threads: int) -> Iterator[HttpServer
     command += ["--n_ctx", "1024", "--interrupt_requests", "False", "--verbose", "False"]
     command += ["--n_threads", str(threads), "--n_threads_batch", str(threads)]
     with _run_command(command, {}, f"http://127.0.0.1:{port}/v1/models"):
-        yield HttpServer(
-            name="llama-cpp-python", port=port, model=str(gguf), stream=FixedLengthStream
-        )
+        # it sends no usage, but the finish reason is the length
+        yield HttpServer(name="llama-cpp-python", port=port, model=str(gguf))
 
 
 @contextlib.contextmanager

@@ -6,10 +6,9 @@ are readable on white and on dark ones.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
-COLOURS = ("#2f7d4f", "#d08a1d", "#4f7fc4", "#a05bb0", "#808080")
-INK = "#7a7f87"
+from app.bench.svg import COLOURS, draw_document, draw_text
+
 WIDTH, LABELS, FIGURES, BAR, GAP, HEAD = 720, 190, 110, 18, 16, 30
 
 
@@ -25,36 +24,25 @@ def draw_bars(title: str, panels: Sequence[Panel]) -> str:
     """Each panel has its own scale, in which the longest bar has the full width."""
     series = list(dict.fromkeys(name for panel in panels for name in panel.values))
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(series)}
-    elements = [_draw_text(0, 20, title, size=16, weight="bold")]
+    elements = [draw_text(0, 20, title, size=16, weight="bold")]
     top = 20 + GAP
     for panel in panels:
         elements += _draw_panel(panel, top, colours)
         top += HEAD + len(panel.values) * BAR + GAP
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}" width="{WIDTH}" '
-        f'height="{top}" role="img" font-family="system-ui, sans-serif" fill="{INK}">\n'
-        + "\n".join([f"<title>{escape(title)}</title>", *elements])
-        + "\n</svg>\n"
-    )
+    return draw_document(title, WIDTH, top, elements)
 
 
 def _draw_panel(panel: Panel, top: int, colours: Mapping[str, str]) -> list[str]:
-    elements = [_draw_text(0, top + 18, panel.title, size=13, weight="bold")]
+    elements = [draw_text(0, top + 18, panel.title, size=13, weight="bold")]
     room, most = WIDTH - LABELS - FIGURES, max(panel.values.values(), default=0.0) or 1.0
     for i, (name, value) in enumerate(panel.values.items()):
         y = top + HEAD + i * BAR
         # minimum length, so that small values are visible
         length = max(1.0, room * value / most)
-        elements.append(_draw_text(0, y + 13, name))
+        elements.append(draw_text(0, y + 13, name))
         elements.append(
             f'<rect x="{LABELS}" y="{y + 2}" width="{length:.1f}" height="{BAR - 4}" '
             f'fill="{colours[name]}"/>'
         )
-        elements.append(_draw_text(LABELS + length + 6, y + 13, f"{value:.3g}"))
+        elements.append(draw_text(LABELS + length + 6, y + 13, f"{value:.3g}"))
     return elements
-
-
-def _draw_text(x: float, y: float, text: str, *, size: int = 12, weight: str = "normal") -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y}" font-size="{size}" font-weight="{weight}">{escape(text)}</text>'
-    )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from app import store
+from app.bench.metrics import percentile
 from app.core.jobs import Job, Token
 from app.core.ports import Runner
 from app.core.sampling_params import SamplingParams
@@ -60,7 +61,7 @@ def _measure_runners(folder: Path) -> str:
     for kind, m in found.items():
         lines.append(
             f"| {kind} | {_format_ms(m.ttft)} | {1000 * statistics.median(m.token_latency):.2f} "
-            f"| {1000 * client.percentile(m.token_latency, 0.99):.2f} "
+            f"| {1000 * percentile(m.token_latency, 99):.2f} "
             f"| {client.format_spread(m.alone)} | {client.format_spread(m.together)} |"
         )
     return "\n".join(lines)

@@ -26,7 +26,7 @@ import httpx
 
 from tests import tiny
 from tests.bench import client
-from tests.bench.streams import encode_post_request
+from tests.bench.streams import Body
 from tests.chaos import processes
 from tests.server_process import ServerProcess, run_server
 
@@ -407,3 +407,13 @@ def _wait_until_idle(server: ServerProcess) -> dict[str, Any]:
         if status["Running"] == status["Waiting"] == 0 or time.monotonic() > deadline:
             return status
         time.sleep(0.05)
+
+
+def encode_post_request(path: str, body: Body) -> bytes:
+    """A request with `Connection: close`."""
+    data = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
+    return head.encode() + data

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from app import store
+from app.bench.metrics import percentile
 from app.core.jobs import Job, Token
 from app.core.sampling_params import SamplingParams
 from app.core.settings import Settings
@@ -42,7 +43,7 @@ async def _measure(folder: Path) -> str:
         lines.append(
             f"| {1000 * interval:g} | {client.format_spread(rates[interval])} "
             f"| {1000 * statistics.median(late[interval]):.2f} "
-            f"| {1000 * client.percentile(late[interval], 0.99):.2f} |"
+            f"| {1000 * percentile(late[interval], 99):.2f} |"
         )
     return "\n".join(lines)
 
