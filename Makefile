@@ -125,7 +125,7 @@ LOCKED = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-
 lock: $(DEV)  ## resolve pyproject.toml again into requirements/; ARGS=--upgrade for newer versions
 	$(LOCKED) pyproject.toml -o requirements/serve.txt
 	@mkdir -p build
-	$(BIN)/python deploy/wheel/cuda.py pyproject.toml > build/cuda.in
+	$(BIN)/python deploy/wheel/cuda_distribution.py pyproject.toml > build/cuda.in
 	$(LOCKED) build/cuda.in -c requirements/serve.txt -o requirements/cuda.txt
 	$(LOCKED) --group build -c requirements/serve.txt -o requirements/build.txt
 	$(LOCKED) --group dev -c requirements/serve.txt -c requirements/build.txt -o requirements/dev.txt
@@ -151,7 +151,7 @@ clean:  ## remove what the other targets made
 	find app models tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(SERVE): requirements/$(FLAVOR).txt
-	$(call with_python,deploy/install.py $(VENV) --only packages $(CUDA_FLAG))
+	$(call with_python,deploy/install.py $(VENV) --only packages --editable $(CUDA_FLAG))
 	@touch $@
 
 $(DEV): requirements/dev.txt $(SERVE) | $(SELF)

@@ -8,11 +8,11 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 from app.config import flags
 from app.config.precedence import ResolvedConfig, resolve_config
+from app.core.distributions import check_mlx_library, get_own_version
 from app.core.errors import AppError
 from app.core.settings import Settings
 
@@ -76,6 +76,7 @@ def _run_command(arguments: argparse.Namespace) -> int:
 
             return list_models(as_json=arguments.json)
         case "doctor":
+            check_mlx_library()
             from app.commands.doctor import diagnose
 
             return diagnose(as_json=arguments.json)
@@ -101,6 +102,7 @@ def _serve(settings: Settings) -> int:
     from app.serving.logs import configure_logging, flush_logs
 
     configure_logging(settings)
+    check_mlx_library()  # importing the server imports MLX
     from app.server import serve
 
     try:
@@ -113,7 +115,7 @@ def _build_parser() -> flags.CommandLineParser:
     parser = flags.CommandLineParser(
         prog="mlxrunner", description="Serve language models from your own machine on Apple's MLX."
     )
-    parser.add_argument("--version", action="version", version=version("mlxrunner"))
+    parser.add_argument("--version", action="version", version=get_own_version())
     parser.forwarding_commands = frozenset({"launch"})
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 

@@ -7,17 +7,17 @@ Knows: uv, pip, the locks. Must not know: the build of the package (pyproject.to
 deploy/wheel/backend.py, models/kernels/CMakeLists.txt).
 
 Only the standard library is used, because this runs before anything is installed. The build tools
-are installed into a folder of their own, build/tools, which is on the path only while the package is
-built. They are therefore not in the environment that serves, and nothing is downloaded without a
-hash.
+are installed into a folder of their own, build/tools, which is on the path only during the build of
+the package. They are therefore not in the environment that serves, and every download has a hash.
 
 uv is used if it is installed, because it is several times as fast as pip. uv does not read pip's
-configuration. If pip is configured to use another index and uv is not, pip is used. pip is also used
-if uv fails.
+configuration. If pip is configured to use another index and uv is not, pip is used. If uv fails,
+pip is used, too.
 """
 
 import argparse
 import configparser
+import importlib.metadata
 import os
 import re
 import shutil
@@ -28,14 +28,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = ROOT / "requirements"
 STEPS = 4
-PIP = ("-m", "pip", "--disable-pip-version-check", "install", "--quiet")
+PIP = ("-m", "pip", "--disable-pip-version-check")
 # Python compiles the modules that it imports. Compiling all of them costs more than their start.
 LOCKED = ("--require-hashes", "--only-binary=:all:", "--no-compile")
 
@@ -46,22 +46,27 @@ class InstallError(Exception):
 
 @dataclass(frozen=True)
 class Installer:
-    """Installs packages with uv, or with pip if `uv` is None."""
+    """Installs packages with uv, or with pip if `uv` is None. clear: whether an existing
+    environment is deleted first."""
 
     environment: Path
     uv: str | None
+    clear: bool
 
     @property
     def python(self) -> Path:
         return self.environment / "bin" / "python"
 
     def create(self) -> None:
-        if self.uv:
-            # --seed: `.venv/bin/pip` must exist, as the documents name it
-            options = ("venv", "--quiet", "--clear", "--seed", "--python", sys.executable)
-            if self._try_uv(*options, str(self.environment)):
-                return
-        run(sys.executable, "-m", "venv", "--clear", str(self.environment))
+        """Creates the environment, with pip, because the documents name `.venv/bin/pip`."""
+        # ensurepip compiles all of pip, which takes three seconds
+        options = ("--without-pip",) if self.uv or _has_pip() else ()
+        # a service continues to run in its environment during an upgrade
+        clear = ("--clear",) if self.clear else ()
+        run(sys.executable, "-m", "venv", *clear, *options, str(self.environment))
+        if options:
+            with extract_lock("pip") as lock:
+                self.install_lock(lock)
 
     def install_lock(self, lock: Path, *, target: Path | None = None) -> None:
         """Installs a lock into the environment, or into the folder `target`."""
@@ -69,7 +74,7 @@ class Installer:
         hashed = ("--require-hashes", "--only-binary", ":all:", "-r", str(lock))
         if self.uv and self._try_uv(*self._uv_install, *hashed, *into):
             return
-        run(str(self.python), *PIP, *LOCKED, "-r", str(lock), *into)
+        run(*self._pip_install, *LOCKED, "-r", str(lock), *into)
 
     def install_project(self, *, editable: bool, environ: Mapping[str, str]) -> None:
         project = (*(("--editable",) if editable else ()), str(ROOT))
@@ -77,11 +82,17 @@ class Installer:
         command = self._uv_install + options + ("--reinstall",)
         if self.uv and self._try_uv(*command, *project, environ=environ):
             return
-        run(str(self.python), *PIP, *options, *project, environ=environ)
+        run(*self._pip_install, *options, *project, environ=environ)
 
     @property
     def _uv_install(self) -> tuple[str, ...]:
         return ("pip", "install", "--quiet", "--python", str(self.python))
+
+    @property
+    def _pip_install(self) -> tuple[str, ...]:
+        if Path(sys.executable) == self.python or not _has_pip():
+            return (str(self.python), *PIP, "install", "--quiet")
+        return (sys.executable, *PIP, "--python", str(self.python), "install", "--quiet")
 
     def _try_uv(self, *arguments: str, environ: Mapping[str, str] | None = None) -> bool:
         try:
@@ -91,6 +102,27 @@ class Installer:
             print(f"\nuv failed, so pip is used ({reason})", file=sys.stderr, flush=True)
             return False
         return True
+
+
+def _has_pip() -> bool:
+    """Returns whether this Python has a pip that can install into another environment (--python
+    exists since 22.3)."""
+    try:
+        major, minor = importlib.metadata.version("pip").split(".")[:2]
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return (int(major), int(minor)) >= (22, 3)
+
+
+@contextmanager
+def extract_lock(package: str) -> Iterator[Path]:
+    """Yields a lock with only this package of the build tools."""
+    text = (LOCKS / "build.txt").read_text("utf-8")
+    [entry] = [part for part in re.split(r"(?m)^(?=\w)", text) if part.startswith(f"{package}==")]
+    with tempfile.TemporaryDirectory() as folder:
+        lock = Path(folder, "lock.txt")
+        lock.write_text(entry, "utf-8")
+        yield lock
 
 
 def run(*command: str, environ: Mapping[str, str] | None = None) -> None:
@@ -220,22 +252,20 @@ def find_compiler(environ: Mapping[str, str]) -> str | None:
 def install_tools(installer: Installer, *, with_cmake: bool) -> Path:
     """Installs the build tools, unless they are installed, and returns their folder. Without
     CMake, setuptools is sufficient."""
-    lock = (LOCKS / "build.txt").read_text("utf-8")
-    if not with_cmake:
-        [lock] = [part for part in re.split(r"(?m)^(?=\w)", lock) if part.startswith("setuptools==")]
     # one folder per Python, because the wheels differ
     kind = str(sysconfig.get_config_var("SOABI")) if with_cmake else "setuptools"
     folder = ROOT / "build" / "tools" / kind
     stamp = folder / "lock.txt"
-    with step(3, "installing the build tools"):
-        if not (stamp.is_file() and stamp.read_text("utf-8") == lock):
+    found = nullcontext(LOCKS / "build.txt") if with_cmake else extract_lock("setuptools")
+    with step(3, "installing the build tools"), found as lock:
+        if not (stamp.is_file() and stamp.read_bytes() == lock.read_bytes()):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder.parent) as name:
-                Path(name, "lock.txt").write_text(lock, "utf-8")
-                installer.install_lock(Path(name, "lock.txt"), target=Path(name, "tools"))
-                Path(name, "lock.txt").rename(Path(name, "tools", stamp.name))
+                new = Path(name, "tools")
+                installer.install_lock(lock, target=new)
+                shutil.copy(lock, new / stamp.name)
                 shutil.rmtree(folder, ignore_errors=True)
-                Path(name, "tools").rename(folder)
+                new.rename(folder)
     return folder
 
 
@@ -243,17 +273,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Install mlxrunner into a virtual environment.")
     parser.add_argument("environment", type=Path)
     parser.add_argument("--cuda", action="store_true", help="for NVIDIA GPUs on Linux")
-    parser.add_argument("--editable", action="store_true", help="run from this source tree")
+    parser.add_argument(
+        "--editable",
+        action="store_true",
+        help="run from this source tree; an existing environment is deleted first",
+    )
     parser.add_argument(
         "--only", choices=("packages", "project"), help="only steps 1 and 2, or only 3 and 4"
     )
     arguments = parser.parse_args()
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036  # any Python may run this script
         parser.error("mlxrunner needs Python 3.11 or newer")
     uv, note = find_uv(os.environ)
     if note:
         print(note, file=sys.stderr)
-    installer = Installer(environment=arguments.environment.absolute(), uv=uv)
+    installer = Installer(
+        environment=arguments.environment.absolute(), uv=uv, clear=arguments.editable
+    )
     try:
         if arguments.only != "project":
             install_packages(installer, LOCKS / f"{'cuda' if arguments.cuda else 'serve'}.txt")

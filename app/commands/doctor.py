@@ -18,6 +18,7 @@ from pathlib import Path
 
 from app import store
 from app.config.options import BUILD_VARIABLE
+from app.core.distributions import inspect_mlx_library
 from app.core.errors import AppError
 from app.core.units import format_memory, pluralize
 from app.engine.device import detect_backend, device_budget, measure_gigaflops
@@ -32,16 +33,18 @@ _MIN_MEMORY = 256 << 20
 class Findings:
     """The findings of `mlxrunner doctor`.
 
-    gigaflops: the throughput of a matrix product in MLX, in GFLOP/s. blas: the BLAS library; None
-    for the one that MLX ships, and blas_why then contains the reason. called: whether MLX called
-    `blas`; None if calls are not counted. kernels: the CPU kernels in use; None if MLX's own
-    operations are used, and kernels_why then contains the reason. memory: the number of bytes that
-    may be used. scratch: the folder for MLX's compiled code; None if there is none. models: the
-    number of models by source. stores: the error message of the model stores.
+    library: the distribution whose libmlx.so MLX uses; None on macOS. gigaflops: the throughput of
+    a matrix product in MLX, in GFLOP/s. blas: the BLAS library; None for the one that MLX ships,
+    and blas_why then contains the reason. called: whether MLX called `blas`; None if calls are not
+    counted. kernels: the CPU kernels in use; None if MLX's own operations are used, and kernels_why
+    then contains the reason. memory: the number of bytes that may be used. scratch: the folder for
+    MLX's compiled code; None if there is none. models: the number of models by source. stores: the
+    error message of the model stores.
     """
 
     python: str
     mlx: str
+    library: str | None
     device: str
     cpu: str
     threads: int
@@ -74,7 +77,8 @@ def diagnose(*, as_json: bool) -> int:
 def render_lines(found: Findings) -> Iterator[tuple[str, str]]:
     """Yields the lines of the report as (label, value)."""
     yield "Python", f"{found.python}, {platform.system()} {platform.machine()}"
-    yield "MLX", f"{found.mlx}, on the {found.device.upper()}"
+    library = f", libmlx.so of {found.library}" if found.library else ""
+    yield "MLX", f"{found.mlx}, on the {found.device.upper()}{library}"
     yield "processor", f"{found.cpu}, {pluralize(found.threads, 'thread')}"
     blas = found.blas or f"MLX's own: {found.blas_why}"
     if found.device == "cpu":
@@ -133,6 +137,7 @@ def _examine() -> Findings:
     return Findings(
         python=platform.python_version(),
         mlx=version("mlx"),
+        library=inspect_mlx_library().loaded,
         device=using.device,
         cpu=_read_cpu_name(),
         threads=cpu_backend.ACTIVE.threads,

@@ -14,7 +14,7 @@ are without kernels (models/kernels/CMakeLists.txt) and for every Python:
 
 - `macos` builds a wheel with the tag of MLX's own wheels for macOS. With the tag `any`, it would
   also be installed on Linux with a Python that has no wheel with kernels.
-- `cuda` builds the distribution mlxrunner-cuda (cuda.py). It is also valid for editable installs.
+- `cuda` builds the distribution mlxrunner-cuda (cuda_distribution.py), also for editable installs.
 
 A build for this machine is without kernels if there is no compiler, or with
 MLXRUNNER_BUILD_KERNELS=0. The file models/kernels/not_built.txt then gives the reason. CMake writes
@@ -35,6 +35,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import cuda_distribution  # beside this module (backend-path in pyproject.toml)
+
 try:
     from scikit_build_core.setuptools import build_meta
 except ModuleNotFoundError:  # deploy/install.py installs it only where the kernels are compiled
@@ -45,8 +47,6 @@ get_requires_for_build_editable = build_meta.get_requires_for_build_editable
 get_requires_for_build_sdist = build_meta.get_requires_for_build_sdist
 get_requires_for_build_wheel = build_meta.get_requires_for_build_wheel
 
-sys.path.insert(0, str(Path(__file__).parent))  # frontends import this module by its path
-import cuda
 
 __all__ = [
     "build_editable",
@@ -152,7 +152,7 @@ def repack(wheel: Path, *, target: str = "", note: str | None = None) -> Path:
     return _write(wheel, packed, file_name)
 
 
-_CUDA_STEM = cuda.NAME.replace("-", "_")
+_CUDA_STEM = cuda_distribution.NAME.replace("-", "_")
 
 
 def _get_target() -> str:
@@ -184,7 +184,7 @@ def _rename(entries: _Entries) -> _Entries:
         if folder.endswith(".dist-info"):
             folder = folder.replace(PACKAGE, _CUDA_STEM, 1)
             if rest == "METADATA":
-                data = cuda.rewrite_metadata(data.decode()).encode()
+                data = cuda_distribution.rewrite_metadata(data.decode()).encode()
         renamed[folder + slash + rest] = info, data
     return renamed
 

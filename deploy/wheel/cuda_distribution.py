@@ -7,7 +7,7 @@ requirements, and the plain dependencies of mlxrunner on Linux include mlx-cpu. 
 variant is a distribution of its own. As a script, this module prints its requirements for
 requirements/cuda.txt:
 
-    python deploy/wheel/cuda.py pyproject.toml
+    python deploy/wheel/cuda_distribution.py pyproject.toml
 """
 
 import re
