@@ -76,9 +76,7 @@ def run(*command: str | Path, **options) -> None:
 
 def build_wheel(folder: Path) -> Path:
     """Build a wheel for this machine, from an sdist."""
-    hook = (
-        "import sys; sys.path.insert(0, 'deploy/wheel'); from backend import build_sdist as build"
-    )
+    hook = "import sys; sys.path.insert(0, 'deploy/wheel'); from backend import build_sdist"
     run(sys.executable, "-c", f"{hook}; build_sdist({str(folder)!r})", cwd=ROOT)
     [sources] = folder.glob("*.tar.gz")
     run(
