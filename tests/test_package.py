@@ -42,6 +42,8 @@ def sources(tmp_path_factory) -> Path:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "models/kernels/_kernels.elsewhere.so").touch()
     shutil.copytree(ROOT / "deploy/wheel", copy / "deploy/wheel")
+    shutil.copy(ROOT / "deploy/install.py", copy / "deploy/install.py")
+    shutil.copytree(ROOT / "requirements", copy / "requirements")
     return copy
 
 
@@ -138,6 +140,8 @@ def test_the_sdist_has_all_sources_of_the_wheel(wheel, sdist):
     }
     assert wheel_files - {"models/kernels/not_built.txt"} <= sdist
     assert {"deploy/wheel/backend.py", "deploy/wheel/launcher.py"} <= sdist
+    locks = {f"requirements/{lock}.txt" for lock in ("serve", "cuda", "build")}
+    assert {"deploy/install.py", "deploy/wheel/cuda_distribution.py", *locks} <= sdist
     assert not [name for name in sdist if name.endswith(".so")]
 
 

@@ -13,6 +13,7 @@ A wheel with kernels is for one version of Python and one architecture. For anot
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -90,6 +91,8 @@ def build_wheel(folder: Path) -> Path:
             raise WheelError(opened.read("mlxrunner/models/kernels/not_built.txt").decode())
     if not any(name.startswith("mlxrunner/models/kernels/_kernels.") for name in names):
         raise WheelError("the wheel has no kernels: they are built on Linux with mlx[cpu] only")
+    DIST.mkdir(exist_ok=True)
+    shutil.copy(sources, DIST)
     return wheel
 
 
