@@ -155,7 +155,7 @@ $(SERVE): requirements/$(FLAVOR).txt
 	@touch $@
 
 $(DEV): requirements/dev.txt $(SERVE) | $(SELF)
-	$(BIN)/python $(INSTALL) $(HASHED) -r $<
+	@$(BIN)/python deploy/install.py $(VENV) --add $<
 	@touch $@
 
 # Our own package: the command in .venv/bin, a path entry that leads here, and the CPU kernels among

@@ -34,7 +34,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = ROOT / "requirements"
-STEPS = 4
 PIP = ("-m", "pip", "--disable-pip-version-check")
 # Python compiles the modules that it imports. Compiling all of them costs more than their start.
 LOCKED = ("--require-hashes", "--only-binary=:all:", "--no-compile")
@@ -142,10 +141,12 @@ def run(*command: str, environ: Mapping[str, str] | None = None) -> None:
 
 
 @contextmanager
-def step(number: int, text: str, *, progress_log: Path | None = None) -> Iterator[None]:
+def step(
+    number: int, text: str, *, steps: int = 4, progress_log: Path | None = None
+) -> Iterator[None]:
     """Prints a step and the seconds that it took, in one line. progress_log: a folder in which
     Ninja's output is written; on a terminal, the line then shows the compiled files."""
-    line = f"[{number}/{STEPS}] {text} …"
+    line = f"[{number}/{steps}] {text} …"
     print(line, end="", flush=True)
     began, stop = time.time(), threading.Event()
     thread = None
@@ -222,9 +223,14 @@ def install_packages(installer: Installer, lock: Path) -> None:
     place = os.path.relpath(installer.environment)
     with step(1, f"creating {place} with Python {version}"):
         installer.create()
-    count = len(re.findall(r"^[\w.-]+==", lock.read_text("utf-8"), re.MULTILINE))
-    with step(2, f"installing about {count} packages with {'uv' if installer.uv else 'pip'}"):
+    with step(2, describe_lock(installer, lock)):
         installer.install_lock(lock)
+
+
+def describe_lock(installer: Installer, lock: Path) -> str:
+    """Returns the text of the step. Some packages are for other platforms only."""
+    count = len(re.findall(r"^[\w.-]+==", lock.read_text("utf-8"), re.MULTILINE))
+    return f"installing about {count} packages with {'uv' if installer.uv else 'pip'}"
 
 
 def install_project(installer: Installer, *, cuda: bool, editable: bool) -> None:
@@ -281,6 +287,9 @@ def main() -> int:
     parser.add_argument(
         "--only", choices=("packages", "project"), help="only steps 1 and 2, or only 3 and 4"
     )
+    parser.add_argument(
+        "--add", type=Path, metavar="LOCK", help="only add the packages of a lock to an environment"
+    )
     arguments = parser.parse_args()
     if sys.version_info < (3, 11):  # noqa: UP036  # any Python may run this script
         parser.error("mlxrunner needs Python 3.11 or newer")
@@ -291,6 +300,10 @@ def main() -> int:
         environment=arguments.environment.absolute(), uv=uv, clear=arguments.editable
     )
     try:
+        if arguments.add:
+            with step(1, describe_lock(installer, arguments.add), steps=1):
+                installer.install_lock(arguments.add)
+            return 0
         if arguments.only != "project":
             install_packages(installer, LOCKS / f"{'cuda' if arguments.cuda else 'serve'}.txt")
         if arguments.only != "packages":

@@ -179,7 +179,8 @@ def list_content(wheel: Path) -> set[str]:
     """The files of the package mlxrunner, except for compiled files."""
     with zipfile.ZipFile(wheel) as opened:
         names = {name for name in opened.namelist() if name.startswith("mlxrunner/")}
-    return {name for name in names if not name.endswith(".so")}
+    # auditwheel adds entries for folders
+    return {name for name in names if not name.endswith((".so", "/"))}
 
 
 def main() -> int:

@@ -17,6 +17,7 @@ from models.extension_build import (
     compute_identity,
     may_use,
 )
+from tests.server_process import run_server
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = extension_build.FOLDER
@@ -61,6 +62,17 @@ def test_with_another_extension_the_process_ends() -> None:
     process = describe(f"{FOLDER} {'0' * 64}")
     assert process.returncode == 1
     assert process.stderr.splitlines()[-1].endswith(f"ExtensionChangedError: {CHANGED}")
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc")
+def test_a_server_pins_the_extension_for_its_model_processes() -> None:
+    with run_server("--runner", "process") as server:
+        children = Path(f"/proc/{server.process.pid}/task").glob("*/children")
+        pids = {pid for file in children for pid in file.read_text().split()}
+        environs = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in pids]
+    assert environs
+    for variables in environs:
+        assert f"{VARIABLE}={extension_build.IDENTITY}".encode() in variables
 
 
 def test_the_identity_depends_on_both_files(tmp_path: Path) -> None:
