@@ -28,7 +28,9 @@ ENV PIP_PYTHON=/opt/mlxrunner/bin/python PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERS
 # Libraries first: they change less often than we do.
 COPY requirements requirements
 RUN lock=serve; if [ "$CUDA" = 1 ]; then lock=cuda; fi; \
-    pip install --require-hashes --only-binary=:all: --requirement "requirements/$lock.txt"
+    pip install --require-hashes --only-binary=:all: --requirement "requirements/$lock.txt" && \
+    pip install --require-hashes --only-binary=:all: --target /build/tools \
+        --requirement requirements/build.txt
 # The CPU kernels want a compiler, which stays in this stage; NVIDIA's image has no use for them.
 RUN if [ "$CUDA" != 1 ]; then \
         apt-get update && apt-get install --yes --no-install-recommends g++; \
@@ -38,8 +40,8 @@ COPY deploy/wheel deploy/wheel
 COPY models models
 COPY app app
 # An install goes on without kernels; an image that is many times too slow is not worth having.
-RUN pip install --no-build-isolation --no-deps . && \
-    pip uninstall --yes cmake nanobind ninja pathspec scikit-build-core setuptools && \
+RUN if [ "$CUDA" = 1 ]; then export MLXRUNNER_BUILD_FOR=cuda; fi; \
+    PYTHONPATH=/build/tools pip install --no-build-isolation --no-deps . && \
     cd /opt/mlxrunner/lib/python3*/site-packages/mlxrunner/models/kernels && \
     if [ "$CUDA" != 1 ] && ! ls _kernels.*.so; then cat not_built.txt; exit 1; fi
 

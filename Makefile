@@ -26,7 +26,8 @@ t =
 BIN     := $(VENV)/bin
 INSTALL := -m pip install --quiet --disable-pip-version-check
 HASHED  := --require-hashes --only-binary=:all:
-FLAVOR := $(if $(filter 1,$(CUDA)),cuda,serve)
+FLAVOR  := $(if $(filter 1,$(CUDA)),cuda,serve)
+CUDA_FLAG := $(if $(filter 1,$(CUDA)),--cuda)
 SERVE   := $(VENV)/.$(FLAVOR)
 DEV     := $(VENV)/.dev
 # What is installed with a compiler and what is without are two states: a compiler that comes later
@@ -37,15 +38,19 @@ KERNELS := models/kernels/CMakeLists.txt $(wildcard models/kernels/src/*)
 CLIENTS := .venv-clients/.installed .venv-anthropic0/.installed examples/node/node_modules/.installed
 PROGRAMS := tests/clients/programs/node_modules/.installed .venv-aider/.installed
 
-# $(call new_venv,folder): made by the first Python that is new enough.
-define new_venv
-@for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14); do \
-    $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
-    echo "$$python -m venv --clear $(1)"; exec $$python -m venv --clear $(1); \
+# $(call with_python,command): runs a command with the first Python that is new enough.
+define with_python
+@for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14 \
+        "$$(uv python find '>=3.11' 2>/dev/null)"); do \
+    "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
+    exec "$$python" $(1); \
 done; \
 echo "mlxrunner needs Python 3.11 or newer, and $(or $(PYTHON),python3) is not:" \
     "install one, or name it with make PYTHON=/path/to/python3" >&2; exit 1
 endef
+
+# $(call new_venv,folder): made by the first Python that is new enough.
+new_venv = $(call with_python,-m venv --clear $(1))
 
 # $(call new_aider_venv,folder): made by a Python that aider runs with, if there is one.
 define new_aider_venv
@@ -118,9 +123,12 @@ LOCKED = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-
 
 # The last of them, on Linux, only where uv sees PyTorch's wheels for the CPU: requirements/parity.in.
 lock: $(DEV)  ## resolve pyproject.toml again into requirements/; ARGS=--upgrade for newer versions
-	$(LOCKED) pyproject.toml --extra cpu --group build -o requirements/serve.txt
-	$(LOCKED) pyproject.toml --extra cuda --group build -c requirements/serve.txt -o requirements/cuda.txt
-	$(LOCKED) --group dev -c requirements/serve.txt -o requirements/dev.txt
+	$(LOCKED) pyproject.toml -o requirements/serve.txt
+	@mkdir -p build
+	$(BIN)/python deploy/wheel/cuda_distribution.py pyproject.toml > build/cuda.in
+	$(LOCKED) build/cuda.in -c requirements/serve.txt -o requirements/cuda.txt
+	$(LOCKED) --group build -c requirements/serve.txt -o requirements/build.txt
+	$(LOCKED) --group dev -c requirements/serve.txt -c requirements/build.txt -o requirements/dev.txt
 	$(LOCKED) requirements/clients.in -o requirements/clients.txt
 	$(LOCKED) requirements/anthropic0.in -o requirements/anthropic0.txt
 	$(LOCKED) requirements/aider.in -o requirements/aider.txt
@@ -143,20 +151,19 @@ clean:  ## remove what the other targets made
 	find app models tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(SERVE): requirements/$(FLAVOR).txt
-	$(call new_venv,$(VENV))
-	$(BIN)/python $(INSTALL) $(HASHED) -r $<
+	$(call with_python,deploy/install.py $(VENV) --only packages --editable $(CUDA_FLAG))
 	@touch $@
 
 $(DEV): requirements/dev.txt $(SERVE) | $(SELF)
-	$(BIN)/python $(INSTALL) $(HASHED) -r $<
+	@$(BIN)/python deploy/install.py $(VENV) --add $<
 	@touch $@
 
 # Our own package: the command in .venv/bin, a path entry that leads here, and the CPU kernels among
 # the sources. build/kernels keeps what was compiled, so that a changed source is all that is compiled
-# again.
-$(SELF): pyproject.toml $(KERNELS) $(SERVE)
+# again. The build tools are in build/tools.
+$(SELF): pyproject.toml requirements/build.txt $(KERNELS) $(SERVE)
 	@rm -f $(VENV)/.self*
-	$(BIN)/python $(INSTALL) --no-build-isolation --no-deps --editable .
+	@$(BIN)/python deploy/install.py $(VENV) --only project --editable $(CUDA_FLAG)
 	@touch $@
 
 # A hundred packages, of which tests import the half: uv takes seconds for what takes pip half a

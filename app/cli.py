@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from types import MappingProxyType
 
 from app.commands import command_blocks
@@ -23,6 +22,7 @@ from app.config.command_line import (
     format_commands,
     parse_arguments,
 )
+from app.core.distributions import get_own_version
 from app.core.errors import AppError
 
 
@@ -275,7 +275,7 @@ def _build_parser() -> CommandLineParser:
         ],
         [c.examples[0] for c in _COMMANDS if c.name in _FIRST_EXAMPLES],
     )
-    parser.add_argument("--version", action="version", version=version("mlxrunner"))
+    parser.add_argument("--version", action="version", version=get_own_version())
     parser.forwarding_commands = frozenset({"launch"})
     commands = parser.add_subparsers(
         prog=parser.prog,

@@ -47,6 +47,7 @@ from app.serving.router import ModelRouter
 from app.serving.terminal_status import ServerAddress, TerminalStatus
 from app.serving.tracing import create_tracing
 from app.store import is_builtin
+from models import extension_build
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ def serve(settings: Settings) -> int:
         settings = restrict_to_one_model(settings)
         if launch.rank > 0:
             return _run_follower(launch, settings)
+    os.environ[extension_build.VARIABLE] = extension_build.IDENTITY
     keyring, warnings = check_security_settings(settings, os.environ)
     for warning in warnings:
         log.warning("%s", warning)

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from models import extension_build
+
 THREADS_VARIABLE = "MLXRUNNER_THREADS"
 
 # the maximum number of threads of our own operations (kernels/src/thread_pool.hpp)
@@ -316,5 +318,7 @@ def _call_string_function(library: ctypes.CDLL, name: str) -> str:
     return (function() or b"").decode(errors="replace")
 
 
-# selected at import time, because importers of `models` import MLX next
-ACTIVE = select_blas(os.environ)
+# Selected during the import, because importers of `models` import MLX next. A shim that the server
+# did not find at its start is not used.
+_MAY_USE_SHIM = extension_build.may_use(os.environ, current=extension_build.IDENTITY)
+ACTIVE = select_blas(os.environ, shim=_SHIM_LIBRARY if _MAY_USE_SHIM else Path(os.devnull, "none"))

@@ -157,24 +157,23 @@ def test_only_the_build_stage_has_a_compiler():
     assert not [run for run in arguments("RUN", last) if "apt-get" in run]
 
 
-def test_build_dependencies_are_uninstalled():
-    """The packages of the lock that only the group `build` needs."""
-    lock = (ROOT / "requirements" / "serve.txt").read_text("utf-8")
-    required_by = {
-        name: {word.strip(" #") for word in via.replace("via", "", 1).splitlines()} - {""}
-        for name, via in re.findall(
-            r"^([\w.-]+)==.*\n(?:    --hash.*\n)+((?:    #.*\n?)+)", lock, re.MULTILINE
-        )
-    }
-    for_building = {"mlxrunner (pyproject.toml:build)"}
-    while (
-        more := {name for name, requirers in required_by.items() if requirers <= for_building}
-        - for_building
-    ):
-        for_building |= more
-    [install] = [run for run in arguments("RUN", stages()[0]) if "pip uninstall" in run]
-    [removed] = re.findall(r"pip uninstall --yes ([\w -]+?) &&", install)
-    assert set(removed.split()) == for_building - {"mlxrunner (pyproject.toml:build)"}
+def test_the_image_has_no_build_tools():
+    """They are in a folder of the build stage, and no lock for serving has them."""
+    build, last = stages()
+    [install] = [run for run in arguments("RUN", build) if "requirements/build.txt" in run]
+    assert "--target /build/tools" in install
+    [project] = [run for run in arguments("RUN", build) if "--no-build-isolation" in run]
+    assert "PYTHONPATH=/build/tools" in project
+    assert [copy for copy in arguments("COPY", last) if "/build" in copy] == []
+    tools = list_packages("build") - {"packaging"}
+    assert {"cmake", "nanobind", "ninja", "scikit-build-core", "setuptools"} <= tools
+    for lock in ("serve", "cuda"):
+        assert list_packages(lock) & tools == set()
+
+
+def list_packages(lock: str) -> set[str]:
+    text = (ROOT / "requirements" / f"{lock}.txt").read_text("utf-8")
+    return set(re.findall(r"^([\w.-]+)==", text, re.MULTILINE))
 
 
 def test_compiled_files_are_ignored():

@@ -300,7 +300,7 @@ def test_a_lock_for_node_has_each_required_package(folder):
 
 def test_the_locks_agree_with_each_other():
     pins: dict[str, set[str]] = {}
-    for lock in ("serve", "cuda", "dev"):
+    for lock in ("serve", "cuda", "build", "dev"):
         for name, version in re.findall(
             r"^([\w.-]+)==(\S+)", read(f"requirements/{lock}.txt"), re.MULTILINE
         ):

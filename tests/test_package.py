@@ -4,9 +4,11 @@ no tests; and the packages of the serving lock are sufficient to serve."""
 import base64
 import csv
 import hashlib
+import importlib.metadata
 import io
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -31,9 +33,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
-def dist(tmp_path_factory) -> Path:
-    """The folder with the built wheel and sdist. The kernels are left out, because compiling them
-    takes almost a minute: `make wheel` builds and tests a wheel with them."""
+def sources(tmp_path_factory) -> Path:
+    """A copy of the sources."""
     copy = tmp_path_factory.mktemp("sources")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
@@ -41,17 +42,31 @@ def dist(tmp_path_factory) -> Path:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "models/kernels/_kernels.elsewhere.so").touch()
     shutil.copytree(ROOT / "deploy/wheel", copy / "deploy/wheel")
-    build = "import sys; sys.path.insert(0, 'deploy/wheel'); from backend import *"
+    shutil.copy(ROOT / "deploy/install.py", copy / "deploy/install.py")
+    shutil.copytree(ROOT / "requirements", copy / "requirements")
+    return copy
+
+
+def run_backend(sources: Path, calls: str, **variables: str) -> None:
+    hooks = "import sys; sys.path.insert(0, 'deploy/wheel'); from backend import *"
     process = subprocess.run(
-        [sys.executable, "-W", "error", "-c", f"{build}; build_wheel('dist'); build_sdist('dist')"],
-        cwd=copy,
-        env={**os.environ, "MLXRUNNER_BUILD_KERNELS": "0"},
+        [sys.executable, "-W", "error", "-c", f"{hooks}; {calls}"],
+        cwd=sources,
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         check=False,
     )
     assert process.returncode == 0, process.stderr
-    return copy / "dist"
+
+
+@pytest.fixture(scope="module")
+def dist(sources) -> Path:
+    """The folder with the built wheel and sdist. The kernels are left out, because compiling them
+    takes almost a minute: `make wheel` builds and tests a wheel with them."""
+    calls = "build_wheel('dist'); build_sdist('dist')"
+    run_backend(sources, calls, MLXRUNNER_BUILD_KERNELS="0")
+    return sources / "dist"
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +140,8 @@ def test_the_sdist_has_all_sources_of_the_wheel(wheel, sdist):
     }
     assert wheel_files - {"models/kernels/not_built.txt"} <= sdist
     assert {"deploy/wheel/backend.py", "deploy/wheel/launcher.py"} <= sdist
+    locks = {f"requirements/{lock}.txt" for lock in ("serve", "cuda", "build")}
+    assert {"deploy/install.py", "deploy/wheel/cuda_distribution.py", *locks} <= sdist
     assert not [name for name in sdist if name.endswith(".so")]
 
 
@@ -133,7 +150,90 @@ def test_the_wheel_has_the_command(wheel):
     assert "mlxrunner = mlxrunner:main" in wheel.read(points).decode()
 
 
+PLAIN_WHEELS = {
+    "macos": "mlxrunner-{}-py3-none-macosx_14_0_arm64.whl",
+    "cuda": "mlxrunner_cuda-{}-py3-none-any.whl",
+}
+
+
+@pytest.fixture(scope="module", params=PLAIN_WHEELS)
+def plain_wheel(request, sources) -> tuple[str, zipfile.ZipFile]:
+    """A target, and the wheel for it."""
+    folder = f"dist-{request.param}"
+    run_backend(sources, f"build_wheel({folder!r})", MLXRUNNER_BUILD_FOR=request.param)
+    [file] = (sources / folder).iterdir()
+    assert file.name == PLAIN_WHEELS[request.param].format(importlib.metadata.version("mlxrunner"))
+    return request.param, zipfile.ZipFile(file)
+
+
+def test_a_wheel_for_another_platform_has_the_same_package(wheel, plain_wheel):
+    """It has no note about missing kernels, because a GPU computes."""
+    _, opened = plain_wheel
+    packaged = {name for name in opened.namelist() if name.startswith("mlxrunner/")}
+    note = "mlxrunner/models/kernels/not_built.txt"
+    assert packaged == {name for name in wheel.namelist() if name.startswith("mlxrunner/")} - {note}
+    assert note in wheel.namelist()
+
+
+def test_the_files_of_a_wheel_for_another_platform_are_consistent(plain_wheel):
+    target, opened = plain_wheel
+    [info] = {name.partition("/")[0] for name in opened.namelist() if ".dist-info/" in name}
+    assert opened.filename is not None
+    stem, version, *tag = Path(opened.filename).stem.split("-")
+    assert info == f"{stem}-{version}.dist-info"
+    lines = opened.read(f"{info}/WHEEL").decode().splitlines()
+    assert [line for line in lines if line.startswith("Tag: ")] == [f"Tag: {'-'.join(tag)}"]
+    assert "Root-Is-Purelib: true" in lines
+    check_record(opened)
+    requirements = read_requirements(opened)
+    assert ("mlx[cuda13]>=0.32.4" in requirements) is (target == "cuda")
+    assert any("mlx[cpu]" in requirement for requirement in requirements) is (target == "macos")
+
+
+def test_the_distributions_differ_only_in_the_requirements_for_mlx(wheel, plain_wheel):
+    target, opened = plain_wheel
+    difference = set(read_requirements(opened)) ^ set(read_requirements(wheel))
+    names = {requirement.split(">=")[0].split("[")[0] for requirement in difference}
+    assert names == ({"mlx", "scipy-openblas32"} if target == "cuda" else set())
+
+
+def test_no_extra_is_required_on_any_platform(wheel):
+    """The extra `cpu` of earlier versions still exists, and adds nothing."""
+    requirements = read_requirements(wheel)
+    assert 'mlx[cpu]>=0.32.4; sys_platform == "linux"' in requirements
+    assert 'mlx>=0.32.4; sys_platform != "linux"' in requirements
+    assert [requirement for requirement in requirements if 'extra == "cpu"' in requirement] == []
+    [metadata] = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    assert "Provides-Extra: cpu\n" in wheel.read(metadata).decode()
+
+
+def read_requirements(wheel: zipfile.ZipFile) -> list[str]:
+    [name] = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    head = wheel.read(name).decode().partition("\n\n")[0]
+    return re.findall(r"^Requires-Dist: (.*)$", head, re.MULTILINE)
+
+
+@pytest.mark.exhaustive
+def test_an_editable_install_for_cuda_has_its_name(sources):
+    run_backend(sources, "build_editable('dist-editable')", MLXRUNNER_BUILD_FOR="cuda")
+    [file] = (sources / "dist-editable").iterdir()
+    assert file.name.startswith("mlxrunner_cuda-")
+    with zipfile.ZipFile(file) as opened:
+        check_record(opened)
+        assert "mlx[cuda13]>=0.32.4" in read_requirements(opened)
+        assert any(name.endswith(".pth") for name in opened.namelist())
+
+
+def test_an_unknown_target_is_an_error(sources):
+    with pytest.raises(AssertionError, match="MLXRUNNER_BUILD_FOR: 'windows' is none of"):
+        run_backend(sources, "build_wheel('dist')", MLXRUNNER_BUILD_FOR="windows")
+
+
 def test_the_record_of_the_wheel_is_correct(wheel):
+    check_record(wheel)
+
+
+def check_record(wheel: zipfile.ZipFile) -> None:
     [record] = [name for name in wheel.namelist() if name.endswith("RECORD")]
     rows = list(csv.reader(io.StringIO(wheel.read(record).decode())))
     assert {name for name, _, _ in rows} == set(wheel.namelist())

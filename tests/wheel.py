@@ -1,14 +1,19 @@
-"""`make wheel`: a wheel with the CPU kernels, for Linux machines without a compiler.
+"""`make wheel`: the wheels for Linux with the CPU kernels, for macOS, and for CUDA.
 
 The wheel is built from an sdist, which tests both, and gets the tag of the oldest Linux on which
 MLX's own wheel runs: MLX would not run on an older one. auditwheel rejects the tag if our library
 needs a newer Linux. Then the wheel is installed, with its dependencies, into an environment without
-a compiler on its PATH, and multiplies matrices.
+a compiler on its PATH, and multiplies matrices. The wheels for macOS and CUDA have no kernels.
+Their contents and metadata are compared with the first wheel, because neither platform is here.
+
+A wheel with kernels is for one version of Python and one architecture. For another version, run
+`make wheel PYTHON=python3.13 VENV=.venv-3.13`; for arm64, run the command on an arm64 machine.
 """
 
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -72,9 +77,7 @@ def run(*command: str | Path, **options) -> None:
 
 def build_wheel(folder: Path) -> Path:
     """Build a wheel for this machine, from an sdist."""
-    hook = (
-        "import sys; sys.path.insert(0, 'deploy/wheel'); from backend import build_sdist as build"
-    )
+    hook = "import sys; sys.path.insert(0, 'deploy/wheel'); from backend import build_sdist"
     run(sys.executable, "-c", f"{hook}; build_sdist({str(folder)!r})", cwd=ROOT)
     [sources] = folder.glob("*.tar.gz")
     run(
@@ -88,6 +91,8 @@ def build_wheel(folder: Path) -> Path:
             raise WheelError(opened.read("mlxrunner/models/kernels/not_built.txt").decode())
     if not any(name.startswith("mlxrunner/models/kernels/_kernels.") for name in names):
         raise WheelError("the wheel has no kernels: they are built on Linux with mlx[cpu] only")
+    DIST.mkdir(exist_ok=True)
+    shutil.copy(sources, DIST)
     return wheel
 
 
@@ -121,7 +126,7 @@ def install_and_check(wheel: Path, folder: Path) -> str:
     python = environment / "bin/python"
     variables = {**os.environ, "PATH": str(environment / "bin")}
     run(
-        *(python, "-m", "pip", "install", "--only-binary=:all:", f"{wheel}[cpu]"),
+        *(python, "-m", "pip", "install", "--only-binary=:all:", wheel),
         cwd=folder,
         env=variables,
     )
@@ -138,6 +143,46 @@ def install_and_check(wheel: Path, folder: Path) -> str:
     return process.stdout.strip()
 
 
+PLAIN_WHEELS = {
+    "macos": ("mlxrunner-{}-py3-none-macosx_14_0_arm64.whl", "mlx>=", "mlx-cuda"),
+    "cuda": ("mlxrunner_cuda-{}-py3-none-any.whl", "mlx[cuda13]>=", "mlx[cpu]"),
+}
+
+
+def build_plain_wheel(target: str, reference: Path) -> Path:
+    """Build the wheel without kernels for a target (deploy/wheel/backend.py). It must have the same
+    modules and data as the reference, a wheel with kernels."""
+    pattern, required, excluded = PLAIN_WHEELS[target]
+    wheel = DIST / pattern.format(reference.name.split("-")[1])
+    wheel.unlink(missing_ok=True)
+    run(
+        *(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps"),
+        *("--wheel-dir", DIST, ROOT),
+        env={**os.environ, "MLXRUNNER_BUILD_FOR": target},
+    )
+    if not wheel.is_file():
+        raise WheelError(
+            f"{wheel.name} was not built, but {[path.name for path in DIST.iterdir()]}"
+        )
+    if list_content(wheel) != list_content(reference):
+        difference = list_content(wheel) ^ list_content(reference)
+        raise WheelError(f"{wheel.name} and {reference.name} differ: {sorted(difference)}")
+    with zipfile.ZipFile(wheel) as opened:
+        [name] = [name for name in opened.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = opened.read(name).decode()
+    if f"Requires-Dist: {required}" not in metadata or f"Requires-Dist: {excluded}" in metadata:
+        raise WheelError(f"{wheel.name} has other requirements:\n{metadata}")
+    return wheel
+
+
+def list_content(wheel: Path) -> set[str]:
+    """The files of the package mlxrunner, except for compiled files."""
+    with zipfile.ZipFile(wheel) as opened:
+        names = {name for name in opened.namelist() if name.startswith("mlxrunner/")}
+    # auditwheel adds entries for folders
+    return {name for name in names if not name.endswith((".so", "/"))}
+
+
 def main() -> int:
     try:
         with tempfile.TemporaryDirectory() as name:
@@ -151,6 +196,9 @@ def main() -> int:
                 flush=True,
             )
             print(install_and_check(tagged_wheel, folder), flush=True)
+        for target in PLAIN_WHEELS:
+            plain_wheel = build_plain_wheel(target, tagged_wheel)
+            print(f"for {target}: {plain_wheel.relative_to(ROOT)}", flush=True)
     except WheelError as error:
         print(error, file=sys.stderr)
         return 1

@@ -14,6 +14,7 @@ from pathlib import Path
 from app.config import flags, value_types
 from app.config.command_line import CommandLineParser, make_argparse_type
 from app.config.precedence import ResolvedConfig, resolve_config
+from app.core.distributions import check_mlx_library
 
 
 def _resolve_config(arguments: argparse.Namespace) -> ResolvedConfig:
@@ -29,6 +30,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
     settings = _resolve_config(arguments).settings
     configure_logging(settings)
+    check_mlx_library()  # importing the server imports MLX
     from app.server import serve
 
     try:
@@ -204,6 +206,7 @@ def add_doctor_arguments(parser: CommandLineParser) -> None:
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
+    check_mlx_library()
     from app.commands.doctor import diagnose
 
     return diagnose(as_json=arguments.json)

@@ -18,12 +18,12 @@ from pathlib import Path
 
 from app import store
 from app.config.options import BUILD_VARIABLE
+from app.core.distributions import inspect_mlx_library
 from app.core.errors import AppError
 from app.core.units import format_memory, pluralize
 from app.engine.device import detect_backend, device_budget, measure_gigaflops
 from app.runners.compile_dir import prepare_compile_dir
 from models import cpu_backend, kernels
-from models.mlx_distribution import find_mlx_distribution
 
 # minimum memory in bytes; with less, hardly any model can be served
 _MIN_MEMORY = 256 << 20
@@ -33,19 +33,18 @@ _MIN_MEMORY = 256 << 20
 class Findings:
     """The findings of `mlxrunner doctor`.
 
-    distribution: the distribution that MLX's shared library comes from. replaced: the distributions
-    whose library it has replaced. gigaflops: the throughput of a matrix product in MLX, in GFLOP/s.
-    blas: the BLAS library; None for the one that MLX ships, and blas_why then contains the reason.
-    called: whether MLX called `blas`; None if calls are not counted. kernels: the CPU kernels in
-    use; None if MLX's own operations are used, and kernels_why then contains the reason. memory:
-    the number of bytes that may be used. scratch: the folder for MLX's compiled code; None if there
-    is none. models: the number of models by source. stores: the error message of the model stores.
+    library: the distribution whose libmlx.so MLX uses; None on macOS. gigaflops: the throughput of
+    a matrix product in MLX, in GFLOP/s. blas: the BLAS library; None for the one that MLX ships,
+    and blas_why then contains the reason. called: whether MLX called `blas`; None if calls are not
+    counted. kernels: the CPU kernels in use; None if MLX's own operations are used, and kernels_why
+    then contains the reason. memory: the number of bytes that may be used. scratch: the folder for
+    MLX's compiled code; None if there is none. models: the number of models by source. stores: the
+    error message of the model stores.
     """
 
     python: str
     mlx: str
-    distribution: str
-    replaced: tuple[str, ...]
+    library: str | None
     device: str
     cpu: str
     threads: int
@@ -78,7 +77,8 @@ def diagnose(*, as_json: bool) -> int:
 def render_lines(found: Findings) -> Iterator[tuple[str, str]]:
     """Yields the lines of the report as (label, value)."""
     yield "Python", f"{found.python}, {platform.system()} {platform.machine()}"
-    yield "MLX", f"{found.mlx}, on the {found.device.upper()}, from {found.distribution}"
+    library = f", libmlx.so of {found.library}" if found.library else ""
+    yield "MLX", f"{found.mlx}, on the {found.device.upper()}{library}"
     yield "processor", f"{found.cpu}, {pluralize(found.threads, 'thread')}"
     blas = found.blas or f"MLX's own: {found.blas_why}"
     if found.device == "cpu":
@@ -99,11 +99,6 @@ def find_problems(found: Findings, environ: Mapping[str, str]) -> Iterator[str]:
         yield "MLX was installed for CUDA but found no GPU: check nvidia-smi"
     elif found.device == "cpu" and sys.platform == "linux":
         yield from _find_cpu_problems(found, environ)
-    if found.replaced:
-        yield (
-            f"{found.distribution} has replaced the library of {', '.join(found.replaced)}: "
-            "uninstall all of them, and install one again"
-        )
     if found.memory < _MIN_MEMORY:
         yield (
             f"only {format_memory(found.memory)} of memory is available: stop other programs, or "
@@ -139,12 +134,10 @@ def _examine() -> Findings:
     reached = measure_gigaflops()
     products = cpu_backend.count_blas_calls()
     models, stores = _count_models()
-    library = find_mlx_distribution()
     return Findings(
         python=platform.python_version(),
         mlx=version("mlx"),
-        distribution=str(library),
-        replaced=library.others,
+        library=inspect_mlx_library().loaded,
         device=using.device,
         cpu=_read_cpu_name(),
         threads=cpu_backend.ACTIVE.threads,

@@ -11,7 +11,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Mapping
-from importlib.metadata import version
 from urllib.parse import urlsplit
 
 from opentelemetry.context import Context
@@ -23,6 +22,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
+from app.core.distributions import get_own_version
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, ErrorKind
 from app.core.events import Event, Finish, ModelLoading, Timings
@@ -66,7 +66,7 @@ class OtelTracing:
         address = _resolve_traces_endpoint(settings.otlp or "")
         self._exporter = OTLPSpanExporter(endpoint=address, timeout=_EXPORT_TIMEOUT)
         resource = Resource.create(
-            {"service.name": "mlxrunner", "service.version": version("mlxrunner")}
+            {"service.name": "mlxrunner", "service.version": get_own_version()}
         )
         # no exit handler, because it could delay the exit; `stop` shuts the provider down
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)

@@ -15,6 +15,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
 
+from app.core.distributions import get_own_version
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, ErrorKind, redact_paths
 from app.core.events import Event
@@ -429,7 +430,7 @@ def compute_fingerprint(files: ModelFiles, settings: Settings) -> str:
     """Returns the system fingerprint. It changes whenever the output for a given seed may change:
     with the model and its weights, the versions of mlxrunner and MLX, and the engine's settings."""
     parts = (
-        version("mlxrunner"),
+        get_own_version(),
         version("mlx"),
         files.name,
         str(files.weight_bytes),

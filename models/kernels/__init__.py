@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from models import cpu_backend
+from models import cpu_backend, extension_build
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +65,8 @@ def _load_extension() -> tuple[Any, bool, str | None]:
     """Returns the extension, whether it was built, and the reason why it cannot be used."""
     if os.environ.get("MLXRUNNER_KERNELS") == "off":
         return None, True, "MLXRUNNER_KERNELS is off"
+    if not extension_build.may_use(os.environ, current=extension_build.IDENTITY):
+        return None, False, extension_build.BUILT_LATER
     try:
         # `from models.kernels` would raise another error while the package is being imported
         import models.kernels._kernels as found

@@ -8,7 +8,6 @@ HTTP layer.
 """
 
 import asyncio
-from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry, Info, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -20,6 +19,7 @@ from app.api.front_end import FrontendStats
 from app.api.metrics.engines import EngineCollector
 from app.api.metrics.http import FrontendCollector, HttpCollector
 from app.api.metrics.request_metrics import RequestMetrics
+from app.core.distributions import get_own_version
 from app.core.observers import ObserverFactory
 from app.core.ports import Models
 from app.core.server_stats import ConnectionStats
@@ -40,7 +40,7 @@ class Metrics:
         # covers only the HTTP process, because runners are separate processes; Linux only
         ProcessCollector(registry=self._registry)
         Info("mlxrunner_build", "Version of the server", registry=self._registry).info(
-            {"version": version("mlxrunner")}
+            {"version": get_own_version()}
         )
 
     def routes(self) -> list[Route]:

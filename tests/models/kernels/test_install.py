@@ -181,6 +181,10 @@ def test_an_install_removes_old_modules(project):
     assert [file.name for file in place.iterdir()] == ["not_built.txt"]
 
 
+# the part of make's command that installs the package
+INSTALL = "--only project"
+
+
 def dry_run_make(project: Path, **variables: str) -> str:
     """Output of a dry run of `make venv`."""
     return run("make", "--dry-run", "venv", cwd=project, env=make_environ(**variables))
@@ -190,7 +194,8 @@ def dry_run_make(project: Path, **variables: str) -> str:
 def built_project(project) -> Path:
     """A project whose environment is newer than its dependencies."""
     (project / "requirements").mkdir()
-    (project / "requirements/serve.txt").touch()
+    for lock in ("serve", "build"):
+        (project / f"requirements/{lock}.txt").touch()
     for path in project.rglob("*"):
         os.utime(path, (1_000_000, 1_000_000))
     (project / ".venv").mkdir()
@@ -203,24 +208,24 @@ def built_project(project) -> Path:
 @make
 @compiler
 def test_make_compiles_only_after_changes(built_project):
-    assert "--editable" not in dry_run_make(built_project)
+    assert INSTALL not in dry_run_make(built_project)
     (built_project / "models/kernels/src/module.cpp").touch()
-    assert "--editable" in dry_run_make(built_project)
+    assert INSTALL in dry_run_make(built_project)
 
 
 @make
 @compiler
 def test_make_compiles_a_new_source(built_project):
     (built_project / "models/kernels/src/new.cpp").touch()
-    assert "--editable" in dry_run_make(built_project)
+    assert INSTALL in dry_run_make(built_project)
 
 
 @make
 @compiler
 def test_make_detects_a_new_compiler(built_project):
     (built_project / ".venv/.self").rename(built_project / ".venv/.self-uncompiled")
-    assert "--editable" in dry_run_make(built_project)
-    assert "--editable" not in dry_run_make(built_project, MLXRUNNER_BUILD_KERNELS="0")
+    assert INSTALL in dry_run_make(built_project)
+    assert INSTALL not in dry_run_make(built_project, MLXRUNNER_BUILD_KERNELS="0")
 
 
 @make

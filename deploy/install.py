@@ -1,0 +1,321 @@
+"""Installs mlxrunner from this source tree into a virtual environment, from the hashed locks.
+
+    python3 deploy/install.py /opt/mlxrunner            a copy of the package, for a service
+    python3 deploy/install.py .venv --editable          as `make` does
+
+Knows: uv, pip, the locks. Must not know: the build of the package (pyproject.toml,
+deploy/wheel/backend.py, models/kernels/CMakeLists.txt).
+
+Only the standard library is used, because this runs before anything is installed. The build tools
+are installed into a folder of their own, build/tools, which is on the path only during the build of
+the package. They are therefore not in the environment that serves, and every download has a hash.
+
+uv is used if it is installed, because it is several times as fast as pip. uv does not read pip's
+configuration. If pip is configured to use another index and uv is not, pip is used. If uv fails,
+pip is used, too.
+"""
+
+import argparse
+import configparser
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LOCKS = ROOT / "requirements"
+PIP = ("-m", "pip", "--disable-pip-version-check")
+# Python compiles the modules that it imports. Compiling all of them costs more than their start.
+LOCKED = ("--require-hashes", "--only-binary=:all:", "--no-compile")
+
+
+class InstallError(Exception):
+    """The installation failed. The message contains the output of the failed command."""
+
+
+@dataclass(frozen=True)
+class Installer:
+    """Installs packages with uv, or with pip if `uv` is None. clear: whether an existing
+    environment is deleted first."""
+
+    environment: Path
+    uv: str | None
+    clear: bool
+
+    @property
+    def python(self) -> Path:
+        return self.environment / "bin" / "python"
+
+    def create(self) -> None:
+        """Creates the environment, with pip, because the documents name `.venv/bin/pip`."""
+        # ensurepip compiles all of pip, which takes three seconds
+        options = ("--without-pip",) if self.uv or _has_pip() else ()
+        # a service continues to run in its environment during an upgrade
+        clear = ("--clear",) if self.clear else ()
+        run(sys.executable, "-m", "venv", *clear, *options, str(self.environment))
+        if options:
+            with extract_lock("pip") as lock:
+                self.install_lock(lock)
+
+    def install_lock(self, lock: Path, *, target: Path | None = None) -> None:
+        """Installs a lock into the environment, or into the folder `target`."""
+        into = ("--target", str(target)) if target else ()
+        hashed = ("--require-hashes", "--only-binary", ":all:", "-r", str(lock))
+        if self.uv and self._try_uv(*self._uv_install, *hashed, *into):
+            return
+        run(*self._pip_install, *LOCKED, "-r", str(lock), *into)
+
+    def install_project(self, *, editable: bool, environ: Mapping[str, str]) -> None:
+        project = (*(("--editable",) if editable else ()), str(ROOT))
+        options = ("--no-build-isolation", "--no-deps")
+        command = self._uv_install + options + ("--reinstall",)
+        if self.uv and self._try_uv(*command, *project, environ=environ):
+            return
+        run(*self._pip_install, *options, *project, environ=environ)
+
+    @property
+    def _uv_install(self) -> tuple[str, ...]:
+        return ("pip", "install", "--quiet", "--python", str(self.python))
+
+    @property
+    def _pip_install(self) -> tuple[str, ...]:
+        if Path(sys.executable) == self.python or not _has_pip():
+            return (str(self.python), *PIP, "install", "--quiet")
+        return (sys.executable, *PIP, "--python", str(self.python), "install", "--quiet")
+
+    def _try_uv(self, *arguments: str, environ: Mapping[str, str] | None = None) -> bool:
+        try:
+            run(str(self.uv), *arguments, environ=environ)
+        except (InstallError, OSError) as error:
+            [*_, reason] = ["", *filter(None, map(str.strip, str(error).splitlines()))]
+            print(f"\nuv failed, so pip is used ({reason})", file=sys.stderr, flush=True)
+            return False
+        return True
+
+
+def _has_pip() -> bool:
+    """Returns whether this Python has a pip that can install into another environment (--python
+    exists since 22.3)."""
+    try:
+        major, minor = importlib.metadata.version("pip").split(".")[:2]
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return (int(major), int(minor)) >= (22, 3)
+
+
+@contextmanager
+def extract_lock(package: str) -> Iterator[Path]:
+    """Yields a lock with only this package of the build tools."""
+    text = (LOCKS / "build.txt").read_text("utf-8")
+    [entry] = [part for part in re.split(r"(?m)^(?=\w)", text) if part.startswith(f"{package}==")]
+    with tempfile.TemporaryDirectory() as folder:
+        lock = Path(folder, "lock.txt")
+        lock.write_text(entry, "utf-8")
+        yield lock
+
+
+def run(*command: str, environ: Mapping[str, str] | None = None) -> None:
+    """Runs a command. Raises InstallError with its output if it fails."""
+    process = subprocess.run(
+        command,
+        env=None if environ is None else dict(environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if process.returncode:
+        raise InstallError(f"{' '.join(command)}\n{process.stdout.strip()}")
+
+
+@contextmanager
+def step(
+    number: int, text: str, *, steps: int = 4, progress_log: Path | None = None
+) -> Iterator[None]:
+    """Prints a step and the seconds that it took, in one line. progress_log: a folder in which
+    Ninja's output is written; on a terminal, the line then shows the compiled files."""
+    line = f"[{number}/{steps}] {text} …"
+    print(line, end="", flush=True)
+    began, stop = time.time(), threading.Event()
+    thread = None
+    if progress_log is not None and sys.stdout.isatty():
+        thread = threading.Thread(target=_show_progress, args=(line, progress_log, began, stop))
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        if thread is not None:
+            thread.join()
+            print(f"\r\x1b[K{line}", end="")
+    print(f" {time.time() - began:.0f} s", flush=True)
+
+
+def _show_progress(line: str, folder: Path, began: float, stop: threading.Event) -> None:
+    while not stop.wait(0.5):
+        for log in folder.glob("*/log-build.txt"):
+            done = re.findall(rb"^\[(\d+/\d+)\]", log.read_bytes(), re.MULTILINE)
+            if done and log.stat().st_mtime >= began:
+                print(f"\r\x1b[K{line} {done[-1].decode()}", end="", flush=True)
+
+
+def find_uv(environ: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """Returns the path of uv, or None and the reason why an installed uv is not used."""
+    uv = shutil.which("uv", path=environ.get("PATH"))
+    if uv is None or _has_uv_index(environ):
+        return uv, None
+    option = find_pip_index(environ)
+    if option is None:
+        return uv, None
+    return None, f"pip is used: {option} is set for pip, but no index is set for uv"
+
+
+def _has_uv_index(environ: Mapping[str, str]) -> bool:
+    names = ("UV_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX", "UV_NO_INDEX", "UV_CONFIG_FILE")
+    config = environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    files = (Path(config, "uv/uv.toml"), Path("/etc/uv/uv.toml"))
+    return any(environ.get(name) for name in names) or any(file.is_file() for file in files)
+
+
+def find_pip_index(environ: Mapping[str, str]) -> str | None:
+    """Returns the option of pip's configuration that replaces the public index, or None. An
+    additional index is no reason to avoid uv, because pip uses the public one, too."""
+    for option in ("index-url", "no-index"):
+        if environ.get(f"PIP_{option.upper().replace('-', '_')}"):
+            return option
+    home = os.path.expanduser("~")
+    config = environ.get("XDG_CONFIG_HOME") or f"{home}/.config"
+    files = [
+        *("/etc/xdg/pip/pip.conf", "/etc/pip.conf", f"{home}/.pip/pip.conf"),
+        *(f"{home}/Library/Application Support/pip/pip.conf", f"{config}/pip/pip.conf"),
+    ]
+    if environ.get("PIP_CONFIG_FILE") == os.devnull:
+        files = []
+    elif extra := environ.get("PIP_CONFIG_FILE"):
+        files.append(extra)
+    parser = configparser.RawConfigParser(strict=False)
+    try:
+        parser.read(files, encoding="utf-8")
+    except (configparser.Error, OSError, UnicodeDecodeError):
+        return "an unreadable configuration"
+    for section in ("global", "install"):
+        for option in ("index-url", "no-index"):
+            if parser.has_option(section, option):
+                return option
+    return None
+
+
+def install_packages(installer: Installer, lock: Path) -> None:
+    """Creates the environment, with the packages of a lock."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    place = os.path.relpath(installer.environment)
+    with step(1, f"creating {place} with Python {version}"):
+        installer.create()
+    with step(2, describe_lock(installer, lock)):
+        installer.install_lock(lock)
+
+
+def describe_lock(installer: Installer, lock: Path) -> str:
+    """Returns the text of the step. Some packages are for other platforms only."""
+    count = len(re.findall(r"^[\w.-]+==", lock.read_text("utf-8"), re.MULTILINE))
+    return f"installing about {count} packages with {'uv' if installer.uv else 'pip'}"
+
+
+def install_project(installer: Installer, *, cuda: bool, editable: bool) -> None:
+    """Builds and installs the package, with the kernels if this machine can compile them."""
+    compiles = not cuda and sys.platform == "linux" and find_compiler(os.environ) is not None
+    tools = install_tools(installer, with_cmake=compiles)
+    path = os.pathsep.join(filter(None, (str(tools), os.environ.get("PYTHONPATH"))))
+    environ = {**os.environ, "PYTHONPATH": path}
+    environ.pop("PYTHONHOME", None)
+    text = "compiling the CPU kernels, about a minute" if compiles else "installing mlxrunner"
+    if cuda:
+        environ["MLXRUNNER_BUILD_FOR"] = "cuda"
+    with step(4, text, progress_log=ROOT / "build" / "kernels" if compiles else None):
+        installer.install_project(editable=editable, environ=environ)
+
+
+def find_compiler(environ: Mapping[str, str]) -> str | None:
+    """Returns the C++ compiler, or None if the kernels are not compiled."""
+    if environ.get("MLXRUNNER_BUILD_KERNELS") == "0":
+        return None
+    names = (*environ.get("CXX", "").split()[:1], "c++", "g++", "clang++")
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def install_tools(installer: Installer, *, with_cmake: bool) -> Path:
+    """Installs the build tools, unless they are installed, and returns their folder. Without
+    CMake, setuptools is sufficient."""
+    # one folder per Python, because the wheels differ
+    kind = str(sysconfig.get_config_var("SOABI")) if with_cmake else "setuptools"
+    folder = ROOT / "build" / "tools" / kind
+    stamp = folder / "lock.txt"
+    found = nullcontext(LOCKS / "build.txt") if with_cmake else extract_lock("setuptools")
+    with step(3, "installing the build tools"), found as lock:
+        if not (stamp.is_file() and stamp.read_bytes() == lock.read_bytes()):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder.parent) as name:
+                new = Path(name, "tools")
+                installer.install_lock(lock, target=new)
+                shutil.copy(lock, new / stamp.name)
+                shutil.rmtree(folder, ignore_errors=True)
+                new.rename(folder)
+    return folder
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Install mlxrunner into a virtual environment.")
+    parser.add_argument("environment", type=Path)
+    parser.add_argument("--cuda", action="store_true", help="for NVIDIA GPUs on Linux")
+    parser.add_argument(
+        "--editable",
+        action="store_true",
+        help="run from this source tree; an existing environment is deleted first",
+    )
+    parser.add_argument(
+        "--only", choices=("packages", "project"), help="only steps 1 and 2, or only 3 and 4"
+    )
+    parser.add_argument(
+        "--add", type=Path, metavar="LOCK", help="only add the packages of a lock to an environment"
+    )
+    arguments = parser.parse_args()
+    if sys.version_info < (3, 11):  # noqa: UP036  # any Python may run this script
+        parser.error("mlxrunner needs Python 3.11 or newer")
+    uv, note = find_uv(os.environ)
+    if note:
+        print(note, file=sys.stderr)
+    installer = Installer(
+        environment=arguments.environment.absolute(), uv=uv, clear=arguments.editable
+    )
+    try:
+        if arguments.add:
+            with step(1, describe_lock(installer, arguments.add), steps=1):
+                installer.install_lock(arguments.add)
+            return 0
+        if arguments.only != "project":
+            install_packages(installer, LOCKS / f"{'cuda' if arguments.cuda else 'serve'}.txt")
+        if arguments.only != "packages":
+            install_project(installer, cuda=arguments.cuda, editable=arguments.editable)
+    except (InstallError, OSError) as error:
+        print(f"\nmlxrunner could not be installed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command starts again", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
