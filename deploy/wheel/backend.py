@@ -7,7 +7,7 @@ The source tree has the two top-level packages `app` and `models`. Many projects
 these names, and site-packages can contain only one of each. Therefore this backend repacks the
 wheel of scikit-build-core. Both packages move into a folder `mlxrunner`, and launcher.py becomes
 the `__init__` of that folder. It puts the folder first on `sys.path`, so no import statement
-changes. Editable installs and sdists come from the upstream backend unchanged.
+changes. openapi.yaml, which the server serves, is next to them, as in the source tree. Editable installs and sdists come from the upstream backend unchanged.
 """
 
 import base64
@@ -39,6 +39,7 @@ __all__ = [
 PACKAGE = "mlxrunner"
 MOVED = ("app/", "models/")
 _LAUNCHER = Path(__file__).with_name("launcher.py")
+_OPENAPI = Path(__file__).parents[2] / "openapi.yaml"
 _MAIN = f"import sys\n\nfrom {PACKAGE} import main\n\nsys.exit(main())\n"
 
 
@@ -57,6 +58,7 @@ def repack(wheel: Path) -> None:
     added = {
         f"{PACKAGE}/__init__.py": _LAUNCHER.read_bytes(),
         f"{PACKAGE}/__main__.py": _MAIN.encode(),
+        f"{PACKAGE}/{_OPENAPI.name}": _OPENAPI.read_bytes(),
     }
     repacked = wheel.with_suffix(".repacked")
     rows: list[tuple[str, str, int | str]] = []

@@ -20,6 +20,7 @@ Stores are contiguous, as attention requires, so a running sequence has its own 
 that it shares. The prefix of a running sequence can be reused before the sequence ends.
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -107,6 +108,7 @@ class RadixNode(Generic[Layer]):
     checkpoint: the state of the indivisible layers at `end`.
     last_used: the use counter of the tree at the last use of this node. It is never less than that
         of a child.
+    used_at: the Unix time of this use. Only snapshots show it; no decision depends on it.
     """
 
     ids: tuple[int, ...]
@@ -118,6 +120,7 @@ class RadixNode(Generic[Layer]):
     )
     checkpoint: tuple[Layer, ...] | None = None
     last_used: int = 0
+    used_at: float = 0.0
 
     @property
     def end(self) -> int:
@@ -184,6 +187,15 @@ class RadixTree(Generic[Layer]):
         self._clock = 0
         self._oversized: dict[KVStore[Layer], None] = {}  # may hold more than the nodes need
 
+    def __len__(self) -> int:
+        """Returns the number of nodes besides the root."""
+        return len(self._lru)
+
+    def recently_used(self, count: int) -> list[RadixNode[Layer]]:
+        """Returns up to `count` nodes, the most recently used first. Each parent of a node precedes
+        it, because every node precedes its parent in the LRU order."""
+        return list(islice(reversed(self._lru), count))
+
     def match(self, ids: tuple[int, ...]) -> tuple[list[RadixNode[Layer]], int]:
         """Returns the nodes that match `ids`, and the number of shared tokens. The last node may
         match only partially. The time is linear in the number of tokens, and independent of the
@@ -230,8 +242,9 @@ class RadixTree(Generic[Layer]):
 
     def touch(self, path: Sequence[RadixNode[Layer]]) -> None:
         self._clock += 1
+        now = time.time()
         for node in reversed(path):
-            node.last_used = self._clock
+            node.last_used, node.used_at = self._clock, now
             self._lru.move_to_end(node)
 
     def assign_store(self, node: RadixNode[Layer], store: KVStore[Layer]) -> None:
