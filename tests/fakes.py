@@ -31,7 +31,7 @@ from app.core.model_state import ModelState
 from app.core.ports import ModelCard, ResolvedModel, RunnerStatus
 from app.core.prefix_snapshot import PrefixSnapshot
 from app.core.requests import Conversation, GenerateRequest, PromptBatch
-from app.core.server_stats import EventLoopLag
+from app.core.server_stats import ConnectionStats, EventLoopLag
 from app.core.settings import Settings
 from app.core.thread_pools import ThreadPools
 from app.http.body import RequestBodies
@@ -372,7 +372,9 @@ class FakeLibrary:
 
 
 def build_fake_app(generate: Any, settings: Settings, **options: Any) -> Starlette:
-    """`build_app` with one object that implements `Generate` and `Models`."""
+    """`build_app` with one object that implements `Generate` and `Models`. The stream of engine
+    events, which has no end of its own, ends after the first events, as while a server stops."""
+    options.setdefault("traffic", ConnectionStats(shutting_down=True))
     return build_app(generate, generate, settings, **options)
 
 

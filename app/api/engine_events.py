@@ -92,7 +92,7 @@ class EngineEvents:
 
     async def _iter_events(self, *, admin: bool) -> AsyncGenerator[bytes, None]:
         sent: dict[str, PrefixSnapshot] = {}
-        while not self._traffic.shutting_down:
+        while True:
             status = render_status(self._models, self._settings, self._frontend, admin=admin)
             yield encode_sse_event({"Time": round(time.time(), 3), **status}, "status")
             for name in self._list_loaded() if admin else ():
@@ -100,6 +100,8 @@ class EngineEvents:
                 if snapshot is not None and snapshot != sent.get(name):
                     sent[name] = snapshot
                     yield encode_sse_event(render_snapshot(name, snapshot), "prefix")
+            if self._traffic.shutting_down:
+                return
             await asyncio.sleep(_INTERVAL)
 
     def _list_loaded(self) -> list[str]:

@@ -123,7 +123,7 @@ export class Chat {
       view.update({ running: true, progress });
       if (follow) this.log.scrollTop = this.log.scrollHeight;
     });
-    draw.request("Waiting for the server");
+    view.update({ running: true, progress: "Waiting for the server" });
     this.#save(conversation);
     try {
       const body = { model: message.model, messages, ...requestFields() };

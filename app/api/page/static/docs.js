@@ -22,7 +22,7 @@ async function start() {
     h("section", { class: "operation", id: "introduction" }, h("h2", {}, "Introduction"), markdown(spec.info.description)),
     ...listOperations().map(renderOperation),
   );
-  byId("operations").replaceChildren(h("a", { href: "#introduction" }, "Introduction"), ...spec.tags.flatMap(renderTag));
+  byId("operations").replaceChildren(h("a", { class: "whole", href: "#introduction" }, "Introduction"), ...spec.tags.flatMap(renderTag));
   if (location.hash) byId(location.hash.slice(1))?.scrollIntoView();
 }
 
@@ -38,7 +38,7 @@ function renderTag({ name }) {
   const own = listOperations().filter((operation) => operation.tags?.includes(name));
   return [
     h("h2", {}, name),
-    ...own.map(({ id, method, path }) => h("a", { href: `#${id}` }, h("span", { class: "method" }, method.toUpperCase()), " ", path)),
+    ...own.map(({ id, method, path }) => h("a", { href: `#${id}` }, h("span", { class: "method" }, method.toUpperCase()), h("span", {}, path))),
   ];
 }
 

@@ -88,7 +88,7 @@ export class EngineView {
     const rate = isAdmin ? this.#measure(now) : null;
     this.figures.replaceChildren(...renderFigures(now, rate));
     if (isAdmin) {
-      this.chart.replaceChildren(renderChart(this.rates));
+      this.chart.replaceChildren(renderChart(this.rates, this.chart.clientWidth || 600));
       this.memory.replaceChildren(...renderMemory(now.Ledger));
       this.models.replaceChildren(renderModels(now.Models));
       this.trees.update(now);
@@ -134,8 +134,8 @@ function renderFigures(now, rate) {
   );
 }
 
-function renderChart(rates) {
-  const [width, height] = [600, 90];
+function renderChart(rates, width) {
+  const height = 90;
   const top = Math.max(10, ...rates);
   const step = width / (HISTORY - 1);
   const points = rates.map((rate, index) => {
@@ -161,8 +161,9 @@ function renderMemory(ledger) {
   const [width, height] = [600, 22];
   let x = 0;
   const parts = MEMORY.map(([name]) => {
-    const size = ledger.budget ? (width * ledger[name]) / ledger.budget : 0;
-    const part = svg("rect", { class: `memory-${name}`, x, width: Math.max(0, size), height });
+    const share = ledger.budget ? (width * ledger[name]) / ledger.budget : 0;
+    const size = ledger[name] ? Math.max(share, 2) : 0; // a small part stays visible
+    const part = svg("rect", { class: `memory-${name}`, x, width: size, height });
     x += size;
     return part;
   });

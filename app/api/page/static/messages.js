@@ -138,9 +138,10 @@ function renderCall(call) {
 /** The figures of an answer: how much of the prompt was cached, and the speed. */
 function renderFigures({ figures, model, finish }) {
   if (!figures) return null;
+  const known = figures.prompt > 0; // not for an answer that was cut off
   const parts = [
-    `prompt ${count(figures.prompt)}`,
-    `${count(figures.cached)} cached`,
+    known ? `prompt ${count(figures.prompt)}` : null,
+    known ? `${count(figures.cached)} cached` : null,
     `first token ${formatMs(figures.ttft)}`,
     figures.rate ? `${figures.rate.toFixed(figures.rate < 10 ? 1 : 0)} tok/s` : null,
     `${count(figures.completion)} tokens`,
@@ -149,7 +150,7 @@ function renderFigures({ figures, model, finish }) {
     model,
   ];
   const items = parts.filter(Boolean).map((part) => h("li", {}, part));
-  return h("ul", { class: "figures", "aria-label": "Figures" }, h("li", {}, cachedBar(figures)), items);
+  return h("ul", { class: "figures", "aria-label": "Figures" }, known ? h("li", {}, cachedBar(figures)) : null, items);
 }
 
 function cachedBar({ prompt, cached }) {

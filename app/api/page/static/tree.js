@@ -4,7 +4,6 @@
 
 import { h, svg } from "./dom.js";
 
-const WIDTH = 600;
 const ROW = 14;
 const GAP = 2;
 const AXIS = 18;
@@ -34,7 +33,8 @@ export class PrefixTrees {
     if (key === this.drawn) return;
     this.drawn = key;
     const open = this.node.querySelector("details")?.open ?? false;
-    this.node.replaceChildren(...shown.flatMap((one) => renderTree(one, status.Time, shown.length > 1, open)));
+    const view = { now: status.Time, named: shown.length > 1, open, width: this.node.clientWidth || 600 };
+    this.node.replaceChildren(...shown.flatMap((one) => renderTree(one, view)));
     if (!shown.length) this.node.append(h("p", { class: "note" }, "No model is loaded."));
   }
 }
@@ -48,7 +48,8 @@ function ageOf(node, now) {
   return AGES.findIndex(([bound]) => now - node.LastUsed < bound);
 }
 
-function renderTree({ Model: model, Total: total, Nodes: nodes }, now, named, open) {
+/** view: the server's time, whether several models are shown, whether the table is open, the width. */
+function renderTree({ Model: model, Total: total, Nodes: nodes }, { now, named, open, width }) {
   const title = named ? [h("h4", {}, model)] : [];
   if (!nodes.length) return [...title, h("p", { class: "note" }, "No prefix is cached.")];
   const places = layOut(nodes);
@@ -57,7 +58,7 @@ function renderTree({ Model: model, Total: total, Nodes: nodes }, now, named, op
   const hidden = rows > MAX_ROWS ? ` ${rows - MAX_ROWS} rows are not drawn.` : "";
   return [
     ...title,
-    drawTree(nodes, places, Math.min(rows, MAX_ROWS), now),
+    drawTree(nodes, places, { rows: Math.min(rows, MAX_ROWS), now, width }),
     renderLegend(),
     h("p", { class: "note" }, `A bar that spans several rows is stored once and shared.${omitted}${hidden}`),
     renderTable(nodes, now, open),
@@ -86,9 +87,9 @@ export function layOut(nodes) {
   return places;
 }
 
-function drawTree(nodes, places, rows, now) {
+function drawTree(nodes, places, { rows, now, width }) {
   const end = Math.max(...nodes.map((node) => node.Start + node.Tokens));
-  const x = (position) => (WIDTH * position) / end;
+  const x = (position) => (width * position) / end;
   const bars = nodes.map((node, index) => {
     const { row, rows: height } = places[index];
     if (row >= rows) return null;
@@ -104,10 +105,10 @@ function drawTree(nodes, places, rows, now) {
   });
   const height = rows * ROW;
   const ticks = [0, 0.25, 0.5, 0.75, 1].map((part) =>
-    svg("text", { class: part === 1 ? "label end" : part ? "label middle" : "label", x: WIDTH * part, y: height + 13 }, Math.round(end * part).toLocaleString("en")),
+    svg("text", { class: part === 1 ? "label end" : part ? "label middle" : "label", x: width * part, y: height + 13 }, Math.round(end * part).toLocaleString("en")),
   );
   const label = `Prefix tree with ${nodes.length} parts, up to ${end} tokens deep. The table below has the same data.`;
-  return svg("svg", { viewBox: `0 0 ${WIDTH} ${height + AXIS}`, role: "img", "aria-label": label, class: "tree" }, bars, ticks);
+  return svg("svg", { viewBox: `0 0 ${width} ${height + AXIS}`, role: "img", "aria-label": label, class: "tree" }, bars, ticks);
 }
 
 function describe(node, now) {
