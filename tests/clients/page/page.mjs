@@ -9,6 +9,9 @@ import { answer, ask, begin, Browser, ended, figures, lastError, say, until } fr
 const WIDTHS = [1280, 390];
 const SCHEMES = ["light", "dark"];
 
+// the views that docs/page.md shows
+const IMAGES = { "chat-1280-light": "page-chat", "chat-390-dark": "page-phone" };
+
 const scenarios = {
   /** Paints of the page, in ms after the start of the navigation. */
   async paint(browser) {
@@ -110,7 +113,6 @@ const scenarios = {
     const error = await lastError(tab);
     await tab.waitForSelector("#banner", { state: "visible" });
     const banner = await tab.locator("#banner").textContent();
-    await browser.screenshot(tab, "page-server-lost");
     await say(tab, "Are you there?");
     const unreachable = await lastError(tab);
     await ask("start the server");
@@ -186,7 +188,6 @@ const scenarios = {
       };
     });
     await tab.getByRole("button", { name: "Copy" }).nth(1).click();
-    await browser.screenshot(tab, "page-markdown");
     await say(tab, "REASONING");
     const thought = tab.locator(".message.assistant").last().locator("details.fold");
     const reasoning = { open: await thought.evaluate((node) => node.open), text: await thought.textContent(), content: await answer(tab) };
@@ -199,7 +200,6 @@ const scenarios = {
     await say(tab, "TOOLS");
     const call = await tab.locator(".message.assistant").last().locator("details.call").textContent();
     await tab.getByLabel("Result of get_weather").fill("Sunny, 21 degrees");
-    await browser.screenshot(tab, "page-tools");
     await tab.getByRole("button", { name: "Send results" }).click();
     await until(async () => (await answer(tab)).includes("sunny"));
     await ended(tab);
@@ -245,17 +245,17 @@ const scenarios = {
   /** The Engine tab while a request runs; afterwards, what the tree shows of two conversations. */
   async engine(browser) {
     const tab = await browser.openChat();
-    await say(tab, "What is mlxrunner?");
-    await say(tab, "How do I start the server?");
-    await tab.click("#new-chat");
-    await say(tab, "What is mlxrunner?");
-    await say(tab, "Which models can it run?");
+    for (const second of ["How do I start the server?", "How do I pull a model?", "Which models can it run?"]) {
+      await tab.click("#new-chat");
+      await say(tab, "What is mlxrunner?");
+      await say(tab, second);
+      await say(tab, "Does it need the internet?");
+    }
     await ask("throttle");
     await begin(tab, "What is a prefix cache?");
     await tab.click("#tab-engine");
     await tab.waitForSelector("rect.bar.running");
     await tab.waitForSelector(".figures-grid div:has(dt:text-is('Running')) dd:has-text('1 of')");
-    await until(async () => (await tab.locator("polyline.line").getAttribute("points")).split(" ").length > 4);
     await browser.screenshot(tab, "page-engine");
     const shown = await tab.locator("#engine").textContent();
     const bars = await tab.locator("svg.tree rect.bar").count();
@@ -284,12 +284,15 @@ const scenarios = {
         const check = async (view, page) => {
           findings.push(...(await browser.checkAccessibility(page, `${view} ${name}`)));
           if (await page.evaluate(() => document.documentElement.scrollWidth > innerWidth)) wide.push(`${view} ${name}`);
-          await browser.screenshot(page, `page-${view}-${name}`);
+          const image = IMAGES[`${view}-${name}`];
+          if (image) await browser.screenshot(page, image);
         };
+        await tab.evaluate(() => document.getElementById("log").scrollTo(0, 1e6));
         await check("chat", tab);
         await tab.click("#settings-button");
         await check("settings", tab);
-        await tab.click("#settings-button");
+        await tab.keyboard.press("Escape");
+        await tab.waitForSelector("#settings", { state: "hidden" });
         await tab.click("#tab-engine");
         await tab.waitForSelector("svg.tree");
         await check("engine", tab);

@@ -23,8 +23,8 @@ function showTab(name) {
     byId(`tab-${tab}`).tabIndex = shown ? 0 : -1;
   }
   byId("menu").classList.toggle("off", name !== "chat");
+  engine.stop();
   if (name === "engine") engine.start();
-  else engine.stop();
 }
 
 function readTab() {
@@ -86,7 +86,7 @@ function startKey() {
     if (!answer) return;
     api.setKey(answer.key, answer.keep);
     refreshModels();
-    engine.restart();
+    showTab(readTab()); // connects again if the Engine tab was refused
   });
 }
 
@@ -107,6 +107,7 @@ function startConnection() {
   });
 }
 
+/** Escape stops the answer; otherwise it closes what is open. */
 function startKeyboard(chat) {
   addEventListener("keydown", (event) => {
     if (event.key !== "Escape" || byId("key-dialog").open) return;
@@ -114,13 +115,17 @@ function startKeyboard(chat) {
     else if (document.body.classList.contains("menu")) {
       showSidebar(false);
       byId("menu").focus();
+    } else if (!byId("settings").hidden) {
+      showSettings(false);
+      byId("settings-button").focus();
     }
   });
-  byId("settings-button").addEventListener("click", () => {
-    const panel = byId("settings");
-    panel.hidden = !panel.hidden;
-    byId("settings-button").setAttribute("aria-expanded", String(!panel.hidden));
-  });
+  byId("settings-button").addEventListener("click", () => showSettings(byId("settings").hidden));
+}
+
+function showSettings(shown) {
+  byId("settings").hidden = !shown;
+  byId("settings-button").setAttribute("aria-expanded", String(shown));
 }
 
 const chat = new Chat(renderConversations);

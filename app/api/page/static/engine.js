@@ -47,12 +47,6 @@ export class EngineView {
     this.#abort = null;
   }
 
-  restart() {
-    if (!this.#abort) return;
-    this.stop();
-    this.start();
-  }
-
   /** Reads events until `abort`; connects again when the connection is lost. */
   async #run(abort) {
     while (!abort.signal.aborted) {

@@ -144,7 +144,7 @@ function renderFigures({ figures, model, finish }) {
     known ? `${count(figures.cached)} cached` : null,
     `first token ${formatMs(figures.ttft)}`,
     figures.rate ? `${figures.rate.toFixed(figures.rate < 10 ? 1 : 0)} tok/s` : null,
-    `${count(figures.completion)} tokens`,
+    `${count(figures.completion)} ${figures.completion === 1 ? "token" : "tokens"}`,
     finish === "length" ? "cut at the maximum" : null,
     finish === "stopped" ? "stopped" : null,
     model,

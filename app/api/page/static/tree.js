@@ -60,7 +60,7 @@ function renderTree({ Model: model, Total: total, Nodes: nodes }, { now, named, 
     ...title,
     drawTree(nodes, places, { rows: Math.min(rows, MAX_ROWS), now, width }),
     renderLegend(),
-    h("p", { class: "note" }, `A bar that spans several rows is stored once and shared.${omitted}${hidden}`),
+    h("p", { class: "note" }, `Several prompts share a bar that spans several rows.${omitted}${hidden}`),
     renderTable(nodes, now, open),
   ];
 }
