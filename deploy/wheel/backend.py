@@ -7,7 +7,8 @@ The source tree has the two top-level packages `app` and `models`. Many projects
 these names, and site-packages can contain only one of each. Therefore this backend repacks the
 wheel of scikit-build-core. Both packages move into a folder `mlxrunner`, and launcher.py becomes
 the `__init__` of that folder. It puts the folder first on `sys.path`, so no import statement
-changes. openapi.yaml, which the server serves, is next to them, as in the source tree. Editable installs and sdists come from the upstream backend unchanged.
+changes. openapi.yaml, which the server serves, is next to them, as in the source tree. Editable
+installs and sdists come from the upstream backend unchanged.
 """
 
 import base64
