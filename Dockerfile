@@ -35,7 +35,7 @@ RUN lock=serve; if [ "$CUDA" = 1 ]; then lock=cuda; fi; \
 RUN if [ "$CUDA" != 1 ]; then \
         apt-get update && apt-get install --yes --no-install-recommends g++; \
     fi
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE openapi.yaml ./
 COPY deploy/wheel deploy/wheel
 COPY models models
 COPY app app

@@ -12,7 +12,7 @@
 # has an environment of its own: make test PYTHON=python3.13 VENV=.venv-3.13 t=tests/core
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-all clients clients-latest check fix bench bench-cpu parity builtin transcripts wheel lock size trace clean
+.PHONY: help venv serve test test-all clients clients-latest check fix bench bench-cpu parity builtin screenshots transcripts wheel lock size trace clean
 
 # Not taken from the shell, where HOST and PYTHON often mean something else.
 MODEL =
@@ -108,6 +108,9 @@ bench-cpu: venv $(DEV)  ## on a Linux CPU, against stock MLX and llama.cpp; ARGS
 
 parity: .venv-parity/.installed  ## hold every architecture against mlx-lm and transformers
 	@.venv-parity/bin/python -m tests.models.transformers_parity $(ARGS)
+
+screenshots: venv $(DEV) $(CLIENTS)  ## write docs/images again with a browser, to be looked at
+	@SCREENSHOTS=docs/images $(BIN)/python -m pytest --quiet tests/clients/page -k "engine_tab or accessible"
 
 transcripts: venv $(DEV)  ## write tests/transcripts again, to be reviewed as a diff
 	@$(BIN)/python -m pytest --quiet tests/api --transcripts

@@ -29,8 +29,9 @@ from app.core.jobs import Capacity, EngineStats, Ledger
 from app.core.model_details import LibraryStep, ModelDetails, ModelRecipe, TensorDetails
 from app.core.model_state import ModelState
 from app.core.ports import ModelCard, ResolvedModel, RunnerStatus
+from app.core.prefix_snapshot import PrefixSnapshot
 from app.core.requests import Conversation, GenerateRequest, PromptBatch
-from app.core.server_stats import EventLoopLag
+from app.core.server_stats import ConnectionStats, EventLoopLag
 from app.core.settings import Settings
 from app.core.thread_pools import ThreadPools
 from app.http.body import RequestBodies
@@ -163,6 +164,8 @@ class FakeGenerate:
     embedded: list[EmbedRequest] = field(default_factory=list[EmbedRequest])
     resolved: list[str | None] = field(default_factory=list[str | None])
     rescans: int = 0
+    prefix_snapshot: PrefixSnapshot | None = None
+    snapshots_requested: list[str] = field(default_factory=list[str])
     details: ModelDetails = DETAILS
     library: "FakeLibrary" = field(default_factory=lambda: FakeLibrary())
     loaded: list[tuple[str, float | None]] = field(default_factory=list[tuple[str, float | None]])
@@ -301,6 +304,10 @@ class FakeGenerate:
     def list_models(self) -> Sequence[ModelCard]:
         return self.cards
 
+    def get_prefix_snapshot(self, name: str) -> PrefixSnapshot | None:
+        self.snapshots_requested.append(name)
+        return self.prefix_snapshot
+
     def status(self) -> RunnerStatus:
         return self.runner_status
 
@@ -365,7 +372,9 @@ class FakeLibrary:
 
 
 def build_fake_app(generate: Any, settings: Settings, **options: Any) -> Starlette:
-    """`build_app` with one object that implements `Generate` and `Models`."""
+    """`build_app` with one object that implements `Generate` and `Models`. The stream of engine
+    events, which has no end of its own, ends after the first events, as while a server stops."""
+    options.setdefault("traffic", ConnectionStats(shutting_down=True))
     return build_app(generate, generate, settings, **options)
 
 

@@ -178,7 +178,7 @@ def test_responses_to_the_documented_examples_match_the_document(
         pytest.skip("is always refused: see tests/api/responses/test_endpoints.py")
     generate = FakeGenerate()
     data = body.encode() if isinstance(body, str) else with_model(body)
-    url = path.replace("{id}", generate.list_models()[0].id)
+    url = path.replace("{id}", generate.list_models()[0].id).replace("{name}", "app.js")
     reply = send_request(generate, method, url, data, {"content-type": kind})
     assert reply.status == 200
     contents = DOCUMENT["paths"][path][method.lower()]["responses"]["200"].get("content")

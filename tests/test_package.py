@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def sources(tmp_path_factory) -> Path:
     """A copy of the sources."""
     copy = tmp_path_factory.mktemp("sources")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "openapi.yaml"):
         shutil.copy(ROOT / name, copy / name)
     for name in ("app", "models", "tests"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -113,6 +113,13 @@ def test_the_wheel_has_the_built_in_model(wheel):
     } <= files
 
 
+def test_the_wheel_has_the_page_and_the_schema(wheel):
+    names = set(wheel.namelist())
+    for path in (ROOT / "app/api/page/static").iterdir():
+        assert f"mlxrunner/app/api/page/static/{path.name}" in names
+    assert wheel.read("mlxrunner/openapi.yaml") == (ROOT / "openapi.yaml").read_bytes()
+
+
 def test_the_only_top_level_name_is_mlxrunner(wheel):
     tops = {name.partition("/")[0] for name in wheel.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"mlxrunner"}
@@ -126,7 +133,7 @@ def test_the_wheel_has_neither_sources_nor_foreign_builds_of_the_kernels(wheel):
 
 
 def test_the_sdist_has_all_sources_of_the_wheel(wheel, sdist):
-    assert {"pyproject.toml", "README.md", "LICENSE"} <= sdist
+    assert {"pyproject.toml", "README.md", "LICENSE", "openapi.yaml"} <= sdist
     sources = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "models/kernels/src").iterdir()

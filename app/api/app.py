@@ -24,6 +24,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Lifespan
 
 from app.api import health
+from app.api.engine_events import engine_event_routes
 from app.api.fields import quote_value
 from app.api.front_end import FrontendStats
 from app.api.metrics.registry import Metrics
@@ -214,6 +215,7 @@ def build_routes(
     watched = ObservedGenerate(generate, metrics.observe, RequestContextObserver)
     found: list[BaseRoute] = [
         *health.health_routes(models, settings, front_end),
+        *engine_event_routes(models, settings, front_end, traffic),
         *metrics.routes(),
     ]
     for dialect in _find_dialects():

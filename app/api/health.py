@@ -23,6 +23,7 @@ from app.core.jobs import PREFIX_HIT_BUCKETS, EngineStats
 from app.core.model_state import ModelState
 from app.core.ports import Models, RunnerState, RunnerStatus
 from app.core.settings import Settings
+from app.http.auth import is_admin
 from app.http.errors import error_response
 from app.http.responses import JsonObject, json_response
 
@@ -38,24 +39,8 @@ OLLAMA_STATUS_CODES: Mapping[RunnerState, int] = {
 
 def health_routes(models: Models, settings: Settings, frontend: FrontendStats) -> list[Route]:
     async def status(request: Request) -> Response:
-        now = models.status()
-        cards = models.list_models()
-        body: JsonObject = {
-            "Status": OLLAMA_STATUS_CODES[now.state],
-            "Progress": now.progress if now.state in ("loading", "failed") else 100,
-            "ContextLength": cards[0].context_length if cards else 0,
-            "Memory": now.stats.allocated_bytes,
-        }
-        # app/http/auth.py sets this; if it is absent, the caller is not an admin
-        if getattr(request.state, "admin", False):
-            body |= {
-                "Error": now.error,
-                **_render_requests(now, settings.max_queue),
-                **_render_engine(now.stats),
-            }
-            body["FrontEnd"] = frontend.render()
-            body["Models"] = [_render_model(state) for state in models.list_model_states()]
-        return json_response(body)
+        admin = is_admin(request.scope)
+        return json_response(render_status(models, settings, frontend, admin=admin))
 
     async def health(request: Request) -> Response:
         now = models.status()
@@ -74,6 +59,30 @@ def health_routes(models: Models, settings: Settings, frontend: FrontendStats) -
         Route("/v1/status", status, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
     ]
+
+
+def render_status(
+    models: Models, settings: Settings, frontend: FrontendStats, *, admin: bool
+) -> JsonObject:
+    """Returns the body of /v1/status. admin: whether the caller may see more than its first four
+    fields."""
+    now = models.status()
+    cards = models.list_models()
+    body: JsonObject = {
+        "Status": OLLAMA_STATUS_CODES[now.state],
+        "Progress": now.progress if now.state in ("loading", "failed") else 100,
+        "ContextLength": cards[0].context_length if cards else 0,
+        "Memory": now.stats.allocated_bytes,
+    }
+    if admin:
+        body |= {
+            "Error": now.error,
+            **_render_requests(now, settings.max_queue),
+            **_render_engine(now.stats),
+        }
+        body["FrontEnd"] = frontend.render()
+        body["Models"] = [_render_model(state) for state in models.list_model_states()]
+    return body
 
 
 def _render_requests(now: RunnerStatus, max_queue: int) -> JsonObject:

@@ -15,6 +15,7 @@ from app.core.jobs import CacheMiss, Capacity, EngineStats, Job, JobUpdate
 from app.core.model_details import LibraryStep, ModelDetails, ModelRecipe, TensorDetails
 from app.core.model_files import ModelFiles
 from app.core.model_state import ModelState
+from app.core.prefix_snapshot import PrefixSnapshot
 from app.core.requests import GenerateRequest
 
 RunnerState = Literal["loading", "ready", "stalled", "failed"]
@@ -123,6 +124,11 @@ class Runner(Protocol):
 
     def status(self) -> RunnerStatus: ...
 
+    async def get_prefix_snapshot(self) -> PrefixSnapshot:
+        """Returns a snapshot of the prefix cache, once the engine has finished its current step.
+        May wait forever if the engine ends. Raises AppError as `submit` does."""
+        ...
+
     async def wait_for_failure(self) -> RunnerFailure:
         """Returns when a ready runner fails, but not when it is stopped. Any number of tasks may
         wait."""
@@ -175,6 +181,11 @@ class Models(Protocol):
         ...
 
     def model_state(self, model: ResolvedModel) -> ModelState: ...
+
+    def get_prefix_snapshot(self, name: str) -> PrefixSnapshot | None:
+        """Returns the last known snapshot of a model's prefix cache, and requests a new one for
+        later calls. Never waits. Returns None if there is none yet, or the model is not loaded."""
+        ...
 
     def status(self) -> RunnerStatus:
         """Returns the status of the whole server: the combined state of the models that are always
@@ -465,4 +476,9 @@ class PrefixCache(Protocol[Layer_co]):
 
     def check(self) -> None:
         """Asserts all invariants. Called in tests and while the engine is idle."""
+        ...
+
+    def snapshot(self, max_nodes: int) -> PrefixSnapshot:
+        """Returns up to `max_nodes` of the most recently used prefixes. The time depends on this
+        number, and not on the size of the cache."""
         ...

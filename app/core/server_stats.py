@@ -63,10 +63,12 @@ ResponseKey = tuple[str, str, str]
 @dataclass(slots=True)
 class ConnectionStats:
     """Counters of connections and responses. open_connections: sockets that are currently open, in
-    any state. accepted_connections: connections accepted since the start. closed_by_reason:
-    connections that the server closed, by reason. responses: responses sent."""
+    any state. shutting_down: whether the server stops. accepted_connections: connections accepted
+    since the start. closed_by_reason: connections that the server closed, by reason. responses:
+    responses sent."""
 
     open_connections: int = 0
+    shutting_down: bool = False
     accepted_connections: int = 0
     closed_by_reason: dict[CloseReason, int] = field(
         default_factory=lambda: dict.fromkeys(CLOSE_REASONS, 0)

@@ -32,6 +32,7 @@ import mlx.core as mx
 from app.core.embeddings import EmbedJob
 from app.core.jobs import Capacity, EngineStats, Job, StepOutput
 from app.core.ports import PrefixCache
+from app.core.prefix_snapshot import PrefixSnapshot
 from app.core.units import pluralize
 from app.engine.embedder import Embedder
 from app.engine.memory_budget import MemoryBudget
@@ -152,6 +153,9 @@ class Loop:
             evictions=self._scheduler.evictions,
             ledger=self._scheduler.ledger(),
         )
+
+    def prefix_snapshot(self, max_nodes: int) -> PrefixSnapshot:
+        return self._scheduler.prefix_snapshot(max_nodes)
 
     def check(self) -> None:
         """Asserts the invariants that hold between two steps."""

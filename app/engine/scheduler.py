@@ -10,6 +10,7 @@ from collections.abc import Sequence as Ids
 
 from app.core.jobs import Ledger
 from app.core.ports import PrefixCache
+from app.core.prefix_snapshot import PrefixSnapshot
 from app.core.units import pluralize
 from app.engine.memory_budget import MemoryBudget
 from app.engine.policy import SchedulerLimits, count_admissible, fair_order, should_defer
@@ -44,6 +45,9 @@ class Scheduler:
     @property
     def evictions(self) -> int:
         return self._prefix.evictions
+
+    def prefix_snapshot(self, max_nodes: int) -> PrefixSnapshot:
+        return self._prefix.snapshot(max_nodes)
 
     @property
     def borrowed_bytes(self) -> int:

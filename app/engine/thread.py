@@ -35,6 +35,7 @@ from app.core.jobs import (
     LoadProgress,
     StepOutput,
 )
+from app.core.prefix_snapshot import MAX_SNAPSHOT_NODES, PrefixSnapshot
 from app.engine.memory_profile import clear_allocator_cache
 from app.grammar.compiler import Matcher
 from models import kernels
@@ -74,11 +75,16 @@ class _Probe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Inspect:
+    done: Callable[[PrefixSnapshot], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Stop:
     pass
 
 
-_Command = _Submit | _Embed | _Cancel | _Probe | _Stop
+_Command = _Submit | _Embed | _Cancel | _Probe | _Inspect | _Stop
 
 
 class EngineLoop(Protocol):
@@ -106,6 +112,8 @@ class EngineLoop(Protocol):
     def step(self) -> StepOutput: ...
 
     def stats(self) -> EngineStats: ...
+
+    def prefix_snapshot(self, max_nodes: int) -> PrefixSnapshot: ...
 
     def check(self) -> None: ...
 
@@ -156,6 +164,10 @@ class EngineThread:
         can also accept a job."""
         self._commands.put(_Probe(done=done))
 
+    def inspect(self, done: Callable[[PrefixSnapshot], None]) -> None:
+        """Calls `done` on the thread with a snapshot of the prefix cache, between two steps."""
+        self._commands.put(_Inspect(done=done))
+
     def stop(self) -> None:
         """Asks the thread to end. It ends between two steps."""
         self._commands.put(_Stop())
@@ -203,7 +215,7 @@ class EngineThread:
 
     def _handle_commands(self, loop: EngineLoop) -> None:
         """Handles all queued commands. If the loop is idle, waits for the next command."""
-        if loop.idle:
+        while loop.idle and not self._stopping:  # some commands leave it idle, without a step
             if self._check_invariants:
                 loop.check()
             self._set_heartbeat(IDLE)
@@ -223,6 +235,8 @@ class EngineThread:
                 loop.cancel(command.job, keep=command.keep)
             case _Probe():
                 command.done()
+            case _Inspect():
+                command.done(loop.prefix_snapshot(MAX_SNAPSHOT_NODES))
             case _Stop():
                 self._stopping = True
 

@@ -27,7 +27,9 @@ class AccessLevel(Enum):
 
 # All other paths require a key, including unknown ones, so that clients without a key cannot probe
 # for paths. tests/http/test_auth.py compares this table with the routes.
-_PUBLIC_PATHS = frozenset({"/health", "/v1/status"})
+_PUBLIC_PATHS = frozenset({"/health", "/v1/status", "/", "/docs", "/openapi.yaml"})
+# the files of the page, which are the same on every server
+_PUBLIC_PREFIX = "/page/"
 _ADMIN_PATHS = frozenset(
     {
         "/metrics",
@@ -53,7 +55,8 @@ def required_access(method: str, path: str) -> AccessLevel:
     router."""
     if path in _ADMIN_PATHS or path.startswith(_ADMIN_PREFIX):
         return AccessLevel.ADMIN
-    if path in _PUBLIC_PATHS and method in ("GET", "HEAD"):
+    public = path in _PUBLIC_PATHS or path.startswith(_PUBLIC_PREFIX)
+    if public and method in ("GET", "HEAD"):
         return AccessLevel.PUBLIC
     return AccessLevel.KEY
 

@@ -165,6 +165,7 @@ class UvicornServer(HookedServer):
                 _flush_logs()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._limiter.traffic.shutting_down = True
         for acceptor in self._acceptors:
             acceptor.close()
         for listener in self.servers:

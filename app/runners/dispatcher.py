@@ -28,6 +28,7 @@ from app.core.jobs import (
     StepOutput,
 )
 from app.core.ports import FailureCause, RunnerFailure, RunnerState, RunnerStatus
+from app.core.prefix_snapshot import PrefixSnapshot
 
 # How long to wait for the reason why an engine is unreachable, in seconds.
 _FAILURE_TIMEOUT = 5.0
@@ -50,6 +51,11 @@ class EngineClient(Protocol):
     def cancel(self, job: str, *, keep: int | None = None) -> None:
         """Cancels a job. The engine may not know the job, or the submission may still be in
         progress. `keep` is the number of sampled tokens to cache; None caches all of them."""
+        ...
+
+    async def get_prefix_snapshot(self) -> PrefixSnapshot:
+        """Implements `Runner.get_prefix_snapshot` for a ready engine. May raise
+        ConnectionError."""
         ...
 
 
@@ -178,6 +184,11 @@ class Dispatcher:
         if embedded.error is not None:
             raise AppError(ErrorKind.ENGINE, embedded.error)
         return embedded.vectors
+
+    async def get_prefix_snapshot(self) -> PrefixSnapshot:
+        """Implements `Runner.get_prefix_snapshot`."""
+        self._check_ready()
+        return await self.engine.get_prefix_snapshot()
 
     def receive(self, message: EngineMessage) -> None:
         if self._failure is not None:

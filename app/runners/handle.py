@@ -23,6 +23,7 @@ from app.core.jobs import CacheMissReason, Capacity, EngineStats, Job
 from app.core.model_files import ModelFiles
 from app.core.model_state import MemoryRequirement, ModelPhase, ModelState, ServedModel
 from app.core.ports import ReservedSlots, Runner, RunnerFailure, RunnerStatus, Submission
+from app.core.prefix_snapshot import PrefixSnapshot
 from app.runners.admission import Admission
 from app.runners.eviction import LoadedModel
 from app.runners.lease import ModelLeases
@@ -35,6 +36,7 @@ from app.runners.restart_policy import (
     after_failed_load,
     after_load,
 )
+from app.runners.snapshot_refresh import SnapshotRefresh
 
 _COUNTERS = (
     "cached_tokens",
@@ -120,6 +122,7 @@ class ModelHandle:
         self._quarantine = CrashQuarantine(served, self, clock)
         self._admission = Admission(self, served.settings.max_queue)
         self._runner: Runner | None = None
+        self._snapshots: SnapshotRefresh | None = None
         self.capacity: Capacity | None = None
         self._previous_stats = EngineStats()
         self._rejected = 0
@@ -159,6 +162,15 @@ class ModelHandle:
             preparing=self._admission.preparing,
             error=None if now.error is None else self._redact_text(now.error),
         )
+
+    def get_prefix_snapshot(self) -> PrefixSnapshot | None:
+        """Implements `Models.get_prefix_snapshot`."""
+        runner = self._ready_runner()
+        if runner is None:
+            return None
+        if self._snapshots is None:
+            self._snapshots = SnapshotRefresh(runner.get_prefix_snapshot)
+        return self._snapshots.get()
 
     async def get_runner(self, lost_runner: Runner | None = None) -> Runner:
         """Implements `RunnerSource.get_runner`, for requests that hold a lease. The lease makes the
@@ -271,6 +283,9 @@ class ModelHandle:
             self._on_load_failed(error)
         finally:
             self.phase = "leaving"
+            if self._snapshots is not None:
+                self._snapshots.cancel()
+                self._snapshots = None
             try:
                 await runner.stop()
             except Exception:

@@ -20,6 +20,7 @@ from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
 from app.core.model_state import ModelState, ServedModel
 from app.core.ports import Runner
+from app.core.prefix_snapshot import PrefixSnapshot
 from app.core.settings import Settings
 from app.runners.eviction import Evict, Load, LoadRequest, PoolLimits, RejectLoad, SkipPreload, plan
 from app.runners.handle import ModelHandle
@@ -131,6 +132,11 @@ class ModelPool:
         if handle is None:
             return ModelState(name=served.name, phase="unloaded", pinned=served.pinned)
         return handle.state()
+
+    def get_prefix_snapshot(self, served: ServedModel) -> PrefixSnapshot | None:
+        """Implements `Models.get_prefix_snapshot`."""
+        handle = self._handles.get(served.name)
+        return None if handle is None else handle.get_prefix_snapshot()
 
     def context_length(self, served: ServedModel) -> int | None:
         """Returns the maximum number of positions in a sequence, or None while the model is not

@@ -23,6 +23,7 @@ from app.core.errors import AppError, ErrorKind
 from app.core.jobs import IDLE, EngineFailed, EngineReady, Heartbeat, Job, StepOutput
 from app.core.model_files import ModelFiles
 from app.core.ports import RunnerFailure, RunnerStatus
+from app.core.prefix_snapshot import PrefixSnapshot
 from app.core.settings import Settings
 from app.runners import worker_protocol
 from app.runners.child_process import ChildProcess, ProcessExit
@@ -141,6 +142,9 @@ class ProcessRunner:
         if stall is not None and status.state == "ready":
             return replace(status, state="stalled", error=stall, pid=spawned.pid)
         return replace(status, pid=spawned.pid)
+
+    async def get_prefix_snapshot(self) -> PrefixSnapshot:
+        return await self._dispatcher.get_prefix_snapshot()
 
     async def wait_for_failure(self) -> RunnerFailure:
         return await self._dispatcher.wait_for_failure()

@@ -19,6 +19,7 @@ from app.core.errors import AppError, ErrorKind
 from app.core.jobs import IDLE, EngineMessage, Job
 from app.core.model_files import ModelFiles
 from app.core.ports import RunnerFailure, RunnerStatus
+from app.core.prefix_snapshot import PrefixSnapshot
 from app.core.requests import Grammar
 from app.core.settings import Settings
 from app.engine.loader import load
@@ -26,6 +27,7 @@ from app.engine.thread import EngineThread
 from app.grammar.compiler import GrammarCompiler, Matcher
 from app.runners.dispatcher import UNLOADING_MESSAGE, Dispatcher, RequestStream
 from app.runners.ranks.leader import RankGroup, load_leader
+from app.runners.snapshot_refresh import take_snapshot
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +93,9 @@ class ThreadRunner:
         status = self._dispatcher.status()
         stall = self._stall_message()
         return status if stall is None else replace(status, state="stalled", error=stall)
+
+    async def get_prefix_snapshot(self) -> PrefixSnapshot:
+        return await self._dispatcher.get_prefix_snapshot()
 
     async def wait_for_failure(self) -> RunnerFailure:
         return await self._dispatcher.wait_for_failure()
@@ -164,3 +169,6 @@ class _ThreadClient:
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
         self._thread.cancel(job, keep=keep)
+
+    async def get_prefix_snapshot(self) -> PrefixSnapshot:
+        return await take_snapshot(self._thread.inspect)

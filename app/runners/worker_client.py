@@ -29,6 +29,7 @@ import httpx2
 from app.core.embeddings import EmbedJob, EmbedResult
 from app.core.errors import AppError, ErrorKind
 from app.core.jobs import Job
+from app.core.prefix_snapshot import PrefixSnapshot
 from app.runners import worker_protocol
 from app.runners.dispatcher import Dispatcher
 from app.runners.worker_protocol import WorkerEvent, WorkerStatus
@@ -116,6 +117,13 @@ class WorkerClient:
         with _as_connection_error():
             reply = await _request_with_retry(lambda: self._http.post("/v1/probe"), math.inf)
             reply.raise_for_status()
+
+    async def get_prefix_snapshot(self) -> PrefixSnapshot:
+        """Implements `EngineClient.get_prefix_snapshot`."""
+        with _as_connection_error():
+            reply = await self._http.get("/v1/prefix")
+            reply.raise_for_status()
+        return worker_protocol.PREFIX_SNAPSHOT.decode(reply.content)
 
     async def wait_until_disconnected(self) -> None:
         """Returns when the process has closed a connection without a complete response."""

@@ -4,7 +4,8 @@ Knows: the messages. Must not know: pipes, sockets, HTTP.
 
 The parent first sends a `WorkerInit` on stdin, which stays open as long as the parent is running.
 It then sends one `Job` or `EmbedJob` per request. The process responds with a `WorkerStatus` on
-request, and sends a stream of `WorkerEvent` lines.
+request, and sends a stream of `WorkerEvent` lines. It sends a
+`PrefixSnapshot` on request.
 """
 
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from app.core.jobs import (
     StepOutput,
 )
 from app.core.model_files import ModelFiles
+from app.core.prefix_snapshot import PrefixSnapshot
 from app.core.settings import Settings
 from app.runners.codec import Codec
 
@@ -92,6 +94,7 @@ WORKER_INIT = Codec[WorkerInit](WorkerInit)
 WORKER_STATUS = Codec[WorkerStatus](WorkerStatus)
 WORKER_EVENT = Codec[WorkerEvent](WorkerEvent)
 JOB = Codec[Job](Job)
+PREFIX_SNAPSHOT = Codec[PrefixSnapshot](PrefixSnapshot)
 EMBED_JOB = Codec[EmbedJob](EmbedJob)
 ERROR_BODY = Codec[ErrorBody](ErrorBody)
 

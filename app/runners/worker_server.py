@@ -44,6 +44,7 @@ from app.engine.loader import load
 from app.engine.thread import EngineThread
 from app.grammar.compiler import GrammarCompiler, Matcher
 from app.runners import worker_protocol
+from app.runners.snapshot_refresh import take_snapshot
 from app.runners.worker_protocol import WorkerEvent, WorkerInit, WorkerStatus
 
 log = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ class WorkerServer:
             Route("/v1/jobs", self._submit, methods=["POST"]),
             Route("/v1/jobs/{id}", self._cancel, methods=["DELETE"]),
             Route("/v1/embed", self._embed, methods=["POST"]),
+            Route("/v1/prefix", self._get_prefix_snapshot, methods=["GET"]),
             Route("/v1/probe", self._probe, methods=["POST"]),
         ]
         errors = {AppError: _handle_app_error, MemoryError: _handle_memory_error}
@@ -245,6 +247,10 @@ class WorkerServer:
         self._thread.probe(done)
         await taken.wait()
         return Response(status_code=204)
+
+    async def _get_prefix_snapshot(self, request: Request) -> Response:
+        body = worker_protocol.PREFIX_SNAPSHOT.encode(await take_snapshot(self._thread.inspect))
+        return Response(body, media_type="application/json")
 
     async def _embed(self, request: Request) -> Response:
         """Responds with the concatenated embeddings of the inputs."""

@@ -34,6 +34,7 @@ from app.core.ports import (
     ResolvedModel,
     RunnerStatus,
 )
+from app.core.prefix_snapshot import PrefixSnapshot
 from app.core.requests import GenerateRequest
 from app.core.settings import Settings
 from app.core.units import pluralize
@@ -98,6 +99,9 @@ class RequestLimits:
 
     def model_state(self, model: ResolvedModel) -> ModelState:
         return self._models.model_state(model)
+
+    def get_prefix_snapshot(self, name: str) -> PrefixSnapshot | None:
+        return self._models.get_prefix_snapshot(name)
 
     def status(self) -> RunnerStatus:
         return self._models.status()

@@ -24,6 +24,7 @@ from app.core.model_details import ModelDetails, TensorDetails
 from app.core.model_files import ModelFiles
 from app.core.model_state import ModelPhase, ModelState, ServedModel
 from app.core.ports import ModelCard, ModelLibrary, ResolvedModel, RunnerState, RunnerStatus
+from app.core.prefix_snapshot import PrefixSnapshot
 from app.core.requests import GenerateRequest
 from app.core.settings import Settings
 from app.core.thread_pools import ThreadPools
@@ -200,6 +201,10 @@ class ModelRouter:
 
     def model_state(self, model: ResolvedModel) -> ModelState:
         return self._pool.model_state(_entry_of(model).served)
+
+    def get_prefix_snapshot(self, name: str) -> PrefixSnapshot | None:
+        entry = self._registry.find(name)
+        return None if entry is None else self._pool.get_prefix_snapshot(entry.served)
 
     def status(self) -> RunnerStatus:
         states = self.list_model_states()

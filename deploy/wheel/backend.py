@@ -7,7 +7,8 @@ The source tree has the two top-level packages `app` and `models`. Many projects
 these names, and site-packages can contain only one of each. Therefore this backend repacks the
 wheel of scikit-build-core. Both packages move into a folder `mlxrunner`, and launcher.py becomes
 the `__init__` of that folder. It puts the folder first on `sys.path`, so no import statement
-changes. Editable installs and sdists come from the upstream backend unchanged.
+changes. openapi.yaml, which the server serves, is next to them, as in the source tree. Editable
+installs and sdists come from the upstream backend unchanged.
 
 The environment variable MLXRUNNER_BUILD_FOR selects another wheel than that of this machine. Both
 are without kernels (models/kernels/CMakeLists.txt) and for every Python:
@@ -65,6 +66,7 @@ NOTE = "not_built.txt"
 TAGS = {"cuda": "py3-none-any", "macos": "py3-none-macosx_14_0_arm64"}
 _KERNELS = Path(__file__).resolve().parents[2] / "models/kernels"
 _LAUNCHER = Path(__file__).with_name("launcher.py")
+_OPENAPI = Path(__file__).parents[2] / "openapi.yaml"
 _MAIN = f"import sys\n\nfrom {PACKAGE} import main\n\nsys.exit(main())\n"
 
 _Entries = dict[str, tuple[zipfile.ZipInfo, bytes]]
@@ -139,6 +141,8 @@ def repack(wheel: Path, *, target: str = "", note: str | None = None) -> Path:
     for name, data in (("__init__", _LAUNCHER.read_bytes()), ("__main__", _MAIN.encode())):
         path = f"{PACKAGE}/{name}.py"
         packed[path] = zipfile.ZipInfo(path, date), data
+    path = f"{PACKAGE}/{_OPENAPI.name}"
+    packed[path] = zipfile.ZipInfo(path, date), _OPENAPI.read_bytes()
     if note:
         path = f"{PACKAGE}/models/kernels/{NOTE}"
         packed[path] = zipfile.ZipInfo(path, date), note.encode()

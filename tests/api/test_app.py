@@ -16,7 +16,7 @@ CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
 
 
-@pytest.mark.parametrize("path", ["/v0", "/v1", "/v1/nonsense", "/docs", CHAT + "/"])
+@pytest.mark.parametrize("path", ["/v0", "/v1", "/v1/nonsense", "/documents", CHAT + "/"])
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_an_unknown_path_is_not_found(call: Any, method: str, path: str):
     reply = call(method, path)

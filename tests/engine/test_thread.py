@@ -19,6 +19,7 @@ from app.core.jobs import (
     StepOutput,
     Token,
 )
+from app.core.prefix_snapshot import PrefixSnapshot
 from app.engine.loop import Loop
 from app.engine.thread import EngineThread
 from tests import tiny
@@ -74,6 +75,25 @@ def start_thread() -> Iterator[StartThread]:
 def load_tiny(report: Callable[[int, int], None]) -> Loop:
     report(50, 1234)
     return make_loop(tiny_model())
+
+
+def test_a_snapshot_of_the_cache_needs_no_step(start_thread: StartThread) -> None:
+    """An idle engine is asked once per second while somebody watches it."""
+    thread, log = start_thread(load_tiny)
+    log.next(LoadProgress)
+    log.next(EngineReady)
+    thread.submit(job("a", b"hello"))
+    log.collect_updates("a")
+    taken: queue.Queue[PrefixSnapshot] = queue.Queue()
+    while thread.heartbeat().stage != IDLE:
+        time.sleep(0.01)
+    while not log.messages.empty():
+        log.next(StepOutput)
+    for _ in range(3):
+        thread.inspect(taken.put)
+        snapshot = taken.get(timeout=PATIENCE)
+        assert sum(node.tokens for node in snapshot.nodes) >= len(b"hello")
+    assert log.messages.empty(), "the idle engine made a step"
 
 
 def test_a_submitted_job_produces_tokens(start_thread: StartThread) -> None:

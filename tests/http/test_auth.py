@@ -54,7 +54,7 @@ def list_routes() -> list[tuple[str, str]]:
     for route in build_app().routes:
         assert isinstance(route, Route)
         path = route.path.replace("{id:path}", "fake/model").replace("{response_id}", "resp_1")
-        path = path.replace("{digest}", f"sha256:{'0' * 64}")
+        path = path.replace("{digest}", f"sha256:{'0' * 64}").replace("{name}", "app.js")
         routes |= {(method, path) for method in route.methods or ()}
     return sorted(routes)
 
@@ -67,12 +67,16 @@ def get_message(reply: Reply, code: str) -> str:
     return reply.error["message"]
 
 
+PAGE_PATHS = ("/", "/docs", "/openapi.yaml", "/page/app.js")
+
 # All other routes need a key; have a reason before you add a line.
 WITHOUT_KEY = {
     ("GET", "/health"),
     ("HEAD", "/health"),
     ("GET", "/v1/status"),
     ("HEAD", "/v1/status"),
+    # the page, which asks for a key itself, and its files, which are the same on every server
+    *((method, path) for method in ("GET", "HEAD") for path in PAGE_PATHS),
 }
 WITH_ADMIN = {
     ("GET", "/metrics"),
@@ -143,14 +147,26 @@ def test_each_route_if_no_keys_are_configured(method: str, path: str):
         assert send(method, path, {}, headers, target=build_app(keys=())).status not in (401, 403)
 
 
-@pytest.mark.parametrize("path", ["/", "/nowhere", "/health/", "/Metrics", "//health", "/v1/"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/nowhere",
+        "/page",
+        "/docs/",
+        "/v1/engine/events/",
+        "/health/",
+        "/Metrics",
+        "//health",
+        "/v1/",
+    ],
+)
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "OPTIONS"])
 def test_unknown_paths_do_not_differ_without_a_key(method: str, path: str):
     assert send(method, path).status == 401
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "BREW"])
-@pytest.mark.parametrize("path", ["/health", "/v1/status"])
+@pytest.mark.parametrize("path", ["/health", "/v1/status", *PAGE_PATHS])
 def test_only_get_and_head_are_allowed_without_a_key(method: str, path: str):
     assert required_access(method, path) == AccessLevel.KEY
     assert send(method, path).status == 401

@@ -93,6 +93,18 @@ def test_leaving_early_frees_the_engine_and_keeps_the_cache(
     with_runner(runner, long_model, body)
 
 
+def test_a_snapshot_shows_the_cached_prefixes(runner: MakeRunner, tiny_model: Path) -> None:
+    async def body(running: Runner) -> None:
+        assert (await running.get_prefix_snapshot()).nodes == ()
+        await answer(running, "a", b"hello world, one")
+        await answer(running, "b", b"hello world, two")
+        snapshot = await running.get_prefix_snapshot()
+        shared = next(node for node in snapshot.nodes if node.parent is None)
+        assert (shared.tokens, shared.branches) == (len(b"hello world, "), 2)
+
+    with_runner(runner, tiny_model, body)
+
+
 def test_limit_cached_tokens_bounds_the_cache_of_a_left_job(
     runner: MakeRunner, long_model: Path
 ) -> None:

@@ -15,6 +15,7 @@ from app.core.jobs import Capacity, Ended, EngineStats, Job, JobUpdate, Started
 from app.core.model_files import ModelFiles
 from app.core.model_state import MemoryRequirement, ServedModel
 from app.core.ports import FailureCause, RunnerFailure, RunnerState, RunnerStatus
+from app.core.prefix_snapshot import PrefixSnapshot
 from app.core.sampling_params import SamplingParams
 from app.core.settings import ModelSettings, Settings
 from app.runners.pool import ModelPool
@@ -139,6 +140,9 @@ class ScriptedRunner:
             ),
             pid=7,
         )
+
+    async def get_prefix_snapshot(self) -> PrefixSnapshot:
+        return PrefixSnapshot()
 
     async def wait_for_failure(self) -> RunnerFailure:
         return await asyncio.shield(self._failure)

@@ -19,6 +19,7 @@ from app.core.jobs import (
     Token,
 )
 from app.core.ports import RunnerFailure
+from app.core.prefix_snapshot import PrefixSnapshot
 from app.runners.dispatcher import Dispatcher
 from tests.engine.harness import job
 
@@ -47,6 +48,9 @@ class FakeEngine:
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
         self.calls.append(f"cancel {job} {keep}")
+
+    async def get_prefix_snapshot(self) -> PrefixSnapshot:
+        return PrefixSnapshot()
 
 
 def with_dispatcher(body: Callable[[Dispatcher, FakeEngine], Awaitable[None]]) -> None:

@@ -18,6 +18,7 @@ from app.core.embeddings import EmbedJob
 from app.core.jobs import Capacity, Ended, EngineStats, Job, JobUpdate, Prefilled, Started, Token
 from app.core.model_files import ModelFiles
 from app.core.ports import RunnerFailure, RunnerState, RunnerStatus
+from app.core.prefix_snapshot import PrefixSnapshot
 from tests import tiny
 from tests.engine.prefix.harness import begin, feed, prefill
 from tests.engine.prefix.radix_content import cache_of
@@ -100,6 +101,9 @@ class SessionEngine:
             parallel=8, context_length=CONTEXT, kv_budget=1 << 30, kv_bytes_per_sequence=1
         )
         return RunnerStatus(state=self._state, progress=100, stats=EngineStats(), capacity=capacity)
+
+    async def get_prefix_snapshot(self) -> PrefixSnapshot:
+        return PrefixSnapshot()
 
     async def wait_for_failure(self) -> RunnerFailure:
         await asyncio.get_running_loop().create_future()

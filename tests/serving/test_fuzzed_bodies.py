@@ -17,6 +17,7 @@ from app.core.embeddings import EmbedJob
 from app.core.jobs import Capacity, Ended, EngineStats, Job, JobUpdate, Started, Token
 from app.core.model_files import ModelFiles
 from app.core.ports import RunnerFailure, RunnerState, RunnerStatus
+from app.core.prefix_snapshot import PrefixSnapshot
 from tests import tiny
 from tests.api.anthropic import test_endpoints as anthropic
 from tests.api.asgi import Conversation as Exchange
@@ -61,6 +62,9 @@ class EchoEngine:
             hidden_size=tiny.CONFIG["hidden_size"],
         )
         return RunnerStatus(state=self._state, progress=100, stats=EngineStats(), capacity=capacity)
+
+    async def get_prefix_snapshot(self) -> PrefixSnapshot:
+        return PrefixSnapshot()
 
     async def wait_for_failure(self) -> RunnerFailure:
         await asyncio.get_running_loop().create_future()

@@ -20,6 +20,7 @@ from app.core.embeddings import EmbedJob
 from app.core.jobs import Capacity, Ended, EngineStats, Job, JobUpdate, Prefilled, Started, Token
 from app.core.model_files import ModelFiles
 from app.core.ports import RunnerFailure, RunnerState, RunnerStatus
+from app.core.prefix_snapshot import PrefixSnapshot
 from tests import tiny
 from tests.api.asgi import Conversation as Exchange
 from tests.api.asgi import Reply
@@ -84,6 +85,9 @@ class SlowEngine:
             parallel=1, context_length=4096, kv_budget=1 << 20, kv_bytes_per_sequence=1
         )
         return RunnerStatus(state=self._state, progress=100, stats=EngineStats(), capacity=capacity)
+
+    async def get_prefix_snapshot(self) -> PrefixSnapshot:
+        return PrefixSnapshot()
 
     async def wait_for_failure(self) -> RunnerFailure:
         await asyncio.get_running_loop().create_future()

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Literal
 
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -61,7 +61,6 @@ def routes(
     library = LibraryEndpoints(models, own, responder)
     embeds = _EmbedEndpoints(generate, models, bodies, own)
     return [
-        Route("/", _greet, methods=["GET"]),
         Route("/api/version", _version, methods=["GET"]),
         Route("/api/status", _status, methods=["GET"]),
         *_list_routes(models, own),
@@ -94,11 +93,6 @@ class _AsgiMethod:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._method(scope, receive, send)
-
-
-async def _greet(request: Request) -> Response:
-    """Returns Ollama's text for `/`, which launchers and editors check."""
-    return PlainTextResponse("Ollama is running")
 
 
 async def _version(request: Request) -> Response:

@@ -21,7 +21,9 @@ from typing import Generic
 
 from app.core.jobs import CacheMiss
 from app.core.ports import Layer
+from app.core.prefix_snapshot import PrefixSnapshot
 from app.engine.prefix.policy import PrefixCacheConfig
+from app.engine.prefix.radix_snapshot import take_radix_snapshot
 from app.engine.prefix.radix_tree import KVStore, RadixNode, RadixTree
 from models.kv import LayerCache
 
@@ -270,6 +272,9 @@ class RadixPrefixCache(Generic[Layer]):
 
     def check(self) -> None:
         self._tree.check()
+
+    def snapshot(self, max_nodes: int) -> PrefixSnapshot:
+        return take_radix_snapshot(self._tree, max_nodes)
 
     def publish(
         self, store: KVStore[Layer], kv: Sequence[Layer], ids: Sequence[int], *, checkpoint: bool

@@ -20,6 +20,7 @@ Stores are contiguous, as attention requires, so a running sequence has its own 
 prefix. The prefix of a running sequence can be reused before the sequence ends.
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -106,6 +107,7 @@ class RadixNode(Generic[Layer]):
     children: the child nodes, by their first token.
     checkpoint: the state of the indivisible layers at `end`.
     last_used: the tree's use counter at the last use of this node. It is never less than a child's.
+    used_at: the Unix time of this use. Only snapshots show it; no decision depends on it.
     """
 
     ids: tuple[int, ...]
@@ -117,6 +119,7 @@ class RadixNode(Generic[Layer]):
     )
     checkpoint: tuple[Layer, ...] | None = None
     last_used: int = 0
+    used_at: float = 0.0
 
     @property
     def end(self) -> int:
@@ -183,6 +186,15 @@ class RadixTree(Generic[Layer]):
         self._clock = 0
         self._oversized: dict[KVStore[Layer], None] = {}  # may hold more than the nodes need
 
+    def __len__(self) -> int:
+        """Returns the number of nodes besides the root."""
+        return len(self._lru)
+
+    def recently_used(self, count: int) -> list[RadixNode[Layer]]:
+        """Returns up to `count` nodes, the most recently used first. Each parent of a node precedes
+        it, because every node precedes its parent in the LRU order."""
+        return list(islice(reversed(self._lru), count))
+
     def match(self, ids: tuple[int, ...]) -> tuple[list[RadixNode[Layer]], int]:
         """Returns the nodes that match `ids`, and the number of shared tokens. The last node may
         match only partially. Takes time linear in the number of tokens, independent of the size of
@@ -229,8 +241,9 @@ class RadixTree(Generic[Layer]):
 
     def touch(self, path: Sequence[RadixNode[Layer]]) -> None:
         self._clock += 1
+        now = time.time()
         for node in reversed(path):
-            node.last_used = self._clock
+            node.last_used, node.used_at = self._clock, now
             self._lru.move_to_end(node)
 
     def assign_store(self, node: RadixNode[Layer], store: KVStore[Layer]) -> None:

@@ -8,12 +8,14 @@ If all layers can be trimmed, they are trimmed; otherwise, the sequence starts w
 While the entry is stored, the offset of every layer is len(entry.ids).
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
 from app.core.jobs import CacheMiss
 from app.core.ports import Layer
+from app.core.prefix_snapshot import PrefixNode, PrefixSnapshot
 from app.engine.prefix.matching import can_trim_to, common_prefix_length, trim_to
 from app.engine.prefix.policy import PrefixCacheConfig
 from models.kv import LayerCache
@@ -26,6 +28,7 @@ _MISS_IDS_SHOWN = 8
 class _Entry(Generic[Layer]):
     ids: tuple[int, ...]
     kv: Sequence[Layer]
+    stored_at: float
 
 
 class SinglePrefixCache(Generic[Layer]):
@@ -113,6 +116,14 @@ class SinglePrefixCache(Generic[Layer]):
         assert self._align_down(length) == length
         assert all(layer.offset == length for layer in self._entry.kv)
 
+    def snapshot(self, max_nodes: int) -> PrefixSnapshot:
+        """Implements `PrefixCache.snapshot`. A leased entry is not in the cache."""
+        entry = self._entry
+        if entry is None or max_nodes < 1:
+            return PrefixSnapshot()
+        node = PrefixNode(parent=None, start=0, tokens=len(entry.ids), last_used=entry.stored_at)
+        return PrefixSnapshot(nodes=(node,), total_nodes=1)
+
     def store_prefix(self, ids: Sequence[int], kv: Sequence[Layer], *, keep: int) -> None:
         """Replaces the entry. Called when a lease ends."""
         # The offsets of the layers may differ after a failed step, so only positions that exist in
@@ -125,7 +136,7 @@ class SinglePrefixCache(Generic[Layer]):
         for length in lengths:
             if length > 0 and can_trim_to(kv, length):
                 trim_to(kv, length)
-                self._entry = _Entry(ids=tuple(ids[:length]), kv=kv)
+                self._entry = _Entry(ids=tuple(ids[:length]), kv=kv, stored_at=time.time())
                 return
 
     def _align_down(self, length: int) -> int:

@@ -15,6 +15,7 @@ trimmable, and shifted positions are reused only by the sequence that shifted th
 """
 
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
@@ -22,6 +23,7 @@ from typing import Generic
 from app.core.context_shift import ShiftResult, count_discarded
 from app.core.jobs import CacheMiss
 from app.core.ports import Layer
+from app.core.prefix_snapshot import PrefixNode, PrefixSnapshot
 from app.engine.prefix.matching import can_trim_to, common_prefix_length, trim_to
 from app.engine.prefix.policy import PrefixCacheConfig
 from models.kv import LayerCache
@@ -38,13 +40,15 @@ class _Slot(Generic[Layer]):
 
     `last_used` is a unique counter value that is set at the start of each use. Empty slots have the
     value 0, so they are the oldest. With a clock instead of a counter, two slots could have the
-    same time, and their order would depend on the speed of the machine.
+    same time, and their order would depend on the speed of the machine. `used_at` is
+    the Unix time of this use. Only snapshots show it.
     """
 
     ids: tuple[int, ...] = ()
     kv: Sequence[Layer] = ()
     in_use: bool = False
     last_used: int = 0
+    used_at: float = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -110,6 +114,7 @@ class SlotPrefixCache(Generic[Layer]):
         )
         self._uses += 1
         slot.ids, slot.in_use, slot.last_used = prompt[:cached], True, self._uses
+        slot.used_at = time.time()
         miss = self._explain_miss(cached_ids if reuse else None, prompt, cached)
         return SlotLease(self, slot, cached=cached, miss=miss)
 
@@ -153,6 +158,25 @@ class SlotPrefixCache(Generic[Layer]):
             else:
                 assert self._align_down(length) == length
                 assert all(layer.offset == length for layer in slot.kv)
+
+    def snapshot(self, max_nodes: int) -> PrefixSnapshot:
+        """Implements `PrefixCache.snapshot`. Each slot that holds tokens is a node without
+        relations, because slots share no memory."""
+        slots = [slot for slot in self._slots if slot.ids]
+        slots.sort(key=lambda slot: slot.last_used, reverse=True)
+        return PrefixSnapshot(
+            nodes=tuple(
+                PrefixNode(
+                    parent=None,
+                    start=0,
+                    tokens=len(slot.ids),
+                    last_used=slot.used_at,
+                    running=int(slot.in_use),
+                )
+                for slot in slots[:max_nodes]
+            ),
+            total_nodes=len(slots),
+        )
 
     def make_layers(self, *, reserve_length: int) -> Sequence[Layer]:
         kv = self._make_kv()

@@ -23,6 +23,7 @@ from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, ErrorKind
 from app.core.jobs import Capacity, EngineStats, Job, StepOutput
 from app.core.model_files import ModelFiles
+from app.core.prefix_snapshot import PrefixSnapshot
 from app.core.requests import Grammar
 from app.core.settings import Settings
 from app.engine.distributed import DistributedGroup
@@ -262,6 +263,9 @@ class LeaderLoop:
 
     def stats(self) -> EngineStats:
         return self._loop.stats()
+
+    def prefix_snapshot(self, max_nodes: int) -> PrefixSnapshot:
+        return self._loop.prefix_snapshot(max_nodes)
 
     def check(self) -> None:
         self._loop.check()

@@ -23,6 +23,7 @@ from app.core.embeddings import EmbedJob
 from app.core.jobs import Capacity, Ended, EndReason, EngineStats, Job, JobUpdate, Started, Token
 from app.core.model_files import ModelFiles
 from app.core.ports import RunnerFailure, RunnerState, RunnerStatus
+from app.core.prefix_snapshot import PrefixSnapshot
 from tests import tiny
 
 FOLDER_VARIABLE = "TEST_SCRIPT_FOLDER"
@@ -159,6 +160,9 @@ class ScriptedEngine:
             parallel=8, context_length=CONTEXT, kv_budget=1 << 30, kv_bytes_per_sequence=1
         )
         return RunnerStatus(state=self._state, progress=100, stats=EngineStats(), capacity=capacity)
+
+    async def get_prefix_snapshot(self) -> PrefixSnapshot:
+        return PrefixSnapshot()
 
     async def wait_for_failure(self) -> RunnerFailure:
         await asyncio.get_running_loop().create_future()

@@ -6,11 +6,13 @@ trim and a write into the caches of another lease.
 """
 
 import random
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.core.prefix_snapshot import PrefixSnapshot
 from tests.engine.prefix.harness import (
     GARBAGE,
     MakeCache,
@@ -264,3 +266,17 @@ def test_many_long_histories_keep_the_contract(make_cache: MakeCache, kinds: str
         except Exception as failure:
             failure.add_note(f"seed {seed}, alignment {alignment}")
             raise
+
+
+@every_kind
+def test_a_snapshot_shows_lengths_and_no_ids(make_cache: MakeCache, kinds: str) -> None:
+    cache = make_cache(kinds, 1)
+    assert cache.snapshot(200) == PrefixSnapshot()
+    evaluate(cache, [1, 2, 3, 4, 5])
+    snapshot = cache.snapshot(200)
+    cache.check()
+    assert sum(node.tokens for node in snapshot.nodes) == 5
+    assert all(node.running == 0 for node in snapshot.nodes)
+    assert all(abs(node.last_used - time.time()) < 60 for node in snapshot.nodes)
+    assert len(snapshot.nodes) == snapshot.total_nodes
+    assert len(cache.snapshot(0).nodes) == 0

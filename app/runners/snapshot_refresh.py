@@ -1,0 +1,75 @@
+"""Snapshots of a model's prefix cache for clients that watch an engine.
+
+Knows: a function that takes a snapshot, the clock. Must not know: the runner, the engine, HTTP. All
+code runs on the event loop.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from app.core.errors import AppError
+from app.core.prefix_snapshot import PrefixSnapshot
+
+# The minimum number of seconds between two snapshots, however many clients watch.
+REFRESH_SECONDS = 1.0
+
+# The timeout in seconds of a fetch. A step of the engine may take this long.
+_FETCH_TIMEOUT = 30.0
+
+
+async def take_snapshot(
+    inspect: Callable[[Callable[[PrefixSnapshot], None]], None],
+) -> PrefixSnapshot:
+    """Returns the snapshot that `inspect` passes to its argument, which it may call on another
+    thread. Waits forever if `inspect` never calls it."""
+    loop = asyncio.get_running_loop()
+    taken: asyncio.Future[PrefixSnapshot] = loop.create_future()
+
+    def set_result(snapshot: PrefixSnapshot) -> None:
+        if not taken.done():
+            taken.set_result(snapshot)
+
+    def post(snapshot: PrefixSnapshot) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(set_result, snapshot)
+
+    inspect(post)
+    return await taken
+
+
+class SnapshotRefresh:
+    """The last snapshot of one runner. fetch: gets a snapshot from the engine. It may raise
+    AppError or ConnectionError, for example if the engine has ended."""
+
+    def __init__(self, fetch: Callable[[], Awaitable[PrefixSnapshot]]) -> None:
+        self._fetch = fetch
+        self._latest: PrefixSnapshot | None = None
+        self._fetched_at = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    def get(self) -> PrefixSnapshot | None:
+        """Returns the last snapshot, and starts to fetch a new one unless the last one is recent or
+        a fetch runs. Without calls, nothing is fetched."""
+        if self._task is None and time.monotonic() - self._fetched_at >= REFRESH_SECONDS:
+            self._fetched_at = time.monotonic()
+            self._task = asyncio.create_task(self._refresh())
+            self._task.add_done_callback(self._forget_task)
+        return self._latest
+
+    def cancel(self) -> None:
+        """Ends a running fetch. Call this method when the runner ends."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _refresh(self) -> None:
+        with suppress(AppError, ConnectionError, TimeoutError):
+            async with asyncio.timeout(_FETCH_TIMEOUT):
+                self._latest = await self._fetch()
+
+    def _forget_task(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            context = {"message": "a snapshot of a prefix cache failed", "exception": error}
+            task.get_loop().call_exception_handler(context)
