@@ -25,6 +25,23 @@ const scenarios = {
     return { paints };
   },
 
+  /** What the content security policy prevents, even if a script of an attacker ran in the page. */
+  async policy(browser) {
+    const tab = await browser.open();
+    const attempt = (act) => tab.evaluate(act);
+    await attempt(() => {
+      const script = document.createElement("script");
+      script.textContent = "window.ran = true";
+      document.head.append(script);
+      document.body.setAttribute("style", "display: none");
+      document.body.append(Object.assign(new Image(), { src: "http://127.0.0.1:9/leak.png" }));
+    });
+    const sent = await attempt(() => fetch("http://127.0.0.1:9/leak").then(() => true, () => false));
+    await until(() => browser.errors.some((error) => error.includes("img-src")));
+    const state = await attempt(() => ({ ran: window.ran ?? false, display: getComputedStyle(document.body).display }));
+    return { ...state, sent };
+  },
+
   /** An answer of a slow engine grows while it is received; a reload keeps what there is. */
   async streaming(browser) {
     const tab = await browser.openChat();

@@ -111,6 +111,14 @@ def test_the_first_paint_is_fast(use_page: Use, server: ServerProcess):
     assert seen["errors"] == []
 
 
+def test_the_browser_enforces_the_content_security_policy(use_page: Use, server: ServerProcess):
+    """Also shows that the other tests would see a violation."""
+    seen = use_page("policy", server.url)
+    assert (seen["ran"], seen["display"], seen["sent"]) == (False, "flex", False)
+    violations = {error.split()[1] for error in seen["errors"] if error.startswith("CSP: ")}
+    assert violations >= {"script-src-elem", "style-src-attr", "img-src", "connect-src"}
+
+
 def test_an_answer_appears_token_by_token_and_a_reload_keeps_it(
     use_page: Use, server: ServerProcess, speeds: Actions
 ):

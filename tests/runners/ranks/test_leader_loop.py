@@ -56,6 +56,17 @@ def test_commands_are_broadcast_in_order() -> None:
     assert [message.commands for message in broadcast_steps(group)] == [commands, ()]
 
 
+def test_a_snapshot_of_the_cache_is_taken_on_rank_0_only() -> None:
+    group = FakeStepGroup()
+    loop = make_leader_loop(group)
+    loop.submit(job("a", [1, 2, 3], max_tokens=4))
+    while not loop.idle:
+        loop.step()
+    steps = len(group.messages)
+    assert sum(node.tokens for node in loop.prefix_snapshot(200).nodes) >= 3
+    assert len(group.messages) == steps
+
+
 def test_a_step_contains_the_checksum_of_earlier_steps() -> None:
     group, checksum = FakeStepGroup(), StepChecksum()
     loop = make_leader_loop(group)
