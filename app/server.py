@@ -44,7 +44,7 @@ from app.serving.logs import get_terminal_log
 from app.serving.model_library import InstalledModels
 from app.serving.registry import ModelRegistry, RegisteredModel, build_entry
 from app.serving.router import ModelRouter
-from app.serving.terminal_status import ServerAddress, TerminalStatus
+from app.serving.terminal_status import BannerAddress, TerminalStatus
 from app.serving.tracing import create_tracing
 from app.store import is_builtin
 from models import extension_build
@@ -203,8 +203,8 @@ class _RunningServer:
             self._get_address,
         )
 
-    def _get_address(self) -> ServerAddress:
-        return ServerAddress(
+    def _get_address(self) -> BannerAddress:
+        return BannerAddress(
             url=self._server.url,
             needs_key=self._needs_key,
             has_page=self._has_page,

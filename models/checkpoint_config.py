@@ -73,17 +73,18 @@ def find_unsupported_method(config: Mapping[str, Any]) -> str | None:
     )
 
 
-def find_unsupported_architecture(config: Mapping[str, Any]) -> str | None:
-    """Returns why no architecture has the model type of config.json, or None. If mlx-lm is
-    installed, None: only its import tells which model types it supports."""
+def has_architecture(config: Mapping[str, Any]) -> bool:
+    """Returns whether a file of this package, or of mlx-lm, is named after the model type. If not,
+    mlx-lm may still know the model type by another name, which only its import tells."""
     kind = config.get("model_type")
-    if not isinstance(kind, str):
-        return "config.json has no model_type"
-    name = ALIASES.get(kind, kind)
+    name = ALIASES.get(str(kind), str(kind))
     # the name is used as a file name, so its characters are restricted
-    if re.fullmatch(r"[a-z][a-z0-9_]*", name) and Path(__file__).with_name(f"{name}.py").is_file():
-        return None
-    return None if importlib.util.find_spec(_LIBRARY) else explain_missing_library(kind)
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
+        return False
+    library = importlib.util.find_spec(_LIBRARY)
+    places = (library and library.submodule_search_locations) or ()
+    folders = [Path(__file__).parent, *(Path(place) / "models" for place in places)]
+    return any((folder / f"{name}.py").is_file() for folder in folders)
 
 
 def explain_missing_library(kind: str) -> str:

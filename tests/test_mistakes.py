@@ -48,7 +48,6 @@ MISTAKES = (
     mistake("srve", "unknown command 'srve': the commands are {commands}; did you mean serve?"),
     mistake("Serve", "unknown command 'Serve': the commands are {commands}; did you mean serve?"),
     mistake("start", "unknown command 'start': the commands are {commands}; did you mean serve?"),
-    mistake("chat", "unknown command 'chat': the commands are {commands}"),
     mistake(
         "download org/x",
         "unknown command 'download': the commands are {commands}; did you mean pull?",
@@ -238,12 +237,6 @@ MISTAKES = (
     mistake("show ./nothing", "./nothing is not a folder: check the path", status=1),
     mistake(
         "show http://a/b", "'http://a/b' is a URL: use only the name, such as org/name", status=1
-    ),
-    mistake(
-        "pull qwen3:4b",
-        "'qwen3:4b' is not a Hugging Face model name (org/name or org/name@revision); use `ollama "
-        "pull` for Ollama models",
-        status=1,
     ),
     mistake(
         "pull org/x@a --revision b", "org/x@a and --revision b are different revisions", status=1

@@ -1,6 +1,7 @@
 """`mlxrunner list`: lists the models installed on this machine.
 
-Knows: the layout of the table. Must not know: the location of models. It does not import MLX.
+Knows: the layout of the table. Must not know: the location of models. It does not import MLX for
+supported models.
 Therefore a model whose config.json has an invalid value is listed like a valid one; `show` reports
 it.
 """
@@ -16,9 +17,9 @@ from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
 from app.core.units import format_bytes
 from models.checkpoint_config import (
-    find_unsupported_architecture,
     find_unsupported_method,
     get_text_config,
+    has_architecture,
 )
 
 _HEADER = ("NAME", "SOURCE", "SIZE", "ARCHITECTURE", "MODIFIED")
@@ -100,10 +101,15 @@ def _collect_models() -> Iterator[ListedModel]:
 
 
 def _check_support(files: ModelFiles) -> None:
-    """Raises AppError for an unsupported architecture or quantization."""
+    """Raises AppError for an unsupported architecture or quantization. MLX is imported only for a
+    model that is probably unsupported, to find out why."""
     config = get_text_config(files.config)
-    if reason := find_unsupported_method(config) or find_unsupported_architecture(config):
+    if reason := find_unsupported_method(config):
         raise AppError(ErrorKind.MODEL_FILES, f"{files.path}: {reason}")
+    if not has_architecture(config):
+        from app.engine.model_info import complete_config
+
+        complete_config(files)
 
 
 def _format_line(cells: tuple[str, ...], width: int) -> str:

@@ -33,7 +33,7 @@ _BACKEND_NAMES: Mapping[str, str] = {"cpu": "CPU", "gpu": "GPU"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerAddress:
+class BannerAddress:
     """url: without a path. needs_key: whether requests need an API key. has_page: whether the
     server has a page at `/`. has_chat: whether `mlxrunner run` exists."""
 
@@ -85,7 +85,7 @@ class TerminalStatus:
         self,
         list_states: Callable[[], Sequence[ModelState]],
         is_ready: Callable[[], bool],
-        get_address: Callable[[], ServerAddress],
+        get_address: Callable[[], BannerAddress],
     ) -> AsyncGenerator[None]:
         """Updates the terminal until the context is left. is_ready: whether the models that are
         loaded at start are loaded. get_address: called when they are."""
@@ -177,7 +177,7 @@ def _render_prefill(prefill: _Prefill, now: float) -> str:
 
 
 def render_banner(
-    states: Sequence[ModelState], address: ServerAddress, terminal: OutputTerminal
+    states: Sequence[ModelState], address: BannerAddress, terminal: OutputTerminal
 ) -> str:
     """Renders the lines that tell where the server is, what it serves and what to try next."""
     loaded = [state for state in states if state.phase == "ready"]
@@ -219,7 +219,7 @@ def _describe_device(backend: ComputeBackend) -> str:
     return ", ".join(parts)
 
 
-def _list_next_steps(model: str, address: ServerAddress) -> Sequence[str]:
+def _list_next_steps(model: str, address: BannerAddress) -> Sequence[str]:
     body = {"model": model, "messages": [{"role": "user", "content": "Hello"}]}
     key = ' -H "Authorization: Bearer $MLXRUNNER_API_KEY"' if address.needs_key else ""
     curl = (

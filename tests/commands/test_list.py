@@ -94,6 +94,7 @@ def test_only_the_names_are_printed_for_shell_completion(
     ("change", "reason"),
     [
         ({"model_type": None}, "config.json has no model_type"),
+        ({"model_type": "exotic"}, "model_type 'exotic' is not supported"),
         ({"quantization_config": {"quant_method": "gptq"}}, "weights quantized with 'gptq'"),
     ],
 )

@@ -9,10 +9,10 @@ from app.core.jobs import ComputeBackend, EngineStats, Ledger
 from app.core.model_state import ModelState
 from app.core.requests import GenerateRequest
 from app.core.terminal import OutputTerminal
-from app.serving.terminal_status import ServerAddress, TerminalStatus, render_banner
+from app.serving.terminal_status import BannerAddress, TerminalStatus, render_banner
 
 TERMINAL = OutputTerminal(is_terminal=True, can_rewrite=True)
-ADDRESS = ServerAddress(url="http://h:1", needs_key=False, has_page=False, has_chat=False)
+ADDRESS = BannerAddress(url="http://h:1", needs_key=False, has_page=False, has_chat=False)
 
 READY = ModelState(
     name="builtin",
