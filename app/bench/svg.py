@@ -67,12 +67,13 @@ def _draw_panel(panel: LinePanel, left: float, top: float, colours: Mapping[str,
     most = max((v for line in panel.lines.values() for v in line if v is not None), default=0.0)
     width, height = _PANEL_WIDTH - 2 * _MARGIN, _PANEL_HEIGHT - 2 * _MARGIN
     step = width / max(1, len(panel.labels) - 1)
+    shown = f"{most:.0f}" if most >= 1000 else f"{most:.3g}"
     x0, y0 = left + _MARGIN, top + _MARGIN + height
     elements = [
         draw_text(left, top + 20, panel.title, size=13, weight="bold"),
         f'<path d="M{x0:.1f} {y0 - height:.1f}V{y0:.1f}H{x0 + width:.1f}" fill="none" '
         f'stroke="{INK}"/>',
-        draw_text(x0 - 6, y0 - height + 4, f"{most:.3g}", anchor="end"),
+        draw_text(x0 - 6, y0 - height + 4, shown, anchor="end"),
         draw_text(x0 - 6, y0 + 4, "0", anchor="end"),
     ]
     for index, label in enumerate(panel.labels):
