@@ -79,7 +79,9 @@ class Installer:
         project = (*(("--editable",) if editable else ()), str(ROOT))
         options = ("--no-build-isolation", "--no-deps")
         command = self._uv_install + options + ("--reinstall",)
-        if self.uv and self._try_uv(*command, *project, environ=environ):
+        # uv expects the name in pyproject.toml, but the build for CUDA has another one
+        renamed = "MLXRUNNER_BUILD_FOR" in environ
+        if self.uv and not renamed and self._try_uv(*command, *project, environ=environ):
             return
         run(*self._pip_install, *options, *project, environ=environ)
 

@@ -222,6 +222,9 @@ def read_requirements(wheel: zipfile.ZipFile) -> list[str]:
 
 @pytest.mark.exhaustive
 def test_an_editable_install_for_cuda_has_its_name(sources):
+    """The note of an earlier build for the CPU is removed."""
+    note = sources / "models/kernels/not_built.txt"
+    note.write_text("mlxrunner: no compiler")
     run_backend(sources, "build_editable('dist-editable')", MLXRUNNER_BUILD_FOR="cuda")
     [file] = (sources / "dist-editable").iterdir()
     assert file.name.startswith("mlxrunner_cuda-")
@@ -229,6 +232,7 @@ def test_an_editable_install_for_cuda_has_its_name(sources):
         check_record(opened)
         assert "mlx[cuda13]>=0.32.4" in read_requirements(opened)
         assert any(name.endswith(".pth") for name in opened.namelist())
+    assert not note.exists()
 
 
 def test_an_unknown_target_is_an_error(sources):

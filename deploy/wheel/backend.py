@@ -90,10 +90,12 @@ def build_editable(
 ) -> str:
     target, note = _get_target(), find_missing_note(os.environ)
     _disable_kernels(note)
+    # of an earlier build, for another device or with a compiler
+    module = f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}"
+    for old in (module, "libmlxrunner_blas.so", NOTE):
+        (_KERNELS / old).unlink(missing_ok=True)
     name = build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
     if note:
-        (_KERNELS / f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}").unlink(missing_ok=True)
-        (_KERNELS / "libmlxrunner_blas.so").unlink(missing_ok=True)
         (_KERNELS / NOTE).write_text(note, "utf-8")
     if target != "cuda":
         return name
