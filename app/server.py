@@ -5,7 +5,6 @@ Knows: all packages and how they are connected. Must not know: how the packages 
 
 import asyncio
 import contextlib
-import importlib.util
 import logging
 import math
 import os
@@ -154,7 +153,6 @@ class _RunningServer:
             workers=workers,
             lag=lag,
         )
-        self._has_page = any(getattr(route, "name", None) == "page" for route in app.routes)
         limiter = ConnectionLimiter(settings, traffic)
         config = _build_uvicorn_config(app, settings, limiter)
         return UvicornServer(config, limited, settings, limiter)
@@ -204,12 +202,7 @@ class _RunningServer:
         )
 
     def _get_address(self) -> BannerAddress:
-        return BannerAddress(
-            url=self._server.url,
-            needs_key=self._needs_key,
-            has_page=self._has_page,
-            has_chat=importlib.util.find_spec("app.commands.run") is not None,
-        )
+        return BannerAddress(url=self._server.url, needs_key=self._needs_key)
 
     async def _preload_models(self) -> None:
         """Preloads models. The server exits if its only model cannot be loaded."""

@@ -148,7 +148,7 @@ MISTAKES = (
         "show --names",
         "unknown option --names (`mlxrunner show --help-all` lists what is accepted)",
     ),
-    mistake("pull", "pull needs ORG/NAME, as in `mlxrunner pull mlx-community/Qwen3-4B-4bit`"),
+    mistake("pull", "pull needs MODEL, as in `mlxrunner pull mlx-community/Qwen3-4B-4bit`"),
     mistake(
         "pull one two", "unexpected argument 'two' (`mlxrunner pull --help` lists what is accepted)"
     ),
@@ -230,8 +230,8 @@ MISTAKES = (
     mistake(
         "show bultin",
         "model bultin was not found: no such folder, not in Ollama's store ({folder}); run "
-        "`mlxrunner list` to see local models, or download it with `ollama pull`; did you mean "
-        "builtin?",
+        "`mlxrunner list` to see local models, or download one with `mlxrunner pull org/name` or "
+        "`ollama pull`; did you mean builtin?",
         status=1,
     ),
     mistake("show ./nothing", "./nothing is not a folder: check the path", status=1),

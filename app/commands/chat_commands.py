@@ -11,7 +11,7 @@ from typing import Any
 from app.commands.chat_client import ChatMessage, ChatOptions, read_format
 from app.commands.chat_engine import ChatEngine
 from app.commands.client_programs import Endpoint
-from app.commands.running_server import ServerAddress
+from app.commands.running_server import RunningServer
 from app.config.value_types import suggest
 from app.core.errors import AppError, ErrorKind
 from app.core.sampling_params import SAMPLING_KNOBS, SamplingKnob
@@ -148,7 +148,7 @@ class ChatCommands:
 
     def _show(self, what: str) -> None:
         endpoint = self._state.endpoint
-        server = ServerAddress(url=endpoint.url, api_key=endpoint.api_key)
+        server = RunningServer(url=endpoint.url, api_key=endpoint.api_key)
         fields = server.send("POST", "/api/show", {"model": endpoint.model})
         options = self._state.options
         shows: Mapping[str, Callable[[], str]] = {

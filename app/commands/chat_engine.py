@@ -24,7 +24,7 @@ from app.commands.client_programs import Endpoint
 from app.commands.launched_server import start_server
 from app.commands.progress_line import ProgressLine
 from app.commands.running_server import (
-    ServerAddress,
+    RunningServer,
     check_plain_http,
     probe_server,
     query_endpoint,
@@ -102,7 +102,7 @@ class ChatEngine:
                 why = "no server" if presence == "absent" else "a program that is not mlxrunner"
                 raise AppError(ErrorKind.INVALID, f"there is {why} at {url}: check --host, --port")
             return None
-        server = ServerAddress(url=url, api_key=get_api_key(os.environ))
+        server = RunningServer(url=url, api_key=get_api_key(os.environ))
         if not is_local(settings):
             return query_endpoint(server, _with_model(settings, model))
         endpoint = select_endpoint(server, server.list_models(), model)
@@ -152,7 +152,7 @@ class ChatEngine:
             self._progress.erase()
         self._load_seconds = time.monotonic() - started
         return query_endpoint(
-            ServerAddress(url=url, api_key=key), replace(self._settings, models=())
+            RunningServer(url=url, api_key=key), replace(self._settings, models=())
         )
 
 

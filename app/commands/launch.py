@@ -26,7 +26,7 @@ from app.commands.client_programs import (
 )
 from app.commands.launched_server import start_server
 from app.commands.running_server import (
-    ServerAddress,
+    RunningServer,
     check_plain_http,
     find_endpoint,
     query_endpoint,
@@ -134,7 +134,7 @@ def _start_server(stack: ExitStack, configuration: ResolvedConfig, folder: Path)
     print(f"mlxrunner: starting a server at {url} (log: {log})", file=sys.stderr, flush=True)
     server = stack.enter_context(start_server(configuration, folder, os.environ))
     server.wait_until_ready(url)
-    return query_endpoint(ServerAddress(url=url, api_key=get_api_key(os.environ)), settings)
+    return query_endpoint(RunningServer(url=url, api_key=get_api_key(os.environ)), settings)
 
 
 def _predict_endpoint(settings: Settings) -> Endpoint:

@@ -6,7 +6,7 @@ Knows: the running server, which may have loaded a model. Must not know: the lay
 import os
 
 from app import store
-from app.commands.running_server import ServerAddress, find_served_name, is_loaded, probe_server
+from app.commands.running_server import RunningServer, find_served_name, is_loaded, probe_server
 from app.commands.server_address import get_api_key, get_server_url
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import ModelSettings, Settings
@@ -43,7 +43,7 @@ def _check_unused(names: list[str], models: dict[str, RemovableModel], settings:
     url = get_server_url(settings)
     if probe_server(url) != "running":
         return
-    server = ServerAddress(url=url, api_key=get_api_key(os.environ))
+    server = RunningServer(url=url, api_key=get_api_key(os.environ))
     try:
         cards = server.list_models()
     except AppError as error:

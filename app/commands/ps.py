@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
-from app.commands.running_server import ServerAddress, is_loaded, require_server
+from app.commands.running_server import RunningServer, is_loaded, require_server
 from app.core.settings import Settings
 from app.core.units import format_bytes, format_duration
 
@@ -44,7 +44,7 @@ def list_running(settings: Settings, *, as_json: bool) -> int:
     return 0
 
 
-def query_running_models(server: ServerAddress) -> list[RunningModel]:
+def query_running_models(server: RunningServer) -> list[RunningModel]:
     """Returns the models that are loaded, or are being loaded or unloaded."""
     cards = {name: card for name, card in server.list_models().items() if is_loaded(card)}
     loaded: Mapping[str, Mapping[str, Any]] = {

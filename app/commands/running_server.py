@@ -23,7 +23,7 @@ _LOADED_STATES = frozenset({"queued", "loading", "ready", "stalled", "failed", "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerAddress:
+class RunningServer:
     """A running server. url: without a path. api_key: None if the environment has none."""
 
     url: str
@@ -72,7 +72,7 @@ def probe_server(url: str) -> ServerPresence:
     return "running" if status == 200 and "ContextLength" in body else "foreign"
 
 
-def find_server(settings: Settings) -> ServerAddress | None:
+def find_server(settings: Settings) -> RunningServer | None:
     """Returns the running server; None if there is none. Raises AppError(INVALID) if another
     program uses the port."""
     url = get_server_url(settings)
@@ -82,10 +82,10 @@ def find_server(settings: Settings) -> ServerAddress | None:
         raise AppError(ErrorKind.INVALID, message, param="port")
     if presence == "absent":
         return None
-    return ServerAddress(url=url, api_key=get_api_key(os.environ))
+    return RunningServer(url=url, api_key=get_api_key(os.environ))
 
 
-def require_server(settings: Settings, command: str) -> ServerAddress:
+def require_server(settings: Settings, command: str) -> RunningServer:
     """Returns the running server. Raises AppError(INVALID) if there is none."""
     check_plain_http(settings, command)
     server = find_server(settings)
@@ -105,7 +105,7 @@ def find_endpoint(settings: Settings) -> Endpoint | None:
     return None if server is None else query_endpoint(server, settings)
 
 
-def query_endpoint(server: ServerAddress, settings: Settings) -> Endpoint:
+def query_endpoint(server: RunningServer, settings: Settings) -> Endpoint:
     """Returns the endpoint of the selected model, by default the first one. Raises
     AppError(UNAUTHORIZED) without a valid key, and AppError(MODEL_NOT_FOUND) for a model that the
     server does not serve."""
@@ -124,7 +124,7 @@ def query_endpoint(server: ServerAddress, settings: Settings) -> Endpoint:
 
 
 def select_endpoint(
-    server: ServerAddress, cards: Mapping[str, Mapping[str, Any]], selected: ModelSettings | None
+    server: RunningServer, cards: Mapping[str, Mapping[str, Any]], selected: ModelSettings | None
 ) -> Endpoint | None:
     """Returns the endpoint of a model, by default the first one; None if it is not served."""
     name = next(iter(cards), None) if selected is None else find_served_name(cards, selected)

@@ -34,13 +34,10 @@ _BACKEND_NAMES: Mapping[str, str] = {"cpu": "CPU", "gpu": "GPU"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BannerAddress:
-    """url: without a path. needs_key: whether requests need an API key. has_page: whether the
-    server has a page at `/`. has_chat: whether `mlxrunner run` exists."""
+    """url: without a path. needs_key: whether requests need an API key."""
 
     url: str
     needs_key: bool
-    has_page: bool
-    has_chat: bool
 
 
 @dataclass(slots=True)
@@ -226,9 +223,4 @@ def _list_next_steps(model: str, address: BannerAddress) -> Sequence[str]:
         f"curl {address.url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
         f"-d {shlex.quote(json.dumps(body, ensure_ascii=False))}"
     )
-    steps = [curl]
-    if address.has_chat:
-        steps.insert(0, f"mlxrunner run {shlex.quote(model)}")
-    if address.has_page:
-        steps.insert(0, f"{address.url}/ in a browser")
-    return steps
+    return [f"{address.url}/ in a browser", f"mlxrunner run {shlex.quote(model)}", curl]

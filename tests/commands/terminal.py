@@ -52,6 +52,18 @@ class Terminal:
         begin, self._seen = self._seen, found + len(text.encode())
         return self._output[begin : self._seen].decode(errors="replace")
 
+    def wait_for_prompt(self, text: str) -> None:
+        """Waits until the output contains the text and the command waits for input. Python notices
+        a signal at a prompt only while it waits: one that arrives a moment earlier is handled with
+        the next key."""
+        self.read_until(text)
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        asleep = 0
+        while asleep < 5:
+            time.sleep(0.02)
+            is_asleep = not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "S"
+            asleep = asleep + 1 if is_asleep else 0
+
     def wait(self) -> int:
         """Reads the rest of the output and returns the exit status."""
         deadline = time.monotonic() + 2 * TIMEOUT

@@ -87,7 +87,6 @@ def test_the_report_of_a_gpu_has_neither_blas_nor_kernels() -> None:
         ),
         (replace(GOOD, called=False), "MLX does not call it"),
         (NO_KERNELS, "so decoding is slower: they were not built"),
-        (replace(GOOD, replaced=("mlx-cuda-12 1.2.3",)), "replaced the library of mlx-cuda-12"),
         (replace(STOCK_BLAS, blas_why=cpu_backend.USES_CUDA), "found no GPU"),
         (replace(GOOD, memory=1 << 20), "only 1.00 MiB of memory is available"),
         (replace(GOOD, scratch=None), "set TMPDIR"),

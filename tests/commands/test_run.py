@@ -347,10 +347,12 @@ class TestCtrlC:
     def test_at_the_prompt(self, runner: Runner, server: ServerProcess):
         with runner.open("builtin", *at(server)) as terminal:
             terminal.read_until(">>> ")
-            terminal.type("half a line" + CTRL_C)
+            terminal.type("half a line")
+            terminal.wait_for_prompt("half a line")
+            terminal.type(CTRL_C)
             terminal.read_until("Use Ctrl-D or /bye to exit.\r\n>>> ")
             terminal.type('"""begun' + ENTER)
-            terminal.read_until("... ")
+            terminal.wait_for_prompt("... ")
             terminal.type(CTRL_C)
             terminal.read_until("Use Ctrl-D or /bye to exit.\r\n>>> ")
             terminal.type(CTRL_D)

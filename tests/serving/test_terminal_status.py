@@ -12,7 +12,7 @@ from app.core.terminal import OutputTerminal
 from app.serving.terminal_status import BannerAddress, TerminalStatus, render_banner
 
 TERMINAL = OutputTerminal(is_terminal=True, can_rewrite=True)
-ADDRESS = BannerAddress(url="http://h:1", needs_key=False, has_page=False, has_chat=False)
+ADDRESS = BannerAddress(url="http://h:1", needs_key=False)
 
 READY = ModelState(
     name="builtin",
@@ -58,13 +58,15 @@ def test_the_banner_tells_where_what_and_what_next() -> None:
         "model": "builtin, context 2048 tokens, 1 slot",
         "memory": "2.00 GiB used of 4.00 GiB",
         "device": "CPU, avx2 kernels, OpenBLAS, 2 threads",
-        "try": "curl http://h:1/v1/chat/completions -H 'Content-Type: application/json' -d "
+        "try": "http://h:1/ in a browser",
+        "mlxrunner": "run builtin",
+        "curl": "http://h:1/v1/chat/completions -H 'Content-Type: application/json' -d "
         '\'{"model": "builtin", "messages": [{"role": "user", "content": "Hello"}]}\'',
     }
 
 
 def test_the_banner_has_the_page_the_chat_and_the_key_where_there_is_one() -> None:
-    address = replace(ADDRESS, needs_key=True, has_page=True, has_chat=True)
+    address = replace(ADDRESS, needs_key=True)
     lines = [line.strip() for line in render_banner([READY], address, TERMINAL).splitlines()]
     assert any(line.startswith("try") and "http://h:1/ in a browser" in line for line in lines)
     assert "mlxrunner run builtin" in lines
