@@ -55,6 +55,8 @@ def _discard_stdout() -> None:
 
 
 def _run_command(arguments: argparse.Namespace) -> int:
+    if arguments.command not in ("config", "key"):  # the others import MLX
+        check_mlx_library()
     match arguments.command:
         case "serve":
             return _serve(_resolve_config(arguments).settings)
@@ -76,7 +78,6 @@ def _run_command(arguments: argparse.Namespace) -> int:
 
             return list_models(as_json=arguments.json)
         case "doctor":
-            check_mlx_library()
             from app.commands.doctor import diagnose
 
             return diagnose(as_json=arguments.json)
@@ -102,7 +103,6 @@ def _serve(settings: Settings) -> int:
     from app.serving.logs import configure_logging, flush_logs
 
     configure_logging(settings)
-    check_mlx_library()  # importing the server imports MLX
     from app.server import serve
 
     try:
