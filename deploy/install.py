@@ -166,11 +166,13 @@ def step(
 
 
 def _show_progress(line: str, folder: Path, began: float, stop: threading.Event) -> None:
+    shown = ""
     while not stop.wait(0.5):
         for log in folder.glob("*/log-build.txt"):
-            done = re.findall(rb"^\[(\d+/\d+)\]", log.read_bytes(), re.MULTILINE)
-            if done and log.stat().st_mtime >= began:
-                print(f"\r\x1b[K{line} {done[-1].decode()}", end="", flush=True)
+            done = re.findall(rb"^\[([1-9]\d*/\d+)\]", log.read_bytes(), re.MULTILINE)
+            if done and log.stat().st_mtime >= began and done[-1].decode() != shown:
+                shown = done[-1].decode()
+                print(f"\r\x1b[K{line} {shown}", end="", flush=True)
 
 
 def find_uv(environ: Mapping[str, str]) -> tuple[str | None, str | None]:
@@ -240,7 +242,9 @@ def install_project(installer: Installer, *, cuda: bool, editable: bool) -> None
     compiles = not cuda and sys.platform == "linux" and find_compiler(os.environ) is not None
     tools = install_tools(installer, with_cmake=compiles)
     path = os.pathsep.join(filter(None, (str(tools), os.environ.get("PYTHONPATH"))))
-    environ = {**os.environ, "PYTHONPATH": path}
+    # scikit-build-core looks for Ninja in the environment and on PATH
+    programs = os.pathsep.join((str(tools / "bin"), os.environ.get("PATH", os.defpath)))
+    environ = {**os.environ, "PYTHONPATH": path, "PATH": programs}
     environ.pop("PYTHONHOME", None)
     text = "compiling the CPU kernels, about a minute" if compiles else "installing mlxrunner"
     if cuda:

@@ -63,6 +63,7 @@ def add_run_arguments(parser: CommandLineParser) -> None:
 
 
 def run_run(arguments: argparse.Namespace) -> int:
+    check_mlx_library()
     from app.commands.run import RunOptions, run
 
     sampling = {name: getattr(arguments, name) for name in ("temperature", "seed")}
@@ -98,6 +99,7 @@ def add_launch_arguments(parser: CommandLineParser) -> None:
 
 
 def run_launch(arguments: argparse.Namespace) -> int:
+    check_mlx_library()
     from app.commands.launch import LaunchOptions, launch
 
     options = LaunchOptions(
@@ -137,6 +139,7 @@ def add_show_arguments(parser: CommandLineParser) -> None:
 
 
 def run_show(arguments: argparse.Namespace) -> int:
+    check_mlx_library()
     from app.commands.show import show
 
     return show(_resolve_config(arguments).settings, as_json=arguments.json)
