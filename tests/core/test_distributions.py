@@ -99,7 +99,7 @@ def test_the_linked_folder_is_consistent(site: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("command", ["serve", "list", "doctor"])
+@pytest.mark.parametrize("command", ["serve", "show", "doctor"])
 def test_with_both_distributions_the_command_ends_with_one_line(site: Path, command: str) -> None:
     add_metadata(site, "mlx-cuda-13", 300_000_000)
     process = run_command(site, command)
