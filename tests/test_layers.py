@@ -77,8 +77,7 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.serving.event_loop_watchdog": frozenset({"app.core"}),
     # options, environment and file; commands and the server get the Settings
     "app.config": frozenset({"app.core"}),
-    "app.serving.logs": frozenset({"app.core", "app.serving.terminal_log"}),
-    "app.serving.terminal_log": frozenset({"app.core"}),
+    "app.serving.logs": frozenset({"app.core"}),
     "app.serving.terminal_status": frozenset({"app.core"}),
     "app.serving.otel_tracing": frozenset({"app.core"}),
     "app.serving.tracing": frozenset({"app.core", "app.serving.otel_tracing"}),
@@ -141,7 +140,6 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     # for `mlxrunner config --toml`
     "app.config": frozenset({"tomli_w"}),
     "app.serving.logs": frozenset(),
-    "app.serving.terminal_log": frozenset(),
     "app.serving.terminal_status": frozenset(),
     # an optional dependency, imported only if tracing is enabled
     "app.serving.otel_tracing": frozenset({"opentelemetry"}),

@@ -12,8 +12,8 @@ import shlex
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 
+from app.core.distributions import get_own_version
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.events import Event, PrefillProgress
 from app.core.jobs import ComputeBackend
@@ -188,7 +188,7 @@ def render_banner(
     steps = _list_next_steps(escape_control_characters(first.name), address)
     rows += [("try" if index == 0 else "", step) for index, step in enumerate(steps)]
     lines = [f"  {terminal.paint(f'{label:<8}', 'dim')} {value}" for label, value in rows if value]
-    title = terminal.paint(f"mlxrunner {version('mlxrunner')}", "bold")
+    title = terminal.paint(f"mlxrunner {get_own_version()}", "bold")
     return "\n".join(["", f"  {title}", *lines, ""])
 
 

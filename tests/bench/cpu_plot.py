@@ -7,7 +7,7 @@ are readable on white and on dark ones.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from app.bench.svg import COLOURS, draw_document, draw_text
+from app.bench.report import COLOURS, draw_document, draw_text
 
 WIDTH, LABELS, FIGURES, BAR, GAP, HEAD = 720, 190, 110, 18, 16, 30
 

@@ -14,8 +14,7 @@ from app.bench.client import RequestError, RequestRecord
 from app.bench.http_client import ConnectionPool, ServerAddress
 from app.bench.load import LoadLevel
 from app.bench.metrics import LATENCIES, LoadRecord, MetricOptions
-from app.bench.report import BenchReport, format_value
-from app.bench.svg import LinePanel, draw_lines
+from app.bench.report import BenchReport, LinePanel, draw_lines, format_value
 
 ONE, FOUR = LoadLevel(max_concurrency=1), LoadLevel(max_concurrency=4)
 
