@@ -88,7 +88,7 @@ assert SamplingParams.merge({"foo": 0.5}).foo == 0.5
 FLAG_PROGRAM = """
 import subprocess, sys
 help = subprocess.run(
-    [sys.executable, "-m", "app", "serve", "--help"], capture_output=True, text=True
+    [sys.executable, "-m", "app", "serve", "--help-all"], capture_output=True, text=True
 )
 assert "--foo" in help.stdout, help
 shown = subprocess.run(
@@ -252,6 +252,7 @@ def test_a_change_touches_few_files(name: str, tmp_path: Path) -> None:
     ignore = shutil.ignore_patterns("__pycache__", "training", "src", "bench", "clients")
     for folder in ("app", "models", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignore)
+    shutil.copy(ROOT / "openapi.yaml", tmp_path)
     for path, text in drill.new.items():
         (tmp_path / path).write_text(text.lstrip())
     for path, anchor, lines in drill.inserted:

@@ -40,7 +40,7 @@ def project(tmp_path) -> Path:
     """A copy of the files that an install reads, without compiled files."""
     copy = tmp_path / "project"
     copy.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "Makefile"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "Makefile", "openapi.yaml"):
         shutil.copy(ROOT / name, copy / name)
     built = shutil.ignore_patterns("__pycache__", "*.so", "not_built.txt", "builtin")
     shutil.copytree(ROOT / "models", copy / "models", ignore=built)
