@@ -50,7 +50,8 @@ FROM ${BASE}
 # Face cache, /models/.ollama Ollama's store.
 RUN useradd --system --uid 10001 --home-dir /models --no-create-home --shell /usr/sbin/nologin \
         mlxrunner && install --directory --owner=10001 --mode=755 /models && \
-    install --directory --owner=10001 --mode=700 /keys
+    install --directory --owner=10001 --mode=700 /keys && \
+    install --directory --owner=10001 --mode=755 /secrets/prometheus /secrets/grafana
 COPY --from=build /opt/mlxrunner /opt/mlxrunner
 ENV PATH=/opt/mlxrunner/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/models \
     MLXRUNNER_HOST=0.0.0.0 MLXRUNNER_PORT=8080 \

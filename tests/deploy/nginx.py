@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import trustme
@@ -48,6 +48,13 @@ class Certificate:
         return certificate
 
 
+class Upstream(Protocol):
+    """A server behind nginx."""
+
+    @property
+    def port(self) -> int: ...
+
+
 class Nginx:
     """A running nginx. http: a client of it."""
 
@@ -81,9 +88,10 @@ class Nginx:
 
 
 def adapt_config(
-    name: str, port: int, replicas: Sequence[ServerProcess], certificate: Certificate
+    name: str | Path, port: int, replicas: Sequence[Upstream], certificate: Certificate
 ) -> str:
-    """deploy/nginx/NAME with our ports and paths; each replaced line must exist."""
+    """deploy/nginx/NAME, or another file, with our ports and paths; each replaced line must
+    exist."""
     text = (FILES / name).read_text("utf-8")
     [server_options] = set(re.findall(r"^    server \S+?:\d+([^;\n]*);\n", text, re.MULTILINE))
     servers = "".join(f"    server 127.0.0.1:{one.port}{server_options};\n" for one in replicas)
@@ -100,9 +108,9 @@ def adapt_config(
 
 @contextlib.contextmanager
 def run_nginx(
-    name: str, replicas: Sequence[ServerProcess], certificate: Certificate, folder: Path
+    name: str | Path, replicas: Sequence[Upstream], certificate: Certificate, folder: Path
 ) -> Iterator[Nginx]:
-    """Run nginx with one of our files; all its files are in `folder`."""
+    """Run nginx with a file of deploy/nginx, or a copy of one; all its files are in `folder`."""
     port = _free_port()
     main = folder / "nginx.conf"
     main.write_text(

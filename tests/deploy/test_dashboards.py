@@ -137,7 +137,7 @@ def test_each_alert_has_a_summary_and_uses_existing_labels(
     metrics: Mapping[str, Labels], rule: Any
 ) -> None:
     assert rule["labels"]["severity"] in ("page", "ticket")
-    assert rule["annotations"].keys() == {"summary", "description"}
+    assert rule["annotations"].keys() == {"summary", "description", "runbook_url"}
     used_labels = set(re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values())))
     assert used_labels <= get_result_labels(parse_query(rule["expr"]), metrics)
     assert "instance" in used_labels

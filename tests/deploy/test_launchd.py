@@ -48,10 +48,10 @@ def test_plutil_accepts_the_file() -> None:
 
 def test_its_command_is_valid() -> None:
     arguments = plistlib.loads(PLIST.read_bytes())["ProgramArguments"]
-    *rest, config = arguments
-    assert config == "/etc/mlxrunner/mlxrunner.toml"
-    settings = parse_serve_command([*rest, str(ROOT / "deploy" / "mlxrunner.toml")], {})
-    assert check_start(settings, {}) == Settings()
+    config, keys = "/etc/mlxrunner/mlxrunner.toml", "/etc/mlxrunner/keys.toml"
+    assert arguments[2:] == ["--config", config, "--api-keys", keys]
+    arguments[3] = str(ROOT / "deploy" / "mlxrunner.toml")
+    assert check_start(parse_serve_command(arguments, {}), {}) == Settings(api_keys=keys)
 
 
 def test_its_timeout_exceeds_the_drain_and_it_allows_enough_files() -> None:

@@ -43,11 +43,34 @@ def test_systemd_analyze_reports_no_problem(tmp_path: Path) -> None:
     assert (process.returncode, warnings) == (0, []), process.stderr
 
 
+# `systemd-analyze security` calls up to 4.0 "OK"; 25 means 2.5
+MAX_EXPOSURE = 25
+
+
+def test_systemd_analyze_rates_the_unit_as_well_protected() -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("needs systemd-analyze, which comes with systemd")
+    command = [analyze, "security", "--offline=true", f"--threshold={MAX_EXPOSURE}", str(UNIT)]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "unrecognized option" in process.stderr:
+        pytest.skip("needs systemd-analyze of systemd 250 or newer")
+    assert process.returncode == 0, process.stdout
+    assert "Overall exposure level" in process.stdout
+
+
 def test_its_command_reads_the_documented_file(tmp_path: Path) -> None:
     [line] = read_directives()["ExecStart"]
     config = "/etc/mlxrunner/mlxrunner.toml"
-    assert line == f"{PROGRAM} serve --config {config}"
+    keys = "/etc/mlxrunner/keys.toml"
+    assert line == f"{PROGRAM} serve --config {config} --api-keys {keys}"
     words = line.replace(config, str(ROOT / "deploy" / "mlxrunner.toml")).split()
+    assert check_start(parse_serve_command(words, {}), {}) == Settings(api_keys=keys)
+
+
+def test_the_command_of_earlier_units_is_still_valid() -> None:
+    """A unit of an earlier version stays in place during an upgrade."""
+    words = [PROGRAM, "serve", "--config", str(ROOT / "deploy" / "mlxrunner.toml")]
     assert check_start(parse_serve_command(words, {}), {}) == Settings()
 
 

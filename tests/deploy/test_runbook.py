@@ -1,0 +1,93 @@
+"""docs/runbook.md: each alert links to its section, and the sections name what exists."""
+
+import re
+import shlex
+from typing import Any
+
+import pytest
+import yaml
+
+from app.cli import _build_parser
+from app.config.command_line import parse_arguments
+from app.config.options import OPTIONS
+from tests.deploy.test_guide import read_codes, read_sources
+from tests.server_process import ROOT
+from tests.test_docs import extract_anchors
+
+RUNBOOK = (ROOT / "docs/runbook.md").read_text("utf-8")
+DOCUMENT: Any = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text("utf-8"))
+ALERTS = [rule for group in DOCUMENT["groups"] for rule in group["rules"]]
+NAMES = [rule["alert"] for rule in ALERTS]
+SPANS = sorted(set(re.findall(r"`([^`]+)`", RUNBOOK)))
+PAGE = "https://github.com/OWNER/mlxrunner/blob/main/docs/runbook.md"
+
+
+def read_sections() -> dict[str, str]:
+    parts = re.split(r"^## (\w+)\n", RUNBOOK, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize("rule", ALERTS, ids=NAMES)
+def test_the_link_of_each_alert_leads_to_its_section(rule: Any) -> None:
+    page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+    assert page == PAGE
+    assert anchor in extract_anchors(RUNBOOK)
+    assert anchor == rule["alert"].lower()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_section_has_the_three_parts(name: str) -> None:
+    parts = re.findall(r"^\*\*(.+?)\.\*\* \S", read_sections()[name], re.MULTILINE)
+    assert parts == ["Meaning", "Look at", "Do"]
+
+
+def test_the_sections_are_in_the_order_of_the_file() -> None:
+    assert list(read_sections()) == NAMES
+
+
+def test_each_metric_exists() -> None:
+    sources = read_sources()
+    names = {span for span in SPANS if re.match(r"(?:mlxrunner_|vllm:)\w", span)}
+    assert len(names) > 5
+    for name in names:
+        assert f'"{name.removesuffix("_total")}"' in sources, name
+
+
+def test_each_option_exists() -> None:
+    known = {option.flag for option in OPTIONS} | {"--admin", "--file"}
+    named = {flag for span in SPANS for flag in re.findall(r"--[a-z][a-z-]+", span)}
+    assert len(named) > 5
+    assert named <= known
+
+
+@pytest.mark.parametrize("command", [span for span in SPANS if span.startswith("mlxrunner ")])
+def test_each_command_is_valid(command: str) -> None:
+    words = shlex.split(command)[1:]
+    assert parse_arguments(_build_parser(), words).command == words[0]
+
+
+def test_each_error_and_log_line_exists() -> None:
+    """Codes are those of docs/operations.md, whose test compares them with the code."""
+    words = {span for span in SPANS if re.fullmatch(r"[a-z]+_[a-z_]+", span)}
+    # metrics of the process, and names with a test of their own
+    others = {"process_open_fds", "process_max_fds", "runbook_url"}
+    codes = {word for word in words - others if not word.startswith("mlxrunner_")}
+    assert len(codes) > 3
+    assert codes <= read_codes().keys()
+    for line in ("could not be loaded", "connection limit reached", "connections need up to"):
+        assert any(line in span for span in SPANS), line
+        assert line in read_sources()
+
+
+@pytest.mark.parametrize(
+    ("section", "setting", "path"),
+    [
+        ("MlxrunnerFilesRunOut", "LimitNOFILE", "deploy/mlxrunner.service"),
+        ("MlxrunnerFilesRunOut", "ulimits", "deploy/compose.yaml"),
+        ("MlxrunnerFilesRunOut", "NumberOfFiles", "deploy/org.mlxrunner.plist"),
+        ("MlxrunnerModelsDriveEachOtherOut", "pinned", "deploy/mlxrunner.toml"),
+    ],
+)
+def test_each_setting_is_in_its_file(section: str, setting: str, path: str) -> None:
+    assert f"`{setting}`" in read_sections()[section]
+    assert setting in (ROOT / path).read_text("utf-8")
