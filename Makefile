@@ -102,7 +102,7 @@ fix: venv $(DEV)  ## format, and repair what ruff can
 
 manual: venv $(DEV) .venv-manual/.installed  ## write the generated pages of docs/, and the manual as a site to build/manual
 	$(BIN)/python -m tests.manual
-	NO_MKDOCS_2_WARNING=1 .venv-manual/bin/mkdocs build --quiet --strict --config-file docs/manual/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 .venv-manual/bin/mkdocs build --strict --config-file docs/manual/mkdocs.yml
 
 bench: venv $(DEV)  ## measure; ARGS=--help tells what
 	@$(BIN)/python -m tests.bench $(ARGS)
@@ -188,7 +188,8 @@ $(SELF): pyproject.toml requirements/build.txt $(KERNELS) $(SERVE)
 	    .venv-anthropic0/bin/python $(INSTALL) --no-compile $(HASHED) -r $<
 	@touch $@
 
-# The site generator and its theme. make check does without them.
+# The site generator and its theme. make check does without them. MkDocs with --quiet would not fail
+# for warnings.
 .venv-manual/.installed: requirements/manual.txt $(DEV)
 	$(call new_venv,.venv-manual)
 	$(BIN)/uv pip install --quiet --python .venv-manual/bin/python --require-hashes --only-binary :all: -r $< || \

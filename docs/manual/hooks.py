@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -31,6 +32,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             if path in known or path.startswith("docs/"):
                 continue
             known.add(path)
+            if not (_ROOT / path).is_file():
+                raise PluginError(f"{page} links to {path}, which does not exist")
             if path.endswith(".md"):
                 pages.append(path)
     for path in sorted(path for path in known if not path.startswith("docs/")):

@@ -15,9 +15,9 @@ HEAD = """\
 
 <!-- This page is generated. `make manual` writes it from the command line's parser. -->
 
-`mlxrunner COMMAND --help` prints the same. The exit status is 0 after success, 1 after an error, which
-is printed as one line, 2 for an invalid command line, and 130 after Ctrl-C. `mlxrunner --version`
-prints the version.
+`mlxrunner COMMAND --help` prints the same. The exit status is 0 after success, 1 after an error,
+which is printed as one line, 2 for an invalid command line, and 130 after Ctrl-C.
+`mlxrunner --version` prints the version.
 """
 
 SETTING_FLAGS = frozenset(option.flag for option in OPTIONS) | {"--config", "--help-all"}
