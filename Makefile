@@ -12,7 +12,7 @@
 # has an environment of its own: make test PYTHON=python3.13 VENV=.venv-3.13 t=tests/core
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-all clients clients-latest check fix bench bench-cpu parity builtin screenshots transcripts wheel lock size trace clean
+.PHONY: help venv serve test test-all clients clients-latest check fix manual bench bench-cpu parity builtin screenshots transcripts wheel lock size trace clean
 
 # Not taken from the shell, where HOST and PYTHON often mean something else.
 MODEL =
@@ -94,11 +94,15 @@ check: venv $(DEV)  ## format, lint, types, import rules, documents; changes not
 	$(BIN)/ruff check
 	$(BIN)/pyright
 	$(BIN)/pyright --project tests
-	$(BIN)/python -m pytest --quiet tests/test_layers.py tests/test_docs.py
+	$(BIN)/python -m pytest --quiet tests/test_layers.py tests/test_docs.py tests/test_manual.py
 
 fix: venv $(DEV)  ## format, and repair what ruff can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+manual: venv $(DEV) .venv-manual/.installed  ## write the generated pages of docs/, and the manual as a site to build/manual
+	$(BIN)/python -m tests.manual
+	NO_MKDOCS_2_WARNING=1 .venv-manual/bin/mkdocs build --strict --config-file docs/manual/mkdocs.yml
 
 bench: venv $(DEV)  ## measure; ARGS=--help tells what
 	@$(BIN)/python -m tests.bench $(ARGS)
@@ -135,6 +139,7 @@ lock: $(DEV)  ## resolve pyproject.toml again into requirements/; ARGS=--upgrade
 	$(LOCKED) requirements/clients.in -o requirements/clients.txt
 	$(LOCKED) requirements/anthropic0.in -o requirements/anthropic0.txt
 	$(LOCKED) requirements/aider.in -o requirements/aider.txt
+	$(LOCKED) requirements/manual.in -o requirements/manual.txt
 	cd examples/node && $(NPM) install --package-lock-only
 	cd tests/clients/programs && $(NPM) install --package-lock-only
 	$(LOCKED) models/builtin/training/requirements.in -c requirements/serve.txt -o models/builtin/training/requirements.txt
@@ -147,7 +152,7 @@ trace: venv  ## the files that a streamed request runs through
 	@$(BIN)/python -m tests.trace 2>/dev/null
 
 clean:  ## remove what the other targets made
-	rm -rf .venv .venv-3.* .venv-aider .venv-anthropic0 .venv-builtin .venv-clients .venv-parity build \
+	rm -rf .venv .venv-3.* .venv-aider .venv-anthropic0 .venv-builtin .venv-clients .venv-manual .venv-parity build \
 	    examples/node/node_modules tests/clients/programs/node_modules dist *.egg-info .coverage* htmlcov \
 	    .pytest_cache .ruff_cache .hypothesis
 	rm -f models/kernels/*.so models/kernels/not_built.txt
@@ -181,6 +186,14 @@ $(SELF): pyproject.toml requirements/build.txt $(KERNELS) $(SERVE)
 	$(call new_venv,.venv-anthropic0)
 	$(BIN)/uv pip install --quiet --python .venv-anthropic0/bin/python --require-hashes --only-binary :all: -r $< || \
 	    .venv-anthropic0/bin/python $(INSTALL) --no-compile $(HASHED) -r $<
+	@touch $@
+
+# The site generator and its theme. make check does without them. MkDocs with --quiet would not fail
+# for warnings.
+.venv-manual/.installed: requirements/manual.txt $(DEV)
+	$(call new_venv,.venv-manual)
+	$(BIN)/uv pip install --quiet --python .venv-manual/bin/python --require-hashes --only-binary :all: -r $< || \
+	    .venv-manual/bin/python $(INSTALL) --no-compile $(HASHED) -r $<
 	@touch $@
 
 # The type checker's wheel holds Node and npm; what npm starts finds the same Node first.

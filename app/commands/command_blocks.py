@@ -59,7 +59,11 @@ def add_run_arguments(parser: CommandLineParser) -> None:
     group.add_argument(
         "--no-history", action="store_true", help="keep no typed lines for the next chat"
     )
-    flags.add_setting_flags(parser)
+    flags.add_setting_flags(
+        parser,
+        "a model name, and then the prompt (default: the first model of the running server, or the "
+        "built-in model; without a prompt, a chat)",
+    )
 
 
 def run_run(arguments: argparse.Namespace) -> int:

@@ -72,10 +72,12 @@ class CommandLineParser(argparse.ArgumentParser):
         """Writes the usage line with the positional arguments only, unless there is one already.
         argparse's own lists every option."""
         if self.usage is None:
-            names = [
-                argument.placeholder for argument in self.list_arguments() if not argument.flags
+            forms = {"*": "[{} ...]", "+": "{} ...", "?": "[{}]"}
+            words = [
+                forms.get(str(action.nargs), "{}").format(action.metavar)
+                for action in self._actions
+                if not action.option_strings and action.metavar
             ]
-            words = [f"[{name} ...]" if name == "MODEL" else name for name in names]
             self.usage = " ".join(["%(prog)s", *words, "[options]"])
 
     def hide_in_short_help(self, action: argparse.Action) -> None:

@@ -12,17 +12,17 @@ from app.config.options import GROUPS, OPTIONS, Option
 from app.config.sources import SourcedValue, SourcedValues
 from app.core.settings import ModelSettings
 
+_MODELS_HELP = (
+    "a folder, org/name on the Hugging Face hub, or an Ollama model name; repeatable (default: the "
+    "built-in model)"
+)
 
-def add_setting_flags(command: CommandLineParser) -> None:
-    """Adds a flag for every setting. Flags that are not given do not set an attribute, so that
-    another source can provide the value."""
-    command.add_argument(
-        "models",
-        nargs="*",
-        metavar="MODEL",
-        help="a folder, org/name on the Hugging Face hub, or an Ollama model name; repeatable "
-        "(default: the built-in model)",
-    )
+
+def add_setting_flags(command: CommandLineParser, models_help: str = _MODELS_HELP) -> None:
+    """Adds the positional arguments and a flag for every setting. Flags that are not given do not
+    set an attribute, so that another source can provide the value. models_help: the help text of
+    the positional arguments."""
+    command.add_argument("models", nargs="*", metavar="MODEL", help=models_help)
     command.add_argument(
         "--config",
         metavar="FILE",

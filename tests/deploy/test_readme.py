@@ -1,8 +1,10 @@
-"""The container commands of docs/clients.md and docs/operations.md, checked without Docker: they
-are valid, and the server accepts their host names."""
+"""The container commands of docs/clients.md, docs/operations.md and docs/quickstart.md, checked
+without Docker: they are valid, and the server accepts their host names."""
 
 import re
 import shlex
+
+import pytest
 
 from app.core.settings import ModelSettings
 from app.http.host_and_origin import AllowedHosts, parse_host
@@ -12,6 +14,7 @@ from tests.server_process import ROOT
 
 CLIENTS = (ROOT / "docs/clients.md").read_text("utf-8").replace("\\\n", " ")
 OPERATIONS = (ROOT / "docs/operations.md").read_text("utf-8").replace("\\\n", " ")
+QUICK_START = (ROOT / "docs/quickstart.md").read_text("utf-8")
 
 
 def find_command(prefix: str, page: str) -> list[str]:
@@ -29,11 +32,23 @@ def test_the_server_allows_the_host_name_of_open_webui() -> None:
     assert AllowedHosts.from_settings(settings).allows(name)
 
 
-def test_the_container_without_keys_is_published_only_locally() -> None:
-    words = find_command("docker run --init", OPERATIONS)
+NEW_VOLUME = "docker run --init -p 127.0.0.1:8080:8080 -v mlxrunner-models:/models mlxrunner"
+
+CONTAINERS = [
+    (OPERATIONS, "docker run --init", "/models/some-llama"),
+    (QUICK_START, f"{NEW_VOLUME} --", None),
+    (QUICK_START, f"{NEW_VOLUME} qwen", "qwen3:4b"),
+]
+
+
+@pytest.mark.parametrize(("page", "prefix", "model"), CONTAINERS)
+def test_the_container_without_keys_is_published_only_locally(
+    page: str, prefix: str, model: str | None
+) -> None:
+    words = find_command(prefix, page)
     index = words.index("mlxrunner")
     settings = parse_serve_command(image.entry(words[index + 1 :]), image.variables())
     check_start(settings, {})
     assert settings.allow_anyone
-    assert settings.models == (ModelSettings(name="/models/some-llama"),)
+    assert settings.models == ((ModelSettings(name=model),) if model else ())
     assert words[words.index("-p") + 1] == f"127.0.0.1:{settings.port}:{settings.port}"

@@ -1,0 +1,194 @@
+"""The manual is complete: every page is in the navigation, every command, option, route and setting
+has its place, and generated pages and tables are those of the code.
+
+`make manual` writes what is generated. Its site generator is not installed here. It fails for links
+that lead nowhere, which tests/test_docs.py finds, too.
+"""
+
+import functools
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from app import cli
+from app.config.command_line import parse_arguments
+from app.config.options import BACKEND_VARIABLES, CONFIG_VARIABLE, OPTIONS, SECRET_VARIABLES
+from tests.manual import commands_page, memory_tables, option_names
+from tests.manual.tables import read_part, replace_part
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+PARSER = cli._build_parser()
+
+
+def read(page: str) -> str:
+    return (DOCS / page).read_text("utf-8")
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads the tags of Python objects in mkdocs.yml as None."""
+
+
+_Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+
+
+@functools.cache
+def read_site() -> Any:
+    return yaml.load((DOCS / "manual/mkdocs.yml").read_text("utf-8"), _Loader)
+
+
+def list_nav(entry: Any) -> list[str]:
+    if isinstance(entry, str):
+        return [entry]
+    parts = entry.values() if isinstance(entry, dict) else entry
+    return [page for part in parts for page in list_nav(part)]
+
+
+def test_each_page_is_in_the_navigation_once():
+    """A decision is reached from the list of decisions."""
+    listed = list_nav(read_site()["nav"])
+    assert len(listed) == len(set(listed))
+    own = {page for page in listed if not page.startswith("repository/")}
+    decisions = {page for page in PAGES if page.startswith("decisions/")} - {"decisions/README.md"}
+    assert own == set(PAGES) - decisions
+    assert all(Path(page).name in read("decisions/README.md") for page in decisions)
+
+
+def test_each_other_document_of_the_navigation_is_linked_from_a_page():
+    """The hook of the site adds only linked files."""
+    for page in list_nav(read_site()["nav"]):
+        if page.startswith("repository/"):
+            path = page.removeprefix("repository/")
+            assert (ROOT / path).is_file()
+            assert any(f"](../{path}" in read(other) for other in PAGES if "/" not in other), path
+
+
+def test_the_site_is_strict():
+    site = read_site()
+    assert site["strict"] is True
+    assert set(site["validation"]["links"].values()) == {"warn"}
+    assert site["validation"]["nav"]["omitted_files"] == "warn"
+
+
+def test_the_start_page_links_every_page_of_the_navigation():
+    links = set(re.findall(r"\]\(([^)#\s]+)", read("index.md")))
+    listed = {re.sub("^repository/", "../", page) for page in list_nav(read_site()["nav"])}
+    assert listed - links == {"index.md", "../CHANGELOG.md", "../models/builtin/MODEL_CARD.md"}
+
+
+def test_the_page_of_the_commands_is_current():
+    assert read("commands.md") == commands_page.render(), "run `make manual`"
+
+
+def test_the_table_of_foreign_options_is_current():
+    assert read_part(read("migrating.md"), "options") == option_names.render(), "run `make manual`"
+
+
+@functools.cache
+def measure(name: str) -> memory_tables.ModelMemory:
+    [found] = [one for one in memory_tables.list_checkpoints() if one.name == name]
+    return memory_tables.measure(found)
+
+
+@pytest.mark.parametrize("name", memory_tables.NAMES)
+def test_the_memory_of_a_model_is_current(name):
+    row = f"| {' | '.join(memory_tables.format_model_row(measure(name)))} |\n"
+    assert row in read_part(read("memory.md"), "models"), "run `make manual`"
+
+
+def test_the_tables_of_memory_are_current():
+    memories = [measure(name) for name in memory_tables.NAMES]
+    page = read("memory.md")
+    assert read_part(page, "models") == memory_tables.format_models(memories), "run `make manual`"
+    assert read_part(page, "machines") == memory_tables.format_machines(memories)
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_each_command_has_a_section_with_its_options(name):
+    """Read from the parser, not from what the generator takes for the command's own arguments."""
+    _, _, rest = read("commands.md").partition(f"\n## mlxrunner {name}\n")
+    section = rest.split("\n## ")[0]
+    settings = read("configuration.md") if "[settings](configuration.md#" in section else ""
+    for flag in PARSER.subcommands[name].list_flags():
+        if flag in ("-h", "--help", "--help-all") or flag.startswith("--no-"):
+            continue
+        pattern = rf"`(?:[^`\n]*, )?{re.escape(flag)}[ ,`]"
+        assert re.search(pattern, section) or re.search(pattern, settings), flag
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.field)
+def test_each_setting_is_in_the_manual(option):
+    assert f"`{option.flag}" in read("configuration.md")
+
+
+@pytest.mark.parametrize("variable", [*BACKEND_VARIABLES, *SECRET_VARIABLES, CONFIG_VARIABLE])
+def test_each_other_variable_is_in_the_manual(variable):
+    assert any(f"`{variable}`" in read(page) for page in PAGES)
+
+
+def list_routes() -> list[str]:
+    document = yaml.safe_load((ROOT / "openapi.yaml").read_text("utf-8"))
+    return list(document["paths"])
+
+
+@pytest.mark.parametrize("path", list_routes())
+def test_each_route_is_in_the_manual(path):
+    """The names of parameters may differ."""
+    pattern = re.escape(re.sub(r"\{\w+\}", "{}", path)).replace(r"\{\}", r"\{\w+\}")
+    assert re.search(rf"`(?:[A-Z]+ )?{pattern}`", read("api.md"))
+
+
+def list_command_lines() -> list[tuple[str, str]]:
+    """The lines of shell code and the spans of text that run mlxrunner, with their pages. Leaves
+    out the decisions, which describe the past."""
+    found: list[tuple[str, str]] = []
+    for page in (page for page in PAGES if not page.startswith("decisions/")):
+        text = read(page)
+        for fence in re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            found += [(page, line) for line in fence.replace("\\\n", " ").splitlines()]
+        outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+        found += [(page, span) for span in re.findall(r"`([^`\n]+)`", outside)]
+    return [(page, words) for page, line in found for words in find_command(line)]
+
+
+def find_command(line: str) -> list[str]:
+    """The part of a line from `mlxrunner` to the end of this command. Leaves out lines with a
+    placeholder for several words."""
+    found = re.match(r"(?:[^|#]*\| )?(?:\.venv/bin/)?(mlxrunner [a-z-].*)", line)
+    if not found or re.search(r"…|\bCOMMAND\b", line):
+        return []
+    command = re.split(r"\s[|>]\s|\s#\s", found[1].replace(r"\|", "|"))[0]
+    return [command.strip()]
+
+
+COMMAND_LINES = sorted(set(list_command_lines()))
+
+EXITING_FLAGS = ("--help", "--help-all", "--version")
+
+
+@pytest.mark.parametrize(("page", "line"), COMMAND_LINES)
+def test_each_command_line_is_valid(page, line):
+    words = [word for word in shlex.split(line)[1:] if word not in EXITING_FLAGS]
+    if not words or (len(words) == 1 and words[0] in cli.COMMANDS):
+        return  # the name of a command, which may need arguments
+    arguments = parse_arguments(PARSER, words, cli.COMMANDS, cli.OTHER_COMMAND_NAMES)
+    assert arguments.command == words[0]
+
+
+def test_the_command_lines_are_found():
+    assert ("quickstart.md", "mlxrunner pull qwen3:4b") in COMMAND_LINES
+    assert ("models.md", 'mlxrunner run qwen3:4b "Write a commit message"') in COMMAND_LINES
+    assert ("configuration.md", "mlxrunner completion fish") in COMMAND_LINES
+    assert len(COMMAND_LINES) > 80
+
+
+def test_a_generated_part_is_replaced():
+    page = "a\n<!-- generated: x -->\n\nold\n\n<!-- end -->\nb\n"
+    changed = replace_part(page, "x", "| new |\n")
+    assert read_part(changed, "x") == "| new |\n"
+    assert changed == "a\n<!-- generated: x -->\n\n| new |\n\n<!-- end -->\nb\n"
