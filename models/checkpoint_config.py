@@ -75,7 +75,7 @@ def find_unsupported_method(config: Mapping[str, Any]) -> str | None:
 
 def has_architecture(config: Mapping[str, Any]) -> bool:
     """Returns whether a file of this package, or of mlx-lm, is named after the model type. If not,
-    mlx-lm may still know the model type by another name, which only its import tells."""
+    mlx-lm may still know the model type by another name, which only its import shows."""
     kind = config.get("model_type")
     name = ALIASES.get(str(kind), str(kind))
     # the name is used as a file name, so its characters are restricted

@@ -197,8 +197,8 @@ async def _handle_http_exception(request: Request, error: Exception) -> Response
 async def _handle_unexpected(request: Request, error: Exception) -> Response:
     """Handles an unexpected exception. Starlette re-raises it so that the server logs it; the
     response therefore contains no details."""
-    told = "internal error: see the server's log"
-    return error_response(AppError(ErrorKind.ENGINE, told, code="internal_error"))
+    message = "internal error: see the server's log"
+    return error_response(AppError(ErrorKind.ENGINE, message, code="internal_error"))
 
 
 def build_routes(

@@ -1,4 +1,4 @@
-"""The command line: its help in groups, and one line that tells what to do for each mistake.
+"""The command line: its help in groups, and one line for each mistake that says what to do.
 
 Knows: argparse, the flags of the settings. Must not know: what a command does, the other sources of
 settings.

@@ -184,7 +184,7 @@ class ModelRegistry:
         self._last_error = None
         if unfit and unfit != self._unservable:
             models = pluralize(len(unfit), "installed model")
-            log.info("cannot serve %s: `mlxrunner show NAME` tells why", models)
+            log.info("cannot serve %s: `mlxrunner show NAME` shows the reason", models)
         self._unservable = unfit
         self._installed = {
             name: self._reuse_entry(name, files) for name, files in found if name not in self._named

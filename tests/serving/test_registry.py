@@ -253,5 +253,5 @@ def test_broken_installed_models_are_logged_once(
     registry = open_registry(Settings(installed=True))
     for _ in range(3):
         assert names_after(registry, lambda c: c.rescan()) == ["builtin", "org/tiny"]
-    expected = "cannot serve 1 installed model: `mlxrunner show NAME` tells why"
+    expected = "cannot serve 1 installed model: `mlxrunner show NAME` shows the reason"
     assert caplog.messages == [expected]
