@@ -113,10 +113,14 @@ def test_more_clients_than_file_descriptors(victim: Victim):
     body = {"model": "tiny", "prompt": "x", "max_tokens": 4}
     with run_server(model, max_open_files=320) as server:
 
-        async def send_request(client: httpx.AsyncClient) -> httpx.Response:
-            return await client.post(COMPLETIONS, json=body)
+        async def send_request(client: httpx.AsyncClient) -> httpx.Response | None:
+            """None for a connection that was closed for a newer one before its request was read."""
+            try:
+                return await client.post(COMPLETIONS, json=body)
+            except (httpx.NetworkError, httpx.RemoteProtocolError):
+                return None
 
-        async def send_all() -> list[httpx.Response]:
+        async def send_all() -> list[httpx.Response | None]:
             limits = httpx.Limits(max_connections=None)
             async with httpx.AsyncClient(
                 base_url=server.url, timeout=TIMEOUT, limits=limits
@@ -124,10 +128,10 @@ def test_more_clients_than_file_descriptors(victim: Victim):
                 return await asyncio.gather(*(send_request(client) for _ in range(330)))
 
         replies = asyncio.run(send_all())
-        rejected = [reply for reply in replies if reply.status_code != 200]
+        rejected = [reply for reply in replies if reply is not None and reply.status_code != 200]
         assert {reply.status_code for reply in rejected} <= {429, 503}
         assert all(int(reply.headers["retry-after"]) > 0 for reply in rejected)
-        assert len(rejected) < 330
+        assert any(reply is not None and reply.status_code == 200 for reply in replies)
         assert "accepting at most 160 connections" in server.log_text()
         assert "Traceback" not in server.log_text()
         assert "Too many open files" not in server.log_text()
