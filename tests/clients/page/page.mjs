@@ -332,8 +332,10 @@ const scenarios = {
     }
     await tab.focus("#tab-chat");
     await tab.keyboard.press("ArrowRight");
-    const afterArrow = [await focused(), await tab.locator("#engine").isVisible()];
+    await tab.locator("#engine").waitFor(); // its first event has arrived
+    const afterArrow = await focused();
     await tab.keyboard.press("ArrowLeft");
+    await tab.locator("#input").waitFor();
     await tab.focus("#input");
     await tab.keyboard.type("What is");
     await tab.keyboard.press("Shift+Enter");

@@ -296,7 +296,7 @@ def test_the_page_works_with_the_keyboard_only(use_page: Use, server: ServerProc
     seen = use_page("keyboard", server.url)
     assert seen["order"][0] == "Skip to the message field"
     assert seen["order"][1:3] == ["tab-chat", "API"]
-    assert seen["afterArrow"] == ["tab-engine", True]
+    assert seen["afterArrow"] == "tab-engine"
     assert seen["draft"] == "What is\nmlxrunner?"
     (light, light_paper), (dark, dark_paper) = seen["theme"], seen["dark"]
     assert (light, dark, seen["kept"]) == ("light", "dark", "dark")
