@@ -299,8 +299,6 @@ _LEVEL_COLORS: Mapping[int, Color] = {
 # finish reasons that need no mention
 _USUAL_REASONS = frozenset({"stop", "tool_calls", "embedded"})
 
-_INDENT = "    "
-
 
 def is_shown(record: logging.LogRecord) -> bool:
     """A filter for a terminal's handler. It drops what uvicorn logs in normal operation."""
