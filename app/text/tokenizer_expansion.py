@@ -124,7 +124,7 @@ def _precompiled_factor(part: Json) -> float:
 
 def _metaspace_factor(part: Json) -> float:
     """Returns the factor of a Metaspace. Each space becomes the replacement, and each word is
-    prefixed with a replacement."""
+    prefixed with it."""
     return 1 + _count_bytes(part["replacement"])
 
 

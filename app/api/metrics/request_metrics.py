@@ -311,7 +311,7 @@ class RequestMetrics:
 
 
 class GenerateObserver:
-    """Records the times of one generate request (`app.core.observers.RequestObserver`)."""
+    """Records the timings of one generate request (`app.core.observers.RequestObserver`)."""
 
     def __init__(self, model: ModelMetrics, request: GenerateRequest) -> None:
         self._model = model

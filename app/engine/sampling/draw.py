@@ -104,9 +104,9 @@ class Draw:
         self._num_drawn = mx.array([[count] for count in num_drawn], dtype=mx.uint32)
 
     def __call__(self, logits: mx.array, step: int) -> mx.array:
-        """Samples one token per row. `logits` has shape [b, V] and dtype float32. `step` is
-        the number of previous calls. Returns the token IDs [b] as uint32. For a row with NaN, or
-        without a finite logit, the result is an arbitrary token of the vocabulary."""
+        """Samples one token per row. `logits` has shape [b, V] and dtype float32. `step` is the
+        number of previous calls. Returns the token IDs [b] as uint32. For a row that contains NaN
+        or has no finite logit, the result is an arbitrary token of the vocabulary."""
         match self._method.kind:
             case "greedy":
                 return mx.argmax(logits, axis=-1)
