@@ -12,8 +12,8 @@ from app.commands.chat_client import ChatMessage, ChatOptions, read_format
 from app.commands.chat_engine import ChatEngine
 from app.commands.client_programs import Endpoint
 from app.commands.running_server import RunningServer
-from app.config.value_types import suggest
 from app.core.errors import AppError, ErrorKind
+from app.core.nearest_name import suggest
 from app.core.sampling_params import SAMPLING_KNOBS, SamplingKnob
 from app.core.settings import ModelSettings
 

@@ -7,6 +7,8 @@ sequences, and writes nothing to a stream that is not a terminal.
 import shutil
 from typing import TextIO
 
+from app.core.terminal import draw_bar
+
 _BAR_WIDTH = 24
 
 # a terminal without a known width
@@ -27,8 +29,7 @@ class ProgressLine:
             return
         parts = [label]
         if done is not None:
-            filled = round(_BAR_WIDTH * min(max(done, 0.0), 1.0))
-            parts.append(f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {100 * done:3.0f} %")
+            parts.append(f"{draw_bar(done, 1, _BAR_WIDTH)} {100 * done:3.0f} %")
         line = " ".join([*parts, detail]).rstrip()
         columns = shutil.get_terminal_size((_FALLBACK_COLUMNS, 24)).columns
         line = line[: max(columns - 1, 1)]

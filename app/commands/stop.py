@@ -4,8 +4,8 @@ Knows: the name under which a model is served. Must not know: what unloading a m
 """
 
 from app.commands.running_server import find_served_name, is_loaded, require_server
-from app.config.value_types import suggest
 from app.core.errors import AppError, ErrorKind
+from app.core.nearest_name import suggest
 from app.core.settings import ModelSettings, Settings
 
 

@@ -29,7 +29,7 @@ UPLOAD_BYTES = 192 * MEBIBYTE
 @dataclass(frozen=True)
 class Library:
     """A server that may install models. disk: a folder with its store of models, `ollama`, with
-    the models that it serves, and with files that are nobody's business."""
+    the models that it serves, and with files that clients must not see."""
 
     server: ServerProcess
     client: httpx.Client
@@ -203,7 +203,7 @@ def test_an_upload_needs_no_memory_for_its_size(open_library: Library) -> None:
 def test_uploads_from_several_processes_do_not_disturb_other_clients(
     open_library: Library, machine: MachineLock
 ) -> None:
-    """One at a time is stored; the others are told to wait. No wrong content is kept."""
+    """One at a time is stored; the others are rejected. No wrong content is kept."""
     content = b"y" * (4 * MEBIBYTE)
     connections = [
         (

@@ -11,8 +11,24 @@ from tests.server_process import TIMEOUT, ServerProcess
 def run_client(
     command: list[str], environment: Mapping[str, str], folder: Path, server: ServerProcess
 ) -> str:
-    """Runs the command, which must succeed, and returns its output. The server must have no running
-    request and no failure at the end."""
+    """Runs the command like `run_to_end`. The server must have no running request and no failure at
+    the end."""
+    output = run_to_end(command, environment, folder, server, 2 * TIMEOUT)
+    # the server notices a disconnect a moment later
+    wait_until(lambda: server.status()["Running"] == 0)
+    status = server.status()
+    assert (status["Status"], status["Failures"]) == (0, 0)
+    return output
+
+
+def run_to_end(
+    command: list[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    server: ServerProcess,
+    timeout: float,
+) -> str:
+    """Runs the command, which must succeed, and returns its output."""
     process = subprocess.run(
         command,
         cwd=folder,
@@ -21,14 +37,10 @@ def run_client(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=2 * TIMEOUT,
+        timeout=timeout,
         check=False,
     )
     assert process.returncode == 0, (
-        f"{process.stdout}\n--- the server ---\n{server.log_text()[-4000:]}"
+        f"{process.stdout[-6000:]}\n--- the server ---\n{server.log_text()[-4000:]}"
     )
-    # the server notices a disconnect a moment later
-    wait_until(lambda: server.status()["Running"] == 0)
-    status = server.status()
-    assert (status["Status"], status["Failures"]) == (0, 0)
     return process.stdout

@@ -70,7 +70,7 @@ def test_each_listed_code_exists() -> None:
 
 @pytest.mark.parametrize("line", [row[0].strip("`") for row in read_table("line")])
 def test_each_log_line_is_in_the_sources(line: str) -> None:
-    """… stands for the variable part."""
+    """… replaces the variable part."""
     pieces = [piece.strip() for piece in line.split("…") if len(piece.strip()) > 1]
     pattern = r"[^\"\n]{0,40}".join(re.escape(piece) for piece in pieces)
     assert re.search(pattern, read_sources()), line

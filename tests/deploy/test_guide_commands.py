@@ -55,7 +55,7 @@ def run_command(
 ) -> Iterator[int]:
     """Runs the command of a service on a free port; yields the port when the server is ready."""
     log = sandbox.root / "log"
-    # a file, because a pipe that nobody reads would block the server
+    # a file, because a pipe without a reader would block the server
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,

@@ -78,7 +78,7 @@ def load_tiny(report: Callable[[int, int], None]) -> Loop:
 
 
 def test_a_snapshot_of_the_cache_needs_no_step(start_thread: StartThread) -> None:
-    """An idle engine is asked once per second while somebody watches it."""
+    """An idle engine is asked once per second while a client watches it."""
     thread, log = start_thread(load_tiny)
     log.next(LoadProgress)
     log.next(EngineReady)

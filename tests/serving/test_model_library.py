@@ -142,7 +142,7 @@ def test_a_second_pull_is_refused_and_a_closed_pull_continues_later(
     hub: StandIn,  # noqa: F811
     commit: str,  # noqa: F811
 ):
-    """A client that hangs up does not leave a download behind."""
+    """A disconnect leaves no download behind."""
     hub.faults.stall["model.safetensors"] = 1.0
 
     async def body(library: InstalledModels, _: ModelRegistry) -> None:
@@ -304,7 +304,7 @@ def test_an_upload_is_stored_completely_or_not_at_all(use, tmp_path: Path):
         with pytest.raises(AppError, match="digest mismatch, expected"):
             await upload(library, digest(b"other"), content)
         async with library.upload_blob(digest(b"z")) as blob:
-            await blob.write(b"z")  # and hangs up
+            await blob.write(b"z")  # and disconnects
 
     use(body)
     [name] = files_below(tmp_path / "ollama" / "blobs")

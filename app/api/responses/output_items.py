@@ -4,6 +4,7 @@ Knows: the events and the object of each item type. Must not know: the list of i
 the other fields of a response.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, cast
 
@@ -112,14 +113,20 @@ class TextItem:
         return part
 
 
-class FunctionCallItem:
-    """A call to a function defined by the client."""
+class CallItem(ABC):
+    """A call to a tool that the client declared.
 
-    kind = "function_call"
+    kind: the item's type. id_prefix: of the item's ID. event_prefix: of the events with the call's
+    arguments or input.
+    """
+
+    kind: str
+    id_prefix: str
+    event_prefix: str
 
     def __init__(self, index: int, *, call_id: str, tool: DeclaredTool) -> None:
         self._index = index
-        self._id = new_item_id("fc")
+        self._id = new_item_id(self.id_prefix)
         self._call_id = call_id
         self._tool = tool
         self._status = "in_progress"
@@ -130,12 +137,11 @@ class FunctionCallItem:
 
     def add_arguments(self, arguments: str) -> Iterator[JsonObject]:
         self._arguments.append(arguments)
-        yield self._arguments_event("delta", delta=arguments)
+        yield from self._content_deltas(arguments)
 
     def end(self, status: str) -> Iterator[JsonObject]:
         self._status = status
-        arguments = "".join(self._arguments)
-        yield self._arguments_event("done", name=self._tool.name, arguments=arguments)
+        yield from self._content_done("".join(self._arguments))
         yield self._item_event("response.output_item.done")
 
     def render(self) -> JsonObject:
@@ -145,74 +151,70 @@ class FunctionCallItem:
             "status": self._status,
             "call_id": self._call_id,
             **_render_name(self._tool),
-            "arguments": "".join(self._arguments),
+            **self._content(),
         }
+
+    @abstractmethod
+    def _content_deltas(self, arguments: str) -> Iterator[JsonObject]:
+        """Yields the events of a part of the arguments."""
+        ...
+
+    @abstractmethod
+    def _content_done(self, arguments: str) -> Iterator[JsonObject]:
+        """Yields the events of the complete arguments."""
+        ...
+
+    @abstractmethod
+    def _content(self) -> JsonObject:
+        """Returns the fields of the arguments so far."""
+        ...
 
     def _item_event(self, type_: str) -> JsonObject:
         return {"type": type_, "output_index": self._index, "item": self.render()}
 
-    def _arguments_event(self, what: str, **fields: Any) -> JsonObject:
+    def _content_event(self, what: str, **fields: Any) -> JsonObject:
         return {
-            "type": f"response.function_call_arguments.{what}",
+            "type": f"response.{self.event_prefix}.{what}",
             "item_id": self._id,
             "output_index": self._index,
             **fields,
         }
 
 
-class CustomToolCallItem:
+class FunctionCallItem(CallItem):
+    """A call to a function defined by the client."""
+
+    kind, id_prefix, event_prefix = "function_call", "fc", "function_call_arguments"
+
+    def _content_deltas(self, arguments: str) -> Iterator[JsonObject]:
+        yield self._content_event("delta", delta=arguments)
+
+    def _content_done(self, arguments: str) -> Iterator[JsonObject]:
+        yield self._content_event("done", name=self._tool.name, arguments=arguments)
+
+    def _content(self) -> JsonObject:
+        return {"arguments": "".join(self._arguments)}
+
+
+class CustomToolCallItem(CallItem):
     """A call to a custom tool defined by the client. The model generates its input as a JSON
     argument, so the text is known only when the call is complete."""
 
-    kind = "custom_tool_call"
+    kind, id_prefix, event_prefix = "custom_tool_call", "ctc", "custom_tool_call_input"
 
-    def __init__(self, index: int, *, call_id: str, tool: DeclaredTool) -> None:
-        self._index = index
-        self._id = new_item_id("ctc")
-        self._call_id = call_id
-        self._tool = tool
-        self._status = "in_progress"
-        self._arguments: list[str] = []
-        self._input = ""
+    _input = ""
 
-    def begin(self) -> Iterator[JsonObject]:
-        yield self._item_event("response.output_item.added")
-
-    def add_arguments(self, arguments: str) -> Iterator[JsonObject]:
-        self._arguments.append(arguments)
+    def _content_deltas(self, arguments: str) -> Iterator[JsonObject]:
         return iter(())
 
-    def end(self, status: str) -> Iterator[JsonObject]:
-        self._status = status
-        self._input = _read_custom_input("".join(self._arguments))
+    def _content_done(self, arguments: str) -> Iterator[JsonObject]:
+        self._input = _read_custom_input(arguments)
         if self._input:
-            yield self._input_event("delta", delta=self._input)
-        yield self._input_event("done", input=self._input)
-        yield self._item_event("response.output_item.done")
+            yield self._content_event("delta", delta=self._input)
+        yield self._content_event("done", input=self._input)
 
-    def render(self) -> JsonObject:
-        return {
-            "id": self._id,
-            "type": self.kind,
-            "status": self._status,
-            "call_id": self._call_id,
-            **_render_name(self._tool),
-            "input": self._input,
-        }
-
-    def _item_event(self, type_: str) -> JsonObject:
-        return {"type": type_, "output_index": self._index, "item": self.render()}
-
-    def _input_event(self, what: str, **fields: Any) -> JsonObject:
-        return {
-            "type": f"response.custom_tool_call_input.{what}",
-            "item_id": self._id,
-            "output_index": self._index,
-            **fields,
-        }
-
-
-CallItem = FunctionCallItem | CustomToolCallItem
+    def _content(self) -> JsonObject:
+        return {"input": self._input}
 
 
 def create_call_item(index: int, *, call_id: str, tool: DeclaredTool) -> CallItem:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from app.commands.client_programs import PROGRAMS
+from tests.clients.client_process import run_to_end
 from tests.clients.programs.scripted_server import EngineScript, Task
 from tests.clients.programs.terminal import type_until
 from tests.server_process import ROOT, TIMEOUT, ServerProcess
@@ -161,7 +162,7 @@ def test_a_program_reads_and_writes_a_file_in_two_turns(
     environment = {**build_environment(path, home), "TMPDIR": str(temporary_folder)}
 
     words = [*find_documented_arguments(case.name), f"{READ_TASK}: read the file"]
-    output = run_program([*command, *words], environment, work, server)
+    output = run_to_end([*command, *words], environment, work, server, 4 * TIMEOUT)
     assert READ_ANSWER in output
     # the program sent the content of the file to the model
     first = read_prompts(script_folder)
@@ -181,7 +182,7 @@ def test_a_program_reads_and_writes_a_file_in_two_turns(
             is_done=lambda: len(find_second_turn()) > 1,
         )
     else:
-        output = run_program([*command, *words, prompt], environment, work, server)
+        output = run_to_end([*command, *words, prompt], environment, work, server, 4 * TIMEOUT)
         # aider ends with the file
         assert WRITE_ANSWER in output or not case.needs_tools
     assert (work / "answer.txt").read_text().strip() == SECRET
@@ -215,26 +216,6 @@ def build_environment(path: str, home: Path) -> Mapping[str, str]:
         "HTTP_PROXY": unreachable,
         "HTTPS_PROXY": unreachable,
     }
-
-
-def run_program(
-    command: list[str], environment: Mapping[str, str], folder: Path, server: ServerProcess
-) -> str:
-    process = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=4 * TIMEOUT,
-        check=False,
-    )
-    assert process.returncode == 0, (
-        f"{process.stdout[-6000:]}\n--- the server ---\n{server.log_text()[-4000:]}"
-    )
-    return process.stdout
 
 
 def read_prompts(folder: Path) -> list[str]:
