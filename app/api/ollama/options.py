@@ -41,6 +41,8 @@ IGNORED_OPTIONS = frozenset(
 
 MAX_STOP_STRINGS = 64
 
+EXACT_INTEGERS = (-(2**53), 2**53)
+
 THINK_LEVELS = ("low", "medium", "high", "max")
 
 IGNORED_NOTICE = "unknown options were ignored"
@@ -113,12 +115,14 @@ def _read_float(fields: Fields, name: str) -> float | None:
 
 
 def _read_integer(fields: Fields, name: str) -> int | None:
-    """Reads an integer. As in Ollama, a fractional part is truncated."""
+    """Reads an integer. As in Ollama, a fractional part is truncated. Counts are limited to the
+    integers that a float64 represents exactly (RFC 8259, section 6); a seed has 64 bits."""
     value = fields.value(name)
     if value is None:
         return None
     number = value if isinstance(value, int) and not isinstance(value, bool) else as_number(value)
-    if number is None or not INT64[0] <= number <= INT64[1]:
+    low, high = INT64 if name == "seed" else EXACT_INTEGERS
+    if number is None or not low <= number <= high:
         raise _invalid_option(fields, name, "must be of type integer")
     return int(number)
 

@@ -166,7 +166,7 @@ def test_options_have_ollamas_defaults_after_the_models_own(generate: FakeGenera
     }  # fmt: skip
     options = {
         "temperature": 0.1, "top_k": 7.9, "repeat_penalty": 0, "seed": -1, "num_predict": -2,
-        "num_ctx": 999_999, "stop": "x", "mirostat": 2, "num_gpu": None, "num_keep": 4,
+        "num_ctx": 2**53, "stop": "x", "mirostat": 2, "num_gpu": None, "num_keep": 4,
     }  # fmt: skip
     reply = chat(call, options=options)
     got = get_sent_request(generate)
@@ -187,6 +187,8 @@ def test_options_have_ollamas_defaults_after_the_models_own(generate: FakeGenera
     [
         ({"options": {"temperature": "hot"}}, 'option "temperature" must be of type float32'),
         ({"options": {"num_ctx": True}}, 'option "num_ctx"'),
+        ({"options": {"num_predict": -(2**53) - 1}}, 'option "num_predict" must be of type'),
+        ({"options": {"seed": 2**63}}, 'option "seed" must be of type integer'),
         ({"think": "hard"}, "think must be"),
         ({"format": "xml"}, 'expected "json" or a valid JSON Schema object'),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs must be between 0 and 20"),
