@@ -1,8 +1,9 @@
-"""Fixtures that every room's tests may use, and what keeps the whole suite quick."""
+"""Fixtures for all tests, and the selection of cases that keeps the suite short."""
 
 import gc
 import logging
 import os
+import signal
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ NO_SHARED_DATA = "needs ../shared/data (real tokenizers, templates, models), whi
 TIES = pytest.StashKey[list[int]]()
 MACHINE_LOCK = pytest.StashKey[MachineLock]()
 
-# the same examples on every run: a red build must be red again when somebody looks
+# the same examples on every run, so that a failure can be reproduced
 settings.register_profile("reproducible", derandomize=True, deadline=None, max_examples=50)
 settings.register_profile("thorough", deadline=None, max_examples=500)
 settings.load_profile("reproducible")
@@ -38,12 +39,16 @@ def shared() -> Path:
 
 @pytest.fixture(scope="session")
 def ties(request: pytest.FixtureRequest) -> list[int]:
-    """For tests that hold two runs against each other: append how many near-ties excused one
-    comparison. The summary prints the sum, so that it cannot grow unseen."""
+    """For tests that compare two runs: append the number of near-ties of one comparison. The
+    summary prints the sum, so that an increase is visible."""
     return request.config.stash[TIES]
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell ignores SIGINT in background jobs (`make test &`), and every process that a test
+    # starts would inherit that.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[TIES] = []
     config.stash[MACHINE_LOCK] = machine_lock_of_run()
     if sys.dont_write_bytecode and config.pluginmanager.hasplugin("cacheprovider"):
@@ -51,9 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _write_bytecode(folder: Path) -> None:
-    """Whoever wants no bytecode beside the sources does not want each server that a test starts,
-    and each worker, to compile everything again: it goes into pytest's own cache, from where
-    processes that we start have it too."""
+    """Writes bytecode to pytest's cache folder, if it must not be written next to the sources.
+    Otherwise each worker, and each server that a test starts, would compile all modules again."""
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(folder)
     sys.dont_write_bytecode = False
