@@ -207,6 +207,15 @@ _COMMANDS = (
         other_names="benchmark perf load-test loadtest",
     ),
     _Command(
+        name="prove",
+        group=_MACHINE,
+        summary="show that batching, caching and streaming do not change a model's answers",
+        add_arguments=command_blocks.add_prove_arguments,
+        run=command_blocks.run_prove,
+        examples=(("mlxrunner prove qwen3:4b", "compares token IDs and log probabilities"),),
+        other_names="verify test exactness selftest",
+    ),
+    _Command(
         name="doctor",
         group=_MACHINE,
         summary="check this machine's compute backend and show possible speedups",

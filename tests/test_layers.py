@@ -83,6 +83,9 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.serving.tracing": frozenset({"app.core", "app.serving.otel_tracing"}),
     # a client of any server
     "app.bench": frozenset({"app.core"}),
+    "app.prove": frozenset(
+        {"app.core", "app.engine", "app.grammar", "app.runners.codec", "app.serving.prompt_jobs"}
+    ),
     "app.commands": EVERYTHING,
     "app.server": EVERYTHING,
     "app.cli": EVERYTHING,
@@ -145,6 +148,7 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.serving.otel_tracing": frozenset({"opentelemetry"}),
     "app.serving.tracing": frozenset(),
     "app.bench": frozenset(),
+    "app.prove": frozenset(),
     "app.bench.http_client": frozenset({"h11"}),
     "app.commands": frozenset(),
     "app.server": frozenset({"starlette", "uvicorn"}),

@@ -11,8 +11,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -135,24 +135,38 @@ class ChatEngine:
     def _start(self, model: ModelSettings | None) -> Endpoint:
         """Starts a server that runs until the next call or the end of the context."""
         label = "the built-in model" if model is None else model.alias or model.name
-        folder = Path(self._own.enter_context(tempfile.TemporaryDirectory(prefix="mlxrunner-run-")))
-        key, started = generate_key(), time.monotonic()
+        started = time.monotonic()
         try:
             self._progress.show(f"starting the engine for {label}")
-            configuration = replace(
-                self._configuration, settings=_make_own_settings(self._settings, model)
-            )
-            server = start_server(configuration, folder, _make_environment(key))
-            self._own.enter_context(server)
-            url = server.wait_until_listening()
-            server.wait_until_ready(
-                url, lambda percent: show_loading(self._progress, label, percent)
+            return self._own.enter_context(
+                open_own_server(
+                    self._configuration,
+                    model,
+                    lambda percent: show_loading(self._progress, label, percent),
+                )
             )
         finally:
             self._progress.erase()
-        self._load_seconds = time.monotonic() - started
-        return query_endpoint(
-            RunningServer(url=url, api_key=key), replace(self._settings, models=())
+            self._load_seconds = time.monotonic() - started
+
+
+@contextmanager
+def open_own_server(
+    configuration: ResolvedConfig, model: ModelSettings | None, report: Callable[[int], None]
+) -> Generator[Endpoint]:
+    """Runs a server with one model until the context exits. model: None for the built-in model.
+    report: gets the progress of the load in percent. Raises AppError(ENGINE) if it does not
+    start."""
+    key = generate_key()
+    own = replace(configuration, settings=_make_own_settings(configuration.settings, model))
+    with (
+        tempfile.TemporaryDirectory(prefix="mlxrunner-run-") as folder,
+        start_server(own, Path(folder), _make_environment(key)) as server,
+    ):
+        url = server.wait_until_listening()
+        server.wait_until_ready(url, report)
+        yield query_endpoint(
+            RunningServer(url=url, api_key=key), replace(configuration.settings, models=())
         )
 
 

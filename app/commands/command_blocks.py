@@ -219,6 +219,42 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     return diagnose(as_json=arguments.json)
 
 
+def add_prove_arguments(parser: CommandLineParser) -> None:
+    group = parser.add_argument_group("proof")
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the conversations (default: 0)"
+    )
+    group.add_argument(
+        "--conversations",
+        type=make_argparse_type(value_types.integer(1, 1000).parse_text),
+        metavar="N",
+        help="number of conversations (default: as many as fit in --seconds, up to 12)",
+    )
+    group.add_argument(
+        "--seconds",
+        type=make_argparse_type(value_types.duration().parse_text),
+        default=90.0,
+        metavar="TIME",
+        help="approximate length of the proof (default: 90)",
+    )
+    group.add_argument("--json", action="store_true", help="print JSON")
+    flags.add_setting_flags(parser)
+
+
+def run_prove(arguments: argparse.Namespace) -> int:
+    check_mlx_library()
+    from app.commands.prove import ProofCommand
+    from app.prove.proof import ProofOptions
+
+    options = ProofOptions(
+        seed=arguments.seed,
+        conversations=arguments.conversations,
+        seconds=arguments.seconds,
+    )
+    command = ProofCommand(_resolve_config(arguments), options)
+    return command.run(as_json=arguments.json)
+
+
 def add_config_arguments(parser: CommandLineParser) -> None:
     form = parser.add_mutually_exclusive_group()
     for name, use in (("json", "print JSON"), ("toml", "print a file for --config")):

@@ -45,6 +45,7 @@ from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence, ShiftLayers
 from app.grammar.compiler import Matcher
 from models.base import Model
+from models.cpu_layout import is_batch_invariant
 from models.kv import LayerCache
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class Loop:
         self._limits = limits
         self._context = context
         self._shift = shift
+        self._model = model
         self._dispatched_prefills: list[Sequence] = []  # sequences with a prefill chunk in flight
         self._unsampled: list[BatchLogits] = []  # to be sampled in this step
         self._in_flight: list[InFlight] = []
@@ -100,6 +102,11 @@ class Loop:
         """The number of exceptions in steps so far. A single process continues after an exception.
         A rank cannot continue, because the state of the other ranks is unknown."""
         return self._counters.exceptions + self._embedder.exceptions
+
+    @property
+    def batch_invariant(self) -> bool:
+        """See `models.cpu_layout.is_batch_invariant`."""
+        return is_batch_invariant(self._model)
 
     @property
     def idle(self) -> bool:

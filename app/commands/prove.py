@@ -1,0 +1,178 @@
+"""`mlxrunner prove`: shows that no speedup changes the answers of a model on this machine.
+
+Knows: the report as a table and as JSON, the server for the streamed requests. Must not know: the
+other conditions.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from app import store
+from app.commands.chat_engine import open_own_server
+from app.commands.progress_line import ProgressLine
+from app.commands.proof_streams import compare_streams
+from app.config.precedence import ResolvedConfig
+from app.core.errors import AppError, ErrorKind
+from app.core.jobs import Capacity
+from app.core.settings import ModelSettings
+from app.core.units import pluralize
+from app.engine.model_info import complete_config
+from app.prove.proof import ConditionReport, Proof, ProofOptions, Reference
+
+# of the JSON report; changes with an incompatible change
+SCHEMA = 1
+
+_HEADER = ("condition", "answers", "equal", "near-tie", "different")
+
+
+class ProofCommand:
+    """One proof. configuration: names one model at most."""
+
+    def __init__(self, configuration: ResolvedConfig, options: ProofOptions) -> None:
+        settings = configuration.settings
+        if len(settings.models) > 1 or settings.installed:
+            raise AppError(ErrorKind.INVALID, "prove needs one model: name a single one")
+        self._configuration = configuration
+        self._model: ModelSettings | None = settings.models[0] if settings.models else None
+        self._files = complete_config(store.find(self._model.name if self._model else None))
+        own = settings if self._model is None else settings.for_model(self._model)
+        self._options = options
+        self._proof = Proof(self._files, own, options)
+        self._progress = ProgressLine(sys.stderr)
+
+    def run(self, *, as_json: bool) -> int:
+        """Prints the report, and returns the exit status: 0 if all answers are equal where they
+        must be, otherwise 1. Raises AppError if the model cannot be run."""
+        started = time.monotonic()
+        self._show("reference")
+        reference = self._proof.compute_reference()
+        self._progress.erase()
+        if not as_json:
+            _print_lines(render_head(self._files.name, reference, self._options.seed))
+        reports: list[ConditionReport] = []
+        for report in self._iterate(reference):
+            self._progress.erase()
+            reports.append(report)
+            if not as_json:
+                _print_lines(iter([render_row(report)]))
+        self._progress.erase()
+        seconds = time.monotonic() - started
+        if as_json:
+            document = make_json(self._files.name, reference, reports, self._options.seed, seconds)
+            print(json.dumps(document, indent=2))
+        else:
+            _print_lines(render_verdict(reports, seconds))
+        return 0 if all(report.passed for report in reports) else 1
+
+    def _iterate(self, reference: Reference) -> Iterator[ConditionReport]:
+        yield from self._proof.run(reference, self._show)
+        self._show("streamed")
+        yield self._run_streamed(reference)
+
+    def _run_streamed(self, reference: Reference) -> ConditionReport:
+        tolerance = self._proof.tolerance(reference)
+        name, cause = "streamed", "the path from the engine to the client"
+        try:
+            with open_own_server(self._configuration, self._model, lambda _: None) as endpoint:
+                pairs = compare_streams(endpoint, reference.requests, tolerance)
+        except AppError as error:
+            failed = Proof.make_failure(error.message)
+            return Proof.make_report(name, cause, [failed], "no server", tolerance)
+        detail = "over HTTP, and without `stream`"
+        return Proof.make_report(name, cause, pairs, detail, tolerance)
+
+    def _show(self, condition: str) -> None:
+        self._progress.show(f"{self._files.name}: {condition}")
+
+
+def render_head(model: str, reference: Reference, seed: int) -> Iterator[str]:
+    tokens = sum(len(one.expected.tokens) for one in reference.requests)
+    yield (
+        f"{model} on {describe_backend(reference.capacity)}: "
+        f"{pluralize(len(reference.chains), 'conversation')}, "
+        f"{pluralize(len(reference.requests), 'answer')} with {tokens} tokens, seed {seed}"
+    )
+    yield "Reference: one request at a time, without cached prefixes. Compared: IDs and the bits"
+    yield "of log probabilities."
+    yield ""
+    yield _format_cells(_HEADER)
+
+
+def describe_backend(capacity: Capacity) -> str:
+    backend = capacity.backend
+    if backend is None:
+        return "an unknown device"
+    parts = [
+        backend.device.upper(),
+        f"{backend.kernels} kernels" if backend.kernels else "MLX's operations",
+    ]
+    with suppress(TypeError):
+        parts.append(pluralize(int(backend.threads or 0), "thread"))
+    return ", ".join(parts if backend.threads else parts[:2])
+
+
+def render_row(report: ConditionReport) -> str:
+    if not report.answers:
+        return f"{report.name:<18}  not run: {report.detail}"
+    counts = (report.answers, report.equal, report.near_ties, report.different)
+    largest = f"; differs by up to {report.largest:.1e}" if report.largest else ""
+    return f"{_format_cells((report.name, *map(str, counts)))}  {report.detail}{largest}"
+
+
+def render_verdict(reports: Sequence[ConditionReport], seconds: float) -> Iterator[str]:
+    yield ""
+    for report in reports:
+        if report.first_difference is not None:
+            kind = "difference" if report.different else "near-tie"
+            yield f"{report.name} ({report.cause}): first {kind} in {report.first_difference}"
+    failed = [report.name for report in reports if not report.passed]
+    if failed:
+        yield f"FAILED in {seconds:.0f} s: {', '.join(failed)}"
+        return
+    exact = [report.name for report in reports if report.answers and report.tolerance is None]
+    if exact:
+        yield f"passed in {seconds:.0f} s: equal bits for {', '.join(exact)}"
+    else:
+        yield (
+            f"passed in {seconds:.0f} s, within the rounding of this device, which does not give "
+            "equal bits; see --exact"
+        )
+
+
+def make_json(
+    model: str,
+    reference: Reference,
+    reports: Sequence[ConditionReport],
+    seed: int,
+    seconds: float,
+) -> Mapping[str, Any]:
+    backend = reference.capacity.backend
+    return {
+        "schema": SCHEMA,
+        "model": model,
+        "backend": None if backend is None else asdict(backend),
+        "seed": seed,
+        "conversations": len(reference.chains),
+        "answers": len(reference.requests),
+        "tokens": sum(len(one.expected.tokens) for one in reference.requests),
+        "seconds": round(seconds, 1),
+        "passed": all(report.passed for report in reports),
+        "conditions": [{**asdict(report), "passed": report.passed} for report in reports],
+    }
+
+
+def _format_cells(cells: Sequence[str]) -> str:
+    first, *rest = cells
+    widths = [len(name) for name in _HEADER[1:]]
+    columns = (f"{cell:>{width}}" for cell, width in zip(rest, widths, strict=True))
+    return "  ".join([f"{first:<18}", *columns])
+
+
+def _print_lines(lines: Iterator[str]) -> None:
+    for line in lines:
+        print(line, flush=True)

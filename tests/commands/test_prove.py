@@ -1,0 +1,131 @@
+"""`mlxrunner prove`: the command, its table and its JSON."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from app.cli import main
+from app.commands.proof_streams import build_body
+from app.commands.prove import render_row, render_verdict
+from app.core.requests import Conversation, GenerateRequest, JsonSchema, Message
+from app.prove.proof import ConditionReport
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PASSED = ConditionReport(name="batched", cause="other rows", detail="8", answers=4, equal=4)
+NEAR = replace(
+    PASSED,
+    name="without kernels",
+    equal=3,
+    near_ties=1,
+    tolerance=0.01,
+    largest=4e-5,
+    first_difference="conversation 2 (greedy), turn 1, token 3: ID 5 instead of 4",
+)
+FAILED = replace(
+    PASSED,
+    name="cached",
+    cause="the prefix cache",
+    equal=3,
+    different=1,
+    first_difference="conversation 1 (greedy), turn 2, token 0: ID 7 instead of 6",
+)
+NOT_RUN = ConditionReport(name="preempted", cause="", detail="needs a context of 550 tokens")
+
+
+def test_the_built_in_model_passes() -> None:
+    """The whole command, with its own server and a process without kernels."""
+    command = [sys.executable, "-m", "app", "prove", "--conversations", "2", "--json"]
+    environment = {name: value for name, value in os.environ.items() if "MLXRUNNER" not in name}
+    finished = subprocess.run(
+        command, cwd=ROOT, capture_output=True, check=False, env=environment, text=True
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    report = json.loads(finished.stdout)
+    assert (report["passed"], report["model"], report["conversations"]) == (True, "builtin", 2)
+    conditions = {one["name"]: one for one in report["conditions"]}
+    assert list(conditions) == [
+        *("batched", "cached", "batched + cached", "chunked", "preempted"),
+        *("without kernels", "streamed"),
+    ]
+    # each request with and without `stream`
+    assert conditions["streamed"]["answers"] == 2 * report["answers"]
+    assert all(one["different"] == 0 for one in conditions.values())
+
+
+@pytest.mark.parametrize(
+    ("report", "line"),
+    [
+        (PASSED, "batched                   4      4         0          0  8"),
+        (
+            NEAR,
+            "without kernels           4      3         1          0  8; differs by up to 4.0e-05",
+        ),
+        (NOT_RUN, "preempted           not run: needs a context of 550 tokens"),
+    ],
+)
+def test_a_condition_is_one_line(report: ConditionReport, line: str) -> None:
+    assert render_row(report) == line
+
+
+def test_a_difference_fails_and_names_its_place_and_its_cause() -> None:
+    lines = list(render_verdict([PASSED, FAILED, NEAR, NOT_RUN], 12))
+    assert lines == [
+        "",
+        "cached (the prefix cache): first difference in conversation 1 (greedy), turn 2, token 0: "
+        "ID 7 instead of 6",
+        "without kernels (other rows): first near-tie in conversation 2 (greedy), turn 1, token 3: "
+        "ID 5 instead of 4",
+        "FAILED in 12 s: cached",
+    ]
+
+
+def test_a_condition_that_was_not_run_is_not_said_to_pass() -> None:
+    assert list(render_verdict([PASSED, NEAR, NOT_RUN], 12))[-1] == (
+        "passed in 12 s: equal bits for batched"
+    )
+    assert "does not give equal bits" in list(render_verdict([NEAR], 12))[-1]
+
+
+def test_many_near_ties_fail() -> None:
+    assert NEAR.passed
+    assert not replace(NEAR, equal=1, near_ties=3).passed
+    assert not FAILED.passed
+    assert NOT_RUN.passed
+
+
+def test_the_http_request_has_all_parameters() -> None:
+    request = GenerateRequest(
+        model="m",
+        prompt=Conversation(messages=(Message(role="user", content="hi"),)),
+        sampling={"temperature": 0.5, "seed": 3, "logit_bias": ((5, -3.0),)},
+        grammar=JsonSchema(text='{"type": "object"}'),
+        max_tokens=7,
+    )
+    body = build_body("m", request)
+    assert body["messages"] == [{"role": "user", "content": "hi"}]
+    assert (body["temperature"], body["seed"], body["max_tokens"]) == (0.5, 3, 7)
+    assert body["logit_bias"] == {"5": -3.0}
+    assert body["response_format"]["json_schema"]["schema"] == {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a", "b"], "prove needs one model"),
+        (["--installed"], "prove needs one model"),
+        (["no/such-model"], "no/such-model"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["prove", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert re.fullmatch(rf"mlxrunner: .*{message}.*\n", error), error

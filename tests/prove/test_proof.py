@@ -1,0 +1,180 @@
+"""A proof passes for a correct engine, and names the condition of a difference of one bit."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from app import store
+from app.core.model_files import ModelFiles
+from app.core.settings import Settings
+from app.engine.model_info import complete_config
+from app.prove.conditions import ODD_CHUNK
+from app.prove.proof import ConditionReport, Proof, ProofOptions, Reference
+from models import kernels
+from models.kernels.in_place_attention import SlotMapping
+from models.kernels.layers import KernelLinear
+from models.kv import KVCache
+from tests import tiny
+from tests.models import parity
+from tests.models.architectures import Case, cases
+
+CONVERSATIONS = 4
+
+needs_kernels = pytest.mark.skipif(kernels.ops() is None, reason="needs the CPU kernels")
+
+
+def read_files(folder: Path) -> ModelFiles:
+    return complete_config(store.find(str(folder)))
+
+
+def prove(
+    files: ModelFiles, *, seconds: float = 1000, last: str = ""
+) -> tuple[Reference, dict[str, ConditionReport]]:
+    """Runs the conditions up to `last`, by default all that the engine has."""
+    options = ProofOptions(conversations=CONVERSATIONS, seconds=seconds)
+    proof = Proof(files, Settings(), options)
+    reference = proof.compute_reference()
+    reports: dict[str, ConditionReport] = {}
+    for report in proof.run(reference, lambda _: None):
+        reports[report.name] = report
+        if report.name == last:
+            break
+    return reference, reports
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
+    return read_files(tiny.write(tmp_path_factory.mktemp("prove") / "tiny"))
+
+
+@needs_kernels
+def test_a_correct_engine_passes_every_condition(files: ModelFiles) -> None:
+    reference, reports = prove(files)
+    assert [len(chain) for chain in reference.chains] == [2] * CONVERSATIONS
+    assert len({one.expected.ids for one in reference.requests}) > CONVERSATIONS
+    assert all(report.passed and report.answers for report in reports.values()), reports
+    assert all(report.tolerance is None for name, report in reports.items() if "kern" not in name)
+    assert reports["cached"].answers == 2 * len(reference.requests)
+    assert "preemption" in reports["preempted"].detail
+    assert not reports["cached"].detail.startswith("0 ")
+    # another rounding is not hidden
+    assert 0 < reports["without kernels"].largest < 1e-3
+
+
+ARCHITECTURES = {
+    case.id: case for case in cases() if case.name == "plain" and case.config.get("vocab_size")
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "qwen3_next-plain" else pytest.mark.exhaustive)
+        for name in sorted(ARCHITECTURES)
+    ],
+)
+def test_the_architectures_pass(name: str, tmp_path: Path) -> None:
+    config = {**ARCHITECTURES[name].config, "vocab_size": tiny.VOCAB}
+    tiny.write(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    parity.save_reference(Case(name="proof", config=config), tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    written |= {"max_position_embeddings": 2048, "eos_token_id": tiny.END}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    _, reports = prove(read_files(tmp_path), seconds=0.01)
+    assert all(report.passed for report in reports.values()), reports
+
+
+def test_without_equal_bits_the_tolerance_applies(files: ModelFiles) -> None:
+    proof = Proof(files, Settings(), ProofOptions())
+    reference = Reference(
+        chains=(), long=(), long_skipped="", capacity=_capacity(proof), batch_invariant=False
+    )
+    assert proof.tolerance(reference) == 0.01
+    assert proof.tolerance(replace(reference, batch_invariant=True)) is None
+    exact = Proof(files, Settings(exact=True), ProofOptions())
+    assert exact.tolerance(reference) is None
+
+
+def _capacity(proof: Proof) -> Any:
+    with proof.open_engine() as engine:
+        return engine.capacity
+
+
+# one wrong bit
+
+
+def flip_bit(array: mx.array) -> mx.array:
+    """Flips the lowest bit of the first number of the last axis, in each row."""
+    bits = mx.view(array, mx.uint32)
+    flipped = mx.concatenate([bits[..., :1] ^ 1, bits[..., 1:]], axis=-1)
+    return mx.view(flipped, mx.float32)
+
+
+def break_kernel(patch: pytest.MonkeyPatch) -> None:
+    """A matrix product whose result depends on the number of rows."""
+    multiply: Callable[[Any, mx.array], mx.array] = KernelLinear.__call__
+
+    def call(layer: KernelLinear, x: mx.array) -> mx.array:
+        result = multiply(layer, x)
+        return flip_bit(result) if x.shape[0] > 2 and x.size == x.shape[0] * x.shape[-1] else result
+
+    patch.setattr(KernelLinear, "__call__", call)
+
+
+def break_cache(patch: pytest.MonkeyPatch) -> None:
+    """A copy of a cached prefix that is not the original."""
+    append = KVCache.append
+
+    def append_wrong(cache: KVCache, other: KVCache, start: int, end: int) -> None:
+        append(cache, other, start, end)
+        if start < end:
+            keys, values = cache.take_buffers()
+            cache.return_buffers(keys, flip_bit(values))
+
+    patch.setattr(KVCache, "append", append_wrong)
+
+
+def break_mask(patch: pytest.MonkeyPatch) -> None:
+    """A prefill chunk that does not attend to the first position."""
+    allocate = KVCache.allocate_slots
+
+    def allocate_wrong(cache: KVCache, keys: mx.array, values: mx.array) -> SlotMapping:
+        place = allocate(cache, keys, values)
+        if place.write_slot == ODD_CHUNK and keys.shape[2] > 1:
+            return replace(place, window=place.length - 1)
+        return place
+
+    patch.setattr(KVCache, "allocate_slots", allocate_wrong)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("break_part", "failing", "passing"),
+    [
+        (break_kernel, "batched", ("cached", "chunked")),
+        (break_cache, "cached", ("batched", "chunked")),
+        (break_mask, "chunked", ("batched", "cached")),
+    ],
+)
+def test_one_wrong_bit_fails_the_condition_that_contains_it(
+    files: ModelFiles,
+    monkeypatch: pytest.MonkeyPatch,
+    break_part: Callable[[pytest.MonkeyPatch], None],
+    failing: str,
+    passing: tuple[str, ...],
+) -> None:
+    break_part(monkeypatch)
+    # so few seconds that the long answers are skipped
+    _, reports = prove(files, seconds=0.01, last="chunked")
+    report = reports[failing]
+    assert not report.passed
+    assert report.first_difference is not None
+    assert report.first_difference.startswith("conversation ")
+    assert ", token " in report.first_difference
+    assert all(reports[name].passed for name in passing), reports
