@@ -61,6 +61,11 @@ def describe() -> KernelInfo:
     )
 
 
+# The version of the interface of src/module.cpp. It is increased when an operation is added or
+# changes, so that operations that were compiled before are not used.
+_INTERFACE = 2
+
+
 def _load_extension() -> tuple[Any, bool, str | None]:
     """Returns the extension, whether it was built, and the reason why it cannot be used."""
     if os.environ.get("MLXRUNNER_KERNELS") == "off":
@@ -83,6 +88,12 @@ def _load_extension() -> tuple[Any, bool, str | None]:
             True,
             f"the kernels were built for MLX {ours}, but MLX {theirs} is installed; rebuild them "
             "with `make`",
+        )
+    if getattr(found, "interface", None) != _INTERFACE:
+        return (
+            None,
+            True,
+            "the kernels are of another version of mlxrunner; rebuild them with `make`",
         )
     try:
         found.isa()  # selects the instruction set; fail now rather than at the first operation

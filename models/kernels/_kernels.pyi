@@ -7,6 +7,9 @@ import mlx.core as mx
 # the MLX version whose headers the extension was compiled with
 built_for: str
 
+# the version of these operations
+interface: int
+
 def isa() -> str:
     """Returns the instruction set in use, which is selected only once. It is the best supported
     one, or the one in MLXRUNNER_ISA. Like all operations, this function raises RuntimeError if this
@@ -51,6 +54,16 @@ class Matmul:
 
     def dequantize_rows(self, ids: mx.array) -> mx.array:
         """Returns rows [..., in] as float32. ids: the row indices, [...]."""
+
+def sample(logits: mx.array, settings: mx.array, words: mx.array, step: int = 0) -> mx.array:
+    """Samples one token per row, [rows] uint32. app/engine/sampling/draw.py defines the filters and
+    the noise.
+
+    logits: [rows, V] float32 with any strides. settings: [rows, 4] float32: temperature, top_k (0:
+    off), top_p (infinity: off), and the logarithm of min_p (-infinity: off). words: [rows, 5]
+    uint32: two start words and two odd strides of the seed, and the number of earlier draws, to
+    which `step` is added. A row with NaN or without a finite logit gives any token. Raises
+    ValueError for other shapes and types."""
 
 def repack(a: mx.array, bits: int = 0, *, undo: bool = False) -> mx.array:
     """Packs an array [..., out, n] into panels of sixteen interleaved rows, in the same shape. The

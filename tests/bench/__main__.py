@@ -32,6 +32,7 @@ from tests.bench import (
     replay,
     rounding,
     runners,
+    sampling,
     soak,
     switch_interval,
     versus_mlx_lm,
@@ -50,6 +51,7 @@ MODEL_REPORTS: dict[str, Callable[[Path], str]] = {
     "versus": versus_mlx_lm.report,
     "weights": weight_layout.report,
     "grammars": grammars.report,
+    "sampling": sampling.report,
     "runners": runners.report,
 }
 OTHER_REPORTS = ("builtin", "start", "traces", "hits", "kinds", "rounding", "loading", "soak")

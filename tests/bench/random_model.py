@@ -5,7 +5,7 @@ config has no end-of-sequence id, so an answer always has max_tokens tokens.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -47,12 +47,13 @@ SHAPES = {
 }
 
 
-def write(folder: Path, size: str, seed: int = 0) -> Path:
-    """Write a model with float32 weights and tied embeddings to a subfolder named after its
-    size."""
+def write(folder: Path, size: str, seed: int = 0, vocab: int | None = None) -> Path:
+    """Write a model with float32 weights and tied embeddings to a subfolder named after its size.
+    vocab: another vocabulary size."""
+    shape = SHAPES[size] if vocab is None else replace(SHAPES[size], vocab_size=vocab)
     destination = folder / size
     destination.mkdir(parents=True, exist_ok=True)
-    config = {"model_type": "llama", "tie_word_embeddings": True, **asdict(SHAPES[size])}
+    config = {"model_type": "llama", "tie_word_embeddings": True, **asdict(shape)}
     # keys without defaults in mlx-lm; these values are our defaults
     config |= {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
     (destination / "config.json").write_text(json.dumps(config))
@@ -71,7 +72,7 @@ def write(folder: Path, size: str, seed: int = 0) -> Path:
             for name, array in shapes.items()
         },
     )
-    make_tokenizer(SHAPES[size].vocab_size).save(str(destination / "tokenizer.json"))
+    make_tokenizer(shape.vocab_size).save(str(destination / "tokenizer.json"))
     return destination
 
 

@@ -8,8 +8,11 @@ Every array has one row per sequence, and every stage operates on rows independe
 `SamplingMethod` of a row determines how the row is computed, and depends only on the row's own
 settings. The result is therefore independent of the other rows in the batch.
 
-Each filter keeps the most likely tokens down to a threshold. Sampling therefore needs only a few
-tokens instead of a filtered copy of the vocabulary:
+On the CPU, one operation of the kernels samples all rows: "fused". It draws the same tokens as the
+other methods, which use MLX's operations and run on a GPU; sums are rounded in another order, so a
+token at the very edge of the nucleus may differ. Each filter keeps the most likely tokens down to a
+threshold. These methods therefore need only a few tokens instead of a filtered copy of the
+vocabulary:
 
     greedy    the most likely token
     all       argmax(scaled + noise)                            temperature, min_p
@@ -26,6 +29,7 @@ from typing import Literal
 import mlx.core as mx
 
 from app.core.sampling_params import SamplingParams
+from models import kernels
 
 _MASK64 = (1 << 64) - 1
 
@@ -51,12 +55,20 @@ class SamplingMethod:
     """The sampling method of a row. Rows with the same method are computed together. For `size`,
     see the table in the module docstring."""
 
-    kind: Literal["greedy", "all", "best", "nucleus"]
+    kind: Literal["greedy", "fused", "all", "best", "nucleus"]
     size: int = 0
 
 
+def select_method(sampling: SamplingParams, vocab: int) -> SamplingMethod:
+    """Returns the method for these sampling parameters on this device."""
+    method = choose_method(sampling, vocab)
+    if method.kind == "greedy" or kernels.ops() is None:
+        return method
+    return SamplingMethod("fused")
+
+
 def choose_method(sampling: SamplingParams, vocab: int) -> SamplingMethod:
-    """Returns the cheapest method for these sampling parameters."""
+    """Returns the cheapest method of MLX's operations for these sampling parameters."""
     if sampling.temperature < _MIN_TEMPERATURE:
         return SamplingMethod("greedy")
     if 0 < sampling.top_k < vocab:
@@ -102,6 +114,10 @@ class Draw:
         self._bases = mx.array([[a, b] for a, b, _, _ in words], dtype=mx.uint32)
         self._strides = mx.array([[c | 1, d | 1] for _, _, c, d in words], dtype=mx.uint32)
         self._num_drawn = mx.array([[count] for count in num_drawn], dtype=mx.uint32)
+        self._settings = mx.concatenate(
+            [self._temperature, self._top_k, self._top_p, self._min_p], axis=1
+        )
+        self._words = mx.concatenate([self._bases, self._strides, self._num_drawn], axis=1)
 
     def __call__(self, logits: mx.array, step: int) -> mx.array:
         """Samples one token per row. `logits` has shape [b, V] and dtype float32. `step` is the
@@ -110,6 +126,8 @@ class Draw:
         match self._method.kind:
             case "greedy":
                 return mx.argmax(logits, axis=-1)
+            case "fused":
+                return kernels.ops().sample(logits, self._settings, self._words, step)
             case "all":
                 return self._draw_from_all(logits, step)
             case "best":

@@ -24,7 +24,7 @@ import mlx.core as mx
 from app.core.sampling_params import SamplingParams
 from app.engine.sampling.allowed_tokens import AllowedTokens
 from app.engine.sampling.bad_words import BadWords
-from app.engine.sampling.draw import Draw, SamplingMethod, choose_method
+from app.engine.sampling.draw import Draw, SamplingMethod, select_method
 from app.engine.sampling.logit_bias import LogitBias
 from app.engine.sampling.logprobs import compute_logprobs
 from app.engine.sampling.min_tokens import MinTokens
@@ -179,7 +179,7 @@ class _GroupKey:
 
 def _group_key(row: SamplerState) -> _GroupKey:
     return _GroupKey(
-        method=choose_method(row.sampling, row.vocab),
+        method=select_method(row.sampling, row.vocab),
         stages=tuple(None if state is None else state.group_key for state in row.stages),
     )
 

@@ -4,6 +4,7 @@
 #include "attention.hpp"
 #include "pointwise.hpp"
 #include "matmul.hpp"
+#include "sampling.hpp"
 
 namespace mlxrunner::ISA {
 
@@ -19,6 +20,12 @@ inline constexpr Kernels kTable{
     .rope_angles = rope_angles,
     .rotate = rotate,
     .glu = glu,
+    .row_max = row_max,
+    .scale_and_exp = scale_and_exp,
+    .block_maxima = block_maxima,
+    .find_between = find_between,
+    .draw = draw,
+    .draw_listed = draw_listed,
     .attend = attend,
     .attend_scratch = attend_scratch,
 };

@@ -89,6 +89,16 @@ struct AttentionTask {
   std::int64_t out_head, out_step;
 };
 
+// The passes over logits check blocks of this size before they look at single numbers.
+inline constexpr std::int64_t kSampleBlock = 64;
+
+// The start and the stride of a row's noise, and the unit of its uniform numbers: slightly less than
+// 2^-32, so that the largest one is below 1.
+struct NoiseKey {
+  std::uint32_t base, stride;
+};
+inline constexpr float kUniformUnit = (1 - 0x1p-24) * 0x1p-32;
+
 struct Kernels {
   const char* name;
 
@@ -124,6 +134,18 @@ struct Kernels {
 
   // Computes out = activation(gate) * up for n elements. out may be one of the inputs.
   void (*glu)(Activation, const float* gate, const float* up, float* out, std::int64_t n);
+
+  // Passes over a row of n logits, see sampling.hpp.
+  float (*row_max)(const float* x, std::int64_t n);
+  float (*scale_and_exp)(const float* x, std::int64_t n, float largest, float temperature,
+                         float* scaled, float* mass);
+  void (*block_maxima)(const float* x, std::int64_t n, float* maxima);
+  std::int64_t (*find_between)(const float* x, std::int64_t n, float low, float high,
+                               std::int32_t* found);
+  std::int64_t (*draw)(const float* scaled, const float* mass, std::int64_t n, float edge,
+                       NoiseKey key);
+  std::int64_t (*draw_listed)(const float* scaled, const std::int32_t* tokens, std::int64_t n,
+                              float edge, NoiseKey key);
 
   // scratch: `attend_scratch` floats, aligned to 64 bytes.
   void (*attend)(const AttentionTask&, float* scratch);

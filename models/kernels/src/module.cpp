@@ -16,6 +16,7 @@
 #include "thread_pool.hpp"
 #include "matmul_ops.hpp"
 #include "rowwise.hpp"
+#include "sample_ops.hpp"
 #include "repack.hpp"
 
 namespace nb = nanobind;
@@ -143,6 +144,7 @@ NB_MODULE(_kernels, m) {
   const auto number = [](int n) { return std::to_string(n); };
   m.attr("built_for") = number(MLX_VERSION_MAJOR) + "." + number(MLX_VERSION_MINOR) + "." +
                         number(MLX_VERSION_PATCH);
+  m.attr("interface") = 2;  // models/kernels/__init__.py describes it
   m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
   m.def(
       "num_threads", [] { return mlxrunner::ThreadPool::shared().num_threads(); },
@@ -170,6 +172,7 @@ NB_MODULE(_kernels, m) {
       },
       "activation"_a, "gate"_a, "up"_a, "x"_a);
 
+  m.def("sample", &sample, "logits"_a, "settings"_a, "words"_a, "step"_a = 0);
   m.def("repack", &repack, "a"_a, "bits"_a = 0, nb::kw_only(), "undo"_a = false);
   bind_rowwise(m);
   bind_attention(m);

@@ -1,8 +1,10 @@
 // Runs the kernels without MLX and Python, for sanitizers and emulated processors:
 // `driver SEED ROUNDS`. Prints an error and exits with 1, or prints the instruction set and
 // fingerprints of all results.
+#include <algorithm>
 #include <cmath>
 #include <string>
+#include <vector>
 
 #include "isa_dispatch.hpp"
 #include "guarded.hpp"
@@ -195,12 +197,48 @@ void check_attention(Draw& draw, Fingerprint& seen) {
   seen.see(out.data(), out.size());
 }
 
+void check_sampling(Draw& draw, Fingerprint& seen) {
+  const Kernels& k = kernels();
+  const std::int64_t n = draw.of({draw.in(1, 40), draw.in(1, 300), draw.in(1, 3) * kSampleBlock});
+  const auto size = static_cast<std::size_t>(n);
+  Guarded<float> x(size), scaled(size), mass(size);
+  Guarded<float> maxima(static_cast<std::size_t>((n + kSampleBlock - 1) / kSampleBlock));
+  Guarded<std::int32_t> found(size);
+  for (std::size_t i = 0; i < size; i++) x[i] = draw.in(0, 9) ? draw.number() * 9 : -INFINITY;
+  x[static_cast<std::size_t>(draw.in(0, n - 1))] = draw.number();
+  x.seal();
+  const float largest = k.row_max(x.data(), n);
+  if (largest != *std::max_element(x.data(), x.data() + n)) fail("a maximum is wrong");
+  k.block_maxima(x.data(), n, maxima.data());
+  seen.see(maxima.data(), maxima.size());
+  const float total = k.scale_and_exp(x.data(), n, largest, 0.7f, scaled.data(), mass.data());
+  double sum = 0;
+  for (std::size_t i = 0; i < size; i++) sum += mass[i];
+  if (!(std::abs(sum - total) <= 1e-5 * sum)) fail("a sum of exponentials is wrong");
+  seen.see(scaled.data(), size), seen.see(mass.data(), size);
+  scaled.seal(), mass.seal();
+  const float low = -9 * std::abs(draw.number());
+  const std::int64_t count = k.find_between(scaled.data(), n, low, 0.5f, found.data());
+  if (count != std::count_if(scaled.data(), scaled.data() + n, [&](float s) { return s >= low; }))
+    fail("a range is wrong");
+  const NoiseKey key{static_cast<std::uint32_t>(draw.in(0, 1000000)), 77};
+  const std::int64_t token = k.draw(scaled.data(), mass.data(), n, low, key);
+  if (count && (token < 0 || !(scaled[static_cast<std::size_t>(token)] >= low)))
+    fail("a token is outside of its filter");
+  std::vector<float> listed(static_cast<std::size_t>(count));
+  for (std::size_t i = 0; i < listed.size(); i++)
+    listed[i] = scaled[static_cast<std::size_t>(found[i])];
+  const std::int64_t place = k.draw_listed(listed.data(), found.data(), count, low, key);
+  if (count && found[static_cast<std::size_t>(place)] != token)
+    fail("the list gives another token");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   if (argc != 3) fail("driver SEED ROUNDS");
   std::printf("%s", kernels().name);
-  for (auto check : {check_matmul, check_rows, check_attention}) {
+  for (auto check : {check_matmul, check_rows, check_attention, check_sampling}) {
     Draw draw(static_cast<std::uint32_t>(std::atoi(argv[1])));
     Fingerprint seen;
     for (int i = 0; i < std::atoi(argv[2]); i++) check(draw, seen);

@@ -77,3 +77,11 @@ def test_a_failure_is_raised_and_blocks_no_thread(program: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True"] * 3
+
+
+def test_kernels_of_another_version_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an update of the source without `make`, a new operation would be missing."""
+    monkeypatch.setattr(kernels, "_INTERFACE", 0)
+    found, built, why = kernels._load_extension()
+    assert (found, built) == (None, True)
+    assert why == "the kernels are of another version of mlxrunner; rebuild them with `make`"
