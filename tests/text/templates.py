@@ -1,5 +1,6 @@
 """Conversations for tests of real and small chat templates, with a byte tokenizer."""
 
+from functools import cache
 from pathlib import Path
 
 from app.core.model_files import ModelFiles
@@ -54,7 +55,10 @@ def _id(city: str) -> str:
     return f"call_0123456789abcdef{city}"
 
 
+@cache
 def make_prompt_builder(template: str) -> PromptBuilder:
+    """Returns a builder without a state, so it can be shared. Test modules share those of the real
+    templates, whose probing takes seconds."""
     folder = Path("/nowhere")
     files = ModelFiles(
         name="small",
