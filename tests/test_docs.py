@@ -168,7 +168,7 @@ DESCRIPTION_COLUMN = 24
 def read_tree() -> set[str]:
     """The paths of the tree in ARCHITECTURE.md."""
     page = read("ARCHITECTURE.md")
-    [tree_text] = re.findall(r"^```\n(models/ .*?)^```", page, re.MULTILINE | re.DOTALL)
+    [tree_text] = re.findall(r"^```text\n(models/ .*?)^```", page, re.MULTILINE | re.DOTALL)
     paths: set[str] = set()
     parents: list[str] = []
     for line in tree_text.splitlines():

@@ -9,7 +9,6 @@ import functools
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -18,6 +17,7 @@ from app import cli
 from app.config.command_line import parse_arguments
 from app.config.options import BACKEND_VARIABLES, CONFIG_VARIABLE, OPTIONS, SECRET_VARIABLES
 from tests.manual import commands_page, memory_tables, option_names
+from tests.manual.blocks import list_nav, read_site
 from tests.manual.tables import read_part, replace_part
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,25 +28,6 @@ PARSER = cli._build_parser()
 
 def read(page: str) -> str:
     return (DOCS / page).read_text("utf-8")
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads the tags of Python objects in mkdocs.yml as None."""
-
-
-_Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
-
-
-@functools.cache
-def read_site() -> Any:
-    return yaml.load((DOCS / "manual/mkdocs.yml").read_text("utf-8"), _Loader)
-
-
-def list_nav(entry: Any) -> list[str]:
-    if isinstance(entry, str):
-        return [entry]
-    parts = entry.values() if isinstance(entry, dict) else entry
-    return [page for part in parts for page in list_nav(part)]
 
 
 def test_each_page_is_in_the_navigation_once():

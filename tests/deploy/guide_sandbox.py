@@ -25,7 +25,7 @@ PROGRAM = "/opt/mlxrunner/bin/mlxrunner"
 _SYSTEM_PATHS = re.compile(r"(?<![\w.~/-])(?=/(?:opt|etc|var|Library)/)")
 
 # Each stub records its name and arguments, one call per line, and then runs its lines.
-_STUBS = {
+STUBS = {
     # runs the command without other rights; no option of sudo occurs in the guide
     "sudo": 'case "$1" in -*) exit 90;; esac\nexec "$@"',
     # the user exists only in the sandbox
@@ -75,7 +75,7 @@ class Sandbox:
         shutil.copytree(ROOT / "deploy", sandbox.checkout / "deploy", ignore=ignored)
         sandbox.stubs.mkdir()
         sandbox.calls_file.touch()
-        for name, lines in _STUBS.items():
+        for name, lines in STUBS.items():
             text = lines.replace("@ROOT@", str(sandbox.root)).replace("@PYTHON@", sys.executable)
             stub = sandbox.stubs / name
             stub.write_text(f'#!/bin/sh\necho "{name} $*" >> "{sandbox.calls_file}"\n{text}\n')
@@ -89,8 +89,7 @@ class Sandbox:
         return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
 
     def relocate(self, text: str) -> str:
-        """The text with the paths of the system below the root."""
-        return _SYSTEM_PATHS.sub(str(self.root), text)
+        return relocate(text, self.root)
 
     def get_path(self, path: str) -> Path:
         return self.root / path.lstrip("/")
@@ -116,6 +115,11 @@ class Sandbox:
         """The arguments of each call of a stub, with the paths of the guide."""
         text = self.calls_file.read_text("utf-8").replace(str(self.root), "")
         return re.findall(rf"^{name} (.*)$", text, re.MULTILINE)
+
+
+def relocate(text: str, root: Path) -> str:
+    """The text with the paths of the system below the root."""
+    return _SYSTEM_PATHS.sub(str(root), text)
 
 
 def read_blocks(heading: str) -> list[str]:

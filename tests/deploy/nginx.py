@@ -34,6 +34,11 @@ class Certificate:
     key: Path
     trust: ssl.SSLContext
 
+    @property
+    def authority(self) -> Path:
+        """The PEM file of the authority that has signed it."""
+        return self.certificate.with_name("authority.pem")
+
     @staticmethod
     def make(folder: Path) -> "Certificate":
         authority = trustme.CA()
@@ -43,6 +48,7 @@ class Certificate:
         )
         for pem in leaf.cert_chain_pems:
             pem.write_to_path(str(certificate.certificate), append=True)
+        authority.cert_pem.write_to_path(str(certificate.authority))
         leaf.private_key_pem.write_to_path(str(certificate.key))
         authority.configure_trust(certificate.trust)
         return certificate
