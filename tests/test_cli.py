@@ -369,3 +369,17 @@ def test_no_other_command_name_is_a_command() -> None:
     assert not cli.OTHER_COMMAND_NAMES.keys() & set(cli.COMMANDS)
     names = [name for command in cli._COMMANDS for name in command.other_names.split()]
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("line", ["serve", "run", "launch claude", "pull a/b", "show", "doctor"])
+def test_a_command_that_uses_mlx_checks_its_library_first(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`pull` imports MLX and did not check."""
+
+    def check() -> None:
+        raise AppError(ErrorKind.INVALID, "MLX is inconsistent")
+
+    monkeypatch.setattr(cli, "check_mlx_library", check)
+    assert cli.main(line.split()) == 1
+    assert capsys.readouterr().err == "mlxrunner: MLX is inconsistent\n"
