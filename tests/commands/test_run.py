@@ -21,9 +21,9 @@ from app.config.precedence import resolve_config
 from app.core.errors import AppError
 from app.core.model_details import ModelRecipe
 from app.core.settings import ModelSettings
-from tests.commands.terminal import CTRL_C, CTRL_D, ENTER, Terminal, open_terminal
 from tests.runners.spawning import wait_until
 from tests.server_process import ROOT, TIMEOUT, UNTRACED, ServerProcess, run_server
+from tests.terminal_process import CTRL_C, CTRL_D, ENTER, TerminalProcess, open_terminal
 from tests.throttle import HELD_PROGRESS, Throttle
 
 ANSWER = (
@@ -381,7 +381,7 @@ def hub_endpoint(hub, tiny_model: Path) -> str:
     return hub.endpoint
 
 
-def ask(terminal: Terminal, text: str) -> str:
+def ask(terminal: TerminalProcess, text: str) -> str:
     """Types a line at the prompt. Returns the output until the next prompt."""
     terminal.type(text + ENTER)
     return terminal.read_until(">>> ")
