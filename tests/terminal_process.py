@@ -23,7 +23,7 @@ from typing import Self
 
 from tests.server_process import ROOT, TIMEOUT, UNTRACED
 
-CTRL_C, CTRL_D, ENTER, TAB = "\x03", "\x04", "\r", "\t"
+CTRL_C, CTRL_D, CTRL_U, ENTER = "\x03", "\x04", "\x15", "\r"
 
 TERMINAL_TYPE = "xterm-256color"
 
