@@ -35,10 +35,11 @@ ESCAPE = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|.)")
 # the number of pauses in which Enter is pressed before the line is typed again
 ENTER_PRESSES = 10
 
-# makes the terminal the controlling one of the new session, then becomes the program
+# makes the terminal the controlling one of the new session, then becomes the program; a shell that
+# runs the tests in the background ignores SIGINT, which child processes inherit
 _LAUNCHER = (
-    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-    "os.execvp(sys.argv[1], sys.argv[1:])"
+    "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
 )
 
 
