@@ -22,7 +22,7 @@ from app.config.command_line import (
     format_commands,
     parse_arguments,
 )
-from app.core.distributions import get_own_version
+from app.core.distributions import check_mlx_library, get_own_version
 from app.core.errors import AppError
 
 
@@ -63,6 +63,8 @@ def _discard_stdout() -> None:
 
 def _run_command(arguments: argparse.Namespace) -> int:
     [command] = [command for command in _COMMANDS if command.name == arguments.command]
+    if command.uses_mlx:
+        check_mlx_library()
     return command.run(arguments)
 
 
@@ -75,7 +77,8 @@ def _run_completion(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Command:
-    """group: its heading in `--help`. other_names: what other programs call it, for suggestions."""
+    """group: its heading in `--help`. uses_mlx: whether it imports MLX or starts a process that
+    does. other_names: what other programs call it, for suggestions."""
 
     name: str
     group: str
@@ -83,6 +86,7 @@ class _Command:
     add_arguments: Callable[[CommandLineParser], None]
     run: Callable[[argparse.Namespace], int]
     examples: Examples
+    uses_mlx: bool = False
     other_names: str = ""
 
 
@@ -101,6 +105,7 @@ _COMMANDS = (
             ("mlxrunner serve --installed --memory 12GB", "every model on this machine"),
             ("mlxrunner serve ~/models/llama --context 8K --port 9000", "a local folder"),
         ),
+        uses_mlx=True,
         other_names="start server up daemon api",
     ),
     _Command(
@@ -114,6 +119,7 @@ _COMMANDS = (
             ('mlxrunner run qwen3:4b "Why is the sky blue?"', "one answer"),
             ('git diff | mlxrunner run qwen3:4b "Write a commit message"', "text from a pipe"),
         ),
+        uses_mlx=True,
         other_names="chat ask generate prompt",
     ),
     _Command(
@@ -126,6 +132,7 @@ _COMMANDS = (
             ("mlxrunner launch claude mlx-community/Qwen3-4B-4bit", "Claude Code"),
             ("mlxrunner launch codex --print", "show the settings only"),
         ),
+        uses_mlx=True,
         other_names="agent code",
     ),
     _Command(
@@ -135,6 +142,7 @@ _COMMANDS = (
         add_arguments=command_blocks.add_pull_arguments,
         run=command_blocks.run_pull,
         examples=(("mlxrunner pull mlx-community/Qwen3-4B-4bit", "resumes if interrupted"),),
+        uses_mlx=True,
         other_names="download get install fetch add",
     ),
     _Command(
@@ -153,6 +161,7 @@ _COMMANDS = (
         add_arguments=command_blocks.add_show_arguments,
         run=command_blocks.run_show,
         examples=(("mlxrunner show qwen3:4b --context 32K", "does it fit with this context?"),),
+        uses_mlx=True,
         other_names="info inspect describe",
     ),
     _Command(
@@ -214,6 +223,7 @@ _COMMANDS = (
         run=command_blocks.run_prove,
         examples=(("mlxrunner prove qwen3:4b", "compares token IDs and log probabilities"),),
         other_names="verify test exactness selftest",
+        uses_mlx=True,
     ),
     _Command(
         name="doctor",
@@ -222,6 +232,7 @@ _COMMANDS = (
         add_arguments=command_blocks.add_doctor_arguments,
         run=command_blocks.run_doctor,
         examples=(("mlxrunner doctor", "MLX, kernels, memory, problems"),),
+        uses_mlx=True,
         other_names="check status diagnose",
     ),
     _Command(

@@ -369,3 +369,26 @@ def test_no_other_command_name_is_a_command() -> None:
     assert not cli.OTHER_COMMAND_NAMES.keys() & set(cli.COMMANDS)
     names = [name for command in cli._COMMANDS for name in command.other_names.split()]
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("line", ["serve", "run", "launch claude", "pull a/b", "show", "doctor"])
+def test_a_command_that_uses_mlx_checks_its_library_first(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`pull` imports MLX and did not check."""
+
+    def check() -> None:
+        raise AppError(ErrorKind.INVALID, "MLX is inconsistent")
+
+    monkeypatch.setattr(cli, "check_mlx_library", check)
+    assert cli.main(line.split()) == 1
+    assert capsys.readouterr().err == "mlxrunner: MLX is inconsistent\n"
+
+
+@pytest.mark.parametrize("command", ["ps", "stop", "rm"])
+def test_the_address_of_a_client_command_is_the_one_of_the_server(command: str) -> None:
+    """The help said that `ps` listens on this address."""
+    text = cli._build_parser().subcommands[command].format_help()
+    assert "--host HOST    address of the server (default: 127.0.0.1)" in text
+    assert "--port N       port of the server (default: 8080)" in text
+    assert "listen" not in text

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.server_process import TIMEOUT, run_server
-from tests.terminal_process import CTRL_C, TerminalProcess
+from tests.terminal_process import CTRL_C, TerminalProcess, make_environ, open_terminal
 from tests.throttle import Throttle
 
 ARGUMENTS = ("serve", "--port", "0")
@@ -31,7 +31,7 @@ def send_chat(url: str, **fields: Any) -> httpx.Response:
 
 
 def test_a_terminal_gets_a_banner_and_short_lines_in_colour() -> None:
-    with TerminalProcess(*ARGUMENTS) as terminal:
+    with open_terminal(*ARGUMENTS) as terminal:
         url = wait_for_banner(terminal)
         banner = terminal.plain_output
         assert re.search(r"^  model +builtin, context 2048 tokens, \d+ slots?\r$", banner, re.M)
@@ -45,8 +45,8 @@ def test_a_terminal_gets_a_banner_and_short_lines_in_colour() -> None:
         terminal.wait_for(r"chat 404 model_not_found: .* \d+ ms req_\w+\r\n")
         assert httpx.get(f"{url}/v1/models").status_code == 200
         terminal.wait_for(r"[\r\n]\d\d:\d\d:\d\d GET /v1/models 200 \d+ ms\r\n")
-        terminal.press(CTRL_C)
-        assert terminal.wait_until_exit() in (0, 130, -signal.SIGINT)
+        terminal.type(CTRL_C)
+        assert terminal.wait() in (0, 130, -signal.SIGINT)
         assert "\x1b[32m200\x1b[0m" in terminal.output
         assert "\x1b[33m404\x1b[0m" in terminal.output
         assert "uvicorn" not in terminal.output
@@ -55,7 +55,7 @@ def test_a_terminal_gets_a_banner_and_short_lines_in_colour() -> None:
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
 def test_the_command_in_the_banner_works() -> None:
-    with TerminalProcess(*ARGUMENTS) as terminal:
+    with open_terminal(*ARGUMENTS) as terminal:
         wait_for_banner(terminal)
         command = terminal.wait_for(r"(curl http\S+/v1/chat/completions .*)\r\n")[1]
         process = subprocess.run(
@@ -66,36 +66,36 @@ def test_the_command_in_the_banner_works() -> None:
 
 @pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
 def test_no_escape_sequences_without_colour(variables: dict[str, str]) -> None:
-    with TerminalProcess(*ARGUMENTS, environ=variables) as terminal:
+    with open_terminal(*ARGUMENTS, environ=make_environ(**variables)) as terminal:
         url = wait_for_banner(terminal)
         send_chat(url, max_tokens=8)
         terminal.wait_for(r"chat builtin 200 .* ms\r\n")
-        terminal.press(CTRL_C)
-        terminal.wait_until_exit()
+        terminal.type(CTRL_C)
+        terminal.wait()
         assert "\x1b" not in terminal.output
         if "TERM" in variables:  # it cannot rewrite a line either
             assert "\r" not in terminal.output.replace("\r\n", "")
 
 
 def test_no_color_overrides_force_color() -> None:
-    with TerminalProcess(*ARGUMENTS, environ={"NO_COLOR": "1", "FORCE_COLOR": "1"}) as terminal:
+    with open_terminal(*ARGUMENTS, environ=make_environ(NO_COLOR="1", FORCE_COLOR="1")) as terminal:
         wait_for_banner(terminal)
         assert "\x1b" not in terminal.output
 
 
 def test_json_lines_stay_as_they_are_on_a_terminal() -> None:
-    with TerminalProcess(*ARGUMENTS, "--log-format", "json") as terminal:
+    with open_terminal(*ARGUMENTS, "--log-format", "json") as terminal:
         terminal.wait_for("is ready after")
-        terminal.press(CTRL_C)
-        terminal.wait_until_exit()
+        terminal.type(CTRL_C)
+        terminal.wait()
         lines = terminal.output.replace("^C", "").split("\r\n")
         assert all(json.loads(line)["logger"] for line in lines if line)
 
 
 def test_a_long_prefill_and_a_load_show_their_progress(tmp_path: Path) -> None:
     throttle = Throttle(tmp_path / "throttle").on()
-    with TerminalProcess(
-        *ARGUMENTS, "--prefill-chunk", "16", environ=throttle.variables
+    with open_terminal(
+        *ARGUMENTS, "--prefill-chunk", "16", environ=make_environ(**throttle.variables)
     ) as terminal:
         terminal.wait_for(r"loading builtin \[[#.]{20}\] \d+ %")
         url = wait_for_banner(terminal)

@@ -1,4 +1,4 @@
-"""The commands of a chat: /set, /show, /load, /clear, /help and /bye, as in Ollama.
+"""The commands of a chat: /set, /show, /load, /save, /clear, /help and /bye, as in Ollama.
 
 Knows: their words, the state of a chat. Must not know: the terminal's line editor, answers.
 """
@@ -13,6 +13,7 @@ from app.commands.chat_engine import ChatEngine
 from app.commands.client_programs import Endpoint
 from app.commands.running_server import RunningServer
 from app.core.errors import AppError, ErrorKind
+from app.core.model_details import ModelRecipe
 from app.core.nearest_name import suggest
 from app.core.sampling_params import SAMPLING_KNOBS, SamplingKnob
 from app.core.settings import ModelSettings
@@ -27,13 +28,14 @@ HELP = """\
   /show [info | parameters | system | template | license]
                             describe the model
   /load MODEL               chat with another model, in a new conversation
+  /save NAME                save the system message, the parameters and the conversation as a model
   /clear                    start a new conversation
   /bye                      end the chat (also Ctrl-D)
 
   \"\"\" begins and ends a message of several lines. Ctrl-C stops the answer.
 """
 
-_COMMANDS = ("/set", "/show", "/load", "/clear", "/help", "/?", "/bye", "/exit")
+_COMMANDS = ("/set", "/show", "/load", "/save", "/clear", "/help", "/?", "/bye", "/exit")
 _SETTABLE = (
     *("system", "parameter", "think", "nothink", "format", "noformat"),
     *("verbose", "quiet", "history", "nohistory"),
@@ -41,6 +43,12 @@ _SETTABLE = (
 
 # Ollama's name of a limit -> its name in a request
 _LIMITS = {"num_predict": "max_tokens", "max_tokens": "max_tokens"}
+
+# the name of a parameter in a request -> in Ollama's models, if it differs
+_MODEL_NAMES = {
+    "max_tokens": "num_predict",
+    **{knob.name: knob.runner_name for knob in SAMPLING_KNOBS if knob.runner_name is not None},
+}
 
 _KNOBS: Mapping[str, SamplingKnob] = {
     name: knob
@@ -84,6 +92,8 @@ class ChatCommands:
                 print("Started a new conversation.")
             case "/load":
                 self._load(rest)
+            case "/save":
+                self._save(rest)
             case "/show":
                 self._show(rest)
             case "/set":
@@ -100,6 +110,22 @@ class ChatCommands:
         self._state.endpoint = self._engine.connect(ModelSettings(name=name))
         self._state.messages.clear()
         print(f"Loaded {self._state.endpoint.model}.")
+
+    def _save(self, name: str) -> None:
+        """Saves the chat as a model, as in Ollama. The format and the reasoning are not part of a
+        model."""
+        if not name:
+            raise _usage_error("under which name? /save NAME")
+        state = self._state
+        recipe = ModelRecipe(
+            name=name,
+            base=None,
+            system=state.options.system,
+            parameters=_get_model_parameters(state.options),
+            messages=tuple((message.role, message.content) for message in state.messages),
+        )
+        saved = self._engine.save(state.endpoint, recipe)
+        print(f"Saved this chat as {saved}: /load {saved} or `mlxrunner run {saved}` continues it.")
 
     def _set(self, rest: str) -> None:
         what, _, value = rest.partition(" ")
@@ -163,6 +189,11 @@ class ChatCommands:
             listed = ", ".join(shows)
             raise _usage_error(f"/show {what} is unknown{suggest(what, shows)}: /show {listed}")
         print(show())
+
+
+def _get_model_parameters(options: ChatOptions) -> Mapping[str, Any]:
+    """Returns the parameters with their names in Ollama's models."""
+    return {_MODEL_NAMES.get(name, name): value for name, value in options.parameters.items()}
 
 
 def parse_parameter(name: str, text: str) -> tuple[str, Any]:

@@ -26,6 +26,7 @@ from app.commands.progress_line import ProgressLine
 from app.commands.running_server import (
     RunningServer,
     check_plain_http,
+    find_served_name,
     probe_server,
     query_endpoint,
     select_endpoint,
@@ -34,8 +35,10 @@ from app.commands.server_address import KEY_VARIABLE, get_api_key, get_server_ur
 from app.config.options import OPTIONS
 from app.config.precedence import ResolvedConfig
 from app.core.errors import AppError, ErrorKind
+from app.core.model_details import ModelRecipe
 from app.core.settings import ModelSettings, Settings
 from app.http.api_keys import generate_key
+from app.store.installed import derive_model
 from app.store.model_names import ModelNotFoundError
 
 # settings that select the server, or that the command itself applies
@@ -53,6 +56,7 @@ class ChatEngine:
         self._progress = ProgressLine(sys.stderr)
         self._has_warned = False
         self._other_server: str | None = None  # runs, but does not serve the model
+        self._model: ModelSettings | None = None
         self._load_seconds = 0.0
 
     def __enter__(self) -> Self:
@@ -70,6 +74,21 @@ class ChatEngine:
         """Returns the endpoint of a model that is loaded or can be loaded. model: None for the
         default. Stops an own server with another model. Raises AppError, and KeyboardInterrupt
         while the model is downloaded or loaded."""
+        endpoint = self._connect(model)
+        self._model = model
+        return endpoint
+
+    def save(self, endpoint: Endpoint, recipe: ModelRecipe) -> str:
+        """Creates a model from the connected one and returns its name. recipe: without the base;
+        its messages follow those of the base. Raises AppError(INVALID) for a name that is invalid
+        or taken, and AppError if the model cannot be created."""
+        if not is_local(self._settings):
+            return _save_on_server(endpoint, recipe)
+        base = store.find(endpoint.model if self._model is None else self._model.name)
+        messages = (*base.first_messages, *(recipe.messages or ()))
+        return str(derive_model(base, replace(recipe, base=base.name, messages=messages)))
+
+    def _connect(self, model: ModelSettings | None) -> Endpoint:
         endpoint = self._find_running(model)
         if endpoint is not None:
             self._own.close()
@@ -168,6 +187,26 @@ def open_own_server(
         yield query_endpoint(
             RunningServer(url=url, api_key=key), replace(configuration.settings, models=())
         )
+
+
+def _save_on_server(endpoint: Endpoint, recipe: ModelRecipe) -> str:
+    """Creates the model on a server of another machine, which must run with --installed."""
+    server = RunningServer(url=endpoint.url, api_key=endpoint.api_key)
+    if find_served_name(server.list_models(), ModelSettings(name=recipe.name)) is not None:
+        message = f"{recipe.name} exists: choose another name, or delete it first"
+        raise AppError(ErrorKind.INVALID, message)
+    base = server.send("POST", "/api/show", {"model": endpoint.model})
+    messages = [{"role": role, "content": content} for role, content in recipe.messages or ()]
+    body = {
+        "model": recipe.name,
+        "from": endpoint.model,
+        "parameters": recipe.parameters,
+        "messages": [*(base.get("messages") or ()), *messages],
+        "stream": False,
+    }
+    system = {} if recipe.system is None else {"system": recipe.system}
+    server.send("POST", "/api/create", {**body, **system})
+    return recipe.name
 
 
 def _with_model(settings: Settings, model: ModelSettings | None) -> Settings:

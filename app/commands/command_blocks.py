@@ -14,7 +14,6 @@ from pathlib import Path
 from app.config import flags, value_types
 from app.config.command_line import CommandLineParser, make_argparse_type
 from app.config.precedence import ResolvedConfig, resolve_config
-from app.core.distributions import check_mlx_library
 
 
 def _resolve_config(arguments: argparse.Namespace) -> ResolvedConfig:
@@ -30,7 +29,6 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
     settings = _resolve_config(arguments).settings
     configure_logging(settings)
-    check_mlx_library()  # importing the server imports MLX
     from app.server import serve
 
     try:
@@ -67,7 +65,6 @@ def add_run_arguments(parser: CommandLineParser) -> None:
 
 
 def run_run(arguments: argparse.Namespace) -> int:
-    check_mlx_library()
     from app.commands.run import RunOptions, run
 
     sampling = {name: getattr(arguments, name) for name in ("temperature", "seed")}
@@ -103,7 +100,6 @@ def add_launch_arguments(parser: CommandLineParser) -> None:
 
 
 def run_launch(arguments: argparse.Namespace) -> int:
-    check_mlx_library()
     from app.commands.launch import LaunchOptions, launch
 
     options = LaunchOptions(
@@ -143,7 +139,6 @@ def add_show_arguments(parser: CommandLineParser) -> None:
 
 
 def run_show(arguments: argparse.Namespace) -> int:
-    check_mlx_library()
     from app.commands.show import show
 
     return show(_resolve_config(arguments).settings, as_json=arguments.json)
@@ -213,7 +208,6 @@ def add_doctor_arguments(parser: CommandLineParser) -> None:
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    check_mlx_library()
     from app.commands.doctor import diagnose
 
     return diagnose(as_json=arguments.json)
@@ -242,7 +236,6 @@ def add_prove_arguments(parser: CommandLineParser) -> None:
 
 
 def run_prove(arguments: argparse.Namespace) -> int:
-    check_mlx_library()
     from app.commands.prove import ProofCommand
     from app.prove.proof import ProofOptions
 

@@ -109,7 +109,11 @@ def _render_zsh(parser: CommandLineParser) -> Iterator[str]:
         described = f"{name}:{_escape_zsh(sub.description or '')}"
         yield f"        {shlex.quote(described)}"
     yield "    )"
-    yield "    if (( CURRENT == 2 )); then _describe command commands; return; fi"
+    yield "    if (( CURRENT == 2 )); then"
+    yield "        if [[ $PREFIX != -* ]]; then _describe command commands; return; fi"
+    flags = [flag for one in parser.list_arguments() for flag in _list_zsh_flags(one)]
+    yield f"        _arguments {' '.join(map(shlex.quote, flags))}; return"
+    yield "    fi"
     yield "    local command=$words[2]"
     yield "    shift words; (( CURRENT-- ))"
     yield "    case $command in"
@@ -118,35 +122,61 @@ def _render_zsh(parser: CommandLineParser) -> Iterator[str]:
         yield f"    {command}) _arguments {specs} ;;"
     yield "    esac"
     yield "}"
-    yield "compdef _mlxrunner mlxrunner"
+    # in a file of fpath, this script is the body of the function at its first call
+    yield "if [[ $funcstack[1] == _mlxrunner ]]; then _mlxrunner; else"
+    yield "    compdef _mlxrunner mlxrunner"
+    yield "fi"
 
 
 def _list_zsh_specs(argument: CommandArgument) -> Iterator[str]:
+    if argument.flags:
+        yield from _list_zsh_flags(argument)
+        return
+    value = _render_zsh_value(argument)
+    yield f"*{value}" if argument.placeholder == _MODEL else value
+
+
+def _list_zsh_flags(argument: CommandArgument) -> Iterator[str]:
+    for flag in argument.flags:
+        # `=` also accepts the value as the next word
+        equals = "=" if argument.takes_value and flag.startswith("--") else ""
+        value = _render_zsh_value(argument) if argument.takes_value else ""
+        yield f"*{flag}{equals}[{_escape_zsh(argument.help)}]{value}"
+
+
+def _render_zsh_value(argument: CommandArgument) -> str:
     action = f"({' '.join(argument.choices)})" if argument.choices else ""
     if argument.placeholder == _FILE:
         action = "_files"
     elif argument.placeholder == _MODEL and not argument.flags:
         action = "_mlxrunner_models"
-    name = _escape_zsh(argument.placeholder or "VALUE")
-    if not argument.flags:
-        yield f"*:{name}:{action}" if argument.placeholder == _MODEL else f":{name}:{action}"
-    for flag in argument.flags:
-        value = f":{name}:{action}" if argument.takes_value else ""
-        yield f"*{flag}[{_escape_zsh(argument.help)}]{value}"
+    return f":{_escape_zsh(argument.placeholder or 'VALUE')}:{action}"
 
 
 def _escape_zsh(text: str) -> str:
     return re.sub(r"([\[\]:\\])", r"\\\1", text)
 
 
+_FISH_HEAD = """\
+complete -c mlxrunner -f
+# a model may have the name of a command, so only the first word is compared
+function __mlxrunner_runs
+    set -l words (commandline -opc)
+    test (count $words) -gt 1; and test $words[2] = $argv[1]
+end"""
+
+_FISH_FIRST = "complete -c mlxrunner -n 'test (count (commandline -opc)) -eq 1'"
+
+
 def _render_fish(parser: CommandLineParser) -> Iterator[str]:
     yield "# fish completion of mlxrunner; mlxrunner completion fish | source"
-    yield "complete -c mlxrunner -f"
+    yield _FISH_HEAD
     for name, sub in parser.subcommands.items():
-        text = _quote_fish(sub.description or "")
-        yield f"complete -c mlxrunner -n __fish_use_subcommand -a {name} -d {text}"
+        yield f"{_FISH_FIRST} -a {name} -d {_quote_fish(sub.description or '')}"
+    flags = [argument for argument in parser.list_arguments() if argument.flags]
+    yield from (f"{_FISH_FIRST} {line}" for one in flags for line in _list_fish_lines(one))
     for command, arguments in _list_arguments(parser).items():
-        when = f"complete -c mlxrunner -n '__fish_seen_subcommand_from {command}'"
+        when = f"complete -c mlxrunner -n '__mlxrunner_runs {command}'"
         for argument in arguments:
             yield from (f"{when} {line}" for line in _list_fish_lines(argument))
 

@@ -13,13 +13,12 @@ from app.core.model_files import ModelFiles
 from app.core.settings import Settings
 from app.core.units import format_bytes, pluralize
 from app.engine.model_info import check_config
-from app.store.library_names import find_equivalent, suggest_names
+from app.store.library_names import resolve_hub_name
 from app.store.model_names import (
     HubName,
     ModelNotFoundError,
     is_revision,
     parse_hub_name,
-    parse_ollama_name,
 )
 
 if TYPE_CHECKING:
@@ -106,7 +105,9 @@ def download_model(offer: "DownloadPlan") -> ModelFiles:
 
 
 def _parse_hub_name(text: str, revision: str | None) -> HubName:
-    name = parse_hub_name(text) or _find_equivalent(text)
+    name = resolve_hub_name(text)
+    if parse_hub_name(text) is None:
+        print(f"mlxrunner: {text} in MLX's format is {name}", file=sys.stderr, flush=True)
     if revision is None:
         return name
     if name.revision not in (None, revision):
@@ -118,21 +119,3 @@ def _parse_hub_name(text: str, revision: str | None) -> HubName:
             ErrorKind.INVALID, f"{revision!r} is not the name of a branch, tag or commit"
         )
     return HubName(repo_id=name.repo_id, revision=revision)
-
-
-def _find_equivalent(text: str) -> HubName:
-    """Returns the repository of a model of Ollama's library. Raises AppError(MODEL_NOT_FOUND) with
-    the most similar names of the table."""
-    found = find_equivalent(text)
-    if found is not None:
-        print(f"mlxrunner: {text} in MLX's format is {found}", file=sys.stderr, flush=True)
-        return found
-    if parse_ollama_name(text) is None:
-        why = "is not a Hugging Face model name (org/name or org/name@revision)"
-    else:
-        why = "has no known equivalent in MLX's format"
-    similar = suggest_names(text)
-    hint = f"did you mean {', '.join(similar)}? Or pull" if similar else "pull"
-    raise AppError(
-        ErrorKind.MODEL_NOT_FOUND, f"{text!r} {why}: {hint} a repository of the hub as org/name"
-    )

@@ -5,6 +5,7 @@ the commands of a chat.
 """
 
 import math
+import re
 import signal
 import sys
 from collections.abc import Generator, Mapping
@@ -20,8 +21,12 @@ from app.commands.chat_engine import ChatEngine
 from app.config.precedence import ResolvedConfig
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import ModelSettings, Settings
+from app.store.model_names import ModelNotFoundError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+# a word that is probably a prompt if there is no model of this name
+_WORD = re.compile(r"[A-Za-z]+[.!?]*")
 
 # the beginnings of a path, which is a model even if it contains spaces
 _PATH_STARTS = ("/", "./", "../", "~")
@@ -50,15 +55,22 @@ def run(options: RunOptions, configuration: ResolvedConfig) -> int:
     model, prompt = split_words(options.words)
     prompt = join_prompt(_read_stdin(), prompt)
     if prompt is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
+        word = "" if model is None else f" ({model} is read as the model)"
         raise AppError(
             ErrorKind.INVALID,
-            "there is no prompt: write it after the model, or pipe it to the command; a chat needs "
-            "a terminal",
+            f"there is no prompt{word}: write it after the model, or pipe it to the command; a "
+            "chat needs a terminal",
         )
     chat_options = _make_chat_options(options, configuration)
     with _exit_on_signals(), ChatEngine(configuration) as engine:
         chosen = _choose_model(model, settings)
-        endpoint = engine.connect(chosen)
+        try:
+            endpoint = engine.connect(chosen)
+        except ModelNotFoundError as error:
+            if len(options.words) != 1 or not _WORD.fullmatch(options.words[0]):
+                raise
+            hint = f"a prompt of one word follows the model: `mlxrunner run builtin {model}`"
+            raise AppError(error.kind, f"{error.message}; {hint}") from error
         if prompt is None:
             from app.commands.chat import Chat
 

@@ -5,6 +5,7 @@ Knows: argparse's arguments. Must not know: commands, help texts, the other sour
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from app.config.command_line import CommandLineParser, make_argparse_type
@@ -16,6 +17,9 @@ _MODELS_HELP = (
     "a folder, org/name on the Hugging Face hub, or an Ollama model name; repeatable (default: the "
     "built-in model)"
 )
+
+# for commands that use a server and do not listen
+_ADDRESS_HELP = {"host": "address of the server", "port": "port of the server"}
 
 
 def add_setting_flags(command: CommandLineParser, models_help: str = _MODELS_HELP) -> None:
@@ -46,8 +50,8 @@ def add_address_flags(command: argparse.ArgumentParser) -> None:
     )
     section = command.add_argument_group("running server")
     for option in OPTIONS:
-        if option.field in ("host", "port"):
-            _add_flag(section.add_argument, option)
+        if option.field in _ADDRESS_HELP:
+            _add_flag(section.add_argument, replace(option, help=_ADDRESS_HELP[option.field]))
 
 
 def collect_flags(arguments: argparse.Namespace) -> SourcedValues:

@@ -23,6 +23,7 @@ from app.core.ports import BlobWriter
 from app.core.thread_pools import CancelToken, WorkCancelled
 from app.engine.model_info import check_config, complete_config
 from app.serving.registry import ModelRegistry
+from app.store.library_names import resolve_hub_name
 from app.store.model_names import HubName, OllamaName, parse_hub_name, parse_ollama_name
 from app.store.ollama import manifest, uploads, writer
 from app.store.ollama.create import create_model
@@ -66,14 +67,14 @@ class InstalledModels:
     async def pull(self, name: str) -> AsyncGenerator[LibraryStep]:
         self._check_serves_installed()
         yield LibraryStep(status="pulling manifest")
-        hub = parse_hub_name(name)
-        if hub is None:
-            await self._check_installed(name)
-            yield LibraryStep(status="success")
-            return
-        async for step in self._download_steps(hub):
+        if parse_hub_name(name) is None:
+            # a model of Ollama's store is used as it is
+            await self._registry.discover(name)
+            if self._registry.find_own(name) is not None:
+                yield LibraryStep(status="success")
+                return
+        async for step in self._download_steps(_resolve_hub_name(name)):
             yield step
-        yield LibraryStep(status="verifying sha256 digest")
         yield LibraryStep(status="writing manifest")
         await self._registry.refresh()
         yield LibraryStep(status="success")
@@ -157,7 +158,7 @@ class InstalledModels:
         name = parse_ollama_name(text)
         if name is None:
             raise AppError(ErrorKind.INVALID, f"invalid model name: {_quote(text)}")
-        taken = self._registry.find(str(name))
+        taken = self._registry.find_own(str(name))
         if taken is not None and taken.files.path != manifest.get_manifest_path(name):
             message = f"{_quote(text)} is the name of a model elsewhere: choose another name"
             raise AppError(ErrorKind.INVALID, message)
@@ -171,15 +172,6 @@ class InstalledModels:
             raise AppError(ErrorKind.MODEL_NOT_FOUND, f"model {_quote(name)} not found")
         return entry.files
 
-    async def _check_installed(self, name: str) -> None:
-        await self._registry.discover(name)
-        if self._registry.find(name) is None:
-            raise AppError(
-                ErrorKind.MODEL_NOT_FOUND,
-                f"{_MISSING_MODEL}: models are pulled from the Hugging Face hub, as "
-                "organization/name; use `ollama pull` for those of Ollama's registry",
-            )
-
     async def _download_steps(self, name: HubName) -> AsyncGenerator[LibraryStep]:
         """Downloads a model on a thread. Closing the generator stops the download."""
         from app.store.hub.progress import FileProgress
@@ -192,13 +184,20 @@ class InstalledModels:
         self._download = work
         work.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
+            is_verifying = False
             while not work.done():
                 await asyncio.wait({work}, timeout=_PROGRESS_INTERVAL)
+                if is_verifying:
+                    continue
                 for sha256, total, completed in progress.snapshot():
                     yield _layer_step(sha256, total, completed)
+                if is_verifying := progress.is_received():
+                    yield LibraryStep(status="verifying sha256 digest")
             work.result()
-            for sha256, total, _ in progress.snapshot():
-                yield _layer_step(sha256, total, total)
+            if not is_verifying:
+                for sha256, total, _ in progress.snapshot():
+                    yield _layer_step(sha256, total, total)
+                yield LibraryStep(status="verifying sha256 digest")
         finally:
             progress.stop()
 
@@ -231,6 +230,15 @@ def _layer_step(sha256: str, total: int, completed: int) -> LibraryStep:
     return LibraryStep(
         layer=LayerProgress(digest=f"sha256:{sha256}", total=total, completed=completed)
     )
+
+
+def _resolve_hub_name(name: str) -> HubName:
+    """Returns the repository as `mlxrunner pull` does. The text that clients check for comes first
+    in the error."""
+    try:
+        return resolve_hub_name(name)
+    except AppError as error:
+        raise AppError(error.kind, f"{_MISSING_MODEL}: {error.marked_message}") from error
 
 
 def _download(name: HubName, progress: object) -> None:

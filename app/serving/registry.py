@@ -20,6 +20,7 @@ from app.core.model_state import ServedModel
 from app.core.settings import ModelSettings, Settings
 from app.core.units import pluralize
 from app.engine.model_info import complete_config
+from app.store.library_names import find_equivalent
 
 log = logging.getLogger(__name__)
 
@@ -91,8 +92,15 @@ class ModelRegistry:
         yield from self._installed.values()
 
     def find(self, name: str) -> RegisteredModel | None:
-        """Finds a model by the name used by clients. Ollama's clients may append the default tag
-        ":latest"."""
+        """Finds a model by the name used by clients, which may be the name of Ollama's library for
+        the MLX version of a model."""
+        entry = self.find_own(name)
+        if entry is None and (equivalent := find_equivalent(name)) is not None:
+            entry = self.find_own(str(equivalent))
+        return entry
+
+    def find_own(self, name: str) -> RegisteredModel | None:
+        """Finds a model by its own name. Ollama's clients may append the default tag ":latest"."""
         for spelled in (name, name.removesuffix(":latest")):
             entry = self._named.get(spelled) or self._installed.get(spelled)
             if entry is not None:

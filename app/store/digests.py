@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -30,11 +30,21 @@ _THREADS = 4
 _LOG_FROM_BYTES = 1 << 30
 _CHUNK = 1 << 20
 
+# the number of bytes after which the progress of hashing is reported, about 10 ms
+_REPORTED_CHUNK = 1 << 24
 
-def sha256(path: Path) -> str:
-    """Returns the SHA-256 of a file as 64 hexadecimal digits. Raises OSError."""
+
+def sha256(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
+    """Returns the SHA-256 of a file as 64 hexadecimal digits. on_bytes: called with the number of
+    bytes of each part that was hashed. Raises OSError."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        if on_bytes is None:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest, buffer = hashlib.sha256(), memoryview(bytearray(_REPORTED_CHUNK))
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            on_bytes(count)
+        return digest.hexdigest()
 
 
 def git_sha1(path: Path) -> str:

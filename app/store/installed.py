@@ -80,16 +80,21 @@ def delete_model(model: RemovableModel) -> None:
 
 
 def copy_model(base: ModelFiles, text: str) -> OllamaName:
-    """Copies a model to a name in Ollama's store. The copy shares the files of the original where
-    the disk allows it. Raises AppError(INVALID) for a name that is invalid or taken, and
-    AppError(MODEL_FILES) if the store cannot be written."""
-    name = parse_ollama_name(text)
+    """Copies a model to a name in Ollama's store, like `derive_model`."""
+    return derive_model(base, ModelRecipe(name=text, base=base.name))
+
+
+def derive_model(base: ModelFiles, recipe: ModelRecipe) -> OllamaName:
+    """Creates a model in Ollama's store, which shares the files of the base where the disk allows
+    it. Raises AppError(INVALID) for a name that is invalid or taken, and AppError(MODEL_FILES) if
+    the store cannot be written."""
+    name = parse_ollama_name(recipe.name)
     if name is None:
-        raise AppError(ErrorKind.INVALID, f"{text!r} is not a name: use name or name:tag")
+        raise AppError(ErrorKind.INVALID, f"{recipe.name!r} is not a name: use name or name:tag")
     if str(name) == BUILTIN or manifest.get_manifest_path(name).exists():
         raise AppError(ErrorKind.INVALID, f"{name} exists: choose another name, or delete it first")
     try:
-        create_model(name, ModelRecipe(name=text, base=base.name), base, CancelToken())
+        create_model(name, recipe, base, CancelToken())
     except OSError as error:
         raise _write_error(f"{name} cannot be written", error) from error
     return name

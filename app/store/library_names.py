@@ -12,12 +12,14 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 
+from app.core.errors import AppError, ErrorKind, mark_client_text
 from app.store.model_names import (
     DEFAULT_HOST,
     DEFAULT_NAMESPACE,
     DEFAULT_TAG,
     HubName,
     OllamaName,
+    parse_hub_name,
     parse_ollama_name,
 )
 
@@ -157,6 +159,24 @@ def find_equivalent_of(name: OllamaName) -> HubName | None:
         wanted = found[0]
     end = "" if repository.endswith("!") else f"-{wanted}"
     return HubName(repo_id=f"{_ORGANIZATION}/{repository.removesuffix('!')}{end}")
+
+
+def resolve_hub_name(text: str) -> HubName:
+    """Returns the repository that a download of this name fetches: a repository on the hub, or the
+    MLX version of a model of Ollama's library. Raises AppError(MODEL_NOT_FOUND) with the most
+    similar names of the table."""
+    found = parse_hub_name(text) or find_equivalent(text)
+    if found is not None:
+        return found
+    if parse_ollama_name(text) is None:
+        why = "is not a Hugging Face model name (org/name or org/name@revision)"
+    else:
+        why = "has no known equivalent in MLX's format"
+    similar = suggest_names(text)
+    hint = f"did you mean {', '.join(similar)}? Or pull" if similar else "pull"
+    shown = mark_client_text(repr(text))
+    message = f"{shown} {why}: {hint} a repository of the hub as org/name"
+    raise AppError(ErrorKind.MODEL_NOT_FOUND, message)
 
 
 def suggest_names(text: str) -> Sequence[str]:

@@ -25,7 +25,7 @@ KEY = "mr-0123456789abcdef0123456789abcdef"
 
 # Records its arguments, its environment and the server's answer, then does what its first argument
 # says: exits with that status, or waits for a signal and exits with status 5 after Ctrl-C.
-FAKE_PROGRAM = """#!{python}
+FAKE_PROGRAM = """
 import json, os, signal, sys, time, urllib.request
 def stop(*_):
     sys.exit(5)
@@ -95,7 +95,10 @@ def launcher(tmp_path: Path) -> Launcher:
         (tmp_path / name).mkdir()
     found = Launcher(folder=tmp_path)
     program = tmp_path / "bin" / "claude"
-    program.write_text(FAKE_PROGRAM.format(python=sys.executable, record=str(found.record_file)))
+    code = tmp_path / "program.py"
+    code.write_text(FAKE_PROGRAM.format(record=str(found.record_file)))
+    # the path of Python may contain a space, which a line #! does not allow
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{code}" "$@"\n')
     program.chmod(0o755)
     return found
 

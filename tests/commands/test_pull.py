@@ -20,7 +20,7 @@ from tests import tiny
 from tests.server_process import ROOT, TIMEOUT, run_server
 from tests.store.ollama_store import OllamaStore
 from tests.store.stand_in import StandIn
-from tests.terminal_process import TerminalProcess
+from tests.terminal_process import TERMINAL_TYPE, open_terminal
 
 WEIGHTS = "model.safetensors"
 
@@ -170,10 +170,11 @@ def test_a_pulled_model_is_served_without_the_hub(
 def test_a_terminal_shows_the_bytes_and_the_rate_of_a_pull(
     hub: StandIn, commit: str, environment: dict[str, str]
 ) -> None:
-    with TerminalProcess("pull", "org/tiny", environ={**environment, "NO_COLOR": "1"}) as terminal:
+    variables = {**environment, "NO_COLOR": "1", "TERM": TERMINAL_TYPE}
+    with open_terminal("pull", "org/tiny", environ=variables) as terminal:
         terminal.wait_for(r"\r\[#{20}\] 59\.0 kB of 59\.0 kB \(100 %\), [\d.]+ [kM]?B/s\r\n")
         terminal.wait_for("org/tiny is complete")
-        assert terminal.wait_until_exit() == 0
+        assert terminal.wait() == 0
         assert "\x1b" not in terminal.output
         assert "config.json" not in terminal.output  # no progress bar of huggingface_hub
 

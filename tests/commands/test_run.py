@@ -8,15 +8,22 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from app import store
+from app.commands import chat_engine
+from app.commands.chat_engine import ChatEngine
 from app.commands.run import join_prompt, split_words
-from tests.commands.terminal import CTRL_C, CTRL_D, ENTER, Terminal, open_terminal
+from app.config.precedence import resolve_config
+from app.core.errors import AppError
+from app.core.model_details import ModelRecipe
+from app.core.settings import ModelSettings
 from tests.runners.spawning import wait_until
 from tests.server_process import ROOT, TIMEOUT, UNTRACED, ServerProcess, run_server
+from tests.terminal_process import CTRL_C, CTRL_D, ENTER, TerminalProcess, open_terminal
 from tests.throttle import HELD_PROGRESS, Throttle
 
 ANSWER = (
@@ -154,7 +161,9 @@ class TestInAPipe:
     def test_no_prompt_is_an_error(self, runner: Runner):
         status, out, err = runner.run("builtin", "--port", "0")
         assert (status, out) == (1, "")
-        assert err.startswith("mlxrunner: there is no prompt: write it after the model")
+        assert err.startswith(
+            "mlxrunner: there is no prompt (builtin is read as the model): write it after the model"
+        )
         assert err.count("\n") == 1
 
     def test_verbose_prints_the_timings_to_stderr(self, runner: Runner, server: ServerProcess):
@@ -372,7 +381,7 @@ def hub_endpoint(hub, tiny_model: Path) -> str:
     return hub.endpoint
 
 
-def ask(terminal: Terminal, text: str) -> str:
+def ask(terminal: TerminalProcess, text: str) -> str:
     """Types a line at the prompt. Returns the output until the next prompt."""
     terminal.type(text + ENTER)
     return terminal.read_until(">>> ")
@@ -410,6 +419,74 @@ class TestChat:
             assert "eval rate:" in ask(terminal, "Hello")
             terminal.type("/bye" + ENTER)
             assert terminal.wait() == 0
+
+    def test_one_word_that_is_no_model_gets_a_hint(self, runner: Runner):
+        """`mlxrunner run hello` only printed where no model hello was found."""
+        with runner.open("hello", "--port", "0") as terminal:
+            assert terminal.wait() == 1
+        assert "mlxrunner: model hello was not found: " in terminal.output
+        assert terminal.output.endswith(
+            "; a prompt of one word follows the model: `mlxrunner run builtin hello`\r\n"
+        )
+
+    def test_a_saved_chat_is_a_model(
+        self, runner: Runner, server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setenv("OLLAMA_MODELS", runner.environ["OLLAMA_MODELS"])
+        with runner.open("builtin", *at(server)) as terminal:
+            terminal.read_until(">>> ")
+            assert "mlxrunner: under which name? /save NAME" in ask(terminal, "/save")
+            assert "'a b' is not a name" in ask(terminal, "/save a b")
+            for line in ("system Be brief.", "repetition_penalty 1.5", "max_tokens 9", 'stop "x"'):
+                ask(terminal, f"/set {line}")
+            ask(terminal, QUESTION)
+            assert "Saved this chat as poet: /load poet or `" in ask(terminal, "/save poet")
+            assert "poet exists: choose another name" in ask(terminal, "/save poet")
+            poet = store.find("poet")
+            assert poet.system_prompt == "Be brief."
+            config = {"repetition_penalty": 1.5, "max_new_tokens": 9, "stop_strings": ["x"]}
+            assert config.items() <= poet.generation_config.items()
+            [first, second] = poet.first_messages
+            assert first == ("user", QUESTION)
+            assert second[0] == "assistant"
+            # the server of the test does not serve it, so the chat loads it itself
+            assert "Loaded poet." in ask(terminal, "/load poet")
+            assert "Be brief." in ask(terminal, "/show system")
+            ask(terminal, "Hello")
+            assert "Saved this chat as poet:v2" in ask(terminal, "/save poet:v2")
+            assert [role for role, _ in store.find("poet:v2").first_messages] == [
+                *("user", "assistant", "user", "assistant")
+            ]
+            terminal.type("/bye" + ENTER)
+            assert terminal.wait() == 0
+
+    def test_a_chat_with_another_machine_is_saved_there(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        """A server of this machine stands for the other one."""
+        folder = str(tmp_path / "ollama")
+        recipe = ModelRecipe(
+            name="poet",
+            base=None,
+            system="Rhyme.",
+            messages=(("user", "a"),),
+            parameters={"seed": 1},
+        )
+        with run_server("--installed", environ={"OLLAMA_MODELS": folder}) as server:
+            monkeypatch.setattr(chat_engine, "is_local", lambda settings: False)
+            with ChatEngine(
+                resolve_config({}, None, {"MLXRUNNER_PORT": str(server.port)})
+            ) as engine:
+                endpoint = engine.connect(ModelSettings(name="builtin"))
+                assert engine.save(endpoint, recipe) == "poet"
+                with pytest.raises(AppError, match="poet exists"):
+                    engine.save(endpoint, recipe)
+                endpoint = engine.connect(ModelSettings(name="poet"))
+                engine.save(endpoint, replace(recipe, name="poet:v2", system=None))
+        monkeypatch.setenv("OLLAMA_MODELS", folder)
+        saved = store.find("poet:v2")
+        assert saved.system_prompt == "Rhyme."
+        assert saved.first_messages == (("user", "a"), ("user", "a"))
 
     def test_several_lines_between_fences_are_one_message(
         self, runner: Runner, server: ServerProcess

@@ -35,7 +35,7 @@ def test_systemd_analyze_reports_no_problem(tmp_path: Path) -> None:
     unit = tmp_path / UNIT.name
     text = UNIT.read_text("utf-8")
     assert text.count(PROGRAM) == 1
-    unit.write_text(text.replace(PROGRAM, sys.executable), "utf-8")
+    unit.write_text(text.replace(PROGRAM, f'"{sys.executable}"'), "utf-8")
     process = subprocess.run(
         [analyze, "verify", "--man=no", str(unit)], capture_output=True, text=True, check=False
     )
@@ -64,7 +64,8 @@ def test_its_command_reads_the_documented_file(tmp_path: Path) -> None:
     config = "/etc/mlxrunner/mlxrunner.toml"
     keys = "/etc/mlxrunner/keys.toml"
     assert line == f"{PROGRAM} serve --config {config} --api-keys {keys}"
-    words = line.replace(config, str(ROOT / "deploy" / "mlxrunner.toml")).split()
+    example = str(ROOT / "deploy" / "mlxrunner.toml")
+    words = [example if word == config else word for word in line.split()]
     assert check_start(parse_serve_command(words, {}), {}) == Settings(api_keys=keys)
 
 

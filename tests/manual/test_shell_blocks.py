@@ -208,7 +208,7 @@ def test_the_shell_blocks_of_a_page_run_in_sequence(page: str, reader: Reader) -
     skipped: list[str] = []
     for block in page_blocks(page):
         missing = list(iter_missing_programs(block.text))
-        if re.search(r"(?m)^python ", block.text) and not CLIENTS.exists():
+        if re.search(r"(?m)(^| )python ", block.text) and not CLIENTS.exists():
             missing.append(".venv-clients (`make clients`)")
         if f"https://{NAME}" in block.text and page in OWN_SERVER and not shutil.which("nginx"):
             missing.append("nginx")

@@ -4,6 +4,7 @@ in a thread."""
 import asyncio
 import hashlib
 import os
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
@@ -22,6 +23,7 @@ from app.core.settings import ModelSettings, Settings
 from app.engine.model_info import complete_config
 from app.serving.model_library import InstalledModels
 from app.serving.registry import ModelRegistry, build_entry
+from app.store import digests
 from app.store.ollama import uploads, writer
 from tests.runners.spawning import wait_until
 from tests.store.asking import NAME
@@ -125,9 +127,74 @@ def test_a_pull_reports_each_file_and_the_model_can_be_requested(
     assert all(layer.completed == layer.total for layer in ends.values())
 
 
+def test_a_pull_reports_that_it_verifies_while_it_does(
+    use,
+    hub: StandIn,  # noqa: F811
+    commit: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The status came when the digests had been verified."""
+    is_reported = threading.Event()
+    sha256 = digests.sha256
+
+    def verify(path: Path, *rest: Any) -> str:
+        assert is_reported.wait(60)
+        return sha256(path, *rest)
+
+    async def body(library: InstalledModels, _: ModelRegistry) -> list[LibraryStep]:
+        steps: list[LibraryStep] = []
+        monkeypatch.setattr(digests, "sha256", verify)
+        async for step in library.pull(NAME.repo_id):
+            steps.append(step)
+            if step.status == "verifying sha256 digest":
+                is_reported.set()
+        return steps
+
+    steps = use(body)
+    at = [step.status for step in steps].index("verifying sha256 digest")
+    last = {step.layer.digest: step.layer for step in steps[:at] if step.layer is not None}
+    assert last
+    assert all(layer.completed == layer.total for layer in last.values())
+    assert [step.status for step in steps[at + 1 :]] == ["writing manifest", "success"]
+
+
+def test_a_name_of_ollamas_library_is_pulled_and_requested_in_mlx_format(
+    use,
+    hub: StandIn,  # noqa: F811
+    tiny_model: Path,
+):
+    hub.add("mlx-community/Qwen3-4B-4bit", tiny_model)
+
+    async def body(library: InstalledModels, registry: ModelRegistry) -> None:
+        assert (await collect(library.pull("qwen3:4b")))[-1].status == "success"
+        for name in ("qwen3:4b", "mlx-community/Qwen3-4B-4bit"):
+            entry = registry.find(name)
+            assert entry is not None
+            assert entry.served.name == "mlx-community/Qwen3-4B-4bit"
+        # now it is installed
+        before = len(hub.requests)
+        assert (await collect(library.pull("qwen3:4b")))[-1].status == "success"
+        assert len(hub.requests) > before
+        # a model of that name can still be created
+        await collect(library.create(recipe(name="qwen3:4b")))
+        entry = registry.find("qwen3:4b")
+        assert entry is not None
+        assert entry.served.name == "qwen3:4b"
+
+    use(body)
+
+
+def test_a_pull_of_a_similar_name_suggests_names(use, hub: StandIn):  # noqa: F811
+    async def body(library: InstalledModels, _: ModelRegistry) -> None:
+        with pytest.raises(AppError, match=r"did you mean gemma3, gemma2\? Or pull a repository"):
+            await collect(library.pull("gema3"))
+
+    use(body)
+
+
 def test_a_pull_of_an_unknown_model_fails(use, hub: StandIn):  # noqa: F811
     async def body(library: InstalledModels, _: ModelRegistry) -> None:
-        for name in ("no/such", "qwen3:8b"):
+        for name in ("no/such", "qwen3:8b", "tiny"):
             with pytest.raises(
                 AppError, match="pull model manifest: file does not exist"
             ) as caught:

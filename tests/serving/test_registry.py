@@ -97,6 +97,18 @@ def test_the_latest_tag_of_ollama_is_ignored():
     assert registry.find("builtin:other") is None
 
 
+def test_a_name_of_ollamas_library_finds_the_model_in_mlx_format(hub: Path, tiny_model: Path):
+    install(hub, tiny_model, "mlx-community/Qwen3-4B-4bit")
+    registry = open_registry(Settings(installed=True))
+    asyncio.run(registry.discover("qwen3:4b"))
+    for name in ("qwen3:4b", "library/qwen3:4b-q4_K_M"):
+        entry = registry.find(name)
+        assert entry is not None
+        assert entry.served.name == "mlx-community/Qwen3-4B-4bit"
+    assert registry.find("qwen3:8b") is None
+    assert registry.find_own("qwen3:4b") is None
+
+
 def test_installed_models_are_served_only_with_the_option(hub: Path, tiny_model: Path):
     install(hub, tiny_model, "org/tiny")
     update = lambda c: c.discover("org/tiny")  # noqa: E731

@@ -135,17 +135,17 @@ def _download_blob(
     lock.parent.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(lock):
         if blob.is_file():
-            if digests.sha256(blob) == file.sha256:
+            if digests.sha256(blob, progress.add_verified) == file.sha256:
                 return
-            progress.add(-file.size, file.sha256)
+            progress.restart(file.size, file.sha256)
             blob.unlink()
         began = _download_partial(plan, file, partial, progress)
-        valid = digests.sha256(partial) == file.sha256
+        valid = digests.sha256(partial, progress.add_verified) == file.sha256
         if not valid and began:  # the earlier part of the file may be damaged
-            progress.add(-file.size, file.sha256)
+            progress.restart(file.size, file.sha256)
             partial.unlink()
             _download_partial(plan, file, partial, progress)
-            valid = digests.sha256(partial) == file.sha256
+            valid = digests.sha256(partial, progress.add_verified) == file.sha256
         if not valid:
             partial.unlink()
             raise model_error(

@@ -36,6 +36,14 @@ class ProgressListener(Protocol):
         digest of the file. Raises DownloadStopped after `stop`."""
         ...
 
+    def add_verified(self, count: int) -> None:
+        """Adds bytes whose digest was computed. Raises DownloadStopped after `stop`."""
+        ...
+
+    def restart(self, size: int, sha256: str) -> None:
+        """Removes the bytes of a file that was received and hashed, but is damaged."""
+        ...
+
     def stop(self) -> None: ...
 
     def close(self) -> None: ...
@@ -73,6 +81,19 @@ class FileProgress:
         with self._lock:
             self._done[sha256] = self._done.get(sha256, 0) + count
 
+    def add_verified(self, count: int) -> None:
+        if self._stopped.is_set():
+            raise DownloadStopped
+
+    def restart(self, size: int, sha256: str) -> None:
+        self.add(-size, sha256)
+
+    def is_received(self) -> bool:
+        """Returns whether the download has begun and all bytes were received, so that only their
+        digests are computed."""
+        with self._lock:
+            return bool(self._totals) and self._done == self._totals
+
     def stop(self) -> None:
         self._stopped.set()
 
@@ -81,17 +102,18 @@ class FileProgress:
 
 
 class DownloadProgress:
-    """Counts and displays the bytes received by all threads. After `stop`, each thread ends when it
-    next receives data.
+    """Counts and displays the bytes received by all threads, and then the bytes whose digests were
+    computed. After `stop`, each thread ends when it next receives or hashes data.
 
     out: the stream for the progress lines; None is stderr.
     """
 
     def __init__(self, total: int, initial: int = 0, out: TextIO | None = None) -> None:
         self._total, self._done, self._initial = total, initial, initial
+        self._verified = 0
         self._out = out or sys.stderr
         self._can_rewrite = detect_terminal(self._out, os.environ).can_rewrite
-        self._printed_at = time.monotonic()
+        self._printed_at = self._received_at = time.monotonic()
         # (time, bytes), one for each update of the terminal, oldest first
         self._samples = deque([(self._printed_at, initial)])
         self._lock = threading.Lock()
@@ -107,9 +129,20 @@ class DownloadProgress:
             raise DownloadStopped
         with self._lock:
             self._done += count
-            now = time.monotonic()
+            now = self._received_at = time.monotonic()
             if not self._can_rewrite and now - self._printed_at >= _LOG_INTERVAL:
                 self._print(now)
+
+    def add_verified(self, count: int) -> None:
+        if self._stopped.is_set():
+            raise DownloadStopped
+        with self._lock:
+            self._verified += count
+
+    def restart(self, size: int, sha256: str) -> None:
+        self.add(-size, sha256)
+        with self._lock:
+            self._verified -= size
 
     def stop(self) -> None:
         self._stopped.set()
@@ -119,7 +152,7 @@ class DownloadProgress:
         self._closed.set()
         with self._lock:
             if self._done != self._initial:
-                self._print(time.monotonic())
+                self._print(self._received_at)
             if self._can_rewrite:
                 self._out.write(
                     "\n" if self._done != self._initial else erase_line(self._get_width())
@@ -130,8 +163,18 @@ class DownloadProgress:
         """Updates the terminal until the download ends. Without data, the rate falls to 0."""
         while not self._closed.wait(_TERMINAL_INTERVAL):
             with self._lock:
-                if not self._closed.is_set():
+                if self._closed.is_set():
+                    continue
+                if 0 < self._total <= self._done:
+                    self._print_verified()
+                else:
                     self._print(time.monotonic())
+
+    def _print_verified(self) -> None:
+        """Shows the share of the hashed bytes, on a terminal. The files were received."""
+        share = 100 * self._verified // self._total
+        done = f"{format_bytes(self._verified)} of {format_bytes(self._total)} ({share} %)"
+        self._rewrite(f"{draw_bar(self._verified, self._total)} verifying {done}")
 
     def _print(self, now: float) -> None:
         self._printed_at = now
@@ -143,11 +186,14 @@ class DownloadProgress:
         if left > 0 and speed > 0:
             line += f", {format_duration(left / speed)} left"
         if self._can_rewrite:
-            line = f"{draw_bar(self._done, self._total)} {line}"
-            # a line that fills the terminal would wrap, and could not be erased
-            self._out.write(erase_line(self._get_width()) + line[: self._get_width() - 1])
+            self._rewrite(f"{draw_bar(self._done, self._total)} {line}")
         else:
             self._out.write(f"{line}\n")
+            self._out.flush()
+
+    def _rewrite(self, line: str) -> None:
+        # a line that fills the terminal would wrap, and could not be erased
+        self._out.write(erase_line(self._get_width()) + line[: self._get_width() - 1])
         self._out.flush()
 
     def _measure_rate(self, now: float) -> float:

@@ -20,8 +20,8 @@ import pytest
 from app.commands.client_programs import PROGRAMS
 from tests.clients.client_process import run_to_end
 from tests.clients.programs.scripted_server import EngineScript, Task
-from tests.clients.programs.terminal import type_until
 from tests.server_process import ROOT, TIMEOUT, ServerProcess
+from tests.terminal_process import TERMINAL_TYPE, TerminalProcess
 
 SECRET = "kumquat"
 READ_TASK, WRITE_TASK = "FIRST-TASK", "SECOND-TASK"
@@ -173,14 +173,10 @@ def test_a_program_reads_and_writes_a_file_in_two_turns(
 
     words, prompt = case.second_turn(home), f"{WRITE_TASK}: write the word"
     if case.in_terminal:
-        type_until(
-            [*command, *words],
-            environment,
-            work,
-            prompt,
-            is_sent=lambda: len(find_second_turn()) > 0,
-            is_done=lambda: len(find_second_turn()) > 1,
-        )
+        variables = {**environment, "TERM": TERMINAL_TYPE}
+        with TerminalProcess([*command, *words], environ=variables, folder=work) as terminal:
+            terminal.type_until(prompt, lambda: len(find_second_turn()) > 0)
+            terminal.read_while(lambda: len(find_second_turn()) < 2)
     else:
         output = run_to_end([*command, *words, prompt], environment, work, server, 4 * TIMEOUT)
         # aider ends with the file
