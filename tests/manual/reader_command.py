@@ -147,14 +147,14 @@ def _chat(words: Sequence[str]) -> int:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from tests.terminal_process import TerminalProcess
 
-    with TerminalProcess(*words) as terminal:
+    with TerminalProcess([*PROGRAM, *words]) as terminal:
         if "download" in terminal.wait_for(r">>> |download [^\n]*\? ")[0]:
-            terminal.press(b"y\r")
+            terminal.type("y\r")
             terminal.wait_for(">>> ")
-        terminal.press(b"What is mlxrunner?\r")
+        terminal.type("What is mlxrunner?\r")
         terminal.wait_for(r"mlxrunner\?\s[\s\S]+>>> ")
-        terminal.press(b"/bye\r")
-        status = terminal.wait_until_exit()
+        terminal.type("/bye\r")
+        status = terminal.wait()
         print(terminal.plain_output)
     return status
 
