@@ -365,4 +365,85 @@ PARAPHRASES: tuple[FactTemplate, ...] = (
         "{something is wrong with|I am not sure about|I doubt} {my installation|my setup|the kernels|my machine}, {what checks it|which command helps|how do I diagnose it}?",
         "{answers crawl|it is terribly slow|only two tokens per second|the cpu is slow}, {what can I check|which command finds the cause|why}?",
     ),
+    _paraphrase(
+        server.FACTS[1],  # load another model
+        "a {qwen|llama|gemma|mistral|phi} {folder|directory|checkpoint} {lies|is|sits|waits} {in my home directory|on my second drive|in ~/models|next to me on disk|among my files}, {how does it get served|how can the server take it|how would I bring it up|what starts it}?",
+        "I would {rather|prefer to} {use|have|talk to} {something bigger|a stronger model|a model of mine|the weights on my disk}, {how do I bring it in|how is it served|what is the command}?",
+        "{my own|trained|merged|converted} {weights|safetensors|checkpoint} {in|into} {the server|mlxrunner}, {how|what do I do|which command serves them}?",
+    ),
+    _paraphrase(
+        server.FACTS[5],  # host
+        "{can|could|does|will} {the whole|my entire|our} {office|school|family|network|company|dorm|floor} {see|reach|use|open|access} {it|the server|mlxrunner}{ by default| out of the box| now|}?",
+        "{is it|am I|is mlxrunner} {open|exposed|visible|public|safe} {on the wifi|to my coworkers|to everyone around|in the office|on this network|from other rooms}?",
+        "{who else|which other machines|what other computers} {can|could|may} {see|reach|use|call} {it|the server|my server}?",
+    ),
+    _paraphrase(
+        server.FACTS[6],  # mac
+        "would {a used|an older|the cheapest|the newest|my wife's} {mac|macbook|mac mini|macbook pro|mac studio} {be ok|be fine|do|suffice|be enough|work out}?",
+        "{apple|a mac|an apple machine|my macbook pro|macs} {ok|fine|welcome|good enough|possible|too}?",
+    ),
+    _paraphrase(
+        server.FACTS[7],  # cuda
+        "I {put|built|plugged|installed} {a geforce|an nvidia card|a 3060|a tesla|a graphics card} {in|into} my {linux box|pc|debian server|home server}, {how do I get it used|can mlxrunner see it|will it help|what enables it}?",
+        "{get|make|let} {it|mlxrunner|the server} {use|run on|exploit} {the geforce|my nvidia card|the rtx|the gpu of my linux box|cuda}",
+    ),
+    _paraphrase(
+        api.FACTS[0],  # all endpoints
+        "{everything|all that|whatever} {I|a client|a program} {can|could|may} {call|request|reach|send requests to} {over http|on the server|here}",
+        "{the full|a complete|an exhaustive} {list|table|set} of {endpoints|routes|urls|paths|http calls}",
+    ),
+    _paraphrase(
+        api.FACTS[2],  # completions
+        "{is there|have you|do you have} {anything|something|an endpoint|a path} for {untemplated|bare|raw|unformatted|plain} {prompts|text|strings|input}{, without chat roles|, no messages at all|, not a conversation|}?",
+        "{only|just} {a bare string|one raw prompt|plain words}, {without|with no|no} {roles|messages|chat|template}, {where|which endpoint|how}?",
+    ),
+    _paraphrase(
+        api.FACTS[4],  # status
+        "{is there|have you|give me} {a url|an endpoint|a path} {with|for|that shows} {the load|the activity|the state of the server|memory and requests|what it does}",
+        "{how do I|can I|where do I} {see|tell|learn} {whether it does anything|what the server has on its hands|how loaded it is|what its state is|how much it has to do}{ over http|}?",
+    ),
+    _paraphrase(
+        client.FACTS[0],  # streaming
+        "I would {rather not|prefer not to|hate to} {wait|sit and wait|stare at nothing} {for the end|until it is complete|till the last word}, {can it come bit by bit|can parts come earlier|can words trickle in|is there a stream}?",
+        "{can|could|may|will} {the reply|it|the text|an answer} {trickle in|drip in|appear gradually|come in small parts|flow in word for word|be shown early}?",
+    ),
+    _paraphrase(
+        client.FACTS[2],  # openai sdk
+        "{the official|my|the normal|python's|the usual} openai {library|client|package|module|sdk} {needs|wants|asks for|takes|gets} {a url|an address|a base url|an endpoint}, {which one|what is it|what do I hand over|what do I write}?",
+        "{what|which} {address|url|base} {do I|shall I|must I} {hand|give|tell|feed} {to the|the} {openai library|openai sdk|openai client|official client}?",
+    ),
+    _paraphrase(
+        commands.PULL,
+        "{gemma|qwen|llama|mistral|phi|a model that I like} {is|is still} {not on my laptop|not on this disk|only online|somewhere online|not here}{ yet|}, {how do I get it|what brings it here|what now|which command}?",
+        "{can|may|do} I {write|type|use} {llama3.2|gemma3:4b|qwen3|names with tags|the short names} {as in|like in|of|from} ollama?",
+    ),
+    _paraphrase(
+        commands.ENGINE_TAB,
+        "{somewhere|in a screenshot|on a picture} I saw {the cache|cached prompts|bars for the prefixes|the engine} {drawn|as bars|with colours|as a picture}, {where is that|what was that|how do I open it}?",
+        "{which|what} part of the {page|web page} {draws|visualizes|shows} {the cache|prefixes|the engine|waiting requests}?",
+    ),
+    _paraphrase(
+        commands.MAKE_KEY,
+        "{only|just} {people I know|my friends|my own team|invited people|known clients} {should|may|shall|must} {use|reach|call|enter} {my server|the server|it}, {how|how do I do that|how do they identify themselves|how do they log in}?",
+        "{a new|another|the next} {colleague|member|teammate|student|employee} {joins|starts|arrives|needs access|wants in}{ today| tomorrow| next week|}, {what do I do|how do I give access|what do I create|how do they get a key}?",
+        "{bob|eve|maria|my brother|our intern} needs {a key|credentials|access|a login|an account of their own|a token}{ for the server|}, {how|what do I run|what do I do|which command}?",
+    ),
+    _paraphrase(
+        commands.LAUNCH,
+        "{can|could|is it possible that} an {ai|agent|assistant} {works|codes|programs} {on my project|in my repository|with my files} {with|through|on} {a local model|my own machine|this server}?",
+    ),
+    _paraphrase(
+        commands.AGENTS[0],
+        "is it possible {to have|to get|that} claude code {run|to run|running|runs} {on my own model|on a local model|with a model of mine|on this server|locally}?",
+        "{anthropic's coding agent|claude code|claude} {without the cloud|locally|on a model of mine|on my hardware}{, how|, possible|}?",
+    ),
+    _paraphrase(
+        commands.PS,
+        "{which|what} {models|model} {is|are} {sitting|staying|held|kept|alive} in {ram|memory|the server's memory}{ at this moment| at present| now|}?",
+    ),
+    _paraphrase(
+        commands.DOCTOR,
+        "{something|anything} {is|seems|looks} {off|odd|wrong|broken} with my {installation|setup|machine|install}, {who can tell me why|what examines it|how do I find out|what do I run}?",
+        "everything {crawls|is slow|takes ages|is sluggish}{ here|}, {what tells me why|what can I run|how do I find the reason}?",
+    ),
 )

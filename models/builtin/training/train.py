@@ -76,8 +76,8 @@ class TrainingRecipe:
     )
     further_rounds: tuple[TrainingRound, ...] = (
         TrainingRound(conversations=120_000, noise_share=0.25, steps=1800, rate=3e-3),
-        TrainingRound(conversations=60_000, noise_share=0.5, steps=800, rate=2e-3),
-        TrainingRound(conversations=40_000, noise_share=0.5, steps=400, rate=1.5e-3),
+        TrainingRound(conversations=30_000, noise_share=0.4, steps=600, rate=2.5e-3),
+        TrainingRound(conversations=20_000, noise_share=0.5, steps=200, rate=1.5e-3),
     )
 
 
