@@ -23,7 +23,7 @@ def test_development_and_held_out_questions_are_disjoint() -> None:
         {normalize(question.question) for question in load_questions(HELD_OUT.with_name(name))}
         for name in ("questions.json", "development.json")
     )
-    assert len(held_back) == 40
+    assert len(held_back) == 50
     assert not held_back & development
 
 
@@ -97,8 +97,8 @@ def test_score_asks_each_question_once_and_counts() -> None:
     results = evaluate(answer, held_back)
     assert questions == [question.question for question in held_back]
     assert [result.question.id for result in results if result.right] == ["chat-route"]
-    assert "all: 1 of 40" in format_report(results)
-    assert "facts: 1 of 20" in format_report(results)
+    assert "all: 1 of 50" in format_report(results)
+    assert "facts: 1 of 30" in format_report(results)
 
 
 def test_the_model_card_shows_all_questions_and_correct_counts() -> None:

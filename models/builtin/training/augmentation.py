@@ -141,7 +141,58 @@ _SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "supported": ("possible", "available", "allowed", "there"),
     "made": ("created", "produced"),
     "words": ("text", "sentences"),
+    "download": ("fetch", "get", "load", "grab", "save"),
+    "open": ("see", "visit", "go to", "look at"),
+    "browser": ("web browser", "firefox", "chrome", "safari"),
+    "terminal": ("shell", "console", "command line", "bash"),
+    "command": ("subcommand", "line", "instruction"),
+    "key": ("api key", "token", "secret", "credential"),
+    "keys": ("api keys", "tokens", "credentials"),
+    "agent": ("coding agent", "assistant", "coding assistant"),
+    "agents": ("coding agents", "assistants"),
+    "page": ("web page", "site", "website"),
+    "chat": ("talk", "converse", "conversation"),
+    "memory": ("ram", "vram"),
+    "machine": ("computer", "laptop", "box", "pc", "host"),
+    "work": ("function", "run", "go"),
+    "file": ("document", "text file", "log"),
+    "fast": ("quick", "speedy"),
+    "slow": ("sluggish", "so slow", "slower"),
+    "question": ("prompt", "query"),
+    "prompt": ("question", "text", "input"),
+    "colleague": ("coworker", "friend", "teammate", "user"),
+    "colleagues": ("coworkers", "friends", "teammates", "users"),
+    "wait": ("sit there", "wait long", "be patient"),
+    "see": ("view", "look at", "check", "read"),
+    "begin": ("start", "get going"),
+    "supports": ("knows", "allows"),
+    "support": ("know", "allow", "offer", "handle"),
+    "create": ("make", "generate", "produce", "issue"),
+    "local": ("own", "private", "offline"),
+    "others": ("other people", "other machines", "strangers", "my coworkers"),
+    "loaded": ("in memory", "in ram", "resident"),
+    "live": ("as it happens", "in real time"),
 }
+_CONTRACTIONS = (
+    ("I would", "I'd"),
+    ("I have", "I've"),
+    ("I am", "I'm"),
+    ("we have", "we've"),
+    ("we are", "we're"),
+    ("what is", "what's"),
+    ("where is", "where's"),
+    ("how is", "how's"),
+    ("who is", "who's"),
+    ("there is", "there's"),
+    ("that is", "that's"),
+    ("it is", "it's"),
+    ("you are", "you're"),
+    ("is not", "isn't"),
+    ("do not", "don't"),
+    ("does not", "doesn't"),
+    ("cannot", "can't"),
+    ("will not", "won't"),
+)
 
 
 def expand(template: str, rng: random.Random, phrases: Mapping[str, str]) -> str:
@@ -158,7 +209,11 @@ def expand(template: str, rng: random.Random, phrases: Mapping[str, str]) -> str
 
 
 def reword(question: str, rng: random.Random) -> str:
-    """Returns `question` with random synonyms, omitted small words and typing errors."""
+    """Returns `question` with random contractions, synonyms, omitted small words and typing
+    errors."""
+    for long, short in _CONTRACTIONS:
+        if f"{long} " in question and rng.random() < 0.5:
+            question = re.sub(rf"\b{long}\b", short, question)
     words: list[str] = []
     for word in question.split(" "):
         chance = rng.random()

@@ -14,6 +14,7 @@ from itertools import islice
 from models.builtin.training import (
     corpus_api,
     corpus_client,
+    corpus_commands,
     corpus_refusals,
     corpus_server,
     corpus_small_talk,
@@ -42,11 +43,11 @@ from models.builtin.training.corpus_facts import (
 from models.builtin.training.corpus_paraphrases import PARAPHRASES
 from models.builtin.training.corpus_stories import make_story, make_story_turn
 
-FACTS = corpus_server.FACTS + corpus_api.FACTS + corpus_client.FACTS
+FACTS = corpus_server.FACTS + corpus_api.FACTS + corpus_client.FACTS + corpus_commands.FACTS
 
 # pairs of an ability and its percentage of turns
 MIXTURE = (
-    ("fact", 42),
+    ("fact", 66),
     ("talk", 13),
     ("joke", 2),
     ("decline", 9),

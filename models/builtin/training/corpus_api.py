@@ -7,8 +7,9 @@ Knows: answers and the templates of their questions. Must not know: how the serv
 from models.builtin.training.corpus_facts import FactTemplate
 
 ROUTES = (
-    "The endpoints are POST /v1/chat/completions, POST /v1/completions, GET /v1/models, "
-    "GET /v1/status, POST /v1/tokenize, POST /v1/detokenize, POST /completion and GET /health."
+    "The main endpoints are POST /v1/chat/completions, POST /v1/completions, POST /v1/responses, "
+    "POST /v1/messages, POST /v1/embeddings, GET /v1/models, GET /v1/status, POST /v1/tokenize, "
+    "POST /v1/detokenize and GET /health."
 )
 FACTS = (
     FactTemplate(
@@ -102,6 +103,9 @@ FACTS = (
             "monitor {the server|mlxrunner|the memory}",
         ),
         asks=(
+            "{which|what} {url|path|endpoint|request} {says|shows|tells me|reports|reveals} {what the server is up to|how busy it is|what goes on inside|what the server works on|its current activity}?",
+            "{what|which work} is {the server|mlxrunner|it} {doing|working on|up to|occupied with|busy with} {now|right now|just now|currently|today}{, where do I see it|, how can I see that|, which url shows it|}?",
+            "{where|how} {do I|can I|could we} {check|view|read|see|get|follow|find out} {the activity of the server|how occupied it is|the state of the server|its activity|what it works on}{ over http|}?",
             "how do I {find out|see|know|check|learn} {whether|if} the server {is under load|is busy|has work|is idle|is loaded|is still working|has free memory|uses a lot of memory}?",
             "{where|how} {can|do|could} I {see|watch|look at|inspect|follow|find} {what the server is doing|what is going on|its memory|the current work|the load|the queue|how much work there is|running requests|its progress}?",
             "{how far|how much} {is|has} the {loading|model|model loading} {done|progressed|loaded}?",
@@ -180,8 +184,8 @@ FACTS = (
     ),
     FactTemplate(
         answers=(
-            "POST /completion is a simple endpoint in the style of llama.cpp: it takes a prompt and "
-            "returns the text that follows.",
+            "POST /completion is the protocol of Ollama's MLX runner. Clients of llama.cpp use "
+            "POST /v1/completions or POST /v1/chat/completions.",
         ),
         asks=(
             "what {does|is} {/completion|post /completion|the /completion endpoint}{ do| for|}?",

@@ -45,7 +45,7 @@ FACTS = (
     FactTemplate(
         weight=1.8,
         answers=(
-            "The prefix cache keeps the KV of the last prompt. When a new prompt begins the same "
+            "The prefix cache keeps the KV of earlier prompts. When a new prompt begins the same "
             "way, that part is not evaluated again, so the answer starts sooner.",
         ),
         asks=(
@@ -93,17 +93,20 @@ FACTS = (
         about=("{the openai sdk|openai compatibility|the base_url|openai clients}",),
     ),
     FactTemplate(
-        answers=("Any api_key will do. The server does not check it.",),
+        answers=(
+            "Any api_key will do, unless the server was started with `--api-keys`. Then use a key made "
+            "by `mlxrunner key NAME`.",
+        ),
         asks=(
             "must I {sign up|register|pay|log in|make an account|have a key}{ for a key| first| to use you|}?",
             "{does|will} {it|the server|the api} {check|verify|want|require|reject} {my key|keys|an api key|a wrong key|the api_key}?",
-            "is {the server|the api|it} {protected|secured|password protected}?",
+            "is {the server|the api|it} {open without a key|usable without a key|password protected}?",
             "{do I need|must I have|is there|does it need|does the server want|do you check} {an api key|a key|a password|a token|an api_key|authentication|an account|a login}?",
             "{what|which} {api key|api_key|key|password} {do I|should I|must I} {use|give|set|enter|type|need}?",
             "where do I get {an api key|a key|an api_key}?",
-            "{api key|api_key|authentication|the key}{?|}",
+            "{api_key|the key|which key}{?|}",
         ),
-        about=("{the api key|api keys|authentication|passwords}",),
+        about=("{the api key in my client|the api_key field|the key that a client sends}",),
     ),
     FactTemplate(
         weight=1.5,

@@ -32,6 +32,7 @@ _COUNT = (
     "{begin|start} {with|at|from} A {and|then} {count|go on|count up|go up|continue} {to|until|up to} B",
     "what {are the numbers|numbers are there|numbers lie} {from A to B|between A and B}?",
     "{go|run} from A to B{ in steps of one|, counting|}",
+    "{say|write|name|give|print} {all|the|each of the|all of the} {numbers|integers|whole numbers|values} {from A to B|between A and B|A to B}{ inclusive|, inclusive|, A and B too|, with A and B themselves|}",
     "A to B{, counting| in order|, number by number| please|}",
     "{what comes|which numbers come} {from A to B|when you count from A to B}?",
     "first A, then on {to|until} B",

@@ -1,12 +1,13 @@
 """Paraphrases of the questions about facts: synonyms, slang, situations, beginners' and experts'
 terms.
 
-Knows: more templates of questions for the facts of corpus_server, corpus_api and corpus_client.
+Knows: more templates of questions for the facts of corpus_server, corpus_api, corpus_client and corpus_commands.
 Must not know: the held-out questions of questions.json.
 """
 
 from models.builtin.training import corpus_api as api
 from models.builtin.training import corpus_client as client
+from models.builtin.training import corpus_commands as commands
 from models.builtin.training import corpus_server as server
 from models.builtin.training.corpus_facts import FactTemplate
 
@@ -249,5 +250,200 @@ PARAPHRASES: tuple[FactTemplate, ...] = (
         "your {answers|replies} are {too long|too boring|always identical|too random|too predictable|not creative}, {which knob do I turn|what do I tune|what can I adjust|which parameter helps}?",
         "how do I {control|tweak|tune|adjust|vary} {randomness|creativity|determinism|answer length|diversity|the sampler|output length}?",
         to="{make the output deterministic|tweak randomness|cap the reply length|increase creativity|reduce diversity|tune decoding}",
+    ),
+    _paraphrase(
+        commands.PULL,
+        "{model|qwen3|hub|hugging face|ollama} {download|pull|fetch|names|library|repository}{ command| here|}",
+        "I {saw|found|like|chose|read about} {a model|qwen3|a nice model|mlx-community/Qwen3-4B-4bit|gemma} {on the hub|on hugging face|on huggingface.co|in ollama's library|on the web}, {how does it come to my machine|how do I acquire it|what brings it here|how do I save it to my disk}?",
+        "{before I go offline|before my flight|for later use without internet}, how do I {download a model|fetch the weights|store a model|have a model on my disk}?",
+        "{git lfs|huggingface-cli|hf download|wget|ollama} {or|is not needed, or} {what|which command of mlxrunner} {to|do I use to} {get|download|fetch} {a model|the weights}?",
+        "{at work|from ollama} I {used|typed|say} {ollama pull|ollama pull qwen3|a pull command}, {what replaces it|is there an equivalent|what do I type here}?",
+        "{is|are} {qwen3:4b|gemma3:1b|names with a colon|the tags of ollama} {understood|a valid name|accepted|known}{ here| by mlxrunner|}?",
+        to="{acquire|retrieve|transfer|bring|load down|save} {a checkpoint|a model|new weights|qwen3|the weights of a model} {from the hub|from huggingface|from the web|to my drive|for offline use}",
+    ),
+    _paraphrase(
+        commands.RUN_CHAT,
+        "{terminal|console|shell|command line|interactive|tty} {chat|session|conversation|mode|chat client|dialog}",
+        "I am {logged in over ssh|on a headless box|without a screen|in tmux|in a text console}, {how do I chat|how do I converse with a model|can I still have a conversation}?",
+        "how do I {type to|converse with|speak to|message} {a model|an llm|qwen|you} {right in my shell|from the prompt|in iterm|in a terminal window|without http}?",
+        "{is a browser necessary|must I use the browser|do I need the page}, or {can I chat in the terminal|does the terminal do|is there a console chat}?",
+        to="{converse|have a dialog|exchange messages|talk back and forth} {in the console|in a terminal window|from my prompt|in tmux|over an ssh session}",
+    ),
+    _paraphrase(
+        commands.RUN_ONCE,
+        "{single|one-off|one-shot|quick} {question|prompt|query|request} {in bash|in a script|from the command line|in a cron job}",
+        "my {script|cron job|makefile|alias} {needs|wants|should get} {one answer|a single reply|the answer to one question}{ from the model|}, {what does it call|which command|how}?",
+        "{without entering a chat|and return to my prompt|then exit}, how do I {ask something|put a question to the model|get a reply}?",
+        to="{fire off|submit|pose} {one question|a single prompt|a quick query} {and exit|from bash|and return to the shell|in a script}",
+    ),
+    _paraphrase(
+        commands.PIPE,
+        "{stdin|pipe|piping|standard input|file} {input|example|support|to a model|in the shell}",
+        "{my logs|a csv file|the readme|a stack trace|an email in a file|the output of ls} {should be explained|should be summarised|must be read by the model|need a summary}{ on the command line| in the shell|}, {how do I feed it in|what is the pipe|how do I pass it}?",
+        "how do I {summarise|explain|review|condense} {a file|a diff|a log|the output of a command} {from the shell|in the terminal|on the command line|with a pipe}?",
+        to="{summarise|explain|review|analyse} {a file|a log|a diff|the output of a program} {with a pipe|in the shell|on the command line|from my terminal}",
+    ),
+    _paraphrase(
+        commands.PS,
+        "{loaded|resident|active|warm} {models|model list}{ in memory| of the server|}",
+        "{what|which models} {occupies|occupy|sits in|sit in} {the memory|ram|memory} {at present|right now|of the server}{, in the terminal|, on the command line|}?",
+    ),
+    _paraphrase(
+        commands.STOP_MODEL,
+        "{unload|evict|eject|drop} {model|command|from memory|a model by hand}",
+        "how do I {kick|throw|push|take} {a model|qwen3|the big one} out of {memory|ram|the server}{ but keep serving|}?",
+    ),
+    _paraphrase(
+        commands.LIST,
+        "{installed|downloaded|local|available local} {models|weights|checkpoints}{ list| on disk|}",
+        "{where do I see|what shows me|how do I review} {everything I downloaded|the models on my drive|my local models|my collection of models}?",
+        "how do I {get rid of|throw away|clean up|wipe} {a download|a model on disk|an old checkpoint|qwen3 files}?",
+    ),
+    _paraphrase(
+        commands.SHOW,
+        "{model|memory} {size|fit|requirements|details}{ check| command|}",
+        "I have {8|16|24|32|64} {gb|gigabytes} of {ram|memory}, {is that enough for a model|which model fits|will qwen3 fit|can I tell if a model fits}?",
+    ),
+    _paraphrase(
+        commands.PAGE,
+        "{browser|web|graphical|html} {chat|interface|page|frontend|client|window|ui}",
+        "{my mother|my boss|a colleague who does not program|a beginner|my kid} {wants to chat|wants to try it|should talk to the model}{ without a terminal| with a mouse|}, {what do they open|is there a page|where do they click}?",
+        "{is there something like|do you have something like} {the chatgpt page|open webui|a chat website|a chat window} {built in|included|in the server|without installing anything}?",
+        "what {happens|do I see} {when I open|if I visit|if I go to} {the server's address|127.0.0.1:8080|localhost:8080|the root url} {in a browser|in firefox|with chrome}?",
+        "{can it be used|is it usable|does it work} {without a terminal|by mouse|by clicking|on my phone's browser|graphically}?",
+        to="{click instead of type commands|use a browser instead of a terminal|see the chat in a window|chat graphically|look at the page}",
+    ),
+    _paraphrase(
+        commands.ENGINE_TAB,
+        "{engine|second|live} {tab|view|panel|screen|monitor}{ of the page| in the browser|}",
+        "{where|on which tab} {is|can I see} {the tree of prefixes|the cache drawn|the tokens per second live|the waiting requests|the engine at work}{ in the browser|}?",
+        "{visualize|visualise|draw|picture} {the prefix cache|the prefix tree|cached prompts|the engine}{ for me| in the browser|}",
+        to="{visualize|visualise|watch live|inspect visually} {the prefix cache|the prefix tree|what the engine does|the running requests}",
+    ),
+    _paraphrase(
+        commands.LAUNCH,
+        "{coding|programming|ai|local} {agent|agents|assistant} {support|setup|command|integration|list|with local models}",
+        "{which|what} {programs|tools|agents} {does launch know|can launch start|can it launch|are known to launch}?",
+        "I want to {vibe code|let an ai edit my repository|have an assistant change my files|automate my programming} {locally|without the cloud|with my own model|offline}, {what do I run|how|is there a command}?",
+        to="{hook up|integrate|wire up|bring up} {a coding agent|an ai programmer|my coding assistant|an agent}{ with local models| to mlxrunner|}",
+    ),
+    *(
+        _paraphrase(
+            fact,
+            f"{{hook|wire|plug|connect}} {name} {{up|}} {{to|with}} {{mlxrunner|this server|a local model|my own model}}",
+            f"{{my company forbids the cloud|I have no internet|I want no subscription|I want to save money}}, {{can|could|will}} {name} {{use a local model|run against this server|work with mlxrunner}}?",
+            f"{{which command|what}} {{gives|gets|brings}} me {name} {{on my own hardware|with a local model|with qwen3|with this server}}?",
+            to=f"{{power|drive|feed|back}} {name} with {{a local model|mlxrunner|qwen3|this server|my own hardware}}",
+        )
+        for fact, name in zip(
+            commands.AGENTS,
+            ("claude code", "codex", "opencode", "aider", "cline", "continue.dev"),
+            strict=True,
+        )
+    ),
+    _paraphrase(
+        commands.MAKE_KEY,
+        "{api|access|client|user|admin} {key|keys|token|tokens} {creation|command|for users|for a team|required|file|setup}",
+        "{I want|we want|my boss wants} {nobody without a key|only people with a key|no strangers|a login|access control|authorization}{ on the server| in the api|}, {how|what do I do|how is it set up|which option}?",
+        "{before I open the server to the network|if others can reach the server|on a shared machine|when I listen on 0.0.0.0}, how do I {require keys|protect it|secure it|make keys|demand a key}?",
+        "how do I {equip|provide|supply} {my users|each colleague|a client|every program} with {a key|keys|credentials|a token}?",
+        to="{authenticate|authorize|restrict|control} {clients|users|access|callers|who may call the api}",
+    ),
+    _paraphrase(
+        commands.REVOKE_KEY,
+        "{revoke|revocation|remove|lost|leaked} {key|api key|credential}",
+        "a {colleague|user|client} {left|quit|must not use it any more}, {how do I take the key away|what about the key|how do I block the key}?",
+    ),
+    _paraphrase(
+        commands.BENCH,
+        "{latency|throughput|tokens per second|performance} {measurement|numbers|test|figures|under load}",
+        "how many {requests|users|clients|tokens per second} {can it handle|can the server take|does my machine manage}, {how do I measure|what tells me|can I test that}?",
+    ),
+    _paraphrase(
+        commands.DOCTOR,
+        "{machine|installation|setup|backend|health of the installation} {check|diagnosis|report|problems}",
+        "{something is wrong with|I am not sure about|I doubt} {my installation|my setup|the kernels|my machine}, {what checks it|which command helps|how do I diagnose it}?",
+        "{answers crawl|it is terribly slow|only two tokens per second|the cpu is slow}, {what can I check|which command finds the cause|why}?",
+    ),
+    _paraphrase(
+        server.FACTS[1],  # load another model
+        "a {qwen|llama|gemma|mistral|phi} {folder|directory|checkpoint} {lies|is|sits|waits} {in my home directory|on my second drive|in ~/models|next to me on disk|among my files}, {how does it get served|how can the server take it|how would I bring it up|what starts it}?",
+        "I would {rather|prefer to} {use|have|talk to} {something bigger|a stronger model|a model of mine|the weights on my disk}, {how do I bring it in|how is it served|what is the command}?",
+        "{my own|trained|merged|converted} {weights|safetensors|checkpoint} {in|into} {the server|mlxrunner}, {how|what do I do|which command serves them}?",
+    ),
+    _paraphrase(
+        server.FACTS[5],  # host
+        "{can|could|does|will} {the whole|my entire|our} {office|school|family|network|company|dorm|floor} {see|reach|use|open|access} {it|the server|mlxrunner}{ by default| out of the box| now|}?",
+        "{is it|am I|is mlxrunner} {open|exposed|visible|public|safe} {on the wifi|to my coworkers|to everyone around|in the office|on this network|from other rooms}?",
+        "{who else|which other machines|what other computers} {can|could|may} {see|reach|use|call} {it|the server|my server}?",
+    ),
+    _paraphrase(
+        server.FACTS[6],  # mac
+        "would {a used|an older|the cheapest|the newest|my wife's} {mac|macbook|mac mini|macbook pro|mac studio} {be ok|be fine|do|suffice|be enough|work out}?",
+        "{apple|a mac|an apple machine|my macbook pro|macs} {ok|fine|welcome|good enough|possible|too}?",
+    ),
+    _paraphrase(
+        server.FACTS[7],  # cuda
+        "I {put|built|plugged|installed} {a geforce|an nvidia card|a 3060|a tesla|a graphics card} {in|into} my {linux box|pc|debian server|home server}, {how do I get it used|can mlxrunner see it|will it help|what enables it}?",
+        "{get|make|let} {it|mlxrunner|the server} {use|run on|exploit} {the geforce|my nvidia card|the rtx|the gpu of my linux box|cuda}",
+    ),
+    _paraphrase(
+        api.FACTS[0],  # all endpoints
+        "{everything|all that|whatever} {I|a client|a program} {can|could|may} {call|request|reach|send requests to} {over http|on the server|here}",
+        "{the full|a complete|an exhaustive} {list|table|set} of {endpoints|routes|urls|paths|http calls}",
+    ),
+    _paraphrase(
+        api.FACTS[2],  # completions
+        "{is there|have you|do you have} {anything|something|an endpoint|a path} for {untemplated|bare|raw|unformatted|plain} {prompts|text|strings|input}{, without chat roles|, no messages at all|, not a conversation|}?",
+        "{only|just} {a bare string|one raw prompt|plain words}, {without|with no|no} {roles|messages|chat|template}, {where|which endpoint|how}?",
+    ),
+    _paraphrase(
+        api.FACTS[4],  # status
+        "{is there|have you|give me} {a url|an endpoint|a path} {with|for|that shows} {the load|the activity|the state of the server|memory and requests|what it does}",
+        "{how do I|can I|where do I} {see|tell|learn} {whether it does anything|what the server has on its hands|how loaded it is|what its state is|how much it has to do}{ over http|}?",
+    ),
+    _paraphrase(
+        client.FACTS[0],  # streaming
+        "I would {rather not|prefer not to|hate to} {wait|sit and wait|stare at nothing} {for the end|until it is complete|till the last word}, {can it come bit by bit|can parts come earlier|can words trickle in|is there a stream}?",
+        "{can|could|may|will} {the reply|it|the text|an answer} {trickle in|drip in|appear gradually|come in small parts|flow in word for word|be shown early}?",
+    ),
+    _paraphrase(
+        client.FACTS[2],  # openai sdk
+        "{the official|my|the normal|python's|the usual} openai {library|client|package|module|sdk} {needs|wants|asks for|takes|gets} {a url|an address|a base url|an endpoint}, {which one|what is it|what do I hand over|what do I write}?",
+        "{what|which} {address|url|base} {do I|shall I|must I} {hand|give|tell|feed} {to the|the} {openai library|openai sdk|openai client|official client}?",
+    ),
+    _paraphrase(
+        commands.PULL,
+        "{gemma|qwen|llama|mistral|phi|a model that I like} {is|is still} {not on my laptop|not on this disk|only online|somewhere online|not here}{ yet|}, {how do I get it|what brings it here|what now|which command}?",
+        "{can|may|do} I {write|type|use} {llama3.2|gemma3:4b|qwen3|names with tags|the short names} {as in|like in|of|from} ollama?",
+    ),
+    _paraphrase(
+        commands.ENGINE_TAB,
+        "{somewhere|in a screenshot|on a picture} I saw {the cache|cached prompts|bars for the prefixes|the engine} {drawn|as bars|with colours|as a picture}, {where is that|what was that|how do I open it}?",
+        "{which|what} part of the {page|web page} {draws|visualizes|shows} {the cache|prefixes|the engine|waiting requests}?",
+    ),
+    _paraphrase(
+        commands.MAKE_KEY,
+        "{only|just} {people I know|my friends|my own team|invited people|known clients} {should|may|shall|must} {use|reach|call|enter} {my server|the server|it}, {how|how do I do that|how do they identify themselves|how do they log in}?",
+        "{a new|another|the next} {colleague|member|teammate|student|employee} {joins|starts|arrives|needs access|wants in}{ today| tomorrow| next week|}, {what do I do|how do I give access|what do I create|how do they get a key}?",
+        "{bob|eve|maria|my brother|our intern} needs {a key|credentials|access|a login|an account of their own|a token}{ for the server|}, {how|what do I run|what do I do|which command}?",
+    ),
+    _paraphrase(
+        commands.LAUNCH,
+        "{can|could|is it possible that} an {ai|agent|assistant} {works|codes|programs} {on my project|in my repository|with my files} {with|through|on} {a local model|my own machine|this server}?",
+    ),
+    _paraphrase(
+        commands.AGENTS[0],
+        "is it possible {to have|to get|that} claude code {run|to run|running|runs} {on my own model|on a local model|with a model of mine|on this server|locally}?",
+        "{anthropic's coding agent|claude code|claude} {without the cloud|locally|on a model of mine|on my hardware}{, how|, possible|}?",
+    ),
+    _paraphrase(
+        commands.PS,
+        "{which|what} {models|model} {is|are} {sitting|staying|held|kept|alive} in {ram|memory|the server's memory}{ at this moment| at present| now|}?",
+    ),
+    _paraphrase(
+        commands.DOCTOR,
+        "{something|anything} {is|seems|looks} {off|odd|wrong|broken} with my {installation|setup|machine|install}, {who can tell me why|what examines it|how do I find out|what do I run}?",
+        "everything {crawls|is slow|takes ages|is sluggish}{ here|}, {what tells me why|what can I run|how do I find the reason}?",
     ),
 )

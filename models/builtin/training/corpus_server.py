@@ -44,7 +44,7 @@ FACTS = (
         answers=(LOAD,),
         to=(
             "{load|run|serve|use|start|try|open|host|launch|switch to|change to|get} {another|a different|a bigger|a larger|a real|my own|a new|a better|some other|an other|a proper|a local} $model",
-            "{load|run|serve|use|start|try|host|launch} {qwen|llama|gemma|mistral|a llama model|a qwen model|qwen3|llama 3|a hugging face model|a model from hugging face|a model I downloaded|a finetune|my fine-tuned model}",
+            "{load|run|serve|use|start|try|host|launch} {a llama model|a qwen model|a gemma folder|a mistral folder|a hugging face folder|a model I downloaded|a finetune|my fine-tuned model|a qwen checkpoint|a llama folder|the model in my folder}",
             "{load|serve|use|run|start with|point it at} {a model folder|a folder with a model|a folder|my weights|other weights|weights from my disk|a model on my disk|downloaded weights|safetensors files}",
             "{replace|swap|change|exchange|switch} {the model|you|this model|the built-in model|models}{ for another one| for a bigger one|}",
             "make {mlxrunner|the server|it} {load|serve|use|run} {another $model|my model|my folder|a folder of weights}",
@@ -55,10 +55,10 @@ FACTS = (
             "{is this|are you} {the only model|all|all there is|everything}, or can {I|you|it} {have|load|take|plug in|swap in|bring in} {another|something else|something bigger|a larger one|something stronger}?",
             "{what|which} {argument|parameter|option|path} does {serve|the serve command|mlxrunner serve} {take|need|want|expect}?",
             "{does|will} {mlxrunner|it|the server} {accept|read|take|open} {hugging face folders|safetensors|hf checkpoints|my finetuned weights|a quantized model|weights of my own}?",
-            "{weights|model files} {in my folder|on disk|from the hub}, how {do they get|are they} {served|loaded|used}?",
+            "{weights|model files} {in my folder|on disk|in a directory}, how {do they get|are they} {served|loaded|used}?",
             "which {line|words} do I {type|enter} {for|to serve} {another|a different|my} {model|checkpoint}?",
             "{what|which} {command|line} {loads|serves|starts|runs} {another|a different|my own|a bigger} model?",
-            "{how does|where does} {one|mlxrunner|the server} {load|get|find|take} {models|a model|its model|its weights}{ from|}?",
+            "{how does|where does} {one|mlxrunner|the server} {load|read|open|take} {a folder|a local model|its model|its weights}{ from disk|}?",
             "can {mlxrunner|the server|you|it} {serve|load|run|use|work with} {other|bigger|real|different|more} models{ too| as well|}?",
             "{I have|I've got|there is|I downloaded} a {model|llama model|qwen model|bigger model|folder with weights}{ here| on my disk| on my computer|}, {how do I use it|how can I serve it|how is it loaded|what now|can you run it|how do I start it}?",
             "{which|what} {models|other models|kind of models|files} can {I|mlxrunner|it|the server} {load|serve|run|use}?",
@@ -97,6 +97,9 @@ FACTS = (
             "{please |}{stop|shut down|quit|exit|kill} the {server|process|service}",
             "the server {blocks|holds|fills|keeps|has} my {terminal|shell|console|window}, how {do|can} I {get it back|stop it|end it|leave|quit}?",
             "what do I press to {stop|end|quit|leave|exit|shut down}{ it| the server| mlxrunner|}?",
+            "how {do|can|should} {I|we|one} {end|stop|quit|exit|kill|close|turn off} {this|it|all this|everything|it all} {after work|once I no longer need it|again|later|in the evening|cleanly|properly}?",
+            "{once|after|as soon as} I {am through|have what I need|no longer need it|have seen enough}, how {do I|can I|should I} {end|stop|quit|close|kill|exit|turn off} {it|this|the server|everything|the program}?",
+            "{does|will} {ctrl-c|control c|ctrl c|ctrl-d|escape} {stop|end|quit|kill|hurt} {the server|it|mlxrunner|anything}?",
             "{enough|that's enough|I'm finished|work is over|I no longer need it}, how {is|do I get} the server {stopped|down|off|ended}?",
             "how {do|can|should} I {shut|take|bring|power} {mlxrunner|the server|it|the service} {down|off}{ cleanly| properly| safely|}?",
             "{what|which} {key|keys|command|button} {stops|ends|quits|kills|closes} {the server|mlxrunner|it|you}?",
@@ -135,7 +138,7 @@ FACTS = (
         weight=1.3,
         answers=(
             "The server listens on 127.0.0.1, so only this computer can reach it. "
-            "Use `--host` to choose another address.",
+            "Use `--host` for another address, together with `--api-keys`.",
         ),
         to=(
             "{reach|use|open|access} the server from {another|a different} {computer|machine|device|host}",
@@ -182,7 +185,7 @@ FACTS = (
     FactTemplate(
         weight=1.5,
         answers=(
-            "Yes, mlxrunner runs on Linux with an NVIDIA GPU. Start it with `USES_CUDA=1 make serve`.",
+            "Yes, mlxrunner runs on Linux with an NVIDIA GPU. Start it with `CUDA=1 make serve`.",
         ),
         to=(
             "{use|run on|enable|switch on|turn on|take advantage of} {my gpu|an nvidia gpu|a gpu|cuda|my nvidia card|the graphics card|a geforce|a gpu on linux|my h100|an a100}",
@@ -192,6 +195,8 @@ FACTS = (
             "how do I {get|make|let} {it|mlxrunner|the server} {to use|use|run on} {my|the|our} {geforce|rtx|nvidia card|gpu|a100|h100|4090|graphics card|cuda device}{ in my linux box| on linux| on ubuntu| in the server room|}?",
             "{there is|there's|we have|my machine has|my pc has|the box has} {a geforce|an nvidia gpu|an rtx 3090|an a100|a graphics card|a gpu}, {can it help|is it of use|will it be used|can mlxrunner use it|how is it used}?",
             "{is|will} {cuda|my gpu|the nvidia gpu|the graphics card} {used|be used|found|needed}{ on linux| automatically|}?",
+            "{the|our|my} {desktop|tower|gaming pc|computer|box|server|rig|linux pc} {contains|comes with|is equipped with|sports|runs} {an nvidia card|a geforce|a gtx 1660|a 4070|a quadro|two a100s|nvidia hardware|a graphics card from nvidia} {under linux|with debian|and fedora|and arch linux|}, {does the server benefit|does it get used|will that be used|would it be faster|what do I have to type}?",
+            "{linux|debian|fedora|arch} {with|plus|and} {an rtx 3080|a geforce|an nvidia card|an nvidia gpu|a gtx card|rtx}{, does that work|, is it supported|, how|?|}",
             "{geforce|rtx|4090|3090|a100|h100|cuda 13|nvidia gpu}{?| support?}",
             "{does|will|can} $it {run|work|start} {on|with} {nvidia|an nvidia gpu|cuda|a geforce card|nvidia cards|linux with cuda|a linux gpu|gpus from nvidia|an rtx|rtx cards}?",
             "{do you|does $it} {support|use|know} {cuda|nvidia|nvidia gpus|nvidia cards|graphics cards|gpus|rtx}?",
@@ -218,7 +223,8 @@ FACTS = (
     ),
     FactTemplate(
         answers=(
-            "It runs on a Mac with Metal, on Linux with the CPU, and on Linux with NVIDIA GPUs.",
+            "It runs on a Mac with Metal, on Linux with the CPU, and on Linux with NVIDIA GPUs. "
+            "Only Linux with an x86-64 CPU is tested.",
         ),
         asks=(
             "{which|what} {platforms|systems|operating systems|computers|machines|hardware|os|devices} {are supported|does it support|does it run on|does mlxrunner run on|can I use|do I need|is needed|is supported}?",
@@ -250,7 +256,7 @@ FACTS = (
     ),
     FactTemplate(
         weight=1.3,
-        answers=("Run `make test` in the project folder. It runs all tests, offline.",),
+        answers=("Run `make test` in the project folder. It runs the tests, offline.",),
         to=(
             "{run|start|execute|launch|do} {the tests|tests|all tests|the unit tests|its tests|pytest|the checks}{ of mlxrunner| of this project| myself|}",
             "{test|verify|check} {the code|my change|my changes|my edit|a change|the project|mlxrunner|that it works|that everything works|that all is well}",

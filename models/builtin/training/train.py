@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save
+from safetensors.numpy import load_file, save
 from tokenizers import Tokenizer
 
 from models.builtin.training.augmentation import normalize
@@ -59,7 +59,8 @@ class TrainingRecipe:
     """The training recipe. for_tokenizer: the number of conversations for training the tokenizer.
     batch: the number of tokens per step. short, long: the two row lengths into which conversations
     are packed, in tokens. rounds: the first round trains the answers, and the following rounds
-    train the recognition of paraphrased questions."""
+    train the recognition of paraphrased questions. further_rounds: the rounds of a training that
+    starts from a trained model, whose corpora differ from those of `rounds`."""
 
     seed: int = 0
     for_tokenizer: int = 20_000
@@ -72,6 +73,11 @@ class TrainingRecipe:
         TrainingRound(conversations=160_000, noise_share=0.0, steps=5200, rate=4e-3),
         TrainingRound(conversations=60_000, noise_share=0.5, steps=700, rate=2e-3),
         TrainingRound(conversations=40_000, noise_share=0.5, steps=420, rate=1.5e-3),
+    )
+    further_rounds: tuple[TrainingRound, ...] = (
+        TrainingRound(conversations=120_000, noise_share=0.25, steps=1800, rate=3e-3),
+        TrainingRound(conversations=30_000, noise_share=0.4, steps=600, rate=2.5e-3),
+        TrainingRound(conversations=20_000, noise_share=0.5, steps=200, rate=1.5e-3),
     )
 
 
@@ -93,17 +99,32 @@ def main() -> None:
         default=1.0,
         help="share of the conversations and steps, for a trial run",
     )
+    parser.add_argument(
+        "--start",
+        type=Path,
+        help="the folder of a trained model to start from; its tokenizer is kept",
+    )
     parser.add_argument("--out", type=Path, default=FOLDER, help="the folder to write the model to")
     options = parser.parse_args()
     out: Path = options.out
     recipe = TrainingRecipe(seed=options.seed)
-    tokenizer = train_tokenizer(
-        generate_corpus(recipe.seed, recipe.for_tokenizer), recipe.vocabulary
-    )
+    start: Path | None = options.start
+    if start:
+        tokenizer = Tokenizer.from_file(str(start / "tokenizer.json"))
+        loaded = load_file(start / "model.safetensors")
+        weights = {name: jnp.asarray(array) for name, array in loaded.items()}
+        # rounds of a separate number have corpora of their own
+        rounds = tuple(enumerate(recipe.further_rounds, start=len(recipe.rounds)))
+    else:
+        tokenizer = train_tokenizer(
+            generate_corpus(recipe.seed, recipe.for_tokenizer), recipe.vocabulary
+        )
+        weights = {}
+        rounds = tuple(enumerate(recipe.rounds))
     shape = NetworkShape(vocab_size=tokenizer.get_vocab_size())
-    weights = initial_weights(shape, jax.random.key(recipe.seed))
+    weights = weights or initial_weights(shape, jax.random.key(recipe.seed))
     print(f"{sum(weight.size for weight in weights.values())} parameters")
-    for number, whole in enumerate(recipe.rounds):
+    for number, whole in rounds:
         weights = train_round(
             recipe, number, scale_round(whole, options.part), shape, weights, tokenizer
         )
