@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from app.serving.logs import QueuedLogHandler
 from tests import tiny
 from tests.machine_lock import MachineLock, machine_lock_of_run
 from tests.throttle import Throttle
@@ -197,14 +198,20 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _log_levels() -> Iterator[None]:
-    """A command that runs in this process sets the levels of its log, and leaves them."""
+def _restore_logging() -> Iterator[None]:
+    """Restores the log levels, and closes the log handlers, that a command in this process has set.
+    Such a handler would keep writing to the file descriptor of a stderr that pytest has closed, and
+    which may then belong to a socket of another test."""
     loggers = [logging.getLogger(name) for name in (None, "app", "app.access", "httpx2")]
     before = [logger.level for logger in loggers]
     yield
     for logger, level in zip(loggers, before, strict=True):
         if logger.level != level:
             logger.setLevel(level)
+    for handler in list(logging.getLogger().handlers):
+        if isinstance(handler, QueuedLogHandler):
+            logging.getLogger().removeHandler(handler)
+            handler.close()
 
 
 @pytest.fixture(scope="session")
