@@ -220,10 +220,12 @@ def test_only_silent_streams_get_keep_alives():
             busy.send(frames_with_pauses(*steps), 5.0),
         )
         assert busy.bodies == [b"data: 1\n\n"] * 30
-        first, *comments, last = silent.bodies
-        assert (first, last) == (b"data: 1\n\n", b"data: 2\n\n")
-        assert 1 <= len(comments) <= 6
+        end = silent.bodies.index(b"data: 2\n\n")
+        first, *comments = silent.bodies[:end]
+        assert first == b"data: 1\n\n"
         assert set(comments) == {KEEP_ALIVE_COMMENT}
+        # one more may follow the last frame if the machine stalls before the stream ends
+        assert silent.bodies[end + 1 :] in ([], [KEEP_ALIVE_COMMENT])
 
     asyncio.run(run())
 
