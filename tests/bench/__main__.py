@@ -22,6 +22,7 @@ import mlx.core as mx
 from models.builtin.training.evaluate import HELD_OUT, evaluate, load_questions
 from models.builtin.training.evaluate import format_report as scores
 from tests.bench import (
+    agreement,
     chunk_alignment,
     grammars,
     kv_layouts,
@@ -49,6 +50,7 @@ MODEL_REPORTS: dict[str, Callable[[Path], str]] = {
     "switch": switch_interval.report,
     "layouts": kv_layouts.report,
     "versus": versus_mlx_lm.report,
+    "agreement": agreement.report,
     "weights": weight_layout.report,
     "grammars": grammars.report,
     "sampling": sampling.report,
