@@ -75,9 +75,8 @@ class TrainingRecipe:
         TrainingRound(conversations=40_000, noise_share=0.5, steps=420, rate=1.5e-3),
     )
     further_rounds: tuple[TrainingRound, ...] = (
-        TrainingRound(conversations=120_000, noise_share=0.25, steps=1800, rate=3e-3),
-        TrainingRound(conversations=30_000, noise_share=0.4, steps=600, rate=2.5e-3),
-        TrainingRound(conversations=20_000, noise_share=0.5, steps=200, rate=1.5e-3),
+        TrainingRound(conversations=50_000, noise_share=0.15, steps=1000, rate=3e-3),
+        TrainingRound(conversations=20_000, noise_share=0.3, steps=300, rate=1.5e-3),
     )
 
 
