@@ -30,9 +30,9 @@ def average_weights(folders: Sequence[Path]) -> Arrays:
     """Returns the mean of the weights of the folders, each with the same share."""
     models = [load_file(folder / "model.safetensors") for folder in folders]
     return {
-        name: np.mean([model[name] for model in models], axis=0, dtype=np.float64).astype(
-            np.float32
-        )
+        name: np.stack([model[name] for model in models])
+        .mean(axis=0, dtype=np.float64)
+        .astype(np.float32)
         for name in models[0]
     }
 
