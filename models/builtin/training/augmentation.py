@@ -64,11 +64,13 @@ _OPENINGS = (
         "be honest, ",
         "great. ",
     ),
+    *("good morning, ", "good day! ", "good afternoon, ", "hello there! ", "hey! ", "dear model, "),
 )
 _CLOSINGS = (
     *(" please", ", please", " thanks", ", thanks", " thank you", ", thank you", " now", " again"),
     *(" exactly", " here", " then", ", if I may ask", " by any chance", ", do you know", " :)"),
     *(", in short", ", quickly", " for me", " today", " or not", ", in one line", " on my side"),
+    *(" in my case", ", if possible", " these days", " as a beginner", ", I want to know"),
 )
 _FILLERS = (
     "actually",
@@ -173,6 +175,30 @@ _SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "loaded": ("in memory", "in ram", "resident"),
     "live": ("as it happens", "in real time"),
 }
+# spellings of names, which the templates have in lower case
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    **{
+        name.lower(): (name,)
+        for name in (
+            *("Mac", "Macs", "MacBook", "MacBooks", "iMac", "macOS", "M1", "M2", "M3", "M4"),
+            *("Apple", "Apple's", "Metal", "Intel", "AMD", "Linux", "Ubuntu", "Debian", "Fedora"),
+            *("Windows", "CUDA", "GPU", "GPUs", "CPU", "CPUs", "RTX", "GTX", "GeForce", "Tesla"),
+            *("A100", "H100", "H200", "Ollama", "Ollama's", "Anthropic", "Anthropic's", "Claude"),
+            *("Codex", "Aider", "Cline", "Llama", "Qwen", "Qwen3", "Gemma", "Mistral", "Phi"),
+            *("Hugging", "OpenCode", "Python", "HTTP", "JSON", "URL", "URLs", "API", "APIs"),
+            *("SDK", "AI", "LLM", "LLMs", "RAM", "VRAM", "SSE", "ID", "IDs", "Docker", "Firefox"),
+            *("Chrome", "Safari", "MIT", "PC", "SSH", "LAN", "WiFi", "KV", "GB", "OS", "OpenAPI"),
+            *("Jupyter", "LangChain", "LlamaIndex", "Unix", "Bash", "Kubernetes", "GUI", "UI"),
+            *("CSV", "MLX", "ChatGPT", "GPT", "Ctrl-C", "Monday", "English", "German", "French"),
+        )
+    },
+    "nvidia": ("NVIDIA", "Nvidia"),
+    "openai": ("OpenAI", "OpenAI", "OpenAi"),
+    "openai's": ("OpenAI's",),
+    "face": ("Face",),
+}
+# a name is not part of a path, of an address or of a model's tag
+_WORD = re.compile(r"(?<![\w/.:-])[a-z][a-z0-9]*(?:-[a-z]|'s)?(?![\w/]|[-:.]\w)")
 _CONTRACTIONS = (
     ("I would", "I'd"),
     ("I have", "I've"),
@@ -274,7 +300,14 @@ def _recase(text: str, rng: random.Random) -> str:
         return text.lower()
     if style < 0.37:
         return text.upper()
+    if rng.random() < 0.75:
+        text = _spell_names(text, rng)
     return capitalize(text) if style < 0.93 else text
+
+
+def _spell_names(text: str, rng: random.Random) -> str:
+    """Returns `text` with the usual upper-case letters of names such as NVIDIA and MacBook."""
+    return _WORD.sub(lambda found: rng.choice(_NAMES.get(found[0], (found[0],))), text)
 
 
 def _noise_word(rng: random.Random) -> str:

@@ -43,7 +43,14 @@ from models.builtin.training.corpus_facts import (
 from models.builtin.training.corpus_paraphrases import PARAPHRASES
 from models.builtin.training.corpus_stories import make_story, make_story_turn
 
-FACTS = corpus_server.FACTS + corpus_api.FACTS + corpus_client.FACTS + corpus_commands.FACTS
+# each fact is asked for in the words of its own file and in paraphrases
+FACTS = (
+    corpus_server.FACTS
+    + corpus_api.FACTS
+    + corpus_client.FACTS
+    + corpus_commands.FACTS
+    + PARAPHRASES
+)
 
 # pairs of an ability and its percentage of turns
 MIXTURE = (
@@ -88,8 +95,7 @@ class Conversation:
 
 def generate_corpus(seed: int, count: int, noise_share: float = 0.0) -> Iterator[Conversation]:
     """`count` conversations, reproducible from the seed. noise_share: share of the questions to
-    which noise is added, among those that need not be taken literally; if it is not 0, facts are
-    also asked for with paraphrases."""
+    which noise is added, among those that need not be taken literally."""
     rng = random.Random(seed)
     return islice(iter(lambda: make_conversation(rng, noise_share), None), count)
 
@@ -120,15 +126,15 @@ def make_turns(rng: random.Random, noise_share: float = 0.0) -> list[Turn]:
         return [make_repeat_turn(rng)]
     if ability == "meet":
         return make_name_turns(rng)
-    ask, answer = _make_turn(ability, rng, FACTS + 2 * PARAPHRASES if noise_share else FACTS)
+    ask, answer = _make_turn(ability, rng)
     ask = reword(ask, rng)
     return [(add_noise(ask, rng, noise_share) if ability in _NOISY_ABILITIES else ask, answer)]
 
 
-def _make_turn(ability: str, rng: random.Random, facts: tuple[FactTemplate, ...]) -> Turn:
+def _make_turn(ability: str, rng: random.Random) -> Turn:
     match ability:
         case "fact":
-            return _make_fact_turn(rng, facts)
+            return _make_fact_turn(rng, FACTS)
         case "talk":
             return _make_fact_turn(rng, corpus_small_talk.SMALL_TALK)
         case "joke":

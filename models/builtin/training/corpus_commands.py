@@ -75,6 +75,10 @@ RUN_ONCE = FactTemplate(
         "{can|could|does} {mlxrunner run|the run command|it|mlxrunner} {answer|take|handle} {one question|a single question|one prompt|a prompt as an argument|the question as an argument|a one-shot prompt}{ and exit| and then end|}?",
         "I {only want|just want|need only} {one answer|a single answer|a quick answer|one reply}{ in the terminal| in my shell| from a shell script|}, {no chat|without a chat|not a chat|no conversation}, {how|what do I type|which command}?",
         "{one-shot|single|one shot|non-interactive} {prompt|question|answer|mode|run}{ in the terminal| on the command line| from a script|}{?|}",
+        "{does|can|will} {mlxrunner|it|the model|qwen} {reply to|answer} {a prompt|one prompt|a question} {inside|in|from} {a makefile|a bash loop|a script|a shell function|an alias|a batch job}?",
+        "{call|query|prompt|ask} {the model|qwen|an llm|you} {once|a single time|just once} {in|from|inside} {my script|bash|zsh|a makefile|the shell|a batch job}",
+        "{scripted|batch|headless|scripts and} {use|prompts|questions|answers}{ in the shell| without a chat|}{?|}",
+        "I {do not need|don't want|skip} {a conversation|an interactive session|the chat}, {just|only} {a reply|one answer|the text} {printed|on stdout|in my shell}, {how|which command|is that possible}?",
         "how {do I|does a script|does a shell script|can I} {ask|put} {a model|qwen|the model} {something|one thing|a question} {and get the answer on stdout|and exit|once|from the shell}?",
     ),
     about=("{one-shot prompts|asking one question in the terminal|a single prompt}",),
@@ -221,6 +225,10 @@ ENGINE_TAB = FactTemplate(
         "{is there|does the page have|do you have} {a picture of the cache|a drawing of the prefix cache|a live view of the engine|a view of the running requests|a tab for the engine|a monitor on the page|a graphical monitor|a dashboard}?",
         "{can|could} {I|we} {see|watch} {the prefix tree|the cache|cached prompts|running requests|the engine|tokens per second} {in the browser|on the page|on a web page|drawn|live on the page|graphically}?",
         "{engine tab|prefix tree|the engine view|drawing of the cache}{?|}",
+        "{which|what} {tab|view|panel|part of the page} {tells|reports|displays|has} {cache hits|evictions|what is cached|how full the memory is|how well the cache works|the speed|running requests|how many requests wait}{ live|}?",
+        "is there a {tab|view|panel} {for|about|with|on} {the cache|the memory|the speed|the requests|the prefixes|the engine}{ on the page| in the browser|}?",
+        "what is the {second|other} tab {of|on} the page{ for| about|}?",
+        "where {in the browser|on the page|in the page} do I {see|watch|find} {cache hits|how much is cached|how full the memory is|how many requests wait|what the cache holds|the use of the cache}?",
         "{where|how} {does|can} {the page|the web page|the browser} {show|display} {the engine|the cache|the running requests|the prefixes|the speed of the server}?",
         "what {are|do} the {bars|colours|colors|boxes} {in|on} the {engine tab|drawing|engine view|prefix drawing}{ mean|}?",
     ),
@@ -249,9 +257,7 @@ def _make_agent_fact(program: str, name: str, phrase: str) -> FactTemplate:
             f"{{let|make|have}} {phrase} {{use|talk to|work with}} {{a local model|mlxrunner|this server|you|my model|the server}}",
         ),
         asks=(
-            f"{{does|can|will|could}} {phrase} {{work|run|be used|talk|go}}{{ here| with mlxrunner| with this server| with a local model| with you|}}?",
-            f"{{is|would}} {phrase} {{supported|possible|compatible|ok}}{{ here| with mlxrunner|}}?",
-            f"I {{use|love|like|work with|want|code with|have}} {phrase}, {{how do I connect it|does it work here|can it use a local model|how do I point it here|which command|can it run on my own models|how do they go together}}?",
+            f"I {{use|love|like|work with|want|code with|have}} {phrase}, {{how do I connect it|how does it use a local model|how do I point it here|which command|how does it run on my own models|how do they go together}}?",
             f"{{what|which}} {{command|line}} {{starts|runs|launches|connects}} {phrase}{{ with a local model| with this server|}}?",
             f"{phrase}{{?| setup| support?| with mlxrunner| and mlxrunner| with a local model|}}",
             f"must I {{edit|change|write}} {{the config|settings|the configuration}} of {phrase}?",
@@ -260,7 +266,25 @@ def _make_agent_fact(program: str, name: str, phrase: str) -> FactTemplate:
     )
 
 
+def _make_agent_support_fact(program: str, name: str, phrase: str) -> FactTemplate:
+    """The answer to the question whether an agent works with the server."""
+    return FactTemplate(
+        weight=0.8 if program == "claude" else 0.4,
+        answers=(
+            f"Yes, {name} works with this server. `mlxrunner launch {program} MODEL` starts it.",
+        ),
+        asks=(
+            f"{{does|can|will|could}} {phrase} {{work|run|be used|talk|go|function}}{{ here| with mlxrunner| with this server| with a local model| with you| on top of it| together with it|}}?",
+            f"{{is|would}} {phrase} {{supported|possible|compatible|ok|fine|usable}}{{ here| with mlxrunner|}}?",
+            f"{{does|can|will}} {{mlxrunner|it|the server|this}} {{support|work with|go with|understand|run with|serve}} {phrase}{{ too| as well|}}?",
+            f"I {{use|love|like|code with|have}} {phrase}, {{does it work here|can it use a local model|can it run on my own models|is it supported|will that work}}?",
+            f"{{are|is}} {{agents|programs|a tool|tools}} like {phrase} {{supported|compatible|possible|ok}}{{ here| with mlxrunner|}}?",
+        ),
+    )
+
+
 AGENTS = tuple(_make_agent_fact(*agent) for agent in _AGENTS)
+AGENT_SUPPORT = tuple(_make_agent_support_fact(*agent) for agent in _AGENTS)
 LAUNCH = FactTemplate(
     weight=1.8,
     answers=(
@@ -274,13 +298,23 @@ LAUNCH = FactTemplate(
     ),
     asks=(
         "{what|which} {coding agents|agents|coding assistants|coding tools|agent programs} {work|are supported|can I use|are there|does it support|does launch know|can be launched|work here|run with mlxrunner}{ with mlxrunner| with this server|}?",
-        "{does|can|will} {mlxrunner|it|the server|this} {run|support|start|work with|serve} {coding agents|a coding agent|agents|coding assistants|agentic tools}?",
         "what {does|is} {mlxrunner launch|launch|the launch command}{ do| for|}?",
         "{what|which} {command|subcommand} {starts|runs|launches|connects} {a coding agent|an agent|coding agents|a coding assistant}{ with my model| with a local model|}?",
         "{coding agents|coding agent|agents|mlxrunner launch|coding assistants|launch}{?|}",
         "I want {an agent|a coding agent|an ai} {that edits my files|to write my code|to work on my project|to fix bugs in my repo}{ with a local model| without the cloud|}, {how|what do I run|which command}?",
     ),
     about=("{coding agents|mlxrunner launch|the launch command|agents|coding assistants}",),
+)
+LAUNCH_SUPPORT = FactTemplate(
+    answers=(
+        "Yes, coding agents work with this server. `mlxrunner launch PROGRAM MODEL` starts claude, "
+        "codex, opencode, aider, cline or continue.",
+    ),
+    asks=(
+        "{does|can|will} {mlxrunner|it|the server|this} {run|support|start|work with|serve} {coding agents|a coding agent|agents|coding assistants|agentic tools}?",
+        "{do|can|will} {coding agents|agents|coding assistants|ai programmers|agentic tools} {work|run|function|connect}{ here| with mlxrunner| with it|}?",
+        "{are|is} {coding agents|an agent|agents|a coding assistant} {supported|possible|compatible}{ here| too|}?",
+    ),
 )
 MAKE_KEY = FactTemplate(
     weight=2.2,
@@ -433,7 +467,9 @@ FACTS = (
     PAGE,
     ENGINE_TAB,
     LAUNCH,
+    LAUNCH_SUPPORT,
     *AGENTS,
+    *AGENT_SUPPORT,
     MAKE_KEY,
     REVOKE_KEY,
     BENCH,

@@ -36,6 +36,9 @@ _COUNT = (
     "A to B{, counting| in order|, number by number| please|}",
     "{what comes|which numbers come} {from A to B|when you count from A to B}?",
     "first A, then on {to|until} B",
+    "{every|each|any|all the} {number|integer|whole number|numbers} {from A to B|between A and B|A to B}{, the ends too|, ends included|, including A and B| with both ends|, from first to last|}",
+    "{say|write|name|list|print|tell me} {every|each} {number|integer|whole number} {from A to B|from A up to B|A to B}{, inclusive|, ends included| in order|, the ends too|}",
+    "{from A to B|A to B}: {list|name|count|say} {them|all numbers|the numbers|every number}",
 )
 _COUNT_FROM_ONE = (
     "{let me hear you|I want you to|show me that you can} count {to|up to|as far as} B",

@@ -92,9 +92,12 @@ FACTS = (
             "{stop|quit|end|kill|close|exit|terminate|halt|turn off|switch off|interrupt} {the server|mlxrunner|this server|the program|it|the process|everything|you}",
             "make {the server|mlxrunner|it} {stop|quit|end|exit}",
             "{get out of|leave} {the server|mlxrunner|it}",
+            "{shut|switch|turn|close|power} {everything|it|mlxrunner|the program|this|the server} {down|off}{ again| for the night| properly|}",
         ),
         asks=(
             "{please |}{stop|shut down|quit|exit|kill} the {server|process|service}",
+            "{my work is done|the demo is over|I have my results|I go home}, {what ends it|how do I shut down|how is it switched off|how do I turn it off|what do I press}?",
+            "how do I {shut|switch|turn} {it|everything|mlxrunner|this program|the server} {down|off} {when|once|after|as soon as} {my work is done|the demo is over|I do not need it|everybody has gone home|the tests are through}?",
             "the server {blocks|holds|fills|keeps|has} my {terminal|shell|console|window}, how {do|can} I {get it back|stop it|end it|leave|quit}?",
             "what do I press to {stop|end|quit|leave|exit|shut down}{ it| the server| mlxrunner|}?",
             "how {do|can|should} {I|we|one} {end|stop|quit|exit|kill|close|turn off} {this|it|all this|everything|it all} {after work|once I no longer need it|again|later|in the evening|cleanly|properly}?",

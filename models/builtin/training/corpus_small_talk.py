@@ -24,6 +24,9 @@ SMALL_TALK = (
         asks=(
             "{hi|hello|hey|good day|good morning|dear model|little one}{,|!|} how {are things|is everything|was your day|are you feeling|have you been|is it going|are you today|goes it}{ today| with you| lately| so far|}?",
             "{everything|all} {ok|well|good|fine|alright}{ with you| today|}?",
+            "{how are you|how are you doing|how are you feeling|how do you do|how is it going|how's it going|how are things|how is life|how do you feel|are you well|you ok|how goes it|how was your day|how is your day}{ today| right now| this evening| these days| so far| my friend|}?",
+            "{hi|hello|hey|hello there|good morning|good day|good afternoon|good evening|morning|evening}{!|,|.} {how are you|how are you doing|how do you do|how is it going|how's it going|how are things|how's life|how do you feel|and you, how are you|all well|is everything fine|are you doing well}{ today| tonight| this evening|}?",
+            "{it's|it is} {good|nice} to {see|meet|hear from} you, how {are you|are things|is it going|do you do}?",
             "{hello|hi|hey|good morning|good day|good afternoon|hi there|}{,|!|.|} {how are you|how are you doing|how is it going|how do you do|how are things|what's up|how do you feel|how have things been|are you well|are you ok|how's life|how goes it|how is your day|how was your day|how have you been lately}{ today| this morning| now|}?",
             "{are you|do you feel} {ok|well|fine|happy|good|alright}{ today|}?",
         ),

@@ -59,7 +59,7 @@ class TrainingRecipe:
     """The training recipe. for_tokenizer: the number of conversations for training the tokenizer.
     batch: the number of tokens per step. short, long: the two row lengths into which conversations
     are packed, in tokens. rounds: the first round trains the answers, and the following rounds
-    train the recognition of paraphrased questions. further_rounds: the rounds of a training that
+    train the recognition of incomplete questions. further_rounds: the rounds of a training that
     starts from a trained model, whose corpora differ from those of `rounds`."""
 
     seed: int = 0
@@ -70,14 +70,13 @@ class TrainingRecipe:
     long: int = 256
     warmup: int = 50
     rounds: tuple[TrainingRound, ...] = (
-        TrainingRound(conversations=160_000, noise_share=0.0, steps=5200, rate=4e-3),
-        TrainingRound(conversations=60_000, noise_share=0.5, steps=700, rate=2e-3),
+        TrainingRound(conversations=160_000, noise_share=0.15, steps=5000, rate=4e-3),
+        TrainingRound(conversations=60_000, noise_share=0.4, steps=800, rate=2e-3),
         TrainingRound(conversations=40_000, noise_share=0.5, steps=420, rate=1.5e-3),
     )
     further_rounds: tuple[TrainingRound, ...] = (
-        TrainingRound(conversations=120_000, noise_share=0.25, steps=1800, rate=3e-3),
-        TrainingRound(conversations=30_000, noise_share=0.4, steps=600, rate=2.5e-3),
-        TrainingRound(conversations=20_000, noise_share=0.5, steps=200, rate=1.5e-3),
+        TrainingRound(conversations=50_000, noise_share=0.15, steps=1000, rate=3e-3),
+        TrainingRound(conversations=20_000, noise_share=0.3, steps=300, rate=1.5e-3),
     )
 
 
@@ -105,8 +104,14 @@ def main() -> None:
         help="the folder of a trained model to start from; its tokenizer is kept",
     )
     parser.add_argument("--out", type=Path, default=FOLDER, help="the folder to write the model to")
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        help="a folder; the model is also written to a folder round-N in it after round N",
+    )
     options = parser.parse_args()
     out: Path = options.out
+    checkpoints: Path | None = options.checkpoints
     recipe = TrainingRecipe(seed=options.seed)
     start: Path | None = options.start
     if start:
@@ -128,6 +133,8 @@ def main() -> None:
         weights = train_round(
             recipe, number, scale_round(whole, options.part), shape, weights, tokenizer
         )
+        if checkpoints:
+            write(checkpoints / f"round-{number}", shape, weights, tokenizer)
     write(out, shape, weights, tokenizer)
     digest = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
     print(f"wrote {out}, model.safetensors sha256 {digest}")
