@@ -12,7 +12,7 @@
 # has an environment of its own: make test PYTHON=python3.13 VENV=.venv-3.13 t=tests/core
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-all clients clients-latest check fix manual bench bench-cpu parity builtin screenshots transcripts wheel lock size trace clean
+.PHONY: help venv serve test test-all test-device clients clients-latest check fix manual bench bench-cpu parity builtin screenshots transcripts wheel lock size trace clean
 
 # Not taken from the shell, where HOST and PYTHON often mean something else.
 MODEL =
@@ -77,6 +77,9 @@ test: venv $(DEV) $(if $(filter-out tests/clients%,$(t)),,$(CLIENTS))  ## the te
 test-all: venv $(DEV) $(CLIENTS)  ## all tests, in timed parts, and the coverage that they must reach
 	@$(BIN)/python -m tests.run_parts $(ARGS)
 
+test-device: venv $(DEV)  ## on a Mac or with CUDA=1: the tests that need a GPU, and a table of speeds
+	@$(BIN)/python -m tests.device $(ARGS)
+
 clients: venv $(DEV) $(CLIENTS) $(PROGRAMS)  ## run examples/ and coding agents against a real server: libraries, a browser, programs
 	@$(BIN)/python -m pytest tests/clients -m "not gpu and not network" $(ARGS)
 
@@ -107,7 +110,7 @@ manual: venv $(DEV) .venv-manual/.installed  ## write the generated pages of doc
 bench: venv $(DEV)  ## measure; ARGS=--help tells what
 	@$(BIN)/python -m tests.bench $(ARGS)
 
-bench-cpu: venv $(DEV)  ## on a Linux CPU, against stock MLX and llama.cpp; ARGS=--help tells how
+bench-cpu: venv $(DEV)  ## on a Linux CPU, against its limits and other engines; ARGS=--help tells how
 	@$(BIN)/python -m tests.bench.cpu $(ARGS)
 
 parity: .venv-parity/.installed  ## hold every architecture against mlx-lm and transformers

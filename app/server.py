@@ -38,6 +38,7 @@ from app.runners.preflight import estimate_memory
 from app.runners.ranks.launch import Launch, detect_launch, restrict_to_one_model, watch_launcher
 from app.runners.tokenizer_check import TokenizerChecker
 from app.serving.event_loop_watchdog import EventLoopWatchdog
+from app.serving.keep_awake import create_keep_awake
 from app.serving.limits import RequestLimits
 from app.serving.logs import get_terminal_log
 from app.serving.model_library import InstalledModels
@@ -110,6 +111,7 @@ class _RunningServer:
         self._systemd = SystemdNotifier.from_environment(os.environ, os.getpid())
         self._tracing = create_tracing(settings)
         self._terminal = _create_terminal_status(settings)
+        self._keep_awake = create_keep_awake(settings)
         self._needs_key = keyring.enabled
         registry = ModelRegistry(entries, settings)
         self._pool = ModelPool(
@@ -140,7 +142,8 @@ class _RunningServer:
         """Builds the HTTP server around the router."""
         settings = self._settings
         limited = RequestLimits(self._router, self._router, settings)
-        watches = [watch.observe for watch in (self._tracing, self._terminal) if watch is not None]
+        observers = (self._tracing, self._terminal, self._keep_awake)
+        watches = [watch.observe for watch in observers if watch is not None]
         generate = ObservedGenerate(limited, *watches) if watches else limited
         traffic = ConnectionStats()
         app = build_app(
@@ -183,6 +186,7 @@ class _RunningServer:
             self._library.sweep_uploads(),
             self._systemd.watch(self._server, self._settings.drain),
             self._show_on_terminal(),
+            contextlib.nullcontext() if self._keep_awake is None else self._keep_awake.run(),
         ):
             yield
         await self._pool.stop()

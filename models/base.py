@@ -57,9 +57,11 @@ class Model(Protocol):
     and in a batch, and for every split of the prompt into chunks, provided that each operation is
     batch-invariant (`models.cpu_layout`). It is False if the model chooses between two equivalent
     computations based on the number of positions.
+    kv_dtype: the type of the caches that `make_kv` returns, see `models.kv.set_kv_dtype`.
     """
 
     batch_invariant: ClassVar[bool]
+    kv_dtype: mx.Dtype | None
 
     def __call__(self, tokens: mx.array, kv: Sequence[object]) -> mx.array:
         """Appends tokens [B, L] to `kv` and returns their hidden states [B, L, D] after the final

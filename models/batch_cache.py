@@ -8,10 +8,16 @@ buffers that are not shared between rows. On a CPU, one operation computes atten
 row can therefore join or leave the batch between any two steps without copying.
 docs/decisions/engine.md compares this design with padded and paged layouts.
 
-Each step computes exactly one new position per row.
+`BatchKVCache` and `BatchRecurrentCache` compute exactly one new position per row.
+`PackedKVCache` computes several new positions of each sequence, for prompts of different lengths:
+
+    tokens    [ prompt A ............ | prompt B .... | prompt C . ]    [T, 1], one position per row
+    weights   [------------------- one product for all ------------]
+    attention [ A · cache A           | B · cache B   | C · cache C]
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import mlx.core as mx
@@ -19,7 +25,9 @@ import mlx.core as mx
 from models.kernels.in_place_attention import InPlaceCache, attend_in_place
 
 
-class _AttentionRow(InPlaceCache, Protocol):
+class AttentionRow(InPlaceCache, Protocol):
+    """The cache of one sequence's attention layer."""
+
     def attend(
         self,
         queries: mx.array,
@@ -43,7 +51,7 @@ class _RecurrentRow(Protocol):
 class BatchKVCache:
     """The attention caches of a batch. offset: the positions of the rows, [B]."""
 
-    def __init__(self, rows: Sequence[_AttentionRow], offsets: mx.array) -> None:
+    def __init__(self, rows: Sequence[AttentionRow], offsets: mx.array) -> None:
         self._rows = rows
         self.offset = offsets
 
@@ -74,6 +82,41 @@ class BatchKVCache:
                 for row, (q, k, v) in zip(self._rows, parts, strict=True)
             ]
         )
+
+
+class PackedKVCache:
+    """The attention caches of several sequences, each with several new positions. The layer gets
+    all positions as rows, so it needs no padding.
+
+    lengths: the number of new positions of each sequence. offset: the position of each row, [T].
+    """
+
+    in_place_caches: Sequence[InPlaceCache] = ()
+
+    def __init__(
+        self, sequences: Sequence[AttentionRow], lengths: Sequence[int], offsets: mx.array
+    ) -> None:
+        self._sequences = sequences
+        self._ranges = list(pairwise(accumulate(lengths, initial=0)))
+        self.offset = offsets
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+        softcap: float | None = None,
+    ) -> mx.array:
+        parts = list[mx.array]()
+        for sequence, (start, end) in zip(self._sequences, self._ranges, strict=True):
+            # [L, H, 1, D] → [1, H, L, D]
+            q, k, v = (x[start:end].transpose(2, 1, 0, 3) for x in (queries, keys, values))
+            seen = sequence.attend(q, k, v, scale=scale, sinks=sinks, softcap=softcap)
+            parts.append(seen.transpose(2, 1, 0, 3))
+        return mx.concatenate(parts)
 
 
 class BatchRecurrentCache:

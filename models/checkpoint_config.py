@@ -21,6 +21,10 @@ _SUPPORTED_METHODS = ("mxfp4", "mxfp8")
 _LIBRARY = "mlx_lm"
 _INSTALL_HINT = 'pip install "mlx-lm>=0.32"'
 
+# The config keys for the number of query heads, and the default if all of them are missing.
+_QUERY_HEAD_KEYS = ("num_attention_heads", "num_query_heads", "num_heads", "n_heads", "n_head")
+DEFAULT_QUERY_HEADS = 64
+
 # model types that are other names of an architecture
 ALIASES: Mapping[str, str] = {
     "gemma3_text": "gemma3",
@@ -90,3 +94,17 @@ def has_architecture(config: Mapping[str, Any]) -> bool:
 def explain_missing_library(kind: str) -> str:
     """The error for a model type that only mlx-lm may support, if it is not installed."""
     return f"model_type {kind!r} is not supported, but mlx-lm may support it: {_INSTALL_HINT}"
+
+
+def num_query_heads(config: Mapping[str, Any]) -> int:
+    """Returns the number of query heads from any of the config keys. For a list with one number per
+    layer, returns the maximum."""
+    for name in _QUERY_HEAD_KEYS:
+        match config.get(name):
+            case int(heads):
+                return heads
+            case [int(), *_] as heads:
+                return max(heads)
+            case _:
+                pass
+    return DEFAULT_QUERY_HEADS

@@ -7,7 +7,8 @@ architectures.
 This module is the only connection between architectures, which use mlx.nn, and the kernels. It
 evaluates nothing, so the memory requirement of a model can be computed first.
 
-On a CPU, activations and layer caches are always float32, regardless of the checkpoint's dtype:
+On a CPU, activations are always float32, regardless of the checkpoint's dtype. Layer caches may
+store keys and values in 16 bits (`models.kv.set_kv_dtype`).
 
     weights           with the kernels         without them
     float32           packed panels            [in, out], where BLAS is fastest for few rows
@@ -26,7 +27,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from models import kernels
-from models.base import Model
+from models.base import Model, ModelError
 from models.kernels import fused_blocks, layers, stacked_layers
 from models.layers import GatedMLP
 from models.prenorm import PreNormBlock
@@ -40,6 +41,34 @@ _KERNEL_LAYERS: layers.KernelLayerTable = {
     **layers.KERNEL_LAYERS,
     **stacked_layers.STACKED_KERNEL_LAYERS,
 }
+
+
+def set_activation_bits(model: Model, bits: int) -> None:
+    """Selects the precision of activations in products with 4- and 8-bit weights, for a model with
+    the CPU layout. bits: one of `layers.ACTIVATION_BITS`. Raises ModelError if the model has no
+    such products, unless `bits` is the default."""
+    found = _find_quantized_layers(model)
+    for layer in found:
+        layer.set_activations(bits)
+    if not found and bits != layers.ACTIVATION_BITS[0]:
+        reason = "the CPU kernels are not in use" if kernels.ops() is None else "the model has none"
+        raise ModelError(
+            f"{bits}-bit activations need weights of 4 or 8 bits that the CPU kernels multiply, "
+            f"but {reason}: leave out --activations, or set --quantize"
+        )
+
+
+def get_activation_bits(model: Model) -> int | None:
+    """Returns the value of `set_activation_bits`, or None if it does not apply to the model."""
+    return next((layer.activations for layer in _find_quantized_layers(model)), None)
+
+
+def _find_quantized_layers(model: Model) -> Sequence[layers.KernelLayer]:
+    if not isinstance(model, nn.Module):
+        return []
+    modules: Sequence[tuple[str, Any]] = model.named_modules()
+    found = [module for _, module in modules if isinstance(module, layers.KernelLayer)]
+    return [layer for layer in found if layer.activations is not None]
 
 
 def apply_cpu_layout(model: nn.Module) -> None:
@@ -72,13 +101,11 @@ def is_batch_invariant(model: Model) -> bool:
     the batch, of cached positions, and of the split of the prompt into chunks. The kernels
     guarantee this for each of their operations. Layers with weights that the kernels do not support
     use MLX's operations."""
+    if kernels.ops() is None or not model.batch_invariant:
+        return False
     assert isinstance(model, nn.Module)
     modules: Sequence[tuple[str, Any]] = model.named_modules()
-    return (
-        kernels.ops() is not None
-        and model.batch_invariant
-        and not any(type(module) in _KERNEL_LAYERS for _, module in modules)
-    )
+    return not any(type(module) in _KERNEL_LAYERS for _, module in modules)
 
 
 def _override_method(module: nn.Module, method: str, operation: Any) -> None:

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from models import base
-from models.kv import KVCache, LayerCache
+from models.kv import KVCache, LayerCache, set_kv_dtype
 from models.layers import ACTIVATIONS, Activation
 from models.rope import Rope, Scaling, make_rope, rope_settings
 
@@ -153,6 +153,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = backbone
+        self.kv_dtype: mx.Dtype | None = None
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -165,7 +166,9 @@ class CausalLM(nn.Module):
         return self.lm_head(hidden)
 
     def make_kv(self) -> list[LayerCache]:
-        return [layer.make_kv() for layer in self.model.layers]
+        caches = [layer.make_kv() for layer in self.model.layers]
+        set_kv_dtype(caches, self.kv_dtype)
+        return caches
 
     def shift(self, kv: Sequence[LayerCache], start: int, end: int) -> bool:
         if not all(isinstance(layer, KVCache) for layer in kv):

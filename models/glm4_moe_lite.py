@@ -25,7 +25,6 @@ from models.layers import GatedMLP, merge_heads, router_logits, split_heads
 from models.mla import LatentCache, MultiLinear, split_kv_b_proj
 from models.prenorm import PreNormBlock
 from models.rope import Rope, rope_settings
-from models.sdpa import scaled_dot_product_attention
 from models.sharding import REPLICATED, ShardSpec
 
 
@@ -170,17 +169,13 @@ class Attention(nn.Module):
         latents: mx.array,
         kv: LatentCache,
     ) -> mx.array:
-        mask = kv.mask(q_nope.shape[2])
-        k_rope, latents = kv.update(k_rope, latents)
-        own = self.embed_q.apply_transposed(latents)
-        k_rope = mx.broadcast_to(k_rope, (*own.shape[:-1], self.rope_dim))
-        return scaled_dot_product_attention(
-            mx.concatenate([q_nope, q_rope], axis=-1),
-            mx.concatenate([own, k_rope], axis=-1),
-            self.unembed_out(latents),
-            scale=self.scale,
-            mask=mask,
-        )
+        queries = mx.concatenate([q_nope, q_rope], axis=-1)
+        return kv.attend_expanded(queries, k_rope, latents, self._expand, scale=self.scale)
+
+    def _expand(self, latents: mx.array, heads: slice) -> tuple[mx.array, mx.array]:
+        """Returns the keys, without the rotary part, and the values of a range of heads."""
+        keys = self.embed_q.apply_transposed(latents, heads)
+        return keys, self.unembed_out(latents, heads)
 
 
 class Router(nn.Module):

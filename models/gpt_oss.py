@@ -21,6 +21,7 @@ from models import decoder
 from models.attention import GroupedQueryAttention
 from models.base import ModelError
 from models.experts import Experts, Gating, select_top_experts
+from models.layers import compile_on_gpu
 from models.prenorm import PreNormBlock
 from models.sharding import ATTENTION_SHARDS, REPLICATED, ShardSpec
 
@@ -49,7 +50,7 @@ class Config(decoder.Config):
             gate = mx.minimum(gate, limit)
             return (mx.clip(up, -limit, limit) + 1) * gate * mx.sigmoid(alpha * gate)
 
-        return clamped
+        return compile_on_gpu(clamped)
 
 
 class Attention(GroupedQueryAttention):

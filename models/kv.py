@@ -9,19 +9,32 @@ same as after a shorter run.
 
 models/rotating_kv.py and models/recurrent.py contain the other types of caches, and
 models/batch_cache.py contains batches of caches.
+
+Keys and values have the type of the activations, or a type of 16 bits (`set_kv_dtype`). In the
+second case, a number is rounded once, when it is written. Every query sees the rounded numbers,
+including the queries that are computed together with them. Therefore the results do not depend on
+chunks or batches, nor on whether a position was copied from another cache. The kernels read 16-bit
+buffers directly. Without them, the rounded numbers are stored in the type of the activations,
+because MLX's operations would convert the whole cache in each step, which takes longer than
+attention.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol, Self
 
 import mlx.core as mx
 
+from models import kernels
+from models.attention_route import AttentionShape
 from models.batch_cache import BatchKVCache
 from models.kernels.in_place_attention import InPlaceCache, SlotMapping, attend_in_place
-from models.sdpa import Mask, scaled_dot_product_attention
+from models.sdpa import Mask, describe_attention, scaled_dot_product_attention
 
 STEP = 256
+
+LARGEST_FLOAT16 = 65504.0
 
 
 class LayerCache(Protocol):
@@ -37,8 +50,18 @@ class LayerCache(Protocol):
         ...
 
     @property
+    def attention_shapes(self) -> Sequence[AttentionShape]:
+        """The shapes of the attention over this cache, once several positions have been computed
+        together. Empty without attention, and in a copy."""
+        ...
+
+    @property
     def sliceable(self) -> bool:
         """Whether any range of positions can be copied and appended to another cache."""
+        ...
+
+    def set_dtype(self, dtype: mx.Dtype | None) -> None:
+        """See `set_kv_dtype`. Called before the first position is computed."""
         ...
 
     def can_trim(self, count: int) -> bool: ...
@@ -107,19 +130,40 @@ def round_up_to_step(length: int) -> int:
     return -(-length // STEP) * STEP
 
 
+def set_kv_dtype(caches: Sequence[LayerCache], dtype: mx.Dtype | None) -> None:
+    """Selects the type to which keys and values are rounded. None: the type of the activations. A
+    type that is not narrower than the activations has no effect, because it would not save memory.
+    Recurrent states keep their type, because they accumulate rounding errors."""
+    for cache in caches:
+        cache.set_dtype(dtype)
+
+
+def round_to(array: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Converts keys or values to the type of a cache, like the kernels. Numbers beyond the range of
+    float16 become its largest finite number, because an infinity would make all later attention
+    NaN."""
+    if dtype == mx.float16 and array.dtype != mx.float16:
+        array = mx.clip(array, -LARGEST_FLOAT16, LARGEST_FLOAT16)
+    return array.astype(dtype)
+
+
+def _narrower(own: mx.Dtype | None, other: mx.Dtype) -> mx.Dtype:
+    return own if own is not None and own.size < other.size else other
+
+
 def grow_buffer(
-    buffer: mx.array | None, template: mx.array, length: int, capacity: int
+    buffer: mx.array | None, template: mx.array, length: int, capacity: int, dtype: mx.Dtype
 ) -> mx.array:
-    """Returns a buffer for `capacity` positions. The first `length` positions are copied from
-    `buffer`."""
+    """Returns a buffer for `capacity` positions of the type `dtype`. The first `length` positions
+    are copied from `buffer`."""
     batch, heads, _, dim = template.shape
     room = capacity - length
     if buffer is None or length == 0:
-        return mx.zeros((batch, heads, room, dim), template.dtype)
+        return mx.zeros((batch, heads, room, dim), dtype)
     # spare capacity is never read, so its content is arbitrary, and a view needs no memory
     filler = buffer[..., :room, :]
     if room > buffer.shape[2]:
-        filler = mx.zeros((batch, heads, room, dim), template.dtype)
+        filler = mx.zeros((batch, heads, room, dim), dtype)
     return mx.concatenate([buffer[..., :length, :], filler], axis=2)
 
 
@@ -127,13 +171,19 @@ class KVBuffers(ABC):
     """The keys and values of one layer, and the number of computed positions.
 
     supports_in_place: whether the buffers have the layout of the attention kernel, so that the
-    kernel may write to them.
+    kernel may write to them. dtype: see `set_kv_dtype`. windowed: whether the mask may be an array.
+    absorbed: whether decode steps compute latent attention (models/mla.py). attention_shapes: see
+    `LayerCache`.
     """
 
     supports_in_place = True
+    windowed = False
+    absorbed = False
 
     def __init__(self) -> None:
         self.offset = 0
+        self.dtype: mx.Dtype | None = None
+        self.attention_shapes: tuple[AttentionShape, ...] = ()
         self._keys: mx.array | None = None
         self._values: mx.array | None = None
 
@@ -144,13 +194,43 @@ class KVBuffers(ABC):
     @abstractmethod
     def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Appends keys and values [B, H, L, D]. Returns all keys and values that the L queries may
-        attend to."""
+        attend to, in the type of `keys`, as they are stored."""
 
     @abstractmethod
     def allocate_slots(self, keys: mx.array, values: mx.array) -> SlotMapping:
         """Allocates slots for positions of these shapes, [1, H, L, D]. From now on, these positions
         count as cached, so the caller must write them before they are read. Only the shapes and
         types of the arrays are used."""
+
+    def set_dtype(self, dtype: mx.Dtype | None) -> None:
+        assert self._keys is None, "the cache already contains positions"
+        self.dtype = dtype
+
+    def storage_dtype(self, given: mx.array) -> mx.Dtype:
+        """Returns the type of a buffer for keys or values like `given`."""
+        readable = self.supports_in_place and kernels.ops(given) is not None
+        return _narrower(self.dtype, given.dtype) if readable else given.dtype
+
+    @property
+    def precision(self) -> mx.Dtype | None:
+        """The type of the numbers in the cache, whose buffers may have a wider type. None if it is
+        empty."""
+        return None if self._keys is None else _narrower(self.dtype, self._keys.dtype)
+
+    def write(self, slots: slice, keys: mx.array, values: mx.array) -> None:
+        """Rounds keys and values [B, H, L, D], and writes them to these slots."""
+        assert self._keys is not None
+        assert self._values is not None
+        for buffer, given in ((self._keys, keys), (self._values, values)):
+            rounded = round_to(given, _narrower(self.dtype, buffer.dtype))
+            buffer[..., slots, :] = rounded.astype(buffer.dtype)
+
+    def read(self, length: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """Returns the first `length` keys and values, converted to `dtype`."""
+        assert self._keys is not None
+        assert self._values is not None
+        keys, values = self._keys[..., :length, :], self._values[..., :length, :]
+        return keys.astype(dtype), values.astype(dtype)
 
     @property
     def in_place_caches(self) -> Sequence[InPlaceCache]:
@@ -178,6 +258,9 @@ class KVBuffers(ABC):
         sinks: mx.array | None = None,
         softcap: float | None = None,
     ) -> mx.array:
+        if queries.shape[2] > 1:
+            shape = describe_attention(queries, keys, values, sinks=sinks, softcap=softcap)
+            self.attention_shapes = (replace(shape, windowed=self.windowed),)
         seen = attend_in_place(
             [self], queries, keys, values, scale=scale, sinks=sinks, softcap=softcap
         )
@@ -188,6 +271,31 @@ class KVBuffers(ABC):
         return scaled_dot_product_attention(
             queries, keys, values, scale=scale, mask=mask, sinks=sinks, softcap=softcap
         )
+
+    @staticmethod
+    def attend_masked(
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        mask: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None,
+        softcap: float | None,
+    ) -> mx.array:
+        """Computes attention of one query per row over keys and values as `attend` stores them.
+        mask: the positions of each row, [B, 1, 1, S] bool."""
+        return scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=mask, sinks=sinks, softcap=softcap
+        )
+
+    @abstractmethod
+    def latest(self, count: int) -> tuple[mx.array, mx.array]:
+        """Returns the last `count` keys and values, oldest first, in the type of the buffers."""
+
+    def written(self) -> list[mx.array]:
+        """Returns the written parts of the buffers. Valid before a position was removed."""
+        return [array[..., : self.offset, :] for array in self.state()]
 
     @property
     def nbytes(self) -> int:
@@ -221,11 +329,8 @@ class KVCache(KVBuffers):
     def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Appends keys and values [B, H, L, D]. Returns all keys and values."""
         place = self.allocate_slots(keys, values)
-        assert self._keys is not None
-        assert self._values is not None
-        self._keys[..., place.write_slot : self.offset, :] = keys
-        self._values[..., place.write_slot : self.offset, :] = values
-        return self._keys[..., : self.offset, :], self._values[..., : self.offset, :]
+        self.write(slice(place.write_slot, self.offset), keys, values)
+        return self.read(self.offset, keys.dtype)
 
     def allocate_slots(self, keys: mx.array, values: mx.array) -> SlotMapping:
         slot, self.offset = self.offset, self.offset + keys.shape[2]
@@ -249,13 +354,19 @@ class KVCache(KVBuffers):
         assert self.can_trim(count)
         self.offset -= count
 
+    def latest(self, count: int) -> tuple[mx.array, mx.array]:
+        assert self._keys is not None
+        assert self._values is not None
+        last = slice(self.offset - count, self.offset)
+        return self._keys[..., last, :], self._values[..., last, :]
+
     def copy(self) -> Self:
         return self.slice(0, self.offset)
 
     def slice(self, start: int, end: int) -> Self:
         assert 0 <= start <= end <= self.offset
         twin = type(self)()
-        twin.offset = end - start
+        twin.dtype, twin.offset = self.dtype, end - start
         if self._keys is not None and self._values is not None and start < end:
             # contiguous, because a slice would keep this cache's whole buffer in memory
             twin._keys = mx.contiguous(self._keys[..., start:end, :])
@@ -271,15 +382,17 @@ class KVCache(KVBuffers):
 
     def remove(self, start: int, end: int, rerotate: Callable[[mx.array, int], mx.array]) -> None:
         """Removes positions [start, end). The later positions move up to `start`. rerotate(keys,
-        n): rotates keys [B, H, L, D] by n positions, because rotary keys contain their position."""
+        n): rotates keys [B, H, L, D] by n positions, because rotary keys contain their position.
+        Rotated keys are rounded again."""
         assert 0 <= start <= end <= self.offset
         if start == end or self._keys is None or self._values is None:
             return
         capacity, moved = self._keys.shape[2], self.offset - end
-        keys = rerotate(self._keys[..., end : self.offset, :], start - end)
+        # in float32, like all other arithmetic on stored numbers
+        keys = rerotate(self._keys[..., end : self.offset, :].astype(mx.float32), start - end)
         values = mx.contiguous(self._values[..., end : self.offset, :])
-        self._keys = grow_buffer(self._keys, keys, start, capacity)
-        self._values = grow_buffer(self._values, values, start, capacity)
+        self._keys = grow_buffer(self._keys, keys, start, capacity, self._keys.dtype)
+        self._values = grow_buffer(self._values, values, start, capacity, values.dtype)
         self.offset = start
         if moved:
             self.update(keys, values)
@@ -296,9 +409,14 @@ class KVCache(KVBuffers):
         capacity = self._reserved
         if capacity < needed:
             capacity = round_up_to_step(max(needed, current + current // 2))
-        self._keys = grow_buffer(self._keys, keys, kept, capacity)
-        self._values = grow_buffer(self._values, values, kept, capacity)
+        self._keys = grow_buffer(self._keys, keys, kept, capacity, self.storage_dtype(keys))
+        self._values = grow_buffer(self._values, values, kept, capacity, self.storage_dtype(values))
 
 
 def evaluate_caches(layers: Sequence[LayerCache]) -> None:
     mx.eval([layer.state() for layer in layers])
+
+
+def dispatch_caches(layers: Sequence[LayerCache]) -> None:
+    """Like `evaluate_caches`, without waiting for the device."""
+    mx.async_eval([layer.state() for layer in layers])

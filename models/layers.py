@@ -25,6 +25,32 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }
 
 
+def compile_on_gpu(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Compiles a chain of element-wise operations into one kernel on a GPU. On a CPU, the
+    operations run one by one, so that their results keep their bits. MLX compiles a chain when it
+    is first used, once per combination of types and numbers of axes, and not again for other
+    shapes."""
+    compiled = mx.compile(function, shapeless=True)
+
+    def call(*arrays: mx.array) -> mx.array:
+        on_gpu = mx.default_device().type == mx.DeviceType.gpu
+        return compiled(*arrays) if on_gpu else function(*arrays)
+
+    return call
+
+
+def _make_glu(activation: Activation) -> Callable[..., mx.array]:
+    def multiply(gate: mx.array, up: mx.array) -> mx.array:
+        return activation(gate) * up
+
+    return compile_on_gpu(multiply)
+
+
+_GLUS: Mapping[Activation, Callable[..., mx.array]] = {
+    activation: _make_glu(activation) for activation in ACTIVATIONS.values()
+}
+
+
 def split_heads(x: mx.array, heads: int) -> mx.array:
     """Converts [B, L, heads * D] to [B, heads, L, D]."""
     batch, length, _ = x.shape
@@ -39,10 +65,12 @@ def merge_heads(x: mx.array) -> mx.array:
 
 def apply_glu(activation: Activation, gate: mx.array, up: mx.array) -> mx.array:
     """Returns activation(gate) * up."""
-    ops, kind = kernels.ops(gate, up), get_activation_name(activation)
-    if ops is None or kind is None:
-        return activation(gate) * up
-    return ops.glu(kind, gate, up)
+    ops = kernels.ops(gate, up)
+    kind = None if ops is None else get_activation_name(activation)
+    if ops is not None and kind is not None:
+        return ops.glu(kind, gate, up)
+    glu = _GLUS.get(activation)
+    return activation(gate) * up if glu is None else glu(gate, up)
 
 
 def router_logits(x: mx.array, weight: mx.array) -> mx.array:

@@ -12,17 +12,29 @@ from the latent. Attention has two forms, which are equal except for rounding:
                all heads then use the same keys, and the result is mapped back afterwards
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from models.attention_pieces import compute_pieces, detect_attention_device
+from models.attention_route import (
+    AttentionMask,
+    AttentionPiece,
+    AttentionShape,
+    expansion_step,
+    plan_attention,
+)
 from models.base import ModelError
 from models.kv import KVCache
 from models.layers import QuantizedStack
 from models.quant import Packing, infer_packing
+from models.sdpa import attend_in_pieces, describe_attention, scaled_dot_product_attention
+
+ALL_HEADS = slice(None)
 
 
 class LatentCache(KVCache):
@@ -31,6 +43,7 @@ class LatentCache(KVCache):
     latents."""
 
     supports_in_place = False
+    absorbed = True
 
     def attend(
         self,
@@ -48,19 +61,140 @@ class LatentCache(KVCache):
         H, L, C], before it is mapped back."""
         assert sinks is None
         assert softcap is None
-        batch, heads, length, _ = queries.shape
+        length = queries.shape[2]
         rotary, latents = self.update(keys, values)
-        # all heads use the same keys, so they are rows of one product, which reads the keys only
-        # once
-        rows = (queries * scale).reshape(batch, 1, heads * length, -1)
-        content, rope_part = mx.split(rows, [latents.shape[-1]], axis=-1)
-        scores = content @ latents.swapaxes(-1, -2) + rope_part @ rotary.swapaxes(-1, -2)
-        if length > 1:
-            scores = _apply_causal_mask(scores.reshape(batch, heads, length, -1)).reshape(
-                scores.shape
+        if length == 1:  # the scores of one query are small
+            return _attend_absorbed(queries * scale, rotary, latents)
+        total = latents.shape[2]
+        shape = _describe_absorbed(queries, keys, values)
+        self._add_attention_shape(shape)
+        plan = plan_attention(
+            detect_attention_device(queries, keys, values),
+            shape,
+            length=length,
+            total=total,
+            mask=AttentionMask.CAUSAL,
+        )
+
+        def build(piece: AttentionPiece) -> mx.array:
+            return _attend_absorbed(
+                queries[:, piece.heads, piece.queries] * scale,
+                rotary[:, :, : piece.visible],
+                latents[:, :, : piece.visible],
             )
-        mixed = mx.softmax(scores, axis=-1, precise=True) @ latents
-        return mixed.reshape(batch, heads, length, -1)
+
+        return attend_in_pieces(
+            plan, shape, (queries, rotary, latents), build, total=total, causal=True
+        )
+
+    @staticmethod
+    def attend_masked(
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        mask: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None,
+        softcap: float | None,
+    ) -> mx.array:
+        """Computes the absorbed form. See `models.kv.KVBuffers.attend_masked`."""
+        assert sinks is None
+        assert softcap is None
+        return _attend_absorbed(queries * scale, keys, values, mask)
+
+    def attend_expanded(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        latents: mx.array,
+        expand: Callable[[mx.array, slice], tuple[mx.array, mx.array]],
+        *,
+        scale: float,
+    ) -> mx.array:
+        """Computes the expanded form. Appends rotary keys [B, 1, L, R] and latents [B, 1, L, C],
+        and computes attention from the queries [B, H, L, K + R] to all cached positions. expand:
+        returns the keys [B, h, S, K], without the rotary part, and the values [B, h, S, V] of a
+        range of heads, for latents [B, 1, S, C]. Returns [B, H, L, V].
+
+        Only as many heads are expanded at the same time as fit into one piece
+        (models/attention_route.py). The result of a head does not depend on the other heads."""
+        heads, mask = queries.shape[1], self.mask(queries.shape[2])
+        rotary, latents = self.update(keys, latents)
+
+        def attend(chosen: slice) -> mx.array:
+            content, values = expand(latents, chosen)
+            shared = mx.broadcast_to(rotary, (*content.shape[:-1], rotary.shape[-1]))
+            return scaled_dot_product_attention(
+                queries[:, chosen],
+                mx.concatenate([content, shared], axis=-1),
+                values,
+                scale=scale,
+                mask=mask,
+            )
+
+        shape = self._describe_expanded(queries, latents, expand)
+        self._add_attention_shape(shape)
+        self._add_attention_shape(_describe_absorbed(queries, rotary, latents))
+        step = expansion_step(shape, latents.shape[2])
+        ranges = [slice(first, min(first + step, heads)) for first in range(0, heads, step)]
+        piece_bytes = step * latents.shape[2] * shape.expanded_dims * shape.itemsize
+        pieces = compute_pieces(
+            (partial(attend, chosen) for chosen in ranges),
+            (queries, rotary, latents),
+            piece_bytes * shape.batch if len(ranges) > 1 else 0,
+        )
+        return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
+
+    def _describe_expanded(
+        self,
+        queries: mx.array,
+        latents: mx.array,
+        expand: Callable[[mx.array, slice], tuple[mx.array, mx.array]],
+    ) -> AttentionShape:
+        """Returns the shape of the expanded form. The keys and values of one position are described
+        and never computed."""
+        content, values = expand(latents[:, :, :1], slice(0, queries.shape[1]))
+        shape = describe_attention(queries, content, values)
+        # the content exists twice: alone, and concatenated with the rotary part
+        dims = content.shape[-1] + queries.shape[-1] + values.shape[-1]
+        return replace(shape, expanded_dims=dims)
+
+    def _add_attention_shape(self, shape: AttentionShape) -> None:
+        if shape not in self.attention_shapes:
+            self.attention_shapes = (*self.attention_shapes, shape)
+
+
+def _describe_absorbed(queries: mx.array, keys: mx.array, latents: mx.array) -> AttentionShape:
+    """Returns the shape of the absorbed form, for queries of either form."""
+    return AttentionShape(
+        batch=queries.shape[0],
+        heads=queries.shape[1],
+        kv_heads=1,
+        key_dim=keys.shape[3] + latents.shape[3],
+        value_dim=latents.shape[3],
+        itemsize=queries.dtype.size,
+        absorbed=True,
+    )
+
+
+def _attend_absorbed(
+    queries: mx.array, rotary: mx.array, latents: mx.array, mask: mx.array | None = None
+) -> mx.array:
+    """Returns the absorbed attention [B, H, L, C] of scaled queries [B, H, L, C + R]. mask: the
+    positions of each row, for one query per row; otherwise, the mask is causal."""
+    batch, heads, length, _ = queries.shape
+    # all heads use the same keys, so they are rows of one product, which reads the keys only once
+    rows = queries.reshape(batch, 1, heads * length, -1)
+    content, rope_part = mx.split(rows, [latents.shape[-1]], axis=-1)
+    scores = content @ latents.swapaxes(-1, -2) + rope_part @ rotary.swapaxes(-1, -2)
+    if mask is not None:
+        assert length == 1
+        scores = mx.where(mask, scores, mx.array(-mx.inf, scores.dtype))
+    elif length > 1:
+        scores = _apply_causal_mask(scores.reshape(batch, heads, length, -1)).reshape(scores.shape)
+    mixed = mx.softmax(scores, axis=-1, precise=True) @ latents
+    return mixed.reshape(batch, heads, length, -1)
 
 
 class MultiLinear(nn.Module):
@@ -70,14 +204,14 @@ class MultiLinear(nn.Module):
         super().__init__()
         self.weight = mx.zeros((heads, outputs, inputs))
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """Maps [B, H or 1, L, in] to [B, H, L, out]."""
-        return x @ self.weight.swapaxes(-1, -2)
+    def __call__(self, x: mx.array, heads: slice = ALL_HEADS) -> mx.array:
+        """Maps [B, H or 1, L, in] to [B, H, L, out]. heads: the heads whose maps are applied."""
+        return x @ self.weight[heads].swapaxes(-1, -2)
 
-    def apply_transposed(self, x: mx.array) -> mx.array:
+    def apply_transposed(self, x: mx.array, heads: slice = ALL_HEADS) -> mx.array:
         """Applies the transpose (not the inverse), so that q · apply_transposed(x) = map(q) · x.
         Maps [B, H or 1, L, out] to [B, H, L, in]."""
-        return x @ self.weight
+        return x @ self.weight[heads]
 
     def to_quantized(
         self, group_size: int | None = None, bits: int | None = None, mode: str = "affine"
@@ -89,20 +223,20 @@ class MultiLinear(nn.Module):
 class QuantizedMultiLinear(QuantizedStack):
     """A `MultiLinear`, quantized in any of MLX's modes."""
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: mx.array, heads: slice = ALL_HEADS) -> mx.array:
         """See `MultiLinear`."""
-        return self._quantized_matmul(x, transpose=True)
+        return self._quantized_matmul(x, heads, transpose=True)
 
-    def apply_transposed(self, x: mx.array) -> mx.array:
+    def apply_transposed(self, x: mx.array, heads: slice = ALL_HEADS) -> mx.array:
         """See `MultiLinear`."""
-        return self._quantized_matmul(x, transpose=False)
+        return self._quantized_matmul(x, heads, transpose=False)
 
-    def _quantized_matmul(self, x: mx.array, *, transpose: bool) -> mx.array:
+    def _quantized_matmul(self, x: mx.array, heads: slice, *, transpose: bool) -> mx.array:
         return mx.quantized_matmul(
             x,
-            self.weight,
-            scales=self.scales,
-            biases=self.biases if "biases" in self else None,
+            self.weight[heads],
+            scales=self.scales[heads],
+            biases=self.biases[heads] if "biases" in self else None,
             transpose=transpose,
             group_size=self.group_size,
             bits=self.bits,

@@ -27,10 +27,12 @@ from typing import Any, ClassVar, Self, cast
 
 import mlx.core as mx
 
+from models.attention_pieces import device_of_shape
+from models.attention_route import longest_query
 from models.base import Model, ModelError
-from models.checkpoint_config import explain_missing_library
-from models.kv import LayerCache
-from models.mlx_lm_cache import MlxLmBatch, MlxLmLayerCache, wrap_cache
+from models.checkpoint_config import explain_missing_library, num_query_heads
+from models.kv import LayerCache, evaluate_caches
+from models.mlx_lm_cache import MlxLmBatch, MlxLmLayerCache, wrap_caches
 
 _LIBRARY = "mlx_lm"
 
@@ -129,7 +131,8 @@ def _build_model(classes: _ModelClasses, config: Mapping[str, Any]) -> Model:
     with _as_model_error(
         f"mlx-lm's {classes.kind} implementation does not support this config.json"
     ):
-        made: Any = _subclass_model(classes)(classes.arguments.from_dict(given))
+        heads = num_query_heads(given.get("text_config", given))
+        made: Any = _subclass_model(classes, heads)(classes.arguments.from_dict(given))
     # fail here rather than at the first request
     with _as_model_error(
         f"mlx-lm's {classes.kind} implementation cannot create caches for this config.json"
@@ -138,33 +141,29 @@ def _build_model(classes: _ModelClasses, config: Mapping[str, Any]) -> Model:
     return made
 
 
-def _subclass_model(classes: _ModelClasses) -> Any:
+def _subclass_model(classes: _ModelClasses, heads: int) -> Any:
     """Returns mlx-lm's class with our interface. The result is a subclass, so that parameters keep
-    their checkpoint names."""
+    their checkpoint names. heads: the number of query heads."""
     base, cache = classes.model, _import_cache()
 
     class MlxLmModel(base):
         # MLX's norms and attention select the summation order by shape
         batch_invariant: ClassVar[bool] = False
+        kv_dtype: mx.Dtype | None = None
 
         def __call__(self, tokens: mx.array, kv: Sequence[Any]) -> mx.array:
             """Returns the logits [B, L, V] of tokens [B, L]. They are lazy. `logits` returns its
             input."""
             if not isinstance(kv[0], MlxLmBatch):
-                return self._forward(tokens, kv)
-            rows: Any = zip(*(layer.rows for layer in kv), strict=True)
-            return mx.concatenate(
-                [
-                    self._forward(tokens[i : i + 1], row)
-                    for i, row in enumerate(cast(Sequence[Sequence[MlxLmLayerCache]], list(rows)))
-                ]
-            )
+                return _forward_in_parts(self._forward, tokens, kv)
+            return _forward_rows(self._forward, tokens, kv)
 
         def logits(self, hidden: mx.array) -> mx.array:
             return hidden
 
         def make_kv(self) -> list[LayerCache]:
-            return [wrap_cache(one, cache) for one in cache.make_prompt_cache(self)]
+            made = cache.make_prompt_cache(self)
+            return wrap_caches(made, cache, heads=heads, dtype=self.kv_dtype)
 
         def shift(self, kv: Sequence[LayerCache], start: int, end: int) -> bool:
             return False
@@ -187,6 +186,53 @@ def _subclass_model(classes: _ModelClasses) -> Any:
             return logits
 
     return MlxLmModel
+
+
+def _forward_rows(
+    forward: Callable[[mx.array, Sequence[MlxLmLayerCache]], mx.array],
+    tokens: mx.array,
+    kv: Sequence[Any],
+) -> mx.array:
+    """Computes one row of a batch at a time. kv: an MlxLmBatch per layer."""
+    rows: Any = zip(*(layer.rows for layer in kv), strict=True)
+    return mx.concatenate(
+        [
+            forward(tokens[i : i + 1], row)
+            for i, row in enumerate(cast(Sequence[Sequence[MlxLmLayerCache]], list(rows)))
+        ]
+    )
+
+
+def _forward_in_parts(
+    forward: Callable[[mx.array, Sequence[MlxLmLayerCache]], mx.array],
+    tokens: mx.array,
+    kv: Sequence[MlxLmLayerCache],
+) -> mx.array:
+    """Computes fewer positions at a time if the scores of all of them would not fit into one piece
+    (models/attention_route.py), because mlx-lm does not compute pieces."""
+    length = tokens.shape[1]
+    step = _longest_part(kv, length)
+    parts: list[mx.array] = []
+    for start in range(0, length, step):
+        if parts:
+            evaluate_caches(kv)
+        parts.append(forward(tokens[:, start : start + step], kv))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+
+
+def _longest_part(kv: Sequence[MlxLmLayerCache], length: int) -> int:
+    """Returns the number of positions that are computed together, at most `length`."""
+    if length == 1:
+        return 1
+    total = kv[0].offset + length
+    return min(
+        (
+            longest_query(device_of_shape(shape), shape, total, length)
+            for layer in kv
+            for shape in layer.attention_shapes
+        ),
+        default=length,
+    )
 
 
 def _unsupported_cache_error(kind: str) -> ModelError:

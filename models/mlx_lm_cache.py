@@ -11,15 +11,20 @@ from typing import Any
 
 import mlx.core as mx
 
+from models.attention_route import AttentionShape
 from models.base import ModelError
-from models.kv import KVBuffers, KVCache, LayerCache
+from models.checkpoint_config import DEFAULT_QUERY_HEADS
+from models.kv import KVBuffers, KVCache, LayerCache, set_kv_dtype
 from models.recurrent import RecurrentCache
 from models.rotating_kv import RotatingKVCache
 from models.sdpa import Mask
 
 
 class _MlxLmKVMixin(KVBuffers):
-    """The methods that mlx-lm's two kinds of attention caches share."""
+    """The methods that mlx-lm's two kinds of attention caches share. mlx-lm computes attention with
+    MLX's operations."""
+
+    supports_in_place = False
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         return self.update(keys, values)
@@ -76,6 +81,7 @@ class MlxLmRotatingKVCache(_MlxLmKVMixin, RotatingKVCache):
 
     def copy(self) -> "MlxLmRotatingKVCache":
         plain, twin = super().copy(), MlxLmRotatingKVCache(self.window)
+        twin.dtype = plain.dtype
         twin.offset, twin._length, twin._head = plain.offset, plain._length, plain._head
         twin._keys, twin._values = plain._keys, plain._values
         return twin
@@ -102,12 +108,16 @@ class MlxLmArraysCache(RecurrentCache):
 
 class MlxLmLayerCache:
     """The cache of one layer, which consists of one native cache, or of several caches for mlx-lm's
-    CacheList. All caches have the same offset. is_cache_list: whether mlx-lm uses a CacheList."""
+    CacheList. All caches have the same offset. is_cache_list: whether mlx-lm uses a CacheList.
+    heads: the number of query heads of the layer."""
 
-    def __init__(self, caches: Sequence[LayerCache], *, is_cache_list: bool) -> None:
+    def __init__(
+        self, caches: Sequence[LayerCache], *, is_cache_list: bool, heads: int = DEFAULT_QUERY_HEADS
+    ) -> None:
         assert caches
         self.caches = tuple(caches)
         self.is_cache_list = is_cache_list
+        self._heads = heads
 
     @property
     def offset(self) -> int:
@@ -118,8 +128,37 @@ class MlxLmLayerCache:
         return sum(part.nbytes for part in self.caches)
 
     @property
+    def attention_shapes(self) -> Sequence[AttentionShape]:
+        """Returns the shapes that the buffers imply. mlx-lm computes the attention, and not in
+        pieces. Latents are stored as keys and values of different sizes. mlx-lm holds scores for
+        them on every device."""
+        shapes: list[AttentionShape] = []
+        for part in self.caches:
+            if not isinstance(part, KVBuffers) or not part.state():
+                continue
+            keys, values = part.state()
+            heads, kv_heads = max(self._heads, keys.shape[1]), keys.shape[1]
+            shapes.append(
+                AttentionShape(
+                    # a layer may have fewer heads than the config names for another layer
+                    heads=heads // kv_heads * kv_heads,
+                    kv_heads=kv_heads,
+                    key_dim=keys.shape[3],
+                    value_dim=values.shape[3],
+                    itemsize=keys.dtype.size,
+                    absorbed=keys.shape[3] != values.shape[3],
+                    windowed=part.windowed,
+                    splittable=False,
+                )
+            )
+        return shapes
+
+    @property
     def sliceable(self) -> bool:
         return all(part.sliceable for part in self.caches)
+
+    def set_dtype(self, dtype: mx.Dtype | None) -> None:
+        set_kv_dtype(self.caches, dtype)
 
     def can_trim(self, count: int) -> bool:
         return all(part.can_trim(count) for part in self.caches)
@@ -170,7 +209,7 @@ class MlxLmLayerCache:
         return all(part.offset == self.offset for part in self.caches)
 
     def _copy_with(self, parts: Sequence[LayerCache]) -> "MlxLmLayerCache":
-        return MlxLmLayerCache(parts, is_cache_list=self.is_cache_list)
+        return MlxLmLayerCache(parts, is_cache_list=self.is_cache_list, heads=self._heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,14 +219,23 @@ class MlxLmBatch:
     rows: Sequence[MlxLmLayerCache]
 
 
-def wrap_cache(cache: Any, library: Any) -> MlxLmLayerCache:
-    """Returns our empty cache for an empty cache of mlx-lm. library: mlx_lm.models.cache. Raises
-    ModelError for an unsupported kind."""
-    if type(cache) is library.CacheList:
-        return MlxLmLayerCache(
-            [_wrap_one(one, library) for one in cache.caches], is_cache_list=True
-        )
-    return MlxLmLayerCache([_wrap_one(cache, library)], is_cache_list=False)
+def _wrap_layer(cache: Any, library: Any, heads: int) -> MlxLmLayerCache:
+    is_list = type(cache) is library.CacheList
+    parts = cache.caches if is_list else [cache]
+    return MlxLmLayerCache(
+        [_wrap_one(one, library) for one in parts], is_cache_list=is_list, heads=heads
+    )
+
+
+def wrap_caches(
+    caches: Sequence[Any], library: Any, *, heads: int, dtype: mx.Dtype | None
+) -> list[LayerCache]:
+    """Returns our empty caches for the empty caches of all layers of mlx-lm. library:
+    mlx_lm.models.cache. heads: the number of query heads of a layer. dtype: see
+    `models.kv.set_kv_dtype`. Raises ModelError for an unsupported kind."""
+    wrapped: list[LayerCache] = [_wrap_layer(one, library, heads) for one in caches]
+    set_kv_dtype(wrapped, dtype)
+    return wrapped
 
 
 def _wrap_one(cache: Any, library: Any) -> LayerCache:

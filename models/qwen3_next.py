@@ -20,7 +20,7 @@ from models.conv import CausalConv, channels_last, is_channels_first
 from models.experts import SparseMoeBlock, stack_experts
 from models.gated_delta import gated_delta
 from models.kv import AttentionCache, LayerCache
-from models.layers import GatedMLP, merge_heads, split_heads
+from models.layers import GatedMLP, compile_on_gpu, merge_heads, split_heads
 from models.prenorm import PreNormBlock
 from models.recurrent import RecurrentCache
 from models.sharding import ATTENTION_SHARDS, ShardSpec
@@ -115,6 +115,27 @@ class Attention(nn.Module):
         return self.o_proj(merge_heads(outputs * mx.sigmoid(gates)))
 
 
+@compile_on_gpu
+def _silu_float32(x: mx.array) -> mx.array:
+    return nn.silu(x).astype(mx.float32)
+
+
+@compile_on_gpu
+def _sigmoid_float32(x: mx.array) -> mx.array:
+    return mx.sigmoid(x.astype(mx.float32))
+
+
+@compile_on_gpu
+def _log_decay(log_rate: mx.array, fading: mx.array, bias: mx.array) -> mx.array:
+    """Returns the logarithms of the decay [B, L, Hv]. log_rate, bias: [Hv]."""
+    return -mx.exp(log_rate.astype(mx.float32)) * nn.softplus(fading.astype(mx.float32) + bias)
+
+
+@compile_on_gpu
+def _apply_output_gates(x: mx.array, gates: mx.array) -> mx.array:
+    return (x * nn.silu(gates.astype(mx.float32))).astype(gates.dtype)
+
+
 class GatedRMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -124,8 +145,7 @@ class GatedRMSNorm(nn.Module):
     def __call__(self, x: mx.array, gates: mx.array) -> mx.array:
         """Normalizes x and multiplies it by the gates. x: float32. gates: in the type of the
         activations. The result has the type of the gates."""
-        x = mx.fast.rms_norm(x, self.weight, self.eps) * nn.silu(gates.astype(mx.float32))
-        return x.astype(gates.dtype)
+        return _apply_output_gates(mx.fast.rms_norm(x, self.weight, self.eps), gates)
 
 
 class GatedDeltaNet(nn.Module):
@@ -155,6 +175,8 @@ class GatedDeltaNet(nn.Module):
         self.A_log = mx.zeros((self.value_heads,))
         self.dt_bias = mx.ones((self.value_heads,))
         self.norm = GatedRMSNorm(self.value_size, config.rms_norm_eps)
+        # models/gpu_layout.py may replace it with a kernel
+        self.rule = gated_delta
         self.out_proj = nn.Linear(self.value_width, config.hidden_size, bias=False)
 
     @property
@@ -182,18 +204,17 @@ class GatedDeltaNet(nn.Module):
         mixed, gates, steps, fading = self.project(x)
         mixed, kv[0] = self.conv1d(mixed, kv[0])
         queries, keys, values = mx.split(
-            nn.silu(mixed).astype(mx.float32), [self.key_width, 2 * self.key_width], axis=-1
+            _silu_float32(mixed), [self.key_width, 2 * self.key_width], axis=-1
         )
         state = kv[1]
         if state is None:
             state = mx.zeros((batch, self.value_heads, self.value_size, self.key_size))
-        outputs, kv[1] = gated_delta(
+        outputs, kv[1] = self.rule(
             _l2_normalize(queries.reshape(batch, length, self.key_heads, -1), self.key_size**-0.5),
             _l2_normalize(keys.reshape(batch, length, self.key_heads, -1), 1.0),
             values.reshape(batch, length, self.value_heads, -1),
-            -mx.exp(self.A_log.astype(mx.float32))
-            * nn.softplus(fading.astype(mx.float32) + self.dt_bias),
-            mx.sigmoid(steps.astype(mx.float32)),
+            _log_decay(self.A_log, fading, self.dt_bias),
+            _sigmoid_float32(steps),
             state,
         )
         kv.advance(length)

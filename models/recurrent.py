@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import mlx.core as mx
 
+from models.attention_route import AttentionShape
 from models.batch_cache import BatchRecurrentCache
 
 
@@ -20,6 +21,7 @@ class RecurrentCache:
     """
 
     sliceable = False
+    attention_shapes: Sequence[AttentionShape] = ()
 
     def __init__(self, slots: int) -> None:
         self.offset = 0
@@ -36,8 +38,15 @@ class RecurrentCache:
         self.offset += length
 
     @property
+    def num_slots(self) -> int:
+        return len(self._slots)
+
+    @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.state())
+
+    def set_dtype(self, dtype: mx.Dtype | None) -> None:
+        """Does nothing, because a state accumulates rounding errors."""
 
     def can_trim(self, count: int) -> bool:
         return count == 0

@@ -32,6 +32,7 @@ class RotatingKVCache(KVBuffers):
     """
 
     sliceable = False
+    windowed = True
 
     def __init__(self, window: int) -> None:
         assert window > 0
@@ -55,11 +56,8 @@ class RotatingKVCache(KVBuffers):
         attend to."""
         count = keys.shape[2]
         slot = self.allocate_slots(keys, values).write_slot
-        assert self._keys is not None
-        assert self._values is not None
-        self._keys[..., slot : slot + count, :] = keys
-        self._values[..., slot : slot + count, :] = values
-        return self._keys[..., : self._length, :], self._values[..., : self._length, :]
+        self.write(slice(slot, slot + count), keys, values)
+        return self.read(self._length, keys.dtype)
 
     def allocate_slots(self, keys: mx.array, values: mx.array) -> SlotMapping:
         count = keys.shape[2]
@@ -99,11 +97,26 @@ class RotatingKVCache(KVBuffers):
 
     def copy(self) -> "RotatingKVCache":
         twin = RotatingKVCache(self.window)
+        twin.dtype = self.dtype
         twin.offset, twin._length, twin._head = self.offset, self._length, self._head
         if self._keys is not None and self._values is not None and self._length:
             twin._keys = mx.contiguous(self._keys[..., : self._length, :])
             twin._values = mx.contiguous(self._values[..., : self._length, :])
         return twin
+
+    def latest(self, count: int) -> tuple[mx.array, mx.array]:
+        assert count <= self._length
+        self._unroll()
+        assert self._keys is not None
+        assert self._values is not None
+        last = slice(self._length - count, self._length)
+        return self._keys[..., last, :], self._values[..., last, :]
+
+    def skip(self, count: int) -> None:
+        """Advances past positions that no later query attends to. A whole window must follow."""
+        if count:
+            self._length = self._head = 0
+            self.offset += count
 
     def slice(self, start: int, end: int) -> NoReturn:
         raise AssertionError("a windowed cache cannot be sliced")
@@ -134,9 +147,12 @@ class RotatingKVCache(KVBuffers):
         slot = self._length
         self._length += keys.shape[2]
         if self._keys is None or self._values is None or self._keys.shape[2] < self._length:
-            self._keys = grow_buffer(self._keys, keys, slot, self._length)
-            self._values = grow_buffer(self._values, values, slot, self._length)
+            self._grow_to(self._length, keys, values, kept=slot)
         return slot
+
+    def _grow_to(self, capacity: int, keys: mx.array, values: mx.array, *, kept: int) -> None:
+        self._keys = grow_buffer(self._keys, keys, kept, capacity, self.storage_dtype(keys))
+        self._values = grow_buffer(self._values, values, kept, capacity, self.storage_dtype(values))
 
     def _shrink_to_window(self) -> None:
         """Drops the spare capacity, because a ring buffer has none."""
@@ -153,8 +169,7 @@ class RotatingKVCache(KVBuffers):
         capacity = min(
             round_up_to_step(max(self._length + 1, capacity + capacity // 2)), self.window
         )
-        self._keys = grow_buffer(self._keys, keys, self._length, capacity)
-        self._values = grow_buffer(self._values, values, self._length, capacity)
+        self._grow_to(capacity, keys, values, kept=self._length)
 
     def _unroll(self) -> None:
         if self._head == 0:

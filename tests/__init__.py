@@ -3,6 +3,6 @@ BLAS and the kernels that users get."""
 
 import importlib.util
 
-# benchmarks of other servers run in their environments, without MLX (tests/bench/cpu_llama.py)
+# benchmarks of other servers run in their environments, without MLX (tests/bench/cpu_openvino.py)
 if importlib.util.find_spec("mlx"):
     import models as models

@@ -44,7 +44,9 @@ STATS = EngineStats(
     prefix_query_tokens=810,
     prefilled_tokens=90,
     generated_tokens=55,
-    ledger=Ledger(budget=1000, weights=400, kv=250, prefix=100, working=50),
+    ledger=Ledger(
+        budget=1000, weights=400, kv=250, prefix=100, working=50, prefix_limit=300, wired=700
+    ),
     prefix_hit_counts=(4, 0, 1, 0, 2, 0, 0, 0, 1),
     prefix_miss_counts=(("empty", 4), ("diverged", 3)),
     prefix_evictions=6,
@@ -103,8 +105,8 @@ class Pause:
 
 FOREVER = Pause(1e6)
 
-Script = Sequence[Event | Pause | asyncio.Event | Exception]
-"""At an asyncio.Event, the script waits until the test sets it."""
+Script = Sequence[Event | Sequence[Event] | Pause | asyncio.Event | Exception]
+"""At an asyncio.Event, the script waits until the test sets it. A sequence is one batch."""
 
 
 def text(text: str, *logprobs: TokenLogprob) -> TextDelta:
@@ -194,7 +196,7 @@ class FakeGenerate:
     @asynccontextmanager
     async def open(
         self, request: GenerateRequest, model: ResolvedModel
-    ) -> AsyncGenerator[AsyncIterator[Event]]:
+    ) -> AsyncGenerator[AsyncIterator[Sequence[Event]]]:
         if self.open_error is not None:
             raise self.open_error
         prompts = request.prompt
@@ -378,7 +380,7 @@ def build_fake_app(generate: Any, settings: Settings, **options: Any) -> Starlet
     return build_app(generate, generate, settings, **options)
 
 
-async def _run_script(script: Script) -> AsyncGenerator[Event]:
+async def _run_script(script: Script) -> AsyncGenerator[Sequence[Event]]:
     for step in script:
         if isinstance(step, Pause):
             await asyncio.sleep(step.seconds)
@@ -386,5 +388,7 @@ async def _run_script(script: Script) -> AsyncGenerator[Event]:
             await step.wait()
         elif isinstance(step, Exception):
             raise step
-        else:
+        elif isinstance(step, Sequence):
             yield step
+        else:
+            yield [step]

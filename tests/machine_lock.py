@@ -65,6 +65,11 @@ def _unlock(file: IO[str]) -> None:
 
 
 def machine_lock_of_run() -> MachineLock:
-    """The lock that all workers of this run share; without workers, one for this process."""
-    run_id = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    """The lock that all workers of this run share; without workers, one for this process.
+
+    A run that a test starts has a lock of its own. With the lock of the outer run it would wait
+    for a measurement, which waits for the test that started it."""
+    nested = "PYTEST_CURRENT_TEST" in os.environ
+    own = str(os.getpid())
+    run_id = own if nested else os.environ.get("PYTEST_XDIST_TESTRUNUID", own)
     return MachineLock(Path(tempfile.gettempdir()) / f"mlxrunner-tests-{run_id}")

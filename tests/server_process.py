@@ -24,7 +24,8 @@ UNTRACED = {"COVERAGE_PROCESS_CONFIG": ""}
 class ServerProcess:
     """A running `mlxrunner serve`. log: the lines written so far. environ: additional environment
     variables. ssl_context: of the client. max_open_files: None for the limit of this process.
-    module: runs the command."""
+    module: runs the command. checkout: of the server, with its own environment; None for this
+    one."""
 
     def __init__(
         self,
@@ -33,14 +34,16 @@ class ServerProcess:
         ssl_context: ssl.SSLContext | None = None,
         max_open_files: int | None = None,
         module: str = "app",
+        checkout: Path | None = None,
     ) -> None:
-        command = [sys.executable, "-m", module, "serve", "--port", "0", *arguments]
+        python = sys.executable if checkout is None else str(checkout / ".venv/bin/python")
+        command = [python, "-m", module, "serve", "--port", "0", *arguments]
         if max_open_files is not None:
             command = ["/bin/sh", "-c", f'ulimit -n {max_open_files}; exec "$@"', "sh", *command]
         self.started = time.monotonic()
         self.process = subprocess.Popen(
             command,
-            cwd=ROOT,
+            cwd=checkout or ROOT,
             env={**os.environ, **(environ or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -103,12 +106,13 @@ def run_server(
     ssl_context: ssl.SSLContext | None = None,
     max_open_files: int | None = None,
     module: str = "app",
+    checkout: Path | None = None,
 ) -> Iterator[ServerProcess]:
     """Run `mlxrunner serve` with these arguments. It is killed at the end, which would lose its
     coverage data, so it is not traced: tracing takes 50 % longer. A server that ends by itself can
     be traced with `environ=os.environ`."""
     server = ServerProcess(
-        arguments, {**UNTRACED, **(environ or {})}, ssl_context, max_open_files, module
+        arguments, {**UNTRACED, **(environ or {})}, ssl_context, max_open_files, module, checkout
     )
     try:
         yield server.wait_until_ready()

@@ -34,6 +34,7 @@ from app.serving.generation import Generation
 from app.serving.router import compute_fingerprint
 from app.text.output import build_token_logprob
 from app.text.tokenizer import Tokenizer
+from tests.batches import flatten
 from tests.serving.test_generation import (
     PLAIN,
     FakeRunner,
@@ -103,24 +104,24 @@ class InterleavedSubmission:
     def limit_cached_tokens(self, tokens: int) -> None:
         self.runner.kept_tokens[self.number] = tokens
 
-    async def __aiter__(self) -> AsyncIterator[JobUpdate]:
+    async def __aiter__(self) -> AsyncIterator[Sequence[JobUpdate]]:
         runner, number = self.runner, self.number
         job = runner.jobs[number]
-        yield Started(job_id=job.id, cached_tokens=0, timestamp_ns=1000)
+        yield [Started(job_id=job.id, cached_tokens=0, timestamp_ns=1000)]
         if job.prompt_logprobs is not None:
             scores = ((-0.5, ((65, -0.5),)),) * (len(job.prompt_token_ids) - 1)
-            yield PromptLogprobs(job_id=job.id, logprobs=scores)
+            yield [PromptLogprobs(job_id=job.id, logprobs=scores)]
         text = runner.texts[number % len(runner.texts)]
         for index, id in enumerate(text.encode()[: job.max_tokens]):
             await asyncio.sleep(0)
             if number == runner.fails and index == 1:
-                yield Ended(job_id=job.id, reason="error", timestamp_ns=3000, error="planted")
+                yield [Ended(job_id=job.id, reason="error", timestamp_ns=3000, error="planted")]
                 return
             runner.generated.append((number, chr(id)))
             logprob = None if job.top_logprobs is None else -0.25
-            yield Token(job_id=job.id, id=id, timestamp_ns=2000 + index, logprob=logprob)
+            yield [Token(job_id=job.id, id=id, timestamp_ns=2000 + index, logprob=logprob)]
         reason = "length" if len(text.encode()) >= job.max_tokens else "stop"
-        yield Ended(job_id=job.id, reason=reason, timestamp_ns=5000)
+        yield [Ended(job_id=job.id, reason=reason, timestamp_ns=5000)]
 
 
 def join_choice(received: list[Event], choice: int) -> str:
@@ -189,7 +190,7 @@ class TestSeveralChoices:
             received: list[Event] = []
             generation = Generation(files, runner, PLAIN)
             async with generation.open(request(n=2, stop=("!",))) as stream:
-                async for event in stream:
+                async for event in flatten(stream):
                     received.append(event)
                     if isinstance(event, Finish) and event.choice == 0:
                         closed_before.extend(runner.closed)
@@ -218,7 +219,7 @@ class TestSeveralChoices:
 
         async def disconnect() -> None:
             async with Generation(files, runner, PLAIN).open(request(n=4)) as stream:
-                async for event in stream:
+                async for event in flatten(stream):
                     if isinstance(event, TextDelta):
                         break
             assert len(asyncio.all_tasks()) == 1, "no task reads a closed choice"
@@ -396,7 +397,7 @@ def test_choices_share_their_prompt_if_the_cache_can(
             generation = Generation(files, engine, settings)
             request_ = request(prompt=tuple(n % 256 for n in range(450)), n=4, max_tokens=8)
             async with generation.open(request_) as stream:
-                async for _ in stream:
+                async for _ in flatten(stream):
                     pass
             return runner.status().stats
         finally:

@@ -115,7 +115,13 @@ from app.engine.prefix.single import SinglePrefixCache
 
 assert "foo" in get_args(CachePolicy)
 config = PrefixCacheConfig(
-    make_kv=lambda **_: [], evaluate=print, alignment=1, num_slots=1, context=8, multi_user=False
+    make_kv=lambda **_: [],
+    evaluate=print,
+    dispatch=print,
+    alignment=1,
+    num_slots=1,
+    context=8,
+    multi_user=False,
 )
 assert isinstance(create_prefix_cache("foo", config), SinglePrefixCache)
 """

@@ -31,6 +31,7 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.grammar": frozenset({"app.core"}),
     "app.engine": frozenset({"app.core", "app.grammar", "models"}),
     "app.engine.policy": frozenset({"app.core"}),
+    "app.engine.memory_policy": frozenset(),
     "app.runners": frozenset({"app.core"}),
     "app.runners.thread_runner": frozenset(
         {"app.core", "app.engine", "app.grammar", "app.runners"}
@@ -39,6 +40,8 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.runners.worker_server": frozenset(
         {"app.core", "app.engine", "app.grammar", "app.runners"}
     ),
+    # the entry point of that process
+    "app.runners.worker_main": frozenset({"app.core", "app.engine.wired_memory", "app.runners"}),
     # runs in the process that `app.runners.preflight` starts
     "app.runners.preflight_main": frozenset({"app.core", "app.engine.fit", "app.runners"}),
     # runs in the process that `app.runners.tokenizer_check` starts
@@ -52,9 +55,11 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
             "app.core",
             "app.serving.embeddings",
             "app.serving.prompt_jobs",
+            "app.serving.running_choice",
             "app.text",
         }
     ),
+    "app.serving.running_choice": frozenset({"app.core", "app.serving.prompt_jobs", "app.text"}),
     "app.serving.registry": frozenset({"app.core", "app.store", "app.engine.model_info"}),
     "app.serving.model_library": frozenset(
         {"app.core", "app.store", "app.serving.registry", "app.engine.model_info"}
@@ -79,6 +84,7 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.config": frozenset({"app.core"}),
     "app.serving.logs": frozenset({"app.core"}),
     "app.serving.terminal_status": frozenset({"app.core"}),
+    "app.serving.keep_awake": frozenset({"app.core"}),
     "app.serving.otel_tracing": frozenset({"app.core"}),
     "app.serving.tracing": frozenset({"app.core", "app.serving.otel_tracing"}),
     # a client of any server
@@ -114,6 +120,7 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.grammar.llguidance_backend": frozenset({"llguidance"}),
     # pure functions, tested without a model
     "app.engine.policy": frozenset(),
+    "app.engine.memory_policy": frozenset(),
     "app.runners": frozenset(),
     "app.runners.codec": frozenset({"orjson"}),
     "app.runners.worker_client": frozenset({"httpx2"}),
@@ -121,6 +128,7 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.serving.prompt_jobs": frozenset(),
     "app.serving.embeddings": frozenset(),
     "app.serving.generation": frozenset(),
+    "app.serving.running_choice": frozenset(),
     "app.serving.registry": frozenset(),
     "app.serving.model_library": frozenset(),
     "app.serving.model_describer": frozenset(),
@@ -144,6 +152,7 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.config": frozenset({"tomli_w"}),
     "app.serving.logs": frozenset(),
     "app.serving.terminal_status": frozenset(),
+    "app.serving.keep_awake": frozenset(),
     # an optional dependency, imported only if tracing is enabled
     "app.serving.otel_tracing": frozenset({"opentelemetry"}),
     "app.serving.tracing": frozenset(),

@@ -7,7 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-from tests.machine_lock import MachineLock
+import pytest
+
+from tests.machine_lock import MachineLock, machine_lock_of_run
 from tests.server_process import ROOT, TIMEOUT
 
 WORKER = """
@@ -91,3 +93,16 @@ def test_a_child_that_outlives_its_test_holds_no_lock(tmp_path: Path):
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_run_that_a_test_starts_does_not_wait_for_a_measurement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The measurement waits for the test, which waits for the run that it started. Processes that
+    pytest starts in a test have PYTEST_CURRENT_TEST in their environment."""
+    monkeypatch.setenv("PYTEST_XDIST_TESTRUNUID", "outer-run")
+    nested = machine_lock_of_run()
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    outer = machine_lock_of_run()
+    with outer.shared(), outer.exclusive(), nested.shared():
+        pass

@@ -35,7 +35,8 @@ def test_a_terminal_gets_a_banner_and_short_lines_in_colour() -> None:
         url = wait_for_banner(terminal)
         banner = terminal.plain_output
         assert re.search(r"^  model +builtin, context 2048 tokens, \d+ slots?\r$", banner, re.M)
-        assert re.search(r"^  memory +[\d.]+ MiB used of [\d.]+ GiB\r$", banner, re.M)
+        memory = r"^  memory +[\d.]+ MiB used of [\d.]+ GiB, cached prefixes up to .* \(25 %\)\r$"
+        assert re.search(memory, banner, re.M)
         assert re.search(r"^  device +(CPU|GPU)", banner, re.M)
         assert send_chat(url, max_tokens=8).status_code == 200
         terminal.wait_for(

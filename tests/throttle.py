@@ -16,14 +16,18 @@ _SITECUSTOMIZE = """
 import os, time
 from app.core.jobs import LoadProgress
 from app.engine.loop import Loop
+from app.engine.step_pacing import StepPacing
 from app.engine.thread import EngineThread
 
-step, run_loop = Loop.step, EngineThread._run_loop
+step, run_loop, count_rounds = Loop.step, EngineThread._run_loop, StepPacing.count_next
 
 def throttled(loop):
     if os.path.exists({file!r}):
         time.sleep({seconds})
     return step(loop)
+
+def count_throttled(pacing):
+    return 1 if os.path.exists({file!r}) else count_rounds(pacing)
 
 def held(thread):
     if os.path.exists({hold!r}):
@@ -32,7 +36,7 @@ def held(thread):
         time.sleep(0.02)
     run_loop(thread)
 
-Loop.step, EngineThread._run_loop = throttled, held
+Loop.step, EngineThread._run_loop, StepPacing.count_next = throttled, held, count_throttled
 """
 
 # The progress of a load that is held, in percent.
@@ -41,7 +45,8 @@ HELD_PROGRESS = 42
 
 class Throttle:
     """Engines in processes with `variables` in their environment are slow while the throttle is
-    on. While loads are held, no engine begins to load its model."""
+    on, and take one round of prompt chunks per step. While loads are held, no engine begins to load
+    its model."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()

@@ -211,9 +211,8 @@ class GenerateResponder:
         async with self._generate.open(request, model) as events:
             match reply:
                 case JsonBody():
-                    collected = [
-                        event async for event in _iter_content_events(events, self._load_wait)
-                    ]
+                    batches = _iter_content_events(events, self._load_wait)
+                    collected = [event async for batch in batches for event in batch]
                 case EventStream(encoder):
                     keep_alive = self._make_keep_alive(encoder)
                     await _send_stream(
@@ -271,39 +270,46 @@ def _estimate_size(events: Sequence[OutputEvent]) -> int:
 
 
 async def _encode_events(
-    events: AsyncIterator[Event], encoder: StreamEncoder
+    events: AsyncIterator[Sequence[Event]], encoder: StreamEncoder
 ) -> AsyncGenerator[bytes, None]:
-    """Encodes the events of a response, with periodic progress frames."""
+    """Encodes the events of a response, with periodic progress frames. The frames of a batch are
+    sent with one write."""
     now = asyncio.get_running_loop().time
     prefill_at = -math.inf
-    async for event in events:
-        if isinstance(event, PrefillProgress):
-            if now() - prefill_at < PROGRESS_INTERVAL:
-                continue
-            prefill_at = now()
-        is_progress = isinstance(event, PrefillProgress | ModelLoading)
-        frame = encoder.progress(event) if is_progress else encoder.feed(event)
-        if frame:
-            yield frame
+    async for batch in events:
+        frames: list[bytes] = []
+        for event in batch:
+            if not isinstance(event, PrefillProgress | ModelLoading):
+                frames.append(encoder.feed(event))
+            elif isinstance(event, ModelLoading):
+                frames.append(encoder.progress(event))
+            elif now() - prefill_at >= PROGRESS_INTERVAL:
+                prefill_at = now()
+                frames.append(encoder.progress(event))
+        if written := b"".join(frames):
+            yield written
     if frame := encoder.end():
         yield frame
 
 
 async def _iter_content_events(
-    events: AsyncIterator[Event], load_wait: float
-) -> AsyncGenerator[OutputEvent, None]:
+    events: AsyncIterator[Sequence[Event]], load_wait: float
+) -> AsyncGenerator[Sequence[OutputEvent], None]:
     """Yields the events of the response without progress events, for clients that cannot receive
     progress. Raises AppError(LOADING) if the model is not loaded within `load_wait` seconds.
     Loading continues, so the client may retry."""
     now = asyncio.get_running_loop().time
     began = now()
-    async for event in events:
-        if isinstance(event, ModelLoading):
-            if now() - began >= load_wait:
+    async for batch in events:
+        content: list[OutputEvent] = []
+        for event in batch:
+            if not isinstance(event, PrefillProgress | ModelLoading):
+                content.append(event)
+            elif isinstance(event, ModelLoading) and now() - began >= load_wait:
                 message = f"the model is loading ({event.progress} %): retry, or use stream: true"
                 raise AppError(ErrorKind.LOADING, message, retry_after=_LOADING_RETRY_AFTER)
-        elif not isinstance(event, PrefillProgress):
-            yield event
+        if content:
+            yield content
 
 
 async def _send_stream(

@@ -109,6 +109,8 @@ def _render_engine(stats: EngineStats) -> JsonObject:
             "working": ledger.working,
             "free": ledger.free,
         },
+        "PrefixLimit": ledger.prefix_limit,
+        "Wired": ledger.wired,
         "Tokens": {
             "cached": stats.cached_tokens,
             "prefilled": stats.prefilled_tokens,
@@ -147,6 +149,7 @@ def _render_model(state: ModelState) -> JsonObject:
         "Error": state.error,
         "Pid": state.pid,
         "Backend": None if state.backend is None else asdict(state.backend),
+        "KV": state.kv_dtype,
     }
 
 

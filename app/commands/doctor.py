@@ -17,11 +17,23 @@ from importlib.metadata import version
 from pathlib import Path
 
 from app import store
+from app.commands.device_report import (
+    DeviceDescription,
+    describe_device,
+    find_device_problems,
+    render_device_lines,
+)
 from app.config.options import BUILD_VARIABLE
+from app.config.precedence import resolve_config
 from app.core.distributions import inspect_mlx_library
 from app.core.errors import AppError
 from app.core.units import format_memory, pluralize
-from app.engine.device import detect_backend, device_budget, measure_gigaflops
+from app.engine.device import (
+    detect_backend,
+    device_budget,
+    measure_gigaflops,
+    read_device_info,
+)
 from app.runners.compile_dir import prepare_compile_dir
 from models import cpu_backend, kernels
 
@@ -37,9 +49,12 @@ class Findings:
     a matrix product in MLX, in GFLOP/s. blas: the BLAS library; None for the one that MLX ships,
     and blas_why then contains the reason. called: whether MLX called `blas`; None if calls are not
     counted. kernels: the CPU kernels in use; None if MLX's own operations are used, and kernels_why
-    then contains the reason. memory: the number of bytes that may be used. scratch: the folder for
-    MLX's compiled code; None if there is none. models: the number of models by source. stores: the
-    error message of the model stores.
+    then contains the reason. tiles_why: the reason why the kernels do not use tiles (Intel AMX);
+    None if they do, or if there are no kernels. activations: the precision in bits of activations
+    in 4- and 8-bit layers, from the environment and the configuration file. memory: the number of
+    bytes that may be used. scratch: the folder for MLX's compiled code; None if there is none.
+    models: the number of models by source. stores: the error message of the model stores. gpu:
+    macOS or NVIDIA's driver, and the GPU.
     """
 
     python: str
@@ -54,10 +69,13 @@ class Findings:
     called: bool | None
     kernels: str | None
     kernels_why: str | None
+    tiles_why: str | None
+    activations: int
     memory: int
     scratch: str | None
     models: Mapping[str, int]
     stores: str | None
+    gpu: DeviceDescription
 
 
 def diagnose(*, as_json: bool) -> int:
@@ -83,13 +101,31 @@ def render_lines(found: Findings) -> Iterator[tuple[str, str]]:
     blas = found.blas or f"MLX's own: {found.blas_why}"
     if found.device == "cpu":
         yield "BLAS", f"{blas}; matmul at {found.gigaflops:.3g} GFLOP/s"
-        yield "kernels", found.kernels or f"none: {found.kernels_why}"
+        yield "kernels", _describe_kernels(found)
+        if found.kernels is not None:
+            yield "tiles", "on" if found.tiles_why is None else f"off: {found.tiles_why}"
     else:
         yield "matmul", f"{found.gigaflops:.3g} GFLOP/s"
+    yield "KV cache", _describe_kv(found)
+    yield from render_device_lines(found.gpu)
     yield "memory", f"{format_memory(found.memory)} available"
     yield "scratch", found.scratch or "none"
     counts = (f"{count} {source}" for source, count in found.models.items())
     yield "models", found.stores or ", ".join(counts)
+
+
+def _describe_kv(found: Findings) -> str:
+    if found.device != "cpu":
+        return "in the type of the activations"
+    if found.kernels is None:
+        return "rounded to the type of the checkpoint, but stored as float32; see --kv"
+    return "in the type of the checkpoint, which the kernels read directly; see --kv"
+
+
+def _describe_kernels(found: Findings) -> str:
+    if found.kernels is None:
+        return f"none: {found.kernels_why}"
+    return f"{found.kernels}; {found.activations}-bit activations in 4- and 8-bit layers"
 
 
 def find_problems(found: Findings, environ: Mapping[str, str]) -> Iterator[str]:
@@ -99,6 +135,7 @@ def find_problems(found: Findings, environ: Mapping[str, str]) -> Iterator[str]:
         yield "MLX was installed for CUDA but found no GPU: check nvidia-smi"
     elif found.device == "cpu" and sys.platform == "linux":
         yield from _find_cpu_problems(found, environ)
+    yield from find_device_problems(found.gpu)
     if found.memory < _MIN_MEMORY:
         yield (
             f"only {format_memory(found.memory)} of memory is available: stop other programs, or "
@@ -123,6 +160,11 @@ def _find_cpu_problems(found: Findings, environ: Mapping[str, str]) -> Iterator[
         )
     if found.called is False:
         yield f"{found.blas} is loaded, but MLX does not call it: check LD_PRELOAD"
+    if found.tiles_why is not None and found.tiles_why.startswith(kernels.TILE_TEST_FAILED):
+        yield (
+            "the processor's AMX tiles computed a wrong result, so prompts are slower without "
+            f"them: {found.tiles_why}. Report this with the output of `mlxrunner doctor --json`"
+        )
     # kernels that the build was configured to leave out also count as disabled
     off = environ.get("MLXRUNNER_KERNELS") == "off" or BUILD_VARIABLE in (found.kernels_why or "")
     if found.kernels is None and not off:
@@ -130,7 +172,9 @@ def _find_cpu_problems(found: Findings, environ: Mapping[str, str]) -> Iterator[
 
 
 def _examine() -> Findings:
-    using = detect_backend()
+    """Raises AppError(INVALID) for invalid settings."""
+    settings = resolve_config({}, None, os.environ).settings
+    using, info = detect_backend(), kernels.describe()
     reached = measure_gigaflops()
     products = cpu_backend.count_blas_calls()
     models, stores = _count_models()
@@ -146,11 +190,14 @@ def _examine() -> Findings:
         blas_why=cpu_backend.ACTIVE.why,
         called=None if products is None else products > 0,
         kernels=using.kernels,
-        kernels_why=kernels.describe().why,
+        kernels_why=info.why,
+        tiles_why=info.why_no_tiles,
+        activations=settings.activations,
         memory=device_budget(),
         scratch=_find_compile_dir(),
         models=models,
         stores=stores,
+        gpu=describe_device(read_device_info()),
     )
 
 

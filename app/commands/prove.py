@@ -98,7 +98,7 @@ def render_head(model: str, reference: Reference, seed: int) -> Iterator[str]:
         f"{pluralize(len(reference.requests), 'answer')} with {tokens} tokens, seed {seed}"
     )
     yield "Reference: one request at a time, without cached prefixes. Compared: IDs and the bits"
-    yield "of log probabilities."
+    yield f"of log probabilities. KV cache: {reference.capacity.kv_dtype or 'none'}."
     yield ""
     yield _format_cells(_HEADER)
 
@@ -111,6 +111,8 @@ def describe_backend(capacity: Capacity) -> str:
         backend.device.upper(),
         f"{backend.kernels} kernels" if backend.kernels else "MLX's operations",
     ]
+    if backend.activations not in (None, 24):
+        parts[1] += f" with {backend.activations}-bit activations"
     with suppress(TypeError):
         parts.append(pluralize(int(backend.threads or 0), "thread"))
     return ", ".join(parts if backend.threads else parts[:2])
@@ -156,6 +158,7 @@ def make_json(
         "schema": SCHEMA,
         "model": model,
         "backend": None if backend is None else asdict(backend),
+        "kv": reference.capacity.kv_dtype,
         "seed": seed,
         "conversations": len(reference.chains),
         "answers": len(reference.requests),

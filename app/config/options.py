@@ -15,7 +15,10 @@ from app.config import value_types
 from app.config.value_types import ValueType
 from app.core.settings import (
     MEBIBYTE,
+    ActivationBits,
     CachePolicy,
+    KVLayout,
+    KVPrecision,
     LogFormat,
     LogLevel,
     ModelSettings,
@@ -261,6 +264,24 @@ GROUPS = (
                 other_names="quantization q-bits bits",
             ),
             make_option(
+                "kv",
+                value_types.choice(*get_args(KVPrecision)),
+                "precision of the KV cache; auto: that of the checkpoint, so that bfloat16 models "
+                "need half the memory and decode long contexts faster",
+                other_names="kv-cache-dtype cache-type-k ctk cache-type-v ctv kv-cache-type",
+            ),
+            make_option(
+                "activations",
+                value_types.choice(*get_args(ActivationBits)),
+                "precision in bits of activations in 4- and 8-bit layers on a CPU; 16 and 8 are "
+                "faster and less exact",
+            ),
+            make_option(
+                "kv_layout",
+                value_types.choice(*get_args(KVLayout)),
+                "layout of KV caches in batches; auto: slabs on a GPU, rows on a CPU",
+            ),
+            make_option(
                 "parallel",
                 value_types.count(1),
                 "maximum number of concurrent sequences",
@@ -312,9 +333,14 @@ GROUPS = (
                 "prefill_chunk",
                 value_types.count(1, unit="tokens"),
                 "prompt tokens per engine step; a cancellation takes effect after one step at most",
-                unset="128 on a CPU, else 512",
+                unset="128 on a CPU, 1024 or 2048 on a GPU",
                 other_names="max-num-batched-tokens b batch-size ub ubatch-size "
                 "chunked-prefill-size prefill-step-size",
+            ),
+            make_option(
+                "keep_awake",
+                value_types.boolean(),
+                "keep a Mac from going to idle sleep during requests",
             ),
             make_option(
                 "watchdog",
@@ -457,6 +483,8 @@ MODEL_OPTIONS = (
     ),
     _make_model_option("keep_alive"),
     _make_model_option("quantize"),
+    _make_model_option("kv"),
+    _make_model_option("activations"),
     _make_model_option("parallel"),
     _make_model_option("context"),
     _make_model_option("memory"),

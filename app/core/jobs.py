@@ -49,12 +49,15 @@ class ComputeBackend:
     kernels: the instruction set of mlxrunner's CPU kernels; None if only MLX's operations are used.
     blas: the BLAS library that MLX uses on the CPU; None if MLX uses the library that it was built
     with. threads: the number of threads that compute one operation. All three are None on a GPU.
+    activations: the precision of activations in 4- and 8-bit layers, in bits; None if the model has
+    no such layers that the kernels compute.
     """
 
     device: Literal["cpu", "gpu"]
     kernels: str | None = None
     blas: str | None = None
     threads: int | None = None
+    activations: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,9 @@ class Capacity:
     `context_length` positions. limited_by_memory: whether the context is limited by memory rather
     than by the model. hidden_size: the hidden size of the model, which is the maximum width of
     embeddings; None if the model returns only logits. needs_checkpoints: whether cached prefixes
-    can be resumed only at checkpoints. backend: the compute backend; None if unknown.
+    can be resumed only at checkpoints. backend: the compute backend; None if unknown. kv_dtype: the
+    type of the keys and values in KV caches, such as "bfloat16"; None without attention layers.
+    wirable: the maximum number of bytes that the engine wires; 0 if the device cannot wire memory.
     """
 
     parallel: int
@@ -78,6 +83,8 @@ class Capacity:
     hidden_size: int | None = None
     needs_checkpoints: bool = True
     backend: ComputeBackend | None = None
+    kv_dtype: str | None = None
+    wirable: int = 0
 
 
 # empty: no cached sequence begins with the same tokens · diverged: the next tokens differ ·
@@ -155,7 +162,9 @@ class Ledger:
     budget: the total that the engine may use. weights: the model's weights. kv: the layer caches of
     running sequences, including memory reserved for their growth, and the layer caches of running
     embedding jobs. prefix: cached prefixes that no running sequence uses. working: memory reserved
-    for the temporary arrays of a step.
+    for the temporary arrays of a step. prefix_limit: the maximum of `prefix`; lower while the
+    system is short of memory. wired: the bytes that Metal may keep resident for this engine; 0 on
+    other devices, and while the engine is idle.
 
     0 <= free = budget - weights - kv - prefix - working.
     """
@@ -165,10 +174,22 @@ class Ledger:
     kv: int = 0
     prefix: int = 0
     working: int = 0
+    prefix_limit: int = 0
+    wired: int = 0
 
     @property
     def free(self) -> int:
-        return self.budget - self.weights - self.kv - self.prefix - self.working
+        return self.budget - self.in_use - self.prefix
+
+    @property
+    def prefix_share(self) -> float:
+        """The part of the KV cache memory that cached prefixes may use, from 0 to 1."""
+        return self.prefix_limit / max(1, self.budget - self.weights - self.working)
+
+    @property
+    def in_use(self) -> int:
+        """The bytes that the engine needs for its current work."""
+        return self.weights + self.kv + self.working
 
 
 # upper bounds of the histogram of cached prefix lengths; the last bucket has no upper bound

@@ -61,7 +61,8 @@ class ModelState:
     not loaded, or stays loaded forever. loads: the number of completed loads. evictions: the number
     of times that the model was unloaded before its keep-alive expired, to free memory for another
     model. restarts: the number of times that its runner was restarted. backend: the compute
-    backend, set while the model is loaded.
+    backend, and kv_dtype: the type of the keys and values in its KV caches; both are set while the
+    model is loaded.
     """
 
     name: str
@@ -83,3 +84,4 @@ class ModelState:
     error: str | None = None
     pid: int | None = None
     backend: ComputeBackend | None = None
+    kv_dtype: str | None = None

@@ -51,7 +51,7 @@ class ObservedGenerate:
 
     def open(
         self, request: GenerateRequest, model: ResolvedModel
-    ) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+    ) -> AbstractAsyncContextManager[AsyncIterator[Sequence[Event]]]:
         return self._open_observed(request, model)
 
     async def embed(self, request: EmbedRequest, model: ResolvedModel) -> Embeddings:
@@ -74,7 +74,7 @@ class ObservedGenerate:
     @asynccontextmanager
     async def _open_observed(
         self, request: GenerateRequest, model: ResolvedModel
-    ) -> AsyncGenerator[AsyncIterator[Event]]:
+    ) -> AsyncGenerator[AsyncIterator[Sequence[Event]]]:
         seen = _ObserverGroup(
             [watcher(request) for watcher in self._observer_factories], count_choices(request)
         )
@@ -119,20 +119,21 @@ class _ObservedEvents:
     """Iterates over the events and reports each event to the observers. This class is an iterator
     rather than a generator, so that an unfinished iteration does not have to be closed."""
 
-    def __init__(self, events: AsyncIterator[Event], seen: _ObserverGroup) -> None:
+    def __init__(self, events: AsyncIterator[Sequence[Event]], seen: _ObserverGroup) -> None:
         self._events = events
         self._observers = seen
 
-    def __aiter__(self) -> AsyncIterator[Event]:
+    def __aiter__(self) -> AsyncIterator[Sequence[Event]]:
         return self
 
-    async def __anext__(self) -> Event:
+    async def __anext__(self) -> Sequence[Event]:
         try:
-            event = await anext(self._events)
+            batch = await anext(self._events)
         except StopAsyncIteration:
             raise
         except Exception as error:  # a streaming response sends the error and then ends normally
             self._observers.on_error(error)
             raise
-        self._observers.on_event(event)
-        return event
+        for event in batch:
+            self._observers.on_event(event)
+        return batch

@@ -45,7 +45,8 @@ class RunnerStatus:
 
 
 class Submission(Protocol):
-    """A submitted job. Iterating yields its updates; `Ended` is the last one."""
+    """A submitted job. Iterating yields its updates, in batches of those that are available at the
+    same time; `Ended` is the last one."""
 
     @property
     def started_ns(self) -> int | None:
@@ -58,7 +59,7 @@ class Submission(Protocol):
         before the iterator yields `Ended`."""
         ...
 
-    def __aiter__(self) -> AsyncIterator[JobUpdate]: ...
+    def __aiter__(self) -> AsyncIterator[Sequence[JobUpdate]]: ...
 
     def limit_cached_tokens(self, tokens: int) -> None:
         """Caches only the first `tokens` sampled tokens, because the client received no more."""
@@ -296,10 +297,11 @@ class Generate(Protocol):
 
     def open(
         self, request: GenerateRequest, model: ResolvedModel
-    ) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+    ) -> AbstractAsyncContextManager[AsyncIterator[Sequence[Event]]]:
         """Validates, tokenizes and queues the request on entry, or raises AppError. Exiting the
-        context early cancels the request. Iterating yields events; `Finish` is the last one.
-        Iterating raises AppError(ENGINE) if the engine fails."""
+        context early cancels the request. Iterating yields events, in batches of those that are
+        available at the same time; `Finish` is the last one. Iterating raises AppError(ENGINE) if
+        the engine fails."""
         ...
 
     async def embed(self, request: EmbedRequest, model: ResolvedModel) -> Embeddings:
@@ -444,6 +446,12 @@ class PrefixCache(Protocol[Layer_co]):
         """
         ...
 
+    def continued_bytes(self, ids: Sequence[int], *, reuse: bool = True) -> int:
+        """Returns the number of bytes that `begin` would take out of the cache for this prompt: of
+        layer caches that it continues or frees. Marks the prefix of the prompt as used, so that it
+        is evicted last. ids, reuse: as for `begin`."""
+        ...
+
     @property
     def shares_live(self) -> bool:
         """Whether other sequences can reuse the computed prefix of a running sequence."""
@@ -458,6 +466,11 @@ class PrefixCache(Protocol[Layer_co]):
     @property
     def nbytes(self) -> int:
         """The size in bytes of cached prefixes that are not leased."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layer caches that hold these prefixes. Each consists of a few buffers."""
         ...
 
     @property

@@ -30,6 +30,9 @@ MEBIBYTE = 1 << 20
 
 CachePolicy = Literal["single", "slots", "radix"]
 QuantizationBits = Literal[4, 8]
+KVPrecision = Literal["auto", "float32", "bfloat16", "float16"]
+ActivationBits = Literal[24, 16, 8]
+KVLayout = Literal["auto", "rows", "slab"]
 RunnerKind = Literal["process", "thread"]
 LogFormat = Literal["human", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -64,6 +67,8 @@ class ModelSettings:
     pinned: bool = False
     keep_alive: float | None = None
     quantize: QuantizationBits | None = None
+    kv: KVPrecision | None = None
+    activations: ActivationBits | None = None
     parallel: int | None = None
     context: int | None = None
     memory: int | None = None
@@ -90,6 +95,11 @@ class Settings:
     keys.
 
     quantize: the number of bits to which unquantized weights are quantized while they are loaded.
+    kv: the type of the keys and values in layer caches. "auto" uses the type of the checkpoint.
+    activations: the number of bits to which the CPU kernels round the inputs of 4- and 8-bit
+    layers; 24 bits are as precise as float32. kv_layout: whether the layer caches of sequences that
+    decode together remain separate rows, or share a slab if their lengths are similar. "auto"
+    allows slabs on GPUs.
 
     parallel: the maximum number of concurrent sequences; None chooses a value for the memory and
     device. max_queue: the maximum number of queued requests; further requests are rejected.
@@ -102,7 +112,8 @@ class Settings:
     whether slots are selected for many users rather than for a single user. exact: whether prefill
     chunks are aligned to fixed positions, so that the output is bit-identical with and without
     cached prefixes. prefill_chunk: the number of prompt tokens per engine step. A chunk cannot be
-    cancelled once it has started. None chooses a value for the device.
+    cancelled once it has started. None chooses a value for the device. keep_awake: whether a Mac
+    does not go to idle sleep during requests.
 
     watchdog: the number of seconds without an engine step after which the engine is reported as
     stalled and, if it has its own process, restarted. max_body: the maximum size of a request body
@@ -138,6 +149,9 @@ class Settings:
     api_keys: str | None = None
     allow_anyone: bool = False
     quantize: QuantizationBits | None = None
+    kv: KVPrecision = "auto"
+    activations: ActivationBits = 24
+    kv_layout: KVLayout = "auto"
     parallel: int | None = None
     max_queue: int = 64
     context: int | None = None
@@ -147,6 +161,7 @@ class Settings:
     multi_user: bool = False
     exact: bool = False
     prefill_chunk: int | None = None
+    keep_awake: bool = True
     watchdog: float = 60.0
     max_body: int = 10 * MEBIBYTE
     max_connections: int = 1024
@@ -185,13 +200,22 @@ class Settings:
         return replace(self, models=(model,), installed=False, **own)
 
 
+# settings that exist for all models and for one model
+_MODEL_SETTINGS = (
+    "keep_alive",
+    "quantize",
+    "kv",
+    "activations",
+    "parallel",
+    "context",
+    "memory",
+    "cache",
+)
+
+
 def _model_overrides(model: ModelSettings) -> dict[str, Any]:
     """Returns the model's own values of settings that also exist for all models."""
-    return {
-        name: value
-        for name in ("keep_alive", "quantize", "parallel", "context", "memory", "cache")
-        if (value := getattr(model, name)) is not None
-    }
+    return {name: value for name in _MODEL_SETTINGS if (value := getattr(model, name)) is not None}
 
 
 def _find_conflicts(settings: Settings) -> Iterator[tuple[str, str]]:

@@ -6,33 +6,46 @@ The budget is based on free memory rather than installed memory, because memory 
 processes is not available.
 """
 
+import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
 import mlx.core as mx
 
 from app.core.jobs import ComputeBackend
+from app.engine.memory_policy import DeviceMemory, unified_budget
 from models import cpu_backend, kernels
+
+log = logging.getLogger(__name__)
 
 # The dimensions of the benchmark's matrices. A fast BLAS multiplies matrices of this size in a few
 # milliseconds, and a slow BLAS takes a reasonable time.
 _MATRIX_SIZE = 512
 
 
-def detect_backend() -> ComputeBackend:
-    """Returns the compute backend of this process."""
+def detect_backend(activations: int | None = None) -> ComputeBackend:
+    """Returns the compute backend of this process. activations: of the model, see
+    `ComputeBackend`."""
     if mx.default_device().type == mx.DeviceType.gpu:
         return ComputeBackend(device="gpu")
     info = kernels.describe()
+    if info.why_no_tiles is not None and info.why_no_tiles.startswith(kernels.TILE_TEST_FAILED):
+        log.warning("AMX tiles are disabled: %s", info.why_no_tiles)
     return ComputeBackend(
         device="cpu",
         kernels=info.isa if info.enabled else None,
         blas=cpu_backend.ACTIVE.blas,
         threads=cpu_backend.ACTIVE.threads,
+        activations=activations,
     )
+
+
+def read_device_info() -> Mapping[str, object]:
+    """Returns what MLX reports about the default device."""
+    return mx.device_info()
 
 
 def measure_gigaflops() -> float:
@@ -49,7 +62,8 @@ def measure_gigaflops() -> float:
 
 
 # The fractions of memory that the engine may use: of a GPU's dedicated memory, of the machine's
-# memory (shared with other programs), and of the memory that is currently free.
+# memory (shared with other programs), and of the memory that is currently free. memory_policy.py
+# has those of a Mac.
 _DEVICE_SHARE, _MACHINE_SHARE, _FREE_SHARE = 0.9, 0.7, 0.9
 
 _MEMINFO = Path("/proc/meminfo")
@@ -71,14 +85,14 @@ _CGROUP_FILES = (
 def device_budget(own_bytes: int = 0) -> int:
     """Returns the number of bytes that the engine may use if no memory size is configured.
 
-    On Metal, the budget depends on the recommended working set. On CUDA, it depends on the free
-    device memory. On other devices, it depends on the free memory of the machine or container.
-    Memory that this process already uses counts as free. `own_bytes` is the number of bytes used by
-    other mlxrunner processes, which also count as free.
+    On Metal, the budget depends on the recommended working set and on the reserve for other
+    programs. On CUDA, it depends on the free device memory. On other devices, it depends on the
+    free memory of the machine or container. Memory that this process already uses counts as free.
+    `own_bytes` is the number of bytes used by other mlxrunner processes, which also count as free.
     """
-    device = mx.device_info()
     if mx.metal.is_available():
-        return int(_DEVICE_SHARE * cast(int, device["max_recommended_working_set_size"]))
+        return unified_budget(read_device_memory())
+    device = mx.device_info()
     own_bytes += mx.get_active_memory() + mx.get_cache_memory()
     if mx.default_device().type == mx.DeviceType.gpu:
         total = cast(int, device.get("total_memory", device.get("memory_size", 0)))
@@ -88,8 +102,33 @@ def device_budget(own_bytes: int = 0) -> int:
     return _machine_budget(own_bytes)
 
 
+def read_device_memory() -> DeviceMemory:
+    """Returns the sizes and limits of the device's memory."""
+    if mx.metal.is_available():
+        device = mx.device_info()
+        return DeviceMemory(
+            physical=cast(int, device.get("memory_size", _installed_bytes())),
+            recommended=cast(int, device["max_recommended_working_set_size"]),
+            max_buffers=cast(int | None, device.get("resource_limit")),
+        )
+    if mx.default_device().type == mx.DeviceType.gpu:
+        return DeviceMemory()
+    return DeviceMemory(physical=_installed_bytes())
+
+
+def _installed_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _machine_budget(own_bytes: int) -> int:
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free, total = read_machine_memory()
+    return max(0, int(min(_MACHINE_SHARE * total, _FREE_SHARE * (free + own_bytes))))
+
+
+def read_machine_memory() -> tuple[int, int]:
+    """Returns the free and the total number of bytes of the machine, or of the container if it has
+    less. Memory that the system can reclaim, such as the page cache, counts as free."""
+    total = _installed_bytes()
     free = _available_bytes(total)
     for folder in _cgroups():
         for limit_file, taken_file, files in _CGROUP_FILES:
@@ -100,7 +139,7 @@ def _machine_budget(own_bytes: int) -> int:
             kept = _page_cache_bytes(folder / "memory.stat", files)
             taken = max(0, (_read_number(folder / taken_file) or 0) - kept)
             total, free = limit, min(free, limit - taken)
-    return max(0, int(min(_MACHINE_SHARE * total, _FREE_SHARE * (free + own_bytes))))
+    return free, total
 
 
 def _available_bytes(total: int) -> int:

@@ -10,6 +10,7 @@ differ between machines, so all ranks use the tokens sampled by rank 0. Memory b
 differ between machines, so all ranks use the smallest budget.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -17,7 +18,6 @@ import mlx.core as mx
 
 from app.core.settings import Settings
 from app.engine.device import device_budget
-from app.engine.fit import choose_prefill_chunk
 from app.engine.memory_profile import MemoryProfile
 
 
@@ -44,14 +44,14 @@ class DistributedGroup:
         summed = self.all_sum(mx.array(list(local.ljust(length, b"\0")), dtype=mx.uint8))
         return bytes(cast(list[int], summed.tolist())).rstrip(b"\0")
 
-    def reconcile_settings(self, settings: Settings) -> Settings:
+    def reconcile_settings(
+        self, settings: Settings, choose_chunk: Callable[[Settings], int]
+    ) -> Settings:
         """Returns the settings with the smallest memory budget and the smallest prefill chunk of
-        all ranks. Otherwise, each rank would choose both values for its own device."""
-        return replace(
-            settings,
-            memory=self._all_min(settings.memory or device_budget()),
-            prefill_chunk=self._all_min(choose_prefill_chunk(settings)),
-        )
+        all ranks. Otherwise, each rank would choose both values for its own device. choose_chunk:
+        returns the prefill chunk of this rank."""
+        agreed = replace(settings, memory=self._all_min(settings.memory or device_budget()))
+        return replace(agreed, prefill_chunk=self._all_min(choose_chunk(agreed)))
 
     def reconcile_memory(self, memory: MemoryProfile) -> MemoryProfile:
         """Returns the profile with the largest weights and the largest working memory of all

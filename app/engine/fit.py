@@ -19,31 +19,39 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from app.core.apple_gpus import has_accelerator_hardware
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
 from app.core.model_state import MemoryRequirement
 from app.core.settings import Settings
 from app.core.units import format_memory
-from app.engine.device import device_budget
+from app.engine.device import device_budget, read_device_info
 from app.engine.memory_profile import (
     ActivationMemory,
     KVFootprint,
     MemoryProfile,
+    attention_shapes,
     longest_fitting,
-    num_query_heads,
 )
+from app.engine.policy import choose_chunk_length, count_slots
 from app.engine.weights import list_parameters, open_model
 from models.base import Model, ModelError
+from models.checkpoint_config import get_text_config, num_query_heads
 
-# The default number of concurrent sequences.
-DEFAULT_MAX_PARALLEL = 8
+# The number of typical sequences in the preferred memory of a model that shares the device.
+PREFERRED_SEQUENCES = 8
 
 # The minimum context length per sequence when the number of sequences is chosen automatically.
 TYPICAL_SEQUENCE_LENGTH = 4096
 
 # The activations of a step per token, as multiples of the widest layer output and of the hidden
-# size. Measured on Llama models with hidden sizes from 288 to 2048, and rounded up.
-_ACTIVATION_ROWS = 8
+# size. Measured on Llama models with hidden sizes from 288 to 2048, and rounded up. Includes the
+# margin of the measurement after the load (memory_profile.py).
+_ACTIVATION_ROWS = 12
+
+# On a GPU, the default prefill chunk is so short that the activations and scores of a step need at
+# most this fraction of the memory that the weights leave.
+_ACTIVATION_SHARE = 1 / 4
 
 # The config keys for the number of experts per token, and the default if all of them are missing.
 _EXPERTS_PER_TOKEN_KEYS, _DEFAULT_EXPERTS_PER_TOKEN = (
@@ -63,6 +71,9 @@ class Fit:
     context: the requested context length, or the default context length of the model if none is
         requested.
     sequences: the number of concurrent sequences that must fit with this context.
+    slots: the maximum number of running sequences. This many are decoded together, but their full
+        contexts do not have to fit.
+    prefill_chunk: the number of prompt tokens per step.
     context_that_fits: the maximum context length, up to `context`, for this many sequences; 0 if no
         context length fits.
     fits: whether the server will start, because the requested context length fits or, if none was
@@ -75,6 +86,8 @@ class Fit:
     budget: int
     context: int
     sequences: int
+    slots: int
+    prefill_chunk: int
     context_that_fits: int
     fits: bool
 
@@ -91,7 +104,11 @@ def estimate_fit(files: ModelFiles, settings: Settings) -> Fit:
 
     Raises AppError(MODEL_FILES) if no model can be built from the files.
     """
-    return estimate_before_load(open_model(files, settings.quantize), files, settings)
+    return estimate_before_load(_open(files, settings), files, settings)
+
+
+def _open(files: ModelFiles, settings: Settings) -> Model:
+    return open_model(files, settings.quantize, kv=settings.kv, activations=settings.activations)
 
 
 def estimate_memory(
@@ -109,11 +126,11 @@ def estimate_memory(
             preferred_bytes=settings.memory,
             device_budget=device_budget(loaded_bytes),
         )
-    sizes = _ModelSizes(open_model(files, settings.quantize), files, settings)
+    sizes = _ModelSizes(_open(files, settings), files, settings)
     context = files.resolve_context_length(settings.context)
     usual = min(context, TYPICAL_SEQUENCE_LENGTH)
-    many = settings.parallel or DEFAULT_MAX_PARALLEL
-    requested = sizes.total_bytes(many if settings.parallel else 1, context)
+    many = settings.parallel or PREFERRED_SEQUENCES
+    requested = sizes.total_bytes(settings.parallel or 1, context)
     least = requested if settings.context else sizes.total_bytes(1, usual)
     # Adds the same amount for the cached prefixes of finished requests.
     cached = many * sizes.kv_footprint(usual)
@@ -131,16 +148,19 @@ def estimate_before_load(model: Model, files: ModelFiles, settings: Settings) ->
     budget = settings.memory or device_budget()
     sequences = settings.parallel or 1
     context = files.resolve_context_length(settings.context)
+    slots = sizes.count_slots(budget, context, settings)
     longest = longest_fitting(
-        lambda length: sizes.total_bytes(sequences, length) <= budget, context
+        lambda length: sizes.total_bytes(sequences, length, slots=slots) <= budget, context
     )
     return Fit(
         weights=sizes.weights,
         kv_per_context=sizes.kv_footprint(context),
-        working=sizes.activation_bytes(context),
+        working=sizes.working_bytes(context, slots=slots),
         budget=budget,
         context=context,
         sequences=sequences,
+        slots=slots,
+        prefill_chunk=sizes.prefill_chunk,
         context_that_fits=longest,
         fits=longest >= (context if settings.context else 1),
     )
@@ -161,12 +181,10 @@ def adjust_after_load(estimate: Fit, memory: MemoryProfile, settings: Settings) 
     )
 
 
-def choose_prefill_chunk(settings: Settings) -> int:
-    """Returns the number of prompt tokens per step. The default is the smallest number that keeps
-    the device busy (docs/decisions/engine.md)."""
-    if settings.prefill_chunk:
-        return settings.prefill_chunk
-    return 128 if mx.default_device().type == mx.DeviceType.cpu else 512
+def choose_prefill_chunk(model: Model, files: ModelFiles, settings: Settings) -> int:
+    """Returns the number of prompt tokens per step. The preconditions are the same as for
+    `estimate_before_load`."""
+    return settings.prefill_chunk or _ModelSizes(model, files, settings).prefill_chunk
 
 
 def raise_unless_fits(estimate: Fit, files: ModelFiles) -> None:
@@ -192,31 +210,77 @@ def raise_unless_fits(estimate: Fit, files: ModelFiles) -> None:
 
 
 class _ModelSizes:
-    """The sizes of a model in bytes. `activation_bytes` and `kv_footprint` are functions of the
-    sequence length."""
+    """The sizes of a model in bytes. `kv_footprint` is a function of the sequence length."""
 
     def __init__(self, model: Model, files: ModelFiles, settings: Settings) -> None:
         """Computes the sizes. Raises AppError(MODEL_FILES) if the model cannot be evaluated."""
         kv = model.make_kv()
         try:
-            hidden = model(mx.array([[0]]), kv)
+            # two tokens, because one is computed like a decode step
+            hidden = model(mx.array([[0, 0]]), kv)
             vocab = model.logits(hidden[:, -1]).size
         except ModelError as error:
             raise AppError(ErrorKind.MODEL_FILES, f"{files.path}: {error}") from error
-        chunk = choose_prefill_chunk(settings)
         self.weights = sum(array.nbytes for array in list_parameters(model))
-        self.kv_footprint = KVFootprint(kv, chunk)
-        self.activation_bytes = ActivationMemory(
+        activations = ActivationMemory(
             bytes_per_token=_activation_bytes_per_token(model, files.config, hidden, vocab),
-            chunk=chunk,
-            max_batch_size=settings.parallel or DEFAULT_MAX_PARALLEL,
+            chunk=settings.prefill_chunk or 1,
+            max_batch_size=1,
             vocab=vocab,
             heads=num_query_heads(files.config),
             layers=kv,
+            attention=attention_shapes(kv),
+        )
+        self.prefill_chunk = settings.prefill_chunk or self._default_chunk(
+            activations, files, settings
+        )
+        self._activations = replace(activations, chunk=self.prefill_chunk)
+        self.kv_footprint = KVFootprint(kv, self.prefill_chunk)
+
+    def _default_chunk(
+        self, activations: ActivationMemory, files: ModelFiles, settings: Settings
+    ) -> int:
+        on_gpu = mx.default_device().type == mx.DeviceType.gpu
+        if not on_gpu:
+            budget, architecture = 0, ""
+        else:
+            budget = settings.memory or device_budget()
+            architecture = str(read_device_info().get("architecture", ""))
+        context = files.resolve_context_length(settings.context)
+        return choose_chunk_length(
+            on_gpu=on_gpu,
+            experts=_has_experts(files.config),
+            accelerators=has_accelerator_hardware(architecture),
+            working=lambda chunk: replace(activations, chunk=chunk)(context),
+            limit=int(_ACTIVATION_SHARE * max(0, budget - self.weights)),
         )
 
-    def total_bytes(self, sequences: int, length: int) -> int:
-        return self.weights + self.activation_bytes(length) + sequences * self.kv_footprint(length)
+    def count_slots(self, budget: int, context: int, settings: Settings) -> int:
+        """Returns `--parallel`, or the number of typical sequences that fit in memory. One sequence
+        runs with `exact`, because batched kernels round differently, and with a prefix cache of a
+        single entry."""
+        if settings.parallel is not None:
+            return settings.parallel
+        if settings.exact or settings.cache == "single":
+            return 1
+        usual = min(context, TYPICAL_SEQUENCE_LENGTH)
+        return count_slots(
+            free_bytes=budget - self.weights - self.working_bytes(usual, slots=0),
+            bytes_per_sequence=self.kv_footprint(usual) + self._activations.bytes_per_row,
+        )
+
+    def working_bytes(self, length: int, *, slots: int) -> int:
+        return replace(self._activations, max_batch_size=slots)(length)
+
+    def total_bytes(self, sequences: int, length: int, *, slots: int | None = None) -> int:
+        """slots: the number of sequences that are decoded together; None for `sequences`."""
+        working = self.working_bytes(length, slots=sequences if slots is None else slots)
+        return self.weights + working + sequences * self.kv_footprint(length)
+
+
+def _has_experts(config: Mapping[str, Any]) -> bool:
+    text = get_text_config(config)
+    return any(text.get(name) for name in _EXPERTS_PER_TOKEN_KEYS)
 
 
 def _activation_bytes_per_token(

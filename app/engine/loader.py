@@ -1,10 +1,11 @@
 """Loads model files into a `Loop` that is ready to generate.
 
-Knows: the steps of a load, the memory settings of the device, the prefix cache policies. Must not
+Knows: the steps of a load, the memory rules of the device, the prefix cache policies. Must not
 know: the model store, requests. Runs on the engine thread, like all code that uses tensors.
 """
 
 import gc
+import logging
 import traceback
 from dataclasses import replace
 
@@ -14,9 +15,9 @@ from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
 from app.core.ports import PrefixCache
 from app.core.settings import Settings
+from app.engine.device import read_device_memory
 from app.engine.distributed import DistributedGroup
 from app.engine.fit import (
-    DEFAULT_MAX_PARALLEL,
     TYPICAL_SEQUENCE_LENGTH,
     Fit,
     adjust_after_load,
@@ -24,20 +25,35 @@ from app.engine.fit import (
     estimate_before_load,
     raise_unless_fits,
 )
+from app.engine.known_answers import check_model_on_gpu
+from app.engine.kv_layout import SlabPolicy
+from app.engine.kv_precision import avoid_float16, widen_if_too_large
 from app.engine.loop import Loop
+from app.engine.memory_policy import MemoryRules, choose_pool_limit, choose_rules
 from app.engine.memory_profile import (
     MemoryProfile,
     clear_allocator_cache,
-    num_query_heads,
     profile_memory,
 )
-from app.engine.policy import SchedulerLimits
+from app.engine.policy import SchedulerLimits, count_slots
 from app.engine.prefix.policy import PrefixCacheConfig, create_prefix_cache
 from app.engine.sampling.sampler import local_tokens
-from app.engine.weights import ProgressCallback, open_model, read_weights
+from app.engine.weights import ProgressCallback, list_parameters, open_model, read_weights
 from models.base import Model
+from models.checkpoint_config import num_query_heads
 from models.cpu_layout import is_batch_invariant
-from models.kv import LayerCache, evaluate_caches
+from models.gpu_layout import apply_gpu_layout
+from models.kv import LayerCache, dispatch_caches, evaluate_caches
+
+# A step takes several rounds of prompt chunks only if they fit in this time. If it were longer, the
+# pauses of a running stream would be noticeable. If it were shorter, prompts would take longer,
+# because each step also decodes.
+_STEP_SECONDS = 0.1
+
+# With the default number of slots, no further sequence starts if a decode step would take longer.
+_DECODE_SECONDS = 0.25
+
+log = logging.getLogger(__name__)
 
 
 def load(
@@ -66,27 +82,32 @@ def load(
 def _load(
     files: ModelFiles, settings: Settings, report: ProgressCallback, ranks: DistributedGroup | None
 ) -> Loop:
-    model = open_model(files, settings.quantize, ranks)
+    model = open_model(
+        files, settings.quantize, ranks, kv=settings.kv, activations=settings.activations
+    )
+    has_limit = settings.memory is not None
     if ranks is not None:
-        settings = ranks.reconcile_settings(settings)
-    elif settings.exact and is_batch_invariant(model):
+        settings = ranks.reconcile_settings(
+            settings, lambda agreed: choose_prefill_chunk(model, files, agreed)
+        )
+        avoid_float16(model, settings.kv)
+    elif settings.exact and is_batch_invariant(model) and settings.kv_layout != "slab":
         # The CPU kernels are batch-invariant, so the results are bit-identical even without the
         # restrictions of `exact`.
         settings = replace(settings, exact=False)
     fit = estimate_before_load(model, files, settings)
     raise_unless_fits(fit, files)
     read_weights(model, files.path, report)
+    _check_device(model, files)
+    for reason in apply_gpu_layout(model):
+        log.warning("%s", reason)
     memory = _profile_memory(model, fit, files, settings)
     if ranks is not None:
         memory = ranks.reconcile_memory(memory)
     raise_unless_fits(adjust_after_load(fit, memory, settings), files)
-    _limit_allocator(memory)
+    mx.set_cache_limit(choose_pool_limit(memory.budget, memory.working))
     context = fit.context
-    limits = SchedulerLimits(
-        max_running=settings.parallel or _auto_parallel(settings, memory, context),
-        max_prefill_tokens=choose_prefill_chunk(settings),
-        align_chunks=settings.exact,
-    )
+    limits = _choose_limits(model, fit, settings, memory, ranks)
     return Loop(
         model,
         _make_prefix_cache(model, settings, limits, context),
@@ -97,18 +118,78 @@ def _load(
         exact=settings.exact,
         shift=model.shift if settings.context_shift else None,
         broadcast_tokens=local_tokens if ranks is None else ranks.broadcast_tokens,
+        rules=_choose_memory_rules(
+            model, memory, limits, context, has_limit=has_limit, may_shrink=ranks is None
+        ),
+        slab_policy=SlabPolicy(layout=settings.kv_layout),
     )
 
 
+def _choose_limits(
+    model: Model,
+    fit: Fit,
+    settings: Settings,
+    memory: MemoryProfile,
+    ranks: DistributedGroup | None,
+) -> SchedulerLimits:
+    return SchedulerLimits(
+        max_running=_count_slots(fit, settings, memory, fit.context),
+        max_prefill_tokens=fit.prefill_chunk,
+        align_chunks=settings.exact or not is_batch_invariant(model),
+        # The clocks of ranks differ, so a step always takes one round there.
+        step_seconds=_STEP_SECONDS if ranks is None else None,
+        decode_seconds=_DECODE_SECONDS if ranks is None and not settings.parallel else None,
+    )
+
+
+def _choose_memory_rules(
+    model: Model,
+    memory: MemoryProfile,
+    limits: SchedulerLimits,
+    context: int,
+    *,
+    has_limit: bool,
+    may_shrink: bool,
+) -> MemoryRules:
+    return choose_rules(
+        read_device_memory(),
+        kv_budget=memory.kv_budget,
+        conversation=memory.kv_footprint(memory.max_context(context)),
+        has_limit=has_limit,
+        may_shrink=may_shrink,
+        weight_buffers=len(list_parameters(model)),
+        running_layers=limits.max_running * memory.num_layers,
+        buffers_per_layer=memory.buffers_per_layer,
+    )
+
+
+def _check_device(model: Model, files: ModelFiles) -> None:
+    """Raises AppError(MODEL_FILES) if the GPU computes wrong results."""
+    found = check_model_on_gpu(model)
+    for warning in found.warnings:
+        log.warning("%s; `mlxrunner doctor` may show the reason", warning)
+    if found.wrong:
+        raise AppError(
+            ErrorKind.MODEL_FILES,
+            f"{files.path} was not loaded, because the GPU computes wrong results: "
+            f"{'; '.join(found.wrong)}. Update the operating system or the driver, and reinstall "
+            "MLX; `mlxrunner doctor` shows their versions",
+        )
+
+
 def _profile_memory(model: Model, fit: Fit, files: ModelFiles, settings: Settings) -> MemoryProfile:
-    """Measures the working memory with a trial forward pass."""
+    """Measures the working memory with a trial forward pass, after the type of the layer caches is
+    final."""
     try:
+        widen_if_too_large(
+            model, settings.kv, vocab=files.sampleable_vocab_size, name=str(files.path)
+        )
         return profile_memory(
             model,
             budget=fit.budget,
             weights=fit.weights,
-            chunk=choose_prefill_chunk(settings),
-            max_batch_size=settings.parallel or DEFAULT_MAX_PARALLEL,
+            chunk=fit.prefill_chunk,
+            max_batch_size=fit.slots,
             heads=num_query_heads(files.config),
             context=fit.context_that_fits,
         )
@@ -128,13 +209,12 @@ def _release_tensors(error: BaseException | None) -> None:
     clear_allocator_cache()
 
 
-def _auto_parallel(settings: Settings, memory: MemoryProfile, context: int) -> int:
-    """Returns the number of typical sequences that fit in memory, at least one. Returns one if the
-    prefix cache has a single entry, or with `exact`, because batched kernels round differently."""
-    if settings.exact or settings.cache == "single":
-        return 1
+def _count_slots(fit: Fit, settings: Settings, memory: MemoryProfile, context: int) -> int:
+    """Returns the estimated number of slots, or less if the measured memory does not suffice."""
+    if settings.parallel is not None:
+        return settings.parallel
     usual = memory.kv_footprint(min(context, TYPICAL_SEQUENCE_LENGTH))
-    return max(1, min(DEFAULT_MAX_PARALLEL, memory.kv_budget // usual))
+    return min(fit.slots, count_slots(free_bytes=memory.kv_budget, bytes_per_sequence=usual))
 
 
 def _make_prefix_cache(
@@ -142,24 +222,15 @@ def _make_prefix_cache(
 ) -> PrefixCache[LayerCache]:
     """Creates the configured prefix cache. The default is a radix tree for several sequences, and a
     single entry for one sequence."""
-    grid = limits.max_prefill_tokens if limits.align_chunks else 1
+    grid = limits.max_prefill_tokens if settings.exact else 1
     policy = settings.cache or ("single" if limits.max_running == 1 else "radix")
     config = PrefixCacheConfig(
         make_kv=model.make_kv,
         evaluate=evaluate_caches,
+        dispatch=dispatch_caches,
         alignment=grid,
         num_slots=limits.max_running,
         context=context,
         multi_user=settings.multi_user,
     )
     return create_prefix_cache(policy, config)
-
-
-def _limit_allocator(memory: MemoryProfile) -> None:
-    """Limits the allocator's cache of free buffers to the working memory. On Metal, also wires the
-    memory of this process, because otherwise the system may page it out between requests, and large
-    models then decode an order of magnitude more slowly (mlx-lm#652)."""
-    mx.set_cache_limit(memory.working)
-    if mx.metal.is_available():
-        recommended = int(mx.device_info()["max_recommended_working_set_size"])
-        mx.set_wired_limit(min(memory.budget, recommended))

@@ -5,18 +5,22 @@ is not thread-safe and must be used on a single thread.
 
 One step:
 
-    collect   wait for the prompt chunks that the last step dispatched
+    prefill   dispatch the rest of the prompt chunks that the last step began
     admit     start waiting sequences and lease caches for them
     decode    dispatch token n+1 of every decoding sequence before reading token n
-    prefill   dispatch the next prompt chunks; the last chunk of a prompt samples the first token
-              (in alternate steps, dispatch the next batch of embedding inputs instead)
     read      read the values of tokens n, which the device has computed by now
     sample    for sequences whose grammar needs token n: sample token n+1 from the logits
               dispatched above
+    begin     build the next prompt chunk and dispatch its first layers; the last chunk of a prompt
+              samples the first token (in alternate steps, the next batch of embedding inputs
+              follows instead)
+    read      if a chunk follows, read the values of tokens n+1
 
-The device therefore always has work while Python reads tokens, reports them and builds graphs. The
-cost is one extra forward pass after an end-of-sequence token. That token counts as computed, so the
-layer caches stay consistent.
+The output of a step is posted when it returns. MLX blocks in `async_eval` for most of a prompt
+chunk, so a chunk is dispatched only after every token that precedes it was posted. Meanwhile, the
+device computes the first layers of the chunk. The device therefore always has work while Python
+reads tokens, reports them and builds graphs. Without prompts, the cost is one extra forward pass
+after an end-of-sequence token. That token counts as computed, so the layer caches stay consistent.
 
 A failed step ends only the sequences that caused the failure. If several sequences were decoded
 together, the cause is unknown. In this case, all of them restart, and each one is decoded unbatched
@@ -24,8 +28,10 @@ until it completes a step.
 """
 
 import logging
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -34,21 +40,36 @@ from app.core.jobs import Capacity, EngineStats, Job, StepOutput
 from app.core.ports import PrefixCache
 from app.core.prefix_snapshot import PrefixSnapshot
 from app.core.units import pluralize
+from app.engine.decode_slab import create_decode_slab
+from app.engine.device import detect_backend
 from app.engine.embedder import Embedder
+from app.engine.kv_layout import DEFAULT_SLAB_POLICY, SlabPolicy
 from app.engine.memory_budget import MemoryBudget
+from app.engine.memory_policy import MemoryRules
 from app.engine.memory_profile import MemoryProfile
-from app.engine.model_runner import BatchLogits, InFlight, ModelRunner, gather_in_flight
+from app.engine.model_runner import (
+    BatchLogits,
+    InFlight,
+    ModelRunner,
+    PrefillChunk,
+    gather_in_flight,
+)
 from app.engine.outputs import EngineCounters, OutputProcessor
-from app.engine.policy import SchedulerLimits, split_prefill_budget
+from app.engine.policy import PendingPrompt, SchedulerLimits
 from app.engine.sampling.sampler import local_tokens
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence, ShiftLayers
+from app.engine.step_pacing import StepPacing
+from app.engine.wired_memory import MemoryDevice
 from app.grammar.compiler import Matcher
 from models.base import Model
-from models.cpu_layout import is_batch_invariant
+from models.cpu_layout import get_activation_bits, is_batch_invariant
 from models.kv import LayerCache
 
 log = logging.getLogger(__name__)
+
+# The sequences of one forward pass, and the numbers of their tokens.
+PassPlan = Ids[tuple[Sequence, int]]
 
 
 class Loop:
@@ -60,7 +81,11 @@ class Loop:
     exact: whether to cache only prefilled positions, because decode kernels round differently.
     shift: removes positions from the layer caches (see `Model.shift`) when the context of a
         sequence is full. Requires leases with a `shift` method. None disables context shift.
+    clock: returns the time in seconds.
     broadcast_tokens: see `app.engine.sampling.sampler.SamplerBatch`.
+    rules, device: see `MemoryBudget`. By default, cached prefixes may use all free memory of MLX's
+        device, and nothing is wired.
+    slab_policy: when sequences share a slab in decode steps.
 
     The loop calls `on_stage` with the name of each stage when the stage starts. The watchdog
     reports these names.
@@ -77,21 +102,36 @@ class Loop:
         context: int,
         exact: bool = False,
         shift: ShiftLayers | None = None,
+        clock: Callable[[], float] = time.monotonic,
         broadcast_tokens: Callable[[mx.array], mx.array] = local_tokens,
+        rules: MemoryRules | None = None,
+        device: MemoryDevice | None = None,
+        slab_policy: SlabPolicy = DEFAULT_SLAB_POLICY,
     ) -> None:
-        books = MemoryBudget(memory, prefix, context=context, parallel=limits.max_running)
+        if not is_batch_invariant(model):
+            limits = replace(limits, align_chunks=True)
+        books = _create_budget(model, memory, prefix, limits, context, rules, device)
         self.capacity: Capacity = books.capacity
         self.on_stage: Callable[[str], None] = lambda _: None
-        self._model_runner = ModelRunner(model, vocab=vocab, broadcast_tokens=broadcast_tokens)
         self._scheduler = Scheduler(prefix, books, limits)
+        self.slab = create_decode_slab(slab_policy, self._scheduler, max_rows=limits.max_running)
+        self._model_runner = ModelRunner(
+            model, vocab=vocab, broadcast_tokens=broadcast_tokens, slab=self.slab
+        )
+        self._packs_prompts = self._model_runner.packs_prompts and not exact
         self._vocab = vocab
-        self._limits = limits
         self._context = context
         self._shift = shift
         self._model = model
-        self._dispatched_prefills: list[Sequence] = []  # sequences with a prefill chunk in flight
+        self._pacing = StepPacing(limits, clock)
+        self._rounds_left = 0  # of the next step
+        self._planned: list[PassPlan] = []  # passes of its first round, not built yet
+        self._begun: PrefillChunk | None = None  # the first chunk of the next step
+        self._dispatched: list[PrefillChunk] = []  # chunks of this step
         self._unsampled: list[BatchLogits] = []  # to be sampled in this step
-        self._in_flight: list[InFlight] = []
+        self._sampled: list[InFlight] = []  # the inputs of the next decode step
+        self._unread: list[InFlight] = []
+        self._embed_next = False
         self._counters = EngineCounters()
         self._outputs = OutputProcessor(self._scheduler, self._counters, exact=exact)
         self._embedder = Embedder(model, memory, self._scheduler, chunk=limits.max_prefill_tokens)
@@ -105,13 +145,13 @@ class Loop:
 
     @property
     def batch_invariant(self) -> bool:
-        """See `models.cpu_layout.is_batch_invariant`."""
-        return is_batch_invariant(self._model)
+        """See `models.cpu_layout.is_batch_invariant`. A slab rounds differently."""
+        return self.slab is None and is_batch_invariant(self._model)
 
     @property
     def idle(self) -> bool:
         busy = self._scheduler.waiting or self._scheduler.running or self._outputs.has_updates
-        return not busy and self._embedder.idle
+        return not busy and self._begun is None and self._embedder.idle
 
     def submit(self, job: Job, matcher: Matcher | None = None) -> None:
         """Adds a job to the queue. The loop owns `matcher`, the compiled grammar of the job."""
@@ -133,19 +173,24 @@ class Loop:
         """Runs one step and returns its output. Errors caused by a job end the job and are never
         raised."""
         try:
-            self._await_prefills()
+            self._pacing.start_step()
+            self._continue_prompts()
             self._admit()
-            reading, self._in_flight = self._in_flight, []
-            self._dispatch_decodes(reading)
-            self._dispatch_prompts()
+            reading, self._unread = self._unread, []
+            self._dispatch_decodes()
             self._read_tokens(reading)
             self._sample_logits()
+            self._begin_prompts()
+            self._await_prefills()
+            self._pacing.end_step(rows=sum(len(group.sequences) for group in reading))
         except Exception:
             log.exception("engine step failed: all running sequences are aborted")
             self._counters.exceptions += 1
-            self._unsampled = []
+            self._unsampled, self._planned, self._begun = [], [], None
+            self._dispatched = []
             for sequence in list(self._scheduler.running):
                 self._outputs.fail(sequence)
+        self._scheduler.enforce_memory_rules()
         self._counters.steps += 1
         embedded = self._embedder.drain()
         return StepOutput(updates=self._outputs.drain(), stats=self.stats(), embed_results=embedded)
@@ -161,6 +206,11 @@ class Loop:
             ledger=self._scheduler.ledger(),
         )
 
+    def maintain_memory(self, idle_seconds: float) -> bool:
+        """Adapts to the system's memory pressure, between two steps. Returns whether `stats` has
+        changed. idle_seconds: the number of seconds without work."""
+        return self._scheduler.maintain_memory(idle_seconds)
+
     def prefix_snapshot(self, max_nodes: int) -> PrefixSnapshot:
         return self._scheduler.prefix_snapshot(max_nodes)
 
@@ -171,7 +221,12 @@ class Loop:
     def _admit(self) -> None:
         while (
             not self._embedder.waiting_for_memory
-            and (sequence := self._scheduler.next_to_start()) is not None
+            and (
+                sequence := self._scheduler.next_to_start(
+                    seconds_per_row=self._pacing.seconds_per_row
+                )
+            )
+            is not None
         ):
             self.on_stage("prefix cache lookup")
             first, started = not sequence.has_run, True
@@ -184,73 +239,144 @@ class Loop:
 
     # prompts
 
-    def _await_prefills(self) -> None:
-        self._embedder.collect()
-        chunks, self._dispatched_prefills = self._dispatched_prefills, []
-        for sequence in chunks:
-            if not sequence.running:
-                continue
-            self.on_stage("waiting for a prefill chunk")
-            with self._outputs.fail_on_error(sequence, "prefill failed"):
-                if sequence.num_uncomputed_tokens:
-                    mx.eval(sequence.kv_arrays())
-                sequence.lease.publish(sequence.ids[: sequence.num_computed_tokens])
-                if sequence.num_uncomputed_tokens and not sequence.num_output_tokens:
-                    self._outputs.report_prefill(sequence)
+    def _begin_prompts(self) -> None:
+        """Chooses the prompt chunks or embedding inputs of the next step. A step never contains
+        both, to bound the inter-token latency of running sequences. Then reads all tokens, because
+        the next step blocks."""
+        self._embed_next = bool(self._embedder.num_jobs) and not (
+            self._embedded_last and self._prefilling()
+        )
+        if not self._embed_next:
+            self._rounds_left = self._pacing.count_next()
+            self._planned = self._plan_round()
+            # A pass with prompt log probabilities waits for the device while it is built.
+            if self._planned and not any(s.num_unscored_tokens for s, _ in self._planned[0]):
+                self._begun = self._build_chunk(self._planned.pop(0))
+                if self._begun is not None:
+                    mx.async_eval(self._begun.first_layers)
+        if self._embed_next or self._planned or self._begun is not None:
+            reading, self._unread = self._unread, []
+            self._read_tokens(reading)
 
-    def _dispatch_prompts(self) -> None:
-        """Dispatches prompt chunks and embedding inputs in alternating steps. A step never contains
-        both, to bound the inter-token latency of running sequences."""
-        prefilling = [
-            s for s in self._scheduler.running if s.num_uncomputed_tokens and not s.num_in_flight
-        ]
-        if self._embedder.num_jobs and not (prefilling and self._embedded_last):
+    def _continue_prompts(self) -> None:
+        """Dispatches what `_begin_prompts` chose."""
+        begun, self._begun = self._begun, None
+        planned, self._planned = self._planned, []
+        if self._embed_next:
             self.on_stage("embedding")
             self._embedded_last = self._embedder.dispatch()
+            self._embedder.collect()
             if self._embedded_last:
                 return
+            self._rounds_left = 1
+            planned = self._plan_round()
         self._embedded_last = False
-        self._dispatch_prefills(prefilling)
+        if begun is not None:
+            self._dispatch_chunk(begun)
+        while begun is not None or planned:
+            begun = None
+            for plan in planned:
+                chunk = self._build_chunk([part for part in plan if part[0].prefilling])
+                if chunk is not None:
+                    self._dispatch_chunk(chunk)
+            self._rounds_left -= 1
+            planned = self._plan_round()
 
-    def _dispatch_prefills(self, prefilling: Ids[Sequence]) -> None:
-        shares = split_prefill_budget([s.num_uncomputed_tokens for s in prefilling], self._limits)
-        for sequence, share in zip(prefilling, shares, strict=True):
-            if share:
-                with self._outputs.fail_on_error(sequence, "prefill failed"):
-                    self._prefill(
-                        sequence,
-                        min(share, sequence.next_prefill_stop - sequence.num_computed_tokens),
-                    )
+    def _prefilling(self) -> list[Sequence]:
+        return [s for s in self._scheduler.running if s.prefilling and not s.num_in_flight]
 
-    def _prefill(self, sequence: Sequence, count: int) -> None:
+    def _plan_round(self) -> list[PassPlan]:
+        """Returns the forward passes of the next round. Short prompts share a pass if the model
+        can compute them together."""
+        if self._rounds_left <= 0:
+            return []
+        prefilling = self._prefilling()
+        shares = self._pacing.plan(
+            [
+                PendingPrompt(computed=s.num_computed_tokens, remaining=s.num_uncomputed_tokens)
+                for s in prefilling
+            ],
+            pack=self._packs_prompts,
+        )
+        parts = [
+            (prefilling[i], min(share, prefilling[i].tokens_to_next_stop)) for i, share in shares
+        ]
+        if not self._packs_prompts:
+            return [[part] for part in parts]
+        packed = [(s, n) for s, n in parts if not s.isolated and not s.num_unscored_tokens]
+        return [*([packed] if packed else []), *([part] for part in parts if part not in packed)]
+
+    def _build_chunk(self, plan: PassPlan) -> PrefillChunk | None:
+        """Builds a forward pass. Returns None if this fails, or if the plan is empty."""
+        if not plan:
+            return None
+        sequence, count = plan[0]
         start = sequence.num_computed_tokens
-        self.on_stage(f"prefill of positions {start} to {start + count - 1}")
-        scored = self._model_runner.prefill(sequence, count)
-        self._counters.prefilled_tokens += count
-        self._dispatched_prefills.append(sequence)
-        if sequence.num_uncomputed_tokens:
-            mx.async_eval(sequence.kv_arrays())
-        else:
-            self._in_flight.append(self._model_runner.sample(scored))
+        many = f" and {len(plan) - 1} more prompts" if len(plan) > 1 else ""
+        self.on_stage(f"prefill of positions {start} to {start + count - 1}{many}")
+        try:
+            if len(plan) == 1:
+                chunk = self._model_runner.prefill(sequence, count)
+            else:
+                chunk = self._model_runner.prefill_packed(plan)
+        except Exception:
+            log.exception("prefill of %s failed", pluralize(len(plan), "sequence"))
+            self._handle_batch_failure([s for s, _ in plan])
+            return None
+        self._counters.prefilled_tokens += chunk.num_tokens
+        return chunk
+
+    def _dispatch_chunk(self, chunk: PrefillChunk) -> None:
+        self.on_stage(f"prefill of {pluralize(chunk.num_tokens, 'token')}")
+        try:
+            arrays = chunk.take_arrays()
+            scored = chunk.scored and chunk.scored.without_ended()
+            if scored is not None and scored.sequences:
+                self._sample(scored)
+            # If a sequence was cancelled, the prefix cache contains its chunk.
+            mx.async_eval(arrays)
+            del arrays  # a second reference would force the next chunk to copy the caches
+            for sequence, end in zip(chunk.sequences, chunk.ends, strict=True):
+                if sequence.running:
+                    sequence.publish(end)
+        except Exception:
+            log.exception("prefill of %s failed", pluralize(len(chunk.sequences), "sequence"))
+            self._handle_batch_failure([s for s in chunk.sequences if s.running])
+            return
+        self._pacing.add_tokens(chunk.num_tokens)
+        self._dispatched.append(chunk)
+
+    def _await_prefills(self) -> None:
+        """Waits for the chunks of this step. Decoded tokens were dispatched later, so if there are
+        any, the chunks are complete."""
+        chunks, self._dispatched = self._dispatched, []
+        for chunk in chunks:
+            self.on_stage("waiting for a prefill chunk")
+            try:
+                chunk.wait()
+            except Exception:
+                log.exception("prefill of %s failed", pluralize(len(chunk.sequences), "sequence"))
+                self._handle_batch_failure([s for s in chunk.sequences if s.running])
+                continue
+            for sequence, end in chunk.unfinished:
+                if not sequence.num_output_tokens:
+                    self._outputs.report_prefill(sequence, end)
 
     # decoding
 
-    def _dispatch_decodes(self, in_flight: Ids[InFlight]) -> None:
-        """Dispatches the computation of the token that follows each in-flight token."""
+    def _dispatch_decodes(self) -> None:
+        """Dispatches the computation of the token that follows each sampled token."""
+        sampled, self._sampled = self._sampled, []
         self._counters.preemptions += self._scheduler.make_decode_room()
         self._embedder.restart_if_reclaimed()
         self._shift_contexts()
-        # A sequence that must be recomputed after a shift is in the prefill phase, not decoding.
         growing = [
-            s
-            for group in in_flight
-            for s in group.sequences
-            if s.running and s.needs_another_token and not s.num_uncomputed_tokens
+            s for group in sampled for s in group.sequences if s.decoding and s.needs_another_token
         ]
         together = [s for s in growing if not s.isolated]
         for batch in (together, *([s] for s in growing if s.isolated)):
             if batch:
-                self._decode(batch, in_flight)
+                self._decode(batch, sampled)
 
     def _shift_contexts(self) -> None:
         """If context shift is enabled, shifts the sequences whose context is full. If the layers
@@ -258,18 +384,20 @@ class Loop:
         if self._shift is None:
             return
         for sequence in self._scheduler.running:
-            if sequence.num_computed_tokens >= self._context and not sequence.num_uncomputed_tokens:
+            if sequence.decoding and sequence.num_computed_tokens >= self._context:
                 sequence.shift(self._shift)
 
-    def _decode(self, batch: Ids[Sequence], in_flight: Ids[InFlight]) -> None:
+    def _decode(self, batch: Ids[Sequence], sampled: Ids[InFlight]) -> None:
         self.on_stage(f"decode, batch size {len(batch)}")
         try:
-            scored = self._model_runner.decode(batch, gather_in_flight(in_flight, batch))
+            if not batch[0].isolated:
+                batch = self._model_runner.arrange(batch)
+            scored = self._model_runner.decode(batch, gather_in_flight(sampled, batch))
             if scored.has_grammar:
                 mx.async_eval(scored.logits)
                 self._unsampled.append(scored)
             else:
-                self._in_flight.append(self._model_runner.sample(scored))
+                self._sample(scored)
         except Exception:
             log.exception("decode step of %s failed", pluralize(len(batch), "sequence"))
             self._handle_batch_failure(batch)
@@ -277,10 +405,17 @@ class Loop:
         if len(batch) == 1:
             batch[0].isolated = False
 
+    def _sample(self, scored: BatchLogits) -> None:
+        group = self._model_runner.sample(scored)
+        self._sampled.append(group)
+        self._unread.append(group)
+
     def _handle_batch_failure(self, batch: Ids[Sequence]) -> None:
         """Handles a failed batch, which invalidates the caches of all its sequences. A single
-        sequence ends with an error. Several sequences restart, and each one is decoded
-        unbatched."""
+        sequence ends with an error. Several sequences restart, and each one is prefilled and
+        decoded unbatched."""
+        if not batch:
+            return
         self._counters.exceptions += 1
         if len(batch) == 1:
             self._outputs.fail(batch[0])
@@ -314,7 +449,27 @@ class Loop:
         for scored in (group.without_ended() for group in groups):
             try:
                 if scored.sequences:
-                    self._in_flight.append(self._model_runner.sample(scored))
+                    self._sample(scored)
             except Exception:
                 log.exception("sampling %s failed", pluralize(len(scored.sequences), "sequence"))
                 self._handle_batch_failure(scored.sequences)
+
+
+def _create_budget(
+    model: Model,
+    memory: MemoryProfile,
+    prefix: PrefixCache[LayerCache],
+    limits: SchedulerLimits,
+    context: int,
+    rules: MemoryRules | None,
+    device: MemoryDevice | None,
+) -> MemoryBudget:
+    return MemoryBudget(
+        memory,
+        prefix,
+        context=context,
+        parallel=limits.max_running,
+        backend=detect_backend(get_activation_bits(model)),
+        rules=rules,
+        device=device,
+    )

@@ -1,22 +1,32 @@
 """The memory budget: reserves bytes for each sequence, and evicts cached prefixes when memory is
 short.
 
-Knows: bytes, sequences, the size and eviction of the prefix cache. Must not know: the model,
-tokens. Memory is reserved before it is allocated, so the engine never exceeds the budget.
+Knows: bytes, sequences, the size and eviction of the prefix cache, the memory rules. Must not
+know: the model, tokens. Memory is reserved before it is allocated, so the engine never exceeds the
+budget.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
 
-from app.core.jobs import Capacity, Ledger
+from app.core.jobs import Capacity, ComputeBackend, Ledger
 from app.core.ports import PrefixCache
-from app.engine.device import detect_backend
-from app.engine.memory_profile import MemoryProfile, clear_allocator_cache
+from app.engine.memory_policy import MemoryPressure, MemoryRules, adjust_prefix_limit
+from app.engine.memory_profile import MemoryProfile
 from app.engine.policy import choose_growing, count_preemptions
 from app.engine.sequence import Sequence
+from app.engine.wired_memory import MemoryDevice, MlxMemory, WiredMemory
 from models.kv import STEP, LayerCache, round_up_to_step
 
 # A sequence with fewer free positions may grow ahead of time.
 GROW_AHEAD = 32
+
+# The number of seconds without work after which the memory is unwired.
+UNWIRE_AFTER = 300.0
+
+# When cached prefixes have too many layer caches, they are evicted to this part of the maximum, so
+# that the allocator's pool is not cleared after each request.
+_LAYERS_KEPT_SHARE = 0.9
 
 
 class MemoryBudget:
@@ -24,11 +34,29 @@ class MemoryBudget:
     that the model and the configuration allow."""
 
     def __init__(
-        self, memory: MemoryProfile, prefix: PrefixCache[LayerCache], *, context: int, parallel: int
+        self,
+        memory: MemoryProfile,
+        prefix: PrefixCache[LayerCache],
+        *,
+        context: int,
+        parallel: int,
+        backend: ComputeBackend,
+        rules: MemoryRules | None = None,
+        device: MemoryDevice | None = None,
     ) -> None:
         self._memory = memory
         self._prefix = prefix
+        self._rules = rules or MemoryRules()
+        self._device = device or MlxMemory()
+        self._wired = WiredMemory(self._device, self._rules.wirable)
+        self._full_prefix_limit = (
+            memory.kv_budget if self._rules.prefix_limit is None else self._rules.prefix_limit
+        )
+        self._prefix_limit = self._full_prefix_limit  # lower under memory pressure
+        self._wired.cover(memory.weights + memory.working)
         self.borrowed_bytes = 0  # for layer caches outside of sequences
+        self.slab_bytes = 0  # for the slabs of decode steps, in addition to the sequences
+        self._give_back_slab: Callable[[], None] = lambda: None  # sets slab_bytes to 0
         fits = memory.max_context(context)
         self.capacity = Capacity(
             parallel=parallel,
@@ -38,24 +66,39 @@ class MemoryBudget:
             limited_by_memory=fits < context,
             hidden_size=memory.hidden_size,
             needs_checkpoints=prefix.needs_checkpoints,
-            backend=detect_backend(),
+            backend=backend,
+            kv_dtype=memory.kv_dtype,
+            wirable=self._rules.wirable,
         )
 
     def ledger(self, running: Ids[Sequence]) -> Ledger:
         return Ledger(
             budget=self._memory.budget,
             weights=self._memory.weights,
-            kv=sum(s.reserved_bytes for s in running) + self.borrowed_bytes,
+            kv=sum(s.reserved_bytes for s in running) + self.borrowed_bytes + self.slab_bytes,
             prefix=self._prefix.nbytes,
             working=self._memory.working,
+            prefix_limit=self._prefix_limit,
+            wired=self._wired.limit,
         )
 
     def make_room_for(self, sequence: Sequence, running: Ids[Sequence]) -> bool:
         """Evicts cached prefixes until the sequence can start. Returns whether there is enough
         memory. A sequence may always start if no other sequence is running, because requests that
-        cannot fit have already been rejected."""
+        cannot fit have already been rejected.
+
+        The next turn of a conversation needs no more room than it adds to the cached turn before,
+        which is therefore not evicted for it."""
         room = self._memory.kv_footprint(self.initial_positions(sequence))
-        return self._evict_until_free(room, running) or not (running or self.borrowed_bytes)
+        if room <= self.ledger(running).free:
+            return True
+        ids, reuse = sequence.ids, sequence.may_reuse_prefix
+        continued, enough = -1, True
+        while enough and continued != (now := self._prefix.continued_bytes(ids, reuse=reuse)):
+            # If there is nothing else to evict, this evicts the layers that would be continued.
+            continued = now
+            enough = self._evict_until_free(room - continued, running)
+        return enough or not (running or self.borrowed_bytes)
 
     def borrow(self, num_bytes: int, running: Ids[Sequence]) -> bool:
         """Borrows memory for layer caches that do not belong to a sequence. Returns whether the
@@ -67,6 +110,24 @@ class MemoryBudget:
     def return_borrowed(self, num_bytes: int) -> None:
         """Returns borrowed bytes. Bytes that were already reclaimed are not counted again."""
         self.borrowed_bytes = max(0, self.borrowed_bytes - num_bytes)
+
+    def reserve_slab(
+        self, num_bytes: int, running: Ids[Sequence], give_back: Callable[[], None]
+    ) -> bool:
+        """Reserves memory for slabs, in place of what is reserved for them now. They get at most
+        half of the memory that the sequences leave, because they only save time. Returns whether
+        the memory is available. give_back: called before a sequence would have to wait or would be
+        preempted; reserves 0 bytes."""
+        self._give_back_slab = give_back
+        taken = sum(s.reserved_bytes for s in running) + self.borrowed_bytes
+        if num_bytes > max(0, (self._memory.kv_budget - taken) // 2):
+            return False
+        before, self.slab_bytes = self.slab_bytes, 0
+        if not self._evict_until_free(num_bytes, running):
+            self.slab_bytes = before
+            return False
+        self.slab_bytes = num_bytes
+        return True
 
     def initial_positions(self, sequence: Sequence) -> int:
         """Returns the number of positions to reserve at the start. The positions include all tokens
@@ -85,6 +146,7 @@ class MemoryBudget:
             self._memory.kv_footprint(sequence.reserved_positions), allocated
         )
         self._evict_until_free(0, running)
+        self._wired.cover(self.ledger(running).in_use)
 
     def reclaim_for_decode(self, running: Ids[Sequence]) -> int:
         """Makes room for one more position per decoding sequence. Evicts cached prefixes first,
@@ -116,15 +178,59 @@ class MemoryBudget:
             for layer in sequence.kv:
                 layer.reserve(sequence.reserved_positions)
 
+    def enforce_rules(self, running: Ids[Sequence]) -> None:
+        """Evicts cached prefixes beyond their limits, and wires the memory of running sequences.
+        Called in each step."""
+        if self._prefix.nbytes > self._prefix_limit:
+            self._prefix.evict(self._prefix.nbytes - self._prefix_limit)
+        most = self._rules.max_cached_layers
+        if most is not None and self._prefix.num_layers > most:
+            self._evict_layers(int(_LAYERS_KEPT_SHARE * most))
+        self._wired.cover(self.ledger(running).in_use)
+
+    def maintain(self, running: Ids[Sequence], idle_seconds: float) -> bool:
+        """Adapts to the memory pressure of the system, and unwires the memory of an idle engine.
+        Called every few seconds, between steps and while the engine is idle. Returns whether the
+        ledger has changed.
+
+        idle_seconds: the number of seconds without work.
+        """
+        before = self.ledger(running)
+        if idle_seconds >= UNWIRE_AFTER and self._wired.release():
+            self._device.clear_cache()
+        if self._rules.shrinks_under_pressure:
+            pressure = self._device.read_pressure()
+            self._prefix_limit = adjust_prefix_limit(
+                self._prefix_limit,
+                used=self._prefix.nbytes,
+                full=self._full_prefix_limit,
+                pressure=pressure,
+            )
+            if pressure is not MemoryPressure.NORMAL:
+                self._relieve(running)
+        return self.ledger(running) != before
+
+    def _evict_layers(self, most: int) -> None:
+        """Evicts cached prefixes until they have at most `most` layer caches. Unused buffers count
+        like used ones, so they are freed."""
+        while self._prefix.num_layers > most and self._prefix.evict(1):
+            pass
+        self._device.clear_cache()
+
+    def _relieve(self, running: Ids[Sequence]) -> None:
+        """Returns memory that no running sequence needs to the system."""
+        if self._prefix.nbytes > self._prefix_limit:
+            self._prefix.evict(self._prefix.nbytes - self._prefix_limit)
+        self._device.trim()
+        self._wired.reduce(self.ledger(running).in_use)
+
     def _plan_growth(self, running: Ids[Sequence], *, ahead: int) -> dict[Sequence, int]:
         """Returns the sequences that grow now, and the additional bytes of each. The result is
         usually empty."""
         # No growth is needed during prefill, because the whole prompt is already reserved, or once
         # the maximum length of the sequence is reserved.
         able = [
-            s
-            for s in running
-            if not s.num_uncomputed_tokens and s.reserved_positions < self._grown_positions(s)
+            s for s in running if s.decoding and s.reserved_positions < self._grown_positions(s)
         ]
         chosen = choose_growing(
             [s.reserved_positions - s.num_computed_tokens for s in able], ahead=ahead
@@ -138,8 +244,11 @@ class MemoryBudget:
     def _evict_until_free(self, num_bytes: int, running: Ids[Sequence]) -> bool:
         short = num_bytes - self.ledger(running).free
         if short > 0:
+            # The freed buffers stay in the allocator's pool, up to its limit, for the next caches.
             short -= self._prefix.evict(short)
-            clear_allocator_cache()
+            if 0 < short <= self.slab_bytes:
+                short -= self.slab_bytes
+                self._give_back_slab()
         return short <= 0
 
     def _grown_positions(self, sequence: Sequence) -> int:

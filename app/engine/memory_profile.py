@@ -7,28 +7,36 @@ The sizes of weights and caches are computed rather than read from the allocator
 must be correct before the memory is allocated.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
+from app.engine.kv_precision import find_precision
+from models.attention_pieces import device_of_shape
+from models.attention_route import AttentionShape, workspace_bytes
 from models.base import Model
 from models.kernels.in_place_attention import score_buffer_bytes
-from models.kv import STEP, LayerCache
+from models.kv import STEP, LayerCache, evaluate_caches
 
-# The config keys for the number of query heads, and the default if all of them are missing.
-_QUERY_HEAD_KEYS = ("num_attention_heads", "num_query_heads", "num_heads", "n_heads", "n_head")
-_DEFAULT_QUERY_HEADS = 64
+# The number of profile runs and their number of tokens. The peak memory depends on how far the
+# device lags behind Python, which varies, so there are several runs. With fewer tokens, a constant
+# amount would count as part of each token, and layers that sort tokens by expert would not sort.
+_PROFILE_RUNS, _PROFILE_LENGTH = 3, 16
 
-# The peak memory depends on how far the device lags behind Python, which varies. The maximum of
-# several runs is therefore used.
-_PROFILE_RUNS = 3
+# The activations of a token as a multiple of the measured ones, in percent. In tests, longer chunks
+# held up to 40 % more per token than the profile runs, because the device lags behind further.
+_ACTIVATION_PERCENT = 150
 
 # The number of prompt positions whose log probabilities are computed together. A small number keeps
 # the memory for logits small, but with only one position, the weights of the output layer would be
 # read for each position.
 PROMPT_LOGPROBS_CHUNK = 8
+
+# The number of candidates that the draw with top_p tests in one pass over the vocabulary on a GPU,
+# where each pass launches a few kernels. A pass holds a number per token and candidate. It tests
+# fewer if these numbers would take more bytes, which would also take longer than another pass.
+MAX_CANDIDATES_PER_PASS, MAX_PASS_BYTES = 15, 16 << 20
 
 
 def clear_allocator_cache() -> None:
@@ -51,7 +59,10 @@ class MemoryProfile:
     working: the bytes reserved for the activations of a step, for sequences of up to `max_length`
         positions.
     kv_footprint: returns the size of one sequence's layer caches for a number of positions.
+    num_layers, buffers_per_layer: the number of layer caches of a sequence, and the maximum number
+        of buffers of one of them.
     hidden_size: the hidden size of the model; None if the model returns only logits.
+    kv_dtype: the type of stored keys and values; None for a model without attention.
     """
 
     budget: int
@@ -59,7 +70,10 @@ class MemoryProfile:
     working: int
     max_length: int
     kv_footprint: Callable[[int], int]
+    num_layers: int = 0
+    buffers_per_layer: int = 1
     hidden_size: int | None = None
+    kv_dtype: str | None = None
 
     @property
     def kv_budget(self) -> int:
@@ -111,6 +125,7 @@ class ActivationMemory:
     vocab: the number of logits per sequence.
     heads: the number of query heads of an attention layer.
     layers: the layer caches.
+    attention: the shapes of each layer's attention (models/attention_route.py).
     """
 
     bytes_per_token: int
@@ -119,27 +134,48 @@ class ActivationMemory:
     vocab: int
     heads: int
     layers: Sequence[LayerCache]
+    attention: Sequence[Sequence[AttentionShape]]
+
+    @property
+    def bytes_per_row(self) -> int:
+        """The number of bytes per decoded sequence. Sampling needs three times the size of the
+        float32 logits in addition to the logits."""
+        return 16 * self.vocab
 
     def __call__(self, context: int) -> int:
         """Returns the number of bytes for sequences of up to `context` positions. This includes the
-        activations of a prompt chunk and the logits. On a CPU, it also includes the attention
-        scores of the chunk for all visible positions, which MLX materializes only on CPUs."""
-        # Sampling needs three times the size of the float32 logits in addition to the logits.
-        # Prompt log probabilities computed in the same step need the same amount per position.
+        activations of a prompt chunk, the logits, and the memory that attention holds for the
+        chunk's scores of all visible positions."""
+        # Prompt log probabilities computed in the same step need as much per position as a row.
         needed = (
             self.chunk * self.bytes_per_token
-            + 16 * (self.max_batch_size + PROMPT_LOGPROBS_CHUNK) * self.vocab
+            + (self.max_batch_size + PROMPT_LOGPROBS_CHUNK) * self.bytes_per_row
         )
-        if mx.default_device().type == mx.DeviceType.cpu:
-            needed += max(
-                (self._attention_score_bytes(layer, context) for layer in self.layers), default=0
-            )
-        return needed
+        if mx.default_device().type == mx.DeviceType.gpu:
+            pass_bytes = 4 * self.max_batch_size * self.vocab * MAX_CANDIDATES_PER_PASS
+            needed += min(pass_bytes, MAX_PASS_BYTES)
+        return needed + max(
+            (
+                self._attention_bytes(layer, shapes, context)
+                for layer, shapes in zip(self.layers, self.attention, strict=True)
+            ),
+            default=0,
+        )
 
-    def _attention_score_bytes(self, layer: LayerCache, context: int) -> int:
+    def _attention_bytes(
+        self, layer: LayerCache, shapes: Sequence[AttentionShape], context: int
+    ) -> int:
         seen = self._visible_positions(layer, context)
         ours = score_buffer_bytes(layer, self.heads, seen)
-        return 2 * 4 * self.heads * self.chunk * seen if ours is None else ours
+        if ours is not None:
+            return ours
+        return max(
+            (
+                workspace_bytes(device_of_shape(shape), shape, length=self.chunk, total=seen)
+                for shape in shapes
+            ),
+            default=0,
+        )
 
     def _visible_positions(self, layer: LayerCache, context: int) -> int:
         """Returns the number of positions that one query of the layer attends to. This is derived
@@ -149,6 +185,12 @@ class ActivationMemory:
         if layer.estimate_nbytes(2 * context, self.chunk) > bytes_then:
             return context
         return min(context, STEP * bytes_then // max(1, layer.estimate_nbytes(1, self.chunk)))
+
+
+def attention_shapes(layers: Sequence[LayerCache]) -> list[Sequence[AttentionShape]]:
+    """Returns the shapes of each layer's attention. `layers` are the caches of a sequence with at
+    least two positions that were computed together."""
+    return [layer.attention_shapes for layer in layers]
 
 
 def profile_memory(
@@ -161,21 +203,25 @@ def profile_memory(
     heads: int,
     context: int,
 ) -> MemoryProfile:
-    """Measures the working memory by computing two tokens. See `ActivationMemory` and
+    """Measures the working memory by computing a few tokens. See `ActivationMemory` and
     `MemoryProfile` for the parameters.
 
-    A prompt token is assumed to need half of the measured memory. Logits are not included, because
-    they are computed only for the last position of a prompt.
+    The memory per token is assumed not to depend on the number of tokens. Model classes of mlx-lm,
+    which return logits, may compute anything, so a whole chunk is computed with them. Logits are
+    not included otherwise, because they are computed only for the last position of a prompt.
     """
-    tries = [_profile_run(model) for _ in range(_PROFILE_RUNS)]
-    token = max(0, *(-(-kv_bytes // 2) for kv_bytes, _, _ in tries))
-    _, hidden, kv = tries[-1]
-    del tries
-    # These caches are kept, so unused capacity is trimmed by copying them.
-    layers = [layer.copy() for layer in kv]
-    mx.eval([layer.state() for layer in layers])
+    # one token would be computed like a decode step
+    lengths = [max(2, min(_PROFILE_LENGTH, context))] * _PROFILE_RUNS
+    tries = [(length, *_profile_run(model, length)) for length in lengths]
+    _, _, hidden, kv = tries[-1]
     last = hidden[:, -1]
     logits = model.logits(last)
+    if logits is last:  # a class that returns only logits passes them through
+        length = max(2, min(chunk, context))
+        tries.insert(0, (length, *_profile_run(model, length)))
+    token = max(0, *(_ACTIVATION_PERCENT * held // (100 * length) for length, held, _, _ in tries))
+    del tries
+    layers = _copy_without_spare(kv)
     working = ActivationMemory(
         bytes_per_token=token,
         chunk=chunk,
@@ -183,6 +229,7 @@ def profile_memory(
         vocab=logits.size,
         heads=heads,
         layers=layers,
+        attention=attention_shapes(kv),
     )
     return MemoryProfile(
         budget=budget,
@@ -190,31 +237,27 @@ def profile_memory(
         working=working(context),
         max_length=context,
         kv_footprint=KVFootprint(layers, chunk),
+        num_layers=len(layers),
+        buffers_per_layer=max((len(layer.state()) for layer in layers), default=1),
         # A class that returns only logits passes them through (models/mlx_lm_adapter.py).
         hidden_size=None if logits is last else last.shape[-1],
+        kv_dtype=find_precision(layers),
     )
 
 
-def _profile_run(model: Model) -> tuple[int, mx.array, Sequence[LayerCache]]:
-    """Returns the peak memory without the caches, the hidden states, and the caches. Uses two
-    tokens, because a single token may be computed with fewer operations than a prompt."""
+def _copy_without_spare(kv: Sequence[LayerCache]) -> list[LayerCache]:
+    """Copies caches that are kept, because a copy has no spare capacity."""
+    layers = [layer.copy() for layer in kv]
+    evaluate_caches(layers)
+    return layers
+
+
+def _profile_run(model: Model, length: int) -> tuple[int, mx.array, Sequence[LayerCache]]:
+    """Returns the peak memory without the caches, the hidden states, and the caches. length: the
+    number of tokens."""
     kv = model.make_kv()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    hidden = model(mx.array([[0, 0]]), kv)
+    hidden = model(mx.zeros((1, length), mx.int32), kv)
     mx.eval(hidden, [layer.state() for layer in kv])
     return mx.get_peak_memory() - before - sum(layer.nbytes for layer in kv), hidden, kv
-
-
-def num_query_heads(config: Mapping[str, Any]) -> int:
-    """Returns the number of query heads from any of the config keys. For a list with one number per
-    layer, returns the maximum."""
-    for name in _QUERY_HEAD_KEYS:
-        match config.get(name):
-            case int(heads):
-                return heads
-            case [int(), *_] as heads:
-                return max(heads)
-            case _:
-                pass
-    return _DEFAULT_QUERY_HEADS

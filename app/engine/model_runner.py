@@ -4,7 +4,8 @@ operation.
 Knows: the model as a function, sequences, the sampler. Must not know: scheduling, queues, memory.
 Only `InFlight.read` waits for the device.
 
-    prefill, decode → BatchLogits → sample → InFlight → read → SampledToken
+    prefill → PrefillChunk ↘
+    decode           → BatchLogits → sample → InFlight → read → SampledToken
 
 Without grammars, no token values are needed until `read`. With a grammar, the forward pass can run
 before the preceding tokens are read, but sampling must wait for them.
@@ -13,15 +14,19 @@ before the preceding tokens are read, but sampling must wait for them.
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, cast
 
 import mlx.core as mx
 
+from app.engine.decode_slab import DecodeSlab
 from app.engine.sampling.logprobs import compute_prompt_logprobs
 from app.engine.sampling.sampler import SamplerBatch, SamplerOutput, local_tokens
 from app.engine.sequence import Sequence
 from models.base import Model
-from models.kv import LayerCache
+from models.batch_cache import PackedKVCache
+from models.cpu_layout import is_batch_invariant
+from models.kv import KVBuffers, LayerCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +95,54 @@ class InFlight:
         return drawn
 
 
+# A prompt chunk is dispatched in two parts. The first part has one in so many layers.
+_FIRST_LAYERS_DIVISOR = 8
+
+
+class PrefillChunk:
+    """The prompt chunks of one forward pass, whose arrays are lazy.
+
+    ends: the number of prompt tokens of each sequence up to the end of its chunk.
+    num_tokens: the number of tokens of all chunks.
+    first_layers: the caches of the first layers. Evaluating them gives the device work for a
+        fraction of the pass.
+    scored: the logits of the first token of each sequence whose prompt is completed.
+    """
+
+    def __init__(
+        self, sequences: Ids[Sequence], num_tokens: int, scored: BatchLogits | None
+    ) -> None:
+        self.sequences = sequences
+        self.ends = [sequence.num_computed_tokens for sequence in sequences]
+        self.num_tokens = num_tokens
+        self.scored = scored
+        count = max(1, len(sequences[0].kv) // _FIRST_LAYERS_DIVISOR)
+        self.first_layers = [a for s in sequences for a in _states(s.kv[:count])]
+        self._arrays = [a for s in sequences for a in _states(s.kv)]
+        self._marker: mx.array | None = None
+
+    @property
+    def unfinished(self) -> list[tuple[Sequence, int]]:
+        """The running sequences whose prompts are not complete, and their ends."""
+        done = () if self.scored is None else self.scored.sequences
+        pairs = zip(self.sequences, self.ends, strict=True)
+        return [(s, end) for s, end in pairs if s.running and s not in done]
+
+    def take_arrays(self) -> list[mx.array]:
+        """Returns all arrays that must be evaluated to complete the caches. The chunk keeps no
+        reference to the caches, because the next chunk would then have to copy them."""
+        arrays, self._arrays, self.first_layers = self._arrays, [], []
+        last = next(array for array in reversed(arrays) if array.size)
+        # A computed element, because a slice would reference the buffer.
+        self._marker = last[(0,) * last.ndim] == 0
+        return [*arrays, self._marker]
+
+    def wait(self) -> None:
+        """Waits until the device has computed the pass."""
+        marker, self._marker = self._marker, None
+        mx.eval(marker)
+
+
 class ModelRunner:
     """Runs the model and the sampler. The sampler state of the last batch is kept, so that an
     unchanged batch does not have to be rebuilt."""
@@ -100,16 +153,29 @@ class ModelRunner:
         *,
         vocab: int,
         broadcast_tokens: Callable[[mx.array], mx.array] = local_tokens,
+        slab: DecodeSlab | None = None,
     ) -> None:
         """Creates a runner. `vocab` is the number of token IDs that may be sampled, from 0 to vocab
-        - 1. For `broadcast_tokens`, see `SamplerBatch`."""
+        - 1. For `broadcast_tokens`, see `SamplerBatch`. slab: None if the layer caches of sequences
+        always remain separate."""
         self._model = model
+        self._slab = slab
         self._broadcast_tokens = broadcast_tokens
         self._vocab = vocab
         self._members: tuple[Sequence, ...] = ()
         self._sampler_batch: SamplerBatch | None = None
+        # Packing changes the shapes of operations. Where a CPU would round differently, a prompt
+        # would no longer give the same tokens alone. On a GPU, batches round differently anyway.
+        # Other caches cannot compute part of a batch, and other models compute single positions
+        # in another way.
+        may_pack = is_batch_invariant(model) or mx.default_device().type == mx.DeviceType.gpu
+        self.packs_prompts = (
+            may_pack
+            and model.batch_invariant
+            and all(isinstance(layer, KVBuffers) for layer in model.make_kv())
+        )
 
-    def prefill(self, sequence: Sequence, count: int) -> BatchLogits:
+    def prefill(self, sequence: Sequence, count: int) -> PrefillChunk:
         """Prefills the next `count` known tokens of one sequence. Waits for the device only if the
         job requests prompt log probabilities."""
         start = sequence.num_computed_tokens
@@ -118,11 +184,46 @@ class ModelRunner:
         if sequence.num_unscored_tokens:
             self._compute_prompt_logprobs(sequence, hidden[0])
         sequence.num_computed_tokens += count
-        return self._last_logits([sequence], hidden)
+        complete = not sequence.num_uncomputed_tokens
+        scored = self._last_logits([sequence], hidden) if complete else None
+        return PrefillChunk([sequence], count, scored)
+
+    def prefill_packed(self, parts: Ids[tuple[Sequence, int]]) -> PrefillChunk:
+        """Prefills the next `count` known tokens of each sequence in one forward pass. Every layer
+        cache must be a `KVBuffers`."""
+        sequences, counts = [s for s, _ in parts], [count for _, count in parts]
+        starts = [s.num_computed_tokens for s in sequences]
+        places = [range(a, a + count) for a, count in zip(starts, counts, strict=True)]
+        ids = [s.ids[i] for s, place in zip(sequences, places, strict=True) for i in place]
+        offsets = mx.array([i for place in places for i in place])
+        layers = cast(
+            Ids[tuple[KVBuffers, ...]], list(zip(*(s.kv for s in sequences), strict=True))
+        )
+        kv = [PackedKVCache(layer, counts, offsets) for layer in layers]
+        hidden = self._model(mx.array(ids)[:, None], kv)
+        for sequence, count in parts:
+            sequence.num_computed_tokens += count
+        last = zip(sequences, accumulate(counts), strict=True)
+        done = [(s, end - 1) for s, end in last if not s.num_uncomputed_tokens]
+        scored = None
+        if done:
+            rows = hidden[mx.array([row for _, row in done])]
+            scored = self._last_logits([s for s, _ in done], rows)
+        return PrefillChunk(sequences, len(ids), scored)
+
+    def arrange(self, sequences: Ids[Sequence]) -> Ids[Sequence]:
+        """Chooses the layout of the layer caches for the next decode step, and returns the
+        sequences in the order of its rows."""
+        return sequences if self._slab is None else self._slab.arrange(sequences)
 
     def decode(self, sequences: Ids[Sequence], tokens: mx.array) -> BatchLogits:
-        """Runs a forward pass with one token per sequence. The shape of `tokens` is [B]."""
-        hidden = self._model(tokens[:, None], _batched_kv(sequences))
+        """Runs a forward pass with one token per sequence, in the order that `arrange` returned.
+        The shape of `tokens` is [B]."""
+        if self._slab is not None and sequences[0].slab is not None:
+            kv = self._slab.make_batch(sequences)
+        else:
+            kv = _batched_kv(sequences)
+        hidden = self._model(tokens[:, None], kv)
         for sequence in sequences:
             sequence.num_computed_tokens += 1
         return self._last_logits(sequences, hidden)
@@ -134,11 +235,12 @@ class ModelRunner:
         sampled = self._sampler_batch_for(members).sample(
             batch.logits,
             top_logprobs=max(requested) if requested else None,
-            allowed=_grammar_masks(members) if batch.has_grammar else None,
+            bitmask=_grammar_bitmask(members) if batch.has_grammar else None,
         )
         pending = InFlight(sequences=members, output=sampled)
         for sequence in members:
             sequence.num_in_flight += 1
+            sequence.decoding = True
         fields = (sampled.tokens, sampled.valid, *_logprob_arrays(sampled))
         mx.async_eval([array for array in fields if array is not None])
         return pending
@@ -185,30 +287,31 @@ class ModelRunner:
         return self._sampler_batch
 
 
+def _states(layers: Ids[LayerCache]) -> list[mx.array]:
+    return [array for layer in layers for array in layer.state()]
+
+
 def gather_in_flight(groups: Ids[InFlight], sequences: Ids[Sequence]) -> mx.array:
-    """Returns the in-flight tokens of `sequences`, which must appear in `groups` in the same order.
-    The shape of the result is [B]."""
+    """Returns the in-flight tokens of `sequences`, in this order. The shape of the result is
+    [B]."""
     if len(groups) == 1 and groups[0].sequences == tuple(sequences):
         return groups[0].output.tokens
     members = set(sequences)
-    parts = list[mx.array]()
-    for group in groups:
-        rows = [row for row, sequence in enumerate(group.sequences) if sequence in members]
-        if rows:
-            parts.append(group.output.tokens[mx.array(rows)])
-    return mx.concatenate(parts)
+    # a group without members may belong to a step that failed
+    groups = [group for group in groups if not members.isdisjoint(group.sequences)]
+    place = {s: row for row, s in enumerate(s for group in groups for s in group.sequences)}
+    tokens = mx.concatenate([group.output.tokens for group in groups])
+    return tokens[mx.array([place[sequence] for sequence in sequences])]
 
 
-def _grammar_masks(sequences: Ids[Sequence]) -> mx.array:
-    """Returns the tokens allowed for each sequence, as a bool array of shape [B, V or more]. For a
-    sequence without a grammar, all tokens are allowed. The masks are copied to the device as bits
-    and expanded there."""
+def _grammar_bitmask(sequences: Ids[Sequence]) -> mx.array:
+    """Returns the tokens allowed for each sequence, as uint32 words with a bit per token [B, V / 32
+    or more]. For a sequence without a grammar, all tokens are allowed."""
     masks = [None if s.matcher is None else s.matcher.bitmask for s in sequences]
     size = next(len(mask) for mask in masks if mask is not None)
     bits = b"".join(b"\xff" * size if mask is None else mask for mask in masks)
     # MLX's type stubs lack the buffer protocol.
-    words = mx.array(cast(Any, memoryview(bits).cast("I"))).reshape(len(masks), -1, 1)
-    return ((words >> mx.arange(32, dtype=mx.uint32)) & 1).reshape(len(masks), -1) != 0
+    return mx.array(cast(Any, memoryview(bits).cast("I"))).reshape(len(masks), -1)
 
 
 def _batched_kv(sequences: Ids[Sequence]) -> Ids[object]:

@@ -131,11 +131,10 @@ class OutputProcessor:
             left,
         )
 
-    def report_prefill(self, sequence: Sequence) -> None:
-        """Reports that a prompt chunk other than the last one was computed."""
-        self._updates.append(
-            Prefilled(job_id=sequence.job.id, computed_tokens=sequence.num_computed_tokens)
-        )
+    def report_prefill(self, sequence: Sequence, computed: int) -> None:
+        """Reports that a prompt chunk other than the last one was computed. `computed` is the
+        number of tokens up to its end."""
+        self._updates.append(Prefilled(job_id=sequence.job.id, computed_tokens=computed))
 
     def process_token(self, sequence: Sequence, sampled: SampledToken) -> None:
         """Processes the next token of the sequence, whose value is now known."""
@@ -171,7 +170,7 @@ class OutputProcessor:
         elif (
             sequence.running and not self._exact and sequence.num_output_tokens % PUBLISH_EVERY == 0
         ):
-            sequence.lease.publish(sequence.ids[: sequence.num_computed_tokens])
+            sequence.publish(sequence.num_computed_tokens)
 
     def finish(
         self,

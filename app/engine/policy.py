@@ -1,12 +1,13 @@
 """The scheduling policy: which sequences start, which sequences are preempted, and how many prompt
 tokens are prefilled per sequence in the next step.
 
-Knows: counts and bytes. Must not know: tensors, token IDs, requests. All functions are pure.
+Knows: counts, bytes and durations. Must not know: tensors, token IDs, requests, clocks. All
+functions are pure.
 """
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -15,22 +16,59 @@ class SchedulerLimits:
     """The limits of the scheduler.
 
     max_running: the maximum number of running sequences.
-    max_prefill_tokens: the maximum number of prompt tokens per step. It bounds the duration of a
-        step, and therefore the inter-token latency of running sequences and the latency of a
-        cancellation.
-    align_chunks: whether every prompt chunk has exactly `max_prefill_tokens` tokens, so that
-        prompts are always split at the same positions (see `--exact`). The last chunk of a prompt
-        may be shorter.
+    max_prefill_tokens: the number of prompt tokens per round. It bounds the duration of a round,
+        and therefore the latency of a cancellation.
+    align_chunks: whether prompt chunks end at multiples of `max_prefill_tokens`, so that a prompt
+        is always split at the same positions, whatever else the engine does.
+    step_seconds: the duration of a step up to which it takes more than one round of prompt chunks.
+        It bounds the inter-token latency of running sequences. None for one round per step.
+    decode_seconds: the duration of a decode step up to which more than MIN_RUNNING sequences run.
+        None for no limit.
     """
 
     max_running: int = 1
     max_prefill_tokens: int = 512
     align_chunks: bool = False
+    step_seconds: float | None = None
+    decode_seconds: float | None = None
 
 
-def count_admissible(*, waiting: int, running: int, limits: SchedulerLimits) -> int:
-    """Returns the number of waiting sequences that may start now."""
-    return max(0, min(waiting, limits.max_running - running))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingPrompt:
+    """A prompt that is being prefilled. computed, remaining: numbers of tokens."""
+
+    computed: int
+    remaining: int
+
+
+# The maximum of the default number of slots. More sequences hardly increase the throughput, and the
+# pauses of each one grow.
+MAX_SLOTS = 64
+
+# The number of sequences that may run however long a decode step takes.
+MIN_RUNNING = 8
+
+
+def count_admissible(
+    *,
+    waiting: int,
+    running: int,
+    limits: SchedulerLimits,
+    seconds_per_row: float | None = None,
+) -> int:
+    """Returns the number of waiting sequences that may start now. seconds_per_row: the duration of
+    a decode step per sequence; None if unknown."""
+    most = limits.max_running
+    if limits.decode_seconds is not None and seconds_per_row:
+        fast = int(min(limits.decode_seconds / seconds_per_row, most))
+        most = min(most, max(MIN_RUNNING, fast))
+    return max(0, min(waiting, most - running))
+
+
+def count_slots(*, free_bytes: int, bytes_per_sequence: int) -> int:
+    """Returns the default number of sequences that may run at the same time: as many as fit in
+    memory, at least 1 and at most MAX_SLOTS."""
+    return max(1, min(MAX_SLOTS, free_bytes // max(1, bytes_per_sequence)))
 
 
 def fair_order(
@@ -65,19 +103,116 @@ def should_defer(*, shared_prefix: int, num_computed: int, min_gain: int, length
     return shared_prefix - num_computed >= (1 if shared_prefix >= length - 1 else min_gain)
 
 
+# The default numbers of prompt tokens per round. Kernels of mixtures of experts read the weights of
+# each expert once per chunk, and neural accelerators compute small products no faster than large
+# ones. A fast CPU is busy with few tokens.
+_CPU_CHUNK, _DENSE_CHUNK, _LARGE_CHUNK = 128, 1024, 2048
+
+# A shorter chunk on a GPU would save little memory.
+_MIN_GPU_CHUNK = 256
+
+
+def choose_chunk_length(
+    *, on_gpu: bool, experts: bool, accelerators: bool, working: Callable[[int], int], limit: int
+) -> int:
+    """Returns the default number of prompt tokens per round (docs/decisions/engine.md).
+
+    experts: whether the model has a mixture of experts. accelerators: whether the GPU has neural
+    accelerators. working: returns the bytes that a chunk of a given length holds, including the
+    scores of its attention. limit: the bytes that it may hold.
+    """
+    if not on_gpu:
+        return _CPU_CHUNK
+    length = _LARGE_CHUNK if experts or accelerators else _DENSE_CHUNK
+    while length > _MIN_GPU_CHUNK and working(length) > limit:
+        length //= 2
+    return length
+
+
+# The maximum number of rounds per step. It bounds the effect of a clock that jumps.
+MAX_ROUNDS = 32
+
+# The weight of the last step in the measured pace.
+_PACE_WEIGHT = 0.25
+
+
+def count_prefill_rounds(seconds_per_token: float | None, limits: SchedulerLimits) -> int:
+    """Returns how many rounds of prompt chunks a step takes.
+
+    seconds_per_token: the pace of earlier steps, see `update_pace`. None before the first one.
+
+    The time decides only this number. It never decides where a chunk begins or ends.
+    """
+    if limits.step_seconds is None or seconds_per_token is None:
+        return 1
+    round_seconds = seconds_per_token * limits.max_prefill_tokens
+    if round_seconds * MAX_ROUNDS <= limits.step_seconds:
+        return MAX_ROUNDS
+    return max(1, int(limits.step_seconds / round_seconds))
+
+
+def update_pace(pace: float | None, *, count: int, seconds: float) -> float | None:
+    """Returns the moving average of a step's seconds per prompt token, or per row, after a step of
+    `seconds` with `count` of them. The seconds per prompt token include the decoding of the running
+    sequences, so a step with many of them takes fewer prompt tokens."""
+    if count <= 0 or not 0 <= seconds < math.inf:
+        return pace
+    if pace is None:
+        return seconds / count
+    return pace + _PACE_WEIGHT * (seconds / count - pace)
+
+
+def choose_aligned_chunk(
+    prompts: Sequence[PendingPrompt], limits: SchedulerLimits, *, turn: int
+) -> tuple[int, int] | None:
+    """Returns the index of the prompt to prefill in this round, and the number of its tokens.
+    Returns None if there are no prompts.
+
+    prompts: the oldest first. turn: the number of earlier rounds.
+
+    Rounds alternate between the oldest prompt, so that it always advances, and the shortest other
+    prompt, so that a long prompt never delays a short one by more than a chunk. The end of a chunk
+    depends only on its own prompt.
+    """
+    if not prompts:
+        return None
+    remaining = [prompt.remaining for prompt in prompts]
+    index = next(iter(_shortest_first(remaining)), 0) if turn % 2 else 0
+    chosen, size = prompts[index], limits.max_prefill_tokens
+    return index, min(chosen.remaining, size - chosen.computed % size)
+
+
+def choose_aligned_round(
+    prompts: Sequence[PendingPrompt], limits: SchedulerLimits, *, turn: int, pack: bool
+) -> list[tuple[int, int]]:
+    """Returns the prompts to prefill in this round, and the numbers of their tokens: the prompt of
+    `choose_aligned_chunk` and, with `pack`, other prompts, shortest first, whose last chunks fit in
+    the rest of the round. The end of a chunk still depends only on its own prompt."""
+    first = choose_aligned_chunk(prompts, limits, turn=turn)
+    if first is None or not pack:
+        return [] if first is None else [first]
+    chosen, size = [first], limits.max_prefill_tokens
+    left = size - first[1]
+    for index in sorted(range(len(prompts)), key=lambda i: prompts[i].remaining):
+        prompt = prompts[index]
+        last = prompt.remaining <= size - prompt.computed % size
+        if index != first[0] and last and prompt.remaining <= left:
+            chosen.append((index, prompt.remaining))
+            left -= prompt.remaining
+    return chosen
+
+
 def split_prefill_budget(remaining: Sequence[int], limits: SchedulerLimits) -> list[int]:
-    """Returns the number of prompt tokens to prefill for each sequence, oldest first.
+    """Returns the number of prompt tokens to prefill for each sequence in this round, oldest first.
+    For models whose results do not depend on the split.
 
     Half of the budget is reserved for the oldest prompt, so that it always advances. The other half
     goes to the shortest prompts, so that a long prompt never delays a short one. The oldest prompt
     also gets the rest of the budget.
 
-    Each chunk is a forward pass, and a small pass takes almost as long as a large one. Each chunk
-    therefore has at least a quarter of the budget, unless it completes its prompt. To complete
+    Each chunk has at least a quarter of the budget, unless it completes its prompt. To complete
     prompts, the budget may be exceeded by up to an eighth in total.
     """
-    if limits.align_chunks:
-        return _split_aligned(remaining, limits.max_prefill_tokens)
     shares = [0] * len(remaining)
     if not remaining:
         return shares
@@ -98,12 +233,6 @@ def split_prefill_budget(remaining: Sequence[int], limits: SchedulerLimits) -> l
         shares[i] = share
         left = max(0, left - share) if i == 0 else max(half, left - share)
     return shares
-
-
-def _split_aligned(remaining: Sequence[int], chunk: int) -> list[int]:
-    """Assigns one chunk to the oldest prompt, and one chunk to the shortest other prompt."""
-    chosen = {0, *_shortest_first(remaining)[:1]} if remaining else set[int]()
-    return [min(count, chunk) if i in chosen else 0 for i, count in enumerate(remaining)]
 
 
 def _shortest_first(remaining: Sequence[int]) -> list[int]:

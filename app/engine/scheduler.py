@@ -6,6 +6,7 @@ the model, tokens, job updates. The state changes only between two forward passe
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
 
 from app.core.jobs import Ledger
@@ -61,6 +62,10 @@ class Scheduler:
     def return_borrowed(self, num_bytes: int) -> None:
         self._budget.return_borrowed(num_bytes)
 
+    def reserve_slab(self, num_bytes: int, *, give_back: Callable[[], None]) -> bool:
+        """Reserves memory for the slabs of decode steps. See `MemoryBudget.reserve_slab`."""
+        return self._budget.reserve_slab(num_bytes, self._running, give_back)
+
     def ledger(self) -> Ledger:
         return self._budget.ledger(self._running)
 
@@ -74,12 +79,15 @@ class Scheduler:
     def has(self, sequence: Sequence) -> bool:
         return sequence.running or sequence in self._waiting
 
-    def next_to_start(self) -> Sequence | None:
+    def next_to_start(self, *, seconds_per_row: float | None = None) -> Sequence | None:
         """Returns the next sequence to start, which is the first waiting sequence that should not
         be deferred. Returns None if the maximum number of sequences is running, or if all waiting
-        sequences are deferred."""
+        sequences are deferred. seconds_per_row: see `count_admissible`."""
         count = count_admissible(
-            waiting=len(self._waiting), running=len(self._running), limits=self._limits
+            waiting=len(self._waiting),
+            running=len(self._running),
+            limits=self._limits,
+            seconds_per_row=seconds_per_row,
         )
         if not count:
             return None
@@ -108,7 +116,7 @@ class Scheduler:
                 length=len(sequence.ids),
             )
             for other in self._running
-            if other.num_uncomputed_tokens
+            if other.prefilling
         )
 
     def start(self, sequence: Sequence) -> bool:
@@ -146,6 +154,14 @@ class Scheduler:
             self.requeue(sequence)
         self._budget.grow_reservations(self._running)
         return count
+
+    def enforce_memory_rules(self) -> None:
+        """See `MemoryBudget.enforce_rules`."""
+        self._budget.enforce_rules(self._running)
+
+    def maintain_memory(self, idle_seconds: float) -> bool:
+        """See `MemoryBudget.maintain`."""
+        return self._budget.maintain(self._running, idle_seconds)
 
     def requeue(self, sequence: Sequence) -> None:
         """Puts a sequence without caches at the front of the queue. Its in-flight token may still

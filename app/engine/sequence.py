@@ -6,6 +6,9 @@ Knows: the job, the layer caches, the tokens. Must not know: other sequences, th
     caches    [ computed, in order ............................. ]      offset = num_computed_tokens
     in flight                                                    [ t ]  sampled, value not yet read
 
+A running sequence is either prefilling or decoding. A decoding sequence computes one sampled token
+at a time, whose value may or may not have been read.
+
 A waiting sequence has no caches. A preempted sequence returns to waiting: its prompt and sampled
 tokens are prefilled again, and its output then continues unchanged.
 """
@@ -13,9 +16,7 @@ tokens are prefilled again, and its output then continues unchanged.
 import secrets
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
-from typing import cast
-
-import mlx.core as mx
+from typing import Protocol, cast
 
 from app.core.jobs import Job
 from app.core.ports import Lease, ShiftingLease
@@ -27,6 +28,17 @@ from models.kv import LayerCache
 
 # Called with layer caches, start and end. Returns whether the positions were removed.
 ShiftLayers = Callable[[Ids[LayerCache], int, int], bool]
+
+
+class SharedSlab(Protocol):
+    """The slabs that contain the latest positions of a sequence. See
+    `app.engine.decode_slab.DecodeSlab`."""
+
+    def settle(self, sequence: "Sequence") -> None: ...
+
+    def leave(self, sequence: "Sequence") -> None: ...
+
+    def forget(self, sequence: "Sequence") -> None: ...
 
 
 class Sequence:
@@ -44,10 +56,13 @@ class Sequence:
         self.num_output_tokens = 0  # sampled tokens that have been read
         self.has_run = False  # whether the sequence has ever started
         self.num_in_flight = 0  # sampled tokens that have not been read yet
+        self.decoding = False  # whether the next input is a sampled token, and not a prompt chunk
         self.prompt_logprobs: list[
             PromptLogprob
         ] = []  # for all prompt tokens except the first, if requested
-        self.isolated = False  # decoded unbatched, because a batch failed
+        self.isolated = False  # computed unbatched, because a batch failed
+        # Contains the positions that the caches lack; None if the caches are complete.
+        self.slab: SharedSlab | None = None
         self.reserved_bytes = 0  # bytes reserved in the memory budget
         self.reserved_positions = 0  # positions that fit in these bytes
         self._shared_prefix_lengths: dict[str, int] = {}
@@ -77,8 +92,13 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         """The number of known tokens that must be computed before the next token can be sampled.
-        During decoding, one more token is computed than is known."""
+        While decoding, it is 1 if the last sampled token has been read before it is computed, and
+        otherwise 0."""
         return max(0, len(self.ids) - self.num_computed_tokens)
+
+    @property
+    def prefilling(self) -> bool:
+        return self.running and not self.decoding
 
     @property
     def num_unscored_tokens(self) -> int:
@@ -95,18 +115,17 @@ class Sequence:
         return (self.job.cache_prompt or self.has_run) and not self.num_unscored_tokens
 
     @property
-    def next_prefill_stop(self) -> int:
-        """The position at which prefill pauses next: the next checkpoint position of the prefix
-        cache, or the end of the known tokens."""
-        return next(
-            (p for p in self.lease.checkpoint_positions if p > self.num_computed_tokens),
-            len(self.ids),
-        )
+    def tokens_to_next_stop(self) -> int:
+        """The number of tokens up to the next position at which prefill pauses: the next checkpoint
+        position of the prefix cache, or the end of the known tokens."""
+        computed = self.num_computed_tokens
+        stops = self.lease.checkpoint_positions
+        return next((p for p in stops if p > computed), len(self.ids)) - computed
 
     @property
     def needs_another_token(self) -> bool:
-        """Whether the sequence may need another token after the in-flight one."""
-        return self.num_output_tokens + 1 < self.job.max_tokens
+        """Whether the sequence may need another token after those that have been sampled."""
+        return self.num_output_tokens + self.num_in_flight < self.job.max_tokens
 
     @property
     def grammar_done(self) -> bool:
@@ -128,6 +147,7 @@ class Sequence:
         self._shared_prefix_lengths.clear()
         self.num_computed_tokens = lease.cached
         self.num_in_flight = 0
+        self.decoding = False
         # The sampler state is rebuilt from the tokens at each start.
         self._sampler_state = SamplerState(
             self.job.sampling,
@@ -152,24 +172,36 @@ class Sequence:
     def shift(self, remove: ShiftLayers) -> None:
         """Removes part of a full context. If the layers cannot shift, the remaining tokens must be
         prefilled again."""
+        if self.slab is not None:
+            self.slab.leave(self)
         lease = cast(ShiftingLease[LayerCache], self.lease)
-        left = lease.shift(self.ids, num_keep=self.job.num_keep, remove=remove)
-        self.ids, self.num_computed_tokens = list(left.ids), left.num_computed
+        computed = self.ids[: self.num_computed_tokens]
+        uncomputed = self.ids[self.num_computed_tokens :]
+        left = lease.shift(computed, num_keep=self.job.num_keep, remove=remove)
+        self.ids, self.num_computed_tokens = [*left.ids, *uncomputed], left.num_computed
+        self.decoding = left.num_computed == len(left.ids)
 
-    def kv_arrays(self) -> list[mx.array]:
-        """Returns the arrays that must be evaluated to complete the caches."""
-        return [array for layer in self.kv for array in layer.state()]
+    def publish(self, length: int) -> None:
+        """Makes the first `length` tokens available to other sequences."""
+        if self.slab is not None:
+            self.slab.settle(self)
+        self.lease.publish(self.ids[:length])
 
     def commit(self, *, keep: int) -> None:
         """Ends the lease. The prefix cache keeps at most the first `keep` tokens."""
+        if self.slab is not None:
+            self.slab.leave(self)
         self.lease.commit(self.ids[: self.num_computed_tokens], keep=keep)
         self._clear_lease()
 
     def discard(self) -> None:
         """Ends the lease and drops the caches, whose content may be invalid."""
+        if self.slab is not None:
+            self.slab.forget(self)
         self.lease.discard()
         self._clear_lease()
 
     def _clear_lease(self) -> None:
         self._lease = self._sampler_state = None
+        self.decoding = False
         self.num_computed_tokens = self.reserved_bytes = self.reserved_positions = 0

@@ -37,15 +37,20 @@ from app.core.jobs import (
 )
 from app.core.prefix_snapshot import MAX_SNAPSHOT_NODES, PrefixSnapshot
 from app.engine.memory_profile import clear_allocator_cache
+from app.engine.wired_memory import unwire_memory
 from app.grammar.compiler import Matcher
 from models import kernels
 
 log = logging.getLogger(__name__)
 
+# The interval in seconds between two calls of `EngineLoop.maintain_memory`.
+MAINTENANCE_INTERVAL = 5.0
+
 
 def release_device_memory() -> None:
-    """Frees the device memory of a thread that is about to end. No references to its arrays may
-    remain."""
+    """Unwires and frees the device memory of a thread that is about to end. No references to its
+    arrays may remain."""
+    unwire_memory()
     gc.collect()
     clear_allocator_cache()
     mx.clear_streams()
@@ -113,6 +118,8 @@ class EngineLoop(Protocol):
 
     def stats(self) -> EngineStats: ...
 
+    def maintain_memory(self, idle_seconds: float) -> bool: ...
+
     def prefix_snapshot(self, max_nodes: int) -> PrefixSnapshot: ...
 
     def check(self) -> None: ...
@@ -129,6 +136,7 @@ class EngineThread:
     post: receives every message. It must not block.
     check_invariants: whether to assert all invariants of the prefix cache whenever the loop is
         idle. A violation ends the engine.
+    maintenance_interval: the number of seconds between two calls of `EngineLoop.maintain_memory`.
     """
 
     def __init__(
@@ -137,7 +145,9 @@ class EngineThread:
         post: Callable[[EngineMessage], None],
         *,
         check_invariants: bool = False,
+        maintenance_interval: float = MAINTENANCE_INTERVAL,
     ) -> None:
+        self._maintenance_interval = maintenance_interval
         self._check_invariants = check_invariants
         self._load = load
         self._post = post
@@ -203,12 +213,19 @@ class EngineThread:
         )
         loop.on_stage = self._set_heartbeat
         self._post(EngineReady(stats=loop.stats(), capacity=loop.capacity))
+        due = time.monotonic() + self._maintenance_interval
         while True:
             self._handle_commands(loop)
             if self._stopping:
+                # Before the buffers are freed, which is then faster, and even if that fails.
+                unwire_memory()
                 return
             self._set_heartbeat("a step")
             self._post(loop.step())
+            if time.monotonic() >= due:
+                self._set_heartbeat("memory maintenance")
+                loop.maintain_memory(0.0)
+                due = time.monotonic() + self._maintenance_interval
 
     def _set_heartbeat(self, doing: str) -> None:
         self._heartbeat = Heartbeat(timestamp_ns=time.monotonic_ns(), stage=doing)
@@ -219,11 +236,21 @@ class EngineThread:
             if self._check_invariants:
                 loop.check()
             self._set_heartbeat(IDLE)
-            command = self._commands.get()
+            command = self._wait_for_command(loop)
             self._set_heartbeat("handling commands")
             self._handle_command(command, loop)
         while not self._commands.empty():
             self._handle_command(self._commands.get(), loop)
+
+    def _wait_for_command(self, loop: EngineLoop) -> _Command:
+        """Waits for a command, and maintains the memory of the idle loop in the meantime."""
+        since = time.monotonic()
+        while True:
+            try:
+                return self._commands.get(timeout=self._maintenance_interval)
+            except queue.Empty:
+                if loop.maintain_memory(time.monotonic() - since):
+                    self._post(StepOutput(updates=(), stats=loop.stats()))
 
     def _handle_command(self, command: _Command, loop: EngineLoop) -> None:
         match command:

@@ -19,10 +19,11 @@ from safetensors import SafetensorError, safe_open
 
 from app.core.errors import AppError, ErrorKind, LibraryPanic, PanicGuard
 from app.core.model_files import ModelFiles
-from app.core.settings import QuantizationBits
+from app.core.settings import ActivationBits, KVPrecision, QuantizationBits
+from app.engine.kv_precision import choose_kv_dtype
 from models import architectures
 from models.base import Model, ModelError
-from models.cpu_layout import apply_cpu_layout
+from models.cpu_layout import apply_cpu_layout, set_activation_bits
 from models.multimodal import get_text_weights
 from models.ollama_names import to_mlx_names
 from models.sharding import TensorParallelGroup, shard_model
@@ -44,13 +45,20 @@ ProgressCallback = Callable[[int, int], None]
 
 
 def open_model(
-    files: ModelFiles, bits: QuantizationBits | None, share: TensorParallelGroup | None = None
+    files: ModelFiles,
+    bits: QuantizationBits | None,
+    share: TensorParallelGroup | None = None,
+    *,
+    kv: KVPrecision = "auto",
+    activations: ActivationBits = 24,
 ) -> Model:
     """Opens a model without reading its weights.
 
     bits: the number of bits to which plain weights are quantized when they are read. None keeps
         the weights unchanged.
     share: the tensor-parallel group that shares the model, if any.
+    kv: the precision of the layer caches, see app/engine/kv_precision.py.
+    activations: the precision of activations in 4- and 8-bit layers.
 
     Raises AppError(MODEL_FILES). The message is one sentence, which includes the name of a faulty
     file.
@@ -61,7 +69,9 @@ def open_model(
         if share is not None:
             shard_model(model, share, files.config["model_type"])
         assert isinstance(model, nn.Module)
+        model.kv_dtype = choose_kv_dtype(list_parameters(model), kv)
         apply_cpu_layout(model)
+        set_activation_bits(model, activations)
         return model
     except ModelError as error:
         place = _find_faulty_file(error, weights, places) or files.path

@@ -5,7 +5,6 @@ and responses of dialects, generation.
 """
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
@@ -88,16 +87,38 @@ async def send_event_stream(
     keep_alive: KeepAlive,
     headers: Mapping[str, str] | None = None,
 ) -> None:
-    """Sends server-sent events."""
-    # Frames are already encoded, and keep-alives depend on the previous frames, so the library's
-    # ping is disabled. The library would also end streams half a second after shutdown begins,
-    # without a final frame. Here, app/http/uvicorn_server.py ends them instead.
-    response = EventSourceResponse(frames, headers=headers, ping=0, shutdown_grace_period=math.inf)
+    """Sends server-sent events. Each item of `frames` may contain several frames, and is sent with
+    one write."""
+    response = _EventStreamResponse(frames, headers)
     timer = _KeepAliveTimer(send, keep_alive)
     try:
         await response(scope, _never_receive, timer.send)
     finally:
         await timer.stop()
+
+
+class _EventStreamResponse(EventSourceResponse):
+    """A response with frames that are already encoded. Replaces the library's sending, but not its
+    headers. For each chunk, the library starts a timeout and looks up the async library in use,
+    which takes longer than everything else that is done for a token. Its three tasks per response
+    are not needed either: `_KeepAliveTimer` sends keep-alives, `cancel_on_disconnect` handles
+    disconnects, and app/http/uvicorn_server.py ends streams at shutdown with a final frame, which
+    the library would not send."""
+
+    def __init__(self, frames: AsyncIterator[bytes], headers: Mapping[str, str] | None) -> None:
+        super().__init__(frames, headers=headers)  # pyright: ignore[reportUnknownMemberType]  # a bare dict
+        self._frames = frames
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {
+            "type": "http.response.start",
+            "status": self.status_code,
+            "headers": self.raw_headers,
+        }
+        await send(start)
+        async for frames in self._frames:
+            await send({"type": "http.response.body", "body": frames, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class _KeepAliveTimer:
@@ -110,44 +131,52 @@ class _KeepAliveTimer:
         self._seconds = keep_alive.seconds
         self._make_frame = keep_alive.make_frame
         self._loop = asyncio.get_running_loop()
-        self._lock = asyncio.Lock()  # prevents interleaved frames
+        self._is_sending = False  # whether a message is being sent, other than a keep-alive
         self._sent_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
-        self._sending: asyncio.Task[None] | None = None
+        self._keep_alive: asyncio.Task[None] | None = None  # while it is being sent
 
     async def send(self, message: Message) -> None:
-        async with self._lock:
-            if message["type"] == "http.response.start":
-                self._timer = self._loop.call_later(self._seconds, self._check)
-            elif not message.get("more_body", False):
-                self._cancel_timer()
+        if message["type"] == "http.response.start":
+            self._timer = self._loop.call_later(self._seconds, self._check)
+        elif not message.get("more_body", False):
+            self._cancel_timer()
+        if self._keep_alive is not None:  # frames must not be interleaved
+            await asyncio.wait({self._keep_alive})
+        self._is_sending = True
+        try:
             await self._send(message)
-            self._sent_at = self._loop.time()
+        finally:
+            self._is_sending = False
+        self._sent_at = self._loop.time()
 
     async def stop(self) -> None:
         self._cancel_timer()
-        if self._sending is not None:
-            self._sending.cancel()
-            await asyncio.gather(self._sending, return_exceptions=True)
+        if self._keep_alive is not None:
+            self._keep_alive.cancel()
+            await asyncio.gather(self._keep_alive, return_exceptions=True)
 
     def _check(self) -> None:
         due_at = self._sent_at + self._seconds
-        if self._lock.locked():  # the client does not read, so a keep-alive would not reach it
+        if self._is_sending or self._keep_alive is not None:
+            # the client does not read, so a keep-alive would not reach it
             due_at = self._loop.time() + self._seconds
         elif due_at <= self._loop.time():
             due_at = self._loop.time() + self._seconds
-            self._sending = asyncio.create_task(self._send_frame())
+            self._keep_alive = asyncio.create_task(self._send_keep_alive())
             # the main sender handles a disconnected client
-            self._sending.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._keep_alive.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._timer = self._loop.call_at(due_at, self._check)
 
-    async def _send_frame(self) -> None:
-        async with self._lock:
+    async def _send_keep_alive(self) -> None:
+        try:
             if self._timer is not None:  # otherwise the response has ended
                 frame = self._make_frame()
                 body = {"type": "http.response.body", "body": frame, "more_body": True}
                 await self._send(body)
                 self._sent_at = self._loop.time()
+        finally:
+            self._keep_alive = None
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:

@@ -236,8 +236,8 @@ _MAX_DIRECTORY_BYTES = 60
 
 _CHUNK = 1 << 16
 
-# The timeouts in seconds for a graceful exit and for reading the last output.
-_TERMINATE_TIMEOUT, _OUTPUT_TIMEOUT = 5.0, 1.0
+# The timeout in seconds for reading the last output.
+_OUTPUT_TIMEOUT = 1.0
 
 # Signals that other processes send. An operator may send any of these. The system sends SIGKILL
 # when it is out of memory.
@@ -327,12 +327,17 @@ def _is_alive(pid: str) -> bool:
 
 class ChildProcess:
     """A running model process. `name` is the name of the model, which appears in the log and in
-    `ps`."""
+    `ps`. `events` is this process's end of a pair of connected sockets, which the caller closes."""
 
     def __init__(
-        self, name: str, process: asyncio.subprocess.Process, listener: "PrivateSocket"
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        listener: "PrivateSocket",
+        events: socket.socket,
     ) -> None:
         self._name = name
+        self.events = events
         self._process = process
         self._listener = listener
         self._output = ProcessOutput()
@@ -342,18 +347,20 @@ class ChildProcess:
         self._exit_task = asyncio.create_task(self._reap())
 
     @classmethod
-    async def start(cls, name: str, make_init: Callable[[int], bytes]) -> "ChildProcess":
+    async def start(cls, name: str, make_init: Callable[[int, int], bytes]) -> "ChildProcess":
         """Starts the process. `make_init` returns the first line to write to stdin, given the
-        descriptor of the socket, which is the same in both processes."""
+        descriptors of the socket and of the process's end of the connected pair. Both are the same
+        in both processes."""
         listener = PrivateSocket()
+        events, child_end = socket.socketpair()
         try:
-            first_line = make_init(listener.fileno()) + b"\n"
+            first_line = make_init(listener.fileno(), child_end.fileno()) + b"\n"
             process = await asyncio.create_subprocess_exec(
                 *build_command("app.runners.worker_main", name),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                pass_fds=(listener.fileno(),),
+                pass_fds=(listener.fileno(), child_end.fileno()),
                 # Ctrl-C at the terminal must reach only the parent, which stops its children
                 # gracefully. The process therefore has its own process group, but not its own
                 # session; see `parent_watch`. Linux also schedules by session (autogroup). On a
@@ -364,8 +371,11 @@ class ChildProcess:
             )
         except BaseException:
             listener.close()
+            events.close()
             raise
-        spawned = cls(name, process, listener)
+        finally:
+            child_end.close()
+        spawned = cls(name, process, listener, events)
         assert process.stdin is not None
         process.stdin.write(first_line)
         return spawned
@@ -397,17 +407,15 @@ class ChildProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
-    async def terminate(self) -> None:
-        """Sends SIGINT and waits for the exit. Kills the process after `_TERMINATE_TIMEOUT`."""
+    async def terminate(self, grace: float) -> None:
+        """Sends SIGINT and waits for the exit. Kills the process after `grace` seconds."""
         self._terminating = True
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGINT)
         try:
-            await asyncio.wait_for(self.wait(), _TERMINATE_TIMEOUT)
+            await asyncio.wait_for(self.wait(), grace)
         except TimeoutError:
-            log.warning(
-                "%s: the process did not exit within %.0f s", self._name, _TERMINATE_TIMEOUT
-            )
+            log.warning("%s: the process did not exit within %.0f s", self._name, grace)
             self.kill()
             await self.wait()
 

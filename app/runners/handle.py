@@ -24,6 +24,7 @@ from app.core.model_files import ModelFiles
 from app.core.model_state import MemoryRequirement, ModelPhase, ModelState, ServedModel
 from app.core.ports import ReservedSlots, Runner, RunnerFailure, RunnerStatus, Submission
 from app.core.prefix_snapshot import PrefixSnapshot
+from app.core.units import format_memory
 from app.runners.admission import Admission
 from app.runners.eviction import LoadedModel
 from app.runners.lease import ModelLeases
@@ -335,6 +336,7 @@ class ModelHandle:
             error=self._reported_error(status),
             pid=status.pid,
             backend=None if capacity is None else capacity.backend,
+            kv_dtype=None if capacity is None else capacity.kv_dtype,
         )
 
     # private
@@ -374,11 +376,15 @@ class ModelHandle:
         self._failed_since_ready = False
         self.keep_loaded = self.keep_loaded or self.served.pinned
         context = self.capacity.context_length if self.capacity else 0
+        ledger = self._runner.status().stats.ledger
         log.info(
-            "%s is ready after %.1f s (context %d tokens)",
+            "%s is ready after %.1f s (context %d tokens, up to %s for cached prefixes, %.0f %% of "
+            "the KV cache memory)",
             self.served.name,
             now - started_at,
             context,
+            format_memory(ledger.prefix_limit),
+            100 * ledger.prefix_share,
         )
         # These requests are served even if an unload was requested during the load, because they
         # arrived earlier.

@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 # prctl(2)
@@ -51,16 +52,20 @@ def read_first_line() -> bytes:
     return bytes(line)
 
 
-def exit_with_parent(parent_pid: int) -> None:
-    """Exits this process as soon as the process `parent_pid` exits."""
+def exit_with_parent(parent_pid: int, before_exit: Callable[[], None] = lambda: None) -> None:
+    """Exits this process as soon as the process `parent_pid` exits. `before_exit` is called before
+    that, on another thread. On Linux, the kernel may kill the process before the call."""
     if os.getppid() != parent_pid:
         os._exit(_ORPHANED_STATUS)
-    threading.Thread(target=_exit_at_stdin_eof, name="parent-watch", daemon=True).start()
+    threading.Thread(
+        target=_exit_at_stdin_eof, args=(before_exit,), name="parent-watch", daemon=True
+    ).start()
 
 
-def _exit_at_stdin_eof() -> None:
+def _exit_at_stdin_eof(before_exit: Callable[[], None]) -> None:
     # os.read is used instead of sys.stdin, because a thread that reads sys.stdin blocks the exit of
     # the interpreter.
     while os.read(0, 1 << 16):
         pass
+    before_exit()
     os._exit(_ORPHANED_STATUS)

@@ -13,8 +13,8 @@ import asyncio
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
 from typing import assert_never
 
@@ -28,7 +28,7 @@ from app.core.settings import Settings
 from app.runners import worker_protocol
 from app.runners.child_process import ChildProcess, ProcessExit
 from app.runners.dispatcher import UNLOADING_MESSAGE, Dispatcher, RequestStream
-from app.runners.restart_policy import RUNNER_CRASHED
+from app.runners.restart_policy import RUNNER_CRASHED, stop_grace
 from app.runners.worker_protocol import (
     PromptScoresChunk,
     StepJoiner,
@@ -81,7 +81,7 @@ class Watchdog:
 log = logging.getLogger(__name__)
 
 GetStatus = Callable[[], Awaitable[WorkerStatus]]
-OpenEvents = Callable[[], AbstractAsyncContextManager[AsyncIterator[WorkerEvent]]]
+StreamEvents = Callable[[], AsyncGenerator[WorkerEvent]]
 
 # The polling interval in seconds while the model is loading.
 _LOAD_POLL_INTERVAL = 0.1
@@ -114,6 +114,7 @@ class ProcessRunner:
         self._task: asyncio.Task[None] | None = None
         self._stall_message: str | None = None
         self._unreachable: str | None = None
+        self._termination: asyncio.Task[None] | None = None  # of a failed process
         self._stopping = False
 
     async def start(self, files: ModelFiles) -> None:
@@ -155,9 +156,10 @@ class ProcessRunner:
             AppError(ErrorKind.STOPPING, "the engine was stopped"), job_error=UNLOADING_MESSAGE
         )
         if self._process is not None:
-            await self._process.terminate()
-        if self._task is not None:
-            await asyncio.wait({self._task})
+            await self._process.terminate(self._stop_grace())
+        ending = {task for task in (self._task, self._termination) if task is not None}
+        if ending:
+            await asyncio.wait(ending)
 
     async def _run_process(self, files: ModelFiles) -> None:
         """Starts the process and supervises it until its exit."""
@@ -175,12 +177,13 @@ class ProcessRunner:
                 self._process.kill()
                 await self._process.wait()
 
-    def _build_init(self, files: ModelFiles) -> Callable[[int], bytes]:
-        def opening(socket: int) -> bytes:
+    def _build_init(self, files: ModelFiles) -> Callable[[int, int], bytes]:
+        def opening(socket: int, events: int) -> bytes:
             return worker_protocol.WORKER_INIT.encode(
                 WorkerInit(
                     parent_pid=os.getpid(),
                     socket_fd=socket,
+                    events_fd=events,
                     settings=self._settings,
                     files=files,
                 )
@@ -192,7 +195,9 @@ class ProcessRunner:
         # Import in parallel with the imports of the process.
         from app.runners.worker_client import WorkerClient
 
-        line = self._dispatcher.engine = WorkerClient(process.socket_path, self._dispatcher)
+        line = self._dispatcher.engine = WorkerClient(
+            process.socket_path, process.events, self._dispatcher
+        )
         interval = worker_protocol.heartbeat_interval(self._settings)
         watchdog = Watchdog(watchdog=self._settings.watchdog, interval=interval)
         gone = asyncio.create_task(process.wait())
@@ -236,7 +241,7 @@ class ProcessRunner:
         self._dispatcher.fail(error, job_error=job_error, cause=process_exit.cause)
 
     async def _follow_worker(
-        self, name: str, get_status: GetStatus, open_events: OpenEvents, watchdog: Watchdog
+        self, name: str, get_status: GetStatus, stream_events: StreamEvents, watchdog: Watchdog
     ) -> None:
         """Waits for the load, then reads the events of the process until the stream ends."""
         try:
@@ -244,9 +249,8 @@ class ProcessRunner:
             if ready is None:
                 return
             watchdog.note_activity()  # from now on, a missing heartbeat means a hang
-            async with open_events() as events:
-                self._dispatcher.receive(ready)
-                await self._read_events(events, watchdog)
+            async with aclosing(stream_events()) as events:
+                await self._read_events(ready, events, watchdog)
         except ConnectionError as error:
             log.debug("%s: %s", name, error)
         except Exception:
@@ -289,10 +293,18 @@ class ProcessRunner:
             self._fail_and_kill(AppError(ErrorKind.MODEL_FILES, message))
             return None
 
-    async def _read_events(self, events: AsyncIterator[WorkerEvent], watchdog: Watchdog) -> None:
+    async def _read_events(
+        self, ready: EngineReady, events: AsyncIterator[WorkerEvent], watchdog: Watchdog
+    ) -> None:
+        """Passes events to the dispatcher. The model counts as loaded from the first event on,
+        because a process that sends nothing cannot run jobs."""
         joiner = StepJoiner()
+        is_first = True
         async for one in events:
             watchdog.note_activity()
+            if is_first:
+                self._dispatcher.receive(ready)
+                is_first = False
             match one:
                 case StepOutput():
                     self._dispatcher.receive(joiner.join(one))
@@ -346,9 +358,19 @@ class ProcessRunner:
             error, job_error="the engine stopped: its process closed its connection"
         )
 
+    def _stop_grace(self) -> float:
+        """Returns the number of seconds that the process gets to exit."""
+        status = self._dispatcher.status()
+        return stop_grace(status.capacity, status.stats.ledger)
+
     def _fail_and_kill(self, error: AppError, *, job_error: str | None = None) -> None:
-        """Fails all jobs and kills the process, which has become unusable. For `job_error`, see
+        """Fails all jobs and ends the process, which has become unusable. A process that wires
+        memory first gets the time to unwire it; others are killed immediately. For `job_error`, see
         `Dispatcher.fail`."""
         assert self._process is not None
         self._dispatcher.fail(error, job_error=job_error)
-        self._process.kill()
+        capacity = self._dispatcher.status().capacity
+        if capacity is None or not capacity.wirable:
+            self._process.kill()
+        elif self._termination is None:
+            self._termination = asyncio.create_task(self._process.terminate(self._stop_grace()))

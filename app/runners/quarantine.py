@@ -101,7 +101,7 @@ class IsolatedSubmission:
         self._submit = submit
         self._turns = turns
         self._on_success = on_success
-        self._updates: asyncio.Queue[JobUpdate | Exception] = asyncio.Queue()
+        self._batches: asyncio.Queue[Sequence[JobUpdate] | Exception] = asyncio.Queue()
         self._submission: Submission | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -119,13 +119,13 @@ class IsolatedSubmission:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    async def __aiter__(self) -> AsyncIterator[JobUpdate]:
+    async def __aiter__(self) -> AsyncIterator[Sequence[JobUpdate]]:
         while True:
-            update = await self._updates.get()
-            if isinstance(update, Exception):
-                raise update
-            yield update
-            if isinstance(update, Ended):
+            updates = await self._batches.get()
+            if isinstance(updates, Exception):
+                raise updates
+            yield updates
+            if isinstance(updates[-1], Ended):
                 return
 
     @property
@@ -145,12 +145,13 @@ class IsolatedSubmission:
         try:
             async with self._turns.take_turn(), self._submit(self._job) as submission:
                 self._submission = submission
-                async for update in submission:
-                    self._updates.put_nowait(update)
-                    if isinstance(update, Ended) and update.reason in ("stop", "length"):
+                async for updates in submission:
+                    self._batches.put_nowait(updates)
+                    last = updates[-1]
+                    if isinstance(last, Ended) and last.reason in ("stop", "length"):
                         self._on_success(self._job)
         except Exception as error:
-            self._updates.put_nowait(error)
+            self._batches.put_nowait(error)
 
 
 # The weight of a crash by cause, and the total weight at which a job is rejected: two faults, or
@@ -479,17 +480,18 @@ class _RetryingSubmission:
                     raise
                 lost_runner = runner
 
-    async def __aiter__(self) -> AsyncIterator[JobUpdate]:
+    async def __aiter__(self) -> AsyncIterator[Sequence[JobUpdate]]:
         while True:
             one = self._current
             assert one is not None
             assert one.submission is not None
-            async for update in one.submission:
-                if isinstance(update, Ended):
-                    if update.engine_lost and await one.may_retry():
+            async for updates in one.submission:
+                last = updates[-1]
+                if isinstance(last, Ended):
+                    if last.engine_lost and await one.may_retry():
                         break
-                    one.succeeded = update.reason in ("stop", "length")
-                yield update
-                if isinstance(update, Ended):
+                    one.succeeded = last.reason in ("stop", "length")
+                yield updates
+                if isinstance(last, Ended):
                     return
             await self.submit(one.runner)

@@ -1,6 +1,7 @@
-"""The restart policy for failed models, as pure functions.
+"""The restart policy for failed models, and the grace period before a process is killed, as pure
+functions.
 
-Knows: clock readings, the number of failures. Must not know: runners, waiting requests.
+Knows: clock readings, the number of failures, bytes. Must not know: runners, waiting requests.
 
 A runner that fails soon after its start is restarted with exponential backoff. A model that fails
 to load repeatedly is refused for a while. After that, a single failed load causes the model to be
@@ -10,6 +11,7 @@ refused again, because the cause is likely to persist.
 from dataclasses import dataclass, replace
 
 from app.core.errors import AppError
+from app.core.jobs import Capacity, Ledger
 
 # The error code of a failed load without a known error in the model files. The next load may
 # succeed.
@@ -83,3 +85,23 @@ def after_crash(
 def _backoff_delay(failures: int, policy: RestartPolicy) -> float:
     # The exponent is bounded, because a model may fail for weeks.
     return min(policy.max_delay, policy.initial_delay * 2.0 ** min(failures - 1, 32))
+
+
+# The grace period in seconds of a process without and with wired memory, and the number of bytes
+# that a process with more memory unwires and frees per second.
+_GRACE, _MIN_WIRED_GRACE, _FREED_BYTES_PER_SECOND = 5.0, 30.0, 4 << 30
+
+
+def stop_grace(capacity: Capacity | None, ledger: Ledger) -> float:
+    """Returns the number of seconds that a model process gets to exit before it is killed.
+
+    capacity: the capacity of its engine; None until the model is loaded, and its memory is wired.
+    ledger: its last known ledger.
+
+    macOS may keep the wired memory of a killed process until the machine restarts. A process that
+    wires memory therefore gets the time to finish a long step and to free its memory.
+    """
+    wirable = 0 if capacity is None else capacity.wirable
+    if wirable == 0:
+        return _GRACE
+    return max(_MIN_WIRED_GRACE, min(wirable, ledger.in_use) / _FREED_BYTES_PER_SECOND)

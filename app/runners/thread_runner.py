@@ -24,9 +24,11 @@ from app.core.requests import Grammar
 from app.core.settings import Settings
 from app.engine.loader import load
 from app.engine.thread import EngineThread
+from app.engine.wired_memory import unwire_memory
 from app.grammar.compiler import GrammarCompiler, Matcher
 from app.runners.dispatcher import UNLOADING_MESSAGE, Dispatcher, RequestStream
 from app.runners.ranks.leader import RankGroup, load_leader
+from app.runners.restart_policy import stop_grace
 from app.runners.snapshot_refresh import take_snapshot
 
 log = logging.getLogger(__name__)
@@ -111,9 +113,12 @@ class ThreadRunner:
             return
         self._thread.stop()
         rank_lost = self._rank_group is not None and self._rank_group.wait_for_failure() is not None
-        patience = _STOP_TIMEOUT_RANK_LOST if rank_lost else _STOP_TIMEOUT
+        status = self._dispatcher.status()
+        grace = max(_STOP_TIMEOUT, stop_grace(status.capacity, status.stats.ledger))
+        patience = _STOP_TIMEOUT_RANK_LOST if rank_lost else grace
         if not await asyncio.to_thread(self._thread.join, patience):
             log.error("the engine did not stop within %.0f s", patience)
+            await asyncio.to_thread(unwire_memory)
 
     def _fail(self, reason: str) -> None:
         self._dispatcher.fail(AppError(ErrorKind.ENGINE, reason), job_error=reason)

@@ -1,4 +1,5 @@
-"""The client of a model process, which sends requests and reads events over HTTP on a Unix socket.
+"""The client of a model process, which sends requests over HTTP on a Unix socket, and reads events
+from a pipe.
 
 Knows: the protocol, an HTTP client. Must not know: processes, admission.
 
@@ -10,16 +11,16 @@ import asyncio
 import errno
 import logging
 import math
+import socket
 import time
 from collections.abc import (
     AsyncGenerator,
-    AsyncIterator,
     Awaitable,
     Callable,
     Coroutine,
     Generator,
 )
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -32,6 +33,7 @@ from app.core.jobs import Job
 from app.core.prefix_snapshot import PrefixSnapshot
 from app.runners import worker_protocol
 from app.runners.dispatcher import Dispatcher
+from app.runners.event_pipe import read_events
 from app.runners.worker_protocol import WorkerEvent, WorkerStatus
 
 log = logging.getLogger(__name__)
@@ -44,8 +46,8 @@ for _chatty in ("httpx2", "httpcore2"):
 # process at the latest, and ProcessRunner's watchdog kills a hung process.
 _NO_TIMEOUT = httpx2.Timeout(None)
 
-# The connection pools. Each connection uses a file descriptor. The event stream uses one
-# connection, and each request in progress uses one; further requests wait. Slow requests, which
+# The connection pools. Each connection uses a file descriptor, and each request in progress uses a
+# connection; further requests wait. Slow requests, which
 # compile a grammar or compute embeddings, have a separate pool, so that other requests do not wait
 # for them. keepalive_expiry is less than the worker's keep-alive timeout.
 _FAST_POOL = httpx2.Limits(max_connections=32, max_keepalive_connections=16, keepalive_expiry=60.0)
@@ -63,19 +65,16 @@ _EXHAUSTION_TIMEOUT, _RETRY_DELAY = 2.0, 0.05
 # The timeout in seconds for requests to finish after the process has exited.
 _CLOSE_TIMEOUT = 1.0
 
-# The maximum size of an event in bytes. It is many times larger than an event with 512 positions
-# with top_logprobs (`split_step`).
-_MAX_LINE_BYTES = 1 << 24
-
 
 class WorkerClient:
     """Implements `EngineClient` for a model process.
 
     socket_path: the path of its Unix socket.
+    events: the parent's end of its event pipe, which is closed with the client.
     dispatcher: receives the results of embedding jobs.
     """
 
-    def __init__(self, socket_path: Path, dispatcher: Dispatcher) -> None:
+    def __init__(self, socket_path: Path, events: socket.socket, dispatcher: Dispatcher) -> None:
         self._http, self._slow_http = (
             httpx2.AsyncClient(
                 base_url="http://worker",
@@ -88,6 +87,7 @@ class WorkerClient:
             )
             for limits in (_FAST_POOL, _SLOW_POOL)
         )
+        self._events = events
         self._dispatcher = dispatcher
         self._disconnected = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -101,15 +101,10 @@ class WorkerClient:
             reply.raise_for_status()
         return worker_protocol.WORKER_STATUS.decode(reply.content)
 
-    @asynccontextmanager
-    async def stream_events(self) -> AsyncGenerator[AsyncIterator[WorkerEvent]]:
-        """Opens the event stream. May be called only once. The process exits when the context
-        exits. Entering the context and iterating may raise ConnectionError."""
-        with _as_connection_error():
-            async with self._http.stream("GET", "/v1/updates") as reply:
-                reply.raise_for_status()
-                async with aclosing(self._read_events(reply)) as lines:
-                    yield lines
+    def stream_events(self) -> AsyncGenerator[WorkerEvent]:
+        """Yields the events of the process. May be called only once. The process exits when the
+        iterator is closed. Iterating may raise ConnectionError."""
+        return read_events(self._events)
 
     async def probe(self) -> None:
         """Sends a command on the same path as a job, and returns when the engine has accepted it.
@@ -170,26 +165,13 @@ class WorkerClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._http.aclose()
         await self._slow_http.aclose()
+        self._events.close()
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    async def _read_events(self, reply: httpx2.Response) -> AsyncGenerator[WorkerEvent]:
-        partial = bytearray()
-        async for data in reply.aiter_raw():
-            *lines, rest = data.split(b"\n")
-            for line in lines:
-                partial += line
-                yield worker_protocol.WORKER_EVENT.decode(partial)
-                partial.clear()
-            partial += rest
-            if len(partial) > _MAX_LINE_BYTES:
-                raise ValueError("an event is longer than the maximum line length")
-            # Let other tasks run, even if more data is already available.
-            await asyncio.sleep(0)
 
     async def _post(self, path: str, body: bytes, *, slow: bool) -> httpx2.Response:
         """Sends a POST request. `slow` selects the connection pool for slow requests. Raises the

@@ -10,12 +10,10 @@ import os
 import signal
 import sys
 
+from app.core.gc_freeze import freeze_survivors
 from app.core.switch_interval import shorten_switch_interval
 from app.runners import parent_watch
 from app.runners.compile_dir import prepare_compile_dir
-
-# The timeout in seconds for the engine to finish its step. It is less than the parent's timeout.
-_STOP_TIMEOUT = 4.0
 
 
 def main() -> int:
@@ -28,11 +26,12 @@ def main() -> int:
     if not line:
         return 1
     # These imports take a third of a second, during which the parent may exit.
+    from app.engine.wired_memory import unwire_memory
     from app.runners.worker_protocol import WORKER_INIT
     from app.runners.worker_server import WorkerServer
 
     opening = WORKER_INIT.decode(line)
-    parent_watch.exit_with_parent(opening.parent_pid)
+    parent_watch.exit_with_parent(opening.parent_pid, before_exit=unwire_memory)
     logging.basicConfig(
         level="DEBUG" if opening.settings.debug else opening.settings.log_level.upper(),
         format="%(levelname)s %(name)s: %(message)s",
@@ -42,11 +41,13 @@ def main() -> int:
     os.environ.update(prepare_compile_dir())
     shorten_switch_interval()
     service = WorkerServer(opening)
-    service.run()
-    if not service.stop_engine(_STOP_TIMEOUT):
+    with freeze_survivors():
+        service.run()
+    if not service.stop_engine():
         # A load or a hung step is still running. The thread cannot be killed, but the process can
         # exit.
         sys.stderr.flush()
+        unwire_memory()
         os._exit(1)
     return 0
 

@@ -3,9 +3,8 @@
 Knows: the messages. Must not know: pipes, sockets, HTTP.
 
 The parent first sends a `WorkerInit` on stdin, which stays open as long as the parent is running.
-It then sends one `Job` or `EmbedJob` per request. The process responds with a `WorkerStatus` on
-request, and sends a stream of `WorkerEvent` lines. It sends a
-`PrefixSnapshot` on request.
+It then sends one `Job` or `EmbedJob` per request. The process responds with a `WorkerStatus` or a
+`PrefixSnapshot` on request. It sends `WorkerEvent`s through a pipe (app/runners/event_pipe.py).
 """
 
 from collections.abc import Iterator
@@ -46,10 +45,12 @@ class WorkerInit:
 
     parent_pid: the process ID of the parent.
     socket_fd: the descriptor of a Unix socket that already listens.
+    events_fd: the descriptor of the process's end of the event pipe.
     """
 
     parent_pid: int
     socket_fd: int
+    events_fd: int
     settings: Settings
     files: ModelFiles
 

@@ -4,9 +4,9 @@ thread.
 Knows: the protocol, starlette, uvicorn, the engine thread. Must not know: text, clients, other
 models.
 
-Only the parent can open the server's Unix socket. The engine's messages pass through a queue into
-one endless response, with one line per engine step (not per token) and heartbeats in between. The
-server stops when the parent stops reading the response.
+Only the parent can open the server's Unix socket. The engine's messages are sent through a pipe,
+with one line per engine step (not per token) and heartbeats in between. The server stops when the
+parent closes the pipe.
 """
 
 import asyncio
@@ -14,8 +14,9 @@ import logging
 import os
 import signal
 import socket
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from types import FrameType
@@ -24,13 +25,14 @@ from typing import Any, NoReturn
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from app.core.embeddings import EmbedResult
 from app.core.errors import AppError, ErrorKind
 from app.core.jobs import (
+    Capacity,
     EngineFailed,
     EngineMessage,
     EngineReady,
@@ -42,8 +44,11 @@ from app.core.jobs import (
 from app.core.requests import Grammar
 from app.engine.loader import load
 from app.engine.thread import EngineThread
+from app.engine.wired_memory import unwire_memory
 from app.grammar.compiler import GrammarCompiler, Matcher
 from app.runners import worker_protocol
+from app.runners.event_pipe import EventWriter
+from app.runners.restart_policy import stop_grace
 from app.runners.snapshot_refresh import take_snapshot
 from app.runners.worker_protocol import WorkerEvent, WorkerInit, WorkerStatus
 
@@ -59,6 +64,10 @@ _MAX_EARLY_CANCELLED = 1024
 # The idle timeout of a connection in seconds. It is longer than the idle timeout of the parent's
 # pool, so that the parent never uses a connection that is being closed.
 _KEEP_ALIVE = 3600
+
+# The part of the process's grace period in which the engine must finish its step. The rest is for
+# its memory to be unwired if it does not.
+_ENGINE_SHARE = 0.8
 
 
 class WorkerServer:
@@ -82,34 +91,50 @@ class WorkerServer:
             progress=0, allocated_bytes=0
         )
         self._stats = EngineStats()
+        self._capacity: Capacity | None = None
+        self._stop_requested_at = 0.0
         self._embedding: dict[str, asyncio.Future[EmbedResult]] = {}
-        self._events: asyncio.Queue[WorkerEvent | None] = asyncio.Queue()
-        self._has_reader = False  # whether the event stream has been opened
+        # The messages that the event loop has not received yet. Several may be received at once.
+        self._messages: deque[EngineMessage] = deque()
+        self._receive_scheduled = False
+        self._events = EventWriter(
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=init.events_fd),
+            on_close=self._stop,
+        )
+        self._heartbeats: asyncio.Task[None] | None = None  # once the model is loaded
         self._server = _UvicornServer(self._application(), on_exit=self._request_stop)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self) -> None:
-        """Runs until a stop signal, or until the parent closes the event stream."""
+        """Runs until a stop signal, or until the parent closes the event pipe."""
         asyncio.run(self._serve())
+        self._stop_requested_at = self._stop_requested_at or time.monotonic()
 
-    def stop_engine(self, timeout: float) -> bool:
-        """Stops the engine. Returns whether it has stopped within `timeout` seconds."""
+    def stop_engine(self) -> bool:
+        """Stops the engine. Returns whether it has stopped well before the parent would kill this
+        process. If it has not, the process must unwire its memory and exit."""
         if isinstance(self._state, LoadProgress):
             return False
         self._thread.stop()
-        return self._thread.join(timeout)
+        grace = stop_grace(self._capacity, self._stats.ledger)
+        return self._thread.join(
+            max(0.0, self._stop_requested_at + _ENGINE_SHARE * grace - time.monotonic())
+        )
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(_handle_loop_exception)
+        await self._events.open()
         self._thread.start()
         self._grammars.preload_tokenizer()
         await self._server.serve(sockets=[self._socket])
+        if self._heartbeats is not None:
+            self._heartbeats.cancel()
+        self._events.close()
 
     def _application(self) -> ASGIApp:
         routes = [
             Route("/v1/status", self._get_status, methods=["GET"]),
-            Route("/v1/updates", self._stream_events, methods=["GET"]),
             Route("/v1/jobs", self._submit, methods=["POST"]),
             Route("/v1/jobs/{id}", self._cancel, methods=["DELETE"]),
             Route("/v1/embed", self._embed, methods=["POST"]),
@@ -121,30 +146,45 @@ class WorkerServer:
 
     def _post(self, message: EngineMessage) -> None:
         assert self._loop is not None
+        self._messages.append(message)
         # The event loop may already be closed when a stopping engine sends its last message.
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._receive, message)
+        if not self._receive_scheduled and not self._loop.is_closed():
+            self._receive_scheduled = True
+            self._loop.call_soon_threadsafe(self._receive_all)
 
-    def _receive(self, message: EngineMessage) -> None:
+    def _receive_all(self) -> None:
+        self._receive_scheduled = False  # before reading, so that no message is overlooked
+        events: list[WorkerEvent] = []
+        try:
+            while self._messages:
+                events += self._receive(self._messages.popleft())
+            self._events.write(events)
+        except BaseException:
+            self._events.close()  # otherwise, the parent would wait for the lost events
+            raise
+
+    def _receive(self, message: EngineMessage) -> Iterable[WorkerEvent]:
+        """Handles a message. Returns the events to send."""
         if isinstance(message, StepOutput):
             self._stats = message.stats
             for embedded in message.embed_results:
                 self._finish_embedding(embedded)
             # Embeddings are sent in the response to /v1/embed, because megabytes of data must not
             # delay tokens.
-            self._events.put_nowait(
+            return worker_protocol.split_step(
                 replace(message, embed_results=()) if message.embed_results else message
             )
-            return
+        self._state = message
         if isinstance(message, EngineReady):
-            self._stats = message.stats
+            self._stats, self._capacity = message.stats, message.capacity
+            self._heartbeats = asyncio.create_task(self._send_heartbeats())
         if isinstance(message, EngineFailed):
             for job in self._embedding:
                 self._finish_embedding(
                     EmbedResult(job_id=job, error=f"the engine stopped: {message.message}")
                 )
-            self._events.put_nowait(message)
-        self._state = message
+            return [message]
+        return []
 
     def _finish_embedding(self, embedded: EmbedResult) -> None:
         over = self._embedding.get(embedded.job_id)
@@ -152,9 +192,14 @@ class WorkerServer:
             over.set_result(embedded)
 
     def _request_stop(self) -> None:
-        """Ends the event stream. Must be reentrant, because it is called from a signal handler."""
+        """Closes the event pipe. Must be reentrant, because it is called from a signal handler."""
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._events.put_nowait, None)
+        self._stop_requested_at = time.monotonic()
+        self._loop.call_soon_threadsafe(self._events.close)
+
+    def _stop(self) -> None:
+        """Stops the server, because the event pipe is closed."""
+        self._server.should_exit = True
 
     async def _get_status(self, request: Request) -> Response:
         match self._state:
@@ -174,28 +219,12 @@ class WorkerServer:
         )
         return Response(worker_protocol.WORKER_STATUS.encode(status), media_type="application/json")
 
-    async def _stream_events(self, request: Request) -> Response:
-        if self._has_reader:
-            raise AppError(ErrorKind.INVALID, "the event stream already has a reader")
-        self._has_reader = True
-        return StreamingResponse(self._event_lines(), media_type="application/jsonl")
-
-    async def _event_lines(self) -> AsyncGenerator[bytes]:
-        heartbeats = asyncio.create_task(self._send_heartbeats())
-        try:
-            while (message := await self._events.get()) is not None:
-                for piece in _split_event(message):
-                    yield worker_protocol.WORKER_EVENT.encode(piece) + b"\n"
-        finally:
-            heartbeats.cancel()
-            self._server.should_exit = True
-
     async def _send_heartbeats(self) -> None:
         while True:
-            # A heartbeat is redundant after other events. Without a reader, heartbeats would
-            # accumulate in memory.
-            if self._events.empty():
-                self._events.put_nowait(self._thread.heartbeat())
+            # A heartbeat is redundant while other events wait. If the parent does not read,
+            # heartbeats would accumulate in memory.
+            if not self._events.has_unsent:
+                self._events.write([self._thread.heartbeat()])
             await asyncio.sleep(self._heartbeat_interval)
 
     async def _submit(self, request: Request) -> Response:
@@ -266,10 +295,6 @@ class WorkerServer:
         return Response(b"".join(embedded.vectors), media_type="application/octet-stream")
 
 
-def _split_event(event: WorkerEvent) -> list[WorkerEvent]:
-    return list(worker_protocol.split_step(event)) if isinstance(event, StepOutput) else [event]
-
-
 async def _handle_app_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, AppError)
     body = worker_protocol.ERROR_BODY.encode(worker_protocol.build_error_body(error))
@@ -293,6 +318,7 @@ def _exit_out_of_memory(error: MemoryError) -> NoReturn:
     but the watchdog does not detect this as long as the engine is running."""
     with suppress(MemoryError):
         log.critical("out of memory", exc_info=error)
+        unwire_memory()
     os._exit(1)
 
 

@@ -11,27 +11,16 @@ jobs. A finished choice exits its context immediately, so that no unused tokens 
 import asyncio
 import logging
 import time
-from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar, assert_never
+from typing import Any, TypeVar
 
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, ErrorKind
-from app.core.events import (
-    Event,
-    Finish,
-    FinishReason,
-    PrefillProgress,
-    PromptTokenIds,
-    TextDelta,
-    Timings,
-    TokenLogprob,
-    Usage,
-)
-from app.core.jobs import ContextLimit, Ended, Job, Prefilled, PromptLogprobs, Started, Token
+from app.core.events import Event, PromptTokenIds, TextDelta, TokenLogprob
+from app.core.jobs import ContextLimit, Ended, Job, PromptLogprobs, Started, Token
 from app.core.model_files import ModelFiles
 from app.core.observers import count_choices
 from app.core.ports import Engine, ReservedSlots, Submission
@@ -41,9 +30,9 @@ from app.core.thread_pools import ThreadPools
 from app.core.units import pluralize
 from app.serving.embeddings import EmbeddingService
 from app.serving.prompt_jobs import JobBuilder, PreparedChoice
+from app.serving.running_choice import RunningChoice
 from app.text.chat_template import build_tokenizer_info
-from app.text.generated_turns import TurnRecorder
-from app.text.output import ChoiceOutputProcessor, Delta, build_token_logprob
+from app.text.output import build_token_logprob
 
 T = TypeVar("T")
 
@@ -55,23 +44,25 @@ class _StreamEnd:
     error: Exception | None = None
 
 
-async def merge_async_iterators(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
-    """Yields the items of all streams as they arrive, preserving the order within each stream. Ends
-    when all streams have ended, or raises the first exception of a stream. Closing the iterator
-    closes the streams and waits for them."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for item in only:
-                yield item
-        return
-    queue: asyncio.Queue[tuple[T] | _StreamEnd] = asyncio.Queue()
+Batches = AsyncGenerator[Sequence[T]]
 
-    async def listen(stream: AsyncGenerator[T]) -> None:
+
+def merge_batches(streams: Sequence[Batches[T]]) -> Batches[T]:
+    """Merges streams of batches. Yields the items of all streams as they arrive, preserving the
+    order within each stream. Ends when all streams have ended, or raises the first exception of a
+    stream. Closing the iterator closes the streams and waits for them."""
+    return streams[0] if len(streams) == 1 else _merge_several(streams)
+
+
+async def _merge_several(streams: Sequence[Batches[T]]) -> Batches[T]:
+    queue: asyncio.Queue[Sequence[T] | _StreamEnd] = asyncio.Queue()
+
+    async def listen(stream: Batches[T]) -> None:
         error: Exception | None = None
         try:
             async with aclosing(stream):
-                async for item in stream:
-                    queue.put_nowait((item,))
+                async for batch in stream:
+                    queue.put_nowait(batch)
         except Exception as raised:
             error = raised
         queue.put_nowait(_StreamEnd(error))
@@ -80,13 +71,23 @@ async def merge_async_iterators(streams: Sequence[AsyncGenerator[T]]) -> AsyncGe
     try:
         left = len(listeners)
         while left:
-            match await queue.get():
-                case (item,):
-                    yield item
-                case _StreamEnd(error=error):
-                    if error is not None:
-                        raise error
+            available = [await queue.get()]
+            while not queue.empty():  # choices of one step arrive together
+                available.append(queue.get_nowait())
+            batch: list[T] = []
+            error: Exception | None = None
+            for item in available:
+                if not isinstance(item, _StreamEnd):
+                    batch += item
+                elif item.error is None:
                     left -= 1
+                else:
+                    error = item.error
+                    break
+            if batch:
+                yield batch
+            if error is not None:
+                raise error
     finally:
         for listener in listeners:
             listener.cancel()
@@ -130,27 +131,30 @@ class Generation:
         )
 
     @asynccontextmanager
-    async def open(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:
+    async def open(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[AsyncIterator[Sequence[Event]]]:
         arrived = time.monotonic_ns()
         choices = count_choices(request)
         self._check_num_choices(choices, "prompt" if request.n == 1 else "n")
         async with AsyncExitStack() as stack:
             places = stack.enter_context(self._engine.reserve(choices))
-            streams: list[AsyncGenerator[Event]] = []
+            streams: list[Batches[Event]] = []
             for prepared in await self._prepare(request):
                 own = await stack.enter_async_context(AsyncExitStack())
                 choice, submission = await self._submit(request, prepared, places, own)
-                line = _ChoiceState(
+                line = RunningChoice(
                     choice,
                     submission,
                     own,
                     choice.create_output_processor(self._tokenizer),
                     arrived,
                     self._job_builder.create_turn_recorder(choice),
+                    self._settings.max_time,
                 )
                 streams.append(self._stream_choice(line))
             # close the stream first, so that no submission is read while its context exits
-            yield await stack.enter_async_context(aclosing(merge_async_iterators(streams)))
+            yield await stack.enter_async_context(aclosing(merge_batches(streams)))
 
     async def _submit(
         self,
@@ -251,56 +255,42 @@ class Generation:
             capacity=self._engine.status().capacity,
         )
 
-    async def _stream_choice(self, choice: "_ChoiceState") -> AsyncGenerator[Event]:
+    async def _stream_choice(self, choice: RunningChoice) -> Batches[Event]:
         """Converts the updates of a job to the events of a choice. Ends with `Finish`, or raises
         AppError(ENGINE)."""
-        prepared, answer, clock = choice.prepared, choice.answer, choice.clock
-        job = prepared.job
-        for event in _events_before_output(prepared):
-            yield event
+        prepared = choice.prepared
+        if before := list(_events_before_output(prepared)):
+            yield before
+        events: list[Event] = []
         async with choice.stack:
-            async for update in choice.submission:
-                match update:
-                    case Started():
-                        self._log_cache_miss(job, update)
-                        clock.started = update.timestamp_ns
-                        clock.cached_tokens = update.cached_tokens
-                        yield _prefill_progress(prepared, update.cached_tokens)
-                    case Prefilled():
-                        yield _prefill_progress(prepared, update.computed_tokens)
-                    case PromptLogprobs():
+            async for updates in choice.submission:
+                for update in updates:
+                    if isinstance(update, Token):
+                        events += choice.feed(update)
+                        if choice.cut:
+                            break
+                    elif isinstance(update, PromptLogprobs):
+                        if events:
+                            yield events
                         async for delta in self._stream_echo(prepared, update):
-                            yield delta
-                    case Token() if prepared.discard_output:
-                        clock.first_token_ns = update.timestamp_ns
-                    case Token():
-                        clock.record_token(update.timestamp_ns)
-                        deltas = answer.feed(update)
-                        if choice.recorder is not None:
-                            choice.recorder.feed(update.id, deltas)
-                        for delta in deltas:
-                            yield delta
-                        if answer.stopped:
-                            choice.submission.limit_cached_tokens(answer.visible_tokens)
-                            break
-                        if clock.exceeds(self._settings.max_time):
-                            choice.submission.limit_cached_tokens(clock.num_tokens)
-                            choice.reason = "length"
-                            break
-                    case Ended():
-                        if update.reason == "error":
-                            raise _job_error(job, update)
-                        assert update.reason != "cancelled", "no other code may cancel a job"
-                        clock.ended = update.timestamp_ns
-                        choice.reason = update.reason
-                        if update.stop_token_id in prepared.stop_token_ids:
-                            choice.stop_token_id = update.stop_token_id
-                    case _:
-                        assert_never(update)
-        if not answer.stopped:
-            for delta in choice.flush():
-                yield delta
-        yield choice.build_finish()
+                            yield [delta]
+                        events = []
+                    elif isinstance(update, Ended):
+                        if update.reason == "error" and events:
+                            yield events
+                        choice.record_end(update)
+                    else:
+                        if isinstance(update, Started):
+                            self._log_cache_miss(prepared.job, update)
+                        events.append(choice.record_prefill(update))
+                if choice.cut:
+                    break
+                if events and not choice.ended:
+                    yield events
+                    events = []
+        if not choice.answer.stopped:
+            events += choice.flush()
+        yield [*events, choice.build_finish()]
 
     async def _stream_echo(
         self, prepared: PreparedChoice, scores: PromptLogprobs
@@ -368,116 +358,9 @@ class Generation:
         return "".join(map(self._tokenizer.token_text, ids))
 
 
-class _ChoiceState:
-    """The state of a running choice. stack: closing it exits the context of the submission.
-    arrived: the monotonic time in ns at which the request arrived. recorder: records the output, if
-    later prompts may contain it."""
-
-    def __init__(
-        self,
-        prepared: PreparedChoice,
-        submission: Submission,
-        stack: AsyncExitStack,
-        answer: ChoiceOutputProcessor,
-        arrived: int,
-        recorder: TurnRecorder | None,
-    ) -> None:
-        self.recorder = recorder
-        self.prepared = prepared
-        self.submission = submission
-        self.stack = stack
-        self.answer = answer
-        self.clock = _ChoiceTimer(arrived)
-        self.reason: FinishReason = "stop"
-        self.stop_token_id: int | None = None
-
-    def flush(self) -> list[Delta]:
-        """Ends the output. Returns the remaining deltas."""
-        deltas = self.answer.flush(self.stop_token_id)
-        is_model_end = self.reason == "stop" and self.stop_token_id is None
-        if self.recorder is not None and is_model_end and not self.answer.stopped:
-            self.recorder.finish(deltas)
-        return deltas
-
-    def build_finish(self) -> Finish:
-        clock, answer, job = self.clock, self.answer, self.prepared.job
-        reason: FinishReason = "stop" if answer.stopped else self.reason
-        if self.prepared.discard_output:
-            reason = "length"
-        if reason == "stop" and answer.num_tool_calls:
-            reason = "tool_calls"
-        return Finish(
-            choice=self.prepared.choice,
-            prompt_index=self.prepared.prompt_index,
-            reason=reason,
-            usage=Usage(
-                prompt_tokens=len(job.prompt_token_ids),
-                completion_tokens=clock.num_tokens,
-                cached_tokens=clock.cached_tokens,
-                reasoning_tokens=answer.reasoning_tokens,
-            ),
-            timings=clock.build_timings(),
-            stop_string=answer.matched_stop,
-            stop_token_id=self.stop_token_id,
-        )
-
-
-class _ChoiceTimer:
-    """The timestamps of a choice, as monotonic times in ns, and its token counts."""
-
-    def __init__(self, arrived: int) -> None:
-        self.arrived = self.started = arrived
-        self.first_token_ns: int | None = None
-        self.ended = arrived
-        self.cached_tokens = 0
-        self.num_tokens = 0
-        self.inter_token_ns = array("q")  # a list of ints would take five times the memory
-
-    def record_token(self, at: int) -> None:
-        self.num_tokens += 1
-        if self.first_token_ns is None:
-            self.first_token_ns = at
-        else:
-            self.inter_token_ns.append(at - self.ended)
-        self.ended = at
-
-    def exceeds(self, seconds: float | None) -> bool:
-        """Returns whether at least `seconds` have passed between the first and the last token.
-        Returns False if `seconds` is None."""
-        return (
-            seconds is not None
-            and self.first_token_ns is not None
-            and self.ended - self.first_token_ns >= seconds * 1e9
-        )
-
-    def build_timings(self) -> Timings:
-        first = self.ended if self.first_token_ns is None else self.first_token_ns
-        return Timings(
-            prefill_ns=first - self.started,
-            decode_ns=self.ended - first,
-            total_ns=self.ended - self.arrived,
-            inter_token_ns=tuple(self.inter_token_ns),
-        )
-
-
 def _events_before_output(prepared: PreparedChoice) -> Iterator[Event]:
     job = prepared.job
     if prepared.return_token_ids:
         yield PromptTokenIds(prompt_index=prepared.prompt_index, token_ids=job.prompt_token_ids)
     if prepared.echo and job.prompt_logprobs is None:
         yield TextDelta(choice=prepared.choice, text=prepared.echo)
-
-
-def _prefill_progress(prepared: PreparedChoice, computed_tokens: int) -> PrefillProgress:
-    return PrefillProgress(
-        prompt_index=prepared.prompt_index,
-        computed_tokens=computed_tokens,
-        total_tokens=len(prepared.job.prompt_token_ids),
-    )
-
-
-def _job_error(job: Job, ended: Ended) -> AppError:
-    message = ended.error or "the engine failed"
-    if not ended.invalid_request:
-        return AppError(ErrorKind.ENGINE, message)
-    return AppError(ErrorKind.INVALID, message, param=job.grammar.param if job.grammar else None)

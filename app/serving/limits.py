@@ -69,7 +69,7 @@ class RequestLimits:
     @asynccontextmanager
     async def open(
         self, request: GenerateRequest, model: ResolvedModel
-    ) -> AsyncGenerator[AsyncIterator[Event]]:
+    ) -> AsyncGenerator[AsyncIterator[Sequence[Event]]]:
         until = self._compute_deadline()
         async with AsyncExitStack() as stack:
             param = "n" if request.n > 1 else "prompt"
@@ -192,8 +192,8 @@ class RequestLimits:
 
     @contextmanager
     def _interrupt_at(
-        self, events: AsyncIterator[Event], deadline: float | None
-    ) -> Generator[AsyncIterator[Event]]:
+        self, events: AsyncIterator[Sequence[Event]], deadline: float | None
+    ) -> Generator[AsyncIterator[Sequence[Event]]]:
         """Wraps the events in a stream that fails at the deadline or on `abort_all`."""
         stream = _InterruptibleStream(events)
         if self._abort_error is not None:
@@ -241,9 +241,9 @@ class RequestLimits:
 
 class _InterruptibleStream:
     """A stream of events that an error can interrupt. The pending `__anext__` call and all later
-    calls raise the error. `asyncio.timeout` would need one object per event."""
+    calls raise the error. `asyncio.timeout` would need one object per batch."""
 
-    def __init__(self, events: AsyncIterator[Event]) -> None:
+    def __init__(self, events: AsyncIterator[Sequence[Event]]) -> None:
         self._events = events
         self._error: AppError | None = None
         self._waiting: asyncio.Task[Any] | None = None
@@ -255,10 +255,10 @@ class _InterruptibleStream:
             if self._waiting is not None:
                 self._waiting.cancel()
 
-    def __aiter__(self) -> AsyncIterator[Event]:
+    def __aiter__(self) -> AsyncIterator[Sequence[Event]]:
         return self
 
-    async def __anext__(self) -> Event:
+    async def __anext__(self) -> Sequence[Event]:
         if self._error is not None:
             raise self._error
         task = asyncio.current_task()

@@ -53,6 +53,9 @@ _STATES_BY_SEVERITY: Sequence[tuple[RunnerState, frozenset[ModelPhase]]] = (
 # settings that may affect the output
 _ENGINE_SETTINGS = (
     "quantize",
+    "kv",
+    "activations",
+    "kv_layout",
     "parallel",
     "context",
     "context_shift",
@@ -136,7 +139,7 @@ class ModelRouter:
     @asynccontextmanager
     async def open(
         self, request: GenerateRequest, model: ResolvedModel
-    ) -> AsyncGenerator[AsyncIterator[Event]]:
+    ) -> AsyncGenerator[AsyncIterator[Sequence[Event]]]:
         entry = _entry_of(model)
         async with self._lease(entry) as lease:
             if lease.is_waiting:
@@ -333,14 +336,14 @@ class ModelRouter:
 
     async def _stream_after_load(
         self, entry: RegisteredModel, lease: ModelLease, request: GenerateRequest
-    ) -> AsyncGenerator[Event]:
+    ) -> AsyncGenerator[Sequence[Event]]:
         """Yields `ModelLoading` periodically until the model is loaded, then the request's own
         events."""
         # load the tokenizer and the templates while the weights are loaded
         loaded = asyncio.gather(lease.wait(), self._get_generation(entry))
         try:
             while not loaded.done():
-                yield lease.loading_event()
+                yield [lease.loading_event()]
                 await asyncio.wait({loaded}, timeout=_PROGRESS_INTERVAL)
             loaded.result()
         finally:
@@ -350,8 +353,8 @@ class ModelRouter:
         generation = await self._get_generation(entry)
         async with generation.open(request) as events:
             self._apply_keep_alive(entry, request)
-            async for event in events:
-                yield event
+            async for batch in events:
+                yield batch
 
     async def _with_generation(
         self, model: ResolvedModel, use: Callable[[Generation], Awaitable[Result]]

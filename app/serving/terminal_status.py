@@ -201,14 +201,21 @@ def _describe_models(first: ModelState, count: int) -> str:
 
 def _describe_memory(state: ModelState) -> str:
     ledger = state.stats.ledger
-    used = f"{format_memory(state.stats.allocated_bytes)} used"
-    return f"{used} of {format_memory(ledger.budget)}" if ledger.budget else used
+    text = f"{format_memory(state.stats.allocated_bytes)} used"
+    if ledger.budget:
+        text += f" of {format_memory(ledger.budget)}"
+    if ledger.prefix_limit:
+        limit, share = format_memory(ledger.prefix_limit), round(100 * ledger.prefix_share)
+        text += f", cached prefixes up to {limit} ({share} %)"
+    return text
 
 
 def _describe_device(backend: ComputeBackend) -> str:
     parts = [_BACKEND_NAMES[backend.device]]
     if backend.kernels is not None:
         parts.append(f"{backend.kernels} kernels")
+    if backend.activations not in (None, 24):
+        parts.append(f"{backend.activations}-bit activations")
     if backend.blas is not None:
         parts.append(backend.blas)
     if backend.threads is not None:

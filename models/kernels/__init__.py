@@ -24,13 +24,20 @@ from models import cpu_backend, extension_build
 class KernelInfo:
     """The state of the kernels, for users. enabled: whether models on this process's default device
     use the kernels. why: the reason why models do not use them, as one sentence. isa, threads: the
-    instruction set and the number of threads; None if the extension was not built."""
+    instruction set and the number of threads; None if the extension was not built. why_no_tiles:
+    the reason why products do not use tiles; None if they do, or if the extension was not built.
+    """
 
     built: bool
     enabled: bool
     isa: str | None
     threads: int | None
     why: str | None
+    why_no_tiles: str | None = None
+
+
+# the beginning of KernelInfo.why_no_tiles if tiles computed a wrong result at the start
+TILE_TEST_FAILED = "the known-answer test failed"
 
 
 def ops(*arrays: mx.array) -> Any:
@@ -58,12 +65,13 @@ def describe() -> KernelInfo:
         isa=_module.isa(),
         threads=_module.num_threads(),
         why=None if on else "the device is not the CPU",
+        why_no_tiles=_module.why_no_tiles() or None,
     )
 
 
 # The version of the interface of src/module.cpp. It is increased when an operation is added or
 # changes, so that operations that were compiled before are not used.
-_INTERFACE = 2
+_INTERFACE = 3
 
 
 def _load_extension() -> tuple[Any, bool, str | None]:

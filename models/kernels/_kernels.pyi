@@ -15,6 +15,9 @@ def isa() -> str:
     one, or the one in MLXRUNNER_ISA. Like all operations, this function raises RuntimeError if this
     machine does not support the one in MLXRUNNER_ISA."""
 
+def why_no_tiles() -> str:
+    """Returns the reason why products do not use tiles (Intel AMX), or "" if they do."""
+
 def num_threads() -> int: ...
 def set_num_threads(count: int) -> None:
     """Sets the number of threads, at most 256. It must not be called while anything is evaluated.
@@ -29,8 +32,9 @@ def trim_memory() -> None:
 class Matmul:
     """Computes x @ W^T + bias with a matrix W [out, in]. The matrix is float32, bfloat16 or
     float16, or in MLX's affine packing of 4 or 8 bits, in groups of 32, 64 or 128. weight, scales
-    and biases have the layout of `repack`. bias: [out] float32. Raises ValueError for other shapes
-    and types."""
+    and biases have the layout of `repack`. bias: [out] float32. activations: the number of bits to
+    which products with a packed matrix round x, 8, 16 or 24. Raises ValueError for other shapes,
+    types and numbers."""
 
     def __init__(
         self,
@@ -41,9 +45,14 @@ class Matmul:
         *,
         group_size: int = 0,
         bits: int = 0,
+        activations: int = 24,
     ) -> None: ...
     def __call__(self, x: mx.array) -> mx.array:
         """Maps [..., in] to [..., out], in the type of x."""
+
+    def multiply_by_tile_reference(self, x: mx.array) -> mx.array:
+        """Computes the same product as float32 with the algorithm for tiles, in plain C++, for
+        tests. Raises ValueError if tiles do not fit the matrix."""
 
     def gather(self, x: mx.array, indices: mx.array) -> mx.array:
         """Multiplies x [..., 1, in] by the matrices `indices` [..., k] of a stack [E, out, in].
@@ -55,15 +64,67 @@ class Matmul:
     def dequantize_rows(self, ids: mx.array) -> mx.array:
         """Returns rows [..., in] as float32. ids: the row indices, [...]."""
 
-def sample(logits: mx.array, settings: mx.array, words: mx.array, step: int = 0) -> mx.array:
-    """Samples one token per row, [rows] uint32. app/engine/sampling/draw.py defines the filters and
-    the noise.
+class SampleRow:
+    """The settings of one sequence for `sample`, which never change.
 
-    logits: [rows, V] float32 with any strides. settings: [rows, 4] float32: temperature, top_k (0:
-    off), top_p (infinity: off), and the logarithm of min_p (-infinity: off). words: [rows, 5]
-    uint32: two start words and two odd strides of the seed, and the number of earlier draws, to
-    which `step` is added. A row with NaN or without a finite logit gives any token. Raises
-    ValueError for other shapes and types."""
+    temperature: 0 for the most likely token. top_k: 0 if off. top_p: infinity if off. min_p: the
+    logarithm of the parameter, -infinity if off. seed_words: two start words and two odd strides of
+    the noise. num_drawn: the number of tokens drawn before this object was created. known: the
+    tokens at the start of the sequence, which penalties count; the output begins at index
+    output_begin. bias: pairs of a token and a number to add. penalty_window: the number of last
+    tokens that penalties count; -1: all. bad_words: sequences that the output must not contain.
+    stop_tokens: tokens that may not be among the first min_tokens ones. Raises ValueError for a
+    token that is not in the vocabulary."""
+
+    def __init__(
+        self,
+        *,
+        vocab: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        seed_words: tuple[int, int, int, int],
+        num_drawn: int,
+        known: list[int],
+        output_begin: int,
+        bias: list[tuple[int, float]],
+        repetition_penalty: float,
+        presence_penalty: float,
+        frequency_penalty: float,
+        penalty_window: int,
+        allowed_tokens: list[int] | None,
+        bad_words: list[list[int]],
+        stop_tokens: list[int],
+        min_tokens: int,
+    ) -> None: ...
+    @property
+    def uses_history(self) -> bool:
+        """Whether the result depends on the tokens of the sequence."""
+
+def sample(
+    logits: mx.array,
+    rows: list[SampleRow],
+    num_earlier: list[int],
+    step: int,
+    earlier: mx.array | None = None,
+    recent: mx.array | None = None,
+    bitmask: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Samples one token per row. Returns the tokens [rows] uint32, and whether they are valid
+    [rows] bool. app/engine/sampling defines the stages, the filters and the noise.
+
+    logits: [rows, V] float32 with any strides. num_earlier: the number of tokens that each row has
+    drawn before this batch. step: the number of tokens that each row has drawn in this batch.
+    earlier, recent: these tokens of the rows that use their history, one row after the other, and
+    of all rows, [step or more, rows] uint32. bitmask: [rows, V / 32 or more] uint32, the tokens
+    that may be drawn. Raises ValueError for other shapes and types."""
+
+def logprobs(logits: mx.array, tokens: mx.array, count: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Returns the log probabilities [rows] of `tokens` [rows] uint32 under logits [rows, V] float32
+    with any strides, and the `count` most likely tokens and their log probabilities, both [rows,
+    count] and most likely first. All log probabilities of a row with NaN, with +infinity or without
+    a finite logit are NaN. Raises ValueError for other shapes and types."""
 
 def repack(a: mx.array, bits: int = 0, *, undo: bool = False) -> mx.array:
     """Packs an array [..., out, n] into panels of sixteen interleaved rows, in the same shape. The

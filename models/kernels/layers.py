@@ -23,10 +23,16 @@ _PARAMETERS = ("weight", "scales", "biases", "bias")
 _FLOAT_DTYPES = (mx.float32, mx.bfloat16, mx.float16)
 
 
+# The number of bits to which a product with 4- or 8-bit weights rounds its input. 24 bits are as
+# precise as float32.
+ACTIVATION_BITS = (24, 16, 8)
+
+
 class KernelLayer(nn.Module):
     def __init__(self, layer: Any, ops: Any) -> None:
         nn.Module.__init__(self)
         self._ops = ops
+        self._activations = ACTIVATION_BITS[0]
         copy_parameters(self, layer, ops)
         self._matmul: Matmul | None = make_matmul(self, ops)
 
@@ -53,6 +59,14 @@ class KernelLayer(nn.Module):
         if self._matmul is None:
             self._matmul = make_matmul(self, self._ops)
         return self._matmul
+
+    @property
+    def activations(self) -> int | None:
+        """One of ACTIVATION_BITS, or None if the weights are not quantized."""
+        return self._activations if "scales" in self else None
+
+    def set_activations(self, bits: int) -> None:
+        self._activations, self._matmul = bits, None
 
 
 class KernelLinear(KernelLayer, nn.Linear):
@@ -173,7 +187,7 @@ def _bits(layer: Any, name: str) -> int:
     return layer.bits if name == "weight" and "scales" in layer else 0
 
 
-def make_matmul(layer: Any, ops: Any) -> "Matmul":
+def make_matmul(layer: KernelLayer, ops: Any) -> "Matmul":
     """Returns the matmul operation with a kernel layer's parameters."""
     bias = layer.get("bias")
     if "scales" not in layer:
@@ -185,4 +199,5 @@ def make_matmul(layer: Any, ops: Any) -> "Matmul":
         bias,
         group_size=layer.group_size,
         bits=layer.bits,
+        activations=layer.activations,
     )

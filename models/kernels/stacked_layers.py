@@ -40,15 +40,15 @@ class KernelMultiLinear(KernelLayer, mla.MultiLinear):
     """A `MultiLinear` with our operations. `apply_transposed` is only needed for prompts and uses
     MLX's operation, because a transposed kernel layout would need the weights twice."""
 
-    def __call__(self, x: mx.array) -> mx.array:
-        return _matmul_per_head(self, x)
+    def __call__(self, x: mx.array, heads: slice = mla.ALL_HEADS) -> mx.array:
+        return _matmul_per_head(self, x, heads)
 
 
 class KernelQuantizedMultiLinear(KernelLayer, mla.QuantizedMultiLinear):
     """See `KernelMultiLinear`."""
 
-    def __call__(self, x: mx.array) -> mx.array:
-        return _matmul_per_head(self, x)
+    def __call__(self, x: mx.array, heads: slice = mla.ALL_HEADS) -> mx.array:
+        return _matmul_per_head(self, x, heads)
 
 
 STACKED_KERNEL_LAYERS: KernelLayerTable = {
@@ -59,7 +59,7 @@ STACKED_KERNEL_LAYERS: KernelLayerTable = {
 }
 
 
-def _matmul_per_head(layer: Any, x: mx.array) -> mx.array:
+def _matmul_per_head(layer: Any, x: mx.array, heads: slice) -> mx.array:
     """Maps [B, H or 1, L, in] to [B, H, L, out], with a separate matrix per head."""
-    heads = mx.arange(layer["weight"].shape[0])[:, None]
-    return layer.matmul.gather(x[..., None, :], heads).squeeze(-2)
+    chosen = mx.arange(layer["weight"].shape[0])[heads][:, None]
+    return layer.matmul.gather(x[..., None, :], chosen).squeeze(-2)

@@ -16,11 +16,12 @@ from tests.fakes import FakeGenerate, build_fake_app
 
 @dataclass
 class Reply:
-    """An HTTP reply as it was on the wire."""
+    """An HTTP reply as it was on the wire. writes: the parts in which the body was sent."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict[str, str])
     body: bytes = b""
+    writes: list[bytes] = field(default_factory=list[bytes])
     complete: bool = False
 
     @property
@@ -88,6 +89,7 @@ class Conversation:
                 self.reply.headers = {k.decode(): v.decode() for k, v in message["headers"]}
             else:
                 self.reply.body += message.get("body", b"")
+                self.reply.writes += [message["body"]] if message.get("body") else []
                 self.reply.complete = not message.get("more_body", False)
             self._changed.notify_all()
         if self.reply.complete:

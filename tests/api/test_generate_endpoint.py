@@ -87,6 +87,18 @@ def test_a_generation_is_closed_once(path: str, body: Any):
     assert len(generate.opened) == generate.num_closed == 1
 
 
+@pytest.mark.parametrize(("path", "body"), [STREAM, JSONL])
+def test_events_that_are_available_together_are_sent_with_one_write(path: str, body: Any):
+    pieces = [text(f"t{number} ") for number in range(5)]
+    apart, _ = converse([*pieces, text("z"), finish(tokens=6)], path, body)
+    together, _ = converse([pieces, [text("z"), finish(tokens=6)]], path, body)
+    for number in range(5):
+        assert apart.body.count(b"t%d " % number) == together.body.count(b"t%d " % number) == 1
+    [written] = [part for part in together.writes if b"t0 " in part]
+    assert b"t4 " in written
+    assert len(together.writes) == len(apart.writes) - 5
+
+
 def test_a_json_body_is_built_outside_the_event_loop():
     """Sixty echoed prompts with their log-probabilities took two seconds, and blocked all other
     requests meanwhile. The response is stored on the event loop, though."""

@@ -47,6 +47,8 @@ def test_the_status_of_a_ready_server(call: Any):
             "working": 50,
             "free": 200,
         },
+        "PrefixLimit": 300,
+        "Wired": 700,
         "Tokens": {"cached": 700, "prefilled": 90, "generated": 55},
         "Hits": {
             "0": 4,
@@ -96,6 +98,7 @@ def test_the_status_of_a_ready_server(call: Any):
                 "Error": None,
                 "Pid": None,
                 "Backend": None,
+                "KV": None,
             }
         ],
     }
@@ -130,8 +133,10 @@ def test_each_model_has_its_state(
 def test_a_loaded_model_reports_its_backend(
     call: Any, generate: FakeGenerate, monkeypatch: pytest.MonkeyPatch
 ):
-    backend = ComputeBackend(device="cpu", kernels="avx512", blas="OpenBLAS 0.3", threads=2)
-    loaded = ModelState(name="a", phase="ready", backend=backend)
+    backend = ComputeBackend(
+        device="cpu", kernels="avx512", blas="OpenBLAS 0.3", threads=2, activations=16
+    )
+    loaded = ModelState(name="a", phase="ready", backend=backend, kv_dtype="bfloat16")
     monkeypatch.setattr(generate, "list_model_states", lambda: [loaded])
     [one] = call("GET", "/v1/status").json["Models"]
     assert one["Backend"] == {
@@ -139,7 +144,9 @@ def test_a_loaded_model_reports_its_backend(
         "kernels": "avx512",
         "blas": "OpenBLAS 0.3",
         "threads": 2,
+        "activations": 16,
     }
+    assert one["KV"] == "bfloat16"
 
 
 def test_without_an_admin_key_the_status_has_only_ollamas_fields(generate: FakeGenerate):

@@ -4,8 +4,10 @@ make bench                          everything (on a two-core CPU: an hour with 
 make bench ARGS="decode ttft"       some of it
 make bench ARGS="--size 15M"        on a smaller model
 make bench ARGS="soak --minutes 60" for longer
+make bench ARGS="delivery --baseline 8b51e97"
+                                    compared with an older commit
 
-`make bench-cpu` compares a Linux CPU with stock MLX and llama.cpp.
+`make bench-cpu` compares a Linux CPU with its limits and with other engines.
 """
 
 import argparse
@@ -22,12 +24,19 @@ import mlx.core as mx
 from models.builtin.training.evaluate import HELD_OUT, evaluate, load_questions
 from models.builtin.training.evaluate import format_report as scores
 from tests.bench import (
+    activations,
     agreement,
+    arrivals,
     chunk_alignment,
+    delivery,
     grammars,
+    graph,
     kv_layouts,
+    kv_precision,
     loading,
     prefix_hits,
+    prefix_inserts,
+    prefix_reuse,
     quant_parity,
     random_model,
     replay,
@@ -36,6 +45,7 @@ from tests.bench import (
     sampling,
     soak,
     switch_interval,
+    token_posts,
     versus_mlx_lm,
     weight_layout,
 )
@@ -54,10 +64,12 @@ MODEL_REPORTS: dict[str, Callable[[Path], str]] = {
     "weights": weight_layout.report,
     "grammars": grammars.report,
     "sampling": sampling.report,
+    "activations": activations.report,
     "runners": runners.report,
+    "posts": token_posts.report,
+    "reuse": prefix_reuse.report,
+    "arrivals": arrivals.report,
 }
-OTHER_REPORTS = ("builtin", "start", "traces", "hits", "kinds", "rounding", "loading", "soak")
-CHOICES = [*MEASUREMENTS, *MODEL_REPORTS, *OTHER_REPORTS]
 
 
 def main() -> None:
@@ -67,29 +79,18 @@ def main() -> None:
     parser.add_argument("what", nargs="*", metavar="WHAT", help=f"of {', '.join(CHOICES)}")
     parser.add_argument("--size", choices=list(random_model.SHAPES), default="110M")
     parser.add_argument("--minutes", type=float, default=10.0, help="of soak (%(default)g)")
+    parser.add_argument("--baseline", metavar="COMMIT", help="compare delivery with this commit")
     arguments = parser.parse_args()
     for name in arguments.what:
         if name not in CHOICES:
             parser.error(f"unknown measurement {name}; choose from {', '.join(CHOICES)}")
     selected = arguments.what or CHOICES
     print(_describe_machine(arguments.size), flush=True)
-    if "start" in selected:
-        print(_measure_start(), flush=True)
-    if "builtin" in selected:
-        with run_server() as server:
-            print(
-                scores(evaluate(make_chat_client(server.url), load_questions(HELD_OUT))), flush=True
-            )
-    if "traces" in selected:
-        print(_replay_traces(), flush=True)
-    if "hits" in selected:
-        print(prefix_hits.report(), flush=True)
-    if "kinds" in selected:
-        print(quant_parity.report(), flush=True)
-    if "rounding" in selected:
-        print(rounding.report(), flush=True)
-    if "loading" in selected:
-        print(loading.report(), flush=True)
+    for name, report in OTHER_REPORTS.items():
+        if name in selected:
+            print(report(), flush=True)
+    if "delivery" in selected:
+        print(delivery.report(arguments.baseline), flush=True)
     if "soak" in selected:
         text, well = soak.report(arguments.minutes)
         print(text, flush=True)
@@ -131,6 +132,27 @@ def _measure_start() -> str:
         times.append(time.monotonic() - server.started)
         server.stop()
     return f"from the command to listening, s: {', '.join(f'{t:.2f}' for t in times)}"
+
+
+def _measure_builtin() -> str:
+    with run_server() as server:
+        return scores(evaluate(make_chat_client(server.url), load_questions(HELD_OUT)))
+
+
+# measurements that need no model folder
+OTHER_REPORTS: dict[str, Callable[[], str]] = {
+    "start": _measure_start,
+    "builtin": _measure_builtin,
+    "traces": _replay_traces,
+    "hits": prefix_hits.report,
+    "kinds": quant_parity.report,
+    "rounding": rounding.report,
+    "graph": graph.report,
+    "kv": kv_precision.report,
+    "loading": loading.report,
+    "inserts": prefix_inserts.report,
+}
+CHOICES = [*MEASUREMENTS, *MODEL_REPORTS, *OTHER_REPORTS, "delivery", "soak"]
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def stream_completion(url: str, model: str, prompt: str, max_tokens: int) -> Req
     return record
 
 
-def make_prompt(tokens: int, seed: int) -> str:
+def make_prompt(tokens: int, seed: int | str) -> str:
     """A prompt with `tokens` tokens of the byte tokenizer, different for each seed."""
     letters = random.Random(seed).choices("abcdefgh ijklmnop", k=tokens)
     return "".join(letters)

@@ -1,189 +1,277 @@
-"""Compare servers: ours, llama-cpp-python's, mlx-lm's as installed and with a BLAS.
+"""Compare servers: ours, our older commits, llama-server, mlx-lm's as installed and with a BLAS.
 
-Knows: how to start each server, the measurements of a client. Must not know: the kernels. 110M, f32
-and q4; 1 and 8 clients with new prompts. All servers run, and the measurements alternate.
+Knows: how to start each server, the table of scenarios. Must not know: the kernels. All servers of
+a format run at the same time, and the measurements alternate.
 """
 
 import asyncio
 import contextlib
 import importlib.util
-import itertools
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 
-from tests.bench import client, cpu_plot
+from app.core.units import pluralize
+from tests.bench import cpu_gguf, cpu_llama, cpu_plot
 from tests.bench.cpu_backends import ROOT, make_environment
+from tests.bench.cpu_cells import FORMATS, SHAPES
+from tests.bench.cpu_llama import LlamaPrograms
+from tests.bench.cpu_scenarios import (
+    GAP_P99,
+    SCENARIOS,
+    SECONDS,
+    TOKENS,
+    TTFT_P50,
+    Figures,
+    HttpServer,
+    Scenario,
+    describe_scenarios,
+    is_rate,
+    warm_up,
+)
+from tests.bench.cpu_tables import format_number
+from tests.bench.cpu_weights import StoredWeights
 from tests.bench.server_pair import find_free_port
-from tests.bench.streams import Body, Stream, run_all
 from tests.server_process import run_server
 
-SIZE, FORMATS, CLIENTS = "110M", ("f32", "q4"), (1, 8)
-PROMPT, ANSWER = 64, 64
-PLOT = Path("docs/cpu-http.svg")
+SERVED_FORMATS = ("f32", "q4")
+# the positions are those of all slots of llama-server
+SLOTS, POSITIONS = 32, 65536
+OURS, LLAMA_SERVER, MLX_LM = "mlxrunner", "llama-server", "mlx-lm"
+PLOT = Path("cpu-http.svg")
 READY = 120.0
-# a server that takes longer than this for a turn is not measured again
-PATIENCE = 30.0
+# a scenario that takes longer is cancelled, and the server is not measured in the next ones
+PATIENCE = 180.0
 BLAS = "BLAS"
 PRELOADABLE = "/usr/lib/*-linux-gnu/openblas*/libopenblas.so.0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HttpServer:
-    """model: its name in requests."""
+class HttpPlan:
+    """checkouts: of older commits, by commit. plot: a file for a chart."""
 
-    name: str
-    port: int
-    model: str
+    size: str
+    formats: Sequence[str]
+    threads: int
+    rounds: int
+    llama: LlamaPrograms | None
+    checkouts: Mapping[str, Path]
+    plot: Path | None
 
 
 @dataclass(slots=True)
-class HttpTimings:
-    """Tokens per second of all clients, from the first request to the last token; seconds to the
-    first token of each client."""
+class ScenarioRounds:
+    """The figures of a server in a scenario, by round."""
 
-    rates: list[float] = field(default_factory=list[float])
-    ttfts: list[float] = field(default_factory=list[float])
+    rounds: list[Figures] = field(default_factory=list[Figures])
 
-
-# by format, clients, server
-HttpResults = Mapping[tuple[str, int, str], HttpTimings]
+    def values(self, figure: str) -> list[float]:
+        return [figures[figure] for figures in self.rounds]
 
 
-def report(threads: int, rounds: int, llama: str | None, plot: Path | None) -> str:
-    """The table of results. plot: a file for a chart. llama: the Python that has llama.cpp."""
-    found: dict[tuple[str, int, str], HttpTimings] = {}
-    for form in FORMATS:
-        with contextlib.ExitStack() as stack:
-            place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            servers = [
-                stack.enter_context(server)
-                for server in _start_servers(place, form, threads, llama)
-            ]
-            for (clients, name), timings in asyncio.run(_measure(servers, rounds)).items():
-                found[form, clients, name] = timings
-    if plot is not None:
-        plot.parent.mkdir(parents=True, exist_ok=True)
-        plot.write_text(draw_chart(found))
+# by format, scenario, server
+HttpResults = Mapping[tuple[str, str, str], ScenarioRounds]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpTarget:
+    """limit: the least ratio of rates, or the largest ratio of times, of ours to a server."""
+
+    scenario: str
+    figure: str
+    server: str
+    limit: float
+
+
+_BLAS_SERVER = f"{MLX_LM}, OpenBLAS preloaded"
+HTTP_TARGETS = (
+    HttpTarget(scenario="8 clients", figure=TOKENS, server=LLAMA_SERVER, limit=1.2),
+    HttpTarget(scenario="8 clients, top_p, seeds", figure=TOKENS, server=LLAMA_SERVER, limit=1.2),
+    HttpTarget(scenario="32 clients", figure=TOKENS, server=LLAMA_SERVER, limit=1.1),
+    HttpTarget(scenario="mixed load", figure=TTFT_P50, server=LLAMA_SERVER, limit=1.0),
+    HttpTarget(scenario="mixed load", figure=GAP_P99, server=LLAMA_SERVER, limit=0.5),
+    HttpTarget(scenario="agent", figure=SECONDS, server=LLAMA_SERVER, limit=0.5),
+    HttpTarget(scenario="1 client", figure=TOKENS, server=_BLAS_SERVER, limit=2.5),
+    HttpTarget(scenario="8 clients", figure=TOKENS, server=_BLAS_SERVER, limit=2.2),
+    HttpTarget(scenario="8 clients, top_p, seeds", figure=TOKENS, server=_BLAS_SERVER, limit=2.2),
+    HttpTarget(scenario="32 clients", figure=TOKENS, server=_BLAS_SERVER, limit=2.2),
+    HttpTarget(scenario="agent", figure=SECONDS, server=_BLAS_SERVER, limit=1 / 2.2),
+)
+
+
+def report(plan: HttpPlan) -> str:
+    """The table of results and the targets; draws the chart."""
+    found: dict[tuple[str, str, str], ScenarioRounds] = {}
+    for form in plan.formats:
+        for (scenario, name), rounds in measure_format(form, plan).items():
+            found[form, scenario, name] = rounds
+    if plan.plot is not None:
+        plan.plot.parent.mkdir(parents=True, exist_ok=True)
+        plan.plot.write_text(draw_chart(found, plan.size))
     summary = (
-        f"{SIZE}, {threads} threads; {PROMPT} prompt and {ANSWER} answer tokens a client. Median "
-        "(range). llama-cpp-python's server handles one request at a time."
+        f"{plan.size}, {pluralize(plan.threads, 'thread')}, {pluralize(plan.rounds, 'round')}, "
+        f"{SLOTS} slots: median "
+        f"(range), and the median **ratio** of ours to the server. Times and their ratios are "
+        f"better if they are smaller. {describe_scenarios()}"
     )
-    return "\n".join(["", "### Through HTTP", "", summary, "", *format_table(found)])
+    chart = [] if plan.plot is None else ["", f"![Tokens per second]({plan.plot.name})"]
+    verdicts = ["", "Targets:", *format_verdicts(found)]
+    return "\n".join(["### Through HTTP", "", summary, "", *format_table(found), *chart, *verdicts])
+
+
+def measure_format(
+    form: str, plan: HttpPlan, scenarios: Sequence[Scenario] = SCENARIOS
+) -> Mapping[tuple[str, str], ScenarioRounds]:
+    """Starts all servers, and measures them. Results are by scenario and server."""
+    with contextlib.ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        servers = [stack.enter_context(server) for server in _start_servers(place, form, plan)]
+        return asyncio.run(measure(servers, plan.rounds, scenarios))
 
 
 def format_table(found: HttpResults) -> list[str]:
+    """A row for each figure of a scenario, a column for each server."""
+    servers = list(dict.fromkeys(name for _, _, name in found))
     lines = [
-        "| format | clients | server | tokens/s | ours / theirs | first token, s |",
-        "|---|---|---|---|---|---|",
+        f"| format | scenario | figure | {' | '.join(servers)} |",
+        "|---|---|---|" + "---|" * len(servers),
     ]
-    for (form, clients, name), timings in found.items():
-        mine = found.get((form, clients, "mlxrunner"))
-        ratio = ""
-        if mine is not None and name != "mlxrunner":
-            pairs = zip(mine.rates, timings.rates, strict=False)
-            ratio = f"**{statistics.median(a / b for a, b in pairs):.3g}**"
-        rates, ttfts = client.format_spread(timings.rates), client.format_spread(timings.ttfts)
-        lines.append(f"| {form} | {clients} | {name} | {rates} | {ratio} | {ttfts} |")
+    for form, scenario in dict.fromkeys((form, scenario) for form, scenario, _ in found):
+        by_server = {name: found.get((form, scenario, name)) for name in servers}
+        figures = next(rounds for rounds in by_server.values() if rounds is not None).rounds[0]
+        for figure in figures:
+            cells = [_format_cell(by_server, name, figure) for name in servers]
+            lines.append(f"| {form} | {scenario} | {figure} | {' | '.join(cells)} |")
     return lines
 
 
-def draw_chart(found: HttpResults) -> str:
+def _format_cell(by_server: Mapping[str, ScenarioRounds | None], name: str, figure: str) -> str:
+    rounds, mine = by_server[name], by_server.get(OURS)
+    if rounds is None:
+        return ""
+    values = rounds.values(figure)
+    spread = format_number(statistics.median(values))
+    if len(values) > 1:
+        spread += f" ({format_number(min(values))} to {format_number(max(values))})"
+    if mine is None or name == OURS:
+        return spread
+    return f"{spread}, **{_compute_ratio(mine, rounds, figure):.3g}**"
+
+
+def _compute_ratio(mine: ScenarioRounds, theirs: ScenarioRounds, figure: str) -> float:
+    pairs = zip(mine.values(figure), theirs.values(figure), strict=False)
+    return statistics.median(a / b for a, b in pairs)
+
+
+def format_verdicts(found: HttpResults, targets: Iterable[HttpTarget] = HTTP_TARGETS) -> list[str]:
+    """A line for each measured target and format."""
+    lines: list[str] = []
+    for target in targets:
+        for form in dict.fromkeys(form for form, _, _ in found):
+            mine = found.get((form, target.scenario, OURS))
+            theirs = found.get((form, target.scenario, target.server))
+            if mine is None or theirs is None:
+                continue
+            ratio = _compute_ratio(mine, theirs, target.figure)
+            larger = is_rate(target.figure)
+            met = ratio >= target.limit if larger else ratio <= target.limit
+            bound = f"at {'least' if larger else 'most'} {target.limit:.3g}"
+            lines.append(
+                f"- {form}, {target.scenario}, {target.figure}: {ratio:.3g} of {target.server}, "
+                f"{bound}: {'met' if met else 'short'}"
+            )
+    return lines
+
+
+def draw_chart(found: HttpResults, size: str) -> str:
+    """Tokens per second of all servers: a panel for each format and scenario."""
     panels: list[cpu_plot.Panel] = []
-    for form, clients in dict.fromkeys((form, clients) for form, clients, _ in found):
+    for form, scenario in dict.fromkeys((form, scenario) for form, scenario, _ in found):
         values = {
-            name: statistics.median(timings.rates)
-            for (other, count, name), timings in found.items()
-            if (other, count) == (form, clients)
+            name: statistics.median(rounds.values(TOKENS))
+            for (other, same, name), rounds in found.items()
+            if (other, same) == (form, scenario) and TOKENS in rounds.rounds[0]
         }
-        many = "1 client" if clients == 1 else f"{clients} clients"
-        panels.append(cpu_plot.Panel(title=f"{form}, {many}", values=values))
-    return cpu_plot.draw_bars(f"{SIZE} on a CPU through HTTP, tokens/s", panels)
+        if values:
+            panels.append(cpu_plot.Panel(title=f"{form}, {scenario}", values=values))
+    return cpu_plot.draw_bars(f"{size} on a CPU through HTTP, tokens/s", panels)
 
 
-async def _measure(
-    servers: Sequence[HttpServer], rounds: int
-) -> dict[tuple[int, str], HttpTimings]:
-    found: dict[tuple[int, str], HttpTimings] = {}
-    slow: set[tuple[int, str]] = set()
+async def measure(
+    servers: Sequence[HttpServer], rounds: int, scenarios: Sequence[Scenario] = SCENARIOS
+) -> dict[tuple[str, str], ScenarioRounds]:
+    """The rounds of each scenario and server. Servers alternate, in reverse order every other
+    round. A server that takes too long is left out from then on."""
+    found: dict[tuple[str, str], ScenarioRounds] = {}
+    slow: set[str] = set()
     for server in servers:
-        # the first request loads and allocates
-        await _run_streams(server, 1, answer=4, seed=-1)
-    for turn, clients, server in itertools.product(range(rounds), CLIENTS, servers):
-        if (clients, server.name) in slow:
-            continue
-        begun = time.perf_counter()
-        streams = await _run_streams(server, clients, answer=ANSWER, seed=100 * turn + 10 * clients)
-        end = max(stream.arrivals[-1] for stream in streams)
-        rate = clients * ANSWER / (end - min(stream.sent for stream in streams))
-        timings = found.setdefault((clients, server.name), HttpTimings())
-        timings.rates.append(rate)
-        timings.ttfts += [stream.ttft for stream in streams]
-        if time.perf_counter() - begun > PATIENCE:
-            slow.add((clients, server.name))
-        print(f"{server.name}, {clients} clients, turn {turn}: {rate:.4g}", file=sys.stderr)
+        await warm_up(server)
+    for turn in range(rounds):
+        for scenario in scenarios:
+            for server in servers if turn % 2 == 0 else reversed(servers):
+                if server.name in slow:
+                    continue
+                try:
+                    async with asyncio.timeout(PATIENCE):
+                        figures = await scenario.measure(server, f"{scenario.name}/{turn}")
+                except TimeoutError:
+                    print(f"{server.name}, {scenario.name}: too slow", file=sys.stderr)
+                    slow.add(server.name)
+                    continue
+                key = scenario.name, server.name
+                found.setdefault(key, ScenarioRounds()).rounds.append(figures)
+                shown = ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
+                print(f"{server.name}, {scenario.name}, round {turn}: {shown}", file=sys.stderr)
     return found
 
 
-async def _run_streams(server: HttpServer, clients: int, *, answer: int, seed: int) -> list[Stream]:
-    streams: list[Stream] = []
-    for row in range(clients):
-        # no spaces, which tokenizers treat differently
-        prompt = client.make_prompt(PROMPT, seed=seed + row).replace(" ", "q")
-        body: Body = {
-            "model": server.model,
-            "prompt": prompt,
-            "max_tokens": answer,
-            "temperature": 0,
-        }
-        streams.append(Stream(server.port, body))
-    await run_all(streams)
-    return streams
-
-
 def _start_servers(
-    place: Path, form: str, threads: int, llama: str | None
+    place: Path, form: str, plan: HttpPlan
 ) -> Iterator[contextlib.AbstractContextManager[HttpServer]]:
-    folder = place / SIZE
-    _run([sys.executable, "-m", "tests.bench.cpu_models", str(folder), SIZE, form, "served"])
-    yield _run_ours(folder, threads)
-    if llama is not None:
-        gguf = place / f"{SIZE}.gguf"
-        _run([llama, "-m", "tests.bench.cpu_gguf", str(gguf), SIZE, form])
-        yield _run_llama_cpp(llama, gguf, threads)
+    folder = place / plan.size
+    write = [sys.executable, "-m", "tests.bench.cpu_models", str(folder), plan.size, form, "served"]
+    subprocess.run(write, cwd=ROOT, env=make_environment({}), check=True)
+    yield _run_ours(OURS, folder, plan.threads, None)
+    for commit, checkout in plan.checkouts.items():
+        yield _run_ours(commit, folder, plan.threads, checkout)
+    if plan.llama is not None:
+        gguf = place / f"{plan.size}.gguf"
+        cpu_gguf.write(gguf, StoredWeights(folder, SHAPES[plan.size], FORMATS[form]))
+        yield run_llama_server(plan.llama, gguf, plan.threads)
     python = os.environ.get("MLX_LM", sys.executable)
-    if python != sys.executable or importlib.util.find_spec("mlx_lm"):
-        yield _run_mlx_lm("mlx-lm", python, folder, {})
+    if python == sys.executable and not importlib.util.find_spec("mlx_lm"):
+        python = ""
+    if python:
+        yield _run_mlx_lm(MLX_LM, python, folder, {})
         if (blas := _find_blas()) is not None:
-            variables = {"LD_PRELOAD": blas, "OPENBLAS_NUM_THREADS": str(threads)}
-            yield _run_mlx_lm("mlx-lm, OpenBLAS preloaded", python, folder, variables)
+            variables = {"LD_PRELOAD": blas, "OPENBLAS_NUM_THREADS": str(plan.threads)}
+            yield _run_mlx_lm(_BLAS_SERVER, python, folder, variables)
 
 
 @contextlib.contextmanager
-def _run_ours(folder: Path, threads: int) -> Iterator[HttpServer]:
+def _run_ours(name: str, folder: Path, threads: int, checkout: Path | None) -> Iterator[HttpServer]:
     variables = {"MLXRUNNER_THREADS": str(threads)}
-    with run_server(str(folder), "--parallel", str(max(CLIENTS)), environ=variables) as server:
-        yield HttpServer(name="mlxrunner", port=server.port, model=folder.name)
+    options = ["--parallel", str(SLOTS)]
+    with run_server(str(folder), *options, environ=variables, checkout=checkout) as server:
+        yield HttpServer(name=name, port=server.port, model=folder.name)
 
 
 @contextlib.contextmanager
-def _run_llama_cpp(python: str, gguf: Path, threads: int) -> Iterator[HttpServer]:
-    """By default, the server would abort an answer when the next request arrives."""
+def run_llama_server(programs: LlamaPrograms, gguf: Path, threads: int) -> Iterator[HttpServer]:
     port = find_free_port()
-    command = [python, "-m", "llama_cpp.server", "--model", str(gguf), "--port", str(port)]
-    command += ["--n_ctx", "1024", "--interrupt_requests", "False", "--verbose", "False"]
-    command += ["--n_threads", str(threads), "--n_threads_batch", str(threads)]
-    with _run_command(command, {}, f"http://127.0.0.1:{port}/v1/models"):
-        # it sends no usage, but the finish reason is the length
-        yield HttpServer(name="llama-cpp-python", port=port, model=str(gguf))
+    command = cpu_llama.make_server_command(
+        programs, gguf, port, threads=threads, slots=SLOTS, positions=POSITIONS
+    )
+    with _run_command(command, {}, f"http://127.0.0.1:{port}/health"):
+        yield HttpServer(name=LLAMA_SERVER, port=port, model=gguf.stem, fields={"ignore_eos": True})
 
 
 @contextlib.contextmanager
@@ -226,7 +314,3 @@ def _find_blas() -> str | None:
     named = os.environ.get(BLAS)
     found = [named] if named else [str(path) for path in sorted(Path("/").glob(PRELOADABLE[1:]))]
     return found[0] if found else None
-
-
-def _run(command: Sequence[str]) -> None:
-    subprocess.run(command, cwd=ROOT, env=make_environment({}), check=True)

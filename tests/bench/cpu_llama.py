@@ -1,123 +1,180 @@
-"""The worker of the llama.cpp backend, with the low-level API of llama-cpp-python.
+"""llama.cpp by its own programs: llama-batched-bench for bare loops, and llama-server.
 
-    PYTHON -m tests.bench.cpu_llama FILE THREADS
+Knows: the programs' options and output. Must not know: MLX, workers, HTTP. The variable LLAMA_CPP
+names the folder that has the programs:
 
-It needs a Python with llama-cpp-python, and does not use MLX. Decoding is greedy, as in the other
-backends. There is a context for each number of streams, as in a server with this parallelism.
+    cmake -B build -DCMAKE_BUILD_TYPE=Release
+    cmake --build build --target llama-server llama-batched-bench
+    LLAMA_CPP=build/bin make bench-cpu
+
+With GCC 12, a build for a processor with AMX crashes when it computes with 4- or 8-bit weights:
+GCC's `_tile_loadconfig` declares that it reads 8 of 64 bytes. In ggml-cpu/amx/mmq.cpp, replace its
+call by `asm volatile("ldtilecfg %0" :: "m"(tc) : "memory")`, or use a newer compiler.
 """
 
-import ctypes
+import json
+import os
+import re
 import statistics
-import sys
+import subprocess
+import tempfile
 import time
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
 
-import llama_cpp as llama  # pyright: ignore[reportMissingImports]  # of another environment
-import numpy as np
+from tests.bench.cpu_backends import BackendError, make_environment
+from tests.bench.cpu_cells import Measurement, Workload
+from tests.bench.cpu_tables import LLAMA
 
-from tests.bench.cpu_backends import serve_measurements
-
-STEPS, ROOM = 16, 256
-# an ordinary token, after the bytes
-FIRST = 1000
-
-
-@llama.llama_log_callback
-def discard_log(level: int, text: bytes, data: ctypes.c_void_p) -> None:
-    pass
-
-
-class LlamaContext:
-    """rows: number of sequences, with `capacity` positions each."""
-
-    def __init__(self, model: Any, threads: int, rows: int, capacity: int) -> None:
-        params = llama.llama_context_default_params()
-        params.n_ctx, params.n_seq_max = rows * capacity, rows
-        params.n_batch = params.n_ubatch = 512
-        params.n_threads = params.n_threads_batch = threads
-        self._context = llama.llama_init_from_model(model, params)
-        assert self._context, "no context"
-        self._memory = llama.llama_get_memory(self._context)
-        self._batch = llama.llama_batch_init(512, 0, 1)
-        self._vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
-
-    def clear(self) -> None:
-        llama.llama_memory_clear(self._memory, False)
-
-    def rewind(self, row: int, position: int) -> None:
-        assert llama.llama_memory_seq_rm(self._memory, row, position, -1)
-
-    def prompt(self, row: int, length: int) -> int:
-        return self._evaluate([(FIRST + i, i, row, i == length - 1) for i in range(length)])[0]
-
-    def step(self, tokens: list[int], position: int) -> list[int]:
-        return self._evaluate([(token, position, row, True) for row, token in enumerate(tokens)])
-
-    def _evaluate(self, items: list[tuple[int, int, int, bool]]) -> list[int]:
-        """The most likely next tokens. items: (token, position, row, whether to compute logits)."""
-        batch = self._batch
-        batch.n_tokens = len(items)
-        for i, (token, position, row, needs_logits) in enumerate(items):
-            batch.token[i], batch.pos[i] = token, position
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, row
-            batch.logits[i] = needs_logits
-        assert llama.llama_decode(self._context, batch) == 0
-        count = sum(needs_logits for *_, needs_logits in items)
-        logits = llama.llama_get_logits(self._context)
-        return np.ctypeslib.as_array(logits, (count, self._vocab)).argmax(axis=1).tolist()
+VARIABLE = "LLAMA_CPP"
+BENCH, SERVER = "llama-batched-bench", "llama-server"
+STEPS, MAX_REPEATS, TIMEOUT, PATIENCE = 16, 9, 900.0, 60.0
+# runs until there is a measurement: the program may exit before its log thread has printed all
+ATTEMPTS = 5
+# contexts are a multiple of this many positions
+_ROUND = 256
 
 
-class LlamaWorker:
-    def __init__(self, file: str, threads: int) -> None:
-        llama.llama_log_set(discard_log, ctypes.c_void_p(0))
-        llama.llama_backend_init()
-        params = llama.llama_model_default_params()
-        self._model = llama.llama_model_load_from_file(file.encode(), params)
-        assert self._model, f"{file} is not loaded"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaPrograms:
+    """system_info: the line that llama-server prints. features: those of ggml's CPU backend, from
+    this line."""
+
+    folder: Path
+    system_info: str
+
+    @property
+    def features(self) -> Mapping[str, bool]:
+        return parse_features(self.system_info)
+
+    @property
+    def description(self) -> str:
+        tiles = "on" if self.features.get("AMX_INT8") else "off"
+        enabled = [name for name, is_on in self.features.items() if is_on]
+        return f"tiles {tiles} ({', '.join(enabled) or 'no features'})"
+
+
+def find_programs() -> LlamaPrograms | None:
+    """The programs in the folder that the variable names; None if it is not set. Raises ValueError
+    if one is missing or does not run."""
+    named = os.environ.get(VARIABLE)
+    if named is None:
+        return None
+    folder = Path(named).resolve()
+    for program in (BENCH, SERVER):
+        if not (folder / program).is_file():
+            raise ValueError(f"{VARIABLE}: {folder} has no {program}")
+    # the line is printed before the model is found to be missing
+    command = [str(folder / SERVER), "--log-verbosity", "4", "--offline", "-m", "missing.gguf"]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, env=make_environment({}), timeout=60, check=False
+    )
+    printed = ran.stdout + ran.stderr
+    found = re.search(r"system_info: .*", printed)
+    if found is None:
+        raise ValueError(f"{VARIABLE}: {SERVER} does not print its features:\n{printed[-1000:]}")
+    return LlamaPrograms(folder=folder, system_info=found[0].strip())
+
+
+def parse_features(system_info: str) -> dict[str, bool]:
+    """From `system_info: n_threads = 2 / 2 | CPU : SSE3 = 1 | AVX512 = 1 | ...`"""
+    features = system_info.partition("CPU :")[2]
+    return {name: value == "1" for name, value in re.findall(r"(\w+) = (\d+)", features)}
+
+
+class BatchedBench:
+    """A backend. Each measurement is a run of the program, which loads the model anew."""
+
+    def __init__(self, programs: LlamaPrograms, gguf: Path, threads: int) -> None:
+        self.name = LLAMA
+        self.runs_on = programs.description
+        self.patience = PATIENCE
+        self.works: Collection[Workload] | None = None
+        self._program = programs.folder / BENCH
+        self._gguf = gguf
         self._threads = threads
-        self._contexts: dict[tuple[int, int], LlamaContext] = {}
+        # seconds of one repeat
+        self._durations: dict[Workload, float] = {}
 
-    def measure(self, request: dict[str, Any]) -> tuple[float, int]:
-        if request["streams"] == 0:
-            return self._prefill(request["prompt"], request["budget"])
-        return self._decode(request["streams"], request["cached"], request["budget"])
+    def __enter__(self) -> Self:
+        return self
 
-    def _prefill(self, length: int, budget: float) -> tuple[float, int]:
-        context = self._get_context(1, length)
-        found: list[float] = []
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def measure(self, work: Workload, budget: float) -> Measurement:
+        """Raises BackendError."""
+        expected = self._durations.get(work, budget)
+        repeats = max(1, min(MAX_REPEATS, int(budget / expected)))
         begun = time.perf_counter()
-        while not found or time.perf_counter() - begun < budget:
-            context.clear()
-            started = time.perf_counter()
-            context.prompt(0, length)
-            found.append(time.perf_counter() - started)
-        return length / statistics.median(found), length
+        rows: Sequence[dict[str, Any]] = ()
+        for _ in range(ATTEMPTS):
+            if rows := parse_rows(self._run(work, repeats), work.tokens):
+                break
+        else:
+            raise BackendError(f"{BENCH} printed no measurements")
+        seconds = time.perf_counter() - begun
+        self._durations[work] = statistics.median(row["t"] for row in rows)
+        key = "speed_tg" if work.streams else "speed_pp"
+        return Measurement(
+            rate=statistics.median(row[key] for row in rows),
+            cores=None,
+            count=STEPS if work.streams else work.tokens,
+            seconds=seconds,
+        )
 
-    def _decode(self, streams: int, cached: int, budget: float) -> tuple[float, int]:
-        """The first step is not timed, as in the other backends."""
-        context = self._get_context(streams, ROOM)
-        context.clear()
-        firsts = [context.prompt(row, cached) for row in range(streams)]
-        found: list[float] = []
-        begun = time.perf_counter()
-        while not found or time.perf_counter() - begun < budget:
-            for row in range(streams):
-                context.rewind(row, cached)
-            tokens = context.step(firsts, cached)
-            started = time.perf_counter()
-            for i in range(1, STEPS + 1):
-                tokens = context.step(tokens, cached + i)
-            found.append((time.perf_counter() - started) / STEPS)
-        return streams / statistics.median(found), STEPS
-
-    def _get_context(self, rows: int, capacity: int) -> LlamaContext:
-        if (rows, capacity) not in self._contexts:
-            self._contexts[rows, capacity] = LlamaContext(
-                self._model, self._threads, rows, capacity
-            )
-        return self._contexts[rows, capacity]
+    def _run(self, work: Workload, repeats: int) -> str:
+        command = [str(self._program), *make_options(work, repeats), "-m", str(self._gguf)]
+        command += ["-t", str(self._threads), "-tb", str(self._threads)]
+        with tempfile.TemporaryFile("w+") as log:
+            ran = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, env=make_environment({}),
+                timeout=TIMEOUT, check=False,
+            )  # fmt: skip
+            log.seek(0)
+            if ran.returncode != 0:
+                message = f"{LLAMA} ended with status {ran.returncode}:\n{log.read()[-2000:]}"
+                raise BackendError(message)
+        return ran.stdout
 
 
-if __name__ == "__main__":
-    runs_on = f"llama-cpp-python {llama.__version__}"
-    serve_measurements(LlamaWorker(sys.argv[1], int(sys.argv[2])).measure, runs_on)
+def make_options(work: Workload, repeats: int) -> Sequence[str]:
+    """A prompt is followed by one step, and steps by a prompt for each stream. A prompt of one
+    token is the last, so that the rows before it are printed meanwhile."""
+    streams, steps = (work.streams, STEPS) if work.streams else (1, 1)
+    positions = -(-(work.tokens + steps) // _ROUND) * _ROUND
+    return [
+        "-npp", ",".join([*[str(work.tokens)] * repeats, "1"]),
+        "-ntg", str(steps),
+        "-npl", str(streams),
+        "-c", str(streams * positions),
+        "--output-format", "jsonl",
+    ]  # fmt: skip
+
+
+def parse_rows(printed: str, tokens: int) -> list[dict[str, Any]]:
+    """The lines of JSON about prompts of this length."""
+    rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    return [row for row in rows if row["pp"] == tokens]
+
+
+def make_server_command(
+    programs: LlamaPrograms, gguf: Path, port: int, *, threads: int, slots: int, positions: int
+) -> Sequence[str]:
+    """llama-server with continuous batching. positions: those that all slots share."""
+    return [
+        str(programs.folder / SERVER),
+        "--model", str(gguf),
+        "--host", "127.0.0.1",
+        "--port", str(port),
+        "--parallel", str(slots),
+        "--cont-batching",
+        "--kv-unified",
+        "--ctx-size", str(positions),
+        "--threads", str(threads),
+        "--threads-batch", str(threads),
+        "--no-webui",
+        "--offline",
+    ]  # fmt: skip

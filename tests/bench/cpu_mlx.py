@@ -16,9 +16,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from app.engine.kv_precision import choose_kv_dtype
+from app.engine.weights import list_parameters
 from models import architectures, cpu_backend, kernels
 from models.base import Model
-from models.cpu_layout import apply_cpu_layout
+from models.cpu_layout import apply_cpu_layout, set_activation_bits
 from models.kv import KVCache, LayerCache
 
 STEPS, MIN_PROMPT = 16, 4
@@ -124,47 +126,50 @@ def measure_prefill_rate(
 class MlxWorker:
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._loops: dict[int, DecodeLoop] = {}
-        self._random_caches: SequenceCaches | None = None
+        self._loops: dict[tuple[int, int], DecodeLoop] = {}
+        self._random_caches: dict[int, SequenceCaches] = {}
 
     def measure(self, request: dict[str, Any]) -> tuple[float, int]:
         """Tokens per second, and the number of steps or tokens measured."""
         streams, budget = request["streams"], request["budget"]
         if streams == 0:
             return measure_prefill_rate(self._model, request["prompt"], budget, request["capped"])
-        if streams not in self._loops:
-            self._loops[streams] = DecodeLoop(
-                self._model, self._get_caches(request["cached"]), streams
-            )
-        loop = self._loops[streams]
+        key = streams, request["cached"]
+        if key not in self._loops:
+            self._loops[key] = DecodeLoop(self._model, self._get_caches(key[1]), streams)
+        loop = self._loops[key]
         loop.rewind()
         seconds, count = measure_decode(loop, budget, STEPS)
         return streams / seconds, count
 
     def _get_caches(self, length: int) -> SequenceCaches:
-        if self._random_caches is None:
-            self._random_caches = make_random_caches(self._model, length)
-        return self._random_caches
+        if length not in self._random_caches:
+            self._random_caches[length] = make_random_caches(self._model, length)
+        return self._random_caches[length]
 
 
-def load(folder: Path, *, stock: bool = False) -> Model:
+def load(folder: Path, *, stock: bool = False, activations: int | None = None) -> Model:
     """Load a model with the CPU layout, as the engine does; or with `stock` in the stored types, as
-    in mlx-lm."""
+    in mlx-lm. activations: bits; None for the default."""
     weights = mx.load(str(folder / "model.safetensors"))
     assert isinstance(weights, dict)
     model = architectures.build(json.loads((folder / "config.json").read_text()), weights)
     assert isinstance(model, nn.Module)
     mx.eval(model.parameters())
     if not stock:
+        model.kv_dtype = choose_kv_dtype(list_parameters(model), "auto")
         apply_cpu_layout(model)
+        if activations is not None:
+            set_activation_bits(model, activations)
         mx.eval(model.parameters())
     return model
 
 
 def describe_backend() -> str:
     ours, blas = kernels.describe(), cpu_backend.ACTIVE
+    tiles = f"tiles off ({ours.why_no_tiles})" if ours.why_no_tiles else "tiles on"
     own = (
-        f"kernels {ours.isa}, {ours.threads} thread(s)"
+        f"kernels {ours.isa}, {ours.threads} thread(s), {tiles}"
         if ours.enabled
         else f"no kernels: {ours.why}"
     )

@@ -15,7 +15,14 @@ from mlx.utils import tree_flatten
 
 from models import architectures
 from tests.bench import random_model
-from tests.bench.cpu_cells import FORMATS, SHAPES, Format, ModelShape, get_group_size
+from tests.bench.cpu_cells import (
+    FORMATS,
+    MAX_POSITIONS,
+    SHAPES,
+    Format,
+    ModelShape,
+    get_group_size,
+)
 
 DTYPES: Mapping[str, mx.Dtype] = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 
@@ -30,7 +37,7 @@ def make_config(shape: ModelShape, form: Format) -> dict[str, Any]:
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "vocab_size": shape.vocab,
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": MAX_POSITIONS,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "tie_word_embeddings": True,

@@ -1,6 +1,7 @@
 """Our worker of `make bench-cpu`, a process because MLX's backend is selected once per process.
 
 python -m tests.bench.cpu_worker ours FOLDER                  serves measurements
+python -m tests.bench.cpu_worker ours FOLDER BITS             with activations of so many bits
 python -m tests.bench.cpu_worker stock FOLDER                 the same with stock MLX
 python -m tests.bench.cpu_worker profile FOLDER STREAMS       prints the time of a step by module
 python -m tests.bench.cpu_worker step FOLDER STREAMS SECONDS  runs steps for perf
@@ -20,6 +21,9 @@ def main(what: str, place: str, *rest: str) -> None:
     match what, rest:
         case "ours" | "stock", ():
             worker = cpu_mlx.MlxWorker(cpu_mlx.load(folder, stock=what == "stock"))
+            serve_measurements(worker.measure, cpu_mlx.describe_backend())
+        case "ours", (bits,):
+            worker = cpu_mlx.MlxWorker(cpu_mlx.load(folder, activations=int(bits)))
             serve_measurements(worker.measure, cpu_mlx.describe_backend())
         case "profile", (streams,):
             print(cpu_breakdown.profile_step(folder, int(streams)))

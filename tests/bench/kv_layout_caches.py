@@ -4,6 +4,8 @@ so that the served model runs on them.
     per sequence   each row has its own buffers and its own attention; the layout of the engine
     padded         slots [B, heads, capacity, dim], one masked attention; new positions are written
                    row by row (slices) or all at once (scatter)
+    slab           the layout of the engine on a GPU (models/kv_slab.py): padded slots and scatter,
+                   but other rows are never copied
     paged          a pool of pages for each layer; each step gathers the pages of all rows
     alone          each sequence has its own forward pass
 
@@ -20,6 +22,8 @@ from models.base import Model
 from models.kernels.in_place_attention import InPlaceCache
 from models.kv import STEP, KVCache
 from models.sdpa import scaled_dot_product_attention
+from models.slab_step import SlabRow, SlabStep
+from models.slabs import create_slab
 
 PAGE = 64
 
@@ -169,6 +173,55 @@ class PaddedLayout:
 
     def arrays(self) -> list[mx.array]:
         return [array for layer in self.layers for array in (layer.keys, layer.values)]
+
+
+class SlabLayout:
+    """One slot more than rows at the start, so that a row can join. A slot that was left is used
+    again first."""
+
+    def __init__(self, pasts: Sequence[SequenceCaches]) -> None:
+        capacity = max(past[0].state()[0].shape[2] for past in pasts)
+        self.layers = [create_slab(layer) for layer in pasts[0]]
+        self.slots, self.capacity = len(pasts) + 1, capacity
+        for layer in self.layers:
+            layer.grow(self.slots, capacity)
+        self.rows: dict[int, SequenceCaches] = {}  # by slot
+        self.lengths: dict[int, int] = {}
+        for past in pasts:
+            self.join(past)
+
+    def join(self, past: SequenceCaches) -> None:
+        slot = next(slot for slot in range(self.slots) if slot not in self.rows)
+        for layer, cache in zip(self.layers, past, strict=True):
+            layer.join(slot, cache, clear_to=self.capacity)
+        self.rows[slot], self.lengths[slot] = past, past[0].offset
+
+    def leave(self, row: int) -> None:
+        slot = sorted(self.rows)[row]
+        place = SlabRow(key=slot, slot=slot, offset=self.lengths.pop(slot))
+        caches = self.rows.pop(slot)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            layer.copy_out(place, cache)
+        mx.eval([cache.state() for cache in caches])
+
+    def grow(self) -> None:
+        self.capacity += STEP
+        for layer in self.layers:
+            layer.grow(self.slots, self.capacity)
+
+    def step(self, model: Model, tokens: mx.array) -> mx.array:
+        slots = sorted(self.rows)
+        step = SlabStep([SlabRow(key=s, slot=s, offset=self.lengths[s]) for s in slots])
+        rows = zip(*(self.rows[slot] for slot in slots), strict=True)
+        layers = [
+            layer.make_batch(step, caches) for layer, caches in zip(self.layers, rows, strict=True)
+        ]
+        hidden = model(tokens[:, None], layers)[:, -1]
+        self.lengths = {slot: length + 1 for slot, length in self.lengths.items()}
+        return hidden
+
+    def arrays(self) -> list[mx.array]:
+        return [array for layer in self.layers for array in layer.state()]
 
 
 class PagedCache(CopiedCache):

@@ -1,15 +1,19 @@
 """`make bench ARGS=layouts`: the cost of each layout of keys and values in batched decoding.
 
+The last table names the layout that this device should use.
+
 The contents are random. Before the measurement, an assertion checks that all layouts agree.
 """
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 
+from models.attention_pieces import detect_attention_device
 from models.base import Model
 from models.kv import STEP, KVCache
 from tests.bench import random_model
@@ -20,6 +24,7 @@ from tests.bench.kv_layout_caches import (
     PerSequenceLayout,
     ScatterWrittenCache,
     SequenceCaches,
+    SlabLayout,
     SliceWrittenCache,
     UnbatchedLayout,
     copy_with_capacity,
@@ -29,6 +34,7 @@ ROWS, LENGTHS, STEPS, ROUNDS = 8, (64, 1500), 24, 3
 
 LAYOUTS: dict[str, Callable[[Sequence[SequenceCaches]], KVLayout]] = {
     "per sequence": PerSequenceLayout,
+    "slab": SlabLayout,
     "padded, slices": lambda pasts: PaddedLayout(pasts, SliceWrittenCache),
     "padded, scatter": lambda pasts: PaddedLayout(pasts, ScatterWrittenCache),
     "paged": PagedLayout,
@@ -36,27 +42,72 @@ LAYOUTS: dict[str, Callable[[Sequence[SequenceCaches]], KVLayout]] = {
 }
 
 
+# A layout must be faster than the one of the engine by this factor to be chosen.
+WORTHWHILE = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The lengths of the sequences of a batch. Different lengths need padding and masks."""
+
+    name: str
+    lengths: Sequence[int]
+
+    @property
+    def padding(self) -> float:
+        """The positions of a padded batch per real position."""
+        return max(self.lengths) * len(self.lengths) / sum(self.lengths)
+
+
+def batches(rows: int = ROWS, lengths: tuple[int, int] = LENGTHS) -> list[Batch]:
+    short, long = lengths
+    return [
+        Batch(name=str(short), lengths=[short + 7 * row for row in range(rows)]),
+        Batch(name=str(long), lengths=[long + 7 * row for row in range(rows)]),
+        Batch(name=f"one of {long}", lengths=[long, *([short] * (rows - 1))]),
+    ]
+
+
 def report(folder: Path) -> str:
     model = random_model.load(folder)
+    device = detect_attention_device(mx.zeros((1,)))
     lines = [
-        f"decode of {ROWS} sequences, {STEPS} steps; medians of {ROUNDS} turns. In brackets: steps",
+        f"decode of {ROWS} sequences on {device}, {STEPS} steps; medians of {ROUNDS} turns. In "
+        "brackets: steps",
         "| layout | tokens | step, ms | tokens/s | join, ms | leave, ms | growth, ms |",
         "|---|---|---|---|---|---|---|",
     ]
-    for length in LENGTHS:
-        # different lengths, for which padding and masks are needed
-        pasts = [_make_caches(folder, length + 7 * row, seed=row) for row in range(ROWS)]
+    decisions: list[str] = []
+    for batch in batches():
+        pasts = [_make_caches(folder, n, seed=row) for row, n in enumerate(batch.lengths)]
         _check_equal(model, pasts)
         measured: dict[str, list[Sequence[float]]] = {name: [] for name in LAYOUTS}
         for _ in range(ROUNDS):
             for name, make in LAYOUTS.items():
                 measured[name].append(_measure(model, make, pasts))
+        steps: dict[str, float] = {}
         for name, turns in measured.items():
             step, *others = (statistics.median(values) for values in zip(*turns, strict=True))
+            steps[name] = step
             costs = (f"{cost:.1f} ({cost / step:.2f})" for cost in others)
-            rate = 1000 * ROWS / step
-            lines.append(f"| {name} | {length} | {step:.1f} | {rate:.1f} | {' | '.join(costs)} |")
+            rate = 1000 * len(batch.lengths) / step
+            lines.append(
+                f"| {name} | {batch.name} | {step:.1f} | {rate:.1f} | {' | '.join(costs)} |"
+            )
+        decisions.append(
+            f"| {device} | {len(batch.lengths)} | {batch.padding:.2f} | {decide(steps)} |"
+        )
+    lines += ["", "| device | rows | padded ÷ real | layout |", "|---|---|---|---|", *decisions]
     return "\n".join(lines)
+
+
+def decide(steps: Mapping[str, float]) -> str:
+    """Returns the layout for a device and a batch: the engine's, unless another one is clearly
+    faster. steps: milliseconds per step by layout."""
+    fastest = min(steps, key=lambda name: steps[name])
+    engine = next(iter(LAYOUTS))
+    ratio = steps[fastest] / steps[engine]
+    return f"{fastest} ({ratio:.2f} of the time)" if ratio < WORTHWHILE else engine
 
 
 def _measure(
@@ -68,20 +119,20 @@ def _measure(
     layout = make([_copy_caches(past) for past in pasts])
     newcomer = _copy_caches(pasts[0])
     mx.eval(layout.arrays(), [layer.state() for layer in newcomer])
-    step = _measure_step(model, layout)
-    leave = _measure_call(layout, lambda: layout.leave(ROWS // 2))
+    step = _measure_step(model, layout, len(pasts))
+    leave = _measure_call(layout, lambda: layout.leave(len(pasts) // 2))
     join = _measure_call(layout, lambda: layout.join(newcomer))
     growth = _measure_call(layout, layout.grow)
     return step, join, leave, growth
 
 
-def _measure_step(model: Model, layout: KVLayout) -> float:
+def _measure_step(model: Model, layout: KVLayout, count: int) -> float:
     """Milliseconds per step, greedy and pipelined by one step, as in the engine."""
 
     def step(tokens: mx.array) -> mx.array:
         return mx.argmax(model.logits(layout.step(model, tokens)), axis=-1)
 
-    tokens = step(mx.arange(ROWS))
+    tokens = step(mx.arange(count))
     mx.eval(tokens)
     begun = time.perf_counter()
     for _ in range(STEPS):
@@ -105,11 +156,11 @@ def _check_equal(model: Model, pasts: Sequence[SequenceCaches]) -> None:
     found: list[mx.array] = []
     for make in LAYOUTS.values():
         layout = make([_copy_caches(past) for past in pasts])
-        first = layout.step(model, mx.arange(ROWS))
+        first = layout.step(model, mx.arange(len(pasts)))
         # the last row is first, because a padded batch moves it
-        layout.leave(ROWS - 1)
+        layout.leave(len(pasts) - 1)
         layout.join(_copy_caches(pasts[-1]))
-        found.append(mx.concatenate([first, layout.step(model, mx.arange(ROWS))]))
+        found.append(mx.concatenate([first, layout.step(model, mx.arange(len(pasts)))]))
         mx.eval(found)
     for hidden in found[1:]:
         assert mx.allclose(hidden, found[0], rtol=1e-3, atol=1e-3).item(), "the layouts disagree"

@@ -21,9 +21,9 @@ from app.engine.prefix.radix import RadixPrefixCache
 from app.engine.prefix.single import SinglePrefixCache
 from app.engine.prefix.slots import SlotPrefixCache
 from models.base import Model
-from models.kv import LayerCache
+from models.kv import LayerCache, evaluate_caches
 from tests.bench.replay import UnboundedCache
-from tests.engine.harness import evaluate_layers, job, run_one
+from tests.engine.harness import job, run_one
 from tests.models import parity
 from tests.models.architectures import Case, cases
 
@@ -163,12 +163,12 @@ def _make_prefix_cache(model: Model, policy: str) -> PrefixCache[LayerCache]:
         case "single":
             return SinglePrefixCache(model.make_kv)
         case "radix":
-            return RadixPrefixCache(model.make_kv, evaluate=evaluate_layers)
+            return RadixPrefixCache(model.make_kv, evaluate=evaluate_caches)
         case _:
             return SlotPrefixCache(
                 model.make_kv,
                 slots=PARALLEL,
                 context=CONTEXT,
                 multi_user=False,
-                evaluate=evaluate_layers,
+                evaluate=evaluate_caches,
             )

@@ -44,6 +44,16 @@ SHAPES = {
         vocab_size=cpu_cells.SHAPES[size].vocab,
     )
     for size in ("110M", "15M")
+} | {
+    # almost no compute
+    "free": LlamaShape(
+        hidden_size=64,
+        num_hidden_layers=1,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=8192,
+    )
 }
 
 

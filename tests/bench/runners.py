@@ -21,6 +21,7 @@ from app.core.switch_interval import shorten_switch_interval
 from app.engine.model_info import complete_config
 from app.runners.process_runner import ProcessRunner
 from app.runners.thread_runner import ThreadRunner
+from tests.batches import flatten
 from tests.bench import client
 from tests.bench.serving import status
 from tests.server_process import ServerProcess
@@ -95,7 +96,7 @@ async def _run_job(
     arrivals: list[float] = []
     begun = time.perf_counter()
     async with runner.submit(job) as updates:
-        async for update in updates:
+        async for update in flatten(updates):
             if isinstance(update, Token):
                 arrivals.append(time.perf_counter() - begun)
                 hops.append((time.monotonic_ns() - update.timestamp_ns) / 1e9)

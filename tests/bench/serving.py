@@ -6,6 +6,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -20,20 +21,31 @@ PROMPT, ANSWER, PAIRS = 64, 48, 7
 LONG, STATUS_PROMPT = 1500, 4000
 
 
-def measure_bare_decode(model: Model, prompt: str) -> float:
-    """Tokens per second of a minimal loop: greedy, pipelined by one step."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BareLoop:
+    """cpu_per_token: CPU seconds of this process."""
+
+    tokens_per_second: float
+    cpu_per_token: float
+
+
+def run_bare_loop(model: Model, prompt: str, tokens: int) -> BareLoop:
+    """A minimal loop: greedy, pipelined by one step."""
     kv = model.make_kv()
     hidden = model(mx.array([list(prompt.encode())]), kv)
     token = mx.argmax(model.logits(hidden[:, -1]), axis=-1)
     mx.eval(token)
-    begun = time.perf_counter()
-    for _ in range(ANSWER):
+    begun, cpu = time.perf_counter(), time.process_time()
+    for _ in range(tokens):
         after = mx.argmax(model.logits(model(token[:, None], kv)[:, -1]), axis=-1)
         mx.async_eval(after)
         token.item()
         token = after
     token.item()
-    return ANSWER / (time.perf_counter() - begun)
+    return BareLoop(
+        tokens_per_second=tokens / (time.perf_counter() - begun),
+        cpu_per_token=(time.process_time() - cpu) / tokens,
+    )
 
 
 def decode(server: ServerProcess, folder: Path) -> str:
@@ -42,7 +54,7 @@ def decode(server: ServerProcess, folder: Path) -> str:
     prompt = client.make_prompt(PROMPT, seed=0)
     bare, served = list[float](), list[float]()
     for _ in range(PAIRS):
-        bare.append(measure_bare_decode(model, prompt))
+        bare.append(run_bare_loop(model, prompt, ANSWER).tokens_per_second)
         tpot = client.stream_completion(server.url, folder.name, prompt, ANSWER).tpot
         assert tpot is not None
         served.append(1 / tpot)

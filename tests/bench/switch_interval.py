@@ -16,6 +16,7 @@ from app.core.jobs import Job, Token
 from app.core.sampling_params import SamplingParams
 from app.core.settings import Settings
 from app.runners.thread_runner import ThreadRunner
+from tests.batches import flatten
 from tests.bench import client
 
 INTERVALS = (0.005, 0.001, 0.0005, 0.0002)
@@ -64,7 +65,7 @@ async def _measure_rate(runner: ThreadRunner) -> float:
         stop_token_ids=frozenset(),
     )
     async with runner.submit(job) as updates:
-        at = [update.timestamp_ns async for update in updates if isinstance(update, Token)]
+        at = [update.timestamp_ns async for update in flatten(updates) if isinstance(update, Token)]
     return 1e9 * (len(at) - 1) / (at[-1] - at[0])
 
 

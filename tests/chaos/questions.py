@@ -19,6 +19,7 @@ from app.runners.admission import Admission
 from app.runners.thread_runner import ThreadRunner
 from app.serving.generation import Generation
 from tests import tiny
+from tests.batches import flatten
 
 # layers, width: models of different sizes and seeds, so with different answers
 SHAPES = {"anna": (2, 16), "bert": (2, 32), "carl": (3, 32), "dora": (4, 48), "emil": (2, 64)}
@@ -104,4 +105,6 @@ async def _compute_answer(generation: Generation, question: ChaosQuestion) -> st
         model=question.model, prompt=question.prompt, sampling=sampling, max_tokens=TOKENS
     )
     async with generation.open(request) as events:
-        return "".join([event.text async for event in events if isinstance(event, TextDelta)])
+        return "".join(
+            [event.text async for event in flatten(events) if isinstance(event, TextDelta)]
+        )

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 from app.commands import doctor
+from app.commands.device_report import DeviceDescription
 from app.commands.doctor import Findings, diagnose, find_problems, render_lines
 from app.core.errors import AppError, ErrorKind
-from models import cpu_backend
+from models import cpu_backend, kernels
 
 GOOD = Findings(
     python="3.11.1",
@@ -26,10 +27,13 @@ GOOD = Findings(
     called=True,
     kernels="avx2",
     kernels_why=None,
+    tiles_why="the processor has no AMX",
+    activations=24,
     memory=6 << 30,
     scratch="/tmp/ours",
     models={"built in": 1, "hub": 2, "ollama": 0},
     stores=None,
+    gpu=DeviceDescription(system="Linux"),
 )
 
 STOCK_BLAS = replace(GOOD, blas=None, called=None, blas_why="MLXRUNNER_BLAS is stock")
@@ -55,7 +59,9 @@ def test_the_report_of_a_machine_without_problems() -> None:
     assert report["MLX"] == "1.2.3, on the CPU, libmlx.so of mlx-cpu"
     assert report["processor"] == "A CPU, 2 threads"
     assert report["BLAS"] == "OpenBLAS 9.9 (Fake); matmul at 123 GFLOP/s"
-    assert report["kernels"] == "avx2"
+    assert report["kernels"] == "avx2; 24-bit activations in 4- and 8-bit layers"
+    assert report["tiles"] == "off: the processor has no AMX"
+    assert dict(render_lines(replace(GOOD, tiles_why=None)))["tiles"] == "on"
     assert report["memory"] == "6.00 GiB available"
     assert report["models"] == "1 built in, 2 hub, 0 ollama"
     assert list(find_problems(GOOD, {})) == []
@@ -67,6 +73,7 @@ def test_unused_libraries_are_reported_with_the_reason() -> None:
     )
     assert report["BLAS"] == "MLX's own: MLXRUNNER_BLAS is stock; matmul at 123 GFLOP/s"
     assert report["kernels"] == "none: they were not built"
+    assert "tiles" not in report
 
 
 def test_the_report_of_a_gpu_has_neither_blas_nor_kernels() -> None:
@@ -86,6 +93,10 @@ def test_the_report_of_a_gpu_has_neither_blas_nor_kernels() -> None:
             "was not built: no g++. Install OpenBLAS",
         ),
         (replace(GOOD, called=False), "MLX does not call it"),
+        (
+            replace(GOOD, tiles_why=f"{kernels.TILE_TEST_FAILED}: a product differs"),
+            "a wrong result, so prompts are slower without them: the known-answer test failed: a",
+        ),
         (NO_KERNELS, "so decoding is slower: they were not built"),
         (replace(STOCK_BLAS, blas_why=cpu_backend.USES_CUDA), "found no GPU"),
         (replace(GOOD, memory=1 << 20), "only 1.00 MiB of memory is available"),
@@ -143,10 +154,11 @@ def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_examines_this_machine() -> None:
     variables = {"MLXRUNNER_KERNELS": "off", "MLXRUNNER_BLAS": "stock", "MLXRUNNER_THREADS": "3"}
-    process = run("--json", **variables)
+    process = run("--json", **variables, MLXRUNNER_ACTIVATIONS="16")
     report = json.loads(process.stdout)
     assert (process.returncode, process.stderr, report["lost"]) == (0, "", [])
     assert (report["threads"], report["models"]["built in"]) == (3, 1)
+    assert report["activations"] == 16
     assert report["library"] == ("mlx-cpu" if sys.platform == "linux" else None)
     assert report["gigaflops"] > 0
     assert report["memory"] > 0
@@ -159,6 +171,7 @@ def test_the_command_examines_this_machine() -> None:
         ("MLXRUNNER_BLAS", "/nowhere/lib.so"),
         ("MLXRUNNER_THREADS", "many"),
         ("MLXRUNNER_THREADS", "257"),
+        ("MLXRUNNER_ACTIVATIONS", "12"),
     ],
 )
 def test_an_invalid_variable_is_an_error_of_one_line(name: str, value: str) -> None:

@@ -23,6 +23,7 @@ preload = true
 pinned = true
 keep_alive = "forever"
 quantize = 4
+activations = 8
 parallel = 2
 context = 512
 memory = 1.5
@@ -66,6 +67,7 @@ def test_settings_and_models_are_read_with_their_line_numbers(working_dir: Path)
                     pinned=True,
                     keep_alive=float("inf"),
                     quantize=4,
+                    activations=8,
                     parallel=2,
                     context=512,
                     memory=3 << 29,

@@ -1,7 +1,7 @@
 """Observers of a request: the events that they receive, and the notification of the end."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -67,12 +67,12 @@ class ObserverFactory:
         return self.observers[-1]
 
 
-async def read(events: AsyncIterator[Event], count: int | None = None) -> list[Event]:
+async def read(events: AsyncIterator[Sequence[Event]], count: int | None = None) -> list[Event]:
     """All events, or the first `count`."""
     received: list[Event] = []
     while count is None or len(received) < count:
         try:
-            received.append(await anext(events))
+            received += await anext(events)
         except StopAsyncIteration:
             break
     return received

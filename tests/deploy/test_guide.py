@@ -78,6 +78,7 @@ def test_each_log_line_is_in_the_sources(line: str) -> None:
 
 def test_each_option_exists() -> None:
     known = {option.flag for option in OPTIONS} | {"--admin", "--file", "--config"}
+    known |= {f"--no-{option.flag.removeprefix('--')}" for option in OPTIONS if option.is_boolean}
     named = {flag for span in SPANS for flag in re.findall(r"^--[a-z-]+", span)}
     assert named
     assert named <= known

@@ -284,7 +284,8 @@ def test_the_launchd_job_requires_keys(tmp_path: Path) -> None:
     [block] = read_blocks("macOS with launchd")
     sandbox.run(block)
     assert sandbox.get_calls("launchctl") == [
-        "bootstrap system /Library/LaunchDaemons/org.mlxrunner.plist"
+        "bootstrap system /Library/LaunchDaemons/org.mlxrunner.plist",
+        "bootstrap system /Library/LaunchDaemons/org.mlxrunner.logs.plist",
     ]
     text = sandbox.get_path("/Library/LaunchDaemons/org.mlxrunner.plist").read_text("utf-8")
     job = plistlib.loads(sandbox.relocate(text).encode())

@@ -3,7 +3,8 @@
 import atexit
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from app.core.embeddings import EmbedJob, EmbedResult
 from app.core.jobs import Ended, Job, Prefilled, PromptLogprobs, Started, Token
 from app.core.ports import PrefixCache
 from app.core.sampling_params import SamplingParams
+from app.engine.kv_layout import DEFAULT_SLAB_POLICY, SlabPolicy
 from app.engine.loop import Loop
 from app.engine.memory_profile import profile_memory
 from app.engine.policy import SchedulerLimits
@@ -27,7 +29,7 @@ from app.grammar.compiler import GrammarCompiler, Matcher
 from models import architectures
 from models.base import Model
 from models.cpu_layout import apply_cpu_layout
-from models.kv import LayerCache
+from models.kv import LayerCache, dispatch_caches, evaluate_caches
 from tests import tiny
 
 # two logits closer than this may swap places between equally correct computations
@@ -65,10 +67,6 @@ def tiny_model(seed: int = 0) -> Model:
     return model
 
 
-def evaluate_layers(layers: Sequence[LayerCache]) -> None:
-    mx.eval([layer.state() for layer in layers])
-
-
 def make_prefix(
     model: Model, policy: str, *, running: int = 1, alignment: int = 1, context: int = CONTEXT
 ) -> PrefixCache[LayerCache]:
@@ -77,7 +75,11 @@ def make_prefix(
             return SinglePrefixCache(model.make_kv, alignment=alignment)
         case "radix":
             return RadixPrefixCache(
-                model.make_kv, evaluate=evaluate_layers, alignment=alignment, checkpoint_every=16
+                model.make_kv,
+                evaluate=evaluate_caches,
+                dispatch=dispatch_caches,
+                alignment=alignment,
+                checkpoint_every=16,
             )
         case _:
             return SlotPrefixCache(
@@ -85,7 +87,7 @@ def make_prefix(
                 slots=running,
                 context=context,
                 multi_user=policy == "multi_user",
-                evaluate=evaluate_layers,
+                evaluate=evaluate_caches,
                 alignment=alignment,
             )
 
@@ -101,6 +103,10 @@ def make_loop(
     context: int = CONTEXT,
     shift: bool = False,
     vocab: int = tiny.VOCAB,
+    step_seconds: float | None = None,
+    decode_seconds: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    slab_policy: SlabPolicy = DEFAULT_SLAB_POLICY,
 ) -> Loop:
     """budget: bytes for layer caches and cached prefixes."""
     memory = profile_memory(
@@ -111,11 +117,19 @@ def make_loop(
         model,
         make_prefix(model, policy, running=running, alignment=alignment, context=context),
         vocab=vocab,
-        limits=SchedulerLimits(max_running=running, max_prefill_tokens=chunk, align_chunks=exact),
+        limits=SchedulerLimits(
+            max_running=running,
+            max_prefill_tokens=chunk,
+            align_chunks=exact,
+            step_seconds=step_seconds,
+            decode_seconds=decode_seconds,
+        ),
         memory=replace(memory, budget=budget, working=0),
         context=context,
         exact=exact,
         shift=model.shift if shift else None,
+        clock=clock,
+        slab_policy=slab_policy,
     )
 
 
@@ -160,7 +174,7 @@ def run(loop: Loop, *jobs: Job, cancel_after: int | None = None) -> dict[str, Ou
             for one in jobs:
                 loop.cancel(one.id)
         for update in loop.step().updates:
-            _record(outcomes[update.job_id], update)
+            record(outcomes[update.job_id], update)
         steps += 1
         assert steps < 5000
     loop.check()
@@ -195,7 +209,7 @@ def run_schedule(loop: Loop, scheduled: Iterable[ScheduledJob]) -> dict[str, Out
             loop.cancel(name)
         output = loop.step()
         for update in output.updates:
-            _record(outcomes[update.job_id], update)
+            record(outcomes[update.job_id], update)
         for result in output.embed_results:
             outcomes[result.job_id].add_result(result)
         loop.check()
@@ -209,7 +223,7 @@ def run_one(loop: Loop, one: Job, cancel_after: int | None = None) -> Outcome:
     return run(loop, one, cancel_after=cancel_after)[one.id]
 
 
-def _record(outcome: Outcome, update: Any) -> None:
+def record(outcome: Outcome, update: Any) -> None:
     assert outcome.reason == "", "an update after the end"
     match update:
         case Started():

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from models.cpu_layout import apply_cpu_layout
-from models.kv import KVCache, LayerCache
+from models.kv import KVCache, LayerCache, set_kv_dtype
 from models.recurrent import RecurrentCache
 from models.rope import make_rope
 from models.rotating_kv import RotatingKVCache
@@ -62,6 +62,7 @@ class Model(nn.Module):
         """kinds: k for full attention, w for windowed, r for recurrent; one letter a layer."""
         super().__init__()
         self.kinds = kinds
+        self.kv_dtype: mx.Dtype | None = None
         self.embed = nn.Embedding(tiny.VOCAB, WIDTH)
         self.layers = [Recur() if kind == "r" else Attend() for kind in kinds]
         self.head = nn.Linear(WIDTH, tiny.VOCAB, bias=False)
@@ -81,7 +82,9 @@ class Model(nn.Module):
 
     def make_kv(self) -> list[LayerCache]:
         types = {"k": KVCache, "w": lambda: RotatingKVCache(WINDOW), "r": lambda: RecurrentCache(1)}
-        return [cast(LayerCache, types[kind]()) for kind in self.kinds]
+        caches = [cast(LayerCache, types[kind]()) for kind in self.kinds]
+        set_kv_dtype(caches, self.kv_dtype)
+        return caches
 
     def shift(self, kv: Sequence[LayerCache], start: int, end: int) -> bool:
         return False

@@ -10,8 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
+from app.engine.kv_layout import SlabPolicy
 from models.base import Model
 from models.cpu_layout import apply_cpu_layout, is_batch_invariant
 from tests import tiny
@@ -77,6 +79,45 @@ def test_a_history_gives_the_answers_of_a_fresh_engine(
     assert got[last.id].cached >= len(model_case.history[-2].ids) - 1, (
         "a chat without other requests resumes"
     )
+
+
+@pytest.mark.product
+def test_a_history_gives_the_same_tokens_with_slabs(model_case: ModelCase, ties: list[int]) -> None:
+    """Rows of all lengths share a slab. It rounds differently from separate caches, so only tokens
+    are equal."""
+    loop = make_loop(
+        model_case.model,
+        running=PARALLEL,
+        chunk=CHUNK,
+        policy="radix",
+        vocab=model_case.vocab,
+        slab_policy=SlabPolicy(layout="slab", min_rows=1, join_padding=1e9, stay_padding=1e9),
+    )
+    got = run_schedule(loop, [request.scheduled for request in model_case.history])
+    for request in model_case.history:
+        outcome = got[request.scheduled.job.id]
+        ties.append(assert_same(outcome, request.expected(outcome)))
+
+
+@pytest.mark.product
+@pytest.mark.parametrize(
+    ("policy", "kv"), [("radix", mx.bfloat16), ("multi_user", mx.float16)], ids=str
+)
+def test_a_history_gives_equal_bits_with_keys_and_values_of_16_bits(
+    model_case: ModelCase, policy: str, kv: mx.Dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_batch_invariant(model_case.model):
+        pytest.skip("chunks change the bits, and rounding enlarges the difference")
+    monkeypatch.setattr(model_case.model, "kv_dtype", kv)
+    history = random_history(model_case.model, model_case.vocab, random.Random(model_case.name))
+    loop = make_loop(
+        model_case.model, running=PARALLEL, chunk=CHUNK, policy=policy, vocab=model_case.vocab
+    )
+    got = run_schedule(loop, [request.scheduled for request in history])
+    for request in history:
+        outcome = got[request.scheduled.job.id]
+        assert token_bits(outcome) == token_bits(request.expected(outcome))
+    assert loop.capacity.kv_dtype == str(kv).removeprefix("mlx.core.")
 
 
 def _load_model(case: Case, folder: Path) -> Model:

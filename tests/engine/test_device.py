@@ -7,7 +7,8 @@ import mlx.core as mx
 import pytest
 
 from app.engine import device
-from app.engine.device import device_budget
+from app.engine.device import device_budget, read_device_memory
+from app.engine.memory_policy import DeviceMemory
 
 MIB = 1 << 20
 HUGE = 1 << 62
@@ -62,7 +63,7 @@ def test_memory_of_our_other_processes_counts_up_to_the_usual_budget(machine: Pa
 
 
 def test_the_metal_budget_does_not_depend_on_memory_in_use(
-    monkeypatch: pytest.MonkeyPatch,
+    machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 1000})
@@ -125,11 +126,35 @@ def test_the_budget_of_a_gpu_is_its_free_memory(
     assert device_budget() == budget
 
 
-def test_metal_recommends_a_working_set_size(monkeypatch: pytest.MonkeyPatch) -> None:
+GIB = 1024 * MIB
+
+
+@pytest.mark.parametrize(
+    ("installed", "recommended", "budget"),
+    [(8, 5.5, 4.0), (16, 11.5, 10.35), (64, 60, 48), (512, 464, 384)],
+)
+def test_metal_leaves_a_reserve_to_other_programs(
+    monkeypatch: pytest.MonkeyPatch, installed: int, recommended: float, budget: float
+) -> None:
+    """0.9 of the recommended working set, but never the last quarter of the memory, and never the
+    last 4 GiB."""
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    device_info = {"max_recommended_working_set_size": 1000 * MIB, "memory_size": 4000 * MIB}
-    monkeypatch.setattr(mx, "device_info", lambda: device_info)
-    assert device_budget() == 900 * MIB
+    info = {
+        "max_recommended_working_set_size": int(recommended * GIB),
+        "memory_size": installed * GIB,
+        "resource_limit": 499_000,
+    }
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    assert device_budget() == int(budget * GIB)
+    assert read_device_memory().max_buffers == 499_000
+
+
+def test_the_memory_of_a_cpu_is_shared_and_that_of_a_gpu_is_its_own(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert read_device_memory() == DeviceMemory(physical=10_000 * MIB)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    assert read_device_memory() == DeviceMemory()
 
 
 def test_this_machine_has_a_budget() -> None:

@@ -1,5 +1,7 @@
 """Detection of the compute backend."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import pytest
 
@@ -22,6 +24,17 @@ def test_enabled_kernels_are_reported(
     assert detect_backend() == ComputeBackend(
         device="cpu", kernels=isa, blas=ACTIVE.blas, threads=ACTIVE.threads
     )
+
+
+def test_wrong_results_of_tiles_are_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    info = replace(ON, why_no_tiles=f"{kernels.TILE_TEST_FAILED}: planted")
+    monkeypatch.setattr(kernels, "describe", lambda: info)
+    detect_backend()
+    assert [record.message for record in caplog.records] == [
+        "AMX tiles are disabled: the known-answer test failed: planted"
+    ]
 
 
 def test_a_gpu_reports_only_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from app.engine.kv_layout import SlabPolicy
 from app.engine.loop import Loop
 from tests.engine import hybrid
 from tests.engine.harness import (
@@ -19,6 +20,10 @@ from tests.engine.harness import (
 
 PROMPT = tuple(b"the quick brown fox jumps over the lazy dog")
 POISON = 13
+LAYOUTS = {
+    "rows": SlabPolicy(layout="rows"),
+    "slab": SlabPolicy(layout="slab", min_rows=2, join_padding=9, stay_padding=9),
+}
 NONE = frozenset[int]()
 
 
@@ -59,11 +64,14 @@ def good_job(name: str, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("kinds", ["kk", "kwr"])
 @pytest.mark.parametrize("policy", ["radix", "slots", "single"])
-def test_a_row_that_breaks_a_batch_ends_alone(kinds: str, policy: str, ties: list[int]) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_row_that_breaks_a_batch_ends_alone(
+    kinds: str, policy: str, layout: str, ties: list[int]
+) -> None:
     """The others lose their caches too, restart, and give the same answers as without it."""
     model = Broken(kinds=kinds)
     running = 1 if policy == "single" else 4
-    loop = make_loop(model, running=running, policy=policy)
+    loop = make_loop(model, running=running, policy=policy, slab_policy=LAYOUTS[layout])
     names = [good_job(str(i), temperature=0.9, seed=i, presence_penalty=0.5) for i in range(3)]
     outcomes = run_schedule(
         loop,
@@ -78,10 +86,11 @@ def test_a_row_that_breaks_a_batch_ends_alone(kinds: str, policy: str, ties: lis
     assert loop.stats().failures == 1
 
 
-def test_a_row_with_nan_logits_ends_alone(ties: list[int]) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_row_with_nan_logits_ends_alone(layout: str, ties: list[int]) -> None:
     """The other rows keep their draws and counts."""
     model = Unsound()
-    loop = make_loop(model, running=3, policy="radix")
+    loop = make_loop(model, running=3, policy="radix", slab_policy=LAYOUTS[layout])
     others = [
         good_job("one", temperature=1.0, seed=1, frequency_penalty=1.0),
         good_job("two", repetition_penalty=1.5, repeat_last_n=6),

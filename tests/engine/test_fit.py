@@ -16,7 +16,7 @@ from mlx_lm.models import cache, starcoder2
 from app import store
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
-from app.core.settings import Settings
+from app.core.settings import KVPrecision, Settings
 from app.core.units import format_memory
 from app.engine import fit as fitting
 from app.engine.fit import (
@@ -26,10 +26,18 @@ from app.engine.fit import (
     estimate_memory,
     raise_unless_fits,
 )
-from app.engine.memory_profile import ActivationMemory, KVFootprint, num_query_heads, profile_memory
+from app.engine.kv_precision import find_precision
+from app.engine.memory_profile import (
+    ActivationMemory,
+    KVFootprint,
+    attention_shapes,
+    profile_memory,
+)
 from app.engine.model_info import complete_config
+from app.engine.policy import MAX_SLOTS
 from app.engine.weights import open_model
 from models import llama
+from models.checkpoint_config import num_query_heads
 from models.kv import STEP
 from tests import tiny
 from tests.models import parity
@@ -118,15 +126,22 @@ def test_the_working_space_is_estimated_within_a_factor_of_two(tmp_path: Path) -
         ).working
         for _ in range(5)
     )
+    layers = _caches(model)
     scores = ActivationMemory(
-        bytes_per_token=0, chunk=512, max_batch_size=0, vocab=0, heads=heads, layers=_caches(model)
+        bytes_per_token=0,
+        chunk=512,
+        max_batch_size=0,
+        vocab=0,
+        heads=heads,
+        layers=layers,
+        attention=attention_shapes(layers),
     )(STEP)
     assert 0.5 < (working - scores) / (found.working - scores) < 2
 
 
 def _caches(model: Any) -> Any:
     layers = model.make_kv()
-    mx.eval(model(mx.array([[0]]), layers))
+    mx.eval(model(mx.array([[0, 0]]), layers))
     return layers
 
 
@@ -244,8 +259,8 @@ def test_a_folder_of_40_gb_is_estimated_from_its_headers(tmp_path: Path) -> None
     assert count_bytes_read() - read < 16 << 20
     assert mx.get_peak_memory() - active < 16 << 20
     assert found.weights == pytest.approx(size, rel=1e-4)
-    # keys and values in float32, in which a CPU computes
-    assert found.kv_per_context == 2 * 80 * 8 * 128 * 8192 * 4
+    # keys and values in the type of the scales
+    assert found.kv_per_context == 2 * 80 * 8 * 128 * 8192 * 2
     assert found.fits
     # it does not fit in 40 GiB
     assert not estimate_fit(files_of(folder), Settings(memory=40 * GIB, context=32768)).fits
@@ -278,27 +293,32 @@ def write_hollow_model(folder: Path, config: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("by_kernels", BOTH)
+@pytest.mark.parametrize("kv", ["auto", "float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
 def test_dtype_conversions_on_a_cpu_are_counted_to_the_byte(
-    tmp_path: Path, dtype: mx.Dtype, by_kernels: bool
+    tmp_path: Path, dtype: mx.Dtype, kv: KVPrecision, by_kernels: bool
 ) -> None:
     """Our kernels compute with half precision weights; MLX's own are so slow with them on a CPU
-    that weights are converted to float32. Keys and values are always float32."""
+    that weights are converted to float32. Keys and values are stored as `kv` says."""
     folder = tiny.write(tmp_path / "m")
     halves = {name: array.astype(dtype) for name, array in tiny.weights().items()}
     mx.save_safetensors(str(folder / "model.safetensors"), halves)
     files = files_of(folder)
     with use_kernels(enabled=by_kernels):
-        found = estimate_fit(files, Settings(context=300))
-        model: Any = open_model(files, None)
+        found = estimate_fit(files, Settings(context=300, kv=kv))
+        model: Any = open_model(files, None, kv=kv)
         mx.eval(model.parameters())
-        kv = model.make_kv()
-        mx.eval(model(mx.zeros((1, 300), mx.int32), kv))
+        layers = model.make_kv()
+        mx.eval(model(mx.zeros((1, 300), mx.int32), layers))
     matrix = dtype.size if by_kernels else 4
     stored = sum(array.size * (4 if array.ndim == 1 else matrix) for array in halves.values())
     assert found.weights == stored == sum(array.nbytes for _, array in _flat(model))
-    assert found.kv_per_context == sum(layer.nbytes for layer in kv)
-    assert {array.dtype for layer in kv for array in layer.state()} == {mx.float32}
+    assert found.kv_per_context == sum(layer.nbytes for layer in layers)
+    expected = dtype if kv == "auto" else {"float32": mx.float32, "bfloat16": mx.bfloat16}[kv]
+    assert find_precision(layers) == str(expected).removeprefix("mlx.core.")
+    if not by_kernels:
+        expected = mx.float32  # rounded, but MLX's operations read float32 fastest
+    assert {array.dtype for layer in layers for array in layer.state()} == {expected}
 
 
 def test_a_kv_footprint_needs_no_evaluation(files: ModelFiles) -> None:
@@ -309,17 +329,32 @@ def test_a_kv_footprint_needs_no_evaluation(files: ModelFiles) -> None:
     assert KVFootprint(kv, chunk=8)(300) == 2 * 2 * 2 * 4 * 4 * 512
 
 
+def test_the_number_of_slots_follows_the_memory(files: ModelFiles) -> None:
+    """It was at most 8, however much memory there was."""
+    one = estimate_fit(files, Settings(parallel=1, memory=GIB))
+    slots = list[int]()
+    for count in (1, 3, 8, 32, 50, 1000):
+        memory = one.needed + (count - 1) * (one.kv_per_context + 16 * tiny.VOCAB) + 1000
+        found = estimate_fit(files, Settings(memory=memory))
+        assert found.fits
+        assert found.working == one.working + (found.slots - 1) * 16 * tiny.VOCAB
+        slots.append(found.slots)
+    assert slots == [1, 3, 8, 32, 50, MAX_SLOTS]
+    for settings in (Settings(exact=True), Settings(cache="single")):
+        assert estimate_fit(files, settings).slots == 1
+    assert estimate_fit(files, Settings(parallel=100)).slots == 100
+
+
 class TestMemoryRequirement:
     def test_one_typical_sequence_is_the_minimum_and_several_are_preferred(
         self, files: ModelFiles
     ) -> None:
-        plain, found = estimate_fit(files, Settings()), estimate_memory(files, Settings())
-        base = plain.weights + plain.working
+        many = fitting.PREFERRED_SEQUENCES
+        one, several = (estimate_fit(files, Settings(parallel=count)) for count in (1, many))
+        found = estimate_memory(files, Settings())
         assert files.context_length == TYPICAL_SEQUENCE_LENGTH  # so that one number serves for both
-        assert found.min_bytes == base + plain.kv_per_context
-        assert (
-            found.preferred_bytes == base + 2 * fitting.DEFAULT_MAX_PARALLEL * plain.kv_per_context
-        )
+        assert found.min_bytes == one.needed
+        assert found.preferred_bytes == several.needed + many * several.kv_per_context
         assert found.device_budget > GIB / 4
 
     def test_requested_context_and_parallel_set_the_minimum(self, files: ModelFiles) -> None:
@@ -340,3 +375,38 @@ class TestMemoryRequirement:
             least = estimate_memory(files, settings).min_bytes
             estimate = estimate_fit(files, replace(settings, memory=least))
             assert estimate.fits
+
+
+def _get_case(case_id: str) -> Case:
+    return next(case for case in cases() if case.id == case_id)
+
+
+@pytest.mark.parametrize(
+    ("case_id", "architecture", "memory", "expected"),
+    [
+        ("llama-plain", "applegpu_g16s", 1 << 34, 1024),
+        ("llama-plain", "applegpu_g17s", 1 << 34, 2048),
+        ("llama-plain", "sm_90", 1 << 34, 1024),
+        ("qwen3_moe-plain", "applegpu_g14g", 1 << 34, 2048),
+        ("qwen3_5_moe-experts", "applegpu_g14g", 1 << 34, 2048),
+        ("qwen3_moe-plain", "applegpu_g14g", 200_000_000, 512),
+    ],
+)
+def test_the_default_chunk_of_a_gpu(
+    case_id: str,
+    architecture: str,
+    memory: int,
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It used to be 512 for every model and every GPU."""
+    parity.save_reference(_get_case(case_id), tmp_path)
+    tiny.tokenizer().save(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(fitting, "read_device_info", lambda: {"architecture": architecture})
+    with use_kernels(enabled=False):
+        settings = Settings(memory=memory, context=4096)
+        assert estimate_fit(files_of(tmp_path), settings).prefill_chunk == expected
+        fixed = Settings(memory=memory, prefill_chunk=64)
+        assert estimate_fit(files_of(tmp_path), fixed).prefill_chunk == 64

@@ -7,9 +7,12 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from app.core.jobs import Ended
+from app.core.jobs import Ended, Token
+from app.core.requests import JsonSchema
 from app.engine.loop import Loop
+from app.engine.model_runner import ModelRunner, PrefillChunk
 from models.base import Model
+from tests import tiny
 from tests.engine import hybrid
 from tests.engine.harness import (
     assert_same,
@@ -18,6 +21,7 @@ from tests.engine.harness import (
     make_loop,
     run,
     run_one,
+    submit,
     tiny_model,
     token_bits,
 )
@@ -298,3 +302,56 @@ def test_the_end_names_the_token_that_stopped_the_output() -> None:
     while not (ended := [u for u in loop.step().updates if isinstance(u, Ended)]):
         pass
     assert ended[0].stop_token_id == 7
+
+
+@pytest.mark.parametrize("grammar", [False, True])
+@pytest.mark.parametrize("policy", ["radix", "slots"])
+def test_tokens_are_posted_before_a_prompt_chunk_is_dispatched(
+    policy: str, grammar: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLX blocks in `async_eval` for most of a chunk. Tokens that were sampled before the chunk
+    used to be posted after it, up to two chunks late."""
+    loop = make_loop(tiny_model(), running=3, chunk=8, policy=policy)
+    bias = ((tiny.END, -100.0),)
+    for i in range(2):
+        changes: dict[str, Any] = {"max_tokens": 100, "logit_bias": bias}
+        if grammar and i:
+            changes["grammar"] = JsonSchema(text='{"type": "string", "minLength": 200}')
+        submit(loop, job(f"stream {i}", [*PROMPT, i], **changes))
+    for _ in range(20):
+        loop.step()
+    sampled, posted, chunks = 0, 0, 0
+    sample, take_arrays = ModelRunner.sample, PrefillChunk.take_arrays
+
+    def count_sample(self: ModelRunner, batch: Any) -> Any:
+        nonlocal sampled
+        sampled += sum(s.job.id.startswith("stream") for s in batch.sequences)
+        return sample(self, batch)
+
+    def check_posted(self: PrefillChunk) -> Any:
+        nonlocal chunks
+        chunks += 1
+        # one token of each stream was in flight when the recording began
+        assert posted == sampled + 2
+        return take_arrays(self)
+
+    monkeypatch.setattr(ModelRunner, "sample", count_sample)
+    monkeypatch.setattr(PrefillChunk, "take_arrays", check_posted)
+    submit(loop, job("prompt", PROMPT * 4, max_tokens=2))
+    for _ in range(30):
+        output = loop.step()
+        posted += sum(
+            isinstance(u, Token) and u.job_id.startswith("stream") for u in output.updates
+        )
+    assert chunks > 10
+
+
+def test_without_prompts_a_token_is_dispatched_before_the_last_one_is_read() -> None:
+    """The device would otherwise wait for Python between two tokens."""
+    loop = make_loop(tiny_model(), chunk=64)
+    loop.submit(job("a", PROMPT, max_tokens=20, stop_token_ids=frozenset[int]()))
+    posted = 0
+    while posted < 15:
+        posted += sum(isinstance(u, Token) for u in loop.step().updates)
+    computed = [s.num_computed_tokens for s in loop._scheduler.running]  # pyright: ignore[reportPrivateUsage]
+    assert computed == [len(PROMPT) + posted]

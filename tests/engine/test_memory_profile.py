@@ -10,12 +10,14 @@ from app.engine.memory_profile import (
     PROMPT_LOGPROBS_CHUNK,
     ActivationMemory,
     MemoryProfile,
+    attention_shapes,
     longest_fitting,
-    num_query_heads,
     profile_memory,
 )
 from models import kernels
+from models.attention_route import AttentionDevice, workspace_bytes
 from models.base import Model
+from models.checkpoint_config import num_query_heads
 from models.kernels.in_place_attention import score_buffer_bytes
 from models.kv import STEP
 from tests.engine import hybrid
@@ -78,14 +80,24 @@ def test_the_kv_budget_excludes_weights_and_working_space() -> None:
 
 @pytest.mark.parametrize(
     ("kinds", "positions"),
-    [("k", 4096), ("kwr", 4096), ("w", STEP + CHUNK), ("r", STEP), ("wr", STEP + CHUNK)],
+    [("k", 4096), ("kwr", 4096), ("w", STEP + CHUNK), ("r", 0), ("wr", STEP + CHUNK)],
 )
 def test_scores_cover_the_positions_that_a_query_sees(kinds: str, positions: int) -> None:
-    """A window and the chunk after it, rounded up to a step; a state counts as one step."""
+    """A window and the chunk after it, rounded up to a step. A state has no scores."""
     with use_kernels(enabled=False):
         working = _activation_memory(kinds)
-        assert working(4096) == 2 * 4 * 3 * CHUNK * positions
-        assert working(100) == 2 * 4 * 3 * CHUNK * 100
+
+        def scores(positions: int) -> int:
+            return max(
+                workspace_bytes(AttentionDevice.CPU, shape, length=CHUNK, total=positions)
+                for shapes in working.attention
+                for shape in shapes
+            )
+
+        assert working(4096) == (scores(positions) if positions else 0)
+        assert working(100) == (scores(100) if positions else 0)
+        if positions:
+            assert scores(positions) >= 2 * 4 * hybrid.HEADS * CHUNK * positions
 
 
 def test_in_place_attention_holds_scores_of_few_queries_per_thread() -> None:
@@ -106,16 +118,27 @@ class _CacheWithoutKV:
 def _activation_memory(kinds: str) -> ActivationMemory:
     model = hybrid.Model(kinds=kinds)
     layers = model.make_kv()
-    mx.eval(model(mx.array([[0]]), layers))
+    mx.eval(model(mx.array([[0, 0]]), layers))
     return ActivationMemory(
-        bytes_per_token=0, chunk=CHUNK, max_batch_size=0, vocab=0, heads=3, layers=layers
+        bytes_per_token=0,
+        chunk=CHUNK,
+        max_batch_size=0,
+        vocab=0,
+        heads=3,
+        layers=layers,
+        attention=attention_shapes(layers),
     )
 
 
-def test_other_devices_hold_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+def test_a_step_holds_the_activations_of_a_chunk_and_the_logits() -> None:
     working = ActivationMemory(
-        bytes_per_token=10, chunk=CHUNK, max_batch_size=2, vocab=7, heads=3, layers=[]
+        bytes_per_token=10,
+        chunk=CHUNK,
+        max_batch_size=2,
+        vocab=7,
+        heads=3,
+        layers=[],
+        attention=[],
     )
     assert working(4096) == 10 * CHUNK + 16 * (2 + PROMPT_LOGPROBS_CHUNK) * 7
 

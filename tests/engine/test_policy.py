@@ -7,13 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.engine.policy import (
+    MAX_ROUNDS,
+    MAX_SLOTS,
+    MIN_RUNNING,
+    PendingPrompt,
     SchedulerLimits,
+    choose_aligned_chunk,
+    choose_aligned_round,
+    choose_chunk_length,
     choose_growing,
     count_admissible,
     count_preemptions,
+    count_prefill_rounds,
+    count_slots,
     fair_order,
     should_defer,
     split_prefill_budget,
+    update_pace,
 )
 
 Counts = st.integers(0, 50)
@@ -29,6 +39,39 @@ def test_admission_fills_the_free_slots_and_no_more(waiting: int, running: int, 
     assert 0 <= count <= waiting
     assert count == 0 or running + count <= slots
     assert count == waiting or running + count >= slots
+
+
+@given(
+    waiting=Counts,
+    running=Counts,
+    slots=st.integers(1, 64),
+    limit=st.floats(1e-3, 1),
+    row=st.floats(1e-6, 1),
+)
+def test_admission_bounds_the_duration_of_a_decode_step(
+    waiting: int, running: int, slots: int, limit: float, row: float
+) -> None:
+    limits = SchedulerLimits(max_running=slots, decode_seconds=limit)
+    free = count_admissible(waiting=waiting, running=running, limits=limits)
+    count = count_admissible(waiting=waiting, running=running, limits=limits, seconds_per_row=row)
+    assert 0 <= count <= free
+    after = running + count
+    assert count == 0 or after <= MIN_RUNNING or after * row <= limit * 1.001
+    # no fewer than necessary
+    assert count == free or after >= MIN_RUNNING
+    assert count == free or (after + 1) * row > limit * 0.999
+    unlimited = SchedulerLimits(max_running=slots)
+    assert free == count_admissible(
+        waiting=waiting, running=running, limits=unlimited, seconds_per_row=row
+    )
+
+
+@given(free=st.integers(0, 10**12), size=st.integers(1, 10**10))
+def test_slots_fit_in_memory(free: int, size: int) -> None:
+    slots = count_slots(free_bytes=free, bytes_per_sequence=size)
+    assert 1 <= slots <= MAX_SLOTS
+    assert slots == 1 or slots * size <= free
+    assert slots == MAX_SLOTS or (slots + 1) * size > free
 
 
 Callers = st.lists(st.sampled_from("abcd"), max_size=12)
@@ -132,11 +175,167 @@ def test_a_single_prompt_gets_the_whole_budget() -> None:
     assert split_prefill_budget([], SchedulerLimits(max_prefill_tokens=128)) == []
 
 
-def test_aligned_chunks_go_to_the_oldest_and_the_shortest() -> None:
-    limits = SchedulerLimits(max_prefill_tokens=64, align_chunks=True)
-    assert split_prefill_budget([500, 400, 30, 200], limits) == [64, 0, 30, 0]
-    assert split_prefill_budget([500], limits) == [64]
-    assert split_prefill_budget([], limits) == []
+ALIGNED = SchedulerLimits(max_prefill_tokens=64, align_chunks=True)
+
+
+def make_pending(*remaining: int, computed: int = 0) -> list[PendingPrompt]:
+    return [PendingPrompt(computed=computed, remaining=count) for count in remaining]
+
+
+def test_aligned_chunks_go_to_the_oldest_and_the_shortest_in_turn() -> None:
+    assert choose_aligned_chunk(make_pending(500, 400, 30, 200), ALIGNED, turn=0) == (0, 64)
+    assert choose_aligned_chunk(make_pending(500, 400, 30, 200), ALIGNED, turn=1) == (2, 30)
+    assert choose_aligned_chunk(make_pending(500), ALIGNED, turn=1) == (0, 64)
+    assert choose_aligned_chunk([], ALIGNED, turn=1) is None
+
+
+def test_an_aligned_chunk_after_a_cached_prefix_ends_at_the_next_multiple() -> None:
+    assert choose_aligned_chunk(make_pending(500, computed=100), ALIGNED, turn=0) == (0, 28)
+    assert choose_aligned_chunk(make_pending(20, computed=100), ALIGNED, turn=0) == (0, 20)
+
+
+Prompts = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 400)), min_size=1, max_size=8)
+
+
+@given(prompts=Prompts, size=st.integers(1, 128), turns=st.lists(st.integers(0, 9), max_size=12))
+def test_aligned_chunks_do_not_depend_on_the_load(
+    prompts: list[tuple[int, int]], size: int, turns: list[int]
+) -> None:
+    """Each prompt's chunks end at the multiples of the size, in any company and order."""
+    limits = SchedulerLimits(max_prefill_tokens=size, align_chunks=True)
+    left = [PendingPrompt(computed=computed, remaining=count) for computed, count in prompts]
+    ends = [computed + count for computed, count in prompts]
+    for turn in [*turns, *range(10_000)]:
+        waiting = [i for i, prompt in enumerate(left) if prompt.remaining]
+        chosen = choose_aligned_chunk([left[i] for i in waiting], limits, turn=turn)
+        if chosen is None:
+            break
+        i, count = waiting[chosen[0]], chosen[1]
+        assert 0 < count <= left[i].remaining
+        end = left[i].computed + count
+        assert end == min(ends[i], (left[i].computed // size + 1) * size)
+        left[i] = PendingPrompt(computed=end, remaining=left[i].remaining - count)
+    assert not any(prompt.remaining for prompt in left)
+
+
+@given(prompts=Prompts, size=st.integers(1, 128), turns=st.lists(st.integers(0, 9), max_size=12))
+def test_packed_chunks_end_where_they_would_alone(
+    prompts: list[tuple[int, int]], size: int, turns: list[int]
+) -> None:
+    limits = SchedulerLimits(max_prefill_tokens=size, align_chunks=True)
+    left = [PendingPrompt(computed=computed, remaining=count) for computed, count in prompts]
+    for turn in [*turns, *range(10_000)]:
+        waiting = [i for i, prompt in enumerate(left) if prompt.remaining]
+        chosen = choose_aligned_round([left[i] for i in waiting], limits, turn=turn, pack=True)
+        alone = choose_aligned_round([left[i] for i in waiting], limits, turn=turn, pack=False)
+        assert chosen[:1] == alone
+        if not chosen:
+            break
+        assert sum(count for _, count in chosen) <= size
+        assert len({index for index, _ in chosen}) == len(chosen)
+        for index, count in chosen:
+            computed, remaining = left[waiting[index]].computed, left[waiting[index]].remaining
+            assert count == min(remaining, size - computed % size)
+            left[waiting[index]] = PendingPrompt(
+                computed=computed + count, remaining=remaining - count
+            )
+    assert not any(prompt.remaining for prompt in left)
+
+
+def test_short_prompts_fill_a_round() -> None:
+    """Each one used to be a pass of its own on a GPU."""
+    prompts = make_pending(20, 30, 10, 200, 9)
+    assert choose_aligned_round(prompts, ALIGNED, turn=0, pack=True) == [
+        (0, 20),
+        (4, 9),
+        (2, 10),
+    ]
+    assert choose_aligned_round(prompts, ALIGNED, turn=0, pack=False) == [(0, 20)]
+    assert choose_aligned_round(make_pending(200, 9), ALIGNED, turn=0, pack=True) == [(0, 64)]
+    assert choose_aligned_round([], ALIGNED, turn=0, pack=True) == []
+
+
+ONE_GB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("kind", "megabytes_per_token", "expected"),
+    [
+        ({"on_gpu": False, "experts": True, "accelerators": False}, 99, 128),
+        ({"on_gpu": True, "experts": False, "accelerators": False}, 0.1, 1024),
+        ({"on_gpu": True, "experts": True, "accelerators": False}, 0.1, 2048),
+        ({"on_gpu": True, "experts": False, "accelerators": True}, 0.1, 2048),
+        ({"on_gpu": True, "experts": True, "accelerators": True}, 0.6, 1024),
+        ({"on_gpu": True, "experts": False, "accelerators": False}, 1.5, 512),
+        ({"on_gpu": True, "experts": True, "accelerators": True}, 99, 256),
+    ],
+)
+def test_the_chunk_suits_the_device_the_model_and_the_memory(
+    kind: dict[str, bool], megabytes_per_token: float, expected: int
+) -> None:
+    def working(chunk: int) -> int:
+        return int(megabytes_per_token * chunk * 1_000_000)
+
+    assert choose_chunk_length(**kind, working=working, limit=ONE_GB) == expected
+
+
+@given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=12), size=st.integers(1, 64))
+def test_no_aligned_prompt_starves(lengths: list[int], size: int) -> None:
+    """Short prompts keep coming, and the oldest one still gets every other round."""
+    limits = SchedulerLimits(max_prefill_tokens=size, align_chunks=True)
+    computed, turn = 0, 0
+    while computed < 1000:
+        first = PendingPrompt(computed=computed, remaining=1000 - computed)
+        chosen = choose_aligned_chunk([first, *make_pending(*lengths)], limits, turn=turn)
+        assert chosen is not None
+        computed += chosen[1] if chosen[0] == 0 else 0
+        turn += 1
+    assert turn <= 2 * -(-1000 // size)
+
+
+Seconds = st.floats(0, 1e6)
+
+
+@given(pace=st.none() | Seconds, size=Budget, budget=st.none() | st.floats(1e-3, 10))
+def test_rounds_fit_into_the_time_of_a_step(
+    pace: float | None, size: int, budget: float | None
+) -> None:
+    limits = SchedulerLimits(max_prefill_tokens=size, step_seconds=budget)
+    rounds = count_prefill_rounds(pace, limits)
+    assert 1 <= rounds <= MAX_ROUNDS
+    if rounds > 1:
+        assert pace is not None
+        assert budget is not None
+        assert rounds * pace * size <= budget * 1.001
+
+
+def test_a_fast_step_takes_more_rounds() -> None:
+    limits = SchedulerLimits(max_prefill_tokens=100, step_seconds=0.1)
+    paces = (None, 1.0, 1e-3, 5e-4, 1e-4, 0.0)
+    assert [count_prefill_rounds(pace, limits) for pace in paces] == [1, 1, 1, 2, 10, MAX_ROUNDS]
+
+
+@given(decode=st.floats(0, 0.3), token=st.floats(1e-6, 1e-2), first=st.none() | st.floats(1e-7, 1))
+def test_the_pace_settles_at_steps_within_the_time(
+    decode: float, token: float, first: float | None
+) -> None:
+    """Steps take as many rounds as fit beside the decoding of the running sequences."""
+    limits = SchedulerLimits(max_prefill_tokens=128, step_seconds=0.1)
+    pace, steps = first, list[float]()
+    for _ in range(200):
+        tokens = 128 * count_prefill_rounds(pace, limits)
+        steps.append(decode + tokens * token)
+        pace = update_pace(pace, count=tokens, seconds=steps[-1])
+    shortest = decode + 128 * token
+    assert all(step <= max(shortest, 0.2) * 1.001 for step in steps[100:])
+    # not much shorter than the time, unless the number of rounds is at its limit
+    assert max(steps[100:]) >= min(0.05, decode + MAX_ROUNDS * 128 * token) * 0.999
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_a_clock_that_jumps_does_not_change_the_pace(seconds: float) -> None:
+    assert update_pace(0.5, count=10, seconds=seconds) == 0.5
+    assert update_pace(0.5, count=0, seconds=1.0) == 0.5
 
 
 @given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=12), budget=st.integers(1, 64))

@@ -18,7 +18,9 @@ from app import store
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
 from app.engine.weights import list_parameters, open_model, read_weights
+from models import kernels
 from models.base import Model
+from models.cpu_layout import get_activation_bits
 from tests import tiny
 from tests.bench import loading
 from tests.fakes import make_rust_panic
@@ -163,6 +165,50 @@ def test_a_quantized_model_keeps_no_original_weights(tmp_path: Path, bits: Any) 
     # the allocator rounds some arrays up to whole pages
     assert expected <= mx.get_active_memory() - before <= expected + 32768
     assert expected < sum(array.nbytes for array in tiny.weights(config).values()) / 2
+
+
+def write_wide(tmp_path: Path) -> ModelFiles:
+    config = {**tiny.CONFIG, "hidden_size": 64, "intermediate_size": 128}
+    return write_shards(tmp_path, tiny.weights(config), **config)
+
+
+needs_kernels = pytest.mark.skipif(
+    kernels.ops() is None, reason=f"no kernels: {kernels.describe().why}"
+)
+
+
+@needs_kernels
+def test_fewer_bits_of_activations_change_the_logits_of_a_quantized_model(tmp_path: Path) -> None:
+    files = write_wide(tmp_path)
+    models = {bits: open_model(files, 8, activations=bits) for bits in (24, 16, 8)}
+    found = {bits: answers(model) for bits, model in models.items()}
+    assert {bits: get_activation_bits(model) for bits, model in models.items()} == {
+        24: 24,
+        16: 16,
+        8: 8,
+    }
+    assert (answers(open_model(files, 8)) == found[24]).all()
+    errors = [float(np.abs(found[bits] - found[24]).max()) for bits in (16, 8)]
+    assert 0 < errors[0] < errors[1] / 20 < 1
+
+
+@needs_kernels
+def test_activations_need_a_model_with_quantized_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = write_wide(tmp_path)
+    assert get_activation_bits(open_model(files, None)) is None
+    with pytest.raises(AppError) as caught:
+        open_model(files, None, activations=8)
+    assert caught.value.kind is ErrorKind.MODEL_FILES
+    assert caught.value.message == (
+        f"{files.path}: 8-bit activations need weights of 4 or 8 bits that the CPU kernels "
+        "multiply, but the model has none: leave out --activations, or set --quantize"
+    )
+    monkeypatch.setattr(kernels, "_module", None)
+    with pytest.raises(AppError, match="but the CPU kernels are not in use"):
+        open_model(files, 8, activations=16)
+    assert get_activation_bits(open_model(files, 8, activations=24)) is None
 
 
 SMALL = {

@@ -73,9 +73,10 @@ def routes(generate, models, settings, bodies):
         async def stream():
             request = GenerateRequest(model=body["model"], prompt=body["prompt"])
             async with generate.open(request, model) as events:
-                async for event in events:
-                    if isinstance(event, TextDelta):
-                        yield f"data: {event.text}\\n\\n"
+                async for batch in events:
+                    for event in batch:
+                        if isinstance(event, TextDelta):
+                            yield f"data: {event.text}\\n\\n"
             yield "data: [DONE]\\n\\n"
 
         return StreamingResponse(stream(), media_type="text/event-stream")

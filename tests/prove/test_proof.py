@@ -11,7 +11,7 @@ import pytest
 
 from app import store
 from app.core.model_files import ModelFiles
-from app.core.settings import Settings
+from app.core.settings import ActivationBits, KVPrecision, Settings
 from app.engine.model_info import complete_config
 from app.prove.conditions import ODD_CHUNK
 from app.prove.proof import ConditionReport, Proof, ProofOptions, Reference
@@ -33,11 +33,11 @@ def read_files(folder: Path) -> ModelFiles:
 
 
 def prove(
-    files: ModelFiles, *, seconds: float = 1000, last: str = ""
+    files: ModelFiles, *, seconds: float = 1000, last: str = "", kv: KVPrecision = "auto"
 ) -> tuple[Reference, dict[str, ConditionReport]]:
     """Runs the conditions up to `last`, by default all that the engine has."""
     options = ProofOptions(conversations=CONVERSATIONS, seconds=seconds)
-    proof = Proof(files, Settings(), options)
+    proof = Proof(files, Settings(kv=kv), options)
     reference = proof.compute_reference()
     reports: dict[str, ConditionReport] = {}
     for report in proof.run(reference, lambda _: None):
@@ -53,8 +53,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
 
 
 @needs_kernels
-def test_a_correct_engine_passes_every_condition(files: ModelFiles) -> None:
-    reference, reports = prove(files)
+@pytest.mark.parametrize("kv", ["float32", "bfloat16", "float16"])
+def test_a_correct_engine_passes_every_condition(files: ModelFiles, kv: KVPrecision) -> None:
+    reference, reports = prove(files, kv=kv)
+    assert reference.capacity.kv_dtype == kv
     assert [len(chain) for chain in reference.chains] == [2] * CONVERSATIONS
     assert len({one.expected.ids for one in reference.requests}) > CONVERSATIONS
     assert all(report.passed and report.answers for report in reports.values()), reports
@@ -88,6 +90,25 @@ def test_the_architectures_pass(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(written))
     _, reports = prove(read_files(tmp_path), seconds=0.01)
     assert all(report.passed for report in reports.values()), reports
+
+
+@needs_kernels
+@pytest.mark.parametrize("bits", [16, 8])
+def test_fewer_bits_of_activations_pass_every_condition(
+    bits: ActivationBits, tmp_path: Path
+) -> None:
+    """Except the comparison with MLX's operations, which round less."""
+    folder = tiny.write(tmp_path / "tiny", hidden_size=64, intermediate_size=128)
+    files = read_files(folder)
+    options = ProofOptions(conversations=CONVERSATIONS)
+    proof = Proof(files, Settings(quantize=8, activations=bits), options)
+    reference = proof.compute_reference()
+    reports = {report.name: report for report in proof.run(reference, lambda _: None)}
+    assert reports["without kernels"].answers == 0
+    assert f"--activations {bits}" in reports["without kernels"].detail
+    del reports["without kernels"]
+    assert all(report.passed and report.answers for report in reports.values()), reports
+    assert all(report.tolerance is None for report in reports.values())
 
 
 def test_without_equal_bits_the_tolerance_applies(files: ModelFiles) -> None:

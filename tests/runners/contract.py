@@ -18,6 +18,7 @@ from app.core.settings import Settings
 from app.runners.thread_runner import ThreadRunner
 from models.cpu_backend import get_num_threads
 from tests import tiny
+from tests.batches import flatten
 from tests.engine.harness import job
 
 PATIENCE = 20.0
@@ -46,7 +47,7 @@ def endless(name: str, prompt: bytes = b"hello") -> Job:
 
 async def answer(runner: Runner, name: str, prompt: bytes, **changes: object) -> list[JobUpdate]:
     async with runner.submit(job(name, prompt, **changes)) as submission:
-        return [update async for update in submission]
+        return [update async for update in flatten(submission)]
 
 
 def ids(updates: list[JobUpdate]) -> list[int]:
@@ -84,7 +85,7 @@ def test_leaving_early_frees_the_engine_and_keeps_the_cache(
 ) -> None:
     async def body(running: Runner) -> None:
         async with running.submit(endless("a", b"hello world")) as submission:
-            async for update in submission:
+            async for update in flatten(submission):
                 if isinstance(update, Token):
                     break
         assert count_cached(await answer(running, "b", b"hello world")) == len(b"hello world") - 1
@@ -111,7 +112,7 @@ def test_limit_cached_tokens_bounds_the_cache_of_a_left_job(
     async def body(running: Runner) -> None:
         sampled: list[int] = []
         async with running.submit(endless("a", b"hello world")) as submission:
-            async for update in submission:
+            async for update in flatten(submission):
                 if isinstance(update, Token):
                     sampled.append(update.id)
                 if len(sampled) == 8:
@@ -294,7 +295,7 @@ def test_stop_ends_jobs_with_errors_and_is_idempotent(runner: MakeRunner, long_m
         waiting = asyncio.create_task(running.wait_for_failure())
         async with asyncio.timeout(PATIENCE), running.submit(endless("a")) as submission:
             await asyncio.gather(running.stop(), running.stop())
-            updates = [update async for update in submission]
+            updates = [update async for update in flatten(submission)]
         assert isinstance(updates[-1], Ended)
         assert updates[-1].reason == "error"
         await running.stop()

@@ -20,6 +20,7 @@ from app.core.sampling_params import SamplingParams
 from app.core.settings import ModelSettings, Settings
 from app.runners.pool import ModelPool
 from app.runners.restart_policy import RestartPolicy
+from tests.batches import flatten
 
 PATIENCE = 5.0
 
@@ -123,7 +124,7 @@ class ScriptedRunner:
 
     async def embed(self, job: EmbedJob) -> Sequence[bytes]:
         async with self.submit(job) as submission:  # pyright: ignore[reportArgumentType]
-            ended = [update async for update in submission][-1]
+            ended = [update async for update in flatten(submission)][-1]
         assert isinstance(ended, Ended)
         if ended.reason == "error":
             raise AppError(ErrorKind.ENGINE, ended.error or "")
@@ -182,10 +183,10 @@ class ScriptedSubmission:
     def cancel(self) -> None:
         self._running.cancel()
 
-    async def __aiter__(self) -> AsyncIterator[JobUpdate]:
+    async def __aiter__(self) -> AsyncIterator[Sequence[JobUpdate]]:
         while True:
             update = await self._updates.get()
-            yield update
+            yield [update]
             if isinstance(update, Ended):
                 return
 

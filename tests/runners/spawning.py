@@ -16,6 +16,7 @@ from app.core.errors import AppError
 from app.core.jobs import Ended, JobUpdate
 from app.core.settings import Settings
 from app.runners.process_runner import ProcessRunner
+from tests.batches import flatten
 from tests.runners.contract import PATIENCE, endless
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs the Linux kernel")
@@ -75,7 +76,7 @@ async def wait_for_end(running: ProcessRunner, name: str) -> Ended:
     """The end of a job that does not end by itself, on `long_model`."""
     async with running.submit(endless(name)) as submission:
         last: JobUpdate | None = None
-        async for update in submission:
+        async for update in flatten(submission):
             last = update
     assert isinstance(last, Ended)
     return last

@@ -26,9 +26,9 @@ class FakeSubmission:
         self.started_ns: int | None = None
         self.ended_ns: int | None = None
 
-    async def __aiter__(self) -> AsyncIterator[JobUpdate]:
+    async def __aiter__(self) -> AsyncIterator[Sequence[JobUpdate]]:
         for update in ():
-            yield update
+            yield [update]
 
     def limit_cached_tokens(self, tokens: int) -> None: ...
 

@@ -21,6 +21,7 @@ from app.core.jobs import (
 from app.core.ports import RunnerFailure
 from app.core.prefix_snapshot import PrefixSnapshot
 from app.runners.dispatcher import Dispatcher
+from tests.batches import flatten
 from tests.engine.harness import job
 
 READY = EngineReady(
@@ -66,7 +67,7 @@ def with_dispatcher(body: Callable[[Dispatcher, FakeEngine], Awaitable[None]]) -
 async def wait_for_error(dispatcher: Dispatcher, name: str) -> str | None:
     """The error that a job ends with."""
     async with dispatcher.submit(job(name, b"x")) as waiting:
-        updates = [update async for update in waiting]
+        updates = [update async for update in flatten(waiting)]
     assert isinstance(updates[-1], Ended)
     return updates[-1].error
 
@@ -139,6 +140,54 @@ def test_get_failure_waits_for_the_reason():
     with_dispatcher(body)
 
 
+def make_token(number: int) -> Token:
+    return Token(job_id="a", id=number, timestamp_ns=number)
+
+
+def test_updates_that_arrive_together_are_one_batch():
+    async def body(dispatcher: Dispatcher, engine: FakeEngine) -> None:
+        dispatcher.receive(READY)
+        async with dispatcher.submit(job("a", b"x")) as waiting:
+            batches = aiter(waiting)
+            reading = asyncio.ensure_future(anext(batches))
+            await asyncio.sleep(0)
+            for number in range(3):  # three steps in one turn of the event loop
+                step = StepOutput(updates=(make_token(number),), stats=EngineStats())
+                dispatcher.receive(step)
+            assert await reading == [make_token(number) for number in range(3)]
+            dispatcher.receive(StepOutput(updates=(make_token(3),), stats=EngineStats()))
+            assert await anext(batches) == [make_token(3)]
+
+    with_dispatcher(body)
+
+
+def test_a_slow_reader_gets_bounded_batches_and_lets_other_tasks_run():
+    """Encoding everything that a stopped client missed would block the event loop."""
+    tokens = [make_token(number) for number in range(1000)]
+
+    async def body(dispatcher: Dispatcher, engine: FakeEngine) -> None:
+        dispatcher.receive(READY)
+        turns = 0
+
+        async def count_turns() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        async with dispatcher.submit(job("a", b"x")) as waiting:
+            ended = Ended(job_id="a", reason="stop", timestamp_ns=2000)
+            dispatcher.receive(StepOutput(updates=(*tokens, ended), stats=EngineStats()))
+            counting = asyncio.create_task(count_turns())
+            batches = [batch async for batch in waiting]
+            counting.cancel()
+        assert [update for batch in batches for update in batch] == [*tokens, ended]
+        assert max(map(len, batches)) <= 64
+        assert turns >= len(batches) - 1
+
+    with_dispatcher(body)
+
+
 def test_a_finished_job_is_not_ended_again():
     async def body(dispatcher: Dispatcher, engine: FakeEngine) -> None:
         dispatcher.receive(READY)
@@ -149,7 +198,7 @@ def test_a_finished_job_is_not_ended_again():
             )
             dispatcher.receive(StepOutput(updates=updates, stats=EngineStats()))
             dispatcher.receive(BROKEN)
-            assert tuple([update async for update in waiting]) == updates
+            assert tuple([update async for update in flatten(waiting)]) == updates
         assert engine.calls == ["submit a"]
 
     with_dispatcher(body)

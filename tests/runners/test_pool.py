@@ -17,6 +17,7 @@ from app.runners import lease as lease_module
 from app.runners import pool as pool_module
 from app.runners.pool import ModelPool
 from app.runners.restart_policy import RUNNER_CRASHED, RestartPolicy
+from tests.batches import flatten
 from tests.runners.scripted import (
     PATIENCE,
     RunnerScript,
@@ -870,7 +871,7 @@ def test_a_job_after_a_crash_waits_for_the_next_runner():
             handle, crashed = pool.get_handle(A), script.runner_of("a")
             crashed.fail("killed by SIGKILL")
             async with handle.submit(job("x")) as submission:
-                assert [type(update) async for update in submission] == [Started, Ended]
+                assert [type(update) async for update in flatten(submission)] == [Started, Ended]
             assert crashed.jobs == []
             assert [one.id for one in script.runner_of("a").jobs] == ["x"]
 

@@ -154,7 +154,7 @@ def test_garbage_on_the_socket_affects_no_request(use_runner: UseRunner) -> None
             for garbage in (
                 b"\x00" * 100_000,
                 b"POST /v1/jobs HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n{",
-                b"GET /v1/updates HTTP/1.1\r\nHost: x\r\n",
+                b"GET /v1/status HTTP/1.1\r\nHost: x\r\n",
                 b"",
             ):
                 for _ in range(25):

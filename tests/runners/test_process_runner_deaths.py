@@ -19,6 +19,7 @@ from app.core.errors import AppError, ErrorKind
 from app.core.ports import RunnerFailure
 from app.runners.child_process import count_oom_kills
 from app.runners.worker_client import WorkerClient
+from tests.batches import flatten
 from tests.engine.harness import job
 from tests.runners.contract import answer, ids
 from tests.runners.spawning import (
@@ -94,10 +95,14 @@ def test_a_process_that_closes_its_connection_without_an_exit_is_reported(
 ) -> None:
     monkeypatch.setattr("app.runners.process_runner._EXIT_TIMEOUT", 0.3)
     plant(
-        "from app.runners import worker_server as it\n"
-        "async def lines(self):\n"
-        "    yield it.worker_protocol.WORKER_EVENT.encode(self._thread.heartbeat()) + b'\\n'\n"
-        "it.WorkerServer._event_lines = lines\n"
+        "from app.runners.event_pipe import EventWriter\n"
+        "write = EventWriter.write\n"
+        "def write_and_close(self, events):\n"
+        "    write(self, events)\n"
+        "    if events:\n"
+        "        self.close()\n"
+        "EventWriter.write = write_and_close\n"
+        "EventWriter.connection_lost = lambda self, error: None\n"
     )
 
     async def run() -> None:
@@ -387,7 +392,7 @@ def test_endless_output_blocks_no_request(
         async with start_runner(long_model) as running:
             request = job("a", b"hello", max_tokens=40, stop_token_ids=frozenset[int]())
             async with running.submit(request) as submission:
-                updates = [update async for update in submission]
+                updates = [update async for update in flatten(submission)]
             assert len(ids(updates)) == 40
 
     asyncio.run(run())

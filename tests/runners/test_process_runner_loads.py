@@ -19,7 +19,6 @@ from tests.runners.spawning import (
     linux,
     pid,
     start_error,
-    start_runner,
 )
 
 
@@ -116,12 +115,8 @@ def test_a_process_with_undecodable_messages_is_killed(
         "worker_protocol.WORKER_EVENT = BrokenCodec()\n"
     )
 
-    async def run() -> None:
-        async with start_runner(tiny_model) as running:
-            failure = await running.wait_for_failure()
-            assert failure.message == "the tiny process sent a message that cannot be decoded"
-
-    asyncio.run(run())
+    error = asyncio.run(start_error(tiny_model))
+    assert error.message == "the tiny process sent a message that cannot be decoded"
     assert logged in caplog.text
 
 
@@ -130,10 +125,8 @@ def test_a_process_that_is_silent_after_its_load_is_killed(
 ) -> None:
     """It reports that the model is loaded, and then sends nothing."""
     plant(
-        "import asyncio\n"
-        "from app.runners.worker_server import WorkerServer\n"
-        "async def silence(self, request): await asyncio.sleep(3600)\n"
-        "WorkerServer._stream_events = silence\n"
+        "from app.runners.event_pipe import EventWriter\n"
+        "EventWriter.write = lambda self, events: None\n"
     )
     error = asyncio.run(start_error(tiny_model, watchdog=5.0))
     assert error.message.startswith("the engine process has sent nothing for ")

@@ -14,6 +14,7 @@ from app.core.ports import FailureCause
 from app.runners import quarantine
 from app.runners.handle import ModelHandle
 from app.runners.pool import ModelPool
+from tests.batches import flatten
 from tests.runners.scripted import (
     SLOTS,
     RunnerScript,
@@ -42,7 +43,7 @@ async def run_model(script: RunnerScript) -> AsyncGenerator[tuple[ModelPool, Mod
 
 async def collect_updates(handle: ModelHandle, request: Job) -> list[JobUpdate]:
     async with handle.submit(request) as submission:
-        return [update async for update in submission]
+        return [update async for update in flatten(submission)]
 
 
 async def end_reason(handle: ModelHandle, request: Job) -> str:
@@ -253,7 +254,7 @@ def test_two_suspects_of_one_request_do_not_wait_for_each_other():
             await crash_runner(script, handle, first, second)
             async with handle.submit(first) as one, handle.submit(second) as two:
                 for submission in (two, one):
-                    assert isinstance([update async for update in submission][-1], Ended)
+                    assert isinstance([update async for update in flatten(submission)][-1], Ended)
 
     run(body())
 

@@ -15,6 +15,7 @@ from app.core.ports import RunnerStatus
 from app.core.settings import Settings
 from app.engine.loop import Loop
 from app.runners.thread_runner import ThreadRunner
+from tests.batches import flatten
 from tests.engine.harness import job
 from tests.runners.contract import *  # noqa: F403  # the suite that every runner passes
 from tests.runners.contract import PATIENCE, MakeRunner, answer, endless
@@ -52,7 +53,7 @@ def test_jobs_end_with_an_error_if_the_engine_fails(
         async with start_runner(tiny_model, Settings()) as running:
             monkeypatch.setattr(Loop, "step", fail)
             async with running.submit(job("a", b"hello")) as submission:
-                updates = [update async for update in submission]
+                updates = [update async for update in flatten(submission)]
             assert isinstance(updates[-1], Ended)
             assert updates[-1].reason == "error"
             assert updates[-1].error == "the engine stopped: AssertionError: planted"
@@ -111,7 +112,7 @@ def test_a_hang_and_its_recovery_are_reported(
             stalled = running.status()
             await wait_until(lambda: "has made no progress" in caplog.text)
             gate.set()
-            async for update in submission:
+            async for update in flatten(submission):
                 if isinstance(update, Token):
                     break
             await wait_until(lambda: "is making progress again" in caplog.text)

@@ -129,21 +129,23 @@ class SessionJob:
     def limit_cached_tokens(self, tokens: int) -> None:
         raise AssertionError("every output ends with a stop token")
 
-    async def __aiter__(self) -> AsyncIterator[JobUpdate]:
+    async def __aiter__(self) -> AsyncIterator[Sequence[JobUpdate]]:
         name, length = self._job.id, len(self._job.prompt_token_ids)
         await self._barrier.wait()
         self.started_ns = time.monotonic_ns()
-        yield Started(job_id=name, cached_tokens=self._cached, timestamp_ns=self.started_ns)
-        yield Prefilled(job_id=name, computed_tokens=length)
+        yield [Started(job_id=name, cached_tokens=self._cached, timestamp_ns=self.started_ns)]
+        yield [Prefilled(job_id=name, computed_tokens=length)]
         for id_ in self._output:
-            yield Token(job_id=name, id=id_, timestamp_ns=time.monotonic_ns())
+            yield [Token(job_id=name, id=id_, timestamp_ns=time.monotonic_ns())]
         self.ended_ns = time.monotonic_ns()
-        yield Ended(
-            job_id=name,
-            reason="stop",
-            timestamp_ns=self.ended_ns,
-            stop_token_id=min(self._job.stop_token_ids),
-        )
+        yield [
+            Ended(
+                job_id=name,
+                reason="stop",
+                timestamp_ns=self.ended_ns,
+                stop_token_id=min(self._job.stop_token_ids),
+            )
+        ]
 
 
 def write_model(folder: Path, template: str, ends: frozenset[str]) -> Path:

@@ -8,7 +8,7 @@ rejects them.
 import asyncio
 import json
 import pkgutil
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,11 +93,10 @@ class RecordedJob:
     def limit_cached_tokens(self, tokens: int) -> None:
         self._submission.limit_cached_tokens(tokens)
 
-    async def __aiter__(self) -> AsyncIterator[JobUpdate]:
-        async for update in self._submission:
-            if isinstance(update, Token):
-                self.ids.append(update.id)
-            yield update
+    async def __aiter__(self) -> AsyncIterator[Sequence[JobUpdate]]:
+        async for updates in self._submission:
+            self.ids += [update.id for update in updates if isinstance(update, Token)]
+            yield updates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

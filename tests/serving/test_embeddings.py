@@ -31,6 +31,7 @@ from app.serving.embeddings import EmbeddingService, read_pooling_config
 from app.text.tokenizer import Tokenizer
 from models import architectures
 from tests import tiny
+from tests.batches import flatten
 from tests.engine.harness import job
 from tests.models import parity, test_mlx_lm_adapter
 
@@ -324,7 +325,7 @@ def test_streams_continue_while_many_inputs_are_embedded(tiny_model: Path):
             task = asyncio.create_task(runner.embed(endless_job("a")))
             one = job("s", b"hello", max_tokens=100, stop_token_ids=frozenset())
             async with runner.submit(one) as submission:
-                updates = [update async for update in submission]
+                updates = [update async for update in flatten(submission)]
             assert len(updates) > 100
             assert not task.done()
             task.cancel()

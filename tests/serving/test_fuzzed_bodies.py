@@ -85,14 +85,14 @@ class EchoJob:
     def limit_cached_tokens(self, tokens: int) -> None:
         pass
 
-    async def __aiter__(self) -> AsyncIterator[JobUpdate]:
+    async def __aiter__(self) -> AsyncIterator[Sequence[JobUpdate]]:
         name = self._job.id
         self.started_ns = self.ended_ns = time.monotonic_ns()
-        yield Started(job_id=name, cached_tokens=0, timestamp_ns=self.started_ns)
+        yield [Started(job_id=name, cached_tokens=0, timestamp_ns=self.started_ns)]
         for id_ in self._job.prompt_token_ids[-min(8, self._job.max_tokens) :]:
             logprob = None if self._job.top_logprobs is None else -1.0
-            yield Token(job_id=name, id=id_, timestamp_ns=self.started_ns, logprob=logprob)
-        yield Ended(job_id=name, reason="stop", timestamp_ns=self.ended_ns)
+            yield [Token(job_id=name, id=id_, timestamp_ns=self.started_ns, logprob=logprob)]
+        yield [Ended(job_id=name, reason="stop", timestamp_ns=self.ended_ns)]
 
 
 @pytest.fixture(scope="module")

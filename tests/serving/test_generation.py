@@ -55,6 +55,7 @@ from app.runners.thread_runner import ThreadRunner
 from app.serving.generation import Generation
 from app.serving.prompt_jobs import DEFAULT_NUM_KEEP
 from tests import tiny
+from tests.batches import flatten
 
 
 class FakeRunner:
@@ -122,9 +123,9 @@ class FakeRunner:
         finally:
             self.num_closed += 1
 
-    async def __aiter__(self) -> AsyncIterator[JobUpdate]:
+    async def __aiter__(self) -> AsyncIterator[Sequence[JobUpdate]]:
         for update in self.updates(self.jobs[-1]):
-            yield update
+            yield [update]
 
     def limit_cached_tokens(self, tokens: int) -> None:
         self.kept_tokens = tokens
@@ -160,7 +161,7 @@ def collect_events(
 ) -> list[Event]:
     async def collect() -> list[Event]:
         async with Generation(files, runner, settings).open(request(**changes)) as stream:
-            return [event async for event in stream]
+            return [event async for event in flatten(stream)]
 
     return asyncio.run(collect())
 
@@ -531,7 +532,7 @@ def test_the_next_prompt_has_the_bytes_that_were_generated(files: ModelFiles, re
     async def ask(*messages: Message) -> bytes:
         asked = request(prompt=Conversation(messages=messages), caller="one")
         async with generation.open(asked) as stream:
-            assert [event async for event in stream]
+            assert [event async for event in flatten(stream)]
         counted = await generation.tokenize_chat(asked)
         assert tuple(counted) == runner.jobs[-1].prompt_token_ids
         return bytes(id for id in counted if id < 256)

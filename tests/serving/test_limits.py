@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from app.core.requests import Conversation, GenerateRequest, Message, PromptBatc
 from app.core.settings import Settings
 from app.serving.limits import RequestLimits
 from tests import tiny
+from tests.batches import flatten
 from tests.fakes import FOREVER, HELLO, FakeGenerate, FakeModel, Pause, finish, text
 from tests.runners.spawning import wait_until
 from tests.server_process import TIMEOUT, run_server
@@ -45,7 +46,7 @@ def limit_generate(generate: FakeGenerate, settings: Settings) -> RequestLimits:
 
 async def read(limited: RequestLimits, request: GenerateRequest) -> list[Event]:
     async with limited.open(request, MODEL) as events:
-        return [event async for event in events]
+        return [event async for event in flatten(events)]
 
 
 async def get_error(result: Awaitable[Any]) -> AppError:
@@ -397,9 +398,11 @@ def test_an_error_caused_by_a_cancellation_leaves_no_cancellation_behind():
 
     class Failing(FakeGenerate):
         @asynccontextmanager
-        async def open(self, request: Any, model: Any) -> AsyncGenerator[AsyncIterator[Event]]:
-            async def events() -> AsyncGenerator[Event]:
-                yield text("so")
+        async def open(
+            self, request: Any, model: Any
+        ) -> AsyncGenerator[AsyncIterator[Sequence[Event]]]:
+            async def events() -> AsyncGenerator[Sequence[Event]]:
+                yield [text("so")]
                 try:
                     await asyncio.sleep(1e6)
                 except asyncio.CancelledError:

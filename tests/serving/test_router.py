@@ -33,6 +33,7 @@ from app.serving.model_library import InstalledModels
 from app.serving.registry import ModelRegistry, RegisteredModel, build_entry
 from app.serving.router import ModelRouter, sum_engine_stats
 from tests import tiny
+from tests.batches import flatten
 
 MEBIBYTE = 1 << 20
 
@@ -118,7 +119,7 @@ async def open_stream(router: ModelRouter, request: GenerateRequest) -> AsyncGen
 
 async def events(router: ModelRouter, request: GenerateRequest) -> list[Event]:
     async with open_stream(router, request) as stream:
-        return [event async for event in stream]
+        return [event async for event in flatten(stream)]
 
 
 async def embed(router: ModelRouter, model: str, content: str = "x", **fields: Any) -> Embeddings:

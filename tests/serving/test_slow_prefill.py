@@ -109,18 +109,20 @@ class SlowJob:
     def limit_cached_tokens(self, tokens: int) -> None:
         pass
 
-    async def __aiter__(self) -> AsyncIterator[JobUpdate]:
+    async def __aiter__(self) -> AsyncIterator[Sequence[JobUpdate]]:
         name = self._job.id
         self._engine.submitted.set()
         await self._engine.may_start.wait()
         self.started_ns = time.monotonic_ns()
-        yield Started(job_id=name, cached_tokens=0, timestamp_ns=self.started_ns)
+        yield [Started(job_id=name, cached_tokens=0, timestamp_ns=self.started_ns)]
         self._engine.prefilling.set()
         await self._engine.may_answer.wait()
-        yield Prefilled(job_id=name, computed_tokens=len(self._job.prompt_token_ids))
-        yield Token(job_id=name, id=ord("A"), timestamp_ns=time.monotonic_ns())
+        yield [Prefilled(job_id=name, computed_tokens=len(self._job.prompt_token_ids))]
+        yield [Token(job_id=name, id=ord("A"), timestamp_ns=time.monotonic_ns())]
         self.ended_ns = time.monotonic_ns()
-        yield Ended(job_id=name, reason="stop", timestamp_ns=self.ended_ns, stop_token_id=tiny.END)
+        yield [
+            Ended(job_id=name, reason="stop", timestamp_ns=self.ended_ns, stop_token_id=tiny.END)
+        ]
 
 
 def run_stepped(use: Callable[[SteppedLoop], Any]) -> Any:

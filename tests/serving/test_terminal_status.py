@@ -18,7 +18,10 @@ READY = ModelState(
     name="builtin",
     phase="ready",
     progress=100,
-    stats=EngineStats(ledger=Ledger(budget=4 << 30, weights=1 << 30), allocated_bytes=2 << 30),
+    stats=EngineStats(
+        ledger=Ledger(budget=5 << 30, weights=1 << 30, prefix_limit=1 << 30),
+        allocated_bytes=2 << 30,
+    ),
     context_length=2048,
     parallel=1,
     backend=ComputeBackend(device="cpu", kernels="avx2", blas="OpenBLAS", threads=2),
@@ -56,7 +59,7 @@ def test_the_banner_tells_where_what_and_what_next() -> None:
     assert dict(rows[1:]) == {
         "address": "http://h:1",
         "model": "builtin, context 2048 tokens, 1 slot",
-        "memory": "2.00 GiB used of 4.00 GiB",
+        "memory": "2.00 GiB used of 5.00 GiB, cached prefixes up to 1.00 GiB (25 %)",
         "device": "CPU, avx2 kernels, OpenBLAS, 2 threads",
         "try": "http://h:1/ in a browser",
         "mlxrunner": "run builtin",

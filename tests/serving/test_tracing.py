@@ -27,6 +27,7 @@ from app.core.requests import Conversation, GenerateRequest, Message, PromptBatc
 from app.core.settings import Settings
 from app.serving.otel_tracing import OtelTracing, split_phases
 from app.serving.tracing import create_tracing
+from tests.batches import flatten
 from tests.fakes import CARD, FOREVER, HELLO, FakeGenerate, FakeModel, Script, text
 from tests.server_process import ROOT, TIMEOUT, run_server
 
@@ -112,7 +113,7 @@ def to_python(value: AnyValue) -> Any:
 
 
 async def drain(events: Any) -> list[Event]:
-    return [event async for event in events]
+    return [event async for event in flatten(events)]
 
 
 def trace_request(

@@ -85,6 +85,16 @@ GAUGES: Sequence[MetricRow] = (
         lambda s: s.stats.ledger.budget,
     ),
     (
+        "mlxrunner_prefix_cache_limit_bytes",
+        "Maximum size of cached prefixes, lower while the system is short of memory",
+        lambda s: s.stats.ledger.prefix_limit,
+    ),
+    (
+        "mlxrunner_wired_limit_bytes",
+        "Memory that Metal may keep resident, 0 on other devices and while idle",
+        lambda s: s.stats.ledger.wired,
+    ),
+    (
         "mlxrunner_allocator_bytes",
         "Memory held by the allocator, including its free buffers",
         lambda s: s.stats.allocated_bytes,

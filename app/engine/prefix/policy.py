@@ -20,7 +20,8 @@ class PrefixCacheConfig:
     """The arguments of a prefix cache policy.
 
     make_kv: creates the empty caches of all layers.
-    evaluate: evaluates lazy caches.
+    evaluate: evaluates lazy caches, and waits for them.
+    dispatch: starts to evaluate lazy caches, and does not wait.
     alignment: prefix lengths are multiples of this number of tokens.
     num_slots: the maximum number of running sequences.
     context: the maximum number of positions in a sequence.
@@ -29,6 +30,7 @@ class PrefixCacheConfig:
 
     make_kv: Callable[..., Sequence[LayerCache]]
     evaluate: Callable[[Sequence[LayerCache]], None]
+    dispatch: Callable[[Sequence[LayerCache]], None]
     alignment: int
     num_slots: int
     context: int

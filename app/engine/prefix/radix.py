@@ -15,7 +15,6 @@ the positions of the checkpoints.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import compress, groupby
 from typing import Generic
 
@@ -23,129 +22,11 @@ from app.core.jobs import CacheMiss
 from app.core.ports import Layer
 from app.core.prefix_snapshot import PrefixSnapshot
 from app.engine.prefix.policy import PrefixCacheConfig
+from app.engine.prefix.radix_match import PrefixMatch, match_prefix
+from app.engine.prefix.radix_node import KVStore, LayerEvaluation, RadixNode
 from app.engine.prefix.radix_snapshot import take_radix_snapshot
-from app.engine.prefix.radix_tree import KVStore, RadixNode, RadixTree
+from app.engine.prefix.radix_tree import RadixTree
 from models.kv import LayerCache
-
-# The number of cached tokens after the point of divergence that a cache miss reports.
-_MISS_IDS_SHOWN = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixMatch(Generic[Layer]):
-    """The match of a prompt with the tree.
-
-    path: the nodes that match the prompt. The last one may match only partially.
-    matched: the number of tokens that the prompt shares with the path.
-    usable: the number of matched tokens that may be reused.
-    cached: the number of tokens that are reused, limited to a position at which every layer can be
-        restored.
-    checkpoint: the node whose checkpoint is used, if any.
-    exclusive: the nodes at the end of the path that only this prompt uses, last node first.
-    """
-
-    path: Sequence[RadixNode[Layer]] = ()
-    matched: int = 0
-    usable: int = 0
-    cached: int = 0
-    checkpoint: RadixNode[Layer] | None = None
-    exclusive: Sequence[RadixNode[Layer]] = ()
-
-    def extendable_store(self) -> KVStore[Layer] | None:
-        """Returns the idle store that contains exactly this path, if no other sequence needs its
-        content after the cached part, otherwise None."""
-        if self.cached == 0:
-            return None
-        store = self.path[0].store
-        if store.live or store.end != self.path[-1].end:
-            return None
-        if any(node.store is not store for node in self.path):
-            return None
-        if any(node.end > self.cached and node not in self.exclusive for node in self.path):
-            return None
-        return store
-
-    def explain_miss(self) -> CacheMiss:
-        """Returns the reason for the cache miss. Call this only if there is a miss."""
-        if self.cached < self.usable:
-            return CacheMiss(position=self.cached, reason="no_state")
-        if self.matched == 0:
-            return CacheMiss(position=0, reason="empty")
-        last = self.path[-1]
-        cached_ids = last.ids[self.matched - last.start :]
-        if not cached_ids and last.children:
-            cached_ids = max(last.children.values(), key=_last_used).ids
-        return CacheMiss(
-            position=self.matched, reason="diverged", cached_ids=cached_ids[:_MISS_IDS_SHOWN]
-        )
-
-
-def match_prefix(
-    tree: RadixTree[Layer], ids: tuple[int, ...], *, alignment: int
-) -> PrefixMatch[Layer]:
-    """Looks up a prompt without changing the tree. Takes time linear in the number of tokens,
-    independent of the cache size."""
-    path, matched = tree.match(ids)
-    # The last token must be computed, because the output starts from its hidden state.
-    usable = min(matched, len(ids) - 1)
-    usable -= usable % alignment
-    cached, checkpoint = find_restorable(path, usable) if tree.needs_checkpoints else (usable, None)
-    own = _exclusive_nodes(path, matched) if cached == usable > 0 else ()
-    return PrefixMatch(
-        path=path,
-        matched=matched,
-        usable=usable,
-        cached=cached,
-        checkpoint=checkpoint,
-        exclusive=own,
-    )
-
-
-def _exclusive_nodes(path: Sequence[RadixNode[Layer]], matched: int) -> Sequence[RadixNode[Layer]]:
-    """Returns the idle nodes at the end of a path that no other sequence uses. The prompt must
-    match all of them."""
-    own: list[RadixNode[Layer]] = []
-    if matched < path[-1].end:
-        return own
-    for node in reversed(path):
-        if node.store.live or len(node.children) > bool(own):
-            break
-        own.append(node)
-    return own
-
-
-def _last_used(node: RadixNode[Layer]) -> int:
-    return node.last_used
-
-
-# The maximum number of nodes after the end of a prompt to search for a checkpoint that can be
-# trimmed.
-_MAX_LATER_NODES = 16
-
-
-def find_restorable(
-    path: Sequence[RadixNode[Layer]], usable: int
-) -> tuple[int, RadixNode[Layer] | None]:
-    """Returns how many of the first `usable` positions can be restored, and the node with the
-    required checkpoint.
-
-    `path` contains the nodes that cover these positions, and may be longer. A checkpoint after
-    `usable` is preferred if it can be trimmed to `usable`, for example if a sliding window is not
-    full yet. Otherwise, the last checkpoint before `usable` is chosen.
-    """
-    if usable == 0:
-        return 0, None
-    behind = [next(node for node in path if node.end >= usable)]
-    for node in behind:
-        excess = node.end - usable
-        if node.checkpoint and all(layer.can_trim(excess) for layer in node.checkpoint):
-            return usable, node
-        behind += list(node.children.values())[: _MAX_LATER_NODES - len(behind)]
-    for node in reversed(path):
-        if node.end <= usable and node.checkpoint:
-            return node.end, node
-    return 0, None
-
 
 # turn ends near the end of a prompt that get a checkpoint
 _LAST_TURN_ENDS = 5
@@ -197,6 +78,8 @@ class RadixPrefixCache(Generic[Layer]):
 
     make_kv: creates fresh layer caches.
     evaluate: called with copied layers, to evaluate them before their source is written to.
+    dispatch: called with copied layers whose source is not written to again. Does not wait for
+        them. None uses `evaluate`.
     alignment: prefix lengths are multiples of this number of tokens (see `--exact`).
     checkpoint_every: the number of prompt positions between two checkpoints of indivisible layers.
     max_bytes: the maximum number of bytes to keep; None leaves eviction to the caller.
@@ -207,6 +90,7 @@ class RadixPrefixCache(Generic[Layer]):
         make_kv: Callable[[], Sequence[Layer]],
         *,
         evaluate: Callable[[Sequence[Layer]], None] = _no_evaluation,
+        dispatch: Callable[[Sequence[Layer]], None] | None = None,
         alignment: int = 1,
         checkpoint_every: int = 8192,
         max_bytes: int | None = None,
@@ -220,7 +104,8 @@ class RadixPrefixCache(Generic[Layer]):
         self._max_bytes = max_bytes
         self._divisible = [layer.sliceable for layer in make_kv()]
         self._indivisible = [not divisible for divisible in self._divisible]
-        self._tree = RadixTree[Layer](evaluate, needs_checkpoints=any(self._indivisible))
+        evaluation = LayerEvaluation(wait=evaluate, dispatch=dispatch or evaluate)
+        self._tree = RadixTree[Layer](evaluation, needs_checkpoints=any(self._indivisible))
         self._evictions = 0
 
     def begin(
@@ -246,6 +131,18 @@ class RadixPrefixCache(Generic[Layer]):
             self, kv, store, cached=found.cached, miss=miss, checkpoint_positions=stops
         )
 
+    def continued_bytes(self, ids: Sequence[int], *, reuse: bool = True) -> int:
+        if not reuse:
+            return 0
+        found = match_prefix(self._tree, tuple(ids), alignment=self._alignment)
+        self._tree.touch(found.path)
+        store = found.continued_store()
+        if store is None:
+            return 0
+        # What follows the prefix stays in the cache, in layers without spare capacity.
+        end = max((node.end for node in found.nodes_to_move(store)), default=found.cached)
+        return store.nbytes - store.nbytes * (end - found.cached) // (store.end - store.base)
+
     @property
     def needs_checkpoints(self) -> bool:
         return self._tree.needs_checkpoints
@@ -257,6 +154,10 @@ class RadixPrefixCache(Generic[Layer]):
     @property
     def nbytes(self) -> int:
         return self._tree.nbytes
+
+    @property
+    def num_layers(self) -> int:
+        return self._tree.num_layers
 
     @property
     def evictions(self) -> int:
@@ -333,7 +234,7 @@ class RadixPrefixCache(Generic[Layer]):
     ) -> tuple[Sequence[Layer], KVStore[Layer]]:
         """Returns layer caches with the cached prefix of a prompt, and the live store to which they
         belong."""
-        store = found.extendable_store()
+        store = found.continued_store()
         if store is None:
             return self._copy_prefix(found, reserve_length)
         return self._extend_idle_store(store, found, reserve_length), store
@@ -341,9 +242,13 @@ class RadixPrefixCache(Generic[Layer]):
     def _extend_idle_store(
         self, store: KVStore[Layer], found: PrefixMatch[Layer], reserve_length: int
     ) -> Sequence[Layer]:
-        """Leases an idle store without copying. Its nodes stay in the tree and remain available to
-        other prompts."""
+        """Leases an idle store without copying the prefix. Its nodes stay in the tree and remain
+        available to other prompts. Positions after the prefix that other prompts may need are
+        copied to a store of their own. They are usually the answer to the same prompt."""
         indivisible = found.checkpoint.checkpoint_at(found.cached) if found.checkpoint else ()
+        others = found.nodes_to_move(store)
+        if others:
+            self._tree.move_tail(found.path, found.cached, others)
         for node in found.exclusive:
             self._tree.truncate_leaf(node, found.cached)
         self._tree.mark_live(store)
@@ -352,7 +257,10 @@ class RadixPrefixCache(Generic[Layer]):
         try:
             store.trim(found.cached)
             _reserve(store, kv, reserve_length)
-            self._evaluate(kv)
+            # moving the tail has evaluated the layers of the store
+            unevaluated = indivisible if others else kv
+            if unevaluated:
+                self._evaluate(unevaluated)
         except BaseException:
             self._tree.discard_store(store)
             raise
@@ -459,4 +367,9 @@ def _reserve(store: KVStore[Layer], kv: Sequence[Layer], length: int) -> None:
 
 
 def create_cache(config: PrefixCacheConfig) -> RadixPrefixCache[LayerCache]:
-    return RadixPrefixCache(config.make_kv, evaluate=config.evaluate, alignment=config.alignment)
+    return RadixPrefixCache(
+        config.make_kv,
+        evaluate=config.evaluate,
+        dispatch=config.dispatch,
+        alignment=config.alignment,
+    )

@@ -7,7 +7,8 @@ from collections import Counter
 
 from app.core.ports import Layer
 from app.core.prefix_snapshot import PrefixNode, PrefixSnapshot
-from app.engine.prefix.radix_tree import RadixNode, RadixTree
+from app.engine.prefix.radix_node import RadixNode
+from app.engine.prefix.radix_tree import RadixTree
 
 
 def take_radix_snapshot(tree: RadixTree[Layer], max_nodes: int) -> PrefixSnapshot:

@@ -1,4 +1,4 @@
-"""The radix tree of cached tokens, its stores of layer caches, and their eviction.
+"""The radix tree of cached tokens, and the eviction of its nodes and stores.
 
 Knows: token IDs, nodes, stores, bytes, times of use. Must not know: leases, alignment, the rules
 for reusing a prefix.
@@ -6,14 +6,7 @@ for reusing a prefix.
     root ── [0, 40) ──┬── [40, 90)                two conversations that share 40 tokens
                       └── [40, 75) ── [75, 80)
 
-    store   live   [0 ................... 90)     the caches of a running sequence: they hold its
-                                                  whole path, are only appended to, and may be
-                                                  copied as far as they are in the tree
-    store   idle         [40 ........ 80)         the part that a finished sequence backed
-
-Each node is backed by one store, which contains the node's positions of the divisible layers. A
-store backs only nodes on one path. The state of indivisible layers is stored in a checkpoint at the
-end of a node.
+Each node is backed by a store of layer caches (radix_node.py).
 
 The design follows SGLang's RadixAttention (Zheng et al. 2023, arXiv:2312.07104) with two changes.
 Stores are contiguous, as attention requires, so a running sequence has its own copy of a shared
@@ -22,13 +15,13 @@ prefix. The prefix of a running sequence can be reused before the sequence ends.
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from collections.abc import Sequence
+from itertools import islice
 from typing import Generic
 
 from app.core.ports import Layer
 from app.engine.prefix.matching import common_prefix_length
+from app.engine.prefix.radix_node import KVStore, LayerEvaluation, RadixNode, end_of
 
 # A leaf that ends at or before this position has weight 1. Longer leaves have a higher weight, up
 # to a limit, so that a long prompt without further requests is eventually evicted.
@@ -38,147 +31,19 @@ _LIGHT_TOKENS, _MAX_WEIGHT = 1024, 16.0
 _EVICTION_WINDOW = 64
 
 
-@dataclass(slots=True, eq=False)
-class KVStore(Generic[Layer]):
-    """Positions [base, end) of the divisible layers, in the order of the model.
-
-    live: whether the store is leased to a running sequence. If so, base is 0, the layers may
-        contain more positions than the nodes need, and the bytes are charged to the sequence
-        instead of the tree.
-    reserved: the total number of reserved positions.
-    """
-
-    layers: list[Layer]
-    live: bool = False
-    base: int = 0
-    end: int = 0
-    reserved: int = 0
-    nbytes: int = 0
-    nodes: "set[RadixNode[Layer]]" = field(default_factory=lambda: set[RadixNode[Layer]]())
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """The range of positions that the nodes need."""
-        start = min((node.start for node in self.nodes), default=0)
-        return start, max((node.end for node in self.nodes), default=start)
-
-    @property
-    def deepest(self) -> "RadixNode[Layer] | None":
-        return max(self.nodes, key=end_of, default=None)
-
-    def update_nbytes(self) -> int:
-        """Recomputes the size of the layers, and returns the change in bytes."""
-        before, self.nbytes = self.nbytes, sum(layer.nbytes for layer in self.layers)
-        return self.nbytes - before
-
-    def trim(self, end: int) -> None:
-        """Removes all positions from `end` on, but keeps their capacity."""
-        for layer in self.layers:
-            layer.trim(layer.offset - (end - self.base))
-        self.end = end
-
-    def keep_range(self, start: int, end: int, evaluate: Callable[[Sequence[Layer]], None]) -> None:
-        """Keeps only [start, end) and frees the rest. If an exception is raised, the content is
-        invalid."""
-        # The layers are copied one at a time, so that at most one layer is in memory twice.
-        for index, layer in enumerate(self.layers):
-            piece = layer.slice(start - self.base, end - self.base)
-            evaluate((piece,))
-            self.layers[index] = piece
-        self.base, self.end, self.reserved = start, end, end
-
-    def check(self) -> None:
-        start, end = self.span
-        for upper, lower in pairwise(sorted(self.nodes, key=end_of)):
-            assert lower.is_descendant_of(upper), "a store backs nodes of two paths"
-        if self.live:
-            assert (self.base, self.nbytes) == (0, 0)
-            assert all(layer.offset >= end for layer in self.layers)
-            return
-        assert (self.base, self.end) == (start, end)
-        assert all(layer.offset == end - start for layer in self.layers)
-        assert self.nbytes == sum(layer.nbytes for layer in self.layers)
-
-
-@dataclass(slots=True, eq=False)
-class RadixNode(Generic[Layer]):
-    """The tokens of positions [start, end).
-
-    children: the child nodes, by their first token.
-    checkpoint: the state of the indivisible layers at `end`.
-    last_used: the tree's use counter at the last use of this node. It is never less than a child's.
-    used_at: the Unix time of this use. Only snapshots show it; no decision depends on it.
-    """
-
-    ids: tuple[int, ...]
-    start: int
-    parent: "RadixNode[Layer] | None"
-    store: KVStore[Layer]
-    children: "dict[int, RadixNode[Layer]]" = field(
-        default_factory=lambda: dict[int, RadixNode[Layer]]()
-    )
-    checkpoint: tuple[Layer, ...] | None = None
-    last_used: int = 0
-    used_at: float = 0.0
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.ids)
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        return 0 if self.checkpoint is None else sum(layer.nbytes for layer in self.checkpoint)
-
-    def checkpoint_at(self, position: int) -> tuple[Layer, ...]:
-        """Returns copies of the indivisible layers, trimmed to `position`. The checkpoint must
-        support trimming to it."""
-        state = tuple(layer.copy() for layer in self.checkpoint or ())
-        for layer in state:
-            layer.trim(layer.offset - position)
-        return state
-
-    def subtree(self) -> "list[RadixNode[Layer]]":
-        """Returns this node and all nodes below it, parents before children. The implementation is
-        iterative, because paths may be deeper than Python's stack."""
-        nodes: list[RadixNode[Layer]] = [self]
-        for node in nodes:
-            nodes.extend(node.children.values())
-        return nodes
-
-    def is_descendant_of(self, other: "RadixNode[Layer]") -> bool:
-        node = self.parent
-        while node is not None and node is not other:
-            node = node.parent
-        return node is other
-
-    def check(self) -> None:
-        assert self.ids
-        assert self.parent is not None
-        assert self.parent.end == self.start
-        assert self.parent.children[self.ids[0]] is self
-        assert self in self.store.nodes
-        assert all(layer.offset == self.end for layer in self.checkpoint or ())
-
-
-def end_of(node: RadixNode[Layer]) -> int:
-    return node.end
-
-
 class RadixTree(Generic[Layer]):
     """A radix tree of token sequences.
 
-    evaluate: makes copied layers independent of their source.
+    evaluation: makes copied layers independent of their source.
     needs_checkpoints: whether the model has indivisible layers. If it does, an idle leaf without a
         checkpoint is useless and is removed.
     """
 
-    def __init__(
-        self, evaluate: Callable[[Sequence[Layer]], None], *, needs_checkpoints: bool
-    ) -> None:
-        self._evaluate = evaluate
+    def __init__(self, evaluation: LayerEvaluation[Layer], *, needs_checkpoints: bool) -> None:
+        self._evaluation = evaluation
         self.needs_checkpoints = needs_checkpoints
         self.root = RadixNode[Layer]((), 0, None, KVStore[Layer]([]))
-        self.nbytes = 0
+        self.nbytes = self.num_layers = 0  # of idle stores and checkpoints
         self.live: dict[KVStore[Layer], None] = {}
         # Every node comes before its parent, because each use moves a path to the end, deepest node
         # first. The first evictable node is therefore the least recently used.
@@ -253,15 +118,32 @@ class RadixTree(Generic[Layer]):
         node.store = store
         store.nodes.add(node)
 
+    def move_tail(
+        self, path: Sequence[RadixNode[Layer]], start: int, nodes: Sequence[RadixNode[Layer]]
+    ) -> None:
+        """Moves the positions from `start` on of these nodes to a store of their own. The nodes are
+        backed by one idle store and end after `start`. One of them may contain `start`, and is then
+        part of the path. Call `free_unused` afterwards."""
+        store, end = nodes[0].store, max(node.end for node in nodes)
+        layers = [layer.slice(start - store.base, end - store.base) for layer in store.layers]
+        self._evaluation.wait(layers)
+        self.split_at([node for node in path if node.start < start], start)
+        tail = KVStore(layers, base=start, end=end, reserved=end)
+        self._oversized[tail] = None
+        for node in nodes:
+            self.assign_store(node, tail)
+
     def attach_checkpoint(self, node: RadixNode[Layer], checkpoint: tuple[Layer, ...]) -> None:
         assert node.checkpoint is None
         node.checkpoint = checkpoint
         self.nbytes += node.checkpoint_bytes
+        self.num_layers += len(checkpoint)
 
     def detach_checkpoint(self, node: RadixNode[Layer]) -> int:
         """Removes the checkpoint of a node, and returns its size in bytes."""
         freed = node.checkpoint_bytes
         self.nbytes -= freed
+        self.num_layers -= len(node.checkpoint or ())
         node.checkpoint = None
         return freed
 
@@ -269,7 +151,8 @@ class RadixTree(Generic[Layer]):
         """Marks a store as leased. The store is either new, or idle with a base of 0."""
         assert store.base == 0
         self.nbytes -= store.nbytes
-        store.nbytes, store.live = 0, True
+        self.num_layers -= store.num_layers
+        store.nbytes, store.num_layers, store.live = 0, 0, True
         self.live[store] = None
 
     def mark_idle(self, store: KVStore[Layer]) -> None:
@@ -354,7 +237,9 @@ class RadixTree(Generic[Layer]):
                 store.layers.clear()
             elif (start, end) != (store.base, store.end):
                 self._keep_range(store, start, end)
-            self.nbytes += store.update_nbytes()
+            num_bytes, num_layers = store.update_size()
+            self.nbytes += num_bytes
+            self.num_layers += num_layers
 
     def evict(self, count: int) -> int:
         """Frees at least `count` bytes, or all bytes that can be freed. Returns the number of
@@ -433,7 +318,7 @@ class RadixTree(Generic[Layer]):
 
     def _keep_range(self, store: KVStore[Layer], start: int, end: int) -> None:
         try:
-            store.keep_range(start, end, self._evaluate)
+            store.keep_range(start, end, self._evaluation)
         except BaseException:
             self.discard_store(store)
             raise
@@ -461,6 +346,8 @@ class RadixTree(Generic[Layer]):
             assert store.live == (store in self.live)
         checkpoints = sum(node.checkpoint_bytes for node in nodes)
         assert self.nbytes == checkpoints + sum(store.nbytes for store in stores)
+        states = sum(len(node.checkpoint or ()) for node in nodes)
+        assert self.num_layers == states + sum(store.num_layers for store in stores)
 
 
 def _spare_checkpoint(leaf: RadixNode[Layer]) -> RadixNode[Layer] | None:

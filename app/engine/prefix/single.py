@@ -80,6 +80,10 @@ class SinglePrefixCache(Generic[Layer]):
             )
         return SingleLease(self, kv, cached=cached, miss=miss)
 
+    def continued_bytes(self, ids: Sequence[int], *, reuse: bool = True) -> int:
+        """Implements `PrefixCache.continued_bytes`. A lease always continues or frees the entry."""
+        return self.nbytes
+
     @property
     def needs_checkpoints(self) -> bool:
         return False
@@ -91,6 +95,10 @@ class SinglePrefixCache(Generic[Layer]):
     @property
     def nbytes(self) -> int:
         return 0 if self._entry is None else sum(layer.nbytes for layer in self._entry.kv)
+
+    @property
+    def num_layers(self) -> int:
+        return 0 if self._entry is None else len(self._entry.kv)
 
     @property
     def evictions(self) -> int:

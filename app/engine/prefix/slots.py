@@ -101,9 +101,7 @@ class SlotPrefixCache(Generic[Layer]):
         intermediate states."""
         assert ids, "the prompt is empty"
         prompt = tuple(ids)
-        shared = {
-            slot: self._align_down(common_prefix_length(slot.ids, prompt)) for slot in self._slots
-        }
+        shared = self._shared_lengths(prompt)
         slot, best = self._choose_slot(shared)
         cached_ids = best.ids  # read before trimming, as both slots may be the same
         # The last token must be computed, because the output starts from its hidden state.
@@ -118,6 +116,11 @@ class SlotPrefixCache(Generic[Layer]):
         miss = self._explain_miss(cached_ids if reuse else None, prompt, cached)
         return SlotLease(self, slot, cached=cached, miss=miss)
 
+    def continued_bytes(self, ids: Sequence[int], *, reuse: bool = True) -> int:
+        """Implements `PrefixCache.continued_bytes`. A lease continues or frees the layers of its
+        slot. The slot keeps its place in the LRU order."""
+        return self._choose_slot(self._shared_lengths(tuple(ids)))[0].nbytes
+
     @property
     def needs_checkpoints(self) -> bool:
         return False
@@ -129,6 +132,10 @@ class SlotPrefixCache(Generic[Layer]):
     @property
     def nbytes(self) -> int:
         return sum(slot.nbytes for slot in self._idle())
+
+    @property
+    def num_layers(self) -> int:
+        return sum(len(slot.kv) for slot in self._idle())
 
     @property
     def evictions(self) -> int:
@@ -213,6 +220,12 @@ class SlotPrefixCache(Generic[Layer]):
         if not all(layer.sliceable for layer in slot.kv):
             slot.kv = [layer if layer.sliceable else layer.copy() for layer in slot.kv]
             self._evaluate(slot.kv)
+
+    def _shared_lengths(self, prompt: tuple[int, ...]) -> Mapping[_Slot[Layer], int]:
+        """Returns the number of tokens that each slot shares with the prompt."""
+        return {
+            slot: self._align_down(common_prefix_length(slot.ids, prompt)) for slot in self._slots
+        }
 
     def _choose_slot(self, shared: Mapping[_Slot[Layer], int]) -> tuple[_Slot[Layer], _Slot[Layer]]:
         """Returns the slot to use, and the slot with the longest common prefix. Ties are broken by

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from app.engine.memory_profile import PROMPT_LOGPROBS_CHUNK
 from app.engine.sampling.draw import topk
+from models import kernels
 from models.base import Model
 
 # The natural log probability of one token, and the most likely tokens with their log probabilities,
@@ -30,7 +31,21 @@ def compute_logprobs(
 
     The maximum is subtracted before summing. Near 1e4, float32 has a resolution of 1e-3, so without
     the subtraction, every log probability would have an error of this size.
+
+    On the CPU, one operation of the kernels scores all rows. It sums probabilities in another order
+    than MLX, so the last bits differ.
     """
+    if (ops := kernels.ops(logits)) is None:
+        return compute_logprobs_with_mlx(logits, ids, count)
+    count = min(count, logits.shape[-1])
+    chosen, best, largest = ops.logprobs(logits, ids.astype(mx.uint32), count)
+    return chosen, best if count else None, largest if count else None
+
+
+def compute_logprobs_with_mlx(
+    logits: mx.array, ids: mx.array, count: int
+) -> tuple[mx.array, mx.array | None, mx.array | None]:
+    """Computes the result of `compute_logprobs` with MLX's operations."""
     relative = logits - mx.max(logits, axis=-1, keepdims=True)
     total = mx.logsumexp(relative, axis=-1, keepdims=True)
     chosen = (mx.take_along_axis(relative, ids[:, None], axis=-1) - total)[:, 0]

@@ -11,9 +11,12 @@ The stages run in the same order as in Ollama (x/mlxrunner/sample/sample.go of A
 Stages that mask tokens are applied between the two parts, so that no other stage can unmask these
 tokens. These are the last three stages, followed by the grammar mask.
 
+On the CPU, one operation of the kernels does all of this (app/engine/sampling/fused.py). Only rows
+with another stage, which it does not include, use MLX's operations there.
+
 The random numbers of a row depend only on its seed and on the number of tokens that it has sampled.
-Rows are computed together only if they use the same method (`_GroupKey`). The output of a request
-is therefore reproducible, whether it is batched or not.
+With MLX's operations, rows are computed together only if they use the same method (`_GroupKey`).
+The output of a request is therefore reproducible, whether it is batched or not.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -25,11 +28,12 @@ from app.core.sampling_params import SamplingParams
 from app.engine.sampling.allowed_tokens import AllowedTokens
 from app.engine.sampling.bad_words import BadWords
 from app.engine.sampling.draw import Draw, SamplingMethod, select_method
+from app.engine.sampling.fused import FusedBatch, FusedState, can_fuse
 from app.engine.sampling.logit_bias import LogitBias
 from app.engine.sampling.logprobs import compute_logprobs
 from app.engine.sampling.min_tokens import MinTokens
 from app.engine.sampling.penalties import Penalties
-from app.engine.sampling.stage import Stage, StageInput
+from app.engine.sampling.stage import Stage, StageInput, StageState
 
 # The stages, in the order in which they are applied to the logits.
 STAGES: tuple[Stage, ...] = (LogitBias(), Penalties(), AllowedTokens(), BadWords(), MinTokens())
@@ -42,7 +46,8 @@ class SamplerState:
     prompt: the tokens that penalties count in addition to sampled tokens.
     vocab: the vocabulary size. Token IDs from 0 to vocab - 1 may be sampled or biased.
     stop_token_ids: the tokens that are masked until min_tokens tokens were sampled.
-    stages: one state for each of `STAGES`.
+    fused: the state for the operation that includes all stages; None if it is not used.
+    stages: otherwise, one state for each of `STAGES`.
     """
 
     def __init__(
@@ -68,9 +73,15 @@ class SamplerState:
             min_tokens=min_tokens - num_drawn,
             num_drawn=num_drawn,
         )
-        self.stages = tuple(
-            stage.create_state(sequence) if sequence.sets(stage.knobs) else None for stage in STAGES
-        )
+        used = [stage for stage in STAGES if sequence.sets(stage.knobs)]
+        self.fused: FusedState | None = None
+        self.stages: tuple[StageState | None, ...] = ()
+        if can_fuse(used):
+            self.fused = FusedState(sequence, seed)
+        else:
+            self.stages = tuple(
+                stage.create_state(sequence) if stage in used else None for stage in STAGES
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,14 +123,15 @@ class SamplerBatch:
         assert states, "the batch is empty"
         self._vocab = states[0].vocab
         assert all(row.vocab == self._vocab for row in states), "the vocabularies differ"
-        kinds: dict[_GroupKey, list[int]] = {}
+        places_by_key: dict[_GroupKey | None, list[int]] = {}
         for place, row in enumerate(states):
-            kinds.setdefault(_group_key(row), []).append(place)
+            places_by_key.setdefault(_group_key(row), []).append(place)
+        self._states = states
         self._groups = [
-            (mx.array(places), _Group(kind, [states[place] for place in places], broadcast_tokens))
-            for kind, places in kinds.items()
+            (mx.array(places), _create_group([states[place] for place in places], broadcast_tokens))
+            for places in places_by_key.values()
         ]
-        grouped = [place for places in kinds.values() for place in places]
+        grouped = [place for places in places_by_key.values() for place in places]
         self._order = mx.array(sorted(range(len(states)), key=grouped.__getitem__))
         self._num_draws = 0
 
@@ -128,43 +140,45 @@ class SamplerBatch:
         logits: mx.array,
         *,
         top_logprobs: int | None = None,
-        allowed: mx.array | None = None,
+        bitmask: mx.array | None = None,
     ) -> SamplerOutput:
         """Samples one token per row and adds it to the state of the rows.
 
         logits: [B, V or more], any float type. Columns beyond V are padding and are ignored.
         top_logprobs: the maximum that any row requested, or None.
-        allowed: [B, V or more] bool, the tokens that a row may sample.
+        bitmask: [B, V / 32 or more] uint32, a bit for each token that a row may sample; the lowest
+            bit of a word is its first token.
 
         Log probabilities are computed in float32 from the raw logits of V tokens, before any stage.
         """
         assert self._groups, "the batch was released"
         raw = logits[:, : self._vocab].astype(mx.float32)
-        # A maximum is NaN if any value is NaN.
-        sound = mx.isfinite(mx.max(raw, axis=-1))
-        if allowed is not None:
-            allowed = allowed[:, : self._vocab]
-            sound = sound & mx.any(allowed & (raw > -mx.inf), axis=-1)
-        tokens = self._draw_tokens(raw, allowed)
+        tokens, valid = self._draw_tokens(raw, bitmask)
         self._num_draws += 1
         if top_logprobs is None:
-            return SamplerOutput(tokens=tokens, valid=sound)
-        return _with_logprobs(tokens, sound, raw, top_logprobs)
+            return SamplerOutput(tokens=tokens, valid=valid)
+        chosen, ids, logprobs = compute_logprobs(raw, tokens, top_logprobs)
+        return SamplerOutput(
+            tokens=tokens, valid=valid, logprobs=chosen, top_ids=ids, top_logprobs=logprobs
+        )
 
     def release(self) -> None:
         """Writes the state back to the rows. The batch must not be used afterwards."""
+        for row in self._states:
+            row.num_drawn += self._num_draws
         for _, group in self._groups:
             group.release(self._num_draws)
         self._groups = []
 
-    def _draw_tokens(self, raw: mx.array, allowed: mx.array | None) -> mx.array:
+    def _draw_tokens(self, raw: mx.array, bitmask: mx.array | None) -> tuple[mx.array, mx.array]:
         if len(self._groups) == 1:
-            return self._groups[0][1].draw(raw, allowed, self._num_draws)
+            return self._groups[0][1].draw(raw, bitmask, self._num_draws)
         drawn = [
-            group.draw(raw[places], None if allowed is None else allowed[places], self._num_draws)
+            group.draw(raw[places], None if bitmask is None else bitmask[places], self._num_draws)
             for places, group in self._groups
         ]
-        return mx.concatenate(drawn)[self._order]
+        tokens, valid = (mx.concatenate(list(arrays)) for arrays in zip(*drawn, strict=True))
+        return tokens[self._order], valid[self._order]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,59 +191,66 @@ class _GroupKey:
     stages: tuple[Hashable, ...]
 
 
-def _group_key(row: SamplerState) -> _GroupKey:
+def _group_key(row: SamplerState) -> _GroupKey | None:
+    """Returns None for the group of the rows that one operation samples."""
+    if row.fused is not None:
+        return None
     return _GroupKey(
         method=select_method(row.sampling, row.vocab),
         stages=tuple(None if state is None else state.group_key for state in row.stages),
     )
 
 
+def _create_group(
+    rows: Sequence[SamplerState], broadcast_tokens: Callable[[mx.array], mx.array]
+) -> "FusedBatch | _Group":
+    fused = [row.fused for row in rows if row.fused is not None]
+    return FusedBatch(fused, broadcast_tokens) if fused else _Group(rows, broadcast_tokens)
+
+
 class _Group:
-    """The rows with one group key."""
+    """The rows with one group key, which use MLX's operations."""
 
     def __init__(
-        self,
-        key: _GroupKey,
-        rows: Sequence[SamplerState],
-        broadcast_tokens: Callable[[mx.array], mx.array],
+        self, rows: Sequence[SamplerState], broadcast_tokens: Callable[[mx.array], mx.array]
     ) -> None:
-        self._rows = rows
         self._broadcast_tokens = broadcast_tokens
+        states = [row.stages for row in rows]
         self._stages = [
-            stage.create_batch([row.stages[place] for row in rows])
+            stage.create_batch([row[place] for row in states])
             for place, stage in enumerate(STAGES)
-            if key.stages[place] is not None
+            if (first := states[0][place]) is not None and first.group_key is not None
         ]
         self._draw = Draw(
-            key.method,
+            select_method(rows[0].sampling, rows[0].vocab),
             [row.sampling for row in rows],
             seeds=[row.seed for row in rows],
             num_drawn=[row.num_drawn for row in rows],
         )
 
-    def draw(self, logits: mx.array, allowed: mx.array | None, step: int) -> mx.array:
-        """Samples one token per row, [b, V] float32 -> [b] uint32. `step` is the number of previous
-        calls."""
+    def draw(self, raw: mx.array, bitmask: mx.array | None, step: int) -> tuple[mx.array, mx.array]:
+        """Samples one token per row of the logits [b, V] float32. `step` is the number of previous
+        calls. Returns the tokens and whether they are valid."""
+        # A maximum is NaN if any value is NaN.
+        valid = mx.isfinite(mx.max(raw, axis=-1))
+        logits = raw
         for stage in self._stages:
             logits = stage.apply(logits, step)
-        if allowed is not None:
+        if bitmask is not None:
+            allowed = _expand_bits(bitmask)[:, : raw.shape[-1]]
+            valid = valid & mx.any(allowed & (raw > -mx.inf), axis=-1)
             logits = mx.where(allowed, logits, -mx.inf)
         tokens = self._broadcast_tokens(self._draw(logits, step))
         for stage in self._stages:
             stage.add(tokens, step)
-        return tokens
+        return tokens, valid
 
     def release(self, num_draws: int) -> None:
-        for row in self._rows:
-            row.num_drawn += num_draws
         for stage in self._stages:
             stage.release(num_draws)
 
 
-def _with_logprobs(
-    tokens: mx.array, sound: mx.array, logits: mx.array, count: int
-) -> SamplerOutput:
-    chosen, ids, logprobs = compute_logprobs(logits, tokens, count)
-    return SamplerOutput(
-        tokens=tokens, valid=sound, logprobs=chosen, top_ids=ids, top_logprobs=logprobs
-    )
+def _expand_bits(bitmask: mx.array) -> mx.array:
+    """Expands words [b, n] to bool [b, 32 n]."""
+    bits = (bitmask[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1
+    return bits.reshape(len(bitmask), -1) != 0

@@ -15,8 +15,10 @@ import queue
 import signal
 import socket
 import threading
+import time
 from collections.abc import Generator
 from types import FrameType
+from typing import NoReturn
 
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
@@ -24,7 +26,8 @@ from app.core.settings import Settings
 from app.engine.distributed import DistributedGroup
 from app.engine.loader import load
 from app.engine.loop import Loop
-from app.engine.thread import format_exception, release_device_memory
+from app.engine.thread import MAINTENANCE_INTERVAL, format_exception, release_device_memory
+from app.engine.wired_memory import unwire_memory
 from app.grammar.compiler import GrammarCompiler, Matcher
 from app.runners.ranks.launch import Launch, watch_launcher
 from app.runners.ranks.protocol import (
@@ -78,10 +81,16 @@ def run_follower(launch: Launch, files: ModelFiles, settings: Settings) -> int:
     with _exit_with_leader(settings):
         ended_well = follower.run()
     line.close()
-    if ended_well:
-        return 0
-    logging.shutdown()
-    os._exit(1)
+    if not ended_well:
+        logging.shutdown()
+        _exit_unwired(1)
+    return 0
+
+
+def _exit_unwired(status: int) -> NoReturn:
+    """Exits at once. The engine thread may be blocked, so it cannot free its memory."""
+    unwire_memory()
+    os._exit(status)
 
 
 def _connect(
@@ -172,7 +181,7 @@ class _Follower:
             "rank %d of %d is ready (process %d)", self._ranks.rank, self._ranks.size, os.getpid()
         )
         checksum = StepChecksum()
-        while (turn := self._steps.get()) is not None:
+        while (turn := self._wait_for_step(loop)) is not None:
             if turn.checksum != checksum.value:
                 raise AppError(ErrorKind.ENGINE, _DIVERGED)
             for command in turn.commands:
@@ -181,6 +190,16 @@ class _Follower:
             if loop.exceptions:
                 raise AppError(ErrorKind.ENGINE, _STEP_FAILED)
             checksum.update(step)
+
+    def _wait_for_step(self, loop: Loop) -> RunStep | None:
+        """Waits for the next step, and maintains the memory of the idle loop in the meantime.
+        Returns None when rank 0 stops this rank."""
+        since = time.monotonic()
+        while True:
+            try:
+                return self._steps.get(timeout=MAINTENANCE_INTERVAL)
+            except queue.Empty:
+                loop.maintain_memory(time.monotonic() - since)
 
     def _execute(self, command: Command, loop: Loop) -> None:
         match command:
@@ -221,7 +240,7 @@ def _exit_with_leader(settings: Settings) -> Generator[None]:
     received: list[int] = []
 
     def end_later(status: int) -> None:
-        timer = threading.Timer(settings.drain + _EXIT_GRACE, os._exit, (status,))
+        timer = threading.Timer(settings.drain + _EXIT_GRACE, _exit_unwired, (status,))
         timer.daemon = True
         patience.append(timer)
         timer.start()

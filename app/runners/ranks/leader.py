@@ -30,6 +30,7 @@ from app.engine.distributed import DistributedGroup
 from app.engine.loader import load
 from app.engine.loop import Loop
 from app.engine.weights import ProgressCallback
+from app.engine.wired_memory import unwire_memory
 from app.grammar.compiler import GrammarCompiler, Matcher
 from app.runners.ranks.launch import Launch
 from app.runners.ranks.protocol import (
@@ -264,6 +265,9 @@ class LeaderLoop:
     def stats(self) -> EngineStats:
         return self._loop.stats()
 
+    def maintain_memory(self, idle_seconds: float) -> bool:
+        return self._loop.maintain_memory(idle_seconds)
+
     def prefix_snapshot(self, max_nodes: int) -> PrefixSnapshot:
         return self._loop.prefix_snapshot(max_nodes)
 
@@ -359,6 +363,7 @@ def _exit_after(seconds: float) -> None:
     def end() -> None:
         time.sleep(seconds)
         log.error("the process did not exit in time: killing it")
+        unwire_memory()
         os._exit(1)
 
     threading.Thread(target=end, name="forced-exit", daemon=True).start()

@@ -29,6 +29,9 @@ RENDEZVOUS_BYTES = 512
 # The settings that affect the computation. `memory` may differ between ranks.
 _SHARED_SETTINGS = (
     "quantize",
+    "kv",
+    "activations",
+    "kv_layout",
     "parallel",
     "context",
     "context_shift",

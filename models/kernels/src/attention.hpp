@@ -13,10 +13,13 @@
 // Unlike flash attention, the kernel subtracts the final maximum and not a running maximum. The
 // scores of a few queries fit into scratch memory, and the result does not depend on the boundaries
 // of key blocks. The queries and the heads of a group are the rows of a tile, which share loads of
-// keys and values. Because of causality or a window, some keys are visible to only some rows. These
-// keys are processed before and after the keys that all rows share.
+// keys and values. Keys and values of a 16-bit type are converted in registers if there is only one
+// tile, and otherwise once for all tiles, in scratch memory. Because of causality or a window, some
+// keys are visible to only some rows. These keys are processed before and after the keys that all
+// rows share.
 #pragma once
 
+#include "kv_rows.hpp"
 #include "vmath.hpp"
 
 namespace mlxrunner::ISA {
@@ -51,22 +54,30 @@ inline KeyRange visible_keys(const AttentionTask& a, i64 i) {
 struct Workspace {
   i64 rows, key_dim, value_dim;  // the dims are rounded up to whole vectors
   i64 begin, end;                // the keys that any query of the task sees
+  i64 value_floats;              // of the block of converted values
   i64 pad, columns;  // in a row of scores, position p is in a column that is p modulo 16
-  float *queries, *keys, *scores, *sums, *totals;
+  float *queries, *keys, *values, *scores, *sums, *totals;
 
   Workspace(const AttentionTask& a, float* scratch)
       : rows(a.queries * a.group), key_dim(round_up_16(a.key_dim)),
         value_dim(round_up_16(a.value_dim)), begin(visible_keys(a, 0).from),
-        end(visible_keys(a, a.queries - 1).to), pad((a.first_position + begin) % 16),
+        end(visible_keys(a, a.queries - 1).to),
+        value_floats(widens(a) ? kValuesPerBlock * value_dim : 0),
+        pad((a.first_position + begin) % 16),
         columns(round_up_16(pad + (end > begin ? end - begin : 0))) {
     queries = scratch;
     keys = queries + rows * key_dim;
-    scores = keys + kKeysPerBlock * key_dim;
+    values = keys + kKeysPerBlock * key_dim;
+    scores = values + value_floats;
     sums = scores + rows * columns;
     totals = sums + rows * value_dim;
   }
   i64 floats() const {
-    return rows * (key_dim + columns + value_dim + 1) + kKeysPerBlock * key_dim;
+    return rows * (key_dim + columns + value_dim + 1) + kKeysPerBlock * key_dim + value_floats;
+  }
+  // Whether blocks of keys and values are converted to float32 in scratch memory.
+  static bool widens(const AttentionTask& a) {
+    return a.kv_type != KVType::f32 && a.queries * a.group > kTileRows;
   }
   float* score_at(i64 row, i64 index) const { return scores + row * columns + pad + index - begin; }
 };
@@ -88,20 +99,22 @@ inline void for_contiguous_slots(const AttentionTask& a, i64 from, i64 to, i64 m
 
 // ---- scores ----------------------------------------------------------------------------------
 
-template <int R, int M>
-inline void dot_tile(const float* keys, i64 step, const float* queries, i64 key_dim, float* out,
-                     i64 columns) {
+template <class T, int R, int M>
+inline void dot_tile(const typename T::Number* keys, i64 step, const float* queries, i64 key_dim,
+                     float* out, i64 columns) {
   V sums[M][R];
   for (int m = 0; m < M; m++)
     for (int r = 0; r < R; r++) sums[m][r] = zero();
+  constexpr i64 kBytes = sizeof(typename T::Number);
   const auto next =
-      reinterpret_cast<std::uintptr_t>(keys) + R * step * 4;  // may point past the end
+      reinterpret_cast<std::uintptr_t>(keys) + R * step * kBytes;  // may point past the end
   for (i64 k = 0; k < key_dim; k += 16) {
     V key[R];
     for (int r = 0; r < R; r++) {
       // with few rows this loop is bound by memory bandwidth
-      if constexpr (M <= 2) prefetch(next + (r * step + k) * 4);
-      key[r] = load(keys + r * step + k);
+      if constexpr (M <= 2)
+        if (k * kBytes % 64 == 0) prefetch(next + (r * step + k) * kBytes);
+      key[r] = T::load_16(keys + r * step + k);
     }
     for (int m = 0; m < M; m++) {
       const V q = load(queries + m * key_dim + k);
@@ -120,22 +133,24 @@ inline void dot_tile(const float* keys, i64 step, const float* queries, i64 key_
 }
 
 // The scores of rows from `row` on and `count` keys.
-template <int M>
-inline void score_tile(const Workspace& ws, i64 row, const float* keys, i64 step, i64 count,
-                       i64 index) {
+template <class T, int M>
+inline void score_tile(const Workspace& ws, i64 row, const typename T::Number* keys, i64 step,
+                       i64 count, i64 index) {
   for (; row + M <= ws.rows; row += M) {
     const float* q = ws.queries + row * ws.key_dim;
     i64 r = 0;
     for (; r + tile_keys(M) <= count; r += tile_keys(M))
-      dot_tile<tile_keys(M), M>(keys + r * step, step, q, ws.key_dim, ws.score_at(row, index + r),
-                                ws.columns);
+      dot_tile<T, tile_keys(M), M>(keys + r * step, step, q, ws.key_dim,
+                                   ws.score_at(row, index + r), ws.columns);
     for (; r < count; r++)
-      dot_tile<1, M>(keys + r * step, step, q, ws.key_dim, ws.score_at(row, index + r), ws.columns);
+      dot_tile<T, 1, M>(keys + r * step, step, q, ws.key_dim, ws.score_at(row, index + r),
+                        ws.columns);
   }
   if constexpr (M > 1)
-    if (row < ws.rows) score_tile<M - 1>(ws, row, keys, step, count, index);
+    if (row < ws.rows) score_tile<T, M - 1>(ws, row, keys, step, count, index);
 }
 
+template <class T>
 inline void score_all(const AttentionTask& a, const Workspace& ws) {
   for (i64 i = 0; i < a.queries; i++)
     for (i64 g = 0; g < a.group; g++) {
@@ -145,16 +160,11 @@ inline void score_all(const AttentionTask& a, const Workspace& ws) {
         store(to + k, load(from + k, a.key_dim - k < 16 ? a.key_dim - k : 16));
     }
   for_contiguous_slots(a, ws.begin, ws.end, kKeysPerBlock, [&](i64 index, i64 slot, i64 count) {
-    const float* keys = a.keys + slot * a.key_step;
-    i64 step = a.key_step;
-    if (ws.key_dim != a.key_dim) {
-      for (i64 r = 0; r < count; r++)
-        for (i64 k = 0; k < ws.key_dim; k += 16)
-          store(ws.keys + r * ws.key_dim + k,
-                load(keys + r * step + k, a.key_dim - k < 16 ? a.key_dim - k : 16));
-      keys = ws.keys, step = ws.key_dim;
-    }
-    score_tile<kTileRows>(ws, 0, keys, step, count, index);
+    const auto* keys = static_cast<const typename T::Number*>(a.keys) + slot * a.key_step;
+    if (ws.key_dim == a.key_dim && !Workspace::widens(a))
+      return score_tile<T, kTileRows>(ws, 0, keys, a.key_step, count, index);
+    widen_rows<T>(keys, a.key_step, count, a.key_dim, ws.keys, ws.key_dim);
+    score_tile<StoredF32, kTileRows>(ws, 0, ws.keys, ws.key_dim, count, index);
   });
 }
 
@@ -208,16 +218,17 @@ inline float softmax_row(const AttentionTask& a, const Workspace& ws, i64 row, K
 
 // Adds to C registers of the sums of M rows. With kTail, only `tail` lanes of a register are
 // loaded.
-template <int M, int C, bool kTail>
-inline void accumulate_values(const float* weights, i64 columns, const float* values, i64 step,
-                              i64 count, float* sums, i64 value_dim, i64 tail) {
+template <class T, int M, int C, bool kTail>
+inline void accumulate_values(const float* weights, i64 columns, const typename T::Number* values,
+                              i64 step, i64 count, float* sums, i64 value_dim, i64 tail) {
   V to[M][C];
   for (int m = 0; m < M; m++)
     for (int c = 0; c < C; c++) to[m][c] = load(sums + m * value_dim + 16 * c);
   for (i64 j = 0; j < count; j++) {
     V value[C];
     for (int c = 0; c < C; c++)
-      value[c] = kTail ? load(values + j * step + 16 * c, tail) : load(values + j * step + 16 * c);
+      value[c] = kTail ? T::load_first(values + j * step + 16 * c, tail)
+                       : T::load_16(values + j * step + 16 * c);
     for (int m = 0; m < M; m++) {
       const V weight = set1(weights[m * columns + j]);
       for (int c = 0; c < C; c++) to[m][c] = fma(weight, value[c], to[m][c]);
@@ -227,36 +238,48 @@ inline void accumulate_values(const float* weights, i64 columns, const float* va
     for (int c = 0; c < C; c++) store(sums + m * value_dim + 16 * c, to[m][c]);
 }
 
-template <int M, int C>
-inline void accumulate_columns(const AttentionTask& a, const Workspace& ws, const float* weights,
-                               const float* values, i64 count, float* sums, i64 k) {
-  for (; k + 16 * C <= a.value_dim; k += 16 * C)
-    accumulate_values<M, C, false>(weights, ws.columns, values + k, a.value_step, count, sums + k,
-                                   ws.value_dim, 16);
-  if constexpr (C > 1) accumulate_columns<M, C / 2>(a, ws, weights, values, count, sums, k);
-  else if (k < a.value_dim)
-    accumulate_values<M, 1, true>(weights, ws.columns, values + k, a.value_step, count, sums + k,
-                                  ws.value_dim, a.value_dim - k);
+template <class T, int M, int C>
+inline void accumulate_columns(const Workspace& ws, i64 value_dim, const float* weights,
+                               const typename T::Number* values, i64 step, i64 count, float* sums,
+                               i64 k) {
+  for (; k + 16 * C <= value_dim; k += 16 * C)
+    accumulate_values<T, M, C, false>(weights, ws.columns, values + k, step, count, sums + k,
+                                      ws.value_dim, 16);
+  if constexpr (C > 1)
+    accumulate_columns<T, M, C / 2>(ws, value_dim, weights, values, step, count, sums, k);
+  else if (k < value_dim)
+    accumulate_values<T, M, 1, true>(weights, ws.columns, values + k, step, count, sums + k,
+                                     ws.value_dim, value_dim - k);
 }
 
-template <int M>
-inline void accumulate_rows(const AttentionTask& a, const Workspace& ws, i64 row, i64 end,
-                            i64 index, const float* values, i64 count) {
+template <class T, int M>
+inline void accumulate_rows(const Workspace& ws, i64 value_dim, i64 row, i64 end, i64 index,
+                            const typename T::Number* values, i64 step, i64 count) {
   for (; row + M <= end; row += M)
-    accumulate_columns<M, tile_keys(M)>(a, ws, ws.score_at(row, index), values, count,
-                                        ws.sums + row * ws.value_dim, 0);
+    accumulate_columns<T, M, tile_keys(M)>(ws, value_dim, ws.score_at(row, index), values, step,
+                                           count, ws.sums + row * ws.value_dim, 0);
   if constexpr (M > 1)
-    if (row < end) accumulate_rows<M - 1>(a, ws, row, end, index, values, count);
+    if (row < end)
+      accumulate_rows<T, M - 1>(ws, value_dim, row, end, index, values, step, count);
 }
 
 // Accumulates rows [row, end) over the keys [from, to), which all these rows attend to.
+template <class T>
 inline void accumulate_range(const AttentionTask& a, const Workspace& ws, i64 row, i64 end,
                              i64 from, i64 to) {
+  const bool widen = Workspace::widens(a) && end - row > kTileRows;
   for_contiguous_slots(a, from, to, kValuesPerBlock, [&](i64 index, i64 slot, i64 count) {
-    accumulate_rows<kTileRows>(a, ws, row, end, index, a.values + slot * a.value_step, count);
+    const auto* values = static_cast<const typename T::Number*>(a.values) + slot * a.value_step;
+    if (!widen)
+      return accumulate_rows<T, kTileRows>(ws, a.value_dim, row, end, index, values, a.value_step,
+                                           count);
+    widen_rows<T>(values, a.value_step, count, a.value_dim, ws.values, ws.value_dim);
+    accumulate_rows<StoredF32, kTileRows>(ws, a.value_dim, row, end, index, ws.values,
+                                          ws.value_dim, count);
   });
 }
 
+template <class T>
 inline void accumulate_all(const AttentionTask& a, const Workspace& ws) {
   for (i64 k = 0; k < ws.rows * ws.value_dim; k += 16) store(ws.sums + k, zero());
   // the window of the newest query begins last, and the visible range of the oldest query ends
@@ -266,34 +289,46 @@ inline void accumulate_all(const AttentionTask& a, const Workspace& ws) {
   const auto for_each_query = [&](auto select) {
     for (i64 i = 0; i < a.queries; i++) {
       const KeyRange part = select(visible_keys(a, i));
-      accumulate_range(a, ws, i * a.group, (i + 1) * a.group, part.from, part.to);
+      accumulate_range<T>(a, ws, i * a.group, (i + 1) * a.group, part.from, part.to);
     }
   };
   if (!overlap) return for_each_query([](KeyRange r) { return r; });
   for_each_query([&](KeyRange r) { return KeyRange{r.from, shared.from}; });
-  accumulate_range(a, ws, 0, ws.rows, shared.from, shared.to);
+  accumulate_range<T>(a, ws, 0, ws.rows, shared.from, shared.to);
   for_each_query([&](KeyRange r) { return KeyRange{shared.to, r.to}; });
 }
 
 // ---- attention -------------------------------------------------------------------------------
 
-inline i64 attend_scratch(const AttentionTask& a) { return Workspace(a, nullptr).floats(); }
-
-inline void attend(const AttentionTask& a, float* scratch) {
+template <class T>
+inline void attend_stored(const AttentionTask& a, float* scratch) {
   const Workspace ws(a, scratch);
-  score_all(a, ws);
+  score_all<T>(a, ws);
   for (i64 row = 0; row < ws.rows; row++) {
     const KeyRange visible = visible_keys(a, row / a.group);
     const float* sink = a.sinks ? a.sinks + row % a.group : nullptr;
     ws.totals[row] = visible.from < visible.to ? softmax_row(a, ws, row, visible, sink) : 1.0f;
   }
-  accumulate_all(a, ws);
+  accumulate_all<T>(a, ws);
   for (i64 row = 0; row < ws.rows; row++) {
     const float* sums = ws.sums + row * ws.value_dim;
     float* out = a.out + row % a.group * a.out_head + row / a.group * a.out_step;
     const V total = set1(ws.totals[row]);
     for (i64 k = 0; k < a.value_dim; k += 16)
       store(out + k, div(load(sums + k), total), a.value_dim - k < 16 ? a.value_dim - k : 16);
+  }
+}
+
+inline i64 attend_scratch(const AttentionTask& a) { return Workspace(a, nullptr).floats(); }
+
+inline void attend(const AttentionTask& a, float* scratch) {
+  switch (a.kv_type) {
+    case KVType::f32:
+      return attend_stored<StoredF32>(a, scratch);
+    case KVType::bf16:
+      return attend_stored<StoredBf16>(a, scratch);
+    case KVType::f16:
+      return attend_stored<StoredF16>(a, scratch);
   }
 }
 

@@ -23,7 +23,7 @@ struct MatmulOutput {
 
 bool same_input_packing(const Matrix& a, const Matrix& b) {
   return a.format == b.format && a.scale_type == b.scale_type && a.group == b.group &&
-         a.width == b.width;
+         a.planes == b.planes && a.width == b.width;
 }
 
 // Multiplies the same contiguous rows of x by several matrices. The results equal those of separate
@@ -222,10 +222,11 @@ std::tuple<mx::array, std::vector<mx::array>, std::vector<mx::array>> AttentionB
     check_slots(slot_mappings[b], 1, keys[b], values[b], shape);
   std::vector<mx::array> in{x};
   std::vector<mx::Shape> shapes{x.shape()};
+  std::vector<mx::Dtype> types{mx::float32};
   for (const auto* all : {&keys, &values})
-    for (const mx::array& one : *all) in.push_back(one), shapes.push_back(one.shape());
+    for (const mx::array& one : *all)
+      in.push_back(one), shapes.push_back(one.shape()), types.push_back(one.dtype());
   pending_.append_pending(in);
-  const std::vector<mx::Dtype> types(shapes.size(), mx::float32);
   auto outs = mx::array::make_arrays(
       std::move(shapes), types,
       std::make_shared<AttentionBlockPrimitive>(cpu(), weights_, slot_mappings, window), in);

@@ -1,7 +1,6 @@
 #include "attention_job.hpp"
 
 #include <algorithm>
-#include <cstring>
 
 #include "isa_dispatch.hpp"
 #include "thread_pool.hpp"
@@ -78,13 +77,19 @@ void run_task(const AttentionTask& a) {
   k.attend(a, scratch<ForAttention>(static_cast<std::size_t>(k.attend_scratch(a))));
 }
 
-// Writes the new positions of one head to its buffer.
+KVType kv_type_of(const mx::array& buffer) {
+  if (buffer.dtype() == mx::bfloat16) return KVType::bf16;
+  return buffer.dtype() == mx::float16 ? KVType::f16 : KVType::f32;
+}
+
+// Writes the new positions of one head to its buffer, in the type of the buffer.
 void write_head(const HeadView& from, std::int64_t b, std::int64_t h, std::int64_t length,
-                float* buffer, std::int64_t capacity, std::int64_t slot, std::int64_t width) {
+                const KVBuffers& to, std::byte* buffer, std::int64_t width) {
   const float* row = from.data + b * from.batch + h * from.head;
+  const std::int64_t bytes = width * kv_number_bytes(to.type), first = h * to.capacity;
   for (std::int64_t i = 0; i < length; i++, row += from.step)
-    std::memcpy(buffer + (h * capacity + (slot + i) % capacity) * width, row,
-                static_cast<std::size_t>(width) * sizeof(float));
+    kernels().store_kv_row(to.type, row, width,
+                           buffer + (first + (to.slots.write_slot + i) % to.capacity) * bytes);
 }
 
 }  // namespace
@@ -95,8 +100,9 @@ std::vector<KVBuffers> get_buffers(std::vector<mx::array>& outs,
   const std::size_t count = slot_mappings.size();
   buffers.reserve(count);
   for (std::size_t b = 0; b < count; b++)
-    buffers.push_back({outs[1 + b].data<float>(), outs[1 + count + b].data<float>(),
-                       outs[1 + b].shape(2), slot_mappings[b]});
+    buffers.push_back({kv_type_of(outs[1 + b]), outs[1 + b].data<std::byte>(),
+                       outs[1 + count + b].data<std::byte>(), outs[1 + b].shape(2),
+                       slot_mappings[b]});
   return buffers;
 }
 
@@ -106,6 +112,7 @@ void attend(const AttentionJob& job, const View& q, const View& keys, const View
   const std::int64_t total = keys.shape[2];
   for_tasks(job, job.batch * total, [&](std::int64_t b, std::int64_t h, std::int64_t i) {
     AttentionTask a = make_task(job, q_heads, b, h, i);
+    a.kv_type = KVType::f32;
     a.keys = k.data + b * k.batch + h * k.head, a.key_step = k.step;
     a.values = v.data + b * v.batch + h * v.head, a.value_step = v.step;
     a.capacity = a.length = total;
@@ -122,10 +129,8 @@ void append_and_attend(const AttentionJob& job, const View& q, const View& k, co
   for (const KVBuffers& row : buffers) num_keys += row.slots.length;
   const auto append = [&](std::int64_t b, std::int64_t h) {
     const KVBuffers& row = buffers[static_cast<std::size_t>(b)];
-    write_head(k_heads, b, h, job.length, row.keys, row.capacity, row.slots.write_slot,
-               job.key_dim);
-    write_head(v_heads, b, h, job.length, row.values, row.capacity, row.slots.write_slot,
-               job.value_dim);
+    write_head(k_heads, b, h, job.length, row, row.keys, job.key_dim);
+    write_head(v_heads, b, h, job.length, row, row.values, job.value_dim);
   };
   // with one block of queries, the task that reads the keys of a head also writes them
   const bool append_first = num_blocks(job) > 1;
@@ -136,8 +141,10 @@ void append_and_attend(const AttentionJob& job, const View& q, const View& k, co
     if (!append_first) append(b, h);
     const KVBuffers& row = buffers[static_cast<std::size_t>(b)];
     AttentionTask a = make_task(job, q_heads, b, h, i);
-    a.keys = row.keys + h * row.capacity * job.key_dim, a.key_step = job.key_dim;
-    a.values = row.values + h * row.capacity * job.value_dim, a.value_step = job.value_dim;
+    const std::int64_t head_bytes = h * row.capacity * kv_number_bytes(row.type);
+    a.kv_type = row.type;
+    a.keys = row.keys + head_bytes * job.key_dim, a.key_step = job.key_dim;
+    a.values = row.values + head_bytes * job.value_dim, a.value_step = job.value_dim;
     a.capacity = row.capacity, a.head_slot = row.slots.head_slot;
     a.first_position = row.slots.first_position, a.length = row.slots.length;
     a.position += row.slots.first_position + row.slots.length - job.length;

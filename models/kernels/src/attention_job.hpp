@@ -4,15 +4,18 @@
 // of buffers. A task is one key/value head of one sequence and a block of queries.
 #pragma once
 
+#include <cstddef>
 #include <vector>
 
 #include "attention_ops.hpp"
+#include "kernels.hpp"
 
 namespace mlxrunner {
 
 // The buffers of one sequence: [Hkv, capacity, D or Dv].
 struct KVBuffers {
-  float *keys, *values;
+  KVType type;
+  std::byte *keys, *values;
   std::int64_t capacity;
   SlotMapping slots;
 };

@@ -104,9 +104,12 @@ void check_slots(const SlotMapping& slots, int length, const mx::array& keys,
                  const mx::array& values, const KVShape& shape) {
   for (const auto& [buffer, dim] :
        {std::pair(&keys, shape.key_dim), std::pair(&values, shape.value_dim)})
-    require(buffer->dtype() == mx::float32 &&
+    require((buffer->dtype() == mx::float32 || buffer->dtype() == mx::bfloat16 ||
+             buffer->dtype() == mx::float16) &&
+                buffer->dtype() == keys.dtype() &&
                 buffer->shape() == mx::Shape{1, shape.heads, keys.shape(2), dim},
-            "a buffer must be [1, heads, capacity, dim] of float32");
+            "a buffer must be [1, heads, capacity, dim] of float32, bfloat16 or float16, in the "
+            "type of the other one");
   const int capacity = keys.shape(2);
   require(slots.first_position >= 0 && slots.head_slot >= 0 &&
               slots.head_slot < std::max(1, capacity) && slots.length >= length &&
@@ -135,9 +138,10 @@ std::tuple<mx::array, std::vector<mx::array>, std::vector<mx::array>> attend(
   in.insert(in.end(), values.begin(), values.end());
   if (params.sinks) in.push_back(contiguous_rows(*params.sinks));
   std::vector<mx::Shape> shapes{{q.shape(0), q.shape(1), q.shape(2), v.shape(3)}};
+  std::vector<mx::Dtype> types{mx::float32};
   for (const auto* all : {&keys, &values})
-    for (const mx::array& one : *all) shapes.push_back(one.shape());
-  const std::vector<mx::Dtype> types(shapes.size(), mx::float32);
+    for (const mx::array& one : *all)
+      shapes.push_back(one.shape()), types.push_back(one.dtype());
   auto outs = mx::array::make_arrays(
       std::move(shapes), types,
       std::make_shared<AppendAndAttendPrimitive>(cpu(), params, slot_mappings), in);

@@ -39,7 +39,8 @@ void check_slots(const SlotMapping& slots, int length, const mx::array& keys,
 
 // Appends k [B, Hkv, L, D] and v [B, Hkv, L, Dv] of the new positions, and computes attention from
 // their queries q [B, Hq, L, D]. Each of the B sequences has a key buffer [1, Hkv, capacity, D] and
-// a value buffer [1, Hkv, capacity, Dv]. Returns [B, Hq, L, Dv], which is a view of [B, L, Hq, Dv],
+// a value buffer [1, Hkv, capacity, Dv], both float32, bfloat16 or float16. New keys and values are
+// rounded to that type when they are written, and all queries see the rounded numbers. Returns [B, Hq, L, Dv], which is a view of [B, L, Hq, Dv],
 // and the buffers with the new positions. A buffer without other references is written in place.
 std::tuple<mx::array, std::vector<mx::array>, std::vector<mx::array>> attend(
     const mx::array& q, const mx::array& k, const mx::array& v, const std::vector<mx::array>& keys,

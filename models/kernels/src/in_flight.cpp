@@ -41,6 +41,15 @@ struct InFlightRegistry {
   }
 };
 
+// Returns a function that copies the old array, whose data may not be computed yet, to the new one.
+template <class Number>
+std::function<void()> make_copy(const mx::array& old, mx::array& out) {
+  return [from = ArrayView<Number>(old), to = out.data<Number>(), size = old.nbytes()] {
+    const Number* all = from.rows(to);
+    if (all != to) std::memcpy(to, all, size);
+  };
+}
+
 }  // namespace
 
 struct InFlightArrays::Memory {
@@ -115,7 +124,8 @@ WritableBuffers::WritableBuffers(const std::vector<mx::array>& in, std::size_t f
       out.copy_shared_buffer(old);
     } else {
       allocate(out);
-      copies_.emplace_back(View(old), out.data<float>());
+      copies_.push_back(old.itemsize() == 2 ? make_copy<std::uint16_t>(old, out)
+                                            : make_copy<float>(old, out));
     }
     in_flight_.add(out);
   }
@@ -123,12 +133,7 @@ WritableBuffers::WritableBuffers(const std::vector<mx::array>& in, std::size_t f
 }
 
 void WritableBuffers::copy_shared() const {
-  for (const auto& [from, to] : copies_) {
-    const float* all = from.rows(to);
-    std::size_t size = sizeof(float);
-    for (int n : from.shape) size *= static_cast<std::size_t>(n);
-    if (all != to) std::memcpy(to, all, size);
-  }
+  for (const auto& copy : copies_) copy();
 }
 
 }  // namespace mlxrunner

@@ -7,8 +7,8 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "arrays.hpp"
@@ -34,7 +34,7 @@ class InFlightArrays {
 bool wait_until_writable(const mx::array& a);
 
 // The buffers that a primitive writes. They are the inputs themselves if these have no other
-// reference, and copies otherwise.
+// reference, and copies otherwise. Their numbers have 16 or 32 bits.
 class WritableBuffers {
  public:
   // Call this when the primitive receives its arrays. in[first..] are the buffers, and outs[1..]
@@ -47,7 +47,7 @@ class WritableBuffers {
 
  private:
   InFlightArrays in_flight_;
-  std::vector<std::pair<View, float*>> copies_;
+  std::vector<std::function<void()>> copies_;
 };
 
 }  // namespace mlxrunner

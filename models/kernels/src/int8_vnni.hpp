@@ -3,75 +3,116 @@
 //
 // Knows: words of kWordRows rows (simd_avx512.hpp). Must not know: scales, panels.
 //
-// An integer of x is 65536 * a + 256 * b + c, each in [-128, 128). Four integers take 12 bytes:
+// An integer of x is 65536 * a + 256 * b + c, each in [-128, 128), if it has three planes. With two
+// planes, there is no a, and with one plane only c. Four integers take 12 bytes:
 //
 //   a a a a b b b b c c c c
+//
+// If this file is compiled for tiles (MLXRUNNER_AMX), groups of whole tiles have longer spans: 64
+// bytes of a, 64 bytes of b, 64 bytes of c (matmul_tiles.hpp).
 #pragma once
 
-#include "panels.hpp"
+#include "input_rows_x86.hpp"
 
 namespace mlxrunner::ISA {
 
 inline constexpr int kNumbersPerDot = 4;  // integers of a row per instruction
-inline constexpr int kInputBytes = 3;     // per integer of x
-// The number of independent accumulators.
-constexpr int num_chains(int x) { return x <= 2 ? 2 : 1; }
-
-struct SplitSum {
-  IntVector a, b, c;
-};
-
-inline SplitSum zero_sum() { return {zero_int(), zero_int(), zero_int()}; }
+constexpr int step_numbers(int bits) { return 32 / bits; }     // integers of a row per iteration
+constexpr int input_bytes(int, int planes) { return planes; }  // per integer of x
+constexpr int num_sums(int planes) { return planes; }          // accumulators per row of x
+inline constexpr int kHeaderBytes = 0;                         // see int8_neon.hpp
+constexpr bool has_byte_step(int, int) { return false; }       // see int16_avx2.hpp
+inline constexpr int kRowSkew = 0;                             // see int16_avx2.hpp
+#if defined(MLXRUNNER_AMX)
+inline constexpr int kLongSpan = 64;
+#else
+inline constexpr int kLongSpan = 0;
+#endif
 
 // the J-th four integers of each row, one byte each
 template <int kBits, int J>
-inline WordVector select_numbers(WordVector words) {
+inline WordVector select_numbers(const std::uint32_t* p) {
+  const WordVector words = load_words(p);
   if constexpr (kBits == 8) return words;
   else
     return _mm512_and_si512(J ? _mm512_srli_epi32(words, 4 * J) : words,
                             _mm512_set1_epi8(0x0f));
 }
 
-// Four bytes of x, broadcast to all rows.
-using FourBytes [[gnu::may_alias, gnu::aligned(1)]] = std::int32_t;
-
-// This is inline assembly, because GCC 12 moves the accumulators of _mm512_dpbusd_epi32 back and
-// forth, which takes a third longer.
-inline void dot_vnni(IntVector& sum, WordVector numbers, const FourBytes& x) {
-  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(numbers), "m"(x));
+// Multiplies the numbers by four bytes of a row of x, broadcast to all rows of w. kOffset: their
+// distance from the row's address. This is inline assembly, because GCC 12 moves the accumulators
+// of _mm512_dpbusd_epi32 back and forth, which takes a third longer. The last operand tells the
+// compiler that memory is read.
+template <int kRow, int kOffset, int M>
+inline void dot_vnni(IntVector& sum, WordVector numbers, const InputRows<M>& x) {
+  const std::int8_t* base = x.base[kRow / 4];
+  const auto& memory = *reinterpret_cast<const std::int8_t(*)[]>(base);
+  if constexpr (kRow % 4 == 0)
+    asm("vpdpbusd %c3(%2)%{1to16%}, %1, %0"
+        : "+v"(sum) : "v"(numbers), "r"(base), "i"(kOffset), "m"(memory));
+  else if constexpr (kRow % 4 == 2)
+    asm("vpdpbusd %c4(%2,%3,2)%{1to16%}, %1, %0"
+        : "+v"(sum) : "v"(numbers), "r"(base), "r"(x.stride), "i"(kOffset), "m"(memory));
+  else
+    asm("vpdpbusd %c4(%2,%3)%{1to16%}, %1, %0"
+        : "+v"(sum)
+        : "v"(numbers), "r"(base), "r"(kRow % 4 == 1 ? x.stride : x.triple_stride), "i"(kOffset),
+          "m"(memory));
 }
 
-inline void add_dot(SplitSum& sum, WordVector numbers, const std::int8_t* x) {
-  const auto* four = reinterpret_cast<const FourBytes*>(x);
-  dot_vnni(sum.a, numbers, four[0]);
-  dot_vnni(sum.b, numbers, four[1]);
-  dot_vnni(sum.c, numbers, four[2]);
-}
-
-inline SplitSum add_sums(SplitSum x, SplitSum y) {
-  return {add_int(x.a, y.a), add_int(x.b, y.b), add_int(x.c, y.c)};
+// The J-th numbers of a word by row kRow of x. sums: one per plane, the most significant one first.
+// kSpan: the bytes between planes of x.
+template <int kSpan, int kRow, int J, int kPlanes, int M>
+inline void add_dot(IntVector (&sums)[kPlanes], WordVector numbers, const InputRows<M>& x) {
+  constexpr int kFirst = J * kNumbersPerDot * (kSpan == kNumbersPerDot ? kPlanes : 1);
+  dot_vnni<kRow, kFirst>(sums[0], numbers, x);
+  if constexpr (kPlanes > 1) dot_vnni<kRow, kFirst + kSpan>(sums[1], numbers, x);
+  if constexpr (kPlanes > 2) dot_vnni<kRow, kFirst + 2 * kSpan>(sums[2], numbers, x);
 }
 
 // Stores the integers of x, sixteen at a time.
-template <int kBits>
+template <int kBits, int kPlanes>
 inline void store_input(const std::int32_t* numbers, i64 count, std::int8_t* out) {
-  // interleave four bytes of a, of b and of c
+  // interleave four bytes of each plane
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11, 0, 0, 0, 0);
   const __m512i half = _mm512_set1_epi32(128);
-  for (i64 k = 0; k < count; k += 16, out += 48) {
+  for (i64 k = 0; k < count; k += 16, out += 16 * kPlanes) {
     const __m512i c = _mm512_loadu_si512(numbers + k);
-    const __m512i b = _mm512_srai_epi32(_mm512_add_epi32(c, half), 8);
-    const __m512i a = _mm512_srai_epi32(_mm512_add_epi32(b, half), 8);
-    __m512i all = _mm512_castsi128_si512(_mm512_cvtepi32_epi8(a));
-    all = _mm512_inserti32x4(all, _mm512_cvtepi32_epi8(b), 1);
-    all = _mm512_inserti32x4(all, _mm512_cvtepi32_epi8(c), 2);
-    _mm512_mask_storeu_epi32(out, 0x0fff, _mm512_permutexvar_epi32(order, all));
+    const __m128i low = _mm512_cvtepi32_epi8(c);
+    if constexpr (kPlanes == 1) {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out), low);
+    } else {
+      const __m512i b = _mm512_srai_epi32(_mm512_add_epi32(c, half), 8);
+      const __m128i middle = _mm512_cvtepi32_epi8(b);
+      if constexpr (kPlanes == 2) {
+        const __m128i first = _mm_unpacklo_epi32(middle, low);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out), first);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 16), _mm_unpackhi_epi32(middle, low));
+      } else {
+        const __m512i a = _mm512_srai_epi32(_mm512_add_epi32(b, half), 8);
+        __m512i all = _mm512_castsi128_si512(_mm512_cvtepi32_epi8(a));
+        all = _mm512_inserti32x4(all, middle, 1);
+        all = _mm512_inserti32x4(all, low, 2);
+        _mm512_mask_storeu_epi32(out, 0x0fff, _mm512_permutexvar_epi32(order, all));
+      }
+    }
   }
 }
 
-inline SubVector high_part(const SplitSum& sum) {
-  return to_float(_mm512_add_epi32(_mm512_slli_epi32(sum.a, 8), sum.b));
+inline IntVector shift_and_add(IntVector high, IntVector low) {
+  return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
 }
-inline SubVector low_part(const SplitSum& sum) { return to_float(sum.c); }
+
+// The sum of products. With one or two planes, it is an exact 32-bit integer.
+template <int kPlanes>
+inline SubVector join_sums(const IntVector (&sums)[kPlanes]) {
+  if constexpr (kPlanes == 1) return to_float(sums[0]);
+  else if constexpr (kPlanes == 2) return to_float(shift_and_add(sums[0], sums[1]));
+  else {
+    SubVector total = to_float(sums[2]);
+    add_product(total, to_float(shift_and_add(sums[0], sums[1])), broadcast(256));
+    return total;
+  }
+}
 
 }  // namespace mlxrunner::ISA

@@ -3,7 +3,7 @@
 
 #define ISA avx2
 #include "simd_avx2.hpp"
-#include "int16_dot.hpp"
+#include "int16_avx2.hpp"
 #include "kernel_table.hpp"
 
 namespace mlxrunner {

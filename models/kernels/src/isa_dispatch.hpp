@@ -1,13 +1,26 @@
 // Selects the instruction set.
 #pragma once
 
+#include <string>
+
 #include "kernels.hpp"
 
 namespace mlxrunner {
 
+// The selected kernels, and the reason why they do not use tiles, or "" if they do.
+struct Selection {
+  const Kernels& kernels;
+  std::string why_no_tiles;
+};
+
+// The beginning of Selection::why_no_tiles if tiles compute wrong results.
+inline constexpr char kTileTestFailed[] = "the known-answer test failed: ";
+
 // Returns the kernels for the best instruction set of this machine, or for the one that
 // MLXRUNNER_ISA names. They are selected only once. Throws if this machine does not support the
 // requested one.
-const Kernels& kernels();
+const Selection& selection();
+
+inline const Kernels& kernels() { return selection().kernels; }
 
 }  // namespace mlxrunner

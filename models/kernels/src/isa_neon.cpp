@@ -2,7 +2,7 @@
 #if defined(__aarch64__) && defined(__ARM_NEON)
 
 #define ISA neon
-#include "simd_neon.hpp"
+#include "int16_neon.hpp"
 #include "int16_dot.hpp"
 #include "kernel_table.hpp"
 

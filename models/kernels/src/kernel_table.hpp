@@ -4,6 +4,7 @@
 #include "attention.hpp"
 #include "pointwise.hpp"
 #include "matmul.hpp"
+#include "matmul_tiles.hpp"
 #include "sampling.hpp"
 
 namespace mlxrunner::ISA {
@@ -15,17 +16,24 @@ inline constexpr Kernels kTable{
     .pack_input = pack_input,
     .matmul = matmul,
     .matmul_scratch = matmul_scratch,
+    .fits_tiles = fits_tiles,
+    .tile_reference = tile_reference,
+    .tile_reference_scratch = tile_reference_scratch,
     .dequantize_row = dequantize_row,
     .rms_norm = rms_norm,
     .rope_angles = rope_angles,
     .rotate = rotate,
     .glu = glu,
     .row_max = row_max,
+    .checked_max = checked_max,
+    .mask = mask,
     .scale_and_exp = scale_and_exp,
+    .mass_above = mass_above,
     .block_maxima = block_maxima,
     .find_between = find_between,
     .draw = draw,
     .draw_listed = draw_listed,
+    .store_kv_row = store_kv_row,
     .attend = attend,
     .attend_scratch = attend_scratch,
 };

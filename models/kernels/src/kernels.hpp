@@ -21,11 +21,12 @@ enum class ScaleType : std::uint8_t { f32, bf16, f16 };
 
 // A matrix [rows, width], stored as consecutive panels of sixteen rows (matmul_float.hpp,
 // matmul_quantized.hpp). If it is quantized, width is a multiple of `group` (32, 64 or 128).
-// Otherwise group is 0.
+// Otherwise group is 0. planes: the number of signed bytes to which the product with a quantized
+// matrix rounds an element of x, from 1 to 3.
 struct Matrix {
   WeightFormat format;
   ScaleType scale_type;
-  int group;
+  int group, planes;
   std::int64_t rows, width;
   const void *data, *scales, *biases;
 
@@ -66,7 +67,14 @@ struct Rotation {
   float magnitude;
 };
 
-// Consecutive queries of the heads that share one key/value head. Strides are in floats.
+// The type of the keys and values in a cache.
+enum class KVType : std::uint8_t { f32, bf16, f16 };
+
+[[gnu::always_inline]] inline std::int64_t kv_number_bytes(KVType type) {
+  return type == KVType::f32 ? 4 : 2;
+}
+
+// Consecutive queries of the heads that share one key/value head. Strides are in numbers.
 struct AttentionTask {
   const float* q;  // of the group's first head
   std::int64_t q_head, q_step;  // strides between heads and between positions
@@ -75,7 +83,8 @@ struct AttentionTask {
 
   // Of the `length` stored positions, the oldest has absolute position `first_position` and is in
   // slot `head_slot`. After slot capacity - 1, positions continue in slot 0.
-  const float *keys, *values;
+  KVType kv_type;
+  const void *keys, *values;
   std::int64_t key_step, value_step;  // strides between slots
   std::int64_t capacity, head_slot, first_position, length;
 
@@ -119,6 +128,14 @@ struct Kernels {
                  std::int64_t begin, std::int64_t end, float* scratch);
   std::int64_t (*matmul_scratch)(const Matrix&);
 
+  // Multiplies x [count, width] by a matrix for which `fits_tiles`, with the algorithm for tiles in
+  // plain C++ (matmul_tiles.hpp). The results in y [count, rows] are bit-identical to those of
+  // `matmul`. The last partial panel is not computed. scratch: aligned to 64 bytes.
+  bool (*fits_tiles)(const Matrix&);
+  void (*tile_reference)(const Matrix&, const float* x, std::int64_t count, float* y,
+                         float* scratch);
+  std::int64_t (*tile_reference_scratch)(const Matrix&, std::int64_t count);
+
   // Converts row n of the matrix to float32, in row-major order.
   void (*dequantize_row)(const Matrix&, std::int64_t n, float* out);
 
@@ -137,8 +154,11 @@ struct Kernels {
 
   // Passes over a row of n logits, see sampling.hpp.
   float (*row_max)(const float* x, std::int64_t n);
+  float (*checked_max)(const float* x, std::int64_t n);
+  void (*mask)(const float* x, const std::uint32_t* bits, std::int64_t n, float* out);
   float (*scale_and_exp)(const float* x, std::int64_t n, float largest, float temperature,
                          float* scaled, float* mass);
+  float (*mass_above)(const float* scaled, const float* mass, std::int64_t n, float edge);
   void (*block_maxima)(const float* x, std::int64_t n, float* maxima);
   std::int64_t (*find_between)(const float* x, std::int64_t n, float low, float high,
                                std::int32_t* found);
@@ -147,6 +167,9 @@ struct Kernels {
   std::int64_t (*draw_listed)(const float* scaled, const std::int32_t* tokens, std::int64_t n,
                               float edge, NoiseKey key);
 
+  // Stores n numbers of a new key or value in a cache, rounded to nearest, ties to even.
+  void (*store_kv_row)(KVType, const float* x, std::int64_t n, void* out);
+
   // scratch: `attend_scratch` floats, aligned to 64 bytes.
   void (*attend)(const AttentionTask&, float* scratch);
   std::int64_t (*attend_scratch)(const AttentionTask&);
@@ -154,9 +177,12 @@ struct Kernels {
 
 // These functions return nullptr if this machine does not support the instruction set, or if it was
 // not compiled.
+const Kernels* kernels_avx512_amx();
 const Kernels* kernels_avx512_vnni();
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx2();
+const Kernels* kernels_neon_i8mm();
+const Kernels* kernels_neon_dot();
 const Kernels* kernels_neon();
 const Kernels* kernels_scalar();
 

@@ -12,13 +12,18 @@
 
 namespace mlxrunner::ISA {
 
+// bias: of all rows of w, or null.
+inline void add_bias(const float* bias, float* y, i64 ldy, i64 count, i64 begin, i64 end) {
+  if (!bias) return;
+  for (i64 m = 0; m < count; m++)
+    for (i64 n = begin; n < end; n++) y[m * ldy + n] = y[m * ldy + n] + bias[n];
+}
+
 inline void matmul(const Matrix& w, PackedRows x, const float* bias, float* y, i64 ldy, i64 begin,
                    i64 end, float* scratch) {
   if (is_quantized(w)) quantized_matmul(w, x, y, ldy, begin, end, scratch);
   else float_matmul(w, x, y, ldy, begin, end, scratch);
-  if (!bias) return;
-  for (i64 m = 0; m < x.count; m++)
-    for (i64 n = begin; n < end; n++) y[m * ldy + n] = y[m * ldy + n] + bias[n];
+  add_bias(bias, y, ldy, x.count, begin, end);
 }
 
 inline i64 matmul_scratch(const Matrix& w) {
@@ -32,8 +37,8 @@ inline i64 packed_input_stride(const Matrix& w, i64 count) {
 }
 
 inline void pack_input(const Matrix& w, const float* x, i64 count, float* out, i64 stride) {
-  if (!is_quantized(w)) return pack_input_float(w, x, count, out);
-  for (i64 m = 0; m < count; m++) quantize_input_row(w, x + m * w.width, out + m * stride);
+  if (is_quantized(w)) quantize_input(w, x, count, out, stride);
+  else pack_input_float(w, x, count, out);
 }
 
 inline void dequantize_row(const Matrix& w, i64 n, float* out) {

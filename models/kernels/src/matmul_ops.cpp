@@ -50,6 +50,29 @@ class MatmulPrimitive : public CpuPrimitive {
   Matmul matmul_;
 };
 
+class TileReferencePrimitive : public CpuPrimitive {
+ public:
+  TileReferencePrimitive(mx::Stream stream, Matmul matmul)
+      : CpuPrimitive(stream), matmul_(std::move(matmul)) {}
+
+  void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& outs) override {
+    allocate(outs[0]);
+    const Matrix w = matmul_.matrix(in, 1);
+    float* y = outs[0].data<float>();
+    const std::int64_t count = static_cast<std::int64_t>(in[0].size()) / w.width;
+    mx::cpu::get_command_encoder(stream()).dispatch([=, x = in[0].data<float>()] {
+      const auto size = static_cast<std::size_t>(kernels().tile_reference_scratch(w, count));
+      kernels().tile_reference(w, x, count, y, scratch<ForMatmul>(size));
+    });
+  }
+
+  const char* name() const override { return "mlxrunner::TileReference"; }
+  bool is_equivalent(const mx::Primitive&) const override { return false; }
+
+ private:
+  Matmul matmul_;
+};
+
 class DequantizeRowsPrimitive : public CpuPrimitive {
  public:
   DequantizeRowsPrimitive(mx::Stream stream, Matmul matmul)
@@ -127,9 +150,11 @@ mx::array to_float32(const mx::array& x, int width) {
 }
 
 Matmul::Matmul(mx::array weight, std::optional<mx::array> scales, std::optional<mx::array> biases,
-               std::optional<mx::array> bias, int group, int bits)
+               std::optional<mx::array> bias, int group, int bits, int activations)
     : weight_(std::move(weight)), scales_(std::move(scales)), biases_(std::move(biases)),
-      bias_(std::move(bias)), group_(group) {
+      bias_(std::move(bias)), group_(group), planes_(activations / 8) {
+  if (activations != 8 && activations != 16 && activations != 24)
+    throw std::invalid_argument("activations must have 8, 16 or 24 bits");
   const int axes = static_cast<int>(weight_.ndim());
   if (axes != 2 && axes != 3)
     throw std::invalid_argument("a matrix must have two axes, and a stack three");
@@ -152,7 +177,7 @@ Matmul::Matmul(mx::array weight, std::optional<mx::array> scales, std::optional<
     if (biases_->dtype() != scales_->dtype())
       throw std::invalid_argument("scales and biases must be of one type");
   } else {
-    inputs_ = weight_.shape(-1), group_ = 0;
+    inputs_ = weight_.shape(-1), group_ = planes_ = 0;
     const ScaleType type = to_scale_type(weight_, "a matrix");
     format_ = type == ScaleType::f32    ? WeightFormat::f32
               : type == ScaleType::bf16 ? WeightFormat::bf16
@@ -164,8 +189,8 @@ Matmul::Matmul(mx::array weight, std::optional<mx::array> scales, std::optional<
 }
 
 bool Matmul::has_same_format(const Matmul& other) const {
-  return format_ == other.format_ && group_ == other.group_ && stacked_ == other.stacked_ &&
-         outputs_ == other.outputs_ && inputs_ == other.inputs_;
+  return format_ == other.format_ && group_ == other.group_ && planes_ == other.planes_ &&
+         stacked_ == other.stacked_ && outputs_ == other.outputs_ && inputs_ == other.inputs_;
 }
 
 std::vector<mx::array> Matmul::arrays() const {
@@ -180,7 +205,7 @@ Matrix Matmul::matrix(const std::vector<mx::array>& in, std::size_t first, int i
   for (std::size_t i = first; i < first + num_arrays; i++)
     if (!in[i].flags().row_contiguous)
       throw std::runtime_error("a matrix must be stored row after row");
-  Matrix w{format_, scale_type_, group_, outputs_, inputs_, in[first].data<char>(),
+  Matrix w{format_, scale_type_, group_, planes_, outputs_, inputs_, in[first].data<char>(),
            nullptr, nullptr};
   w.data = in[first].data<char>() + index * w.rows * w.row_bytes();
   if (scales_) {
@@ -204,6 +229,18 @@ mx::array Matmul::operator()(const mx::array& x) const {
   const mx::array y(std::move(shape), mx::float32, std::make_shared<MatmulPrimitive>(cpu(), *this),
                     std::move(in));
   return mx::astype(y, x.dtype(), cpu());
+}
+
+mx::array Matmul::multiply_by_tile_reference(const mx::array& x) const {
+  const Matrix w{format_, scale_type_, group_, planes_, outputs_, inputs_, nullptr, nullptr, nullptr};
+  if (stacked_ || bias_ || outputs_ % kPanelRows || !kernels().fits_tiles(w))
+    throw std::invalid_argument("tiles do not fit this matrix");
+  std::vector<mx::array> in{contiguous_rows(to_float32(x, inputs_))};
+  mx::Shape shape = x.shape();
+  shape.back() = outputs_;
+  for (mx::array& one : arrays()) in.push_back(std::move(one));
+  return mx::array(std::move(shape), mx::float32,
+                   std::make_shared<TileReferencePrimitive>(cpu(), *this), std::move(in));
 }
 
 mx::array Matmul::dequantize_rows(const mx::array& ids) const {

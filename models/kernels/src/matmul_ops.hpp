@@ -12,14 +12,19 @@ namespace mlxrunner {
 // The matrix of a layer. It is [out, in] of float32, bfloat16 or float16, or has MLX's affine
 // packing in 4 or 8 bits with scales and biases [out, in / group]. All arrays are in panels
 // (repack.hpp). bias: [out] float32, added to the product. The object can also be a stack of such
-// matrices, with an additional first axis.
+// matrices, with an additional first axis. activations: the number of bits to which a product with
+// a quantized matrix rounds the elements of x: 8, 16 or 24.
 class Matmul {
  public:
   Matmul(mx::array weight, std::optional<mx::array> scales, std::optional<mx::array> biases,
-         std::optional<mx::array> bias, int group, int bits);
+         std::optional<mx::array> bias, int group, int bits, int activations);
 
   // Maps x [..., in] to [..., out], in the type of x. The sums are float32.
   mx::array operator()(const mx::array& x) const;
+
+  // Computes the same product with the algorithm for tiles, in plain C++. Raises if tiles do not fit
+  // the matrix, if the number of outputs is not a multiple of 16, or if there is a bias.
+  mx::array multiply_by_tile_reference(const mx::array& x) const;
 
   // Multiplies x [..., 1, in] by the matrices indices [..., k] of a stack. Returns [..., k, 1, out]
   // in the type of x. Leading axes are broadcast.
@@ -49,7 +54,7 @@ class Matmul {
   std::optional<mx::array> scales_, biases_, bias_;
   WeightFormat format_;
   ScaleType scale_type_ = ScaleType::f32;
-  int group_, stacked_ = 0, outputs_, inputs_;
+  int group_, planes_, stacked_ = 0, outputs_, inputs_;
 };
 
 // Multiplies on the thread pool. x: contiguous rows [count, width].

@@ -1,17 +1,19 @@
 // Multiplication of x by a quantized matrix, in integers.
 //
-// Knows: integer dot products (int16_dot.hpp, int8_vnni.hpp), panels. Must not know: threads.
+// Knows: integer dot products (int16_dot.hpp, int8_vnni.hpp, int8_neon.hpp), panels. Must not know:
+// threads.
 //
 // A weight is scale * integer + bias, with an integer of 4 or 8 bits. An element of x becomes
-// integer * scale, with an integer of 24 bits and one scale per group. The products within a group
-// are added exactly, and the groups are added one after the other in float32:
+// integer * scale, with an integer of 24, 16 or 8 bits (`Matrix::planes` bytes) and one scale per
+// group. The products within a group are added exactly, and the groups are added one after the
+// other in float32:
 //
 //   y += scale of w * (scale of x * sum of products) + bias of w * (scale of x * sum of x)
 //
-// The order within a group does not matter, and the order of groups is always the same. The
-// rounding error of x is at most 2^-24 of the largest element in its group, which is the float32
-// rounding error of that element. llama.cpp keeps 8 bits of x. With 16 bits, the error of the
-// logits of models was up to 3e-4.
+// The order within a group does not matter, and the order of groups is always the same. With 24
+// bits, the rounding error of x is at most 2^-24 of the largest element in its group, which is the
+// float32 rounding error of that element. llama.cpp keeps 8 bits of x. `make bench
+// ARGS=activations` measures the effect of fewer bits.
 //
 // Sixteen rows of w form a panel, in which the words of the sixteen rows are adjacent:
 //
@@ -29,21 +31,31 @@
 namespace mlxrunner::ISA {
 
 inline bool is_quantized(const Matrix& w) { return w.group != 0; }
+inline int weight_bits(const Matrix& w) { return w.format == WeightFormat::q4 ? 4 : 8; }
 
 // ---- x ---------------------------------------------------------------------------------------
 
 // A quantized row of x consists of its integers, followed by a scale and a sum for each group.
-// input_floats: the size of the integers, in floats.
-inline i64 input_floats(const Matrix& w) { return w.width * kInputBytes / 4; }
+// group_bytes: the size of the integers of a group. input_floats: of all integers, in floats.
+inline i64 group_bytes(i64 group, int bits, int planes) {
+  return kHeaderBytes + group * input_bytes(bits, planes);
+}
+inline i64 input_floats(const Matrix& w) {
+  return w.width / w.group * group_bytes(w.group, weight_bits(w), w.planes) / 4;
+}
 inline i64 quantized_row_stride(const Matrix& w) {
   const i64 size = (input_floats(w) + 2 * (w.width / w.group) + 15) / 16 * 16;
-  return size % 256 ? size : size + 16;
+  return (size % 256 ? size : size + 16) + kRowSkew;
 }
 
-// kMaxInt24: slightly less than 0x7f7f7f, the maximum of three signed bytes, because the largest
-// element is also rounded. kMinScale: a group whose largest absolute value is below this limit
-// counts as zero, because the reciprocal of its scale would be infinite.
-inline constexpr float kMaxInt24 = 0x7f7f70, kMinScale = 0x1p-100f;
+// The maximum of an integer of x. With three signed bytes, it is slightly less than 0x7f7f7f,
+// because the largest element is also rounded.
+constexpr float max_input(int planes) {
+  return planes == 3 ? 0x7f7f70 : planes == 2 ? 0x7f7f : 0x7f;
+}
+// A group whose largest absolute value is below this limit counts as zero, because the reciprocal
+// of its scale would be infinite.
+inline constexpr float kMinScale = 0x1p-100f;
 
 // Returns the largest absolute value, or NaN if any element is NaN or infinite.
 inline float max_abs(const float* x, i64 count) {
@@ -61,30 +73,79 @@ inline float max_abs(const float* x, i64 count) {
   return size + sum;
 }
 
-// Quantizes a group. If an element is not finite, the scale is NaN.
-template <int kBits>
-inline void quantize_group(const float* x, i64 count, std::int8_t* out, float* scale, float* sum) {
+// Quantizes a group and passes the integers to `store_numbers`. If an element is not finite, the
+// scale is NaN.
+template <int kPlanes, class F>
+inline void quantize_group(const float* x, i64 count, float* scale, float* sum, F store_numbers) {
+  constexpr float kMaxInput = max_input(kPlanes);
   const float size = max_abs(x, count);
   const bool nonzero = size >= kMinScale;
-  const V inverse_scale = set1(nonzero ? kMaxInt24 / size : 0);
+  const V inverse_scale = set1(nonzero ? kMaxInput / size : 0);
   std::int32_t numbers[128], total = 0;
   for (i64 k = 0; k < count; k += 16)
     store(numbers + k, nonzero ? mul(load(x + k), inverse_scale) : zero());
   for (i64 k = 0; k < count; k++) total += numbers[k];
-  store_input<kBits>(numbers, count, out);
-  *scale = nonzero ? size / kMaxInt24 : size - size;
+  store_numbers(numbers);
+  *scale = nonzero ? size / kMaxInput : size - size;
   *sum = *scale * static_cast<float>(total);
 }
 
-inline void quantize_input_row(const Matrix& w, const float* x, float* out) {
-  auto* numbers = reinterpret_cast<std::int8_t*>(out);
-  float* scale = out + input_floats(w);
-  for (i64 k = 0; k < w.width; k += w.group, scale += 2) {
-    std::int8_t* numbers_out = numbers + k * kInputBytes;
-    if (w.format == WeightFormat::q4)
-      quantize_group<4>(x + k, w.group, numbers_out, scale, scale + 1);
-    else quantize_group<8>(x + k, w.group, numbers_out, scale, scale + 1);
-  }
+// Splits integers of x into planes of 64 bytes (matmul_tiles.hpp).
+template <int kPlanes>
+inline void store_spans(const std::int32_t* numbers, i64 count, std::int8_t* out) {
+  for (i64 k = 0; k < count; k += 64, out += 64 * kPlanes)
+    for (i64 i = 0; i < 64; i++) {
+      std::int32_t number = numbers[k + i];
+      MLXRUNNER_UNROLL
+      for (int p = kPlanes - 1; p >= 0; p--) {
+        out[p * 64 + i] = static_cast<std::int8_t>(number);
+        number = (number + 128) >> 8;
+      }
+    }
+}
+
+// kSpan: kLongSpan or kNumbersPerDot.
+template <int kBits, int kPlanes, int kSpan>
+inline void quantize_input_row(const Matrix& w, const float* x, float* out, float* scale) {
+  auto* numbers_out = reinterpret_cast<std::int8_t*>(out);
+  const i64 size = kSpan == 64 ? w.group * kPlanes : group_bytes(w.group, kBits, kPlanes);
+  for (i64 k = 0; k < w.width; k += w.group, scale += 2, numbers_out += size)
+    quantize_group<kPlanes>(x + k, w.group, scale, scale + 1, [&](const std::int32_t* numbers) {
+      if constexpr (kSpan == 64)
+        store_spans<kPlanes>(numbers, w.group, numbers_out);
+      else
+        store_input<kBits, kPlanes>(numbers, w.group, numbers_out);
+    });
+}
+
+// Calls function.operator()<bits, planes>() with the constants of the matrix.
+template <class F>
+inline void with_precision(const Matrix& w, F function) {
+  const auto with_planes = [&]<int kPlanes>() {
+    if (weight_bits(w) == 4) function.template operator()<4, kPlanes>();
+    else function.template operator()<8, kPlanes>();
+  };
+  if (w.planes == 3) with_planes.template operator()<3>();
+  else if (w.planes == 2) with_planes.template operator()<2>();
+  else with_planes.template operator()<1>();
+}
+
+// Also passes the span of the layout of x.
+template <class F>
+inline void with_layout(const Matrix& w, F function) {
+  with_precision(w, [&]<int kBits, int kPlanes>() {
+    if constexpr (kLongSpan != 0)
+      if (w.group % 64 == 0)
+        return function.template operator()<kBits, kPlanes, kLongSpan>();
+    function.template operator()<kBits, kPlanes, kNumbersPerDot>();
+  });
+}
+
+inline void quantize_input(const Matrix& w, const float* x, i64 count, float* out, i64 stride) {
+  with_layout(w, [&]<int kBits, int kPlanes, int kSpan>() {
+    for (i64 m = 0; m < count; m++, out += stride)
+      quantize_input_row<kBits, kPlanes, kSpan>(w, x + m * w.width, out, out + input_floats(w));
+  });
 }
 
 // ---- w ---------------------------------------------------------------------------------------
@@ -125,44 +186,89 @@ inline SubVector load_scales(const void* p, ScaleType type, i64 index) {
 
 // ---- x times w -------------------------------------------------------------------------------
 
-// Multiplies the integers of one word of each row, from the J-th kNumbersPerDot on, by M rows of x.
-template <int kBits, int M, int C, int J = 0>
-inline void dot_word(WordVector words, const std::int8_t* x, i64 stride, SplitSum (&sums)[C][M]) {
-  if constexpr (J * kNumbersPerDot * kBits < 32) {
-    const WordVector numbers = select_numbers<kBits, J>(words);
-    MLXRUNNER_UNROLL
-    for (int m = 0; m < M; m++)
-      add_dot(sums[J % C][m], numbers, x + m * stride + J * kNumbersPerDot * kInputBytes);
-    dot_word<kBits, M, C, J + 1>(words, x, stride, sums);
+// The maximum number of rows of x whose sums fit into the registers. kMaxIntRows is the number for
+// three planes.
+constexpr int max_rows(int planes) {
+  return kMaxIntRows * (num_sums(3) + 1) / (num_sums(planes) + 1);
+}
+
+// The number of independent accumulators per sum.
+constexpr int num_chains(int rows) { return rows <= 2 ? 2 : 1; }
+
+// Otherwise GCC 12 for ARM would not inline all of these functions, and accumulators would be in
+// memory.
+#if defined(__aarch64__)
+#define MLXRUNNER_DOT_INLINE [[gnu::always_inline]] inline
+#else
+#define MLXRUNNER_DOT_INLINE inline
+#endif
+
+// The accumulators of one row of x.
+template <int kPlanes>
+struct Sums {
+  IntVector sums[num_sums(kPlanes)];
+};
+
+template <int kSpan, int J, int kRow = 0, class Numbers, int kPlanes, int M>
+MLXRUNNER_DOT_INLINE void dot_rows(Numbers numbers, const InputRows<M>& x,
+                                   Sums<kPlanes> (&sums)[M]) {
+  if constexpr (kRow < M) {
+    add_dot<kSpan, kRow, J>(sums[kRow].sums, numbers, x);
+    dot_rows<kSpan, J, kRow + 1>(numbers, x, sums);
+  }
+}
+
+// Multiplies step_numbers integers of each row, from the J-th kNumbersPerDot on, by M rows of x.
+template <int kBits, int kPlanes, int kSpan, int J = 0, int C, int M>
+MLXRUNNER_DOT_INLINE void dot_step(const std::uint32_t* words, const InputRows<M>& x,
+                                   Sums<kPlanes> (&chains)[C][M]) {
+  if constexpr (has_byte_step(kBits, kPlanes)) {
+    add_byte_step<kPlanes>(words, x, chains[0]);
+  } else if constexpr (J * kNumbersPerDot < step_numbers(kBits)) {
+    dot_rows<kSpan, J>(select_numbers<kBits, J>(words), x, chains[J % C]);
+    dot_step<kBits, kPlanes, kSpan, J + 1>(words, x, chains);
   }
 }
 
 // Computes the integer sums of one group, for kWordRows rows of a panel.
-template <int kBits, int M>
-inline void dot_group(i64 group, const std::uint32_t* words, const std::int8_t* x, i64 stride,
-                      bool should_prefetch, SplitSum (&sums)[M]) {
-  constexpr int C = num_chains(M), kPerWord = 32 / kBits;
-  SplitSum chain_sums[C][M];
+template <int kBits, int kPlanes, int kSpan, int M>
+MLXRUNNER_DOT_INLINE void dot_group(i64 group, const std::uint32_t* words, const std::int8_t* x,
+                                     i64 stride, bool should_prefetch, Sums<kPlanes> (&out)[M]) {
+  constexpr int C = num_chains(M), kSums = num_sums(kPlanes);
+  constexpr int kStep = step_numbers(kBits), kStepWords = kStep * kBits / 32;
+  constexpr i64 kStepBytes = kStep * (kSpan == kNumbersPerDot ? input_bytes(kBits, kPlanes) : 1);
+  Sums<kPlanes> chains[C][M];
   MLXRUNNER_UNROLL
-  for (int c = 0; c < C; c++)
-    MLXRUNNER_UNROLL
-    for (int m = 0; m < M; m++) chain_sums[c][m] = zero_sum();
-  for (i64 k = 0; k < group; k += kPerWord, words += kPanelRows, x += kPerWord * kInputBytes) {
-    if (should_prefetch) prefetch(reinterpret_cast<std::uintptr_t>(words) + kPrefetchBytes);
-    dot_word<kBits, M, C>(load_words(words), x, stride, chain_sums);
+  for (int i = 0; i < C * M * kSums; i++)
+    chains[i / (M * kSums)][i / kSums % M].sums[i % kSums] = zero_int();
+  InputRows<M> rows{x, stride};
+  if constexpr (kHeaderBytes != 0) rows.template load_first_sums<kBits, kPlanes>(chains[0]);
+  for (i64 k = 0; k < group; k += kStep, words += kStepWords * kPanelRows) {
+    if (should_prefetch) {
+      MLXRUNNER_UNROLL
+      for (int i = 0; i < kStepWords; i++)
+        prefetch(reinterpret_cast<std::uintptr_t>(words + i * kPanelRows) + kPrefetchBytes);
+    }
+    dot_step<kBits, kPlanes, kSpan>(words, rows, chains);
+    rows.advance(kStepBytes);
+    // the next integers are behind the other planes of this span
+    if constexpr (kSpan != kNumbersPerDot)
+      if ((k + kStep) % kSpan == 0) rows.advance(kSpan * (kPlanes - 1));
   }
   MLXRUNNER_UNROLL
-  for (int m = 0; m < M; m++) {
-    sums[m] = chain_sums[0][m];
+  for (int i = 0; i < M * kSums; i++) {
+    IntVector& sum = out[i / kSums].sums[i % kSums];
+    sum = chains[0][i / kSums].sums[i % kSums];
     MLXRUNNER_UNROLL
-    for (int c = 1; c < C; c++) sums[m] = add_sums(sums[m], chain_sums[c][m]);
+    for (int c = 1; c < C; c++) sum = add_int(sum, chains[c][i / kSums].sums[i % kSums]);
   }
 }
 
-// Multiplies a panel by M rows of x. out: [M, kPanelRows], whose rows are `ldo` apart.
-template <int kBits, int M>
-inline void dot_panel(const Matrix& w, const QuantizedPanel& panel, const float* x, i64 stride,
-                      float* out, i64 ldo) {
+// Multiplies a panel by M rows of x. out: [M, kPanelRows], whose rows are `ldo` apart. It is not
+// inlined, because GCC 12 would then keep accumulators in memory.
+template <int kBits, int kPlanes, int kSpan, int M>
+[[gnu::noinline]] void dot_panel(const Matrix& w, const QuantizedPanel& panel, const float* x,
+                                 i64 stride, float* out, i64 ldo) {
   constexpr int kPerWord = 32 / kBits;
   const i64 groups = w.width / w.group, words = w.group / kPerWord * kPanelRows;
   for (i64 first = 0; first < kPanelRows; first += kWordRows) {
@@ -172,15 +278,15 @@ inline void dot_panel(const Matrix& w, const QuantizedPanel& panel, const float*
     const auto* numbers = reinterpret_cast<const std::int8_t*>(x);
     const float* x_scales = x + input_floats(w);
     for (i64 g = 0; g < groups; g++, x_scales += 2) {
-      SplitSum int_sums[M];
-      dot_group<kBits, M>(w.group, panel.words + g * words + first,
-                          numbers + g * w.group * kInputBytes, 4 * stride, first == 0, int_sums);
+      Sums<kPlanes> int_sums[M];
+      dot_group<kBits, kPlanes, kSpan, M>(w.group, panel.words + g * words + first,
+                                          numbers + g * group_bytes(w.group, kBits, kPlanes),
+                                          4 * stride, first == 0, int_sums);
       const SubVector scale = load_scales(panel.scales, w.scale_type, g * kPanelRows + first),
                       bias = load_scales(panel.biases, w.scale_type, g * kPanelRows + first);
       MLXRUNNER_UNROLL
       for (int m = 0; m < M; m++) {
-        SubVector total = low_part(int_sums[m]);
-        add_product(total, high_part(int_sums[m]), broadcast(256));
+        const SubVector total = join_sums(int_sums[m].sums);
         add_product(sums[m], scale, multiply(total, broadcast(x_scales[m * stride])));
         add_product(sums[m], bias, broadcast(x_scales[m * stride + 1]));
       }
@@ -191,44 +297,44 @@ inline void dot_panel(const Matrix& w, const QuantizedPanel& panel, const float*
 }
 
 // Multiplies M rows of x by rows [begin, end) of w.
-template <int kBits, int M>
+template <int kBits, int kPlanes, int kSpan, int M>
 void matmul_rows(const Matrix& w, const float* x, i64 stride, float* y, i64 ldy, i64 begin, i64 end,
                  float* scratch) {
   for (i64 n = begin; n < end; n += kPanelRows) {
     const i64 rows = end - n < kPanelRows ? end - n : kPanelRows;
     if (rows == kPanelRows) {
-      dot_panel<kBits, M>(w, get_panel(w, n), x, stride, y + n, ldy);
+      dot_panel<kBits, kPlanes, kSpan, M>(w, get_panel(w, n), x, stride, y + n, ldy);
     } else {
       float out[M * kPanelRows];
-      dot_panel<kBits, M>(w, pad_panel(w, n, scratch), x, stride, out, kPanelRows);
+      dot_panel<kBits, kPlanes, kSpan, M>(w, pad_panel(w, n, scratch), x, stride, out, kPanelRows);
       for (i64 m = 0; m < M; m++)
         for (i64 r = 0; r < rows; r++) y[m * ldy + n + r] = out[m * kPanelRows + r];
     }
   }
 }
 
-template <int kBits, int M = kMaxIntRows>
+template <int kBits, int kPlanes, int kSpan, int M = max_rows(kPlanes)>
 void matmul_rows_dispatch(const Matrix& w, PackedRows x, float* y, i64 ldy, i64 begin, i64 end,
                           float* scratch) {
   if constexpr (M > 1)
-    if (x.count < M) return matmul_rows_dispatch<kBits, M - 1>(w, x, y, ldy, begin, end, scratch);
-  matmul_rows<kBits, M>(w, x.data, x.stride, y, ldy, begin, end, scratch);
+    if (x.count < M)
+      return matmul_rows_dispatch<kBits, kPlanes, kSpan, M - 1>(w, x, y, ldy, begin, end, scratch);
+  matmul_rows<kBits, kPlanes, kSpan, M>(w, x.data, x.stride, y, ldy, begin, end, scratch);
 }
 
 // begin must be the first row of a panel. end must be the first row of a panel or the number of
 // rows.
 inline void quantized_matmul(const Matrix& w, PackedRows x, float* y, i64 ldy, i64 begin, i64 end,
                              float* scratch) {
-  const i64 blocks = (x.count + kMaxIntRows - 1) / kMaxIntRows;
-  for (i64 i = 0, m = 0; i < blocks; i++) {
-    const i64 num_rows = x.count * (i + 1) / blocks - m;
-    const PackedRows x_rows{x.data + m * x.stride, num_rows, x.stride};
-    float* y_rows = y + m * ldy;
-    if (w.format == WeightFormat::q4)
-      matmul_rows_dispatch<4>(w, x_rows, y_rows, ldy, begin, end, scratch);
-    else matmul_rows_dispatch<8>(w, x_rows, y_rows, ldy, begin, end, scratch);
-    m += num_rows;
-  }
+  with_layout(w, [&]<int kBits, int kPlanes, int kSpan>() {
+    const i64 blocks = (x.count + max_rows(kPlanes) - 1) / max_rows(kPlanes);
+    for (i64 i = 0, m = 0; i < blocks; i++) {
+      const i64 num_rows = x.count * (i + 1) / blocks - m;
+      matmul_rows_dispatch<kBits, kPlanes, kSpan>(w, {x.data + m * x.stride, num_rows, x.stride},
+                                                  y + m * ldy, ldy, begin, end, scratch);
+      m += num_rows;
+    }
+  });
 }
 
 inline float get_scale(const void* p, ScaleType type, i64 index) {
@@ -243,7 +349,7 @@ inline void dequantize_affine_row(const Matrix& w, i64 n, float* out) {
   const i64 begin = n / kPanelRows * kPanelRows;
   const i64 rows = w.rows - begin < kPanelRows ? w.rows - begin : kPanelRows;
   const QuantizedPanel panel = get_panel(w, begin);
-  const int bits = w.format == WeightFormat::q4 ? 4 : 8, per_word = 32 / bits;
+  const int bits = weight_bits(w), per_word = 32 / bits;
   for (i64 k = 0; k < w.width; k += w.group) {
     const i64 index = k / w.group * rows + n - begin;
     const float scale = get_scale(panel.scales, w.scale_type, index),

@@ -1,5 +1,6 @@
 // The Python bindings. The objects hold weights and are called with arrays.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -36,6 +37,37 @@ void bind_rowwise(nb::module_& m) {
       "x"_a, "offset"_a, "periods"_a, "dims"_a, nb::kw_only(), "traditional"_a = false,
       "magnitude"_a = 1.0f);
   m.def("glu", &glu, "activation"_a, "gate"_a, "up"_a);
+}
+
+using Tokens = std::vector<std::int32_t>;
+
+void bind_sampling(nb::module_& m) {
+  nb::class_<SampleRow>(m, "SampleRow", "The settings of one row for `sample`.")
+      .def(
+          "__init__",
+          [](SampleRow* self, std::int64_t vocab, float temperature, std::int64_t top_k,
+             float top_p, float min_p, const std::array<std::uint32_t, 4>& seed_words,
+             std::uint32_t num_drawn, std::vector<std::uint32_t> known, std::int64_t output_begin,
+             std::vector<std::pair<std::int32_t, float>> bias, float repetition_penalty,
+             float presence_penalty, float frequency_penalty, std::int64_t penalty_window,
+             std::optional<Tokens> allowed_tokens,
+             std::vector<std::vector<std::uint32_t>> bad_words, Tokens stop_tokens,
+             std::int64_t min_tokens) {
+            new (self) SampleRow({vocab, {temperature, top_k, top_p, min_p}, seed_words, num_drawn,
+                                  std::move(known), output_begin, std::move(bias),
+                                  repetition_penalty, presence_penalty, frequency_penalty,
+                                  penalty_window, std::move(allowed_tokens), std::move(bad_words),
+                                  std::move(stop_tokens), min_tokens});
+          },
+          nb::kw_only(), "vocab"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a,
+          "seed_words"_a, "num_drawn"_a, "known"_a, "output_begin"_a, "bias"_a,
+          "repetition_penalty"_a, "presence_penalty"_a, "frequency_penalty"_a, "penalty_window"_a,
+          "allowed_tokens"_a.none(), "bad_words"_a, "stop_tokens"_a, "min_tokens"_a)
+      .def_prop_ro("uses_history",
+                   [](const SampleRow& row) { return row.settings()->uses_history(); });
+  m.def("sample", &sample, "logits"_a, "rows"_a, "num_earlier"_a, "step"_a,
+        "earlier"_a = nb::none(), "recent"_a = nb::none(), "bitmask"_a = nb::none());
+  m.def("logprobs", &logprobs, "logits"_a, "tokens"_a, "count"_a);
 }
 
 using Ints = std::vector<int>;
@@ -144,8 +176,9 @@ NB_MODULE(_kernels, m) {
   const auto number = [](int n) { return std::to_string(n); };
   m.attr("built_for") = number(MLX_VERSION_MAJOR) + "." + number(MLX_VERSION_MINOR) + "." +
                         number(MLX_VERSION_PATCH);
-  m.attr("interface") = 2;  // models/kernels/__init__.py describes it
+  m.attr("interface") = 3;  // models/kernels/__init__.py describes it
   m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
+  m.def("why_no_tiles", [] { return selection().why_no_tiles; }, "Why tiles are not used, or ''.");
   m.def(
       "num_threads", [] { return mlxrunner::ThreadPool::shared().num_threads(); },
       "The number of threads that share a matmul.");
@@ -158,11 +191,12 @@ NB_MODULE(_kernels, m) {
 
   nb::class_<Matmul>(m, "Matmul", "x @ W^T + bias with a repacked matrix W.")
       .def(nb::init<mx::array, std::optional<mx::array>, std::optional<mx::array>,
-                    std::optional<mx::array>, int, int>(),
+                    std::optional<mx::array>, int, int, int>(),
            "weight"_a, "scales"_a = nb::none(), "biases"_a = nb::none(), "bias"_a = nb::none(),
-           nb::kw_only(), "group_size"_a = 0, "bits"_a = 0)
+           nb::kw_only(), "group_size"_a = 0, "bits"_a = 0, "activations"_a = 24)
       .def("__call__", &Matmul::operator(), "x"_a)
       .def("has_same_format", &Matmul::has_same_format, "other"_a)
+      .def("multiply_by_tile_reference", &Matmul::multiply_by_tile_reference, "x"_a)
       .def("gather", &Matmul::gather, "x"_a, "indices"_a)
       .def("dequantize_rows", &Matmul::dequantize_rows, "ids"_a);
   m.def(
@@ -172,7 +206,7 @@ NB_MODULE(_kernels, m) {
       },
       "activation"_a, "gate"_a, "up"_a, "x"_a);
 
-  m.def("sample", &sample, "logits"_a, "settings"_a, "words"_a, "step"_a = 0);
+  bind_sampling(m);
   m.def("repack", &repack, "a"_a, "bits"_a = 0, nb::kw_only(), "undo"_a = false);
   bind_rowwise(m);
   bind_attention(m);

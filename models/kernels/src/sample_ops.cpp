@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <memory>
-#include <vector>
 
 #include "isa_dispatch.hpp"
 #include "thread_pool.hpp"
@@ -13,192 +11,106 @@ namespace mlxrunner {
 
 namespace {
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-// The number of buckets that divide the logits of a nucleus by size.
-constexpr std::int64_t kBuckets = 2048;
-
 struct ForRow;
+struct ForEdits;
 struct ForScaled;
 struct ForMass;
-struct ForMaxima;
-struct ForFound;
 
-struct Filters {
-  float temperature;
-  std::int64_t top_k;
-  float top_p, min_p;
+// The rows of an evaluated array [rows, n] of float32 with any strides.
+struct Rows {
+  const float* data;
+  std::int64_t n, row_step, step;
+
+  explicit Rows(const mx::array& a)
+      : data(a.data<float>()), n(a.shape(1)), row_step(a.strides()[0]), step(a.strides()[1]) {}
+
+  // Returns contiguous numbers, which are valid until the next call on this thread.
+  const float* row(std::int64_t row) const {
+    const float* x = data + row * row_step;
+    if (step == 1) return x;
+    float* copy = scratch<ForRow>(static_cast<std::size_t>(n));
+    for (std::int64_t i = 0; i < n; i++) copy[i] = x[i * step];
+    return copy;
+  }
 };
 
-// A token and its logit. Tokens are ordered by logit, and then by ID.
-struct Candidate {
-  float logit;
-  std::int32_t token;
+// The number of words that hold a bit for each of n tokens.
+std::int64_t num_words(std::int64_t n) { return (n + 31) / 32; }
+
+bool allows_all(const std::uint32_t* bits, std::int64_t n) {
+  for (std::int64_t i = 0; i < n / 32; i++)
+    if (bits[i] != ~std::uint32_t{0}) return false;
+  const std::uint32_t rest = (std::uint32_t{1} << n % 32) - 1;
+  return n % 32 == 0 || (bits[n / 32] & rest) == rest;
+}
+
+struct Sampled {
+  std::int64_t token;
+  bool valid;
 };
 
-bool is_more_likely(const Candidate& a, const Candidate& b) {
-  return a.logit > b.logit || (a.logit == b.logit && a.token < b.token);
-}
-
-std::uint32_t hash32(std::uint32_t word) {
-  word = (word ^ (word >> 16)) * 0x7FEB352Du;
-  word = (word ^ (word >> 15)) * 0x846CA68Bu;
-  return word ^ (word >> 16);
-}
-
-std::int32_t* index_scratch(std::int64_t count) {
-  static_assert(sizeof(std::int32_t) == sizeof(float));
-  return reinterpret_cast<std::int32_t*>(scratch<ForFound>(static_cast<std::size_t>(count)));
-}
-
-// The smallest scaled logit in the nucleus. `before` is the probability mass of all more likely
-// tokens; a token is in the nucleus if it is less than `bound`. Tokens with equal logits are kept
-// or removed together.
-class NucleusEdge {
- public:
-  NucleusEdge(double before, double bound) : before_(before), bound_(bound) {}
-
-  // Takes tokens in descending order. Returns false at the first one outside of the nucleus.
-  bool take(float scaled, float mass) {
-    if (scaled != edge_) {
-      before_ += pending_;
-      pending_ = 0;
-      if (!(before_ < bound_)) return false;
-      edge_ = scaled;
-    }
-    pending_ += mass;
-    return true;
+// bits: the tokens that may be drawn, or nullptr for all.
+Sampled sample_row(const SampleSettings& settings, const float* logits, const std::uint32_t* bits,
+                   const TokenHistory& history, std::int64_t drawn) {
+  const std::int64_t n = settings.vocab;
+  float largest = kernels().checked_max(logits, n);
+  if (!std::isfinite(largest)) return {0, false};
+  const bool masked = bits && !allows_all(bits, n), edited = settings.edits(drawn);
+  float* copy = masked || edited ? scratch<ForEdits>(static_cast<std::size_t>(n)) : nullptr;
+  if (masked) {
+    kernels().mask(logits, bits, n, copy);
+    largest = kernels().row_max(copy, n);
+    if (!std::isfinite(largest)) return {0, false};
   }
+  if (edited) {
+    if (!masked) std::copy(logits, logits + n, copy);
+    edit_logits(settings, history, drawn, copy);
+    largest = kernels().row_max(copy, n);
+  }
+  const float* processed = copy ? copy : logits;
+  return {draw_token(processed, n, largest, settings.filters, settings.noise_key(drawn)), true};
+}
 
-  float edge() const { return edge_; }
+// The settings of a row, and where its tokens are in `earlier`.
+struct RowInput {
+  std::shared_ptr<const SampleSettings> settings;
+  std::int64_t num_earlier, first_earlier;
 
- private:
-  double before_, bound_, pending_ = 0;
-  float edge_ = kInfinity;
+  // Returns no tokens if the row does not use them.
+  TokenHistory history(const std::uint32_t* earlier, const std::uint32_t* recent,
+                       std::int64_t num_recent, std::int64_t stride) const {
+    if (!settings->uses_history()) return {settings->known, nullptr, 0, nullptr, 0, 0};
+    return {settings->known, num_earlier ? earlier + first_earlier : nullptr, num_earlier, recent,
+            num_recent, stride};
+  }
 };
-
-// Finds the nucleus edge of a row without sorting it. Tokens are counted in buckets by their scaled
-// logit. Only the tokens of the bucket in which the mass reaches the bound are sorted.
-float find_nucleus_edge(const float* scaled, const float* mass, std::int64_t n, float total,
-                        float top_p) {
-  const double bound = static_cast<double>(top_p) * total;
-  // All tokens with less mass than this together have less mass than the rest outside of the
-  // nucleus, so none of them is inside.
-  const double least = 0.999 * (1.0 - top_p) * total / static_cast<double>(n);
-  const float lowest = std::max(-80.0f, static_cast<float>(std::log(std::max(least, 1e-34))));
-  double sums[kBuckets] = {};
-  const float width = static_cast<float>(kBuckets) / (lowest - 1e-3f);
-  const auto bucket_of = [&](float s) {
-    return std::min<std::int64_t>(kBuckets - 1, static_cast<std::int64_t>(s * width));
-  };
-  for (std::int64_t i = 0; i < n; i++)
-    if (scaled[i] >= lowest) sums[bucket_of(scaled[i])] += mass[i];
-  std::int64_t crossing = 0;
-  double before = 0;
-  while (crossing < kBuckets - 1 && before + sums[crossing] < bound) before += sums[crossing++];
-  // a range of logits that contains the bucket
-  const float slack = 1e-3f - lowest / kBuckets;
-  const float high = static_cast<float>(crossing) / width + slack;
-  const float low = std::max(lowest, static_cast<float>(crossing + 1) / width - slack);
-  std::int32_t* found = index_scratch(n);
-  const std::int64_t count = kernels().find_between(scaled, n, low, high, found);
-  std::vector<Candidate> inside;
-  for (std::int64_t i = 0; i < count; i++)
-    if (bucket_of(scaled[found[i]]) == crossing) inside.push_back({scaled[found[i]], found[i]});
-  std::sort(inside.begin(), inside.end(), is_more_likely);
-  NucleusEdge edge(before, bound);
-  for (const Candidate& one : inside)
-    if (!edge.take(one.logit, mass[one.token])) break;
-  // the bucket may be empty, if rounding moved the bound beyond the last token
-  return inside.empty() ? lowest : edge.edge();
-}
-
-// Returns the k most likely tokens of a row, most likely first.
-std::vector<Candidate> find_top_k(const float* logits, std::int64_t n, std::int64_t k) {
-  const std::int64_t blocks = (n + kSampleBlock - 1) / kSampleBlock;
-  float low = -kInfinity;
-  if (k < blocks) {
-    // there are k blocks with a maximum of at least `low`, so k tokens are at least as large
-    float* maxima = scratch<ForMaxima>(static_cast<std::size_t>(blocks));
-    kernels().block_maxima(logits, n, maxima);
-    std::nth_element(maxima, maxima + k - 1, maxima + blocks, std::greater<float>());
-    low = maxima[k - 1];
-  }
-  std::int32_t* found = index_scratch(n);
-  const std::int64_t count =
-      kernels().find_between(logits, n, low, std::numeric_limits<float>::infinity(), found);
-  std::vector<Candidate> best(static_cast<std::size_t>(count));
-  for (std::int64_t i = 0; i < count; i++) best[i] = {logits[found[i]], found[i]};
-  k = std::min(k, count);
-  std::nth_element(best.begin(), best.begin() + k - (k > 0), best.end(), is_more_likely);
-  best.resize(static_cast<std::size_t>(k));
-  std::sort(best.begin(), best.end(), is_more_likely);
-  return best;
-}
-
-std::int64_t sample_top_k(const float* logits, std::int64_t n, float largest,
-                          const Filters& filters, NoiseKey key) {
-  const std::vector<Candidate> best = find_top_k(logits, n, filters.top_k);
-  const auto count = static_cast<std::int64_t>(best.size());
-  std::vector<float> values(best.size()), scaled(best.size()), mass(best.size());
-  std::vector<std::int32_t> tokens(best.size());
-  for (std::int64_t i = 0; i < count; i++) values[i] = best[i].logit, tokens[i] = best[i].token;
-  const float total = kernels().scale_and_exp(values.data(), count, largest, filters.temperature,
-                                              scaled.data(), mass.data());
-  float low = filters.min_p;
-  if (filters.top_p < kInfinity) {
-    NucleusEdge edge(0, static_cast<double>(filters.top_p) * total);
-    for (std::int64_t i = 0; i < count; i++)
-      if (!edge.take(scaled[i], mass[i])) break;
-    low = std::max(low, edge.edge());
-  }
-  const std::int64_t place =
-      kernels().draw_listed(scaled.data(), tokens.data(), count, low, key);
-  return place < 0 ? 0 : tokens[place];
-}
-
-std::int64_t sample_row(const float* logits, std::int64_t n, const Filters& filters,
-                        NoiseKey key) {
-  const float largest = kernels().row_max(logits, n);
-  if (!std::isfinite(largest)) return 0;
-  if (filters.top_k > 0 && filters.top_k < n)
-    return sample_top_k(logits, n, largest, filters, key);
-  float* scaled = scratch<ForScaled>(static_cast<std::size_t>(n));
-  float* mass = scratch<ForMass>(static_cast<std::size_t>(n));
-  const float total =
-      kernels().scale_and_exp(logits, n, largest, filters.temperature, scaled, mass);
-  float low = filters.min_p;
-  if (filters.top_p < 1 && std::isfinite(total))
-    low = std::max(low, find_nucleus_edge(scaled, mass, n, total, filters.top_p));
-  return std::max<std::int64_t>(0, kernels().draw(scaled, mass, n, low, key));
-}
 
 class SamplePrimitive : public CpuPrimitive {
  public:
-  SamplePrimitive(mx::Stream stream, int step) : CpuPrimitive(stream), step_(step) {}
+  SamplePrimitive(mx::Stream stream, std::vector<RowInput> rows, int step, int earlier, int recent,
+                  int bitmask)
+      : CpuPrimitive(stream), rows_(std::move(rows)), step_(step), earlier_(earlier),
+        recent_(recent), bitmask_(bitmask) {}
 
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& outs) override {
-    allocate(outs[0]);
-    if (!outs[0].size()) return;
-    const std::int64_t rows = in[0].shape(0), n = in[0].shape(1), row_step = in[0].strides()[0],
-                       step = in[0].strides()[1];
-    const float *logits = in[0].data<float>(), *settings = in[1].data<float>();
-    const std::uint32_t* words = in[2].data<std::uint32_t>();
+    for (mx::array& out : outs) allocate(out);
+    const Rows logits(in[0]);
+    const std::uint32_t *earlier = words(in, earlier_), *recent = words(in, recent_),
+                        *bitmask = words(in, bitmask_);
+    const std::int64_t mask_step = bitmask ? in[bitmask_].shape(1) : 0;
     std::uint32_t* tokens = outs[0].data<std::uint32_t>();
-    mx::cpu::get_command_encoder(stream()).dispatch([=, draws = step_] {
+    bool* valid = outs[1].data<bool>();
+    mx::cpu::get_command_encoder(stream()).dispatch([=, inputs = rows_, step = step_] {
+      const auto rows = static_cast<std::int64_t>(inputs.size());
       // each row is a task, because a row is at least a thousand times as much work as a task
       ThreadPool::shared().run(rows, [&](std::int64_t row) {
-        const float* x = logits + row * row_step;
-        if (step != 1) {
-          float* copy = scratch<ForRow>(static_cast<std::size_t>(n));
-          for (std::int64_t i = 0; i < n; i++) copy[i] = x[i * step];
-          x = copy;
-        }
-        const float* s = settings + 4 * row;
-        const std::uint32_t *w = words + 5 * row, count = w[4] + static_cast<std::uint32_t>(draws);
-        const NoiseKey key{hash32(w[0] + count * w[2]), hash32(w[1] + count * w[3])};
-        const Filters filters{s[0], static_cast<std::int64_t>(s[1]), s[2], s[3]};
-        tokens[row] = static_cast<std::uint32_t>(sample_row(x, n, filters, key));
+        const RowInput& input = inputs[static_cast<std::size_t>(row)];
+        const TokenHistory history =
+            input.history(earlier, recent ? recent + row : nullptr, step, rows);
+        const std::uint32_t* bits = bitmask ? bitmask + row * mask_step : nullptr;
+        const Sampled sampled = sample_row(*input.settings, logits.row(row), bits, history,
+                                           input.num_earlier + step);
+        tokens[row] = static_cast<std::uint32_t>(sampled.token), valid[row] = sampled.valid;
       });
     });
   }
@@ -207,23 +119,146 @@ class SamplePrimitive : public CpuPrimitive {
   bool is_equivalent(const mx::Primitive&) const override { return false; }
 
  private:
+  static const std::uint32_t* words(const std::vector<mx::array>& in, int place) {
+    return place ? in[static_cast<std::size_t>(place)].data<std::uint32_t>() : nullptr;
+  }
+
+  std::vector<RowInput> rows_;
   int step_;
+  int earlier_, recent_, bitmask_;  // the places of the optional inputs; 0: absent
 };
 
-}  // namespace
+void score_row(const float* logits, std::int64_t n, std::int64_t token, std::int64_t count,
+               float* logprob, std::uint32_t* top_tokens, float* top_logprobs) {
+  const float largest = kernels().checked_max(logits, n);
+  if (!std::isfinite(largest)) {
+    const float nan = std::numeric_limits<float>::quiet_NaN();
+    *logprob = nan;
+    for (std::int64_t i = 0; i < count; i++)
+      top_tokens[i] = static_cast<std::uint32_t>(i), top_logprobs[i] = nan;
+    return;
+  }
+  float* relative = scratch<ForScaled>(static_cast<std::size_t>(n));
+  float* mass = scratch<ForMass>(static_cast<std::size_t>(n));
+  const float total =
+      std::log(kernels().scale_and_exp(logits, n, largest, 1.0f, relative, mass));
+  *logprob = relative[token] - total;
+  if (count == 0) return;
+  const std::vector<Candidate> best = find_top_k(logits, n, count);
+  for (std::size_t i = 0; i < best.size(); i++) {
+    top_tokens[i] = static_cast<std::uint32_t>(best[i].token);
+    top_logprobs[i] = relative[best[i].token] - total;
+  }
+}
 
-mx::array sample(const mx::array& logits, const mx::array& settings, const mx::array& words,
-                 int step) {
+class LogprobsPrimitive : public CpuPrimitive {
+ public:
+  using CpuPrimitive::CpuPrimitive;
+
+  void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& outs) override {
+    for (mx::array& out : outs) allocate(out);
+    const Rows logits(in[0]);
+    const std::int64_t rows = in[0].shape(0), count = outs[1].shape(1);
+    const std::uint32_t* tokens = in[1].data<std::uint32_t>();
+    float *chosen = outs[0].data<float>(), *top_logprobs = outs[2].data<float>();
+    std::uint32_t* top_tokens = outs[1].data<std::uint32_t>();
+    mx::cpu::get_command_encoder(stream()).dispatch([=] {
+      ThreadPool::shared().run(rows, [&](std::int64_t row) {
+        // a token that other code computed is checked, because it is an index
+        const auto token = std::min<std::int64_t>(tokens[row], logits.n - 1);
+        score_row(logits.row(row), logits.n, token, count, chosen + row, top_tokens + row * count,
+                  top_logprobs + row * count);
+      });
+    });
+  }
+
+  const char* name() const override { return "mlxrunner::Logprobs"; }
+  bool is_equivalent(const mx::Primitive&) const override { return false; }
+};
+
+void require_logits(const mx::array& logits) {
   require(logits.dtype() == mx::float32 && logits.ndim() == 2 && logits.shape(1) > 0,
           "logits must be float32 [rows, V]");
   require(logits.shape(1) <= std::numeric_limits<std::int32_t>::max(), "V must be below 2^31");
+}
+
+}  // namespace
+
+SampleRow::SampleRow(SampleSettings settings) {
+  const auto check = [&](std::int64_t token) {
+    require(0 <= token && token < settings.vocab, "each token must be in the vocabulary");
+  };
+  for (const auto& [token, value] : settings.bias) check(token);
+  if (settings.allowed_tokens)
+    for (const std::int32_t token : *settings.allowed_tokens) check(token);
+  for (const std::int32_t token : settings.stop_tokens) check(token);
+  for (const auto& word : settings.bad_words) {
+    require(!word.empty(), "a bad word must have tokens");
+    check(word.back());
+  }
+  std::stable_sort(settings.bias.begin(), settings.bias.end(),
+                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  settings_ = std::make_shared<const SampleSettings>(std::move(settings));
+}
+
+std::pair<mx::array, mx::array> sample(const mx::array& logits, const std::vector<SampleRow>& rows,
+                                       const std::vector<std::int64_t>& num_earlier, int step,
+                                       const std::optional<mx::array>& earlier,
+                                       const std::optional<mx::array>& recent,
+                                       const std::optional<mx::array>& bitmask) {
+  require_logits(logits);
+  const int count = logits.shape(0);
+  require(rows.size() == static_cast<std::size_t>(count) && num_earlier.size() == rows.size(),
+          "each row of the logits must have its settings and its number of earlier tokens");
+  require(step >= 0, "step must be 0 or more");
+  std::vector<RowInput> row_inputs;
+  std::int64_t used = 0;
+  bool any = false;
+  for (std::size_t row = 0; row < rows.size(); row++) {
+    const auto& settings = rows[row].settings();
+    require(settings->vocab == logits.shape(1), "the rows must be of the same vocabulary");
+    require(num_earlier[row] >= 0, "a number of earlier tokens must be 0 or more");
+    row_inputs.push_back({settings, num_earlier[row], used});
+    if (!settings->uses_history()) continue;
+    any = true, used += num_earlier[row];
+  }
+  std::vector<mx::array> inputs{logits};
+  const auto add = [&](const std::optional<mx::array>& a) {
+    if (!a) return 0;
+    inputs.push_back(contiguous_rows(*a));
+    return static_cast<int>(inputs.size()) - 1;
+  };
+  require(earlier ? earlier->dtype() == mx::uint32 && earlier->ndim() == 1 &&
+                        earlier->shape(0) == used
+                  : used == 0,
+          "earlier must be uint32 [tokens of the rows that use their history]");
+  require(recent ? recent->dtype() == mx::uint32 && recent->ndim() == 2 &&
+                       recent->shape(0) >= step && recent->shape(1) == count
+                 : !any || step == 0,
+          "recent must be uint32 [step or more, rows]");
+  require(!bitmask || (bitmask->dtype() == mx::uint32 && bitmask->ndim() == 2 &&
+                       bitmask->shape(0) == count &&
+                       bitmask->shape(1) >= num_words(logits.shape(1))),
+          "bitmask must be uint32 [rows, V / 32 or more]");
+  const int earlier_place = add(earlier), recent_place = add(recent), mask_place = add(bitmask);
+  std::vector<mx::array> outs = mx::array::make_arrays(
+      {{count}, {count}}, {mx::uint32, mx::bool_},
+      std::make_shared<SamplePrimitive>(cpu(), std::move(row_inputs), step, earlier_place,
+                                        recent_place, mask_place),
+      inputs);
+  return {outs[0], outs[1]};
+}
+
+std::vector<mx::array> logprobs(const mx::array& logits, const mx::array& tokens, int count) {
+  require_logits(logits);
   const int rows = logits.shape(0);
-  require(settings.dtype() == mx::float32 && settings.shape() == mx::Shape{rows, 4},
-          "settings must be float32 [rows, 4]");
-  require(words.dtype() == mx::uint32 && words.shape() == mx::Shape{rows, 5},
-          "words must be uint32 [rows, 5]");
-  return mx::array({rows}, mx::uint32, std::make_shared<SamplePrimitive>(cpu(), step),
-                   {logits, contiguous_rows(settings), contiguous_rows(words)});
+  require(tokens.dtype() == mx::uint32 && tokens.shape() == mx::Shape{rows},
+          "tokens must be uint32 [rows]");
+  require(0 <= count && count <= logits.shape(1), "count must be from 0 to V");
+  return mx::array::make_arrays({{rows}, {rows, count}, {rows, count}},
+                                {mx::float32, mx::uint32, mx::float32},
+                                std::make_shared<LogprobsPrimitive>(cpu()),
+                                {logits, contiguous_rows(tokens)});
 }
 
 }  // namespace mlxrunner

@@ -24,8 +24,50 @@ inline float row_max(const float* x, i64 n) {
   return best;
 }
 
-// Computes scaled = (x - largest) / temperature and mass = exp(scaled). Returns the sum of mass,
-// which is added in an order that depends only on n.
+// The largest of n numbers; NaN if one of them is NaN or +infinity.
+inline float checked_max(const float* x, i64 n) {
+  const V infinity = set1(__builtin_inff()), one = set1(1);
+  float best = -__builtin_inff();
+  bool bad = false;
+  V lanes = set1(best), flags = zero();
+  i64 i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const V some = load(x + i);
+    lanes = max(some, lanes);
+    flags = less(some, infinity, flags, one);
+  }
+  float each[16], flag[16];
+  store(each, lanes), store(flag, flags);
+  for (int lane = 0; lane < 16; lane++) {
+    best = each[lane] > best ? each[lane] : best;
+    bad |= flag[lane] != 0;
+  }
+  for (; i < n; i++) {
+    best = x[i] > best ? x[i] : best;
+    bad |= !(x[i] < __builtin_inff());
+  }
+  return bad ? __builtin_nanf("") : best;
+}
+
+// Computes out = x where bit i of `bits` is set, and -infinity elsewhere. out may be x.
+inline void mask(const float* x, const std::uint32_t* bits, i64 n, float* out) {
+  for (i64 begin = 0; begin < n; begin += 32) {
+    const std::uint32_t word = bits[begin / 32];
+    const i64 end = n - begin < 32 ? n : begin + 32;
+    for (i64 i = begin; i < end; i++)
+      out[i] = word & (std::uint32_t{1} << (i - begin)) ? x[i] : -__builtin_inff();
+  }
+}
+
+// exp(x), but 0 below e^-80. Such a small mass has no effect on a sum and is never drawn, and
+// arithmetic with even smaller, denormal numbers is slow.
+inline V exp_or_zero(V x) {
+  const V lowest = set1(-80);
+  return less(x, lowest, zero(), exp(max(lowest, x)));
+}
+
+// Computes scaled = (x - largest) / temperature and mass = exp(scaled), see exp_or_zero. Returns the
+// sum of mass, which is added in an order that depends only on n.
 inline float scale_and_exp(const float* x, i64 n, float largest, float temperature, float* scaled,
                            float* mass) {
   const V shift = set1(largest), divisor = set1(temperature);
@@ -33,19 +75,34 @@ inline float scale_and_exp(const float* x, i64 n, float largest, float temperatu
   i64 i = 0;
   for (i64 block = 0; i + 16 <= n; i += 16, block++) {
     const V s = div(sub(load(x + i), shift), divisor);
-    const V e = exp(s);
+    const V e = exp_or_zero(s);
     store(scaled + i, s);
     store(mass + i, e);
     sums[block % 4] = add(sums[block % 4], e);
   }
   if (i < n) {
     const V s = div(sub(load(x + i, n - i), shift), divisor);
-    const V e = exp(s);
+    const V e = exp_or_zero(s);
     store(scaled + i, s, n - i);
     store(mass + i, e, n - i);
     float rest[16] = {};
     store(rest, e, n - i);
     sums[0] = add(sums[0], load(rest));
+  }
+  return sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+}
+
+// The sum of mass of the tokens with scaled > edge, in the order of scale_and_exp.
+inline float mass_above(const float* scaled, const float* mass, i64 n, float edge) {
+  const V threshold = set1(edge);
+  V sums[4] = {zero(), zero(), zero(), zero()};
+  i64 i = 0;
+  for (i64 block = 0; i + 16 <= n; i += 16, block++)
+    sums[block % 4] =
+        add(sums[block % 4], less(threshold, load(scaled + i), load(mass + i), zero()));
+  if (i < n) {
+    const V s = load(scaled + i, n - i), e = load(mass + i, n - i);
+    sums[0] = add(sums[0], less(threshold, s, e, zero()));
   }
   return sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
 }

@@ -78,6 +78,12 @@ inline V load(const std::uint16_t* p, std::int64_t n, bool bf16) {
   if (bf16) return {bf16_to_f32(lo), bf16_to_f32(hi)};
   return {_mm256_cvtph_ps(lo), _mm256_cvtph_ps(hi)};
 }
+// rounding half to even
+inline void store_f16(std::uint16_t* p, V a) {
+  auto* h = reinterpret_cast<__m128i*>(p);
+  _mm_storeu_si128(h, _mm256_cvtps_ph(a.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  _mm_storeu_si128(h + 1, _mm256_cvtps_ph(a.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
 // to integers, rounding half to even
 inline void store(std::int32_t* p, V a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_cvtps_epi32(a.lo));
@@ -114,17 +120,12 @@ inline SubVector load_sub(const std::uint16_t* p, bool bf16) {
 inline SubVector multiply(SubVector a, SubVector b) { return _mm256_mul_ps(a, b); }
 inline void store_sub(float* p, SubVector a) { _mm256_storeu_ps(p, a); }
 
-// Words of kWordRows rows, and sums of integer pairs; see simd_avx512.hpp.
+// Words of kWordRows rows, and sums of integers; see simd_avx512.hpp.
 using WordVector = __m256i;
 using IntVector = __m256i;
 inline constexpr int kWordRows = 8;
 inline WordVector load_words(const std::uint32_t* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-}
-inline WordVector broadcast_word(const std::int8_t* p) {
-  int word;
-  __builtin_memcpy(&word, p, sizeof word);
-  return _mm256_set1_epi32(word);
 }
 template <int kFrom, int kCount>
 inline WordVector extract_bits(WordVector a) {
@@ -132,9 +133,6 @@ inline WordVector extract_bits(WordVector a) {
   return kFrom + kCount == 16 ? down : _mm256_and_si256(down, _mm256_set1_epi16((1 << kCount) - 1));
 }
 inline IntVector zero_int() { return _mm256_setzero_si256(); }
-inline void add_pairs(IntVector& sum, WordVector a, WordVector b) {
-  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
-}
 inline IntVector add_int(IntVector a, IntVector b) { return _mm256_add_epi32(a, b); }
 inline SubVector to_float(IntVector a) { return _mm256_cvtepi32_ps(a); }
 
@@ -145,7 +143,7 @@ inline void prefetch(std::uintptr_t p) {
 
 // tile sizes that fit into sixteen registers, two for each V
 inline constexpr int kPanelsPerTile = 1, kInputRowsPerTile = 6;
-inline constexpr int kMaxIntRows = 4;
+inline constexpr int kMaxIntRows = 6;
 inline constexpr int kTileRows = 3, kTileSums = 6;
 
 }  // namespace mlxrunner::ISA

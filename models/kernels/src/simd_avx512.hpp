@@ -57,6 +57,11 @@ inline V load_f16(const std::uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
 
+// rounding half to even
+inline void store_f16(std::uint16_t* p, V a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
 // to integers, rounding half to even
 inline void store(std::int32_t* p, V a) { _mm512_storeu_si512(p, _mm512_cvtps_epi32(a.v)); }
 

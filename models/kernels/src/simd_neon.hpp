@@ -8,8 +8,6 @@
 
 namespace mlxrunner::ISA {
 
-inline constexpr char kName[] = "neon";
-
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "packed words are read as bytes");
 
 struct V {
@@ -95,6 +93,14 @@ inline V load(const std::uint16_t* p, std::int64_t n, bool bf16) {
   __builtin_memcpy(lanes, p, static_cast<std::size_t>(n) * 2);
   return bf16 ? load_bf16(lanes) : load_f16(lanes);
 }
+// rounding half to even
+inline uint16x4_t f32_to_f16(float32x4_t x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
+inline void store_f16(std::uint16_t* p, V x) {
+  vst1_u16(p, f32_to_f16(x.a));
+  vst1_u16(p + 4, f32_to_f16(x.b));
+  vst1_u16(p + 8, f32_to_f16(x.c));
+  vst1_u16(p + 12, f32_to_f16(x.d));
+}
 // to integers, rounding half to even
 inline void store(std::int32_t* p, V x) {
   vst1q_s32(p, vcvtnq_s32_f32(x.a));
@@ -126,41 +132,16 @@ inline SubVector load_sub(const std::uint16_t* p, bool bf16) {
 inline SubVector multiply(SubVector x, SubVector y) { return vmulq_f32(x, y); }
 inline void store_sub(float* p, SubVector x) { vst1q_f32(p, x); }
 
-// Words of kWordRows rows, and sums of integer pairs. The two integers of a pair have separate
-// sums, which `to_float` adds.
-using WordVector = uint16x8_t;
-struct IntVector {
-  int32x4_t lo, hi;
-};
-inline constexpr int kWordRows = 4;
-inline WordVector load_words(const std::uint32_t* p) { return vreinterpretq_u16_u32(vld1q_u32(p)); }
-inline WordVector broadcast_word(const std::int8_t* p) {
-  std::uint32_t word;
-  __builtin_memcpy(&word, p, sizeof word);
-  return vreinterpretq_u16_u32(vdupq_n_u32(word));
-}
-template <int kFrom, int kCount>
-inline WordVector extract_bits(WordVector a) {
-  const WordVector down = vshlq_u16(a, vdupq_n_s16(-kFrom));
-  return kFrom + kCount == 16 ? down : vandq_u16(down, vdupq_n_u16((1 << kCount) - 1));
-}
-inline IntVector zero_int() { return {vdupq_n_s32(0), vdupq_n_s32(0)}; }
-inline void add_pairs(IntVector& sum, WordVector x, WordVector y) {
-  const int16x8_t a = vreinterpretq_s16_u16(x), b = vreinterpretq_s16_u16(y);
-  sum.lo = vmlal_s16(sum.lo, vget_low_s16(a), vget_low_s16(b));
-  sum.hi = vmlal_high_s16(sum.hi, a, b);
-}
-inline IntVector add_int(IntVector x, IntVector y) {
-  return {vaddq_s32(x.lo, y.lo), vaddq_s32(x.hi, y.hi)};
-}
-inline SubVector to_float(IntVector x) { return vcvtq_f32_s32(vpaddq_s32(x.lo, x.hi)); }
+inline constexpr int kWordRows = 4;  // see int16_neon.hpp and int8_neon.hpp
 
-// takes an address, not a pointer: it may be past the last row
-inline void prefetch(std::uintptr_t p) { __builtin_prefetch(reinterpret_cast<const void*>(p)); }
+// Takes an address, not a pointer: it may be past the last row. GCC 12 could remove a call that it
+// does not inline, because the function returns nothing.
+[[gnu::always_inline]] inline void prefetch(std::uintptr_t p) {
+  __builtin_prefetch(reinterpret_cast<const void*>(p));
+}
 
 // tile sizes that fit into 32 registers, four for each V
 inline constexpr int kPanelsPerTile = 1, kInputRowsPerTile = 6;
-inline constexpr int kMaxIntRows = 4;
 inline constexpr int kTileRows = 3, kTileSums = 6;
 
 }  // namespace mlxrunner::ISA

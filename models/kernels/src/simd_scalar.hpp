@@ -120,6 +120,29 @@ inline V load(const std::uint16_t* p, std::int64_t n, bool bf16) {
   __builtin_memcpy(lanes, p, static_cast<std::size_t>(n) * 2);
   return bf16 ? load_bf16(lanes) : load_f16(lanes);
 }
+// rounding half to even; for numbers whose result is finite, and NaN
+inline std::uint16_t f32_to_f16(float x) {
+  std::uint32_t bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  const std::uint32_t sign = (bits >> 16) & 0x8000;
+  bits &= 0x7fffffff;
+  if (bits > 0x7f800000) return static_cast<std::uint16_t>(sign | 0x7e00 | ((bits >> 13) & 0x3ff));
+  if (bits < 0x38800000) {  // the result is denormal: adding 0.5 rounds at the right bit
+    float size;
+    __builtin_memcpy(&size, &bits, sizeof size);
+    size += 0.5f;
+    __builtin_memcpy(&bits, &size, sizeof bits);
+    return static_cast<std::uint16_t>(sign | (bits - 0x3f000000));
+  }
+  // the exponent bias is 127 in float32 and 15 in float16
+  bits += 0xfff + ((bits >> 13) & 1) - (112u << 23);
+  return static_cast<std::uint16_t>(sign | (bits >> 13));
+}
+inline void store_f16(std::uint16_t* p, V a) {
+  float lanes[16];
+  store(lanes, a);
+  for (int i = 0; i < 16; i++) p[i] = f32_to_f16(lanes[i]);
+}
 // to integers, rounding half to even
 inline void store(std::int32_t* p, V a) {
   float lanes[16];
@@ -171,7 +194,9 @@ inline IntVector add_int(IntVector a, IntVector b) { return a + b; }
 inline SubVector to_float(IntVector a) { return __builtin_convertvector(a, SubVector); }
 
 // takes an address, not a pointer: it may be past the last row
-inline void prefetch(std::uintptr_t p) { __builtin_prefetch(reinterpret_cast<const void*>(p)); }
+[[gnu::always_inline]] inline void prefetch(std::uintptr_t p) {
+  __builtin_prefetch(reinterpret_cast<const void*>(p));
+}
 
 // tile sizes that fit into sixteen registers of four lanes
 inline constexpr int kPanelsPerTile = 1, kInputRowsPerTile = 3;

@@ -185,13 +185,13 @@ class ScriptedJob:
     def limit_cached_tokens(self, tokens: int) -> None:
         pass
 
-    async def __aiter__(self) -> AsyncIterator[JobUpdate]:
+    async def __aiter__(self) -> AsyncIterator[Sequence[JobUpdate]]:
         self.started_ns = time.monotonic_ns()
-        yield Started(job_id=self._job.id, cached_tokens=0, timestamp_ns=self.started_ns)
+        yield [Started(job_id=self._job.id, cached_tokens=0, timestamp_ns=self.started_ns)]
         for id_ in self._ids:
-            yield Token(job_id=self._job.id, id=id_, timestamp_ns=time.monotonic_ns())
+            yield [Token(job_id=self._job.id, id=id_, timestamp_ns=time.monotonic_ns())]
         self.ended_ns = time.monotonic_ns()
-        yield Ended(job_id=self._job.id, reason=self._reason, timestamp_ns=self.ended_ns)
+        yield [Ended(job_id=self._job.id, reason=self._reason, timestamp_ns=self.ended_ns)]
 
 
 def write_model(folder: Path, chat_template: str = CHAT_TEMPLATE) -> Path:

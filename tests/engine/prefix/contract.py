@@ -190,6 +190,24 @@ def test_capacity_for_the_prompt_is_reserved_before_it_is_evaluated(
 
 
 @every_kind
+def test_continued_bytes_are_taken_out_of_the_cache_by_the_next_lease(
+    make_cache: MakeCache, kinds: str
+) -> None:
+    cache = make_cache(kinds, 1)
+    assert cache.continued_bytes([1, 2, 3]) == 0
+    turns = [[1, 2, 3, 4], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7, 8]]
+    evaluate(cache, turns[0])
+    for turn in turns[1:]:
+        before, taken = cache.nbytes, cache.continued_bytes(turn)
+        assert 0 < taken <= before
+        lease = begin(cache, turn)
+        assert cache.nbytes <= before - taken
+        prefill(lease, turn)
+        lease.commit(turn, keep=len(turn))
+        cache.check()
+
+
+@every_kind
 def test_leased_bytes_do_not_count_and_evicted_bytes_are_free(
     make_cache: MakeCache, kinds: str
 ) -> None:

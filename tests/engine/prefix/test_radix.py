@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from app.core.ports import Lease
 from app.engine.prefix.matching import common_prefix_length
+from app.engine.prefix.radix import RadixPrefixCache
 from tests.engine.prefix.contract import *  # noqa: F403  # the suite that every policy passes
 from tests.engine.prefix.contract import (
     ALIGNMENTS,
@@ -123,18 +124,62 @@ def test_a_shared_prefix_of_idle_conversations_is_held_once() -> None:
     assert idle_positions(cache) == 100 + 4 * 2
 
 
-def test_a_running_conversation_holds_only_a_shared_prefix_twice() -> None:
+def test_a_running_conversation_holds_a_shared_prefix_once() -> None:
+    """The prefix used to be copied, on the way to the first token."""
     cache = cache_of()
     evaluate(cache, [*range(100), 1, 1, 1])
     evaluate(cache, [*range(100), *range(200, 250)])
     assert idle_positions(cache) == 103 + 50
     lease = begin(cache, [*range(100), *range(200, 251)])
     assert lease.cached == 150
-    assert idle_positions(cache) == 103, "its unshared part is backed by the running caches"
+    assert idle_positions(cache) == 3, "the prefix is backed by the running caches"
     assert begin(cache, [*range(100), *range(200, 260)]).cached == 150
     lease.commit([*range(100), *range(200, 250)], keep=150)
     assert_consistent(cache)
     assert idle_positions(cache) == 103 + 50
+    assert begin(cache, [*range(100), 1, 1, 1, 1]).cached == 103
+
+
+@pytest.mark.parametrize("kinds", ["k", "kk", "kr"])
+def test_the_first_reuse_of_a_prefix_copies_only_what_follows_it(kinds: str) -> None:
+    """The answer to the same prompt, or the rest of another one, moves to a store of its own."""
+    cache = cache_of(kinds)
+    prompt, answer = list(range(100)), list(range(500, 520))
+    turn_ends = [len(prompt) - 1]
+    lease = begin(cache, prompt, turn_ends=turn_ends)
+    prefill(lease, prompt[:-1])
+    lease.publish(prompt[:-1])
+    feed(lease, [prompt[-1], *answer])
+    lease.commit([*prompt, *answer], keep=120)
+    buffers, before, taken = stored_layers(cache), cache.nbytes, cache.continued_bytes(prompt)
+    again = begin(cache, prompt, turn_ends=turn_ends)
+    assert again.cached == 99
+    assert taken > before / 2
+    assert cache.nbytes <= before - taken, "the rest is still in the cache"
+    assert buffers & {id(layer) for layer in again.kv}, "the caches were copied"
+    assert_consistent(cache)
+    # the old answer remains, also while the prefix is in use
+    assert begin(cache, [*prompt, *answer, 1]).cached == 120
+    feed(again, [prompt[-1], *range(700, 705)])
+    again.commit([*prompt, *range(700, 705)], keep=105)
+    assert_consistent(cache)
+    assert begin(cache, [*prompt, *answer, 1]).cached == 120
+    assert begin(cache, [*prompt, *range(700, 705), 1]).cached == 105
+
+
+def test_a_short_prefix_is_copied_rather_than_what_follows_it() -> None:
+    cache = cache_of()
+    evaluate(cache, list(range(100)))
+    buffers = stored_layers(cache)
+    lease = begin(cache, [*range(30), 7, 7])
+    assert lease.cached == 30
+    assert not buffers & {id(layer) for layer in lease.kv}
+    assert idle_positions(cache) == 100
+
+
+def stored_layers(cache: RadixPrefixCache[FakeLayer]) -> set[int]:
+    nodes = cache._tree.root.subtree()[1:]
+    return {id(layer) for node in nodes for layer in node.store.layers}
 
 
 def test_a_mostly_unused_buffer_is_not_kept() -> None:

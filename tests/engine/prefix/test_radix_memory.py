@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from app.core.ports import Lease
+from app.engine.prefix import radix_node
 from tests.engine.prefix.contract import (
     ALL,
     assert_holds,
@@ -52,7 +53,7 @@ def test_a_matched_prefix_counts_as_used_at_once() -> None:
     evaluate(cache, [5, 6, 7, 8])
     lease = begin(cache, [1, 2, 3, 9])
     cache.evict(1)
-    lease.discard()
+    lease.commit([1, 2, 3], keep=3)
     assert begin(cache, [1, 2, 3, 4, 5]).cached == 4
     assert begin(cache, [5, 6, 7, 8, 9]).cached == 0
 
@@ -85,10 +86,12 @@ def test_bytes_of_a_leaf_are_free_when_its_store_has_to_stay() -> None:
 
 def test_evicting_a_prefix_of_a_running_sequence_loses_nothing() -> None:
     cache = cache_of()
-    evaluate(cache, [*range(50), 1])
-    evaluate(cache, [*range(50), 2])
+    first = begin(cache, [*range(50), 1])
+    prefill(first, [*range(50), 1])
+    first.publish([*range(50), 1])
     lease = begin(cache, [*range(50), 3, 3])
     prefill(lease, [*range(50), 3, 3])
+    first.commit([*range(50), 1], keep=51)
     evictions = cache.evictions
     assert cache.evict(50 * PER_POSITION) >= 50 * PER_POSITION
     assert cache.evictions == evictions
@@ -130,11 +133,36 @@ class Memory:
             raise MemoryError
 
 
-@pytest.mark.parametrize("num_copies", range(5))
+def test_a_store_shrinks_without_waiting_unless_it_is_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its layers used to be copied one by one, and each one waited for the device."""
+    for limit, groups in ((1 << 30, 0), (2 * PER_POSITION, 2)):
+        monkeypatch.setattr(radix_node, "MAX_COPY_BYTES", limit)
+        waits, dispatches = list[int](), list[int]()
+        cache = cache_of(
+            "kkkkkk",
+            evaluate=lambda layers, waits=waits: waits.append(len(layers)),
+            dispatch=lambda layers, all_=dispatches: all_.append(len(layers)),
+        )
+        ids = list(range(50))
+        lease = begin(cache, ids)
+        prefill(lease, ids)
+        lease.publish(ids)
+        other = begin(cache, [*ids, 1])
+        prefill(other, [*ids, 1])
+        waits.clear()
+        other.commit([*ids, 1], keep=51)  # its copy of the prefix is not needed
+        assert (len(waits), len(dispatches)) == (groups, 1)
+        assert sum(waits) + sum(dispatches) == 6
+        assert_consistent(cache)
+
+
+@pytest.mark.parametrize("num_copies", range(4))
 def test_the_tree_stays_consistent_when_any_copy_fails(num_copies: int) -> None:
     """After a failed allocation, running sequences continue and no memory is leaked."""
     memory = Memory()
-    cache = cache_of("kkr", evaluate=memory.evaluate)
+    cache = cache_of("kkr", evaluate=memory.evaluate, dispatch=memory.evaluate)
     evaluate(cache, [1, 2, 3, 4, 5, 6], turn_ends=[2, 4])
     evaluate(cache, [1, 2, 3, 4, 7], turn_ends=[2, 4])
     lease = begin(cache, [1, 2, 3, 4, 8, 9])

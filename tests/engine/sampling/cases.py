@@ -24,6 +24,13 @@ def to_list(array: mx.array) -> list[int]:
     return cast(list[int], array.tolist())
 
 
+def pack_bits(allowed: Any) -> mx.array:
+    """A bitmask of bools [B, n], with more words than needed, all of whose other bits are set."""
+    bits = np.asarray(allowed, dtype=bool)
+    bits = np.pad(bits, [(0, 0), (0, 64 - bits.shape[1] % 32)], constant_values=True)
+    return mx.array(np.packbits(bits, axis=1, bitorder="little").view(np.uint32))
+
+
 def sample_once(logits: Any, state: SamplerState, **options: Any) -> SamplerOutput:
     """Sample one token of one row."""
     rows = SamplerBatch([state])

@@ -3,11 +3,14 @@
 from typing import Any
 
 import mlx.core as mx
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.engine.sampling.sampler import SamplerBatch
 from tests.engine.sampling.cases import make_state, to_list
+
+pytestmark = pytest.mark.usefixtures("pipeline")
 
 Words = tuple[tuple[int, ...], ...]
 

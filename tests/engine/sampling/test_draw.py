@@ -12,9 +12,9 @@ from app.core.sampling_params import SamplingParams
 from app.engine.sampling.draw import (
     Draw,
     SamplingMethod,
-    choose_method,
     gumbel_noise,
     lowbias32,
+    select_method,
     topk,
 )
 
@@ -30,6 +30,11 @@ def random_logits(spread: float, *, step: float = 0.0, seed: int = 0) -> Any:
     """step: round to multiples of it, as half precision does; many are equal then."""
     logits = np.random.default_rng(seed).standard_normal(VOCAB) * spread
     return (np.round(logits / step) * step if step else logits).astype(np.float32)
+
+
+def make_noise(keys: mx.array, ids: mx.array) -> mx.array:
+    """keys: [b, 2], the start of a row and its stride, which becomes odd."""
+    return gumbel_noise(keys[:, :1], keys[:, 1:] | 1, ids)
 
 
 def likelihoods(logits: Any) -> Any:
@@ -65,7 +70,8 @@ def mask_top_p(logits: Any, p: float) -> Any:
         ({"top_k": 65}, SamplingMethod("best", 128)),
         ({"top_k": 4999}, SamplingMethod("best", 5000)),
         ({"top_k": 5000}, SamplingMethod("all")),
-        ({"top_p": 0.999999999}, SamplingMethod("nucleus", 63)),
+        ({"top_p": 0.999999999}, SamplingMethod("nucleus", 15)),
+        ({"top_p": 0.9}, SamplingMethod("nucleus", 15)),
         ({"top_p": 0.5}, SamplingMethod("nucleus", 63)),
         ({"top_p": 0.1}, SamplingMethod("nucleus", 511)),
         ({"top_p": 0.0}, SamplingMethod("nucleus", 8191)),
@@ -75,7 +81,7 @@ def mask_top_p(logits: Any, p: float) -> Any:
 def test_the_sampling_method_follows_from_the_settings(
     knobs: dict[str, Any], expected: SamplingMethod
 ) -> None:
-    assert choose_method(SamplingParams(**knobs), VOCAB) == expected
+    assert select_method(SamplingParams(**knobs), VOCAB) == expected
 
 
 @given(
@@ -115,7 +121,7 @@ def test_top_k_draws_as_if_the_rest_were_masked(k: int, step: float, temperature
             SamplingMethod("all"), mask_top_k(logits, k), seed=seed, temperature=temperature
         )
         assert (
-            draw(choose_method(SamplingParams(**knobs), VOCAB), logits, seed=seed, **knobs)
+            draw(select_method(SamplingParams(**knobs), VOCAB), logits, seed=seed, **knobs)
             == expected
         )
 
@@ -128,23 +134,26 @@ def test_top_p_draws_as_if_the_rest_were_masked(p: float, spread: float, step: f
     for seed in range(10):
         logits = random_logits(spread, step=step, seed=seed)
         expected = draw(SamplingMethod("all"), mask_top_p(logits, p), seed=seed)
-        method = choose_method(SamplingParams(top_p=p), VOCAB)
+        method = select_method(SamplingParams(top_p=p), VOCAB)
         assert method.kind == "nucleus"
         assert draw(method, logits, seed=seed, top_p=p) == expected
 
 
-def test_if_all_candidates_lie_outside_the_nucleus_the_most_likely_id_is_drawn() -> None:
-    """This happens only with one candidate instead of 511."""
-    seen = set[bool]()
+def test_if_all_candidates_lie_outside_the_nucleus_one_of_them_is_drawn() -> None:
+    """This happens only with three candidates instead of 511."""
+    method = SamplingMethod("nucleus", 3)
+    ids = mx.arange(VOCAB, dtype=mx.uint32)
+    num_outside = 0
     for seed in range(40):
         logits = random_logits(1.0, seed=seed)
-        expected = draw(
-            choose_method(SamplingParams(top_p=0.1), VOCAB), logits, seed=seed, top_p=0.1
-        )
-        got = draw(SamplingMethod("nucleus", 1), logits, seed=seed, top_p=0.1)
-        assert got in (expected, logits.argmax())
-        seen.add(got == expected)
-    assert seen == {True, False}
+        one = Draw(method, [SamplingParams(top_p=0.1)], seeds=[seed], num_drawn=[0])
+        scores = np.array(one._add_noise(mx.array(logits - logits.max())[None], ids, 0))[0]
+        candidates = np.argsort(-scores)[:3].tolist()
+        inside = [id for id in candidates if mask_top_p(logits, 0.1)[id] > -np.inf]
+        expected = inside[:1] or candidates
+        assert draw(method, logits, seed=seed, top_p=0.1) in expected
+        num_outside += not inside
+    assert 0 < num_outside < 40
 
 
 @pytest.mark.parametrize("p", [0.2, 0.6, 0.95])
@@ -157,7 +166,7 @@ def test_top_p_and_min_p_combine(p: float, min_p: float) -> None:
         kept = np.where(logits >= threshold, mask_top_p(logits, p), -np.inf)
         expected = draw(SamplingMethod("all"), kept, seed=seed)
         assert (
-            draw(choose_method(SamplingParams(**knobs), VOCAB), logits, seed=seed, **knobs)
+            draw(select_method(SamplingParams(**knobs), VOCAB), logits, seed=seed, **knobs)
             == expected
         )
 
@@ -169,7 +178,7 @@ def test_the_nucleus_within_top_k_counts_only_its_likelihoods(p: float) -> None:
         logits = random_logits(1.0, step=0.25 * (seed % 2), seed=seed)
         expected = draw(SamplingMethod("all"), mask_top_p(mask_top_k(logits, 30), p), seed=seed)
         assert (
-            draw(choose_method(SamplingParams(**knobs), VOCAB), logits, seed=seed, **knobs)
+            draw(select_method(SamplingParams(**knobs), VOCAB), logits, seed=seed, **knobs)
             == expected
         )
 
@@ -177,7 +186,7 @@ def test_the_nucleus_within_top_k_counts_only_its_likelihoods(p: float) -> None:
 @pytest.mark.parametrize("knobs", [{}, {"top_k": 9}, {"top_p": 0.4}, {"min_p": 0.2}], ids=str)
 def test_rounding_of_logits_changes_no_draw_except_near_ties(knobs: dict[str, Any]) -> None:
     """A batch rounds differently from a single row, which must not change the draw."""
-    method = choose_method(SamplingParams(**knobs), VOCAB)
+    method = select_method(SamplingParams(**knobs), VOCAB)
     changed = 0
     for seed in range(100):
         logits = random_logits(3.0, seed=seed)
@@ -192,7 +201,7 @@ def test_rounding_of_logits_changes_no_draw_except_near_ties(knobs: dict[str, An
 def test_no_temperature_overflows(temperature: float, knobs: dict[str, Any]) -> None:
     logits = np.array([-1e30, 3e38, 0.0, 2e38, -3e38])
     knobs = {"temperature": temperature, **knobs}
-    token = draw(choose_method(SamplingParams(**knobs), 5), logits, **knobs)
+    token = draw(select_method(SamplingParams(**knobs), 5), logits, **knobs)
     assert token == 1 or temperature > 1
 
 
@@ -224,29 +233,29 @@ def test_noise_is_finite_at_both_ends_and_exact_where_it_is_large(
     keys = mx.array([[invert_lowbias32(hashed), 1]], dtype=mx.uint32)
     assert lowbias32(keys)[0, 0].item() == hashed
     u = min((hashed + 0.5) / 2**32, 1 - 2**-24)
-    noise = gumbel_noise(keys, mx.array([[0]], dtype=mx.uint32))
+    noise = make_noise(keys, mx.array([[0]], dtype=mx.uint32))
     assert noise.item() == pytest.approx(-np.log(-np.log1p(-u)), rel=2e-6, abs=error)
 
 
 def test_noise_of_an_id_does_not_depend_on_the_other_ids() -> None:
     keys = mx.array([[5, 9], [70, 2**32 - 1]], dtype=mx.uint32)
-    every = gumbel_noise(keys, mx.arange(1000, dtype=mx.uint32)[None])
+    every = make_noise(keys, mx.arange(1000, dtype=mx.uint32)[None])
     some = mx.array([[999, 0, 3], [4, 4, 998]], dtype=mx.uint32)
-    assert gumbel_noise(keys, some).tolist() == mx.take_along_axis(every, some, axis=1).tolist()
+    assert make_noise(keys, some).tolist() == mx.take_along_axis(every, some, axis=1).tolist()
 
 
 def test_draws_with_close_starts_have_different_strides() -> None:
     """Among some thousand draws two start within a vocabulary of each other; with equal strides,
     one would have the noise of the other, shifted by a few ids."""
     starts = mx.array([[100, 0x9E3779B1], [103, 0x85EBCA77]], dtype=mx.uint32)
-    noise = np.array(gumbel_noise(starts, mx.arange(1000, dtype=mx.uint32)[None]))
+    noise = np.array(make_noise(starts, mx.arange(1000, dtype=mx.uint32)[None]))
     assert len(np.intersect1d(noise[0], noise[1])) < 10
 
 
 def test_noise_has_a_gumbel_distribution() -> None:
     """A Kolmogorov-Smirnov distance above 1.95/sqrt(n) has a probability of one in a thousand."""
     keys = mx.array([[12, 34]], dtype=mx.uint32)
-    noise = np.sort(np.array(gumbel_noise(keys, mx.arange(200_000, dtype=mx.uint32)[None]))[0])
+    noise = np.sort(np.array(make_noise(keys, mx.arange(200_000, dtype=mx.uint32)[None]))[0])
     ranks = (np.arange(len(noise)) + 0.5) / len(noise)
     assert abs(np.exp(-np.exp(-noise.astype(np.float64))) - ranks).max() < 1.95 / len(noise) ** 0.5
 

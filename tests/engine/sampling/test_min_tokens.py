@@ -21,7 +21,7 @@ from tests.engine.harness import (
     run_schedule,
     tiny_model,
 )
-from tests.engine.sampling.cases import LOGITS, VOCAB, make_state, to_list
+from tests.engine.sampling.cases import LOGITS, VOCAB, make_state, pack_bits, to_list
 
 MODELS: dict[str, Any] = {"llama": tiny_model, "hybrid": hybrid.Model}
 PROMPT = tuple(b"a prompt to go on from")
@@ -138,5 +138,5 @@ def test_a_grammar_and_min_tokens_work_in_one_batch() -> None:
     allowed[1, :3] = False
     rows = SamplerBatch([limited, make_state(temperature=0.0)])
     both = mx.array([LOGITS, LOGITS])
-    assert to_list(rows.sample(both, allowed=mx.array(allowed)).tokens) == [1, 3]
-    assert to_list(rows.sample(both, allowed=mx.array(allowed)).tokens) == [0, 3]
+    assert to_list(rows.sample(both, bitmask=pack_bits(allowed)).tokens) == [1, 3]
+    assert to_list(rows.sample(both, bitmask=pack_bits(allowed)).tokens) == [0, 3]

@@ -4,7 +4,7 @@ any concurrent requests and any cache content."""
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import mlx.core as mx
 import numpy as np
@@ -201,9 +201,8 @@ def test_logits_are_computed_for_few_positions_at_a_time(monkeypatch: pytest.Mon
     monkeypatch.setattr(model, "logits", record)
     run_one(make_loop(model, chunk=512), job("a", PROMPT, prompt_logprobs=TOP, max_tokens=1))
     assert max(rows) == PROMPT_LOGPROBS_CHUNK
-    assert sum(rows) == 1 + len(
-        PROMPT
-    )  # one to measure, one for each position; the last one is sampled from
+    # one to measure the memory, and one for each position; the last one is sampled from
+    assert sum(rows) == 1 + len(PROMPT)
 
 
 def test_an_id_that_cannot_be_sampled_has_no_probability() -> None:
@@ -228,6 +227,8 @@ def test_nan_scores_are_an_error() -> None:
 
 class Windowless:
     """A model whose positions do not see each other, so that NaN does not spread."""
+
+    batch_invariant: ClassVar[bool] = False
 
     def __init__(self, model: Any) -> None:
         self._model = model

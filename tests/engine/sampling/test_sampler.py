@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.engine.sampling import sampler
 from app.engine.sampling.penalties import PenaltyState
 from app.engine.sampling.sampler import SamplerBatch
 from tests.engine.sampling.cases import LOGITS, VOCAB, P, make_state, sample_once, softmax
+
+pytestmark = pytest.mark.usefixtures("pipeline")
 
 STREAMS, TURNS = 400, 10
 DRAWS = STREAMS * TURNS
@@ -133,7 +136,10 @@ def test_penalties_use_the_window_of_prompt_and_samples(
         history.append(chosen)
 
 
-def test_a_wide_window_takes_no_more_memory_than_the_history() -> None:
+def test_a_wide_window_takes_no_more_memory_than_the_history(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sampler, "can_fuse", lambda stages: False)
     state = make_state(repeat_last_n=2**31 - 1, frequency_penalty=0.1)
     rows = SamplerBatch([state])
     for _ in range(100):

@@ -19,10 +19,13 @@ from tests.engine.sampling.cases import (
     P,
     RowOutput,
     make_state,
+    pack_bits,
     row_output,
     sample_once,
     to_list,
 )
+
+pytestmark = pytest.mark.usefixtures("pipeline")
 
 WIDE = 2000  # where `topk` looks at blocks
 TURNS_ALONE = 8
@@ -50,6 +53,11 @@ def state_of(name: str, prompt: tuple[int, ...] = PROMPT, **options: int) -> Sam
 def sample_alone(name: str) -> list[RowOutput]:
     rows = SamplerBatch([state_of(name)])
     return [row_output(rows.sample(mx.array(t[None]), top_logprobs=3), 0) for t in tables(name)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_other_pipelines(pipeline: str) -> None:
+    sample_alone.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -189,8 +197,8 @@ def test_a_row_draws_only_allowed_ids(knobs: dict[str, Any]) -> None:
     logits = mx.array([LOGITS, LOGITS])
     for _ in range(20):
         # as wide as the layer, padding included
-        allowed = mx.array([[*allowed_ids, True], [True] * (VOCAB + 1)])
-        got = rows.sample(mx.pad(logits, [(0, 0), (0, 1)]), allowed=allowed, top_logprobs=2)
+        bitmask = pack_bits([[*allowed_ids, True], [True] * (VOCAB + 1)])
+        got = rows.sample(mx.pad(logits, [(0, 0), (0, 1)]), bitmask=bitmask, top_logprobs=2)
         unmasked = free.sample(mx.array([LOGITS]), top_logprobs=2)
         assert got.valid.tolist() == [True, True]
         token = cast(int, got.tokens[0].item())
@@ -202,17 +210,15 @@ def test_a_row_draws_only_allowed_ids(knobs: dict[str, Any]) -> None:
 
 
 def test_a_row_without_allowed_ids_is_invalid() -> None:
-    allowed_ids = mx.array([[False] * VOCAB, [True] * VOCAB, [False] * (VOCAB - 1) + [True]])
+    bitmask = pack_bits([[False] * VOCAB, [True] * VOCAB, [False] * (VOCAB - 1) + [True]])
     logits = mx.array([LOGITS, LOGITS, [*LOGITS[:-1], -mx.inf]])
-    got = SamplerBatch([make_state(), make_state(), make_state()]).sample(
-        logits, allowed=allowed_ids
-    )
+    got = SamplerBatch([make_state(), make_state(), make_state()]).sample(logits, bitmask=bitmask)
     assert got.valid.tolist() == [False, True, False]
 
 
 def test_a_mask_applies_before_the_filters() -> None:
     """top_k counts allowed ids, not forbidden ones."""
-    allowed_ids = mx.array([[False] * 5 + [True] * 7] * 400)
+    bitmask = pack_bits([[False] * 5 + [True] * 7] * 400)
     rows = SamplerBatch([make_state(seed=seed, top_k=2) for seed in range(400)])
-    tokens = rows.sample(mx.array([LOGITS] * 400), allowed=allowed_ids).tokens
+    tokens = rows.sample(mx.array([LOGITS] * 400), bitmask=bitmask).tokens
     assert set(to_list(tokens)) == {5, 6}

@@ -8,6 +8,7 @@
 
 #include "isa_dispatch.hpp"
 #include "guarded.hpp"
+#include "sample_edits.hpp"
 
 using namespace mlxrunner;
 
@@ -51,6 +52,7 @@ struct Owned {
     if (w.format == WeightFormat::q4 || w.format == WeightFormat::q8) {
       w.scale_type = draw.of({ScaleType::f32, ScaleType::bf16, ScaleType::f16});
       w.group = draw.of({32, 64, 128});
+      w.planes = draw.of({1, 2, 3});
       w.width = w.group * draw.of({draw.in(1, 5), draw.in(15, 20)});
     }
     return w;
@@ -111,6 +113,18 @@ void check_matmul(Draw& draw, Fingerprint& seen) {
       fail("wrote beyond its part");
   matmul(w, x.data(), count, with, y.data(), split, w.rows);
 
+  if (kernels().fits_tiles(w)) {
+    const auto size = static_cast<std::size_t>(kernels().tile_reference_scratch(w, count));
+    Guarded<float> tiled(y.size()), scratch(size, 64);
+    kernels().tile_reference(w, x.data(), count, tiled.data(), scratch.data());
+    const std::int64_t whole = with ? 0 : w.rows / 16 * 16;  // it adds no bias
+    for (std::int64_t m = 0; m < count; m++)
+      if (std::memcmp(&tiled[static_cast<std::size_t>(m * w.rows)],
+                      &y[static_cast<std::size_t>(m * w.rows)],
+                      static_cast<std::size_t>(whole) * 4))
+        fail("tiles give other bits");
+  }
+
   Guarded<float> row(width), alone(rows);
   const std::int64_t m = draw.in(0, count - 1);
   matmul(w, x.data() + m * w.width, 1, with, alone.data(), 0, w.rows);
@@ -127,7 +141,8 @@ void check_matmul(Draw& draw, Fingerprint& seen) {
     }
     double allowed = (static_cast<double>(width) + 8) * 0x1p-24 * size + 1e-40;
     // values of x are rounded to integers, and the bias and numbers of a group can nearly cancel
-    if (w.group) allowed += most * (whole * 0x1.1p-24 + 0x1p-20);
+    const double rounding = w.planes == 3 ? 0x1.1p-24 : w.planes == 2 ? 0x1.1p-16 : 0x1.1p-8;
+    if (w.group) allowed += most * (whole * rounding + 0x1p-20);
     if (!(std::abs(alone[n] - sum) <= allowed)) fail("a product is wrong");
   }
   seen.see(y.data(), y.size());
@@ -169,6 +184,25 @@ void check_rows(Draw& draw, Fingerprint& seen) {
     fail("a rotation in place");
 }
 
+// Stores rows of `width` numbers, and replaces the numbers by the rounded ones.
+void store(KVType type, Guarded<float>& numbers, std::int64_t width, Guarded<std::byte>& into) {
+  const auto count = static_cast<std::size_t>(width);
+  const auto bytes = static_cast<std::size_t>(kv_number_bytes(type));
+  for (std::size_t i = 0; i < numbers.size(); i += count)
+    kernels().store_kv_row(type, &numbers[i], width, into.data() + i * bytes);
+  if (type == KVType::f32) return;
+  // a matrix of one column has the layout of numbers in a row
+  const auto format = type == KVType::bf16 ? WeightFormat::bf16 : WeightFormat::f16;
+  for (std::size_t i = 0; i < numbers.size(); i++) {
+    const Matrix one{format, {}, 0, 0, 1, 1, into.data() + i * bytes, nullptr, nullptr};
+    const float before = numbers[i];
+    kernels().dequantize_row(one, 0, &numbers[i]);
+    const float allowed = type == KVType::bf16 ? 0x1p-8f : 0x1p-11f;
+    if (!(std::abs(numbers[i] - before) <= std::abs(before) * allowed + 0x1p-25f))
+      fail("a number is rounded wrongly");
+  }
+}
+
 void check_attention(Draw& draw, Fingerprint& seen) {
   AttentionTask a{};
   a.queries = draw.of({std::int64_t{1}, draw.in(1, 9)}), a.group = draw.in(1, 5);
@@ -184,16 +218,27 @@ void check_attention(Draw& draw, Fingerprint& seen) {
   a.key_step = a.key_dim, a.value_step = a.value_dim;
   const auto size = [](std::int64_t n) { return static_cast<std::size_t>(n); };
   Guarded<float> q(size(a.queries * a.q_step)), keys(size(a.capacity * a.key_dim)),
-      values(size(a.capacity * a.value_dim)), sinks(size(a.group)),
-      out(size(a.queries * a.out_step));
-  for (auto* one : {&q, &keys, &values, &sinks}) {
+      values(size(a.capacity * a.value_dim)), sinks(size(a.group));
+  for (auto* one : {&q, &keys, &values, &sinks})
     for (std::size_t i = 0; i < one->size(); i++) (*one)[i] = draw.number() * 2;
-    one->seal();
-  }
-  a.q = q.data(), a.keys = keys.data(), a.values = values.data(), a.out = out.data();
-  a.sinks = draw.in(0, 1) ? sinks.data() : nullptr;
-  Guarded<float> scratch(size(kernels().attend_scratch(a)), 64);
-  kernels().attend(a, scratch.data());
+  const KVType type = draw.of({KVType::f32, KVType::bf16, KVType::f16});
+  Guarded<std::byte> stored_keys(keys.size() * size(kv_number_bytes(type))),
+      stored_values(values.size() * size(kv_number_bytes(type)));
+  store(type, keys, a.key_dim, stored_keys), store(type, values, a.value_dim, stored_values);
+  for (auto* one : {&q, &keys, &values, &sinks}) one->seal();
+  stored_keys.seal(), stored_values.seal();
+  a.q = q.data(), a.sinks = draw.in(0, 1) ? sinks.data() : nullptr;
+  const auto attend = [&](KVType as, const void* of_keys, const void* of_values,
+                          Guarded<float>& out) {
+    a.kv_type = as, a.keys = of_keys, a.values = of_values, a.out = out.data();
+    Guarded<float> scratch(size(kernels().attend_scratch(a)), 64);
+    kernels().attend(a, scratch.data());
+  };
+  Guarded<float> out(size(a.queries * a.out_step)), rounded(out.size());
+  attend(type, stored_keys.data(), stored_values.data(), out);
+  attend(KVType::f32, keys.data(), values.data(), rounded);
+  if (std::memcmp(out.data(), rounded.data(), out.size() * 4))
+    fail("attention depends on the type of the cache");
   seen.see(out.data(), out.size());
 }
 
@@ -217,7 +262,13 @@ void check_sampling(Draw& draw, Fingerprint& seen) {
   if (!(std::abs(sum - total) <= 1e-5 * sum)) fail("a sum of exponentials is wrong");
   seen.see(scaled.data(), size), seen.see(mass.data(), size);
   scaled.seal(), mass.seal();
+  if (k.mass_above(scaled.data(), mass.data(), n, -INFINITY) != total)
+    fail("the mass above the lowest logit is not the total");
   const float low = -9 * std::abs(draw.number());
+  double above = 0;
+  for (std::size_t i = 0; i < size; i++) above += scaled[i] > low ? mass[i] : 0;
+  const float added = k.mass_above(scaled.data(), mass.data(), n, low);
+  if (!(std::abs(above - added) <= 1e-5 * above)) fail("the mass above a logit is wrong");
   const std::int64_t count = k.find_between(scaled.data(), n, low, 0.5f, found.data());
   if (count != std::count_if(scaled.data(), scaled.data() + n, [&](float s) { return s >= low; }))
     fail("a range is wrong");
@@ -233,12 +284,115 @@ void check_sampling(Draw& draw, Fingerprint& seen) {
     fail("the list gives another token");
 }
 
+std::size_t size(std::int64_t count) { return static_cast<std::size_t>(count); }
+
+std::vector<std::int32_t> draw_tokens(Draw& draw, std::int64_t vocab, std::int64_t most) {
+  std::vector<std::int32_t> tokens(size(draw.in(0, most)));
+  for (auto& token : tokens) token = static_cast<std::int32_t>(draw.in(0, vocab - 1));
+  return tokens;
+}
+
+SampleSettings draw_settings(Draw& draw, std::int64_t vocab) {
+  SampleSettings s{};
+  s.vocab = vocab;
+  s.filters = {draw.of({0.0f, 0.5f, 1.0f}), draw.in(0, 1) * draw.in(0, vocab + 2),
+               draw.of({0.3f, 0.95f, INFINITY}), draw.of({-2.0f, -INFINITY})};
+  s.seed_words = {1, 2, 3, static_cast<std::uint32_t>(draw.in(0, 100000)) | 1};
+  // some of these tokens have no logit
+  s.known.resize(size(draw.in(0, 9)));
+  for (auto& token : s.known) token = static_cast<std::uint32_t>(draw.in(0, vocab + 3));
+  s.output_begin = draw.in(0, static_cast<std::int64_t>(s.known.size()));
+  for (const auto token : draw_tokens(draw, vocab, 5)) s.bias.push_back({token, draw.number()});
+  std::stable_sort(s.bias.begin(), s.bias.end(),
+                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  s.repetition_penalty = draw.of({1.0f, 1.3f}), s.presence_penalty = draw.of({0.0f, 0.5f});
+  s.frequency_penalty = draw.of({0.0f, 0.25f}), s.penalty_window = draw.in(-1, 6);
+  if (draw.in(0, 1)) s.allowed_tokens = draw_tokens(draw, vocab, 20);
+  for (std::int64_t i = draw.in(0, 3); i > 0; i--) {
+    s.bad_words.emplace_back();
+    for (std::int64_t j = draw.in(1, 3); j > 0; j--)
+      s.bad_words.back().push_back(static_cast<std::uint32_t>(draw.in(0, vocab - 1)));
+  }
+  s.stop_tokens = draw_tokens(draw, vocab, 3), s.min_tokens = draw.in(0, 3);
+  return s;
+}
+
+// The edited logit of one token, by the definitions.
+float edit_by_definition(const SampleSettings& s, const std::vector<std::uint32_t>& history,
+                         std::int64_t drawn, std::uint32_t token, float logit) {
+  float bias = 0;
+  for (const auto& [biased, value] : s.bias)
+    if (biased == static_cast<std::int32_t>(token)) bias += value;
+  logit += bias;
+  const std::size_t window = s.penalty_window < 0 ? history.size() : size(s.penalty_window);
+  const auto begin = history.end() - static_cast<std::ptrdiff_t>(std::min(window, history.size()));
+  if (const auto count = std::count(begin, history.end(), token)) {
+    logit = logit > 0 ? logit / s.repetition_penalty : logit * s.repetition_penalty;
+    logit = logit - s.presence_penalty - s.frequency_penalty * static_cast<float>(count);
+  }
+  const auto lists = [&](const std::vector<std::int32_t>& tokens) {
+    return std::count(tokens.begin(), tokens.end(), static_cast<std::int32_t>(token)) > 0;
+  };
+  bool may_be_drawn = !s.allowed_tokens || lists(*s.allowed_tokens);
+  for (const auto& word : s.bad_words) {
+    const std::size_t before = word.size() - 1;
+    if (word.back() == token && before + size(s.output_begin) <= history.size() &&
+        std::equal(word.begin(), word.end() - 1,
+                   history.end() - static_cast<std::ptrdiff_t>(before)))
+      may_be_drawn = false;
+  }
+  if (drawn < s.min_tokens && lists(s.stop_tokens)) may_be_drawn = false;
+  return may_be_drawn ? logit : -INFINITY;
+}
+
+void check_edits(Draw& draw, Fingerprint& seen) {
+  const std::int64_t n = draw.of({draw.in(1, 6), draw.in(1, 40), draw.in(1, 300)});
+  const SampleSettings s = draw_settings(draw, n);
+  Guarded<float> raw(size(n)), x(size(n));
+  Guarded<std::uint32_t> bits(size((n + 31) / 32));
+  for (std::size_t i = 0; i < raw.size(); i++) raw[i] = draw.number() * 9;
+  for (std::size_t i = 0; i < bits.size(); i++)
+    for (int j = 0; j < 4; j++) bits[i] = bits[i] << 8 | static_cast<std::uint32_t>(draw.byte());
+  raw.seal(), bits.seal();
+  kernels().mask(raw.data(), bits.data(), n, x.data());
+  for (std::size_t i = 0; i < x.size(); i++)
+    if (x[i] != (bits[i / 32] >> i % 32 & 1 ? raw[i] : -INFINITY)) fail("a mask is wrong");
+  const std::vector<float> masked(x.data(), x.data() + n);
+  const std::int64_t stride = draw.in(1, 3);
+  Guarded<std::uint32_t> earlier(size(draw.in(0, 4))), recent(size(draw.in(0, 4) * stride));
+  std::vector<std::uint32_t> all = s.known;
+  for (std::size_t i = 0; i < earlier.size(); i++)
+    all.push_back(earlier[i] = static_cast<std::uint32_t>(draw.in(0, n - 1)));
+  for (std::size_t i = 0; i < recent.size(); i++)
+    recent[i] = static_cast<std::uint32_t>(draw.in(0, n - 1));
+  for (std::size_t i = 0; i < recent.size(); i += size(stride)) all.push_back(recent[i]);
+  earlier.seal(), recent.seal();
+  const TokenHistory history{s.known,
+                             earlier.data(),
+                             static_cast<std::int64_t>(earlier.size()),
+                             recent.data(),
+                             static_cast<std::int64_t>(recent.size()) / stride,
+                             stride};
+  const std::int64_t drawn = draw.in(0, 4);
+  edit_logits(s, history, drawn, x.data());
+  for (std::size_t i = 0; i < x.size(); i++)
+    if (x[i] != edit_by_definition(s, all, drawn, static_cast<std::uint32_t>(i), masked[i]))
+      fail("an edited logit is wrong");
+  seen.see(x.data(), x.size());
+  const float largest = kernels().checked_max(x.data(), n);
+  const std::int64_t token = draw_token(x.data(), n, largest, s.filters, s.noise_key(drawn));
+  if (token < 0 || token >= n) fail("a token is not in the vocabulary");
+  if (std::isfinite(largest) && x[size(token)] == -INFINITY) fail("a masked token was drawn");
+  x[size(draw.in(0, n - 1))] = draw.of({NAN, INFINITY});
+  if (!std::isnan(kernels().checked_max(x.data(), n))) fail("a broken row is not noticed");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   if (argc != 3) fail("driver SEED ROUNDS");
   std::printf("%s", kernels().name);
-  for (auto check : {check_matmul, check_rows, check_attention, check_sampling}) {
+  for (auto check : {check_matmul, check_rows, check_attention, check_sampling, check_edits}) {
     Draw draw(static_cast<std::uint32_t>(std::atoi(argv[1])));
     Fingerprint seen;
     for (int i = 0; i < std::atoi(argv[2]); i++) check(draw, seen);

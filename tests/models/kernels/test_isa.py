@@ -30,7 +30,9 @@ for width in (128, 384, 1152):
                 for t in (mx.float32, mx.bfloat16, mx.float16):
                     two = [part.astype(t) for part in parts]
                     strips = k.repack(q, bits), *(k.repack(part) for part in two)
-                    products.append(k.Matmul(*strips, group_size=group, bits=bits))
+                    for activations in (24, 16, 8):
+                        options = {"group_size": group, "bits": bits, "activations": activations}
+                        products.append(k.Matmul(*strips, **options))
         for product in products:
             digest.update(np.array(product(x)).tobytes())
             digest.update(np.array(product.dequantize_rows(mx.array([0, 44]))).tobytes())
@@ -66,7 +68,9 @@ def list_supported_isas() -> list[str]:
 def test_an_unknown_instruction_set_disables_the_kernels_and_the_error_lists_all() -> None:
     supported = list_supported_isas()
     assert supported[-1] == "scalar"
-    assert set(supported) < {"avx512-vnni", "avx512", "avx2", "neon", "scalar"}
+    x86 = {"avx512-amx", "avx512-vnni", "avx512", "avx2", "scalar"}
+    arm = {"neon-i8mm", "neon-dot", "neon", "scalar"}
+    assert set(supported) <= x86 or set(supported) <= arm
     for isa in supported:
         assert run_program(isa, DESCRIBE).stdout.startswith(f"False; True; True; {isa}; ")
 

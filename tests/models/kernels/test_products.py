@@ -20,19 +20,32 @@ FLOATS = (mx.float32, mx.bfloat16, mx.float16)
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """dtype: of the matrix, or of the scales and biases of a packed one."""
+    """dtype: of the matrix, or of the scales and biases of a packed one. activations: the number of
+    bits to which a product with a packed matrix rounds x."""
 
     dtype: mx.Dtype
     bits: int = 0
     group: int = 0
+    activations: int = 24
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("mlx.core.")
-        return f"q{self.bits}-{self.group}-{name}" if self.bits else name
+        if not self.bits:
+            return name
+        rounded = "" if self.activations == 24 else f"-a{self.activations}"
+        return f"q{self.bits}-{self.group}-{name}{rounded}"
 
 
 PLAIN = [Format(dtype) for dtype in FLOATS]
 PACKED = [Format(dtype, b, g) for dtype in FLOATS for b in (4, 8) for g in (32, 64, 128)]
+PACKED += [
+    Format(mx.bfloat16, b, g, activations)
+    for activations in (16, 8)
+    for b in (4, 8)
+    for g in (32, 64, 128)
+]
+# the largest integer to which an element of x is rounded
+MOST = {24: 0x7F7F70, 16: 0x7F7F, 8: 0x7F}
 formats = pytest.mark.parametrize("format", PLAIN + PACKED, ids=str)
 
 
@@ -70,7 +83,13 @@ def make_product(
 ) -> Any:
     """The product with a row-major matrix."""
     parts = OPS.repack(weight, format.bits), *(OPS.repack(one) for one in rest)
-    return OPS.Matmul(*parts, bias=bias, group_size=format.group, bits=format.bits)
+    return OPS.Matmul(
+        *parts,
+        bias=bias,
+        group_size=format.group,
+        bits=format.bits,
+        activations=format.activations,
+    )
 
 
 def wide(array: mx.array) -> np.ndarray:
@@ -97,18 +116,18 @@ def check_product(case: Case, x: mx.array, y: mx.array, *, more: float = 0.0) ->
     roundings += 0 if OPS.isa() != "scalar" else 4
     allowed = size * EPS * roundings + np.abs(exact) * more
     if case.format.bits:
-        allowed += rounding_bound(left, case.format.group) @ np.abs(right).T
+        allowed += rounding_bound(left, case.format) @ np.abs(right).T
         # the bias of a group and its numbers can nearly cancel
         allowed += size.max() * EPS * 16
     assert y.shape == (*x.shape[:-1], len(case.weight))
     assert (np.abs(wide(y) - exact) <= allowed).all()
 
 
-def rounding_bound(x: np.ndarray, group: int) -> np.ndarray:
-    """Maximum rounding error if the largest value of a group is scaled to 0x7f7f70."""
-    groups = np.abs(x).reshape(*x.shape[:-1], -1, group)
+def rounding_bound(x: np.ndarray, format: Format) -> np.ndarray:
+    """Maximum rounding error if the largest value of a group is scaled to MOST."""
+    groups = np.abs(x).reshape(*x.shape[:-1], -1, format.group)
     most = np.broadcast_to(groups.max(axis=-1, keepdims=True), groups.shape)
-    return most.reshape(x.shape) / 0x7F7F70 * (0.5 + 2.0**-8)
+    return most.reshape(x.shape) / MOST[format.activations] * (0.5 + 2.0**-8)
 
 
 @st.composite
@@ -197,6 +216,28 @@ def test_the_memory_layout_of_x_changes_no_bits(format: Format) -> None:
         packed = mx.array(np.array(x))
         assert (np.array(one.product(x)) == np.array(one.product(packed))).all()
         check_product(one, x, one.product(x))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_fewer_bits_of_activations_are_less_exact(bits: int) -> None:
+    """The errors differ by the factor between the largest integers, about 258."""
+    x, errors = random(np.random.default_rng(1), 40, 512), list[float]()
+    for activations in (24, 16, 8):
+        one = case(Format(mx.float32, bits, 64, activations), 64, 512)
+        exact = wide(x).astype(np.float64) @ one.weight.astype(np.float64).T
+        errors.append(float(np.abs(wide(one.product(x)) - exact).max() / np.abs(exact).max()))
+    assert errors[0] < 1e-6
+    assert 1e-6 < errors[1] < 1e-4
+    assert 100 < errors[2] / errors[1] < 600
+
+
+def test_matrices_of_another_precision_have_another_format() -> None:
+    """Fused operations share the rounded x of several matrices."""
+    made = [case(Format(mx.float32, 4, 64, activations), 16, 64) for activations in (24, 16, 24)]
+    assert made[0].product.has_same_format(made[2].product)
+    assert not made[0].product.has_same_format(made[1].product)
+    with pytest.raises(ValueError, match="shape and format"):
+        OPS.gate_up("silu", made[0].product, made[1].product, mx.ones((1, 64)))
 
 
 @formats
@@ -354,6 +395,7 @@ def test_invalid_arguments_are_refused() -> None:
         ((words, ones), packed, "scales and biases"),
         ((words, ones, ones), {"group_size": 16, "bits": 4}, "groups of 32, 64 or 128"),
         ((words, ones, ones), {"group_size": 64, "bits": 3}, "4 or 8 bits"),
+        ((words, ones, ones), {**packed, "activations": 12}, "8, 16 or 24 bits"),
         ((words, mx.ones((4, 2)), ones), packed, "out, in / group"),
         ((words, ones, ones.astype(mx.float16)), packed, "one type"),
         ((f32, None, None, mx.zeros((5,))), {}, "bias"),
@@ -370,3 +412,24 @@ def test_invalid_arguments_are_refused() -> None:
         OPS.Matmul(f32)(mx.array(1.0))
     with pytest.raises(ValueError, match="x must be float32"):
         OPS.Matmul(f32)(mx.zeros((2, 64), mx.int32))
+
+
+@pytest.mark.parametrize("format", [f for f in PACKED if f.dtype == mx.bfloat16], ids=str)
+@pytest.mark.parametrize("number", [0x7F7E7F, -0x7F7E80])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_the_largest_integers_of_both_factors_do_not_overflow(
+    format: Format, number: int, rows: int
+) -> None:
+    """The low bytes of the integers of x are 127 or -128, and all weights are the largest integer.
+    Some instructions add products of bytes in 16 bits."""
+    width, outputs = 2 * format.group, 48
+    words = mx.full((outputs, width * format.bits // 32), 0xFFFFFFFF, dtype=mx.uint32)
+    ones = mx.ones((outputs, 2), dtype=format.dtype)
+    product = make_product(format, words, ones, mx.zeros_like(ones))
+    most = MOST[format.activations]
+    integer = max(-most, number >> (24 - format.activations))
+    numbers = np.full((rows, width), integer, dtype=np.int64)
+    numbers[:, :: format.group] = most  # it sets the scale: the integers are these numbers
+    y = np.array(product(mx.array(numbers.astype(np.float32)))).astype(np.float64)
+    expected = numbers.sum(axis=1, keepdims=True) * (2**format.bits - 1)
+    assert np.abs(y - expected).max() <= 4 * EPS * np.abs(numbers).sum() * 2**format.bits

@@ -24,7 +24,32 @@ AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 VNNI = [*AVX512, "-mavx512vnni"]
 X86 = {"isa_avx2": AVX2, "isa_avx512": AVX512, "isa_avx512_vnni": VNNI}
-FILES = ("isa_avx512_vnni", "isa_avx512", "isa_avx2", "isa_neon", "isa_scalar", "isa_dispatch")
+ARM = {
+    "isa_neon_dot": ["-march=armv8.2-a+dotprod"],
+    "isa_neon_i8mm": ["-march=armv8.2-a+i8mm"],
+}
+NATIVE = X86 if X86_64 else ARM if platform.machine() in ("aarch64", "arm64") else {}
+# emulated processors, and the instruction sets that each has, best first
+ARM_PROCESSORS = {
+    "cortex-a53": ["neon", "scalar"],
+    "neoverse-n1": ["neon-dot", "neon", "scalar"],
+    "max": ["neon-i8mm", "neon-dot", "neon", "scalar"],
+}
+# isa_avx512_amx without its flags compiles to a stub; test_tiles.py compiles it with them
+FILES = (
+    "isa_avx512_amx",
+    "isa_avx512_vnni",
+    "isa_avx512",
+    "isa_avx2",
+    "isa_neon_i8mm",
+    "isa_neon_dot",
+    "isa_neon",
+    "isa_scalar",
+    "isa_dispatch",
+    "sample_edits",
+    "sample_filters",
+    "tile_check",
+)
 EXACT = ["-std=c++20", "-ffp-contract=off", "-w"]
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
@@ -62,8 +87,8 @@ def run(*command: str | Path, isa: str = "", under: tuple[str, ...] = ()) -> str
     return done.stdout
 
 
-def kernels(*, x86: bool) -> dict[Path, list[str]]:
-    files = {SOURCES / f"{name}.cpp": X86.get(name, []) if x86 else [] for name in FILES}
+def kernels(flags: dict[str, list[str]]) -> dict[Path, list[str]]:
+    files = {SOURCES / f"{name}.cpp": flags.get(name, []) for name in FILES}
     return {HERE / "driver.cpp": [], **files}
 
 
@@ -80,10 +105,10 @@ def supports_flag(compiler: str, folder: Path, flag: str) -> bool:
     return subprocess.run([str(folder / "empty")], capture_output=True, check=False).returncode == 0
 
 
-def isas(program: Path) -> list[str]:
-    """Instruction sets of this machine."""
+def isas(program: Path, under: tuple[str, ...] = ()) -> list[str]:
+    """Instruction sets of this machine or of an emulated one, best first."""
     process = subprocess.run(
-        [str(program), "1", "0"],
+        [*under, str(program), "1", "0"],
         env={**os.environ, "MLXRUNNER_ISA": "all of them"},
         capture_output=True,
         text=True,
@@ -102,7 +127,7 @@ def sanitized_program(tmp_path_factory) -> Path:
         pytest.skip(f"the compiler does not support {flag}")
     # without optimisation, which takes four times as long to compile and removes unused reads
     flags = [flag, "-fno-sanitize-recover=all", "-O0"]
-    return compile_program(COMPILER, folder, flags, kernels(x86=X86_64))
+    return compile_program(COMPILER, folder, flags, kernels(NATIVE))
 
 
 @pytest.mark.exhaustive
@@ -124,10 +149,14 @@ def test_no_kernel_accesses_memory_out_of_bounds(sanitized_program: Path) -> Non
 def test_arm_and_x86_give_the_same_bits(sanitized_program: Path, tmp_path) -> None:
     if "avx2" not in isas(sanitized_program):
         pytest.skip("this machine has no fused multiply-add")
-    arm_program = compile_program(str(CROSS), tmp_path, ["-O0", "-static"], kernels(x86=False))
+    arm_program = compile_program(str(CROSS), tmp_path, ["-O1", "-static"], kernels(ARM))
     ours = run(sanitized_program, "3", "60", isa="avx2").split()[1:]
-    for isa in ("neon", "scalar"):
-        assert run(arm_program, "3", "60", isa=isa, under=(str(EMULATOR),)).split()[1:] == ours
+    for processor, supported in ARM_PROCESSORS.items():
+        under = (str(EMULATOR), "-cpu", processor)
+        assert isas(arm_program, under) == supported
+        # the best one is selected
+        assert run(arm_program, "3", "60", under=under).split() == [supported[0], *ours]
+    assert run(arm_program, "3", "60", isa="scalar", under=under).split() == ["scalar", *ours]
 
 
 @pytest.mark.exhaustive

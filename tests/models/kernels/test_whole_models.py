@@ -10,6 +10,7 @@ writes to memory that has yet to be read.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -21,9 +22,10 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from models import architectures, kernels, mlx_lm_adapter
 from models.base import Model
+from models.batch_cache import PackedKVCache
 from models.checkpoint_config import get_text_config
-from models.cpu_layout import apply_cpu_layout, is_batch_invariant
-from models.kv import LayerCache
+from models.cpu_layout import apply_cpu_layout, is_batch_invariant, set_activation_bits
+from models.kv import KVBuffers, LayerCache
 from models.quant import replace_leaves
 from tests.models import parity
 from tests.models.architectures import Case, cases
@@ -32,14 +34,20 @@ from tests.models.test_precision import PRECISE
 OPS = kernels.ops()
 pytestmark = pytest.mark.skipif(OPS is None, reason=f"no kernels: {kernels.describe().why}")
 
-# type of plain weights; for packed weights, the type of scales, and bits
-KINDS: Mapping[str, tuple[mx.Dtype, int | None]] = {
-    "float32": (mx.float32, None),
-    "bfloat16": (mx.bfloat16, None),
-    "float16": (mx.float16, None),
-    "affine-4": (mx.bfloat16, 4),
-    "affine-8": (mx.float16, 8),
+# type of plain weights; for packed weights, the type of scales, bits, and bits of activations.
+# Keys and values have the same type, as `--kv auto` selects.
+KINDS: Mapping[str, tuple[mx.Dtype, int | None, int]] = {
+    "float32": (mx.float32, None, 24),
+    "bfloat16": (mx.bfloat16, None, 24),
+    "float16": (mx.float16, None, 24),
+    "affine-4": (mx.bfloat16, 4, 24),
+    "affine-8": (mx.float16, 8, 24),
+    "affine-4-a8": (mx.bfloat16, 4, 8),
+    "affine-8-a16": (mx.float16, 8, 16),
 }
+
+# If the bits of a model depend on chunks, a number may be stored as one of two neighbours.
+KV_TOLERANCES = {mx.bfloat16: 0.1, mx.float16: 0.02}
 
 # Architectures whose logits are equal only up to rounding: those with two forms of a computation,
 # and those that run in mlx-lm's classes, where the kernels replace only layers with weights.
@@ -67,12 +75,28 @@ def is_foreign(case: Case) -> bool:
     )
 
 
+def can_pack(model: Model) -> bool:
+    return is_batch_invariant(model) and all(isinstance(one, KVBuffers) for one in model.make_kv())
+
+
 def get_tolerance(reference: Reference) -> float:
     """Accepted difference of logits."""
-    return 0.0 if is_batch_invariant(reference.model) else parity.tolerance(reference.case)
+    if is_batch_invariant(reference.model):
+        return 0.0
+    own = parity.tolerance(reference.case)
+    kv = reference.model.kv_dtype
+    return own if kv is None else max(own, KV_TOLERANCES[kv])
 
 
-def build_model(case: Case, dtype: mx.Dtype, bits: int | None) -> Model:
+def list_kinds(case: Case) -> Sequence[str]:
+    """With fewer bits of activations, two forms of a computation differ beyond the tolerance."""
+    if is_foreign(case):
+        return FOREIGN
+    two_ways = case.config["model_type"] in TWO_WAYS
+    return [kind for kind, (*_, bits) in KINDS.items() if bits == 24 or not two_ways]
+
+
+def build_model(case: Case, dtype: mx.Dtype, bits: int | None, activations: int = 24) -> Model:
     config = get_text_config(case.config)
     architecture = architectures._find_architecture(config)
     model: Any = architecture.Model(architecture.Config.from_dict(config))
@@ -84,7 +108,9 @@ def build_model(case: Case, dtype: mx.Dtype, bits: int | None) -> Model:
     if bits is not None:
         replace_leaves(model, lambda _, layer: quantize_layer(layer, bits))
     mx.eval(model.parameters())
+    model.kv_dtype = None if dtype == mx.float32 else dtype
     apply_cpu_layout(model)
+    set_activation_bits(model, activations)
     return model
 
 
@@ -96,7 +122,7 @@ def quantize_layer(layer: Any, bits: int) -> Any:
 
 @pytest.fixture(
     scope="module",
-    params=[(c, kind) for c in cases() for kind in (FOREIGN if is_foreign(c) else KINDS)],
+    params=[(case, kind) for case in cases() for kind in list_kinds(case)],
     ids=lambda param: f"{param[0].id}-{param[1]}",
 )
 def reference(request: pytest.FixtureRequest) -> Reference:
@@ -159,6 +185,26 @@ class Simulation:
         for one, logits in zip(ready, self.reference.model.logits(hidden), strict=True):
             self._record(one, logits)
 
+    def evaluate_packed(self, chunks: Mapping[int, int]) -> None:
+        """Evaluate the next positions of several rows in one forward pass, as the engine does with
+        short prompts. chunks: the row and the number of its positions."""
+        if not can_pack(self.reference.model):
+            return
+        ready = [(self.rows[row], min(n, LENGTH - self.rows[row].at)) for row, n in chunks.items()]
+        ready = [(one, count) for one, count in ready if count]
+        if not ready:
+            return
+        places = [range(one.at, one.at + count) for one, count in ready]
+        texts = [self.reference.texts[one.text] for one, _ in ready]
+        ids = [[text[i]] for text, place in zip(texts, places, strict=True) for i in place]
+        offsets = mx.array([i for place in places for i in place])
+        layers: Any = zip(*(one.kv for one, _ in ready), strict=True)
+        counts = [count for _, count in ready]
+        kv = [PackedKVCache(layer, counts, offsets) for layer in layers]
+        logits = self.reference.model.logits(self.reference.model(mx.array(ids), kv))[:, 0]
+        for (one, count), end in zip(ready, accumulate(counts), strict=True):
+            self._record(one, logits[end - count : end])
+
     def trim(self, row: int, count: int) -> None:
         one = self.rows[row]
         if count < one.at and all(layer.can_trim(count) for layer in one.kv):
@@ -194,6 +240,10 @@ ACTIONS = st.one_of(
     ),
     st.tuples(st.just(Simulation.evaluate_batch), st.just(list(range(ROWS)))),
     st.tuples(st.just(Simulation.evaluate), ROW, st.integers(1, 30)),
+    st.tuples(
+        st.just(Simulation.evaluate_packed),
+        st.dictionaries(ROW, st.integers(1, 30), min_size=2, max_size=ROWS),
+    ),
     st.tuples(st.just(Simulation.fork), ROW, ROW),
     st.tuples(st.just(Simulation.trim), ROW, st.integers(1, 20)),
     st.tuples(st.just(Simulation.rejoin_slices), ROW, st.integers(1, LENGTH)),
@@ -207,6 +257,28 @@ WAITS = st.sampled_from([mx.eval, mx.async_eval, mx.async_eval, None])
 def test_most_models_are_batch_invariant(case: Case) -> None:
     expected = not is_foreign(case) and case.config["model_type"] not in TWO_WAYS
     assert is_batch_invariant(build_model(case, mx.float32, None)) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["llama-plain", "gemma3_text", "mixtral", "gpt_oss"])
+def test_packed_prompts_have_the_bits_of_separate_prompts(name: str, kind: str) -> None:
+    """Of any lengths, also longer than the windows and the limit of the fused operations, twice in
+    a row, and with cached positions."""
+    case = next(case for case in cases() if case.id.startswith(name))
+    model = build_model(case, *KINDS[kind])
+    assert can_pack(model)
+    texts = [parity.ids(case, LENGTH, seed=seed) for seed in range(TEXTS)]
+    logits = [parity.prefill(model, text, [LENGTH]) for text in texts]
+    reference = Reference(case=case, model=model, texts=texts, logits=logits)
+    rows = [Row(text=i % TEXTS, kv=model.make_kv()) for i in range(ROWS)]
+    simulation = Simulation(reference=reference, rows=rows)
+    simulation.evaluate(1, 7)
+    simulation.evaluate_packed({0: 1, 1: 20, 2: 33, 3: 5})
+    simulation.evaluate_packed({2: 3, 0: 8, 4: 2, 5: 13})
+    simulation.evaluate_batch(range(6))
+    assert len(simulation.results) > 12
+    for text, start, got in simulation.results:
+        np.testing.assert_array_equal(np.array(got), logits[text][start : start + len(got)])
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])

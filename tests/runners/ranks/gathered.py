@@ -37,7 +37,7 @@ class FakeGroup:
         self.data = data or self.data
         return self.data
 
-    def reconcile_settings(self, settings: Settings) -> Settings:
+    def reconcile_settings(self, settings: Settings, choose_chunk: object) -> Settings:
         return replace(settings, memory=settings.memory or 1 << 30)
 
     def reconcile_memory(self, memory: MemoryProfile) -> MemoryProfile:

@@ -1,0 +1,130 @@
+// Runs the known-answer test with right and wrong kernels, and compares the kernels for AMX with
+// those for VNNI, natively or emulated: `tile_driver right|wrong|illegal|invalid|endless|amx`.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "amx_emulator.hpp"
+#include "tile_check.hpp"
+
+using namespace mlxrunner;
+
+namespace {
+
+
+float* allocate(std::size_t count) {
+  return static_cast<float*>(std::aligned_alloc(64, (count * 4 + 63) / 64 * 64));
+}
+
+// Kernels whose `matmul` uses the reference, or has a fault.
+void copy_x(const Matrix& w, const float* x, std::int64_t count, float* out, std::int64_t stride) {
+  for (std::int64_t m = 0; m < count; m++)
+    std::memcpy(out + m * stride, x + m * w.width, static_cast<std::size_t>(w.width) * 4);
+}
+std::int64_t plain_stride(const Matrix& w, std::int64_t) { return w.width; }
+std::int64_t scratch_size(const Matrix& w) {
+  return kernels_scalar()->tile_reference_scratch(w, 40);
+}
+void multiply_right(const Matrix& w, PackedRows x, const float*, float* y, std::int64_t,
+                    std::int64_t, std::int64_t, float* scratch) {
+  kernels_scalar()->tile_reference(w, x.data, x.count, y, scratch);
+}
+void multiply_wrong(const Matrix& w, PackedRows x, const float* bias, float* y, std::int64_t ldy,
+                    std::int64_t begin, std::int64_t end, float* scratch) {
+  multiply_right(w, x, bias, y, ldy, begin, end, scratch);
+  if (x.count < 33 || w.group != 128) return;
+  std::uint32_t bits;
+  std::memcpy(&bits, y + 32 * ldy + 5, 4);
+  bits ^= 1;
+  std::memcpy(y + 32 * ldy + 5, &bits, 4);
+}
+void multiply_illegal(const Matrix&, PackedRows, const float*, float*, std::int64_t, std::int64_t,
+                      std::int64_t, float*) {
+  asm volatile("ud2");
+}
+void multiply_invalid(const Matrix&, PackedRows, const float*, float*, std::int64_t, std::int64_t,
+                      std::int64_t, float*) {
+  *reinterpret_cast<volatile int*>(8) = 1;
+}
+void multiply_endless(const Matrix&, PackedRows, const float*, float*, std::int64_t, std::int64_t,
+                      std::int64_t, float*) {
+  for (;;) asm volatile("");
+}
+
+// A handler of the parent process must not run in the child.
+void report_signal(int) {
+  std::printf("a handler ran\n");
+  std::fflush(stdout);
+  _exit(4);
+}
+
+int check_fault(const std::string& action) {
+  for (int signal : {SIGILL, SIGSEGV, SIGALRM}) std::signal(signal, report_signal);
+  Kernels tested = *kernels_scalar();
+  tested.packed_input_stride = plain_stride, tested.pack_input = copy_x;
+  tested.matmul_scratch = scratch_size;
+  tested.matmul = action == "right"     ? multiply_right
+                  : action == "wrong"   ? multiply_wrong
+                  : action == "illegal" ? multiply_illegal
+                  : action == "invalid" ? multiply_invalid
+                                        : multiply_endless;
+  std::printf("%s\n", find_tile_fault(tested, 2).c_str());
+  return 0;
+}
+
+std::vector<float> multiply(const Kernels& k, const Matrix& w, const std::vector<float>& x,
+                            std::int64_t count, const float* bias) {
+  const std::int64_t stride = k.packed_input_stride(w, count);
+  float* packed = allocate(static_cast<std::size_t>(count * stride));
+  float* scratch = allocate(static_cast<std::size_t>(k.matmul_scratch(w)) + 16);
+  k.pack_input(w, x.data(), count, packed, stride);
+  std::vector<float> y(static_cast<std::size_t>(count * w.rows));
+  // two threads' parts
+  const std::int64_t middle = w.rows / 32 * 16;
+  k.matmul(w, {packed, count, stride}, bias, y.data(), w.rows, 0, middle, scratch);
+  k.matmul(w, {packed, count, stride}, bias, y.data(), w.rows, middle, w.rows, scratch);
+  std::free(packed), std::free(scratch);
+  return y;
+}
+
+int compare_amx() {
+  const Kernels *amx = kernels_avx512_amx(), *vnni = kernels_avx512_vnni();
+  if (!amx) return std::printf("the processor has no AVX-512 with VNNI\n"), 77;
+  const bool native = find_tile_obstacle().empty();
+  if (!native) AmxEmulator::install();
+  std::srand(1);
+  for (WeightFormat format : {WeightFormat::q4, WeightFormat::q8})
+    for (int planes : {1, 2, 3})
+      for (int group : {32, 64, 128})
+        for (std::int64_t rows : {16, 48, 71})
+          for (std::int64_t count : {1, 6, 7, 8, 15, 16, 17, 33, 130}) {
+            const std::int64_t width = 3 * group;
+            std::vector<std::uint32_t> words(static_cast<std::size_t>(rows * width / 4));
+            std::vector<float> scales(static_cast<std::size_t>(rows * 3)), biases(scales.size()),
+                x(static_cast<std::size_t>(count * width)), bias(static_cast<std::size_t>(rows));
+            for (auto& one : words) one = static_cast<std::uint32_t>(std::rand()) * 3;
+            for (auto* all : {&scales, &biases, &x, &bias})
+              for (float& one : *all) one = static_cast<float>(std::rand() % 2001 - 1000) / 777;
+            const Matrix w{format, ScaleType::f32, group, planes, rows, width,
+                           words.data(), scales.data(), biases.data()};
+            const long before = AmxEmulator::count;
+            const auto found = multiply(*amx, w, x, count, bias.data());
+            const bool used = AmxEmulator::count > before;
+            if (found != multiply(*vnni, w, x, count, bias.data()))
+              return std::printf("different: %ld rows\n", static_cast<long>(count)), 1;
+            if (AmxEmulator::in_use) return std::printf("tiles are not released\n"), 1;
+            if (!native && used != (group != 32 && count >= 7))
+              return std::printf("tiles used: %d\n", used), 1;
+          }
+  std::printf("equal, %s\n", native ? "native" : "emulated");
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 2) return 2;
+  return std::string(argv[1]) == "amx" ? compare_amx() : check_fault(argv[1]);
+}
