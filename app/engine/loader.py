@@ -61,10 +61,13 @@ def load(
     settings: Settings,
     report: ProgressCallback,
     ranks: DistributedGroup | None = None,
+    kv_bytes: int | None = None,
 ) -> Loop:
     """Loads a model.
 
     ranks: the group of ranks that share the model; None if a single process runs the model.
+    kv_bytes: the memory for layer caches, instead of what the weights and activations leave. The
+        measured size of activations varies, so only this makes preemptions repeatable.
 
     Raises AppError(MODEL_FILES) if the files are unusable or no memory is left for a sequence.
     After any exception, all tensors are freed, including tensors referenced by the frames of the
@@ -72,7 +75,7 @@ def load(
     """
     kept = mx.set_cache_limit(0)  # free the sources of a weight immediately
     try:
-        return _load(files, settings, report, ranks)
+        return _load(files, settings, report, ranks, kv_bytes)
     except Exception as error:
         _release_tensors(error)
         mx.set_cache_limit(kept)
@@ -80,12 +83,16 @@ def load(
 
 
 def _load(
-    files: ModelFiles, settings: Settings, report: ProgressCallback, ranks: DistributedGroup | None
+    files: ModelFiles,
+    settings: Settings,
+    report: ProgressCallback,
+    ranks: DistributedGroup | None,
+    kv_bytes: int | None,
 ) -> Loop:
     model = open_model(
         files, settings.quantize, ranks, kv=settings.kv, activations=settings.activations
     )
-    has_limit = settings.memory is not None
+    has_limit = settings.memory is not None or kv_bytes is not None
     if ranks is not None:
         settings = ranks.reconcile_settings(
             settings, lambda agreed: choose_prefill_chunk(model, files, agreed)
@@ -102,6 +109,8 @@ def _load(
     for reason in apply_gpu_layout(model):
         log.warning("%s", reason)
     memory = _profile_memory(model, fit, files, settings)
+    if kv_bytes is not None:
+        memory = replace(memory, budget=memory.weights + memory.working + kv_bytes)
     if ranks is not None:
         memory = ranks.reconcile_memory(memory)
     raise_unless_fits(adjust_after_load(fit, memory, settings), files)

@@ -42,10 +42,10 @@ class ProofModel:
     settings: Settings
     grammars: GrammarCompiler
 
-    def engine(self, **changes: object) -> ProofEngine:
-        """Loads the model with other settings."""
+    def engine(self, kv_bytes: int | None = None, **changes: object) -> ProofEngine:
+        """Loads the model with other settings. kv_bytes: see app/engine/loader.py."""
         settings = replace(self.settings, **changes)  # pyright: ignore[reportArgumentType]
-        return ProofEngine(self.files, settings, self.grammars)
+        return ProofEngine(self.files, settings, self.grammars, kv_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,13 +100,12 @@ def _run_preempted(model: ProofModel, chains: Chains) -> ConditionResult:
     longest = max(len(job.prompt_token_ids) + job.max_tokens for job in jobs)
     changes = {"context": longest + 1, "parallel": len(jobs)}
     with model.engine(**changes) as engine:
-        capacity, ledger = engine.capacity, engine.stats.ledger
-    fixed = ledger.weights + ledger.working
+        capacity = engine.capacity
     detail = "no sequence was preempted"
     for share in _MEMORY_SHARES:
-        kv = int(share * len(jobs) * capacity.kv_bytes_per_sequence)
+        kv_bytes = int(share * len(jobs) * capacity.kv_bytes_per_sequence)
         try:
-            with model.engine(parallel=len(jobs), memory=fixed + kv) as engine:
+            with model.engine(kv_bytes, parallel=len(jobs)) as engine:
                 answers = engine.run(_without_cache(chains), concurrent=True)
                 if engine.stats.preemptions:
                     return ConditionResult(

@@ -58,7 +58,11 @@ class ProofEngine:
     """
 
     def __init__(
-        self, files: ModelFiles, settings: Settings, grammars: GrammarCompiler | None = None
+        self,
+        files: ModelFiles,
+        settings: Settings,
+        grammars: GrammarCompiler | None = None,
+        kv_bytes: int | None = None,
     ) -> None:
         self._messages: queue.SimpleQueue[EngineMessage] = queue.SimpleQueue()
         self._grammars = grammars or GrammarCompiler.for_model(files)
@@ -66,7 +70,7 @@ class ProofEngine:
         self.max_running = 0
 
         def read(report: object) -> Loop:
-            loop = load(files, settings, lambda _done, _bytes: None)
+            loop = load(files, settings, lambda _done, _bytes: None, kv_bytes=kv_bytes)
             self.batch_invariant = loop.batch_invariant
             return loop
 

@@ -178,6 +178,15 @@ def test_the_cache_policy_depends_on_parallel(
     assert isinstance(_prefix_of(loop), policy)
 
 
+def test_the_memory_for_layer_caches_can_be_fixed(tiny_model: Path) -> None:
+    """The measured size of activations varies, and the rest of `memory` varies with it."""
+    kv_bytes = 100_000
+    loop = load(store.resolve(str(tiny_model)), Settings(parallel=2), ignore, kv_bytes=kv_bytes)
+    assert loop.capacity.kv_budget == kv_bytes
+    with pytest.raises(AppError, match="does not fit in memory"):
+        load(store.resolve(str(tiny_model)), Settings(parallel=2), ignore, kv_bytes=1000)
+
+
 def test_parallel_is_lower_where_memory_is_short(tiny_model: Path) -> None:
     files = store.resolve(str(tiny_model))
     full = load(files, Settings(), ignore)
