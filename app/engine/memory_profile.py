@@ -19,13 +19,18 @@ from models.base import Model
 from models.kernels.in_place_attention import score_buffer_bytes
 from models.kv import STEP, LayerCache, evaluate_caches
 
-# The number of profile runs and their number of tokens. The peak memory depends on how far the
-# device lags behind Python, which varies, so there are several runs. With fewer tokens, a constant
-# amount would count as part of each token, and layers that sort tokens by expert would not sort.
-_PROFILE_RUNS, _PROFILE_LENGTH = 3, 16
+# The number of profile runs and their number of tokens. With fewer tokens, a constant amount would
+# count as part of each token, and layers that sort tokens by expert would not sort.
+_PROFILE_RUNS, _PROFILE_LENGTH = 2, 16
+
+# The shape of a reduction that occupies a CPU for about 17 ms, and no memory. The peak memory of a
+# pass depends on how far the device lags behind Python: MLX allocates arrays when it schedules
+# their computation. A long chunk makes the device lag as far as MLX allows. A short one does not,
+# so its computation is scheduled behind this one.
+_DELAY_SHAPE = (5000, 1000)
 
 # The activations of a token as a multiple of the measured ones, in percent. In tests, longer chunks
-# held up to 40 % more per token than the profile runs, because the device lags behind further.
+# held up to 40 % more per token than the profile runs.
 _ACTIVATION_PERCENT = 150
 
 # The number of prompt positions whose log probabilities are computed together. A small number keeps
@@ -256,8 +261,11 @@ def _profile_run(model: Model, length: int) -> tuple[int, mx.array, Sequence[Lay
     """Returns the peak memory without the caches, the hidden states, and the caches. length: the
     number of tokens."""
     kv = model.make_kv()
+    one = mx.array(1.0)
+    mx.eval(one)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
+    mx.async_eval(mx.max(mx.broadcast_to(one, _DELAY_SHAPE)))
     hidden = model(mx.zeros((1, length), mx.int32), kv)
     mx.eval(hidden, [layer.state() for layer in kv])
     return mx.get_peak_memory() - before - sum(layer.nbytes for layer in kv), hidden, kv

@@ -78,7 +78,7 @@ def test_eight_rows_of_28_layers_have_few_more_nodes_than_one() -> None:
     assert together.launches <= alone.launches + 2, together.by_name
 
 
-@pytest.mark.parametrize("rows", [3, 8, 32])
+@pytest.mark.parametrize("rows", [3, 8, pytest.param(32, marks=pytest.mark.exhaustive)])
 def test_a_layer_has_four_more_nodes_for_any_number_of_rows(small: Model, rows: int) -> None:
     """They reshape the buffers, and launch nothing."""
     alone = count(start(small, [64]))

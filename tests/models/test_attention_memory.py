@@ -167,7 +167,7 @@ def test_a_chunk_holds_no_more_than_the_ledger_reserves(name: str, device: Atten
     assert held < 1.25 * scores, "the scores of all heads existed at the same time"
 
 
-@pytest.mark.product
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("device", AttentionDevice)
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.id)
 def test_every_architecture_holds_no_more_than_the_ledger_reserves(
