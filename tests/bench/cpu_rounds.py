@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from app.runners.child_process import request_huge_pages
 from tests.bench import cpu_gguf, cpu_tables
 from tests.bench.cpu_backends import (
     ROOT,
@@ -147,11 +148,13 @@ def _list_backends(
 ) -> Iterator[Callable[[], Backend]]:
     """Functions that start a backend. Ours is the first."""
     variables = {"MLXRUNNER_THREADS": str(threads)}
+    # as in a model process of the server; older commits did not request them
+    own_variables = {**variables, **request_huge_pages({})}
     worker = [sys.executable, "-m", "tests.bench.cpu_worker"]
-    ours = WorkerCommand([*worker, "ours", str(files.folder)], variables)
+    ours = WorkerCommand([*worker, "ours", str(files.folder)], own_variables)
     yield lambda: BackendProcess(cpu_tables.OURS, ours)
     if FORMATS[files.form].bits is not None and plan.openvino is not None:
-        rounded = WorkerCommand([*worker, "ours", str(files.folder), "8"], variables)
+        rounded = WorkerCommand([*worker, "ours", str(files.folder), "8"], own_variables)
         works = tuple(map(prefill, (128, 512, 2048)))
         yield lambda: BackendProcess(cpu_tables.OURS_8_BITS, rounded, works=works)
     for commit, checkout in plan.checkouts.items():
