@@ -124,8 +124,8 @@ async def _measure_mixed_load(server: HttpServer, label: str) -> Figures:
 
 
 async def _measure_agent(server: HttpServer, label: str) -> Figures:
-    """Each turn repeats the last prompt and adds text, which stands for an answer and the result of
-    a tool. The text does not depend on the server's answer, so all servers get the same tokens."""
+    """Each turn repeats the last prompt and adds text of the length of an answer and a tool result.
+    The text does not depend on the server's answer, so all servers get the same tokens."""
     text = _make_prompt(label, FIRST_TURN + (TURNS - 1) * ADDED)
     ttfts: list[float] = []
     begun = time.perf_counter()
