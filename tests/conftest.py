@@ -66,15 +66,16 @@ def _write_bytecode(folder: Path) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes() -> None:
-    """A worker is measured by pytest-cov, which pauses for tests that are not to be; what measures
-    all processes that we start (`patch` in pyproject.toml) would go on."""
+    """Removes the variable that makes every child process measure coverage (`patch` in
+    pyproject.toml). pytest-cov measures the workers, and pauses for tests marked `no_cover`; the
+    other measurement would not pause."""
     os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """pytest-cov begins to measure a worker as if it were who divides the tests, and then again as
-    a worker, which alone is paused and reports: the first would go on meanwhile."""
+    """Stops the first of pytest-cov's two measurements of a worker. It starts one as for the
+    controller and then one as for a worker. Only the second pauses and reports."""
     measuring: Any = session.config.pluginmanager.getplugin("_cov")
     if hasattr(session.config, "workerinput") and getattr(measuring, "cov_controller", None):
         measuring.cov_controller.cov.stop()
@@ -103,15 +104,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Selects the cases of each test that is marked `product` for `make test`, and marks the others
     `exhaustive`: `make test-all` runs them.
 
-    Tests whose input is generated are not traced, nor are those that are marked `no_cover` one by
-    one: matrices, long histories, all questions of a benchmark. Tracing doubles their time, and a
-    line counts as covered when a test was written for it, not when chance reached it."""
+    Property tests are not measured for coverage, and neither are tests marked `no_cover`: matrices,
+    long histories, all questions of a benchmark. Measuring doubles their time, and a line should
+    count as covered because a test was written for it, not by chance."""
     for item in items:
         # hypothesis marks its own
         if item.get_closest_marker("hypothesis"):
             item.add_marker("no_cover")
     for cases in _group_product_cases(items).values():
-        chosen = choose_cases([_get_indices(case, place) for place, case in enumerate(cases)])
+        chosen = choose_cases([case.callspec.indices for case in cases])
         for place, case in enumerate(cases):
             if place not in chosen:
                 case.add_marker("exhaustive")
@@ -124,12 +125,6 @@ def _group_product_cases(items: Sequence[pytest.Item]) -> dict[str, list[Any]]:
         if item.get_closest_marker("product"):
             cases[item.nodeid.partition("[")[0]].append(item)
     return cases
-
-
-def _get_indices(case: Any, place: int) -> Mapping[str, int]:
-    """The index of each parameter's value, by parameter; schemathesis's cases have only a place."""
-    callspec = getattr(case, "callspec", None)
-    return {"case": place} if callspec is None else callspec.indices
 
 
 def choose_cases(cases: Sequence[Mapping[str, int]]) -> frozenset[int]:
@@ -156,15 +151,14 @@ def choose_cases(cases: Sequence[Mapping[str, int]]) -> frozenset[int]:
 
 
 def pytest_collection_finish() -> None:
-    """An engine that ends, and a test that counts memory, make Python look at all that there is.
-    With nine thousand tests in memory, that takes half a second each time; frozen, they are not
-    looked at again."""
+    """Excludes the collected tests from garbage collection. Tests that stop an engine or measure
+    memory collect explicitly, which takes half a second with nine thousand tests in memory."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of several hands its count to whoever prints the summary."""
+    """Sends the count of a worker to the controller, which prints the summary."""
     handed: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
     if handed is not None:
         handed["ties"] = session.config.stash[TIES]
@@ -191,16 +185,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with a context that is never full: for a test that needs a request which still runs
-    when it does something, however fast the machine is (`tiny.UNENDING`)."""
+    """The same with a context that a test never fills, for requests that must still run when the
+    test acts, however fast the machine is (`tiny.UNENDING`)."""
     folder = tmp_path_factory.mktemp("long") / "tiny"
     return tiny.write(folder, max_position_embeddings=tiny.LONG)
 
 
 @pytest.fixture(autouse=True)
 def _restore_logging() -> Iterator[None]:
-    """Restores the log levels, and closes the log handlers, that a command in this process has set.
-    Such a handler would keep writing to the file descriptor of a stderr that pytest has closed, and
+    """Restores the log levels and closes the log handlers that a command in this process has set.
+    Otherwise such a handler would write to the file descriptor of a stderr that pytest has closed,
     which may then belong to a socket of another test."""
     loggers = [logging.getLogger(name) for name in (None, "app", "app.access", "httpx2")]
     before = [logger.level for logger in loggers]
@@ -222,13 +216,13 @@ def machine(request: pytest.FixtureRequest) -> MachineLock:
 
 @pytest.fixture
 def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """A function that plants code into every process that is started: it runs before all else."""
+    """Returns a function that adds code to every child process, which runs it at startup."""
 
-    def planted(code: str) -> None:
+    def plant_code(code: str) -> None:
         (tmp_path / "sitecustomize.py").write_text(code)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-    return planted
+    return plant_code
 
 
 @pytest.fixture

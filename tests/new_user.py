@@ -21,11 +21,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+
+from tests.machine_load import read_stats, sum_tree_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -198,34 +200,6 @@ def is_compiler(name: str) -> bool:
     return _COMPILERS.fullmatch(name) is not None
 
 
-def sum_tree_seconds(stats: Iterable[str], root: int, ticks: int) -> float:
-    """The CPU seconds of a process, its descendants, and their children that have ended.
-
-    stats: the contents of /proc/*/stat (proc_pid_stat(5)). ticks: clock ticks per second.
-    """
-    parents: dict[int, int] = {}
-    used: dict[int, int] = {}
-    for stat in stats:
-        # the second field is the name in parentheses, which may contain both spaces and parentheses
-        number, _, rest = stat.partition(" (")
-        fields = rest.rpartition(") ")[2].split()
-        parents[int(number)] = int(fields[1])
-        used[int(number)] = sum(map(int, fields[11:15]))
-    members, found = {root}, {root}
-    while found:
-        found = {process for process, parent in parents.items() if parent in found} - members
-        members |= found
-    return sum(used.get(process, 0) for process in members) / ticks
-
-
-def _read_stats() -> Iterable[str]:
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            yield file.read_text()
-        except (FileNotFoundError, ProcessLookupError):  # the process has just ended
-            continue
-
-
 def _children_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
@@ -272,7 +246,7 @@ class Server:
         raise StepError(f"not ready within {START_TIMEOUT:.0f} s\n{self.log}")
 
     def cpu_seconds(self) -> float:
-        return sum_tree_seconds(_read_stats(), self.process.pid, os.sysconf("SC_CLK_TCK"))
+        return sum_tree_seconds(read_stats(), self.process.pid, os.sysconf("SC_CLK_TCK"))
 
     def interrupt(self) -> str:
         """Presses Ctrl-C. Returns the problem, or nothing."""

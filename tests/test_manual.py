@@ -11,7 +11,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-import yaml
 
 from app import cli
 from app.config.command_line import parse_arguments
@@ -19,6 +18,7 @@ from app.config.options import BACKEND_VARIABLES, CONFIG_VARIABLE, OPTIONS, SECR
 from tests.manual import commands_page, memory_tables, option_names
 from tests.manual.blocks import list_nav, read_site
 from tests.manual.tables import read_part, replace_part
+from tests.openapi_document import read_openapi
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -113,8 +113,7 @@ def test_each_other_variable_is_in_the_manual(variable):
 
 
 def list_routes() -> list[str]:
-    document = yaml.safe_load((ROOT / "openapi.yaml").read_text("utf-8"))
-    return list(document["paths"])
+    return list(read_openapi()["paths"])
 
 
 @pytest.mark.parametrize("path", list_routes())

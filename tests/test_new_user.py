@@ -15,7 +15,6 @@ from tests.new_user import (
     link_programs,
     main,
     make_environ,
-    sum_tree_seconds,
 )
 
 
@@ -48,22 +47,6 @@ def test_a_new_user_has_no_variables_but_those_of_registries():
     kept = {"PIP_INDEX_URL": "a", "https_proxy": "b"}
     assert make_environ(ours, home=None, path="/bin") == {**kept, "PATH": "/bin"}
     assert make_environ(ours, home="", path="/bin") == {**kept, "PATH": "/bin", "HOME": ""}
-
-
-def stat(process: int, parent: int, name: str, *ticks: int) -> str:
-    """The content of a file /proc/PID/stat."""
-    return f"{process} ({name}) S {parent} {'0 ' * 9}{' '.join(map(str, ticks))} 20 0 1 0"
-
-
-def test_the_time_of_a_process_includes_its_descendants():
-    stats = [
-        stat(10, 1, "make", 1, 2, 300, 400),
-        stat(11, 10, "a) name ( of (", 10, 20, 0, 0),
-        stat(12, 11, "worker", 1000, 0, 0, 0),
-        stat(20, 1, "another", 5000, 0, 0, 0),
-    ]
-    assert sum_tree_seconds(stats, 10, ticks=100) == pytest.approx(17.33)
-    assert sum_tree_seconds(stats, 99, ticks=100) == 0
 
 
 def test_the_table_shows_times_and_failures():

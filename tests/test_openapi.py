@@ -7,7 +7,6 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-import yaml
 from starlette.routing import Route
 
 from app.api.app import build_routes
@@ -18,9 +17,10 @@ from app.core.thread_pools import ThreadPools
 from app.http.errors import ERROR_FORMATS
 from tests.api.asgi import send_request
 from tests.fakes import FakeGenerate
+from tests.openapi_document import read_openapi
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
-DOCUMENT: Any = yaml.safe_load((Path(__file__).parents[1] / "openapi.yaml").read_text("utf-8"))
+DOCUMENT = read_openapi()
 MODEL_ERRORS = [
     kind
     for kind in ErrorKind

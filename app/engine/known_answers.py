@@ -6,7 +6,7 @@ know: requests, memory, how a model is loaded.
 A wrong kernel gives fluent nonsense rather than an error. Both devices exist in the same process,
 so a few small operations with a known answer show this in milliseconds: products with one, 16 and
 512 rows for each format of the weights, attention for each head size, and a rotation. The tests of
-this module run on two CPU streams with planted errors. It has not been run on Metal or CUDA.
+this module run on two CPU streams with injected errors. It has not been run on Metal or CUDA.
 """
 
 import time

@@ -1,11 +1,14 @@
 """openapi.yaml, prepared for a fuzzer."""
 
-from pathlib import Path
+from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import hypothesis
-import yaml
-from schemathesis.checks import not_a_server_error
+import pytest
+from schemathesis.checks import load_all_checks, not_a_server_error
+from schemathesis.generation.feedback import NO_FEEDBACK
+from schemathesis.pytest._test_builder import build_operation_test
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     negative_data_rejection,
@@ -14,6 +17,8 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+
+from tests.openapi_document import read_openapi
 
 
 def is_no_server_error(context: Any, response: Any, case: Any) -> bool | None:
@@ -87,9 +92,22 @@ def accepts_valid_requests(context: Any, response: Any, case: Any) -> bool | Non
 ACCEPTING_CHECKS = (*CHECKS, accepts_valid_requests)
 
 
-def examples(count: int) -> hypothesis.settings:
-    """The same requests on every run, `count` for each operation."""
-    return hypothesis.settings(
+def each_operation(schema: Any) -> pytest.MarkDecorator:
+    """Parametrizes a test with the operations of the document."""
+    operations = [result.ok() for result in schema.get_all_operations()]
+    return pytest.mark.parametrize(
+        "operation", [pytest.param(operation, id=operation.label) for operation in operations]
+    )
+
+
+def send_cases(schema: Any, operation: Any, send: Callable[[Any], None], count: int) -> None:
+    """Calls `send` with the cases of an operation: each field with its examples, absent, and
+    invalid in several ways, and `count` random requests. They are the same on every run.
+
+    schemathesis' own decorator builds the cases of all operations when pytest collects tests, in
+    every worker, which takes longer than most of these tests."""
+
+    @hypothesis.settings(
         max_examples=count,
         deadline=None,
         derandomize=True,
@@ -100,13 +118,23 @@ def examples(count: int) -> hypothesis.settings:
             hypothesis.HealthCheck.data_too_large,
         ],
     )
+    def send_case(case: Any) -> None:
+        send(case)
+
+    load_all_checks()
+    build_operation_test(
+        config=schema.config,
+        operation=operation,
+        test_func=send_case,
+        given_kwargs={},
+        feedback=NO_FEEDBACK,
+    )()
 
 
 def document(model: str, vocab: int) -> Any:
     """openapi.yaml with facts that a schema cannot express or does not know: the served model, the
     size of its vocabulary, and which strings are JSON."""
-    text = (Path(__file__).parents[2] / "openapi.yaml").read_text("utf-8")
-    spec = yaml.safe_load(text)
+    spec = deepcopy(read_openapi())
     schemas = spec["components"]["schemas"]
     schemas["ModelId"]["enum"] = [model]
     schemas["TokenIds"]["items"]["maximum"] = vocab - 1

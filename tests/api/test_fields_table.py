@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.api.asgi import Reply, send_request
 from tests.fakes import CARD, FakeGenerate
+from tests.openapi_document import read_openapi
 
 ROOT = Path(__file__).parents[2]
 
@@ -173,7 +173,7 @@ def test_the_table_and_the_schema_list_the_same_fields(endpoint: str):
 
 def read_schema_fields(path: str, method: str = "post") -> set[str]:
     """Reads the fields of a request body from openapi.yaml."""
-    document = yaml.safe_load((ROOT / "openapi.yaml").read_text("utf-8"))
+    document = read_openapi()
     node: Any = document["paths"][path][method]["requestBody"]
     while "$ref" in node or "content" in node:
         if "content" in node:

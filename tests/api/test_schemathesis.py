@@ -6,15 +6,18 @@ import pytest
 import schemathesis
 
 from app.core.settings import Settings
-from tests.api.fuzzed import ACCEPTING_CHECKS, document, examples
+from tests.api.fuzzed import ACCEPTING_CHECKS, document, each_operation, send_cases
 from tests.fakes import CARD, FakeGenerate, build_fake_app
 
 SCHEMA = schemathesis.openapi.from_dict(document(CARD.id, 256))
 SCHEMA.app = build_fake_app(FakeGenerate(), Settings())
 
 
+@pytest.mark.no_cover
 @pytest.mark.product
-@SCHEMA.parametrize()
-@examples(30)
-def test_every_response_matches_the_document(case: Any):
-    case.call_and_validate(checks=ACCEPTING_CHECKS)
+@each_operation(SCHEMA)
+def test_every_response_matches_the_document(operation: Any):
+    def send(case: Any) -> None:
+        case.call_and_validate(checks=ACCEPTING_CHECKS)
+
+    send_cases(SCHEMA, operation, send, 30)

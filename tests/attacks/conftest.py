@@ -25,6 +25,7 @@ import trustme
 from app.http import api_keys
 from tests import tiny
 from tests.attacks.attacker import Attack
+from tests.machine_load import OtherPrograms
 from tests.machine_lock import MachineLock
 from tests.server_process import ROOT, TIMEOUT, UNTRACED, ServerProcess, run_server
 
@@ -32,6 +33,10 @@ from tests.server_process import ROOT, TIMEOUT, UNTRACED, ServerProcess, run_ser
 # plus 50 ms (for a machine with two cores, which also runs this test), and no request takes half a
 # second longer than the longest one before.
 TIMES, SLACK, WORST = 2.0, 0.050, 0.5
+
+# Seconds that are added to these limits while other programs use more than this share of the
+# machine. A server that is attacked needs more CPU time than before, and waits for a core longer.
+LOADED_SHARE, LOADED_SLACK = 0.25, 0.3
 
 # Sequential requests before an attack, and its duration in seconds.
 NUM_BASELINE_REQUESTS, SECONDS = 30, 3.0
@@ -74,6 +79,7 @@ class LatencyCheck:
         request = SMALL_REQUEST if body is None else body
         with self._machine.exclusive(), self._client() as client:
             for _ in range(MAX_TRIES):
+                others = OtherPrograms()
                 _measure_request(client, request)
                 before = [_measure_request(client, request) for _ in range(NUM_BASELINE_REQUESTS)]
                 with self._start_attack(attack) as result:
@@ -85,14 +91,17 @@ class LatencyCheck:
                     worst=max(during),
                 )
                 baseline = statistics.median(before)
+                share = others.compute_share()
+                extra = LOADED_SLACK if share > LOADED_SHARE else 0.0
                 failures.append(
                     f"median {baseline:.3f} s before, {attack_result.median:.3f} s during; "
-                    f"worst {max(before):.3f} s before, {attack_result.worst:.3f} s during"
+                    f"worst {max(before):.3f} s before, {attack_result.worst:.3f} s during; "
+                    f"other programs {share:.0%}"
                 )
                 print(failures[-1])  # pytest -rP shows it for passing tests, too
                 if (
-                    attack_result.median <= TIMES * baseline + SLACK
-                    and attack_result.worst <= WORST + max(before)
+                    attack_result.median <= TIMES * baseline + SLACK + extra
+                    and attack_result.worst <= WORST + max(before) + extra
                 ):
                     return attack_result
         raise AssertionError("; ".join(failures))

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from app.core.sampling_params import SAMPLING_KNOBS, SamplingKnob, SamplingParams
+from tests.openapi_document import read_openapi
 
 ROOT = Path(__file__).resolve().parents[2]
-OPENAPI: dict[str, Any] = yaml.safe_load((ROOT / "openapi.yaml").read_text("utf-8"))
+OPENAPI: dict[str, Any] = read_openapi()
 
 each_knob = pytest.mark.parametrize("knob", SAMPLING_KNOBS, ids=lambda knob: knob.name)
 

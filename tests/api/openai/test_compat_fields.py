@@ -8,7 +8,6 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-import yaml
 
 from app.api.embeddings import parse_embeddings as parse_embeddings
 from app.api.openai.compat_fields import COMPAT_FIELDS, CompatField, Endpoint
@@ -18,6 +17,7 @@ from app.api.responses.store import ResponseStores
 from app.core.errors import AppError, ErrorKind
 from tests.api.test_fields_table import MINIMAL
 from tests.fakes import CARD
+from tests.openapi_document import read_openapi
 
 ROOT = Path(__file__).parents[3]
 SCHEMAS = {
@@ -26,7 +26,7 @@ SCHEMAS = {
     "responses": "ResponseRequest",
     "embeddings": "EmbeddingRequest",
 }
-DOCUMENT: Any = yaml.safe_load((ROOT / "openapi.yaml").read_text("utf-8"))
+DOCUMENT = read_openapi()
 ROWS = [(row, endpoint) for row in COMPAT_FIELDS for endpoint in row.endpoints]
 
 # JSON values of every type, some of them close to the neutral ones
