@@ -23,11 +23,11 @@ from models.kv import STEP, LayerCache, evaluate_caches
 # count as part of each token, and layers that sort tokens by expert would not sort.
 _PROFILE_RUNS, _PROFILE_LENGTH = 2, 16
 
-# The shape of a reduction that occupies a CPU for about 3 ms, and no memory. The peak memory of a
+# The shape of a reduction that occupies a CPU for about 2 ms, and no memory. The peak memory of a
 # pass depends on how far the device lags behind the thread that schedules its work, because MLX
 # allocates arrays when it schedules their computation. A long chunk makes the device lag as far as
 # MLX allows. A short one does not, so each layer is scheduled behind this reduction.
-_DELAY_SHAPE = (1000, 1000)
+_DELAY_SHAPE = (500, 1000)
 
 # The activations of a token as a multiple of the measured ones, in percent. In tests, longer chunks
 # held up to 40 % more per token than the profile runs.
