@@ -110,10 +110,10 @@ class Loop:
     ) -> None:
         if not is_batch_invariant(model):
             limits = replace(limits, align_chunks=True)
-        books = _create_budget(model, memory, prefix, limits, context, rules, device)
-        self.capacity: Capacity = books.capacity
+        budget = _create_budget(model, memory, prefix, limits, context, rules, device)
+        self.capacity: Capacity = budget.capacity
         self.on_stage: Callable[[str], None] = lambda _: None
-        self._scheduler = Scheduler(prefix, books, limits)
+        self._scheduler = Scheduler(prefix, budget, limits)
         self.slab = create_decode_slab(slab_policy, self._scheduler, max_rows=limits.max_running)
         self._model_runner = ModelRunner(
             model, vocab=vocab, broadcast_tokens=broadcast_tokens, slab=self.slab

@@ -78,10 +78,10 @@ class ProcessOutput:
     def find_reason(self) -> str:
         """Returns the kept lines with an error marker. If there are none, returns the last
         lines."""
-        telling = [
+        marked = [
             line for line in self._last_lines if any(word in line for word in _ERROR_MARKERS)
         ]
-        lines = dict.fromkeys(telling or list(self._last_lines)[-_FALLBACK_LINES:])
+        lines = dict.fromkeys(marked or list(self._last_lines)[-_FALLBACK_LINES:])
         return "; ".join(lines)[-_MAX_REASON_CHARS:]
 
     def _extend(self, data: bytes) -> None:

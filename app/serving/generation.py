@@ -138,12 +138,12 @@ class Generation:
         choices = count_choices(request)
         self._check_num_choices(choices, "prompt" if request.n == 1 else "n")
         async with AsyncExitStack() as stack:
-            places = stack.enter_context(self._engine.reserve(choices))
+            slots = stack.enter_context(self._engine.reserve(choices))
             streams: list[Batches[Event]] = []
             for prepared in await self._prepare(request):
                 own = await stack.enter_async_context(AsyncExitStack())
-                choice, submission = await self._submit(request, prepared, places, own)
-                line = RunningChoice(
+                choice, submission = await self._submit(request, prepared, slots, own)
+                running = RunningChoice(
                     choice,
                     submission,
                     own,
@@ -152,7 +152,7 @@ class Generation:
                     self._job_builder.create_turn_recorder(choice),
                     self._settings.max_time,
                 )
-                streams.append(self._stream_choice(line))
+                streams.append(self._stream_choice(running))
             # close the stream first, so that no submission is read while its context exits
             yield await stack.enter_async_context(aclosing(merge_batches(streams)))
 
@@ -160,14 +160,14 @@ class Generation:
         self,
         request: GenerateRequest,
         choice: PreparedChoice,
-        places: ReservedSlots,
+        slots: ReservedSlots,
         stack: AsyncExitStack,
     ) -> tuple[PreparedChoice, Submission]:
         """Submits a choice. If the grammar is not supported because of tool schemas that do not
         have to be enforced, prepares the choice again without the schemas. Returns the submitted
         choice."""
         try:
-            return choice, await stack.enter_async_context(places.submit(choice.job))
+            return choice, await stack.enter_async_context(slots.submit(choice.job))
         except AppError as error:
             relaxed = replace(request, tool_schemas="ignore")
             preferred = request.tools and request.tool_schemas == "prefer"
@@ -175,7 +175,7 @@ class Generation:
                 raise
             log.info("the schemas of tools are not enforced: %s", error.redact())
         again = (await self._prepare(relaxed))[choice.choice]
-        return again, await stack.enter_async_context(places.submit(again.job))
+        return again, await stack.enter_async_context(slots.submit(again.job))
 
     async def _prepare(self, request: GenerateRequest) -> list[PreparedChoice]:
         """Prepares the jobs of a request on a worker thread. Cancelling the call ends the
