@@ -78,9 +78,7 @@ class ProcessOutput:
     def find_reason(self) -> str:
         """Returns the kept lines with an error marker. If there are none, returns the last
         lines."""
-        marked = [
-            line for line in self._last_lines if any(word in line for word in _ERROR_MARKERS)
-        ]
+        marked = [line for line in self._last_lines if any(word in line for word in _ERROR_MARKERS)]
         lines = dict.fromkeys(marked or list(self._last_lines)[-_FALLBACK_LINES:])
         return "; ".join(lines)[-_MAX_REASON_CHARS:]
 
