@@ -299,7 +299,9 @@ const scenarios = {
           await one.emulateMedia({ colorScheme: scheme, reducedMotion: "reduce" });
         }
         const check = async (view, page) => {
-          findings.push(...(await browser.checkAccessibility(page, `${view} ${name}`)));
+          // The check of all operations takes ten seconds: each width and each scheme once.
+          const skipped = view === "docs" && WIDTHS.indexOf(width) !== SCHEMES.indexOf(scheme);
+          if (!skipped) findings.push(...(await browser.checkAccessibility(page, `${view} ${name}`)));
           if (await page.evaluate(() => document.documentElement.scrollWidth > innerWidth)) wide.push(`${view} ${name}`);
           const image = IMAGES[`${view}-${name}`];
           if (image) await browser.screenshot(page, image);
