@@ -76,11 +76,11 @@ def run_follower(launch: Launch, files: ModelFiles, settings: Settings) -> int:
     rank. If rank 0 is lost, the process exits immediately, because the engine may be blocked in a
     collective operation."""
     ranks = join_rank_group(launch)
-    line = _connect(launch, ranks, files, settings)
-    follower = _Follower(line, ranks, files, settings)
+    connection = _connect(launch, ranks, files, settings)
+    follower = _Follower(connection, ranks, files, settings)
     with _exit_with_leader(settings):
         ended_well = follower.run()
-    line.close()
+    connection.close()
     if not ended_well:
         logging.shutdown()
         _exit_unwired(1)
@@ -100,25 +100,27 @@ def _connect(
     own = socket.gethostname()
     host = launch.host or ("127.0.0.1" if meeting.host == own else meeting.host)
     try:
-        line = RankConnection(
+        connection = RankConnection(
             socket.create_connection((host, meeting.port), timeout=_CONNECT_TIMEOUT)
         )
     except OSError as error:
         raise AppError(
             ErrorKind.ENGINE, f"cannot connect to rank 0 at {host}, port {meeting.port}: {error}"
         ) from error
-    line.set_timeout(_CONNECT_TIMEOUT)
+    connection.set_timeout(_CONNECT_TIMEOUT)
     traits = collect_traits(files, settings)
-    line.send_to_leader(Hello(secret=meeting.secret, rank=launch.rank, host=own, traits=traits))
-    match next(line.read_from_leader(), None):
+    connection.send_to_leader(
+        Hello(secret=meeting.secret, rank=launch.rank, host=own, traits=traits)
+    )
+    match next(connection.read_from_leader(), None):
         case HelloReply(refused=None):
-            line.set_timeout(None)
-            return line
+            connection.set_timeout(None)
+            return connection
         case HelloReply(refused=why):
-            line.close()
+            connection.close()
             raise AppError(ErrorKind.INVALID, f"rank 0 refused this rank: {why}")
         case _:
-            line.close()
+            connection.close()
             raise AppError(ErrorKind.ENGINE, "rank 0 disconnected")
 
 
@@ -145,12 +147,12 @@ class _Follower:
     def run(self) -> bool:
         """Runs until the connection ends. Returns whether rank 0 has stopped this rank."""
         self._engine_thread.start()
-        for words in self._connection.read_from_leader():
-            match words:
+        for message in self._connection.read_from_leader():
+            match message:
                 case RunStep():
-                    self._steps.put(words)
+                    self._steps.put(message)
                 case Compile():
-                    threading.Thread(target=self._compile, args=(words,), daemon=True).start()
+                    threading.Thread(target=self._compile, args=(message,), daemon=True).start()
                 case Stop():
                     log.info("rank %d: stopped by rank 0", self._ranks.rank)
                     self._steps.put(None)
