@@ -50,8 +50,9 @@ class RequestRecord:
 
     @property
     def ttft(self) -> float:
-        """Time to first token: to the first chunk that holds output."""
-        return self.arrivals[0]
+        """Time to first token: to the first chunk that holds output, or to the last chunk if no
+        token has a text, as with end-of-sequence tokens only."""
+        return self.arrivals[0] if self.arrivals else self.latency
 
     @property
     def itl(self) -> tuple[float, ...]:
@@ -60,8 +61,9 @@ class RequestRecord:
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first one. None for a single token."""
-        if self.output_tokens < 2:
+        """Time per output token after the first one. None for a single token, and if no token has
+        a text."""
+        if self.output_tokens < 2 or not self.arrivals:
             return None
         return (self.latency - self.ttft) / (self.output_tokens - 1)
 
@@ -125,11 +127,11 @@ class StreamRecorder:
         stream."""
         if not self._done and self._finish_reason is None:
             raise RequestFailure("disconnected", "the stream ended before the response")
-        if not self.arrivals:
-            raise RequestFailure("empty", "the response has no output")
         tokens = self._usage.get("completion_tokens")
         if not tokens and self._finish_reason == "length":
             tokens = max_tokens
+        if not tokens and not self.arrivals:
+            raise RequestFailure("empty", "the response has no output")
         if not tokens:
             message = "the server sends no token counts, and the output ended before max_tokens"
             raise RequestFailure("no_usage", message)

@@ -359,6 +359,12 @@ def test_the_command_does_not_import_mlx(server: ScriptedServer) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def read_end_token() -> int:
+    """The end-of-sequence token of the built-in model, which has no text."""
+    config = ROOT / "models" / "builtin" / "config.json"
+    return json.loads(config.read_text())["eos_token_id"]
+
+
 def test_the_real_server(tmp_path: Path) -> None:
     """Prompts have about the requested length, a shared prefix is cached and unique prompts are
     not, and each response has all tokens."""
@@ -379,8 +385,12 @@ def test_the_real_server(tmp_path: Path) -> None:
         check(measure(server.url), 128, lambda share: share < 0.3)
         prefix = ["--input-len", "60", "--random-prefix-len", "200"]
         check(measure(server.url, *prefix), 260, lambda share: share > 0.6)
-        completions = measure(server.url, "--endpoint", "completions")
-        check(completions, 128, lambda share: share < 0.2)
+        completions = ["--endpoint", "completions"]
+        check(measure(server.url, *completions), 128, lambda share: share < 0.2)
+        forced = json.dumps({"logit_bias": {str(read_end_token()): 100}})
+        silent = measure(server.url, *completions, "--extra-body", forced)
+        check(silent, 128, lambda share: share < 0.2)
+        assert silent["median_tpot_ms"] is None
 
 
 def test_a_server_without_usage_is_measured(capsys: Capture) -> None:
