@@ -100,7 +100,7 @@ class StreamRecorder:
         self._parser = EventStreamParser()
         self._usage: Mapping[str, Any] = {}
         self._finish_reason: str | None = None
-        self._last_choice = 0.0
+        self._last_choice: float | None = None
         self._done = False
         self.arrivals: list[float] = []
         self.comments: list[tuple[float, bytes]] = []
@@ -130,7 +130,7 @@ class StreamRecorder:
         tokens = self._usage.get("completion_tokens")
         if not tokens and self._finish_reason == "length":
             tokens = max_tokens
-        if not tokens and not self.arrivals:
+        if self._last_choice is None or not (tokens or self.arrivals):
             raise RequestFailure("empty", "the response has no output")
         if not tokens:
             message = "the server sends no token counts, and the output ended before max_tokens"

@@ -103,7 +103,8 @@ def compute_metrics(load: LoadRecord, options: MetricOptions) -> dict[str, float
 
 
 def is_good(record: RequestRecord, goodput: Mapping[str, float]) -> bool:
-    """Whether a request meets all objectives. The TPOT of a single token is 0, as in vLLM."""
+    """Whether a request meets all objectives. A missing TPOT is 0, as for a single token in
+    vLLM."""
     measured = {"ttft": record.ttft, "tpot": record.tpot or 0.0, "e2el": record.latency}
     return all(measured[name] <= limit for name, limit in goodput.items())
 

@@ -140,6 +140,7 @@ def test_tokens_without_text_are_output_and_have_no_tpot() -> None:
     ("data", "kind"),
     [
         (finish_event("stop") + usage_event(0) + DONE, "empty"),
+        (usage_event(12) + DONE, "empty"),
         (text_event("x"), "disconnected"),
         (text_event("x") + finish_event("stop") + DONE, "no_usage"),
         (b"data: nonsense\n\n", "invalid_response"),
