@@ -59,52 +59,68 @@ inline void mask(const float* x, const std::uint32_t* bits, i64 n, float* out) {
   }
 }
 
-// exp(x), but 0 below e^-80. Such a small mass has no effect on a sum and is never drawn, and
-// arithmetic with even smaller, denormal numbers is slow.
+// exp(x) for x <= 0, but 0 below e^-80. Such a small mass has no effect on a sum and is never drawn,
+// and arithmetic with even smaller, denormal numbers is slow.
 inline V exp_or_zero(V x) {
   const V lowest = set1(-80);
-  return less(x, lowest, zero(), exp(max(lowest, x)));
+  return less(x, lowest, zero(), exp_in_range(max(lowest, x)));
+}
+
+// Calls add(sum, offset) for each sixteen numbers of n, and add_rest(sum, offset) for fewer than
+// sixteen at the end. Returns the total of the sums, which are added in an order that depends only
+// on n.
+template <typename Add, typename AddRest>
+inline float sum_of_vectors(i64 n, Add add_vector, AddRest add_rest) {
+  V sums[4] = {zero(), zero(), zero(), zero()};
+  i64 i = 0;
+  for (; i + 64 <= n; i += 64) {
+    add_vector(sums[0], i);
+    add_vector(sums[1], i + 16);
+    add_vector(sums[2], i + 32);
+    add_vector(sums[3], i + 48);
+  }
+  for (int next = 0; i + 16 <= n; i += 16) add_vector(sums[next++], i);
+  if (i < n) add_rest(sums[0], i);
+  return sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
 }
 
 // Computes scaled = (x - largest) / temperature and mass = exp(scaled), see exp_or_zero. Returns the
-// sum of mass, which is added in an order that depends only on n.
+// sum of mass.
 inline float scale_and_exp(const float* x, i64 n, float largest, float temperature, float* scaled,
                            float* mass) {
   const V shift = set1(largest), divisor = set1(temperature);
-  V sums[4] = {zero(), zero(), zero(), zero()};
-  i64 i = 0;
-  for (i64 block = 0; i + 16 <= n; i += 16, block++) {
-    const V s = div(sub(load(x + i), shift), divisor);
-    const V e = exp_or_zero(s);
-    store(scaled + i, s);
-    store(mass + i, e);
-    sums[block % 4] = add(sums[block % 4], e);
-  }
-  if (i < n) {
-    const V s = div(sub(load(x + i, n - i), shift), divisor);
-    const V e = exp_or_zero(s);
-    store(scaled + i, s, n - i);
-    store(mass + i, e, n - i);
-    float rest[16] = {};
-    store(rest, e, n - i);
-    sums[0] = add(sums[0], load(rest));
-  }
-  return sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+  return sum_of_vectors(
+      n,
+      [=](V& total, i64 i) {
+        const V s = div(sub(load(x + i), shift), divisor);
+        const V e = exp_or_zero(s);
+        store(scaled + i, s);
+        store(mass + i, e);
+        total = add(total, e);
+      },
+      [=](V& total, i64 i) {
+        const V s = div(sub(load(x + i, n - i), shift), divisor);
+        const V e = exp_or_zero(s);
+        store(scaled + i, s, n - i);
+        store(mass + i, e, n - i);
+        float rest[16] = {};
+        store(rest, e, n - i);
+        total = add(total, load(rest));
+      });
 }
 
 // The sum of mass of the tokens with scaled > edge, in the order of scale_and_exp.
 inline float mass_above(const float* scaled, const float* mass, i64 n, float edge) {
   const V threshold = set1(edge);
-  V sums[4] = {zero(), zero(), zero(), zero()};
-  i64 i = 0;
-  for (i64 block = 0; i + 16 <= n; i += 16, block++)
-    sums[block % 4] =
-        add(sums[block % 4], less(threshold, load(scaled + i), load(mass + i), zero()));
-  if (i < n) {
-    const V s = load(scaled + i, n - i), e = load(mass + i, n - i);
-    sums[0] = add(sums[0], less(threshold, s, e, zero()));
-  }
-  return sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+  return sum_of_vectors(
+      n,
+      [=](V& total, i64 i) {
+        total = add(total, less(threshold, load(scaled + i), load(mass + i), zero()));
+      },
+      [=](V& total, i64 i) {
+        const V s = load(scaled + i, n - i), e = load(mass + i, n - i);
+        total = add(total, less(threshold, s, e, zero()));
+      });
 }
 
 // Computes the largest number of each block of kSampleBlock numbers. The last block may be shorter.
@@ -113,20 +129,51 @@ inline void block_maxima(const float* x, i64 n, float* maxima) {
     *maxima++ = row_max(x + begin, n - begin < kSampleBlock ? n - begin : kSampleBlock);
 }
 
+// Calls examine(begin, end) for each block of kSampleBlock places, of n, in which test(begin + offset)
+// is 1 for any of them. Ends early if `examine` returns true.
+//
+// The compiler vectorizes the test, if it has no branch. It gets the place in two parts, because
+// 32-bit offsets are twice as many in a vector as 64-bit places.
+template <typename Test, typename Examine>
+inline void search_blocks(i64 n, Test test, Examine examine) {
+  for (i64 begin = 0; begin < n; begin += kSampleBlock) {
+    std::int32_t any = 0;
+    const i64 count = n - begin < kSampleBlock ? n - begin : kSampleBlock;
+    if (count == kSampleBlock) {
+      for (int offset = 0; offset < kSampleBlock; offset++) any |= test(begin, offset);
+    } else {
+      for (int offset = 0; offset < count; offset++) any |= test(begin, offset);
+    }
+    if (any && examine(begin, begin + count)) return;
+  }
+}
+
 // Stores the indices of the numbers in [low, high) in order. Returns how many there are.
 inline i64 find_between(const float* x, i64 n, float low, float high, std::int32_t* found) {
   i64 count = 0;
-  for (i64 begin = 0; begin < n; begin += kSampleBlock) {
-    const i64 end = n - begin < kSampleBlock ? n : begin + kSampleBlock;
-    std::int32_t any = 0;
-    for (i64 i = begin; i < end; i++) any |= (x[i] >= low) & (x[i] < high);
-    if (!any) continue;
+  const auto is_between = [=](i64 begin, int offset) {
+    return (x[begin + offset] >= low) & (x[begin + offset] < high);
+  };
+  search_blocks(n, is_between, [&](i64 begin, i64 end) {
     for (i64 i = begin; i < end; i++) {
       found[count] = static_cast<std::int32_t>(i);
-      count += (x[i] >= low) & (x[i] < high);
+      count += is_between(i, 0);
     }
-  }
+    return false;
+  });
   return count;
+}
+
+// The first index of a 0, or -1.
+inline i64 find_zero(const float* x, i64 n) {
+  i64 found = -1;
+  const auto is_zero = [=](i64 begin, int offset) { return x[begin + offset] == 0.0f; };
+  search_blocks(n, is_zero, [&](i64 begin, i64) {
+    while (x[begin] != 0.0f) begin++;
+    found = begin;
+    return true;
+  });
+  return found;
 }
 
 // lowbias32 from Wellons, "Prospecting for Hash Functions", 2018
@@ -155,38 +202,31 @@ inline float gumbel(float u) {
 // The noise is at most -log(u). A token can therefore only be the result if u <= mass / exp(best).
 // This test needs no logarithm, and only few tokens pass it.
 inline i64 draw(const float* scaled, const float* mass, i64 n, float edge, NoiseKey key) {
-  i64 winner = -1;
-  float best = -__builtin_inff();
-  const auto consider = [&](i64 i) {
-    const float sum = scaled[i] + gumbel(uniform(key, static_cast<std::uint32_t>(i)));
-    if (sum > best || (sum == best && i < winner)) best = sum, winner = i;
+  const i64 first = find_zero(scaled, n);  // the most likely token makes the bound small
+  if (first < 0) return -1;
+  const auto noisy = [=](i64 i) {
+    return scaled[i] + gumbel(uniform(key, static_cast<std::uint32_t>(i)));
   };
-  for (i64 i = 0; i < n; i++) {  // the most likely token makes the bound small
-    if (scaled[i] == 0.0f) {
-      consider(i);
-      break;
-    }
-  }
-  if (winner < 0) return -1;
-  const i64 first = winner;
+  i64 winner = first;
+  float best = noisy(first);
   // with a margin for the rounding of exp and of the logarithms
-  float bound = __builtin_expf(-best) * 1.001f;
-  for (i64 begin = 0; begin < n; begin += kSampleBlock) {
-    const i64 end = n - begin < kSampleBlock ? n : begin + kSampleBlock;
-    std::int32_t any = 0;
+  const auto bound_of = [](float sum) { return __builtin_expf(-sum) * 1.001f; };
+  float bound = bound_of(best);
+  const auto can_win = [&](i64 begin, int offset) {
+    const auto token = static_cast<std::uint32_t>(begin) + static_cast<std::uint32_t>(offset);
+    return (uniform(key, token) <= mass[begin + offset] * bound) &
+           (scaled[begin + offset] >= edge);
+  };
+  search_blocks(n, can_win, [&](i64 begin, i64 end) {
     for (i64 i = begin; i < end; i++) {
-      const float u = uniform(key, static_cast<std::uint32_t>(i));
-      any |= (u <= mass[i] * bound) & (scaled[i] >= edge);
+      if (i == first || !can_win(i, 0)) continue;
+      const float sum = noisy(i);
+      if (!(sum > best || (sum == best && i < winner))) continue;
+      winner = i;
+      if (sum != best) best = sum, bound = bound_of(best);
     }
-    if (!any) continue;
-    for (i64 i = begin; i < end; i++) {
-      const float u = uniform(key, static_cast<std::uint32_t>(i));
-      if (i == first || !(u <= mass[i] * bound) || !(scaled[i] >= edge)) continue;
-      const float before = best;
-      consider(i);
-      if (best != before) bound = __builtin_expf(-best) * 1.001f;
-    }
-  }
+    return false;
+  });
   return winner;
 }
 

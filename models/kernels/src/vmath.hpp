@@ -30,18 +30,32 @@ inline V round_nearest(V x) { return sub(add(x, set1(kRoundMagic)), set1(kRoundM
 // Returns 2^n for an integer n in [-126, 127], by storing n + 127 in the exponent bits.
 inline V exp2_int(V n) { return shift_into_exponent(add(n, set1(kRoundMagic + 127))); }
 
-inline V exp(V x) {
-  // the result is 0 or inf outside of this range; with this order of operands, NaN is passed on
-  x = min(set1(89.0f), max(set1(-104.0f), x));
+// exp(x) = fraction * 2^n, with a fraction near 1
+struct Exponential {
+  V fraction, n;
+};
+
+inline Exponential split_exp(V x) {
   const V n = round_nearest(mul(x, set1(1.44269504f)));
   // ln 2 in two parts; the first part has so few bits that its product with n is exact
   V r = fma(n, set1(-0.693359375f), x);
   r = fma(n, set1(2.12194440e-4f), r);
   const V p = polynomial(r, {0.5f, 0.166665122f, 0.0416661873f, 0.00836959854f, 0.00139517174f});
-  const V y = add(set1(1), fma(p, mul(r, r), r));
+  return {add(set1(1), fma(p, mul(r, r), r)), n};
+}
+
+inline V exp(V x) {
+  // the result is 0 or inf outside of this range; with this order of operands, NaN is passed on
+  const Exponential e = split_exp(min(set1(89.0f), max(set1(-104.0f), x)));
   // computed in two steps, because 2^n may overflow or underflow
-  const V half = round_nearest(mul(n, set1(0.5f)));
-  return mul(mul(y, exp2_int(half)), exp2_int(sub(n, half)));
+  const V half = round_nearest(mul(e.n, set1(0.5f)));
+  return mul(mul(e.fraction, exp2_int(half)), exp2_int(sub(e.n, half)));
+}
+
+// The same number for |x| <= 87, where neither 2^n nor the result overflows or is denormal.
+inline V exp_in_range(V x) {
+  const Exponential e = split_exp(x);
+  return mul(e.fraction, exp2_int(e.n));
 }
 
 inline V tanh(V x) {
