@@ -72,6 +72,13 @@ def pytest_xdist_setupnodes() -> None:
     os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than cores, because tests wait for other processes a tenth of the time and
+    more. The command line limits the number to four."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Stops the first of pytest-cov's two measurements of a worker. It starts one as for the

@@ -1,8 +1,9 @@
-"""`make test-all`: the suite and the exhaustive cases, in parts that are timed.
+"""`make test-all`: the suite, the slow tests and the exhaustive cases, in parts that are timed.
 
-`make test` runs some cases of each test that is marked `product` (tests/conftest.py). The parts
-here run the other cases, and all tests that are marked `exhaustive`. A part that does not end
-within the time limit, or that has no time left to begin, is listed: nothing is skipped silently.
+`make test` runs some cases of each test that is marked `product` (tests/conftest.py), and no test
+that is marked `slow`. The parts here run the slow tests, the other cases, and all tests that are
+marked `exhaustive`. A part that does not end within the time limit, or that has no time left to
+begin, is listed: nothing is skipped silently.
 """
 
 import argparse
@@ -18,6 +19,7 @@ LIMIT_MINUTES = 75.0
 SUITE_MINUTES = 15.0
 
 WORKERS = ("-n", "auto", "--maxprocesses", "4")
+SLOW = ("-m", "slow and not exhaustive and not gpu and not network and not programs", *WORKERS)
 EXHAUSTIVE = ("-m", "exhaustive and not gpu and not network", "--no-cov", *WORKERS)
 
 
@@ -42,6 +44,7 @@ class PartResult:
 
 
 PARTS = (
+    Part("slow tests", ["--no-cov", *SLOW]),
     Part("exhaustive: text and grammar", ["tests/text", "tests/grammar", *EXHAUSTIVE]),
     Part("exhaustive: models", ["tests/models", *EXHAUSTIVE]),
     Part("exhaustive: engine", ["tests/engine", *EXHAUSTIVE]),
@@ -106,7 +109,9 @@ def run_parts(
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="make test-all", description="run all tests in parts")
     parser.add_argument("--minutes", type=float, default=LIMIT_MINUTES, help="limit of all parts")
-    parser.add_argument("--without-suite", action="store_true", help="only the exhaustive cases")
+    parser.add_argument(
+        "--without-suite", action="store_true", help="only slow and exhaustive tests"
+    )
     options = parser.parse_args(arguments)
     start = time.monotonic()
     results = run_parts(PARTS, 60 * (options.minutes - SUITE_MINUTES))

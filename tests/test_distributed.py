@@ -28,6 +28,8 @@ from models import architectures
 from tests import tiny
 from tests.throttle import Throttle
 
+pytestmark = pytest.mark.slow
+
 T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -76,6 +76,7 @@ def measure(name: str) -> memory_tables.ModelMemory:
     return memory_tables.measure(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", memory_tables.NAMES)
 def test_the_memory_of_a_model_is_current(name):
     row = f"| {' | '.join(memory_tables.format_model_row(measure(name)))} |\n"

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.runners.spawning import wait_until
 from tests.server_process import TIMEOUT, ServerProcess, run_server
 from tests.throttle import Throttle
+
+pytestmark = pytest.mark.slow
 
 
 def scrape(server: ServerProcess) -> dict[tuple[str, ...], float]:

@@ -83,6 +83,7 @@ def sdist(dist) -> set[str]:
         return {name.partition("/")[2] for name in opened.getnames()}
 
 
+@pytest.mark.slow
 def test_the_wheel_has_every_module(wheel):
     modules = {
         f"mlxrunner/{path.relative_to(ROOT).as_posix()}"
@@ -173,6 +174,7 @@ def plain_wheel(request, sources) -> tuple[str, zipfile.ZipFile]:
     return request.param, zipfile.ZipFile(file)
 
 
+@pytest.mark.slow
 def test_a_wheel_for_another_platform_has_the_same_package(wheel, plain_wheel):
     """It has no note about missing kernels, because a GPU computes."""
     _, opened = plain_wheel

@@ -63,6 +63,7 @@ def short_context_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 SCHEMA = schemathesis.openapi.from_dict(document("tiny", tiny.VOCAB))
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover
 @pytest.mark.product
 @each_operation(SCHEMA)

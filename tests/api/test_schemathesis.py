@@ -13,6 +13,7 @@ SCHEMA = schemathesis.openapi.from_dict(document(CARD.id, 256))
 SCHEMA.app = build_fake_app(FakeGenerate(), Settings())
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover
 @pytest.mark.product
 @each_operation(SCHEMA)

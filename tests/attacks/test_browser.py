@@ -9,6 +9,8 @@ from tests.attacks.attacker import Attack, Read, Send
 from tests.attacks.conftest import Victim
 from tests.http.raw_client import head, post
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 CHAT_BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 

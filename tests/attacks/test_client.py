@@ -18,6 +18,8 @@ from tests.http import raw_client
 from tests.http.raw_client import head
 from tests.server_process import TIMEOUT, run_server
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 

@@ -21,6 +21,8 @@ from tests.machine_lock import MachineLock
 from tests.runners.spawning import wait_until
 from tests.server_process import TIMEOUT, run_server
 
+pytestmark = pytest.mark.slow
+
 COMPLETIONS = "/v1/completions"
 GIGABYTE = 1 << 30
 

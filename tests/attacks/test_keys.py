@@ -11,6 +11,8 @@ from app.http import api_keys
 from tests.attacks.conftest import Guarded, entries
 from tests.server_process import TIMEOUT
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 CHAT_BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 

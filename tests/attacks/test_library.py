@@ -19,6 +19,8 @@ from tests.attacks.conftest import LatencyCheck, entries
 from tests.machine_lock import MachineLock
 from tests.server_process import TIMEOUT, ServerProcess, run_server
 
+pytestmark = pytest.mark.slow
+
 MEBIBYTE = 1 << 20
 
 # of request bodies (--max-body 1); uploads are larger

@@ -11,6 +11,8 @@ import pytest
 from tests import tiny
 from tests.server_process import TIMEOUT, ServerProcess, run_server
 
+pytestmark = pytest.mark.slow
+
 COMPLETIONS = "/v1/completions"
 
 

@@ -15,6 +15,8 @@ from tests.attacks.conftest import Victim
 from tests.http.raw_client import head, post
 from tests.server_process import TIMEOUT, run_server
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 TOKENIZE = "/v1/tokenize"

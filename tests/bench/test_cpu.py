@@ -222,6 +222,7 @@ def test_the_limit_of_a_prompt_uses_the_fastest_instructions_for_its_format():
     assert cpu_limits.compute_limit(cell(), {}) is None
 
 
+@pytest.mark.slow
 def test_the_limits_of_this_machine_are_measured(monkeypatch):
     limits = cpu_limits.measure_limits([1])
     if not limits:

@@ -54,6 +54,7 @@ def test_the_stream_of_llama_server_is_understood():
     assert record.error is None
 
 
+@pytest.mark.slow
 def test_each_scenario_has_its_figures(quick):
     with ScriptedServer(answer).run() as server:
         found = run_scenarios(server, rounds=2)
@@ -69,6 +70,7 @@ def test_each_scenario_has_its_figures(quick):
     assert named <= figures
 
 
+@pytest.mark.slow
 def test_no_prompt_is_repeated_except_by_the_agent(quick):
     with ScriptedServer(answer).run() as server:
         run_scenarios(server, rounds=2)

@@ -7,6 +7,7 @@ from tests.bench.graph import HostWork, format_rows
 from tests.device import models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [2, 4])
 def test_a_turn_of_both_libraries_is_measured(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four rows share slabs."""

@@ -39,6 +39,7 @@ FAILED = replace(
 NOT_RUN = ConditionReport(name="preempted", cause="", detail="needs a context of 550 tokens")
 
 
+@pytest.mark.slow
 def test_the_built_in_model_passes() -> None:
     """The whole command, with its own server and a process without kernels."""
     command = [sys.executable, "-m", "app", "prove", "--conversations", "2", "--json"]

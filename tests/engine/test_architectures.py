@@ -81,6 +81,7 @@ def test_a_history_gives_the_answers_of_a_fresh_engine(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.product
 def test_a_history_gives_the_same_tokens_with_slabs(model_case: ModelCase, ties: list[int]) -> None:
     """Rows of all lengths share a slab. It rounds differently from separate caches, so only tokens
@@ -99,6 +100,7 @@ def test_a_history_gives_the_same_tokens_with_slabs(model_case: ModelCase, ties:
         ties.append(assert_same(outcome, request.expected(outcome)))
 
 
+@pytest.mark.slow
 @pytest.mark.product
 @pytest.mark.parametrize(
     ("policy", "kv"), [("radix", mx.bfloat16), ("multi_user", mx.float16)], ids=str

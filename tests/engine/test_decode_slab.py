@@ -75,6 +75,7 @@ def make_job(name: str, length: int, **changes: Any) -> Job:
     return job(name, ids, **{"stop_token_ids": NONE, "temperature": 0.8, "seed": seed, **changes})
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_the_layout(model: Model, ties: list[int]) -> None:
     """Rows join and leave at different steps, and outgrow the capacity of the slab."""
     rng = random.Random(1)
@@ -351,5 +352,5 @@ class TwoLayouts(RuleBasedStateMachine):
             assert loop.slab.nbytes <= output.stats.ledger.kv
 
 
-TestTwoLayouts = TwoLayouts.TestCase
+TestTwoLayouts = pytest.mark.slow(TwoLayouts.TestCase)
 TestTwoLayouts.settings = examples(max_examples=30, stateful_step_count=25, deadline=None)

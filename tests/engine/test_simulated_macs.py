@@ -130,6 +130,7 @@ def test_a_memory_limit_lets_prefixes_use_all_of_it_and_does_not_change_what_is_
     assert limited.metal.peak_wired <= limited.mac.recommended * GIB
 
 
+@pytest.mark.slow
 def test_buffers_never_reach_the_limit() -> None:
     """Many short prompts on a large Mac filled Metal's 499,000 buffers at a fraction of its bytes,
     and from then on, every request failed."""

@@ -394,6 +394,7 @@ thread.join()
 """
 
 
+@pytest.mark.slow
 def test_hostile_grammars_stay_within_time_and_memory_limits() -> None:
     """CPU seconds of all cores; peak memory is in kB, or on macOS in bytes."""
     script = subprocess.run(

@@ -19,6 +19,8 @@ from tests.manual.test_configuration_blocks import CONFIGURATION
 from tests.manual.test_shell_blocks import SHELL
 from tests.server_process import TIMEOUT, ServerProcess
 
+pytestmark = pytest.mark.slow
+
 EXTENDING = "docs/extending.md"
 
 PYTHON_PAGES = [

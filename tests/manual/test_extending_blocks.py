@@ -8,8 +8,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from tests.manual.blocks import read_blocks
 from tests.server_process import ROOT, TIMEOUT, UNTRACED
+
+pytestmark = pytest.mark.slow
 
 PAGE = "docs/extending.md"
 

@@ -23,6 +23,8 @@ from tests.manual.stubs import OTHER_SHELLS, STUBS
 from tests.server_process import ROOT, ServerProcess
 from tests.store.stand_in import StandIn
 
+pytestmark = pytest.mark.slow
+
 SHELL = ("sh", "bash", "console")
 
 # Text of a block -> its replacement, besides the addresses that Reader.adapt replaces.

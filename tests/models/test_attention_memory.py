@@ -151,6 +151,7 @@ def _repeat_first_chunk(kv: Sequence[LayerCache]) -> None:
     mx.eval([layer.state() for layer in kv])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", AttentionDevice)
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_a_chunk_holds_no_more_than_the_ledger_reserves(name: str, device: AttentionDevice) -> None:

@@ -58,6 +58,7 @@ def test_a_silent_process_is_aborted_sooner_during_a_load(
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.slow
 def test_progress_of_a_load_is_reported_and_resets_the_timeout(
     tiny_model: Path, plant: Callable[[str], None]
 ) -> None:
@@ -120,6 +121,7 @@ def test_a_process_with_undecodable_messages_is_killed(
     assert logged in caplog.text
 
 
+@pytest.mark.slow
 def test_a_process_that_is_silent_after_its_load_is_killed(
     tiny_model: Path, plant: Callable[[str], None]
 ) -> None:

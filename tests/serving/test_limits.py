@@ -477,6 +477,7 @@ def test_the_real_server_limits_concurrent_requests_per_caller(long_model: Path)
         assert short["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.slow
 def test_the_real_server_enforces_the_deadline(long_model: Path):
     # long enough to start on a busy machine: an answer that has not begun ends with a status
     with run_server(str(long_model), "--runner", "thread", "--deadline", "3") as server:

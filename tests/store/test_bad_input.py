@@ -305,6 +305,7 @@ KEYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.product
 @pytest.mark.parametrize("key", KEYS)
 def test_a_hostile_config_gives_a_loop_or_a_one_line_error(tiny_model: Path, key: str) -> None:

@@ -101,6 +101,7 @@ PATHS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "path"), PATHS)
 @given(body=BODIES | VALUES)
 @settings(max_examples=60, deadline=None)

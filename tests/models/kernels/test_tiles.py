@@ -120,6 +120,7 @@ def run_driver(program: Path, action: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(
     ("action", "expected"),
