@@ -1,7 +1,7 @@
 """Clients without a key, and clients whose key has no admin rights."""
 
+import math
 import random
-import statistics
 import time
 
 import httpx
@@ -95,17 +95,22 @@ def test_clients_without_a_key_see_four_fields(guarded: Guarded) -> None:
 def test_the_time_of_a_guess_reveals_nothing(guarded: Guarded) -> None:
     """A guess with the prefix of a key is rejected as quickly as any. Nanoseconds cannot be
     measured over a network; tests/http/test_api_keys_file.py shows that comparisons never end
-    early."""
+    early.
+
+    Of each guess, the fastest rejection counts. Other programs may delay even that one, so the
+    guesses are repeated until the times agree, which they never do if a prefix is slower."""
     guesses = [guarded.user[:length] + "x" * (46 - length) for length in (0, 23, 45)]
-    durations: dict[str, list[float]] = {guess: [] for guess in guesses}
+    fastest = dict.fromkeys(guesses, math.inf)
     order = guesses * 40
-    random.Random(0).shuffle(order)
-    for guess in order:
-        start = time.perf_counter()
-        assert guarded.client.get("/v1/models", headers=bearer(guess)).status_code == 401
-        durations[guess].append(time.perf_counter() - start)
-    medians = [statistics.median(times) for times in durations.values()]
-    assert max(medians) - min(medians) < 0.25 * min(medians) + 0.001
+    shuffled = random.Random(0)
+    deadline = time.monotonic() + TIMEOUT
+    while max(fastest.values()) >= 1.25 * min(fastest.values()) + 0.001:
+        assert time.monotonic() < deadline, fastest
+        shuffled.shuffle(order)
+        for guess in order:
+            start = time.perf_counter()
+            assert guarded.client.get("/v1/models", headers=bearer(guess)).status_code == 401
+            fastest[guess] = min(fastest[guess], time.perf_counter() - start)
 
 
 def test_a_removed_key_is_rejected(guarded: Guarded) -> None:
