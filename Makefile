@@ -64,9 +64,6 @@ endef
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-# The tests of `make test t=...`: all that do not need another machine, or hours.
-WITH_SLOW = not gpu and not exhaustive and not network and not programs
-
 venv: $(SERVE) $(SELF)  ## .venv with what serving needs (CUDA=1 on Linux: for NVIDIA)
 	@if [ -f models/kernels/not_built.txt ]; then cat models/kernels/not_built.txt >&2; fi
 
@@ -75,7 +72,7 @@ serve: venv  ## serve MODEL=folder, or the built-in model; HOST=, PORT=, ARGS=
 	    $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(ARGS)
 
 test: venv $(DEV) $(if $(filter-out tests/clients%,$(t)),,$(CLIENTS))  ## the tests, without slow and exhaustive ones; t=tests/text for some
-	@$(BIN)/python -m pytest $(if $(t),$(t) -m "$(WITH_SLOW)",-n auto --maxprocesses 4) $(ARGS)
+	@$(BIN)/python -m pytest $(if $(t),$(t),--slow=without -n auto --maxprocesses 4) $(ARGS)
 
 test-all: venv $(DEV) $(CLIENTS)  ## all tests, in timed parts, and the coverage that they must reach
 	@$(BIN)/python -m tests.run_parts $(ARGS)

@@ -45,6 +45,15 @@ def ties(request: pytest.FixtureRequest) -> list[int]:
     return request.config.stash[TIES]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slow",
+        choices=("with", "without", "only"),
+        default="with",
+        help="whether tests marked slow run; only: no others do",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # A shell ignores SIGINT in background jobs (`make test &`), and every process that a test
     # starts would inherit that.
@@ -72,11 +81,11 @@ def pytest_xdist_setupnodes() -> None:
     os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
     """One worker more than cores, because tests wait for other processes a tenth of the time and
     more. The command line limits the number to four."""
-    return (os.cpu_count() or 1) + 1
+    return (yield) + 1
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -107,9 +116,9 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Selects the cases of each test that is marked `product` for `make test`, and marks the others
-    `exhaustive`: `make test-all` runs them.
+    `exhaustive`: `make test-all` runs them. Applies `--slow`.
 
     Property tests are not measured for coverage, and neither are tests marked `no_cover`: matrices,
     long histories, all questions of a benchmark. Measuring doubles their time, and a line should
@@ -123,6 +132,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for place, case in enumerate(cases):
             if place not in chosen:
                 case.add_marker("exhaustive")
+    if (choice := config.getoption("--slow")) != "with":
+        parts: dict[bool, list[pytest.Item]] = {True: [], False: []}
+        for item in items:
+            parts[item.get_closest_marker("slow") is not None].append(item)
+        items[:] = parts[choice == "only"]
+        config.hook.pytest_deselected(items=parts[choice != "only"])
 
 
 def _group_product_cases(items: Sequence[pytest.Item]) -> dict[str, list[Any]]:

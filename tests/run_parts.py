@@ -19,7 +19,6 @@ LIMIT_MINUTES = 75.0
 SUITE_MINUTES = 15.0
 
 WORKERS = ("-n", "auto", "--maxprocesses", "4")
-SLOW = ("-m", "slow and not exhaustive and not gpu and not network and not programs", *WORKERS)
 EXHAUSTIVE = ("-m", "exhaustive and not gpu and not network", "--no-cov", *WORKERS)
 
 
@@ -44,7 +43,7 @@ class PartResult:
 
 
 PARTS = (
-    Part("slow tests", ["--no-cov", *SLOW]),
+    Part("slow tests", ["--slow=only", "--no-cov", *WORKERS]),
     Part("exhaustive: text and grammar", ["tests/text", "tests/grammar", *EXHAUSTIVE]),
     Part("exhaustive: models", ["tests/models", *EXHAUSTIVE]),
     Part("exhaustive: engine", ["tests/engine", *EXHAUSTIVE]),
@@ -60,7 +59,7 @@ PARTS = (
         ],
     ),
 )
-SUITE = Part("the suite", [*WORKERS, "--cov", "--cov-report=term"])
+SUITE = Part("the suite", ["--slow=without", *WORKERS, "--cov", "--cov-report=term"])
 
 # pytest's exit status when no test was selected
 NO_TESTS = 5

@@ -66,9 +66,9 @@ inline V exp_or_zero(V x) {
   return less(x, lowest, zero(), exp_in_range(max(lowest, x)));
 }
 
-// Calls add(sum, offset) for each sixteen numbers of n, and add_rest(sum, offset) for fewer than
-// sixteen at the end. Returns the total of the sums, which are added in an order that depends only
-// on n.
+// Calls add_vector(sum, offset) for each sixteen numbers of n, and add_rest(sum, offset) for fewer
+// than sixteen at the end. Returns the total of the sums, which are added in an order that depends
+// only on n.
 template <typename Add, typename AddRest>
 inline float sum_of_vectors(i64 n, Add add_vector, AddRest add_rest) {
   V sums[4] = {zero(), zero(), zero(), zero()};
@@ -129,8 +129,8 @@ inline void block_maxima(const float* x, i64 n, float* maxima) {
     *maxima++ = row_max(x + begin, n - begin < kSampleBlock ? n - begin : kSampleBlock);
 }
 
-// Calls examine(begin, end) for each block of kSampleBlock places, of n, in which test(begin + offset)
-// is 1 for any of them. Ends early if `examine` returns true.
+// Calls examine(begin, end) for each block of kSampleBlock places, of n, in which test(begin,
+// offset) is true for the place begin + offset of any. Ends early if `examine` returns true.
 //
 // The compiler vectorizes the test, if it has no branch. It gets the place in two parts, because
 // 32-bit offsets are twice as many in a vector as 64-bit places.
