@@ -1,6 +1,7 @@
 """The diagnosis finds the keyword that the compiler rejects, in few trials."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from app.core.errors import AppError
 from app.core.requests import JsonSchema
+from app.grammar import schema_diagnosis
 from app.grammar.schema import Schema, SchemaPath, resolve_pointer, walk_schemas
 from app.grammar.schema_diagnosis import find_unsupported_keyword
 from tests import tiny
@@ -142,6 +144,23 @@ def test_the_search_in_a_wide_schema_takes_logarithmically_many_trials() -> None
     document["properties"]["p777"] = {"type": "bad"}
     assert find_unsupported_keyword(document, refusal, "wrong").path == (*fault_path, "type")
     assert len(trials) < 40
+
+
+def test_a_search_on_a_busy_machine_is_not_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is CPU time: a thread that waits for a core finds the same keyword."""
+    monkeypatch.setattr(schema_diagnosis, "_CPU_SECONDS", 0.5)
+
+    def refusal(document: Schema) -> str | None:
+        time.sleep(0.05)
+        visible = json.dumps({key: value for key, value in document.items() if key != "$defs"})
+        return "wrong" if "p777" in visible or '"bad"' in visible else None
+
+    document = {"properties": {f"p{i}": {"type": "null"} for i in range(1000)}}
+    document["properties"]["p777"] = {"type": "bad"}
+    began = time.monotonic()
+    found = find_unsupported_keyword(document, refusal, "wrong")
+    assert time.monotonic() - began > 0.5
+    assert found.path == ("properties", "p777", "type")
 
 
 def test_a_search_that_takes_too_long_names_its_best_match() -> None:
