@@ -271,7 +271,7 @@ const scenarios = {
     await ask("throttle");
     await begin(tab, "What is a prefix cache?");
     await tab.click("#tab-engine");
-    await tab.waitForSelector("rect.bar.running");
+    await tab.waitForSelector("svg.tree rect.bar.running"); // the legend has such a bar too
     await tab.waitForSelector(".figures-grid div:has(dt:text-is('Running')) dd:has-text('1 of')");
     await browser.screenshot(tab, "page-engine");
     const shown = await tab.locator("#engine").textContent();
