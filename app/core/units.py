@@ -7,6 +7,9 @@ import re
 
 _SECONDS_PER_UNIT = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
+# Ollama's longest duration, 292 years: Go's 63 bits of nanoseconds
+LONGEST_DURATION = 2.0**63 / 1e9
+
 _NUMBER_PATTERN = re.compile(r"-?\d{1,15}(?:\.\d{1,9})?", re.ASCII)
 _PART_PATTERN = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)(ms|s|m|h)", re.ASCII)
 _DURATION_PATTERN = re.compile(rf"-?(?:{_PART_PATTERN.pattern}){{1,4}}", re.ASCII)

@@ -50,7 +50,7 @@ def read_prompt(fields: Fields) -> Prompt:
         return as_token_ids(items, "prompt")
     if len(items) > MAX_CHOICES:
         raise invalid_request(
-            "prompt", f"prompt must contain at most {MAX_CHOICES}, not {len(items)}"
+            "prompt", f"prompt must contain at most {MAX_CHOICES} prompts, not {len(items)}"
         )
     prompts = tuple(_read_prompt_item(item, f"prompt.{place}") for place, item in enumerate(items))
     return prompts[0] if len(prompts) == 1 else PromptBatch(prompts=prompts)
@@ -318,7 +318,8 @@ def check_model(fields: Fields) -> None:
 def read_keep_alive(fields: Fields) -> float | None:
     """Returns the number of seconds that the model stays loaded after this request; math.inf means
     forever. The field comes from Ollama. It is a number of seconds, or a duration such as "90s",
-    "5m" or "1h30m". A negative value means forever. LM Studio calls this field `ttl`."""
+    "5m" or "1h30m". A negative value means forever, and so does one beyond Ollama's longest
+    duration. LM Studio calls this field `ttl`."""
     seconds, ttl = _read_seconds(fields, "keep_alive"), _read_seconds(fields, "ttl")
     if seconds is not None and ttl is not None and seconds != ttl:
         raise invalid_request("ttl", "keep_alive and ttl are aliases: keep one of them")
@@ -336,7 +337,7 @@ def _read_seconds(fields: Fields, name: str) -> float | None:
     if seconds is None:
         expected = 'a number of seconds or a duration such as "5m"'
         raise invalid_request(name, f"{name} must be {expected}, not {quote_value(value)}")
-    return math.inf if seconds < 0 else seconds
+    return seconds if 0 <= seconds <= units.LONGEST_DURATION else math.inf
 
 
 def read_service_tier(fields: Fields) -> str | None:

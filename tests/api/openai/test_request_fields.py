@@ -86,6 +86,8 @@ def test_an_invalid_field_is_named_in_the_error(body: Any, param: str):
         ("1.5h", 5400),
         ("250ms", 0.25),
         ("-1m", math.inf),
+        (1e12, math.inf),
+        ("90000000h", math.inf),
     ],
 )
 def test_keep_alive_has_the_syntax_of_ollama(value: Any, seconds: float | None):
