@@ -1,6 +1,7 @@
 """Thread pools for work that must not run on the event loop: parsing, templates, tokenization.
 
-Knows: asyncio, threads, the key and size of each work item. Must not know: the purpose of the work.
+Knows: asyncio, threads, the key and size of each work item, the caller of the current request. Must
+not know: the purpose of the work.
 
 Small and large work items run on different threads, so that a short request never waits for a long
 one. Each queue is fair: scheduling is round-robin between keys, and one key never uses more than
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
+
+from app.core.request_context import REQUEST_CONTEXT
 
 Result = TypeVar("Result")
 
@@ -184,14 +187,20 @@ class ThreadPools:
     def queued(self) -> int:
         return self.small.queued + self.large.queued
 
-    async def run(self, work: Callable[[], Result], *, size: int = 0, key: str = "") -> Result:
+    async def run(
+        self, work: Callable[[], Result], *, size: int = 0, key: str | None = None
+    ) -> Result:
         """Runs work like `FairThreadPool.run`. size: the number of bytes or characters to process.
-        key: the owner of the work, for fair scheduling."""
+        key: the owner of the work, for fair scheduling; by default, the caller of the current
+        request."""
+        if key is None:
+            context = REQUEST_CONTEXT.get()
+            key = "" if context is None else context.caller
         queue = self.large if size >= _LARGE_WORK_SIZE else self.small
         return await queue.run(work, key=key)
 
     async def run_cancellable(
-        self, work: Callable[[CancelToken], Result], *, size: int = 0, key: str = ""
+        self, work: Callable[[CancelToken], Result], *, size: int = 0, key: str | None = None
     ) -> Result:
         """Runs work like `run`, but passes a token to `work`. Cancelling this call cancels the
         token, so that `work` can end early if it checks the token."""

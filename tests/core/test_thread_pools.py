@@ -12,6 +12,7 @@ from contextvars import ContextVar
 
 import pytest
 
+from app.core.request_context import REQUEST_CONTEXT, RequestContext
 from app.core.thread_pools import CancelToken, FairThreadPool, ThreadPools, WorkCancelled
 
 PATIENCE = 10.0
@@ -137,6 +138,27 @@ def test_keys_take_turns_and_one_key_has_half_of_the_threads(blocker: BlockingWo
         blocker.release()
         assert await asyncio.gather(*first_tasks) == [f"a{n}" for n in range(20)]
         assert await asyncio.gather(*other_tasks) == ["b0", "b1", "b2"]
+
+    run(body)
+
+
+def test_work_without_a_key_belongs_to_the_caller_of_the_request(blocker: BlockingWork):
+    """Ten items of one caller leave threads for another caller."""
+
+    async def body() -> None:
+        pools = ThreadPools()
+
+        async def request(caller: str, number: int) -> str:
+            REQUEST_CONTEXT.set(RequestContext(id=f"req_{number}", state={"caller": caller}))
+            return await pools.run(blocker.work(f"{caller}{number}"))
+
+        first = [asyncio.create_task(request("a", number)) for number in range(10)]
+        await wait_until(lambda: len(blocker.started) == 2)
+        other = asyncio.create_task(request("b", 0))
+        await wait_until(lambda: len(blocker.started) == 3)
+        assert sorted(blocker.started) == ["a0", "a1", "b0"]
+        blocker.release()
+        await asyncio.gather(*first, other)
 
     run(body)
 
