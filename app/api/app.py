@@ -20,13 +20,14 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Lifespan
 
 from app.api import health
 from app.api.engine_events import engine_event_routes
 from app.api.fields import quote_value
 from app.api.front_end import FrontendStats
+from app.api.generate_endpoint import NOTICE_HEADER
 from app.api.metrics.registry import Metrics
 from app.core.errors import AppError, ErrorKind
 from app.core.observers import ObservedGenerate
@@ -38,7 +39,7 @@ from app.core.thread_pools import ThreadPools
 from app.http.api_keys import Keyring
 from app.http.auth import AuthMiddleware
 from app.http.body import RequestBodies
-from app.http.errors import DialectErrors, error_response
+from app.http.errors import SHOULD_RETRY_HEADER, DialectErrors, error_response
 from app.http.host_and_origin import (
     LOOPBACK_ORIGIN_REGEX,
     AllowedHosts,
@@ -46,12 +47,19 @@ from app.http.host_and_origin import (
     HostCheckMiddleware,
     OriginCheckMiddleware,
 )
-from app.http.request_id import REQUEST_ID_HEADER, RequestIdMiddleware
+from app.http.request_id import (
+    ANTHROPIC_REQUEST_ID_HEADER,
+    REQUEST_ID_HEADER,
+    RequestIdMiddleware,
+)
 from app.http.streaming import ClientDisconnected
 
-# The headers that OpenAI's SDK sends from browsers, and the request ID header. A web page may send
-# them only if the preflight response allows them.
+# The headers that OpenAI's and Anthropic's SDKs send from browsers, and the request ID header. A
+# web page may send them only if the preflight response allows them.
 SDK_HEADERS = (
+    "Anthropic-Beta",
+    "Anthropic-Dangerous-Direct-Browser-Access",
+    "Anthropic-Version",
     "Authorization",
     "Content-Type",
     "Idempotency-Key",
@@ -64,6 +72,7 @@ SDK_HEADERS = (
     "X-Stainless-Arch",
     "X-Stainless-Async",
     "X-Stainless-Custom-Poll-Interval",
+    "X-Stainless-Helper",
     "X-Stainless-Helper-Method",
     "X-Stainless-Lang",
     "X-Stainless-OS",
@@ -77,8 +86,14 @@ SDK_HEADERS = (
 )
 
 
-# The response headers that a page may read. OpenAI's SDK reads both.
-EXPOSED_HEADERS = (REQUEST_ID_HEADER, "Retry-After")
+# The response headers that a page may read. The SDKs read all except the notice.
+EXPOSED_HEADERS = (
+    REQUEST_ID_HEADER,
+    ANTHROPIC_REQUEST_ID_HEADER,
+    "Retry-After",
+    SHOULD_RETRY_HEADER,
+    NOTICE_HEADER,
+)
 
 
 class _Application(Starlette):
@@ -182,7 +197,7 @@ async def _handle_http_exception(request: Request, error: Exception) -> Response
     assert isinstance(error, HTTPException)
     where = f"{request.method[:20]} {quote_value(request.url.path)}"
     if error.status_code == 405:
-        allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
+        allowed = ", ".join(_find_methods(request, request.scope["path"]))
         refusal = AppError(
             ErrorKind.METHOD_NOT_ALLOWED,
             f"method not allowed: {where}; this endpoint accepts {allowed}",
@@ -190,8 +205,25 @@ async def _handle_http_exception(request: Request, error: Exception) -> Response
         return error_response(refusal, headers={"Allow": allowed})
     assert error.status_code == 404
     return error_response(
-        AppError(ErrorKind.NOT_FOUND, f"no such endpoint: {where}; the API is under /v1")
+        AppError(ErrorKind.NOT_FOUND, f"no such endpoint: {where}; {_advise(request)}")
     )
+
+
+def _find_methods(request: Request, path: str) -> list[str]:
+    """Returns the methods that the path accepts. Several routes may have the same path."""
+    scope = {**request.scope, "path": path}
+    routes: Sequence[BaseRoute] = request.app.routes
+    found = [route for route in routes if route.matches(scope)[0] is not Match.NONE]
+    return sorted({name for one in found if isinstance(one, Route) for name in one.methods or ()})
+
+
+def _advise(request: Request) -> str:
+    """Returns the part of the message for an unknown path that says what to do."""
+    path: str = request.scope["path"]
+    if path.endswith("/") and _find_methods(request, path.rstrip("/")):
+        return "remove the trailing slash"
+    known = path.startswith(("/v1/", "/api/"))
+    return "/docs lists all endpoints" if known else "the API is under /v1"
 
 
 async def _handle_unexpected(request: Request, error: Exception) -> Response:

@@ -46,6 +46,9 @@ ERROR_FORMATS: Mapping[ErrorKind, ErrorStatus] = {
 }
 
 
+# OpenAI's and Anthropic's SDKs retry if its value is "true" and do not if it is "false".
+SHOULD_RETRY_HEADER = "x-should-retry"
+
 # Errors that a retry may resolve. The SDKs respect the Retry-After header sent with these errors.
 RETRYABLE = frozenset({ErrorKind.LOADING, ErrorKind.STOPPING, ErrorKind.BUSY, ErrorKind.OVERLOADED})
 
@@ -80,7 +83,7 @@ def error_response(
     retry_headers = {} if wait is None else {"Retry-After": str(wait)}
     if error.kind is ErrorKind.DEADLINE:
         # OpenAI's SDKs retry on 500 and above, and a retry would take just as long
-        retry_headers["x-should-retry"] = "false"
+        retry_headers[SHOULD_RETRY_HEADER] = "false"
     return json_response(content, status or usual_status, {**retry_headers, **(headers or {})})
 
 

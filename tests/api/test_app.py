@@ -26,6 +26,19 @@ def test_an_unknown_path_is_not_found(call: Any, method: str, path: str):
 
 
 @pytest.mark.parametrize(
+    ("path", "advice"),
+    [
+        (CHAT + "/", "remove the trailing slash"),
+        ("/api/chat/", "remove the trailing slash"),
+        ("/v1/nonsense", "/docs lists all endpoints"),
+        ("/chat/nonsense", "the API is under /v1"),
+    ],
+)
+def test_the_message_for_an_unknown_path_says_what_to_do(call: Any, path: str, advice: str):
+    assert advice in call("POST", path).body.decode()
+
+
+@pytest.mark.parametrize(
     ("method", "path", "expected"),
     [
         ("GET", CHAT, "POST"),
@@ -35,6 +48,7 @@ def test_an_unknown_path_is_not_found(call: Any, method: str, path: str):
         ("OPTIONS", CHAT, "POST"),
         ("POST", "/health", "GET, HEAD"),
         ("GET", "/completion", "POST"),
+        ("PUT", "/v1/responses/resp_1", "DELETE, GET, HEAD"),
     ],
 )
 def test_a_wrong_method_gets_the_allowed_ones(call: Any, method: str, path: str, expected: str):
@@ -106,6 +120,11 @@ SDK_IN_A_BROWSER = (
     "x-stainless-package-version,x-stainless-retry-count,x-stainless-runtime,"
     "x-stainless-runtime-version,x-stainless-timeout"
 )
+# @anthropic-ai/sdk with dangerouslyAllowBrowser
+ANTHROPIC_SDK = (
+    ",anthropic-version,anthropic-beta,anthropic-dangerous-direct-browser-access,x-api-key,"
+    "x-stainless-helper"
+)
 
 
 def preflight(call: Any, origin: str, more: str = "", **settings: Any) -> Reply:
@@ -133,6 +152,14 @@ def test_local_origins_are_allowed(call: Any, origin: str):
     assert call("GET", "/health", None, {"origin": origin}).headers[
         "access-control-allow-origin"
     ] == (origin)
+
+
+def test_a_page_may_use_anthropics_sdk(call: Any):
+    origin = "http://localhost:3000"
+    assert preflight(call, origin, ANTHROPIC_SDK).status == 200
+    shown = call("GET", "/health", None, {"origin": origin}).headers
+    readable = shown["access-control-expose-headers"].lower().split(", ")
+    assert {"request-id", "x-should-retry", "retry-after"} <= {*readable}
 
 
 @pytest.mark.parametrize(
@@ -226,5 +253,5 @@ def test_only_errors_of_the_engine_are_logged(
 def test_cors_exposes_the_request_id_and_retry_after(call: Any):
     reply = call("GET", "/health", None, {"origin": "http://localhost:3000"})
     exposed = reply.headers["access-control-expose-headers"].lower().split(", ")
-    assert exposed == ["x-request-id", "retry-after"]
+    assert {"x-request-id", "retry-after", "x-mlxrunner-notice"} <= {*exposed}
     assert preflight(call, "http://localhost:3000", more=",x-request-id").status == 200

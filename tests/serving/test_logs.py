@@ -336,7 +336,7 @@ SECRET = "what nobody may read"
         (CHAT, {**BODY, "messages": SECRET}, "invalid_request", "messages must be an array, not …"),
         (CHAT, {**BODY, "logit_bias": {SECRET: 1}}, "invalid_request", "…: keys are token IDs"),
         (CHAT, {**BODY, "messages": [{"role": SECRET}]}, "invalid_request", "messages.0.role must"),
-        ("/v1/nowhere", BODY, "not_found", "no such endpoint: POST …; the API is under /v1"),
+        ("/v1/nowhere", BODY, "not_found", "no such endpoint: POST …; /docs lists all"),
     ],
 )
 def test_error_lines_have_code_and_reason_without_the_clients_text(
