@@ -83,8 +83,9 @@ class LimitedH11Connection(h11.Connection):
         except h11.RemoteProtocolError as error:
             status = error.error_status_hint
             code = "request_header_fields_too_large" if status == 431 else "invalid_http"
-            # h11 repeats the client's input without a length limit
-            why = f"invalid HTTP request: {str(error)[:_MAX_ERROR_CHARS]}"
+            # h11 repeats the client's input without a length limit, in Python's notation
+            reason, _, _ = str(error).partition(": bytearray(")
+            why = f"invalid HTTP request: {reason[:_MAX_ERROR_CHARS]}"
             self.failure = ParseFailure(AppError(ErrorKind.INVALID, why, code=code), status)
             return h11.NEED_DATA
         return event

@@ -60,6 +60,8 @@ def is_our_error(reply: Reply, status: int, code: str) -> bool:
     assert reply.error["code"] == code
     assert set(reply.error) == {"message", "type", "param", "code"}
     assert reply.headers["x-request-id"].startswith("req_")
+    assert reply.headers["request-id"] == reply.headers["x-request-id"]
+    assert "bytearray" not in reply.error["message"]
     return reply.headers["connection"] == "close"
 
 
