@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from app.core.errors import AppError, ErrorKind
+from app.http.errors import ERROR_FORMATS
 from app.http.responses import JsonObject
 
 VERSION_HEADER = "anthropic-version"
@@ -57,7 +58,8 @@ _MODEL_VARIABLES = (
 def render_messages_error(error: AppError, request_id: str) -> JsonObject:
     """Returns the body of an error response, which is also the data of an error event."""
     content: JsonObject = {"type": ERROR_TYPES[error.kind].type, "message": _build_message(error)}
-    details: JsonObject = {"error_code": error.code or error.kind.value}
+    code = error.code or ERROR_FORMATS[error.kind].code or error.kind.value
+    details: JsonObject = {"error_code": code}
     if error.code == THREAD_UNSUPPORTED:
         details["unsupported"] = []
     return {"type": "error", "error": {**content, "details": details}, "request_id": request_id}

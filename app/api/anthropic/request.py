@@ -4,9 +4,9 @@ Knows: every field of Anthropic's API and its betas, the sampling fields shared 
 endpoints. Must not know: response formats.
 
 Each field has an effect, is listed in ACCEPTED_FIELDS because it cannot change a response, or is
-rejected with an error that identifies it. Unknown attributes of blocks, tools and `metadata` are
-ignored, because Anthropic adds new attributes every month, and clients send them with every
-request.
+rejected with an error that identifies it. Unknown attributes of messages, blocks, tools,
+`metadata` and `context_management` are ignored, because Anthropic adds new attributes every month,
+and clients send them with every request.
 
 Format: Anthropic's API reference, "Create a Message" and "Count tokens in a Message".
 """
@@ -124,6 +124,8 @@ def _read_output_config(fields: Fields) -> tuple[str | None, JsonSchema | None]:
     if config is not None:
         effort = config.one_of("effort", EFFORTS)
         newer = config.nested("format")
+        config.value("task_budget")  # Anthropic's models see it in the prompt; it limits nothing
+        config.reject_unknown()
         if older is not None and newer is not None:
             raise invalid_request(
                 "output_format",
@@ -134,7 +136,9 @@ def _read_output_config(fields: Fields) -> tuple[str | None, JsonSchema | None]:
         return effort, None
     format_.required_one_of("type", ("json_schema",))
     path = format_.path("schema")
-    return effort, build_json_schema(as_mapping(format_.required("schema"), path), path)
+    schema = build_json_schema(as_mapping(format_.required("schema"), path), path)
+    format_.reject_unknown()
+    return effort, schema
 
 
 def _read_reasoning(
@@ -147,6 +151,7 @@ def _read_reasoning(
     kind = fields.required_one_of("type", _THINKING_TYPES)
     fields.one_of("display", ("summarized", "omitted"))
     budget = fields.integer("budget_tokens", 1, INT32_MAX)
+    fields.reject_unknown()
     if kind == "disabled":
         return ReasoningOptions(effort="none", lenient=True)
     if budget is not None and max_tokens is not None:

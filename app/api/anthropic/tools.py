@@ -132,6 +132,8 @@ def _read_choice(
         return "auto", True
     kind = fields.required_one_of("type", ("auto", "any", "tool", "none"))
     parallel = fields.boolean("disable_parallel_tool_use") is not True
+    name = fields.string("name")
+    fields.reject_unknown()
     if kind == "tool":
         name = fields.required_string("name")
         if all(tool.name != name for tool in tools):

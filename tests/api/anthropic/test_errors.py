@@ -4,6 +4,7 @@ import pytest
 
 from app.api.anthropic.errors import ERROR_TYPES
 from app.core.errors import AppError, ContextExcess, ErrorKind
+from app.http.errors import ERROR_FORMATS
 from tests.api.anthropic.requests import body, events, send
 from tests.api.asgi import Reply, send_request
 from tests.fakes import FakeGenerate, text
@@ -24,6 +25,12 @@ def test_each_kind_has_its_status_and_type(kind: ErrorKind, stream: bool):
     assert reply.json["request_id"] == reply.headers["request-id"] == reply.headers["x-request-id"]
     waits = kind in (ErrorKind.LOADING, ErrorKind.STOPPING, ErrorKind.BUSY, ErrorKind.OVERLOADED)
     assert ("retry-after" in reply.headers) == waits
+
+
+@pytest.mark.parametrize("kind", ErrorKind)
+def test_an_error_without_its_own_code_has_the_code_of_the_error_table(kind: ErrorKind):
+    code = send_failing_request(AppError(kind, "what")).json["error"]["details"]["error_code"]
+    assert code == (ERROR_FORMATS[kind].code or "invalid_request")
 
 
 def test_a_full_queue_is_a_rate_limit():

@@ -92,6 +92,11 @@ def test_fields_without_an_effect_change_nothing():
             assert parse_body(body(**{name: value})) == plain
 
 
+def test_a_task_budget_changes_nothing():
+    budget = {"task_budget": {"type": "tokens", "total": 1000}}
+    assert parse_body(body(output_config=budget)) == parse_body(body())
+
+
 def test_parts_may_have_unknown_attributes():
     block = {**words("hi"), "new": 1}
     assert parse_body(body({"role": "user", "content": [block], "new": 1})) == parse_body(body())
@@ -111,6 +116,10 @@ def test_parts_may_have_unknown_attributes():
         ({"output_config": {"effort": "none"}}, "output_config.effort"),
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
         ({"output_config": {"format": FORMAT}, "output_format": FORMAT}, "output_format"),
+        ({"thinking": {"type": "enabled", "budget": 5}}, "thinking.budget"),
+        ({"output_config": {"fromat": FORMAT}}, "output_config.fromat"),
+        ({"output_config": {"format": FORMAT | {"strict": True}}}, "output_config.format.strict"),
+        ({"tools": TOOLS, "tool_choice": {"type": "any", "names": []}}, "tool_choice.names"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"context_management": {"edits": [1]}}, "context_management.edits.0"),
         ({"system": [{"type": "image"}]}, "system.0"),
