@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from app.core.embeddings import Embeddings, EmbedRequest
-from app.core.errors import AppError, ErrorKind
+from app.core.errors import AppError, ContextExcess, ErrorKind
 from app.core.events import Event, PromptTokenIds, TextDelta, TokenLogprob
 from app.core.jobs import ContextLimit, Ended, Job, PromptLogprobs, Started, Token
 from app.core.model_files import ModelFiles
@@ -212,17 +212,22 @@ class Generation:
         encode = partial(self._encode, text, add_special_tokens=add_special_tokens)
         return await self._workers.run(encode, size=len(text))
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
-        """Tokenizes a text. Raises AppError(CONTEXT_LENGTH) if the text exceeds the model's context
-        length."""
-        read = self._tokenizer.truncate_text(text, self._files.context_length)
+    def _encode(
+        self, text: str, *, add_special_tokens: bool, remedy: str = "split the text"
+    ) -> Sequence[int]:
+        """Tokenizes a text. Raises AppError(CONTEXT_LENGTH) if the text has far more tokens than
+        the context; the error has the number of tokens that were counted until then."""
+        context = self._files.context_length
+        read = self._tokenizer.truncate_text(text, context)
+        ids = self._tokenizer.encode(read, add_special_tokens=add_special_tokens)
         if len(read) < len(text):
-            message = (
-                f"the text has far more than {self._files.context_length} tokens, which is the "
-                "context length of this model: split the text"
+            raise AppError(
+                ErrorKind.CONTEXT_LENGTH,
+                f"the text has more than {len(ids)} tokens, and the context length of this model "
+                f"is {context} tokens: {remedy}",
+                excess=ContextExcess(prompt_tokens=len(ids), context_length=context),
             )
-            raise AppError(ErrorKind.CONTEXT_LENGTH, message)
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return ids
 
     async def tokenize_chat(self, request: GenerateRequest) -> Sequence[int]:
         written = await self._workers.run_cancellable(
@@ -230,7 +235,13 @@ class Generation:
             size=estimate_size(request),
             key=self._fairness_key(request.caller),
         )
-        return await self.tokenize(written.text, add_special_tokens=written.add_special_tokens)
+        encode = partial(
+            self._encode,
+            written.text,
+            add_special_tokens=written.add_special_tokens,
+            remedy="shorten the conversation",
+        )
+        return await self._workers.run(encode, size=len(written.text))
 
     async def get_token_bytes(self, ids: Sequence[int]) -> Sequence[bytes]:
         size = _CHARACTERS_PER_TOKEN_ID * len(ids)

@@ -625,6 +625,18 @@ def test_a_conversation_longer_than_the_context_can_be_tokenized(files: ModelFil
     )
 
 
+def test_a_conversation_far_longer_than_the_context_is_rejected_with_its_tokens(
+    files: ModelFiles,
+) -> None:
+    long = Conversation(messages=(Message(role="user", content="x" * 90_000),))
+    request = GenerateRequest(model=files.name, prompt=long)
+    with pytest.raises(AppError, match="shorten the conversation") as caught:
+        run_with_generation(files, lambda g: g.tokenize_chat(request))
+    assert caught.value.kind is ErrorKind.CONTEXT_LENGTH
+    assert caught.value.excess is not None
+    assert caught.value.excess.prompt_tokens > caught.value.excess.context_length
+
+
 def test_tokens_have_bytes(files: ModelFiles) -> None:
     ids = [104, 195, tiny.END, 9999]
     assert run_with_generation(files, lambda g: g.get_token_bytes(ids)) == [
