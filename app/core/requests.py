@@ -67,13 +67,15 @@ class Tool:
     """A function that the model may call. parameters: the JSON Schema of the arguments object as
     sent by the client; the default is an object without properties. strict: whether to enforce the
     schema on every call, instead of only on required calls. param: the dotted path of the request
-    field."""
+    field. source_param: the path of the field from which the server built `parameters`, or None if
+    the client sent them."""
 
     name: str
     description: str | None
     parameters: Mapping[str, Any]
     strict: bool = False
     param: str = "tools"
+    source_param: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +96,12 @@ ToolSchemaPolicy = Literal["enforce", "prefer", "ignore"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonSchema:
     """The output is a JSON value that is valid under this schema. text: the schema as JSON. param:
-    the dotted path of the request field, for error messages."""
+    the dotted path of the request field, for error messages. generated: whether the server built
+    the schema from this field, so that paths within the schema mean nothing to the client."""
 
     text: str
     param: str | None = None
+    generated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,14 +142,16 @@ class ReasoningOptions:
     "max"; "none" disables reasoning, and None uses the model's default. token_budget: the maximum
     number of reasoning tokens; None sets no limit. enabled: whether to enable reasoning, at any
     effort, even if the model's default is no reasoning. lenient: whether an unsupported option is
-    replaced by the nearest supported one, or omitted, instead of causing an error. param: the path
-    of the request field that set the effort, for error messages."""
+    replaced by the nearest supported one, or omitted, instead of causing an error. param,
+    budget_param: the paths of the request fields that set the effort and the budget, for error
+    messages."""
 
     effort: str | None = None
     enabled: bool = False
     token_budget: int | None = None
     lenient: bool = False
     param: str = "reasoning_effort"
+    budget_param: str = "thinking_budget"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -375,6 +375,9 @@ async def _wait_until_done(result: Future[Any], seconds: float) -> None:
 
 def _to_app_error(error: GrammarCompileError) -> AppError:
     name, start = _KIND_NAMES[type(error.grammar)], error.grammar.param
+    if isinstance(error.grammar, JsonSchema) and error.grammar.generated:
+        message = f"{start} is invalid: {mark_client_text(error.reason)}"
+        return AppError(ErrorKind.INVALID, message, param=start)
     at = f" at {'.'.join(error.path)}" if error.path else ""
     # keywords and property names also come from the client
     message = f"invalid {name}{mark_client_text(f'{at}: {error.reason}')}"

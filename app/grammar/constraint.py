@@ -283,9 +283,10 @@ class _GrammarBuilder:
     def _arguments(self, tool: Tool) -> str:
         schema = dict(tool.parameters)
         schema.setdefault("type", "object")
-        at = f"{tool.param}.parameters"
         text = json.dumps(schema)
-        self._parts.append(JsonSchema(text=text, param=at))
+        source = tool.source_param
+        at = f"{tool.param}.parameters" if source is None else source
+        self._parts.append(JsonSchema(text=text, param=at, generated=source is not None))
         return f"%json {text}"
 
     # formats

@@ -151,8 +151,9 @@ def check_thinking_budget(thinking: ReasoningOptions, *, supports_reasoning: boo
     """Raises AppError(INVALID) if the request sets a reasoning budget for a model without
     reasoning."""
     if thinking.token_budget is not None and not supports_reasoning:
-        message = "this model does not support reasoning: omit thinking_budget"
-        raise AppError(ErrorKind.INVALID, message, param="thinking_budget")
+        param = thinking.budget_param
+        message = f"this model does not support reasoning: omit {param}"
+        raise AppError(ErrorKind.INVALID, message, param=param)
 
 
 NONE_EFFORT = re.compile(r"""(['"])none\1""")

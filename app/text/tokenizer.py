@@ -279,8 +279,11 @@ class Tokenizer:
         outside the vocabulary, and for tokens that the tokenizer cannot decode."""
         for id in ids:
             if self._lookup_token(id) is None:
-                message = f"{id} is not a token of this model, which has {self.vocab_size} tokens"
-                raise AppError(ErrorKind.INVALID, message)
+                message = (
+                    f"{id} is not a token of this model, which has {self.vocab_size} tokens: use "
+                    "the token IDs of this model"
+                )
+                raise AppError(ErrorKind.INVALID, message, param="tokens")
         try:
             return self._decode_all(ids)
         except AppError as error:

@@ -6,6 +6,7 @@ The vocabulary is bytes and a few markers, which are added tokens (as in real mo
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jsonschema_rs
@@ -42,6 +43,7 @@ from app.text.syntax.output_parser import (
 )
 from app.text.tokenizer import Tokenizer
 from tests import tiny
+from tests.engine.harness import grammar_compiler
 
 THINK = ReasoningTags(open="<think>", close="</think>")
 MARKERS = (
@@ -440,6 +442,25 @@ def test_a_composed_grammar_lists_the_params_of_its_schemas(writer: Writer) -> N
         "tools.count.function.parameters",
         "tools.paint.function.parameters",
     }
+
+
+def test_an_error_in_a_generated_schema_names_the_field_that_it_was_generated_from(
+    writer: Writer,
+) -> None:
+    source = "tools.0.format.definition"
+    edit = replace(
+        tool("edit", input={"type": "string", "pattern": "^(?:[)$"}), source_param=source
+    )
+    constraint = writer.build(
+        OutputRequirements(tools=(edit,), choice="required"),
+        AnswerStart(reasoning_tags=None),
+        hermes.Family(),
+    )
+    assert constraint.grammar is not None
+    with pytest.raises(AppError, match=f"^{source} is invalid: ") as caught:
+        grammar_compiler().compile(constraint.grammar, frozenset({END}))
+    assert caught.value.param == source
+    assert "properties" not in caught.value.message
 
 
 def test_prose_around_strict_calls_cannot_contain_the_start_of_a_call(writer: Writer) -> None:

@@ -78,8 +78,11 @@ def test_a_thinking_budget_needs_a_model_that_reasons() -> None:
     check_thinking_budget(ReasoningOptions(token_budget=0), supports_reasoning=True)
     check_thinking_budget(ReasoningOptions(), supports_reasoning=False)
     with pytest.raises(AppError, match="does not support reasoning") as caught:
-        check_thinking_budget(ReasoningOptions(token_budget=0), supports_reasoning=False)
-    assert caught.value.param == "thinking_budget"
+        check_thinking_budget(
+            ReasoningOptions(token_budget=0, budget_param="thinking.budget_tokens"),
+            supports_reasoning=False,
+        )
+    assert caught.value.param == "thinking.budget_tokens"
 
 
 # The prompts of three requests: without an effort, with none, with high. open: the prompt opens the

@@ -99,6 +99,8 @@ def _resolve(
     )
     if effort is not None:
         options = replace(options, param=effort.path)
+    if budget is not None and tokens is not None:
+        options = replace(options, budget_param=budget.path)
     return options if switch is None else _apply_switch(options, effort, switch)
 
 

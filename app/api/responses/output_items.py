@@ -4,6 +4,8 @@ Knows: the events and the object of each item type. Must not know: the list of i
 the other fields of a response.
 """
 
+import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, cast
@@ -16,6 +18,14 @@ from app.api.responses.input_items import new_item_id
 from app.api.responses.tools import CUSTOM_INPUT, DeclaredTool
 from app.core.events import TokenLogprob
 from app.http.responses import JsonObject
+
+# the arguments of a custom tool before its input, without white space
+_INPUT_START = f'{{"{CUSTOM_INPUT}":"'
+
+# the same with the complete characters of an input that has not ended
+_PARTIAL_INPUT = re.compile(
+    rf'''\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"((?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{{4}}))*)'''
+)
 
 
 class OutputItem(Protocol):
@@ -208,7 +218,7 @@ class CustomToolCallItem(CallItem):
         return iter(())
 
     def _content_done(self, arguments: str) -> Iterator[JsonObject]:
-        self._input = _read_custom_input(arguments)
+        self._input = read_custom_input(arguments)
         if self._input:
             yield self._content_event("delta", delta=self._input)
         yield self._content_event("done", input=self._input)
@@ -227,12 +237,23 @@ def _render_name(tool: DeclaredTool) -> JsonObject:
     return {"name": tool.name, **namespace}
 
 
-def _read_custom_input(arguments: str) -> str:
-    """Returns the input of a custom tool, or the whole arguments if they do not have the expected
-    format."""
+def read_custom_input(arguments: str) -> str:
+    """Returns the input of a custom tool, also of arguments that end within it, or the whole
+    arguments if they do not have the expected format."""
     try:
         read: object = orjson.loads(arguments)
     except orjson.JSONDecodeError:
-        return arguments
+        return _read_partial_input(arguments)
     text = cast("JsonObject", read).get(CUSTOM_INPUT) if isinstance(read, dict) else None
     return text if isinstance(text, str) else arguments
+
+
+def _read_partial_input(arguments: str) -> str:
+    """Returns the part of the input in arguments that end before the object does. Other text that
+    is not JSON is returned unchanged."""
+    found = _PARTIAL_INPUT.match(arguments)
+    if found is None:
+        begun = _INPUT_START.startswith("".join(arguments.split()))
+        return "" if begun else arguments
+    text: str = json.loads(f'"{found[1]}"')
+    return text[:-1] if "\ud800" <= text[-1:] <= "\udbff" else text

@@ -203,13 +203,14 @@ def _read_custom_tool(fields: Fields) -> Tool:
     enforced within a JSON string, so it is added to the description."""
     _reject_execution_options(fields)
     text: JsonObject = {"type": "string"}
-    description, pattern = fields.string("description"), None
+    description, source = fields.string("description"), None
     format_ = fields.nested("format")
     if format_ is not None and format_.required_one_of("type", ("text", "grammar")) == "grammar":
         syntax = format_.required_one_of("syntax", ("lark", "regex"))
         definition = format_.required_string("definition")
         if syntax == "regex":
-            text["pattern"] = pattern = definition
+            # a pattern of a JSON Schema may match anywhere in the string
+            text["pattern"], source = f"^(?:{definition})$", format_.path("definition")
         else:
             shown = f"The {CUSTOM_INPUT} follows this Lark grammar:\n{definition}"
             description = "\n\n".join(filter(None, (description, shown)))
@@ -224,8 +225,9 @@ def _read_custom_tool(fields: Fields) -> Tool:
             "required": [CUSTOM_INPUT],
             "additionalProperties": False,
         },
-        strict=pattern is not None,
+        strict=source is not None,
         param=_get_path(fields),
+        source_param=source,
     )
 
 

@@ -31,8 +31,8 @@ def test_effort_is_a_word(effort: str):
 
 @pytest.mark.parametrize("name", THINKING_BUDGET_FIELDS)
 def test_a_budget_has_the_names_of_several_servers(name: str):
-    assert read(**{name: 100})[0] == ReasoningOptions(token_budget=100)
-    assert read(**{name: 0})[0] == ReasoningOptions(token_budget=0)
+    assert read(**{name: 100})[0] == ReasoningOptions(token_budget=100, budget_param=name)
+    assert read(**{name: 0})[0] == ReasoningOptions(token_budget=0, budget_param=name)
     assert read(**{name: -1})[0] == ReasoningOptions()
 
 
@@ -101,7 +101,12 @@ ON = ReasoningOptions(enabled=True, param="enable_thinking")
         ({"thinking": {"type": "adaptive"}}, ReasoningOptions()),
         (
             {"thinking": {"type": "enabled", "budget_tokens": 9}},
-            ReasoningOptions(enabled=True, token_budget=9, param="thinking"),
+            ReasoningOptions(
+                enabled=True,
+                token_budget=9,
+                param="thinking",
+                budget_param="thinking.budget_tokens",
+            ),
         ),
         (
             {"reasoning": {"effort": "low"}},
@@ -109,7 +114,12 @@ ON = ReasoningOptions(enabled=True, param="enable_thinking")
         ),
         (
             {"reasoning": {"enabled": True, "max_tokens": 9, "exclude": False}},
-            ReasoningOptions(enabled=True, token_budget=9, param="reasoning.enabled"),
+            ReasoningOptions(
+                enabled=True,
+                token_budget=9,
+                param="reasoning.enabled",
+                budget_param="reasoning.max_tokens",
+            ),
         ),
         ({"reasoning_effort": "low", "enable_thinking": True}, ReasoningOptions(effort="low")),
         ({"thinking_budget": 5, "thinking_budget_tokens": 5}, ReasoningOptions(token_budget=5)),

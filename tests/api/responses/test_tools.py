@@ -1,14 +1,18 @@
 """Tools of /v1/responses: what the model sees of them, and which are left out."""
 
+import json
+import re
 from typing import Any
 
 import pytest
 
 from app.api.fields import Fields
 from app.api.openai.tools import ToolOptions
+from app.api.responses.output_items import read_custom_input
 from app.api.responses.tools import DeclaredTool, ResponseTools, qualify_name, read_response_tools
 from app.core.errors import AppError
-from app.core.requests import NamedToolChoice
+from app.core.requests import JsonSchema, NamedToolChoice
+from tests.grammar.test_llguidance_backend import accepts
 
 NOW: dict[str, Any] = {"type": "function", "name": "now", "parameters": {"type": "object"}}
 PATCH: dict[str, Any] = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
@@ -70,7 +74,18 @@ def test_a_lark_grammar_is_shown_to_the_model_and_a_regular_expression_is_enforc
     regex = {"type": "grammar", "syntax": "regex", "definition": "[a-z]+"}
     [enforced] = read(PATCH | {"format": regex}).options.tools
     assert enforced.strict
-    assert enforced.parameters["properties"]["input"]["pattern"] == "[a-z]+"
+    assert enforced.parameters["properties"]["input"]["pattern"] == "^(?:[a-z]+)$"
+
+
+@pytest.mark.parametrize("definition", ["[0-9]{3}", "^[0-9]{3}$", "[0-9]{3}|x", "(?i)abc"])
+def test_the_whole_input_of_a_custom_tool_matches_its_regular_expression(definition: str):
+    regex = {"type": "grammar", "syntax": "regex", "definition": definition}
+    [tool] = read(PATCH | {"format": regex}).options.tools
+    schema = JsonSchema(text=json.dumps(tool.parameters))
+    inputs = ("204", "x", "ABC", "2045", "a 204", "204 b", "useromm", "")
+    accepted = {one for one in inputs if accepts(schema, json.dumps({"input": one}))}
+    expected = re.compile(definition)
+    assert accepted == {one for one in inputs if expected.fullmatch(one)}
 
 
 def test_hosted_tools_are_omitted_with_a_notice_that_lists_each_once():
@@ -136,3 +151,23 @@ def test_a_choice_of_a_hosted_or_unknown_tool_is_rejected():
     assert get_rejected_field(NOW, tool_choice={"type": "web_search"}) == "tool_choice.type"
     unknown = {"type": "function", "name": "now", "namespace": "other"}
     assert get_rejected_field(NOW, tool_choice=unknown) == "tool_choice.name"
+
+
+@pytest.mark.parametrize(
+    "written", ['{"input": "useful 🙂 \\"text\\"\\n"}', '{ "input" :"a\\u00e9\\ud83d\\ude00b"}']
+)
+def test_the_input_of_a_call_that_ends_early_is_the_beginning_of_its_text(written: str):
+    """Wherever the arguments end, no part of the JSON around the input is shown."""
+    whole = json.loads(written)["input"]
+    lengths = list[int]()
+    for end in range(len(written) + 1):
+        shown = read_custom_input(written[:end])
+        assert whole.startswith(shown)
+        lengths.append(len(shown))
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == len(whole)
+
+
+@pytest.mark.parametrize("written", ["free text", '{"other": "x"', '{"input": 1}', "[1]"])
+def test_arguments_of_another_form_are_the_input(written: str):
+    assert read_custom_input(written) == written
