@@ -256,7 +256,7 @@ _OUTPUT_TIMEOUT = 1.0
 
 # Signals that other processes send. An operator may send any of these. The system sends SIGKILL
 # when it is out of memory.
-_EXTERNAL_SIGNALS = frozenset(
+EXTERNAL_SIGNALS = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 )
 
@@ -453,7 +453,7 @@ class ChildProcess:
         )
 
     def _classify_exit(self, status: int) -> FailureCause:
-        if -status not in _EXTERNAL_SIGNALS:
+        if -status not in EXTERNAL_SIGNALS:
             return "fault"
         before, now = self._oom_kills_at_start, count_oom_kills()
         if status == -signal.SIGKILL and (before is None or before != now):

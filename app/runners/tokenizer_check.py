@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
-from app.runners.child_process import CompletedChild, describe_exit, run_module
+from app.runners.child_process import EXTERNAL_SIGNALS, CompletedChild, describe_exit, run_module
 from app.runners.codec import Codec
 
 # The exit status of a check that exceeded its memory limit.
@@ -33,6 +33,9 @@ _ENVIRONMENT = {
     "RAYON_NUM_THREADS": "1",
     "RUST_BACKTRACE": "0",
 }
+
+# The Retry-After value in seconds if a check was interrupted or took too long.
+_RETRY_AFTER = 10
 
 # The messages that allocators print before they abort the process.
 _ALLOCATION_ERRORS = ("memory allocation of", "capacity overflow", "MemoryError")
@@ -84,8 +87,10 @@ class _FileStamp:
 
 
 class TokenizerChecker:
-    """Checks each tokenizer.json once until it changes. Runs on the event loop. `is_trusted`
-    returns whether a model is the built-in model, whose tokenizer is not checked."""
+    """Checks each tokenizer.json until there is a verdict, and then only after it has changed. A
+    check without a verdict, whose process crashed, was killed or took too long on an overloaded
+    machine, is repeated by the next call. Runs on the event loop. `is_trusted` returns whether a
+    model is the built-in model, whose tokenizer is not checked."""
 
     def __init__(
         self, is_trusted: Callable[[ModelFiles], bool], limits: CheckLimits | None = None
@@ -93,28 +98,29 @@ class TokenizerChecker:
         self._is_trusted = is_trusted
         self._limits = limits or CheckLimits()
         # Maps paths to the stamp of the checked file and the error (None if it may be used).
-        self._outcomes: dict[str, tuple[_FileStamp, str | None]] = {}
+        self._verdicts: dict[str, tuple[_FileStamp, str | None]] = {}
         # Keyed by path, because one model may have several names.
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def check(self, files: ModelFiles) -> None:
         """Raises AppError(MODEL_FILES) for a tokenizer that must not be used. The message gives the
-        reason in one line. Raises AppError(ENGINE) if the process for the check cannot be
-        started."""
+        reason in one line. Raises AppError(OVERLOADED) if the process for the check was killed from
+        outside or took too long, and AppError(ENGINE) if it cannot be started."""
         if self._is_trusted(files):
             return
         path = str(files.tokenizer_path)
         async with self._locks.setdefault(path, asyncio.Lock()):
             identity = _read_stamp(files)
-            known, refused = self._outcomes.get(path, (None, None))
+            known, refused = self._verdicts.get(path, (None, None))
             if known != identity:
                 refused = await self._run_check(files, identity)
-                self._outcomes[path] = (identity, refused)
+                self._verdicts[path] = (identity, refused)
         if refused is not None:
             raise AppError(ErrorKind.MODEL_FILES, refused)
 
     async def _run_check(self, files: ModelFiles, stamp: _FileStamp) -> str | None:
-        """Runs the check. Returns the reason why the tokenizer must not be used, or None."""
+        """Runs the check. Returns the verdict: the reason why the tokenizer must not be used, or
+        None. Raises AppError if there is no verdict."""
         limits = self._limits
         memory = limits.memory + _MEMORY_PER_BYTE * stamp.size
         question = CheckRequest(
@@ -125,18 +131,30 @@ class TokenizerChecker:
             reply = await run_module(
                 "app.runners.tokenizer_check_main", line, limits.wall, _ENVIRONMENT
             )
-        except TimeoutError:
-            why = f"takes longer than {limits.wall:g} s"
+        except TimeoutError as error:
+            # A file that needs much computation exceeds the CPU limit, which is lower.
+            what = f"took longer than {limits.wall:g} s"
+            raise _retry_error(files, what) from error
         except OSError as error:
             message = (
                 f"{files.tokenizer_path}: cannot start a process to check the tokenizer: {error}"
             )
             raise AppError(ErrorKind.ENGINE, message) from error
-        else:
-            if reply.status == 0 and reply.stdout:
-                return Codec[CheckResponse](CheckResponse).decode(reply.stdout).error
-            why = _describe_failure(reply, memory, limits.cpu)
-        return f"{files.tokenizer_path} is not a usable tokenizer: checking it {why}"
+        if reply.status == 0 and reply.stdout:
+            return Codec[CheckResponse](CheckResponse).decode(reply.stdout).error
+        unusable = f"{files.tokenizer_path} is not a usable tokenizer: checking it "
+        if (limit := _find_exceeded_limit(reply, memory, limits.cpu)) is not None:
+            return unusable + limit
+        if -reply.status in EXTERNAL_SIGNALS:
+            raise _retry_error(files, f"failed: its process {describe_exit(reply.status)}")
+        reason = reply.reason and f": {reply.reason}"
+        message = f"{unusable}fails: its process {describe_exit(reply.status)}{reason}"
+        raise AppError(ErrorKind.MODEL_FILES, message)
+
+
+def _retry_error(files: ModelFiles, what: str) -> AppError:
+    message = f"{files.tokenizer_path}: the check of the tokenizer {what}: try again later"
+    return AppError(ErrorKind.OVERLOADED, message, retry_after=_RETRY_AFTER)
 
 
 def _read_stamp(files: ModelFiles) -> _FileStamp:
@@ -148,11 +166,12 @@ def _read_stamp(files: ModelFiles) -> _FileStamp:
     return _FileStamp(size=found.st_size, mtime_ns=found.st_mtime_ns)
 
 
-def _describe_failure(reply: CompletedChild, memory: int, cpu: int) -> str:
+def _find_exceeded_limit(reply: CompletedChild, memory: int, cpu: int) -> str | None:
+    """Returns a clause about the limit that a failed check has exceeded, or None."""
     if reply.status == OUT_OF_MEMORY_STATUS or any(
         sign in reply.reason for sign in _ALLOCATION_ERRORS
     ):
         return f"needs more than {memory >> 20} MiB of memory"
     if reply.status == -signal.SIGXCPU:
         return f"takes more than {cpu} s of CPU time"
-    return f"fails: its process {describe_exit(reply.status)}{reply.reason and f': {reply.reason}'}"
+    return None

@@ -88,7 +88,11 @@ def test_a_check_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.Monkey
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     files = model(tmp_path / "model")
-    assert check_error(files, wall=0.5).endswith("checking it takes longer than 0.5 s")
+    with pytest.raises(
+        AppError, match=r"the check of the tokenizer took longer than 0\.5 s"
+    ) as caught:
+        check(files, wall=0.5)
+    assert (caught.value.kind, caught.value.retry_after) == (ErrorKind.OVERLOADED, 10)
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
@@ -138,6 +142,50 @@ def test_an_unchanged_file_is_checked_once(tmp_path: Path, monkeypatch: pytest.M
             await checker.check(files)
         assert caught.value.kind is ErrorKind.ENGINE
         monkeypatch.undo()
+        await checker.check(files)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("KILL", ErrorKind.OVERLOADED), ("SEGV", ErrorKind.MODEL_FILES)]
+)
+def test_a_check_that_was_killed_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: ErrorKind
+) -> None:
+    """The model was refused until the server restarted, although only one process was killed."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nulimit -c 0\nkill -{name} $$\n")
+    python.chmod(0o755)
+    files = model(tmp_path / "model")
+    checker = TokenizerChecker(lambda _: False)
+
+    async def run() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", str(python))
+            with pytest.raises(AppError, match=f"its process was killed by SIG{name}") as caught:
+                await checker.check(files)
+            assert caught.value.kind is kind
+        await checker.check(files)
+
+    asyncio.run(run())
+
+
+def test_a_check_that_took_too_long_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def time_out(*_: object) -> None:
+        raise TimeoutError
+
+    files = model(tmp_path / "model")
+    checker = TokenizerChecker(lambda _: False)
+
+    async def run() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("app.runners.tokenizer_check.run_module", time_out)
+            with pytest.raises(AppError) as caught:
+                await checker.check(files)
+            assert caught.value.kind is ErrorKind.OVERLOADED
         await checker.check(files)
 
     asyncio.run(run())
