@@ -40,7 +40,8 @@ SubmitJob = Callable[[Job], AbstractAsyncContextManager[Submission]]
 class SerialTurns:
     """Runs tasks one at a time.
 
-    max_waiting: the maximum number of waiting tasks.
+    max_waiting: the maximum number of waiting tasks. A task that gets its turn at once does not
+        wait.
     max_turn: the number of seconds after which the next task may start.
     """
 
@@ -52,9 +53,9 @@ class SerialTurns:
 
     @asynccontextmanager
     async def take_turn(self) -> AsyncGenerator[None]:
-        """Waits for a turn, and holds it until the context exits. Raises AppError(BUSY) if too many
-        tasks are waiting."""
-        if self._waiting >= self._max_waiting:
+        """Waits for a turn, and holds it until the context exits. Raises AppError(BUSY) if the turn
+        is taken and too many tasks are waiting."""
+        if self._free.locked() and self._waiting >= self._max_waiting:
             raise AppError(
                 ErrorKind.BUSY,
                 "prompts that were running when the model failed are retried one at a "

@@ -332,6 +332,31 @@ def test_max_queue_limits_the_waiting_suspects():
     run(body())
 
 
+def test_a_suspect_runs_at_once_if_the_queue_has_no_places():
+    """With `--max-queue 0`, it was rejected for an hour, although no other job was running."""
+
+    async def body() -> None:
+        script = RunnerScript()
+        script.requirements = {"a": make_requirement(1)}
+        model = make_model("a", max_queue=0)
+        jobs = [job(name, ord(name)) for name in "xy"]
+        async with run_pool(script) as pool, pool.lease(model) as lease:
+            await lease.wait()
+            handle = pool.get_handle(model)
+            await crash_runner(script, handle, *jobs)
+            script.may_end.clear()
+            first = asyncio.create_task(end_reason(handle, jobs[0]))
+            await wait_until(lambda: script.runner_of("a").num_running == 1)
+            with pytest.raises(AppError) as raised:
+                await collect_updates(handle, jobs[1])
+            assert raised.value.kind is ErrorKind.BUSY
+            script.may_end.set()
+            assert await first == "stop"
+            assert await end_reason(handle, jobs[1]) == "stop"
+
+    run(body())
+
+
 def test_a_job_left_just_before_a_crash_is_handled_is_counted():
     async def body() -> None:
         script, killer = RunnerScript(), job("x", 6)
