@@ -298,19 +298,22 @@ class PrivateSocket:
         prefix = f"{_SOCKET_PREFIX}{os.getpid()}-"
         self._directory = Path(tempfile.mkdtemp(prefix=prefix, dir=_socket_directory()))
         self.path = self._directory / "worker"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._remove_directory)
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            stack.callback(self._socket.close)
             self._socket.bind(str(self.path))
             self._socket.listen(_BACKLOG)
-        except BaseException:
-            self.close()
-            raise
+            stack.pop_all()
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def close(self) -> None:
         self._socket.close()
+        self._remove_directory()
+
+    def _remove_directory(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
@@ -365,10 +368,13 @@ class ChildProcess:
     async def start(cls, name: str, make_init: Callable[[int, int], bytes]) -> "ChildProcess":
         """Starts the process. `make_init` returns the first line to write to stdin, given the
         descriptors of the socket and of the process's end of the connected pair. Both are the same
-        in both processes."""
-        listener = PrivateSocket()
-        events, child_end = socket.socketpair()
-        try:
+        in both processes. Raises OSError if the process cannot be started."""
+        with contextlib.ExitStack() as on_error, contextlib.ExitStack() as always:
+            listener = PrivateSocket()
+            on_error.callback(listener.close)
+            events, child_end = socket.socketpair()
+            on_error.callback(events.close)
+            always.callback(child_end.close)
             first_line = make_init(listener.fileno(), child_end.fileno()) + b"\n"
             process = await asyncio.create_subprocess_exec(
                 *build_command("app.runners.worker_main", name),
@@ -384,12 +390,7 @@ class ChildProcess:
                 process_group=0,
                 env={**build_environment(), **request_huge_pages(os.environ)},
             )
-        except BaseException:
-            listener.close()
-            events.close()
-            raise
-        finally:
-            child_end.close()
+            on_error.pop_all()
         spawned = cls(name, process, listener, events)
         assert process.stdin is not None
         process.stdin.write(first_line)

@@ -1,10 +1,14 @@
 """The output of a child process, and the description of its exit."""
 
+import asyncio
+import errno
 import os
 import platform
 import re
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.runners.child_process import (
+    ChildProcess,
     LogRateLimit,
     ProcessOutput,
     describe_exit,
@@ -115,6 +120,33 @@ def test_huge_pages_are_requested_unless_the_user_has_decided(
 ):
     environment = {} if known is None else {"GLIBC_TUNABLES": known}
     assert request_huge_pages(environment).get("GLIBC_TUNABLES") == expected
+
+
+@pytest.mark.parametrize("name", ["socket", "socketpair"])
+def test_a_failed_start_removes_the_directory_of_the_socket(
+    monkeypatch: pytest.MonkeyPatch, name: str
+):
+    """Without a free file descriptor, each attempt left a directory behind."""
+
+    made: list[str] = []
+    mkdtemp = tempfile.mkdtemp
+
+    def make_directory(**options: str) -> str:
+        made.append(mkdtemp(**options))
+        return made[-1]
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def run() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(tempfile, "mkdtemp", make_directory)
+            patch.setattr(socket, name, fail)
+            with pytest.raises(OSError, match="Too many open files"):
+                await ChildProcess.start("model", lambda *_: b"")
+
+    asyncio.run(run())
+    assert [Path(directory).exists() for directory in made] == [False]
 
 
 def has_tunable() -> bool:
