@@ -323,7 +323,8 @@ def _exit_out_of_memory(error: MemoryError) -> NoReturn:
 
 
 class _UvicornServer(uvicorn.Server):
-    """A uvicorn server. `on_exit` is called on a stop signal, to end the endless response."""
+    """A uvicorn server that stops on SIGINT, which the parent sends. `on_exit` is then called as
+    well. SIGTERM is ignored."""
 
     def __init__(self, app: ASGIApp, on_exit: Callable[[], None]) -> None:
         super().__init__(
