@@ -9,7 +9,7 @@ ends at its next check. The next download or upload can start only then.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -108,10 +108,9 @@ class InstalledModels:
 
     async def delete(self, name: str) -> None:
         if self._registry.is_named(name):
-            message = f"{_quote(name)} was named when the server was started: it cannot be deleted"
-            raise AppError(ErrorKind.INVALID, message)
+            raise _named_error(name)
         async with self._writing:
-            await asyncio.to_thread(_delete, name)
+            await asyncio.to_thread(_delete, name, self._registry.named_paths())
         await self._registry.refresh()
 
     async def has_blob(self, digest: str) -> bool:
@@ -291,21 +290,43 @@ def _restore(name: OllamaName, path: Path, before: bytes | None) -> None:
         writer.delete_manifest(name)
 
 
-def _delete(text: str) -> None:
-    """Deletes a model in Ollama's store or a repository in the hub's cache. Runs on a thread."""
-    from app.store.hub.cache import delete_repository
+def _delete(text: str, protected: Sequence[Path]) -> None:
+    """Deletes a model in Ollama's store or a repository in the hub's cache. Raises
+    AppError(INVALID) if one of the paths `protected` belongs to it. Runs on a thread."""
+    from app.store.hub.cache import delete_repository, repo_folder
 
     ollama, hub = parse_ollama_name(text), parse_hub_name(text)
-    if ollama is not None and manifest.get_manifest_path(ollama).is_file():
+    if ollama is not None and (path := manifest.get_manifest_path(ollama)).is_file():
+        if any(_is_in(one, path) for one in protected):
+            raise _named_error(text)
         writer.delete_manifest(ollama)
         return
     try:
         if hub is not None:
+            folder = repo_folder(hub.repo_id)
+            if any(_is_in(one, folder) for one in protected):
+                raise _named_error(text)
             delete_repository(hub)
             return
     except FileNotFoundError:
         pass
     raise AppError(ErrorKind.MODEL_NOT_FOUND, f"model '{_quote(text)}' not found")
+
+
+def _is_in(path: Path, ancestor: Path) -> bool:
+    """Returns whether `path` is `ancestor` or in it. Compares the files, because a file may have
+    several paths, for example if the file system ignores case."""
+    resolved = path.resolve()
+    for one in (resolved, *resolved.parents):
+        with suppress(OSError):  # one of them does not exist
+            if one.samefile(ancestor):
+                return True
+    return False
+
+
+def _named_error(name: str) -> AppError:
+    message = f"{_quote(name)} was named when the server was started: it cannot be deleted"
+    return AppError(ErrorKind.INVALID, message)
 
 
 def _quote(name: str) -> str:

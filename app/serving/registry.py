@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from app import store
 from app.core.errors import AppError, ErrorKind
@@ -21,6 +22,7 @@ from app.core.settings import ModelSettings, Settings
 from app.core.units import pluralize
 from app.engine.model_info import complete_config
 from app.store.library_names import find_equivalent
+from app.store.model_names import parse_ollama_name
 
 log = logging.getLogger(__name__)
 
@@ -127,8 +129,18 @@ class ModelRegistry:
         return self._settings.installed
 
     def is_named(self, name: str) -> bool:
-        """Returns whether a model was specified at startup."""
-        return name in self._named
+        """Returns whether a model was specified at startup. Any spelling of its name is accepted,
+        such as library/name:latest."""
+        parsed = parse_ollama_name(name)
+        for spelled in (name, name if parsed is None else str(parsed)):
+            entry = self.find_own(spelled)
+            if entry is not None and entry.served.name in self._named:
+                return True
+        return False
+
+    def named_paths(self) -> Sequence[Path]:
+        """Returns the paths of the models specified at startup."""
+        return [entry.files.path for entry in self._named.values()]
 
     async def refresh(self) -> None:
         """Scans the installed models after this server changed them."""

@@ -298,6 +298,50 @@ def test_a_model_named_at_start_cannot_be_deleted(use):
     use(body)
 
 
+def test_a_model_named_at_start_cannot_be_deleted_under_another_name(
+    use,
+    hub: StandIn,  # noqa: F811
+    commit: str,  # noqa: F811
+):
+    """Only the exact name was protected. An alias or a revision is another name of the files."""
+
+    async def install(library: InstalledModels, _: ModelRegistry) -> None:
+        await collect(library.create(recipe()))
+        await library.copy("poet", "other:v2")
+        await library.copy("poet", "third")
+        await collect(library.pull(NAME.repo_id))
+
+    use(install)
+    models = (
+        ModelSettings(name="poet"),
+        ModelSettings(name="other:v2", alias="chat"),
+        ModelSettings(name=f"{NAME.repo_id}@{commit}", alias="pinned"),
+    )
+    chosen = Settings(models=models, installed=True)
+    entries = [build_entry(one, complete_config(store.find(one.name)), chosen) for one in models]
+
+    async def delete_all() -> None:
+        library = InstalledModels(ModelRegistry(entries, chosen))
+        for name in (
+            "poet",
+            "poet:latest",
+            "library/poet",
+            "registry.ollama.ai/library/poet:latest",
+            "chat:latest",
+            "library/chat",
+            "other:v2",
+            "library/other:v2",
+            NAME.repo_id,
+        ):
+            with pytest.raises(AppError, match="named when the server was started"):
+                await library.delete(name)
+        await library.delete("library/third:latest")
+
+    asyncio.run(delete_all())
+    for model in models:
+        assert store.resolve(model.name).weight_bytes > 0
+
+
 def test_a_server_of_named_models_only_installs_nothing(use):
     async def body(library: InstalledModels, _: ModelRegistry) -> None:
         for work in (library.pull("a/b"), library.create(recipe())):
