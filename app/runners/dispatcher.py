@@ -42,7 +42,7 @@ UNLOADING_MESSAGE = "the model is being unloaded"
 
 class EngineClient(Protocol):
     """Sends commands to an engine. The engine's messages are passed to `Dispatcher.receive`, and
-    embeddings to `Dispatcher.finish_embedding`."""
+    embeddings to `Dispatcher.finish_embedding` or `Dispatcher.fail_embedding`."""
 
     async def submit(self, job: Job) -> None:
         """Submits a job, and returns when the engine has accepted it. Raises AppError if the job is
@@ -126,7 +126,7 @@ class Dispatcher:
         self._engine_state = _EngineState()
         self._failure: AppError | None = None
         self._streams: dict[str, RequestStream] = {}
-        self._embedding: dict[str, asyncio.Future[EmbedResult]] = {}
+        self._embedding: dict[str, asyncio.Future[EmbedResult | AppError]] = {}
         self._compiling = 0
         self._loss: RunnerFailure | None = None
         self._load_finished = asyncio.Event()  # set when the load has succeeded or failed
@@ -195,6 +195,8 @@ class Dispatcher:
             raise
         finally:
             del self._embedding[job.id]
+        if isinstance(embedded, AppError):
+            raise embedded
         if embedded.error is not None:
             raise AppError(ErrorKind.ENGINE, embedded.error)
         return embedded.vectors
@@ -230,9 +232,16 @@ class Dispatcher:
                 assert_never(message)
 
     def finish_embedding(self, embedded: EmbedResult) -> None:
-        over = self._embedding.get(embedded.job_id)
+        self._end_embedding(embedded.job_id, embedded)
+
+    def fail_embedding(self, job: str, error: AppError) -> None:
+        """Fails an embedding job that the engine has not accepted."""
+        self._end_embedding(job, error)
+
+    def _end_embedding(self, job: str, result: EmbedResult | AppError) -> None:
+        over = self._embedding.get(job)
         if over is not None and not over.done():
-            over.set_result(embedded)
+            over.set_result(result)
 
     def fail(
         self, error: AppError, *, job_error: str | None = None, cause: FailureCause = "fault"

@@ -149,7 +149,8 @@ class WorkerClient:
             return
         if not isinstance(error, AppError):
             log.error("cannot decode the response to an embedding job", exc_info=error)
-        self._dispatcher.finish_embedding(EmbedResult(job_id=job, error=str(error)))
+            error = AppError(ErrorKind.ENGINE, str(error))
+        self._dispatcher.fail_embedding(job, error)
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
         self._start_task(self._cancel_job(job, keep))

@@ -218,6 +218,25 @@ def test_updates_of_jobs_that_were_left_are_dropped():
     with_dispatcher(body)
 
 
+def test_an_embedding_job_that_fails_keeps_its_error():
+    """The kind was lost, so a server without descriptors returned a 500 without Retry-After."""
+
+    async def body(dispatcher: Dispatcher, engine: FakeEngine) -> None:
+        dispatcher.receive(READY)
+        vectors = EmbedJob(id="v", inputs=((1,),), pooling="mean")
+        task = asyncio.create_task(dispatcher.embed(vectors))
+        await asyncio.sleep(0)
+        error = AppError(ErrorKind.OVERLOADED, "try again", code="full", retry_after=3)
+        dispatcher.fail_embedding("v", error)
+        dispatcher.fail_embedding("another", error)
+        with pytest.raises(AppError) as caught:
+            await task
+        assert caught.value is error
+        assert engine.calls == ["embed v"]
+
+    with_dispatcher(body)
+
+
 def test_ended_work_is_not_cancelled():
     """The engine may be gone if a client disconnects at the moment of the failure."""
 

@@ -11,11 +11,13 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from app import store
+from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, ErrorKind
 from app.core.requests import ChoiceGrammar
 from app.core.settings import Settings
@@ -146,6 +148,28 @@ def test_a_request_without_a_free_descriptor_gets_retry_after(
         assert ids(await answer(running, "again", b"hello", **options)) == [ord("a")]
 
     use_runner(body)
+
+
+def test_embeddings_without_a_free_descriptor_get_retry_after(tiny_model: Path) -> None:
+    """They failed with 500. The runner is new, because no connection for embeddings may be open."""
+
+    async def run() -> None:
+        inputs = EmbedJob(id="a", inputs=((1, 2),), pooling="mean")
+        async with start_runner(tiny_model) as running:
+            with (
+                exhaust_descriptors(),
+                pytest.raises(AppError, match="the server is out of file descriptors") as caught,
+            ):
+                await running.embed(inputs)
+            error = caught.value
+            assert (error.kind, error.code, error.retry_after) == (
+                ErrorKind.OVERLOADED,
+                "out_of_resources",
+                1,
+            )
+            assert len(await running.embed(replace(inputs, id="b"))) == 1
+
+    asyncio.run(run())
 
 
 def test_garbage_on_the_socket_affects_no_request(use_runner: UseRunner) -> None:
