@@ -21,6 +21,7 @@ import httpx
 import pytest
 
 from app.http.api_keys import parse_key_file
+from tests import tiny
 from tests.deploy.guide_sandbox import (
     GUIDE,
     PROGRAM,
@@ -32,6 +33,7 @@ from tests.deploy.guide_sandbox import (
 from tests.deploy.nginx import NAME, Certificate, run_nginx
 from tests.deploy.test_install import load_script
 from tests.server_process import ROOT, TIMEOUT
+from tests.store.stand_in import StandIn
 
 KEY_FILE = "/etc/mlxrunner/keys.toml"
 
@@ -103,12 +105,16 @@ def linux(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     for block in (*read_blocks("Linux with systemd"), *read_blocks("TLS with nginx")):
         sandbox.run(block)
     unit = sandbox.get_path("/etc/systemd/system/mlxrunner.service")
-    # systemd creates them
-    for folder in ("/var/lib/mlxrunner", "/var/cache/mlxrunner"):
-        sandbox.get_path(folder).mkdir(parents=True, mode=0o700)
+    create_service_folders(sandbox)
     unit.write_text(sandbox.relocate(unit.read_text("utf-8")), "utf-8")
     with run_command(*read_unit(unit), sandbox) as port:
         yield Service(sandbox, port, keys)
+
+
+def create_service_folders(sandbox: Sandbox) -> None:
+    """Creates the folders that systemd creates for the unit."""
+    for folder in ("/var/lib/mlxrunner", "/var/cache/mlxrunner"):
+        sandbox.get_path(folder).mkdir(parents=True, mode=0o700)
 
 
 # Linux
@@ -205,6 +211,53 @@ def test_without_a_key_file_the_service_does_not_start(tmp_path: Path) -> None:
     [line] = process.stderr.splitlines()
     assert "--api-keys" in line
     assert str(sandbox.get_path(KEY_FILE)) in line
+
+
+# Models
+
+
+def apply_model_settings(sandbox: Sandbox) -> str:
+    """Changes the lines of the settings file as the section says. Returns the model's name."""
+    section = GUIDE.read_text("utf-8").split("\n## Models\n")[1].split("\n## ")[0]
+    [block] = re.findall(r"^```toml\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    file = sandbox.get_path("/etc/mlxrunner/mlxrunner.toml")
+    text = file.read_text("utf-8")
+    for line in filter(None, block.splitlines()):
+        start = re.escape(line.partition("=")[0])
+        text, count = re.subn(rf"^#{start}.*$", line, text, count=1, flags=re.MULTILINE)
+        assert count == 1, line
+    file.write_text(text, "utf-8")
+    [name] = re.findall(r'^name = "(.*)"$', block, re.MULTILINE)
+    return name
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs GNU env")
+def test_the_service_serves_a_model_that_the_guide_pulls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub has ended when the service starts, so the model comes from the service's cache."""
+    sandbox = Sandbox.make(tmp_path)
+    keys = follow_install(sandbox)
+    sandbox.run(read_blocks("Linux with systemd")[0])
+    create_service_folders(sandbox)
+    name = apply_model_settings(sandbox)
+    hub = StandIn()
+    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+    for variable in ("HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(variable, raising=False)
+    try:
+        hub.add(name, tiny.write(tmp_path / "model"))
+        assert f"{name} is complete" in sandbox.run(read_blocks("Models")[0])
+    finally:
+        hub.close()
+    cache = sandbox.get_path("/var/cache/mlxrunner/huggingface/hub")
+    assert [path.name for path in cache.glob("models--*")] == [f"models--{name.replace('/', '--')}"]
+    unit = sandbox.get_path("/etc/systemd/system/mlxrunner.service")
+    unit.write_text(sandbox.relocate(unit.read_text("utf-8")), "utf-8")
+    with run_command(*read_unit(unit), sandbox) as port:
+        headers = {"Authorization": f"Bearer {keys['anna']}"}
+        models = httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=headers).json()["data"]
+    assert [model["id"] for model in models] == [name]
 
 
 # nginx
