@@ -18,7 +18,9 @@ RUNBOOK = (ROOT / "docs/runbook.md").read_text("utf-8")
 DOCUMENT: Any = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text("utf-8"))
 ALERTS = [rule for group in DOCUMENT["groups"] for rule in group["rules"]]
 NAMES = [rule["alert"] for rule in ALERTS]
-SPANS = sorted(set(re.findall(r"`([^`]+)`", RUNBOOK)))
+# without the blocks, which tests/manual runs
+PROSE = re.sub(r"^```.*?^```$", "", RUNBOOK, flags=re.MULTILINE | re.DOTALL)
+SPANS = sorted(set(re.findall(r"`([^`]+)`", PROSE)))
 PAGE = "https://github.com/OWNER/mlxrunner/blob/main/docs/runbook.md"
 
 
@@ -54,7 +56,7 @@ def test_each_metric_exists() -> None:
 
 
 def test_each_option_exists() -> None:
-    known = {option.flag for option in OPTIONS} | {"--admin", "--file"}
+    known = {option.flag for option in OPTIONS} | {"--config"}
     named = {flag for span in SPANS for flag in re.findall(r"--[a-z][a-z-]+", span)}
     assert len(named) > 5
     assert named <= known
@@ -77,6 +79,12 @@ def test_each_error_and_log_line_exists() -> None:
     for line in ("could not be loaded", "connection limit reached", "connections need up to"):
         assert any(line in span for span in SPANS), line
         assert line in read_sources()
+
+
+def test_the_deleted_key_is_the_one_that_setup_creates() -> None:
+    [path] = re.findall(r"--entrypoint rm setup -f (\S+)", RUNBOOK)
+    compose = (ROOT / "deploy/compose.yaml").read_text("utf-8")
+    assert f"if ! [ -s {path} ]; then" in compose
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ STUBS: dict[str, Stub] = {
     ),
     "docker": Stub(
         "it builds and runs images; the arguments after the image must be those of `serve`",
+        'if [ "$1" = compose ]; then grep -q "^  setup:" compose.yaml; exit; fi\n'
         'if [ "$1" = build ]; then eval "folder=\\$$#"; [ -f "$folder/Dockerfile" ]; exit; fi\n'
         '[ "$1" = run ] || exit 95\n'
         "while [ $# -gt 0 ]; do\n"
