@@ -96,7 +96,11 @@ def add_launch_arguments(parser: CommandLineParser) -> None:
     parser.add_argument(
         "--print", action="store_true", help="print the settings of the program and do not run it"
     )
-    flags.add_setting_flags(parser)
+    flags.add_setting_flags(
+        parser,
+        "a folder, org/name on the Hugging Face hub, or an Ollama model name (default: the first "
+        "model of the running server, or the built-in model)",
+    )
 
 
 def run_launch(arguments: argparse.Namespace) -> int:
@@ -232,7 +236,11 @@ def add_prove_arguments(parser: CommandLineParser) -> None:
         help="approximate length of the proof (default: 90)",
     )
     group.add_argument("--json", action="store_true", help="print JSON")
-    flags.add_setting_flags(parser)
+    flags.add_setting_flags(
+        parser,
+        "a folder, org/name on the Hugging Face hub, or an Ollama model name (default: the "
+        "built-in model)",
+    )
 
 
 def run_prove(arguments: argparse.Namespace) -> int:

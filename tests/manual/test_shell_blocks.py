@@ -40,7 +40,6 @@ PLACEHOLDERS = {
     # words in capitals, which the page explains
     "=MODEL ": "=builtin ",
     "=MODEL\n": "=builtin\n",
-    "=TOKENS ": "=2048 ",
 }
 
 # Pages on which nothing is installed: they begin with the download of a model.
