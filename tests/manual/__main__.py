@@ -15,7 +15,8 @@ def main() -> None:
     (DOCS / "commands.md").write_text(commands_page.render(), "utf-8")
     memories = [memory_tables.measure(found) for found in memory_tables.list_checkpoints()]
     _replace("memory.md", "models", memory_tables.format_models(memories))
-    _replace("memory.md", "machines", memory_tables.format_machines(memories))
+    for part, compute_budget in memory_tables.MACHINE_PARTS.items():
+        _replace("memory.md", part, memory_tables.format_machines(memories, compute_budget))
     _replace("migrating.md", "options", option_names.render())
 
 

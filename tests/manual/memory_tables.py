@@ -4,12 +4,13 @@ Knows: the configs in tests/models/published.json, the engine's formulas. Must n
 machine. No weight is evaluated, so a model of any size takes no memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
+from app.engine.memory_policy import DeviceMemory, unified_budget
 from app.engine.memory_profile import KVFootprint
 from app.engine.weights import list_parameters
 from models import architectures
@@ -27,9 +28,15 @@ CONTEXTS = (8192, 32768)
 # machine memory in GiB
 MACHINES = (8, 16, 24, 32, 64, 128)
 
-# shares of the machine's memory: the default budget on a CPU, and of that the part for the weights
-# and one conversation, so that the working space of a step has the rest
-BUDGET_SHARE, USED_SHARE = 0.7, 0.9
+# the share of the machine's memory that is the default budget on a CPU
+BUDGET_SHARE = 0.7
+
+# the share of the budget for the weights and one conversation, so that the working space of a step
+# has the rest
+USED_SHARE = 0.9
+
+# the memory in GiB from which macOS recommends three quarters of it instead of two thirds
+LARGE_MAC = 64
 
 NAMES = (
     "Qwen3-0.6B",
@@ -113,11 +120,27 @@ def format_models(memories: Sequence[ModelMemory]) -> str:
     return format_table(head, [format_model_row(memory) for memory in memories])
 
 
-def format_machines(memories: Sequence[ModelMemory]) -> str:
+def compute_cpu_budget(machine: int) -> float:
+    """machine: memory in GiB. Returns bytes."""
+    return machine * GIB * BUDGET_SHARE
+
+
+def compute_mac_budget(machine: int) -> float:
+    """machine: memory in GiB. Returns bytes."""
+    share = 3 / 4 if machine >= LARGE_MAC else 2 / 3
+    physical = machine * GIB
+    return unified_budget(DeviceMemory(physical=physical, recommended=int(share * physical)))
+
+
+# the part of the page for each kind of machine
+MACHINE_PARTS = {"machines": compute_cpu_budget, "macs": compute_mac_budget}
+
+
+def format_machines(memories: Sequence[ModelMemory], compute_budget: Callable[[int], float]) -> str:
     rows: list[tuple[str, ...]] = []
     smaller: dict[int, set[str]] = {4: set(), 8: set()}
     for machine in MACHINES:
-        budget = machine * GIB * BUDGET_SHARE
+        budget = compute_budget(machine)
         cells: list[str] = []
         for bits, listed in smaller.items():
             new = [
