@@ -90,13 +90,15 @@ _LOAD_POLL_INTERVAL = 0.1
 # seconds.
 _STARTUP_TIMEOUT = 30.0
 
-# The maximum interval in seconds between two probes of the job endpoint, and the interval while
-# probes fail.
+# The maximum interval in seconds between two probes of the job endpoint, and the maximum interval
+# while connections fail.
 _PROBE_INTERVAL, _PROBE_RETRY_DELAY = 5.0, 1.0
 
 # The number of consecutive probes that must time out before the process is considered hung. Each
 # probe times out after `watchdog` seconds. A single timeout is not sufficient, because this process
 # may have been suspended during the probe. A hung engine is detected earlier by its heartbeats.
+# A failed connection, which takes no time, counts as the part of a missed probe that passes until
+# the next attempt.
 _MAX_MISSED_PROBES = 2
 
 # The timeout in seconds for the exit of a process that has closed its connection.
@@ -330,26 +332,37 @@ class ProcessRunner:
 
     async def _run_probes(self, name: str, probe: Callable[[], Awaitable[None]]) -> None:
         """Checks that jobs can reach the engine, because heartbeats use a separate connection.
-        Returns when the engine has not accepted a command for too long. An error in this process,
-        such as running out of file descriptors, does not count, because the model process may still
-        be serving other requests."""
+        Returns when the engine has not accepted a command for too long, also if the process cannot
+        be reached, for example because the path of its socket was removed. Exhausted resources of
+        this process, such as file descriptors, do not count, because the model process may still be
+        serving other requests."""
         await self._dispatcher.wait_until_ready()
-        limit, missed = self._settings.watchdog, 0
-        while missed < _MAX_MISSED_PROBES:
+        limit = self._settings.watchdog
+        delay = min(_PROBE_RETRY_DELAY, limit / 4)
+        # Adding up seconds, rather than reading a clock, excludes a suspension of this process.
+        missed, reason = 0.0, ""
+        while missed < _MAX_MISSED_PROBES * limit:
             try:
                 async with asyncio.timeout(limit):
                     await probe()
-                missed, self._unreachable = 0, None
+                missed, self._unreachable = 0.0, None
                 await asyncio.sleep(min(_PROBE_INTERVAL, limit / 4))
-            except ConnectionError as error:
-                self._unreachable = f"the {name} process cannot be reached: {error}"
-                await asyncio.sleep(_PROBE_RETRY_DELAY)
             except TimeoutError:
-                missed += 1
+                missed, reason = missed + limit, ""
+            except OSError as error:
+                reason = f": {error}"
+                self._unreachable = f"the {name} process cannot be reached{reason}"
+                if isinstance(error, ConnectionError) and self._is_expected_to_run():
+                    missed += delay
+                await asyncio.sleep(delay)
         self._stall_message = (
-            f"the {name} process has accepted no requests for {missed * limit:.0f} s"
+            f"the {name} process has accepted no requests for {missed:.0f} s{reason}"
         )
         self._fail_and_kill(AppError(ErrorKind.ENGINE, self._stall_message))
+
+    def _is_expected_to_run(self) -> bool:
+        """Returns whether the process has not exited and is not being stopped."""
+        return not self._stopping and self._process is not None and self._process.alive
 
     def _fail_disconnected(self, name: str, output: str) -> None:
         message = f"the {name} process closed its connection but did not exit"

@@ -53,6 +53,9 @@ _NO_TIMEOUT = httpx2.Timeout(None)
 _FAST_POOL = httpx2.Limits(max_connections=32, max_keepalive_connections=16, keepalive_expiry=60.0)
 _SLOW_POOL = httpx2.Limits(max_connections=64, max_keepalive_connections=4, keepalive_expiry=60.0)
 
+# A probe opens a new connection, like a job that finds no idle one.
+_PROBE_POOL = httpx2.Limits(max_keepalive_connections=0)
+
 # System errors that mean that the resources for a connection are exhausted: the file descriptors of
 # this process or of the machine, the memory for a socket, or ports.
 _EXHAUSTION_ERRNOS = frozenset(
@@ -75,7 +78,7 @@ class WorkerClient:
     """
 
     def __init__(self, socket_path: Path, events: socket.socket, dispatcher: Dispatcher) -> None:
-        self._http, self._slow_http = (
+        self._http, self._slow_http, self._probe_http = (
             httpx2.AsyncClient(
                 base_url="http://worker",
                 transport=httpx2.AsyncHTTPTransport(
@@ -85,7 +88,7 @@ class WorkerClient:
                 trust_env=False,
                 timeout=_NO_TIMEOUT,
             )
-            for limits in (_FAST_POOL, _SLOW_POOL)
+            for limits in (_FAST_POOL, _SLOW_POOL, _PROBE_POOL)
         )
         self._events = events
         self._dispatcher = dispatcher
@@ -107,10 +110,11 @@ class WorkerClient:
         return read_events(self._events)
 
     async def probe(self) -> None:
-        """Sends a command on the same path as a job, and returns when the engine has accepted it.
-        Raises ConnectionError if the connection fails."""
+        """Sends a command on the same path as a job over a new connection, and returns when the
+        engine has accepted it. Raises ConnectionError if the connection fails, and another OSError
+        if the resources for a connection are exhausted."""
         with _as_connection_error():
-            reply = await _request_with_retry(lambda: self._http.post("/v1/probe"), math.inf)
+            reply = await _request_with_retry(lambda: self._probe_http.post("/v1/probe"), 0)
             reply.raise_for_status()
 
     async def get_prefix_snapshot(self) -> PrefixSnapshot:
@@ -166,6 +170,7 @@ class WorkerClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._http.aclose()
         await self._slow_http.aclose()
+        await self._probe_http.aclose()
         self._events.close()
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -192,8 +197,8 @@ class WorkerClient:
             ) from error
         except httpx2.HTTPError as error:
             # The socket listens as long as the process runs. A failed connect therefore means that
-            # the process has exited. Any other error means that the process has just closed the
-            # connection.
+            # the process has exited, or that the path of the socket was removed, which probes
+            # detect. Any other error means that the process has just closed the connection.
             if not isinstance(error, httpx2.ConnectError):
                 self._disconnected.set()
             raise await self._dispatcher.get_failure() from error

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +22,7 @@ from app.core.ports import RunnerFailure
 from app.runners.child_process import count_oom_kills
 from app.runners.worker_client import WorkerClient
 from tests.batches import flatten
+from tests.descriptors import exhaust_descriptors
 from tests.engine.harness import job
 from tests.runners.contract import answer, ids
 from tests.runners.spawning import (
@@ -289,12 +292,16 @@ def test_a_process_that_cannot_be_reached_is_not_reported_as_healthy(
     again when descriptors are free."""
     monkeypatch.setattr("app.runners.process_runner._PROBE_INTERVAL", 0.01)
     monkeypatch.setattr("app.runners.process_runner._PROBE_RETRY_DELAY", 0.01)
-    broken = True
+    # a failed connection would count for longer
+    monkeypatch.setattr("app.runners.process_runner._MAX_MISSED_PROBES", 1e-4)
+    broken, probes = True, 0
     real = WorkerClient.probe
 
     async def probe(client: WorkerClient) -> None:
+        nonlocal probes
+        probes += 1
         if broken:
-            raise ConnectionError("Too many open files")
+            raise OSError(errno.EMFILE, "Too many open files")
         await real(client)
 
     monkeypatch.setattr(WorkerClient, "probe", probe)
@@ -302,15 +309,59 @@ def test_a_process_that_cannot_be_reached_is_not_reported_as_healthy(
     async def run() -> None:
         nonlocal broken
         async with start_runner(tiny_model) as running:
-            while running.status().state == "ready":  # noqa: ASYNC110
+            while probes < 20:  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
             status = running.status()
             assert status.state == "stalled"
-            assert status.error == "the tiny process cannot be reached: Too many open files"
+            assert status.error is not None
+            assert status.error.startswith("the tiny process cannot be reached: ")
+            assert status.error.endswith("Too many open files")
             broken = False
             while running.status().state != "ready":  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
             assert await answer(running, "a", b"x", max_tokens=2)
+
+    asyncio.run(run())
+
+
+def test_a_process_whose_socket_is_removed_is_killed(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that cleans up temporary files removed it. The probes used an open connection, and
+    the errors of others were not counted, so jobs failed until the server restarted."""
+    monkeypatch.setattr("app.runners.process_runner._PROBE_INTERVAL", 0.01)
+    monkeypatch.setattr("app.runners.process_runner._PROBE_RETRY_DELAY", 0.1)
+    monkeypatch.setattr("app.runners.process_runner._MAX_MISSED_PROBES", 0.3 / 60)
+
+    async def run() -> None:
+        async with start_runner(tiny_model, watchdog=60.0) as running:
+            process = pid(running)
+            assert await answer(running, "a", b"x", max_tokens=2)
+            shutil.rmtree(socket_path(running).parent)
+            failure = await running.wait_for_failure()
+            assert failure.cause == "fault"
+            assert failure.message.startswith("the tiny process has accepted no requests for 0 s: ")
+            assert "No such file or directory" in failure.message
+            await running.stop()
+            assert not is_alive(process)
+
+    asyncio.run(run())
+
+
+def test_a_probe_without_a_free_descriptor_gives_another_error_than_a_failed_connection(
+    tiny_model: Path,
+) -> None:
+    """It was retried until it counted as missed, which ended the process."""
+
+    async def run() -> None:
+        async with start_runner(tiny_model) as running:
+            client = running._dispatcher.engine
+            assert isinstance(client, WorkerClient)
+            with exhaust_descriptors(), pytest.raises(OSError, match="Too many open") as caught:
+                await client.probe()
+            assert caught.value.errno == errno.EMFILE
+            assert not isinstance(caught.value, ConnectionError)
+            await client.probe()
 
     asyncio.run(run())
 
