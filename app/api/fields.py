@@ -138,21 +138,14 @@ class Fields:
         assert word is not None
         return word
 
-    def number(
-        self, name: str, low: float, high: float, *, exclusive_low: bool = False
-    ) -> float | None:
-        """Reads a number from `low` to `high`, both inclusive. `exclusive_low` excludes `low`."""
+    def number(self, name: str, low: float, high: float) -> float | None:
+        """Reads a number from `low` to `high`, both inclusive."""
         value = self.value(name)
         if value is None:
             return None
         number = as_number(value)
-        if number is None or not low <= number <= high or (exclusive_low and number == low):
-            range_ = (
-                f"above {low:g} and at most {high:g}"
-                if exclusive_low
-                else f"from {low:g} to {high:g}"
-            )
-            raise self._invalid_value(name, f"a number {range_}", value)
+        if number is None or not low <= number <= high:
+            raise self._invalid_value(name, f"a number from {low:g} to {high:g}", value)
         return number
 
     def integer(self, name: str, low: int, high: int = INT64[1]) -> int | None:

@@ -13,13 +13,12 @@ probabilities.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from http import HTTPStatus
 
 import orjson
 from starlette.routing import Route
 
-from app.api.fields import INT64, Fields, invalid_request, quote_value
+from app.api.fields import INT64, Fields, as_number, invalid_request, quote_value
 from app.api.generate_endpoint import GenerateEndpoint, JsonLines, ParsedRequest, Progress
 from app.api.openai.logprobs import render_token_logprobs
 from app.api.openai.sampling import read_knob
@@ -104,7 +103,8 @@ def _read_sampling(options: Fields) -> dict[str, SamplingValue]:
     for knob in SAMPLING_KNOBS:
         name = knob.runner_name or knob.name
         # 0 is accepted even if it is outside the range of the parameter
-        value = read_knob(options, replace(knob, exclusive_low=False), name, knob.trusted_high)
+        is_zero = as_number(options.value(name)) == 0
+        value = None if is_zero else read_knob(options, knob, name, knob.trusted_high)
         default = knob.default if knob.runner_default is None else knob.runner_default
         read[knob.name] = value or default
     seed = options.integer("seed", *INT64)

@@ -215,10 +215,9 @@ def parse_parameter(name: str, text: str) -> tuple[str, Any]:
     except ValueError:
         value = None
     low, high = (1, float("inf")) if knob is None else (knob.low, knob.high)
-    if value is None or not low <= value <= high or (knob and knob.exclusive_low and value == low):
+    if value is None or not low <= value <= high:
         kind = "a whole number" if knob is None or knob.kind is int else "a number"
-        above = "above" if knob is not None and knob.exclusive_low else "from"
-        limits = f"{above} {low:g}" + ("" if high == float("inf") else f" to {high:g}")
+        limits = f"from {low:g}" + ("" if high == float("inf") else f" to {high:g}")
         raise _usage_error(f"{name} must be {kind} {limits}, not {text}")
     return key, value
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import Json, ModelFiles
-from app.core.sampling_params import SAMPLING_KNOBS, SamplingKnob, SamplingValue
+from app.core.sampling_params import SAMPLING_KNOBS, SamplingValue
 
 # keys that have no effect in greedy decoding
 _RANDOM_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
@@ -66,9 +66,9 @@ def _read_sampling(config: Json) -> Mapping[str, SamplingValue]:
                 raise _InvalidValue(knob.name, value, f"an integer of {knob.low:.0f} or more")
             found[knob.name] = value
         else:
-            in_range = _is_number(value) and knob.low <= value <= knob.trusted_high
-            if not in_range or (knob.exclusive_low and value == knob.low):
-                raise _InvalidValue(knob.name, value, _describe_range(knob))
+            if not _is_number(value) or not knob.low <= value <= knob.trusted_high:
+                range_ = f"a number from {knob.low:g} to {knob.trusted_high:g}"
+                raise _InvalidValue(knob.name, value, range_)
             found[knob.name] = float(value)
         if found[knob.name] == knob.off:
             found[knob.name] = knob.default
@@ -79,12 +79,6 @@ def _read_sampling(config: Json) -> Mapping[str, SamplingValue]:
         found = {key: value for key, value in found.items() if key not in _RANDOM_SAMPLING_KEYS}
         found["temperature"] = 0.0
     return found
-
-
-def _describe_range(knob: SamplingKnob) -> str:
-    if knob.exclusive_low:
-        return f"a number above {knob.low:g} and at most {knob.trusted_high:g}"
-    return f"a number from {knob.low:g} to {knob.trusted_high:g}"
 
 
 def _read_max_tokens(config: Json) -> int | None:

@@ -52,12 +52,12 @@ class SamplingKnob:
     """A numeric sampling parameter that a request may set.
 
     name: the name of the field in `SamplingParams`, in OpenAI's requests and in
-    generation_config.json. low, high: the range, including both bounds; exclusive_low excludes the
-    lower bound. doc: one sentence. model_high: the upper bound for model files and the runner's
-    client, if it differs from high. runner_name: the name in Ollama's options and in llama.cpp, if
-    it differs from name; OpenAI's requests may use either name. runner_default: the value used when
-    the runner's client sends 0, if it differs from the default of `SamplingParams`. off: a second
-    value that disables the parameter, in addition to the default.
+    generation_config.json. low, high: the range, including both bounds. doc: one sentence.
+    model_high: the upper bound for model files and the runner's client, if it differs from high.
+    runner_name: the name in Ollama's options and in llama.cpp, if it differs from name; OpenAI's
+    requests may use either name. runner_default: the value used when the runner's client sends 0,
+    if it differs from the default of `SamplingParams`. off: a second value that disables the
+    parameter, in addition to the default.
     """
 
     name: str
@@ -65,7 +65,6 @@ class SamplingKnob:
     low: float
     high: float
     doc: str
-    exclusive_low: bool = False
     model_high: float | None = None
     runner_name: str | None = None
     runner_default: float | None = None
@@ -113,12 +112,12 @@ SAMPLING_KNOBS: Sequence[SamplingKnob] = (
         high=1,
         doc="The minimum probability of a token, as a fraction of the maximum probability.",
     ),
+    # a smaller penalty would take logits out of the range of float32
     SamplingKnob(
         name="repetition_penalty",
         kind=float,
-        low=0,
+        low=0.01,
         high=10,
-        exclusive_low=True,
         runner_name="repeat_penalty",
         doc="The divisor of positive logits, and factor of negative ones, of repeated tokens.",
     ),

@@ -120,7 +120,7 @@ def test_a_parameter_has_its_name_in_a_request(name: str, text: str, expected: o
         ("temperature", "hot", "must be a number from 0 to 2, not hot"),
         ("top_k", "1.5", "must be a whole number from"),
         ("num_predict", "0", "must be a whole number from 1, not 0"),
-        ("repeat_penalty", "0", "must be a number above 0"),
+        ("repeat_penalty", "0", "must be a number from 0.01"),
         ("num_ctx", "8192", "fixed when a model is loaded"),
         ("tempratur", "1", "did you mean temperature?"),
     ],

@@ -94,7 +94,7 @@ def _read_knob(fields: Fields, knob: SamplingKnob) -> float | int | None:
     value = _read_integer(fields, name) if knob.kind is int else _read_float(fields, name)
     if value is None or (knob.off is not None and value <= knob.off):
         return None if value is None else knob.default
-    if value == 0 and knob.exclusive_low:
+    if value == 0 and knob.low > 0:
         return knob.default
     if knob.name == "seed":
         return value

@@ -144,7 +144,7 @@ def read_knob(fields: Fields, knob: SamplingKnob, name: str, high: float) -> flo
     if knob.kind is int:
         value = fields.integer(name, int(knob.low), int(high))
     else:
-        value = fields.number(name, knob.low, high, exclusive_low=knob.exclusive_low)
+        value = fields.number(name, knob.low, high)
     return knob.default if value is not None and value == knob.off else value
 
 

@@ -104,6 +104,7 @@ def test_fields_that_end_or_limit_the_output_cannot_be_combined_with_a_grammar(b
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"repeat_penalty": 0}, "repeat_penalty"),
+    ({"repetition_penalty": 1e-38}, "repetition_penalty"),
     ({"repeat_penalty": 1.5, "repetition_penalty": 1.25}, "repeat_penalty"),
     ({"allowed_token_ids": []}, "allowed_token_ids"),
     ({"allowed_token_ids": 5}, "allowed_token_ids"),
