@@ -64,20 +64,20 @@ endef
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-venv: $(SERVE) $(SELF)  ## .venv with what serving needs (CUDA=1 on Linux: for NVIDIA)
+venv: $(SERVE) $(SELF)  ## create .venv for serving (CUDA=1 on Linux: for NVIDIA)
 	@if [ -f models/kernels/not_built.txt ]; then cat models/kernels/not_built.txt >&2; fi
 
 serve: venv  ## serve MODEL=folder, or the built-in model; HOST=, PORT=, ARGS=
 	@exec $(BIN)/mlxrunner serve $(if $(MODEL),"$(MODEL)") \
 	    $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(ARGS)
 
-test: venv $(DEV) $(if $(filter-out tests/clients%,$(t)),,$(CLIENTS))  ## the tests, without slow and exhaustive ones; t=tests/text for some
+test: venv $(DEV) $(if $(filter-out tests/clients%,$(t)),,$(CLIENTS))  ## run the tests, without slow and exhaustive ones; t=tests/text selects some
 	@$(BIN)/python -m pytest $(if $(t),$(t),--slow=without -n auto --maxprocesses 4) $(ARGS)
 
-test-all: venv $(DEV) $(CLIENTS)  ## all tests, in timed parts, and the coverage that they must reach
+test-all: venv $(DEV) $(CLIENTS)  ## run all tests, in timed parts, and check the coverage
 	@$(BIN)/python -m tests.run_parts $(ARGS)
 
-test-device: venv $(DEV)  ## on a Mac or with CUDA=1: the tests that need a GPU, and a table of speeds
+test-device: venv $(DEV)  ## on a Mac or with CUDA=1: run the tests that need a GPU, and print a table of speeds
 	@$(BIN)/python -m tests.device $(ARGS)
 
 clients: venv $(DEV) $(CLIENTS) $(PROGRAMS)  ## run examples/ and coding agents against a real server: libraries, a browser, programs
@@ -92,47 +92,47 @@ clients-latest: venv $(DEV)  ## run the newest versions of the coding agents; ch
 	-$(BIN)/uv pip install --quiet --python build/latest/venv/bin/python aider-chat
 	@TEST_PROGRAMS_FOLDER=$(CURDIR)/build/latest $(BIN)/python -m pytest tests/clients/programs -m programs $(ARGS)
 
-check: venv $(DEV)  ## format, lint, types, import rules, documents; changes nothing
+check: venv $(DEV)  ## check format, lint, types, import rules and documents; changes nothing
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/pyright
 	$(BIN)/pyright --project tests
 	$(BIN)/python -m pytest --quiet tests/test_layers.py tests/test_docs.py tests/test_manual.py
 
-fix: venv $(DEV)  ## format, and repair what ruff can
+fix: venv $(DEV)  ## format, and apply ruff's fixes
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-manual: venv $(DEV) .venv-manual/.installed  ## write the generated pages of docs/, and the manual as a site to build/manual
+manual: venv $(DEV) .venv-manual/.installed  ## regenerate pages of docs/, and build the manual as a site in build/manual
 	$(BIN)/python -m tests.manual
 	NO_MKDOCS_2_WARNING=1 .venv-manual/bin/mkdocs build --strict --config-file docs/manual/mkdocs.yml
 
-bench: venv $(DEV)  ## measure; ARGS=--help tells what
+bench: venv $(DEV)  ## run a benchmark; ARGS=--help lists them
 	@$(BIN)/python -m tests.bench $(ARGS)
 
-bench-cpu: venv $(DEV)  ## on a Linux CPU, against its limits and other engines; ARGS=--help tells how
+bench-cpu: venv $(DEV)  ## on a Linux CPU, compare with its limits and other engines; ARGS=--help shows the options
 	@$(BIN)/python -m tests.bench.cpu $(ARGS)
 
-parity: .venv-parity/.installed  ## hold every architecture against mlx-lm and transformers
+parity: .venv-parity/.installed  ## compare every architecture with mlx-lm and transformers
 	@.venv-parity/bin/python -m tests.models.transformers_parity $(ARGS)
 
-screenshots: venv $(DEV) $(CLIENTS)  ## write docs/images again with a browser, to be looked at
+screenshots: venv $(DEV) $(CLIENTS)  ## regenerate docs/images with a browser, for review
 	@SCREENSHOTS=docs/images $(BIN)/python -m pytest --quiet tests/clients/page -k "engine_tab or accessible"
 
-transcripts: venv $(DEV)  ## write tests/transcripts again, to be reviewed as a diff
+transcripts: venv $(DEV)  ## regenerate tests/transcripts, for review as a diff
 	@$(BIN)/python -m pytest --quiet tests/api --transcripts
 
-builtin: .venv-builtin/.installed  ## train the built-in model again
+builtin: .venv-builtin/.installed  ## retrain the built-in model
 	@.venv-builtin/bin/python -m models.builtin.training.train $(ARGS)
 
-wheel: venv $(DEV)  ## dist/*.whl with the kernels in it, tried in a new environment without a compiler
+wheel: venv $(DEV)  ## build dist/*.whl with the kernels, and test it in a new environment without a compiler
 	@$(BIN)/python -m tests.wheel
 
 LOCKED = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --generate-hashes \
          --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" $(ARGS)
 
 # The last of them, on Linux, only where uv sees PyTorch's wheels for the CPU: requirements/parity.in.
-lock: $(DEV)  ## resolve pyproject.toml again into requirements/; ARGS=--upgrade for newer versions
+lock: $(DEV)  ## update the lock files in requirements/; ARGS=--upgrade selects newer versions
 	$(LOCKED) pyproject.toml -o requirements/serve.txt
 	@mkdir -p build
 	$(BIN)/python deploy/wheel/cuda_distribution.py pyproject.toml > build/cuda.in
@@ -148,13 +148,13 @@ lock: $(DEV)  ## resolve pyproject.toml again into requirements/; ARGS=--upgrade
 	$(LOCKED) models/builtin/training/requirements.in -c requirements/serve.txt -o models/builtin/training/requirements.txt
 	$(LOCKED) requirements/parity.in -c requirements/serve.txt -c requirements/dev.txt -o requirements/parity.txt
 
-size: venv  ## the largest files and functions, and modules that are fragments
+size: venv  ## list the largest files and functions, and modules that are too small
 	@$(BIN)/python -m tests.code_size
 
-trace: venv  ## the files that a streamed request runs through
+trace: venv  ## list the files that handle a streamed request
 	@$(BIN)/python -m tests.trace 2>/dev/null
 
-clean:  ## remove what the other targets made
+clean:  ## remove all generated files
 	rm -rf .venv .venv-3.* .venv-aider .venv-anthropic0 .venv-builtin .venv-clients .venv-manual .venv-parity build \
 	    examples/node/node_modules tests/clients/programs/node_modules dist *.egg-info .coverage* htmlcov \
 	    .pytest_cache .ruff_cache .hypothesis
