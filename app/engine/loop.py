@@ -139,9 +139,9 @@ class Loop:
 
     @property
     def exceptions(self) -> int:
-        """The number of exceptions in steps so far. A single process continues after an exception.
+        """The number of exceptions so far. A single process continues after an exception.
         A rank cannot continue, because the state of the other ranks is unknown."""
-        return self._counters.exceptions + self._embedder.exceptions
+        return self._counters.exceptions + self._scheduler.exceptions + self._embedder.exceptions
 
     @property
     def batch_invariant(self) -> bool:
@@ -422,7 +422,7 @@ class Loop:
             return
         for sequence in reversed(batch):
             self._model_runner.reset_sampler(sequence)
-            sequence.discard()
+            self._scheduler.discard(sequence)
             sequence.isolated = True
             self._scheduler.requeue(sequence)
 

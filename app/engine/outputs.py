@@ -182,40 +182,40 @@ class OutputProcessor:
     ) -> None:
         """Ends a sequence. keep: the number of sampled tokens to cache; None caches all.
         stop_token_id: the stop token that ended the sequence."""
-        self._scheduler.remove(sequence)
-        if sequence.running:
-            if self._exact:
-                keep = 0
-            unwanted = 0 if keep is None else sequence.num_output_tokens - keep
-            sequence.commit(keep=len(sequence.ids) - unwanted)
-        self._updates.append(
+        self._report_end(
+            sequence,
             Ended(
                 job_id=sequence.job.id,
                 reason=reason,
                 timestamp_ns=_now(),
                 stop_token_id=stop_token_id,
-            )
+            ),
         )
+        if sequence.running:
+            if self._exact:
+                keep = 0
+            unwanted = 0 if keep is None else sequence.num_output_tokens - keep
+            self._scheduler.commit(sequence, keep=len(sequence.ids) - unwanted)
 
     def fail(
         self, sequence: Sequence, error: str = _FAILED, *, invalid_request: bool = False
     ) -> None:
         """Ends a sequence with an error. `invalid_request` indicates that the request caused the
         error."""
-        self._scheduler.remove(sequence)
-        if sequence.running:
-            sequence.discard()
-        clear_allocator_cache()
         self._counters.failures += 1
-        self._updates.append(
+        self._report_end(
+            sequence,
             Ended(
                 job_id=sequence.job.id,
                 reason="error",
                 timestamp_ns=_now(),
                 error=error,
                 invalid_request=invalid_request,
-            )
+            ),
         )
+        if sequence.running:
+            self._scheduler.discard(sequence)
+        clear_allocator_cache()
 
     @contextlib.contextmanager
     def fail_on_error(self, sequence: Sequence, message: str) -> Generator[None]:
@@ -226,6 +226,12 @@ class OutputProcessor:
             log.exception(message)
             self._counters.exceptions += 1
             self.fail(sequence)
+
+    def _report_end(self, sequence: Sequence, ended: Ended) -> None:
+        """Removes a sequence from the scheduler and reports its end. Both happen before the lease
+        ends, so that each removed sequence is reported, even if an assertion then fails."""
+        self._scheduler.remove(sequence)
+        self._updates.append(ended)
 
     def _report_prompt_done(self, sequence: Sequence) -> None:
         """Reports that the whole prompt was computed."""

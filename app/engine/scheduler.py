@@ -6,8 +6,9 @@ the model, tokens, job updates. The state changes only between two forward passe
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as Ids
+from contextlib import contextmanager
 
 from app.core.jobs import Ledger
 from app.core.ports import PrefixCache
@@ -22,11 +23,16 @@ log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Schedules the sequences of one engine. The scheduler owns `prefix`, the prefix cache."""
+    """Schedules the sequences of one engine. The scheduler owns `prefix`, the prefix cache.
+
+    exceptions: the number of failed operations on the prefix cache so far, which cost only cached
+        prefixes.
+    """
 
     def __init__(
         self, prefix: PrefixCache[LayerCache], budget: MemoryBudget, limits: SchedulerLimits
     ) -> None:
+        self.exceptions = 0
         self._prefix = prefix
         self._budget = budget
         self._limits = limits
@@ -141,6 +147,17 @@ class Scheduler:
         self._budget.reserve(sequence, self._running)
         return True
 
+    def commit(self, sequence: Sequence, *, keep: int) -> None:
+        """Ends the lease of a running sequence, and stores its caches (see `Sequence.commit`). If
+        this fails, the caches are dropped."""
+        with self._lose_prefixes_on_error("storing the caches of a sequence"):
+            sequence.commit(keep=keep)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Ends the lease of a running sequence, and drops its caches."""
+        with self._lose_prefixes_on_error("dropping the caches of a sequence"):
+            sequence.discard()
+
     def make_decode_room(self) -> int:
         """Makes room for one more position per decoding sequence. If memory is short, preempts the
         youngest sequences. Returns the number of preempted sequences."""
@@ -150,18 +167,21 @@ class Scheduler:
                 "preempting a sequence of %s: out of KV cache memory",
                 pluralize(len(sequence.ids), "token"),
             )
-            sequence.commit(keep=len(sequence.ids))
+            self.commit(sequence, keep=len(sequence.ids))
             self.requeue(sequence)
         self._budget.grow_reservations(self._running)
         return count
 
     def enforce_memory_rules(self) -> None:
         """See `MemoryBudget.enforce_rules`."""
-        self._budget.enforce_rules(self._running)
+        with self._lose_prefixes_on_error("evicting cached prefixes"):
+            self._budget.enforce_rules(self._running)
 
     def maintain_memory(self, idle_seconds: float) -> bool:
         """See `MemoryBudget.maintain`."""
-        return self._budget.maintain(self._running, idle_seconds)
+        with self._lose_prefixes_on_error("memory maintenance"):
+            return self._budget.maintain(self._running, idle_seconds)
+        return True
 
     def requeue(self, sequence: Sequence) -> None:
         """Puts a sequence without caches at the front of the queue. Its in-flight token may still
@@ -175,6 +195,19 @@ class Scheduler:
             self._running.remove(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
+
+    @contextmanager
+    def _lose_prefixes_on_error(self, doing: str) -> Generator[None]:
+        """If an exception is raised in the context, only cached prefixes are lost: the prefix cache
+        has dropped what it could not store or shrink, and no request fails. Violated assertions are
+        bugs, and are raised."""
+        try:
+            yield
+        except AssertionError:
+            raise
+        except Exception:
+            log.exception("%s failed: cached prefixes are lost", doing)
+            self.exceptions += 1
 
     def check(self) -> None:
         """Asserts the invariants that hold between two steps."""

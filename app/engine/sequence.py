@@ -16,6 +16,7 @@ tokens are prefilled again, and its output then continues unchanged.
 import secrets
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
+from contextlib import ExitStack
 from typing import Protocol, cast
 
 from app.core.jobs import Job
@@ -188,18 +189,27 @@ class Sequence:
         self.lease.publish(self.ids[:length])
 
     def commit(self, *, keep: int) -> None:
-        """Ends the lease. The prefix cache keeps at most the first `keep` tokens."""
-        if self.slab is not None:
-            self.slab.leave(self)
-        self.lease.commit(self.ids[: self.num_computed_tokens], keep=keep)
-        self._clear_lease()
+        """Ends the lease. The prefix cache keeps at most the first `keep` tokens. If an exception
+        is raised, the lease has ended and the caches are dropped."""
+        try:
+            if self.slab is not None:
+                self.slab.leave(self)
+        except BaseException:
+            self.discard()
+            raise
+        try:
+            self.lease.commit(self.ids[: self.num_computed_tokens], keep=keep)
+        finally:
+            self._clear_lease()
 
     def discard(self) -> None:
-        """Ends the lease and drops the caches, whose content may be invalid."""
-        if self.slab is not None:
-            self.slab.forget(self)
-        self.lease.discard()
-        self._clear_lease()
+        """Ends the lease and drops the caches, whose content may be invalid. If an exception is
+        raised, the lease has ended as well."""
+        with ExitStack() as ending:
+            ending.callback(self._clear_lease)
+            ending.callback(self.lease.discard)
+            if self.slab is not None:
+                self.slab.forget(self)
 
     def _clear_lease(self) -> None:
         self._lease = self._sampler_state = None

@@ -14,7 +14,8 @@ copied. The state of an indivisible layer is restored from checkpoints. `plan_ch
 the positions of the checkpoints.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from itertools import compress, groupby
 from typing import Generic
 
@@ -199,6 +200,30 @@ class RadixPrefixCache(Generic[Layer]):
         self, store: KVStore[Layer], kv: Sequence[Layer], ids: Sequence[int], *, keep: int
     ) -> None:
         """Stores the caches when a lease ends."""
+        with self._discard_on_error(store):
+            self._insert_kept(store, kv, ids, keep=keep)
+            self._tree.mark_idle(store)
+        if self._max_bytes is not None and self.nbytes > self._max_bytes:
+            self.evict(self.nbytes - self._max_bytes)
+
+    def discard(self, store: KVStore[Layer]) -> None:
+        """Drops the store of a lease whose caches may be invalid."""
+        self._tree.discard_store(store)
+
+    @contextmanager
+    def _discard_on_error(self, store: KVStore[Layer]) -> Generator[None]:
+        """If an exception is raised in the context, drops a live store, which would otherwise stay
+        in the tree without a lease."""
+        try:
+            yield
+        except BaseException:
+            self._tree.discard_store(store)
+            raise
+
+    def _insert_kept(
+        self, store: KVStore[Layer], kv: Sequence[Layer], ids: Sequence[int], *, keep: int
+    ) -> None:
+        """Inserts the tokens to keep, and stores the state of the indivisible layers."""
         # The offsets of the layers may differ after a failed step, so only positions that exist in
         # all layers are used.
         offset = min(min((layer.offset for layer in kv), default=0), len(ids))
@@ -215,13 +240,6 @@ class RadixPrefixCache(Generic[Layer]):
                 if state:
                     self._checkpoint(self._tree.split_at(path, length), state)
                 break
-        self._tree.mark_idle(store)
-        if self._max_bytes is not None and self.nbytes > self._max_bytes:
-            self.evict(self.nbytes - self._max_bytes)
-
-    def discard(self, store: KVStore[Layer]) -> None:
-        """Drops the store of a lease whose caches may be invalid."""
-        self._tree.discard_store(store)
 
     def _checkpoint(self, node: RadixNode[Layer], state: tuple[Layer, ...]) -> None:
         for layer in state:
@@ -252,19 +270,16 @@ class RadixPrefixCache(Generic[Layer]):
         for node in found.exclusive:
             self._tree.truncate_leaf(node, found.cached)
         self._tree.mark_live(store)
-        self._tree.free_unused()
-        kv = self._in_model_order(store.layers, indivisible)
-        try:
+        with self._discard_on_error(store):
+            self._tree.free_unused()
+            kv = self._in_model_order(store.layers, indivisible)
             store.trim(found.cached)
             _reserve(store, kv, reserve_length)
             # moving the tail has evaluated the layers of the store
             unevaluated = indivisible if others else kv
             if unevaluated:
                 self._evaluate(unevaluated)
-        except BaseException:
-            self._tree.discard_store(store)
-            raise
-        return kv
+            return kv
 
     def _copy_prefix(
         self, found: PrefixMatch[Layer], reserve_length: int
@@ -287,11 +302,12 @@ class RadixPrefixCache(Generic[Layer]):
         if cached:
             self._evaluate(kv)
         self._tree.mark_live(store)
-        for node in found.exclusive:
-            self._tree.truncate_leaf(node, cached)
-            if node.start < cached:
-                self._tree.assign_store(node, store)
-        self._tree.free_unused()
+        with self._discard_on_error(store):
+            for node in found.exclusive:
+                self._tree.truncate_leaf(node, cached)
+                if node.start < cached:
+                    self._tree.assign_store(node, store)
+            self._tree.free_unused()
         return kv, store
 
     def _in_model_order(

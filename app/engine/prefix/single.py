@@ -173,8 +173,10 @@ class SingleLease(Generic[Layer]):
 
     def commit(self, ids: Sequence[int], *, keep: int) -> None:
         assert self._cache is not None, "the lease has ended"
-        self._cache.store_prefix(ids, self.kv, keep=keep)
-        self.discard()
+        try:
+            self._cache.store_prefix(ids, self.kv, keep=keep)
+        finally:
+            self.discard()
 
     def discard(self) -> None:
         self._cache = None

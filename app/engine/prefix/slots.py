@@ -388,8 +388,12 @@ class SlotLease(Generic[Layer]):
         return ShiftResult(ids=left, num_computed=0)
 
     def commit(self, ids: Sequence[int], *, keep: int) -> None:
-        self._cache.store_prefix(self._active_slot(), ids, keep=keep, shareable=self._shareable)
-        self._slot = None
+        slot, self._slot = self._active_slot(), None
+        try:
+            self._cache.store_prefix(slot, ids, keep=keep, shareable=self._shareable)
+        except BaseException:
+            slot.clear()
+            raise
 
     def discard(self) -> None:
         self._active_slot().clear()

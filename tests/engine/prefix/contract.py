@@ -19,6 +19,7 @@ from tests.engine.prefix.harness import (
     assert_holds,
     begin,
     evaluate,
+    fail_after,
     feed,
     prefill,
 )
@@ -122,6 +123,29 @@ def test_discarded_caches_are_not_reused_and_a_lease_ends_once(
         lease.commit([1, 2, 3], keep=3)
     assert evaluate(cache, [1, 2, 3]) == 0
     assert cache.nbytes > 0
+
+
+@pytest.mark.parametrize("num_trims", [0, 1])
+def test_a_lease_ends_even_if_its_caches_cannot_be_stored(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, num_trims: int
+) -> None:
+    """The slots and the radix tree used to count such a lease as running for good."""
+    cache = make_cache("kk", 1)
+    ids = [1, 2, 3, 4, 5, 6, 7, 8]
+    for _ in range(5):  # more often than there are slots
+        lease = begin(cache, ids)
+        feed(lease, ids)
+        with monkeypatch.context() as patch:
+            fail_after(patch, "trim", num_trims)
+            with pytest.raises(MemoryError):
+                lease.commit(ids, keep=6)
+        cache.check()
+        assert len(lease.kv) == 0
+        with pytest.raises(AssertionError):
+            lease.commit(ids, keep=6)
+        assert cache.nbytes == 0
+    evaluate(cache, ids)
+    assert evaluate(cache, [*ids, 9]) == 8
 
 
 @every_kind

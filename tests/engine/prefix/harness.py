@@ -1,6 +1,10 @@
 """Uses a prefix cache as the engine does, and checks the invariants of every lease."""
 
+import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
 
 from app.core.ports import Lease, PrefixCache
 from tests.engine.prefix.layers import FakeLayer
@@ -11,6 +15,18 @@ FakePrefixCache = PrefixCache[FakeLayer]
 MakeCache = Callable[[str, int], FakePrefixCache]
 
 GARBAGE = 99
+
+
+def fail_after(patch: pytest.MonkeyPatch, method: str, num_calls: int) -> None:
+    """Makes each call of a method of the layers fail, except the first `num_calls`."""
+    real, calls = getattr(FakeLayer, method), itertools.count()
+
+    def fail(layer: FakeLayer, *args: int) -> Any:
+        if next(calls) >= num_calls:
+            raise MemoryError
+        return real(layer, *args)
+
+    patch.setattr(FakeLayer, method, fail)
 
 
 def feed(lease: Lease[FakeLayer], ids: Sequence[int]) -> None:

@@ -1,7 +1,9 @@
 """The radix prefix cache when memory is short: evictions and failing copies."""
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import pytest
 
@@ -14,6 +16,7 @@ from tests.engine.prefix.contract import (
     evaluate,
     prefill,
 )
+from tests.engine.prefix.harness import fail_after, feed
 from tests.engine.prefix.layers import PER_POSITION, PER_STATE, FakeLayer
 from tests.engine.prefix.radix_content import Cache, assert_consistent, cache_of, idle_positions
 
@@ -181,6 +184,90 @@ def test_the_tree_stays_consistent_when_any_copy_fails(num_copies: int) -> None:
     cache.check()
     assert_consistent(cache)
     assert len(cache._tree.live) == len([d for d in done if d and not isinstance(d, int) and d.kv])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """An operation that ends a lease, or fails to begin one. prepare: returns the operation."""
+
+    kinds: str
+    prepare: Callable[[Cache], Callable[[], object]]
+
+
+def _end_in_a_branch(cache: Cache) -> Callable[[], object]:
+    """The tree has the prefix already, so only the rest of the store is kept."""
+    evaluate(cache, [1, 2, 3, 4, 5, 6], turn_ends=[2, 4])
+    lease = begin(cache, [1, 2, 3, 4, 8, 9])
+    feed(lease, [1, 2, 3, 4, 8, 9][lease.cached :])
+    return lambda: lease.commit([1, 2, 3, 4, 8, 9], keep=5)
+
+
+def _end_of_a_leaf(cache: Cache) -> Callable[[], object]:
+    lease = begin(cache, [1, 2, 3, 4, 5, 6])
+    feed(lease, [1, 2, 3, 4, 5, 6])
+    return lambda: lease.commit([1, 2, 3, 4, 5, 6], keep=5)
+
+
+def _discard_below_an_idle_store(cache: Cache) -> Callable[[], object]:
+    """Of the idle store, only the part up to the checkpoint remains useful."""
+    evaluate(cache, [1, 2, 3, 4, 5, 6, 7, 8], turn_ends=[2])
+    lease = begin(cache, [1, 2, 3, 4, 9, 9])
+    prefill(lease, [1, 2, 3, 4, 9, 9])
+    while any(len(node.ids) > 2 and not node.store.live for node in cache._tree.recently_used(9)):
+        assert cache._tree._evict_leaves(1)
+    cache._tree.free_unused()
+    return lease.discard
+
+
+def _begin_in_a_shared_store(cache: Cache) -> Callable[[], object]:
+    """The new lease takes over a leaf, so another store shrinks."""
+    for ids in ([2, 1, 2], [2, 2, 2], [2, 2, 1, 2]):
+        evaluate(cache, ids)
+    return lambda: cache.begin([2, 2, 2])
+
+
+ENDINGS = {
+    "branch": Ending(kinds="kkr", prepare=_end_in_a_branch),
+    "leaf": Ending(kinds="kkw", prepare=_end_of_a_leaf),
+    "discard": Ending(kinds="kr", prepare=_discard_below_an_idle_store),
+    "begin": Ending(kinds="k", prepare=_begin_in_a_shared_store),
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_a_lease_leaves_nothing_in_the_tree_when_any_call_fails(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A failed copy or trim used to leave the store in the tree as that of a running sequence, so
+    it was never evicted."""
+    failures = 0
+    for method in ("evaluate", "slice", "trim"):
+        for num_calls in itertools.count():
+            memory = Memory()
+            ending = ENDINGS[name]
+            cache = cache_of(ending.kinds, evaluate=memory.evaluate, dispatch=memory.evaluate)
+            operation = ending.prepare(cache)
+            with monkeypatch.context() as patch:
+                if method == "evaluate":
+                    memory.left = num_calls
+                else:
+                    fail_after(patch, method, num_calls)
+                try:
+                    operation()
+                except MemoryError:
+                    failures += 1
+                else:
+                    break
+            cache.check()
+            assert_consistent(cache)
+            assert not cache._tree.live
+            memory.left = 1000
+            assert evaluate(cache, [2, 2, 2, 2]) <= 3
+            assert evaluate(cache, [1, 2, 3, 4, 5, 6, 7]) <= 6
+            assert evaluate(cache, [1, 2, 3, 4, 5, 6, 7, 8]) == 7
+            cache.clear()
+            assert cache.nbytes == 0
+    assert failures > 0
 
 
 def test_every_copy_is_evaluated_before_a_write_to_the_original() -> None:
