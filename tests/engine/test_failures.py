@@ -1,13 +1,17 @@
 """A failing step ends only the requests it belongs to, and the loop continues."""
 
+from collections.abc import Callable, Container
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
+from app.core.jobs import Ended
+from app.engine.decode_slab import DecodeSlab
 from app.engine.kv_layout import SlabPolicy
 from app.engine.loop import Loop
-from tests.engine import hybrid
+from app.engine.sequence import Sequence
+from tests.engine import harness, hybrid
 from tests.engine.harness import (
     ScheduledJob,
     assert_same,
@@ -180,6 +184,143 @@ def test_an_error_for_a_batch_ends_no_request_that_succeeds_alone(
     monkeypatch.undo()
     for one in jobs:
         ties.append(assert_same(outcomes[one.id], run_one(make_loop(model), one)))
+
+
+class FailingCopies:
+    """Makes copies fail that sequences make when they give their caches back. failing: the numbers
+    of these copies, from 0. Loops must be created afterwards."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, failing: Container[int]) -> None:
+        self.num_failed = 0
+        self._failing = failing
+        self._num_copies = 0
+        self._ending = False
+        for owner, name in (
+            (harness, "evaluate_caches"),
+            (harness, "dispatch_caches"),
+            (DecodeSlab, "settle"),
+        ):
+            patch.setattr(owner, name, self._fail(getattr(owner, name)))
+        for name in ("commit", "discard"):
+            patch.setattr(Sequence, name, self._end(getattr(Sequence, name)))
+
+    def _fail(self, copy: Callable[..., None]) -> Callable[..., None]:
+        def fail(*args: Any) -> None:
+            if self._ending:
+                self._num_copies += 1
+                if self._num_copies - 1 in self._failing:
+                    self.num_failed += 1
+                    raise RuntimeError("[malloc] Unable to allocate 1073741824 bytes.")
+            copy(*args)
+
+        return fail
+
+    def _end(self, method: Callable[..., None]) -> Callable[..., None]:
+        def end(*args: Any, **options: Any) -> None:
+            before, self._ending = self._ending, True
+            try:
+                method(*args, **options)
+            finally:
+                self._ending = before
+
+        return end
+
+
+@pytest.mark.parametrize("policy", ["radix", "slots"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_failed_copy_at_the_end_of_a_request_costs_only_cached_tokens(
+    layout: str, policy: str, ties: list[int]
+) -> None:
+    """The request used to hang, because its end was not reported, and all others were aborted. A
+    cancel raised the error, which ended the engine."""
+    model = Unsound(kinds="kwr")
+    jobs = [good_job("short", max_tokens=5), good_job("long", temperature=0.9, seed=1)]
+    again = [good_job(f"{one.id} again", max_tokens=5) for one in jobs]
+    alone = {one.id: run_one(make_loop(model), one) for one in (*jobs, *again)}
+    num_failed, number = 0, -1
+    while num_failed > number:
+        number += 1
+        with pytest.MonkeyPatch.context() as patch:
+            copies = FailingCopies(patch, {number})
+            loop = make_loop(model, running=4, policy=policy, slab_policy=LAYOUTS[layout])
+            outcomes = run_schedule(
+                loop,
+                [
+                    *(ScheduledJob(job=one) for one in jobs),
+                    ScheduledJob(job=good_job("left"), cancelled_at=10),
+                    ScheduledJob(job=poison_job("bad"), at=2),
+                ],
+            )
+            outcomes |= run_schedule(loop, [ScheduledJob(job=one) for one in again])
+        num_failed += copies.num_failed
+        assert loop.exceptions == copies.num_failed
+        assert loop.stats().ledger.kv == 0
+        assert outcomes["left"].reason == "cancelled"
+        assert outcomes["bad"].reason == "error"
+        assert loop.stats().failures == 1
+        for name, expected in alone.items():
+            ties.append(assert_same(outcomes[name], expected))
+    assert num_failed > 0
+
+
+def test_caches_that_cannot_be_dropped_cleanly_end_no_other_request(
+    monkeypatch: pytest.MonkeyPatch, ties: list[int]
+) -> None:
+    """A discard can fail, too: another store of the prefix cache shrinks, which copies it."""
+    model = Broken(kinds="kk")
+    loop = make_loop(model, running=3, policy="radix")
+    cache: Any = _prefix_of(loop)
+    discard = cache.discard
+
+    def fail(store: Any) -> None:
+        discard(store)
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(cache, "discard", fail)
+    jobs = [good_job(str(i), temperature=0.9, seed=i) for i in range(2)]
+    outcomes = run_schedule(
+        loop,
+        [*(ScheduledJob(job=one) for one in jobs), ScheduledJob(job=poison_job("bad"), at=4)],
+    )
+    assert outcomes["bad"].reason == "error"
+    for one in jobs:
+        ties.append(assert_same(outcomes[one.id], run_one(make_loop(model), one)))
+
+
+def test_an_eviction_that_fails_between_two_steps_is_not_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An error after the step used to end the engine."""
+    loop = make_loop(tiny_model(), policy="radix")
+    budget: Any = loop._scheduler._budget  # pyright: ignore[reportPrivateUsage]  # to plant a fault
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(budget, "enforce_rules", fail)
+    monkeypatch.setattr(budget, "maintain", fail)
+    loop.submit(good_job("a"))
+    assert any(update.job_id == "a" for update in loop.step().updates)
+    assert loop.maintain_memory(0.0)
+    assert loop.exceptions == 2
+
+
+def test_a_violated_assertion_at_the_end_of_a_request_is_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The end of the request is reported nevertheless."""
+    loop = make_loop(tiny_model(), policy="radix")
+    loop.submit(good_job("a"))
+    loop.step()
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("planted")
+
+    monkeypatch.setattr(_prefix_of(loop), "store_prefix", fail)
+    with pytest.raises(AssertionError, match="planted"):
+        loop.cancel("a")
+    (end,) = [update for update in loop.step().updates if isinstance(update, Ended)]
+    assert end.reason == "cancelled"
 
 
 def _prefix_of(loop: Loop) -> Any:

@@ -212,9 +212,9 @@ def _discard_below_an_idle_store(cache: Cache) -> Callable[[], object]:
     """Of the idle store, only the part up to the checkpoint remains useful."""
     evaluate(cache, [1, 2, 3, 4, 5, 6, 7, 8], turn_ends=[2])
     lease = begin(cache, [1, 2, 3, 4, 9, 9])
-    prefill(lease, [1, 2, 3, 4, 9, 9])
-    while any(len(node.ids) > 2 and not node.store.live for node in cache._tree.recently_used(9)):
-        assert cache._tree._evict_leaves(1)
+    feed(lease, [1, 2, 3, 4, 9, 9][lease.cached :])
+    lease.publish([1, 2, 3, 4, 9, 9])
+    assert cache._tree._evict_leaves(1) == 1
     cache._tree.free_unused()
     return lease.discard
 
