@@ -256,6 +256,7 @@ def test_stop_strings_are_read():
         ({"prompt": "a", "options": {"num_predict": 1.5}}, "options.num_predict"),
         ({"prompt": "a", "options": {"repeat_last_n": -2}}, "options.repeat_last_n"),
         ({"prompt": "a", "options": {"repeat_penalty": -2}}, "options.repeat_penalty"),
+        ({"prompt": "a", "options": {"repeat_penalty": 1e-46}}, "options.repeat_penalty"),
         ({"prompt": "a", "options": {"presence_penalty": 3}}, "options.presence_penalty"),
         ({"prompt": "a", "options": {"seed": 2**63}}, "options.seed"),
         ({"prompt": "a", "options": {"num_keep": 1.5}}, "options.num_keep"),

@@ -81,6 +81,7 @@ def test_max_tokens_and_stop_strings_are_read(
             for value in ("hot", True, [], {}, -3, 1000, float("nan"), float("inf"))
         ),
         ("frequency_penalty", "x"),
+        ("repetition_penalty", 1e-46),
         *((key, value) for key in ("top_k", "repeat_last_n") for value in ("5", 1.5, True, -2)),
         ("top_k", 10**30),
         ("seed", 1.0),

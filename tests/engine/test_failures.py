@@ -21,6 +21,7 @@ from tests.engine.harness import (
     run_schedule,
     tiny_model,
 )
+from tests.engine.test_preemption import LONG, footprint
 
 PROMPT = tuple(b"the quick brown fox jumps over the lazy dog")
 POISON = 13
@@ -261,6 +262,30 @@ def test_a_failed_copy_at_the_end_of_a_request_costs_only_cached_tokens(
         for name, expected in alone.items():
             ties.append(assert_same(outcomes[name], expected))
     assert num_failed > 0
+
+
+def test_a_preempted_request_continues_if_its_caches_cannot_be_stored(
+    monkeypatch: pytest.MonkeyPatch, ties: list[int]
+) -> None:
+    model = tiny_model()
+    jobs = [
+        job(str(i), [i] * 250, max_tokens=LONG, stop_token_ids=NONE, temperature=0.8, seed=i)
+        for i in range(2)
+    ]
+    budget = 2 * footprint(model, 512)
+    loop = make_loop(model, running=2, policy="radix", chunk=64, budget=budget, context=1024)
+    cache: Any = _prefix_of(loop)
+
+    def fail(store: Any, *_: object, **__: object) -> None:
+        cache.discard(store)
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(cache, "store_prefix", fail)
+    outcomes = run_schedule(loop, [ScheduledJob(job=one) for one in jobs])
+    assert loop.stats().preemptions > 0
+    assert loop.exceptions == len(jobs) + loop.stats().preemptions
+    for one in jobs:
+        ties.append(assert_same(outcomes[one.id], run_one(make_loop(model), one)))
 
 
 def test_caches_that_cannot_be_dropped_cleanly_end_no_other_request(

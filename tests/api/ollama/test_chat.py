@@ -187,6 +187,7 @@ def test_options_have_ollamas_defaults_after_the_models_own(generate: FakeGenera
     [
         ({"options": {"temperature": "hot"}}, 'option "temperature" must be of type float32'),
         ({"options": {"num_ctx": True}}, 'option "num_ctx"'),
+        ({"options": {"repeat_penalty": 1e-46}}, 'option "repeat_penalty" must be from 0.01 to 10'),
         ({"options": {"num_predict": -(2**53) - 1}}, 'option "num_predict" must be of type'),
         ({"options": {"seed": 2**63}}, 'option "seed" must be of type integer'),
         ({"think": "hard"}, "think must be"),

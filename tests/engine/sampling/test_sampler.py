@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.core.sampling_params import SAMPLING_KNOBS
 from app.engine.sampling import sampler
 from app.engine.sampling.penalties import PenaltyState
 from app.engine.sampling.sampler import SamplerBatch
@@ -134,6 +135,15 @@ def test_penalties_use_the_window_of_prompt_and_samples(
         chosen = cast(int, token[0].item())
         assert expected[chosen] == pytest.approx(expected.max(), abs=1e-5)
         history.append(chosen)
+
+
+@pytest.mark.parametrize("largest", [1.0, 60000.0])
+def test_the_smallest_repetition_penalty_draws_a_token_by_its_logit(largest: float) -> None:
+    """With a much smaller one, the logits became infinite or NaN, and token 0 was drawn."""
+    [knob] = [knob for knob in SAMPLING_KNOBS if knob.name == "repetition_penalty"]
+    state = make_state(prompt=tuple(range(VOCAB)), repetition_penalty=knob.low, temperature=1.0)
+    drawn = sample_once([-largest, *[0.0] * (VOCAB - 2), largest], state)
+    assert (drawn.tokens.tolist(), drawn.valid.tolist()) == ([VOCAB - 1], [True])
 
 
 def test_a_wide_window_takes_no_more_memory_than_the_history(

@@ -10,7 +10,7 @@ const NUMBERS = [
   ["top_p", "Top p", { min: 0, max: 1, step: 0.01 }],
   ["top_k", "Top k", { min: -1, step: 1 }],
   ["min_p", "Min p", { min: 0, max: 1, step: 0.01 }],
-  ["repetition_penalty", "Repetition penalty", { min: 0, max: 10, step: 0.05 }],
+  ["repetition_penalty", "Repetition penalty", { min: 0.05, max: 10, step: 0.05 }],
   ["presence_penalty", "Presence penalty", { min: -2, max: 2, step: 0.1 }],
   ["frequency_penalty", "Frequency penalty", { min: -2, max: 2, step: 0.1 }],
   ["max_tokens", "Maximum tokens", { min: 1, step: 1 }],
