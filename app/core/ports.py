@@ -396,15 +396,13 @@ class Lease(Protocol[Layer_co]):
 
         ids: all tokens in the caches, in order. keep: the number of tokens to keep; the remaining
         tokens are trimmed if the layers support this.
-
-        If an exception is raised, for example because there is no memory for a copy, the lease has
-        ended and the caches are dropped.
+        If an exception is raised, the lease has ended and the caches are dropped.
         """
         ...
 
     def discard(self) -> None:
-        """Ends the lease and drops the caches, whose content may be invalid. If an exception is
-        raised, the lease has ended as well."""
+        """Ends the lease, also if an exception is raised, and drops the caches, which may be
+        invalid."""
         ...
 
 

@@ -41,12 +41,7 @@ from app.http.body_read_scheduler import UNSCHEDULED_BYTES, ScheduledFlowControl
 from app.http.connection_limits import ConnectionLimiter
 from app.http.errors import error_response
 from app.http.h11_connection import LimitedH11Connection
-from app.http.request_id import (
-    ANTHROPIC_REQUEST_ID_HEADER,
-    REQUEST_ID_HEADER,
-    RequestIdMiddleware,
-    new_request_id,
-)
+from app.http.request_id import RequestIdMiddleware, build_id_headers, new_request_id
 from app.http.uvicorn_internals import (
     CLOSE_HEADER,
     HookedH11Protocol,
@@ -458,9 +453,7 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
             self.abort()
             return
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            id = new_request_id()
-            ids = {REQUEST_ID_HEADER: id, ANTHROPIC_REQUEST_ID_HEADER: id}
-            response.headers.update({**ids, **_CLOSE_HEADERS})
+            response.headers.update({**build_id_headers(new_request_id()), **_CLOSE_HEADERS})
             self.transport.write(
                 self.conn.serialize_response(response, self.server_state.default_headers)
             )

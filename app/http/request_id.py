@@ -54,6 +54,11 @@ def new_request_id() -> str:
     return f"req_{os.urandom(16).hex()}"
 
 
+def build_id_headers(id: str) -> dict[str, str]:
+    """Returns the headers of a response that contain the request ID."""
+    return {REQUEST_ID_HEADER: id, ANTHROPIC_REQUEST_ID_HEADER: id}
+
+
 class RequestIdMiddleware:
     """ASGI middleware for request IDs; place it outermost. A valid ID from the client is kept;
     otherwise, a new one is generated. The ID is stored in `request.state.request_id`. traffic:
@@ -93,9 +98,7 @@ class RequestIdMiddleware:
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                response_headers = MutableHeaders(scope=message)
-                response_headers[REQUEST_ID_HEADER] = name
-                response_headers[ANTHROPIC_REQUEST_ID_HEADER] = name
+                MutableHeaders(scope=message).update(build_id_headers(name))
                 status = message["status"]
             await send(message)
 
