@@ -188,14 +188,17 @@ def test_an_error_for_a_batch_ends_no_request_that_succeeds_alone(
 
 
 class FailingCopies:
-    """Makes copies fail that sequences make when they give their caches back. failing: the numbers
-    of these copies, from 0. Loops must be created afterwards."""
+    """Makes copies fail that sequences make when they give their caches back, or, with
+    `everywhere`, all copies. failing: the numbers of these copies, from 0. Loops must be created
+    afterwards."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, failing: Container[int]) -> None:
+    def __init__(
+        self, patch: pytest.MonkeyPatch, failing: Container[int], *, everywhere: bool = False
+    ) -> None:
         self.num_failed = 0
         self._failing = failing
         self._num_copies = 0
-        self._ending = False
+        self._ending = everywhere
         for owner, name in (
             (harness, "evaluate_caches"),
             (harness, "dispatch_caches"),
@@ -262,6 +265,36 @@ def test_a_failed_copy_at_the_end_of_a_request_costs_only_cached_tokens(
         for name, expected in alone.items():
             ties.append(assert_same(outcomes[name], expected))
     assert num_failed > 0
+
+
+@pytest.mark.parametrize("policy", ["radix", "multi_user"])
+def test_every_request_ends_when_any_copy_of_cached_tensors_fails(policy: str) -> None:
+    """Whichever copy fails, at most the request that needs it does, and a request that is finished
+    or cancelled only loses its cached prefix."""
+    shared = PROMPT[:20]
+    jobs = [
+        ScheduledJob(job=job("first", shared, max_tokens=4, stop_token_ids=NONE)),
+        ScheduledJob(job=job("long", PROMPT, max_tokens=30, stop_token_ids=NONE)),
+        ScheduledJob(job=job("cancelled", [*shared, 1], stop_token_ids=NONE), at=3, cancelled_at=8),
+        ScheduledJob(job=job("again", [*shared, 2, 3], stop_token_ids=NONE), at=10),
+    ]
+    expected = run_schedule(make_loop(tiny_model(), running=4, chunk=16, policy=policy), jobs)
+    num_failed, number = 0, -1
+    while num_failed > number:
+        number += 1
+        with pytest.MonkeyPatch.context() as patch:
+            copies = FailingCopies(patch, {number}, everywhere=True)
+            loop = make_loop(tiny_model(), running=4, chunk=16, policy=policy)
+            outcomes = run_schedule(loop, jobs)
+        num_failed += copies.num_failed
+        assert loop.idle
+        failed = [name for name, outcome in outcomes.items() if outcome.reason == "error"]
+        assert len(failed) <= 1
+        for name, outcome in outcomes.items():
+            if name not in failed:
+                assert outcome.reason == expected[name].reason != ""
+                assert_same(outcome, expected[name])
+    assert num_failed > 2
 
 
 def test_a_preempted_request_continues_if_its_caches_cannot_be_stored(

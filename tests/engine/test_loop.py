@@ -1,8 +1,5 @@
 """The generation loop: results never depend on earlier or concurrent requests."""
 
-import itertools
-from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,16 +13,14 @@ from app.engine.loop import Loop
 from app.engine.model_runner import ModelRunner, PrefillChunk
 from models.base import Model
 from tests import tiny
-from tests.engine import harness, hybrid
+from tests.engine import hybrid
 from tests.engine.harness import (
-    ScheduledJob,
     assert_same,
     greedy,
     job,
     make_loop,
     run,
     run_one,
-    run_schedule,
     submit,
     tiny_model,
     token_bits,
@@ -273,51 +268,6 @@ def test_a_failing_job_does_not_affect_the_others() -> None:
     )
     assert [together[name].reason for name in ("bad", "unstartable")] == ["error", "error"]
     assert together["good"].ids == alone.ids
-
-
-@pytest.mark.parametrize("policy", ["radix", "multi_user"])
-def test_every_request_ends_when_a_copy_of_cached_tensors_fails(
-    monkeypatch: pytest.MonkeyPatch, policy: str
-) -> None:
-    """Whichever copy fails, at most the request that needs it does, and a request that is finished
-    or cancelled only loses its cached prefix."""
-    endless = frozenset[int]()
-    shared = PROMPT[:20]
-    jobs = [
-        ScheduledJob(job=job("first", shared, max_tokens=4, stop_token_ids=endless)),
-        ScheduledJob(job=job("long", PROMPT, max_tokens=30, stop_token_ids=endless)),
-        ScheduledJob(
-            job=job("cancelled", [*shared, 1], stop_token_ids=endless), at=3, cancelled_at=8
-        ),
-        ScheduledJob(job=job("again", [*shared, 2, 3], stop_token_ids=endless), at=10),
-    ]
-    expected = run_schedule(make_loop(tiny_model(), running=4, chunk=16, policy=policy), jobs)
-    for failing_call in itertools.count():
-        calls = itertools.count()
-        with monkeypatch.context() as patch:
-            for name in ("evaluate_caches", "dispatch_caches"):
-                copy = getattr(harness, name)
-                patch.setattr(harness, name, partial(_fail_once, copy, calls, failing_call))
-            loop = make_loop(tiny_model(), running=4, chunk=16, policy=policy)
-        outcomes = run_schedule(loop, jobs)
-        assert loop.idle
-        failed = [name for name, outcome in outcomes.items() if outcome.reason == "error"]
-        assert len(failed) <= 1
-        for name, outcome in outcomes.items():
-            if name not in failed:
-                assert outcome.reason == expected[name].reason != ""
-                assert_same(outcome, expected[name])
-        if next(calls) <= failing_call:
-            break
-    assert failing_call > 2
-
-
-def _fail_once(
-    copy: Callable[..., Any], calls: Iterator[int], failing_call: int, layers: Any
-) -> Any:
-    if next(calls) == failing_call:
-        raise RuntimeError("[malloc] Unable to allocate 1073741824 bytes.")
-    return copy(layers)
 
 
 def test_exact_mode_is_bitwise_reproducible() -> None:

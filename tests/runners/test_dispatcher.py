@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -218,14 +219,20 @@ def test_updates_of_jobs_that_were_left_are_dropped():
     with_dispatcher(body)
 
 
+async def start_embedding(dispatcher: Dispatcher) -> asyncio.Task[Any]:
+    """Submits the embedding job "v" to an engine that is ready."""
+    dispatcher.receive(READY)
+    vectors = EmbedJob(id="v", inputs=((1,),), pooling="mean")
+    task = asyncio.create_task(dispatcher.embed(vectors))
+    await asyncio.sleep(0)
+    return task
+
+
 def test_an_embedding_job_that_fails_keeps_its_error():
     """The kind was lost, so a server without descriptors returned a 500 without Retry-After."""
 
     async def body(dispatcher: Dispatcher, engine: FakeEngine) -> None:
-        dispatcher.receive(READY)
-        vectors = EmbedJob(id="v", inputs=((1,),), pooling="mean")
-        task = asyncio.create_task(dispatcher.embed(vectors))
-        await asyncio.sleep(0)
+        task = await start_embedding(dispatcher)
         error = AppError(ErrorKind.OVERLOADED, "try again", code="full", retry_after=3)
         dispatcher.fail_embedding("v", error)
         dispatcher.fail_embedding("another", error)
@@ -241,10 +248,7 @@ def test_ended_work_is_not_cancelled():
     """The engine may be gone if a client disconnects at the moment of the failure."""
 
     async def body(dispatcher: Dispatcher, engine: FakeEngine) -> None:
-        dispatcher.receive(READY)
-        vectors = EmbedJob(id="v", inputs=((1,),), pooling="mean")
-        task = asyncio.create_task(dispatcher.embed(vectors))
-        await asyncio.sleep(0)
+        task = await start_embedding(dispatcher)
         dispatcher.receive(BROKEN)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -10,6 +10,7 @@ import pytest
 from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, ErrorKind
 from app.core.jobs import Ended, EngineStats, Job, JobUpdate
+from app.core.model_state import ServedModel
 from app.core.ports import FailureCause
 from app.runners import quarantine
 from app.runners.handle import ModelHandle
@@ -34,11 +35,13 @@ def run(body: Coroutine[Any, Any, None]) -> None:
 
 
 @asynccontextmanager
-async def run_model(script: RunnerScript) -> AsyncGenerator[tuple[ModelPool, ModelHandle]]:
+async def run_model(
+    script: RunnerScript, model: ServedModel = MODEL
+) -> AsyncGenerator[tuple[ModelPool, ModelHandle]]:
     script.requirements = {"a": make_requirement(1)}
-    async with run_pool(script) as pool, pool.lease(MODEL) as lease:
+    async with run_pool(script) as pool, pool.lease(model) as lease:
         await lease.wait()
-        yield pool, pool.get_handle(MODEL)
+        yield pool, pool.get_handle(model)
 
 
 async def collect_updates(handle: ModelHandle, request: Job) -> list[JobUpdate]:
@@ -309,17 +312,22 @@ def test_a_suspect_that_is_left_frees_its_turn():
     run(body())
 
 
+@asynccontextmanager
+async def use_suspects(
+    *, max_queue: int
+) -> AsyncGenerator[tuple[RunnerScript, ModelHandle, list[Job]]]:
+    """Two jobs that were running at a crash. They do not end before `script.may_end` is set."""
+    script = RunnerScript()
+    jobs = [job(name, ord(name)) for name in "xy"]
+    async with run_model(script, make_model("a", max_queue=max_queue)) as (_, handle):
+        await crash_runner(script, handle, *jobs)
+        script.may_end.clear()
+        yield script, handle, jobs
+
+
 def test_max_queue_limits_the_waiting_suspects():
     async def body() -> None:
-        script = RunnerScript()
-        script.requirements = {"a": make_requirement(1)}
-        model = make_model("a", max_queue=1)
-        jobs = [job(name, ord(name)) for name in "xy"]
-        async with run_pool(script) as pool, pool.lease(model) as lease:
-            await lease.wait()
-            handle = pool.get_handle(model)
-            await crash_runner(script, handle, *jobs)
-            script.may_end.clear()
+        async with use_suspects(max_queue=1) as (script, handle, jobs):
             two = [asyncio.create_task(end_reason(handle, one)) for one in jobs]
             await wait_until(lambda: script.runner_of("a").num_running == 1)
             await settle()
@@ -336,15 +344,7 @@ def test_a_suspect_runs_at_once_if_the_queue_has_no_places():
     """With `--max-queue 0`, it was rejected for an hour, although no other job was running."""
 
     async def body() -> None:
-        script = RunnerScript()
-        script.requirements = {"a": make_requirement(1)}
-        model = make_model("a", max_queue=0)
-        jobs = [job(name, ord(name)) for name in "xy"]
-        async with run_pool(script) as pool, pool.lease(model) as lease:
-            await lease.wait()
-            handle = pool.get_handle(model)
-            await crash_runner(script, handle, *jobs)
-            script.may_end.clear()
+        async with use_suspects(max_queue=0) as (script, handle, jobs):
             first = asyncio.create_task(end_reason(handle, jobs[0]))
             await wait_until(lambda: script.runner_of("a").num_running == 1)
             with pytest.raises(AppError) as raised:
