@@ -297,20 +297,23 @@ def _delete(text: str, protected: Sequence[Path]) -> None:
 
     ollama, hub = parse_ollama_name(text), parse_hub_name(text)
     if ollama is not None and (path := manifest.get_manifest_path(ollama)).is_file():
-        if any(_is_in(one, path) for one in protected):
-            raise _named_error(text)
+        _check_unprotected(text, path, protected)
         writer.delete_manifest(ollama)
         return
     try:
         if hub is not None:
-            folder = repo_folder(hub.repo_id)
-            if any(_is_in(one, folder) for one in protected):
-                raise _named_error(text)
+            _check_unprotected(text, repo_folder(hub.repo_id), protected)
             delete_repository(hub)
             return
     except FileNotFoundError:
         pass
     raise AppError(ErrorKind.MODEL_NOT_FOUND, f"model '{_quote(text)}' not found")
+
+
+def _check_unprotected(name: str, target: Path, protected: Sequence[Path]) -> None:
+    """Raises AppError(INVALID) if one of the paths `protected` is `target` or in it."""
+    if any(_is_in(one, target) for one in protected):
+        raise _named_error(name)
 
 
 def _is_in(path: Path, ancestor: Path) -> bool:

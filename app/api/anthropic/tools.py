@@ -132,7 +132,7 @@ def _read_choice(
         return "auto", True
     kind = fields.required_one_of("type", ("auto", "any", "tool", "none"))
     parallel = fields.boolean("disable_parallel_tool_use") is not True
-    name = fields.string("name")
+    fields.string("name")  # only "tool" requires it
     fields.reject_unknown()
     if kind == "tool":
         name = fields.required_string("name")
