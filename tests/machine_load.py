@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _STAT = Path("/proc/stat")
-_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 class OtherPrograms:
@@ -23,24 +22,23 @@ class OtherPrograms:
         busy, elapsed = self._read()
         if elapsed == self._elapsed:
             return 0.0
-        return max(0.0, busy - self._busy) / (elapsed - self._elapsed)
+        # the counters of /proc/stat and of the processes are not read at the same time
+        return min(1.0, max(0.0, (busy - self._busy) / (elapsed - self._elapsed)))
 
-    def _read(self) -> tuple[float, float]:
-        """Returns the CPU seconds of other programs, and those that have passed on all cores."""
+    def _read(self) -> tuple[int, int]:
+        """Returns the clock ticks of other programs, and those that have passed on all cores."""
         if not _STAT.exists():
-            return 0.0, 0.0
+            return 0, 0
         # user, nice, system, idle, iowait, irq, softirq, steal
         ticks = [int(field) for field in _STAT.read_text().split()[1:9]]
-        elapsed = sum(ticks) / _TICKS_PER_SECOND
-        idle = (ticks[3] + ticks[4]) / _TICKS_PER_SECOND
-        ours = sum_tree_seconds(read_stats(), self._root, _TICKS_PER_SECOND)
-        return elapsed - idle - ours, elapsed
+        elapsed, idle = sum(ticks), ticks[3] + ticks[4]
+        return elapsed - idle - sum_tree_ticks(read_stats(), self._root), elapsed
 
 
-def sum_tree_seconds(stats: Iterable[str], root: int, ticks: int) -> float:
-    """Returns the CPU seconds of a process, its descendants, and their children that have ended.
+def sum_tree_ticks(stats: Iterable[str], root: int) -> int:
+    """Returns the clock ticks of a process, its descendants, and their children that have ended.
 
-    stats: the contents of /proc/*/stat. ticks: clock ticks per second.
+    stats: the contents of /proc/*/stat.
     """
     parents: dict[int, int] = {}
     used: dict[int, int] = {}
@@ -54,7 +52,7 @@ def sum_tree_seconds(stats: Iterable[str], root: int, ticks: int) -> float:
     while found:
         found = {process for process, parent in parents.items() if parent in found} - members
         members |= found
-    return sum(used.get(process, 0) for process in members) / ticks
+    return sum(used.get(process, 0) for process in members)
 
 
 def read_stats() -> Iterable[str]:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.machine_load import read_stats, sum_tree_seconds
+from tests.machine_load import read_stats, sum_tree_ticks
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -246,7 +246,7 @@ class Server:
         raise StepError(f"not ready within {START_TIMEOUT:.0f} s\n{self.log}")
 
     def cpu_seconds(self) -> float:
-        return sum_tree_seconds(read_stats(), self.process.pid, os.sysconf("SC_CLK_TCK"))
+        return sum_tree_ticks(read_stats(), self.process.pid) / os.sysconf("SC_CLK_TCK")
 
     def interrupt(self) -> str:
         """Presses Ctrl-C. Returns the problem, or nothing."""
