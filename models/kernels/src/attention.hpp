@@ -13,11 +13,14 @@
 // Unlike flash attention, the kernel subtracts the final maximum and not a running maximum. The
 // scores of a few queries fit into scratch memory, and the result does not depend on the boundaries
 // of key blocks. The queries and the heads of a group are the rows of a tile, which share loads of
-// keys and values. Keys and values of a 16-bit type are converted in registers if there is only one
-// tile, and otherwise once for all tiles, in scratch memory. Because of causality or a window, some
-// keys are visible to only some rows. These keys are processed before and after the keys that all
-// rows share.
+// keys and values. If enough rows share the keys, they are transposed in scratch memory: one register
+// holds lane i of the scores of sixteen keys, and the tree adds registers instead of lanes. Keys and
+// values of a 16-bit type are converted in registers if there is only one tile, and otherwise once
+// for all tiles. Because of causality or a window, some keys are visible to only some rows. These
+// keys are processed before and after the keys that all rows share.
 #pragma once
+
+#include <type_traits>
 
 #include "kv_rows.hpp"
 #include "vmath.hpp"
@@ -26,8 +29,10 @@ namespace mlxrunner::ISA {
 
 inline i64 round_up_16(i64 n) { return (n + 15) / 16 * 16; }
 
-inline constexpr i64 kKeysPerBlock = 8;     // keys that all rows process before the next block
+inline constexpr i64 kKeysPerBlock = 16;    // keys that all rows process before the next block
 inline constexpr i64 kValuesPerBlock = 64;  // the same for values
+// Keys of at most so many numbers per row are transposed.
+inline constexpr i64 kMaxNumbersPerRow = 12;
 
 // The number of keys, or of registers of value columns, in a tile of `rows` rows.
 constexpr int tile_keys(int rows) {
@@ -54,7 +59,7 @@ inline KeyRange visible_keys(const AttentionTask& a, i64 i) {
 struct Workspace {
   i64 rows, key_dim, value_dim;  // the dims are rounded up to whole vectors
   i64 begin, end;                // the keys that any query of the task sees
-  i64 value_floats;              // of the block of converted values
+  i64 key_floats, value_floats;  // of the blocks of keys and of converted values
   i64 pad, columns;  // in a row of scores, position p is in a column that is p modulo 16
   float *queries, *keys, *values, *scores, *sums, *totals;
 
@@ -62,22 +67,29 @@ struct Workspace {
       : rows(a.queries * a.group), key_dim(round_up_16(a.key_dim)),
         value_dim(round_up_16(a.value_dim)), begin(visible_keys(a, 0).from),
         end(visible_keys(a, a.queries - 1).to),
+        key_floats((transposes(a) ? 2 : 1) * kKeysPerBlock * key_dim),
         value_floats(widens(a) ? kValuesPerBlock * value_dim : 0),
         pad((a.first_position + begin) % 16),
         columns(round_up_16(pad + (end > begin ? end - begin : 0))) {
     queries = scratch;
     keys = queries + rows * key_dim;
-    values = keys + kKeysPerBlock * key_dim;
+    values = keys + key_floats;
     scores = values + value_floats;
     sums = scores + rows * columns;
     totals = sums + rows * value_dim;
   }
   i64 floats() const {
-    return rows * (key_dim + columns + value_dim + 1) + kKeysPerBlock * key_dim + value_floats;
+    return rows * (key_dim + columns + value_dim + 1) + key_floats + value_floats;
   }
   // Whether blocks of keys and values are converted to float32 in scratch memory.
   static bool widens(const AttentionTask& a) {
     return a.kv_type != KVType::f32 && a.queries * a.group > kTileRows;
+  }
+  // Whether blocks of keys are transposed. This takes time for each number of a key, and saves time
+  // for each row.
+  static bool transposes(const AttentionTask& a) {
+    const i64 rows = a.queries * a.group;
+    return rows > kTileRows && a.key_dim <= kMaxNumbersPerRow * rows;
   }
   float* score_at(i64 row, i64 index) const { return scores + row * columns + pad + index - begin; }
 };
@@ -150,6 +162,64 @@ inline void score_tile(const Workspace& ws, i64 row, const typename T::Number* k
     if (row < ws.rows) score_tile<T, M - 1>(ws, row, keys, step, count, index);
 }
 
+// ---- scores of transposed keys ---------------------------------------------------------------
+
+// Writes a block of keys to `panel` [key_dim, kKeysPerBlock]. Columns from `count` on repeat the
+// last key.
+inline void transpose_keys(const float* keys, i64 step, i64 count, i64 key_dim, float* panel) {
+  for (i64 r = 0; r < kKeysPerBlock; r += 4) {
+    const float* rows[4];
+    for (i64 i = 0; i < 4; i++) rows[i] = keys + (r + i < count ? r + i : count - 1) * step;
+    for (i64 k = 0; k < key_dim; k += 4) {
+      transpose_4x4(rows, panel + k * kKeysPerBlock + r, kKeysPerBlock);
+      for (const float*& row : rows) row += 4;
+    }
+  }
+}
+
+template <int M>
+struct PanelSums {
+  V of_row[M];
+};
+
+// The lanes kLane, kLane + kStride, ... of the sums of dot_tile, added in the tree of `sum`, for M
+// rows and sixteen keys.
+template <int M, int kLane, int kStride>
+[[gnu::always_inline]] inline PanelSums<M> sum_lanes(const float* panel, const float* queries,
+                                                     i64 key_dim) {
+  PanelSums<M> sums;
+  if constexpr (kStride < 16) {
+    sums = sum_lanes<M, kLane, 2 * kStride>(panel, queries, key_dim);
+    const auto others = sum_lanes<M, kLane + kStride, 2 * kStride>(panel, queries, key_dim);
+    for (int m = 0; m < M; m++) sums.of_row[m] = add(sums.of_row[m], others.of_row[m]);
+  } else {
+    for (int m = 0; m < M; m++) sums.of_row[m] = zero();
+    for (i64 k = kLane; k < key_dim; k += 16) {
+      const V keys = load(panel + k * kKeysPerBlock);
+      for (int m = 0; m < M; m++)
+        sums.of_row[m] = fma(keys, set1(queries[m * key_dim + k]), sums.of_row[m]);
+    }
+  }
+  return sums;
+}
+
+// The scores of rows from `row` on and `count` keys of a panel.
+template <int M>
+inline void score_panel(const Workspace& ws, i64 row, const float* panel, i64 count, i64 index) {
+  for (; row + M <= ws.rows; row += M) {
+    const auto sums = sum_lanes<M, 0, 1>(panel, ws.queries + row * ws.key_dim, ws.key_dim);
+    for (int m = 0; m < M; m++)
+      if (count == kKeysPerBlock)
+        store(ws.score_at(row + m, index), sums.of_row[m]);
+      else
+        store(ws.score_at(row + m, index), sums.of_row[m], count);
+  }
+  if constexpr (M > 1)
+    if (row < ws.rows) score_panel<M - 1>(ws, row, panel, count, index);
+}
+
+// ---- scores of a task ------------------------------------------------------------------------
+
 template <class T>
 inline void score_all(const AttentionTask& a, const Workspace& ws) {
   for (i64 i = 0; i < a.queries; i++)
@@ -159,12 +229,22 @@ inline void score_all(const AttentionTask& a, const Workspace& ws) {
       for (i64 k = 0; k < ws.key_dim; k += 16)
         store(to + k, load(from + k, a.key_dim - k < 16 ? a.key_dim - k : 16));
     }
+  const bool whole = ws.key_dim == a.key_dim, transposes = Workspace::transposes(a);
   for_contiguous_slots(a, ws.begin, ws.end, kKeysPerBlock, [&](i64 index, i64 slot, i64 count) {
-    const auto* keys = static_cast<const typename T::Number*>(a.keys) + slot * a.key_step;
-    if (ws.key_dim == a.key_dim && !Workspace::widens(a))
-      return score_tile<T, kTileRows>(ws, 0, keys, a.key_step, count, index);
-    widen_rows<T>(keys, a.key_step, count, a.key_dim, ws.keys, ws.key_dim);
-    score_tile<StoredF32, kTileRows>(ws, 0, ws.keys, ws.key_dim, count, index);
+    const auto* stored = static_cast<const typename T::Number*>(a.keys) + slot * a.key_step;
+    if (whole && !transposes && !Workspace::widens(a))
+      return score_tile<T, kTileRows>(ws, 0, stored, a.key_step, count, index);
+    float* panel = ws.keys + kKeysPerBlock * ws.key_dim;
+    if constexpr (std::is_same_v<T, StoredF32>)
+      if (whole) {
+        transpose_keys(stored, a.key_step, count, a.key_dim, panel);
+        return score_panel<kTileRows>(ws, 0, panel, count, index);
+      }
+    widen_rows<T>(stored, a.key_step, count, a.key_dim, ws.keys, ws.key_dim);
+    if (!transposes)
+      return score_tile<StoredF32, kTileRows>(ws, 0, ws.keys, ws.key_dim, count, index);
+    transpose_keys(ws.keys, ws.key_dim, count, ws.key_dim, panel);
+    score_panel<kTileRows>(ws, 0, panel, count, index);
   });
 }
 

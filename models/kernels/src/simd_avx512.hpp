@@ -72,7 +72,7 @@ inline __m128 reduce_to_4(V a) {
 }
 
 }  // namespace mlxrunner::ISA
-#include "horizontal_sum_x86.hpp"
+#include "shuffles_x86.hpp"
 namespace mlxrunner::ISA {
 
 // One of the registers of a V.

@@ -120,6 +120,22 @@ inline void sum4(V x, V y, V z, V w, float* out) {
   out[0] = sum(x), out[1] = sum(y), out[2] = sum(z), out[3] = sum(w);
 }
 
+// column i of the four rows becomes four contiguous numbers at to + i * to_step
+inline void transpose_4x4(const float* const (&rows)[4], float* to, std::int64_t to_step) {
+  const float32x4_t a = vld1q_f32(rows[0]), b = vld1q_f32(rows[1]), c = vld1q_f32(rows[2]),
+                    d = vld1q_f32(rows[3]);
+  const auto pairs = [](float32x4_t x) { return vreinterpretq_f64_f32(x); };
+  const float64x2_t even_ab = pairs(vtrn1q_f32(a, b)), odd_ab = pairs(vtrn2q_f32(a, b)),
+                    even_cd = pairs(vtrn1q_f32(c, d)), odd_cd = pairs(vtrn2q_f32(c, d));
+  const auto put = [&](int i, float64x2_t x) {
+    vst1q_f32(to + i * to_step, vreinterpretq_f32_f64(x));
+  };
+  put(0, vtrn1q_f64(even_ab, even_cd));
+  put(1, vtrn1q_f64(odd_ab, odd_cd));
+  put(2, vtrn2q_f64(even_ab, even_cd));
+  put(3, vtrn2q_f64(odd_ab, odd_cd));
+}
+
 // One of the registers of a V.
 using SubVector = float32x4_t;
 inline SubVector load_sub(const float* p) { return vld1q_f32(p); }

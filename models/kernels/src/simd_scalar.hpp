@@ -159,6 +159,12 @@ inline void sum4(V a, V b, V c, V d, float* out) {
   out[0] = sum(a), out[1] = sum(b), out[2] = sum(c), out[3] = sum(d);
 }
 
+// column i of the four rows becomes four contiguous numbers at to + i * to_step
+inline void transpose_4x4(const float* const (&rows)[4], float* to, std::int64_t to_step) {
+  for (int i = 0; i < 4; i++)
+    for (int r = 0; r < 4; r++) to[i * to_step + r] = rows[r][i];
+}
+
 inline SubVector broadcast(float x) { return splat(x); }
 inline SubVector load_sub(const std::uint16_t* p, bool bf16) {
   return bf16 ? reinterpret_cast<SubVector>(load_4_u16(p) << 16) : f16_to_f32(load_4_u16(p));
