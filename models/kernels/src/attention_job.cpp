@@ -62,10 +62,13 @@ AttentionTask make_task(const AttentionJob& job, const HeadView& q, std::int64_t
 // Calls function(b, h, i) for each task. num_keys: the number of keys of all sequences.
 template <class F>
 void for_tasks(const AttentionJob& job, std::int64_t num_keys, F function) {
-  const std::int64_t num_heads = job.batch * job.kv_heads, tasks = num_heads * num_blocks(job);
+  const std::int64_t blocks = num_blocks(job), tasks = job.batch * job.kv_heads * blocks;
   const auto task = [&](std::int64_t n) {
-    // late queries attend to the most keys; they run first, so that no thread ends with a long task
-    function(n % num_heads / job.kv_heads, n % job.kv_heads, num_blocks(job) - 1 - n / num_heads);
+    // The tasks of a head follow each other, so that its keys and values stay in the processor's
+    // caches. Late queries attend to the most keys; they run first, so that no thread ends with a
+    // long task.
+    const std::int64_t head = n / blocks;
+    function(head / job.kv_heads, head % job.kv_heads, blocks - 1 - n % blocks);
   };
   if (num_keys * job.heads * job.length * (job.key_dim + job.value_dim) >= kMinParallelWork)
     return ThreadPool::shared().run(tasks, task);
