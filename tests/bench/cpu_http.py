@@ -22,7 +22,7 @@ import httpx
 from app.core.units import pluralize
 from tests.bench import cpu_gguf, cpu_llama, cpu_plot
 from tests.bench.cpu_backends import ROOT, make_environment
-from tests.bench.cpu_cells import FORMATS, SHAPES
+from tests.bench.cpu_cells import FORMATS, PUBLISHED, SHAPES
 from tests.bench.cpu_llama import LlamaPrograms
 from tests.bench.cpu_scenarios import (
     GAP_P99,
@@ -42,7 +42,7 @@ from tests.bench.cpu_weights import StoredWeights
 from tests.bench.server_pair import find_free_port
 from tests.server_process import run_server
 
-SERVED_FORMATS = ("f32", "q4")
+SERVED_FORMATS = ("f32", "q4", PUBLISHED)
 # the positions are those of all slots of llama-server
 SLOTS, POSITIONS = 32, 65536
 OURS, LLAMA_SERVER, MLX_LM = "mlxrunner", "llama-server", "mlx-lm"

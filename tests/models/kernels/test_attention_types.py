@@ -50,6 +50,19 @@ def test_attention_has_the_bits_of_float32_with_the_rounded_numbers(dtype, case,
     assert row.keys.dtype == row.values.dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("depth", [64, 130, 320])
+@pytest.mark.parametrize("group", [1, 5])
+def test_keys_of_any_length_give_the_same_bits_in_any_chunks(dtype, depth, group):
+    """Whether keys are transposed depends on their length and on the number of queries."""
+    shape = (1, 2, 66, depth)
+    case = Case(q=numbers(0, 1, 2 * group, 66, depth), k=numbers(1, *shape), v=numbers(2, *shape))
+    row = start_sequence(case, 66, dtype)
+    parts = [row.see(count) for count in range(1, 12)]
+    at_once = start_sequence(case, 66, dtype).see(66)
+    assert_same_bits(np.concatenate(parts, axis=2), at_once)
+
+
 @TYPES
 def test_rows_of_a_batch_get_the_same_bits_as_alone(dtype):
     shape = (1, 2, 40, 32)
