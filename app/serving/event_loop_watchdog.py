@@ -11,6 +11,7 @@ not considered hung.
 
 import asyncio
 import faulthandler
+import gc
 import logging
 import os
 import sys
@@ -97,8 +98,16 @@ class EventLoopWatchdog:
                 return
 
     def _format_loop_stack(self) -> str:
-        # the `sys` documentation describes this function, so it is public in spite of its name
-        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+        # A collection during the call may free a threading.local and wait for the lock that the
+        # call holds, which stops the process forever (python/cpython#106883, seen with 3.11.7).
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            # the `sys` documentation describes this function, so it is public in spite of its name
+            frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+        finally:
+            if collects:
+                gc.enable()
         frame = frames.get(self._loop_thread)
         return "" if frame is None else "".join(traceback.format_stack(frame))
 

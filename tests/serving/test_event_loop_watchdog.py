@@ -1,9 +1,12 @@
 """The watchdog of the event loop: it measures lag, and reports a blocked loop."""
 
 import asyncio
+import gc
 import logging
+import sys
 import threading
 import time
+from types import FrameType
 
 import pytest
 
@@ -44,6 +47,30 @@ def test_blocking_code_is_measured_and_logged_with_its_name(
     assert "the event loop has been blocked for" in caplog.text
     assert "in block" in caplog.text
     assert "the event loop resumed after" in caplog.text
+
+
+def test_garbage_is_not_collected_while_stacks_are_read(monkeypatch: pytest.MonkeyPatch):
+    """A collection that freed a threading.local stopped the process, watchdog included."""
+    collected: list[bool] = []
+    read = sys._current_frames
+
+    def read_frames() -> dict[int, FrameType]:
+        collected.append(gc.isenabled())
+        return read()
+
+    monkeypatch.setattr("sys._current_frames", read_frames)
+    reported = threading.Event()
+
+    async def run() -> None:
+        async with EventLoopWatchdog(EventLoopLag(), watchdog=60).run():
+            await asyncio.sleep(0.1)
+            deadline = time.monotonic() + PATIENCE
+            while not collected and time.monotonic() < deadline:
+                reported.wait(0.01)  # blocks the loop
+
+    asyncio.run(run())
+    assert collected == [False]
+    assert gc.isenabled()
 
 
 def test_a_hung_loop_ends_the_process(monkeypatch: pytest.MonkeyPatch):
