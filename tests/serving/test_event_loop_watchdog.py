@@ -52,21 +52,19 @@ def test_blocking_code_is_measured_and_logged_with_its_name(
 def test_garbage_is_not_collected_while_stacks_are_read(monkeypatch: pytest.MonkeyPatch):
     """A collection that freed a threading.local stopped the process, watchdog included."""
     collected: list[bool] = []
-    read = sys._current_frames
+    reported, read = threading.Event(), sys._current_frames
 
     def read_frames() -> dict[int, FrameType]:
         collected.append(gc.isenabled())
+        reported.set()
         return read()
 
     monkeypatch.setattr("sys._current_frames", read_frames)
-    reported = threading.Event()
 
     async def run() -> None:
         async with EventLoopWatchdog(EventLoopLag(), watchdog=60).run():
             await asyncio.sleep(0.1)
-            deadline = time.monotonic() + PATIENCE
-            while not collected and time.monotonic() < deadline:
-                reported.wait(0.01)  # blocks the loop
+            block(reported)
 
     asyncio.run(run())
     assert collected == [False]
