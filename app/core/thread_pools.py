@@ -6,7 +6,8 @@ not know: the purpose of the work.
 Small and large work items run on different threads, so that a short request never waits for a long
 one. Each queue is fair: scheduling is round-robin between keys, and one key never uses more than
 half of the threads. Most of the work holds the GIL, so a thread for large work sleeps after each
-item for as long as the item took.
+item for as long as the item took. Threads of an idle pool end, because a library may keep a cache
+per thread: tokenizers caches up to 10,000 words, which need up to 8 KB each.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from app.core.malloc import trim_malloc
 from app.core.request_context import REQUEST_CONTEXT
 
 Result = TypeVar("Result")
@@ -37,9 +39,12 @@ _MAX_LARGE_THREADS = 8
 # ms or more.
 _LARGE_WORK_SIZE = 64 * 1024
 
-
 # The maximum number of seconds that a thread sleeps after an item.
 _MAX_REST_SECONDS = 1.0
+
+# The number of seconds without work after which the threads of a pool end. The first prompt after
+# that takes up to a third longer to tokenize, because the caches of the new threads are empty.
+_IDLE_SECONDS = 30.0
 
 
 class WorkCancelled(Exception):
@@ -75,18 +80,24 @@ class FairThreadPool:
     event loop.
 
     The threads are daemon threads, so the process exits without waiting for them. rest: the number
-    of seconds that a thread sleeps per second of CPU time used by its work.
+    of seconds that a thread sleeps per second of CPU time used by its work. idle: the number of
+    seconds without work after which all threads end.
     """
 
-    def __init__(self, threads: int, name: str, *, rest: float = 0.0) -> None:
+    def __init__(
+        self, threads: int, name: str, *, rest: float = 0.0, idle: float = _IDLE_SECONDS
+    ) -> None:
         self._name = name
         self._max_threads = threads
         self._rest = rest
-        self._started_threads = 0
+        self._idle = idle
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._last_used = 0.0  # in the event loop's time
+        self._threads: list[threading.Thread] = []
         self._max_per_key = max(1, threads // 2)
         self._queues: dict[str, deque[_WorkItem]] = {}
         self._running: Counter[str] = Counter()
-        self._inbox: SimpleQueue[_WorkItem] = SimpleQueue()
+        self._inbox: SimpleQueue[_WorkItem | None] = SimpleQueue()
 
     @property
     def running(self) -> int:
@@ -124,9 +135,10 @@ class FairThreadPool:
     def _dispatch(self) -> None:
         while self.running < self._max_threads and (item := self._pop_next()) is not None:
             self._running[item.key] += 1
-            if self.running > self._started_threads:
-                self._started_threads += 1
-                threading.Thread(target=self._run_thread, name=self._name, daemon=True).start()
+            if self.running > len(self._threads):
+                thread = threading.Thread(target=self._run_thread, name=self._name, daemon=True)
+                thread.start()
+                self._threads.append(thread)
             self._inbox.put(item)
 
     def _pop_next(self) -> _WorkItem | None:
@@ -141,8 +153,7 @@ class FairThreadPool:
         return None
 
     def _run_thread(self) -> None:
-        while True:
-            item = self._inbox.get()
+        while (item := self._inbox.get()) is not None:
             result: Any = None
             error: BaseException | None = None
             began = time.thread_time()
@@ -169,6 +180,31 @@ class FairThreadPool:
             else:
                 item.done.set_exception(error)
         self._dispatch()
+        loop = asyncio.get_running_loop()
+        self._last_used = loop.time()
+        if self._idle_timer is None:
+            self._idle_timer = loop.call_later(self._idle, self._end_idle_threads)
+
+    def _end_idle_threads(self) -> None:
+        """Ends all threads of an idle pool, and then returns the memory that they have freed to the
+        system."""
+        loop, self._idle_timer = asyncio.get_running_loop(), None
+        if self.running:
+            return  # a timer starts when this work is finished
+        ends = self._last_used + self._idle
+        if loop.time() < ends:
+            self._idle_timer = loop.call_at(ends, self._end_idle_threads)
+            return
+        threads, self._threads = self._threads, []
+        for _ in threads:
+            self._inbox.put(None)
+        threading.Thread(target=_release_memory, args=(threads,), daemon=True).start()
+
+
+def _release_memory(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join()
+    trim_malloc()
 
 
 class ThreadPools:

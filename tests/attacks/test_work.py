@@ -1,9 +1,11 @@
 """Work before a request is queued: bodies, prompts and grammars are bounded, and do not slow down
 other clients."""
 
-import os
+import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import httpx
@@ -13,7 +15,7 @@ from tests import tiny
 from tests.attacks.attacker import Attack, Read, Send, Wait
 from tests.attacks.conftest import Victim
 from tests.http.raw_client import head, post
-from tests.server_process import TIMEOUT, run_server
+from tests.server_process import TIMEOUT, ServerProcess, run_server
 
 pytestmark = pytest.mark.slow
 
@@ -37,16 +39,16 @@ def build_large_body(start: bytes, item: bytes, end: bytes) -> bytes:
     return start + b",".join([item] * (LARGE // (len(item) + 1))) + end
 
 
-def read_rss(victim: Victim) -> int:
+def read_rss(server: ServerProcess) -> int:
     """The resident memory of the server process in bytes."""
-    status = Path(f"/proc/{victim.server.process.pid}/status").read_text()
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
     return int(line.split()[1]) * 1024
 
 
 def check_growth(victim: Victim, before: int) -> None:
     """Check that the server process has grown by less than `MAX_GROWTH`."""
-    now = read_rss(victim)
+    now = read_rss(victim.server)
     print(f"memory {before >> 20} MiB before, {now >> 20} MiB after")
     assert now < before + MAX_GROWTH
 
@@ -80,7 +82,7 @@ def test_large_bodies_do_not_disturb_other_clients(victim: Victim, kind: str) ->
     """One body of empty lists delayed another client by 1.3 s, six of them by 8.5 s, and fourteen
     increased the process by 2 GB."""
     path = COMPLETIONS if b'"prompt"' in BODIES[kind][:40] else CHAT
-    before = read_rss(victim)
+    before = read_rss(victim.server)
     result = victim.attack(Attack([[build_send(path, BODIES[kind]), Read()]], threads=5))
     assert set(result.statuses) <= {"400", "503", "none"}
     assert result.statuses["400"], (
@@ -93,7 +95,7 @@ def test_large_bodies_do_not_disturb_other_clients(victim: Victim, kind: str) ->
 def test_texts_to_tokenize_do_not_disturb_other_clients(victim: Victim) -> None:
     """Three texts of ten million letters increased the process by 4 GB, and the errors of invalid
     JSON kept the text in memory as long as the connection was open."""
-    before = read_rss(victim)
+    before = read_rss(victim.server)
     contents = [b"word " * (LARGE // 5), b"x" * LARGE]
     kinds = ["text/plain", "application/json"]
     texts = [build_send(TOKENIZE, text, Content_Type=kind) for text in contents for kind in kinds]
@@ -177,25 +179,47 @@ def test_memory_of_large_bodies_is_released(tmp_path: Path) -> None:
     """700 MB were never released."""
     model = str(tiny.write(tmp_path / "tiny"))
     with run_server(model) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
-        pid = server.process.pid
-
-        def read_memory() -> int:
-            return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf(
-                "SC_PAGESIZE"
-            )
-
-        request = {"model": "tiny", "prompt": "a", "max_tokens": 1}
-        for _ in range(20):
-            client.post(COMPLETIONS, json=request)
-        before = read_memory()
+        before = measure_memory_after_requests(server, client)
         headers = {"content-type": "application/json"}
         for _ in range(3):
             for kind, body in BODIES.items():
                 path = COMPLETIONS if b'"prompt"' in body[:40] else CHAT
                 reply = client.post(path, content=body, headers=headers)
                 assert reply.status_code == 400, (kind, reply.text[:300])
-        deadline = time.monotonic() + TIMEOUT
-        while (now := read_memory()) > 1.2 * before:
-            assert time.monotonic() < deadline, f"{before >> 20} MiB before, {now >> 20} MiB now"
-            time.sleep(0.5)
-        print(f"memory {before >> 20} MiB before, {now >> 20} MiB after")
+        wait_until_memory_is_released(server, before)
+
+
+@pytest.mark.exhaustive
+def test_memory_of_unusual_words_is_released(tmp_path: Path) -> None:
+    """The tokenizer caches up to 10,000 words of up to 255 bytes in each thread, and never evicts
+    any. This memory was never released."""
+    model = str(tiny.write(tmp_path / "tiny", max_position_embeddings=32_768))
+    with run_server(model) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
+        before = measure_memory_after_requests(server, client)
+
+        def tokenize(number: int) -> None:
+            rng = random.Random(number)
+            words = ("".join(rng.choices(ascii_lowercase, k=250)) for _ in range(240))
+            reply = client.post("/v1/tokenize", json={"prompt": " ".join(words)})
+            assert reply.status_code == 200, reply.text[:300]
+
+        with ThreadPoolExecutor(8) as clients:
+            list(clients.map(tokenize, range(200)))
+        peak = read_rss(server)
+        assert peak > 1.2 * before, "the words were not cached, so this test proves nothing"
+        wait_until_memory_is_released(server, before)
+
+
+def measure_memory_after_requests(server: ServerProcess, client: httpx.Client) -> int:
+    """Bytes of the HTTP process after a few short requests."""
+    for _ in range(20):
+        client.post(COMPLETIONS, json={"model": "tiny", "prompt": "a", "max_tokens": 1})
+    return read_rss(server)
+
+
+def wait_until_memory_is_released(server: ServerProcess, before: int) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while (now := read_rss(server)) > 1.2 * before:
+        assert time.monotonic() < deadline, f"{before >> 20} MiB before, {now >> 20} MiB now"
+        time.sleep(0.5)
+    print(f"memory {before >> 20} MiB before, {now >> 20} MiB after")

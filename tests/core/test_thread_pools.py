@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
+from functools import partial
 
 import pytest
 
@@ -230,6 +231,48 @@ def test_small_work_does_not_wait_for_large_work(blocker: BlockingWork):
         assert await workers.run(lambda: "small", size=1000) == "small"
         blocker.release()
         await asyncio.gather(*large)
+
+    run(body)
+
+
+def test_the_threads_of_an_idle_pool_end_and_later_work_starts_new_ones():
+    """Tokenizers caches words per thread, and frees them when the thread ends."""
+    local = threading.local()
+
+    def cache(text: Text) -> threading.Thread:
+        local.cache = text
+        return threading.current_thread()
+
+    async def body() -> None:
+        queue = FairThreadPool(4, "test", idle=0.05)
+        for _ in range(2):
+            texts = [Text("x") for _ in range(4)]
+            references = list(map(weakref.ref, texts))
+            threads = await asyncio.gather(
+                *(queue.run(partial(cache, text), key=f"{n}") for n, text in enumerate(texts))
+            )
+            del texts
+            await wait_until(
+                lambda threads=threads: not any(map(threading.Thread.is_alive, threads))
+            )
+            assert not any(reference() for reference in references)
+
+    run(body)
+
+
+def test_threads_stay_as_long_as_there_is_work(blocker: BlockingWork):
+    async def body() -> None:
+        queue = FairThreadPool(2, "test", idle=0.02)
+        first = await queue.run(threading.current_thread, key="a")
+        long = asyncio.create_task(queue.run(blocker.work("long"), key="a"))
+        await wait_until(lambda: blocker.started)
+        await asyncio.sleep(0.1)
+        assert first.is_alive()
+        second = await queue.run(threading.current_thread, key="b")
+        blocker.release()
+        await long
+        await wait_until(lambda: not first.is_alive() and not second.is_alive())
+        assert await queue.run(lambda: "later", key="a") == "later"
 
     run(body)
 
