@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 
 import pytest
@@ -14,49 +15,67 @@ from app.core.server_stats import LAG_BUCKETS, EventLoopLag
 from app.serving.event_loop_watchdog import EventLoopWatchdog
 
 PATIENCE = 10.0
+NAME = "app.serving.event_loop_watchdog"
 
 
 def block(event: threading.Event) -> None:
     assert event.wait(PATIENCE)
 
 
-def test_blocking_code_is_measured_and_logged_with_its_name(
-    caplog: pytest.LogCaptureFixture,
-):
-    lag, reported = EventLoopLag(), threading.Event()
+@pytest.fixture(autouse=True)
+def joined() -> Iterator[None]:
+    """The thread of a watchdog may outlive it, and would report to the next test."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "loop-watchdog":
+            thread.join()
+
+
+@pytest.fixture
+def reported() -> Iterator[threading.Event]:
+    """Set when a watchdog reports something."""
+    event = threading.Event()
 
     class ReportedHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            reported.set()
-
-    async def run() -> None:
-        async with EventLoopWatchdog(lag, watchdog=60).run():
-            await asyncio.sleep(0.2)
-            block(reported)  # blocks the loop until the watchdog has logged it
-            await asyncio.sleep(0.5)
+            event.set()
 
     handler = ReportedHandler()
-    logging.getLogger("app.serving.event_loop_watchdog").addHandler(handler)
-    try:
-        asyncio.run(run())
-    finally:
-        logging.getLogger("app.serving.event_loop_watchdog").removeHandler(handler)
+    logging.getLogger(NAME).addHandler(handler)
+    yield event
+    logging.getLogger(NAME).removeHandler(handler)
+
+
+def test_blocking_code_is_measured_and_logged_with_its_name(
+    caplog: pytest.LogCaptureFixture, reported: threading.Event
+):
+    lag = EventLoopLag()
+
+    async def run() -> None:
+        async with EventLoopWatchdog(lag, watchdog=60).run(), asyncio.timeout(60):
+            await asyncio.sleep(0.2)
+            reported.clear()  # a busy machine may have blocked the loop before
+            block(reported)  # blocks the loop until the watchdog has logged it
+            while lag.latest >= 0.9 or "resumed" not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+    asyncio.run(run())
     assert lag.worst >= 0.9
-    assert lag.latest < 0.9
-    assert sum(lag.bucket_counts[LAG_BUCKETS.index(0.5) + 1 :]) == 1
+    assert sum(lag.bucket_counts[LAG_BUCKETS.index(0.5) + 1 :]) >= 1
     assert "the event loop has been blocked for" in caplog.text
     assert "in block" in caplog.text
     assert "the event loop resumed after" in caplog.text
 
 
-def test_garbage_is_not_collected_while_stacks_are_read(monkeypatch: pytest.MonkeyPatch):
+def test_garbage_is_not_collected_while_stacks_are_read(
+    monkeypatch: pytest.MonkeyPatch, reported: threading.Event
+):
     """A collection that freed a threading.local stopped the process, watchdog included."""
     collected: list[bool] = []
-    reported, read = threading.Event(), sys._current_frames
+    read = sys._current_frames
 
     def read_frames() -> dict[int, FrameType]:
         collected.append(gc.isenabled())
-        reported.set()
         return read()
 
     monkeypatch.setattr("sys._current_frames", read_frames)
@@ -67,7 +86,7 @@ def test_garbage_is_not_collected_while_stacks_are_read(monkeypatch: pytest.Monk
             block(reported)
 
     asyncio.run(run())
-    assert collected == [False]
+    assert collected[:1] == [False]
     assert gc.isenabled()
 
 
