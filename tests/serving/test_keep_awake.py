@@ -17,13 +17,14 @@ from app.serving.keep_awake import KeepAwake, create_keep_awake
 
 REQUEST = cast(GenerateRequest, object())  # only counted
 SCRIPT = """
-import signal, sys, time
-log = open(sys.argv[1], "a", buffering=1)
+import os, signal, sys, time
+# Python's files cannot be written by a signal handler that interrupts a write
+log = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND)
 def stop(*_):
-    log.write("stopped\\n")
+    os.write(log, b"stopped\\n")
     sys.exit()
 signal.signal(signal.SIGTERM, stop)
-log.write("started\\n")
+os.write(log, b"started\\n")
 time.sleep(60)
 """
 
@@ -91,7 +92,7 @@ def test_the_program_has_exited_at_the_end_of_the_server_also_if_it_is_slow(tmp_
     """A cancelled wait for the exit left the process behind, and a warning in another test."""
     file = tmp_path / "log"
     file.touch()
-    slow = SCRIPT.replace("sys.exit()", 'time.sleep(0.5); log.write("exited\\n"); sys.exit()')
+    slow = SCRIPT.replace("sys.exit()", 'time.sleep(0.5); os.write(log, b"exited\\n"); sys.exit()')
     awake = KeepAwake([sys.executable, "-c", slow, str(file)], linger=0.0)
 
     async def drive() -> None:

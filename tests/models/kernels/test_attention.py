@@ -274,8 +274,13 @@ def test_an_unshared_buffer_is_written_in_place(evaluate):
     case = Case(q=numbers(1, *shape), k=numbers(2, *shape), v=numbers(3, *shape))
     row = Sequence(case, 400)
     row.see(300)
-    before = address(row.keys), address(row.values)
-    assert steps(row, 50, evaluate) == before
+    # A step copies the buffers if MLX's thread, which releases those of the previous step, has no
+    # core for a while. If every step did, an odd number of steps would not end where it began.
+    in_place = []
+    for _ in range(11):
+        before = address(row.keys), address(row.values)
+        in_place.append(steps(row, 9, evaluate) == before)
+    assert any(in_place)
 
 
 def test_a_shared_buffer_is_copied():
