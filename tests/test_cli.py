@@ -199,7 +199,7 @@ def test_every_listed_command_exists(
 def test_a_missing_model_is_one_line_and_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["serve", str(tmp_path)]) == 1
+    assert cli.main(["serve", str(tmp_path), "--port", "0"]) == 1
     message = capsys.readouterr().err
     assert message == f"mlxrunner: {tmp_path} has no config.json: it is not a model folder\n"
 
