@@ -43,7 +43,7 @@ _LARGE_WORK_SIZE = 64 * 1024
 _MAX_REST_SECONDS = 1.0
 
 # The number of seconds without work after which the threads of a pool end. The first prompt after
-# that takes up to a third longer to tokenize, because the caches of the new threads are empty.
+# that takes longer to tokenize, because the caches of the new threads are empty.
 _IDLE_SECONDS = 30.0
 
 

@@ -14,6 +14,7 @@ import pytest
 from tests import tiny
 from tests.attacks.attacker import Attack, Read, Send, Wait
 from tests.attacks.conftest import Victim
+from tests.bench.client import get_rss
 from tests.http.raw_client import head, post
 from tests.server_process import TIMEOUT, ServerProcess, run_server
 
@@ -39,16 +40,9 @@ def build_large_body(start: bytes, item: bytes, end: bytes) -> bytes:
     return start + b",".join([item] * (LARGE // (len(item) + 1))) + end
 
 
-def read_rss(server: ServerProcess) -> int:
-    """The resident memory of the server process in bytes."""
-    status = Path(f"/proc/{server.process.pid}/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
-    return int(line.split()[1]) * 1024
-
-
 def check_growth(victim: Victim, before: int) -> None:
     """Check that the server process has grown by less than `MAX_GROWTH`."""
-    now = read_rss(victim.server)
+    now = get_rss(victim.server.process.pid)
     print(f"memory {before >> 20} MiB before, {now >> 20} MiB after")
     assert now < before + MAX_GROWTH
 
@@ -82,7 +76,7 @@ def test_large_bodies_do_not_disturb_other_clients(victim: Victim, kind: str) ->
     """One body of empty lists delayed another client by 1.3 s, six of them by 8.5 s, and fourteen
     increased the process by 2 GB."""
     path = COMPLETIONS if b'"prompt"' in BODIES[kind][:40] else CHAT
-    before = read_rss(victim.server)
+    before = get_rss(victim.server.process.pid)
     result = victim.attack(Attack([[build_send(path, BODIES[kind]), Read()]], threads=5))
     assert set(result.statuses) <= {"400", "503", "none"}
     assert result.statuses["400"], (
@@ -95,7 +89,7 @@ def test_large_bodies_do_not_disturb_other_clients(victim: Victim, kind: str) ->
 def test_texts_to_tokenize_do_not_disturb_other_clients(victim: Victim) -> None:
     """Three texts of ten million letters increased the process by 4 GB, and the errors of invalid
     JSON kept the text in memory as long as the connection was open."""
-    before = read_rss(victim.server)
+    before = get_rss(victim.server.process.pid)
     contents = [b"word " * (LARGE // 5), b"x" * LARGE]
     kinds = ["text/plain", "application/json"]
     texts = [build_send(TOKENIZE, text, Content_Type=kind) for text in contents for kind in kinds]
@@ -205,7 +199,7 @@ def test_memory_of_unusual_words_is_released(tmp_path: Path) -> None:
 
         with ThreadPoolExecutor(8) as clients:
             list(clients.map(tokenize, range(200)))
-        peak = read_rss(server)
+        peak = get_rss(server.process.pid)
         assert peak > 1.2 * before, "the words were not cached, so this test proves nothing"
         wait_until_memory_is_released(server, before)
 
@@ -214,12 +208,12 @@ def measure_memory_after_requests(server: ServerProcess, client: httpx.Client) -
     """Bytes of the HTTP process after a few short requests."""
     for _ in range(20):
         client.post(COMPLETIONS, json={"model": "tiny", "prompt": "a", "max_tokens": 1})
-    return read_rss(server)
+    return get_rss(server.process.pid)
 
 
 def wait_until_memory_is_released(server: ServerProcess, before: int) -> None:
     deadline = time.monotonic() + TIMEOUT
-    while (now := read_rss(server)) > 1.2 * before:
+    while (now := get_rss(server.process.pid)) > 1.2 * before:
         assert time.monotonic() < deadline, f"{before >> 20} MiB before, {now >> 20} MiB now"
         time.sleep(0.5)
     print(f"memory {before >> 20} MiB before, {now >> 20} MiB after")

@@ -280,7 +280,7 @@ def test_an_unshared_buffer_is_written_in_place(evaluate):
     for _ in range(11):
         before = address(row.keys), address(row.values)
         in_place.append(steps(row, 9, evaluate) == before)
-    assert any(in_place)
+    assert sum(in_place) > len(in_place) / 2
 
 
 def test_a_shared_buffer_is_copied():
