@@ -85,17 +85,23 @@ class EventLoopWatchdog:
             num_checks += 1
             if num_checks * _CHECK_INTERVAL >= _WARN_AFTER and not reported:
                 reported = True
-                log.warning(
-                    "the event loop has been blocked for %.1f s, at:\n%s",
-                    num_checks * _CHECK_INTERVAL,
-                    self._format_loop_stack(),
-                )
+                self._report_blocked(num_checks * _CHECK_INTERVAL)
             if num_checks * _CHECK_INTERVAL >= self._timeout:
                 log.critical(
                     "the event loop was blocked for %.0f s: exiting", num_checks * _CHECK_INTERVAL
                 )
                 self._on_hang()
                 return
+
+    def _report_blocked(self, seconds: float) -> None:
+        if not log.isEnabledFor(logging.WARNING):
+            return
+        # `log.warning` could only add the stack of this thread
+        message, stack = "the event loop has been blocked for %.1f s", self._format_loop_stack()
+        record = log.makeRecord(
+            log.name, logging.WARNING, __file__, 0, message, (seconds,), None, sinfo=stack
+        )
+        log.handle(record)
 
     def _format_loop_stack(self) -> str:
         # A collection during the call may free a threading.local and wait for the lock that the
@@ -109,7 +115,9 @@ class EventLoopWatchdog:
             if collects:
                 gc.enable()
         frame = frames.get(self._loop_thread)
-        return "" if frame is None else "".join(traceback.format_stack(frame))
+        if frame is None:
+            return ""
+        return "Stack (most recent call last):\n" + "".join(traceback.format_stack(frame))
 
 
 def _dump_stacks_and_exit() -> None:

@@ -241,16 +241,14 @@ class HumanFormatter(logging.Formatter):
         color = "red" if record.levelno > logging.INFO else "green"
         level = self._terminal.paint(record.levelname, color)
         head = f"{self.formatTime(record)} {level} {record.name}{request}"
-        lines = [f"{head}: {escape_control_characters(record.getMessage())}"]
-        for more in _format_tracebacks(self, record):
-            lines += [f"{_INDENT}{escape_control_characters(line)}" for line in more.splitlines()]
-        return "\n".join(lines)
+        line = f"{head}: {escape_control_characters(record.getMessage())}"
+        return "\n".join([line, *_render_tracebacks(self, record)])
 
 
 class JsonFormatter(logging.Formatter):
     """Formats records as ASCII-only JSON. Every record has time (RFC 3339, UTC), level, logger and
     message. The request_id, caller and model of the current request are added if they are known.
-    The record's exception and additional fields (`extra={"fields": …}`) follow."""
+    The record's exception or stack and additional fields (`extra={"fields": …}`) follow."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
@@ -280,6 +278,12 @@ def _format_tracebacks(formatter: logging.Formatter, record: logging.LogRecord) 
     if record.stack_info:
         found.append(formatter.formatStack(record.stack_info))
     return found
+
+
+def _render_tracebacks(formatter: logging.Formatter, record: logging.LogRecord) -> list[str]:
+    """Returns the lines of the traceback and the stack of a record, indented."""
+    lines = "\n".join(_format_tracebacks(formatter, record)).splitlines()
+    return [f"{_INDENT}{escape_control_characters(line)}" for line in lines]
 
 
 _ACCESS_LOGGER = "app.access"
@@ -321,11 +325,8 @@ class TerminalFormatter(logging.Formatter):
             text = " ".join(self._render_access(fields, context))
         else:
             text = self._render_message(record, context)
-        lines = [f"{self._terminal.paint(clock, 'dim')} {text}"]
-        if record.exc_info and record.exc_info[0] is not None:
-            traceback = self.formatException(record.exc_info).splitlines()
-            lines += [f"{_INDENT}{escape_control_characters(line)}" for line in traceback]
-        return "\n".join(lines)
+        line = f"{self._terminal.paint(clock, 'dim')} {text}"
+        return "\n".join([line, *_render_tracebacks(self, record)])
 
     def _render_message(self, record: logging.LogRecord, context: RequestContext | None) -> str:
         text = escape_control_characters(record.getMessage())

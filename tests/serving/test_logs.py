@@ -17,12 +17,14 @@ from app.core.errors import AppError, ErrorKind
 from app.core.events import ModelLoading, PrefillProgress
 from app.core.request_context import REQUEST_CONTEXT, RequestContext
 from app.core.settings import Settings
+from app.core.terminal import OutputTerminal
 from app.core.text_escapes import escape_control_characters
 from app.http.api_keys import ApiKey, Keyring, hash_key
 from app.http.request_id import RequestIdMiddleware
 from app.serving.logs import (
     HumanFormatter,
     JsonFormatter,
+    TerminalFormatter,
     configure_logging,
 )
 from tests.api.asgi import Conversation, Reply
@@ -126,6 +128,16 @@ def test_no_text_breaks_a_traceback(hostile: str):
     line = JsonFormatter().format(log_record)
     assert line.isprintable()
     assert "Traceback" in json.loads(line)["exception"]
+
+
+def test_the_stack_of_a_record_follows_on_indented_lines():
+    log_record = record("the event loop has been blocked")
+    log_record.stack_info = "Stack (most recent call last):\n  in block\n"
+    for formatter in (HumanFormatter(), TerminalFormatter(OutputTerminal())):
+        first, *rest = formatter.format(log_record).split("\n")
+        assert first.endswith("the event loop has been blocked")
+        assert rest == ["    Stack (most recent call last):", "      in block"]
+    assert "in block" in json.loads(JsonFormatter().format(log_record))["exception"]
 
 
 def test_a_json_line_is_an_object_with_a_time_in_utc():
