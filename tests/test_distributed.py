@@ -14,10 +14,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import mlx.core as mx
@@ -27,10 +27,10 @@ import pytest
 from models import architectures
 from tests import tiny
 from tests.throttle import Throttle
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHER = Path(sys.executable).parent / "mlx.launch"
@@ -78,7 +78,7 @@ class LaunchedServer:
         return self
 
     def wait_for_log(self, pattern: str) -> str:
-        wait_until(lambda: re.search(pattern, self.text), self)
+        wait_until(lambda: re.search(pattern, self.text), lambda: self.text)
         [found, *_] = re.findall(pattern, self.text)
         return found
 
@@ -105,7 +105,7 @@ class LaunchedServer:
         self.process.wait(PATIENCE)
         self._reader.join(PATIENCE)
         for pid in self.pids:
-            wait_until(lambda pid=pid: not is_alive(pid), self)
+            wait_until(lambda pid=pid: not is_alive(pid), lambda: self.text)
 
     def status(self, rank: int) -> int:
         """The exit status of a rank, as the launcher reports it; its own status is always 0."""
@@ -128,14 +128,6 @@ class LaunchedServer:
     def _read(self) -> None:
         assert self.process.stdout is not None
         self._log.extend(self.process.stdout)
-
-
-def wait_until(condition: Callable[[], T], server: LaunchedServer) -> T:
-    deadline = time.monotonic() + PATIENCE
-    while not (value := condition()):
-        assert time.monotonic() < deadline, server.text
-        time.sleep(0.05)
-    return value
 
 
 def is_alive(pid: int) -> bool:
@@ -232,7 +224,7 @@ def test_a_disconnect_cancels_the_request_on_both_ranks(ranks: LaunchedServer) -
     with ranks.stream(**LONG) as events:
         next(events)
         assert ranks.num_running() == 1
-    wait_until(lambda: ranks.num_running() == 0, ranks)
+    wait_until(lambda: ranks.num_running() == 0, lambda: ranks.text)
     assert send_completion(ranks, "hello")["usage"]["completion_tokens"] == 16
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
-from tests.runners.spawning import wait_until
 from tests.server_process import TIMEOUT, ServerProcess, run_server
+from tests.waiting import wait_until
 
 CITY = {
     "type": "object",

@@ -13,9 +13,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.runners.spawning import wait_until
 from tests.server_process import TIMEOUT, ServerProcess, run_server
 from tests.throttle import Throttle
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

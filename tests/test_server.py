@@ -27,9 +27,9 @@ from app.server import serve
 from app.serving.router import ModelRouter
 from tests import tiny
 from tests.api.fuzzed import CHECKS, document, each_operation, send_cases
-from tests.runners.spawning import wait_until
 from tests.server_process import TIMEOUT, ServerProcess, run_server
 from tests.throttle import Throttle
+from tests.waiting import wait_until
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 

@@ -26,6 +26,7 @@ from tests.fakes import (
     script_greetings,
     text,
 )
+from tests.waiting import wait_until
 
 MODEL = "fake/model"
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -272,12 +273,3 @@ def test_the_go_client_can_read_the_response(url: str, generate: FakeGenerate):
     assert last["Done"]
     assert last["PromptEvalCount"] == 7
     assert generate.opened[-1].max_tokens == 3
-
-
-def wait_until(condition: Any) -> None:
-    deadline = threading.Event()
-    for _ in range(500):
-        if condition():
-            return
-        deadline.wait(0.01)
-    pytest.fail("the condition was not met within five seconds")

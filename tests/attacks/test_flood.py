@@ -18,8 +18,8 @@ from tests.attacks.attacker import Attack, Flood, Send
 from tests.attacks.conftest import LatencyCheck, Victim
 from tests.http.raw_client import GET, RawClient, head, open_connections, post
 from tests.machine_lock import MachineLock
-from tests.runners.spawning import wait_until
 from tests.server_process import TIMEOUT, run_server
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

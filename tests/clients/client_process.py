@@ -4,8 +4,8 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.runners.spawning import wait_until
 from tests.server_process import TIMEOUT, ServerProcess
+from tests.waiting import wait_until
 
 
 def run_client(

@@ -18,8 +18,8 @@ import httpx
 import pytest
 
 from app import cli
-from tests.runners.spawning import wait_until
 from tests.server_process import ROOT, TIMEOUT, UNTRACED, ServerProcess, run_server
+from tests.waiting import wait_until
 
 KEY = "mr-0123456789abcdef0123456789abcdef"
 

@@ -21,10 +21,10 @@ from app.config.precedence import resolve_config
 from app.core.errors import AppError
 from app.core.model_details import ModelRecipe
 from app.core.settings import ModelSettings
-from tests.runners.spawning import wait_until
 from tests.server_process import ROOT, TIMEOUT, UNTRACED, ServerProcess, run_server
 from tests.terminal_process import CTRL_C, CTRL_D, ENTER, TerminalProcess, open_terminal
 from tests.throttle import HELD_PROGRESS, Throttle
+from tests.waiting import wait_until
 
 ANSWER = (
     "mlxrunner is a small server for language models. It runs them with Apple's MLX and speaks the "

@@ -15,6 +15,7 @@ import pytest
 
 from app.core.request_context import REQUEST_CONTEXT, RequestContext
 from app.core.thread_pools import CancelToken, FairThreadPool, ThreadPools, WorkCancelled
+from tests.waiting import wait_until_async
 
 PATIENCE = 10.0
 
@@ -63,11 +64,6 @@ def blocker() -> Iterator[BlockingWork]:
     blocker = BlockingWork()
     yield blocker
     blocker.release()
-
-
-async def wait_until(condition: Callable[[], object]) -> None:
-    while not condition():  # noqa: ASYNC110  # set by another thread
-        await asyncio.sleep(0.002)
 
 
 def test_a_thread_for_large_work_rests_after_each_job():
@@ -126,15 +122,15 @@ def test_keys_take_turns_and_one_key_has_half_of_the_threads(blocker: BlockingWo
         first_tasks = [
             asyncio.create_task(queue.run(blocker.work(f"a{n}"), key="a")) for n in range(20)
         ]
-        await wait_until(lambda: len(blocker.started) == 2)
+        await wait_until_async(lambda: len(blocker.started) == 2)
         other_tasks = [
             asyncio.create_task(queue.run(blocker.work(f"b{n}"), key="b")) for n in range(3)
         ]
-        await wait_until(lambda: len(blocker.started) == 4)
+        await wait_until_async(lambda: len(blocker.started) == 4)
         assert sorted(blocker.started) == ["a0", "a1", "b0", "b1"]
         assert (queue.running, queue.queued) == (4, 19)
         blocker.release("b0")
-        await wait_until(lambda: len(blocker.started) == 5)
+        await wait_until_async(lambda: len(blocker.started) == 5)
         assert blocker.started[4] == "b2"
         blocker.release()
         assert await asyncio.gather(*first_tasks) == [f"a{n}" for n in range(20)]
@@ -154,9 +150,9 @@ def test_work_without_a_key_belongs_to_the_caller_of_the_request(blocker: Blocki
             return await pools.run(blocker.work(f"{caller}{number}"))
 
         first = [asyncio.create_task(request("a", number)) for number in range(10)]
-        await wait_until(lambda: len(blocker.started) == 2)
+        await wait_until_async(lambda: len(blocker.started) == 2)
         other = asyncio.create_task(request("b", 0))
-        await wait_until(lambda: len(blocker.started) == 3)
+        await wait_until_async(lambda: len(blocker.started) == 3)
         assert sorted(blocker.started) == ["a0", "a1", "b0"]
         blocker.release()
         await asyncio.gather(*first, other)
@@ -168,7 +164,7 @@ def test_queued_work_of_a_cancelled_request_never_starts(blocker: BlockingWork):
     async def body() -> None:
         queue = FairThreadPool(1, "test")
         tasks = [asyncio.create_task(queue.run(blocker.work(name), key="")) for name in "abc"]
-        await wait_until(lambda: blocker.started)
+        await wait_until_async(lambda: blocker.started)
         tasks[1].cancel()
         await asyncio.gather(tasks[1], return_exceptions=True)
         assert queue.queued == 1
@@ -185,7 +181,7 @@ def test_running_work_keeps_its_thread_until_it_ends(blocker: BlockingWork):
     async def body() -> None:
         queue = FairThreadPool(1, "test")
         cancelled = asyncio.create_task(queue.run(blocker.work("a"), key=""))
-        await wait_until(lambda: blocker.started)
+        await wait_until_async(lambda: blocker.started)
         cancelled.cancel()
         await asyncio.gather(cancelled, return_exceptions=True)
         queued = asyncio.create_task(queue.run(blocker.work("b"), key=""))
@@ -211,11 +207,11 @@ def test_work_that_checks_its_token_stops_when_the_request_is_cancelled():
     async def body() -> None:
         workers = ThreadPools()
         task = asyncio.create_task(workers.run_cancellable(work))
-        await wait_until(lambda: workers.running == 1)
+        await wait_until_async(lambda: workers.running == 1)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await wait_until(stopped.is_set)
-        await wait_until(lambda: workers.running == 0)
+        await wait_until_async(stopped.is_set)
+        await wait_until_async(lambda: workers.running == 0)
 
     run(body)
 
@@ -227,7 +223,7 @@ def test_small_work_does_not_wait_for_large_work(blocker: BlockingWork):
             asyncio.create_task(workers.run(blocker.work(f"{n}"), size=1 << 20, key=f"{n}"))
             for n in range(50)
         ]
-        await wait_until(lambda: workers.large.queued and workers.running)
+        await wait_until_async(lambda: workers.large.queued and workers.running)
         assert await workers.run(lambda: "small", size=1000) == "small"
         blocker.release()
         await asyncio.gather(*large)
@@ -252,7 +248,7 @@ def test_the_threads_of_an_idle_pool_end_and_later_work_starts_new_ones():
                 *(queue.run(partial(cache, text), key=f"{n}") for n, text in enumerate(texts))
             )
             del texts
-            await wait_until(
+            await wait_until_async(
                 lambda threads=threads: not any(map(threading.Thread.is_alive, threads))
             )
             assert not any(reference() for reference in references)
@@ -265,13 +261,13 @@ def test_threads_stay_as_long_as_there_is_work(blocker: BlockingWork):
         queue = FairThreadPool(2, "test", idle=0.02)
         first = await queue.run(threading.current_thread, key="a")
         long = asyncio.create_task(queue.run(blocker.work("long"), key="a"))
-        await wait_until(lambda: blocker.started)
+        await wait_until_async(lambda: blocker.started)
         await asyncio.sleep(0.1)
         assert first.is_alive()
         second = await queue.run(threading.current_thread, key="b")
         blocker.release()
         await long
-        await wait_until(lambda: not first.is_alive() and not second.is_alive())
+        await wait_until_async(lambda: not first.is_alive() and not second.is_alive())
         assert await queue.run(lambda: "later", key="a") == "later"
 
     run(body)
@@ -285,7 +281,7 @@ def test_threads_keep_no_references_to_results():
         reference = weakref.ref(text)
         await queue.run(lambda text=text: text, key="")
         del text
-        await wait_until(lambda: reference() is None)
+        await wait_until_async(lambda: reference() is None)
 
     run(body)
 
@@ -304,7 +300,7 @@ def test_an_error_keeps_no_references_to_arguments():
             with suppress(ValueError):
                 await queue.run(lambda text=text: fail(text), key="")
             del text
-            await wait_until(lambda: reference() is None)
+            await wait_until_async(lambda: reference() is None)
         finally:
             gc.enable()
 

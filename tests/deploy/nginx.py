@@ -9,7 +9,7 @@ import socket
 import ssl
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -163,14 +163,6 @@ class Replicas:
         ]
         self._servers += started
         return [server.wait_until_ready() for server in (*alive, *started)][:count]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Returns when the condition is true. Raises AssertionError if it never is."""
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def _build_main_config(server: str, folder: Path) -> str:

@@ -13,10 +13,11 @@ import httpx
 import pytest
 
 from app.core.settings import Settings
-from tests.deploy.nginx import Certificate, Nginx, Replicas, iter_events, run_nginx, wait_until
+from tests.deploy.nginx import Certificate, Nginx, Replicas, iter_events, run_nginx
 from tests.server_process import TIMEOUT, ServerProcess
 from tests.throttle import Throttle
 from tests.tiny import END, LONG
+from tests.waiting import wait_until
 
 KEY = {"Authorization": "Bearer a-key"}
 

@@ -24,6 +24,7 @@ from app.engine.loop import Loop
 from app.engine.thread import EngineThread
 from tests import tiny
 from tests.engine.harness import job, make_loop, tiny_model
+from tests.waiting import wait_until
 
 PATIENCE = 20
 
@@ -197,13 +198,6 @@ class PausedLoop(Loop):
         self.reached.set()
         assert self.gate.wait(PATIENCE)
         return super().step()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_the_heartbeat_gives_the_stage_and_its_start(start_thread: StartThread) -> None:

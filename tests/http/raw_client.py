@@ -149,12 +149,3 @@ def run_server(
         open_connections(int(url.rpartition(":")[2])) as connect,
     ):
         yield connect
-
-
-def wait_until(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True

@@ -33,8 +33,8 @@ from tests.http.raw_client import (
     head,
     post,
     run_server,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 STREAM = {**CHAT_BODY, "stream": True}
 
@@ -133,7 +133,7 @@ def test_a_client_that_never_reads_is_disconnected():
     generate = FakeGenerate([text("x" * 1_000_000)] * 60 + [finish()])
     with run_server(generate, body_timeout=0.3) as connect:
         client = connect().send(post(STREAM))
-        assert wait_until(lambda: generate.num_closed == 1)
+        wait_until(lambda: generate.num_closed == 1)
         assert not client.read_until(lambda read: b"[DONE]" in read).endswith(b"0\r\n\r\n")
 
 
@@ -167,7 +167,7 @@ def test_a_client_that_stops_reading_is_disconnected(stats: ConnectionStats):
         client = connect().send(post(CHAT_BODY))
         client.read_steadily(400_000, 1.5)
         stopped = time.monotonic()
-        assert wait_until(lambda: stats.closed_by_reason["unread_answer"] == 1)
+        wait_until(lambda: stats.closed_by_reason["unread_answer"] == 1)
         # its last progress was in one interval, the next interval has none
         assert time.monotonic() - stopped < 5
 
@@ -177,7 +177,7 @@ def test_an_unread_finished_answer_times_out():
     generate, stats = FakeGenerate([text("x" * 20_000_000), finish()]), ConnectionStats()
     with run_server(generate, stats, body_timeout=0.3) as connect:
         client = connect().send(post(CHAT_BODY))
-        assert wait_until(lambda: stats.closed_by_reason["unread_answer"] == 1)
+        wait_until(lambda: stats.closed_by_reason["unread_answer"] == 1)
         assert len(client.read_until(lambda _: False)) < 20_000_000
 
 
@@ -406,7 +406,7 @@ def test_a_connection_with_a_response_is_never_closed_for_others():
         assert rejected.is_closed()
         assert not any(client.is_closed(within=0.1) for client in streaming)
         streaming.pop().socket.close()
-        assert wait_until(lambda: generate.num_closed == 1)
+        wait_until(lambda: generate.num_closed == 1)
         assert connect().send(GET).read_reply().status == 200
 
 
@@ -523,7 +523,7 @@ def test_a_rejected_client_that_keeps_sending_is_disconnected(stats: ConnectionS
             while sent < 1 << 30:
                 sent += client.socket.send(b" " * 65536)
         assert sent < 64 << 20
-        assert wait_until(lambda: stats.open_connections == 0)
+        wait_until(lambda: stats.open_connections == 0)
 
 
 def test_pipelined_requests_after_connection_close_do_not_reset_the_response(connect: Connect):
@@ -544,7 +544,7 @@ def test_the_number_of_sockets_is_bounded_while_rejected_ones_linger(stats: Conn
             clients.append(connect().send(request))
             assert clients[-1].read_reply().status == 413
             seen.append(stats.open_connections)
-        assert wait_until(lambda: stats.accepted_connections == 150)
+        wait_until(lambda: stats.accepted_connections == 150)
         seen.append(stats.open_connections)
     assert 5 < max(seen) <= 5 + 64
 
@@ -562,8 +562,8 @@ def test_closed_connections_are_counted_by_reason(stats: ConnectionStats):
         assert connect().send(b"hello\r\n\r\n").read_reply().status == 400
         assert connect().send(head("GET", "/", **LONG_FIELD)).read_reply().status == 431
         connect().send(post(CHAT_BODY))
-        assert wait_until(lambda: stats.closed_by_reason["unread_answer"] == 1)
-        assert wait_until(lambda: stats.open_connections == 0)
+        wait_until(lambda: stats.closed_by_reason["unread_answer"] == 1)
+        wait_until(lambda: stats.open_connections == 0)
     assert stats.accepted_connections == 6
     assert stats.closed_by_reason == {
         "handshake_timeout": 0,
@@ -596,7 +596,7 @@ def test_responses_are_counted_by_route_and_status_class(stats: ConnectionStats)
             ("none", "/v1/models", "4xx"): 1,
             ("POST", CHAT, "4xx"): 1,
         }
-        assert wait_until(lambda: stats.responses == expected)
+        wait_until(lambda: stats.responses == expected)
 
 
 def test_warnings_of_invalid_requests_are_throttled(connect: Connect, caplog: Any):

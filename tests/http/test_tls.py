@@ -14,8 +14,9 @@ import trustme
 
 from app.core.server_stats import ConnectionStats
 from tests.fakes import FakeGenerate, finish, text
-from tests.http.raw_client import CHAT, CHAT_BODY, GET, RawClient, head, post, wait_until
+from tests.http.raw_client import CHAT, CHAT_BODY, GET, RawClient, head, post
 from tests.http.raw_client import run_server as run_plain_server
+from tests.waiting import wait_until
 
 Connect = Callable[[], RawClient]
 
@@ -69,7 +70,7 @@ def test_a_missing_handshake_times_out(
     with run_server(certificate, None, stats, header_timeout=0.3) as connect:
         client = connect().send(data)
         assert client.read_until(lambda _: False) == b""
-        assert wait_until(lambda: stats.open_connections == 0)
+        wait_until(lambda: stats.open_connections == 0)
         assert stats.closed_by_reason["handshake_timeout"] == 1
 
 
@@ -77,7 +78,7 @@ def test_plain_http_is_not_answered(certificate: CertificateFiles, stats: Connec
     with run_server(certificate, None, stats) as connect:
         client = connect().send(GET)
         assert b"HTTP" not in client.read_until(lambda _: False)
-        assert wait_until(lambda: stats.open_connections == 0)
+        wait_until(lambda: stats.open_connections == 0)
         assert certificate.handshake(connect()).send(GET).read_reply().status == 200
 
 
@@ -96,8 +97,8 @@ def test_connections_without_a_handshake_are_counted_and_closed_first(
         idle = certificate.handshake(connect())
         assert idle.send(GET).read_reply().status == 200
         silent = [connect() for _ in range(6)]
-        assert wait_until(lambda: stats.accepted_connections == 7)
-        assert wait_until(lambda: stats.open_connections <= 3)
+        wait_until(lambda: stats.accepted_connections == 7)
+        wait_until(lambda: stats.open_connections <= 3)
         assert silent[0].is_closed()
         assert certificate.handshake(connect()).send(GET).read_reply().status == 200
         assert idle.send(GET).read_reply().status == 200
@@ -110,7 +111,7 @@ def test_sockets_closed_before_the_handshake_are_released(
     with run_server(certificate, None, stats) as connect:
         for _ in range(50):
             connect().socket.close()
-        assert wait_until(lambda: stats.accepted_connections == 50 and stats.open_connections == 0)
+        wait_until(lambda: stats.accepted_connections == 50 and stats.open_connections == 0)
     assert sum(stats.closed_by_reason.values()) == 0
 
 
@@ -120,7 +121,7 @@ def test_a_client_that_does_not_answer_close_notify_is_disconnected(
     """Closing TLS needs both sides, and a lost client does not answer."""
     with run_server(certificate, None, stats, header_timeout=0.2, body_timeout=0.3) as connect:
         certificate.handshake(connect())
-        assert wait_until(lambda: stats.accepted_connections == 1 and stats.open_connections == 0)
+        wait_until(lambda: stats.accepted_connections == 1 and stats.open_connections == 0)
 
 
 def test_the_last_response_of_a_connection_may_be_read_slowly(certificate: CertificateFiles):
@@ -142,8 +143,8 @@ def test_an_unread_finished_answer_times_out(certificate: CertificateFiles, stat
     generate = FakeGenerate([text("x" * 20_000_000), finish()])
     with run_server(certificate, generate, stats, body_timeout=0.3) as connect:
         client = certificate.handshake(connect()).send(post(CHAT_BODY))
-        assert wait_until(lambda: stats.closed_by_reason["unread_answer"] == 1)
-        assert wait_until(lambda: stats.open_connections == 0)
+        wait_until(lambda: stats.closed_by_reason["unread_answer"] == 1)
+        wait_until(lambda: stats.open_connections == 0)
         with contextlib.suppress(OSError):  # reset, or closed in the middle of a TLS record
             assert len(client.read_until(lambda _: False)) < 20_000_000
 
@@ -168,7 +169,7 @@ def test_a_client_that_stops_reading_is_disconnected(
         client = certificate.handshake(connect()).send(post(CHAT_BODY))
         client.read_steadily(400_000, 1.5)
         stopped = time.monotonic()
-        assert wait_until(lambda: stats.closed_by_reason["unread_answer"] == 1)
+        wait_until(lambda: stats.closed_by_reason["unread_answer"] == 1)
         assert time.monotonic() - stopped < 5
 
 

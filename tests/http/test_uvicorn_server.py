@@ -16,9 +16,10 @@ import httpx
 import pytest
 
 from tests import tiny
-from tests.http.raw_client import GET, open_connections, post, wait_until
+from tests.http.raw_client import GET, open_connections, post
 from tests.server_process import TIMEOUT, ServerProcess, run_server
 from tests.throttle import Throttle
+from tests.waiting import wait_until
 
 COMPLETIONS = "/v1/completions"
 
@@ -65,7 +66,7 @@ class Client(threading.Thread):
             self.error = error
 
     def wait_until_begun(self) -> "Client":
-        assert wait_until(lambda: bool(self.lines))
+        wait_until(lambda: bool(self.lines))
         return self
 
     def wait_until_done(self) -> "Client":
@@ -74,14 +75,14 @@ class Client(threading.Thread):
         return self
 
 
-def wait_for_requests(server: ServerProcess, count: int) -> bool:
-    """Whether so many requests are running or waiting, within a time limit."""
+def wait_for_requests(server: ServerProcess, count: int) -> None:
+    """Returns when so many requests are running or waiting."""
 
     def count_requests() -> int:
         status = server.status()
         return status["Running"] + status["Waiting"]
 
-    return wait_until(lambda: count_requests() == count)
+    wait_until(lambda: count_requests() == count)
 
 
 def test_requests_that_finish_within_the_drain_time_are_completed(
@@ -91,9 +92,9 @@ def test_requests_that_finish_within_the_drain_time_are_completed(
     with run_with_drain(tiny_model, 60, "--runner", "process", variables=throttled) as server:
         streams = [Client(server, build_body(900)).wait_until_begun() for _ in range(4)]
         unstreamed = Client(server, build_body(900, stream=False))
-        assert wait_for_requests(server, 5)
+        wait_for_requests(server, 5)
         server.process.send_signal(signal.SIGTERM)
-        assert wait_until(lambda: "shutting down (5 requests" in server.log_text())
+        wait_until(lambda: "shutting down (5 requests" in server.log_text())
         throttle.off()
         for stream in streams:
             assert stream.wait_until_done().lines[-1] == "data: [DONE]"
@@ -113,7 +114,7 @@ def test_unfinished_requests_end_with_an_error_in_their_dialect(long_model: Path
         lines = Client(server, {"prompt": "x", "options": knobs}, "/completion")
         lines.wait_until_begun()
         unstreamed = Client(server, build_body(stream=False))
-        assert wait_for_requests(server, 3)
+        wait_for_requests(server, 3)
         start = time.monotonic()
         server.process.send_signal(signal.SIGINT)
         error = json.loads(stream.wait_until_done().lines[-2].removeprefix("data: "))
@@ -158,7 +159,7 @@ def test_a_client_that_does_not_read_does_not_delay_the_shutdown(long_model: Pat
         body = {**build_body(), "logprobs": 5}
         client.send(post(body, COMPLETIONS))
         incomplete = connect().send(post(body, COMPLETIONS)[:-5])
-        assert wait_for_requests(server, 1)
+        wait_for_requests(server, 1)
         start = time.monotonic()
         assert server.stop() == -signal.SIGTERM
         assert time.monotonic() - start < 30

@@ -108,7 +108,7 @@ ENDLESS = (Row("docs/page.md", "curl -N", r"event: status[\s\S]*event: prefix"),
 OUTPUTS = (
     Row("README.md", "curl ", r'"content":"mlxrunner is a small server for language models\.'),
     Row("README.md", "mlxrunner list", r"builtin .*"),
-    Row("README.md", "mlxrunner key anna", r"mr-\w+"),
+    Row("README.md", "mlxrunner key anna", r"mr-[-\w]{43}"),
     Row("docs/clients.md", "launch claude org/model    ", r"export ANTHROPIC_MODEL=org/model"),
     Row("docs/clients.md", '"stream": true', r"data: \[DONE\]"),
     Row("docs/clients.md", "/v1/messages", r'"text":"mlxrunner is a small server'),

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -287,11 +287,6 @@ async def run_pool(
                 runner.slow_stop.set()
         await pool.stop()
     assert script.loaded == [], "a runner is still loaded"
-
-
-async def wait_until(condition: Callable[[], object]) -> None:
-    while not condition():  # noqa: ASYNC110  # no event
-        await asyncio.sleep(0.002)
 
 
 async def settle() -> None:

@@ -4,8 +4,7 @@ import asyncio
 import os
 import signal
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from app.core.settings import Settings
 from app.runners.process_runner import ProcessRunner
 from tests.batches import flatten
 from tests.runners.contract import PATIENCE, endless
+from tests.waiting import wait_until
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs the Linux kernel")
 
@@ -63,13 +63,6 @@ def _state(process: int) -> str | None:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (ProcessLookupError, FileNotFoundError):
         return None
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 async def wait_for_end(running: ProcessRunner, name: str) -> Ended:

@@ -22,8 +22,8 @@ from tests.runners.scripted import (
     make_requirement,
     run_pool,
     settle,
-    wait_until,
 )
+from tests.waiting import wait_until_async
 
 A, B, C = make_model("a"), make_model("b"), make_model("c")
 
@@ -141,7 +141,7 @@ def test_keep_alive_is_zero_or_seconds_or_for_ever(keep_alive: float, stays: boo
                 await settle()
                 assert script.loaded == ["a"]
             else:
-                await wait_until(lambda: not script.loaded)
+                await wait_until_async(lambda: not script.loaded)
 
     run(body())
 
@@ -159,7 +159,7 @@ def test_the_timer_starts_when_the_last_request_ends():
                     pass
                 await asyncio.sleep(0.1)
                 assert script.loaded == ["a"]
-            await wait_until(lambda: not script.loaded)
+            await wait_until_async(lambda: not script.loaded)
 
     run(body())
 
@@ -268,7 +268,7 @@ def test_a_load_begins_when_the_evicted_runner_has_stopped():
             await use(pool, A)
             stopped = script.runner_of("a").slow_stop = asyncio.Event()
             waiting = asyncio.create_task(use(pool, B))
-            await wait_until(lambda: pool.model_state(A).phase == "unloading")
+            await wait_until_async(lambda: pool.model_state(A).phase == "unloading")
             await settle()
             assert script.loads == ["a"]
             stopped.set()
@@ -285,11 +285,11 @@ def test_a_disconnect_during_a_load_does_not_cancel_the_load():
         gate = script.gates["a"] = asyncio.Event()
         async with run_pool(script) as pool:
             waiting = asyncio.create_task(use(pool, A))
-            await wait_until(lambda: script.loads)
+            await wait_until_async(lambda: script.loads)
             waiting.cancel()
             await settle()
             gate.set()
-            await wait_until(lambda: pool.model_state(A).phase == "ready")
+            await wait_until_async(lambda: pool.model_state(A).phase == "ready")
 
     run(body())
 
@@ -303,7 +303,7 @@ def test_a_crashed_runner_is_detected_without_a_request():
         async with run_pool(script) as pool:
             await use(pool, A)
             script.runner_of("a").fail("killed by SIGKILL")
-            await wait_until(lambda: pool.model_state(A).phase == "unloaded")
+            await wait_until_async(lambda: pool.model_state(A).phase == "unloaded")
             assert "killed by SIGKILL" in (pool.model_state(A).error or "")
 
     run(body())

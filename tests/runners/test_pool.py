@@ -26,8 +26,8 @@ from tests.runners.scripted import (
     make_requirement,
     run_pool,
     settle,
-    wait_until,
 )
+from tests.waiting import wait_until_async
 
 A, B, C = make_model("a"), make_model("b"), make_model("c")
 
@@ -73,7 +73,7 @@ def test_a_request_waits_for_the_load_and_the_next_one_does_not():
             async with pool.lease(A) as lease:
                 assert not lease.is_held
                 assert lease.loading_event() == ModelLoading(progress=0, queued=True)
-                await wait_until(lambda: script.loads)
+                await wait_until_async(lambda: script.loads)
                 assert lease.loading_event() == ModelLoading(progress=40)
                 assert phases(pool) == {"a": "loading", "b": "unloaded", "c": "unloaded"}
                 gate.set()
@@ -99,7 +99,7 @@ def test_a_loaded_model_does_not_wait_for_another_load():
         async with run_pool(script) as pool:
             await use(pool, A)
             async with pool.lease(B):
-                await wait_until(lambda: phases(pool)["b"] == "loading")
+                await wait_until_async(lambda: phases(pool)["b"] == "loading")
                 async with pool.lease(A) as lease:
                     assert lease.is_held
 
@@ -115,12 +115,12 @@ def test_models_are_loaded_one_at_a_time_in_the_order_of_requests():
                 await stack.enter_async_context(pool.lease(model))
                 await asyncio.sleep(0.001)
             for loaded in ("c", "ca", "cab"):
-                await wait_until(lambda loaded=loaded: len(script.loads) == len(loaded))
+                await wait_until_async(lambda loaded=loaded: len(script.loads) == len(loaded))
                 await settle()
                 assert "".join(script.loads) == loaded
                 assert phases(pool)[loaded[-1]] == "loading"
                 script.gates[loaded[-1]].set()
-            await wait_until(lambda: set(phases(pool).values()) == {"ready"})
+            await wait_until_async(lambda: set(phases(pool).values()) == {"ready"})
 
     run(body())
 
@@ -149,14 +149,14 @@ def test_a_busy_model_drains_before_its_eviction_and_new_requests_wait():
                     await release.wait()
 
             before = asyncio.create_task(old_request())
-            await wait_until(lambda: pool.model_state(A).phase == "ready")
+            await wait_until_async(lambda: pool.model_state(A).phase == "ready")
             async with pool.lease(B) as lease:
                 await settle()
                 async with hold(pool, A):
                     # admitted: b cannot be served before the old request ends anyway
                     release.set()
                     await before
-                    await wait_until(lambda: pool.model_state(A).phase == "unloading")
+                    await wait_until_async(lambda: pool.model_state(A).phase == "unloading")
                     late = asyncio.create_task(use(pool, A))
                     await settle()
                     assert not lease.is_held
@@ -226,7 +226,7 @@ def test_a_slow_estimate_without_demand_does_not_block_other_loads():
         script.gates["estimate of a"] = asyncio.Event()
         async with run_pool(script) as pool:
             async with pool.lease(A):
-                await wait_until(lambda: script.estimated == ["a"])
+                await wait_until_async(lambda: script.estimated == ["a"])
                 assert pool.model_state(A).phase == "queued"
             await use(pool, B)
             assert script.loads == ["b"]
@@ -265,9 +265,9 @@ def test_an_estimate_during_an_unload_is_repeated():
             await use(pool, A)
             script.runner_of("a").stats = EngineStats(allocated_bytes=6)
             async with pool.lease(B) as lease:
-                await wait_until(lambda: script.estimated == ["a", "b"])
+                await wait_until_async(lambda: script.estimated == ["a", "b"])
                 script.runner_of("a").fail()
-                await wait_until(lambda: pool.model_state(A).phase == "unloaded")
+                await wait_until_async(lambda: pool.model_state(A).phase == "unloaded")
                 gate.set()
                 await lease.wait()
             assert script.estimated == ["a", "b", "b"]
@@ -303,7 +303,7 @@ def test_an_idle_model_is_unloaded_after_its_keep_alive():
             after, expires = time.time(), pool.model_state(model).expires_at
             assert expires is not None
             assert before + 0.49 <= expires <= after + 0.51
-            await wait_until(lambda: pool.model_state(model).phase == "unloaded")
+            await wait_until_async(lambda: pool.model_state(model).phase == "unloaded")
             assert time.time() >= expires - 0.01
 
     run(body())
@@ -349,7 +349,7 @@ def test_only_an_admin_may_set_a_shorter_keep_alive_than_the_operator():
             await use(pool, model)
             assert set_keep_alive(90.0) == 300.0
             set_keep_alive(0.0, admin=True)
-            await wait_until(lambda: pool.model_state(model).phase == "unloaded")
+            await wait_until_async(lambda: pool.model_state(model).phase == "unloaded")
 
     run(body())
 
@@ -374,10 +374,10 @@ def test_a_disconnect_during_a_load_does_not_cancel_the_load():
         gate = script.gates["a"] = asyncio.Event()
         async with run_pool(script) as pool:
             async with pool.lease(A):
-                await wait_until(lambda: script.loads)
+                await wait_until_async(lambda: script.loads)
             await settle()
             gate.set()
-            await wait_until(lambda: pool.model_state(A).phase == "ready")
+            await wait_until_async(lambda: pool.model_state(A).phase == "ready")
 
     run(body())
 
@@ -402,7 +402,7 @@ def test_a_load_without_demand_is_cancelled_for_another():
         script.gates["a"] = asyncio.Event()
         async with run_pool(script) as pool:
             async with pool.lease(A):
-                await wait_until(lambda: script.loads)
+                await wait_until_async(lambda: script.loads)
             await use(pool, B)
             assert phases(pool) == {"a": "unloaded", "b": "ready", "c": "unloaded"}
 
@@ -429,7 +429,7 @@ def test_a_client_with_retry_after_keeps_its_place_and_finds_its_model():
                 assert (pool.model_state(B).phase, pool.model_state(B).leases) == ("queued", 0)
                 behind = asyncio.create_task(use(pool, C))
                 await settle()
-            await wait_until(lambda: pool.get_handle(B).phase == "ready")
+            await wait_until_async(lambda: pool.get_handle(B).phase == "ready")
             await settle()
             assert script.loads == ["a", "b"], "and it is not evicted for the next one"
             async with pool.lease(B) as lease, pool.lease(B) as another:
@@ -450,7 +450,7 @@ def test_a_load_continues_for_a_client_with_retry_after():
         gate = script.gates["a"] = asyncio.Event()
         async with run_pool(script) as pool:
             await give_up(pool, A)
-            await wait_until(lambda: script.loads)
+            await wait_until_async(lambda: script.loads)
             other = asyncio.create_task(use(pool, B))
             await settle()
             assert script.loaded == ["a"]
@@ -473,13 +473,13 @@ def test_a_client_that_does_not_retry_loses_its_place(monkeypatch: pytest.Monkey
             await give_up(pool, A)
             await after.__aenter__()
             await before.__aexit__(None, None, None)
-            await wait_until(lambda: pool.model_state(B).phase == "unloading")
+            await wait_until_async(lambda: pool.model_state(B).phase == "unloading")
             # after the time for a retry, the model serves other requests again
             await use(pool, B)
             await after.__aexit__(None, None, None)
             script.gates["a"] = asyncio.Event()
             await give_up(pool, A)
-            await wait_until(lambda: "a" in script.loads)
+            await wait_until_async(lambda: "a" in script.loads)
             await use(pool, C)
             assert script.loads == ["b", "a", "c"]
             assert pool.model_state(A).loads == 0
@@ -495,7 +495,7 @@ def test_unload_and_stop_do_not_wait_for_retries(end: str):
         async with run_pool(script) as pool:
             await give_up(pool, A)
             gate.set()
-            await wait_until(lambda: pool.model_state(A).phase == "ready")
+            await wait_until_async(lambda: pool.model_state(A).phase == "ready")
             async with asyncio.timeout(PATIENCE):
                 await (pool.unload(A) if end == "unload" else pool.stop(drain=2 * PATIENCE))
             assert not script.loaded
@@ -525,7 +525,7 @@ def test_max_queue_limits_the_requests_that_wait_for_a_load():
         model = make_model("a", max_queue=2)
         async with run_pool(script) as pool:
             two = [asyncio.create_task(use(pool, model)) for _ in range(2)]
-            await wait_until(lambda: pool.model_state(model).leases == 2)
+            await wait_until_async(lambda: pool.model_state(model).leases == 2)
             with pytest.raises(
                 AppError, match="the queue for a, which is loading, already has 2 requests;"
             ) as raised:
@@ -546,7 +546,7 @@ def test_with_max_queue_0_one_request_still_loads_the_model():
         model = make_model("a", max_queue=0)
         async with run_pool(script) as pool:
             first = asyncio.create_task(use(pool, model))
-            await wait_until(lambda: script.loads)
+            await wait_until_async(lambda: script.loads)
             with pytest.raises(AppError, match="already has 1 request"):
                 await use(pool, model)
             script.gates["a"].set()
@@ -563,7 +563,7 @@ def test_a_crashed_model_is_restarted_for_waiting_requests():
                 async with pool.lease(A) as lease:
                     await lease.wait()
                     script.runner_of("a").fail("killed by SIGKILL")
-                    await wait_until(lambda: not lease.is_held)
+                    await wait_until_async(lambda: not lease.is_held)
                     assert "killed by SIGKILL" in (pool.model_state(A).error or "")
                     await lease.wait()
                 state = pool.model_state(A)
@@ -579,7 +579,7 @@ def test_a_crashed_model_without_demand_is_unloaded():
         async with run_pool(script) as pool:
             await use(pool, A)
             script.runner_of("a").fail()
-            await wait_until(lambda: pool.model_state(A).phase == "unloaded")
+            await wait_until_async(lambda: pool.model_state(A).phase == "unloaded")
             await asyncio.sleep(0.1)
             assert script.loads == ["a"]
             await use(pool, A)
@@ -593,13 +593,13 @@ def test_a_crashed_model_that_is_preloaded_or_pinned_is_restarted():
         script = make_script()
         async with run_pool(script) as pool:
             pool.preload(A)
-            await wait_until(lambda: pool.model_state(A).phase == "ready")
+            await wait_until_async(lambda: pool.model_state(A).phase == "ready")
             pinned = make_model("b", pinned=True)
             await use(pool, pinned)
             for name in "ab":
                 script.runner_of(name).fail()
-            await wait_until(lambda: sorted(script.loads) == ["a", "a", "b", "b"])
-            await wait_until(
+            await wait_until_async(lambda: sorted(script.loads) == ["a", "a", "b", "b"])
+            await wait_until_async(
                 lambda: pool.model_state(A).phase == pool.model_state(pinned).phase == "ready"
             )
 
@@ -612,7 +612,7 @@ def test_a_preload_evicts_nothing():
         async with run_pool(script) as pool:
             for model in (A, B, C):
                 pool.preload(model)
-            await wait_until(lambda: phases(pool)["b"] == "ready")
+            await wait_until_async(lambda: phases(pool)["b"] == "ready")
             await settle()
             assert phases(pool) == {"a": "ready", "b": "ready", "c": "unloaded"}
 
@@ -645,8 +645,8 @@ def test_a_model_is_refused_for_a_while_after_three_crashed_loads():
                     await use(pool, A)
                 assert raised.value.kind is ErrorKind.MODEL_FILES
                 assert len(script.loads) == loads
-                await wait_until(lambda: pool.model_state(A).phase == "refused")
-                await wait_until(lambda: pool.model_state(A).phase == "unloaded")
+                await wait_until_async(lambda: pool.model_state(A).phase == "refused")
+                await wait_until_async(lambda: pool.model_state(A).phase == "unloaded")
             await use(pool, A)
 
     run(body())
@@ -695,7 +695,7 @@ def test_a_failing_load_does_not_delay_other_models():
         )
         await pool.start()
         async with pool.lease(A) as lease:
-            await wait_until(lambda: pool.model_state(A).phase == "failed")
+            await wait_until_async(lambda: pool.model_state(A).phase == "failed")
             async with asyncio.timeout(PATIENCE / 4):
                 await use(pool, B)
             assert not lease.is_held
@@ -710,7 +710,7 @@ def test_unload_waits_for_running_requests():
         async with run_pool(script) as pool:
             async with hold(pool, A):
                 unloading = asyncio.create_task(pool.unload(A))
-                await wait_until(lambda: pool.model_state(A).phase == "unloading")
+                await wait_until_async(lambda: pool.model_state(A).phase == "unloading")
                 late = asyncio.create_task(use(pool, A))
                 await settle()
                 assert not unloading.done()
@@ -729,7 +729,7 @@ def test_an_unloading_model_has_no_error():
             await use(pool, A)
             slow = script.runner_of("a").slow_stop = asyncio.Event()
             unloading = asyncio.create_task(pool.unload(A))
-            await wait_until(lambda: pool.get_handle(A).phase == "leaving")
+            await wait_until_async(lambda: pool.get_handle(A).phase == "leaving")
             assert (pool.model_state(A).phase, pool.model_state(A).error) == ("unloading", None)
             slow.set()
             await unloading
@@ -743,7 +743,7 @@ def test_unload_cancels_a_load_without_demand():
         script.gates["a"] = asyncio.Event()
         async with run_pool(script) as pool:
             pool.preload(A)
-            await wait_until(lambda: script.loads)
+            await wait_until_async(lambda: script.loads)
             await pool.unload(A)
             await pool.unload(A)
             assert phases(pool)["a"] == "unloaded"
@@ -757,7 +757,7 @@ def test_unload_waits_for_a_load_with_waiting_requests():
         gate = script.gates["a"] = asyncio.Event()
         async with run_pool(script) as pool:
             first = asyncio.create_task(use(pool, A))
-            await wait_until(lambda: script.loads)
+            await wait_until_async(lambda: script.loads)
             unloading = asyncio.create_task(pool.unload(A))
             await settle()
             gate.set()
@@ -778,7 +778,7 @@ def test_stop_rejects_waiting_requests_and_drains_running_ones():
                 script.runner_of(model.name).slow_stop = stopped
             late = asyncio.create_task(use(pool, C))
             async with hold(pool, A):
-                await wait_until(lambda: phases(pool)["c"] == "loading")
+                await wait_until_async(lambda: phases(pool)["c"] == "loading")
                 stopping = asyncio.create_task(pool.stop(PATIENCE))
                 with pytest.raises(AppError) as raised:
                     await late
@@ -786,7 +786,9 @@ def test_stop_rejects_waiting_requests_and_drains_running_ones():
                 with pytest.raises(AppError):
                     await use(pool, A)
                 assert script.runner_of("b").state == "ready", "not before the drain is over"
-            await wait_until(lambda: {script.runner_of(name).state for name in "abc"} == {"failed"})
+            await wait_until_async(
+                lambda: {script.runner_of(name).state for name in "abc"} == {"failed"}
+            )
             stopped.set()
             await stopping
 

@@ -17,8 +17,9 @@ from app.engine import fit
 from app.engine.model_info import complete_config
 from app.runners.preflight import estimate_memory
 from tests import tiny
-from tests.runners.spawning import is_alive, wait_until
+from tests.runners.spawning import is_alive
 from tests.server_process import ROOT
+from tests.waiting import wait_until
 
 
 @pytest.fixture

@@ -34,9 +34,9 @@ from tests.runners.spawning import (
     start_runner,
     suspend,
     wait_for_end,
-    wait_until,
 )
 from tests.server_process import ROOT
+from tests.waiting import wait_until
 
 # seconds: more than an import of MLX takes on a busy machine
 WATCHDOG = 5.0

@@ -24,8 +24,8 @@ from tests.runners.scripted import (
     make_requirement,
     run_pool,
     settle,
-    wait_until,
 )
+from tests.waiting import wait_until_async
 
 MODEL = make_model("a")
 
@@ -63,12 +63,12 @@ async def crash_runner(
     runner = script.runner_of("a")
     before = len(runner.jobs)
     running = [asyncio.create_task(end_reason(handle, one)) for one in jobs]
-    await wait_until(lambda: len(runner.jobs) == before + len(jobs))
+    await wait_until_async(lambda: len(runner.jobs) == before + len(jobs))
     await settle()
     runner.fail(cause=cause)
     script.may_end.set()
     ends = await asyncio.gather(*running)
-    await wait_until(lambda: handle.phase == "ready" and handle.status().state == "ready")
+    await wait_until_async(lambda: handle.phase == "ready" and handle.status().state == "ready")
     return ends
 
 
@@ -107,7 +107,7 @@ def test_a_waiting_job_is_not_a_suspect():
             script.may_end.clear()
             tasks = [asyncio.create_task(end_reason(handle, one)) for one in jobs]
             runner = script.runner_of("a")
-            await wait_until(lambda: runner.num_running == 2)
+            await wait_until_async(lambda: runner.num_running == 2)
             await settle()
             assert {one.id for one in runner.jobs} == {"x", "z"}, "y waits for its turn"
             script.may_end.set()
@@ -141,11 +141,11 @@ def test_a_job_that_waits_through_several_crashes_is_run():
             tasks = [asyncio.create_task(end_reason(handle, one)) for one in jobs]
             for number in range(2):
                 left = len(jobs) - number * SLOTS
-                await wait_until(lambda left=left: len(script.runner_of("a").jobs) == left)
+                await wait_until_async(lambda left=left: len(script.runner_of("a").jobs) == left)
                 await settle()
                 script.runner_of("a").fail()
-                await wait_until(lambda number=number: len(script.loads) == 2 + number)
-            await wait_until(lambda: len(script.runner_of("a").jobs) == 1)
+                await wait_until_async(lambda number=number: len(script.loads) == 2 + number)
+            await wait_until_async(lambda: len(script.runner_of("a").jobs) == 1)
             script.may_end.set()
             assert await asyncio.gather(*tasks) == ["error"] * 2 * SLOTS + ["stop"]
 
@@ -159,7 +159,7 @@ def test_a_request_cancelled_before_the_next_runner_is_not_run():
             script.may_end.clear()
             jobs = [job(f"job {number}", number) for number in range(2 + SLOTS)]
             tasks = [asyncio.create_task(end_reason(handle, one)) for one in jobs]
-            await wait_until(lambda: len(script.runner_of("a").jobs) == len(jobs))
+            await wait_until_async(lambda: len(script.runner_of("a").jobs) == len(jobs))
             await settle()
             script.gates["a"] = asyncio.Event()
             script.runner_of("a").fail()
@@ -214,7 +214,7 @@ def test_suspects_run_one_at_a_time_and_a_successful_end_clears_them():
             tasks = [
                 asyncio.create_task(end_reason(handle, one)) for one in (*suspects, job("z", 3))
             ]
-            await wait_until(lambda: runner.num_running == 2)
+            await wait_until_async(lambda: runner.num_running == 2)
             await settle()
             assert [one.id for one in runner.jobs] == ["z", "x"]
             script.may_end.set()
@@ -235,12 +235,12 @@ def test_an_innocent_prompt_next_to_a_crashing_one_is_not_refused():
             script.may_end.clear()
             runner = script.runner_of("a")
             tasks = [asyncio.create_task(end_reason(handle, one)) for one in (killer, innocent)]
-            await wait_until(lambda: runner.num_running == 1)
+            await wait_until_async(lambda: runner.num_running == 1)
             await settle()
             runner.fail()
             script.may_end.set()
             assert await asyncio.gather(*tasks) == ["error", "stop"]
-            await wait_until(lambda: handle.status().state == "ready")
+            await wait_until_async(lambda: handle.status().state == "ready")
             with pytest.raises(AppError, match="refused"):
                 await collect_updates(handle, killer)
             assert await end_reason(handle, innocent) == "stop"
@@ -289,7 +289,7 @@ def test_a_long_answer_gives_up_its_turn():
             await crash_runner(script, handle, long, other)
             script.may_end.clear()
             tasks = [asyncio.create_task(end_reason(handle, one)) for one in (long, other)]
-            await wait_until(lambda: script.runner_of("a").num_running == 2)
+            await wait_until_async(lambda: script.runner_of("a").num_running == 2)
             script.may_end.set()
             assert await asyncio.gather(*tasks) == ["stop"] * 2
 
@@ -304,7 +304,7 @@ def test_a_suspect_that_is_left_frees_its_turn():
             script.may_end.clear()
             runner = script.runner_of("a")
             async with handle.submit(first), handle.submit(second):
-                await wait_until(lambda: runner.num_running == 1)
+                await wait_until_async(lambda: runner.num_running == 1)
             assert runner.num_running == 0
             script.may_end.set()
             assert await end_reason(handle, second) == "stop"
@@ -329,7 +329,7 @@ def test_max_queue_limits_the_waiting_suspects():
     async def body() -> None:
         async with use_suspects(max_queue=1) as (script, handle, jobs):
             two = [asyncio.create_task(end_reason(handle, one)) for one in jobs]
-            await wait_until(lambda: script.runner_of("a").num_running == 1)
+            await wait_until_async(lambda: script.runner_of("a").num_running == 1)
             await settle()
             with pytest.raises(AppError) as raised:
                 await collect_updates(handle, jobs[0])
@@ -346,7 +346,7 @@ def test_a_suspect_runs_at_once_if_the_queue_has_no_places():
     async def body() -> None:
         async with use_suspects(max_queue=0) as (script, handle, jobs):
             first = asyncio.create_task(end_reason(handle, jobs[0]))
-            await wait_until(lambda: script.runner_of("a").num_running == 1)
+            await wait_until_async(lambda: script.runner_of("a").num_running == 1)
             with pytest.raises(AppError) as raised:
                 await collect_updates(handle, jobs[1])
             assert raised.value.kind is ErrorKind.BUSY
@@ -370,7 +370,7 @@ def test_a_job_left_just_before_a_crash_is_handled_is_counted():
                     runner.state = "failed"
                 runner.fail()
                 script.may_end.set()
-                await wait_until(lambda: handle.status().state == "ready")
+                await wait_until_async(lambda: handle.status().state == "ready")
             with pytest.raises(AppError, match="refused"):
                 await collect_updates(handle, killer)
 
@@ -386,7 +386,7 @@ def test_a_job_left_before_a_hang_is_detected_is_counted():
             for _ in range(2):
                 await leave_early(script, handle, killer)
                 script.runner_of("a").fail("the engine has made no progress for 60 s")
-                await wait_until(lambda: handle.status().state == "ready")
+                await wait_until_async(lambda: handle.status().state == "ready")
             with pytest.raises(AppError, match="refused"):
                 await collect_updates(handle, killer)
 
@@ -405,7 +405,7 @@ def test_a_job_left_long_before_a_crash_is_not_a_suspect(stats: EngineStats):
                 await leave_early(script, handle, innocent)
                 script.runner_of("a").stats = stats
                 script.runner_of("a").fail()
-                await wait_until(lambda: handle.status().state == "ready")
+                await wait_until_async(lambda: handle.status().state == "ready")
             assert await end_reason(handle, innocent) == "stop"
 
     run(body())
@@ -431,13 +431,13 @@ def test_inputs_that_crash_are_refused_like_prompts():
                 script.may_end.clear()
                 runner = script.runner_of("a")
                 task = asyncio.create_task(handle.embed(killer))
-                await wait_until(lambda runner=runner: runner.num_running == 1)
+                await wait_until_async(lambda runner=runner: runner.num_running == 1)
                 await settle()
                 runner.fail()
                 with pytest.raises(AppError, match="the engine stopped"):
                     await task
                 script.may_end.set()
-                await wait_until(lambda: handle.status().state == "ready")
+                await wait_until_async(lambda: handle.status().state == "ready")
             with pytest.raises(AppError, match="refused"):
                 await handle.embed(killer)
             innocent = EmbedJob(id="y", inputs=((3,),), pooling="mean")

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from tests.batches import flatten
 from tests.engine.harness import job
 from tests.runners.contract import *  # noqa: F403  # the suite that every runner passes
 from tests.runners.contract import PATIENCE, MakeRunner, answer, endless
+from tests.waiting import wait_until_async
 
 
 @pytest.fixture
@@ -35,12 +36,6 @@ async def start_runner(folder: Path, settings: Settings) -> AsyncIterator[Thread
             yield running
     finally:
         await running.stop()
-
-
-async def wait_until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not condition():  # noqa: ASYNC110  # another thread changes it
-            await asyncio.sleep(0.005)
 
 
 def test_jobs_end_with_an_error_if_the_engine_fails(
@@ -108,14 +103,14 @@ def test_a_hang_and_its_recovery_are_reported(
             running.submit(endless("a")) as submission,
         ):
             gate.clear()
-            await wait_until(lambda: running.status().state == "stalled")
+            await wait_until_async(lambda: running.status().state == "stalled")
             stalled = running.status()
-            await wait_until(lambda: "has made no progress" in caplog.text)
+            await wait_until_async(lambda: "has made no progress" in caplog.text)
             gate.set()
             async for update in flatten(submission):
                 if isinstance(update, Token):
                     break
-            await wait_until(lambda: "is making progress again" in caplog.text)
+            await wait_until_async(lambda: "is making progress again" in caplog.text)
             return stalled, running.status()
 
     stalled, recovered = asyncio.run(run())

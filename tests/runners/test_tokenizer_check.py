@@ -18,8 +18,9 @@ from app.core.model_files import ModelFiles
 from app.engine.model_info import complete_config
 from app.runners.tokenizer_check import CheckLimits, TokenizerChecker
 from tests import tiny
-from tests.runners.spawning import is_alive, linux, wait_until
+from tests.runners.spawning import is_alive, linux
 from tests.server_process import ROOT
+from tests.waiting import wait_until
 
 MIB = 1 << 20
 

@@ -24,8 +24,8 @@ from app.serving.limits import RequestLimits
 from tests import tiny
 from tests.batches import flatten
 from tests.fakes import FOREVER, HELLO, FakeGenerate, FakeModel, Pause, finish, text
-from tests.runners.spawning import wait_until
 from tests.server_process import TIMEOUT, run_server
+from tests.waiting import wait_until
 
 MODEL = FakeModel()
 STOPPING = AppError(ErrorKind.STOPPING, "the server is shutting down")

@@ -25,10 +25,10 @@ from app.serving.model_library import InstalledModels
 from app.serving.registry import ModelRegistry, build_entry
 from app.store import digests
 from app.store.ollama import uploads, writer
-from tests.runners.spawning import wait_until
 from tests.store.asking import NAME
 from tests.store.conftest import commit, hub, nowhere_else, remote  # noqa: F401  # fixtures
 from tests.store.stand_in import StandIn
+from tests.waiting import wait_until_async
 
 SHORT = HealthCheck.function_scoped_fixture
 
@@ -469,6 +469,6 @@ def test_the_sweep_runs_by_itself(use, tmp_path: Path):
 
     async def body(library: InstalledModels, _: ModelRegistry) -> None:
         async with library.sweep_uploads():
-            await asyncio.to_thread(wait_until, lambda: not old.exists())
+            await wait_until_async(lambda: not old.exists())
 
     use(body)

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from app.store.hub.progress import DownloadProgress, DownloadStopped, ProgressBarAdapter
-from tests.runners.spawning import wait_until
+from tests.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)

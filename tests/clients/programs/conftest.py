@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.clients.programs.scripted_server import FOLDER_VARIABLE, write_model
-from tests.runners.spawning import wait_until
 from tests.server_process import ROOT, TIMEOUT, ServerProcess, run_server
+from tests.waiting import wait_until
 
 # `make clients-latest` installs other versions in another folder
 _LATEST = os.environ.get("TEST_PROGRAMS_FOLDER")
