@@ -9,7 +9,7 @@ An architecture is one file that exports `Config` and `Model`. The file is named
 have the same names as in the checkpoint.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, ClassVar, Protocol, Self, get_type_hints
 
@@ -17,6 +17,19 @@ import mlx.core as mx
 
 from models.config_check import find_inconsistency, find_invalid_value
 from models.kv import LayerCache
+
+# A function that returns some of the positions of hidden states: [B, L, D] -> [B', L', D].
+SelectPositions = Callable[[mx.array], mx.array]
+
+
+def select_all(hidden: mx.array) -> mx.array:
+    """Returns its argument."""
+    return hidden
+
+
+def select_last(hidden: mx.array) -> mx.array:
+    """Returns the last position of each sequence: [B, L, D] -> [B, 1, D]."""
+    return hidden[:, -1:]
 
 
 class ModelError(ValueError):
@@ -63,13 +76,17 @@ class Model(Protocol):
     batch_invariant: ClassVar[bool]
     kv_dtype: mx.Dtype | None
 
-    def __call__(self, tokens: mx.array, kv: Sequence[object]) -> mx.array:
-        """Appends tokens [B, L] to `kv` and returns their hidden states [B, L, D] after the final
-        norm.
+    def __call__(
+        self, tokens: mx.array, kv: Sequence[object], select: SelectPositions = select_all
+    ) -> mx.array:
+        """Appends tokens [B, L] to `kv` and returns select(hidden), where `hidden` are their hidden
+        states [B, L, D] after the final norm.
 
         kv: for one sequence, the caches returned by `make_kv`. For one new token in each of B
         sequences, the batches built from their caches by `LayerCache.make_batch`. Layers use both
         in the same way.
+        select: the positions that the caller needs. The last layer computes its MLP only for them.
+        If each operation is batch-invariant, this does not change a bit of the result.
         """
         ...
 

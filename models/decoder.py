@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from models import base
+from models.base import SelectPositions, select_all
 from models.kv import KVCache, LayerCache, set_kv_dtype
 from models.layers import ACTIVATIONS, Activation
 from models.rope import Rope, Scaling, make_rope, rope_settings
@@ -116,8 +117,9 @@ class Config(base.Config):
 class Block(Protocol):
     """One layer of the stack. Implementations are subclasses of mlx.nn.Module."""
 
-    def __call__(self, x: mx.array, kv: Any) -> mx.array:
-        """Maps hidden states [B, L, D] to [B, L, D]. The L positions are appended to `kv`."""
+    def __call__(self, x: mx.array, kv: Any, select: SelectPositions = select_all) -> mx.array:
+        """Maps hidden states [B, L, D] to select([B, L, D]). The L positions are appended to
+        `kv`."""
         ...
 
     def make_kv(self) -> LayerCache:
@@ -137,11 +139,17 @@ class Backbone(nn.Module):
         self.layers = list(layers)
         self.norm = config.norm()
 
-    def __call__(self, tokens: mx.array, kv: Sequence[object]) -> mx.array:
-        x = self.embed_tokens(tokens)
-        for layer, layer_kv in zip(self.layers, kv, strict=True):
+    def __call__(
+        self, tokens: mx.array, kv: Sequence[object], select: SelectPositions = select_all
+    ) -> mx.array:
+        x = self.embed(tokens)
+        for layer, layer_kv in zip(self.layers[:-1], kv[:-1], strict=True):
             x = layer(x, layer_kv)
-        return self.norm(x)
+        return self.norm(self.layers[-1](x, kv[-1], select))
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Returns the input of the first layer."""
+        return self.embed_tokens(tokens)
 
 
 class CausalLM(nn.Module):
@@ -157,8 +165,10 @@ class CausalLM(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def __call__(self, tokens: mx.array, kv: Sequence[object]) -> mx.array:
-        return self.model(tokens, kv)
+    def __call__(
+        self, tokens: mx.array, kv: Sequence[object], select: SelectPositions = select_all
+    ) -> mx.array:
+        return self.model(tokens, kv, select)
 
     def logits(self, hidden: mx.array) -> mx.array:
         if self.config.tie_word_embeddings:

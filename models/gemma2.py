@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from models import base, decoder
+from models.base import SelectPositions, select_all
 from models.kv import AttentionCache, KVCache, LayerCache
 from models.layers import GatedMLP, merge_heads, split_heads
 from models.rotating_kv import RotatingKVCache
@@ -107,9 +108,11 @@ class Block(nn.Module):
         self.pre_feedforward_layernorm = config.norm()
         self.post_feedforward_layernorm = config.norm()
 
-    def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
+    def __call__(
+        self, x: mx.array, kv: AttentionCache, select: SelectPositions = select_all
+    ) -> mx.array:
         seen = self.self_attn(self.input_layernorm(x), kv)
-        x = _add_clipped(x, self.post_attention_layernorm(seen))
+        x = select(_add_clipped(x, self.post_attention_layernorm(seen)))
         found = self.mlp(self.pre_feedforward_layernorm(x))
         return _add_clipped(x, self.post_feedforward_layernorm(found))
 
@@ -128,12 +131,9 @@ class ScaledBackbone(decoder.Backbone):
         super().__init__(config, layers)
         self._scale = scale
 
-    def __call__(self, tokens: mx.array, kv: Sequence[object]) -> mx.array:
+    def embed(self, tokens: mx.array) -> mx.array:
         x = self.embed_tokens(tokens)
-        x = x * mx.array(self._scale, x.dtype)
-        for layer, layer_kv in zip(self.layers, kv, strict=True):
-            x = layer(x, layer_kv)
-        return self.norm(x)
+        return x * mx.array(self._scale, x.dtype)
 
 
 class CausalLM(decoder.CausalLM):

@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from models import base, decoder
+from models.base import SelectPositions, select_all
 from models.conv import CausalConv, channels_last
 from models.kv import AttentionCache, KVCache, LayerCache
 from models.layers import GatedMLP, merge_heads, split_heads
@@ -142,9 +143,9 @@ class Block(nn.Module):
         self.operator_norm = config.norm()
         self.ffn_norm = config.norm()
 
-    def __call__(self, x: mx.array, kv: Any) -> mx.array:
+    def __call__(self, x: mx.array, kv: Any, select: SelectPositions = select_all) -> mx.array:
         operator = self.self_attn if self.attends else self.conv
-        x = x + operator(self.operator_norm(x), kv)
+        x = select(x + operator(self.operator_norm(x), kv))
         return x + self.feed_forward(self.ffn_norm(x))
 
     def make_kv(self) -> LayerCache:

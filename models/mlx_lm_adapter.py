@@ -29,7 +29,7 @@ import mlx.core as mx
 
 from models.attention_pieces import device_of_shape
 from models.attention_route import longest_query
-from models.base import Model, ModelError
+from models.base import Model, ModelError, SelectPositions, select_all
 from models.checkpoint_config import explain_missing_library, num_query_heads
 from models.kv import LayerCache, evaluate_caches
 from models.mlx_lm_cache import MlxLmBatch, MlxLmLayerCache, wrap_caches
@@ -151,12 +151,14 @@ def _subclass_model(classes: _ModelClasses, heads: int) -> Any:
         batch_invariant: ClassVar[bool] = False
         kv_dtype: mx.Dtype | None = None
 
-        def __call__(self, tokens: mx.array, kv: Sequence[Any]) -> mx.array:
+        def __call__(
+            self, tokens: mx.array, kv: Sequence[Any], select: SelectPositions = select_all
+        ) -> mx.array:
             """Returns the logits [B, L, V] of tokens [B, L]. They are lazy. `logits` returns its
             input."""
             if not isinstance(kv[0], MlxLmBatch):
-                return _forward_in_parts(self._forward, tokens, kv)
-            return _forward_rows(self._forward, tokens, kv)
+                return select(_forward_in_parts(self._forward, tokens, kv))
+            return select(_forward_rows(self._forward, tokens, kv))
 
         def logits(self, hidden: mx.array) -> mx.array:
             return hidden

@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from models import decoder, llama
+from models.base import SelectPositions, select_all
 from models.kv import AttentionCache, KVCache, LayerCache
 from models.layers import GatedMLP, merge_heads, split_heads
 from models.sharding import REPLICATED, ShardSpec
@@ -58,8 +59,10 @@ class Block(nn.Module):
         self.post_attention_layernorm = config.norm()
         self.post_feedforward_layernorm = config.norm()
 
-    def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
-        x = x + self.post_attention_layernorm(self.self_attn(x, kv))
+    def __call__(
+        self, x: mx.array, kv: AttentionCache, select: SelectPositions = select_all
+    ) -> mx.array:
+        x = select(x + self.post_attention_layernorm(self.self_attn(x, kv)))
         return x + self.post_feedforward_layernorm(self.mlp(x))
 
     def make_kv(self) -> LayerCache:

@@ -11,6 +11,7 @@ from typing import Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
+from models.base import SelectPositions, select_all
 from models.decoder import Config
 from models.kv import AttentionCache, KVCache, LayerCache
 from models.rope import NoRope, Rope
@@ -52,8 +53,10 @@ class PreNormBlock(nn.Module):
         self.input_layernorm = config.norm()
         self.post_attention_layernorm = config.norm()
 
-    def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
-        return self.mlp_residual(self.attention_residual(x, kv))
+    def __call__(
+        self, x: mx.array, kv: AttentionCache, select: SelectPositions = select_all
+    ) -> mx.array:
+        return self.mlp_residual(select(self.attention_residual(x, kv)))
 
     # On devices with fused operations, models/cpu_layout.py replaces these methods with them.
 

@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from models import base, decoder
+from models.base import SelectPositions, select_all
 from models.conv import CausalConv, channels_last, is_channels_first
 from models.experts import SparseMoeBlock, stack_experts
 from models.gated_delta import gated_delta
@@ -260,8 +261,10 @@ class LinearAttentionBlock(nn.Module):
         self.input_layernorm = config.norm()
         self.post_attention_layernorm = config.norm()
 
-    def __call__(self, x: mx.array, kv: RecurrentCache) -> mx.array:
-        x = x + self.linear_attn(self.input_layernorm(x), kv)
+    def __call__(
+        self, x: mx.array, kv: RecurrentCache, select: SelectPositions = select_all
+    ) -> mx.array:
+        x = select(x + self.linear_attn(self.input_layernorm(x), kv))
         return x + self.mlp(self.post_attention_layernorm(x))
 
     def make_kv(self) -> LayerCache:

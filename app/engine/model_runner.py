@@ -23,7 +23,7 @@ from app.engine.decode_slab import DecodeSlab
 from app.engine.sampling.logprobs import compute_prompt_logprobs
 from app.engine.sampling.sampler import SamplerBatch, SamplerOutput, local_tokens
 from app.engine.sequence import Sequence
-from models.base import Model
+from models.base import Model, SelectPositions, select_last
 from models.batch_cache import PackedKVCache
 from models.cpu_layout import is_batch_invariant
 from models.kv import KVBuffers, LayerCache
@@ -162,6 +162,9 @@ class ModelRunner:
         self._slab = slab
         self._broadcast_tokens = broadcast_tokens
         self._vocab = vocab
+        # Fewer rows are multiplied in the last layer, where other operations would round
+        # differently.
+        self._selects = is_batch_invariant(model)
         self._members: tuple[Sequence, ...] = ()
         self._sampler_batch: SamplerBatch | None = None
         # Packing changes the shapes of operations. Where a CPU would round differently, a prompt
@@ -180,9 +183,11 @@ class ModelRunner:
         job requests prompt log probabilities."""
         start = sequence.num_computed_tokens
         tokens = mx.array([sequence.ids[start : start + count]])
-        hidden = self._model(tokens, sequence.kv)
         if sequence.num_unscored_tokens:
+            hidden = self._model(tokens, sequence.kv)
             self._compute_prompt_logprobs(sequence, hidden[0])
+        else:
+            hidden = self._forward(tokens, sequence.kv, select_last)
         sequence.num_computed_tokens += count
         complete = not sequence.num_uncomputed_tokens
         scored = self._last_logits([sequence], hidden) if complete else None
@@ -200,15 +205,13 @@ class ModelRunner:
             Ids[tuple[KVBuffers, ...]], list(zip(*(s.kv for s in sequences), strict=True))
         )
         kv = [PackedKVCache(layer, counts, offsets) for layer in layers]
-        hidden = self._model(mx.array(ids)[:, None], kv)
+        last = zip(parts, accumulate(counts), strict=True)
+        done = [(s, end - 1) for (s, count), end in last if s.num_uncomputed_tokens == count]
+        rows = mx.array([row for _, row in done], dtype=mx.int32)
+        hidden = self._forward(mx.array(ids)[:, None], kv, lambda hidden: hidden[rows])
         for sequence, count in parts:
             sequence.num_computed_tokens += count
-        last = zip(sequences, accumulate(counts), strict=True)
-        done = [(s, end - 1) for s, end in last if not s.num_uncomputed_tokens]
-        scored = None
-        if done:
-            rows = hidden[mx.array([row for _, row in done])]
-            scored = self._last_logits([s for s, _ in done], rows)
+        scored = self._last_logits([s for s, _ in done], hidden) if done else None
         return PrefillChunk(sequences, len(ids), scored)
 
     def arrange(self, sequences: Ids[Sequence]) -> Ids[Sequence]:
@@ -250,6 +253,12 @@ class ModelRunner:
         invalid, because a step of the sequence failed."""
         if sequence in self._members:
             self._members, self._sampler_batch = (), None
+
+    def _forward(self, tokens: mx.array, kv: Ids[object], select: SelectPositions) -> mx.array:
+        """Returns the selected hidden states."""
+        if self._selects:
+            return self._model(tokens, kv, select)
+        return select(self._model(tokens, kv))
 
     def _compute_prompt_logprobs(self, sequence: Sequence, hidden: mx.array) -> None:
         """Computes the log probabilities of the next prompt tokens.

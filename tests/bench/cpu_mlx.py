@@ -19,8 +19,8 @@ import mlx.nn as nn
 from app.engine.kv_precision import choose_kv_dtype
 from app.engine.weights import list_parameters
 from models import architectures, cpu_backend, kernels
-from models.base import Model
-from models.cpu_layout import apply_cpu_layout, set_activation_bits
+from models.base import Model, select_all, select_last
+from models.cpu_layout import apply_cpu_layout, is_batch_invariant, set_activation_bits
 from models.kv import KVCache, LayerCache
 
 STEPS, MIN_PROMPT = 16, 4
@@ -99,11 +99,13 @@ def measure_decode(loop: DecodeLoop, budget: float, steps: int) -> tuple[float, 
 
 
 def measure_prefill(model: Model, length: int) -> float:
-    """Seconds to the first token of a prompt."""
+    """Seconds to the first token of a prompt. Selects the last position as the engine does."""
+    select = select_last if is_batch_invariant(model) else select_all
     ids = mx.random.randint(0, 256, (1, length))
     mx.eval(ids)
     begun = time.perf_counter()
-    mx.eval(mx.argmax(model.logits(model(ids, model.make_kv())[:, -1]), axis=-1))
+    hidden = model(ids, model.make_kv(), select)
+    mx.eval(mx.argmax(model.logits(hidden[:, -1]), axis=-1))
     return time.perf_counter() - begun
 
 

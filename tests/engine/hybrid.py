@@ -10,6 +10,7 @@ from typing import Any, ClassVar, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from models.base import SelectPositions, select_all
 from models.cpu_layout import apply_cpu_layout
 from models.kv import KVCache, LayerCache, set_kv_dtype
 from models.recurrent import RecurrentCache
@@ -71,11 +72,13 @@ class Model(nn.Module):
         apply_cpu_layout(self)
         mx.eval(self.parameters())
 
-    def __call__(self, tokens: mx.array, kv: Sequence[object]) -> mx.array:
+    def __call__(
+        self, tokens: mx.array, kv: Sequence[object], select: SelectPositions = select_all
+    ) -> mx.array:
         x = self.embed(tokens)
         for layer, layer_kv in zip(cast(list[Any], self.layers), kv, strict=True):
             x = x + layer(mx.fast.rms_norm(x, None, 1e-5), layer_kv)
-        return mx.fast.rms_norm(x, None, 1e-5)
+        return mx.fast.rms_norm(select(x), None, 1e-5)
 
     def logits(self, hidden: mx.array) -> mx.array:
         return 3 * self.head(hidden)

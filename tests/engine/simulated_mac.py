@@ -27,6 +27,7 @@ from app.engine.memory_policy import (
 from app.engine.memory_profile import MemoryProfile
 from app.engine.policy import SchedulerLimits
 from app.engine.prefix.radix import RadixPrefixCache
+from models.base import SelectPositions, select_all
 from models.kv import round_up_to_step
 from tests import tiny
 
@@ -231,10 +232,12 @@ class SimulatedModel(nn.Module):
         )
         self._num_layers = layers
 
-    def __call__(self, tokens: mx.array, kv: Sequence[Any]) -> mx.array:
+    def __call__(
+        self, tokens: mx.array, kv: Sequence[Any], select: SelectPositions = select_all
+    ) -> mx.array:
         for layer in kv:
             layer.advance(tokens.shape[1])
-        return mx.zeros((*tokens.shape, 1))
+        return select(mx.zeros((*tokens.shape, 1)))
 
     def logits(self, hidden: mx.array) -> mx.array:
         return mx.zeros((*hidden.shape[:-1], tiny.VOCAB))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from app.core.embeddings import EmbedJob, PoolingType
 from app.engine.embedder import MAX_ROWS
 from app.engine.memory_profile import profile_memory
-from models.base import Model
+from models.base import Model, SelectPositions, select_all
 from tests.engine import hybrid
 from tests.engine.harness import (
     NEAR,
@@ -128,11 +128,11 @@ class RecordingModel:
         self.logits, self.make_kv, self.shift = model.logits, model.make_kv, model.shift
         self.fails: Callable[[mx.array], bool] = lambda tokens: False
 
-    def __call__(self, tokens: mx.array, kv: Any) -> mx.array:
+    def __call__(self, tokens: mx.array, kv: Any, select: SelectPositions = select_all) -> mx.array:
         self.shapes.append(tokens.shape)
         if self.fails(tokens):
             raise RuntimeError("planted")
-        return self._model(tokens, kv)
+        return self._model(tokens, kv, select)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         return weights

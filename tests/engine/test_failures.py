@@ -11,6 +11,7 @@ from app.engine.decode_slab import DecodeSlab
 from app.engine.kv_layout import SlabPolicy
 from app.engine.loop import Loop
 from app.engine.sequence import Sequence
+from models.base import select_all
 from tests.engine import harness, hybrid
 from tests.engine.harness import (
     ScheduledJob,
@@ -36,10 +37,10 @@ class Broken(hybrid.Model):
     """Fails in the middle of a forward pass, after some layers were written, when any row contains
     the poison."""
 
-    def __call__(self, tokens: Any, kv: Any) -> Any:
+    def __call__(self, tokens: Any, kv: Any, select: Any = select_all) -> Any:
         if any(POISON in row for row in tokens.tolist()):
             super().__call__(tokens, [*kv[:1], *(_Failing() for _ in kv[1:])])
-        return super().__call__(tokens, kv)
+        return super().__call__(tokens, kv, select)
 
 
 class _Failing:
@@ -52,9 +53,9 @@ class _Failing:
 class Unsound(hybrid.Model):
     """Logits are NaN for a row whose last id is the poison."""
 
-    def __call__(self, tokens: Any, kv: Any) -> Any:
+    def __call__(self, tokens: Any, kv: Any, select: Any = select_all) -> Any:
         bad = mx.any(tokens == POISON, axis=1)[:, None, None]
-        return mx.where(bad, mx.nan, super().__call__(tokens, kv))
+        return select(mx.where(bad, mx.nan, super().__call__(tokens, kv)))
 
 
 def poison_job(name: str) -> Any:

@@ -11,7 +11,7 @@ from app.core.jobs import Ended, Token
 from app.core.requests import JsonSchema
 from app.engine.loop import Loop
 from app.engine.model_runner import ModelRunner, PrefillChunk
-from models.base import Model
+from models.base import Model, select_all
 from tests import tiny
 from tests.engine import hybrid
 from tests.engine.harness import (
@@ -235,10 +235,10 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
 class Broken(hybrid.Model):
     """Fails when it meets id 13."""
 
-    def __call__(self, tokens: Any, kv: Any) -> Any:
+    def __call__(self, tokens: Any, kv: Any, select: Any = select_all) -> Any:
         if any(13 in row for row in tokens.tolist()):
             raise RuntimeError("planted")
-        return super().__call__(tokens, kv)
+        return super().__call__(tokens, kv, select)
 
 
 def test_a_failing_step_ends_its_job_and_the_engine_continues() -> None:

@@ -52,10 +52,10 @@ def record_calls(
     call = kind.__call__
     seen: list[tuple[int, ...]] = []
 
-    def record(self: Any, tokens: mx.array, kv: Any) -> mx.array:
+    def record(self: Any, tokens: mx.array, *others: Any) -> mx.array:
         seen.append(tokens.shape)
         check(tokens)
-        return call(self, tokens, kv)
+        return call(self, tokens, *others)
 
     monkeypatch.setattr(kind, "__call__", record)
     return seen

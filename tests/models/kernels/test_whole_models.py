@@ -1,8 +1,8 @@
 """With the kernels, the bits of a sequence's logits depend only on the sequence.
 
-They do not depend on the other rows of a batch, on chunks, copied or trimmed caches, the number of
-threads, or synchronisation, for all architectures. The docs promise this for prefix caches and
-batches on a CPU.
+They do not depend on the other rows of a batch, on chunks, on the positions that are selected, on
+copied or trimmed caches, the number of threads, or synchronisation, for all architectures. The docs
+promise this for prefix caches and batches on a CPU.
 
 Caches are copied and trimmed while earlier steps are still evaluated, so the test also detects
 writes to memory that has yet to be read.
@@ -160,13 +160,15 @@ class Simulation:
     rows: list[Row]
     results: list[tuple[int, int, mx.array]] = field(default_factory=list)
 
-    def evaluate(self, row: int, length: int) -> None:
+    def evaluate(self, row: int, length: int, skipped: int = 0) -> None:
+        """skipped: the number of positions that are not selected, if there are more."""
         one = self.rows[row]
         ids = self.reference.texts[one.text][one.at : one.at + length]
         if not ids:
             return
-        hidden = self.reference.model(mx.array([ids]), one.kv)
-        self._record(one, self.reference.model.logits(hidden)[0])
+        first = min(skipped, len(ids) - 1)
+        hidden = self.reference.model(mx.array([ids]), one.kv, lambda hidden: hidden[:, first:])
+        self._record(one, self.reference.model.logits(hidden)[0], first)
 
     def evaluate_batch(self, rows: Sequence[int]) -> None:
         """Evaluate one position of each unfinished row. New rows are prefilled first."""
@@ -185,9 +187,10 @@ class Simulation:
         for one, logits in zip(ready, self.reference.model.logits(hidden), strict=True):
             self._record(one, logits)
 
-    def evaluate_packed(self, chunks: Mapping[int, int]) -> None:
+    def evaluate_packed(self, chunks: Mapping[int, int], last: bool = False) -> None:
         """Evaluate the next positions of several rows in one forward pass, as the engine does with
-        short prompts. chunks: the row and the number of its positions."""
+        short prompts. chunks: the row and the number of its positions. last: select only the last
+        position of each row."""
         if not can_pack(self.reference.model):
             return
         ready = [(self.rows[row], min(n, LENGTH - self.rows[row].at)) for row, n in chunks.items()]
@@ -201,9 +204,13 @@ class Simulation:
         layers: Any = zip(*(one.kv for one, _ in ready), strict=True)
         counts = [count for _, count in ready]
         kv = [PackedKVCache(layer, counts, offsets) for layer in layers]
-        logits = self.reference.model.logits(self.reference.model(mx.array(ids), kv))[:, 0]
-        for (one, count), end in zip(ready, accumulate(counts), strict=True):
-            self._record(one, logits[end - count : end])
+        ends = list(accumulate(counts))
+        selected = mx.array([end - 1 for end in ends] if last else list(range(ends[-1])))
+        hidden = self.reference.model(mx.array(ids), kv, lambda hidden: hidden[selected])
+        logits = self.reference.model.logits(hidden)[:, 0]
+        for i, ((one, count), end) in enumerate(zip(ready, ends, strict=True)):
+            found = logits[i : i + 1] if last else logits[end - count : end]
+            self._record(one, found, count - len(found))
 
     def trim(self, row: int, count: int) -> None:
         one = self.rows[row]
@@ -228,9 +235,9 @@ class Simulation:
                 new.append(part, 0, part.offset)
         one.kv = kv
 
-    def _record(self, row: Row, logits: mx.array) -> None:
-        self.results.append((row.text, row.at, logits))
-        row.at += len(logits)
+    def _record(self, row: Row, logits: mx.array, skipped: int = 0) -> None:
+        self.results.append((row.text, row.at + skipped, logits))
+        row.at += skipped + len(logits)
 
 
 ROW = st.integers(0, ROWS - 1)
@@ -239,10 +246,11 @@ ACTIONS = st.one_of(
         st.just(Simulation.evaluate_batch), st.lists(ROW, min_size=2, max_size=ROWS, unique=True)
     ),
     st.tuples(st.just(Simulation.evaluate_batch), st.just(list(range(ROWS)))),
-    st.tuples(st.just(Simulation.evaluate), ROW, st.integers(1, 30)),
+    st.tuples(st.just(Simulation.evaluate), ROW, st.integers(1, 30), st.integers(0, 30)),
     st.tuples(
         st.just(Simulation.evaluate_packed),
         st.dictionaries(ROW, st.integers(1, 30), min_size=2, max_size=ROWS),
+        st.booleans(),
     ),
     st.tuples(st.just(Simulation.fork), ROW, ROW),
     st.tuples(st.just(Simulation.trim), ROW, st.integers(1, 20)),
@@ -275,6 +283,7 @@ def test_packed_prompts_have_the_bits_of_separate_prompts(name: str, kind: str) 
     simulation.evaluate(1, 7)
     simulation.evaluate_packed({0: 1, 1: 20, 2: 33, 3: 5})
     simulation.evaluate_packed({2: 3, 0: 8, 4: 2, 5: 13})
+    simulation.evaluate_packed({1: 4, 5: 9, 3: 1}, last=True)
     simulation.evaluate_batch(range(6))
     assert len(simulation.results) > 12
     for text, start, got in simulation.results:
