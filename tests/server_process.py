@@ -14,6 +14,8 @@ from pathlib import Path
 
 import httpx
 
+from tests.waiting import wait_until
+
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT = 60.0
 
@@ -68,10 +70,12 @@ class ServerProcess:
         return "".join(self.log)
 
     def wait_until_ready(self) -> "ServerProcess":
-        deadline = time.monotonic() + TIMEOUT
-        while self._http.get(f"{self.url}/health").status_code != 200:
-            assert time.monotonic() < deadline, self.log_text()
-            time.sleep(0.02)
+        wait_until(
+            lambda: self._http.get(f"{self.url}/health").status_code == 200,
+            self.log_text,
+            limit=TIMEOUT,
+            interval=0.02,
+        )
         return self
 
     def status(self) -> dict[str, int]:

@@ -78,7 +78,7 @@ class LaunchedServer:
         return self
 
     def wait_for_log(self, pattern: str) -> str:
-        wait_until(lambda: re.search(pattern, self.text), lambda: self.text)
+        wait_until(lambda: re.search(pattern, self.text), lambda: self.text, limit=PATIENCE)
         [found, *_] = re.findall(pattern, self.text)
         return found
 
@@ -105,7 +105,7 @@ class LaunchedServer:
         self.process.wait(PATIENCE)
         self._reader.join(PATIENCE)
         for pid in self.pids:
-            wait_until(lambda pid=pid: not is_alive(pid), lambda: self.text)
+            wait_until(lambda pid=pid: not is_alive(pid), lambda: self.text, limit=PATIENCE)
 
     def status(self, rank: int) -> int:
         """The exit status of a rank, as the launcher reports it; its own status is always 0."""
@@ -224,7 +224,7 @@ def test_a_disconnect_cancels_the_request_on_both_ranks(ranks: LaunchedServer) -
     with ranks.stream(**LONG) as events:
         next(events)
         assert ranks.num_running() == 1
-    wait_until(lambda: ranks.num_running() == 0, lambda: ranks.text)
+    wait_until(lambda: ranks.num_running() == 0, lambda: ranks.text, limit=PATIENCE)
     assert send_completion(ranks, "hello")["usage"]["completion_tokens"] == 16
 
 

@@ -23,7 +23,7 @@ from app.engine.decode_slab import DecodeSlab
 from app.engine.sampling.logprobs import compute_prompt_logprobs
 from app.engine.sampling.sampler import SamplerBatch, SamplerOutput, local_tokens
 from app.engine.sequence import Sequence
-from models.base import Model, SelectPositions, select_last
+from models.base import Model, SelectPositions, select_all, select_last
 from models.batch_cache import PackedKVCache
 from models.cpu_layout import is_batch_invariant
 from models.kv import KVBuffers, LayerCache
@@ -162,7 +162,7 @@ class ModelRunner:
         self._slab = slab
         self._broadcast_tokens = broadcast_tokens
         self._vocab = vocab
-        # Fewer rows are multiplied in the last layer, where other operations would round
+        # With a selection, the last layer multiplies fewer rows. Other operations would round
         # differently.
         self._selects = is_batch_invariant(model)
         self._members: tuple[Sequence, ...] = ()
@@ -171,7 +171,7 @@ class ModelRunner:
         # would no longer give the same tokens alone. On a GPU, batches round differently anyway.
         # Other caches cannot compute part of a batch, and other models compute single positions
         # in another way.
-        may_pack = is_batch_invariant(model) or mx.default_device().type == mx.DeviceType.gpu
+        may_pack = self._selects or mx.default_device().type == mx.DeviceType.gpu
         self.packs_prompts = (
             may_pack
             and model.batch_invariant
@@ -183,11 +183,11 @@ class ModelRunner:
         job requests prompt log probabilities."""
         start = sequence.num_computed_tokens
         tokens = mx.array([sequence.ids[start : start + count]])
-        if sequence.num_unscored_tokens:
-            hidden = self._model(tokens, sequence.kv)
+        scores_prompt = bool(sequence.num_unscored_tokens)
+        select = select_all if scores_prompt else select_last
+        hidden = self._forward(tokens, sequence.kv, select)
+        if scores_prompt:
             self._compute_prompt_logprobs(sequence, hidden[0])
-        else:
-            hidden = self._forward(tokens, sequence.kv, select_last)
         sequence.num_computed_tokens += count
         complete = not sequence.num_uncomputed_tokens
         scored = self._last_logits([sequence], hidden) if complete else None

@@ -223,7 +223,7 @@ def test_closing_a_stream_cancels(client: OpenAI, generate: FakeGenerate):
     with client.chat.completions.create(model=MODEL, messages=messages, stream=True) as stream:
         assert next(iter(stream)).choices[0].delta.content == "a "
         assert generate.num_closed == before
-    wait_until(lambda: generate.num_closed == before + 1)
+    wait_until(lambda: generate.num_closed == before + 1, limit=5)
 
 
 def test_a_timeout_of_an_unstreamed_answer_cancels(client: OpenAI, generate: FakeGenerate):
@@ -233,7 +233,7 @@ def test_a_timeout_of_an_unstreamed_answer_cancels(client: OpenAI, generate: Fak
         client.chat.completions.create(
             model=MODEL, messages=messages, timeout=openai.Timeout(5, read=0.1)
         )
-    wait_until(lambda: generate.num_closed == before + 1)
+    wait_until(lambda: generate.num_closed == before + 1, limit=5)
 
 
 def test_concurrent_requests(url: str):

@@ -2,7 +2,6 @@
 
 import hashlib
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from tests.attacks.attacker import Attack, Read, Send
 from tests.attacks.conftest import LatencyCheck, entries
 from tests.machine_lock import MachineLock
 from tests.server_process import TIMEOUT, ServerProcess, run_server
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -225,7 +225,7 @@ def test_uploads_from_several_processes_do_not_disturb_other_clients(
     assert result.statuses["400"] > 0
     assert result.statuses["503"] > 0
     # the last upload ends soon after its client has gone
-    deadline = time.monotonic() + TIMEOUT
-    while {name for name in open_library.list_files() if "/blobs/" in name} != before:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(
+        lambda: {name for name in open_library.list_files() if "/blobs/" in name} == before,
+        limit=TIMEOUT,
+    )

@@ -17,6 +17,7 @@ from tests.attacks.conftest import Victim
 from tests.bench.client import get_rss
 from tests.http.raw_client import head, post
 from tests.server_process import TIMEOUT, ServerProcess, run_server
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -131,10 +132,7 @@ def test_schemas_of_disconnected_clients_do_not_disturb_other_clients(victim: Vi
     # new grammars are compiled, and not rejected because of those of disconnected clients
     reply = victim.client.post(COMPLETIONS, json={**YES_OR_NO, "guided_choice": ["up", "down"]})
     assert reply.status_code == 200, reply.text
-    deadline = time.monotonic() + TIMEOUT
-    while victim.server.status()["Compiling"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not victim.server.status()["Compiling"], limit=TIMEOUT)
 
 
 @pytest.mark.exhaustive
@@ -150,9 +148,7 @@ def test_requests_with_compiling_schemas_count_as_waiting(victim: Victim) -> Non
             assert time.monotonic() < deadline
         assert status["Waiting"] >= 1
         connection.close()
-        while victim.server.status()["Compiling"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: not victim.server.status()["Compiling"], limit=TIMEOUT)
 
 
 @pytest.mark.exhaustive

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -21,6 +20,7 @@ from tests.server_process import ROOT, TIMEOUT, run_server
 from tests.store.ollama_store import OllamaStore
 from tests.store.stand_in import StandIn
 from tests.terminal_process import TERMINAL_TYPE, open_terminal
+from tests.waiting import wait_until
 
 WEIGHTS = "model.safetensors"
 
@@ -204,10 +204,7 @@ def test_ctrl_c_ends_a_download_and_keeps_the_partial_file(
         # inherit
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    deadline = time.monotonic() + TIMEOUT
-    while not hub.downloads(f"{commit}/{WEIGHTS}"):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: hub.downloads(f"{commit}/{WEIGHTS}"), limit=TIMEOUT)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 130

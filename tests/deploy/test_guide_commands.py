@@ -34,6 +34,7 @@ from tests.deploy.nginx import NAME, Certificate, run_nginx
 from tests.deploy.test_install import load_script
 from tests.server_process import ROOT, TIMEOUT
 from tests.store.stand_in import StandIn
+from tests.waiting import wait_until
 
 KEY_FILE = "/etc/mlxrunner/keys.toml"
 
@@ -293,10 +294,7 @@ def test_prometheus_gets_a_key_of_its_own(linux: Service) -> None:
     key_file = linux.sandbox.get_path("/etc/prometheus/mlxrunner.key")
     assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
     key = key_file.read_text("utf-8").strip()
-    deadline = time.monotonic() + TIMEOUT
-    while linux.get_status("/metrics", key) != 200:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: linux.get_status("/metrics", key) == 200, limit=TIMEOUT)
     config = linux.sandbox.get_path("/etc/prometheus/prometheus.yml").read_text("utf-8")
     assert f"credentials_file: {linux.sandbox.root}/etc/prometheus/mlxrunner.key\n" in config
     assert 'targets: ["127.0.0.1:8080"]' in config

@@ -78,7 +78,7 @@ def test_a_stream_is_not_buffered_and_a_disconnect_cancels_it(
         pieces = iter_events(reply.iter_lines())
         assert next(pieces)["choices"][0]["text"]
         assert servers[0].status()["Running"] == 1
-    wait_until(lambda: servers[0].status()["Running"] == 0)
+    wait_until(lambda: servers[0].status()["Running"] == 0, limit=TIMEOUT)
 
 
 def test_an_unstreamed_answer_is_complete(one: Nginx) -> None:
@@ -243,7 +243,7 @@ def test_replicas_may_crash_and_drain(
         retried = threads.submit(
             send_completion, several, sessions[killed.port][1], build_body(500)
         )
-        wait_until(lambda: killed.status()["Running"] == 2)
+        wait_until(lambda: killed.status()["Running"] == 2, limit=TIMEOUT)
         killed.process.kill()
         throttle.off()
         # nothing had been sent to the client, so nginx retried on another replica
@@ -257,7 +257,7 @@ def test_replicas_may_crash_and_drain(
     throttle.on()
     draining = StreamReader(several, sessions[drained.port][0], 200)
     drained.process.terminate()
-    wait_until(lambda: not is_listening(drained))
+    wait_until(lambda: not is_listening(drained), limit=TIMEOUT)
     throttle.off()
     for name in all_sessions:
         assert send_completion(several, name, build_body(4)).status_code == 200

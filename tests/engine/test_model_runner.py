@@ -7,7 +7,6 @@ import pytest
 
 from models.base import Model, select_last
 from models.cpu_layout import is_batch_invariant
-from tests.engine import hybrid
 from tests.engine.harness import job, make_loop, run, run_one, tiny_model, token_bits
 from tests.models.kernel_switch import use_kernels
 
@@ -72,8 +71,9 @@ def test_models_whose_operations_round_differently_compute_all_positions() -> No
     assert [length for _, length in seen] == [8, 8, 4]
 
 
-def test_a_model_may_select_after_its_last_layer() -> None:
-    model = hybrid.Model()
+@needs_kernels
+def test_selected_positions_have_the_same_bits() -> None:
+    model = tiny_model()
     tokens = mx.array([PROMPT])
     whole = model(tokens, model.make_kv())
     assert mx.array_equal(model(tokens, model.make_kv(), select_last), select_last(whole))

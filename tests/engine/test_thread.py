@@ -236,5 +236,8 @@ def test_the_loop_announces_its_stages(start_thread: StartThread) -> None:
         job("a", b"hello world, it is me", max_tokens=200, stop_token_ids=frozenset[int]())
     )
     log.next(EngineReady)
-    wait_until(lambda: stages.add(thread.heartbeat().stage) or any("decode" in s for s in stages))
+    wait_until(
+        lambda: stages.add(thread.heartbeat().stage) or any("decode" in s for s in stages),
+        interval=0.001,
+    )
     thread.cancel("a")

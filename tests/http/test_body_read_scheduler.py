@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from app.http.body_read_scheduler import BodyReadScheduler, ScheduledFlowControl
+from tests.waiting import wait_until_async
 
 
 class Transport(asyncio.Transport):
@@ -80,9 +81,6 @@ def test_a_closed_connection_gets_no_turn():
         reads.enqueue(other, 0.005)
         reads.remove(closed)
         reads.remove(closed)
-        deadline = time.monotonic() + 10
-        while transport.paused:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.001)
+        await wait_until_async(lambda: not transport.paused, limit=10)
 
     asyncio.run(run())

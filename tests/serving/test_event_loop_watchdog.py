@@ -63,6 +63,7 @@ def test_blocking_code_is_measured_and_logged_with_its_name(
     assert lag.worst >= 0.9
     assert lag.latest < 0.9
     assert sum(lag.bucket_counts[LAG_BUCKETS.index(0.5) + 1 :]) >= 1
+    assert "the event loop has been blocked for" in caplog.text
     stacks = [line.stack_info for line in caplog.records if "has been blocked" in line.message]
     assert any("in block" in stack for stack in stacks if stack)
     assert "the event loop resumed after" in caplog.text

@@ -14,6 +14,7 @@ import pytest
 from app.core.requests import GenerateRequest
 from app.core.settings import Settings
 from app.serving.keep_awake import KeepAwake, create_keep_awake
+from tests.waiting import wait_until_async
 
 REQUEST = cast(GenerateRequest, object())  # only counted
 SCRIPT = """
@@ -38,11 +39,9 @@ def read(file: Path) -> list[str]:
     return file.read_text().split()
 
 
-async def wait_until(file: Path, *expected: list[str]) -> None:
+async def wait_for_content(file: Path, *expected: list[str]) -> None:
     """Waits until the file has one of the expected contents."""
-    async with asyncio.timeout(60):
-        while await asyncio.to_thread(read, file) not in expected:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await wait_until_async(lambda: read(file) in expected, limit=60)
 
 
 def test_the_program_runs_from_the_first_request_to_the_end_of_the_last(tmp_path: Path) -> None:
@@ -52,17 +51,17 @@ def test_the_program_runs_from_the_first_request_to_the_end_of_the_last(tmp_path
     async def drive() -> None:
         async with awake.run():
             first = awake.observe(REQUEST)
-            await wait_until(file, ["started"])
+            await wait_for_content(file, ["started"])
             second = awake.observe(REQUEST)
             first.on_end(complete=True)
             await asyncio.sleep(0.2)
-            await wait_until(file, ["started"])  # a request is still running
+            await wait_for_content(file, ["started"])  # a request is still running
             second.on_end(complete=False)
-            await wait_until(file, ["started", "stopped"])
+            await wait_for_content(file, ["started", "stopped"])
             third = awake.observe(REQUEST)
-            await wait_until(file, ["started", "stopped", "started"])
+            await wait_for_content(file, ["started", "stopped", "started"])
             third.on_end(complete=True)
-            await wait_until(file, ["started", "stopped"] * 2)
+            await wait_for_content(file, ["started", "stopped"] * 2)
 
     asyncio.run(drive())
 
@@ -76,12 +75,12 @@ def test_a_request_that_follows_soon_keeps_the_program_running(tmp_path: Path) -
             awake.observe(REQUEST).on_end(complete=True)
             # a request that ended before the program could start needs no program
             request = awake.observe(REQUEST)
-            await wait_until(file, ["started"])
+            await wait_for_content(file, ["started"])
             request.on_end(complete=True)
             for _ in range(3):
                 await asyncio.sleep(0.05)
                 awake.observe(REQUEST).on_end(complete=True)
-            await wait_until(file, ["started"])
+            await wait_for_content(file, ["started"])
 
     asyncio.run(drive())
     # the end of the server ends it, too
@@ -98,10 +97,10 @@ def test_the_program_has_exited_at_the_end_of_the_server_also_if_it_is_slow(tmp_
     async def drive() -> None:
         async with awake.run():
             request = awake.observe(REQUEST)
-            await wait_until(file, ["started"])
+            await wait_for_content(file, ["started"])
             request.on_end(complete=True)
             # it still runs, unless this process had to wait for a core meanwhile
-            await wait_until(file, ["started", "stopped"], ["started", "stopped", "exited"])
+            await wait_for_content(file, ["started", "stopped"], ["started", "stopped", "exited"])
 
     asyncio.run(drive())
     assert read(file) == ["started", "stopped", "exited"]

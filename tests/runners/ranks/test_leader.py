@@ -32,6 +32,7 @@ from tests.runners.ranks.gathered import (
     launch,
     send_hello,
 )
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -56,10 +57,7 @@ class PendingGroup:
 
     @property
     def rendezvous(self) -> RendezvousInfo:
-        deadline = time.monotonic() + PATIENCE
-        while not self.ranks.data:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: self.ranks.data, limit=PATIENCE)
         return RendezvousInfo.decode(self.ranks.data)
 
 
