@@ -1,13 +1,15 @@
 """`python -m app.prove.without_kernels`: answers jobs without mlxrunner's kernels, in a process of
 its own, because a process selects its kernels when it imports MLX.
 
-Knows: one line of input, one line of output. Must not know: comparisons.
+Knows: one line of input, one line of output per answer. Must not know: comparisons.
 """
 
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,50 +26,79 @@ from app.runners.codec import Codec
 class ProofInput:
     files: ModelFiles
     settings: Settings
-    chains: tuple[tuple[ProofJob, ...], ...]
+    jobs: tuple[ProofJob, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofOutput:
-    """error: set if the jobs could not be run."""
+    """One answer. error: set if no more jobs can be run."""
 
-    answers: tuple[tuple[str, Answer], ...] = ()
+    job_id: str = ""
+    answer: Answer | None = None
     error: str | None = None
 
 
 def run_without_kernels(
-    files: ModelFiles, settings: Settings, chains: Chains
+    files: ModelFiles, settings: Settings, chains: Chains, seconds: float
 ) -> Mapping[str, Answer]:
-    """Runs the jobs one at a time. Raises AppError(ENGINE)."""
-    question = ProofInput(files=files, settings=settings, chains=tuple(map(tuple, chains)))
+    """Runs the jobs one at a time, those with the shortest prompts first. Returns the answers that
+    ended within `seconds`: MLX's operations can be a hundred times slower than the kernels, above
+    all with 16-bit scales. Raises AppError(ENGINE)."""
+    jobs = sorted(
+        (job for chain in chains for job in chain), key=lambda one: len(one.job.prompt_token_ids)
+    )
+    question = ProofInput(files=files, settings=settings, jobs=tuple(jobs))
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root]))
-    finished = subprocess.run(
-        # -P: the user's folder may contain another `app`
-        [sys.executable, "-P", "-m", __name__],
-        input=Codec[ProofInput](ProofInput).encode(question),
-        stdout=subprocess.PIPE,
-        env={**os.environ, "MLXRUNNER_KERNELS": "off", "PYTHONPATH": path},
-        check=False,
-    )
-    if finished.returncode:
-        why = f"the process without kernels exited with status {finished.returncode}"
+    status = 0
+    # a file keeps what the process wrote before its time ended
+    with tempfile.TemporaryFile() as output:
+        with suppress(subprocess.TimeoutExpired):
+            status = subprocess.run(
+                # -P: the user's folder may contain another `app`
+                [sys.executable, "-P", "-m", __name__],
+                input=Codec[ProofInput](ProofInput).encode(question),
+                stdout=output,
+                env={**os.environ, "MLXRUNNER_KERNELS": "off", "PYTHONPATH": path},
+                timeout=seconds,
+                check=False,
+            ).returncode
+        output.seek(0)
+        answers = read_answers(output.read())
+    if status:
+        why = f"the process without kernels exited with status {status}"
         raise AppError(ErrorKind.ENGINE, why)
-    result = Codec[ProofOutput](ProofOutput).decode(finished.stdout)
-    if result.error is not None:
-        raise AppError(ErrorKind.ENGINE, result.error)
-    return dict(result.answers)
+    return answers
+
+
+def read_answers(output: bytes) -> Mapping[str, Answer]:
+    """Reads the output of the process, whose last line may be incomplete. Raises AppError(ENGINE)
+    with the error of the process."""
+    codec = Codec[ProofOutput](ProofOutput)
+    answers: dict[str, Answer] = {}
+    for line in output.split(b"\n")[:-1]:
+        one = codec.decode(line)
+        if one.answer is None:
+            raise AppError(ErrorKind.ENGINE, one.error or "")
+        answers[one.job_id] = one.answer
+    return answers
 
 
 def main() -> int:
     question = Codec[ProofInput](ProofInput).decode(sys.stdin.buffer.read())
     try:
         with ProofEngine(question.files, question.settings) as engine:
-            result = ProofOutput(answers=tuple(run_alone(engine, question.chains).items()))
+            for job in question.jobs:
+                for job_id, answer in run_alone(engine, [[job]]).items():
+                    _write(ProofOutput(job_id=job_id, answer=answer))
     except AppError as error:
-        result = ProofOutput(error=error.message)
-    sys.stdout.buffer.write(Codec[ProofOutput](ProofOutput).encode(result))
+        _write(ProofOutput(error=error.message))
     return 0
+
+
+def _write(output: ProofOutput) -> None:
+    sys.stdout.buffer.write(Codec[ProofOutput](ProofOutput).encode(output) + b"\n")
+    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":
