@@ -148,8 +148,7 @@ def _list_backends(
 ) -> Iterator[Callable[[], Backend]]:
     """Functions that start a backend. Ours is the first."""
     variables = {"MLXRUNNER_THREADS": str(threads)}
-    # as in a model process of the server; older commits did not request them
-    own_variables = {**variables, **request_huge_pages({})}
+    own_variables = {**variables, **find_server_variables(ROOT)}
     worker = [sys.executable, "-m", "tests.bench.cpu_worker"]
     ours = WorkerCommand([*worker, "ours", str(files.folder)], own_variables)
     yield lambda: BackendProcess(cpu_tables.OURS, ours)
@@ -160,7 +159,8 @@ def _list_backends(
     for commit, checkout in plan.checkouts.items():
         python = str(checkout / ".venv/bin/python")
         command = [python, "-m", "tests.bench.cpu_worker", "ours", str(files.folder)]
-        old = WorkerCommand(command, variables, folder=checkout, one_context=True)
+        old_variables = {**variables, **find_server_variables(checkout)}
+        old = WorkerCommand(command, old_variables, folder=checkout, one_context=True)
         yield lambda commit=commit, old=old: BackendProcess(commit, old, patience=PATIENCE)
     if plan.llama is not None and files.gguf is not None:
         programs, gguf = plan.llama, files.gguf
@@ -176,6 +176,14 @@ def _list_backends(
         yield lambda: BackendProcess(
             cpu_tables.STOCK, stock, capped=True, patience=patience, works=STOCK_WORKS
         )
+
+
+def find_server_variables(checkout: Path) -> Mapping[str, str]:
+    """The variables of a model process of that commit's server. The first commits did not request
+    huge pages."""
+    definition = f"def {request_huge_pages.__name__}("
+    modules = (checkout / "app/runners").glob("*.py")
+    return request_huge_pages({}) if any(definition in m.read_text() for m in modules) else {}
 
 
 def measure_rounds(

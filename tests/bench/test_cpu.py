@@ -7,6 +7,7 @@ from collections.abc import Collection
 import mlx.core as mx
 import pytest
 
+from app.runners.child_process import request_huge_pages
 from tests.bench import cpu_limits, cpu_models, cpu_plot, cpu_report, cpu_tables
 from tests.bench.cpu import PEERS, Plan, make_parser
 from tests.bench.cpu_backends import (
@@ -33,7 +34,7 @@ from tests.bench.cpu_cells import (
 )
 from tests.bench.cpu_limits import Limit
 from tests.bench.cpu_llama import LlamaPrograms
-from tests.bench.cpu_rounds import BareResults, measure_rounds
+from tests.bench.cpu_rounds import BareResults, find_server_variables, measure_rounds
 from tests.bench.cpu_tables import format_table, format_verdicts, make_baseline_targets
 from tests.manual.tables import read_part
 from tests.server_process import ROOT
@@ -391,6 +392,14 @@ def make_plan(**fields) -> Plan:
         "checkouts": {},
     }
     return Plan(**(known | fields))
+
+
+def test_an_older_commit_gets_huge_pages_if_its_server_requested_them(tmp_path):
+    package = tmp_path / "app/runners"
+    package.mkdir(parents=True)
+    assert find_server_variables(tmp_path) == {}
+    (package / "memory.py").write_text("def request_huge_pages(environment):\n")
+    assert find_server_variables(tmp_path) == find_server_variables(ROOT) == request_huge_pages({})
 
 
 @pytest.mark.parametrize(
