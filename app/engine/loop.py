@@ -253,7 +253,7 @@ class Loop:
             if self._planned and not any(s.num_unscored_tokens for s, _ in self._planned[0]):
                 self._begun = self._build_chunk(self._planned.pop(0))
                 if self._begun is not None:
-                    mx.async_eval(self._begun.first_layers)
+                    self._begun.dispatch_first_layers()
         if self._embed_next or self._planned or self._begun is not None:
             reading, self._unread = self._unread, []
             self._read_tokens(reading)
@@ -329,13 +329,11 @@ class Loop:
     def _dispatch_chunk(self, chunk: PrefillChunk) -> None:
         self.on_stage(f"prefill of {pluralize(chunk.num_tokens, 'token')}")
         try:
-            arrays = chunk.take_arrays()
+            # If a sequence was cancelled, the prefix cache contains its chunk.
+            chunk.dispatch()
             scored = chunk.scored and chunk.scored.without_ended()
             if scored is not None and scored.sequences:
                 self._sample(scored)
-            # If a sequence was cancelled, the prefix cache contains its chunk.
-            mx.async_eval(arrays)
-            del arrays  # a second reference would force the next chunk to copy the caches
             for sequence, end in zip(chunk.sequences, chunk.ends, strict=True):
                 if sequence.running:
                     sequence.publish(end)

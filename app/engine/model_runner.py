@@ -104,8 +104,6 @@ class PrefillChunk:
 
     ends: the number of prompt tokens of each sequence up to the end of its chunk.
     num_tokens: the number of tokens of all chunks.
-    first_layers: the caches of the first layers. Evaluating them gives the device work for a
-        fraction of the pass.
     scored: the logits of the first token of each sequence whose prompt is completed.
     """
 
@@ -117,8 +115,8 @@ class PrefillChunk:
         self.num_tokens = num_tokens
         self.scored = scored
         count = max(1, len(sequences[0].kv) // _FIRST_LAYERS_DIVISOR)
-        self.first_layers = [a for s in sequences for a in _states(s.kv[:count])]
-        self._arrays = [a for s in sequences for a in _states(s.kv)]
+        self._layers = [layer for s in sequences for layer in s.kv]
+        self._first_layers = [layer for s in sequences for layer in s.kv[:count]]
         self._marker: mx.array | None = None
 
     @property
@@ -128,14 +126,23 @@ class PrefillChunk:
         pairs = zip(self.sequences, self.ends, strict=True)
         return [(s, end) for s, end in pairs if s.running and s not in done]
 
-    def take_arrays(self) -> list[mx.array]:
-        """Returns all arrays that must be evaluated to complete the caches. The chunk keeps no
-        reference to the caches, because the next chunk would then have to copy them."""
-        arrays, self._arrays, self.first_layers = self._arrays, [], []
-        last = next(array for array in reversed(arrays) if array.size)
+    def dispatch_first_layers(self) -> None:
+        """Gives the device work for a fraction of the pass."""
+        mx.async_eval(_states(self._first_layers))
+
+    def dispatch(self) -> None:
+        """Dispatches the rest of the pass. Keeps no reference to the arrays of the caches, because
+        the next step would then have to copy them. MLX references all outputs of an evaluation
+        until it has ended. Therefore the only output is an element of the last layer, on the way to
+        which the device computes all keys and values. Other states may need an evaluation of their
+        own, which does nothing if there is nothing left to compute."""
+        layers, self._layers, self._first_layers = self._layers, [], []
+        last = next(array for array in reversed(_states(layers)) if array.size)
         # A computed element, because a slice would reference the buffer.
         self._marker = last[(0,) * last.ndim] == 0
-        return [*arrays, self._marker]
+        mx.async_eval(self._marker)
+        mx.async_eval(_states([layer for layer in layers if isinstance(layer, KVBuffers)]))
+        mx.async_eval(_states([layer for layer in layers if not isinstance(layer, KVBuffers)]))
 
     def wait(self) -> None:
         """Waits until the device has computed the pass."""

@@ -321,7 +321,7 @@ def test_tokens_are_posted_before_a_prompt_chunk_is_dispatched(
     for _ in range(20):
         loop.step()
     sampled, posted, chunks = 0, 0, 0
-    sample, take_arrays = ModelRunner.sample, PrefillChunk.take_arrays
+    sample, dispatch = ModelRunner.sample, PrefillChunk.dispatch
 
     def count_sample(self: ModelRunner, batch: Any) -> Any:
         nonlocal sampled
@@ -333,10 +333,10 @@ def test_tokens_are_posted_before_a_prompt_chunk_is_dispatched(
         chunks += 1
         # one token of each stream was in flight when the recording began
         assert posted == sampled + 2
-        return take_arrays(self)
+        return dispatch(self)
 
     monkeypatch.setattr(ModelRunner, "sample", count_sample)
-    monkeypatch.setattr(PrefillChunk, "take_arrays", check_posted)
+    monkeypatch.setattr(PrefillChunk, "dispatch", check_posted)
     submit(loop, job("prompt", PROMPT * 4, max_tokens=2))
     for _ in range(30):
         output = loop.step()
