@@ -23,6 +23,10 @@ def set_num_threads(count: int) -> None:
     """Sets the number of threads, at most 256. It must not be called while anything is evaluated.
     Raises ValueError for other numbers."""
 
+def max_rows_per_task(keys: int) -> int:
+    """Returns the most queries, counted once per head of a group, whose scores of `keys` keys a
+    thread stores at the same time. A single query may have more heads."""
+
 def retain_freed_memory() -> None:
     """Keeps up to 128 MiB of freed memory in the process for later arrays, from now on."""
 

@@ -128,4 +128,6 @@ def score_buffer_bytes(layer: object, heads: int, length: int) -> int | None:
     ops = kernels.ops()
     if ops is None or not getattr(layer, "supports_in_place", False):
         return None
-    return ops.num_threads() * 4 * max(24, heads) * (length + 32)
+    rows = max(ops.max_rows_per_task(length), heads)
+    # the newest query of a task may see as many keys more as the task has queries
+    return ops.num_threads() * 4 * rows * (length + rows + 16)

@@ -103,9 +103,10 @@ def test_scores_cover_the_positions_that_a_query_sees(kinds: str, positions: int
 def test_in_place_attention_holds_scores_of_few_queries_per_thread() -> None:
     if (ops := kernels.ops()) is None:
         pytest.skip("the CPU kernels were not built")
-    each = ops.num_threads() * 4 * 24
-    assert _activation_memory("k")(4096) == each * (4096 + 32)
-    assert _activation_memory("w")(4096) == each * (STEP + CHUNK + 32)
+    for kinds, seen in (("k", 4096), ("w", STEP + CHUNK)):
+        rows = ops.max_rows_per_task(seen)
+        scores = 4 * rows * (seen + rows + 16)
+        assert _activation_memory(kinds)(4096) == ops.num_threads() * scores
     assert score_buffer_bytes(_CacheWithoutKV(), 3, 4096) is None
 
 

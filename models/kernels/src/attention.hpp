@@ -1,17 +1,17 @@
-// Attention kernel for a few queries of one key/value head.
+// Attention kernel for a block of queries of one key/value head.
 //
 // Knows: `V`, `AttentionTask`. Must not know: caches, threads.
 //
 // The result of a query is computed in an order that does not depend on the rest of the batch:
 //
 //   score     sixteen lanes along key_dim, reduced in a tree (`sum`), times scale, then softcap
-//   weight    e^(score - largest visible score). For the sum of the weights, absolute position p
-//             is added in lane p mod 16; then the same tree, then the sink
+//   weight    e^(score - largest visible score), and 0 below e^-80. For the sum of the weights,
+//             absolute position p is added in lane p mod 16; then the same tree, then the sink
 //   out       weight times value, added up from the oldest visible position to the newest, divided
 //             by the sum of the weights
 //
 // Unlike flash attention, the kernel subtracts the final maximum and not a running maximum. The
-// scores of a few queries fit into scratch memory, and the result does not depend on the boundaries
+// scores of a block of queries fit into scratch memory, and the result does not depend on the boundaries
 // of key blocks. The queries and the heads of a group are the rows of a tile, which share loads of
 // keys and values. If enough rows share the keys, they are transposed in scratch memory: one register
 // holds lane i of the scores of sixteen keys, and the tree adds registers instead of lanes. Keys and
@@ -276,18 +276,16 @@ inline float softmax_row(const AttentionTask& a, const Workspace& ws, i64 row, K
   // mask the hidden positions in the first and last vector
   for (float* s = first; s < from; s++) *s = minus_infinity;
   for (float* s = to; s < last; s++) *s = minus_infinity;
-  const V scale = set1(a.softcap > 0 ? 1.0f : a.scale);
+  // the scale is positive and rounding is monotonic, so the largest product is that of the largest
+  // score
+  const float scale = a.softcap > 0 ? 1.0f : a.scale;
   V largest = set1(minus_infinity);
-  for (float* s = first; s < last; s += 16) {
-    const V scaled = mul(load(s), scale);
-    largest = max(largest, scaled);
-    store(s, scaled);
-  }
-  float max_score = max_lane(largest);
+  for (float* s = first; s < last; s += 16) largest = max(largest, load(s));
+  float max_score = max_lane(largest) * scale;
   if (sink && *sink > max_score) max_score = *sink;
   V total = zero();
   for (float* s = first; s < last; s += 16) {
-    const V weight = exp(sub(load(s), set1(max_score)));
+    const V weight = exp_or_zero(sub(mul(load(s), set1(scale)), set1(max_score)));
     total = add(total, weight);
     store(s, weight);
   }

@@ -9,8 +9,16 @@ namespace mlxrunner {
 
 namespace {
 
-// The number of rows (queries times heads of a group) that share loads of keys and values.
-constexpr std::int64_t kRowsPerTask = 24;
+// A task has at least so many rows (queries times heads of a group) if there are enough, and at most
+// the second number. Rows share the loads, the conversion and the transposition of keys and values.
+constexpr std::int64_t kMinRowsPerTask = 24, kMaxRowsPerTask = 128;
+// Scores are computed even where the oldest query of a task does not see a key that the newest one
+// sees. With so many keys per row, they are less than 1/30 of the scores.
+constexpr std::int64_t kKeysPerRow = 16;
+// Scores that still fit into a processor's last cache, for each thread.
+constexpr std::int64_t kMaxScores = 1 << 20;
+// Tasks per thread, so that no thread waits long for the last task of another.
+constexpr std::int64_t kTasksPerThread = 4;
 
 struct ForQueries;
 struct ForKeys;
@@ -33,20 +41,30 @@ struct HeadView {
 };
 
 std::int64_t group_size(const AttentionJob& job) { return job.heads / job.kv_heads; }
-std::int64_t block_size(const AttentionJob& job) {
-  return std::max<std::int64_t>(1, kRowsPerTask / group_size(job));
-}
-std::int64_t num_blocks(const AttentionJob& job) {
-  return (job.length + block_size(job) - 1) / block_size(job);
-}
+
+// The queries of a job, divided into blocks of almost the same size.
+struct QueryBlocks {
+  std::int64_t count, size;
+
+  // keys: of the longest sequence
+  QueryBlocks(const AttentionJob& job, std::int64_t keys) {
+    if (job.window) keys = std::min(keys, job.window);
+    const std::int64_t threads = ThreadPool::shared().num_threads(),
+                       rows = job.batch * job.heads * job.length / (kTasksPerThread * threads),
+                       most = std::clamp(rows, kMinRowsPerTask, max_rows_per_task(keys));
+    size = std::max<std::int64_t>(1, most / group_size(job));
+    count = (job.length + size - 1) / size;
+    size = (job.length + count - 1) / count;
+  }
+};
 
 // Creates a task without keys, values and their slots. Its position is relative to the first new
 // position.
-AttentionTask make_task(const AttentionJob& job, const HeadView& q, std::int64_t b, std::int64_t h,
-                        std::int64_t i) {
-  const std::int64_t from = i * block_size(job);
+AttentionTask make_task(const AttentionJob& job, const QueryBlocks& blocks, const HeadView& q,
+                        std::int64_t b, std::int64_t h, std::int64_t i) {
+  const std::int64_t from = i * blocks.size;
   AttentionTask a{};
-  a.queries = std::min(block_size(job), job.length - from), a.group = group_size(job);
+  a.queries = std::min(blocks.size, job.length - from), a.group = group_size(job);
   a.q = q.data + b * q.batch + h * a.group * q.head + from * q.step;
   a.q_head = q.head, a.q_step = q.step;
   a.position = from;
@@ -61,14 +79,15 @@ AttentionTask make_task(const AttentionJob& job, const HeadView& q, std::int64_t
 
 // Calls function(b, h, i) for each task. num_keys: the number of keys of all sequences.
 template <class F>
-void for_tasks(const AttentionJob& job, std::int64_t num_keys, F function) {
-  const std::int64_t blocks = num_blocks(job), tasks = job.batch * job.kv_heads * blocks;
+void for_tasks(const AttentionJob& job, const QueryBlocks& blocks, std::int64_t num_keys,
+               F function) {
+  const std::int64_t tasks = job.batch * job.kv_heads * blocks.count;
   const auto task = [&](std::int64_t n) {
     // The tasks of a head follow each other, so that its keys and values stay in the processor's
     // caches. Late queries attend to the most keys; they run first, so that no thread ends with a
     // long task.
-    const std::int64_t head = n / blocks;
-    function(head / job.kv_heads, head % job.kv_heads, blocks - 1 - n % blocks);
+    const std::int64_t head = n / blocks.count;
+    function(head / job.kv_heads, head % job.kv_heads, blocks.count - 1 - n % blocks.count);
   };
   if (num_keys * job.heads * job.length * (job.key_dim + job.value_dim) >= kMinParallelWork)
     return ThreadPool::shared().run(tasks, task);
@@ -97,6 +116,12 @@ void write_head(const HeadView& from, std::int64_t b, std::int64_t h, std::int64
 
 }  // namespace
 
+std::int64_t max_rows_per_task(std::int64_t keys) {
+  if (keys < 1) return kMinRowsPerTask;
+  const std::int64_t most = std::min(keys / kKeysPerRow, kMaxScores / keys);
+  return std::clamp(most, kMinRowsPerTask, kMaxRowsPerTask);
+}
+
 std::vector<KVBuffers> get_buffers(std::vector<mx::array>& outs,
                                    const std::vector<SlotMapping>& slot_mappings) {
   std::vector<KVBuffers> buffers;
@@ -113,8 +138,9 @@ void attend(const AttentionJob& job, const View& q, const View& keys, const View
   const HeadView q_heads = HeadView::make<ForQueries>(q), k = HeadView::make<ForKeys>(keys),
                  v = HeadView::make<ForValues>(values);
   const std::int64_t total = keys.shape[2];
-  for_tasks(job, job.batch * total, [&](std::int64_t b, std::int64_t h, std::int64_t i) {
-    AttentionTask a = make_task(job, q_heads, b, h, i);
+  const QueryBlocks blocks(job, total);
+  for_tasks(job, blocks, job.batch * total, [&](std::int64_t b, std::int64_t h, std::int64_t i) {
+    AttentionTask a = make_task(job, blocks, q_heads, b, h, i);
     a.kv_type = KVType::f32;
     a.keys = k.data + b * k.batch + h * k.head, a.key_step = k.step;
     a.values = v.data + b * v.batch + h * v.head, a.value_step = v.step;
@@ -128,22 +154,26 @@ void append_and_attend(const AttentionJob& job, const View& q, const View& k, co
                        const std::vector<KVBuffers>& buffers) {
   const HeadView q_heads = HeadView::make<ForQueries>(q), k_heads = HeadView::make<ForKeys>(k),
                  v_heads = HeadView::make<ForValues>(v);
-  std::int64_t num_keys = 0;
-  for (const KVBuffers& row : buffers) num_keys += row.slots.length;
+  std::int64_t num_keys = 0, longest = 0;
+  for (const KVBuffers& row : buffers) {
+    num_keys += row.slots.length;
+    longest = std::max<std::int64_t>(longest, row.slots.length);
+  }
+  const QueryBlocks blocks(job, longest);
   const auto append = [&](std::int64_t b, std::int64_t h) {
     const KVBuffers& row = buffers[static_cast<std::size_t>(b)];
     write_head(k_heads, b, h, job.length, row, row.keys, job.key_dim);
     write_head(v_heads, b, h, job.length, row, row.values, job.value_dim);
   };
   // with one block of queries, the task that reads the keys of a head also writes them
-  const bool append_first = num_blocks(job) > 1;
+  const bool append_first = blocks.count > 1;
   if (append_first)
     ThreadPool::shared().run(job.batch * job.kv_heads,
                              [&](std::int64_t n) { append(n / job.kv_heads, n % job.kv_heads); });
-  for_tasks(job, num_keys, [&](std::int64_t b, std::int64_t h, std::int64_t i) {
+  for_tasks(job, blocks, num_keys, [&](std::int64_t b, std::int64_t h, std::int64_t i) {
     if (!append_first) append(b, h);
     const KVBuffers& row = buffers[static_cast<std::size_t>(b)];
-    AttentionTask a = make_task(job, q_heads, b, h, i);
+    AttentionTask a = make_task(job, blocks, q_heads, b, h, i);
     const std::int64_t head_bytes = h * row.capacity * kv_number_bytes(row.type);
     a.kv_type = row.type;
     a.keys = row.keys + head_bytes * job.key_dim, a.key_step = job.key_dim;

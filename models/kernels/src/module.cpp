@@ -10,6 +10,7 @@
 
 #include <mlx/version.h>
 
+#include "attention_job.hpp"
 #include "attention_ops.hpp"
 #include "blocks.hpp"
 #include "isa_dispatch.hpp"
@@ -85,6 +86,8 @@ std::vector<SlotMapping> make_slot_mappings(const Ints& slots, const Ints& lengt
 }
 
 void bind_attention(nb::module_& m) {
+  m.def("max_rows_per_task", &max_rows_per_task, "keys"_a,
+        "The most queries whose scores a thread stores at the same time.");
   m.def(
       "attend",
       [](const mx::array& q, const mx::array& k, const mx::array& v,
@@ -176,7 +179,7 @@ NB_MODULE(_kernels, m) {
   const auto number = [](int n) { return std::to_string(n); };
   m.attr("built_for") = number(MLX_VERSION_MAJOR) + "." + number(MLX_VERSION_MINOR) + "." +
                         number(MLX_VERSION_PATCH);
-  m.attr("interface") = 3;  // models/kernels/__init__.py describes it
+  m.attr("interface") = 4;  // models/kernels/__init__.py describes it
   m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
   m.def("why_no_tiles", [] { return selection().why_no_tiles; }, "Why tiles are not used, or ''.");
   m.def(

@@ -59,13 +59,6 @@ inline void mask(const float* x, const std::uint32_t* bits, i64 n, float* out) {
   }
 }
 
-// exp(x) for x <= 0, but 0 below e^-80. Such a small mass has no effect on a sum and is never drawn,
-// and arithmetic with even smaller, denormal numbers is slow.
-inline V exp_or_zero(V x) {
-  const V lowest = set1(-80);
-  return less(x, lowest, zero(), exp_in_range(max(lowest, x)));
-}
-
 // Calls add_vector(sum, offset) for each sixteen numbers of n, and add_rest(sum, offset) for fewer
 // than sixteen at the end. Returns the total of the sums, which are added in an order that depends
 // only on n.

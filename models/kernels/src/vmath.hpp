@@ -58,6 +58,13 @@ inline V exp_in_range(V x) {
   return mul(e.fraction, exp2_int(e.n));
 }
 
+// exp(x) for x <= 0, but 0 below e^-80. Next to a weight of 1, such a small weight has no effect on
+// a sum and is never drawn, and arithmetic with even smaller, denormal numbers is slow.
+inline V exp_or_zero(V x) {
+  const V lowest = set1(-80);
+  return less(x, lowest, zero(), exp_in_range(max(lowest, x)));
+}
+
 inline V tanh(V x) {
   const V magnitude = max(sub(zero(), x), x), square = mul(x, x);
   const V p = polynomial(square, {-0.333333313f, 0.133331999f, -0.0539459921f, 0.0216960702f,
