@@ -115,9 +115,12 @@ class PrefillChunk:
         self.num_tokens = num_tokens
         self.scored = scored
         count = max(1, len(sequences[0].kv) // _FIRST_LAYERS_DIVISOR)
-        self._layers = [layer for s in sequences for layer in s.kv]
-        self._first_layers = [layer for s in sequences for layer in s.kv[:count]]
-        self._marker: mx.array | None = None
+        self._first_layers = _states([layer for s in sequences for layer in s.kv[:count]])
+        layers = [layer for s in sequences for layer in s.kv]
+        self._keys_and_values = _states([x for x in layers if isinstance(x, KVBuffers)])
+        self._other_states = _states([x for x in layers if not isinstance(x, KVBuffers)])
+        self._last = [next(a for a in reversed(_states(s.kv)) if a.size) for s in sequences]
+        self._markers: list[mx.array] = []
 
     @property
     def unfinished(self) -> list[tuple[Sequence, int]]:
@@ -128,26 +131,24 @@ class PrefillChunk:
 
     def dispatch_first_layers(self) -> None:
         """Gives the device work for a fraction of the pass."""
-        mx.async_eval(_states(self._first_layers))
+        mx.async_eval(self._first_layers)
 
     def dispatch(self) -> None:
-        """Dispatches the rest of the pass. Keeps no reference to the arrays of the caches, because
-        the next step would then have to copy them. MLX references all outputs of an evaluation
-        until it has ended. Therefore the only output is an element of the last layer, on the way to
-        which the device computes all keys and values. Other states may need an evaluation of their
-        own, which does nothing if there is nothing left to compute."""
-        layers, self._layers, self._first_layers = self._layers, [], []
-        last = next(array for array in reversed(_states(layers)) if array.size)
-        # A computed element, because a slice would reference the buffer.
-        self._marker = last[(0,) * last.ndim] == 0
-        mx.async_eval(self._marker)
-        mx.async_eval(_states([layer for layer in layers if isinstance(layer, KVBuffers)]))
-        mx.async_eval(_states([layer for layer in layers if not isinstance(layer, KVBuffers)]))
+        """Dispatches the rest of the pass. MLX references the outputs of an evaluation until it has
+        ended, and the next step would have to copy caches with a second reference. Therefore the
+        only outputs are elements of the last layer, on the way to which the device computes all
+        keys and values. A last evaluation computes what remains, such as recurrent states."""
+        # computed elements, because a slice would reference the buffer
+        self._markers = [array[(0,) * array.ndim] == 0 for array in self._last]
+        mx.async_eval(self._markers)
+        mx.async_eval(self._keys_and_values)
+        mx.async_eval(self._other_states)
+        self._first_layers = self._keys_and_values = self._other_states = self._last = []
 
     def wait(self) -> None:
         """Waits until the device has computed the pass."""
-        marker, self._marker = self._marker, None
-        mx.eval(marker)
+        markers, self._markers = self._markers, []
+        mx.eval(markers)
 
 
 class ModelRunner:
