@@ -9,13 +9,14 @@ namespace mlxrunner {
 
 namespace {
 
-// A task has at least so many rows (queries times heads of a group) if there are enough, and at most
-// the second number. Rows share the loads, the conversion and the transposition of keys and values.
+// The rows of a task (queries times heads of a group) share the loads, the conversion and the
+// transposition of keys and values. A task has at least the first number of rows if there are
+// enough queries, and at most the second one unless a single query has more.
 constexpr std::int64_t kMinRowsPerTask = 24, kMaxRowsPerTask = 128;
-// Scores are computed even where the oldest query of a task does not see a key that the newest one
-// sees. With so many keys per row, they are less than 1/30 of the scores.
-constexpr std::int64_t kKeysPerRow = 16;
-// Scores that still fit into a processor's last cache, for each thread.
+// A task computes scores for all keys that its newest query sees, and attends row by row to keys
+// that not all queries see. With so many keys per row, this takes little time.
+constexpr std::int64_t kKeysPerRow = 24;
+// The most scores of a task, so that those of all threads stay in the last cache of a processor.
 constexpr std::int64_t kMaxScores = 1 << 20;
 // Tasks per thread, so that no thread waits long for the last task of another.
 constexpr std::int64_t kTasksPerThread = 4;
@@ -49,10 +50,13 @@ struct QueryBlocks {
   // keys: of the longest sequence
   QueryBlocks(const AttentionJob& job, std::int64_t keys) {
     if (job.window) keys = std::min(keys, job.window);
-    const std::int64_t threads = ThreadPool::shared().num_threads(),
-                       rows = job.batch * job.heads * job.length / (kTasksPerThread * threads),
-                       most = std::clamp(rows, kMinRowsPerTask, max_rows_per_task(keys));
-    size = std::max<std::int64_t>(1, most / group_size(job));
+    const std::int64_t mean_keys = job.causal ? keys - std::min(keys, job.length) / 2 : keys;
+    const std::int64_t all_rows = job.batch * job.heads * job.length,
+                       tasks = kTasksPerThread * ThreadPool::shared().num_threads();
+    const std::int64_t rows =
+        std::clamp(std::min(all_rows / tasks, mean_keys / kKeysPerRow), kMinRowsPerTask,
+                   max_rows_per_task(keys));
+    size = std::max<std::int64_t>(1, rows / group_size(job));
     count = (job.length + size - 1) / size;
     size = (job.length + count - 1) / count;
   }

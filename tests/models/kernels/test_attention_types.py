@@ -63,6 +63,29 @@ def test_keys_of_any_length_give_the_same_bits_in_any_chunks(dtype, depth, group
     assert_same_bits(np.concatenate(parts, axis=2), at_once)
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("group", [1, 3])
+def test_blocks_of_any_number_of_queries_give_the_same_bits(dtype, group):
+    """The number of queries that share the conversion of keys grows with the number of keys."""
+    length = 2100
+    assert [OPS.max_rows_per_task(keys) for keys in (0, 300, 960, length)] == [24, 24, 40, 87]
+    case = Case(
+        q=numbers(0, 1, group, length, 16),
+        k=numbers(1, 1, 1, length, 16),
+        v=numbers(2, 1, 1, length, 16),
+    )
+    row, parts = start_sequence(case, length, dtype), []
+    while row.end < length:
+        parts.append(row.see(min(7 if row.end < 700 else 128, length - row.end)))
+    at_once = start_sequence(case, length, dtype).see(length)
+    assert_same_bits(np.concatenate(parts, axis=2), at_once)
+
+
+def test_scores_of_long_contexts_need_limited_memory():
+    for keys in (16_384, 100_000, 1_000_000):
+        assert OPS.max_rows_per_task(keys) in (24, (1 << 20) // keys)
+
+
 @TYPES
 def test_rows_of_a_batch_get_the_same_bits_as_alone(dtype):
     shape = (1, 2, 40, 32)
