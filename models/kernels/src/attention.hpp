@@ -11,13 +11,14 @@
 //             by the sum of the weights
 //
 // Unlike flash attention, the kernel subtracts the final maximum and not a running maximum. The
-// scores of a block of queries fit into scratch memory, and the result does not depend on the boundaries
-// of key blocks. The queries and the heads of a group are the rows of a tile, which share loads of
-// keys and values. If enough rows share the keys, they are transposed in scratch memory: one register
-// holds lane i of the scores of sixteen keys, and the tree adds registers instead of lanes. Keys and
-// values of a 16-bit type are converted in registers if there is only one tile, and otherwise once
-// for all tiles. Because of causality or a window, some keys are visible to only some rows. These
-// keys are processed before and after the keys that all rows share.
+// scores of a block of queries fit into scratch memory, and the result does not depend on the
+// boundaries of key blocks. The queries and the heads of a group are the rows of a tile, which
+// share loads of keys and values. If enough rows share the keys, they are transposed in scratch
+// memory: one register holds lane i of the scores of sixteen keys, and the tree adds registers
+// instead of lanes. Keys and values of a 16-bit type are converted in registers if there is only
+// one tile, and otherwise once for all tiles. Because of causality or a window, some keys are
+// visible to only some rows. These keys are processed before and after the keys that all rows
+// share.
 #pragma once
 
 #include <type_traits>

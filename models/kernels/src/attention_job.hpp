@@ -24,8 +24,8 @@ struct KVBuffers {
 std::vector<KVBuffers> get_buffers(std::vector<mx::array>& outs,
                                    const std::vector<SlotMapping>& slot_mappings);
 
-// The most queries, counted once per head of a group, whose scores of `keys` keys a thread stores at
-// the same time. A single query may have more heads.
+// The most queries, counted once per head of a group, whose scores of `keys` keys a thread stores
+// at the same time. A single query may have more heads.
 std::int64_t max_rows_per_task(std::int64_t keys);
 
 // The parameters that all tasks share. out: [B, L, Hq, Dv].
