@@ -12,8 +12,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-MAX_FILE_LINES = 500
-MAX_FUNCTION_LINES = 50
 FRAGMENT_LINES = 130
 
 PLUGIN_FOLDERS = (
@@ -46,10 +44,10 @@ class Module:
         return self.path.startswith(PLUGIN_FOLDERS) or architecture or dialect
 
 
-def load_modules(*folders: str) -> dict[str, Module]:
-    """The modules below the folders by dotted name, without the training of the built-in model."""
+def load_modules() -> dict[str, Module]:
+    """The product's modules by dotted name, without the training of the built-in model."""
     modules: dict[str, Module] = {}
-    for folder in folders or ("app", "models"):
+    for folder in ("app", "models"):
         for file in sorted((ROOT / folder).rglob("*.py")):
             if "training" in file.parts:
                 continue

@@ -16,6 +16,8 @@ from tests.chaos.processes import ProcessResources
 from tests.chaos.questions import ChaosQuestion, compute_answers, make_questions, write_models
 from tests.chaos.run import run_chaos
 
+pytestmark = pytest.mark.exhaustive
+
 ANNA, BERT = ChaosQuestion("anna", "hello", None), ChaosQuestion("bert", "hello", None)
 EXPECTED = {ANNA: "from anna", BERT: "from bert"}
 ANSWER = Outcome(question=ANNA, streamed=True, text="from anna")
@@ -85,7 +87,6 @@ def test_the_checks_find_each_violation(change: dict[str, object], expected: str
     assert expected in violation
 
 
-@pytest.mark.exhaustive
 def test_five_models_and_sixteen_clients_with_faults(tmp_path: Path) -> None:
     questions = make_questions(3, seed=6)
     write_models(tmp_path)

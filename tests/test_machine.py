@@ -1,82 +1,40 @@
 """No other test runs during a measurement, in any pytest worker."""
 
+import fcntl
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.machine_lock import MachineLock, machine_lock_of_run
-from tests.server_process import ROOT, TIMEOUT
+from tests.server_process import TIMEOUT
 
-WORKER = """
-import sys, time
-from pathlib import Path
-from tests.machine_lock import MachineLock
-machine, log = MachineLock(Path(sys.argv[1])), Path(sys.argv[2])
-def note(what):
-    with log.open("a") as file:
-        file.write(what + "\\n")
-times = 0
-while not Path(sys.argv[4]).exists() if sys.argv[3] == "endless" else times < 20:
-    times += 1
+
+def is_free(file: Path, operation: int) -> bool:
+    """Whether another worker would get the lock."""
+    with file.open("w") as opened:
+        try:
+            fcntl.flock(opened, operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def test_no_test_begins_during_a_measurement_and_no_measurement_during_a_test(tmp_path: Path):
+    machine, users, turn = MachineLock(tmp_path), tmp_path / "users", tmp_path / "turn"
     with machine.shared():
-        note("begin")
-        time.sleep(0.005)
-        note("end")
-        if sys.argv[3] == "measures":
-            with machine.exclusive():
-                note("measure")
-                time.sleep(0.005)
-                note("measured")
-"""
-
-
-def test_no_test_runs_during_a_measurement_and_none_waits_forever(tmp_path: Path):
-    log = tmp_path / "log"
-    workers = [
-        subprocess.Popen([sys.executable, "-c", WORKER, tmp_path / "locks", log, kind], cwd=ROOT)
-        for kind in ("measures", "measures", "tests", "tests")
-    ]
-    for worker in workers:
-        assert worker.wait(TIMEOUT) == 0
-    running, measuring, measured = 0, False, 0
-    for what in log.read_text().split():
-        match what:
-            case "measure":
-                assert running == 0
-                assert not measuring
-                measuring = True
-            case "measured":
-                measuring, measured = False, measured + 1
-            case "begin" | "end":
-                assert not measuring
-                running += 1 if what == "begin" else -1
-            case _:
-                raise AssertionError(what)
-    assert measured == 40
-
-
-def test_a_measurement_does_not_wait_for_new_tests(tmp_path: Path):
-    log, locks, stop = tmp_path / "log", tmp_path / "locks", tmp_path / "stop"
-    busy = [
-        subprocess.Popen([sys.executable, "-c", WORKER, locks, log, "endless", stop], cwd=ROOT)
-        for _ in range(2)
-    ]
-    machine = MachineLock(locks)
-    with machine.shared():
-        while not log.exists():
-            time.sleep(0.005)
+        assert is_free(users, fcntl.LOCK_SH)
+        assert is_free(turn, fcntl.LOCK_SH)
+        assert not is_free(users, fcntl.LOCK_EX)
         with machine.exclusive():
-            before = log.read_text()
-            time.sleep(0.05)
-            assert log.read_text() == before
-    stop.touch()
-    for worker in busy:
-        assert worker.wait(TIMEOUT) == 0
+            assert not is_free(users, fcntl.LOCK_SH)
+            assert not is_free(turn, fcntl.LOCK_SH)
+        assert is_free(users, fcntl.LOCK_SH)
+        assert not is_free(users, fcntl.LOCK_EX)
+    assert is_free(users, fcntl.LOCK_EX)
+    assert is_free(turn, fcntl.LOCK_EX)
 
 
 def test_a_child_that_outlives_its_test_holds_no_lock(tmp_path: Path):

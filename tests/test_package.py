@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tarfile
@@ -28,6 +27,10 @@ import orjson
 import pytest
 
 from app.api.health import OLLAMA_STATUS_CODES
+from tests.ports import find_free_port
+
+# each test builds a wheel or starts a server with other packages
+pytestmark = pytest.mark.exhaustive
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -83,7 +86,6 @@ def sdist(dist) -> set[str]:
         return {name.partition("/")[2] for name in opened.getnames()}
 
 
-@pytest.mark.slow
 def test_the_wheel_has_every_module(wheel):
     modules = {
         f"mlxrunner/{path.relative_to(ROOT).as_posix()}"
@@ -174,7 +176,6 @@ def plain_wheel(request, sources) -> tuple[str, zipfile.ZipFile]:
     return request.param, zipfile.ZipFile(file)
 
 
-@pytest.mark.slow
 def test_a_wheel_for_another_platform_has_the_same_package(wheel, plain_wheel):
     """It has no note about missing kernels, because a GPU computes."""
     _, opened = plain_wheel
@@ -222,7 +223,6 @@ def read_requirements(wheel: zipfile.ZipFile) -> list[str]:
     return re.findall(r"^Requires-Dist: (.*)$", head, re.MULTILINE)
 
 
-@pytest.mark.exhaustive
 def test_an_editable_install_for_cuda_has_its_name(sources):
     """The note of an earlier build for the CPU is removed."""
     note = sources / "models/kernels/not_built.txt"
@@ -258,7 +258,6 @@ def check_record(wheel: zipfile.ZipFile) -> None:
             assert int(size) == len(content)
 
 
-@pytest.mark.exhaustive
 def test_an_installed_wheel_works_with_foreign_packages_of_the_same_names(wheel, tmp_path):
     """In its own process and in the worker process: both names are common."""
     site, foreign, home = tmp_path / "site", tmp_path / "foreign", tmp_path / "home"
@@ -311,11 +310,11 @@ sys.exit(main(sys.argv[1:]))
 def fetch(url: str, body: object = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as reply:
+    with urllib.request.urlopen(request, timeout=60) as reply:
         return json.load(reply)
 
 
-def wait_until_ready(url: str, server: subprocess.Popen[bytes], seconds: float = 30) -> None:
+def wait_until_ready(url: str, server: subprocess.Popen[bytes], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         assert server.poll() is None, "the server has ended"
@@ -333,9 +332,7 @@ def wait_until_ready(url: str, server: subprocess.Popen[bytes], seconds: float =
 @contextmanager
 def run_server(command: Sequence[str | Path], *, cwd: Path, log: Path) -> Generator[str]:
     """Run a server and yield its address when it is ready. command: without the port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = find_free_port()
     with log.open("wb") as out:
         server = subprocess.Popen(
             [*map(str, command), "--port", str(port)],
@@ -352,7 +349,7 @@ def run_server(command: Sequence[str | Path], *, cwd: Path, log: Path) -> Genera
         raise
     finally:
         server.terminate()
-        server.wait(20)
+        server.wait(60)
 
 
 def check_answer(url: str) -> None:
@@ -362,7 +359,6 @@ def check_answer(url: str) -> None:
     assert answer["choices"][0]["message"]["content"]
 
 
-@pytest.mark.exhaustive
 def test_the_serving_lock_is_sufficient(tmp_path):
     """`safetensors` once needed numpy to open a file, and only tests had numpy."""
     command = [sys.executable, "-c", SERVING_ONLY, "serve"]

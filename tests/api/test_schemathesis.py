@@ -13,9 +13,8 @@ SCHEMA = schemathesis.openapi.from_dict(document(CARD.id, 256))
 SCHEMA.app = build_fake_app(FakeGenerate(), Settings())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.no_cover
-@pytest.mark.product
 @each_operation(SCHEMA)
 def test_every_response_matches_the_document(operation: Any):
     def send(case: Any) -> None:

@@ -39,6 +39,8 @@ from tests.bench.cpu_tables import format_table, format_verdicts, make_baseline_
 from tests.manual.tables import read_part
 from tests.server_process import ROOT
 
+pytestmark = pytest.mark.exhaustive  # a tool of developers
+
 TINY = ModelShape(
     kind="qwen3", width=64, layers=2, heads=2, kv_heads=1, head_dim=32, inner=128, vocab=96
 )
@@ -223,7 +225,6 @@ def test_the_limit_of_a_prompt_uses_the_fastest_instructions_for_its_format():
     assert cpu_limits.compute_limit(cell(), {}) is None
 
 
-@pytest.mark.slow
 def test_the_limits_of_this_machine_are_measured(monkeypatch):
     limits = cpu_limits.measure_limits([1])
     if not limits:

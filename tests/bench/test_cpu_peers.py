@@ -28,6 +28,8 @@ from tests.bench.cpu_llama import (
 from tests.bench.cpu_weights import StoredWeights
 from tests.server_process import ROOT
 
+pytestmark = pytest.mark.exhaustive  # a tool of developers
+
 LLAMA = ModelShape(
     kind="llama", width=64, layers=2, heads=2, kv_heads=2, head_dim=32, inner=128, vocab=400
 )

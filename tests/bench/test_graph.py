@@ -6,8 +6,9 @@ from tests.bench import graph
 from tests.bench.graph import HostWork, format_rows
 from tests.device import models
 
+pytestmark = pytest.mark.exhaustive  # a tool of developers
 
-@pytest.mark.slow
+
 @pytest.mark.parametrize("rows", [2, 4])
 def test_a_turn_of_both_libraries_is_measured(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four rows share slabs."""

@@ -8,6 +8,8 @@ from tests.bench import kv_layouts, random_model
 from tests.bench.kv_layouts import LAYOUTS, Batch, batches, decide
 from tests.models.kernel_switch import BOTH, use_kernels
 
+pytestmark = pytest.mark.exhaustive  # a tool of developers
+
 
 @pytest.mark.parametrize("enabled", BOTH)
 def test_the_bench_measures_every_layout_and_names_one(

@@ -1,5 +1,9 @@
 """Each architecture gives the logits of mlx-lm's class in prefill, decoding and batches, with the
-kernels and without them."""
+kernels and without them.
+
+`make test` runs the first case of each architecture, unquantized, with the kernels if they are
+built. All others are exhaustive.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,12 +17,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models import kernels
 from models.base import Model
 from models.cpu_layout import apply_cpu_layout
 from tests.models import parity
 from tests.models.architectures import Case, cases
 from tests.models.kernel_switch import BOTH, use_kernels
 
+FIRST = {case.config["model_type"]: case.id for case in reversed(cases())}
+UNQUANTISED = [
+    pytest.param(
+        case, id=case.id, marks=() if case.id in FIRST.values() else pytest.mark.exhaustive
+    )
+    for case in cases()
+]
+WAYS = [
+    BOTH[0],
+    pytest.param(False, id="plain", marks=() if kernels.ops() is None else pytest.mark.exhaustive),
+]
 QUANTISED = [(case, kind) for case in cases() for kind in case.quantized]
 
 # longer than any case's window
@@ -43,7 +59,7 @@ class Pair:
     logits: np.ndarray
 
 
-@pytest.fixture(scope="module", params=cases(), ids=lambda case: case.id)
+@pytest.fixture(scope="module", params=UNQUANTISED)
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Checkpoint:
@@ -53,7 +69,7 @@ def checkpoint(
     )
 
 
-@pytest.fixture(scope="module", params=BOTH)
+@pytest.fixture(scope="module", params=WAYS)
 def pair(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> Iterator[Pair]:
     with use_kernels(enabled=request.param):
         ours = parity.load_model(checkpoint.folder)
@@ -62,13 +78,12 @@ def pair(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> Iterator[Pai
         yield Pair(case=checkpoint.case, reference=checkpoint.reference, ours=ours, logits=logits)
 
 
-@pytest.mark.product
 def test_logits_agree_with_the_reference(pair: Pair) -> None:
     found = parity.find_differences(pair.reference, pair.ours, pair.case)
     assert max(found.values()) < parity.tolerance(pair.case), found
 
 
-@pytest.mark.product
+@pytest.mark.exhaustive
 @settings(max_examples=5)
 @given(cuts=st.sets(st.integers(1, PROMPT - 1), max_size=12))
 def test_a_prompt_can_be_evaluated_in_any_chunks(pair: Pair, cuts: set[int]) -> None:
@@ -77,7 +92,7 @@ def test_a_prompt_can_be_evaluated_in_any_chunks(pair: Pair, cuts: set[int]) -> 
     assert parity.max_difference(got, pair.logits) < parity.tolerance(pair.case)
 
 
-@pytest.mark.product
+@pytest.mark.exhaustive
 @pytest.mark.no_cover
 @pytest.mark.parametrize(
     ("case", "kind"), QUANTISED, ids=[f"{case.id}-{kind}" for case, kind in QUANTISED]

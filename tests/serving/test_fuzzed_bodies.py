@@ -138,7 +138,7 @@ REUSED = settings(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("path", MESSAGES)
 @given(body=anthropic.BODIES | anthropic.JSON | CONVERSATIONS)
 @REUSED
@@ -152,7 +152,7 @@ def test_any_body_of_messages_is_answered_or_rejected(post: Post, path: str, bod
         assert last.startswith(("event: message_stop\n", "event: error\n")), last
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("method", "path"), OLLAMA)
 @given(body=ollama.BODIES | ollama.VALUES | CONVERSATIONS)
 @REUSED

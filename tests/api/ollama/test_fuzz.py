@@ -101,7 +101,7 @@ PATHS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("method", "path"), PATHS)
 @given(body=BODIES | VALUES)
 @settings(max_examples=60, deadline=None)
