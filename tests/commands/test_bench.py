@@ -22,16 +22,10 @@ from tests.bench.scripted_server import (
     finish_event,
     text_event,
 )
-from tests.server_process import ROOT, TIMEOUT, UNTRACED, run_server
+from tests.commands.thread_server import run_thread_server
+from tests.server_process import ROOT, TIMEOUT, UNTRACED
 
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def no_keys_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("MLXRUNNER_"):
-            monkeypatch.delenv(name)
 
 
 @pytest.fixture
@@ -59,12 +53,11 @@ def expect_error(capsys: Capture, *words: str, status: int = 1) -> str:
     return line
 
 
-def start_bench(*words: str, environ: dict[str, str] | None = None) -> "subprocess.Popen[str]":
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MLXRUNNER_")}
+def start_bench(*words: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-m", "app", "bench", *words],
         cwd=ROOT,
-        env={**environment, **UNTRACED, **(environ or {})},
+        env={**os.environ, **UNTRACED},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -118,7 +111,7 @@ def test_a_trace_with_times_is_replayed(
         {"input_length": 100, "timestamp": 0, "output_length": 20},
     ]
     file.write_text("\n".join(map(json.dumps, rows)))
-    words = ["--dataset-path", str(file), "--trace-speed", "100", "--trace-length-scale", "0.5"]
+    words = ["--dataset-path", str(file), "--trace-speed", "5", "--trace-length-scale", "0.5"]
     assert run("--base-url", server.url, *words, "--num-warmups", "0", "--json") == 0
     first, second = (r.body for r in server.requests if r.body.get("stream"))
     # 50 tokens, two of which are the template
@@ -365,23 +358,21 @@ def read_end_token() -> int:
     return json.loads(config.read_text())["eos_token_id"]
 
 
-def test_the_real_server(tmp_path: Path) -> None:
+def test_the_real_server(capsys: Capture) -> None:
     """Prompts have about the requested length, a shared prefix is cached and unique prompts are
     not, and each response has all tokens."""
 
     def measure(url: str, *words: str) -> dict[str, float]:
         common = ["--base-url", url, "--max-concurrency", "2", "--num-prompts", "4"]
-        bench = start_bench(*common, "--output-len", "12", "--json", *words)
-        out, err = bench.communicate(timeout=TIMEOUT)
-        assert bench.returncode == 0, err
-        return json.loads(out)["servers"][0]["levels"][0]
+        assert run(*common, "--output-len", "12", "--json", *words) == 0
+        return json.loads(capsys.readouterr().out)["servers"][0]["levels"][0]
 
     def check(level: dict[str, float], prompt: int, cached: Callable[[float], bool]) -> None:
         assert (level["completed"], level["total_output_tokens"]) == (4, 48)
         assert level["total_input_tokens"] == pytest.approx(4 * prompt, rel=0.15)
         assert cached(level["total_cached_tokens"] / level["total_input_tokens"])
 
-    with run_server("--parallel", "2") as server:
+    with run_thread_server(parallel=2) as server:
         check(measure(server.url), 128, lambda share: share < 0.3)
         prefix = ["--input-len", "60", "--random-prefix-len", "200"]
         check(measure(server.url, *prefix), 260, lambda share: share > 0.6)

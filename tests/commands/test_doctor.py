@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from app import cli
 from app.commands import doctor
 from app.commands.device_report import DeviceDescription
 from app.commands.doctor import Findings, diagnose, find_problems, render_lines
 from app.core.errors import AppError, ErrorKind
 from models import cpu_backend, kernels
+from tests.server_process import ROOT
 
 GOOD = Findings(
     python="3.11.1",
@@ -142,19 +144,15 @@ def test_models_that_cannot_be_listed_are_a_finding(
     assert json.loads(capsys.readouterr().out)["stores"] == "planted"
 
 
-def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "app", "doctor", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environ},
-        check=False,
-    )
-
-
 def test_the_command_examines_this_machine() -> None:
     variables = {"MLXRUNNER_KERNELS": "off", "MLXRUNNER_BLAS": "stock", "MLXRUNNER_THREADS": "3"}
-    process = run("--json", **variables, MLXRUNNER_ACTIVATIONS="16")
+    process = subprocess.run(
+        [sys.executable, "-m", "app", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **variables, "MLXRUNNER_ACTIVATIONS": "16"},
+        check=False,
+    )
     report = json.loads(process.stdout)
     assert (process.returncode, process.stderr, report["lost"]) == (0, "", [])
     assert (report["threads"], report["models"]["built in"]) == (3, 1)
@@ -164,19 +162,44 @@ def test_the_command_examines_this_machine() -> None:
     assert report["memory"] > 0
 
 
+# runs the command once with each variable
+ONE_BY_ONE = """
+import os, sys
+from app import cli
+for name, value in zip(sys.argv[1::2], sys.argv[2::2]):
+    os.environ[name] = value
+    print("status", cli.main(["doctor"]), file=sys.stderr)
+    del os.environ[name]
+"""
+
+
 @needs_linux
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
+def test_an_invalid_variable_is_an_error_of_one_line() -> None:
+    """The variables are read before MLX is imported, and an error prevents the import: so one
+    process can try them all."""
+    cases = (
         ("MLXRUNNER_BLAS", "/nowhere/lib.so"),
         ("MLXRUNNER_THREADS", "many"),
         ("MLXRUNNER_THREADS", "257"),
-        ("MLXRUNNER_ACTIVATIONS", "12"),
-    ],
-)
-def test_an_invalid_variable_is_an_error_of_one_line(name: str, value: str) -> None:
-    process = run(**{name: value})
-    assert (process.returncode, process.stdout) == (1, "")
-    [line] = process.stderr.splitlines()
-    assert line.startswith(f"mlxrunner: {name}: ")
-    assert value in line
+    )
+    words = [word for case in cases for word in case]
+    command = [sys.executable, "-c", ONE_BY_ONE, *words]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert process.stdout == ""
+    lines = process.stderr.splitlines()
+    assert lines[1::2] == ["status 1"] * len(cases)
+    for (name, value), line in zip(cases, lines[::2], strict=True):
+        assert line.startswith(f"mlxrunner: {name}: ")
+        assert value in line
+
+
+def test_an_invalid_setting_is_an_error_of_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLXRUNNER_ACTIVATIONS", "12")
+    assert cli.main(["doctor"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    [line] = err.splitlines()
+    assert line.startswith("mlxrunner: MLXRUNNER_ACTIVATIONS: ")
+    assert "12" in line

@@ -1,4 +1,8 @@
-"""`mlxrunner launch`: a program that records what it gets, and real servers."""
+"""`mlxrunner launch`: a program that records what it gets, and servers.
+
+Most tests run the command in this process, and those of signals run it in its own. The servers that
+it starts are processes, whose engines are threads to save time.
+"""
 
 import json
 import os
@@ -7,7 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,25 +23,36 @@ import httpx
 import pytest
 
 from app import cli
-from tests.server_process import ROOT, TIMEOUT, UNTRACED, ServerProcess, run_server
+from app.core.ports import ModelCard
+from app.core.settings import Settings
+from app.http.api_keys import Keyring
+from tests.api.asgi import serve_app
+from tests.commands.thread_server import ThreadServer
+from tests.fakes import FakeGenerate, build_fake_app
+from tests.server_process import ROOT, TIMEOUT, UNTRACED
 from tests.waiting import wait_until
 
 KEY = "mr-0123456789abcdef0123456789abcdef"
 
 # Records its arguments, its environment and the server's answer, then does what its first argument
-# says: exits with that status, or waits for a signal and exits with status 5 after Ctrl-C.
+# says: exits with that status, or waits for a signal. Ctrl-C ends it with status 5, or is only
+# recorded if it is to stay.
 FAKE_PROGRAM = """
 import json, os, signal, sys, time, urllib.request
-def stop(*_):
-    sys.exit(5)
-signal.signal(signal.SIGINT, stop)
+def write(path, text):
+    with open(path + ".new", "w") as file:
+        file.write(text)
+    os.rename(path + ".new", path)
+def interrupt(*_):
+    if sys.argv[1] == "wait":
+        sys.exit(5)
+    write({interrupts!r}, "Ctrl-C")
+signal.signal(signal.SIGINT, interrupt)
 with urllib.request.urlopen(os.environ["ANTHROPIC_BASE_URL"] + "/health") as reply:
     health = json.load(reply)
 record = {{"arguments": sys.argv[1:], "environment": dict(os.environ), "health": health}}
-with open({record!r} + ".new", "w") as file:
-    json.dump(record, file)
-os.rename({record!r} + ".new", {record!r})
-if sys.argv[1] == "wait":
+write({record!r}, json.dumps(record))
+while sys.argv[1] in ("wait", "stay"):
     time.sleep(600)
 sys.exit(int(sys.argv[1]))
 """
@@ -44,13 +60,29 @@ sys.exit(int(sys.argv[1]))
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """Runs `mlxrunner launch claude` with a fake program. folder: of the test."""
+    """Runs `mlxrunner launch claude` with a fake program. folder: of the test. patch, capture: of
+    this process."""
 
     folder: Path
+    patch: pytest.MonkeyPatch
+    capture: pytest.CaptureFixture[str]
 
     @property
     def record_file(self) -> Path:
         return self.folder / "record.json"
+
+    @property
+    def interrupts_file(self) -> Path:
+        return self.folder / "interrupts"
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return {
+            **UNTRACED,
+            "PATH": f"{self.folder / 'bin'}:/usr/bin:/bin",
+            "HOME": str(self.folder / "home"),
+            "TMPDIR": str(self.folder / "tmp"),
+        }
 
     def start(
         self, *arguments: str, environ: dict[str, str] | None = None
@@ -59,13 +91,7 @@ class Launcher:
         return subprocess.Popen(
             [sys.executable, "-m", "app", "launch", *arguments],
             cwd=ROOT,
-            env={
-                **UNTRACED,
-                "PATH": f"{self.folder / 'bin'}:/usr/bin:/bin",
-                "HOME": str(self.folder / "home"),
-                "TMPDIR": str(self.folder / "tmp"),
-                **(environ or {}),
-            },
+            env={**self.environ, **(environ or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -74,10 +100,14 @@ class Launcher:
         )
 
     def run(self, *arguments: str, environ: dict[str, str] | None = None) -> tuple[int, str]:
-        """The exit status and the output."""
-        process = self.start(*arguments, environ=environ)
-        output, _ = process.communicate(timeout=2 * TIMEOUT)
-        return process.returncode, output
+        """Runs it in this process. Returns the exit status and the output."""
+        for name, value in {**self.environ, **(environ or {})}.items():
+            self.patch.setenv(name, value)
+        self.patch.setattr(tempfile, "tempdir", None)  # which has known another TMPDIR
+        self.capture.readouterr()
+        status = cli.main(["launch", *arguments])
+        out, err = self.capture.readouterr()
+        return status, out + err
 
     def read_record(self) -> dict[str, Any]:
         return json.loads(self.record_file.read_text())
@@ -90,13 +120,17 @@ class Launcher:
 
 
 @pytest.fixture
-def launcher(tmp_path: Path) -> Launcher:
+def launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Launcher:
     for name in ("bin", "home", "tmp"):
         (tmp_path / name).mkdir()
-    found = Launcher(folder=tmp_path)
+    found = Launcher(folder=tmp_path, patch=monkeypatch, capture=capfd)
     program = tmp_path / "bin" / "claude"
     code = tmp_path / "program.py"
-    code.write_text(FAKE_PROGRAM.format(record=str(found.record_file)))
+    code.write_text(
+        FAKE_PROGRAM.format(record=str(found.record_file), interrupts=str(found.interrupts_file))
+    )
     # the path of Python may contain a space, which a line #! does not allow
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{code}" "$@"\n')
     program.chmod(0o755)
@@ -104,10 +138,13 @@ def launcher(tmp_path: Path) -> Launcher:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    """A server with a key."""
-    with run_server(environ={"MLXRUNNER_API_KEY": KEY}) as server:
-        yield server
+def server() -> Iterator[ThreadServer]:
+    """A server with a key, without an engine."""
+    card = ModelCard(id="builtin", created=0, context_length=2048)
+    keyring = Keyring.from_settings(Settings(), {"MLXRUNNER_API_KEY": KEY})
+    app = build_fake_app(FakeGenerate(cards=(card,)), Settings(), keyring=keyring)
+    with serve_app(app) as url:
+        yield ThreadServer(url)
 
 
 @pytest.fixture
@@ -117,20 +154,25 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def is_serving(port: int) -> bool:
+def is_serving(port: int | str) -> bool:
     try:
         return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
     except httpx.TransportError:
         return False
 
 
-def with_port(port: int, *arguments: str) -> Sequence[str]:
+def with_port(port: int | str, *arguments: str) -> tuple[str, ...]:
     return ("claude", "--port", str(port), *arguments)
+
+
+def with_thread(port: int, *arguments: str) -> tuple[str, ...]:
+    """Of a command that starts a server."""
+    return with_port(port, "--runner", "thread", *arguments)
 
 
 class TestARunningServer:
     def test_the_program_gets_its_settings_and_its_arguments(
-        self, launcher: Launcher, server: ServerProcess
+        self, launcher: Launcher, server: ThreadServer
     ):
         arguments = with_port(server.port, "--", "7", "--help", "--", "-p")
         environ = {"MLXRUNNER_API_KEY": KEY, "ANTHROPIC_API_KEY": "sk-ant"}
@@ -146,13 +188,13 @@ class TestARunningServer:
         assert is_serving(server.port)
 
     def test_a_context_that_is_too_short_is_a_warning(
-        self, launcher: Launcher, server: ServerProcess
+        self, launcher: Launcher, server: ThreadServer
     ):
         arguments = with_port(server.port, "--", "0")
         _, output = launcher.run(*arguments, environ={"MLXRUNNER_API_KEY": KEY})
         assert "builtin has a context of 2048 tokens; coding agents need 32768 or more" in output
 
-    def test_a_missing_key_is_one_line(self, launcher: Launcher, server: ServerProcess):
+    def test_a_missing_key_is_one_line(self, launcher: Launcher, server: ThreadServer):
         status, output = launcher.run(*with_port(server.port, "--", "0"))
         assert (status, output) == (
             1,
@@ -160,22 +202,20 @@ class TestARunningServer:
             "a valid one\n",
         )
 
-    def test_the_keys_of_several_users_are_used_too(
-        self, launcher: Launcher, server: ServerProcess
-    ):
+    def test_the_keys_of_several_users_are_used_too(self, launcher: Launcher, server: ThreadServer):
         environ = {"MLXRUNNER_API_KEYS": f"me={KEY},other={KEY}x"}
         status, output = launcher.run(*with_port(server.port, "--", "0"), environ=environ)
         assert status == 0, output
 
     def test_a_model_that_it_does_not_serve_is_one_line(
-        self, launcher: Launcher, server: ServerProcess
+        self, launcher: Launcher, server: ThreadServer
     ):
         arguments = with_port(server.port, "org/other", "--", "0")
         status, output = launcher.run(*arguments, environ={"MLXRUNNER_API_KEY": KEY})
         assert status == 1
         assert re.fullmatch(r"mlxrunner: the server at .* serves builtin and not .*\n", output)
 
-    def test_print_shows_its_model(self, launcher: Launcher, server: ServerProcess):
+    def test_print_shows_its_model(self, launcher: Launcher, server: ThreadServer):
         arguments = with_port(server.port, "--print")
         status, output = launcher.run(*arguments, environ={"MLXRUNNER_API_KEY": KEY})
         assert status == 0
@@ -183,39 +223,41 @@ class TestARunningServer:
         assert KEY not in output
         assert not launcher.record_file.exists()
 
-
-class TestAStartedServer:
-    def test_the_server_ends_with_the_program(self, launcher: Launcher, free_port: int):
-        status, output = launcher.run(*with_port(free_port, "--", "3"))
-        assert status == 3, output
-        assert f"starting a server at http://127.0.0.1:{free_port}" in output
-        assert launcher.read_record()["health"] == {"status": "ok"}
-        assert not is_serving(free_port)
-        assert (launcher.list_temporary_files(), launcher.list_home()) == ([], [])
-
-    def test_it_has_the_settings_of_flags_and_variables(self, launcher: Launcher, free_port: int):
-        """A flag overrides a variable, which the server must not read again."""
-        arguments = with_port(free_port, "--context", "1024", "--", "0")
-        environ = {"MLXRUNNER_CONTEXT": "512", "MLXRUNNER_API_KEY": KEY}
-        status, output = launcher.run(*arguments, environ=environ)
-        assert status == 0, output
-        variables = launcher.read_record()["environment"]
-        assert variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "1024"
-        assert variables["ANTHROPIC_AUTH_TOKEN"] == KEY
-
-    def test_ctrl_c_belongs_to_the_program(self, launcher: Launcher, free_port: int):
-        process = launcher.start(*with_port(free_port, "--", "wait"))
-        wait_until(launcher.record_file.exists)
+    def test_ctrl_c_ends_the_program_with_its_own_status(
+        self, launcher: Launcher, server: ThreadServer
+    ):
+        environ = {"MLXRUNNER_API_KEY": KEY}
+        process = launcher.start(*with_port(server.port, "--", "wait"), environ=environ)
+        wait_until(launcher.record_file.exists, limit=TIMEOUT)
         os.killpg(process.pid, signal.SIGINT)
         output, _ = process.communicate(timeout=TIMEOUT)
         assert process.returncode == 5, output
-        assert not is_serving(free_port)
 
-    def test_a_termination_signal_ends_the_program_and_the_server(
+
+class TestAStartedServer:
+    def test_the_server_ends_with_the_program(self, launcher: Launcher, free_port: int):
+        """It has the settings of flags and variables. A flag overrides a variable, which the server
+        must not read again."""
+        arguments = with_thread(free_port, "--context", "1024", "--", "3")
+        environ = {"MLXRUNNER_CONTEXT": "512", "MLXRUNNER_API_KEY": KEY}
+        status, output = launcher.run(*arguments, environ=environ)
+        assert status == 3, output
+        assert f"starting a server at http://127.0.0.1:{free_port}" in output
+        record = launcher.read_record()
+        assert record["health"] == {"status": "ok"}
+        assert record["environment"]["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "1024"
+        assert record["environment"]["ANTHROPIC_AUTH_TOKEN"] == KEY
+        assert not is_serving(free_port)
+        assert (launcher.list_temporary_files(), launcher.list_home()) == ([], [])
+
+    def test_ctrl_c_belongs_to_the_program_and_a_termination_signal_ends_both(
         self, launcher: Launcher, free_port: int
     ):
-        process = launcher.start(*with_port(free_port, "--", "wait"))
-        wait_until(launcher.record_file.exists)
+        process = launcher.start(*with_thread(free_port, "--", "stay"))
+        wait_until(launcher.record_file.exists, limit=TIMEOUT)
+        os.killpg(process.pid, signal.SIGINT)
+        wait_until(launcher.interrupts_file.exists)
+        assert is_serving(free_port)
         process.terminate()
         output, _ = process.communicate(timeout=TIMEOUT)
         assert process.returncode == 128 + signal.SIGTERM, output
@@ -223,8 +265,8 @@ class TestAStartedServer:
         assert launcher.list_temporary_files() == []
 
     def test_the_server_ends_even_if_launch_is_killed(self, launcher: Launcher, free_port: int):
-        process = launcher.start(*with_port(free_port, "--", "wait"))
-        wait_until(launcher.record_file.exists)
+        process = launcher.start(*with_thread(free_port, "--", "wait"))
+        wait_until(launcher.record_file.exists, limit=TIMEOUT)
         assert is_serving(free_port)
         process.kill()
         wait_until(lambda: not is_serving(free_port))

@@ -1,5 +1,6 @@
 """`mlxrunner rm` and `mlxrunner cp`."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,8 @@ from app import cli, store
 from app.commands.pull import pull
 from app.store.hub import cache
 from app.store.model_names import ModelNotFoundError
-from tests.server_process import run_server
-from tests.store.ollama_store import OllamaStore, packed_folder
+from tests.commands.thread_server import run_thread_server
+from tests.store.ollama_store import OllamaStore
 from tests.store.stand_in import StandIn
 
 # a port on which no server listens
@@ -17,12 +18,13 @@ NOWHERE = ("--port", "9")
 
 
 @pytest.fixture
-def installed(hub: StandIn, tiny_model: Path, tmp_path: Path) -> Path:
-    """A model in each store."""
+def installed(hub: StandIn, tiny_model: Path, packed_model: Path, tmp_path: Path) -> Path:
+    """A model in each store, and a folder."""
     hub.add("org/tiny", tiny_model)
     pull("org/tiny", None)
     ollama = OllamaStore(tmp_path / "ollama")
-    ollama.write("tiny:4b", ollama.model(packed_folder(tmp_path / "packed")))
+    ollama.write("tiny:4b", ollama.model(packed_model))
+    shutil.copytree(packed_model, tmp_path / "packed")
     return tmp_path
 
 
@@ -101,9 +103,8 @@ def test_a_folder_that_cannot_be_deleted_is_one_line(
 def test_a_loaded_model_is_deleted_only_by_force(
     installed: Path, capsys: pytest.CaptureFixture[str]
 ):
-    environ = {"HF_HUB_CACHE": str(installed / "hf" / "hub")}
-    with run_server("org/tiny", environ=environ) as server:
-        port = ("--port", str(server.port))
+    with run_thread_server("org/tiny") as server:
+        port = server.arguments
         capsys.readouterr()
         assert cli.main(["rm", "org/tiny", *port]) == 1
         assert capsys.readouterr().err == (
@@ -117,9 +118,8 @@ def test_a_loaded_model_is_deleted_only_by_force(
 
 
 def test_force_deletes_a_loaded_model(installed: Path):
-    environ = {"HF_HUB_CACHE": str(installed / "hf" / "hub"), "MLXRUNNER_API_KEY": "mr-" + "a" * 32}
-    with run_server("org/tiny", environ=environ) as server:
-        port = ("--port", str(server.port))
+    with run_thread_server("org/tiny", environ={"MLXRUNNER_API_KEY": "mr-" + "a" * 32}) as server:
+        port = server.arguments
         assert cli.main(["rm", "org/tiny", *port]) == 1  # without a key, the list is not visible
         assert cli.main(["rm", "--force", "org/tiny", *port]) == 0
         assert not is_installed("org/tiny")

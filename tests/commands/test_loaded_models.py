@@ -1,4 +1,4 @@
-"""`mlxrunner ps` and `mlxrunner stop` with a real server."""
+"""`mlxrunner ps` and `mlxrunner stop` with a server in a thread."""
 
 import io
 import json
@@ -10,16 +10,16 @@ import pytest
 
 from app import cli
 from app.commands.ps import RunningModel, render_running_models
-from tests.server_process import ServerProcess, run_server
+from tests.commands.thread_server import ThreadServer, run_thread_server
 
 ADMIN = "mr-0123456789abcdef0123456789abcdef"
 USER = "mr-abcdefabcdefabcdefabcdefabcdefab"
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path) -> Iterator[ServerProcess]:
+def server(tiny_model: Path) -> Iterator[ThreadServer]:
     environ = {"MLXRUNNER_API_KEY": ADMIN}
-    with run_server("builtin", str(tiny_model), environ=environ) as server:
+    with run_thread_server("builtin", str(tiny_model), environ=environ) as server:
         yield server
 
 
@@ -29,14 +29,17 @@ def no_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def port(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> str:
+def port(server: ThreadServer, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("MLXRUNNER_API_KEY", ADMIN)
-    return str(server.port)
+    return server.port
 
 
 def test_the_table_lists_loaded_models_until_they_are_stopped(
-    port: str, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+    port: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
+    # an answer of random weights fills the context, unless a schema ends it
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps({"enum": ["yes", "no"]}))
     assert cli.main(["stop", "builtin", "--port", port]) == 0
     capsys.readouterr()
     assert cli.main(["ps", "--port", port]) == 0
@@ -44,7 +47,8 @@ def test_the_table_lists_loaded_models_until_they_are_stopped(
     assert cli.main(["stop", "builtin", "--port", port]) == 0
     assert capsys.readouterr().out == "builtin is not loaded\n"
 
-    assert cli.main(["run", tiny_model.name, "hello", "--port", port, "--seed", "1"]) == 0
+    asked = ["run", tiny_model.name, "hello", "--format", str(schema)]
+    assert cli.main([*asked, "--port", port]) == 0
     capsys.readouterr()
     assert cli.main(["ps", "--port", port, "--json"]) == 0
     [row] = json.loads(capsys.readouterr().out)
@@ -67,13 +71,13 @@ def test_a_model_that_is_not_served_cannot_be_stopped(
 
 @pytest.mark.parametrize("command", [["ps"], ["stop", "builtin"], ["run", "builtin", "hi"]])
 def test_a_server_with_keys_requires_one(
-    server: ServerProcess,
+    server: ThreadServer,
     command: list[str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.delenv("MLXRUNNER_API_KEY", raising=False)
-    assert cli.main([*command, "--port", str(server.port)]) == 1
+    assert cli.main([*command, "--port", server.port]) == 1
     assert capsys.readouterr().err == (
         f"mlxrunner: the server at {server.url} requires an API key: set MLXRUNNER_API_KEY to a "
         "valid one\n"
@@ -84,14 +88,13 @@ def test_only_an_admin_key_may_stop_a_model(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
     keys = tmp_path / "keys.toml"
-    monkeypatch.delenv("MLXRUNNER_API_KEY", raising=False)
     assert cli.main(["key", "anna", "--file", str(keys)]) == 0
     key = next(word for word in capsys.readouterr().out.split() if word.startswith("mr-"))
-    with run_server("--api-keys", str(keys)) as server:
+    with run_thread_server(api_keys=str(keys)) as server:
         monkeypatch.setenv("MLXRUNNER_API_KEY", key)
-        assert cli.main(["stop", "builtin", "--port", str(server.port)]) == 1
+        assert cli.main(["stop", "builtin", "--port", server.port]) == 1
         assert "admin" in capsys.readouterr().err
-        assert cli.main(["ps", "--port", str(server.port)]) == 0
+        assert cli.main(["ps", "--port", server.port]) == 0
         assert "builtin" in capsys.readouterr().out
 
 

@@ -1,22 +1,18 @@
 """`mlxrunner prove`: the command, its table and its JSON."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from app.cli import main
+from app.commands import prove as command
 from app.commands.proof_streams import build_body
 from app.commands.prove import render_row, render_verdict
 from app.core.requests import Conversation, GenerateRequest, JsonSchema, Message
 from app.prove.proof import ConditionReport
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.commands.run_command import OwnEngines
 
 PASSED = ConditionReport(name="batched", cause="other rows", detail="8", answers=4, equal=4)
 NEAR = replace(
@@ -39,22 +35,23 @@ FAILED = replace(
 NOT_RUN = ConditionReport(name="preempted", cause="", detail="needs a context of 550 tokens")
 
 
-@pytest.mark.slow
-def test_the_built_in_model_passes() -> None:
+def test_the_built_in_model_passes(
+    own_engines: OwnEngines, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The whole command, with its own server and a process without kernels."""
-    command = [sys.executable, "-m", "app", "prove", "--conversations", "2", "--json"]
-    environment = {name: value for name, value in os.environ.items() if "MLXRUNNER" not in name}
-    finished = subprocess.run(
-        command, cwd=ROOT, capture_output=True, check=False, env=environment, text=True
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    report = json.loads(finished.stdout)
+    monkeypatch.setattr(command, "open_own_server", own_engines.open)
+    status = main(["prove", "--conversations", "2", "--json"])
+    out, err = capsys.readouterr()
+    assert status == 0, out + err
+    assert own_engines.ended == [None]
+    report = json.loads(out)
     assert (report["passed"], report["model"], report["conversations"]) == (True, "builtin", 2)
     conditions = {one["name"]: one for one in report["conditions"]}
     assert list(conditions) == [
         *("batched", "cached", "batched + cached", "chunked", "preempted"),
         *("without kernels", "streamed"),
     ]
+    assert all(one["answers"] for one in report["conditions"])
     # each request with and without `stream`
     assert conditions["streamed"]["answers"] == 2 * report["answers"]
     assert all(one["different"] == 0 for one in conditions.values())

@@ -7,16 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
+from huggingface_hub import constants
 
-from app import store
+from app import cli, store
 from app.commands.pull import pull
+from app.commands.server_client import get_json, send_json
 from app.core.errors import AppError
 from app.store.hub import cache
 from app.store.model_names import HubName, ModelNotFoundError
 from tests import tiny
-from tests.server_process import ROOT, TIMEOUT, run_server
+from tests.commands.thread_server import run_thread_server
+from tests.server_process import ROOT, TIMEOUT
 from tests.store.ollama_store import OllamaStore
 from tests.store.stand_in import StandIn
 from tests.terminal_process import TERMINAL_TYPE, open_terminal
@@ -132,43 +134,19 @@ def environment(hub: StandIn, tmp_path: Path) -> dict[str, str]:
     return {**variables, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
 
 
-def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "app", *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
-
-
-def test_a_pulled_model_is_served_without_the_hub(
-    hub: StandIn,
-    commit: str,
-    environment: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    process = run(environment, "pull", "org/tiny")
-    assert process.returncode == 0, process.stderr
-    assert (tmp_path / "home" / "hub" / "models--org--tiny" / "refs" / "main").read_text() == commit
+def test_a_pulled_model_is_served_without_the_hub(hub: StandIn, commit: str) -> None:
+    assert cli.main(["pull", "org/tiny"]) == 0
     hub.close()
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with run_server("org/tiny") as server:
-        url = server.url
-        answer = httpx.post(
-            f"{url}/v1/completions",
-            json={"model": "org/tiny", "prompt": "Hi", "max_tokens": 3},
-            timeout=TIMEOUT,
-        )
-        assert answer.status_code == 200, answer.text
-        assert httpx.get(f"{url}/v1/models/org/tiny").json()["id"] == "org/tiny"
+    with run_thread_server("org/tiny") as server:
+        _, model = get_json(f"{server.url}/v1/models/org/tiny")
+        assert model["id"] == "org/tiny"
+        body = {"model": "org/tiny", "prompt": "Hi", "max_tokens": 3}
+        status, answer = send_json("POST", server.url, "/v1/completions", body, None, TIMEOUT)
+        assert status == 200, answer
 
 
 def test_a_terminal_shows_the_bytes_and_the_rate_of_a_pull(
-    hub: StandIn, commit: str, environment: dict[str, str]
+    hub: StandIn, commit: str, environment: dict[str, str], tmp_path: Path
 ) -> None:
     variables = {**environment, "NO_COLOR": "1", "TERM": TERMINAL_TYPE}
     with open_terminal("pull", "org/tiny", environ=variables) as terminal:
@@ -177,27 +155,33 @@ def test_a_terminal_shows_the_bytes_and_the_rate_of_a_pull(
         assert terminal.wait() == 0
         assert "\x1b" not in terminal.output
         assert "config.json" not in terminal.output  # no progress bar of huggingface_hub
+    assert (tmp_path / "home" / "hub" / "models--org--tiny" / "refs" / "main").read_text() == commit
 
 
 def test_offline_mode_is_an_error_of_one_line(
-    hub: StandIn, commit: str, environment: dict[str, str]
+    hub: StandIn, commit: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    process = run({**environment, "HF_HUB_OFFLINE": "1"}, "pull", "org/tiny")
-    assert process.returncode == 1
-    assert process.stderr.splitlines() == [
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # as HF_HUB_OFFLINE=1 does at the start
+    assert cli.main(["pull", "org/tiny"]) == 1
+    assert capsys.readouterr().err.splitlines() == [
         "mlxrunner: org/tiny needs a download, but HF_HUB_OFFLINE is set: unset it and try again"
     ]
     assert hub.requests == []
 
 
 def test_ctrl_c_ends_a_download_and_keeps_the_partial_file(
-    hub: StandIn, commit: str, environment: dict[str, str], tmp_path: Path
+    hub: StandIn,
+    commit: str,
+    environment: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hub.faults.stall[WEIGHTS] = 2.0
+    hub.faults.stall[WEIGHTS] = TIMEOUT
     process = subprocess.Popen(
         [sys.executable, "-m", "app", "pull", "org/tiny"],
         cwd=ROOT,
-        env={**environment, "HF_HUB_DOWNLOAD_TIMEOUT": "1"},
+        # so that the download neither goes on nor begins again
+        env={**environment, "HF_HUB_DOWNLOAD_TIMEOUT": f"{TIMEOUT:.0f}"},
         stderr=subprocess.PIPE,
         text=True,
         # a shell that runs the tests in the background ignores SIGINT, which child processes
@@ -212,4 +196,8 @@ def test_ctrl_c_ends_a_download_and_keeps_the_partial_file(
         err.splitlines()[-1]
         == "mlxrunner: interrupted; run the command again to resume the download"
     )
-    assert run(environment, "pull", "org/tiny").returncode == 0
+    cache_of_process = tmp_path / "home" / "hub"
+    assert list(cache_of_process.glob("*/blobs/*.incomplete"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache_of_process))
+    hub.faults.stall.clear()
+    assert pull("org/tiny", None) == 0

@@ -1,0 +1,195 @@
+"""The chat of `mlxrunner run`: its commands, its history, and the line editor of a terminal."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from app import cli, store
+from app.commands import chat_engine
+from app.commands.chat_engine import ChatEngine
+from app.config.precedence import resolve_config
+from app.core.errors import AppError
+from app.core.model_details import ModelRecipe
+from app.core.settings import ModelSettings
+from tests.commands.run_command import ANSWER, QUESTION, FakeTerminal, OwnEngines, Runner
+from tests.commands.thread_server import ThreadServer, run_thread_server
+from tests.terminal_process import CTRL_D, ENTER, TerminalProcess
+
+ESCAPE = "\x1b"
+
+
+@pytest.fixture
+def chat_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Runs a chat in this process, at a terminal without a line editor. Returns what is written
+    before the first prompt, and after each line that is typed at a prompt."""
+
+    def chat(*arguments: str, lines: Sequence[str]) -> list[str]:
+        monkeypatch.setattr(sys, "stdin", FakeTerminal("".join(f"{line}\n" for line in lines)))
+        out = FakeTerminal()
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", out)
+        assert cli.main(["run", *arguments, "--no-history"]) == 0
+        return out.getvalue().split(">>> ")
+
+    return chat
+
+
+def ask(terminal: TerminalProcess, text: str) -> str:
+    """Types a line at the prompt. Returns the output until the next prompt."""
+    terminal.type(text + ENTER)
+    return terminal.read_until(">>> ")
+
+
+def test_a_missing_model_is_downloaded_after_yes(
+    chat_here: Callable[..., list[str]], own_engines: OwnEngines, hub_endpoint: str
+):
+    [start, _] = chat_here("org/tiny", "--port", "0", lines=["y"])
+    assert "download org/tiny (59.2 kB)? [y/N] " in start
+    assert start.endswith("org/tiny: type a message, /? for help, Ctrl-D to exit.\n")
+    assert own_engines.ended == ["org/tiny"]
+
+
+def test_commands(chat_here: Callable[..., list[str]], server: ThreadServer):
+    expected = {
+        "/?": "/set system TEXT",
+        "/set parameter temperature 0.5": "Set temperature to 0.5.",
+        "/set top_k 3": "Set top_k to 3.",
+        "/set temperature 9": "temperature must be a number from 0 to 2, not 9",
+        "/set parameter temperatur 1": "did you mean temperature?",
+        "/sho": "unknown command /sho; did you mean /show?",
+        "/show": "context       2048 tokens",
+        "/show parameters": "temperature                    0.5",
+        "/set system Be brief.": "Set the system message.",
+        "/show system": "Be brief.",
+        "/load builtin": "Loaded builtin.",
+        "/set format": "mlxrunner: which format?",
+        "/set format json": "Set the format to json.",
+        "/set noformat": "Removed the format.",
+        "/set verbose": "Set verbose.",
+        "Hello": "eval rate:",
+    }
+    [_, *replies, last] = chat_here(*("builtin", *server.arguments), lines=[*expected, "/bye"])
+    for (line, text), reply in zip(expected.items(), replies, strict=True):
+        assert text in reply, line
+    assert last == ""
+
+
+def test_one_word_that_is_no_model_gets_a_hint(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """`mlxrunner run hello` only printed where no model hello was found."""
+    monkeypatch.setattr(sys, "stdin", FakeTerminal())
+    monkeypatch.setattr(sys, "stdout", FakeTerminal())
+    assert cli.main(["run", "hello", "--port", "0"]) == 1
+    err = capsys.readouterr().err
+    assert "mlxrunner: model hello was not found: " in err
+    assert err.endswith("; a prompt of one word follows the model: `mlxrunner run builtin hello`\n")
+
+
+def test_a_saved_chat_is_a_model(
+    chat_here: Callable[..., list[str]],
+    server: ThreadServer,
+    own_engines: OwnEngines,
+):
+    expected = {
+        "/save": "mlxrunner: under which name? /save NAME",
+        "/save a b": "'a b' is not a name",
+        "/set system Be brief.": "",
+        "/set repetition_penalty 1.5": "",
+        "/set max_tokens 9": "",
+        '/set stop "x"': "",
+        QUESTION: "",
+        "/save poet": "Saved this chat as poet: /load poet or `",
+        "/save  poet": "poet exists: choose another name",
+        # the server of the test does not serve it, so the chat loads it itself
+        "/load poet": "Loaded poet.",
+        "/show system": "Be brief.",
+        "Hello": "",
+        "/save poet:v2": "Saved this chat as poet:v2",
+    }
+    [_, *replies, last] = chat_here(*("builtin", *server.arguments), lines=[*expected, "/bye"])
+    for (line, text), reply in zip(expected.items(), replies, strict=True):
+        assert text in reply, line
+    assert last == ""
+    assert own_engines.ended == ["poet"]
+    poet = store.find("poet")
+    assert poet.system_prompt == "Be brief."
+    config = {"repetition_penalty": 1.5, "max_new_tokens": 9, "stop_strings": ["x"]}
+    assert config.items() <= poet.generation_config.items()
+    [first, second] = poet.first_messages
+    assert first == ("user", QUESTION)
+    assert second[0] == "assistant"
+    assert [role for role, _ in store.find("poet:v2").first_messages] == [
+        *("user", "assistant", "user", "assistant")
+    ]
+
+
+def test_a_chat_with_another_machine_is_saved_there(monkeypatch: pytest.MonkeyPatch):
+    """A server of this machine stands for the other one."""
+    recipe = ModelRecipe(
+        name="poet",
+        base=None,
+        system="Rhyme.",
+        messages=(("user", "a"),),
+        parameters={"seed": 1},
+    )
+    monkeypatch.setattr(chat_engine, "is_local", lambda settings: False)
+    with run_thread_server(installed=True) as server:
+        configuration = resolve_config({}, None, {"MLXRUNNER_PORT": server.port})
+        with ChatEngine(configuration) as engine:
+            endpoint = engine.connect(ModelSettings(name="builtin"))
+            assert engine.save(endpoint, recipe) == "poet"
+            with pytest.raises(AppError, match="poet exists"):
+                engine.save(endpoint, recipe)
+            endpoint = engine.connect(ModelSettings(name="poet"))
+            engine.save(endpoint, replace(recipe, name="poet:v2", system=None))
+    saved = store.find("poet:v2")
+    assert saved.system_prompt == "Rhyme."
+    assert saved.first_messages == (("user", "a"), ("user", "a"))
+
+
+def test_several_lines_between_fences_are_one_message(
+    chat_here: Callable[..., list[str]], server: ThreadServer
+):
+    [_, answer, text, said, system, _] = chat_here(
+        *("builtin", *server.arguments),
+        lines=[
+            *('"""What is', 'mlxrunner?"""'),
+            # a message and no command
+            '"""/usr/bin"""',
+            *('/set system """Be', 'brief."""'),
+            "/show system",
+        ],
+    )
+    # a slow machine shows the progress of the prompt in between
+    assert answer.startswith("... ")
+    assert answer.endswith(f"{ANSWER}\n")
+    assert "unknown command" not in text
+    assert said == "... Set the system message.\n"
+    assert system == "Be\nbrief.\n"
+
+
+@pytest.mark.parametrize("arguments", [(), ("--no-history",)])
+def test_the_history_is_kept_unless_it_is_turned_off(
+    runner: Runner, server: ThreadServer, arguments: tuple[str, ...]
+):
+    with runner.open("builtin", *server.arguments, *arguments) as terminal:
+        terminal.read_until(">>> ")
+        ask(terminal, "/set verbose")
+        terminal.type(CTRL_D)
+        assert terminal.wait() == 0
+    assert runner.history_file.exists() == (not arguments)
+    if not arguments:
+        assert runner.history_file.read_text().splitlines()[-1] == "/set verbose"
+        assert runner.history_file.stat().st_mode & 0o077 == 0
+
+
+def test_without_color_there_are_no_escape_sequences(runner: Runner, server: ThreadServer):
+    with runner.open("builtin", *server.arguments, "--verbose", NO_COLOR="1") as terminal:
+        terminal.read_until(">>> ")
+        assert ANSWER in ask(terminal, QUESTION)
+        terminal.type(CTRL_D)
+        assert terminal.wait() == 0
+    assert ESCAPE not in terminal.output
