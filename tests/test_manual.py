@@ -1,5 +1,5 @@
-"""The manual is complete: every page is in the navigation, every command, option, route and setting
-has its place, and generated pages and tables are those of the code.
+"""The manual is complete: every page is in the navigation, every command, variable and route has
+its place, and generated pages and tables are those of the code.
 
 `make manual` writes what is generated. Its site generator is not installed here. It fails for links
 that lead nowhere, which tests/test_docs.py finds, too.
@@ -14,11 +14,12 @@ import pytest
 
 from app import cli
 from app.config.command_line import parse_arguments
-from app.config.options import BACKEND_VARIABLES, CONFIG_VARIABLE, OPTIONS, SECRET_VARIABLES
+from app.config.options import BACKEND_VARIABLES, CONFIG_VARIABLE, SECRET_VARIABLES
 from tests.manual import commands_page, memory_tables, option_names
 from tests.manual.blocks import list_nav, read_site
-from tests.manual.tables import read_part, replace_part
+from tests.manual.tables import read_part
 from tests.openapi_document import read_openapi
+from tests.rows import rows
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -40,28 +41,6 @@ def test_each_page_is_in_the_navigation_once():
     assert all(Path(page).name in read("decisions/README.md") for page in decisions)
 
 
-def test_each_other_document_of_the_navigation_is_linked_from_a_page():
-    """The hook of the site adds only linked files."""
-    for page in list_nav(read_site()["nav"]):
-        if page.startswith("repository/"):
-            path = page.removeprefix("repository/")
-            assert (ROOT / path).is_file()
-            assert any(f"](../{path}" in read(other) for other in PAGES if "/" not in other), path
-
-
-def test_the_site_is_strict():
-    site = read_site()
-    assert site["strict"] is True
-    assert set(site["validation"]["links"].values()) == {"warn"}
-    assert site["validation"]["nav"]["omitted_files"] == "warn"
-
-
-def test_the_start_page_links_every_page_of_the_navigation():
-    links = set(re.findall(r"\]\(([^)#\s]+)", read("index.md")))
-    listed = {re.sub("^repository/", "../", page) for page in list_nav(read_site()["nav"])}
-    assert listed - links == {"index.md", "../CHANGELOG.md", "../models/builtin/MODEL_CARD.md"}
-
-
 def test_the_page_of_the_commands_is_current():
     assert read("commands.md") == commands_page.render(), "run `make manual`"
 
@@ -76,13 +55,6 @@ def measure(name: str) -> memory_tables.ModelMemory:
     return memory_tables.measure(found)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", memory_tables.NAMES)
-def test_the_memory_of_a_model_is_current(name):
-    row = f"| {' | '.join(memory_tables.format_model_row(measure(name)))} |\n"
-    assert row in read_part(read("memory.md"), "models"), "run `make manual`"
-
-
 def test_the_tables_of_memory_are_current():
     memories = [measure(name) for name in memory_tables.NAMES]
     page = read("memory.md")
@@ -91,7 +63,7 @@ def test_the_tables_of_memory_are_current():
         assert read_part(page, part) == memory_tables.format_machines(memories, compute_budget)
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@rows("name", cli.COMMANDS)
 def test_each_command_has_a_section_with_its_options(name):
     """Read from the parser, not from what the generator takes for the command's own arguments."""
     _, _, rest = read("commands.md").partition(f"\n## mlxrunner {name}\n")
@@ -104,11 +76,6 @@ def test_each_command_has_a_section_with_its_options(name):
         assert re.search(pattern, section) or re.search(pattern, settings), flag
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.field)
-def test_each_setting_is_in_the_manual(option):
-    assert f"`{option.flag}" in read("configuration.md")
-
-
 @pytest.mark.parametrize("variable", [*BACKEND_VARIABLES, *SECRET_VARIABLES, CONFIG_VARIABLE])
 def test_each_other_variable_is_in_the_manual(variable):
     assert any(f"`{variable}`" in read(page) for page in PAGES)
@@ -118,7 +85,7 @@ def list_routes() -> list[str]:
     return list(read_openapi()["paths"])
 
 
-@pytest.mark.parametrize("path", list_routes())
+@rows("path", list_routes())
 def test_each_route_is_in_the_manual(path):
     """The names of parameters may differ."""
     pattern = re.escape(re.sub(r"\{\w+\}", "{}", path)).replace(r"\{\}", r"\{\w+\}")
@@ -153,24 +120,10 @@ COMMAND_LINES = sorted(set(list_command_lines()))
 EXITING_FLAGS = ("--help", "--help-all", "--version")
 
 
-@pytest.mark.parametrize(("page", "line"), COMMAND_LINES)
+@rows(("page", "line"), COMMAND_LINES)
 def test_each_command_line_is_valid(page, line):
     words = [word for word in shlex.split(line)[1:] if word not in EXITING_FLAGS]
     if not words or (len(words) == 1 and words[0] in cli.COMMANDS):
         return  # the name of a command, which may need arguments
     arguments = parse_arguments(PARSER, words, cli.COMMANDS, cli.OTHER_COMMAND_NAMES)
     assert arguments.command == words[0]
-
-
-def test_the_command_lines_are_found():
-    assert ("quickstart.md", "mlxrunner pull qwen3:4b") in COMMAND_LINES
-    assert ("models.md", 'mlxrunner run qwen3:4b "Write a commit message"') in COMMAND_LINES
-    assert ("configuration.md", "mlxrunner completion fish") in COMMAND_LINES
-    assert len(COMMAND_LINES) > 80
-
-
-def test_a_generated_part_is_replaced():
-    page = "a\n<!-- generated: x -->\n\nold\n\n<!-- end -->\nb\n"
-    changed = replace_part(page, "x", "| new |\n")
-    assert read_part(changed, "x") == "| new |\n"
-    assert changed == "a\n<!-- generated: x -->\n\n| new |\n\n<!-- end -->\nb\n"

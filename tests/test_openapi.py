@@ -18,6 +18,7 @@ from app.http.errors import ERROR_FORMATS
 from tests.api.asgi import send_request
 from tests.fakes import FakeGenerate
 from tests.openapi_document import read_openapi
+from tests.rows import rows
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
 DOCUMENT = read_openapi()
@@ -117,7 +118,7 @@ def iter_response_objects(suffix: str, answer: bytes) -> Iterator[tuple[str, Any
             yield "ResponseEventData", json.loads(event.partition(b"\ndata: ")[2])
 
 
-@pytest.mark.parametrize("path", sorted(TRANSCRIPTS.glob("*")), ids=lambda path: path.name)
+@rows("path", sorted(TRANSCRIPTS.glob("*")), ids=lambda path: path.name)
 def test_every_transcript_matches_the_document(path: Path):
     schema_names = {"chat": "ChatCompletion", "completion": "Completion", "error": "Error"}
     dialect, _, kind = path.stem.partition("_")
@@ -168,7 +169,7 @@ def with_model(body: Any) -> Any:
 NEED_A_RESPONSE = "/v1/responses/{response_id}"
 
 
-@pytest.mark.parametrize(("method", "path", "body", "kind"), examples())
+@rows(("method", "path", "body", "kind"), examples())
 def test_responses_to_the_documented_examples_match_the_document(
     method: str, path: str, body: Any, kind: str
 ):
@@ -191,10 +192,8 @@ def test_responses_to_the_documented_examples_match_the_document(
         validator(contents[content_type]["schema"]).validate(reply.json)
 
 
-@pytest.mark.parametrize("kind", MODEL_ERRORS)
-@pytest.mark.parametrize(
-    "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/completion"]
-)
+@rows("kind", MODEL_ERRORS)
+@rows("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/completion"])
 def test_every_error_of_the_model_is_documented(path: str, kind: ErrorKind):
     generate = FakeGenerate(open_error=AppError(kind, "what", param="where"))
     operation = DOCUMENT["paths"][path]["post"]

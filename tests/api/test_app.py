@@ -11,6 +11,7 @@ from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
 from tests.api.asgi import Conversation, Reply, send_request
 from tests.fakes import FakeGenerate, build_fake_app
+from tests.rows import rows
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -181,7 +182,7 @@ def test_errors_have_cors_headers(call: Any):
     assert reply.headers["access-control-allow-origin"] == "http://localhost:3000"
 
 
-@pytest.mark.parametrize(
+@rows(
     ("method", "path", "body", "status"),
     [
         ("GET", "/health", None, 200),

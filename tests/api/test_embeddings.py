@@ -19,6 +19,7 @@ from app.core.ports import ResolvedModel
 from app.core.settings import Settings
 from tests.api.asgi import Conversation, Reply, send_request, serve_app
 from tests.fakes import CARD, FakeGenerate, build_fake_app
+from tests.rows import rows
 
 Call = Callable[..., Reply]
 
@@ -61,7 +62,7 @@ def test_unset_fields_are_left_to_the_model():
     assert (request.pooling, request.dimensions) == ("last", 3)
 
 
-@pytest.mark.parametrize(
+@rows(
     ("changes", "param"),
     [
         ({"input": None}, "input"),

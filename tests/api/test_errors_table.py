@@ -16,6 +16,7 @@ from app.core.errors import AppError, ErrorKind
 from app.http.errors import ERROR_FORMATS
 from tests.api.asgi import send_request
 from tests.fakes import CARD, FakeGenerate
+from tests.rows import rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,7 +123,7 @@ def test_the_table_lists_exactly_the_raised_errors(raised_errors: frozenset[Rais
     assert {(row.status, row.code) for row in ROWS} == expected
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@rows("row", ROWS, ids=str)
 def test_a_client_gets_the_error_of_the_row(row: Row, raised_errors: frozenset[Raised]):
     HTTPStatus(row.status)
     for one in (one for one in raised_errors if one.code == row.code):

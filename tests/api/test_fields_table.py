@@ -15,6 +15,7 @@ import pytest
 from tests.api.asgi import Reply, send_request
 from tests.fakes import CARD, FakeGenerate
 from tests.openapi_document import read_openapi
+from tests.rows import rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -140,7 +141,7 @@ def recorded_requests(generate: FakeGenerate) -> list[object]:
     return [*generate.opened, *generate.embedded]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@rows("row", ROWS, ids=str, parts=5)
 def test_the_server_does_what_the_row_says(row: Row):
     reply, generate = send(row.endpoint, row.example)
     if row.status == "refused":

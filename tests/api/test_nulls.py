@@ -10,6 +10,7 @@ import pytest
 from tests.api.asgi import Reply, send_request
 from tests.api.test_fields_table import FRESH, MINIMAL, PATHS, read_schema_fields, rejected_field
 from tests.fakes import CARD, FakeGenerate
+from tests.rows import rows
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FUNCTION = {"name": "f", "description": "It does.", "parameters": SCHEMA, "strict": True}
@@ -147,7 +148,7 @@ def assert_same(path: str, body: Any, plain: Any) -> None:
     assert calls == plain_calls
 
 
-@pytest.mark.parametrize(("path", "object_path"), OBJECT_PATHS, ids=str)
+@rows(("path", "object_path"), OBJECT_PATHS, ids=str)
 def test_an_unknown_null_field_is_ignored(path: str, object_path: tuple[str | int, ...]):
     assert_same(path, with_field(BODIES[path], object_path, "flux_capacitor", None), BODIES[path])
 
@@ -160,7 +161,7 @@ STRICT_PATHS = [
 ]
 
 
-@pytest.mark.parametrize(("path", "object_path"), STRICT_PATHS, ids=str)
+@rows(("path", "object_path"), STRICT_PATHS, ids=str)
 def test_an_unknown_field_that_is_not_null_is_named(path: str, object_path: tuple[str | int, ...]):
     """Shows that the test above is effective."""
     if object_path[-1:] == ("metadata",):

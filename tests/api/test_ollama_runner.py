@@ -11,6 +11,7 @@ from app.core.events import TokenLogprob, TopLogprob
 from app.core.requests import JsonSchema
 from app.core.sampling_params import SamplingParams
 from tests.fakes import FakeGenerate, finish, text
+from tests.rows import rows
 
 LINE = {
     "Content": "",
@@ -230,7 +231,7 @@ def test_stop_strings_are_read():
     assert options(stop=["a", "b"]).stop == ("a", "b")
 
 
-@pytest.mark.parametrize(
+@rows(
     ("body", "param"),
     [
         ({}, "prompt"),

@@ -7,6 +7,7 @@ import pytest
 from app.core.errors import AppError, ErrorKind
 from app.core.requests import Message, ReasoningOptions
 from tests.fakes import CARD, FakeGenerate
+from tests.rows import rows
 
 TOKENIZE = ("/v1/tokenize", "/tokenize")
 DETOKENIZE = ("/v1/detokenize", "/detokenize")
@@ -108,7 +109,7 @@ def test_a_conversation_that_the_template_rejects_is_a_400(call: Any, generate: 
     assert (reply.status, reply.error["param"]) == (400, "messages")
 
 
-@pytest.mark.parametrize(
+@rows(
     ("body", "param"),
     [
         ({}, "prompt"),
@@ -163,7 +164,7 @@ def test_invalid_utf8_is_rejected(call: Any):
         assert call("POST", "/v1/tokenize", b"\xff", {"content-type": kind}).status == 400
 
 
-@pytest.mark.parametrize(
+@rows(
     ("body", "param"),
     [
         ({}, "tokens"),

@@ -16,6 +16,7 @@ from app.bench.client import RequestRecord, StreamRecorder
 from app.bench.metrics import LoadRecord, MetricOptions, compute_metrics
 from tests.bench.scripted_server import DONE, event, finish_event, text_event, usage_event
 from tests.conftest import SHARED
+from tests.rows import rows
 
 CLIENT = SHARED.parent / "bench" / "bench_client.py"
 
@@ -75,8 +76,8 @@ def measure_theirs(other: ModuleType, stream: Stream, sent: float) -> Any:
     return result
 
 
-@pytest.mark.parametrize("tokens_per_chunk", [1, 3])
-@pytest.mark.parametrize("seed", range(20))
+@rows("tokens_per_chunk", [1, 3])
+@rows("seed", range(20))
 def test_both_clients_measure_a_recorded_stream_within_one_percent(
     seed: int, tokens_per_chunk: int, other: ModuleType
 ) -> None:

@@ -4,8 +4,6 @@ import dataclasses
 import re
 from pathlib import Path
 
-import pytest
-
 from app.config.options import (
     CONFIG_VARIABLE,
     DEFAULT_WORD,
@@ -19,6 +17,7 @@ from app.config.options import (
 from app.core.nearest_name import suggest
 from app.core.settings import ModelSettings, Settings
 from tests.config.samples import SAMPLES
+from tests.rows import rows
 
 FIELDS = [field.name for field in dataclasses.fields(Settings)]
 
@@ -44,7 +43,7 @@ def test_flag_and_variable_names_are_unique():
     assert len(set(variables)) == len(variables)
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.field)
+@rows("option", OPTIONS, ids=lambda option: option.field)
 def test_a_variable_is_named_after_its_setting(option):
     """Except the key file: the variable with the plain name contains the keys themselves."""
     default_name = ENV_PREFIX + option.field.upper()
@@ -53,7 +52,7 @@ def test_a_variable_is_named_after_its_setting(option):
     )
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.field)
+@rows("option", OPTIONS, ids=lambda option: option.field)
 def test_option_defaults_equal_the_settings_defaults_and_can_be_written(option):
     default = getattr(Settings(), option.field)
     assert option.default == default
@@ -62,7 +61,7 @@ def test_option_defaults_equal_the_settings_defaults_and_can_be_written(option):
     assert option.help
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.field)
+@rows("option", OPTIONS, ids=lambda option: option.field)
 def test_the_word_default_is_the_default_everywhere(option):
     assert option.parse_text(DEFAULT_WORD) == option.from_toml(DEFAULT_WORD) == option.default
 

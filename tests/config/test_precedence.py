@@ -15,6 +15,7 @@ from app.core.errors import AppError
 from app.core.settings import ModelSettings, Settings
 from tests.config.conftest import Resolve
 from tests.config.samples import COMPANIONS, SAMPLES, Sample
+from tests.rows import rows
 
 BY_FIELD = {option.field: option for option in OPTIONS}
 
@@ -62,7 +63,7 @@ def test_without_sources_the_settings_are_the_defaults(resolve: Resolve):
     assert set(configuration.sources.values()) == {"default"}
 
 
-@pytest.mark.parametrize(
+@rows(
     ("field", "sample"),
     [(field, sample) for field, samples in SAMPLES.items() for sample in samples],
     ids=lambda value: value.word if isinstance(value, Sample) else value,
@@ -82,7 +83,7 @@ def test_every_source_can_set_every_setting(field: str, sample: Sample, resolve:
         assert configuration.sources[field].endswith(source)
 
 
-@pytest.mark.parametrize("field", SAMPLES)
+@rows("field", SAMPLES)
 def test_the_word_default_overrides_sources_of_lower_precedence(field: str, resolve: Resolve):
     option, file = BY_FIELD[field], to_toml({field: SAMPLES[field][0]})
     configuration = resolve(environment={option.env_var: "default"}, file=file)

@@ -7,6 +7,7 @@ import pytest
 from app.config.toml_file import read_toml_file
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import ModelSettings
+from tests.rows import rows
 
 FULL_FILE = """\
 # a comment
@@ -98,7 +99,7 @@ def test_an_empty_file_sets_nothing(working_dir: Path):
     assert read_toml_file("a.toml") == {}
 
 
-@pytest.mark.parametrize(
+@rows(
     ("content", "message"),
     [
         ("\nprot = 9", "a.toml:2: prot: unknown key; did you mean port?"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from app.config import value_types
 from app.config.options import OPTIONS
 from app.config.value_types import MAX_NUMBER, InvalidOptionValue
+from tests.rows import rows
 
 BY_FIELD = {option.field: option for option in OPTIONS}
 
@@ -26,7 +27,7 @@ def refusal(value_type: value_types.ValueType, text: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
+@rows(
     ("value_type", "text"),
     [
         (INTEGER, "0"),
@@ -87,7 +88,7 @@ def test_an_invalid_text_is_rejected_with_a_description_of_the_type(value_type, 
     assert refusal(value_type, text).startswith(f"must be {value_type.description}")
 
 
-@pytest.mark.parametrize(
+@rows(
     ("value_type", "value"),
     [
         (INTEGER, True),
@@ -174,7 +175,7 @@ def round_trip(value_type: value_types.ValueType, value: object) -> object:
     )
 
 
-@pytest.mark.parametrize(
+@rows(
     ("value_type", "text", "value"),
     [
         (value_types.count(1), "8192", 8192),
@@ -215,7 +216,7 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize("option", NUMBERS, ids=lambda option: option.field)
+@rows("option", NUMBERS, ids=lambda option: option.field)
 def test_every_size_count_and_duration_has_units(option):
     """Except the port, which is no quantity."""
     words = {"s": "2 min", "GiB": "2GB", "MiB": "2MB", "tokens": "2k", "": "2k"}

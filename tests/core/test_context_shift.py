@@ -5,9 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.core.context_shift import count_discarded, resolve_num_keep, truncate_prompt
+from tests.rows import rows
 
 
-@pytest.mark.parametrize(
+@rows(
     ("context", "length", "num_keep", "discard"),
     [
         (2048, 2048, 0, 1024),  # full: half of it

@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-import pytest
-
 from app.core.errors import AppError, ErrorKind, redact_paths
+from tests.rows import rows
 
 FOLDER = Path("/srv/some models/tiny")
 
 
-@pytest.mark.parametrize(
+@rows(
     ("message", "expected"),
     [
         (f"{FOLDER}: the config lacks x", "tiny: the config lacks x"),

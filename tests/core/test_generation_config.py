@@ -9,6 +9,7 @@ from app.core.errors import AppError, ErrorKind
 from app.core.generation_config import GenerationDefaults, read_generation_defaults
 from app.core.model_files import ModelFiles
 from app.core.sampling_params import SamplingParams
+from tests.rows import rows
 
 
 def make_model_files(generation_config: dict[str, Any], **fields: Any) -> ModelFiles:
@@ -26,7 +27,7 @@ def make_model_files(generation_config: dict[str, Any], **fields: Any) -> ModelF
     return ModelFiles(**{**defaults, **fields})
 
 
-@pytest.mark.parametrize(
+@rows(
     ("config", "sampling"),
     [
         ({}, {}),
@@ -72,7 +73,7 @@ def test_max_tokens_and_stop_strings_are_read(
     assert read_generation_defaults(make_model_files(config)) == expected
 
 
-@pytest.mark.parametrize(
+@rows(
     ("key", "value"),
     [
         *(

@@ -1,13 +1,12 @@
 """The most similar name, for suggestions."""
 
-import pytest
-
 from app.core.nearest_name import find_nearest, suggest
+from tests.rows import rows
 
 NAMES = ("--port", "--max-queue", "--max-tokens", "--no-pull", "qwen3:4b", "MLXRUNNER_ISA")
 
 
-@pytest.mark.parametrize(
+@rows(
     ("word", "expected"),
     [
         ("--prot", "--port"),

@@ -3,9 +3,10 @@
 import pytest
 
 from app.core.units import format_bytes, format_count, format_duration, format_memory
+from tests.rows import rows
 
 
-@pytest.mark.parametrize(
+@rows(
     ("count", "text"),
     [
         (0, "0 B"),

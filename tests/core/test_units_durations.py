@@ -1,11 +1,10 @@
 """Parsing of durations."""
 
-import pytest
-
 from app.core.units import parse_duration
+from tests.rows import rows
 
 
-@pytest.mark.parametrize(
+@rows(
     ("text", "expected"),
     [
         ("0", 0),
@@ -24,7 +23,7 @@ def test_numbers_and_units_are_parsed(text, expected):
     assert parse_duration(text) == expected
 
 
-@pytest.mark.parametrize(
+@rows(
     "text", ["", "s", "m5", "5 m", "5m5", "1d", "1e3", "inf", "nan", "five", "٣", "1m\n", "9" * 40]
 )
 def test_an_invalid_duration_is_none(text):

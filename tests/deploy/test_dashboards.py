@@ -14,6 +14,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from app.api.metrics.request_metrics import FINISHED_REASONS
+from tests.rows import rows
 from tests.server_process import ROOT, TIMEOUT, run_server
 
 DEPLOY = ROOT / "deploy"
@@ -98,7 +99,7 @@ def get_result_labels(node: Any, metrics: Mapping[str, Labels]) -> set[str]:
             raise AssertionError(f"unknown kind of expression: {node}")
 
 
-@pytest.mark.parametrize(("where", "query"), QUERIES)
+@rows(("where", "query"), QUERIES)
 def test_each_query_uses_existing_metrics(
     metrics: Mapping[str, Labels], where: str, query: str
 ) -> None:
@@ -132,7 +133,7 @@ def test_a_query_of_an_unknown_metric_is_detected(metrics: Mapping[str, Labels])
             test_each_query_uses_existing_metrics(metrics, "planted", query)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=[rule["alert"] for rule in RULES])
+@rows("rule", RULES, ids=[rule["alert"] for rule in RULES])
 def test_each_alert_has_a_summary_and_uses_existing_labels(
     metrics: Mapping[str, Labels], rule: Any
 ) -> None:

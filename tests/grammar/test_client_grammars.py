@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from app.grammar.llguidance_backend import MAX_GRAMMAR_LENGTH, prepare_lark
 from app.grammar.schema import UnsupportedGrammarError
+from tests.rows import rows
 
 OVER_LINES = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
 COMPACT = {"item_separator": ",[ ]?", "key_separator": ":[ ]?", "whitespace_flexible": False}
@@ -59,7 +60,7 @@ def test_text_without_schemas_is_unchanged(text: str) -> None:
     assert prepare_lark(text) == text
 
 
-@pytest.mark.parametrize(
+@rows(
     ("text", "reason"),
     [
         ("start: %json {", "not valid JSON"),

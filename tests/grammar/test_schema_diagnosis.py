@@ -16,6 +16,7 @@ from app.grammar.schema_diagnosis import find_unsupported_keyword
 from tests import tiny
 from tests.engine.harness import grammar_compiler
 from tests.grammar.schemas import random_schema
+from tests.rows import rows
 
 ENDS = frozenset({tiny.END})
 
@@ -26,7 +27,7 @@ def find_rejected_param(schema: Any) -> str | None:
     return caught.value.param
 
 
-@pytest.mark.parametrize(
+@rows(
     ("schema", "keyword"),
     [
         ({"uniqueItems": True}, "uniqueItems"),

@@ -1,11 +1,10 @@
 """The number of repetitions in a regular expression."""
 
-import pytest
-
 from app.grammar.schema import count_repetitions
+from tests.rows import rows
 
 
-@pytest.mark.parametrize(
+@rows(
     ("pattern", "expected"),
     [
         ("", 1),

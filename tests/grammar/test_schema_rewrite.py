@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.grammar.schema_rewrite import rewrite_schema
+from tests.rows import rows
 
 
 def branch(kind: Any, **more: Any) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def test_one_of_with_exclusive_branches_becomes_any_of(branches: list[Any]) -> N
     assert "oneOf" not in rewritten
 
 
-@pytest.mark.parametrize("branches", OVERLAPPING.values(), ids=OVERLAPPING)
+@rows("branches", OVERLAPPING.values(), ids=OVERLAPPING)
 def test_one_of_with_overlapping_branches_is_unchanged(branches: list[Any]) -> None:
     circular = {"$defs": {**DEFINITIONS["$defs"], "ring": {"$ref": "#/$defs/ring"}}}
     assert rewrite_schema({"oneOf": branches, **circular})["oneOf"] == branches

@@ -19,6 +19,7 @@ from app.http.api_keys import (
     load_env_keys,
     parse_key_file,
 )
+from tests.rows import rows
 
 LAPTOP, PHONE, BOSS = (api_keys.generate_key() for _ in range(3))
 
@@ -103,7 +104,7 @@ def test_one_name_may_have_two_keys_for_rotation():
 SECRET = "mr-do-not-show-me-to-anybody"
 
 
-@pytest.mark.parametrize(
+@rows(
     ("text", "reason"),
     [
         ("", "contains no keys"),

@@ -16,6 +16,7 @@ from app.http.api_keys import ApiKey, Keyring, generate_key, hash_key
 from app.http.auth import AccessLevel, extract_keys, required_access
 from tests.api.asgi import Conversation, Reply
 from tests.fakes import FakeGenerate, build_fake_app
+from tests.rows import rows
 
 USER, ADMIN = generate_key(), generate_key()
 KEYS = (
@@ -98,7 +99,7 @@ def test_the_lists_name_only_routes_that_exist():
     assert set(list_routes()) >= WITHOUT_KEY | WITH_ADMIN
 
 
-@pytest.mark.parametrize(("method", "path"), list_routes())
+@rows(("method", "path"), list_routes())
 def test_each_route_without_a_key(method: str, path: str):
     reply = send(method, path, {})
     if (method, path) in WITHOUT_KEY:
@@ -110,7 +111,7 @@ def test_each_route_without_a_key(method: str, path: str):
     assert "Authorization: Bearer" in get_message(reply, "missing_api_key")
 
 
-@pytest.mark.parametrize(("method", "path"), list_routes())
+@rows(("method", "path"), list_routes())
 def test_each_route_with_an_unknown_key(method: str, path: str):
     wrong = generate_key()
     reply = send(method, path, {}, bearer(wrong))
@@ -123,7 +124,7 @@ def test_each_route_with_an_unknown_key(method: str, path: str):
     assert wrong.encode() not in reply.body
 
 
-@pytest.mark.parametrize(("method", "path"), list_routes())
+@rows(("method", "path"), list_routes())
 def test_each_route_with_a_key(method: str, path: str):
     reply = send(method, path, {}, bearer(USER))
     if (method, path) not in WITH_ADMIN:
@@ -135,19 +136,19 @@ def test_each_route_with_a_key(method: str, path: str):
     assert USER.encode() not in reply.body
 
 
-@pytest.mark.parametrize(("method", "path"), list_routes())
+@rows(("method", "path"), list_routes())
 def test_each_route_with_an_admin_key(method: str, path: str):
     assert send(method, path, {}, bearer(ADMIN)).status not in (401, 403)
 
 
-@pytest.mark.parametrize(("method", "path"), list_routes())
+@rows(("method", "path"), list_routes())
 def test_each_route_if_no_keys_are_configured(method: str, path: str):
     """Clients that always send a key are accepted, too."""
     for headers in ({}, bearer("none")):
         assert send(method, path, {}, headers, target=build_app(keys=())).status not in (401, 403)
 
 
-@pytest.mark.parametrize(
+@rows(
     "path",
     [
         "/nowhere",
@@ -160,13 +161,13 @@ def test_each_route_if_no_keys_are_configured(method: str, path: str):
         "/v1/",
     ],
 )
-@pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "OPTIONS"])
+@rows("method", ["GET", "POST", "DELETE", "OPTIONS"])
 def test_unknown_paths_do_not_differ_without_a_key(method: str, path: str):
     assert send(method, path).status == 401
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "BREW"])
-@pytest.mark.parametrize("path", ["/health", "/v1/status", *PAGE_PATHS])
+@rows("method", ["POST", "PUT", "DELETE", "OPTIONS", "BREW"])
+@rows("path", ["/health", "/v1/status", *PAGE_PATHS])
 def test_only_get_and_head_are_allowed_without_a_key(method: str, path: str):
     assert required_access(method, path) == AccessLevel.KEY
     assert send(method, path).status == 401
@@ -192,7 +193,7 @@ def test_a_key_is_accepted_in_two_headers(headers: dict[str, str]):
     assert send("POST", CHAT, HI, headers).status == 200
 
 
-@pytest.mark.parametrize(
+@rows(
     "headers",
     [
         {"authorization": USER},

@@ -6,7 +6,6 @@ import json
 import resource
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +33,7 @@ from tests.http.raw_client import (
     post,
     run_server,
 )
+from tests.rows import rows
 from tests.waiting import wait_until
 
 STREAM = {**CHAT_BODY, "stream": True}
@@ -45,7 +45,7 @@ Connect = Callable[[], RawClient]
 @pytest.fixture(scope="module")
 def connect() -> Iterator[Connect]:
     """Connects to a server with default settings."""
-    with run_server(header_timeout=0.5) as connect:
+    with run_server() as connect:
         yield connect
 
 
@@ -91,7 +91,7 @@ def test_pipelined_requests_are_answered_in_order(connect: Connect):
 
 
 def test_a_slow_head_times_out():
-    with run_server(header_timeout=0.3) as connect:
+    with run_server(header_timeout=1) as connect:
         client = connect().send_slowly(GET, 0.05)
         assert is_our_error(client.read_reply(), 408, "request_timeout")
         assert client.is_closed()
@@ -102,6 +102,7 @@ def test_a_silent_connection_is_closed_without_a_response():
         assert connect().is_closed()
 
 
+@pytest.mark.timing
 def test_each_head_on_a_connection_has_its_own_timeout():
     with run_server(header_timeout=0.4) as connect:
         client = connect()
@@ -121,11 +122,12 @@ def test_a_slow_body_times_out():
 
 def test_a_response_has_no_timeout():
     with run_server(
-        FakeGenerate([text("so"), FOREVER]), header_timeout=0.1, body_timeout=0.1
+        FakeGenerate([text("so"), FOREVER]), header_timeout=1, body_timeout=1
     ) as connect:
         client = connect().send(post(STREAM))
         client.read_until(lambda read: b"so" in read)
-        assert not client.is_closed(within=0.5)
+        # a wait that is too short only misses a timeout
+        assert not client.is_closed(within=1.2)
 
 
 def test_a_client_that_never_reads_is_disconnected():
@@ -139,7 +141,7 @@ def test_a_client_that_never_reads_is_disconnected():
 
 def test_a_slow_reader_gets_the_complete_answer():
     generate = FakeGenerate([text("x" * 1_000_000)] * 12 + [finish()])
-    with run_server(generate, body_timeout=0.5) as connect:
+    with run_server(generate, body_timeout=5) as connect:
         client = connect()
         client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         client.send(post(STREAM))
@@ -149,6 +151,7 @@ def test_a_slow_reader_gets_the_complete_answer():
         )
 
 
+@pytest.mark.timing
 def test_a_steady_reader_gets_the_complete_answer_at_any_rate(stats: ConnectionStats):
     """asyncio notices reads only when a third of the system's buffer is free, 1.3 MB in this test:
     the client seemed to read nothing for three times the timeout."""
@@ -166,10 +169,8 @@ def test_a_client_that_stops_reading_is_disconnected(stats: ConnectionStats):
     with run_server(generate, stats, body_timeout=1) as connect:
         client = connect().send(post(CHAT_BODY))
         client.read_steadily(400_000, 1.5)
-        stopped = time.monotonic()
-        wait_until(lambda: stats.closed_by_reason["unread_answer"] == 1)
         # its last progress was in one interval, the next interval has none
-        assert time.monotonic() - stopped < 5
+        wait_until(lambda: stats.closed_by_reason["unread_answer"] == 1)
 
 
 def test_an_unread_finished_answer_times_out():
@@ -184,7 +185,7 @@ def test_an_unread_finished_answer_times_out():
 # Invalid HTTP
 
 
-@pytest.mark.parametrize(
+@rows(
     "data",
     [
         b"hello\r\n\r\n",
@@ -202,9 +203,7 @@ def test_an_unread_finished_answer_times_out():
 )
 def test_invalid_http_gets_our_error_format(data: bytes, connect: Connect):
     client = connect().send(data)
-    reply = client.read_reply()
-    if reply.status != 408:
-        assert is_our_error(reply, 400, "invalid_http")
+    assert is_our_error(client.read_reply(), 400, "invalid_http")
     assert client.is_closed()
     assert connect().send(GET).read_reply().status == 200
 
@@ -384,14 +383,14 @@ def test_at_the_limit_the_longest_waiting_connection_is_closed():
         assert reply.headers["retry-after"] == "1"
 
 
-def test_new_connections_are_closed_before_idle_ones():
+def test_new_connections_are_closed_before_idle_ones(stats: ConnectionStats):
     """A keep-alive client lost its next request to many connections that sent nothing."""
-    with run_server(max_connections=3) as connect:
+    with run_server(None, stats, max_connections=3) as connect:
         idle = connect()
         assert idle.send(GET).read_reply().status == 200
         for _ in range(5):
             connect()
-        time.sleep(0.2)
+        wait_until(lambda: stats.accepted_connections == 6)
         assert idle.send(GET).read_reply().status == 200
 
 
@@ -404,6 +403,7 @@ def test_a_connection_with_a_response_is_never_closed_for_others():
         rejected = connect()
         assert is_our_error(rejected.read_reply(), 503, "too_many_connections")
         assert rejected.is_closed()
+        # they would have been closed instead of the rejected one
         assert not any(client.is_closed(within=0.1) for client in streaming)
         streaming.pop().socket.close()
         wait_until(lambda: generate.num_closed == 1)
@@ -554,10 +554,10 @@ def test_the_number_of_sockets_is_bounded_while_rejected_ones_linger(stats: Conn
 
 def test_closed_connections_are_counted_by_reason(stats: ConnectionStats):
     generate = FakeGenerate([text("x" * 20_000_000), finish()])
-    limits = {"header_timeout": 0.2, "body_timeout": 0.3}
-    with run_server(generate, stats, **limits) as connect:
+    with run_server(None, stats, header_timeout=0.2) as connect:
         assert connect().is_closed()
-        assert connect().send(GET[:5]).read_reply().status == 408
+        connect().send(GET[:5]).read_until(lambda _: False)
+    with run_server(generate, stats, body_timeout=0.3) as connect:
         assert connect().send(post(CHAT_BODY)[:-3]).read_reply().status == 408
         assert connect().send(b"hello\r\n\r\n").read_reply().status == 400
         assert connect().send(head("GET", "/", **LONG_FIELD)).read_reply().status == 431

@@ -11,6 +11,7 @@ from app.core.settings import Settings
 from app.http.host_and_origin import AllowedHosts, check_host, parse_host
 from tests.api.asgi import send_request
 from tests.fakes import FakeGenerate
+from tests.rows import rows
 
 CHAT = "/v1/chat/completions"
 
@@ -38,7 +39,7 @@ def passes(*hosts: str, target: str = "/v1/models", version: str = "1.1", **sett
     return False
 
 
-@pytest.mark.parametrize(
+@rows(
     "host",
     [
         "localhost",
@@ -62,7 +63,7 @@ def test_loopback_names_and_all_addresses_are_allowed(host: str):
     assert passes(host)
 
 
-@pytest.mark.parametrize(
+@rows(
     "host",
     [
         "evil.example",
@@ -85,7 +86,7 @@ def test_public_names_are_rejected(host: str):
     assert not passes(host)
 
 
-@pytest.mark.parametrize(
+@rows(
     "host",
     [
         "",
@@ -161,7 +162,7 @@ def test_allowed_hosts_are_exact_names_or_domains():
     assert not passes("evillan.example", **allowed)
 
 
-@pytest.mark.parametrize(
+@rows(
     "name",
     ["", "*", "*.example.org", "http://a", "a:80", "a b", "..a", "a..b", ".", "a/", "[::1]", "é.a"],
 )

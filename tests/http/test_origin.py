@@ -8,6 +8,7 @@ from app.core.settings import Settings
 from app.http.host_and_origin import AllowedOrigins, check_origin
 from tests.api.asgi import send_request
 from tests.fakes import FakeGenerate
+from tests.rows import rows
 
 CHAT = "/v1/chat/completions"
 UI = "https://chat.example.org"
@@ -32,8 +33,8 @@ def test_a_client_without_origin_passes():
     assert passes("POST")
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "QUERY", "BREW"])
-@pytest.mark.parametrize(
+@rows("method", ["POST", "PUT", "DELETE", "PATCH", "QUERY", "BREW"])
+@rows(
     "headers",
     [
         {"origin": "https://evil.example", "sec_fetch_site": "cross-site"},
@@ -89,7 +90,7 @@ def test_a_star_allows_all_origins():
     assert passes("POST", "*", origin="https://evil.example", sec_fetch_site="cross-site")
 
 
-@pytest.mark.parametrize(
+@rows(
     "origin",
     [
         "",

@@ -25,6 +25,8 @@ from app.http.streaming import (
 )
 from tests.api.asgi import Conversation, send_request, serve_app
 from tests.fakes import FakeGenerate, build_fake_app
+from tests.rows import rows
+from tests.server_process import TIMEOUT
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "fake/model", "messages": [{"role": "user", "content": "hi"}]}
@@ -37,8 +39,8 @@ def call():
     return partial(send_request, FakeGenerate())
 
 
-@pytest.mark.parametrize("path", POSTS)
-@pytest.mark.parametrize(
+@rows("path", POSTS)
+@rows(
     "body",
     [
         b"",
@@ -64,8 +66,8 @@ def test_a_body_must_be_a_json_object(call: Any, path: str, body: bytes):
     assert reply.error["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("path", POSTS)
-@pytest.mark.parametrize("kind", ["text/plain", "", "application/x-www-form-urlencoded", "json"])
+@rows("path", POSTS)
+@rows("kind", ["text/plain", "", "application/x-www-form-urlencoded", "json"])
 def test_other_content_types_are_rejected(call: Any, path: str, kind: str):
     reply = call("POST", path, BODY, {"content-type": kind})
     assert reply.status == 415
@@ -125,7 +127,7 @@ def test_a_body_may_arrive_in_parts():
 def test_the_connection_is_kept_after_a_too_large_body():
     """The client reads the 413 while it is still sending, and reuses the connection."""
     with serve_app(build_fake_app(FakeGenerate(), Settings(max_body=1000))) as url:
-        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=5)
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=TIMEOUT)
         headers = {"Content-Type": "application/json"}
         for _ in range(2):
             connection.request("POST", CHAT, b" " * 5_000_000, headers)
@@ -139,7 +141,7 @@ def test_the_connection_is_kept_after_a_too_large_body():
         connection.close()
 
 
-@pytest.mark.parametrize("kind", ErrorKind)
+@rows("kind", ErrorKind)
 def test_every_error_kind_has_a_status(kind: ErrorKind):
     error = AppError(kind, "what", param="where")
     assert set(render_error(error)["error"]) == {"message", "type", "param", "code"}
@@ -193,7 +195,7 @@ class StreamClient:
 
     async def send(self, frames: AsyncIterator[bytes], keep_alive: float) -> None:
         scope = {"type": "http", "method": "POST"}
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(TIMEOUT):
             await send_event_stream(
                 frames, scope, self._receive_message, KeepAlive(seconds=keep_alive)
             )
@@ -258,6 +260,7 @@ def test_nothing_is_sent_after_the_end_of_a_stream():
         client = StreamClient()
         await client.send(frames_with_pauses(b"data: 1\n\n"), 0.01)
         count = len(client.messages)
+        # longer than the interval of keep-alives; a shorter sleep could only miss one
         await asyncio.sleep(0.05)
         assert len(client.messages) == count
         assert not client.messages[-1]["more_body"]

@@ -5,10 +5,10 @@ import inspect
 import re
 from pathlib import Path
 
-import pytest
 import uvicorn
 
 from app.http.uvicorn_internals import UNDOCUMENTED
+from tests.rows import rows
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = ("asyncio", "h11", "sse_starlette", "starlette", "uvicorn")
@@ -22,7 +22,7 @@ def has_attribute(cls: type, name: str) -> bool:
     return any(re.search(rf"self\.{name}\b", inspect.getsource(base)) for base in bases)
 
 
-@pytest.mark.parametrize(
+@rows(
     ("cls", "name"),
     [(cls, name) for cls, names in UNDOCUMENTED for name in names],
     ids=lambda value: value if isinstance(value, str) else value.__name__,

@@ -30,6 +30,7 @@ from tests.models import parity
 from tests.models.architectures import Case, cases
 from tests.models.kernel_switch import use_kernels
 from tests.models.mlx_attention import StandInAttention
+from tests.rows import rows
 
 pytestmark = pytest.mark.skipif(
     kernels.ops() is None, reason="our kernels take the place of a GPU's fused attention"
@@ -151,7 +152,7 @@ def _repeat_first_chunk(kv: Sequence[LayerCache]) -> None:
     mx.eval([layer.state() for layer in kv])
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("device", AttentionDevice)
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_a_chunk_holds_no_more_than_the_ledger_reserves(name: str, device: AttentionDevice) -> None:
@@ -189,9 +190,9 @@ def draw_array(seed: int, *shape: int) -> mx.array:
     return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
-@pytest.mark.parametrize("limit", [1 << 14, 1 << 17, 1 << 20])
-@pytest.mark.parametrize("mask", ["causal", "array", None])
-@pytest.mark.parametrize("extra", ["plain", "sinks", "softcap"])
+@rows("limit", [1 << 14, 1 << 17, 1 << 20])
+@rows("mask", ["causal", "array", None])
+@rows("extra", ["plain", "sinks", "softcap"])
 def test_pieces_equal_the_whole(limit: int, mask: str | None, extra: str) -> None:
     """To the rounding of MLX's products, which may depend on the number of rows."""
     heads, length, total = 6, 40, 100

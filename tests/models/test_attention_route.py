@@ -17,6 +17,7 @@ from models.attention_route import (
     workspace_bytes,
 )
 from tests.models.mlx_attention import Call, ask_mlx
+from tests.rows import rows
 
 MASKS = {AttentionMask.NONE: "", AttentionMask.CAUSAL: "causal", AttentionMask.ARRAY: "array"}
 DIMS = [(d, d) for d in (32, 64, 72, 80, 96, 112, 128, 192, 256, 512)] + [(192, 128), (128, 64)]
@@ -65,7 +66,7 @@ def test_the_route_is_the_choice_of_mlx(device: AttentionDevice, mask: Attention
     assert seen == expected[device]
 
 
-@pytest.mark.parametrize(
+@rows(
     ("device", "changed", "length", "total", "route"),
     [
         # Llama, Qwen3, Mistral
@@ -104,10 +105,10 @@ def test_routes_of_known_families(
     assert found.name == route
 
 
-@pytest.mark.parametrize("heads", [1, 2, 6, 8, 32])
-@pytest.mark.parametrize("kv_heads", [1, 2])
-@pytest.mark.parametrize("length", [1, 7, 512, 2048])
-@pytest.mark.parametrize("total", [2048, 8191, 131072, 1_000_000])
+@rows("heads", [1, 2, 6, 8, 32])
+@rows("kv_heads", [1, 2])
+@rows("length", [1, 7, 512, 2048])
+@rows("total", [2048, 8191, 131072, 1_000_000])
 def test_pieces_cover_every_query_of_every_head_once_and_are_bounded(
     heads: int, kv_heads: int, length: int, total: int
 ) -> None:
@@ -132,8 +133,8 @@ def test_pieces_cover_every_query_of_every_head_once_and_are_bounded(
     assert 2 * plan.piece_bytes <= counted <= 2 * attention_route.PIECE_BYTES
 
 
-@pytest.mark.parametrize("device", AttentionDevice)
-@pytest.mark.parametrize(
+@rows("device", AttentionDevice)
+@rows(
     "changed",
     [
         {},

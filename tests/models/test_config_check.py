@@ -9,6 +9,7 @@ import pytest
 
 from models.base import Config, ModelError
 from models.config_check import matches_annotation
+from tests.rows import rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,7 @@ class ExampleConfig(Config):
     full_attention_interval: int = 4
 
 
-@pytest.mark.parametrize(
+@rows(
     ("hint", "good", "bad"),
     [
         (int, [0, -1, 10**400], [1.0, True, "1", None, [1], {}]),
@@ -53,7 +54,7 @@ def test_values_are_checked_against_their_annotation(
     assert [value for value in bad if matches_annotation(value, hint)] == []
 
 
-@pytest.mark.parametrize(
+@rows(
     ("key", "value", "words"),
     [
         ("hidden_size", "64", "hidden_size is '64', but must be an integer"),

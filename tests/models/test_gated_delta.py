@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models import gated_delta
+from tests.rows import rows
 
 Form = Callable[..., tuple[mx.array, mx.array]]
 
@@ -75,9 +76,9 @@ def test_both_forms_agree_with_the_formulas(form: Form, seed: int, length: int, 
 
 
 @FORMS
-@pytest.mark.parametrize("length", [1, 7, gated_delta.CHUNK_LENGTH, gated_delta.CHUNK_LENGTH + 1])
-@pytest.mark.parametrize("log_gate", [0.0, -1e-7, -90.0, -1e4])
-@pytest.mark.parametrize("step", [0.0, 1.0])
+@rows("length", [1, 7, gated_delta.CHUNK_LENGTH, gated_delta.CHUNK_LENGTH + 1])
+@rows("log_gate", [0.0, -1e-7, -90.0, -1e4])
+@rows("step", [0.0, 1.0])
 def test_extreme_gates_and_steps_keep_the_precision(
     form: Form, length: int, log_gate: float, step: float
 ) -> None:

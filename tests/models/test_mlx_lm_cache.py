@@ -14,14 +14,15 @@ from models.mlx_lm_cache import (
     MlxLmLayerCache,
     MlxLmRotatingKVCache,
 )
+from tests.rows import rows
 
 WINDOW = 5
 
 
-@pytest.mark.parametrize("return_array", [False, True])
-@pytest.mark.parametrize("length", [1, 2, WINDOW, 9])
-@pytest.mark.parametrize("before", [0, 1, WINDOW - 1, WINDOW, 12])
-@pytest.mark.parametrize("kind", ["unbounded", "unbounded-with-window", "window", "its-own-window"])
+@rows("return_array", [False, True])
+@rows("length", [1, 2, WINDOW, 9])
+@rows("before", [0, 1, WINDOW - 1, WINDOW, 12])
+@rows("kind", ["unbounded", "unbounded-with-window", "window", "its-own-window"])
 def test_masks_equal_those_of_mlx_lm(
     kind: str, before: int, length: int, return_array: bool
 ) -> None:

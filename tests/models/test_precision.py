@@ -13,14 +13,13 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
-from models import architectures
-from models.checkpoint_config import get_text_config
 from models.cpu_layout import apply_cpu_layout
 from models.kernels import layers
 from models.kv import KVBuffers, LayerCache
 from models.recurrent import RecurrentCache
-from tests.models.architectures import Case, cases
+from tests.models.architectures import Case, build_untrained, cases
 from tests.models.kernel_switch import BOTH, use_kernels
+from tests.rows import rows
 
 # checkpoints have these in float32 and all other tensors in half precision
 PRECISE = ("A_log", "dt_bias", "linear_attn.norm.weight", "_correction_bias", "expert_bias")
@@ -29,21 +28,12 @@ PRECISE = ("A_log", "dt_bias", "linear_attn.norm.weight", "_correction_bias", "e
 PIECES = (1, 40, 20, 1)
 
 
-@pytest.fixture(scope="module", params=cases(), ids=lambda case: case.id)
-def case(request: pytest.FixtureRequest) -> Case:
-    return request.param
+each_case = rows("case", cases(), ids=lambda case: case.id)
+each_dtype = rows("dtype", [mx.bfloat16, mx.float16], ids=["bfloat16", "float16"])
 
 
-@pytest.fixture(params=[mx.bfloat16, mx.float16], ids=["bfloat16", "float16"])
-def dtype(request: pytest.FixtureRequest) -> mx.Dtype:
-    return request.param
-
-
-@pytest.fixture
-def model(case: Case, dtype: mx.Dtype) -> Any:
-    config = get_text_config(case.config)
-    architecture = architectures._find_architecture(config)
-    model = architecture.Model(architecture.Config.from_dict(config))
+def build_model(case: Case, dtype: mx.Dtype) -> Any:
+    model = build_untrained(case)
     flat: Any = tree_flatten(model.parameters())
     model.update(
         tree_unflatten([(name, a.astype(dtype)) for name, a in flat if not name.endswith(PRECISE)])
@@ -51,12 +41,18 @@ def model(case: Case, dtype: mx.Dtype) -> Any:
     return model
 
 
-def test_a_sequence_has_the_type_of_the_weights(model: Any, dtype: mx.Dtype) -> None:
+@each_dtype
+@each_case
+def test_a_sequence_has_the_type_of_the_weights(case: Case, dtype: mx.Dtype) -> None:
+    model = build_model(case, dtype)
     assert _evaluate_types(model, model.make_kv()) == {dtype}
 
 
 @pytest.mark.parametrize("with_kernels", BOTH)
-def test_a_cpu_computes_in_float32(model: Any, dtype: mx.Dtype, with_kernels: bool) -> None:
+@each_dtype
+@each_case
+def test_a_cpu_computes_in_float32(case: Case, dtype: mx.Dtype, with_kernels: bool) -> None:
+    model = build_model(case, dtype)
     with use_kernels(enabled=with_kernels):
         apply_cpu_layout(model)
         modules: Any = model.named_modules()
@@ -69,16 +65,19 @@ def test_a_cpu_computes_in_float32(model: Any, dtype: mx.Dtype, with_kernels: bo
     assert {array.dtype for _, array in flat if array.ndim == 1} <= {mx.float32}
 
 
-def test_rows_of_a_batch_have_the_type_of_the_weights(model: Any, dtype: mx.Dtype) -> None:
-    rows = [model.make_kv() for _ in range(3)]
-    for length, kv in enumerate(rows, start=1):
+@each_dtype
+@each_case
+def test_rows_of_a_batch_have_the_type_of_the_weights(case: Case, dtype: mx.Dtype) -> None:
+    model = build_model(case, dtype)
+    sequences = [model.make_kv() for _ in range(3)]
+    for length, kv in enumerate(sequences, start=1):
         model(mx.zeros((1, length), mx.int32), kv)
     together = [
         layers[0].make_batch(layers, mx.array([layer.offset for layer in layers]))
-        for layers in zip(*rows, strict=True)
+        for layers in zip(*sequences, strict=True)
     ]
     assert model(mx.zeros((3, 1), mx.int32), together).dtype == dtype
-    assert {found for kv in rows for found in _cache_types(kv)} <= {dtype}
+    assert {found for kv in sequences for found in _cache_types(kv)} <= {dtype}
 
 
 def _evaluate_types(model: Any, kv: list[LayerCache]) -> set[mx.Dtype]:

@@ -16,6 +16,7 @@ from models.quant import (
     quantize_model,
     replace_quantized_layers,
 )
+from tests.rows import rows
 
 WIDTH = 384
 KINDS = [
@@ -58,12 +59,12 @@ class Pair(nn.Module):
         self.b = nn.Linear(WIDTH, 16, bias=True)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@rows("kind", KINDS, ids=str)
 def test_all_packings_of_mlx_are_distinguished(kind: Packing) -> None:
     assert infer_packing("q", WIDTH, tensors("q", draw_weight(16, WIDTH), kind)) == kind
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@rows("kind", KINDS, ids=str)
 def test_a_layer_equals_its_dequantized_weight(kind: Packing) -> None:
     pair = Pair()
     weights = tensors("a", draw_weight(16, WIDTH), kind)
@@ -101,7 +102,7 @@ def make_invalid(**parts: Any) -> dict[str, mx.array]:
     return weights
 
 
-@pytest.mark.parametrize(
+@rows(
     ("weights", "message"),
     [
         (

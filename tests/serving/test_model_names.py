@@ -16,6 +16,7 @@ from app.serving.router import ModelRouter
 from tests import tiny
 from tests.api.asgi import Conversation, Reply
 from tests.fakes import CARD, FakeGenerate, FakeModel, build_fake_app
+from tests.rows import rows
 from tests.serving.test_router import with_router
 
 HI = [{"role": "user", "content": "hi"}]
@@ -97,7 +98,7 @@ ROUTES = {
     "load": Route("POST", "/v1/models/load", {}, read_id),
     "unload": Route("POST", "/v1/models/unload", {}, read_id),
 }
-for_each_route = pytest.mark.parametrize("route", ROUTES.values(), ids=list(ROUTES))
+for_each_route = rows("route", ROUTES.values(), ids=list(ROUTES))
 
 
 class RecordingGenerate:
@@ -122,7 +123,7 @@ async def send(app: Any, route: Route, model: str) -> Reply:
 
 
 @for_each_route
-@pytest.mark.parametrize("name", ["org/m", "org/m:latest"])
+@rows("name", ["org/m", "org/m:latest"])
 def test_every_route_accepts_a_name_with_ollamas_tag(route: Route, name: str):
     """The response has the name without the tag."""
     generate = RecordingGenerate("first", "org/m", "last")
@@ -144,7 +145,7 @@ def test_a_model_with_the_tag_in_its_name_is_preferred(route: Route):
 
 
 @for_each_route
-@pytest.mark.parametrize("name", ["none", "first:8b", "../../etc", "x" * 5000])
+@rows("name", ["none", "first:8b", "../../etc", "x" * 5000])
 def test_every_route_rejects_an_unknown_model(route: Route, name: str):
     generate = RecordingGenerate("first")
     reply = asyncio.run(send(build_fake_app(generate, Settings()), route, name))

@@ -4,9 +4,10 @@ import pytest
 
 from app.store.library_names import find_equivalent, list_library, suggest_names
 from app.store.model_names import HubName, parse_hub_name
+from tests.rows import rows
 
 
-@pytest.mark.parametrize(
+@rows(
     ("name", "repository"),
     [
         ("qwen3:4b", "Qwen3-4B-4bit"),
@@ -27,7 +28,7 @@ def test_a_name_has_an_equivalent(name: str, repository: str):
     assert find_equivalent(name) == HubName(repo_id=f"mlx-community/{repository}")
 
 
-@pytest.mark.parametrize(
+@rows(
     "name",
     [
         *("qwen3:5b", "qwen3:4b-q2_K", "gpt-oss:20b-q8_0", "someone/qwen3:4b", "org/name"),

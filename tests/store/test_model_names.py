@@ -12,6 +12,7 @@ from app.store.model_names import (
     parse_model_name,
     parse_ollama_name,
 )
+from tests.rows import rows
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ INVALID_NAMES = [
 ]
 
 
-@pytest.mark.parametrize("text", INVALID_NAMES)
+@rows("text", INVALID_NAMES)
 def test_no_name_leads_out_of_a_store(text: str) -> None:
     """Names such as org/-name are invalid on the hub and in Ollama."""
     assert parse_hub_name(text) is None

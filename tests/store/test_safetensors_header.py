@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from app.core.errors import AppError, ErrorKind
 from app.store import safetensors_header
+from tests.rows import rows
 from tests.store.shards import count_bytes_read, tensor_entry, write, write_tensors
 
 
@@ -115,7 +116,7 @@ WRONG: list[tuple[Any, int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("header", "data", "part"), WRONG)
+@rows(("header", "data", "part"), WRONG)
 def test_an_invalid_header_is_a_one_line_error(
     tmp_path: Path, header: Any, data: int, part: str
 ) -> None:

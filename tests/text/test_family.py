@@ -4,11 +4,10 @@ import pkgutil
 from importlib import import_module
 from pathlib import Path
 
-import pytest
-
 from app.grammar.constraint import ReasoningTags
 from app.text import families
 from app.text.family import ChatFamily, find_family
+from tests.rows import rows
 from tests.text.families.reading import check_text, join_content, join_reasoning
 from tests.text.families.rows import roundtrip, templates
 
@@ -43,7 +42,7 @@ def test_no_family_claims_a_template_without_calls():
     assert find_family("") is None
 
 
-@pytest.mark.parametrize("module", MODULES)
+@rows("module", MODULES)
 def test_a_family_is_a_class_with_markers_and_its_own_test(module):
     family = import_module(f"{families.__name__}.{module}").Family()
     assert isinstance(family, ChatFamily)
@@ -51,13 +50,13 @@ def test_a_family_is_a_class_with_markers_and_its_own_test(module):
     assert (Path(__file__).parent / "families" / f"test_{module}.py").is_file()
 
 
-@pytest.mark.parametrize("module", MODULES)
+@rows("module", MODULES)
 def test_no_family_claims_a_text_with_think_tags_only(module):
     family = import_module(f"{families.__name__}.{module}").Family()
     assert not family.matches("{{ '<think>' }}{{ messages[0].content }}{{ '</think>' }}")
 
 
-@pytest.mark.parametrize(
+@rows(
     ("text", "in_reasoning", "expected_reasoning", "expected_content"),
     [
         ("<think>a</think>b", False, "a", "b"),

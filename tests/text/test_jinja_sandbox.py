@@ -11,6 +11,7 @@ import pytest
 
 from app.core.errors import AppError, ErrorKind
 from app.text.jinja_sandbox import SandboxedTemplate
+from tests.rows import rows
 
 NOON = datetime(2025, 7, 10, 12)
 
@@ -289,7 +290,7 @@ def test_filters_for_html_are_removed():
             SandboxedTemplate("{{ 'x' | " + name + " }}", location="a file")
 
 
-@pytest.mark.parametrize(
+@rows(
     ("source", "expected"),
     [
         ("{{ '%5.2f|%-3s|%%|%(a)s' % {'a': 1} if false else '%5.2f|%-3s|%%' % (1.5, 'x') }}",

@@ -12,6 +12,7 @@ from app.text.prompt import (
     check_thinking_budget,
     fit_reasoning,
 )
+from tests.rows import rows
 from tests.text.families.rows import templates
 from tests.text.templates import USER, build_prompt, make_prompt_builder
 
@@ -24,7 +25,7 @@ def build_kwargs(
     return dict(build_thinking_kwargs(reasoning, frozenset(variables), **options))
 
 
-@pytest.mark.parametrize(
+@rows(
     ("effort", "variables", "expected"),
     [
         (None, ("enable_thinking", "reasoning_effort"), {}),
@@ -110,7 +111,7 @@ REASONING_STATES = {
 }
 
 
-@pytest.mark.parametrize("name", REASONING_STATES)
+@rows("name", REASONING_STATES)
 def test_an_effort_switches_real_templates(shared: Any, name: str) -> None:
     builder = make_prompt_builder(templates(shared)[f"{name}.jinja"])
 
@@ -154,7 +155,7 @@ def fit(thinking: ReasoningOptions, *variables: str, source: str = "", **known: 
     return options.effort, options.token_budget
 
 
-@pytest.mark.parametrize(
+@rows(
     ("effort", "variables", "source", "expected"),
     [
         ("none", (), "", None),

@@ -11,6 +11,7 @@ from tokenizers import decoders, normalizers, pre_tokenizers
 
 from app.core.errors import LibraryPanic, PanicGuard
 from app.text.tokenizer_expansion import ExpansionFactors
+from tests.rows import rows
 from tests.text.conftest import KINDS, REAL
 
 
@@ -73,7 +74,7 @@ def test_the_factor_of_a_precompiled_table_is_its_longest_text():
     )
 
 
-@pytest.mark.parametrize(
+@rows(
     ("pattern", "factor"),
     [
         (" {2,}", 7),

@@ -16,6 +16,7 @@ from tests.api.anthropic.requests import (
     turns,
     words,
 )
+from tests.rows import rows
 
 MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 PLAIN = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}
@@ -46,7 +47,7 @@ def test_a_compaction_is_its_summary():
     assert user({"type": "compaction"}, words("x")) == "x"
 
 
-@pytest.mark.parametrize(
+@rows(
     "block",
     [
         {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}},

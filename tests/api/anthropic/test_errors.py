@@ -8,6 +8,7 @@ from app.http.errors import ERROR_FORMATS
 from tests.api.anthropic.requests import body, events, send
 from tests.api.asgi import Reply, send_request
 from tests.fakes import FakeGenerate, text
+from tests.rows import rows
 from tests.test_openapi import schema_validator
 
 
@@ -15,8 +16,8 @@ def send_failing_request(error: AppError, **fields: object) -> Reply:
     return send_request(FakeGenerate(open_error=error), "POST", "/v1/messages", body(**fields))
 
 
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("kind", ErrorKind)
+@rows("stream", [True, False])
+@rows("kind", ErrorKind)
 def test_each_kind_has_its_status_and_type(kind: ErrorKind, stream: bool):
     reply = send_failing_request(AppError(kind, "what", param="where", code="word"), stream=stream)
     assert reply.status == ERROR_TYPES[kind].status
@@ -27,7 +28,7 @@ def test_each_kind_has_its_status_and_type(kind: ErrorKind, stream: bool):
     assert ("retry-after" in reply.headers) == waits
 
 
-@pytest.mark.parametrize("kind", ErrorKind)
+@rows("kind", ErrorKind)
 def test_an_error_without_its_own_code_has_the_code_of_the_error_table(kind: ErrorKind):
     code = send_failing_request(AppError(kind, "what")).json["error"]["details"]["error_code"]
     assert code == (ERROR_FORMATS[kind].code or "invalid_request")

@@ -16,6 +16,7 @@ from tests.api.anthropic.requests import (
     turns,
     words,
 )
+from tests.rows import rows
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.197.84c; cc_entrypoint=cli; cch=a1b2c;"
 
@@ -105,7 +106,7 @@ def test_unusual_roles_of_claude_code_become_user(role: str):
     assert turns({"role": role, "content": "x"}) == [("user", "x")]
 
 
-@pytest.mark.parametrize(
+@rows(
     ("messages", "path"),
     [
         ([], "messages"),

@@ -10,6 +10,7 @@ from app.api.anthropic.request import ACCEPTED_FIELDS
 from app.core.requests import Conversation, JsonSchema, ReasoningOptions
 from tests.api.anthropic.requests import body, parse_body, rejection, send, words
 from tests.fakes import CARD
+from tests.rows import rows
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FORMAT = {"type": "json_schema", "schema": SCHEMA}
@@ -102,7 +103,7 @@ def test_parts_may_have_unknown_attributes():
     assert parse_body(body({"role": "user", "content": [block], "new": 1})) == parse_body(body())
 
 
-@pytest.mark.parametrize(
+@rows(
     ("fields", "path"),
     [
         ({"max_tokens": None}, "max_tokens"),

@@ -3,11 +3,11 @@
 import json
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.api.anthropic.tool_arguments import ArgumentsEncoder
+from tests.rows import rows
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.text(st.characters(codec="utf-8")),
@@ -51,7 +51,7 @@ def test_any_text_becomes_an_object(text: str, cut: bool):
     assert isinstance(read(text, cut=cut), dict)
 
 
-@pytest.mark.parametrize(
+@rows(
     ("text", "expected"),
     [
         ("", {}),

@@ -6,6 +6,7 @@ import pytest
 
 from app.core.requests import NamedToolChoice
 from tests.api.anthropic.requests import body, parse_body, rejection, send
+from tests.rows import rows
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"name": "get_weather", "description": "The weather.", "input_schema": SCHEMA}
@@ -76,7 +77,7 @@ def test_each_choice_is_applied(choice: Any, expected: Any, parallel: bool):
     assert (request.tool_choice, request.parallel_tool_calls) == (expected, parallel)
 
 
-@pytest.mark.parametrize(
+@rows(
     ("fields", "path"),
     [
         ({"tools": [{"name": "f"}]}, "tools.0.input_schema"),

@@ -16,6 +16,7 @@ from app.http.api_keys import ApiKey, Keyring, generate_key, hash_key
 from tests.api.asgi import Conversation as Exchange
 from tests.api.asgi import Reply
 from tests.fakes import CARD, DETAILS, FOREVER, FakeGenerate, build_fake_app, finish, text
+from tests.rows import rows
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -182,7 +183,7 @@ def test_options_have_ollamas_defaults_after_the_models_own(generate: FakeGenera
     )
 
 
-@pytest.mark.parametrize(
+@rows(
     ("fields", "message"),
     [
         ({"options": {"temperature": "hot"}}, 'option "temperature" must be of type float32'),

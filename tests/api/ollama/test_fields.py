@@ -13,6 +13,7 @@ from app.api.ollama.options import IGNORED_NOTICE, IGNORED_OPTIONS
 from tests.api.asgi import Reply, send_request
 from tests.api.test_fields_table import ROOT, Row, parse_rows, read_schema_fields
 from tests.fakes import CARD, FakeGenerate
+from tests.rows import rows
 
 METHODS = {"delete": "DELETE"}  # POST otherwise
 
@@ -87,7 +88,7 @@ def list_effects(generate: FakeGenerate) -> list[object]:
     return [*generate.opened, *generate.embedded, *generate.loaded, *generate.library.calls]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@rows("row", ROWS, ids=str, parts=2)
 def test_the_server_does_what_the_row_says(row: Row):
     reply, generate = send(row.endpoint, build_body(row))
     if row.status == "refused":

@@ -18,6 +18,7 @@ from app.core.errors import AppError, ErrorKind
 from tests.api.test_fields_table import MINIMAL
 from tests.fakes import CARD
 from tests.openapi_document import read_openapi
+from tests.rows import rows
 
 ROOT = Path(__file__).parents[3]
 SCHEMAS = {
@@ -86,7 +87,7 @@ def parse(endpoint: Endpoint, **fields: Any) -> Any:
             return parse_embeddings(body, model)
 
 
-@pytest.mark.parametrize("pair", ROWS, ids=row_id)
+@rows("pair", ROWS, ids=row_id)
 def test_neutral_values_are_accepted(pair: tuple[CompatField, Endpoint]):
     row, endpoint = pair
     expected = parse(endpoint)
@@ -94,7 +95,7 @@ def test_neutral_values_are_accepted(pair: tuple[CompatField, Endpoint]):
         assert parse(endpoint, **{row.name: value}) == expected
 
 
-@pytest.mark.parametrize("pair", ROWS, ids=row_id)
+@rows("pair", ROWS, ids=row_id)
 def test_other_values_are_rejected_and_the_field_is_named(pair: tuple[CompatField, Endpoint]):
     row, endpoint = pair
     others = [value for value in VALUES if not is_accepted(row, value)]
@@ -106,7 +107,7 @@ def test_other_values_are_rejected_and_the_field_is_named(pair: tuple[CompatFiel
         assert found == (ErrorKind.INVALID, row.name), value
 
 
-@pytest.mark.parametrize("pair", ROWS, ids=row_id)
+@rows("pair", ROWS, ids=row_id)
 def test_openapi_accepts_the_same_values(pair: tuple[CompatField, Endpoint]):
     row, endpoint = pair
     schema = DOCUMENT["components"]["schemas"][SCHEMAS[endpoint]]["properties"][row.name]

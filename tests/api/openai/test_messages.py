@@ -9,6 +9,7 @@ from app.api.fields import Fields
 from app.api.openai.messages import read_conversation
 from app.core.errors import AppError, ErrorKind
 from app.core.requests import Message, ToolCall
+from tests.rows import rows
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 
@@ -256,7 +257,7 @@ WRONG: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("message", "param"), WRONG)
+@rows(("message", "param"), WRONG)
 def test_an_invalid_message_is_named_in_the_error(message: Any, param: str):
     with pytest.raises(AppError) as caught:
         read(message)

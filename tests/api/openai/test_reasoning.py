@@ -14,6 +14,7 @@ from app.api.openai.reasoning import (
 from app.api.openai.sampling import read_template_options
 from app.core.errors import AppError, ErrorKind
 from app.core.requests import ReasoningOptions
+from tests.rows import rows
 
 
 def read(**given: Any) -> tuple[ReasoningOptions, dict[str, Any]]:
@@ -41,7 +42,7 @@ def test_template_variables_are_passed_unchanged():
     assert read(chat_template_kwargs=options) == (ReasoningOptions(), options)
 
 
-@pytest.mark.parametrize(
+@rows(
     ("given", "param"),
     [
         ({"reasoning_effort": "much"}, "reasoning_effort"),
@@ -90,7 +91,7 @@ OFF = ReasoningOptions(effort="none", param="enable_thinking")
 ON = ReasoningOptions(enabled=True, param="enable_thinking")
 
 
-@pytest.mark.parametrize(
+@rows(
     ("given", "options"),
     [
         ({"enable_thinking": False}, OFF),

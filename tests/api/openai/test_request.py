@@ -17,6 +17,7 @@ from app.core.requests import (
     PromptBatch,
     ReasoningOptions,
 )
+from tests.rows import rows
 
 HI = [{"role": "user", "content": "hi"}]
 MODEL = "m"
@@ -213,7 +214,7 @@ def test_usage_at_the_end_of_a_stream_must_be_requested():
     assert not chat(stream=True, stream_options={"include_obfuscation": False}).include_usage
 
 
-@pytest.mark.parametrize(
+@rows(
     "fields",
     [
         {"n": 1},
@@ -327,14 +328,14 @@ COMPLETION: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "param"), BOTH + CHAT)
+@rows(("fields", "param"), BOTH + CHAT)
 def test_an_invalid_field_of_chat_is_named(fields: Any, param: str):
     error = get_error(chat, **fields)
     assert (error.kind, error.param) == (ErrorKind.INVALID, param)
     assert param.split(".")[0] in error.message
 
 
-@pytest.mark.parametrize(("fields", "param"), BOTH + COMPLETION)
+@rows(("fields", "param"), BOTH + COMPLETION)
 def test_an_invalid_field_of_completions_is_named(fields: Any, param: str):
     error = get_error(completion, **fields)
     assert (error.kind, error.param) == (ErrorKind.INVALID, param)

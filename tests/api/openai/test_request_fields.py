@@ -14,6 +14,7 @@ from app.api.openai.request import (
     read_service_tier,
 )
 from app.core.errors import AppError, ErrorKind
+from tests.rows import rows
 
 
 def check(**body: Any) -> None:
@@ -47,7 +48,7 @@ def test_the_limits_are_those_of_openai():
     check(user="u", safety_identifier="s", prompt_cache_key="k", metadata={})
 
 
-@pytest.mark.parametrize(
+@rows(
     ("body", "param"),
     [
         ({"user": 5}, "user"),
@@ -69,7 +70,7 @@ def test_an_invalid_field_is_named_in_the_error(body: Any, param: str):
     assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, param)
 
 
-@pytest.mark.parametrize(
+@rows(
     ("value", "seconds"),
     [
         (None, None),

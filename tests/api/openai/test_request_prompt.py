@@ -8,6 +8,7 @@ from app.api.fields import Fields
 from app.api.openai.request import read_n, read_prompt
 from app.core.errors import AppError, ErrorKind
 from app.core.requests import PromptBatch
+from tests.rows import rows
 
 
 def read(**body: Any) -> tuple[Any, int]:
@@ -39,7 +40,7 @@ def test_n_may_be_as_large_as_openai_allows():
     assert read(prompt=["a", "b"], n=64)[1] == 64
 
 
-@pytest.mark.parametrize(
+@rows(
     ("body", "param"),
     [
         ({}, "prompt"),

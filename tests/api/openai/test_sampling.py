@@ -7,6 +7,7 @@ import pytest
 from app.api.fields import Fields
 from app.api.openai.sampling import StopConditions, read_sampling, read_stop_conditions
 from app.core.errors import AppError, ErrorKind
+from tests.rows import rows
 
 
 def sampling_of(**body: Any) -> Any:
@@ -30,7 +31,7 @@ def test_unset_fields_are_absent():
     assert sampling_of(temperature=0, top_p=None, min_p=0.5) == {"temperature": 0, "min_p": 0.5}
 
 
-@pytest.mark.parametrize(
+@rows(
     ("fields", "sampling"),
     [
         ({"top_k": 40}, {"top_k": 40}),
@@ -159,7 +160,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "param"), WRONG)
+@rows(("body", "param"), WRONG)
 def test_an_invalid_field_is_named(body: Any, param: str):
     with pytest.raises(AppError) as caught:
         read(body)

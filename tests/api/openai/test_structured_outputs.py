@@ -9,6 +9,7 @@ from app.api.fields import Fields
 from app.api.openai.structured_outputs import read_grammar
 from app.core.errors import AppError, ErrorKind
 from app.core.requests import ChoiceGrammar, Grammar, JsonSchema, LarkGrammar, Regex
+from tests.rows import rows
 
 SCHEMA = {"type": "object", "properties": {"b": {"const": "é"}, "a": {"type": "integer"}}}
 SERIALIZED = '{"type":"object","properties":{"b":{"const":"é"},"a":{"type":"integer"}}}'
@@ -128,7 +129,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "param"), WRONG)
+@rows(("body", "param"), WRONG)
 def test_an_invalid_format_is_named(body: Any, param: str):
     with pytest.raises(AppError) as caught:
         read(**body)

@@ -8,6 +8,7 @@ from app.api.fields import Fields
 from app.api.openai.tools import NO_PARAMETERS, ToolOptions, read_tool_options
 from app.core.errors import AppError, ErrorKind
 from app.core.requests import NamedToolChoice, Tool
+from tests.rows import rows
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
@@ -157,7 +158,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "param"), WRONG)
+@rows(("body", "param"), WRONG)
 def test_an_invalid_tool_is_named(body: Any, param: str):
     with pytest.raises(AppError) as caught:
         read(**body)

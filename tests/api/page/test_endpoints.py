@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from app.api.page.endpoints import MEDIA_TYPES, STATIC
+from tests.rows import rows
 from tests.server_process import ROOT
 
 HTML = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
@@ -29,9 +30,7 @@ def test_a_browser_gets_the_page_and_other_clients_the_text(call: Any):
     assert "Accept" in page.headers["vary"], "a cache would give a client the other one"
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "/docs", "/openapi.yaml", *(f"/page/{file.name}" for file in FILES)]
-)
+@rows("path", ["/", "/docs", "/openapi.yaml", *(f"/page/{file.name}" for file in FILES)])
 def test_every_file_has_the_security_headers(call: Any, path: str):
     reply = call("GET", path, headers=HTML)
     assert reply.status == 200
@@ -74,7 +73,7 @@ def test_all_files_together_are_small():
     assert {file.suffix for file in FILES} <= set(MEDIA_TYPES)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+@rows("file", FILES, ids=lambda file: file.name)
 def test_nothing_is_loaded_from_another_server(file: Path):
     text = file.read_text("utf-8").replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"(?:src|href|from|url|import|fetch)\W{1,3}(?:https?:)?//", text)
@@ -92,7 +91,7 @@ def test_a_page_has_no_inline_script_and_no_inline_style(file: Path):
     assert set(named) <= {one.name for one in FILES}
 
 
-@pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: file.name)
+@rows("file", SCRIPTS, ids=lambda file: file.name)
 def test_a_script_never_parses_html_and_imports_only_files_of_the_page(file: Path):
     text = file.read_text("utf-8")
     assert not re.search(

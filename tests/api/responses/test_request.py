@@ -16,6 +16,7 @@ from app.core.requests import (
     Tool,
     ToolCall,
 )
+from tests.rows import rows
 
 MODEL = "fake/model"
 HI: dict[str, Any] = {"model": MODEL, "input": "hi"}
@@ -181,7 +182,7 @@ def test_a_refusal_is_content_of_the_assistant():
     assert messages(input=[{"role": "assistant", "content": content}])[0].content == "No."
 
 
-@pytest.mark.parametrize(
+@rows(
     ("item", "param"),
     [
         ({"type": "web_search_call", "id": "ws_1"}, "input.0.type"),
@@ -511,7 +512,7 @@ def test_truncation_must_match_the_setting_of_the_server():
     assert get_error(context_shift=True, truncation="disabled").param == "truncation"
 
 
-@pytest.mark.parametrize(
+@rows(
     ("fields", "param"),
     [
         ({"background": True}, "background"),

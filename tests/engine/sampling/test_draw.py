@@ -17,6 +17,7 @@ from app.engine.sampling.draw import (
     select_method,
     topk,
 )
+from tests.rows import rows
 
 VOCAB = 5000
 
@@ -58,7 +59,7 @@ def mask_top_p(logits: Any, p: float) -> Any:
     return np.where(kept, logits, -np.inf)
 
 
-@pytest.mark.parametrize(
+@rows(
     ("knobs", "expected"),
     [
         ({"temperature": 0.0, "top_k": 5, "top_p": 0.1}, SamplingMethod("greedy")),
@@ -110,9 +111,9 @@ def test_topk_of_a_row_of_nan_returns_valid_indices() -> None:
     assert cast(int, indices.max().item()) < 2999
 
 
-@pytest.mark.parametrize("k", [1, 3, 64, 100, 4000])
-@pytest.mark.parametrize("step", [0.0, 0.5])
-@pytest.mark.parametrize("temperature", [0.3, 2.0])
+@rows("k", [1, 3, 64, 100, 4000])
+@rows("step", [0.0, 0.5])
+@rows("temperature", [0.3, 2.0])
 def test_top_k_draws_as_if_the_rest_were_masked(k: int, step: float, temperature: float) -> None:
     knobs: dict[str, Any] = {"top_k": k, "temperature": temperature}
     for seed in range(10):
@@ -126,8 +127,8 @@ def test_top_k_draws_as_if_the_rest_were_masked(k: int, step: float, temperature
         )
 
 
-@pytest.mark.parametrize("p", [0.0, 1e-6, 0.02, 0.3, 0.5, 0.9, 0.99, 0.99999])
-@pytest.mark.parametrize(("spread", "step"), [(0.1, 0.0), (2.0, 0.0), (2.0, 0.5), (8.0, 0.0)])
+@rows("p", [0.0, 1e-6, 0.02, 0.3, 0.5, 0.9, 0.99, 0.99999])
+@rows(("spread", "step"), [(0.1, 0.0), (2.0, 0.0), (2.0, 0.5), (8.0, 0.0)])
 def test_top_p_draws_as_if_the_rest_were_masked(p: float, spread: float, step: float) -> None:
     """From flat rows, where the nucleus is most of the vocabulary, to steep ones, where it is one
     id; and with equal logits at its edge."""

@@ -22,6 +22,7 @@ from tests.engine.harness import (
     tiny_model,
 )
 from tests.engine.sampling.cases import LOGITS, VOCAB, make_state, pack_bits, to_list
+from tests.rows import rows
 
 MODELS: dict[str, Any] = {"llama": tiny_model, "hybrid": hybrid.Model}
 PROMPT = tuple(b"a prompt to go on from")
@@ -42,8 +43,8 @@ def model(request: pytest.FixtureRequest) -> Model:
     return MODELS[request.param]()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("min_tokens", [0, 1, 2, 9])
+@rows("kind", KINDS)
+@rows("min_tokens", [0, 1, 2, 9])
 def test_an_answer_ends_after_exactly_min_tokens(kind: str, min_tokens: int) -> None:
     request = job("a", PROMPT, min_tokens=min_tokens, max_tokens=20, **EAGER, **KINDS[kind])
     outcome = run_one(make_loop(tiny_model()), request)

@@ -26,6 +26,7 @@ from tests.engine.harness import (
     run_schedule,
     tiny_model,
 )
+from tests.rows import rows
 
 MODELS: dict[str, Any] = {"llama": tiny_model, "hybrid": hybrid.Model}
 PROMPT = tuple(b"what the model thinks of a prompt that is a little longer than a chunk")
@@ -63,7 +64,7 @@ def _is_sorted(top: Sequence[tuple[int, float]]) -> bool:
     return all(a >= b for (_, a), (_, b) in itertools.pairwise(top))
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 8, 9, 64, 512])
+@rows("chunk", [1, 7, 8, 9, 64, 512])
 def test_scores_equal_those_computed_one_by_one(model: Model, chunk: int) -> None:
     outcome = run_one(make_loop(model, chunk=chunk), job("a", PROMPT, prompt_logprobs=TOP))
     assert_scores(outcome.scores, score_one_by_one(model, PROMPT))

@@ -13,6 +13,7 @@ from app.engine.sampling import sampler
 from app.engine.sampling.penalties import PenaltyState
 from app.engine.sampling.sampler import SamplerBatch
 from tests.engine.sampling.cases import LOGITS, VOCAB, P, make_state, sample_once, softmax
+from tests.rows import rows
 
 pytestmark = pytest.mark.usefixtures("pipeline")
 
@@ -77,7 +78,7 @@ def apply_in_order(knobs: dict[str, Any]) -> Any:
     return np.where(p >= knobs.get("min_p", 0.0) * p.max(), p, 0)
 
 
-@pytest.mark.parametrize(("knobs", "expected"), DISTRIBUTIONS, ids=lambda v: str(v)[:40])
+@rows(("knobs", "expected"), DISTRIBUTIONS, ids=lambda v: str(v)[:40])
 def test_draws_follow_the_distribution(knobs: dict[str, Any], expected: Any) -> None:
     expected = apply_in_order(knobs) if expected is None else expected
     expected = expected / expected.sum()
@@ -112,7 +113,7 @@ def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
         ({"presence_penalty": 2.0}, 0),
     ],
 )
-@settings(max_examples=50)
+@settings(max_examples=20)
 def test_penalties_use_the_window_of_prompt_and_samples(
     logits: list[float], prompt: list[int], knobs: dict[str, Any], last: int
 ) -> None:

@@ -24,6 +24,7 @@ from tests.engine.sampling.cases import (
     sample_once,
     to_list,
 )
+from tests.rows import rows
 
 pytestmark = pytest.mark.usefixtures("pipeline")
 
@@ -60,9 +61,7 @@ def _forget_other_pipelines(pipeline: str) -> None:
     sample_alone.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "pair", list(itertools.combinations_with_replacement(SETTINGS, 2)), ids=str
-)
+@rows("pair", itertools.combinations_with_replacement(SETTINGS, 2), ids=str, parts=2)
 def test_two_requests_sample_the_same_together_as_alone(pair: tuple[str, str]) -> None:
     rows = SamplerBatch([state_of(name) for name in pair])
     for turn in range(3):
@@ -107,7 +106,7 @@ def test_samples_do_not_depend_on_the_composition_of_batches(
         assert row_output(sampled, place) == sample_alone(name)[turn]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@rows("name", SETTINGS)
 def test_a_resumed_request_continues_with_the_same_samples(name: str) -> None:
     """A preempted request resumes with all its ids as the prompt."""
     earlier = [token for token, *_ in sample_alone(name)[:4]]
@@ -151,7 +150,7 @@ def test_padding_of_the_output_layer_is_never_drawn_nor_listed() -> None:
             assert to_list(got.tokens)[place] < VOCAB
 
 
-@pytest.mark.parametrize(
+@rows(
     "broken",
     [
         [mx.nan] * VOCAB,
@@ -162,7 +161,7 @@ def test_padding_of_the_output_layer_is_never_drawn_nor_listed() -> None:
     ],
     ids=["nan", "a nan", "first nan", "nothing", "inf"],
 )
-@pytest.mark.parametrize("knobs", ALL_KINDS, ids=SETTINGS)
+@rows("knobs", ALL_KINDS, ids=SETTINGS)
 def test_a_broken_row_is_reported_and_does_not_affect_others(
     broken: list[float], knobs: dict[str, Any]
 ) -> None:
@@ -184,7 +183,7 @@ def test_a_row_with_one_finite_logit_is_valid_and_draws_it() -> None:
     assert set(to_list(got.tokens)) == {5}
 
 
-@pytest.mark.parametrize("knobs", ALL_KINDS, ids=SETTINGS)
+@rows("knobs", ALL_KINDS, ids=SETTINGS)
 def test_a_row_draws_only_allowed_ids(knobs: dict[str, Any]) -> None:
     """Neither a bias nor a penalty overrides the mask; logprobs ignore it; and an unmasked row in
     the batch is not affected."""

@@ -6,10 +6,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import kernels
+from tests.rows import rows
 
 OPS = kernels.ops()
 pytestmark = pytest.mark.skipif(OPS is None, reason=f"no kernels: {kernels.describe().why}")
@@ -47,6 +48,7 @@ PACKED += [
 # the largest integer to which an element of x is rounded
 MOST = {24: 0x7F7F70, 16: 0x7F7F, 8: 0x7F}
 formats = pytest.mark.parametrize("format", PLAIN + PACKED, ids=str)
+each_format = rows("format", PLAIN + PACKED, ids=str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,7 @@ def round_up_inputs(format: Format, inputs: int) -> int:
 
 @pytest.mark.product
 @formats
+@settings(max_examples=25)
 @given(shape=shapes(), biased=st.booleans())
 def test_a_product_agrees_with_float64(
     format: Format, shape: tuple[int, int, int, int], biased: bool
@@ -156,6 +159,7 @@ def test_a_product_agrees_with_float64(
 
 
 @formats
+@settings(max_examples=15)
 @given(shape=shapes(), cut=st.integers(0, 400), data=st.data())
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(
     format: Format, shape: tuple[int, int, int, int], cut: int, data: st.DataObject
@@ -184,7 +188,7 @@ def test_a_long_prompt_has_the_same_bits_as_its_chunks(format: Format, rows: int
     assert (full[700:800] == gated[1]).all()
 
 
-@formats
+@each_format
 def test_the_number_of_threads_changes_no_bits(format: Format) -> None:
     product = case(format, 517, 640).product
     before = OPS.num_threads()
@@ -200,7 +204,7 @@ def test_the_number_of_threads_changes_no_bits(format: Format) -> None:
         OPS.set_num_threads(before)
 
 
-@formats
+@each_format
 def test_the_memory_layout_of_x_changes_no_bits(format: Format) -> None:
     one = case(format, 24, 128)
     base = random(np.random.default_rng(3), 6, 4, 256)
@@ -240,15 +244,15 @@ def test_matrices_of_another_precision_have_another_format() -> None:
         OPS.gate_up("silu", made[0].product, made[1].product, mx.ones((1, 64)))
 
 
-@formats
+@each_format
 def test_no_rows_give_no_rows(format: Format) -> None:
     product = case(format, 24, 128).product
     assert np.array(product(mx.zeros((2, 0, 128)))).shape == (2, 0, 24)
     assert np.array(product.dequantize_rows(mx.zeros((0,), mx.int32))).shape == (0, 128)
 
 
-@formats
-@pytest.mark.parametrize(("dtype", "more"), [(mx.bfloat16, 2.0**-8), (mx.float16, 2.0**-10)])
+@each_format
+@rows(("dtype", "more"), [(mx.bfloat16, 2.0**-8), (mx.float16, 2.0**-10)])
 def test_half_precision_inputs_give_results_of_their_type(
     format: Format, dtype: mx.Dtype, more: float
 ) -> None:
@@ -259,7 +263,7 @@ def test_half_precision_inputs_give_results_of_their_type(
     check_product(one, x, y, more=more)
 
 
-@formats
+@each_format
 def test_rows_returns_rows_of_the_matrix(format: Format) -> None:
     one = case(format, 50, 256)
     ids = np.array([[0, 49, 3], [3, -1, 17]])
@@ -270,9 +274,9 @@ def test_rows_returns_rows_of_the_matrix(format: Format) -> None:
         assert (rows == one.weight[ids]).all()
 
 
-@formats
-@pytest.mark.parametrize("rows", [1, 2, 7, 12])
-@pytest.mark.parametrize("strange", [np.nan, np.inf, -np.inf])
+@each_format
+@rows("rows", [1, 2, 7, 12])
+@rows("strange", [np.nan, np.inf, -np.inf])
 def test_nan_and_infinity_stay_in_their_row(format: Format, rows: int, strange: float) -> None:
     product = case(format, 33, 256).product
     x = np.random.default_rng(2).standard_normal((rows, 256)).astype(np.float32)
@@ -284,8 +288,8 @@ def test_nan_and_infinity_stay_in_their_row(format: Format, rows: int, strange: 
     assert not np.isfinite(y[rows // 2]).any()
 
 
-@formats
-@pytest.mark.parametrize("rows", [1, 12])
+@each_format
+@rows("rows", [1, 12])
 def test_denormal_numbers_and_zeros_are_exact(format: Format, rows: int) -> None:
     tiny = np.full((rows, 256), 2.0**-140, np.float32)
     one = case(format, 20, 256)
@@ -296,7 +300,7 @@ def test_denormal_numbers_and_zeros_are_exact(format: Format, rows: int) -> None
     assert (np.array(one.product(mx.zeros((rows, 256)))) == 0).all()
 
 
-@pytest.mark.parametrize("format", PACKED, ids=str)
+@rows("format", PACKED, ids=str)
 def test_a_group_can_have_any_scale(format: Format) -> None:
     draw = np.random.default_rng(5)
     words = mx.array(draw.integers(0, 2**32, (6, 256 * format.bits // 32), dtype=np.uint32))
@@ -305,8 +309,8 @@ def test_a_group_can_have_any_scale(format: Format) -> None:
     scales[1], scales[2, 0], scales[3, 0], scales[4, 0] = 0, np.nan, np.inf, 1e-7
     parts = mx.array(scales).astype(format.dtype), mx.zeros((6, groups)).astype(format.dtype)
     product = make_product(format, words, *parts)
-    for rows in (1, 12):
-        y = np.array(product(mx.ones((rows, 256))))
+    for count in (1, 12):
+        y = np.array(product(mx.ones((count, 256))))
         assert (y[:, 1] == 0).all()
         assert np.isnan(y[:, 2]).all()
         assert not np.isfinite(y[:, 3]).any()
@@ -414,9 +418,9 @@ def test_invalid_arguments_are_refused() -> None:
         OPS.Matmul(f32)(mx.zeros((2, 64), mx.int32))
 
 
-@pytest.mark.parametrize("format", [f for f in PACKED if f.dtype == mx.bfloat16], ids=str)
-@pytest.mark.parametrize("number", [0x7F7E7F, -0x7F7E80])
-@pytest.mark.parametrize("rows", [1, 3, 8])
+@rows("format", [f for f in PACKED if f.dtype == mx.bfloat16], ids=str)
+@rows("number", [0x7F7E7F, -0x7F7E80])
+@rows("rows", [1, 3, 8])
 def test_the_largest_integers_of_both_factors_do_not_overflow(
     format: Format, number: int, rows: int
 ) -> None:

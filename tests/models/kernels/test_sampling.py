@@ -20,6 +20,7 @@ from app.engine.sampling.stage import StageInput
 from models import kernels
 from tests.engine.sampling.cases import SETTINGS, make_state, pack_bits, row_output, to_list
 from tests.models.kernels.test_isa import list_supported_isas, run_program
+from tests.rows import rows
 
 OPS = kernels.ops()
 pytestmark = pytest.mark.skipif(OPS is None, reason=f"no kernels: {kernels.describe().why}")
@@ -71,14 +72,14 @@ def draw_both(logits: np.ndarray, knobs: dict[str, Any]) -> tuple[np.ndarray, np
     return both[0], both[1]
 
 
-@pytest.mark.parametrize("knobs", SETTINGS.values(), ids=SETTINGS)
+@rows("knobs", SETTINGS.values(), ids=SETTINGS)
 def test_it_is_used_for_all_parameters(knobs: dict[str, Any]) -> None:
     assert make_state(**knobs).fused is not None
 
 
-@pytest.mark.parametrize("knobs", FILTERS, ids=str)
-@pytest.mark.parametrize("vocab", [2, 63, 1000, 32000])
-@pytest.mark.parametrize("spread", [0.1, 3.0])
+@rows("knobs", FILTERS, ids=str, parts=2)
+@rows("vocab", [2, 63, 1000, 32000])
+@rows("spread", [0.1, 3.0])
 def test_it_draws_the_tokens_of_mlxs_operations(
     knobs: dict[str, Any], vocab: int, spread: float
 ) -> None:
@@ -86,14 +87,14 @@ def test_it_draws_the_tokens_of_mlxs_operations(
     np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("knobs", FILTERS, ids=str)
+@rows("knobs", FILTERS, ids=str)
 def test_equal_logits_are_kept_or_removed_as_by_mlxs_operations(knobs: dict[str, Any]) -> None:
     coarse = np.round(random_logits(24, 1500, 2.0, seed=1))
     expected, got = draw_both(coarse, knobs)
     np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("knobs", FILTERS, ids=str)
+@rows("knobs", FILTERS, ids=str)
 def test_masked_tokens_are_never_drawn(knobs: dict[str, Any]) -> None:
     logits = random_logits(40, 700, 1.0, seed=2)
     allowed = np.random.default_rng(3).random(logits.shape) < 0.02
@@ -104,7 +105,7 @@ def test_masked_tokens_are_never_drawn(knobs: dict[str, Any]) -> None:
     assert allowed[np.arange(40), got].all()
 
 
-@pytest.mark.parametrize("knobs", FILTERS, ids=str)
+@rows("knobs", FILTERS, ids=str)
 def test_a_row_without_a_meaning_is_invalid(knobs: dict[str, Any]) -> None:
     logits = random_logits(5, 300, 1.0, seed=4)
     logits[0, 7] = np.nan
@@ -183,7 +184,7 @@ def draw_row(draw: st.DrawFn) -> dict[str, Any]:
     masked=st.booleans(),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_any_stages_of_any_rows_draw_the_tokens_of_mlxs_operations(
     rows: list[dict[str, Any]], turns: list[int], masked: bool, seed: int
 ) -> None:
@@ -296,8 +297,8 @@ def test_the_number_of_threads_does_not_matter() -> None:
     assert all(one == found[0] for one in found)
 
 
-@pytest.mark.parametrize("vocab", [1, 5, 64, 1000, 32_000, 151_936])
-@pytest.mark.parametrize("spread", [0.1, 3.0, 10.0])
+@rows("vocab", [1, 5, 64, 1000, 32_000, 151_936])
+@rows("spread", [0.1, 3.0, 10.0])
 def test_logprobs_are_exact(vocab: int, spread: float) -> None:
     logits = random_logits(6, vocab, spread)
     ids = np.random.default_rng(1).integers(0, vocab, 6, dtype=np.uint32)
@@ -347,7 +348,7 @@ LOGITS = mx.zeros((1, 4))
 PLAIN, SEARCHING = ({}, {"frequency_penalty": 1.0})
 
 
-@pytest.mark.parametrize(
+@rows(
     ("logits", "row", "arguments"),
     [
         (LOGITS.astype(mx.float16), PLAIN, ([0], 0)),
@@ -421,6 +422,7 @@ print(kernels.ops().isa(), digest.hexdigest())
 """
 
 
+@pytest.mark.emulation
 def test_instruction_sets_draw_the_same_tokens() -> None:
     runs: list[subprocess.CompletedProcess[str]] = [
         run_program(isa, PROGRAM) for isa in list_supported_isas()

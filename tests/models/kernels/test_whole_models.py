@@ -30,6 +30,7 @@ from models.quant import replace_leaves
 from tests.models import parity
 from tests.models.architectures import Case, cases
 from tests.models.test_precision import PRECISE
+from tests.rows import rows
 
 OPS = kernels.ops()
 pytestmark = pytest.mark.skipif(OPS is None, reason=f"no kernels: {kernels.describe().why}")
@@ -120,11 +121,27 @@ def quantize_layer(layer: Any, bits: int) -> Any:
     return layer.to_quantized(32, bits)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(case, kind) for case in cases() for kind in list_kinds(case)],
-    ids=lambda param: f"{param[0].id}-{param[1]}",
-)
+def list_references() -> list[Any]:
+    """All cases with all kinds of weights. Of each architecture, only the first case with one kind
+    is not exhaustive; the architectures take turns with the kinds."""
+    seen = set[str]()
+    found = list[Any]()
+    for case in cases():
+        kinds, architecture = list_kinds(case), case.config["model_type"]
+        chosen = None if architecture in seen else kinds[len(seen) % len(kinds)]
+        seen.add(architecture)
+        found += [
+            pytest.param(
+                (case, kind),
+                id=f"{case.id}-{kind}",
+                marks=() if kind == chosen else pytest.mark.exhaustive,
+            )
+            for kind in kinds
+        ]
+    return found
+
+
+@pytest.fixture(scope="module", params=list_references())
 def reference(request: pytest.FixtureRequest) -> Reference:
     case, kind = request.param
     model = build_model(case, *KINDS[kind])
@@ -267,8 +284,8 @@ def test_most_models_are_batch_invariant(case: Case) -> None:
     assert is_batch_invariant(build_model(case, mx.float32, None)) == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["llama-plain", "gemma3_text", "mixtral", "gpt_oss"])
+@rows("kind", KINDS)
+@rows("name", ["llama-plain", "gemma3_text", "mixtral", "gpt_oss"])
 def test_packed_prompts_have_the_bits_of_separate_prompts(name: str, kind: str) -> None:
     """Of any lengths, also longer than the windows and the limit of the fused operations, twice in
     a row, and with cached positions."""
@@ -296,7 +313,6 @@ def test_a_model_with_unsupported_weights_is_not_batch_invariant(bits: int) -> N
     assert is_batch_invariant(build_model(case, mx.bfloat16, bits)) == (bits != 3)
 
 
-@pytest.mark.product
 @settings(max_examples=3)
 @given(
     actions=st.lists(st.tuples(ACTIONS, WAITS), min_size=10, max_size=24), threads=st.integers(1, 2)

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 
 from app.text.families.gemma4 import Family
+from tests.rows import rows
 from tests.text.families.reading import (
     check_row,
     check_text,
@@ -83,7 +83,7 @@ def test_reasoning_that_begins_like_the_label_is_kept():
     assert join_reasoning(pieces) == "thoughtful"
 
 
-@pytest.mark.parametrize(
+@rows(
     ("raw", "expected"),
     [
         ("{city:Oslo}", '{"city": "Oslo"}'),

@@ -6,6 +6,7 @@ from llguidance import LLMatcher, LLTokenizer
 from app.core.requests import Tool
 from app.text.families.gemma4 import Family
 from app.text.syntax.gemma_grammar import build_gemma_grammar
+from tests.rows import rows
 from tests.text.families.walking import Walk, arguments_of, check_walks, grammar, spell
 
 QUOTE = '<|"|>'
@@ -80,7 +81,7 @@ def test_grammar_output_satisfies_the_schema(parameters):
     check_walks(Family(), [tool(parameters)], times=10, endings=(QUOTE,))
 
 
-@pytest.mark.parametrize("schema", LEFT_TO_JSON.values(), ids=LEFT_TO_JSON)
+@rows("schema", LEFT_TO_JSON.values(), ids=LEFT_TO_JSON)
 def test_unsupported_schemas_are_left_to_json(schema):
     for parameters in ({"properties": {"a": schema}}, {"properties": {"a": {"items": schema}}}):
         tools = [tool({**parameters, "required": ["a"]})]

@@ -11,6 +11,7 @@ from app.core.requests import Tool
 from app.text.syntax.json_calls import CallOutcome, build_call_expression, parse_call_object
 from app.text.syntax.output_parser import OutputBuilder, ToolCallArguments, ToolCallStart
 from app.text.syntax.reader import Reader, Resumable
+from tests.rows import rows
 from tests.text.families.reading import Call, collect_calls, mixtures
 from tests.text.families.walking import arguments_of, spell
 from tests.text.syntax.test_reader import run
@@ -36,7 +37,7 @@ def parse_call(
 PARTS = ('"name": "f"', '"arguments": {"a": [1, "}"]}', '"id": "c1"', '"type": "function"')
 
 
-@pytest.mark.parametrize("parts", list(permutations(PARTS)))
+@rows("parts", list(permutations(PARTS)))
 def test_the_fields_may_come_in_any_order(parts):
     outcome, found, rest = parse_call(f" {{{', '.join(parts)}}} !")
     assert outcome == "complete"
@@ -69,7 +70,7 @@ def test_arguments_are_an_object_a_string_with_an_object_or_absent(text, argumen
         assert [call.arguments for call in found] == [arguments]
 
 
-@pytest.mark.parametrize(
+@rows(
     "text",
     [
         "",

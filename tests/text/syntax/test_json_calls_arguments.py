@@ -1,9 +1,8 @@
 """Arguments as JSON between markers."""
 
-import pytest
-
 from app.text.family import ChatFamily
 from app.text.syntax.json_calls import parse_json_arguments
+from tests.rows import rows
 from tests.text.families.reading import check_text, collect_calls, join_content
 
 
@@ -16,7 +15,7 @@ class Marked(ChatFamily):
         yield from reader.read_until(on_text=output.add_content)
 
 
-@pytest.mark.parametrize(
+@rows(
     ("text", "arguments", "rest"),
     [
         ('{"a": 1}!', '{"a": 1}', "!"),

@@ -1,10 +1,9 @@
 """Tool calls written as one JSON array."""
 
-import pytest
-
 from app.text.syntax.json_calls import CallOutcome, parse_call_list
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
+from tests.rows import rows
 from tests.text.families.reading import collect_calls
 from tests.text.syntax.test_reader import run
 
@@ -32,7 +31,7 @@ def parse_list(*chunks: str) -> tuple[CallOutcome, list[str], str]:
 F, G = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g"}'
 
 
-@pytest.mark.parametrize(
+@rows(
     ("text", "expected"),
     [
         (f"[{F}]", ("complete", ['f({"a": 1})'], "")),

@@ -12,6 +12,7 @@ from app.text.syntax.json_reader import (
     parse_json_string,
     parse_json_value,
 )
+from tests.rows import rows
 from tests.text.families.reading import split_at
 from tests.text.syntax.test_reader import run
 
@@ -75,7 +76,7 @@ def test_whole_values_are_json_and_broken_ones_are_not(parts):
         assert (output, rest) == (text.lstrip(), "")
 
 
-@pytest.mark.parametrize(
+@rows(
     ("text", "end", "rest"),
     [
         ("{'a': 1}", "broken", "'a': 1}"),

@@ -4,6 +4,7 @@ import pytest
 
 from app.text.syntax.nested_values import Notation, parse_nested_value
 from app.text.syntax.reader import Reader
+from tests.rows import rows
 
 
 def parse_letter_key(reader):
@@ -29,7 +30,7 @@ NOTATION = Notation(
 )
 
 
-@pytest.mark.parametrize(
+@rows(
     ("text", "expected", "complete"),
     [
         ("1", "=1", True),

@@ -14,6 +14,7 @@ from app.text.syntax.output_parser import (
     ToolCallStart,
 )
 from app.text.syntax.reader import Reader, Resumable
+from tests.rows import rows
 from tests.text.families.reading import (
     find_gaps,
     join_content,
@@ -44,7 +45,7 @@ def parse_chunks(*chunks: str) -> list[OutputPart]:
     return [piece for chunk in chunks for piece in parser.feed(chunk)] + parser.flush()
 
 
-@pytest.mark.parametrize(
+@rows(
     ("text", "expected_content", "expected_reasoning"),
     [
         ("", "", ""),

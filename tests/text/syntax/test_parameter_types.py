@@ -2,11 +2,10 @@
 
 import json
 
-import pytest
-
 from app.core.requests import Tool
 from app.text.families.qwen_coder import Family
 from app.text.syntax.parameter_types import STRING_TYPE, get_parameter_types, to_json
+from tests.rows import rows
 from tests.text.families.reading import check_text, collect_calls
 
 # rows of ollama's table of values that do not apply
@@ -38,7 +37,7 @@ def read(raw: str, schema: dict[str, object]) -> object:
     return json.loads(call.arguments)["p"]
 
 
-@pytest.mark.parametrize(
+@rows(
     ("schema", "types"),
     [
         ({}, None),
@@ -78,7 +77,7 @@ def test_a_parameter_is_searched_in_all_parts_of_the_schema():
     assert get_parameter_types({"additionalProperties": {"type": "boolean"}}, "r") == {"boolean"}
 
 
-@pytest.mark.parametrize(
+@rows(
     ("raw", "types", "text"),
     [
         ("007", None, '"007"'),

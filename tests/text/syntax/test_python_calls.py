@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from app.core.requests import Tool
 from app.text.family import ChatFamily
 from app.text.syntax.python_calls import build_python_grammar, parse_python_calls, parse_python_list
+from tests.rows import rows
 from tests.text.families.reading import check_text, collect_calls, join_content
 from tests.text.families.walking import Walk, arguments_of, check_walks, spell
 
@@ -48,7 +49,7 @@ def test_any_text_can_be_parsed(text):
     read(f"[f({text}")
 
 
-@pytest.mark.parametrize(
+@rows(
     ("text", "found", "rest"),
     [
         ("[f(), g(a=1)]", [("f", "{}"), ("g", '{"a": 1}')], ""),

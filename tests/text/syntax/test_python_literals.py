@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from app.text.syntax.nested_values import parse_nested_value
 from app.text.syntax.python_literals import PYTHON_NOTATION
 from app.text.syntax.reader import Reader
+from tests.rows import rows
 
 
 def convert(text):
@@ -64,7 +65,7 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize(("literal", "value"), VALUES.items(), ids=VALUES)
+@rows(("literal", "value"), VALUES.items(), ids=VALUES)
 def test_literals_have_their_python_value(literal, value):
     text, complete, rest = convert(f"{literal},")
     assert json.dumps(json.loads(text)) == json.dumps(value)
@@ -97,7 +98,7 @@ def test_json_is_parsed(value):
     assert json.loads(text) == value
 
 
-@pytest.mark.parametrize("text", ["word", "1-2", "007", "1e", "nan", "f'a'", "--1", "0x", "1j", ""])
+@rows("text", ["word", "1-2", "007", "1e", "nan", "f'a'", "--1", "0x", "1j", ""])
 def test_an_invalid_value_is_not_consumed(text):
     assert convert(text) == ("", False, text)
 

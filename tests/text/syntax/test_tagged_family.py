@@ -3,12 +3,12 @@
 import re
 from typing import Any
 
-import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from app.core.requests import Tool
 from app.text.families.glm import Family as Glm
 from app.text.families.qwen_coder import Family
+from tests.rows import rows
 from tests.text.families.walking import NOW, Walk, arguments_of, check_walks, grammar, spell
 
 FAMILY = Family()
@@ -19,7 +19,7 @@ def tool(schema: Any, **root: Any) -> Tool:
     return Tool(name="f", description=None, parameters=parameters)
 
 
-@pytest.mark.parametrize(
+@rows(
     "schema",
     [
         {"type": "string", "description": "any"},
@@ -41,7 +41,7 @@ def test_grammar_output_satisfies_the_schema(schema):
     check_walks(FAMILY, tools, times=8, endings=[FAMILY.call_tags.value_suffix])
 
 
-@pytest.mark.parametrize(
+@rows(
     "tool",
     [
         tool({"type": "string", "minLength": 1}),
