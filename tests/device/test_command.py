@@ -16,8 +16,6 @@ from tests.device.__main__ import NO_GPU
 from tests.device.conftest import DEVICE_VARIABLE
 from tests.device.speed_table import format_head, format_rows
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).resolve().parents[2]
 
 without_gpu = pytest.mark.skipif(

@@ -33,8 +33,6 @@ from tests.device.graph_counts import (
 from tests.engine import harness
 from tests.models.kernel_switch import use_kernels
 
-pytestmark = pytest.mark.slow
-
 NO_STOP = frozenset[int]()
 PROMPT = 6
 

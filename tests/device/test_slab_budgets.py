@@ -18,8 +18,6 @@ from tests.device.graph_counts import GraphCounts, record_dispatched_graphs, rec
 from tests.engine import harness
 from tests.models.kernel_switch import use_kernels
 
-pytestmark = pytest.mark.slow
-
 LAYERS = 4
 
 # The nodes that sampling adds to a greedy step. The issue requires 40.

@@ -1,10 +1,16 @@
 """A prefix cache changes the speed, and never the answers, for every architecture.
 
-Every architecture's tiny models (tests/models/architectures.py), and the toy with one layer of each
-kind of cache, run under each policy: a random history gives the answers of a fresh engine.
+The tiny models of the architectures (tests/models/architectures.py), and the toy with one layer of
+each kind of cache, run a random history: it gives the answers of a fresh engine. The toys run under
+each policy. Of each kind of cache, one model runs under one policy; `make test-all` runs all models
+under all policies.
 """
 
+import importlib
+import inspect
 import random
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +19,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+import models
 from app.engine.kv_layout import SlabPolicy
 from models.base import Model
 from models.cpu_layout import apply_cpu_layout, is_batch_invariant
@@ -21,14 +28,51 @@ from tests.engine import hybrid
 from tests.engine.conversations import KINDS, ExpectedAnswer, random_history
 from tests.engine.harness import assert_same, make_loop, run_schedule, token_bits
 from tests.models import parity
-from tests.models.architectures import Case, cases
+from tests.models.architectures import (
+    Case,
+    build_untrained,
+    cases,
+    find_cache_kind,
+    group_by_cache,
+)
 
 pytestmark = pytest.mark.no_cover  # a matrix: see tests/conftest.py
 
 # multi_user slots extend and trim caches as single does, and also lend copies
 POLICIES = ("single", "multi_user", "radix")
 TOYS = {"toy-kwr": "kwr", "toy-kw": "kw", "toy-r": "r"}
+CASES = {case.id: case for case in cases()}
+GROUPS = group_by_cache(list(CASES.values()))
 PARALLEL, CHUNK = 3, 16
+MODELS = Path(models.__file__).parent
+
+
+def make_runs(*options: Sequence[Any]) -> list[Any]:
+    """The parameters of a test: the name of a model, and one of the options, which are lists of
+    values. All pairs that `make test` leaves out are marked `exhaustive`. With `scope="module"`,
+    pytest runs the tests of a model one after another, so its history is computed once."""
+    runs = [
+        pytest.param(toy, *option, id="-".join(map(str, (toy, *option))))
+        for toy in TOYS
+        for option in options
+    ]
+    for number, group in enumerate(GROUPS.values()):
+        for case in group:
+            for place, option in enumerate(options):
+                # the kinds take turns with the options
+                chosen = case is group[0] and place == number % len(options)
+                runs.append(
+                    pytest.param(
+                        case.id,
+                        *option,
+                        id="-".join(map(str, (case.id, *option))),
+                        marks=() if chosen else pytest.mark.exhaustive,
+                    )
+                )
+    return runs
+
+
+HISTORIES = make_runs(*((policy,) for policy in POLICIES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,21 +91,21 @@ class ModelCase:
         return history
 
 
-@pytest.fixture(scope="module", params=[*TOYS, *cases()], ids=lambda one: getattr(one, "id", one))
+@pytest.fixture(scope="module")
 def model_case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> ModelCase:
-    if isinstance(request.param, str):
-        name, vocab = request.param, tiny.VOCAB
-        model: Model = hybrid.Model(kinds=TOYS[name])
-    else:
-        name, vocab = request.param.id, request.param.vocab
-        model = _load_model(request.param, tmp_path_factory.mktemp(name))
-    return ModelCase(name=name, model=model, vocab=vocab)
+    name: str = request.param
+    if name in TOYS:
+        return ModelCase(name=name, model=hybrid.Model(kinds=TOYS[name]), vocab=tiny.VOCAB)
+    case = CASES[name]
+    model = _load_model(case, tmp_path_factory.mktemp(name))
+    return ModelCase(name=name, model=model, vocab=case.vocab)
 
 
-@pytest.mark.product
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("model_case", "policy"), HISTORIES, indirect=["model_case"], scope="module"
+)
 def test_a_history_gives_the_answers_of_a_fresh_engine(
     model_case: ModelCase, policy: str, ties: list[int]
 ) -> None:
@@ -81,8 +125,7 @@ def test_a_history_gives_the_answers_of_a_fresh_engine(
     )
 
 
-@pytest.mark.slow
-@pytest.mark.product
+@pytest.mark.parametrize("model_case", make_runs(()), indirect=True)
 def test_a_history_gives_the_same_tokens_with_slabs(model_case: ModelCase, ties: list[int]) -> None:
     """Rows of all lengths share a slab. It rounds differently from separate caches, so only tokens
     are equal."""
@@ -100,10 +143,11 @@ def test_a_history_gives_the_same_tokens_with_slabs(model_case: ModelCase, ties:
         ties.append(assert_same(outcome, request.expected(outcome)))
 
 
-@pytest.mark.slow
-@pytest.mark.product
 @pytest.mark.parametrize(
-    ("policy", "kv"), [("radix", mx.bfloat16), ("multi_user", mx.float16)], ids=str
+    ("model_case", "policy", "kv"),
+    make_runs(("radix", mx.bfloat16), ("multi_user", mx.float16)),
+    indirect=["model_case"],
+    scope="module",
 )
 def test_a_history_gives_equal_bits_with_keys_and_values_of_16_bits(
     model_case: ModelCase, policy: str, kv: mx.Dtype, monkeypatch: pytest.MonkeyPatch
@@ -120,6 +164,32 @@ def test_a_history_gives_equal_bits_with_keys_and_values_of_16_bits(
         outcome = got[request.scheduled.job.id]
         assert token_bits(outcome) == token_bits(request.expected(outcome))
     assert loop.capacity.kv_dtype == str(kv).removeprefix("mlx.core.")
+
+
+def test_make_test_runs_a_history_for_every_kind_of_cache() -> None:
+    """The run of a kind is not marked."""
+    chosen = [CASES[run.values[0]] for run in HISTORIES if not run.marks and run.values[0] in CASES]
+    assert {find_cache_kind(build_untrained(case)) for case in chosen} == set(GROUPS)
+    assert len(chosen) == len(GROUPS) < len(CASES)
+    # and for each policy
+    assert {run.values[1] for run in HISTORIES if not run.marks} == set(POLICIES)
+
+
+def test_every_class_of_layer_caches_is_in_a_kind() -> None:
+    """Otherwise no architecture's tests have a model with that cache."""
+    modules = [importlib.import_module(f"models.{file.stem}") for file in MODELS.glob("*.py")]
+    classes = {
+        value.__name__
+        for module in modules
+        for value in vars(module).values()
+        if inspect.isclass(value) and hasattr(value, "estimate_nbytes") and _is_concrete(value)
+    }
+    assert classes == set(re.findall(r"\w+Cache\b", " ".join(GROUPS)))
+
+
+def _is_concrete(kind: type) -> bool:
+    is_protocol = getattr(kind, "_is_protocol", False)
+    return not (is_protocol or inspect.isabstract(kind) or kind.__name__.endswith("Mixin"))
 
 
 def _load_model(case: Case, folder: Path) -> Model:

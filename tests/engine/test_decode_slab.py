@@ -75,7 +75,6 @@ def make_job(name: str, length: int, **changes: Any) -> Job:
     return job(name, ids, **{"stop_token_ids": NONE, "temperature": 0.8, "seed": seed, **changes})
 
 
-@pytest.mark.slow
 def test_answers_do_not_depend_on_the_layout(model: Model, ties: list[int]) -> None:
     """Rows join and leave at different steps, and outgrow the capacity of the slab."""
     rng = random.Random(1)
@@ -86,6 +85,7 @@ def test_answers_do_not_depend_on_the_layout(model: Model, ties: list[int]) -> N
         )
         for i in range(14)
     ]
+    alone = {item.job.id: run_one(make_loop(model), cast(Job, item.job)) for item in schedule}
     for policy in (
         ALWAYS,
         BY_NUMBERS,
@@ -93,9 +93,8 @@ def test_answers_do_not_depend_on_the_layout(model: Model, ties: list[int]) -> N
     ):
         loop = slab_loop(model, slab_policy=policy)
         outcomes = run_schedule(loop, schedule)
-        for item in schedule:
-            assert isinstance(item.job, Job)
-            ties.append(assert_same(outcomes[item.job.id], run_one(make_loop(model), item.job)))
+        for name, expected in alone.items():
+            ties.append(assert_same(outcomes[name], expected))
         assert slab_of(loop).nbytes == 0, "an idle engine holds no slab"
         assert loop.stats().ledger.kv == 0
 
@@ -352,5 +351,11 @@ class TwoLayouts(RuleBasedStateMachine):
             assert loop.slab.nbytes <= output.stats.ledger.kv
 
 
-TestTwoLayouts = pytest.mark.slow(TwoLayouts.TestCase)
-TestTwoLayouts.settings = examples(max_examples=30, stateful_step_count=25, deadline=None)
+class MoreTwoLayouts(TwoLayouts):
+    """The same with more and longer histories."""
+
+
+TestTwoLayouts = TwoLayouts.TestCase
+TestTwoLayouts.settings = examples(max_examples=8, stateful_step_count=20, deadline=None)
+TestMoreTwoLayouts = pytest.mark.exhaustive(MoreTwoLayouts.TestCase)
+TestMoreTwoLayouts.settings = examples(max_examples=60, stateful_step_count=25, deadline=None)

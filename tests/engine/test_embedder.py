@@ -31,7 +31,7 @@ from tests.engine.harness import (
     tiny_model,
 )
 from tests.models import parity, test_mlx_lm_adapter
-from tests.models.architectures import Case, cases
+from tests.models.architectures import Case, cases, mark_by_cache
 
 MODELS: dict[str, Any] = {"llama": tiny_model, "hybrid": hybrid.Model}
 OURS = [case for case in cases() if case not in test_mlx_lm_adapter.CASES]
@@ -73,8 +73,7 @@ def assert_vectors(model: Model, outcome: Outcome, request: EmbedJob) -> None:
         np.testing.assert_allclose(np.frombuffer(vector, "<f4"), expected, atol=NEAR)
 
 
-@pytest.mark.product
-@pytest.mark.parametrize("case", OURS, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", mark_by_cache(OURS))
 def test_padding_changes_nothing_for_any_architecture(case: Case, tmp_path: Path) -> None:
     """For windows, convolutions, recurrent states and mixtures of experts. Inputs of all lengths
     share a pass, some as long as a chunk and some longer."""

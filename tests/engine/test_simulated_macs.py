@@ -20,6 +20,7 @@ from app.engine.memory_policy import MemoryPressure
 from app.engine.thread import EngineThread
 from tests.engine.harness import job
 from tests.engine.simulated_mac import GIB, MACS, Mac, Simulation
+from tests.waiting import LIMIT
 
 every_mac = pytest.mark.parametrize("size", sorted(MACS))
 
@@ -130,19 +131,18 @@ def test_a_memory_limit_lets_prefixes_use_all_of_it_and_does_not_change_what_is_
     assert limited.metal.peak_wired <= limited.mac.recommended * GIB
 
 
-@pytest.mark.slow
 def test_buffers_never_reach_the_limit() -> None:
     """Many short prompts on a large Mac filled Metal's 499,000 buffers at a fraction of its bytes,
     and from then on, every request failed."""
-    mac = replace(MACS[512], max_buffers=30_000)
+    mac = replace(MACS[512], max_buffers=10_000)
     simulation = Simulation(mac)
-    run(simulation, [prompt(n, 40) for n in range(700)], tokens=1)
+    run(simulation, [prompt(n, 40) for n in range(240)], tokens=1)
     stats = simulation.loop.stats()
     assert stats.prefix_evictions > 0
     assert stats.ledger.prefix < stats.ledger.prefix_limit / 100
     assert simulation.metal.peak_buffers < 0.8 * mac.max_buffers
     unlimited = replace(simulation.rules, max_cached_layers=None)
-    assert _buffers_after(mac, unlimited, 700) > mac.max_buffers
+    assert _buffers_after(mac, unlimited, 240) > mac.max_buffers
 
 
 def _buffers_after(mac: Mac, rules: Any, count: int) -> int:
@@ -184,9 +184,9 @@ def test_nothing_is_wired_or_allocated_when_the_engine_has_ended(
     messages: queue.Queue[Any] = queue.Queue()
     thread = EngineThread(lambda _: simulations.pop().loop, messages.put)
     thread.start()
-    assert isinstance(messages.get(timeout=20), EngineReady)
+    assert isinstance(messages.get(timeout=LIMIT), EngineReady)
     thread.submit(job("a", prompt(1, 2000), max_tokens=3, stop_token_ids=frozenset[int]()))
-    while (stats := messages.get(timeout=20).stats).generated_tokens < 3:
+    while (stats := messages.get(timeout=LIMIT).stats).generated_tokens < 3:
         pass
     assert stats.ledger.wired > 0
     active = metal.active
@@ -199,7 +199,7 @@ def test_nothing_is_wired_or_allocated_when_the_engine_has_ended(
 
     monkeypatch.setattr(mx, "set_wired_limit", unwire)
     thread.stop()
-    assert thread.join(20)
+    assert thread.join(LIMIT)
     assert (metal.wired, metal.wired_limit, metal.active, metal.buffers) == (0, 0, 0, 0)
 
 
@@ -210,15 +210,15 @@ def test_an_idle_engine_is_maintained_and_reports_the_change() -> None:
     messages: queue.Queue[Any] = queue.Queue()
     thread = EngineThread(lambda _: simulations.pop().loop, messages.put, maintenance_interval=0.01)
     thread.start()
-    ready = messages.get(timeout=20)
+    ready = messages.get(timeout=LIMIT)
     assert ready.stats.ledger.prefix > 0
     metal.pressure = MemoryPressure.CRITICAL
-    output = messages.get(timeout=20)
+    output = messages.get(timeout=LIMIT)
     assert isinstance(output, StepOutput)
     assert output.updates == ()
     assert output.stats.ledger.prefix == 0
     thread.stop()
-    assert thread.join(20)
+    assert thread.join(LIMIT)
 
 
 SMALL = Mac(

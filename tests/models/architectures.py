@@ -3,13 +3,27 @@
 A test module of an architecture exports `CASES`. The suites that run for all architectures
 (tests/models/test_parity.py, tests/engine/test_architectures.py) collect them with `cases`, so a
 new architecture is one file in models/ and one in tests/models/.
+
+What the engine does with a model depends on its kind of cache and hardly on anything else. So its
+suites run one case of each kind (`group_by_cache`), and only `make test-all` runs the others. The
+kind is computed from the model: a new architecture with a new kind of cache gets a case.
 """
 
 import importlib
-from collections.abc import Mapping
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from models import architectures
+from models.checkpoint_config import get_text_config
+from models.kv import LayerCache
+from models.mlx_lm_cache import MlxLmLayerCache
+from models.recurrent import RecurrentCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +53,48 @@ class Case:
 def cases() -> list[Case]:
     found: list[Case] = []
     for file in sorted(Path(__file__).parent.glob("test_*.py")):
-        if "CASES" in file.read_text(encoding="utf-8"):
+        if re.search(r"^CASES\b", file.read_text(encoding="utf-8"), re.MULTILINE):
             module = importlib.import_module(f"tests.models.{file.stem}")
-            found += vars(module).get("CASES", [])
+            # a suite's list of this name has parameters
+            found += [case for case in vars(module).get("CASES", []) if isinstance(case, Case)]
     return found
+
+
+def build_untrained(case: Case) -> Any:
+    """The model with the initial weights of its class. Nothing is evaluated, so it takes a few
+    milliseconds."""
+    config = get_text_config(case.config)
+    architecture = architectures._find_architecture(config)
+    return architecture.Model(architecture.Config.from_dict(config))
+
+
+def find_cache_kind(model: Any) -> str:
+    """What the engine depends on: the types of the layers' caches, and whether a batch gives the
+    same bits. Experts do not count: they compute each position on its own."""
+    kind = " + ".join(sorted({_describe_cache(layer) for layer in model.make_kv()}))
+    return kind if model.batch_invariant else f"{kind}, not batch-invariant"
+
+
+def _describe_cache(cache: LayerCache) -> str:
+    name = type(cache).__name__
+    if isinstance(cache, MlxLmLayerCache):
+        return f"{name}({', '.join(map(_describe_cache, cache.caches))})"
+    return f"{name}[{cache.num_slots}]" if isinstance(cache, RecurrentCache) else name
+
+
+def group_by_cache(cases: Sequence[Case]) -> dict[str, list[Case]]:
+    """The cases of each kind of cache. The first one of each kind stands for all."""
+    groups: dict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        groups[find_cache_kind(build_untrained(case))].append(case)
+    return dict(groups)
+
+
+def mark_by_cache(cases: Sequence[Case]) -> list[Any]:
+    """The cases as parameters of a test. All but the first one of each kind of cache are marked
+    `exhaustive`."""
+    return [
+        pytest.param(case, id=case.id, marks=() if case is group[0] else pytest.mark.exhaustive)
+        for group in group_by_cache(cases).values()
+        for case in group
+    ]

@@ -59,10 +59,10 @@ def test_a_corpus_has_all_kinds_of_conversations() -> None:
 
 
 @pytest.mark.no_cover
-def test_the_corpus_has_no_held_out_question() -> None:
-    questions = {
-        normalize(ask) for conversation in conversations() for ask, _ in conversation.turns
-    }
+@pytest.mark.parametrize("size", [2_000, pytest.param(20_000, marks=pytest.mark.exhaustive)])
+def test_the_corpus_has_no_held_out_question(size: int) -> None:
+    corpus = generate_corpus(0, size)
+    questions = {normalize(ask) for conversation in corpus for ask, _ in conversation.turns}
     assert not questions & {normalize(question.question) for question in load_questions(HELD_OUT)}
 
 

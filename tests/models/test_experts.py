@@ -43,19 +43,21 @@ def sum_experts(
     shares: mx.array,
 ) -> np.ndarray:
     """The sum token by token and expert by expert, in float64."""
+    names = ("gate_proj", "up_proj", "down_proj")
+    weights = {name: np.array(weight(experts[name]), np.float64) for name in names}
+    biases = {name: np.array(experts[name].bias, np.float64) for name in names}
 
-    def linear(layer: Any, expert: int, row: np.ndarray) -> np.ndarray:
-        product = np.array(weight(layer), dtype=np.float64)[expert] @ row
-        return product + np.array(layer.bias, dtype=np.float64)[expert]
+    def linear(name: str, expert: int, row: np.ndarray) -> np.ndarray:
+        return weights[name][expert] @ row + biases[name][expert]
 
     out = np.zeros(x.shape)
     for token, row in enumerate(np.array(x[0], dtype=np.float64)):
         for expert, share in zip(
             np.array(chosen[0, token]), np.array(shares[0, token]), strict=True
         ):
-            gate = linear(experts.gate_proj, expert, row)
-            inner = gate / (1 + np.exp(-gate)) * linear(experts.up_proj, expert, row)
-            out[0, token] += share * linear(experts.down_proj, expert, inner)
+            gate = linear("gate_proj", expert, row)
+            inner = gate / (1 + np.exp(-gate)) * linear("up_proj", expert, row)
+            out[0, token] += share * linear("down_proj", expert, inner)
     return out
 
 

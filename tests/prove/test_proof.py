@@ -52,7 +52,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     return read_files(tiny.write(tmp_path_factory.mktemp("prove") / "tiny"))
 
 
-@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("kv", ["float32", "bfloat16", "float16"])
 def test_a_correct_engine_passes_every_condition(files: ModelFiles, kv: KVPrecision) -> None:
@@ -74,7 +73,6 @@ ARCHITECTURES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -96,7 +94,6 @@ def test_the_architectures_pass(name: str, tmp_path: Path) -> None:
     assert all(report.passed and report.answers for report in reports.values()), reports
 
 
-@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("bits", [16, 8])
 def test_fewer_bits_of_activations_pass_every_condition(

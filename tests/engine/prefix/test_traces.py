@@ -1,4 +1,5 @@
-"""The radix policy on recorded conversations of agents (see tests/bench/replay.py)."""
+"""The radix policy on recorded conversations of agents (see tests/bench/replay.py). To encode them
+takes ten seconds."""
 
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ def test_with_unlimited_memory_hardly_anything_is_evaluated_twice(shared: Path) 
     assert replay(POLICIES["radix"]("k"), turns(shared)).share >= 0.97
 
 
+@pytest.mark.exhaustive
 def test_a_quarter_of_the_memory_costs_little(shared: Path) -> None:
     everything = replay(POLICIES["radix"]("k"), turns(shared)).peak_nbytes
     assert replay(POLICIES["radix"]("k"), turns(shared), budget=everything // 4).share >= 0.85

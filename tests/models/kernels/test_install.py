@@ -91,7 +91,6 @@ def run_install(project: Path, *, python: Path = Path(sys.executable)) -> tuple[
     return output, place / "models/kernels"
 
 
-@pytest.mark.slow
 def test_an_install_without_a_compiler_succeeds_and_reports_the_missing_kernels(project, tmp_path):
     place, empty = tmp_path / "place", tmp_path / "empty"
     empty.mkdir()

@@ -85,6 +85,7 @@ def test_an_instruction_set_of_other_machines_is_refused() -> None:
     )
 
 
+@pytest.mark.emulation
 def test_instruction_sets_with_fused_multiply_add_give_the_same_bits() -> None:
     supported = [isa for isa in list_supported_isas() if isa != "scalar"]
     lines = {isa: run_program(isa).stdout.split() for isa in supported}

@@ -52,7 +52,10 @@ FILES = (
 )
 EXACT = ["-std=c++20", "-ffp-contract=off", "-w"]
 
-pytestmark = pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.emulation,
+    pytest.mark.skipif(not COMPILER, reason="no C++ compiler"),
+]
 
 
 def compile_program(

@@ -120,7 +120,7 @@ def run_driver(program: Path, action: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.emulation
 @needs_compiler
 @pytest.mark.parametrize(
     ("action", "expected"),
@@ -140,6 +140,7 @@ def test_the_known_answer_test_finds_each_fault(
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{expected}\n", "")
 
 
+@pytest.mark.emulation
 @needs_compiler
 def test_amx_instructions_give_the_bits_of_vnni_and_release_their_tiles(tile_program: Path) -> None:
     done = run_driver(tile_program, "amx")
