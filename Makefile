@@ -12,7 +12,7 @@
 # has an environment of its own: make test PYTHON=python3.13 VENV=.venv-3.13 t=tests/core
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-all test-device clients clients-latest check fix manual bench bench-cpu parity builtin screenshots transcripts wheel lock size trace clean
+.PHONY: help venv serve test integration timing test-all test-durations test-device clients clients-latest check fix manual bench bench-cpu parity builtin screenshots transcripts wheel lock size trace clean
 
 # Not taken from the shell, where HOST and PYTHON often mean something else.
 MODEL =
@@ -20,6 +20,7 @@ HOST =
 PORT =
 ARGS =
 PYTHON =
+RESULTS =
 VENV = .venv
 t =
 
@@ -71,17 +72,29 @@ serve: venv  ## serve MODEL=folder, or the built-in model; HOST=, PORT=, ARGS=
 	@exec $(BIN)/mlxrunner serve $(if $(MODEL),"$(MODEL)") \
 	    $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(ARGS)
 
-test: venv $(DEV) $(if $(filter-out tests/clients%,$(t)),,$(CLIENTS))  ## run the tests, without slow and exhaustive ones; t=tests/text selects some
-	@$(BIN)/python -m pytest $(if $(t),$(t),--slow=without -n auto --maxprocesses 4) $(ARGS)
+PYTEST   = $(BIN)/python -m pytest $(if $(RESULTS),--results=$(RESULTS))
+WORKERS := -n auto --maxprocesses 4
 
-test-all: venv $(DEV) $(CLIENTS)  ## run all tests, in timed parts, and check the coverage
-	@$(BIN)/python -m tests.run_parts $(ARGS)
+test: venv $(DEV) $(if $(findstring tests/clients,$(t)),$(CLIENTS))  ## run the tests that start no process and take less than a second; t=tests/text runs all tests there
+	@$(PYTEST) $(if $(t),$(t),--tier=unit $(WORKERS)) $(ARGS)
+
+integration: venv $(DEV) $(CLIENTS)  ## run the tests that start processes or take longer (tests/integration.txt)
+	@$(PYTEST) --tier=integration $(WORKERS) $(ARGS)
+
+timing: venv $(DEV)  ## run the tests that compare clocks, one after the other; use an idle machine
+	@$(PYTEST) --tier=timing $(ARGS)
+
+test-all: venv $(DEV) $(CLIENTS)  ## run what CI runs, and exhaustive cases, fuzzers, coverage, all Pythons, wheels, parity
+	@$(BIN)/python -m tests.run_parts all $(ARGS)
+
+test-durations: venv $(DEV) $(CLIENTS)  ## measure what each test costs, and rewrite tests/integration.txt
+	@$(BIN)/python -m tests.durations $(ARGS)
 
 test-device: venv $(DEV)  ## on a Mac or with CUDA=1: run the tests that need a GPU, and print a table of speeds
 	@$(BIN)/python -m tests.device $(ARGS)
 
 clients: venv $(DEV) $(CLIENTS) $(PROGRAMS)  ## run examples/ and coding agents against a real server: libraries, a browser, programs
-	@$(BIN)/python -m pytest tests/clients -m "not gpu and not network" $(ARGS)
+	@$(PYTEST) tests/clients -m "not gpu and not network" $(ARGS)
 
 clients-latest: venv $(DEV)  ## run the newest versions of the coding agents; changes no lock file
 	@mkdir -p build/latest

@@ -15,14 +15,24 @@ from hypothesis import settings
 
 from app.serving.logs import QueuedLogHandler
 from tests import tiny
+from tests.durations import find_function, read_list
+from tests.machine_load import OtherPrograms
 from tests.machine_lock import MachineLock, machine_lock_of_run
+from tests.plugins import CostPlugin, ResultsPlugin
+from tests.results import VOID
 from tests.throttle import Throttle
+from tests.tiers import TIERS
+from tests.unchanged import is_unchanged
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 NO_SHARED_DATA = "needs ../shared/data (real tokenizers, templates, models), which is missing"
 
 TIES = pytest.StashKey[list[int]]()
 MACHINE_LOCK = pytest.StashKey[MachineLock]()
+OTHER_PROGRAMS = pytest.StashKey[OtherPrograms]()
+
+# The share of the machine that other programs may use while a test compares clocks.
+MAX_SHARE_OF_OTHERS = 0.2
 
 # the same examples on every run, so that a failure can be reproduced
 settings.register_profile("reproducible", derandomize=True, deadline=None, max_examples=50)
@@ -46,11 +56,17 @@ def ties(request: pytest.FixtureRequest) -> list[int]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", choices=TIERS, help="run the tests of this tier only")
     parser.addoption(
-        "--slow",
-        choices=("with", "without", "only"),
-        default="with",
-        help="whether tests marked slow run; only: no others do",
+        "--skip-unchanged",
+        action="store_true",
+        help="leave out tests marked emulation if kernels and sampler have not changed",
+    )
+    parser.addoption(
+        "--costs", type=Path, metavar="FOLDER", help="write what each test costs to files there"
+    )
+    parser.addoption(
+        "--results", type=Path, metavar="FILE", help="write the results for tests/run_parts.py"
     )
 
 
@@ -59,8 +75,18 @@ def pytest_configure(config: pytest.Config) -> None:
     # starts would inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if tier := config.getoption("--tier"):
+        config.option.markexpr = TIERS[tier]
+    if config.getoption("--skip-unchanged") and is_unchanged():
+        config.option.markexpr = f"({config.option.markexpr}) and not emulation"
     config.stash[TIES] = []
     config.stash[MACHINE_LOCK] = machine_lock_of_run()
+    if folder := config.getoption("--costs"):
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+        folder.mkdir(parents=True, exist_ok=True)
+        config.pluginmanager.register(CostPlugin(folder / f"{worker}.jsonl"))
+    if (file := config.getoption("--results")) and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(ResultsPlugin(file))
     if sys.dont_write_bytecode and config.pluginmanager.hasplugin("cacheprovider"):
         _write_bytecode(config.cache.mkdir("bytecode"))
 
@@ -99,15 +125,31 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    if item.get_closest_marker("timing"):
+        item.stash[OTHER_PROGRAMS] = OtherPrograms()
     with item.config.stash[MACHINE_LOCK].shared():
         return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Gives all tests that need ../shared/data the same location, so that the summary has one line
-    for them."""
+    for them. Reports a failed test that compares clocks as void if other programs used the
+    machine: it has then measured them."""
     report = yield
+    if report.failed and (others := item.stash.get(OTHER_PROGRAMS, None)):
+        share = others.compute_share()
+        if share > MAX_SHARE_OF_OTHERS:
+            path, line, _ = item.location
+            cause = report.longreprtext.strip().rpartition("\n")[2]
+            report.outcome = "skipped"
+            report.longrepr = (
+                path,
+                line or 0,
+                f"{VOID}other programs used {share:.0%} of the machine ({cause})",
+            )
     if report.skipped and isinstance(report.longrepr, tuple):
         reason = report.longrepr[2]
         if reason.endswith(NO_SHARED_DATA):
@@ -116,9 +158,9 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Selects the cases of each test that is marked `product` for `make test`, and marks the others
-    `exhaustive`: `make test-all` runs them. Applies `--slow`.
+    `exhaustive`: `make test-all` runs them. Marks the tests in tests/integration.txt.
 
     Property tests are not measured for coverage, and neither are tests marked `no_cover`: matrices,
     long histories, all questions of a benchmark. Measuring doubles their time, and a line should
@@ -132,12 +174,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for place, case in enumerate(cases):
             if place not in chosen:
                 case.add_marker("exhaustive")
-    if (choice := config.getoption("--slow")) != "with":
-        parts: dict[bool, list[pytest.Item]] = {True: [], False: []}
-        for item in items:
-            parts[item.get_closest_marker("slow") is not None].append(item)
-        items[:] = parts[choice == "only"]
-        config.hook.pytest_deselected(items=parts[choice != "only"])
+    listed = read_list()
+    for item in items:
+        if find_function(item.nodeid) in listed:
+            item.add_marker("integration")
 
 
 def _group_product_cases(items: Sequence[pytest.Item]) -> dict[str, list[Any]]:

@@ -1,7 +1,6 @@
-"""The CI scripts: `.ci/interpreters` finds the Pythons, `.ci/run` divides the work.
+"""The CI scripts: `.ci/interpreters` finds the Pythons, `.ci/run` starts the parts.
 
-The real search runs with this test's own interpreter at every searched path. `make` is replaced by
-a script that records its calls: the real one takes longer than the rest of the suite.
+The real search runs with this test's own interpreter at every searched path.
 """
 
 import re
@@ -15,8 +14,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 THIS_VERSION = "{}.{}".format(*sys.version_info)
-
-COVERAGE = "ARGS=--cov --cov-report=term"
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 
@@ -128,98 +125,58 @@ def test_an_interpreter_without_venv_is_ignored(tmp_path: Path) -> None:
     assert find_interpreters(tmp_path) == before
 
 
-def run_ci(
-    folder: Path, found_versions: list[str], *, failing: str = "none"
-) -> tuple[int, list[str], str]:
-    """(exit status, calls of make, output) of `.ci/run` in a copy, if these versions were found. A
-    call of make that contains `failing` fails."""
+def run_ci(folder: Path, found_versions: list[str], *arguments: str) -> tuple[int, str]:
+    """(exit status, output) of `.ci/run` in a copy, if these versions were found. The Python is
+    replaced by a script that prints its arguments."""
     (folder / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", folder / ".ci/run")
-    lines = [f"echo {version} /opt/{version}/python3" for version in found_versions]
+    tools = folder / "tools"
+    for name in ("g++", "chromium", "nginx"):  # so that nothing needs to be installed
+        write_script(tools / name)
+    for version in found_versions:
+        write_script(folder / f"opt {version}/python3", f'echo "{version}: $*"; exit 3')
+    lines = [f'echo "{version} {folder}/opt {version}/python3"' for version in found_versions]
     write_script(
         folder / ".ci/interpreters",
         f'if [ "$1" = --versions ]; then echo {" ".join(list_versions())}; exit; fi',
         *lines,
     )
-    tools = folder / "tools"
-    for name in ("g++", "chromium", "nginx"):  # so that nothing needs to be installed
-        write_script(tools / name)
-    write_script(
-        tools / "make",
-        f'echo "$@" >> "{folder}/calls"',
-        f'case "$*" in *"{failing}"*) exit 2;; esac',
-    )
     process = subprocess.run(
-        ["bash", folder / ".ci/run"],
+        ["bash", folder / ".ci/run", *arguments],
         env={"PATH": f"{tools}:/usr/bin:/bin"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
     )
-    calls = folder / "calls"
-    return (
-        process.returncode,
-        calls.read_text().splitlines() if calls.exists() else [],
-        process.stdout,
-    )
+    return process.returncode, process.stdout
 
 
-def test_the_oldest_python_runs_all_tests_and_newer_ones_a_part(tmp_path: Path) -> None:
-    write_python(tmp_path / ".venv/bin/python").write_text("#!/bin/sh\necho 3.11\n")
-    status, calls, printed = run_ci(tmp_path, ["3.11", "3.12", "3.13"])
-    assert status == 0
-    check, middle, newest, programs, exhaustive, suite = calls
-    assert check == "check PYTHON=/opt/3.11/python3"
-    server = "t=tests/test_interpreter.py"
-    assert middle == f"test PYTHON=/opt/3.12/python3 VENV=.venv-3.12 {server} ARGS="
-    assert newest.startswith(f"test PYTHON=/opt/3.13/python3 VENV=.venv-3.13 {server} ")
-    assert programs.startswith("clients PYTHON=/opt/3.11/python3 VENV=.venv ARGS=-m programs ")
-    all_parts = "test-all PYTHON=/opt/3.11/python3 VENV=.venv ARGS=--without-suite"
-    assert exhaustive.startswith(all_parts)
-    assert suite == f"test PYTHON=/opt/3.11/python3 VENV=.venv {COVERAGE}"
-    assert printed.splitlines() == [
-        "Python 3.11: the suite",
-        "Python 3.12: a server, passed",
-        "Python 3.13: a part of the suite, passed",
-        "Python 3.14: not run, there is no interpreter that runs",
-    ]
-
-
-def test_the_partial_suite_names_existing_tests(tmp_path: Path) -> None:
-    _, calls, _ = run_ci(tmp_path, ["3.11", "3.14"])
-    [part] = re.findall(r" t=(.*) ARGS=", "\n".join(calls))
-    assert len(part.split()) > 5
-    assert [path for path in part.split() if not (ROOT / path).exists()] == []
-
-
-def test_missing_newer_pythons_are_reported(tmp_path: Path) -> None:
-    status, calls, printed = run_ci(tmp_path, ["3.11"])
-    assert status == 0
-    assert [call.split()[0] for call in calls] == ["check", "clients", "test-all", "test"]
-    assert printed.splitlines()[-1] == "3.13+ not run"
-
-
-def test_an_environment_of_another_version_is_kept(tmp_path: Path) -> None:
-    write_python(tmp_path / ".venv/bin/python").write_text("#!/bin/sh\necho 3.13\n")
-    _, calls, _ = run_ci(tmp_path, ["3.11", "3.13"])
-    _, newest, _, _, suite = calls
-    assert " VENV=.venv " in newest
-    assert suite == f"test PYTHON=/opt/3.11/python3 VENV=.venv-3.11 {COVERAGE}"
-
-
-@pytest.mark.parametrize(
-    "failing", ["check", "VENV=.venv-3.12", "VENV=.venv-3.13", "clients", "test-all"]
-)
-def test_a_failure_fails_the_run_but_the_rest_still_runs(tmp_path: Path, failing: str) -> None:
-    write_python(tmp_path / ".venv/bin/python").write_text("#!/bin/sh\necho 3.11\n")
-    status, calls, printed = run_ci(tmp_path, ["3.11", "3.12", "3.13"], failing=failing)
-    assert status == 2
-    assert len(calls) == 6
-    assert ("FAILED" in printed) == (failing not in ("check", "clients", "test-all"))
+def test_the_oldest_python_runs_the_parts_and_their_status_is_that_of_the_run(
+    tmp_path: Path,
+) -> None:
+    status, printed = run_ci(tmp_path, ["3.11", "3.13"], "--minutes", "9")
+    assert (status, printed) == (3, "3.11: -m tests.run_parts ci --minutes 9\n")
 
 
 def test_without_any_python_the_run_fails_with_a_message(tmp_path: Path) -> None:
-    status, calls, printed = run_ci(tmp_path, [])
-    assert (status, calls) == (1, [])
+    status, printed = run_ci(tmp_path, [])
+    assert status == 1
     assert printed.startswith("none of Python 3.11 3.12 3.13 3.14 runs here")
+
+
+def test_the_parts_need_only_the_standard_library() -> None:
+    """They run before anything is installed."""
+    process = subprocess.run(
+        [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            f"import sys; sys.path.insert(0, {str(ROOT)!r}); import tests.run_parts",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.stderr == ""
