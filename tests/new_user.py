@@ -16,7 +16,6 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from pathlib import Path
 import httpx
 
 from tests.machine_load import read_stats, sum_tree_ticks
+from tests.ports import find_free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -209,9 +209,7 @@ class Server:
     """A started server. command: without the port. Its output goes to a file."""
 
     def __init__(self, command: Sequence[str | Path], installation: Installation) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = find_free_port()
         uses_make = str(command[0]) == "make"
         port = (f"PORT={self.port}",) if uses_make else ("--port", str(self.port))
         self._log = installation.folder / "log"
@@ -233,7 +231,7 @@ class Server:
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT
-        with httpx.Client(timeout=5) as client:  # creating one takes 30 ms
+        with httpx.Client(timeout=REQUEST_TIMEOUT) as client:  # creating one takes 30 ms
             while time.monotonic() < deadline:
                 if self.process.poll() is not None:
                     raise StepError(f"the server has ended\n{self.log}")

@@ -53,7 +53,8 @@ class ServerProcess:
         )
         self.log: list[str] = []
         # one client for all requests: creating one takes 30 ms, mostly for certificates
-        self._http = httpx.Client(verify=True if ssl_context is None else ssl_context)
+        verify = True if ssl_context is None else ssl_context
+        self._http = httpx.Client(verify=verify, timeout=TIMEOUT)
         self._listening = threading.Event()
         self.port = 0
         self._scheme = "http"

@@ -39,7 +39,7 @@ from tests.conftest import SHARED
 from tests.fakes import build_fake_app
 from tests.server_process import TIMEOUT
 
-pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # see tests/conftest.py
+pytestmark = pytest.mark.no_cover  # see tests/conftest.py
 
 # templates that cannot render tools: one needs a variable that only its maker's server sets, the
 # macros of the other use a loop variable

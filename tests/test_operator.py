@@ -10,20 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server_process import TIMEOUT, ServerProcess, run_server
 from tests.throttle import Throttle
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.slow
-
 
 def scrape(server: ServerProcess) -> dict[tuple[str, ...], float]:
     """The samples of the model by name, without the prefixes of vLLM and mlxrunner, and by the
     values of its other labels."""
-    text = httpx.get(f"{server.url}/metrics").text
+    text = httpx.get(f"{server.url}/metrics", timeout=TIMEOUT).text
     found: dict[tuple[str, ...], float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -144,10 +141,10 @@ def test_the_json_log_has_the_request_id(tiny_model: Path) -> None:
 def test_the_configured_context_is_used(tiny_model: Path) -> None:
     with run_server(str(tiny_model), "--context", "64") as server:
         body = {"model": "tiny", "prompt": "x" * 64}
-        reply = httpx.post(f"{server.url}/v1/completions", json=body)
+        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=TIMEOUT)
         assert reply.status_code == 400
         assert "the server's context is 64 tokens" in reply.json()["error"]["message"]
-        models = httpx.get(f"{server.url}/v1/models").json()["data"]
+        models = httpx.get(f"{server.url}/v1/models", timeout=TIMEOUT).json()["data"]
         assert [model["context_length"] for model in models] == [64]
 
 
@@ -171,14 +168,16 @@ def test_debug_logs_where_a_prompt_diverges_from_the_cache(tiny_model: Path) -> 
     body = {"model": "tiny", "max_tokens": 2, "temperature": 0}
     with run_server(str(tiny_model), "--debug") as server:
         for prompt in ("once upon a time", "once upon a hill"):
-            httpx.post(f"{server.url}/v1/completions", json={**body, "prompt": prompt})
+            url = f"{server.url}/v1/completions"
+            httpx.post(url, json={**body, "prompt": prompt}, timeout=TIMEOUT)
         # the server is killed at the end, and may respond before it writes its log
         wait_until(lambda: "the cached prefix with 'time" in server.log_text())
     assert "12 of 16 prompt tokens were cached (diverged at 12)" in server.log_text()
     expected = "after ' upon a ' the prompt continues with 'hill', and the cached prefix with 'time"
     assert expected in server.log_text()
     with run_server(str(tiny_model)) as quiet:
-        httpx.post(f"{quiet.url}/v1/completions", json={**body, "prompt": "once upon a time"})
+        url = f"{quiet.url}/v1/completions"
+        httpx.post(url, json={**body, "prompt": "once upon a time"}, timeout=TIMEOUT)
     assert "upon" not in quiet.log_text()
 
 

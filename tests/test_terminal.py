@@ -44,7 +44,7 @@ def test_a_terminal_gets_a_banner_and_short_lines_in_colour() -> None:
         )
         assert send_chat(url, model="nothing").status_code == 404
         terminal.wait_for(r"chat 404 model_not_found: .* \d+ ms req_\w+\r\n")
-        assert httpx.get(f"{url}/v1/models").status_code == 200
+        assert httpx.get(f"{url}/v1/models", timeout=TIMEOUT).status_code == 200
         terminal.wait_for(r"[\r\n]\d\d:\d\d:\d\d GET /v1/models 200 \d+ ms\r\n")
         terminal.type(CTRL_C)
         assert terminal.wait() in (0, 130, -signal.SIGINT)

@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-LIMIT = 20.0
+LIMIT = 30.0
 INTERVAL = 0.01
 
 

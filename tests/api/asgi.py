@@ -12,6 +12,7 @@ import uvicorn
 
 from app.core.settings import Settings
 from tests.fakes import FakeGenerate, build_fake_app
+from tests.waiting import LIMIT
 
 
 @dataclass
@@ -97,7 +98,7 @@ class Conversation:
 
     async def until(self, condition: Callable[[Reply], bool]) -> Reply:
         """Waits until the reply so far fulfils the condition."""
-        async with asyncio.timeout(5), self._changed:
+        async with asyncio.timeout(LIMIT), self._changed:
             await self._changed.wait_for(lambda: condition(self.reply))
         return self.reply
 
@@ -106,7 +107,7 @@ class Conversation:
 
     async def end(self) -> Reply:
         """Waits until the application has returned."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT):
             await self.task
         return self.reply
 
@@ -158,5 +159,5 @@ def serve_app(app: Any, **options: Any) -> Generator[str]:
         yield f"http://{host}:{port}"
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(LIMIT)
         assert not thread.is_alive()

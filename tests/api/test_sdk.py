@@ -26,6 +26,7 @@ from tests.fakes import (
     script_greetings,
     text,
 )
+from tests.server_process import TIMEOUT
 from tests.waiting import wait_until
 
 MODEL = "fake/model"
@@ -223,7 +224,7 @@ def test_closing_a_stream_cancels(client: OpenAI, generate: FakeGenerate):
     with client.chat.completions.create(model=MODEL, messages=messages, stream=True) as stream:
         assert next(iter(stream)).choices[0].delta.content == "a "
         assert generate.num_closed == before
-    wait_until(lambda: generate.num_closed == before + 1, limit=5)
+    wait_until(lambda: generate.num_closed == before + 1)
 
 
 def test_a_timeout_of_an_unstreamed_answer_cancels(client: OpenAI, generate: FakeGenerate):
@@ -231,9 +232,9 @@ def test_a_timeout_of_an_unstreamed_answer_cancels(client: OpenAI, generate: Fak
     before = generate.num_closed
     with pytest.raises(openai.APITimeoutError):
         client.chat.completions.create(
-            model=MODEL, messages=messages, timeout=openai.Timeout(5, read=0.1)
+            model=MODEL, messages=messages, timeout=openai.Timeout(TIMEOUT, read=0.1)
         )
-    wait_until(lambda: generate.num_closed == before + 1, limit=5)
+    wait_until(lambda: generate.num_closed == before + 1)
 
 
 def test_concurrent_requests(url: str):
@@ -267,7 +268,7 @@ def test_the_go_client_can_read_the_response(url: str, generate: FakeGenerate):
     request = urllib.request.Request(
         f"{url}/completion", body, {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=5) as reply:
+    with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
         *lines, last = map(json.loads, reply)
     assert "".join(line["Content"] for line in lines) == "Hello"
     assert last["Done"]

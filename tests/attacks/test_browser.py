@@ -8,8 +8,7 @@ import pytest
 from tests.attacks.attacker import Attack, Read, Send
 from tests.attacks.conftest import Victim
 from tests.http.raw_client import head, post
-
-pytestmark = pytest.mark.slow
+from tests.server_process import TIMEOUT
 
 CHAT = "/v1/chat/completions"
 CHAT_BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -27,7 +26,8 @@ def test_a_rebound_page_is_rejected_on_every_path(victim: Victim, stream: bool) 
     before = count_tokens(victim)
     headers = {"host": "evil.example:8080", "sec-fetch-site": "same-origin"}
     paths = ("/health", "/v1/status", "/v1/models", "/metrics", "/nowhere")
-    with httpx.Client(base_url=victim.server.url, headers=headers) as browser:
+    url = victim.server.url
+    with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT) as browser:
         replies = [browser.get(path) for path in paths]
         replies += [browser.post(CHAT, json={**CHAT_BODY, "stream": stream})]
         replies += [browser.post("/v1/models/unload", json={"model": "tiny"})]
@@ -40,6 +40,7 @@ def test_a_rebound_page_is_rejected_on_every_path(victim: Victim, stream: bool) 
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timing
 def test_rebinding_does_not_disturb_other_clients(victim: Victim) -> None:
     page = Send(post(CHAT_BODY, CHAT, Host="evil.example"))
     result = victim.attack(Attack([[page, Read()]], threads=4))
@@ -68,6 +69,7 @@ def test_a_form_of_another_origin_has_no_effect(
     assert count_tokens(victim) == before
 
 
+@pytest.mark.timing
 def test_forms_do_not_disturb_other_clients(victim: Victim) -> None:
     fields = {"Origin": "https://evil.example", "Content_Type": "text/plain"}
     form = head("POST", "/v1/tokenize", Content_Length=10_000, **fields) + b"x" * 10_000

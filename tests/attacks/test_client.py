@@ -18,8 +18,6 @@ from tests.http import raw_client
 from tests.http.raw_client import head
 from tests.server_process import TIMEOUT, run_server
 
-pytestmark = pytest.mark.slow
-
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
@@ -129,6 +127,7 @@ def test_no_error_of_a_broken_model_reveals_a_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timing
 def test_names_that_are_paths_do_not_disturb_other_clients(victim: Victim) -> None:
     requests = [{"model": name, "prompt": "hi"} for name in hidden_names(victim.disk)]
     result = victim.attack(build_attack((COMPLETIONS, body) for body in requests))
@@ -148,6 +147,7 @@ def test_a_template_cannot_escape_the_sandbox(victim: Victim, name: str) -> None
 
 @pytest.mark.product
 @pytest.mark.parametrize("name", ["range", "loops"])
+@pytest.mark.timing
 def test_an_endless_template_does_not_disturb_other_clients(victim: Victim, name: str) -> None:
     body = {"model": "hostile", "messages": [{"role": "user", "content": name}]}
     reply = post(victim, CHAT, body)
@@ -222,6 +222,7 @@ def build_schemas() -> list[dict[str, Any]]:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timing
 def test_pathological_expressions_do_not_disturb_other_clients(victim: Victim) -> None:
     requests = requests_with_patterns()
     for path, body in requests:
@@ -231,6 +232,7 @@ def test_pathological_expressions_do_not_disturb_other_clients(victim: Victim) -
     assert set(result.statuses) <= {"200", "400", "429"}
 
 
+@pytest.mark.timing
 def test_pathological_schemas_do_not_disturb_other_clients(victim: Victim) -> None:
     requests: list[tuple[str, dict[str, Any]]] = []
     for schema in build_schemas():
@@ -244,6 +246,7 @@ def test_pathological_schemas_do_not_disturb_other_clients(victim: Victim) -> No
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timing
 def test_stop_strings_that_almost_match_do_not_disturb_other_clients(victim: Victim) -> None:
     """Every letter of the answer may be the beginning of each of them."""
     stops = ["a" * length + "b" for length in (500, 499, 498, 497)]
@@ -254,18 +257,26 @@ def test_stop_strings_that_almost_match_do_not_disturb_other_clients(victim: Vic
     assert set(result.statuses) <= {"200", "400", "429"}
 
 
-def test_a_compressed_body_is_not_decompressed(victim: Victim) -> None:
+def compress_spaces() -> bytes:
     """50 MB of spaces in 50 kB."""
     compressed = gzip.compress(b" " * (50 << 20), 9)
     assert len(compressed) < 100_000
+    return compressed
+
+
+def test_a_compressed_body_is_not_decompressed(victim: Victim) -> None:
+    compressed = compress_spaces()
     for encoding in ("gzip", "GZip", "gzip, gzip", "deflate", "br", "zstd"):
         headers = {"content-type": "application/json", "content-encoding": encoding}
         reply = victim.client.post(CHAT, content=compressed, headers=headers)
         assert reply.status_code == 415, reply.text
         assert reply.json()["error"]["code"] == "unsupported_content_encoding"
-    request = (
-        head("POST", CHAT, Content_Length=len(compressed), Content_Encoding="gzip") + compressed
-    )
+
+
+@pytest.mark.timing
+def test_compressed_bodies_do_not_disturb_other_clients(victim: Victim) -> None:
+    body = compress_spaces()
+    request = head("POST", CHAT, Content_Length=len(body), Content_Encoding="gzip") + body
     result = victim.attack(Attack([[Send(request), Read()]], threads=2))
     assert set(result.statuses) <= {"415", "none"}
 

@@ -19,8 +19,6 @@ from tests.machine_lock import MachineLock
 from tests.server_process import TIMEOUT, ServerProcess, run_server
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.slow
-
 MEBIBYTE = 1 << 20
 
 # of request bodies (--max-body 1); uploads are larger
@@ -202,6 +200,7 @@ def test_an_upload_needs_no_memory_for_its_size(open_library: Library) -> None:
     assert open_library.client.post("/api/chat", json=chat).status_code == 413
 
 
+@pytest.mark.timing
 def test_uploads_from_several_processes_do_not_disturb_other_clients(
     open_library: Library, machine: MachineLock
 ) -> None:

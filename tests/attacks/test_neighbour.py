@@ -11,12 +11,9 @@ import pytest
 
 from tests.attacks.conftest import Guarded, Victim
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not Path("/proc/self/net/tcp").exists(), reason="/proc lists the sockets of a process"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/net/tcp").exists(), reason="/proc lists the sockets of a process"
+)
 
 NOBODY_UID = 65534
 

@@ -11,8 +11,6 @@ import pytest
 from tests import tiny
 from tests.server_process import TIMEOUT, ServerProcess, run_server
 
-pytestmark = pytest.mark.slow
-
 COMPLETIONS = "/v1/completions"
 
 

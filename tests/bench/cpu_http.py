@@ -39,7 +39,7 @@ from tests.bench.cpu_scenarios import (
 )
 from tests.bench.cpu_tables import format_number
 from tests.bench.cpu_weights import StoredWeights
-from tests.bench.server_pair import find_free_port
+from tests.ports import find_free_port
 from tests.server_process import run_server
 
 SERVED_FORMATS = ("f32", "q4", PUBLISHED)
@@ -305,7 +305,7 @@ def _run_command(command: Sequence[str], variables: Mapping[str, str], url: str)
 
 def _is_ready(url: str) -> bool:
     with contextlib.suppress(httpx.TransportError):
-        return httpx.get(url).status_code == httpx.codes.OK
+        return httpx.get(url, timeout=READY).status_code == httpx.codes.OK
     return False
 
 

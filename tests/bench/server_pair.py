@@ -6,7 +6,6 @@ preloaded BLAS.
 
 import contextlib
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import httpx
 
+from tests.ports import find_free_port
 from tests.server_process import run_server
 
 MLX_LM_VARIABLE = "MLX_LM"
@@ -70,12 +70,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
             f"the server of {os.environ[MLX_LM_VARIABLE]} exited unexpectedly"
         )
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(url).status_code == httpx.codes.OK:
+            if httpx.get(url, timeout=TIMEOUT).status_code == httpx.codes.OK:
                 return
         time.sleep(0.1)
     raise TimeoutError(f"{url} is not ready")
-
-
-def find_free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]

@@ -13,7 +13,7 @@ from tests.chaos.checks import ChaosReport
 from tests.chaos.faults import FaultInjector
 from tests.chaos.load import LoadGenerator, Outcome, send_question
 from tests.chaos.questions import CONTEXT, SHAPES, ChaosQuestion, write_models
-from tests.server_process import ServerProcess, run_server
+from tests.server_process import TIMEOUT, ServerProcess, run_server
 
 # GiB for all models together: two of the five fit, or three of the smaller ones
 _MEMORY = 0.05
@@ -53,7 +53,7 @@ def run_chaos(
         )
         faults.pids.update(processes.list_descendants(pid))
         status = server.stop()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + TIMEOUT
     while (
         orphans := [p for p in faults.pids if processes.is_alive(p)]
     ) and time.monotonic() < deadline:

@@ -63,7 +63,7 @@ async function stopped() {
   await tab.click("#stop");
   await state(tab, "stopped");
   const begun = performance.now();
-  while ((await running()) > 0 && performance.now() - begun < 10_000);
+  while ((await running()) > 0 && performance.now() - begun < 60_000);
   return { before, after: await running() };
 }
 

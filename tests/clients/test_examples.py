@@ -47,7 +47,6 @@ def test_the_last_version_0_of_anthropics_library(
     run([anthropic0_python, str(EXAMPLES / script)], client_environment, tmp_path, server)
 
 
-@pytest.mark.slow
 @pytest.mark.product
 @pytest.mark.parametrize("script", OTHER_EXAMPLES)
 def test_python_libraries_of_others(

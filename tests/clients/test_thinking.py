@@ -78,7 +78,6 @@ def check_example(
     assert [prompt for prompt in answered if CALL_TURN not in prompt] == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("script", THINKING_EXAMPLES)
 def test_python_libraries(
     script: str, clients_python: str, client_environment, script_folder: Path, server: ServerProcess

@@ -116,19 +116,25 @@ def adapt_config(
 def run_nginx(
     name: str | Path, replicas: Sequence[Upstream], certificate: Certificate, folder: Path
 ) -> Iterator[Nginx]:
-    """Run nginx with a file of deploy/nginx, or a copy of one; all its files are in `folder`."""
-    port = _free_port()
-    main = folder / "nginx.conf"
-    main.write_text(
-        _build_main_config(adapt_config(name, port, replicas, certificate), folder), "utf-8"
-    )
+    """Run nginx with a file of deploy/nginx, or a copy of one; all its files are in `folder`.
+
+    It inherits its socket, as during an upgrade of nginx. Otherwise another program could take the
+    port before nginx does. Connections wait in the socket until nginx accepts them."""
     program = shutil.which("nginx")
     assert program is not None
+    main = folder / "nginx.conf"
     command = [program, "-p", str(folder), "-c", str(main), "-e", str(folder / "error.log")]
-    subprocess.run([*command, "-t"], check=True, capture_output=True)
-    process = subprocess.Popen([*command, "-g", "daemon off;"])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        config = adapt_config(name, port, replicas, certificate)
+        main.write_text(_build_main_config(config, folder), "utf-8")
+        subprocess.run([*command, "-t"], check=True, capture_output=True)
+        process = subprocess.Popen(
+            [*command, "-g", "daemon off;"],
+            env={**os.environ, "NGINX": f"{listener.fileno()};"},
+            pass_fds=[listener.fileno()],
+        )
     try:
-        _wait_for(port, process)
         running = Nginx(port, folder, certificate)
         with running.http:
             yield running
@@ -175,22 +181,6 @@ def _build_main_config(server: str, folder: Path) -> str:
         "events { worker_connections 1024; }\n"
         f"http {{\n{temporary}\n{_LOG_FORMAT}\naccess_log {folder}/seen.log seen;\n{server}\n}}\n"
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while True:
-        assert process.poll() is None, "nginx ended at once"
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-            return
-        assert time.monotonic() < deadline, "nginx does not listen"
-        time.sleep(0.02)
 
 
 def iter_events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:

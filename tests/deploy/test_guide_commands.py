@@ -49,7 +49,8 @@ class Service:
 
     def get_status(self, path: str, key: str | None = None) -> int:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        return httpx.get(f"http://127.0.0.1:{self.port}{path}", headers=headers).status_code
+        url = f"http://127.0.0.1:{self.port}{path}"
+        return httpx.get(url, headers=headers, timeout=TIMEOUT).status_code
 
 
 @contextlib.contextmanager
@@ -81,7 +82,8 @@ def wait_for_port(process: subprocess.Popen[bytes], log: Path) -> int:
         assert time.monotonic() < deadline, text
         if found := re.search(r"running on http://127\.0\.0\.1:(\d+)", text):
             port = int(found[1])
-            if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+            url = f"http://127.0.0.1:{port}/health"
+            if httpx.get(url, timeout=TIMEOUT).status_code == 200:
                 return port
         time.sleep(0.05)
 
@@ -257,7 +259,8 @@ def test_the_service_serves_a_model_that_the_guide_pulls(
     unit.write_text(sandbox.relocate(unit.read_text("utf-8")), "utf-8")
     with run_command(*read_unit(unit), sandbox) as port:
         headers = {"Authorization": f"Bearer {keys['anna']}"}
-        models = httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=headers).json()["data"]
+        url = f"http://127.0.0.1:{port}/v1/models"
+        models = httpx.get(url, headers=headers, timeout=TIMEOUT).json()["data"]
     assert [model["id"] for model in models] == [name]
 
 

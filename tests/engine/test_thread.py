@@ -86,8 +86,7 @@ def test_a_snapshot_of_the_cache_needs_no_step(start_thread: StartThread) -> Non
     thread.submit(job("a", b"hello"))
     log.collect_updates("a")
     taken: queue.Queue[PrefixSnapshot] = queue.Queue()
-    while thread.heartbeat().stage != IDLE:
-        time.sleep(0.01)
+    wait_until(lambda: thread.heartbeat().stage == IDLE)
     while not log.messages.empty():
         log.next(StepOutput)
     for _ in range(3):

@@ -40,6 +40,7 @@ from tests.engine.harness import (
     tiny_model,
 )
 from tests.fakes import make_rust_panic
+from tests.waiting import LIMIT, wait_until_async
 
 PROMPT = tuple(b"the quick brown fox jumps over the lazy dog")
 ENDS = frozenset({tiny.END})
@@ -417,9 +418,7 @@ def choice(name: str) -> ChoiceGrammar:
 
 
 async def wait_for_length(grammars: Sequence[Grammar], length: int) -> None:
-    async with asyncio.timeout(10):
-        while len(grammars) < length:  # noqa: ASYNC110  # set by another thread
-            await asyncio.sleep(0.002)
+    await wait_until_async(lambda: len(grammars) >= length)
 
 
 async def wait_for_compilations(blocked: BlockedCompiler, count: int) -> None:
@@ -437,7 +436,8 @@ def test_a_known_grammar_does_not_wait_for_others(monkeypatch: pytest.MonkeyPatc
             asyncio.create_task(compiler.compile_async(choice(f"{n}"), ENDS)) for n in range(20)
         ]
         await wait_for_compilations(blocked, 2)
-        async with asyncio.timeout(1):
+        # it would wait for the gate
+        async with asyncio.timeout(LIMIT):
             assert ids_of(await compiler.compile_async(SCHEMA, ENDS)) == {ord("{")}
         blocked.gate.set()
         await asyncio.gather(*others)

@@ -13,7 +13,7 @@ from app.http.uvicorn_server import make_protocol_factory
 from tests.api.asgi import Reply, serve_app
 from tests.fakes import FakeGenerate, build_fake_app
 
-PATIENCE = 20.0
+PATIENCE = 30.0
 CHAT = "/v1/chat/completions"
 CHAT_BODY = {"model": "fake/model", "messages": [{"role": "user", "content": "hi"}]}
 

@@ -1,12 +1,12 @@
 """A used port or a foreign address gives an error of one line."""
 
 import socket
-import time
 
 import pytest
 
 from app.core.errors import AppError
 from app.http.bind_policy import check_bind_address
+from tests.ports import find_free_port
 
 
 def get_error(host: str, port: int) -> AppError:
@@ -18,9 +18,7 @@ def get_error(host: str, port: int) -> AppError:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", ""])
 def test_a_free_port_is_accepted(host: str):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    check_bind_address(host, port)
+    check_bind_address(host, find_free_port())
     check_bind_address(host, 0)
 
 
@@ -39,12 +37,12 @@ def test_the_error_of_a_used_port_names_the_option(host: str, other: str):
 
 def test_a_port_in_time_wait_is_free():
     """The last connections of an ended server may still be in TIME_WAIT."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = listener.getsockname()
+    address = ("127.0.0.1", find_free_port())
+    with socket.create_server(address) as listener:
         client = socket.create_connection(address)
         connection, _ = listener.accept()
         connection.close()
-        time.sleep(0.05)
+        assert client.recv(1) == b""
         client.close()
     check_bind_address(*address)
 

@@ -17,6 +17,7 @@ from app.core.thread_pools import ThreadPools
 from app.http.body import MAX_VALUES, BodyMemoryBudget, RequestBodies, ValueCounter
 from tests.api.asgi import Conversation, Reply
 from tests.fakes import CARD, FakeGenerate, build_fake_app
+from tests.server_process import TIMEOUT
 
 CHAT = "/v1/chat/completions"
 SCOPE = {"headers": [(b"content-type", b"application/json")]}
@@ -301,7 +302,7 @@ def test_a_body_is_parsed_again_after_its_model_is_resolved(values: int):
             return len(content["prompt"]), resolved
 
         async with (
-            asyncio.timeout(10),
+            asyncio.timeout(TIMEOUT),
             build_request_bodies().receive_json(build_scope(), incoming.receive) as body,
         ):
             before = sys.getallocatedblocks()

@@ -81,6 +81,6 @@ def test_a_closed_connection_gets_no_turn():
         reads.enqueue(other, 0.005)
         reads.remove(closed)
         reads.remove(closed)
-        await wait_until_async(lambda: not transport.paused, limit=10)
+        await wait_until_async(lambda: not transport.paused)
 
     asyncio.run(run())

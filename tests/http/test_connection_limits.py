@@ -9,8 +9,10 @@ import pytest
 
 from app.core.server_stats import ConnectionStats
 from app.core.settings import Settings
-from app.http.connection_limits import Acceptor, ConnectionLimiter
+from app.http import connection_limits
+from app.http.connection_limits import Acceptor, ConnectionLimiter, LogThrottle
 from tests.descriptors import exhaust_descriptors
+from tests.waiting import wait_until_async
 
 PATIENCE = 20.0
 
@@ -69,6 +71,7 @@ def test_connections_beyond_the_limit_wait_until_others_close():
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"hello")
             with pytest.raises(TimeoutError):
+                # a wait that is too short only misses that it was accepted
                 async with asyncio.timeout(0.3):
                     await reader.readexactly(5)
             assert len(open_) == 3
@@ -83,9 +86,18 @@ def test_connections_beyond_the_limit_wait_until_others_close():
 
 
 def test_accept_errors_are_retried_and_logged_once(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     """asyncio logged a hundred tracebacks at a time."""
+    monkeypatch.setattr(connection_limits, "_ERROR_BACKOFF_SECONDS", 0.05)
+    errors: list[int] = []
+    record = LogThrottle.record
+
+    def record_error(throttle: LogThrottle, now: float) -> int:
+        errors.append(record(throttle, now))
+        return errors[-1]
+
+    monkeypatch.setattr(LogThrottle, "record", record_error)
 
     async def run() -> None:
         open_: set[Echo] = set()
@@ -96,7 +108,7 @@ def test_accept_errors_are_retried_and_logged_once(
             with exhaust_descriptors():
                 await loop.sock_connect(client, ("127.0.0.1", port))
                 await loop.sock_sendall(client, b"hello")
-                await asyncio.sleep(1.2)
+                await wait_until_async(lambda: len(errors) >= 3)
                 assert not open_
             async with asyncio.timeout(PATIENCE):
                 assert await loop.sock_recv(client, 5) == b"hello"

@@ -51,6 +51,7 @@ def test_ready_is_sent_after_startup_and_the_stop_timeout_at_shutdown(
         async with SystemdNotifier.from_environment(environment(manager), 7).watch(
             server, drain=40
         ):
+            # a wait that is too short could only miss a message
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(receive(manager), 0.4)
             server.started = True
@@ -100,6 +101,7 @@ def test_no_notifications_without_a_watchdog_of_this_process(
         notifier = SystemdNotifier.from_environment(environment(manager, **watchdog), 7)
         async with notifier.watch(Server(started=True), drain=1):
             assert await receive(manager) == "READY=1"
+            # four of its intervals; a shorter wait could only miss a message
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(receive(manager), 0.4)
 
@@ -113,7 +115,7 @@ def test_failed_notifications_are_retried(tmp_path: Path) -> None:
         async with SystemdNotifier.from_environment(variables, 7).watch(
             Server(started=True), drain=1
         ):
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.1)  # so that some fail; if none does, the test proves less
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
                 manager.bind(str(path))
                 manager.setblocking(False)

@@ -119,11 +119,12 @@ def test_a_client_that_does_not_answer_close_notify_is_disconnected(
     certificate: CertificateFiles, stats: ConnectionStats
 ):
     """Closing TLS needs both sides, and a lost client does not answer."""
-    with run_server(certificate, None, stats, header_timeout=0.2, body_timeout=0.3) as connect:
+    with run_server(certificate, None, stats, header_timeout=1, body_timeout=0.3) as connect:
         certificate.handshake(connect())
         wait_until(lambda: stats.accepted_connections == 1 and stats.open_connections == 0)
 
 
+@pytest.mark.timing
 def test_the_last_response_of_a_connection_may_be_read_slowly(certificate: CertificateFiles):
     """asyncio has one timeout for all unsent data of a closing connection."""
     generate = FakeGenerate([text("x" * 10_000_000), finish()])
@@ -149,6 +150,7 @@ def test_an_unread_finished_answer_times_out(certificate: CertificateFiles, stat
             assert len(client.read_until(lambda _: False)) < 20_000_000
 
 
+@pytest.mark.timing
 def test_a_steady_reader_gets_the_complete_answer_at_any_rate(
     certificate: CertificateFiles, stats: ConnectionStats
 ):
@@ -168,9 +170,7 @@ def test_a_client_that_stops_reading_is_disconnected(
     with run_server(certificate, generate, stats, body_timeout=1) as connect:
         client = certificate.handshake(connect()).send(post(CHAT_BODY))
         client.read_steadily(400_000, 1.5)
-        stopped = time.monotonic()
         wait_until(lambda: stats.closed_by_reason["unread_answer"] == 1)
-        assert time.monotonic() - stopped < 5
 
 
 def test_the_rejection_of_a_long_body_can_be_read(certificate: CertificateFiles):

@@ -12,6 +12,7 @@ import trustme
 from app.core.errors import AppError
 from app.http.tls import check_certificate
 from tests.api.asgi import serve_app
+from tests.server_process import TIMEOUT
 
 
 def issue_certificate(folder: Path, name: str = "own", **times: Any) -> tuple[str, str, str]:
@@ -136,7 +137,8 @@ def test_a_checked_certificate_is_accepted_by_clients(valid: tuple[str, str, str
 
     with serve_app(hello, lifespan="off", ssl_certfile=cert, ssl_keyfile=key) as url:
         context = ssl.create_default_context(cafile=ca)
-        reply = httpx.get(url.replace("http:", "https:"), verify=context)
+        url = url.replace("http:", "https:")
+        reply = httpx.get(url, verify=context, timeout=TIMEOUT)
         assert reply.text == "https"
         with pytest.raises(httpx.ConnectError):
-            httpx.get(url.replace("http:", "https:"), verify=ssl.create_default_context())
+            httpx.get(url, verify=ssl.create_default_context(), timeout=TIMEOUT)

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,9 @@ from tests.throttle import Throttle
 from tests.waiting import wait_until
 
 COMPLETIONS = "/v1/completions"
+
+# Seconds of a drain that ends before: the test would fail after `TIMEOUT`.
+NEVER = 100 * TIMEOUT
 
 
 def build_body(tokens: int | None = None, *, stream: bool = True) -> dict[str, Any]:
@@ -66,7 +68,7 @@ class Client(threading.Thread):
             self.error = error
 
     def wait_until_begun(self) -> "Client":
-        wait_until(lambda: bool(self.lines))
+        wait_until(lambda: bool(self.lines), limit=TIMEOUT)
         return self
 
     def wait_until_done(self) -> "Client":
@@ -82,7 +84,7 @@ def wait_for_requests(server: ServerProcess, count: int) -> None:
         status = server.status()
         return status["Running"] + status["Waiting"]
 
-    wait_until(lambda: count_requests() == count)
+    wait_until(lambda: count_requests() == count, limit=TIMEOUT)
 
 
 def test_requests_that_finish_within_the_drain_time_are_completed(
@@ -94,7 +96,7 @@ def test_requests_that_finish_within_the_drain_time_are_completed(
         unstreamed = Client(server, build_body(900, stream=False))
         wait_for_requests(server, 5)
         server.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: "shutting down (5 requests" in server.log_text())
+        wait_until(lambda: "shutting down (5 requests" in server.log_text(), limit=TIMEOUT)
         throttle.off()
         for stream in streams:
             assert stream.wait_until_done().lines[-1] == "data: [DONE]"
@@ -115,7 +117,6 @@ def test_unfinished_requests_end_with_an_error_in_their_dialect(long_model: Path
         lines.wait_until_begun()
         unstreamed = Client(server, build_body(stream=False))
         wait_for_requests(server, 3)
-        start = time.monotonic()
         server.process.send_signal(signal.SIGINT)
         error = json.loads(stream.wait_until_done().lines[-2].removeprefix("data: "))
         assert error["error"]["code"] == "server_stopping"
@@ -125,12 +126,11 @@ def test_unfinished_requests_end_with_an_error_in_their_dialect(long_model: Path
         assert unstreamed.headers["retry-after"] == "1"
         assert json.loads(unstreamed.lines[0])["error"]["code"] == "server_stopping"
         assert server.stop(0) == 0
-        assert time.monotonic() - start < 30
         assert "Traceback" not in server.log_text()
 
 
 def test_new_requests_are_rejected_during_the_drain(long_model: Path) -> None:
-    with run_with_drain(long_model, 60) as server, open_connections(server.port) as connect:
+    with run_with_drain(long_model, NEVER) as server, open_connections(server.port) as connect:
         idle, half = connect(), connect()
         assert idle.send(GET).read_reply().status == 200
         half.send(GET[:10])
@@ -144,11 +144,8 @@ def test_new_requests_are_rejected_during_the_drain(long_model: Path) -> None:
             connect()
         assert stream.is_alive()
         # the second signal
-        start = time.monotonic()
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(TIMEOUT) == -signal.SIGINT
-        # not after the 60 seconds of the drain
-        assert time.monotonic() - start < 30
         assert stream.wait_until_done().error is not None
 
 
@@ -160,16 +157,12 @@ def test_a_client_that_does_not_read_does_not_delay_the_shutdown(long_model: Pat
         client.send(post(body, COMPLETIONS))
         incomplete = connect().send(post(body, COMPLETIONS)[:-5])
         wait_for_requests(server, 1)
-        start = time.monotonic()
         assert server.stop() == -signal.SIGTERM
-        assert time.monotonic() - start < 30
         assert "Traceback" not in server.log_text()
         assert incomplete.is_closed()
 
 
 def test_a_server_without_requests_stops_at_once(tiny_model: Path) -> None:
-    with run_with_drain(tiny_model, 60) as server, open_connections(server.port) as connect:
+    with run_with_drain(tiny_model, NEVER) as server, open_connections(server.port) as connect:
         assert connect().send(GET).read_reply().status == 200
-        start = time.monotonic()
         assert server.stop() == -signal.SIGTERM
-        assert time.monotonic() - start < 30

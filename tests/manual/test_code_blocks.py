@@ -19,7 +19,7 @@ from tests.manual.test_configuration_blocks import CONFIGURATION
 from tests.manual.test_shell_blocks import SHELL
 from tests.server_process import TIMEOUT, ServerProcess
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.manual
 
 EXTENDING = "docs/extending.md"
 

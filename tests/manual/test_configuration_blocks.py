@@ -21,7 +21,7 @@ from app.http.api_keys import parse_key_file
 from tests.deploy.nginx import NAME
 from tests.manual.blocks import Block, list_blocks
 from tests.manual.check_nginx import main as check_nginx
-from tests.server_process import ROOT, ServerProcess
+from tests.server_process import ROOT, TIMEOUT, ServerProcess
 
 BLOCKS = list_blocks("toml", "yaml", "json", "nginx", "caddyfile")
 
@@ -104,7 +104,8 @@ def test_the_addresses_in_the_settings_of_a_program_answer(
 ) -> None:
     """405 is the answer of a path that has only POST."""
     for path in re.findall(r"http://(?:127\.0\.0\.1|localhost):8080([^\s\"]*)", block.text):
-        statuses = [httpx.get(f"{manual_server.url}{path}{more}").status_code for more in PATHS]
+        urls = [f"{manual_server.url}{path}{more}" for more in PATHS]
+        statuses = [httpx.get(url, timeout=TIMEOUT).status_code for url in urls]
         assert {200, 405} & set(statuses), path
 
 

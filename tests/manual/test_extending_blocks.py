@@ -13,7 +13,7 @@ import pytest
 from tests.manual.blocks import read_blocks
 from tests.server_process import ROOT, TIMEOUT, UNTRACED
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.manual
 
 PAGE = "docs/extending.md"
 

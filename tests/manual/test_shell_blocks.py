@@ -18,12 +18,13 @@ from tests.clients.conftest import CLIENTS
 from tests.deploy.nginx import NAME, Certificate, run_nginx
 from tests.manual.blocks import Block, list_blocks, list_pages, read_blocks
 from tests.manual.conftest import HOME_MODELS
-from tests.manual.reader import Reader, find_free_port, iter_missing_programs
+from tests.manual.reader import Reader, iter_missing_programs
 from tests.manual.stubs import OTHER_SHELLS, STUBS
+from tests.ports import find_free_port
 from tests.server_process import ROOT, ServerProcess
 from tests.store.stand_in import StandIn
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.manual
 
 SHELL = ("sh", "bash", "console")
 

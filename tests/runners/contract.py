@@ -21,7 +21,7 @@ from tests import tiny
 from tests.batches import flatten
 from tests.engine.harness import job
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 MakeRunner = Callable[[], Runner]
 

@@ -22,7 +22,7 @@ from app.runners.pool import ModelPool
 from app.runners.restart_policy import RestartPolicy
 from tests.batches import flatten
 
-PATIENCE = 5.0
+PATIENCE = 30.0
 
 # concurrent jobs of a runner
 SLOTS = 2

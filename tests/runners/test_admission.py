@@ -15,7 +15,7 @@ from app.core.ports import RunnerState, RunnerStatus
 from app.runners.admission import Admission, LatencyAverage
 from tests.engine.harness import job
 
-PATIENCE = 10.0
+PATIENCE = 30.0
 SECOND = 1_000_000_000
 
 

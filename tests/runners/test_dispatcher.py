@@ -32,7 +32,7 @@ READY = EngineReady(
 BROKEN = EngineFailed(
     kind=ErrorKind.ENGINE, message="AssertionError: planted", is_internal_error=True
 )
-PATIENCE = 10.0
+PATIENCE = 30.0
 
 
 class FakeEngine:

@@ -18,7 +18,7 @@ from app.runners.event_pipe import EventWriter, read_events
 from app.runners.worker_protocol import WorkerEvent, WorkerInit
 from app.runners.worker_server import WorkerServer
 
-PATIENCE = 10.0
+PATIENCE = 30.0
 
 
 def step(number: int, size: int = 1) -> StepOutput:

@@ -157,7 +157,7 @@ def test_the_timer_starts_when_the_last_request_ends():
                 pool.set_keep_alive(A, 0.05, admin=True)
                 async with pool.lease(A):
                     pass
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.1)  # a shorter sleep could only miss an unload
                 assert script.loaded == ["a"]
             await wait_until_async(lambda: not script.loaded)
 

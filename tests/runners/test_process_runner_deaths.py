@@ -76,7 +76,6 @@ def test_all_waiting_calls_end_when_the_process_dies(long_model: Path, how: sign
     asyncio.run(run())
 
 
-@pytest.mark.slow
 def test_a_silent_process_is_reported_and_can_be_stopped(long_model: Path) -> None:
     async def run() -> None:
         async with start_runner(long_model, watchdog=WATCHDOG) as running:
@@ -232,7 +231,6 @@ Loop.step = step
 """
 
 
-@pytest.mark.slow
 def test_a_hanging_engine_is_killed(long_model: Path, plant: Callable[[str], None]) -> None:
     plant(HANG)
 

@@ -3,7 +3,6 @@
 import asyncio
 import re
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from tests.runners.spawning import (
     pid,
     start_error,
 )
+from tests.server_process import TIMEOUT
 
 
 def test_an_exit_before_ready_is_reported_with_the_last_output(
@@ -38,7 +38,7 @@ def test_a_load_without_progress_is_aborted(tiny_model: Path, plant: Callable[[s
     plant("import time\nimport app.engine.loader as it\nit.load = lambda *_: time.sleep(3600)")
     error = asyncio.run(start_error(tiny_model, load_timeout=1.5))
     # the time counts from the first check, and includes the start of the process
-    assert re.fullmatch(r"tiny could not be loaded: no progress for \d s at 0 %", error.message), (
+    assert re.fullmatch(r"tiny could not be loaded: no progress for \d+ s at 0 %", error.message), (
         error.message
     )
 
@@ -52,13 +52,11 @@ def test_a_silent_process_is_aborted_sooner_during_a_load(
         "import app.engine.loader as it\n"
         "it.load = lambda *_: (time.sleep(1), os.kill(os.getpid(), signal.SIGSTOP))\n"
     )
-    began = time.monotonic()
-    error = asyncio.run(start_error(tiny_model, load_timeout=600.0, watchdog=2.0))
+    starting = start_error(tiny_model, load_timeout=100 * TIMEOUT, watchdog=2.0)
+    error = asyncio.run(asyncio.wait_for(starting, TIMEOUT))
     assert "no progress for" in error.message
-    assert time.monotonic() - began < 60
 
 
-@pytest.mark.slow
 def test_progress_of_a_load_is_reported_and_resets_the_timeout(
     tiny_model: Path, plant: Callable[[str], None]
 ) -> None:
@@ -121,7 +119,6 @@ def test_a_process_with_undecodable_messages_is_killed(
     assert logged in caplog.text
 
 
-@pytest.mark.slow
 def test_a_process_that_is_silent_after_its_load_is_killed(
     tiny_model: Path, plant: Callable[[str], None]
 ) -> None:

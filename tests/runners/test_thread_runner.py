@@ -126,8 +126,8 @@ def test_an_idle_engine_does_not_count_as_hanging(tiny_model: Path) -> None:
     async def run() -> None:
         async with start_runner(tiny_model, Settings(watchdog=0.05)) as running:
             await answer(running, "a", b"hello")
-            await asyncio.sleep(0.2)
-            assert running.status().state == "ready"
+            await asyncio.sleep(0.2)  # four times the limit of a hang
+            await wait_until_async(lambda: running.status().state == "ready")
 
     asyncio.run(run())
 

@@ -19,8 +19,6 @@ from tests.runners.contract import answer, ids
 from tests.runners.spawning import is_alive, pid, start_runner, suspend, wait_for_end
 from tests.server_process import ROOT
 
-pytestmark = pytest.mark.slow
-
 GIB = 1 << 30
 
 # Runs at the start of each interpreter. An import hook, because the backend must be set up before

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from app.serving.generation import merge_batches
 from tests.batches import flatten
+from tests.server_process import TIMEOUT
 
 
 def run(main: Callable[[], Awaitable[Any]]) -> Any:
-    return asyncio.run(asyncio.wait_for(main(), 5))  # pyright: ignore[reportArgumentType]
+    return asyncio.run(asyncio.wait_for(main(), TIMEOUT))  # pyright: ignore[reportArgumentType]
 
 
 async def stream(

@@ -54,7 +54,7 @@ def test_the_program_runs_from_the_first_request_to_the_end_of_the_last(tmp_path
             await wait_for_content(file, ["started"])
             second = awake.observe(REQUEST)
             first.on_end(complete=True)
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.2)  # a shorter sleep could only miss that it stops
             await wait_for_content(file, ["started"])  # a request is still running
             second.on_end(complete=False)
             await wait_for_content(file, ["started", "stopped"])

@@ -341,7 +341,7 @@ def test_an_interrupted_stream_raises_in_its_reader(reason: str):
     async def run() -> None:
         limited = limit_generate(
             FakeGenerate([text("so"), FOREVER]),
-            Settings(deadline=0.1 if reason == "deadline" else None),
+            Settings(deadline=0.5 if reason == "deadline" else None),
         )
         async with limited.open(make_request(), MODEL) as events:
             await anext(events)
@@ -477,7 +477,6 @@ def test_the_real_server_limits_concurrent_requests_per_caller(long_model: Path)
         assert short["choices"][0]["finish_reason"] == "length"
 
 
-@pytest.mark.slow
 def test_the_real_server_enforces_the_deadline(long_model: Path):
     # long enough to start on a busy machine: an answer that has not begun ends with a status
     with run_server(str(long_model), "--runner", "thread", "--deadline", "3") as server:

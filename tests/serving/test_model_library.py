@@ -210,7 +210,7 @@ def test_a_second_pull_is_refused_and_a_closed_pull_continues_later(
     commit: str,  # noqa: F811
 ):
     """A disconnect leaves no download behind."""
-    hub.faults.stall["model.safetensors"] = 1.0
+    hub.faults.stall["model.safetensors"] = 60
 
     async def body(library: InstalledModels, _: ModelRegistry) -> None:
         steps = library.pull(NAME.repo_id)
@@ -221,6 +221,7 @@ def test_a_second_pull_is_refused_and_a_closed_pull_continues_later(
             await collect(library.pull(NAME.repo_id))
         assert caught.value.kind is ErrorKind.BUSY
         await steps.aclose()
+        hub.resumed.set()
         # once the thread has noticed, the next one continues where this one stopped
         assert (await pull_again(library))[-1].status == "success"
 

@@ -19,6 +19,7 @@ from app.core.settings import ModelSettings, Settings
 from app.engine.model_info import complete_config
 from app.serving.registry import ModelRegistry, build_entry
 from tests import tiny
+from tests.server_process import TIMEOUT
 
 
 def open_registry(settings: Settings) -> ModelRegistry:
@@ -213,7 +214,7 @@ def test_concurrent_loads_verify_the_files_once(tiny_model: Path, monkeypatch: p
     def slow_resolve(source: str | None) -> ModelFiles:
         sources.append(source)
         reading.set()
-        release.wait(10)
+        release.wait(TIMEOUT)
         if len(sources) == 1:
             raise AppError(ErrorKind.MODEL_FILES, "a digest is wrong")
         return entry.files
@@ -223,7 +224,7 @@ def test_concurrent_loads_verify_the_files_once(tiny_model: Path, monkeypatch: p
     async def run() -> None:
         for _ in range(5):
             task = asyncio.create_task(registry.load_verified_files(entry.served))
-            assert await asyncio.to_thread(reading.wait, 10)
+            assert await asyncio.to_thread(reading.wait, TIMEOUT)
             task.cancel()
         assert len(sources) == 1
         tasks = [asyncio.create_task(registry.load_verified_files(entry.served)) for _ in range(2)]

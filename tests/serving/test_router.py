@@ -288,7 +288,7 @@ def test_a_model_changed_on_disk_uses_its_new_tokenizer_after_the_reload(tmp_pat
             unloading = asyncio.create_task(unload(router, "a"))
             await asyncio.sleep(0)
             reloaded = asyncio.create_task(get_token_ids(router))
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)  # so that the request waits for the model
             changed = json.loads(tokenizer.read_text())
             changed["normalizer"] = {"type": "Prepend", "prepend": "x"}
             tokenizer.write_text(json.dumps(changed))
@@ -350,7 +350,7 @@ def test_the_latest_keep_alive_is_used(folder: Path) -> None:
         await events(router, build_request("a", keep_alive=math.inf))
         assert router.list_model_states()[0].expires_at is None
         await events(router, build_request("a", keep_alive=0.0))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)  # a shorter sleep could only miss an unload
         assert router.list_model_states()[0].phase == "ready"
         await events(router, build_request("a", keep_alive=0.0, admin=True))
         async with asyncio.timeout(20):
@@ -382,7 +382,7 @@ def test_a_rejected_request_does_not_change_the_keep_alive(folder: Path) -> None
                 )
             )
             await expect_rejection(embed(router, name, "x" * 5000, **unload_after))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)  # a shorter sleep could only miss an unload
         assert [state.phase for state in router.list_model_states()] == [
             "ready",
             "ready",

@@ -197,6 +197,7 @@ def test_a_request_in_the_queue_gets_its_first_byte_after_five_seconds(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("path", STREAMS)
+@pytest.mark.timing
 def test_a_real_minute_of_prefill_is_never_silent(
     long_model: Path, throttle: Throttle, path: str
 ) -> None:
@@ -218,5 +219,6 @@ def test_a_real_minute_of_prefill_is_never_silent(
     # one step passes before the first event
     assert times[1] - began < FIRST_BYTE + STEP_SECONDS
     gaps = [later - earlier for earlier, later in pairwise(times)]
+    print(f"first byte after {times[1] - began:.1f} s, longest silence {max(gaps):.1f} s")
     assert max(gaps) < MAX_SILENCE + STEP_SECONDS
     assert times[-1] - began >= PREFILL_SECONDS - 5 - MAX_SILENCE

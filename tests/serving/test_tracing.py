@@ -287,7 +287,7 @@ def test_embeddings_are_a_separate_operation(collector: Collector):
 
 
 PROGRAM = """
-import asyncio, sys, time
+import asyncio, sys
 import app.serving.otel_tracing
 from app.core.settings import Settings
 from app.core.observers import ObservedGenerate
@@ -296,15 +296,14 @@ from tests.fakes import FakeGenerate, FakeModel, finish
 from tests.serving.test_tracing import CHAT, drain
 
 app.serving.otel_tracing._SHUTDOWN_TIMEOUT = 0.5  # to keep this test short
+app.serving.otel_tracing._EXPORT_TIMEOUT = 3600.0  # what waits for an export never ends
 
 async def main():
     tracing = create_tracing(Settings(otlp=sys.argv[1]))
     observed = ObservedGenerate(FakeGenerate([finish()]), tracing.observe)
-    start = time.monotonic()
     for _ in range(1000):  # more spans than fit into the queue
         async with observed.open(CHAT, FakeModel()) as events:
             await drain(events)
-    print(time.monotonic() - start)
     await tracing.stop()
 
 asyncio.run(main())
@@ -315,12 +314,8 @@ def test_an_unreachable_collector_does_not_delay_requests():
     """Neither a silent nor a missing collector delays requests or the shutdown."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for port in (listener.getsockname()[1], 1):
-            start = time.monotonic()
             command = [sys.executable, "-c", PROGRAM, f"http://127.0.0.1:{port}"]
-            process = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
-            # a tenth of a millisecond each on an idle machine
-            assert float(process.stdout) < 5
-            assert time.monotonic() - start < 20
+            subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=TIMEOUT)
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1:4318", "grpc://x:4317", "http://"])

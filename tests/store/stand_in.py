@@ -58,12 +58,14 @@ class Faults:
 
 
 class StandIn:
-    """endpoint: the value for HF_ENDPOINT. requests: every request so far."""
+    """endpoint: the value for HF_ENDPOINT. requests: every request so far. resumed: ends a stall
+    early."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.faults = Faults()
         self.requests: list[RecordedRequest] = []
+        self.resumed = threading.Event()
         self.handler = _handler(self)
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler)
         self._server.daemon_threads = True
@@ -104,6 +106,7 @@ class StandIn:
         ]
 
     def close(self) -> None:
+        self.resumed.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -195,7 +198,7 @@ def _handler(hub: StandIn) -> type[BaseHTTPRequestHandler]:
                 self.break_off(status, headers, body, at=faults.cut.pop(name))
             elif name in faults.stall:
                 self.break_off(status, headers, body, at=len(body) // 2)
-                time.sleep(faults.stall.pop(name))
+                hub.resumed.wait(faults.stall.pop(name))
             elif name in faults.status:
                 self.reply(faults.status[name], {})
             else:

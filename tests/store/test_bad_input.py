@@ -9,7 +9,6 @@ import os
 import pickle
 import shutil
 import struct
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -58,10 +57,8 @@ def open_model(folder: Path) -> Loop:
 
 
 def complaint(folder: Path) -> str:
-    start = time.thread_time()
     with pytest.raises(AppError) as caught:
         open_model(folder)
-    assert time.thread_time() - start < 5
     assert str(folder) in caught.value.message
     check(caught.value)
     return caught.value.message
@@ -305,8 +302,7 @@ KEYS = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.product
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("key", KEYS)
 def test_a_hostile_config_gives_a_loop_or_a_one_line_error(tiny_model: Path, key: str) -> None:
     files = store.resolve(str(tiny_model))

@@ -117,7 +117,6 @@ def agent_session(rounds: int) -> Iterator[tuple[list[Message], list[str]]]:
     yield messages, [*words, *texts.values()]
 
 
-@pytest.mark.slow
 def test_no_text_of_an_agents_session_is_lost_with_any_template(
     builders: dict[str, PromptBuilder],
 ) -> None:

@@ -72,7 +72,6 @@ def test_a_temporary_message_follows_a_message_end() -> None:
     assert any(text.endswith("Oslo?") for text in texts_before(prompt))
 
 
-@pytest.mark.slow
 def test_the_next_prompt_of_a_loop_continues_after_a_message_end_with_every_template(
     builders: dict[str, PromptBuilder],
 ) -> None:

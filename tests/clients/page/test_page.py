@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -306,14 +305,12 @@ def test_the_page_works_with_the_keyboard_only(use_page: Use, server: ServerProc
 
 def test_an_open_engine_tab_does_not_delay_a_shutdown():
     """The stream of events has no end of its own."""
-    with run_server("--drain", "30s") as server:
+    with run_server("--drain", "1h") as server:
         url = f"{server.url}/v1/engine/events"
         with httpx.stream("GET", url, timeout=TIMEOUT) as stream:
             lines = stream.iter_lines()
             assert next(lines) == "event: status"
-            began = time.monotonic()
             server.process.terminate()
             rest: list[Any] = list(lines)
         assert rest
         server.process.wait(TIMEOUT)
-        assert time.monotonic() - began < 15

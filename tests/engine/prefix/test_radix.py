@@ -1,8 +1,7 @@
 """The radix prefix cache: the contract of all policies, and its own rules."""
 
 import random
-import statistics
-import time
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -25,6 +24,7 @@ from tests.engine.prefix.contract import (
 )
 from tests.engine.prefix.layers import PER_POSITION, FakeLayer
 from tests.engine.prefix.radix_content import assert_consistent, cache_of, idle_positions
+from tests.line_count import count_lines
 
 
 @pytest.fixture(scope="module")
@@ -301,17 +301,15 @@ def test_a_window_that_has_not_slid_is_trimmed_to_the_common_prefix() -> None:
 IDS = 32_000
 
 
+@pytest.mark.no_cover
 def test_a_lookup_is_as_fast_as_a_comparison_of_the_prompt() -> None:
-    """Ten conversations of 32,000 ids: under 5 ms, mostly for slices that differ at their end."""
+    """Ten conversations of 32,000 ids: it compares slices, and not one id after the other."""
     cache, shared = cache_of(), list(range(IDS // 2))
     prompts = [[*shared, *range(100_000 * n, 100_000 * n + IDS // 2)] for n in range(1, 11)]
     for prompt in prompts:
         evaluate(cache, prompt)
-    durations: list[float] = []
     for prompt in prompts:
         query = [*(int(str(n)) for n in prompt[:-2]), -1, -1]  # the same numbers, other objects
-        start = time.thread_time()
         _, matched = cache._tree.match(tuple(query))
-        durations.append(time.thread_time() - start)
         assert matched == IDS - 2
-    assert statistics.median(durations) < 0.005
+        assert count_lines(partial(cache._tree.match, tuple(query))) < 1000

@@ -16,7 +16,7 @@ from app.runners.ranks.launch import Launch
 from app.runners.ranks.protocol import Hello, HelloReply, RankConnection
 from app.runners.ranks.rendezvous import RendezvousInfo, collect_traits
 
-PATIENCE = 20.0
+PATIENCE = 30.0
 SETTINGS = Settings(runner="thread", memory=1 << 30, parallel=2)
 
 

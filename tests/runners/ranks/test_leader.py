@@ -109,7 +109,7 @@ def test_a_connection_without_the_secret_is_closed(
         with pytest.raises(AssertionError):  # closed without a reply
             send_hello(rendezvous, model, secret=secret)
     for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"is":"RankFailed","reason":"x"}\n'):
-        with socket.create_connection(("127.0.0.1", rendezvous.port)) as other:
+        with socket.create_connection(("127.0.0.1", rendezvous.port), PATIENCE) as other:
             other.sendall(garbage)
     connection, reply = send_hello(rendezvous, model)
     assert reply == HelloReply()
@@ -168,6 +168,7 @@ def test_a_stopped_follower_is_not_reported_as_lost(
     group.stop_followers()
     assert list(connection.read_from_leader()) == [Stop()]
     connection.shutdown()
+    # a shorter wait could only miss a failure
     assert group.wait_for_failure(timeout=0.2) is None
     assert exit_delays == []
 
@@ -192,7 +193,7 @@ def test_a_grammar_is_ready_when_all_ranks_have_it(
         assert isinstance(message, Compile)
         assert message.grammar == Regex(pattern="a+")
         assert message.stop_ids == {257}
-        time.sleep(0.1)
+        time.sleep(0.1)  # a shorter sleep could only miss that it ends
         assert not compiled.done()
         connection.send_to_leader(Compiled(number=message.number))
         assert not compiled.result(PATIENCE).done
@@ -212,6 +213,7 @@ def test_a_slow_compilation_on_a_rank_fails_only_its_request(
     message = next(connection.read_from_leader())
     assert isinstance(message, Compile)
     connection.send_to_leader(Compiled(number=message.number))  # too late
+    # a shorter wait could only miss a failure
     assert group.wait_for_failure(timeout=0.1) is None
 
 
