@@ -159,7 +159,8 @@ def main(arguments: Sequence[str]) -> int:
     for function in sorted(chosen.keys() - listed.keys()):
         print(f"added    {costs[function].cpu:6.1f} s  {function}")
     for function in sorted(listed.keys() - chosen.keys()):
-        print(f"removed  {costs[function].cpu:6.1f} s  {function}")
+        cost = costs.get(function)
+        print(f"removed  {'deleted' if cost is None else f'{cost.cpu:6.1f} s'}  {function}")
     return status
 
 
