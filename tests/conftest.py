@@ -170,7 +170,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("hypothesis"):
             item.add_marker("no_cover")
     for cases in _group_product_cases(items).values():
-        chosen = choose_cases([case.callspec.indices for case in cases])
+        chosen = choose_cases(_number_values(cases))
         for place, case in enumerate(cases):
             if place not in chosen:
                 case.add_marker("exhaustive")
@@ -187,6 +187,19 @@ def _group_product_cases(items: Sequence[pytest.Item]) -> dict[str, list[Any]]:
         if item.get_closest_marker("product"):
             cases[item.nodeid.partition("[")[0]].append(item)
     return cases
+
+
+def _number_values(cases: Sequence[Any]) -> Sequence[Mapping[str, int]]:
+    """The number of each parameter's value among its different values. pytest's own indices are
+    those of the cases."""
+    numbers: dict[str, dict[int, int]] = defaultdict(dict)
+    return [
+        {
+            name: numbers[name].setdefault(id(value), len(numbers[name]))
+            for name, value in case.callspec.params.items()
+        }
+        for case in cases
+    ]
 
 
 def choose_cases(cases: Sequence[Mapping[str, int]]) -> frozenset[int]:

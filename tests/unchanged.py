@@ -36,6 +36,9 @@ FOLDERS = ("models", "app/engine/sampling")
 LEFT_OUT = ("models/builtin",)
 FILES = ("requirements/serve.txt",)
 
+# As in /proc/cpuinfo.
+INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "amx_int8")
+
 # These folders are searched for marked tests.
 TESTS = ("tests/models", "tests/engine")
 
@@ -46,8 +49,12 @@ def is_unchanged(root: Path = ROOT) -> bool:
 
 
 def find_platform() -> str:
-    """For example linux-x86_64 or darwin-arm64."""
-    return f"{sys.platform}-{platform.machine()}"
+    """For example darwin-arm64 or linux-x86_64-avx2: with the instruction sets on which it depends
+    which tests can run."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text("utf-8").split() if cpuinfo.exists() else []
+    found = [name for name in INSTRUCTION_SETS if name in flags]
+    return "-".join([sys.platform, platform.machine(), *found])
 
 
 def read_record(root: Path = ROOT) -> dict[str, str]:

@@ -101,6 +101,8 @@ def test_a_decode_step_of_28_layers(dense: Model, rows: int, nodes: int, launche
     assert len(waits) <= 2, waits
 
 
+# with four layers and the same numbers in test_slab_budgets.py
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize(
     ("name", "extra"), [("temperature", 11), ("top_k and top_p", 38), ("top_p", 40)]
