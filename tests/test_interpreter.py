@@ -1,4 +1,4 @@
-"""The tests that CI runs with every supported Python: a server from start to end, and its log.
+"""The tests that CI also runs with the newest Python: a server from start to end, and its log.
 
 They cover the parts that depend on the interpreter's standard library: logging, subprocesses,
 sockets, compiled extensions, a clean exit.
