@@ -73,7 +73,7 @@ serve: venv  ## serve MODEL=folder, or the built-in model; HOST=, PORT=, ARGS=
 	    $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(ARGS)
 
 PYTEST   = $(BIN)/python -m pytest $(if $(RESULTS),--results=$(RESULTS))
-WORKERS := -n auto --maxprocesses 4
+WORKERS := -n auto --maxprocesses 4 --dist worksteal
 
 test: venv $(DEV) $(if $(findstring tests/clients,$(t)),$(CLIENTS))  ## run the tests that start no process and take less than a second; t=tests/text runs all tests there
 	@$(PYTEST) $(if $(t),$(t),--tier=unit $(WORKERS)) $(ARGS)

@@ -108,10 +108,11 @@ def pytest_xdist_setupnodes() -> None:
 
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
-def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> Generator[None, int, int]:
     """One worker more than cores, because tests wait for other processes a tenth of the time and
-    more. The command line limits the number to four."""
-    return (yield) + 1
+    more, except in the tier without processes. The command line limits the number to four."""
+    num_cores = yield
+    return num_cores if config.getoption("--tier") == "unit" else num_cores + 1
 
 
 @pytest.hookimpl(tryfirst=True)

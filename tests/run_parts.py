@@ -304,7 +304,7 @@ def list_ci_parts(interpreters: Sequence[Interpreter]) -> list[Part]:
 def list_nightly_parts(interpreters: Sequence[Interpreter]) -> list[Part]:
     """What `make test-all` runs in addition."""
     oldest, *others = interpreters
-    workers = "-n auto --maxprocesses 4"
+    workers = "-n auto --maxprocesses 4 --dist worksteal"
     parts = [
         oldest.build_tests_part(
             "coverage",
