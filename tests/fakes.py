@@ -197,6 +197,7 @@ class FakeGenerate:
     async def open(
         self, request: GenerateRequest, model: ResolvedModel
     ) -> AsyncGenerator[AsyncIterator[Sequence[Event]]]:
+        self._assert_served(model)
         if self.open_error is not None:
             raise self.open_error
         prompts = request.prompt
@@ -215,6 +216,7 @@ class FakeGenerate:
 
     async def embed(self, request: EmbedRequest, model: ResolvedModel) -> Embeddings:
         """For each input, a vector of four numbers, with its index and its length."""
+        self._assert_served(model)
         if self.open_error is not None:
             raise self.open_error
         for one in request.inputs:
@@ -252,6 +254,9 @@ class FakeGenerate:
         if any(id_ > 255 for id_ in ids):
             raise AppError(ErrorKind.INVALID, "there are only 256 tokens", param="tokens")
         return bytes(ids).decode(errors="replace")
+
+    def _assert_served(self, model: ResolvedModel) -> None:
+        assert model.card.id in {card.id for card in self.cards}
 
     async def rescan(self) -> None:
         self.rescans += 1
