@@ -36,15 +36,13 @@ HEADER = """\
 
 @dataclass
 class Cost:
-    """cpu: seconds. wall: seconds. process: whether a process was started."""
+    """cpu: seconds. process: whether a process was started."""
 
     cpu: float = 0.0
-    wall: float = 0.0
     process: bool = False
 
     def add(self, other: "Cost") -> None:
         self.cpu += other.cpu
-        self.wall += other.wall
         self.process |= other.process
 
 
@@ -70,13 +68,12 @@ def read_measurement(files: Iterable[Path]) -> Measurement:
     for file in files:
         for text in file.read_text("utf-8").splitlines():
             line = json.loads(text)
-            cost = Cost(line["cpu"], line["wall"], line["process"])
+            cost = Cost(line["cpu"], line["process"])
             if name := line.get("fixture"):
                 # each worker sets up its own; the most expensive one counts
                 known = result.fixtures.get(name, Cost())
                 result.fixtures[name] = Cost(
                     max(known.cpu, cost.cpu),
-                    max(known.wall, cost.wall),
                     known.process or cost.process,
                 )
             else:
@@ -90,7 +87,7 @@ def compute_costs(measurement: Measurement) -> dict[str, Cost]:
     """The cost of each function, with its wider fixtures."""
     costs: dict[str, Cost] = {}
     for function, own in measurement.functions.items():
-        total = Cost(own.cpu, own.wall, own.process)
+        total = Cost(own.cpu, own.process)
         for name in measurement.used[function]:
             total.add(measurement.fixtures.get(name, Cost()))
         costs[function] = total

@@ -40,13 +40,13 @@ class CostPlugin:
         if event in _PROCESS_EVENTS:
             self._num_processes += 1
 
-    def _read(self) -> tuple[float, float, int]:
+    def _read(self) -> tuple[float, int]:
         used = resource.getrusage(resource.RUSAGE_SELF)
-        return used.ru_utime + used.ru_stime, time.monotonic(), self._num_processes
+        return used.ru_utime + used.ru_stime, self._num_processes
 
-    def _compute_cost(self, start: tuple[float, float, int]) -> Cost:
-        cpu, wall, started = (now - then for now, then in zip(self._read(), start, strict=True))
-        return Cost(cpu=cpu, wall=wall, process=started > 0)
+    def _compute_cost(self, start: tuple[float, int]) -> Cost:
+        cpu, num_processes = self._read()
+        return Cost(cpu - start[0], num_processes > start[1])
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_fixture_setup(
@@ -61,10 +61,10 @@ class CostPlugin:
         finally:
             # fixtures that this one requested are measured on their own
             total, inner = self._compute_cost(start), self._apart
-            own = Cost(total.cpu - inner.cpu, total.wall - inner.wall, total.process)
+            own = Cost(total.cpu - inner.cpu, total.process)
             self._write({"fixture": _name_fixture(fixturedef), **asdict(own)})
-            self._apart = Cost(before.cpu + total.cpu, before.wall + total.wall)
-            self._num_processes = start[2]
+            self._apart = Cost(before.cpu + total.cpu)
+            self._num_processes = start[1]
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -82,7 +82,7 @@ class CostPlugin:
                 for definition in several
                 if definition.scope != "function"
             ]
-            own = Cost(cost.cpu - self._apart.cpu, cost.wall - self._apart.wall, cost.process)
+            own = Cost(cost.cpu - self._apart.cpu, cost.process)
             self._write({"test": item.nodeid, "used": used, **asdict(own)})
 
     def _write(self, line: dict[str, object]) -> None:

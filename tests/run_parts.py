@@ -12,6 +12,7 @@ programs used the machine (tests/conftest.py), which is no failure.
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -363,6 +364,8 @@ def main(arguments: Sequence[str]) -> int:
     # make's own variables of a `make test-all` around this
     for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
         os.environ.pop(name, None)
+    # files of an earlier run, which may have had more workers
+    shutil.rmtree(COSTS, ignore_errors=True)
     results = run_parts(parts, 60 * minutes)
     for function in find_unlisted(COSTS, read_list()):
         results[0].notes.append(f"make test-durations would add {function}")

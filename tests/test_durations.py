@@ -49,10 +49,7 @@ def test_processes_and_expensive_fixtures_count_for_each_test_that_uses_them(
 
 
 def test_the_cases_of_a_function_count_together(tmp_path: Path) -> None:
-    lines = [
-        {"test": f"t.py::a[{n}]", "used": [], "cpu": 0.4, "wall": 1, "process": False}
-        for n in range(3)
-    ]
+    lines = [{"test": f"t.py::a[{n}]", "used": [], "cpu": 0.4, "process": False} for n in range(3)]
     file = tmp_path / "c.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     costs = durations.compute_costs(durations.read_measurement([file]))

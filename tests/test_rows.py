@@ -21,7 +21,7 @@ Kind = Enum("Kind", "SMALL")
 
 
 class Recorder:
-    """Stands in for the fixture `subtests`. results: an exception or None by the row's ID."""
+    """Replaces the fixture `subtests`. results: an exception or None by the row's ID."""
 
     def __init__(self) -> None:
         self.results: dict[str, BaseException | None] = {}

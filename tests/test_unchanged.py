@@ -131,7 +131,7 @@ def test_the_tests_are_unchanged_after_they_were_recorded(root: Path) -> None:
 
 
 class Pytest:
-    """Stands in for the run of the tests. meanwhile: what happens while they run."""
+    """Replaces the run of the tests. meanwhile: what happens while they run."""
 
     def __init__(self, status: int, meanwhile: Callable[[], None] = lambda: None) -> None:
         self.status, self.meanwhile = status, meanwhile

@@ -127,7 +127,7 @@ def test_a_saved_chat_is_a_model(
 
 
 def test_a_chat_with_another_machine_is_saved_there(monkeypatch: pytest.MonkeyPatch):
-    """A server of this machine stands for the other one."""
+    """The other machine is simulated by a server on this one."""
     recipe = ModelRecipe(
         name="poet",
         base=None,
