@@ -12,7 +12,7 @@
 # has an environment of its own: make test PYTHON=python3.13 VENV=.venv-3.13 t=tests/core
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test integration timing test-all test-durations test-device clients clients-latest check fix manual bench bench-cpu parity builtin screenshots transcripts wheel lock size trace clean
+.PHONY: help venv serve test integration timing test-all test-durations test-device clients clients-latest check check-lint check-types check-test-types check-documents fix manual bench bench-cpu parity builtin screenshots transcripts wheel lock size trace clean
 
 # Not taken from the shell, where HOST and PYTHON often mean something else.
 MODEL =
@@ -105,11 +105,19 @@ clients-latest: venv $(DEV)  ## run the newest versions of the coding agents; ch
 	-$(BIN)/uv pip install --quiet --python build/latest/venv/bin/python aider-chat
 	@TEST_PROGRAMS_FOLDER=$(CURDIR)/build/latest $(BIN)/python -m pytest tests/clients/programs -m programs $(ARGS)
 
-check: venv $(DEV)  ## check format, lint, types, import rules and documents; changes nothing
+check: check-lint check-types check-test-types check-documents  ## check format, lint, types, import rules and documents; changes nothing
+
+check-lint: venv $(DEV)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
+
+check-types: venv $(DEV)
 	$(BIN)/pyright
+
+check-test-types: venv $(DEV)
 	$(BIN)/pyright --project tests
+
+check-documents: venv $(DEV)
 	$(BIN)/python -m pytest --quiet tests/test_layers.py tests/test_docs.py tests/test_manual.py
 
 fix: venv $(DEV)  ## format, and apply ruff's fixes
