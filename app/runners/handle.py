@@ -27,7 +27,7 @@ from app.core.prefix_snapshot import PrefixSnapshot
 from app.core.units import format_memory
 from app.runners.admission import Admission
 from app.runners.eviction import LoadedModel
-from app.runners.lease import ModelLeases
+from app.runners.lease import ModelLeases, copy_error
 from app.runners.quarantine import CrashQuarantine
 from app.runners.restart_policy import (
     RUNNER_CRASHED,
@@ -257,12 +257,16 @@ class ModelHandle:
         self.restart_state = replace(self.restart_state, load_failures=0, not_before=self._clock())
 
     def fail_load(self, error: AppError) -> None:
-        """Records that the model cannot be loaded, without an attempt to load it."""
-        error = self._redact(error)
-        self.restart_state = after_failed_load(
-            self.restart_state, self._clock(), error, self._restart_policy
-        )
-        self.leases.fail_waiting(error)
+        """Records that the model could not be loaded. Fails the waiting requests with the error,
+        unless a process crashed. After a crash, the requests keep waiting while the load is
+        retried, because the next load may succeed."""
+        error, now = self._redact(error), self._clock()
+        self.restart_state = after_failed_load(self.restart_state, now, error, self._restart_policy)
+        if error.code != RUNNER_CRASHED:
+            self.leases.fail_waiting(error)
+        elif self.restart_state.is_refused(now, self._restart_policy):
+            retry_after = math.ceil(self.restart_state.not_before - now)
+            self.leases.fail_waiting(copy_error(error, retry_after))
 
     def forget_crashes(self) -> None:
         """Clears the records of prompts that were running when the model crashed."""
@@ -426,9 +430,6 @@ class ModelHandle:
             raise cleaned from error
 
     def _on_load_failed(self, error: Exception) -> None:
-        """Fails the waiting requests immediately with the error, unless the runner crashed. After a
-        crash, the requests keep waiting while the load is retried, because the next load may
-        succeed."""
         self._failed_since_ready = True
         name = self.served.name
         if not isinstance(error, AppError):
@@ -436,11 +437,4 @@ class ModelHandle:
             error = AppError(ErrorKind.MODEL_FILES, f"{name} could not be loaded: {error}")
         else:
             log.error("%s", error.message)
-        error = self._redact(error)
-        self.restart_state = after_failed_load(
-            self.restart_state, self._clock(), error, self._restart_policy
-        )
-        if error.code != RUNNER_CRASHED or self.restart_state.is_refused(
-            self._clock(), self._restart_policy
-        ):
-            self.leases.fail_waiting(error)
+        self.fail_load(error)

@@ -20,6 +20,7 @@ from app.core.settings import Settings
 from app.runners.child_process import describe_exit, run_module
 from app.runners.codec import Codec
 from app.runners.handle import ModelHandle
+from app.runners.restart_policy import RUNNER_CRASHED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +59,9 @@ async def estimate_memory(
     """Estimates the memory requirement of a model in a separate process. `loaded_bytes` is the
     number of bytes used by the models that are already loaded.
 
-    Raises AppError(MODEL_FILES) for unusable files, if the process fails, or if it takes longer
-    than `settings.load_timeout`. Raises AppError(ENGINE) if the process cannot be started.
+    Raises AppError(MODEL_FILES) for unusable files, or if the process takes longer than
+    `settings.load_timeout`; with the code RUNNER_CRASHED if the process exits without a result, as
+    a crashed load does. Raises AppError(ENGINE) if the process cannot be started.
     """
     question = EstimateRequest(
         parent_pid=os.getpid(), files=files, settings=settings, loaded_bytes=loaded_bytes
@@ -79,17 +81,18 @@ async def estimate_memory(
         ) from error
     if reply.status != 0 or not reply.stdout:
         why = f"the process {describe_exit(reply.status)}{reply.reason and f': {reply.reason}'}"
-        raise _build_error(ErrorKind.MODEL_FILES, files, why)
+        raise _build_error(ErrorKind.MODEL_FILES, files, why, code=RUNNER_CRASHED)
     found = Codec[EstimateResponse](EstimateResponse).decode(reply.stdout).result
     if isinstance(found, EstimateError):
         raise AppError(found.kind, found.message)
     return found
 
 
-def _build_error(kind: ErrorKind, files: ModelFiles, reason: str) -> AppError:
-    return AppError(
-        kind, f"{files.path}: the memory that the model needs could not be estimated: {reason}"
-    )
+def _build_error(
+    kind: ErrorKind, files: ModelFiles, reason: str, code: str | None = None
+) -> AppError:
+    message = f"{files.path}: the memory that the model needs could not be estimated: {reason}"
+    return AppError(kind, message, code=code)
 
 
 log = logging.getLogger(__name__)

@@ -34,6 +34,9 @@ _ENVIRONMENT = {
     "RUST_BACKTRACE": "0",
 }
 
+# How often a check runs if its process is killed from outside each time.
+_MAX_ATTEMPTS = 3
+
 # The Retry-After value in seconds if a check was interrupted or took too long.
 _RETRY_AFTER = 10
 
@@ -88,7 +91,8 @@ class _FileStamp:
 
 class TokenizerChecker:
     """Checks each tokenizer.json until there is a verdict, and then only after it has changed. A
-    check without a verdict, whose process crashed, was killed or took too long on an overloaded
+    check whose process was killed from outside is repeated at once, up to a limit. A check without
+    a verdict, whose process crashed, was killed too often or took too long on an overloaded
     machine, is repeated by the next call. Runs on the event loop. `is_trusted` returns whether a
     model is the built-in model, whose tokenizer is not checked."""
 
@@ -104,8 +108,8 @@ class TokenizerChecker:
 
     async def check(self, files: ModelFiles) -> None:
         """Raises AppError(MODEL_FILES) for a tokenizer that must not be used. The message gives the
-        reason in one line. Raises AppError(OVERLOADED) if the process for the check was killed from
-        outside or took too long, and AppError(ENGINE) if it cannot be started."""
+        reason in one line. Raises AppError(OVERLOADED) if the processes for the check were killed
+        from outside or took too long, and AppError(ENGINE) if it cannot be started."""
         if self._is_trusted(files):
             return
         path = str(files.tokenizer_path)
@@ -128,9 +132,7 @@ class TokenizerChecker:
         )
         line = Codec[CheckRequest](CheckRequest).encode(question)
         try:
-            reply = await run_module(
-                "app.runners.tokenizer_check_main", line, limits.wall, _ENVIRONMENT
-            )
+            reply = await _run_process(line, limits.wall)
         except TimeoutError as error:
             # A file that needs much computation exceeds the CPU limit, which is lower.
             what = f"took longer than {limits.wall:g} s"
@@ -150,6 +152,15 @@ class TokenizerChecker:
         reason = reply.reason and f": {reply.reason}"
         message = f"{unusable}fails: its process {describe_exit(reply.status)}{reason}"
         raise AppError(ErrorKind.MODEL_FILES, message)
+
+
+async def _run_process(line: bytes, seconds: float) -> CompletedChild:
+    """Runs the process of a check, again if it was killed from outside."""
+    for _ in range(_MAX_ATTEMPTS - 1):
+        reply = await run_module("app.runners.tokenizer_check_main", line, seconds, _ENVIRONMENT)
+        if -reply.status not in EXTERNAL_SIGNALS:
+            return reply
+    return await run_module("app.runners.tokenizer_check_main", line, seconds, _ENVIRONMENT)
 
 
 def _retry_error(files: ModelFiles, what: str) -> AppError:

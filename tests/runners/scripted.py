@@ -38,11 +38,12 @@ QUICK = RestartPolicy(
 @dataclass
 class RunnerScript:
     """The script of all runners of a test, by model. requirements: with the free memory of the
-    device as budget. load_errors: one for each load. gates: loads and estimates wait for them.
-    may_end: while it is not set, jobs do not end."""
+    device as budget. load_errors, estimate_errors: one for each load or estimate. gates: loads and
+    estimates wait for them. may_end: while it is not set, jobs do not end."""
 
     requirements: dict[str, MemoryRequirement] = field(default_factory=dict)
     load_errors: dict[str, list[Exception]] = field(default_factory=dict)
+    estimate_errors: dict[str, list[Exception]] = field(default_factory=dict)
     gates: dict[str, asyncio.Event] = field(default_factory=dict)
     file_errors: dict[str, Exception] = field(default_factory=dict)
     may_end: asyncio.Event = field(default_factory=asyncio.Event)
@@ -66,6 +67,8 @@ class RunnerScript:
         self.estimated.append(files.name)
         if gate := self.gates.get(f"estimate of {files.name}"):
             await gate.wait()
+        if errors := self.estimate_errors.get(files.name):
+            raise errors.pop(0)
         found = self.requirements[files.name]
         return replace(found, device_budget=found.device_budget + held)
 

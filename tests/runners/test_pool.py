@@ -635,6 +635,35 @@ def test_a_crashed_load_is_retried_for_waiting_requests():
     run(body())
 
 
+def test_a_crashed_estimate_is_retried_for_waiting_requests():
+    """Killing the preflight process failed all requests that waited for the model."""
+
+    async def body() -> None:
+        script = make_script()
+        script.estimate_errors["a"] = [make_crash_error(), make_crash_error()]
+        async with run_pool(script) as pool:
+            await asyncio.gather(*(use(pool, A) for _ in range(3)))
+            assert script.estimated == ["a", "a", "a"]
+            assert script.loads == ["a"]
+            assert pool.model_state(A).error is None
+
+    run(body())
+
+
+def test_a_model_is_refused_for_a_while_after_three_crashed_estimates():
+    async def body() -> None:
+        script = make_script()
+        script.estimate_errors["a"] = [make_crash_error() for _ in range(3)]
+        async with run_pool(script) as pool:
+            with pytest.raises(AppError, match="killed by SIGKILL") as raised:
+                await use(pool, A)
+            assert (raised.value.code, raised.value.retry_after) == (RUNNER_CRASHED, 1)
+            await wait_until_async(lambda: pool.model_state(A).phase == "unloaded")
+            await use(pool, A)
+
+    run(body())
+
+
 def test_a_model_is_refused_for_a_while_after_three_crashed_loads():
     async def body() -> None:
         script = make_script()
@@ -644,6 +673,7 @@ def test_a_model_is_refused_for_a_while_after_three_crashed_loads():
                 with pytest.raises(AppError, match="killed by SIGKILL") as raised:
                     await use(pool, A)
                 assert raised.value.kind is ErrorKind.MODEL_FILES
+                assert raised.value.retry_after == 1
                 assert len(script.loads) == loads
                 await wait_until_async(lambda: pool.model_state(A).phase == "refused")
                 await wait_until_async(lambda: pool.model_state(A).phase == "unloaded")

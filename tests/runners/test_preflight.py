@@ -16,6 +16,7 @@ from app.core.settings import Settings
 from app.engine import fit
 from app.engine.model_info import complete_config
 from app.runners.preflight import estimate_memory
+from app.runners.restart_policy import RUNNER_CRASHED
 from tests import tiny
 from tests.runners.spawning import is_alive
 from tests.server_process import ROOT
@@ -57,7 +58,7 @@ def test_a_failing_process_is_an_error_with_its_output(
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(AppError, match=r"status 3: no such library$") as caught:
         asyncio.run(estimate_memory(files, Settings(), 0))
-    assert caught.value.kind is ErrorKind.MODEL_FILES
+    assert (caught.value.kind, caught.value.code) == (ErrorKind.MODEL_FILES, RUNNER_CRASHED)
 
 
 def test_a_process_that_cannot_be_started_is_an_engine_error(

@@ -172,6 +172,21 @@ def test_a_check_that_was_killed_is_repeated(
     asyncio.run(run())
 
 
+def test_a_check_that_was_killed_once_does_not_fail_the_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request got 503, although the next check would have succeeded."""
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\n[ -e {tmp_path}/killed ] && exec {sys.executable} "$@"\n'
+        f"touch {tmp_path}/killed\nkill -KILL $$\n"
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    asyncio.run(TokenizerChecker(lambda _: False).check(model(tmp_path / "model")))
+    assert (tmp_path / "killed").exists()
+
+
 def test_a_check_that_took_too_long_is_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
