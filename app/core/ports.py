@@ -97,10 +97,17 @@ class RunnerFailure:
     """The reason why a ready runner failed. message: one sentence. cause: the type of the failure.
     "fault" means that the runner had an error, hung or crashed with a signal such as SIGSEGV.
     "outside" means that a user or another program sent the signal. "unknown" means that the system
-    may have sent the signal because it was out of memory."""
+    may have sent the signal because it was out of memory.
+
+    not_received: the IDs of the jobs that were submitted, but that the runner had not read.
+    stuck_since_ns: the monotonic time in ns since which the engine made no progress; None unless
+        the runner failed because of that. It has not read jobs submitted later.
+    """
 
     message: str
     cause: FailureCause = "fault"
+    not_received: frozenset[str] = frozenset()
+    stuck_since_ns: int | None = None
 
 
 class Runner(Protocol):

@@ -7,6 +7,7 @@ queue limit (app/runners/admission.py). All code runs on the event loop, so no l
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -36,13 +37,18 @@ _FAILURE_TIMEOUT = 5.0
 # The maximum number of updates in a batch. Encoding this many tokens takes about a millisecond.
 _MAX_BATCH = 64
 
+# The maximum number of stored IDs of jobs that the engine has not received. It receives them within
+# milliseconds, unless it hangs.
+_MAX_UNRECEIVED = 1024
+
 # The error of jobs that end because the runner is stopped.
 UNLOADING_MESSAGE = "the model is being unloaded"
 
 
 class EngineClient(Protocol):
-    """Sends commands to an engine. The engine's messages are passed to `Dispatcher.receive`, and
-    embeddings to `Dispatcher.finish_embedding` or `Dispatcher.fail_embedding`."""
+    """Sends commands to an engine. The engine's messages are passed to `Dispatcher.receive`,
+    the IDs of the jobs that it has read to `Dispatcher.mark_received`, and embeddings to
+    `Dispatcher.finish_embedding` or `Dispatcher.fail_embedding`."""
 
     async def submit(self, job: Job) -> None:
         """Submits a job, and returns when the engine has accepted it. Raises AppError if the job is
@@ -127,6 +133,7 @@ class Dispatcher:
         self._failure: AppError | None = None
         self._streams: dict[str, RequestStream] = {}
         self._embedding: dict[str, asyncio.Future[EmbedResult | AppError]] = {}
+        self._unreceived: OrderedDict[str, None] = OrderedDict()
         self._compiling = 0
         self._loss: RunnerFailure | None = None
         self._load_finished = asyncio.Event()  # set when the load has succeeded or failed
@@ -169,10 +176,12 @@ class Dispatcher:
         """Implements `Runner.submit`."""
         self._check_ready()
         waiting = self._streams[job.id] = RequestStream(job)
+        self._mark_submitted(job.id)
         try:
             with self._count_compiling(job):
                 try:
                     await self.engine.submit(job)
+                    self.mark_received(job.id)
                 except AppError:
                     waiting.ended_ns = time.monotonic_ns()  # the engine never received the job
                     raise
@@ -186,6 +195,7 @@ class Dispatcher:
         """Implements `Runner.embed`."""
         self._check_ready()
         over = self._embedding[job.id] = asyncio.get_running_loop().create_future()
+        self._mark_submitted(job.id)
         try:
             self.engine.embed(job)
             embedded = await over
@@ -231,6 +241,16 @@ class Dispatcher:
             case _:
                 assert_never(message)
 
+    def mark_received(self, job: str) -> None:
+        """Records that the engine has read a job, which may be the cause of a failure from now
+        on."""
+        self._unreceived.pop(job, None)
+
+    def _mark_submitted(self, job: str) -> None:
+        self._unreceived[job] = None
+        if len(self._unreceived) > _MAX_UNRECEIVED:
+            self._unreceived.popitem(last=False)
+
     def finish_embedding(self, embedded: EmbedResult) -> None:
         self._end_embedding(embedded.job_id, embedded)
 
@@ -244,13 +264,18 @@ class Dispatcher:
             over.set_result(result)
 
     def fail(
-        self, error: AppError, *, job_error: str | None = None, cause: FailureCause = "fault"
+        self,
+        error: AppError,
+        *,
+        job_error: str | None = None,
+        cause: FailureCause = "fault",
+        stuck_since_ns: int | None = None,
     ) -> None:
         """Fails all jobs, because the engine exited unexpectedly. Only the first call has an
         effect.
 
         job_error: the error of the jobs; None derives it from `error`.
-        cause: the cause of the failure, see `RunnerFailure`.
+        cause, stuck_since_ns: see `RunnerFailure`.
         """
         if self._failure is not None:
             return
@@ -259,7 +284,12 @@ class Dispatcher:
             error, job_error=job_error or f"the engine stopped: {error.message}", lost=was_ready
         )
         if was_ready:
-            self._loss = RunnerFailure(message=error.message, cause=cause)
+            self._loss = RunnerFailure(
+                message=error.message,
+                cause=cause,
+                not_received=frozenset(self._unreceived),
+                stuck_since_ns=stuck_since_ns,
+            )
             self._lost.set()
 
     def close(self, error: AppError, *, job_error: str) -> None:

@@ -405,7 +405,7 @@ class ModelHandle:
         )
         parallel = self.capacity.parallel if self.capacity else 1
         stats = self._runner.status().stats if self._runner else self._previous_stats
-        self._quarantine.record_crash(parallel, stats, cause=loss.cause)
+        self._quarantine.record_crash(parallel, stats, loss)
 
     def _redact(self, error: AppError) -> AppError:
         source = self.served.source

@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from app.core.embeddings import EmbedJob
@@ -30,12 +30,21 @@ from app.runners.child_process import ChildProcess, ProcessExit
 from app.runners.dispatcher import UNLOADING_MESSAGE, Dispatcher, RequestStream
 from app.runners.restart_policy import RUNNER_CRASHED, stop_grace
 from app.runners.worker_protocol import (
+    JobReceived,
     PromptScoresChunk,
     StepJoiner,
     WorkerEvent,
     WorkerInit,
     WorkerStatus,
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """A hung process. message: one sentence. stuck_since_ns: see `RunnerFailure`."""
+
+    message: str
+    stuck_since_ns: int | None = None
 
 
 class Watchdog:
@@ -61,17 +70,20 @@ class Watchdog:
         self._unchanged_beats = self._unchanged_beats + 1 if unchanged else 0
         self._last_heartbeat = heartbeat
 
-    def check(self) -> str | None:
-        """Returns a description as a sentence if the process is hung, otherwise None. Must be
-        called once per interval."""
+    def check(self) -> "Stall | None":
+        """Returns a description if the process is hung, otherwise None. Must be called once per
+        interval."""
         if self._silent_checks is None:
             return None
         self._silent_checks += 1
         if self._silent_checks > self._limit:
-            return f"the engine process has sent nothing for {self._seconds(self._silent_checks)} s"
-        if self._unchanged_beats >= self._limit and self._last_heartbeat is not None:
+            seconds = self._seconds(self._silent_checks)
+            return Stall(message=f"the engine process has sent nothing for {seconds} s")
+        beat = self._last_heartbeat
+        if self._unchanged_beats >= self._limit and beat is not None:
             seconds = self._seconds(self._unchanged_beats)
-            return f"the engine has made no progress for {seconds} s ({self._last_heartbeat.stage})"
+            message = f"the engine has made no progress for {seconds} s ({beat.stage})"
+            return Stall(message=message, stuck_since_ns=beat.timestamp_ns)
         return None
 
     def _seconds(self, count: int) -> str:
@@ -217,10 +229,12 @@ class ProcessRunner:
                 await asyncio.wait({gone}, timeout=_EXIT_TIMEOUT)
                 if not gone.done():
                     self._fail_disconnected(name, process.last_output)
-            self._report_exit(name, await gone)
-            # This task closes its connections by itself. If it were cancelled, some connections
-            # would stay open.
+            process_exit = await gone
+            # Read the last events before the failure is reported, because they tell which jobs the
+            # process had received. If this task were cancelled, some of its connections would stay
+            # open.
             await asyncio.wait({follow_task}, timeout=_EXIT_TIMEOUT)
+            self._report_exit(name, process_exit)
         finally:
             for task in work:
                 task.cancel()
@@ -314,6 +328,8 @@ class ProcessRunner:
                     joiner.add(one)
                 case Heartbeat():
                     watchdog.note_heartbeat(one)
+                case JobReceived():
+                    self._dispatcher.mark_received(one.job)
                 case EngineFailed():
                     self._dispatcher.receive(one)
                     self._fail_and_kill(AppError(one.kind, one.message))
@@ -327,8 +343,10 @@ class ProcessRunner:
             await asyncio.sleep(interval)
             if (stall := watchdog.check()) is not None:
                 break
-        self._stall_message = stall
-        self._fail_and_kill(AppError(ErrorKind.ENGINE, stall))
+        self._stall_message = stall.message
+        self._fail_and_kill(
+            AppError(ErrorKind.ENGINE, stall.message), stuck_since_ns=stall.stuck_since_ns
+        )
 
     async def _run_probes(self, name: str, probe: Callable[[], Awaitable[None]]) -> None:
         """Checks that jobs can reach the engine, because heartbeats use a separate connection.
@@ -376,12 +394,18 @@ class ProcessRunner:
         status = self._dispatcher.status()
         return stop_grace(status.capacity, status.stats.ledger)
 
-    def _fail_and_kill(self, error: AppError, *, job_error: str | None = None) -> None:
+    def _fail_and_kill(
+        self,
+        error: AppError,
+        *,
+        job_error: str | None = None,
+        stuck_since_ns: int | None = None,
+    ) -> None:
         """Fails all jobs and ends the process, which has become unusable. A process that wires
-        memory first gets the time to unwire it; others are killed immediately. For `job_error`, see
+        memory first gets the time to unwire it; others are killed immediately. For the options, see
         `Dispatcher.fail`."""
         assert self._process is not None
-        self._dispatcher.fail(error, job_error=job_error)
+        self._dispatcher.fail(error, job_error=job_error, stuck_since_ns=stuck_since_ns)
         capacity = self._dispatcher.status().capacity
         if capacity is None or not capacity.wirable:
             self._process.kill()

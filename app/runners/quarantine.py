@@ -2,11 +2,11 @@
 
 Knows: the jobs of the runner, the suspects. Must not know: the life cycle of runners.
 
-A job that had not started when the runner crashed is resubmitted to the next runner. All jobs that
-were running become suspects. Suspects run one at a time. A suspect that did not cause the crash
-finishes normally, which clears it, and it is not running when the job that caused the crash crashes
-the runner again. Other jobs may run alongside a suspect. If the suspect crashes the runner, they
-become suspects as well.
+A job that had not started when the runner failed is resubmitted to the next runner. This includes
+jobs that were sent while the runner was hung. All jobs that were running become suspects. Suspects
+run one at a time. A suspect that did not cause the crash finishes normally, which clears it, and it
+is not running when the job that caused the crash crashes the runner again. Other jobs may run
+alongside a suspect. If the suspect crashes the runner, they become suspects as well.
 
 A crash caused by an operator's signal has no weight. A SIGKILL may come from an operator or from
 the kernel's OOM killer; if the sender is unknown, the crash has less weight than a fault.
@@ -14,6 +14,7 @@ the kernel's OOM killer; if the sender is unknown, the crash has less weight tha
 
 import asyncio
 import hashlib
+import time
 from array import array
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, ErrorKind
 from app.core.jobs import Ended, EngineStats, Job, JobUpdate
 from app.core.model_state import ServedModel
-from app.core.ports import FailureCause, Runner, Submission
+from app.core.ports import FailureCause, Runner, RunnerFailure, Submission
 from app.core.units import pluralize
 
 # The time in seconds after which the next suspect starts even if the current suspect is still
@@ -294,7 +295,7 @@ class CrashQuarantine:
 
     async def embed(self, job: EmbedJob) -> Sequence[bytes]:
         """Computes embeddings like `Runner.embed`, under the same rules as `submit`. An embedding
-        job is always treated as started."""
+        job that the runner has received is always treated as started."""
         if not self._check_suspect(job):
             return await self._embed(job)
         async with self._serial_turns.take_turn():
@@ -302,24 +303,24 @@ class CrashQuarantine:
         self._crash_records.clear(job)
         return vectors
 
-    def record_crash(self, parallel: int, stats: EngineStats, *, cause: FailureCause) -> None:
+    def record_crash(self, parallel: int, stats: EngineStats, failure: RunnerFailure) -> None:
         """Records a failure of the runner.
 
         Jobs that had started become suspects. For each free slot, the next job in order of arrival
         also becomes a suspect, because a runner that crashes immediately cannot report that a job
-        has started.
+        has started. Jobs that the runner or its hung engine had not read are no suspects.
 
         parallel: the maximum number of concurrent jobs.
         stats: the last statistics of the engine.
-        cause: the cause of the failure, see `RunnerFailure`.
         """
         self._drop_abandoned(stats)
-        jobs = [one for one in self._tracked.values() if isinstance(one.job, Job)]
+        read = [one for one in self._tracked.values() if one.was_read(failure)]
+        jobs = [one for one in read if isinstance(one.job, Job)]
         began = [one for one in jobs if one.has_started]
         others = [one for one in jobs if not one.has_started]
-        embedding = [one for one in self._tracked.values() if isinstance(one.job, EmbedJob)]
+        embedding = [one for one in read if isinstance(one.job, EmbedJob)]
         suspects = [*began, *others[: max(0, parallel - len(began))], *embedding]
-        if weight := CRASH_WEIGHTS[cause]:
+        if weight := CRASH_WEIGHTS[failure.cause]:
             self._crash_records.add_crash((one.job for one in suspects), weight=weight)
         for one in self._tracked.values():
             one.set_implicated(implicated=one in suspects)
@@ -358,7 +359,7 @@ class CrashQuarantine:
             yield requeued
 
     @asynccontextmanager
-    async def _track(self, job: Job, runner: Runner) -> AsyncGenerator["_TrackedJob"]:
+    async def _track(self, job: AnyJob, runner: Runner) -> AsyncGenerator["_TrackedJob"]:
         # Track the job before submitting it, because compiling its grammar may crash the runner.
         one = self._tracked[job.id] = _TrackedJob(job, runner)
         try:
@@ -367,14 +368,19 @@ class CrashQuarantine:
             self._untrack(one)
 
     async def _embed(self, job: EmbedJob) -> Sequence[bytes]:
-        runner = await self._source.get_runner()
-        one = self._tracked[job.id] = _TrackedJob(job, runner)
-        try:
-            vectors = await runner.embed(job)
-            one.succeeded = True
-            return vectors
-        finally:
-            self._untrack(one)
+        """Submits an embedding job to each new runner until a runner has received it."""
+        lost_runner: Runner | None = None
+        while True:
+            runner = await self._source.get_runner(lost_runner)
+            async with self._track(job, runner) as one:
+                try:
+                    vectors = await runner.embed(job)
+                    one.succeeded = True
+                    return vectors
+                except AppError:
+                    if runner.status().state != "failed" or not await one.may_retry():
+                        raise
+            lost_runner = runner
 
     def _untrack(self, tracked: "_TrackedJob") -> None:
         """Stops tracking a job. An unfinished job is tracked until the engine has completed a step
@@ -407,11 +413,21 @@ class _TrackedJob:
         self.runner = runner
         self.submission: Submission | None = None
         self.succeeded = False
+        self._submitted_ns = time.monotonic_ns()
         self._implicated: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     @property
     def has_started(self) -> bool:
         return self.submission is not None and self.submission.started_ns is not None
+
+    def was_read(self, failure: RunnerFailure) -> bool:
+        """Returns whether the job may have had an effect on the runner before its failure."""
+        if self.has_started:
+            return True
+        stuck = failure.stuck_since_ns
+        return self.job.id not in failure.not_received and (
+            stuck is None or self._submitted_ns <= stuck
+        )
 
     def set_implicated(self, *, implicated: bool) -> None:
         """Records whether the job may have caused the runner's failure. Called after the failure.

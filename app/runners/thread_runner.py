@@ -79,7 +79,9 @@ class ThreadRunner:
             read = partial(load_leader, files, self._settings, self._rank_group)
             matcher = _compile_on_all_ranks(self._rank_group, grammars)
         self._thread = EngineThread(read, post, check_invariants=self._settings.debug)
-        self._dispatcher.engine = _ThreadClient(self._thread, matcher)
+        self._dispatcher.engine = _ThreadClient(
+            self._thread, matcher, self._dispatcher.mark_received
+        )
         self._thread.start()
         grammars.preload_tokenizer()
         self._watchdog_task = asyncio.create_task(self._watch_for_stalls())
@@ -159,17 +161,22 @@ def _compile_on_all_ranks(rank_group: RankGroup, grammars: GrammarCompiler) -> _
 class _ThreadClient:
     """Implements `EngineClient` for the engine thread."""
 
-    def __init__(self, thread: EngineThread, matcher: _MakeMatcher) -> None:
+    def __init__(
+        self, thread: EngineThread, matcher: _MakeMatcher, mark_received: Callable[[str], None]
+    ) -> None:
         self._thread = thread
         self._matcher = matcher
+        self._mark_received = mark_received
 
     async def submit(self, job: Job) -> None:
+        self._mark_received(job.id)
         matcher: Matcher | None = None
         if job.grammar is not None:
             matcher = await self._matcher(job.grammar, job.stop_token_ids, job.caller)
         self._thread.submit(job, matcher)
 
     def embed(self, job: EmbedJob) -> None:
+        self._mark_received(job.id)
         self._thread.embed(job)
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:

@@ -69,6 +69,14 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobReceived:
+    """The process has read a job or an embedding job, and has not done anything with it yet. If the
+    process crashes before this event, the job is not the cause."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScoresChunk:
     """A chunk of the log probabilities of a prompt. More chunks may follow. The last chunk is in
     the `PromptLogprobs` of the next step."""
@@ -89,7 +97,7 @@ class ErrorBody:
 
 
 # The events of a loaded engine.
-WorkerEvent = Heartbeat | PromptScoresChunk | StepOutput | EngineFailed
+WorkerEvent = Heartbeat | JobReceived | PromptScoresChunk | StepOutput | EngineFailed
 
 WORKER_INIT = Codec[WorkerInit](WorkerInit)
 WORKER_STATUS = Codec[WorkerStatus](WorkerStatus)

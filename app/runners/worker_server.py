@@ -5,8 +5,8 @@ Knows: the protocol, starlette, uvicorn, the engine thread. Must not know: text,
 models.
 
 Only the parent can open the server's Unix socket. The engine's messages are sent through a pipe,
-with one line per engine step (not per token) and heartbeats in between. The server stops when the
-parent closes the pipe.
+with one line per engine step (not per token), one per received job, and heartbeats in between. The
+server stops when the parent closes the pipe.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ from app.runners import worker_protocol
 from app.runners.event_pipe import EventWriter
 from app.runners.restart_policy import stop_grace
 from app.runners.snapshot_refresh import take_snapshot
-from app.runners.worker_protocol import WorkerEvent, WorkerInit, WorkerStatus
+from app.runners.worker_protocol import JobReceived, WorkerEvent, WorkerInit, WorkerStatus
 
 log = logging.getLogger(__name__)
 
@@ -229,6 +229,7 @@ class WorkerServer:
 
     async def _submit(self, request: Request) -> Response:
         job = worker_protocol.JOB.decode(await request.body())
+        self._events.write([JobReceived(job=job.id)])
         if job.id in self._early_cancelled:
             del self._early_cancelled[job.id]
             return Response(status_code=409)
@@ -284,6 +285,7 @@ class WorkerServer:
     async def _embed(self, request: Request) -> Response:
         """Responds with the concatenated embeddings of the inputs."""
         job = worker_protocol.EMBED_JOB.decode(await request.body())
+        self._events.write([JobReceived(job=job.id)])
         over = self._embedding[job.id] = asyncio.get_running_loop().create_future()
         try:
             self._thread.embed(job)

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -101,6 +101,7 @@ class ScriptedRunner:
         self.stopped = False
         self.slow_stop: asyncio.Event | None = None
         self.slots = asyncio.Semaphore(SLOTS)
+        self.hung = asyncio.Event()
         self._failure: asyncio.Future[RunnerFailure] = asyncio.get_running_loop().create_future()
 
     async def start(self, files: ModelFiles) -> None:
@@ -159,9 +160,23 @@ class ScriptedRunner:
             await self.slow_stop.wait()
         self.stopped = True
 
-    def fail(self, message: str = "it crashed", *, cause: FailureCause = "fault") -> None:
+    def fail(
+        self,
+        message: str = "it crashed",
+        *,
+        cause: FailureCause = "fault",
+        not_received: Iterable[str] = (),
+        stuck_since_ns: int | None = None,
+    ) -> None:
         self.state = "failed"
-        self._failure.set_result(RunnerFailure(message=message, cause=cause))
+        self._failure.set_result(
+            RunnerFailure(
+                message=message,
+                cause=cause,
+                not_received=frozenset(not_received),
+                stuck_since_ns=stuck_since_ns,
+            )
+        )
 
     @property
     def failure(self) -> asyncio.Future[RunnerFailure]:
@@ -214,6 +229,8 @@ class ScriptedSubmission:
             self._put(Ended(job_id=self._job.id, reason="stop", timestamp_ns=now))
 
     async def _run_job(self) -> None:
+        if self._runner.hung.is_set():
+            await asyncio.Event().wait()
         async with self._runner.slots:
             self.started_ns = time.monotonic_ns()
             self._put(Started(job_id=self._job.id, cached_tokens=0, timestamp_ns=self.started_ns))

@@ -24,6 +24,7 @@ from app.core.prefix_snapshot import PrefixSnapshot
 from app.runners.dispatcher import Dispatcher
 from tests.batches import flatten
 from tests.engine.harness import job
+from tests.waiting import wait_until_async
 
 READY = EngineReady(
     stats=EngineStats(),
@@ -40,10 +41,12 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.gone = False
+        self.may_accept = asyncio.Event()
+        self.may_accept.set()
 
     async def submit(self, job: Job) -> None:
         self.calls.append(f"submit {job.id}")
+        await self.may_accept.wait()
 
     def embed(self, job: EmbedJob) -> None:
         self.calls.append(f"embed {job.id}")
@@ -90,13 +93,60 @@ def test_a_failure_ends_all_waiting_calls():
         dispatcher.receive(BROKEN)
         *jobs, failure, second_failure, embedding = await waiting
         assert set(jobs) == {"the engine stopped: AssertionError: planted"}
-        assert failure == second_failure == RunnerFailure(message="AssertionError: planted")
+        assert failure == second_failure
+        assert isinstance(failure, RunnerFailure)
+        assert failure.message == "AssertionError: planted"
         assert isinstance(embedding, AppError)
         assert embedding.message == "the engine stopped: AssertionError: planted"
         assert await dispatcher.wait_for_failure() == failure, "later calls get it too"
         assert engine.calls == ["submit a", "submit b", "embed v"], (
             "there is no engine to cancel in"
         )
+
+    with_dispatcher(body)
+
+
+def test_a_failure_names_the_jobs_that_the_engine_had_not_read():
+    async def body(dispatcher: Dispatcher, engine: FakeEngine) -> None:
+        dispatcher.receive(READY)
+        async with dispatcher.submit(job("accepted", b"x")):
+            pass
+        engine.calls.clear()
+        engine.may_accept.clear()
+        names = ["a", "b", "c"]
+        waiting = [asyncio.create_task(wait_for_error(dispatcher, name)) for name in names]
+        vectors = EmbedJob(id="v", inputs=((1,),), pooling="mean")
+        waiting.append(asyncio.create_task(_embed_error(dispatcher, vectors)))
+        await wait_until_async(lambda: len(engine.calls) == 4)
+        waiting[1].cancel()
+        dispatcher.mark_received("a")
+        dispatcher.fail(AppError(ErrorKind.ENGINE, "it hung"), stuck_since_ns=7)
+        engine.may_accept.set()
+        assert await dispatcher.wait_for_failure() == RunnerFailure(
+            message="it hung", not_received=frozenset({"b", "c", "v"}), stuck_since_ns=7
+        )
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    with_dispatcher(body)
+
+
+async def _embed_error(dispatcher: Dispatcher, request: EmbedJob) -> str:
+    with pytest.raises(AppError) as caught:
+        await dispatcher.embed(request)
+    return caught.value.message
+
+
+def test_the_number_of_jobs_that_are_remembered_as_not_read_is_bounded():
+    async def body(dispatcher: Dispatcher, engine: FakeEngine) -> None:
+        dispatcher.receive(READY)
+        for number in range(1100):
+            vectors = EmbedJob(id=f"job {number}", inputs=((1,),), pooling="mean")
+            task = asyncio.create_task(dispatcher.embed(vectors))
+            await asyncio.sleep(0)
+            task.cancel()
+        dispatcher.fail(AppError(ErrorKind.ENGINE, "it hung"))
+        assert len(engine.calls) >= 1100
+        assert len((await dispatcher.wait_for_failure()).not_received) == 1024
 
     with_dispatcher(body)
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import os
 import resource
 import shutil
@@ -17,9 +18,16 @@ from pathlib import Path
 import pytest
 from httpcore2._backends.anyio import AnyIOStream
 
+from app import store
 from app.core.errors import AppError, ErrorKind
+from app.core.jobs import Ended
+from app.core.model_files import ModelFiles
+from app.core.model_state import ServedModel
 from app.core.ports import RunnerFailure
+from app.core.settings import Settings
 from app.runners.child_process import count_oom_kills
+from app.runners.pool import ModelPool
+from app.runners.process_runner import ProcessRunner
 from app.runners.worker_client import WorkerClient
 from tests.batches import flatten
 from tests.descriptors import exhaust_descriptors
@@ -89,6 +97,38 @@ def test_a_silent_process_is_reported_and_can_be_stopped(long_model: Path) -> No
             assert (await waiting).error == f"the engine stopped: {message}"
             await running.stop()
             assert not is_alive(process)
+
+    asyncio.run(run())
+
+
+def test_a_prompt_sent_to_a_stopped_process_is_answered_by_the_next_one(tiny_model: Path) -> None:
+    """It was refused after the second time, although no process had run it."""
+    served = ServedModel(
+        name="tiny",
+        source=str(tiny_model),
+        settings=Settings(watchdog=WATCHDOG),
+        keep_alive=math.inf,
+    )
+
+    async def read_files(_: ServedModel) -> ModelFiles:
+        return store.resolve(str(tiny_model))
+
+    async def run() -> None:
+        pool = ModelPool(ProcessRunner, read_files)
+        await pool.start()
+        async with pool.lease(served) as lease:
+            await lease.wait()
+            handle = pool.get_handle(served)
+            for _ in range(3):
+                process = pool.model_state(served).pid
+                assert process is not None
+                suspend(process)
+                async with handle.submit(job("a", b"abc", max_tokens=2)) as submission:
+                    last = [update async for update in flatten(submission)][-1]
+                assert isinstance(last, Ended)
+                assert last.reason == "length"
+                assert pool.model_state(served).pid != process
+        await pool.stop()
 
     asyncio.run(run())
 

@@ -1,6 +1,7 @@
 """Crash quarantine: prompts that crash run alone, then are refused; others are cleared."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -128,6 +129,52 @@ def test_requests_that_had_not_started_are_run_by_the_next_runner():
             assert [one.id for one in script.runner_of("a").jobs] == [
                 one.id for one in jobs[SLOTS:]
             ]
+
+    run(body())
+
+
+@pytest.mark.parametrize("how", ["silent process", "hung engine"])
+def test_what_is_sent_during_a_hang_is_run_again_and_is_no_suspect(how: str):
+    """A prompt that was sent twice to an idle process that had been stopped was refused by the next
+    process, although it had never run."""
+
+    async def body() -> None:
+        script, request = RunnerScript(), job("x", 1)
+        inputs = EmbedJob(id="v", inputs=((2,),), pooling="mean")
+        async with run_model(script) as (_, handle):
+            for _ in range(3):
+                runner = script.runner_of("a")
+                since = time.monotonic_ns()
+                runner.hung.set()
+                running = asyncio.create_task(end_reason(handle, request))
+                vectors = asyncio.create_task(handle.embed(inputs))
+                await wait_until_async(lambda runner=runner: runner.num_running == 2)
+                if how == "silent process":
+                    runner.fail(not_received=("x", "v"))
+                else:
+                    runner.fail(stuck_since_ns=since)
+                assert await running == "stop"
+                assert await vectors == [b""]
+
+    run(body())
+
+
+def test_what_ran_before_a_hang_is_a_suspect():
+    async def body() -> None:
+        script, killer = RunnerScript(), job("x", 6)
+        async with run_model(script) as (_, handle):
+            for _ in range(2):
+                script.may_end.clear()
+                runner = script.runner_of("a")
+                running = asyncio.create_task(end_reason(handle, killer))
+                await wait_until_async(lambda runner=runner: runner.num_running == 1)
+                await settle()
+                runner.fail(stuck_since_ns=time.monotonic_ns())
+                script.may_end.set()
+                assert await running == "error"
+                await wait_until_async(lambda: handle.status().state == "ready")
+            with pytest.raises(AppError, match="refused"):
+                await collect_updates(handle, killer)
 
     run(body())
 

@@ -1,7 +1,7 @@
 """The watchdog: silence, missing progress, and false alarms."""
 
 from app.core.jobs import IDLE, Heartbeat
-from app.runners.process_runner import Watchdog
+from app.runners.process_runner import Stall, Watchdog
 
 
 def make_watchdog() -> Watchdog:
@@ -12,9 +12,9 @@ def heartbeat(when: int, stage: str = "decode, batch size 8") -> Heartbeat:
     return Heartbeat(timestamp_ns=when, stage=stage)
 
 
-def feed(watchdog: Watchdog, *beats: Heartbeat) -> list[str | None]:
+def feed(watchdog: Watchdog, *beats: Heartbeat) -> list[Stall | None]:
     """The results of a check after each heartbeat."""
-    results: list[str | None] = []
+    results: list[Stall | None] = []
     for beat in beats:
         watchdog.note_activity()
         watchdog.note_heartbeat(beat)
@@ -27,7 +27,7 @@ def test_silence_after_the_first_message_is_a_hang():
     assert [watchdog.check() for _ in range(100)] == [None] * 100, "nothing has started"
     watchdog.note_activity()
     assert [watchdog.check() for _ in range(4)] == [None] * 4
-    assert watchdog.check() == "the engine process has sent nothing for 5 s"
+    assert watchdog.check() == Stall(message="the engine process has sent nothing for 5 s")
 
 
 def test_any_activity_ends_a_silence():
@@ -40,7 +40,8 @@ def test_any_activity_ends_a_silence():
 def test_a_stage_that_does_not_end_is_a_hang():
     results = feed(make_watchdog(), *[heartbeat(7)] * 6)
     assert results[:4] == [None] * 4
-    assert results[4] == "the engine has made no progress for 4 s (decode, batch size 8)"
+    message = "the engine has made no progress for 4 s (decode, batch size 8)"
+    assert results[4] == Stall(message=message, stuck_since_ns=7)
 
 
 def test_a_stage_that_restarts_is_not_a_hang():
