@@ -8,10 +8,12 @@ The phases of a connection and their timeouts:
        header_timeout ┘      ┘       ┘ body_timeout      ┘ uvicorn's keep-alive
 
 If a response is sent before its request is complete (401, 404, 413), the connection enters the
-phase `rest`. The remaining body is read and discarded for a limited time, because closing
-immediately would reset the connection and lose the response (RFC 9112, 9.6). If no further response
-may be sent, or if this module rejected the request, the connection enters the phase `leaving`. Its
-sending side is then closed, and incoming data is discarded.
+phase `rest`. The remaining body is read and discarded, because closing immediately would reset the
+connection and lose the response (RFC 9112, 9.6). If no further response may be sent, or if this
+module rejected the request, the connection enters the phase `leaving`. Its sending side is then
+closed, and incoming data is discarded. Many clients read the response only after they have sent
+everything, so both phases last as long as the client keeps sending, up to body_timeout and a limit
+on the bytes.
 
 Write stalls: when a client reads its response slowly, the data waits in the kernel's send buffer,
 which grows to 4 MB on Linux. asyncio is notified only when a third of this buffer is free, which
@@ -49,7 +51,8 @@ from app.http.uvicorn_internals import (
     ServerState,
 )
 
-# The minimum progress, in bytes read by the client, that restarts the stall timer.
+# The minimum progress, in bytes read by the client, that restarts the stall timer; and in discarded
+# bytes, that restarts the timer of their phase.
 _MIN_PROGRESS_BYTES = 16 * 1024
 
 # the getsockopt option for the number of bytes in a send buffer on macOS, from <sys/socket.h>;
@@ -193,7 +196,7 @@ class BoundedReadProtocol(asyncio.BufferedProtocol):
 
 
 # How long the rest of a request is discarded after an early response, and how long a client may
-# take to read a rejection, in seconds.
+# take to read a rejection, in seconds, if the client sends nothing.
 _DISCARD_SECONDS, _LINGER_SECONDS = 5.0, 2.0
 
 # How long after the start of a shutdown requests in transit are still handled, in seconds.
@@ -236,7 +239,8 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
         self._tcp_transport: asyncio.Transport | None = None
         self._phase_timer = PhaseTimer[ConnectionPhase](loop, self._on_phase_timeout)
         self._read_flow: ScheduledFlowControl | None = None  # set while the connection reads HTTP
-        self._discarded_bytes = 0
+        self._discarded_bytes = self._discarded_before = 0
+        self._discard_deadline = 0.0
         self._body_bytes = 0  # number of bytes received since the last complete request
         # finished: no further response is sent. close_when_drained: close after all data is sent
         self._shutting_down = self._finished = self._close_when_drained = False
@@ -332,9 +336,11 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
     def shutdown(self) -> None:
         """Closes the connection after the current response, without accepting another request. May
         be called again."""
-        if self._shutting_down or self._finished:
+        if self._shutting_down:
             return
         self._shutting_down = True
+        if self._finished:
+            return
         stopping = error_response(
             AppError(ErrorKind.STOPPING, SHUTDOWN_MESSAGE), headers=_CLOSE_HEADERS
         )
@@ -412,7 +418,21 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
         elif self._handling_request:
             self._phase_timer.start("body", self._limiter.body_timeout)
         else:
-            self._phase_timer.start("rest", _DISCARD_SECONDS)
+            self._start_discarding("rest", _DISCARD_SECONDS)
+
+    def _start_discarding(self, phase: Literal["rest", "leaving"], seconds: float) -> None:
+        if self._phase_timer.phase != phase:
+            self._discarded_before = self._discarded_bytes
+            self._discard_deadline = self.loop.time() + self._limiter.body_timeout
+        self._phase_timer.start(phase, seconds)
+
+    def _keeps_sending(self) -> bool:
+        """Returns whether the client has sent enough since the last call, or since the start of the
+        phase, to go on with discarding."""
+        received = self._discarded_bytes - self._discarded_before
+        self._discarded_before = self._discarded_bytes
+        in_time = self.loop.time() < self._discard_deadline and not self._shutting_down
+        return in_time and received >= _MIN_PROGRESS_BYTES
 
     def _extend_body(self) -> None:
         """Restarts the body timeout, because an administrator's upload may take longer."""
@@ -432,6 +452,9 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
             self._reject(error_response(AppError(ErrorKind.REQUEST_TIMEOUT, message)))
         elif phase == "head":
             self._close()
+        elif phase in ("rest", "leaving") and self._keeps_sending():
+            self._phase_timer.stop()
+            self._phase_timer.start(phase, _DISCARD_SECONDS)
         else:
             self.abort()
 
@@ -462,7 +485,7 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
     def _linger_close(self, seconds: float) -> None:
         """Closes the sending side, and discards incoming data while the client reads."""
         self._mark_finished()
-        self._phase_timer.start("leaving", seconds)
+        self._start_discarding("leaving", seconds)
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             try:

@@ -101,9 +101,9 @@ class Acceptor:
             accepted.close()
 
 
-# The limit on bytes discarded after an early response is at least this. A body within the body size
-# limit can always be discarded.
-_MIN_DISCARD_BYTES = 16 * MEBIBYTE
+# The limit on bytes discarded after an early response is at least this. A body of up to twice the
+# body size limit, which may have been rejected for its size, can always be discarded.
+_MIN_DISCARD_BYTES = 32 * MEBIBYTE
 
 # How long a connection may stay without a request while others wait to be accepted, in seconds, and
 # the maximum number of connections evicted in one pass.
@@ -127,7 +127,7 @@ class ConnectionLimiter:
     def __init__(self, settings: Settings, traffic: ConnectionStats) -> None:
         self.header_timeout = settings.header_timeout
         self.body_timeout = settings.body_timeout
-        self.max_discard_bytes = max(_MIN_DISCARD_BYTES, settings.max_body)
+        self.max_discard_bytes = max(_MIN_DISCARD_BYTES, 2 * settings.max_body)
         self.table = ConnectionTable[EvictableConnection](settings.max_connections)
         self.body_reads = BodyReadScheduler()
         self.traffic = traffic

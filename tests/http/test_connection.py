@@ -506,6 +506,73 @@ def test_a_rejection_reaches_clients_that_send_everything_before_reading(
             assert client.socket.recv(1) == b""
 
 
+@contextlib.contextmanager
+def control_timeouts(
+    monkeypatch: pytest.MonkeyPatch, request: bytes, phase: str
+) -> Iterator[tuple[RawClient, Connection, Callable[[], None]]]:
+    """Yields a client that has sent a request, its connection, which is in the given phase, and a
+    function that makes this phase time out. It does not time out by itself."""
+    found: list[Connection] = []
+    monkeypatch.setattr("app.http.connection._DISCARD_SECONDS", 100 * PATIENCE)
+    monkeypatch.setattr("app.http.connection._LINGER_SECONDS", 100 * PATIENCE)
+    made = Connection.connection_made
+
+    def connection_made(self: Connection, transport: asyncio.Transport) -> None:
+        found.append(self)
+        made(self, transport)
+
+    monkeypatch.setattr(Connection, "connection_made", connection_made)
+    with run_server() as connect:
+        client = connect().send(request)
+        wait_until(lambda: bool(found) and found[0]._phase_timer.phase == phase)
+        [connection] = found
+
+        def expire() -> None:
+            done = threading.Event()
+            connection.loop.call_soon_threadsafe(connection._on_phase_timeout)
+            connection.loop.call_soon_threadsafe(done.set)
+            assert done.wait(PATIENCE)
+
+        yield client, connection, expire
+
+
+@pytest.mark.parametrize(
+    ("fields", "phase"),
+    [
+        ({}, "rest"),
+        ({"Connection": "close"}, "leaving"),
+        ({"Transfer_Encoding": "unknown"}, "leaving"),
+    ],
+    ids=["kept", "closed", "rejected"],
+)
+def test_an_early_response_reaches_a_client_that_sends_slowly(
+    fields: dict[str, str], phase: str, monkeypatch: pytest.MonkeyPatch
+):
+    """A client that sent 9 MB at 1 MB/s with a wrong key got a broken pipe after five seconds."""
+    request = head("POST", "/none", Content_Length=BODY_BYTES, **fields)
+    with control_timeouts(monkeypatch, request, phase) as (client, connection, expire):
+        for sent in range(1 << 20, BODY_BYTES, 1 << 20):
+            client.send(b" " * (1 << 20))
+            wait_until(lambda sent=sent: connection._discarded_bytes >= sent)
+            expire()
+            assert connection._phase_timer.phase == phase
+        assert client.read_reply().status in (404, 501)
+        expire()
+        assert connection.transport.is_closing(), "it has sent nothing since the last timeout"
+
+
+def test_a_client_that_sends_slowly_is_disconnected_at_the_timeout_of_the_body(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    request = head("POST", "/none", Content_Length=BODY_BYTES)
+    with control_timeouts(monkeypatch, request, "rest") as (client, connection, expire):
+        client.send(b" " * (1 << 20))
+        wait_until(lambda: connection._discarded_bytes == 1 << 20)
+        connection._discard_deadline = 0.0
+        expire()
+        assert connection.transport.is_closing()
+
+
 def test_an_unread_body_within_the_limit_is_discarded_completely():
     """For any limit of the body size."""
     with run_server(max_body=40 << 20) as connect:
