@@ -111,7 +111,7 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.text": frozenset({"tokenizers", "jinja2"}),
     "app.store": frozenset({"orjson"}),
     # the only package that uses the internet, imported only for models of the hub
-    "app.store.hub": frozenset({"huggingface_hub", "orjson"}),
+    "app.store.hub": frozenset({"httpx2", "huggingface_hub", "orjson"}),
     "app.engine": frozenset({"mlx"}),
     "app.engine.weights": frozenset({"mlx", "safetensors"}),
     # grammars compute the allowed token ids without tensors

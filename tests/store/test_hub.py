@@ -187,7 +187,13 @@ def test_a_missing_revision_is_named(hub: StandIn, commit: str) -> None:
 
 
 def test_an_unreachable_hub_is_a_one_line_error() -> None:
-    assert "could not be downloaded from http://127.0.0.1:9" in complaint(pull)
+    """The reason was the number of a system error, with the advice to try again."""
+    message = complaint(pull)
+    assert message == (
+        "org/tiny could not be downloaded: http://127.0.0.1:9 cannot be reached (Connection "
+        "refused). Is this machine offline? Check the network, then run the command again: a "
+        "download continues where it ended"
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import errno
 import re
 from collections.abc import Generator
 
+from httpx2 import ConnectError, ConnectTimeout
 from huggingface_hub import constants
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -25,6 +26,9 @@ from app.store.model_names import HubName
 
 # user name and password in a URL
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")
+
+# the number of a system error, which precedes its text
+_ERROR_NUMBER = re.compile(r"^\[Errno -?\d+\] ")
 
 
 @contextlib.contextmanager
@@ -86,6 +90,12 @@ def _to_app_error(name: HubName, error: BaseException) -> AppError:
             )
         case LocalEntryNotFoundError() if error.__cause__ is not None:
             return _to_app_error(name, error.__cause__)
+        case ConnectError() | ConnectTimeout():
+            why = (
+                f"could not be downloaded: {where} cannot be reached ({_format_reason(error)}). Is "
+                "this machine offline? Check the network, then run the command again: a download "
+                "continues where it ended"
+            )
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             why = "does not fit on the disk: free some space, or set HF_HOME to another disk"
         case OSError(filename=str(path), strerror=str(reason)):
@@ -104,4 +114,5 @@ def _get_endpoint() -> str:
 
 def _format_reason(error: BaseException) -> str:
     """Returns the first line of the error message, without credentials."""
-    return _CREDENTIALS.sub("", str(error)).partition("\n")[0] or type(error).__name__
+    line = _CREDENTIALS.sub("", str(error)).partition("\n")[0]
+    return _ERROR_NUMBER.sub("", line) or type(error).__name__
