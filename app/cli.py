@@ -24,6 +24,7 @@ from app.config.command_line import (
 )
 from app.core.distributions import check_mlx_library, get_own_version
 from app.core.errors import AppError
+from app.core.terminal import print_message
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(end="", flush=True)
         return status
     except AppError as error:
-        print(f"mlxrunner: {error.message}", file=sys.stderr)
+        print_message(error.message)
         return 1
     except BrokenPipeError:  # the reader has closed the pipe, as in `list | head`
         _discard_stdout()
@@ -47,11 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         # the disk may be full, as in `config > /full/disk`, which is not a bug in mlxrunner
         _discard_stdout()
-        print(f"mlxrunner: {error}", file=sys.stderr)
+        print_message(str(error))
         return 1
     except KeyboardInterrupt as interrupt:  # a server that is listening handles SIGINT itself
         # the interrupted command may have attached a hint on how to continue
-        print("; ".join(["mlxrunner: interrupted", *interrupt.args]), file=sys.stderr)
+        print_message("; ".join(["interrupted", *interrupt.args]))
         return 130
 
 

@@ -235,13 +235,8 @@ def _resolve_entry(model: ModelSettings | None, settings: Settings) -> Registere
     """Finds a model. If the model is missing and a download is requested, downloads it first."""
     own = settings if model is None else settings.for_model(model)
     files = complete_config(resolve_or_download(own))
-    if own.context is not None and own.context > files.context_length:
-        log.warning(
-            "--context %d exceeds the context length of %s, which is %d",
-            own.context,
-            files.name,
-            files.context_length,
-        )
+    if warning := files.describe_excess(own.context):
+        log.warning("%s", warning)
     return build_entry(model, files, settings)
 
 

@@ -52,7 +52,7 @@ def make_environ(**variables: str) -> dict[str, str]:
 
 class TerminalProcess:
     """A running program whose stdin, stdout and stderr are a terminal. environ: replaces the
-    environment, except for the type of the terminal."""
+    environment, except for the type of the terminal. columns: the width of the terminal."""
 
     def __init__(
         self,
@@ -60,9 +60,10 @@ class TerminalProcess:
         *,
         environ: Mapping[str, str] | None = None,
         folder: Path = ROOT,
+        columns: int = COLUMNS,
     ) -> None:
         self._terminal, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
         variables = make_environ() if environ is None else environ
         self.process = subprocess.Popen(
             [sys.executable, "-c", _LAUNCHER, *map(str, command)],
@@ -104,6 +105,14 @@ class TerminalProcess:
 
     def type(self, text: str) -> None:
         os.write(self._terminal, text.encode())
+
+    def paste(self, text: str) -> None:
+        """Pastes as a terminal does: in bracketed paste mode, which the program has to enable, the
+        text is marked."""
+        switches = re.findall(r"\x1b\[\?2004([hl])", self.output)
+        is_bracketed = bool(switches) and switches[-1] == "h"
+        pasted = text.replace("\n", ENTER)
+        self.type(f"\x1b[200~{pasted}\x1b[201~" if is_bracketed else pasted)
 
     def wait_for(self, pattern: str) -> re.Match[str]:
         """Reads until a part of the plain output matches."""
@@ -177,9 +186,12 @@ class TerminalProcess:
 
 
 def open_terminal(
-    *arguments: str, environ: Mapping[str, str] | None = None, folder: Path = ROOT
+    *arguments: str,
+    environ: Mapping[str, str] | None = None,
+    folder: Path = ROOT,
+    columns: int = COLUMNS,
 ) -> TerminalProcess:
     """Runs `mlxrunner` with these arguments in a terminal. Use it as a context manager, which kills
     it at the end if it still runs."""
     command = [sys.executable, "-m", "app", *arguments]
-    return TerminalProcess(command, environ=environ, folder=folder)
+    return TerminalProcess(command, environ=environ, folder=folder, columns=columns)

@@ -127,7 +127,6 @@ def test_conflicting_options_are_rejected_by_name(
 @pytest.mark.parametrize(
     "command_line",
     [
-        "",
         "dance",
         "serve --port 70000",
         "serve --port x",
@@ -173,7 +172,7 @@ def test_an_invalid_command_line_is_rejected(
             f"unknown command 'srve': the commands are {', '.join(cli.COMMANDS)}; "
             "did you mean serve?",
         ),
-        ("", f"no command: the commands are {', '.join(cli.COMMANDS)}"),
+        ("''", f"no command: the commands are {', '.join(cli.COMMANDS)}"),
         ("list one", "unexpected argument 'one' (`mlxrunner list --help` lists what is accepted)"),
     ],
 )
@@ -181,9 +180,18 @@ def test_an_unknown_command_is_rejected_with_the_known_ones(
     command_line: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main(command_line.split())
+        cli.main(shlex.split(command_line))
     assert caught.value.code == 2
     assert capsys.readouterr().err == f"mlxrunner: {message}\n"
+
+
+def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([])
+    assert caught.value.code == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out == cli._build_parser().format_help()
 
 
 def test_every_listed_command_exists(

@@ -44,7 +44,7 @@ def mistake(
 
 
 MISTAKES = (
-    mistake("", "no command: the commands are {commands}"),
+    mistake("''", "no command: the commands are {commands}"),
     mistake("srve", "unknown command 'srve': the commands are {commands}; did you mean serve?"),
     mistake("Serve", "unknown command 'Serve': the commands are {commands}; did you mean serve?"),
     mistake("start", "unknown command 'start': the commands are {commands}; did you mean serve?"),
@@ -93,6 +93,11 @@ MISTAKES = (
         "serve --ctx-size 8k",
         "unknown option --ctx-size; did you mean --context? (`mlxrunner serve --help-all` lists "
         "what is accepted)",
+    ),
+    mistake(
+        "serve --kv-bits 8",
+        "unknown option --kv-bits; did you mean --kv? (`mlxrunner serve --help-all` lists what is "
+        "accepted)",
     ),
     mistake(
         "serve --max-model-len=8k",

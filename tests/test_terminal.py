@@ -136,3 +136,15 @@ def test_force_color_colours_the_level_in_a_pipe_and_changes_no_layout() -> None
         text = server.log_text()
     assert "\x1b[32mINFO\x1b[0m app." in text
     assert "address" not in text
+
+
+def test_an_error_of_a_command_is_wrapped_at_words() -> None:
+    with open_terminal("show", "org/nothing", columns=60) as terminal:
+        assert terminal.wait() == 1
+    lines = terminal.output.rstrip().split("\r\n")
+    assert len(lines) > 2
+    assert " ".join(line.strip() for line in lines).startswith(
+        "mlxrunner: model org/nothing was not found: no such folder, not in the Hugging Face cache"
+    )
+    assert all(len(line) < 60 or " " not in line.strip() for line in lines)
+    assert any("`mlxrunner pull org/nothing`" in line for line in lines)

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import secrets
-import sys
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
@@ -31,6 +30,7 @@ from app.bench.report import BenchReport, format_value
 from app.commands.server_address import KEY_VARIABLE, get_api_key, get_server_url
 from app.config.precedence import resolve_config
 from app.core.errors import AppError, ErrorKind
+from app.core.terminal import print_message
 
 _DEFAULT_CONCURRENCY = (1, 2, 4, 8)
 _COMPARE_ROUNDS = 5
@@ -210,8 +210,4 @@ def _print_progress(target: BenchTarget, level: LoadLevel, load: LoadRecord) -> 
         )
     else:
         figures = "no request was completed"
-    print(
-        f"mlxrunner: {target.model} at {target.address.url}, load {level.label}: {figures}",
-        file=sys.stderr,
-        flush=True,
-    )
+    print_message(f"{target.model} at {target.address.url}, load {level.label}: {figures}")

@@ -1,30 +1,42 @@
 """The interactive chat of `mlxrunner run`.
 
-Knows: the terminal's line editor, its history, Ctrl-C and Ctrl-D. Must not know: the commands of a
-chat, the requests.
+Knows: the terminal's line editor, pasted text, its history, Ctrl-C and Ctrl-D. Must not know: the
+commands of a chat, the requests.
 
 Ctrl-C during an answer closes its connection, so the server stops generating. Ctrl-C at the prompt
 only prints a hint.
+
+Pasted text of several lines is one message. The terminal encloses it in two escape sequences
+(bracketed paste, https://invisible-island.net/xterm/ctlseqs/ctlseqs.html). GNU readline then
+returns all of its lines at once. libedit, the editor of some builds of Python, returns them one by
+one; it replaces the sequences by two marks.
 """
 
 import contextlib
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import ModuleType
 
-from app.commands.answer import AnswerPrinter, supports_color
+from app.commands.answer import AnswerPrinter
 from app.commands.chat_client import ChatMessage, ChatOptions, stream_chat
 from app.commands.chat_commands import ChatCommands, ChatState
 from app.commands.chat_engine import ChatEngine
 from app.commands.client_programs import Endpoint
 from app.core.errors import AppError
+from app.core.terminal import print_message
 
 _PROMPT, _CONTINUATION = ">>> ", "... "
 _FENCE = '"""'
 
 _MAX_HISTORY = 1000
+
+# switches bracketed paste on and off
+_PASTE_ON, _PASTE_OFF = "\x1b[?2004h", "\x1b[?2004l"
+
+# the begin and the end of pasted text in libedit: pairs of invisible characters, which no text has
+_PASTE_BEGIN, _PASTE_END = "\u2063\u2060", "\u2060\u2063"
 
 _EXIT_HINT = "Use Ctrl-D or /bye to exit."
 
@@ -38,13 +50,14 @@ class Chat:
         self._engine = engine
         self._state = ChatState(endpoint=endpoint, options=options, verbose=verbose)
         self._commands = ChatCommands(engine, self._state)
+        self._read_line: Callable[[str], str] = input
 
     def run(self, *, history: bool) -> int:
         """Chats until the user ends the chat, and returns the exit status. history: whether the
         lines are kept for the next chat."""
         self._state.history = history
         print(f"{self._state.endpoint.model}: type a message, /? for help, Ctrl-D to exit.")
-        with _edit_lines(self._state):
+        with _edit_lines(self._state) as self._read_line:
             while True:
                 try:
                     if not self._take_turn():
@@ -55,11 +68,11 @@ class Chat:
                     print(flush=True)
                     return 0
                 except AppError as error:
-                    print(f"mlxrunner: {error.message}", file=sys.stderr, flush=True)
+                    print_message(error.message)
 
     def _take_turn(self) -> bool:
         """Reads a message or a command. Returns whether the chat continues."""
-        text, is_command = _read_message()
+        text, is_command = _read_message(self._read_line)
         if is_command:
             return self._commands.run(text)
         if text.strip():
@@ -84,41 +97,72 @@ class Chat:
                 state.messages = [*messages, ChatMessage(role="assistant", content=printer.text)]
 
 
-def _read_message() -> tuple[str, bool]:
-    """Reads one line, or the lines between two fences, which may also enclose a system message.
-    Returns the text, and whether it is a command. Raises EOFError at the end of the input."""
-    line = input(_PROMPT)
+def _read_message(read_line: Callable[[str], str]) -> tuple[str, bool]:
+    """Reads one line, pasted lines, or the lines between two fences, which may also enclose a
+    system message. Returns the text, and whether it is a command. Raises EOFError at the end of the
+    input."""
+    line = read_line(_PROMPT)
     before, fence, after = line.partition(_FENCE)
     is_fenced = fence and (not before.strip() or before.startswith("/set system"))
+    if is_fenced and _FENCE in after.rstrip().removesuffix(_FENCE):
+        is_fenced = False  # the first of several texts in quotes, as in a pasted program
     if not is_fenced:
-        return line, line.startswith("/")
+        return line, line.startswith("/") and "\n" not in line.rstrip()
     lines = [after]
     while not lines[-1].rstrip().endswith(_FENCE):
-        lines.append(input(_CONTINUATION))
+        lines.append(read_line(_CONTINUATION))
     text = "\n".join(lines).rstrip().removesuffix(_FENCE).strip("\n")
     return f"{before}{text}", before.startswith("/")
 
 
 @contextlib.contextmanager
-def _edit_lines(state: ChatState) -> Generator[None]:
-    """Enables the line editor, where Python has it, and its history."""
+def _edit_lines(state: ChatState) -> Generator[Callable[[str], str]]:
+    """Enables the line editor, where Python has it, and its history. Yields the function that reads
+    a line, or pasted lines."""
     try:
         import readline
     except ImportError:  # Python was built without it
-        yield
+        yield input
         return
-    if not supports_color(sys.stdout, os.environ):
-        # the editor would enable bracketed paste with an escape sequence
-        readline.parse_and_bind("set enable-bracketed-paste off")
+    read_line = _enable_paste(readline)
     file = _find_history_file()
     if state.history and file is not None:
         with contextlib.suppress(OSError):
             readline.read_history_file(file)
     try:
-        yield
+        yield read_line
     finally:
         if state.history and file is not None:
             _write_history(readline, file)
+
+
+def _enable_paste(readline: ModuleType) -> Callable[[str], str]:
+    """Enables bracketed paste, unless the terminal has no escape sequences. Returns the function
+    that reads a line."""
+    is_terminal = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    if "libedit" not in (readline.__doc__ or ""):
+        # some distributions turn it off
+        word = "on" if is_terminal else "off"
+        readline.parse_and_bind(f"set enable-bracketed-paste {word}")
+        return input
+    if not is_terminal:
+        return input
+    for number, mark in ((200, _PASTE_BEGIN), (201, _PASTE_END)):
+        readline.parse_and_bind(f'bind -s "\\e[{number}~" "{mark}"')
+    return _read_marked_lines
+
+
+def _read_marked_lines(prompt: str) -> str:
+    """Reads a line, or lines until the end of the pasted text that begins in them."""
+    sys.stdout.write(_PASTE_ON)
+    try:
+        text = input(prompt)
+        while text.count(_PASTE_BEGIN) > text.count(_PASTE_END):
+            text += "\n" + input()
+    finally:
+        sys.stdout.write(_PASTE_OFF)
+        sys.stdout.flush()
+    return text.replace(_PASTE_BEGIN, "").replace(_PASTE_END, "")
 
 
 def _write_history(readline: ModuleType, file: Path) -> None:

@@ -16,7 +16,6 @@ from app.core.errors import AppError, ErrorKind
 from app.core.model_details import ModelRecipe
 from app.core.nearest_name import suggest
 from app.core.sampling_params import SAMPLING_KNOBS, SamplingKnob
-from app.core.settings import ModelSettings
 
 HELP = """\
   /set system TEXT          set the system message
@@ -107,7 +106,7 @@ class ChatCommands:
     def _load(self, name: str) -> None:
         if not name:
             raise _usage_error("which model? /load MODEL")
-        self._state.endpoint = self._engine.connect(ModelSettings(name=name))
+        self._state.endpoint = self._engine.connect(self._engine.find_model(name))
         self._state.messages.clear()
         print(f"Loaded {self._state.endpoint.model}.")
 

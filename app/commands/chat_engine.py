@@ -26,6 +26,7 @@ from app.commands.progress_line import ProgressLine
 from app.commands.running_server import (
     RunningServer,
     check_plain_http,
+    find_configured,
     find_served_name,
     probe_server,
     query_endpoint,
@@ -37,6 +38,7 @@ from app.config.precedence import ResolvedConfig
 from app.core.errors import AppError, ErrorKind
 from app.core.model_details import ModelRecipe
 from app.core.settings import ModelSettings, Settings
+from app.core.terminal import print_message
 from app.http.api_keys import generate_key
 from app.store.installed import derive_model
 from app.store.model_names import ModelNotFoundError
@@ -70,6 +72,10 @@ class ChatEngine:
     ) -> None:
         self._own.close()
 
+    def find_model(self, name: str) -> ModelSettings:
+        """Returns a model with its own settings, if it has any."""
+        return find_configured(self._settings, name)
+
     def connect(self, model: ModelSettings | None) -> Endpoint:
         """Returns the endpoint of a model that is loaded or can be loaded. model: None for the
         default. Stops an own server with another model. Raises AppError, and KeyboardInterrupt
@@ -96,7 +102,7 @@ class ChatEngine:
             return endpoint
         self._install(model)
         if self._other_server is not None and model is not None:
-            _note(
+            print_message(
                 f"the server at {self._other_server} does not serve {model.name}: loading it here"
             )
         self._own.close()
@@ -138,7 +144,8 @@ class ChatEngine:
         ]
         if unused and not self._has_warned:
             self._has_warned = True
-            _note(f"the server at {endpoint.url} keeps its own settings: no {', '.join(unused)}")
+            flags = ", ".join(unused)
+            print_message(f"the server at {endpoint.url} keeps its own settings: no {flags}")
 
     def _install(self, model: ModelSettings | None) -> None:
         """Downloads a missing model, if --pull is set or the user agrees. Raises AppError if the
@@ -233,7 +240,3 @@ def _make_own_settings(settings: Settings, model: ModelSettings | None) -> Setti
 def _make_environment(key: str) -> Mapping[str, str]:
     others = {name: value for name, value in os.environ.items() if name != "MLXRUNNER_API_KEYS"}
     return {**others, KEY_VARIABLE: key}
-
-
-def _note(text: str) -> None:
-    print(f"mlxrunner: {text}", file=sys.stderr, flush=True)

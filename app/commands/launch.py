@@ -9,7 +9,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,6 +34,8 @@ from app.commands.server_address import KEY_VARIABLE, get_api_key, get_server_ur
 from app.config.precedence import ResolvedConfig
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
+from app.core.terminal import print_message
+from app.store.model_names import ModelNotFoundError
 
 # the context length in tokens below which a coding agent cannot work: its first prompt has ten
 # thousand tokens or more
@@ -81,9 +82,10 @@ def launch(options: LaunchOptions, configuration: ResolvedConfig) -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlxrunner-launch-")))
         endpoint = find_endpoint(settings)
         if endpoint is None:
+            # a load may take minutes
+            _check_context(_predict_installed(settings), options.program)
             endpoint = _start_server(stack, configuration, folder)
-        if endpoint.context_length < _MIN_CONTEXT:
-            _warn_short_context(endpoint)
+        _check_context(endpoint, options.program)
         program_settings = program.configure(endpoint, folder)
         for name, text in program_settings.files.items():
             (folder / name).write_text(text, "utf-8")
@@ -131,7 +133,7 @@ def _start_server(stack: ExitStack, configuration: ResolvedConfig, folder: Path)
     """Starts a server that runs until the stack is closed."""
     settings, log = configuration.settings, folder / "server.log"
     url = get_server_url(settings)
-    print(f"mlxrunner: starting a server at {url} (log: {log})", file=sys.stderr, flush=True)
+    print_message(f"starting a server at {url} (log: {log})")
     server = stack.enter_context(start_server(configuration, folder, os.environ))
     server.wait_until_ready(url)
     return query_endpoint(RunningServer(url=url, api_key=get_api_key(os.environ)), settings)
@@ -155,12 +157,25 @@ def _predict_endpoint(settings: Settings) -> Endpoint:
     )
 
 
-def _warn_short_context(endpoint: Endpoint) -> None:
-    print(
-        f"mlxrunner: {endpoint.model} has a context of {endpoint.context_length} tokens; coding "
-        f"agents need {_MIN_CONTEXT} or more",
-        file=sys.stderr,
-        flush=True,
+def _predict_installed(settings: Settings) -> Endpoint | None:
+    """Like `_predict_endpoint`; None for a model that the server would download."""
+    try:
+        return _predict_endpoint(settings)
+    except ModelNotFoundError:
+        return None
+
+
+def _check_context(endpoint: Endpoint | None, program: str) -> None:
+    """Raises AppError(INVALID) if a coding agent cannot work with the context of the model."""
+    if endpoint is None or endpoint.context_length >= _MIN_CONTEXT:
+        return
+    raise AppError(
+        ErrorKind.INVALID,
+        f"{endpoint.model} has a context of {endpoint.context_length} tokens, and coding agents "
+        f"need {_MIN_CONTEXT} or more: choose another model, or raise --context or --memory if "
+        f"one of them limits it; `mlxrunner launch {program} --print` shows the settings to run it "
+        "anyway",
+        param="context",
     )
 
 

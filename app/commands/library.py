@@ -6,10 +6,16 @@ Knows: the running server, which may have loaded a model. Must not know: the lay
 import os
 
 from app import store
-from app.commands.running_server import RunningServer, find_served_name, is_loaded, probe_server
+from app.commands.running_server import (
+    RunningServer,
+    find_configured,
+    find_served_name,
+    is_loaded,
+    probe_server,
+)
 from app.commands.server_address import get_api_key, get_server_url
 from app.core.errors import AppError, ErrorKind
-from app.core.settings import ModelSettings, Settings
+from app.core.settings import Settings
 from app.store.installed import RemovableModel, copy_model, delete_model, find_removable
 
 
@@ -51,7 +57,7 @@ def _check_unused(names: list[str], models: dict[str, RemovableModel], settings:
             raise
         raise AppError(error.kind, f"{error.message}, or delete the model with --force") from error
     for name in (*names, *models):
-        served = find_served_name(cards, ModelSettings(name=name))
+        served = find_served_name(cards, find_configured(settings, name))
         if served is not None and is_loaded(cards[served]):
             raise AppError(
                 ErrorKind.INVALID,

@@ -11,6 +11,7 @@ from app import store
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
 from app.core.settings import Settings
+from app.core.terminal import print_message
 from app.core.units import format_bytes, pluralize
 from app.engine.model_info import check_config
 from app.store.library_names import resolve_hub_name
@@ -51,7 +52,8 @@ def _is_interactive() -> bool:
 
 
 def _confirm(reason: str, question: str) -> bool:
-    print(f"mlxrunner: {reason}\n{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    print_message(reason)
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
@@ -107,7 +109,7 @@ def download_model(offer: "DownloadPlan") -> ModelFiles:
 def _parse_hub_name(text: str, revision: str | None) -> HubName:
     name = resolve_hub_name(text)
     if parse_hub_name(text) is None:
-        print(f"mlxrunner: {text} in MLX's format is {name}", file=sys.stderr, flush=True)
+        print_message(f"{text} in MLX's format is {name}")
     if revision is None:
         return name
     if name.revision not in (None, revision):

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from app.commands.answer import AnswerPrinter
 from app.commands.chat_client import ChatMessage, ChatOptions, read_format, stream_chat
 from app.commands.chat_engine import ChatEngine
+from app.commands.running_server import find_configured
 from app.config.precedence import ResolvedConfig
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import ModelSettings, Settings
@@ -120,8 +121,7 @@ def _choose_model(name: str | None, settings: Settings) -> ModelSettings | None:
     first model of the settings."""
     if name is None:
         return settings.models[0] if settings.models else None
-    known = [model for model in settings.models if name in (model.name, model.alias)]
-    return known[0] if known else ModelSettings(name=name)
+    return find_configured(settings, name)
 
 
 def _make_chat_options(options: RunOptions, configuration: ResolvedConfig) -> ChatOptions:

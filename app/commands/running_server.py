@@ -7,8 +7,10 @@ not know: how a server is started, what a command asks it.
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from app import store
 from app.commands.client_programs import Endpoint
 from app.commands.server_address import KEY_VARIABLE, get_api_key, get_server_url
 from app.commands.server_client import get_json, read_error, send_json
@@ -138,13 +140,33 @@ def select_endpoint(
     )
 
 
+def find_configured(settings: Settings, name: str) -> ModelSettings:
+    """Returns the model of the settings that has this name or alias, or is in this folder;
+    otherwise a model without settings."""
+    folder = _find_folder(name)
+    for model in settings.models:
+        same_folder = folder is not None and folder == _find_folder(model.name)
+        if same_folder or name in (model.name, model.alias):
+            return model
+    return ModelSettings(name=name)
+
+
 def find_served_name(cards: Mapping[str, Mapping[str, Any]], selected: ModelSettings) -> str | None:
-    """Returns the name under which the server serves a model; None if it does not."""
-    equivalent = find_equivalent(selected.name)
+    """Returns the name under which the server serves a model; None if it does not. A folder, given
+    as any path, is served under its alias or under the name of the folder."""
+    equivalent, folder = find_equivalent(selected.name), _find_folder(selected.name)
     names = [selected.alias, selected.name, f"{selected.name}:latest"]
     names += [selected.name.removesuffix(":latest")]
+    names += [] if folder is None else [folder.name]
     names += [] if equivalent is None else [str(equivalent)]
     return next((name for name in names if name in cards), None)
+
+
+def _find_folder(name: str) -> Path | None:
+    try:
+        return store.find_model_folder(name)
+    except AppError:  # an invalid name, or a folder that cannot be read
+        return None
 
 
 def is_loaded(card: Mapping[str, Any]) -> bool:

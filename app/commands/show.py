@@ -13,6 +13,7 @@ from app.commands.list import get_architecture
 from app.core.generation_config import read_generation_defaults
 from app.core.model_files import ModelFiles
 from app.core.settings import Settings
+from app.core.terminal import print_message
 from app.core.units import format_bytes, format_count, format_memory
 from app.engine.fit import Fit, estimate_fit
 from app.engine.model_info import ParameterCount, complete_config, count_parameters
@@ -37,6 +38,8 @@ def show(settings: Settings, *, as_json: bool) -> int:
 def _show(name: str | None, settings: Settings, *, as_json: bool) -> None:
     files = complete_config(store.find(name))
     holds, fits = count_parameters(files), estimate_fit(files, settings)
+    if warning := files.describe_excess(settings.context):
+        print_message(warning)
     if as_json:
         print(json.dumps(_build_report(files, holds, fits), indent=2))
         return

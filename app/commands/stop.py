@@ -3,10 +3,15 @@
 Knows: the name under which a model is served. Must not know: what unloading a model does.
 """
 
-from app.commands.running_server import find_served_name, is_loaded, require_server
+from app.commands.running_server import (
+    find_configured,
+    find_served_name,
+    is_loaded,
+    require_server,
+)
 from app.core.errors import AppError, ErrorKind
 from app.core.nearest_name import suggest
-from app.core.settings import ModelSettings, Settings
+from app.core.settings import Settings
 
 
 def stop(name: str, settings: Settings) -> int:
@@ -15,7 +20,7 @@ def stop(name: str, settings: Settings) -> int:
     key."""
     server = require_server(settings, "stop")
     cards = server.list_models()
-    served = find_served_name(cards, ModelSettings(name=name))
+    served = find_served_name(cards, find_configured(settings, name))
     if served is None:
         listed = ", ".join(cards) or "no model"
         raise AppError(

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from app.config.options import OPTIONS, find_option_by_other_name
 from app.config.value_types import InvalidOptionValue
 from app.core.nearest_name import suggest
+from app.core.terminal import print_message
 
 # flags of other servers that name a model, which is an argument here
 _MODEL_FLAGS = ("-m", "--model", "--models", "--model-path")
@@ -61,7 +62,8 @@ class CommandLineParser(argparse.ArgumentParser):
         self._rare_actions: list[argparse.Action] = []
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"mlxrunner: {self._explain(message.removeprefix('argument '))}\n")
+        print_message(self._explain(message.removeprefix("argument ")))
+        self.exit(2)
 
     def add_examples(self, examples: Examples) -> None:
         """Adds examples to the help; the first one is also shown if an argument is missing."""
@@ -189,9 +191,13 @@ def parse_arguments(
     An unknown flag or command is rejected, and the error suggests the most similar one. The process
     exits with status 2 for an invalid command line. commands: the known commands. The first
     argument must be one of them or a flag. other_names: what other programs call the commands, for
-    suggestions. The result's `forwarded` holds the arguments of the program that the command runs.
+    suggestions. Without any argument, the help is printed and the process exits with status 0. The
+    result's `forwarded` holds the arguments of the program that the command runs.
     """
     argv = sys.argv[1:] if argv is None else argv
+    if commands and not argv:
+        parser.print_help()
+        parser.exit()
     first = next(iter(argv), "")
     if commands and first not in commands:
         _check_first_word(parser, first, commands, other_names or {})

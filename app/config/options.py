@@ -268,7 +268,8 @@ GROUPS = (
                 value_types.choice(*get_args(KVPrecision)),
                 "precision of the KV cache; auto: that of the checkpoint, so that bfloat16 models "
                 "need half the memory and decode long contexts faster",
-                other_names="kv-cache-dtype cache-type-k ctk cache-type-v ctv kv-cache-type",
+                other_names="kv-bits kv-cache-dtype cache-type-k ctk cache-type-v ctv "
+                "kv-cache-type",
             ),
             make_option(
                 "activations",

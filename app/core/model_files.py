@@ -79,6 +79,15 @@ class ModelFiles:
             requested or self.recommended_context or self.context_length, self.context_length
         )
 
+    def describe_excess(self, requested: int | None) -> str | None:
+        """Returns a warning if the requested context length exceeds that of the model."""
+        if requested is None or requested <= self.context_length:
+            return None
+        return (
+            f"--context {requested} exceeds the context length of {self.name}, which is "
+            f"{self.context_length}"
+        )
+
     @property
     def vocab_size(self) -> int:
         """The number of tokens in the model's embedding layer and logits."""

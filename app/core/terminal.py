@@ -7,6 +7,9 @@ Colour follows https://no-color.org and https://force-color.org, with Python's o
 """
 
 import os
+import re
+import sys
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TextIO
@@ -23,6 +26,9 @@ _CODES: Mapping[Color, int] = {
 }
 
 _DEFAULT_WIDTH = 80
+
+# a command in a message, which a reader copies
+_QUOTED = re.compile(r"`[^`\n]*`")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +65,32 @@ def get_width(descriptor: int) -> int:
         return os.get_terminal_size(descriptor).columns or _DEFAULT_WIDTH
     except OSError:
         return _DEFAULT_WIDTH
+
+
+def wrap_words(text: str, stream: TextIO) -> str:
+    """Breaks lines that are wider than the terminal at words, and indents the lines that follow.
+    A text in backticks stays whole. In a pipe or a file, the text remains unchanged."""
+    if not stream.isatty():
+        return text
+    try:
+        width = get_width(stream.fileno())
+    except OSError:  # a stream without a descriptor
+        width = _DEFAULT_WIDTH
+    wrapper = textwrap.TextWrapper(
+        width=max(width - 1, 20),
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    # a space that is no white space for the wrapper
+    whole = _QUOTED.sub(lambda found: found[0].replace(" ", "\0"), text)
+    lines = [wrapper.fill(line) for line in whole.split("\n")]
+    return "\n".join(lines).replace("\0", " ")
+
+
+def print_message(text: str) -> None:
+    """Prints a message of a command on stderr, such as an error."""
+    print(wrap_words(f"mlxrunner: {text}", sys.stderr), file=sys.stderr, flush=True)
 
 
 def erase_line(width: int) -> str:

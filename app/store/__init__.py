@@ -83,6 +83,16 @@ def find(name: str | None) -> ModelFiles:
     raise _not_found_error(parsed)
 
 
+@_translate_os_errors()
+def find_model_folder(name: str) -> Path | None:
+    """Returns the folder that `find` would read for this name, without links and `~`; None if it
+    would read no folder. Raises AppError for an invalid name or a folder that cannot be read."""
+    if name == BUILTIN:
+        return None
+    folder = _select_folder(parse_model_name(name))
+    return None if folder is None else folder.resolve()
+
+
 def list_installed() -> Iterator[InstalledModel]:
     """Yields every installed model."""
     yield InstalledModel(
@@ -117,15 +127,19 @@ def _make_reader(
 
 
 def _find_in_folder(name: ModelName) -> ModelFiles | None:
-    """Reads a folder. An explicit path must be a model. A name is resolved to a folder only if the
-    folder looks like a model."""
+    """Reads a folder. The model has the name of the folder, without links."""
+    folder = _select_folder(name)
+    return None if folder is None else hf_folder.read(folder, name=folder.resolve().name)
+
+
+def _select_folder(name: ModelName) -> Path | None:
+    """Returns the folder to which a name refers. An explicit path must be a model. A name is
+    resolved to a folder only if the folder looks like a model."""
     folder = name.folder
     if folder is None or not folder.is_dir():
         return None
     is_path = name.hub is None and name.ollama is None
-    if not is_path and not (folder / "config.json").is_file():
-        return None
-    return hf_folder.read(folder, name=folder.resolve().name)
+    return folder if is_path or (folder / "config.json").is_file() else None
 
 
 def _find_in_hub_cache(name: HubName | None) -> ModelFiles | None:

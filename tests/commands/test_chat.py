@@ -1,7 +1,9 @@
 """The chat of `mlxrunner run`: its commands, its history, and the line editor of a terminal."""
 
+import re
 import sys
 from collections.abc import Callable, Sequence
+from ctypes.util import find_library
 from dataclasses import replace
 
 import pytest
@@ -12,10 +14,13 @@ from app.commands.chat_engine import ChatEngine
 from app.config.precedence import resolve_config
 from app.core.errors import AppError
 from app.core.model_details import ModelRecipe
-from app.core.settings import ModelSettings
+from app.core.requests import Conversation
+from app.core.settings import ModelSettings, Settings
+from tests.api.asgi import serve_app
 from tests.commands.run_command import ANSWER, QUESTION, FakeTerminal, OwnEngines, Runner
 from tests.commands.thread_server import ThreadServer, run_thread_server
-from tests.terminal_process import CTRL_D, ENTER, TerminalProcess
+from tests.fakes import CARD, FakeGenerate, build_fake_app
+from tests.terminal_process import CTRL_D, ENTER, TerminalProcess, make_environ
 
 ESCAPE = "\x1b"
 
@@ -186,10 +191,82 @@ def test_the_history_is_kept_unless_it_is_turned_off(
         assert runner.history_file.stat().st_mode & 0o077 == 0
 
 
-def test_without_color_there_are_no_escape_sequences(runner: Runner, server: ThreadServer):
-    with runner.open("builtin", *server.arguments, "--verbose", NO_COLOR="1") as terminal:
+@pytest.mark.parametrize(
+    ("variables", "escapes"), [({"TERM": "dumb"}, set()), ({"NO_COLOR": "1"}, {"[?2004"})]
+)
+def test_without_color_there_are_no_escape_sequences_but_those_of_pasting(
+    runner: Runner, server: ThreadServer, variables: dict[str, str], escapes: set[str]
+):
+    with runner.open("builtin", *server.arguments, "--verbose", **variables) as terminal:
         terminal.read_until(">>> ")
         assert ANSWER in ask(terminal, QUESTION)
         terminal.type(CTRL_D)
         assert terminal.wait() == 0
-    assert ESCAPE not in terminal.output
+    assert set(re.findall(f"{ESCAPE}([^hl]*)[hl]?", terminal.output)) == escapes
+
+
+PASTES = {
+    "several lines": ("First line\n/bye\n\nlast line", None),
+    "a path on the first line": ("/usr/bin\n/usr/lib", None),
+    "quotes of a program": ('"""What it does."""\nprint("""x""")\n', None),
+    "a text in quotes": ('"""one\ntwo"""', "one\ntwo"),
+}
+
+
+def test_pasted_lines_are_one_message(runner: Runner):
+    """Each line was a message, since the editor of some distributions does not ask the terminal to
+    mark pasted text."""
+    generate = FakeGenerate(cards=(replace(CARD, id="builtin"),))
+    with (
+        serve_app(build_fake_app(generate, Settings())) as url,
+        runner.open("builtin", *ThreadServer(url).arguments) as terminal,
+    ):
+        terminal.read_until(">>> ")
+        for count, (name, (text, expected)) in enumerate(PASTES.items(), 1):
+            terminal.paste(text)
+            terminal.type(ENTER)
+            terminal.read_until("Hello")
+            terminal.read_until(">>> ")
+            assert len(generate.opened) == count, name
+            conversation = generate.opened[-1].prompt
+            assert isinstance(conversation, Conversation)
+            content = conversation.messages[-1].content
+            assert content == (text if expected is None else expected), name
+        terminal.type(CTRL_D)
+        assert terminal.wait() == 0
+
+
+# `input` and the module `readline` of a Python that was built with libedit
+LIBEDIT_PROGRAM = """
+import builtins, ctypes, types
+from app.commands import chat
+libedit = ctypes.CDLL("libedit.so.2")
+libedit.readline.restype = ctypes.c_void_p
+ctypes.CDLL(None).setlocale(6, b"C.UTF-8")
+libedit.rl_initialize()
+def read_line(prompt=""):
+    line = libedit.readline(prompt.encode())
+    if line is None:
+        raise EOFError
+    return ctypes.string_at(line).decode()
+builtins.input = read_line
+module = types.ModuleType("readline", "a wrapper of libedit")
+module.parse_and_bind = lambda text: libedit.rl_parse_and_bind(text.encode())
+read = chat._enable_paste(module)
+while (line := read(">>> ")) != "/bye":
+    print("read", ascii(line), flush=True)
+"""
+
+
+@pytest.mark.skipif(find_library("edit") is None, reason="libedit is not installed")
+def test_pasted_lines_are_one_message_with_libedit():
+    """The line editor of Apple's Python and of uv's. It knows no bracketed paste."""
+    command = [sys.executable, "-c", LIBEDIT_PROGRAM]
+    with TerminalProcess(command, environ=make_environ(LC_ALL="C.UTF-8")) as terminal:
+        terminal.read_until(">>> ")
+        terminal.type("before ")
+        terminal.paste("one\n/bye\n")
+        terminal.type(f"two{ENTER}")
+        terminal.wait_for(r"read 'before one\\n/bye\\ntwo'\r\n>>> ")
+        terminal.type(f"/bye{ENTER}")
+        assert terminal.wait() == 0

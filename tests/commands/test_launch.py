@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,6 +27,7 @@ from app import cli
 from app.core.ports import ModelCard
 from app.core.settings import Settings
 from app.http.api_keys import Keyring
+from tests import tiny
 from tests.api.asgi import serve_app
 from tests.commands.thread_server import ThreadServer
 from tests.fakes import FakeGenerate, build_fake_app
@@ -137,14 +139,28 @@ def launcher(
     return found
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ThreadServer]:
+@contextmanager
+def serve_cards(*cards: ModelCard) -> Iterator[ThreadServer]:
     """A server with a key, without an engine."""
-    card = ModelCard(id="builtin", created=0, context_length=2048)
     keyring = Keyring.from_settings(Settings(), {"MLXRUNNER_API_KEY": KEY})
-    app = build_fake_app(FakeGenerate(cards=(card,)), Settings(), keyring=keyring)
+    app = build_fake_app(FakeGenerate(cards=cards), Settings(), keyring=keyring)
     with serve_app(app) as url:
         yield ThreadServer(url)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ThreadServer]:
+    with serve_cards(
+        ModelCard(id="builtin", created=0, context_length=65_536),
+        ModelCard(id="short", created=0, context_length=32_767),
+    ) as server:
+        yield server
+
+
+@pytest.fixture
+def agent_model(tmp_path: Path) -> Path:
+    """A model whose context is long enough for a coding agent."""
+    return tiny.write(tmp_path / "models" / "agent", max_position_embeddings=65_536)
 
 
 @pytest.fixture
@@ -187,12 +203,32 @@ class TestARunningServer:
         assert (launcher.list_temporary_files(), launcher.list_home()) == ([], [])
         assert is_serving(server.port)
 
-    def test_a_context_that_is_too_short_is_a_warning(
+    def test_a_context_that_is_too_short_is_an_error(
         self, launcher: Launcher, server: ThreadServer
     ):
-        arguments = with_port(server.port, "--", "0")
-        _, output = launcher.run(*arguments, environ={"MLXRUNNER_API_KEY": KEY})
-        assert "builtin has a context of 2048 tokens; coding agents need 32768 or more" in output
+        """The agent was started, and its first request failed."""
+        arguments = with_port(server.port, "short", "--", "0")
+        status, output = launcher.run(*arguments, environ={"MLXRUNNER_API_KEY": KEY})
+        assert status == 1
+        assert output.startswith(
+            "mlxrunner: short has a context of 32767 tokens, and coding agents need 32768 or more: "
+        )
+        assert "`mlxrunner launch claude --print` shows the settings" in output
+        assert not launcher.record_file.exists()
+
+    @pytest.mark.parametrize("path", ["models/agent", "./models/agent/", "~/agent", "{}", "."])
+    def test_a_folder_has_one_name(
+        self, launcher: Launcher, path: str, agent_model: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        """A served folder was found only by its name, and by no path."""
+        monkeypatch.chdir(agent_model if path == "." else launcher.folder)
+        (launcher.folder / "home" / "agent").symlink_to(agent_model)
+        card = ModelCard(id="agent", created=0, context_length=65_536)
+        with serve_cards(card) as server:
+            arguments = with_port(server.port, path.format(agent_model), "--", "0")
+            status, output = launcher.run(*arguments, environ={"MLXRUNNER_API_KEY": KEY})
+        assert status == 0, output
+        assert launcher.read_record()["environment"]["ANTHROPIC_MODEL"] == "agent"
 
     def test_a_missing_key_is_one_line(self, launcher: Launcher, server: ThreadServer):
         status, output = launcher.run(*with_port(server.port, "--", "0"))
@@ -213,7 +249,9 @@ class TestARunningServer:
         arguments = with_port(server.port, "org/other", "--", "0")
         status, output = launcher.run(*arguments, environ={"MLXRUNNER_API_KEY": KEY})
         assert status == 1
-        assert re.fullmatch(r"mlxrunner: the server at .* serves builtin and not .*\n", output)
+        assert re.fullmatch(
+            r"mlxrunner: the server at .* serves builtin, short and not .*\n", output
+        )
 
     def test_print_shows_its_model(self, launcher: Launcher, server: ThreadServer):
         arguments = with_port(server.port, "--print")
@@ -235,25 +273,33 @@ class TestARunningServer:
 
 
 class TestAStartedServer:
-    def test_the_server_ends_with_the_program(self, launcher: Launcher, free_port: int):
+    def test_the_server_ends_with_the_program(
+        self,
+        launcher: Launcher,
+        free_port: int,
+        agent_model: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ):
         """It has the settings of flags and variables. A flag overrides a variable, which the server
         must not read again."""
-        arguments = with_thread(free_port, "--context", "1024", "--", "3")
+        monkeypatch.chdir(agent_model.parent)
+        arguments = with_thread(free_port, "./agent", "--context", "40000", "--", "3")
         environ = {"MLXRUNNER_CONTEXT": "512", "MLXRUNNER_API_KEY": KEY}
         status, output = launcher.run(*arguments, environ=environ)
         assert status == 3, output
         assert f"starting a server at http://127.0.0.1:{free_port}" in output
         record = launcher.read_record()
         assert record["health"] == {"status": "ok"}
-        assert record["environment"]["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "1024"
+        assert record["environment"]["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "40000"
+        assert record["environment"]["ANTHROPIC_MODEL"] == "agent"
         assert record["environment"]["ANTHROPIC_AUTH_TOKEN"] == KEY
         assert not is_serving(free_port)
         assert (launcher.list_temporary_files(), launcher.list_home()) == ([], [])
 
     def test_ctrl_c_belongs_to_the_program_and_a_termination_signal_ends_both(
-        self, launcher: Launcher, free_port: int
+        self, launcher: Launcher, free_port: int, agent_model: Path
     ):
-        process = launcher.start(*with_thread(free_port, "--", "stay"))
+        process = launcher.start(*with_thread(free_port, str(agent_model), "--", "stay"))
         wait_until(launcher.record_file.exists, limit=TIMEOUT)
         os.killpg(process.pid, signal.SIGINT)
         wait_until(launcher.interrupts_file.exists)
@@ -264,8 +310,10 @@ class TestAStartedServer:
         assert not is_serving(free_port)
         assert launcher.list_temporary_files() == []
 
-    def test_the_server_ends_even_if_launch_is_killed(self, launcher: Launcher, free_port: int):
-        process = launcher.start(*with_thread(free_port, "--", "wait"))
+    def test_the_server_ends_even_if_launch_is_killed(
+        self, launcher: Launcher, free_port: int, agent_model: Path
+    ):
+        process = launcher.start(*with_thread(free_port, str(agent_model), "--", "wait"))
         wait_until(launcher.record_file.exists, limit=TIMEOUT)
         assert is_serving(free_port)
         process.kill()
@@ -278,10 +326,21 @@ class TestAStartedServer:
         status, output = launcher.run(*arguments)
         assert status == 1
         assert output.splitlines()[-1] == (
-            f"mlxrunner: the server did not start: {launcher.folder / 'bin'} has no config.json: "
-            "it is not a model folder"
+            f"mlxrunner: {launcher.folder / 'bin'} has no config.json: it is not a model folder"
         )
         assert launcher.list_temporary_files() == []
+
+    @pytest.mark.parametrize("limit", ["--context", "--memory"])
+    def test_no_model_is_loaded_for_a_context_that_is_too_short(
+        self, launcher: Launcher, free_port: int, agent_model: Path, limit: str
+    ):
+        """The context is too short by the option, or by the memory."""
+        value = {"--context": "2048", "--memory": "10MB"}[limit]
+        arguments = with_port(free_port, str(agent_model), limit, value, "--", "0")
+        status, output = launcher.run(*arguments)
+        assert status == 1
+        assert re.match(r"mlxrunner: agent has a context of \d{4,5} tokens, and coding", output)
+        assert not launcher.record_file.exists()
 
 
 def test_another_program_on_the_port_is_one_line(capsys: pytest.CaptureFixture[str]):

@@ -61,6 +61,33 @@ def test_the_table_lists_loaded_models_until_they_are_stopped(
     assert capsys.readouterr().out == f"{tiny_model.name} is unloaded\n"
 
 
+@pytest.mark.parametrize("spelling", ["relative", "absolute", "home", "alias"])
+def test_a_folder_is_found_by_any_path(
+    port: str,
+    tiny_model: Path,
+    spelling: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """A folder was found by the name of the folder only, so `run` loaded it again."""
+    monkeypatch.setenv("HOME", str(tiny_model.parent))
+    monkeypatch.chdir(tiny_model.parent)
+    file = tmp_path / "server.toml"
+    file.write_text(f'[[models]]\nname = "./{tiny_model.name}"\nalias = "builtin"\n')
+    path, name, arguments = {
+        "relative": (f"./{tiny_model.name}", tiny_model.name, ()),
+        "absolute": (f"{tiny_model}/", tiny_model.name, ()),
+        "home": (f"~/{tiny_model.name}", tiny_model.name, ()),
+        # as if the server had loaded the folder under another name
+        "alias": (str(tiny_model), "builtin", ("--config", str(file))),
+    }[spelling]
+    assert cli.main(["stop", name, "--port", port]) == 0
+    capsys.readouterr()
+    assert cli.main(["stop", path, "--port", port, *arguments]) == 0
+    assert capsys.readouterr().out == f"{name} is not loaded\n"
+
+
 def test_a_model_that_is_not_served_cannot_be_stopped(
     port: str, capsys: pytest.CaptureFixture[str]
 ):

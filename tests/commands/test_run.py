@@ -16,6 +16,7 @@ import pytest
 
 from app.commands.answer import AnswerPrinter
 from app.commands.run import join_prompt, split_words
+from tests import tiny
 from tests.commands.run_command import (
     ANSWER,
     FIRST_WORDS,
@@ -25,7 +26,7 @@ from tests.commands.run_command import (
     Runner,
     list_processes_of,
 )
-from tests.commands.thread_server import StepGate, ThreadServer
+from tests.commands.thread_server import StepGate, ThreadServer, run_thread_server
 from tests.server_process import TIMEOUT
 from tests.terminal_process import CTRL_C, CTRL_D, ENTER
 from tests.throttle import HELD_PROGRESS, Throttle
@@ -121,6 +122,23 @@ class TestInAPipe:
         assert line == (
             f"mlxrunner: the server at {server.url} does not serve {tiny_model}: loading it here"
         )
+
+    @pytest.mark.parametrize("path", ["./{}", "~/{}", "{}/."])
+    def test_a_served_folder_is_not_loaded_again(
+        self,
+        run_here: RunCommand,
+        own_engines: OwnEngines,
+        tmp_path: Path,
+        path: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ):
+        """The folder has the name of the model that the server serves."""
+        tiny.write(tmp_path / "builtin")
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.chdir(tmp_path)
+        with run_thread_server() as server:
+            _, out, err = run_here(path.format("builtin"), QUESTION, *server.arguments)
+        assert (out, err, own_engines.models) == (f"{ANSWER}\n", "", [])
 
     def test_a_model_that_neither_has_is_one_line(self, run_here: RunCommand, server: ThreadServer):
         status, _, err = run_here("org/other", "Hello", *server.arguments)

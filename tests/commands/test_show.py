@@ -59,6 +59,19 @@ def test_the_report_tells_whether_the_model_fits(
     assert expected in capsys.readouterr().out
 
 
+def test_a_context_that_the_model_does_not_have_is_a_warning(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`serve` warned, and `show` seemed to confirm the context."""
+    for context, expected in ((4096, ""), (9999, "mlxrunner: --context 9999 exceeds the context ")):
+        models = (ModelSettings(name=str(tiny_model)),)
+        show(Settings(models=models, context=context), as_json=True)
+        out, err = capsys.readouterr()
+        assert err.startswith(expected)
+        assert bool(err) == bool(expected)
+        assert json.loads(out)["fit"]["context"] == 4096
+
+
 def test_each_model_is_shown_with_its_own_settings(
     tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,14 @@ from collections.abc import Mapping
 
 import pytest
 
-from app.core.terminal import OutputTerminal, detect_terminal, draw_bar, erase_line, get_width
+from app.core.terminal import (
+    OutputTerminal,
+    detect_terminal,
+    draw_bar,
+    erase_line,
+    get_width,
+    wrap_words,
+)
 
 
 class Terminal(io.StringIO):
@@ -67,3 +74,18 @@ def test_a_bar_is_filled_in_proportion(done: float, total: float, bar: str) -> N
 def test_a_line_is_erased_without_an_escape_sequence() -> None:
     assert erase_line(4) == "\r   \r"
     assert get_width(-1) == 80
+
+
+def test_lines_are_wrapped_at_words_on_a_terminal_only() -> None:
+    command = "`mlxrunner pull mlx-community/Qwen3-4B-4bit`"
+    text = f"{'word ' * 14}end: run {command} or /{'x' * 100} now\n\nsecond"
+    assert wrap_words(text, io.StringIO()) == text
+    wrapped = wrap_words(text, Terminal())
+    assert wrapped.split("\n") == [
+        f"{'word ' * 14}end: run",
+        f"  {command} or",
+        f"  /{'x' * 100}",
+        "  now",
+        "",
+        "second",
+    ]
