@@ -475,6 +475,12 @@ MODEL_OPTIONS = (
         unset="its own name",
         settings_class=ModelSettings,
     ),
+    make_option(
+        "aliases",
+        value_types.names(),
+        "further model names that clients may use",
+        settings_class=ModelSettings,
+    ),
     make_option("preload", value_types.boolean(), "load at start", settings_class=ModelSettings),
     make_option(
         "pinned",

@@ -7,7 +7,7 @@ value.
 import math
 import os.path
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -224,6 +224,10 @@ def text(description: str, metavar: str) -> ValueType:
         return word
 
     return ValueType(description=description, metavar=metavar, parse=parse)
+
+
+def names() -> ValueType:
+    return replace(text("the name of a model", "NAME"), is_list=True)
 
 
 def path() -> ValueType:

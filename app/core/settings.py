@@ -57,12 +57,13 @@ class ModelSettings:
     all models applies.
 
     name: a folder, a Hugging Face ID or an Ollama name. alias: the name used by clients; None uses
-    the model's own name. preload: whether to load the model at startup, before the first request.
+    the model's own name. aliases: further names that requests may use. preload: whether to load the model at startup, before the first request.
     pinned: whether to load the model at startup and never evict it.
     """
 
     name: str
     alias: str | None = None
+    aliases: tuple[str, ...] = ()
     preload: bool = False
     pinned: bool = False
     keep_alive: float | None = None
@@ -248,10 +249,11 @@ def _find_model_conflicts(settings: Settings) -> Iterator[tuple[str, str]]:
     seen: set[str] = set()
     for model in settings.models:
         name = model.alias or model.name
-        if name in seen:
-            why = f"two models are named {name!r}: give one of them another alias"
-            yield "models", why
-        seen.add(name)
+        for spelled in (name, *model.aliases):
+            if spelled in seen:
+                why = f"two models are named {spelled!r}: give one of them another alias"
+                yield "models", why
+            seen.add(spelled)
         if model.memory is not None and model.memory > (settings.memory or math.inf):
             yield "models", f"{name}: its memory exceeds --memory, the budget of all models"
         try:

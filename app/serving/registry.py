@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -59,6 +60,7 @@ def build_entry(
             settings=own,
             keep_alive=math.inf if own.keep_alive is None else own.keep_alive,
             pinned=model.pinned,
+            aliases=model.aliases,
         ),
         files=replace(files, name=name),
     )
@@ -79,14 +81,15 @@ class ModelRegistry:
         self._scan_task: asyncio.Task[None] | None = None
         self._verify_tasks: _Tasks = {}
         self._update_tasks: _Tasks = {}
-        if len(self._named) < len(entries):
-            duplicates = sorted(
-                e.served.name for e in entries if self._named[e.served.name] is not e
-            )
+        names = [name for e in entries for name in (e.served.name, *e.served.aliases)]
+        if duplicates := [name for name, count in Counter(names).items() if count > 1]:
             raise AppError(
                 ErrorKind.INVALID,
-                f"two models are named {duplicates[0]!r}: give one of them another alias",
+                f"two models are named {min(duplicates)!r}: give one of them another alias",
             )
+        self._aliases = {
+            alias: entry.served.name for entry in entries for alias in entry.served.aliases
+        }
 
     def entries(self) -> Iterator[RegisteredModel]:
         """Returns all entries. Models specified at startup come first."""
@@ -103,7 +106,8 @@ class ModelRegistry:
 
     def find_own(self, name: str) -> RegisteredModel | None:
         """Finds a model by its own name. Ollama's clients may append the default tag ":latest"."""
-        for spelled in (name, name.removesuffix(":latest")):
+        for given in (name, name.removesuffix(":latest")):
+            spelled = self._aliases.get(given, given)
             entry = self._named.get(spelled) or self._installed.get(spelled)
             if entry is not None:
                 return entry

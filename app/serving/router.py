@@ -306,6 +306,7 @@ class ModelRouter:
             created=files.created,
             context_length=context or files.resolve_context_length(settings.context),
             system_fingerprint=self._get_fingerprint(entry),
+            aliases=entry.served.aliases,
         )
 
     def _get_fingerprint(self, entry: RegisteredModel) -> str:

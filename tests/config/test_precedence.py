@@ -197,6 +197,7 @@ def test_only_a_named_config_file_is_read(resolve: Resolve, tmp_path, monkeypatc
         ("models = ['a', 'b']\nrunner = 'thread'", r"supports one model.* \(runner: .*toml:2\)$"),
         ("models = ['a', 'a']", r"two models are named 'a'.* \(models: .*toml:1\)$"),
         ("models = [{name = 'a', alias = 'b'}, 'b']", "two models are named 'b'"),
+        ("models = [{name = 'a', aliases = ['b']}, 'b']", "two models are named 'b'"),
         ("memory = 1\nmodels = [{name = 'a', memory = 2}]", "a: its memory exceeds --memory"),
         (
             "multi_user = true\ncache = 'slots'\nmodels = [{name = 'a', cache = 'radix'}]",

@@ -20,6 +20,7 @@ cors_origins = [
 [[models]]
 name = "org/a"
 alias = "a"
+aliases = ["b", "c"]
 preload = true
 pinned = true
 keep_alive = "forever"
@@ -64,6 +65,7 @@ def test_settings_and_models_are_read_with_their_line_numbers(working_dir: Path)
                 ModelSettings(
                     name="org/a",
                     alias="a",
+                    aliases=("b", "c"),
                     preload=True,
                     pinned=True,
                     keep_alive=float("inf"),

@@ -85,6 +85,16 @@ def test_a_model_named_at_start_has_its_own_settings(tiny_model: Path):
     assert second.served.settings.parallel == 1
 
 
+def test_a_model_has_further_names(tiny_model: Path):
+    model = ModelSettings(name=str(tiny_model), alias="a", aliases=("gpt-4o", "b"))
+    registry = open_registry(Settings(models=(model,)))
+    (entry,) = registry.entries()
+    names = ("a", "gpt-4o", "b", "b:latest")
+    assert [registry.find(name) for name in names] == [entry] * 4
+    assert registry.is_named("gpt-4o")
+    assert registry.find("c") is None
+
+
 def test_two_models_with_one_name_are_rejected(tiny_model: Path):
     twice = Settings(models=tuple(ModelSettings(name=f"{tiny_model}{end}") for end in ("", "/")))
     with pytest.raises(AppError, match="alias") as caught:

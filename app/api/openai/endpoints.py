@@ -113,4 +113,5 @@ def _render_model(card: ModelCard, state: ModelState) -> JsonObject:
         "created": card.created,
         "owned_by": "mlxrunner",
         "context_length": card.context_length,
+        **({"aliases": card.aliases} if card.aliases else {}),
     }
