@@ -184,7 +184,7 @@ class CompletionLineEncoder:
             PromptEvalCount=event.usage.prompt_tokens,
             PromptEvalDuration=event.timings.prefill_ns,
             EvalCount=event.usage.completion_tokens,
-            EvalDuration=event.timings.decode_ns,
+            EvalDuration=event.timings.estimate_eval_ns(event.usage.completion_tokens),
         )
 
     def _line(self, **fields: object) -> bytes:

@@ -144,7 +144,8 @@ def _read_finish(reason: Any, chunk: Mapping[str, Any]) -> Finish:
         ),
         timings=Timings(
             prefill_ns=int(chunk.get("prompt_eval_duration") or 0),
-            decode_ns=int(chunk.get("eval_duration") or 0),
+            # `eval_duration` also covers the first token, which is the end of the prefill
+            decode_ns=round(1e6 * (timings.get("predicted_ms") or 0)),
             total_ns=int(chunk.get("total_duration") or 0),
         ),
     )

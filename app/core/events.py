@@ -128,6 +128,15 @@ class Timings:
     total_ns: int
     inter_token_ns: tuple[int, ...] = ()
 
+    def estimate_eval_ns(self, num_tokens: int, num_first: int = 1) -> int:
+        """Returns the duration that gives the rate of decoding when `num_tokens` is divided by it,
+        as Ollama's clients do. `decode_ns` contains no step for the first token of a choice, which
+        is the end of its prefill. num_first: the number of these tokens. Without any other token,
+        there is no rate, and the duration is that of the prefill."""
+        if num_tokens > num_first:
+            return self.decode_ns * num_tokens // (num_tokens - num_first)
+        return self.prefill_ns if num_tokens else 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:

@@ -285,7 +285,7 @@ def test_every_line_has_every_key_and_the_last_line_has_the_counters(call: Any):
             "PromptEvalCount": 7,
             "PromptEvalDuration": 2_000_000,
             "EvalCount": 2,
-            "EvalDuration": 30_000_000,
+            "EvalDuration": 60_000_000,
         },
     ]
 

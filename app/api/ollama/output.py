@@ -151,7 +151,7 @@ class LineBuilder:
             "prompt_cached_count": event.usage.cached_tokens,
             "prompt_eval_duration": event.timings.prefill_ns,
             "eval_count": event.usage.completion_tokens,
-            "eval_duration": event.timings.decode_ns,
+            "eval_duration": event.timings.estimate_eval_ns(event.usage.completion_tokens),
         }
         context = {"context": self._context} if self.format.with_context else {}
         # Ollama has no finish reason for calls

@@ -42,6 +42,7 @@ class UsageTotals:
 
     def __init__(self) -> None:
         self.finished = 0
+        self._first_tokens = 0  # each ends a prefill, and takes no step of decoding
         self._prompts: dict[int, Usage] = {}
         self._completion = self._reasoning = 0
         self._prompt_ns = self._eval_ns = self._total_ns = 0
@@ -53,6 +54,7 @@ class UsageTotals:
         if usage.cached_tokens < known.cached_tokens:
             self._prompts[finish.prompt_index] = usage
         self._completion += usage.completion_tokens
+        self._first_tokens += min(usage.completion_tokens, 1)
         self._reasoning += usage.reasoning_tokens
         self._prompt_ns = max(self._prompt_ns, timings.prefill_ns)
         self._eval_ns = max(self._eval_ns, timings.decode_ns)
@@ -78,9 +80,19 @@ class UsageTotals:
             "prompt_eval_count": usage.prompt_tokens,
             "prompt_eval_duration": timings.prefill_ns,
             "eval_count": usage.completion_tokens,
-            "eval_duration": timings.decode_ns,
+            "eval_duration": timings.estimate_eval_ns(usage.completion_tokens, self._first_tokens),
             "total_duration": timings.total_ns,
-            "timings": _render_timings(usage, timings),
+            "timings": self.render_timings(),
+        }
+
+    def render_timings(self) -> JsonObject:
+        """Returns llama.cpp's `timings`."""
+        usage, timings = self.usage, self.timings
+        computed, sampled = usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens
+        return {
+            "cache_n": usage.cached_tokens,
+            **_render_rate("prompt", computed, computed, timings.prefill_ns),
+            **_render_rate("predicted", sampled, sampled - self._first_tokens, timings.decode_ns),
         }
 
 
@@ -94,22 +106,15 @@ def render_usage(usage: Usage) -> JsonObject:
     }
 
 
-def _render_timings(usage: Usage, timings: Timings) -> JsonObject:
-    return {
-        "cache_n": usage.cached_tokens,
-        **_rate_fields("prompt", usage.prompt_tokens - usage.cached_tokens, timings.prefill_ns),
-        **_rate_fields("predicted", usage.completion_tokens, timings.decode_ns),
-    }
-
-
-def _rate_fields(name: str, count: int, nanoseconds: int) -> JsonObject:
-    """Returns the count and the rate. The rate is 0 if the count or the time is 0, because JSON
-    cannot represent infinity."""
+def _render_rate(name: str, count: int, steps: int, nanoseconds: int) -> JsonObject:
+    """Returns the count of tokens and their rate. steps: the number of tokens computed in this
+    time. The rate is 0 if there are none or the time is 0, because JSON cannot represent
+    infinity."""
     return {
         f"{name}_n": count,
         f"{name}_ms": nanoseconds / 1e6,
-        f"{name}_per_token_ms": nanoseconds / 1e6 / count if count else 0.0,
-        f"{name}_per_second": count * 1e9 / nanoseconds if nanoseconds else 0.0,
+        f"{name}_per_token_ms": nanoseconds / 1e6 / steps if steps else 0.0,
+        f"{name}_per_second": steps * 1e9 / nanoseconds if nanoseconds else 0.0,
     }
 
 
@@ -187,7 +192,9 @@ class ChunkEncoder(CommentedStream):
         assert self._all_finished, "a response ended without Finish"
         if not self.metadata.include_usage:
             return DONE
-        return self._encode_chunk([], {"usage": render_usage(self._totals.usage)}) + DONE
+        totals = self._totals
+        counts = {"usage": render_usage(totals.usage), "timings": totals.render_timings()}
+        return self._encode_chunk([], counts) + DONE
 
     def fail(self, error: AppError) -> bytes:
         return encode_sse_event(render_error(error)) + DONE

@@ -50,7 +50,8 @@ def test_a_stream_is_lines_and_the_last_one_has_the_figures(call):
     assert (first["model"], first["done"], second["message"]["content"]) == (CARD.id, False, "lo")
     assert (last["done"], last["done_reason"], last["message"]["content"]) == (True, "stop", "")
     assert (last["prompt_eval_count"], last["eval_count"]) == (7, 2)
-    assert last["eval_duration"] == 30_000_000
+    # two tokens in one step of 30 ms
+    assert last["eval_duration"] == 60_000_000
     assert last["total_duration"] >= last["load_duration"] + 35_000_000
 
 
