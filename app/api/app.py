@@ -52,6 +52,7 @@ from app.http.request_id import (
     REQUEST_ID_HEADER,
     RequestIdMiddleware,
 )
+from app.http.short_paths import ShortPathMiddleware
 from app.http.streaming import ClientDisconnected
 
 # The headers that OpenAI's and Anthropic's SDKs send from browsers, and the request ID header. A
@@ -154,13 +155,15 @@ def build_app(
     """
     origins = AllowedOrigins.from_settings(settings)
     counted = ConnectionStats() if traffic is None else traffic
+    routes = build_routes(
+        generate, models, settings, counted, workers or ThreadPools(), lag or EventLoopLag()
+    )
     app = _Application(
-        routes=build_routes(
-            generate, models, settings, counted, workers or ThreadPools(), lag or EventLoopLag()
-        ),
+        routes=routes,
         # CORS precedes authentication, because browsers send no key with a preflight, and an
         # allowed page may also read the error response
         outer_middleware=[
+            Middleware(ShortPathMiddleware, routes),
             Middleware(RequestIdMiddleware, counted, _find_error_formats()),
             Middleware(HostCheckMiddleware, AllowedHosts.from_settings(settings)),
             _cors_middleware(settings),
@@ -222,8 +225,7 @@ def _advise(request: Request) -> str:
     path: str = request.scope["path"]
     if path.endswith("/") and _find_methods(request, path.rstrip("/")):
         return "remove the trailing slash"
-    known = path.startswith(("/v1/", "/api/"))
-    return "/docs lists all endpoints" if known else "the API is under /v1"
+    return "/docs lists all endpoints"
 
 
 async def _handle_unexpected(request: Request, error: Exception) -> Response:
@@ -240,12 +242,12 @@ def build_routes(
     traffic: ConnectionStats,
     workers: ThreadPools,
     lag: EventLoopLag,
-) -> list[BaseRoute]:
+) -> list[Route]:
     bodies = RequestBodies(settings, workers, lambda: _max_context_length(models))
     front_end = FrontendStats(bodies, workers, lag)
     metrics = Metrics(models, traffic, front_end)
     watched = ObservedGenerate(generate, metrics.observe, RequestContextObserver)
-    found: list[BaseRoute] = [
+    found: list[Route] = [
         *health.health_routes(models, settings, front_end),
         *engine_event_routes(models, settings, front_end, traffic),
         *metrics.routes(),
@@ -253,7 +255,7 @@ def build_routes(
     for dialect in _find_dialects():
         found += dialect.routes(watched, models, settings, bodies)
     # Starlette tries the routes in this order, so generation routes come first
-    return sorted(found, key=lambda route: "POST" not in (getattr(route, "methods", None) or ()))
+    return sorted(found, key=lambda route: "POST" not in (route.methods or ()))
 
 
 def _find_dialects() -> list[Any]:

@@ -26,6 +26,7 @@ from app.api.fields import (
     invalid_request,
     quote_value,
 )
+from app.api.generate_endpoint import resolve_requested
 from app.api.openai.compat_fields import check_compat_fields
 from app.api.openai.request import check_model, read_keep_alive
 from app.core.embeddings import Embeddings, EmbedInput, EmbedRequest, PoolingType
@@ -81,7 +82,7 @@ class EmbedEndpoint:
 
     async def _parse_body(self, body: Body) -> tuple[ResolvedModel, ParsedEmbedRequest]:
         return await body.read(
-            self._models.resolve,
+            partial(resolve_requested, self._models),
             lambda content, model: (model, parse_embeddings(content, model.card.id)),
         )
 

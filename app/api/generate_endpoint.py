@@ -18,6 +18,7 @@ from typing import Protocol, assert_never
 
 from starlette.types import Receive, Scope, Send
 
+from app.api.fields import invalid_request
 from app.core.errors import AppError, ErrorKind
 from app.core.events import Event, ModelLoading, OutputEvent, PrefillProgress, TextDelta
 from app.core.ports import Generate, ModelCard, Models, ResolvedModel
@@ -145,6 +146,16 @@ class ParsedRequest:
     notice: str | None = None
 
 
+async def resolve_requested(models: Models, name: str | None) -> ResolvedModel:
+    """Returns the model that a request names. A server with one model needs no name, as in
+    llama.cpp. Raises AppError(INVALID) if there are several, and the errors of `Models.resolve`."""
+    if name is None and len(models.list_models()) > 1:
+        raise invalid_request(
+            "model", "model is missing: this server has several models, see GET /v1/models"
+        )
+    return await models.resolve(name)
+
+
 class GenerateEndpoint:
     """An ASGI application for one POST route that generates output.
 
@@ -183,7 +194,7 @@ class GenerateEndpoint:
     async def _parse_body(self, body: Body) -> tuple[ResolvedModel, ParsedRequest]:
         """Parses the body. Parsed JSON that the request does not reference is freed."""
         return await body.read(
-            self._models.resolve,
+            partial(resolve_requested, self._models),
             lambda content, model: (model, self._parse(content, body.caller, model.card)),
         )
 

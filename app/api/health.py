@@ -58,6 +58,7 @@ def health_routes(models: Models, settings: Settings, frontend: FrontendStats) -
     return [
         Route("/v1/status", status, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
+        Route("/v1/health", health, methods=["GET"]),
     ]
 
 

@@ -151,8 +151,9 @@ class Runner(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
     """The public description of a model. created: the creation time as Unix time. aliases: further
-    names that requests may use. system_fingerprint: a value that changes whenever the output for a given seed may change. It
-    depends on the model's files, the package versions and the settings."""
+    names that requests may use. system_fingerprint: a value that changes whenever the output for a
+    given seed may change. It depends on the model's files, the package versions and the
+    settings."""
 
     id: str
     created: int

@@ -27,7 +27,7 @@ class AccessLevel(Enum):
 
 # All other paths require a key, including unknown ones, so that clients without a key cannot probe
 # for paths. tests/http/test_auth.py compares this table with the routes.
-_PUBLIC_PATHS = frozenset({"/health", "/v1/status", "/", "/docs", "/openapi.yaml"})
+_PUBLIC_PATHS = frozenset({"/health", "/v1/health", "/v1/status", "/", "/docs", "/openapi.yaml"})
 # the files of the page, which are the same on every server
 _PUBLIC_PREFIX = "/page/"
 _ADMIN_PATHS = frozenset(

@@ -32,11 +32,30 @@ def test_an_unknown_path_is_not_found(call: Any, method: str, path: str):
         (CHAT + "/", "remove the trailing slash"),
         ("/api/chat/", "remove the trailing slash"),
         ("/v1/nonsense", "/docs lists all endpoints"),
-        ("/chat/nonsense", "the API is under /v1"),
+        ("/chat/nonsense", "/docs lists all endpoints"),
     ],
 )
 def test_the_message_for_an_unknown_path_says_what_to_do(call: Any, path: str, advice: str):
     assert advice in call("POST", path).body.decode()
+
+
+@rows(
+    ("path", "status"),
+    [
+        ("/chat/completions", 200),
+        ("/models", 405),
+        ("/models/fake/model", 405),
+        ("/messages", 400),
+        ("/responses", 400),
+        ("/health", 405),
+        ("/v1/health", 405),
+        ("/v1/v1/models", 404),
+    ],
+)
+def test_v1_may_be_left_out_of_a_path(path: str, status: int):
+    """llama.cpp serves both. A path of its own, such as /health, is not changed."""
+    reply = send_request(FakeGenerate(), "POST", path, {"messages": HI})
+    assert reply.status == status
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_unset_fields_are_left_to_the_model():
         ({"pooling": "cls"}, "pooling"),
         ({"user": 5}, "user"),
         ({"truncate": True}, "truncate"),
-        ({"model": None}, "model"),
+        ({"model": 5}, "model"),
     ],
 )
 def test_an_invalid_field_is_named(call: Call, changes: dict[str, Any], param: str):

@@ -18,8 +18,19 @@ from app.core.settings import Settings
 from app.core.thread_pools import ThreadPools
 from app.http.api_keys import ApiKey, Keyring, hash_key
 from app.http.body import RequestBodies
-from tests.api.asgi import Conversation, Reply, pending_tasks
-from tests.fakes import FOREVER, HELLO, FakeGenerate, Pause, Script, build_fake_app, finish, text
+from tests.api.asgi import Conversation, Reply, pending_tasks, send_request
+from tests.fakes import (
+    CARD,
+    FOREVER,
+    HELLO,
+    FakeGenerate,
+    Pause,
+    Script,
+    build_fake_app,
+    finish,
+    text,
+)
+from tests.rows import rows
 
 CHAT = "/v1/chat/completions"
 LINES = "/completion"
@@ -489,3 +500,28 @@ def test_the_caller_of_a_request_is_the_name_of_its_key():
 
     asyncio.run(run())
     assert generate.opened[0].caller == "laptop"
+
+
+GENERATING = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    ("/v1/completions", {"prompt": "hi"}),
+    ("/v1/responses", {"input": "hi"}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hi"}]}),
+    ("/v1/embeddings", {"input": "hi"}),
+    ("/api/chat", {"messages": [{"role": "user", "content": "hi"}]}),
+    ("/api/generate", {"prompt": "hi"}),
+    ("/api/embed", {"input": "hi"}),
+]
+
+
+@rows(("path", "body"), GENERATING)
+def test_a_server_with_one_model_needs_no_name(path: str, body: dict[str, Any]):
+    assert send_request(FakeGenerate(), "POST", path, body).status == 200
+
+
+@rows(("path", "body"), GENERATING)
+def test_a_server_with_several_models_needs_a_name(path: str, body: dict[str, Any]):
+    two = FakeGenerate(cards=(CARD, replace(CARD, id="other")))
+    assert send_request(two, "POST", path, body).status == 400
+    assert send_request(two, "POST", path, body | {"model": "other"}).status == 200

@@ -74,6 +74,8 @@ PAGE_PATHS = ("/", "/docs", "/openapi.yaml", "/page/app.js")
 WITHOUT_KEY = {
     ("GET", "/health"),
     ("HEAD", "/health"),
+    ("GET", "/v1/health"),
+    ("HEAD", "/v1/health"),
     ("GET", "/v1/status"),
     ("HEAD", "/v1/status"),
     # the page, which asks for a key itself, and its files, which are the same on every server

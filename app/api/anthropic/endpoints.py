@@ -6,6 +6,7 @@ response formats (output.py), generation.
 
 import os
 from dataclasses import replace
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,6 +22,7 @@ from app.api.generate_endpoint import (
     GenerateEndpoint,
     JsonBody,
     ParsedRequest,
+    resolve_requested,
 )
 from app.core.ports import Generate, ModelCard, Models, ResolvedModel
 from app.core.settings import Settings
@@ -40,7 +42,7 @@ def routes(
 
     async def count_tokens(request: Request) -> Response:
         async with bodies.receive_json(request.scope, request.receive, MAX_CHAT_VALUES) as body:
-            model, parsed = await body.read(models.resolve, _read_counted)
+            model, parsed = await body.read(partial(resolve_requested, models), _read_counted)
             counted = replace(
                 parsed.request, caller=get_caller(request.scope), admin=is_admin(request.scope)
             )

@@ -98,7 +98,7 @@ def parse_messages_request(
     )
     parsed = ParsedMessagesRequest(
         request=request,
-        model=fields.required_string("model"),
+        model=fields.string("model") or card.id,
         stream=fields.boolean("stream") or False,
         hides_thinking=thinking is not None and thinking.value("display") == "omitted",
         manages_context=_read_context_management(fields),

@@ -266,8 +266,9 @@ class _EmbedEndpoints:
 
                 async def find(requested: str | None) -> tuple[ResolvedModel, ModelDetails]:
                     nonlocal name
-                    name = requested or ""
-                    return await _find_to_embed(self._models, requested)
+                    found = await _find_to_embed(self._models, requested)
+                    name = requested or found[0].card.id
+                    return found
 
                 model, request = await body.read(
                     find,

@@ -38,8 +38,10 @@ def read_name(fields: Fields, *keys: str) -> str:
 
 
 async def find_model(models: Models, name: str | None) -> ResolvedModel:
-    """Returns the model of that name. Raises AppError(MODEL_NOT_FOUND), AppError(INVALID) without a
-    name."""
+    """Returns the model of that name, or the only model. Raises AppError(MODEL_NOT_FOUND), and
+    AppError(INVALID) without a name if there are several models."""
+    if name is None and len(models.list_models()) == 1:
+        return await models.resolve(None)
     if name is None or not name.strip() or len(name) > MAX_NAME_CHARS:
         raise invalid_request("model", "model is required")
     for spelled in _iter_spellings(name, models):

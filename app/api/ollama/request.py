@@ -126,7 +126,7 @@ def _build(
         keep_alive=keep_alive,
     )
     return OllamaRequest(
-        model=fields.required_string("model"),
+        model=fields.string("model") or details.name,
         stream=fields.boolean("stream") is not False,
         request=request,
         keep_alive=keep_alive,

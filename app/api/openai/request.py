@@ -311,8 +311,8 @@ def _reject_unsupported(fields: Fields) -> None:
 
 
 def check_model(fields: Fields) -> None:
-    """Checks that the field is present. The model was resolved earlier."""
-    fields.required_string("model")
+    """Checks the type of the field. The model was resolved earlier."""
+    fields.string("model")
 
 
 def read_keep_alive(fields: Fields) -> float | None:

@@ -11,6 +11,7 @@ a client can therefore continue it immediately.
 import os
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Literal, cast, get_args
 
 import orjson
@@ -19,7 +20,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from app.api.fields import invalid_request, quote_value
-from app.api.generate_endpoint import EventStream, GenerateEndpoint, JsonBody, ParsedRequest
+from app.api.generate_endpoint import (
+    EventStream,
+    GenerateEndpoint,
+    JsonBody,
+    ParsedRequest,
+    resolve_requested,
+)
 from app.api.responses.events import (
     OnComplete,
     ResponseBuilder,
@@ -183,7 +190,7 @@ class _ResponsesApi:
                 content = _with_defaults(content, name)
                 return model, parse_responses_request(content, name, store, context_shift=shifts)
 
-            model, parsed = await body.read(self._models.resolve, read)
+            model, parsed = await body.read(partial(resolve_requested, self._models), read)
             ids = await self._models.tokenize_chat(model, parsed.request)
             return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 

@@ -108,7 +108,7 @@ def test_parts_may_have_unknown_attributes():
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": -1}, "max_tokens"),
-        ({"model": None}, "model"),
+        ({"model": 5}, "model"),
         ({"temperature": 3}, "temperature"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"thinking": {"type": "sometimes"}}, "thinking.type"),

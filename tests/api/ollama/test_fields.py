@@ -53,8 +53,10 @@ DOCUMENTED = {
     "delete": "model name",
 }
 
-# These fields name a model. Without them, a request is invalid.
+# These fields name a model. Without them, a request is invalid, except in the endpoints that use
+# the only model of the server.
 NAME_FIELDS = ("model", "name", "source", "from")
+WITHOUT_NAME = ("chat", "generate", "embed", "embeddings")
 
 # fields that differ in every response
 FRESH = re.compile(rb'"\w+_(?:at|duration)":(?:"[^"]*"|[0-9]+)')
@@ -105,7 +107,7 @@ def test_the_server_does_what_the_row_says(row: Row):
     elif row.field in NAME_FIELDS:
         body = build_body(row)
         del body[row.field]
-        assert send(row.endpoint, body)[0].status == 400
+        assert send(row.endpoint, body)[0].status == (200 if row.endpoint in WITHOUT_NAME else 400)
     else:
         assert not (same_request and same_response)
 

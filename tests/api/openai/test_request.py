@@ -241,7 +241,6 @@ def test_completion_fields_with_their_default_values_are_accepted():
 
 
 BOTH: list[tuple[dict[str, Any], str]] = [
-    ({"model": None}, "model"),
     ({"model": 5}, "model"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -2}, "max_tokens"),
