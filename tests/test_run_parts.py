@@ -185,7 +185,8 @@ def test_ci_runs_all_tiers_with_the_oldest_python_and_a_part_with_the_newest() -
         *("make check", "make test", "make integration", "Python 3.13"),
         *("coding agents", "blocks of the manual", "timing"),
     ]
-    assert commands["make check"] == "make check PYTHON=/opt/3.11/python3 VENV=.venv"
+    arguments = "PYTHON=/opt/3.11/python3 VENV=.venv --jobs=2 --output-sync"
+    assert commands["make check"] == f"make check {arguments}"
     assert f" VENV=.venv-3.13 t={run_parts.NEWEST} " in commands["Python 3.13"]
     repetitions = [part.num_repetitions for part in parts]
     assert repetitions == [None, 1, 1, 1, 2, 2, 2]
