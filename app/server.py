@@ -5,6 +5,7 @@ Knows: all packages and how they are connected. Must not know: how the packages 
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import math
 import os
@@ -67,6 +68,11 @@ _BACKLOG = 128
 _KEEP_ALIVE_TIMEOUT = 75
 
 
+# Modules that libraries import when they are first used, on the event loop. An import from a slow
+# disk, or before its bytecode was written, would block all requests for seconds.
+_LAZY_MODULES = ("anyio._backends._asyncio", "httpcore2")
+
+
 def serve(settings: Settings) -> int:
     """Runs the server until a stop signal arrives, and returns the exit status. Raises AppError for
     missing models and for insecure or unusable settings."""
@@ -90,6 +96,8 @@ def serve(settings: Settings) -> int:
     if launch is None and settings.runner != "thread":
         limit_malloc_retention()
     shorten_switch_interval()
+    for module in _LAZY_MODULES:
+        importlib.import_module(module)
     return _RunningServer(settings, entries, keyring, make, others).run()
 
 

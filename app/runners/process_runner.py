@@ -29,6 +29,7 @@ from app.runners import worker_protocol
 from app.runners.child_process import ChildProcess, ProcessExit
 from app.runners.dispatcher import UNLOADING_MESSAGE, Dispatcher, RequestStream
 from app.runners.restart_policy import RUNNER_CRASHED, stop_grace
+from app.runners.worker_client import WorkerClient
 from app.runners.worker_protocol import (
     JobReceived,
     PromptScoresChunk,
@@ -206,9 +207,6 @@ class ProcessRunner:
         return opening
 
     async def _supervise(self, name: str, process: ChildProcess) -> None:
-        # Import in parallel with the imports of the process.
-        from app.runners.worker_client import WorkerClient
-
         line = self._dispatcher.engine = WorkerClient(
             process.socket_path, process.events, self._dispatcher
         )

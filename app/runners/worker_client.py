@@ -2,9 +2,6 @@
 from a pipe.
 
 Knows: the protocol, an HTTP client. Must not know: processes, admission.
-
-This module is imported only after the process was started, because importing the HTTP client is
-slow.
 """
 
 import asyncio

@@ -23,6 +23,7 @@ from app.core.ports import BlobWriter
 from app.core.thread_pools import CancelToken, WorkCancelled
 from app.engine.model_info import check_config, complete_config
 from app.serving.registry import ModelRegistry
+from app.store.hub.progress import FileProgress
 from app.store.library_names import resolve_hub_name
 from app.store.model_names import HubName, OllamaName, parse_hub_name, parse_ollama_name
 from app.store.ollama import manifest, uploads, writer
@@ -173,8 +174,6 @@ class InstalledModels:
 
     async def _download_steps(self, name: HubName) -> AsyncGenerator[LibraryStep]:
         """Downloads a model on a thread. Closing the generator stops the download."""
-        from app.store.hub.progress import FileProgress
-
         if self._download is not None and not self._download.done():
             message = "another download is running: try again when it has finished"
             raise AppError(ErrorKind.BUSY, message, code="download_running", retry_after=10)
@@ -240,13 +239,11 @@ def _resolve_hub_name(name: str) -> HubName:
         raise AppError(error.kind, f"{_MISSING_MODEL}: {error.marked_message}") from error
 
 
-def _download(name: HubName, progress: object) -> None:
+def _download(name: HubName, progress: FileProgress) -> None:
     """Downloads a model. Runs on a thread."""
     from app.store.hub.download import download
     from app.store.hub.download_plan import plan_download
-    from app.store.hub.progress import FileProgress
 
-    assert isinstance(progress, FileProgress)
     try:
         plan = plan_download(name)
     except AppError as error:

@@ -241,20 +241,20 @@ def record(outcome: Outcome, update: Any) -> None:
             outcome.reason, outcome.error = update.reason, update.error
 
 
-def near_tie(a: Token, b: Token) -> bool:
+def near_tie(a: Token, b: Token, near: float = NEAR) -> bool:
     """Whether two runs differ at this step only because their best candidates nearly tie."""
-    return all(t.top_logprobs[0][1] - t.top_logprobs[1][1] < NEAR for t in (a, b))
+    return all(t.top_logprobs[0][1] - t.top_logprobs[1][1] < near for t in (a, b))
 
 
-def assert_same(a: Outcome, b: Outcome) -> int:
-    """Assert equal tokens and logprobs to 1e-4, up to the first near-tie. Returns the number of
-    near-ties."""
+def assert_same(a: Outcome, b: Outcome, near: float = NEAR) -> int:
+    """Assert equal tokens and nearly equal logprobs, up to the first near-tie. Returns the number
+    of near-ties."""
     pairs = list(zip(a.tokens, b.tokens, strict=False))
     same = next((n for n, (x, y) in enumerate(pairs) if x.id != y.id), len(pairs))
-    _assert_near([x for x, _ in pairs[:same]], [y for _, y in pairs[:same]])
+    _assert_near([x for x, _ in pairs[:same]], [y for _, y in pairs[:same]], near)
     if same < len(pairs):
         x, y = pairs[same]
-        assert near_tie(x, y), f"{x} is not {y}"
+        assert near_tie(x, y, near), f"{x} is not {y}"
         return 1
     assert (len(a.tokens), a.reason) == (len(b.tokens), b.reason)
     return 0
@@ -265,10 +265,10 @@ def token_bits(outcome: Outcome) -> list[Any]:
     return [(token.id, token.logprob, token.top_logprobs) for token in outcome.tokens]
 
 
-def _assert_near(a: Sequence[Token], b: Sequence[Token]) -> None:
+def _assert_near(a: Sequence[Token], b: Sequence[Token], near: float) -> None:
     """One comparison for all tokens: numpy takes a tenth of a millisecond for the smallest one."""
     assert [len(token.top_logprobs) for token in a] == [len(token.top_logprobs) for token in b]
-    np.testing.assert_allclose(_logprobs(a), _logprobs(b), atol=NEAR)
+    np.testing.assert_allclose(_logprobs(a), _logprobs(b), atol=near)
 
 
 def _logprobs(tokens: Sequence[Token]) -> list[float]:

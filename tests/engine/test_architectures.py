@@ -143,6 +143,44 @@ def test_a_history_gives_the_same_tokens_with_slabs(model_case: ModelCase, ties:
         ties.append(assert_same(outcome, request.expected(outcome)))
 
 
+# the largest difference of a log probability with a slab and keys and values of 16 bits, which
+# docs/memory.md states: 3e-3 was measured (gemma3_text-stretched)
+NEAR_16_BITS = 1e-2
+
+
+@pytest.mark.parametrize(
+    "model_case",
+    [
+        pytest.param(name, marks=() if name == "llama-plain" else pytest.mark.exhaustive)
+        for name in CASES
+    ],
+    indirect=True,
+)
+def test_a_slab_differs_little_with_keys_and_values_of_16_bits(
+    model_case: ModelCase, ties: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small difference can round a key the other way. The differences exceeded the 1e-4 that
+    docs/memory.md promised."""
+    monkeypatch.setattr(model_case.model, "kv_dtype", mx.bfloat16)
+    history = random_history(model_case.model, model_case.vocab, random.Random(model_case.name))
+    slab, rows = (
+        run_schedule(
+            make_loop(
+                model_case.model,
+                running=PARALLEL,
+                chunk=CHUNK,
+                policy="radix",
+                vocab=model_case.vocab,
+                slab_policy=SlabPolicy(layout=layout, min_rows=1, join_padding=1e9),
+            ),
+            [request.scheduled for request in history],
+        )
+        for layout in ("slab", "rows")
+    )
+    for name, outcome in rows.items():
+        ties.append(assert_same(slab[name], outcome, NEAR_16_BITS))
+
+
 @pytest.mark.parametrize(
     ("model_case", "policy", "kv"),
     make_runs(("radix", mx.bfloat16), ("multi_user", mx.float16)),

@@ -290,7 +290,7 @@ def test_a_full_disk_is_detected_before_the_download(
     monkeypatch.setattr(shutil, "disk_usage", nearly_full)
     message = complaint(pull)
     assert "needs 59.2 kB more" in message
-    assert "only 5.00 kB are free" in message
+    assert "of which 5.00 kB are free, and 1.07 GB must remain free" in message
     assert hub.downloads(WEIGHTS) == []
 
 

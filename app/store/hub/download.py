@@ -200,8 +200,8 @@ def _check_disk_space(plan: DownloadPlan) -> None:
         raise AppError(
             ErrorKind.MODEL_FILES,
             f"{plan.name} needs {format_bytes(plan.missing_bytes)} more on the disk of {folder}, "
-            f"but only {format_bytes(free)} are free: free some space, or set HF_HOME to a folder "
-            "on another disk",
+            f"of which {format_bytes(free)} are free, and {format_bytes(_RESERVED_BYTES)} must "
+            "remain free: free some space, or set HF_HOME to a folder on another disk",
         )
 
 
