@@ -69,7 +69,8 @@ _KEEP_ALIVE_TIMEOUT = 75
 
 
 # Modules that libraries import when they are first used, on the event loop. An import from a slow
-# disk, or before its bytecode was written, would block all requests for seconds.
+# disk, or before its bytecode was written, would block all requests for seconds. Other versions of
+# the libraries may not have these modules.
 _LAZY_MODULES = ("anyio._backends._asyncio", "httpcore2")
 
 
@@ -97,7 +98,8 @@ def serve(settings: Settings) -> int:
         limit_malloc_retention()
     shorten_switch_interval()
     for module in _LAZY_MODULES:
-        importlib.import_module(module)
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
     return _RunningServer(settings, entries, keyring, make, others).run()
 
 

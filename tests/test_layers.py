@@ -178,6 +178,7 @@ RUN_TIME_IMPORTERS = frozenset(
         "models.mlx_lm_adapter",
         "app.api.app",
         "app.engine.prefix.policy",
+        "app.server",
         "app.text.family",
     }
 )
