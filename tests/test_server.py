@@ -482,7 +482,7 @@ INVALID_REQUESTS: list[tuple[str, bytes, int, str | None]] = [
     ("cold", CHAT + b'[{"role":"user","content":"x"}],"temperature":-1}', 400, None),
     ("unlikely", CHAT + b'[{"role":"user","content":"x"}],"top_p":2}', 400, None),
     ("nothing asked", b'{"model":"tiny","prompt":"x","max_tokens":0}', 400, None),
-    ("unknown field", b'{"model":"tiny","prompt":"x","flux":1}', 400, None),
+    ("misspelled field", b'{"model":"tiny","prompt":"x","temprature":1}', 400, None),
     ("unknown model", b'{"model":"gpt-9","prompt":"x"}', 404, "model_not_found"),
     (
         "a schema without an answer",

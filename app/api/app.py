@@ -27,7 +27,6 @@ from app.api import health
 from app.api.engine_events import engine_event_routes
 from app.api.fields import quote_value
 from app.api.front_end import FrontendStats
-from app.api.generate_endpoint import NOTICE_HEADER
 from app.api.metrics.registry import Metrics
 from app.core.errors import AppError, ErrorKind
 from app.core.observers import ObservedGenerate
@@ -49,6 +48,7 @@ from app.http.host_and_origin import (
 )
 from app.http.request_id import (
     ANTHROPIC_REQUEST_ID_HEADER,
+    NOTICE_HEADER,
     REQUEST_ID_HEADER,
     RequestIdMiddleware,
 )
@@ -164,7 +164,12 @@ def build_app(
         # allowed page may also read the error response
         outer_middleware=[
             Middleware(ShortPathMiddleware, routes),
-            Middleware(RequestIdMiddleware, counted, _find_error_formats()),
+            Middleware(
+                RequestIdMiddleware,
+                counted,
+                _find_error_formats(),
+                strict_fields=settings.strict_fields,
+            ),
             Middleware(HostCheckMiddleware, AllowedHosts.from_settings(settings)),
             _cors_middleware(settings),
             Middleware(OriginCheckMiddleware, origins),

@@ -27,8 +27,8 @@ from app.api.fields import (
     quote_value,
 )
 from app.api.generate_endpoint import resolve_requested
-from app.api.openai.compat_fields import check_compat_fields
 from app.api.openai.request import check_model, read_keep_alive
+from app.api.openai.unsupported_fields import reject_unsupported_fields
 from app.core.embeddings import Embeddings, EmbedInput, EmbedRequest, PoolingType
 from app.core.ports import Generate, Models, ResolvedModel
 from app.core.settings import Settings
@@ -103,8 +103,8 @@ def parse_embeddings(body: object, model: str) -> ParsedEmbedRequest:
         encoding=_read_encoding(fields),
     )
     fields.string("user")  # documented by OpenAI, accepted but not used
-    check_compat_fields(fields, "embeddings")
-    fields.reject_unknown()
+    reject_unsupported_fields(fields, "embeddings")
+    fields.check_unknown()
     return parsed
 
 

@@ -1,16 +1,17 @@
-"""Readers for the fields of a JSON object. Every field is either read or rejected.
+"""Readers for the fields of a JSON object.
 
-Knows: JSON types, ranges, error messages for invalid values. Must not know: the
-fields of any dialect.
+Knows: JSON types, ranges, error messages for invalid values. Must not know: the fields of any
+dialect, the rule for unknown fields (unknown_fields.py).
 
 A field that is null is treated as absent everywhere.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import orjson
 
+from app.api.unknown_fields import check_unknown, report_unknown
 from app.core.errors import AppError, ErrorKind, mark_client_text
 
 INT32_MAX = 2**31 - 1
@@ -47,7 +48,9 @@ def quote_value(value: object) -> str:
 
 
 class Fields:
-    """The fields of one JSON object. Read every known field, then call `reject_unknown`.
+    """The fields of one JSON object. Read every known field, then call `check_unknown` for a body
+    or an object of options, and `ignore_unknown` for an object that a client copies or stores: a
+    message, a part, a tool, a call.
 
     Every reader method returns None for a field that is absent or null. For an invalid field, it
     raises AppError(INVALID) with the dotted path of the field.
@@ -71,12 +74,18 @@ class Fields:
     def path(self, name: str) -> str:
         return f"{self._at}.{name}" if self._at else name
 
-    def reject_unknown(self) -> None:
-        """Raises AppError(INVALID) for a field that is not null and was not read."""
+    def check_unknown(self) -> None:
+        """See `app.api.unknown_fields.check_unknown`."""
+        check_unknown(self._iter_unknown(), self._known, self._at)
+
+    def ignore_unknown(self, *accepted: str) -> None:
+        """Reports the fields that were not read. accepted: names that are not reported."""
+        report_unknown((name for name in self._iter_unknown() if name not in accepted), self._at)
+
+    def _iter_unknown(self) -> Iterator[str]:
         for name, value in self._values.items():
             if name not in self._known and value is not None:
-                path = self.path(name[:_MAX_ECHO_CHARS])
-                raise invalid_request(path, f"unknown field {quote_value(path)}")
+                yield name
 
     def reject(self, name: str, *neutral: object, instead: str = "leave it out") -> None:
         """Rejects a known but unsupported field, unless its value has no effect.

@@ -43,9 +43,6 @@ log = logging.getLogger(__name__)
 # chunks.
 PROGRESS_INTERVAL = 1.0
 
-# a response header that lists omitted parts of the request, in ASCII
-NOTICE_HEADER = "x-mlxrunner-notice"
-
 # The maximum number of seconds before a stream begins. Before that, an error can still set the
 # status code.
 _MAX_FIRST_BYTE = 5.0
@@ -138,12 +135,10 @@ class JsonBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """A parsed request body: the request and the format of its response. notice: describes the
-    parts of the request that the server omitted, for the log and the header NOTICE_HEADER."""
+    """A parsed request body: the request and the format of its response."""
 
     request: GenerateRequest
     reply: EventStream | JsonLines | JsonBody
-    notice: str | None = None
 
 
 async def resolve_requested(models: Models, name: str | None) -> ResolvedModel:
@@ -215,10 +210,6 @@ class GenerateResponder:
         """Runs a request and sends its events. Raises AppError before the first byte."""
         reply = parsed.reply
         request = replace(parsed.request, caller=get_caller(scope), admin=is_admin(scope))
-        headers: dict[str, str] = {}
-        if parsed.notice is not None:
-            log.info("%s", parsed.notice)
-            headers[NOTICE_HEADER] = parsed.notice
         async with self._generate.open(request, model) as events:
             match reply:
                 case JsonBody():
@@ -229,7 +220,7 @@ class GenerateResponder:
                     await _send_stream(
                         _encode_events(events, encoder),
                         encoder,
-                        lambda frames: send_event_stream(frames, scope, send, keep_alive, headers),
+                        lambda frames: send_event_stream(frames, scope, send, keep_alive),
                         self._first_byte,
                     )
                     return
@@ -244,7 +235,7 @@ class GenerateResponder:
                             _encode_events(events, encoder),
                             encoder,
                             lambda frames: send_json_lines(
-                                frames, scope, send, keep_alive, media_type, headers
+                                frames, scope, send, keep_alive, media_type
                             ),
                             None if keep_alive is None else self._first_byte,
                         )
@@ -256,7 +247,7 @@ class GenerateResponder:
         )
         if reply.on_complete is not None:
             reply.on_complete(content)
-        await send_json(content, scope, send, headers)
+        await send_json(content, scope, send)
 
     async def respond_lines(
         self, lines: AsyncGenerator[bytes, None], encoder: StreamEnds, scope: Scope, send: Send

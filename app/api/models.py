@@ -27,14 +27,14 @@ def routes(
     async def load(request: Request) -> Response:
         fields = Fields.from_value(await bodies.read_json(request.scope, request.receive))
         model, keep_alive = fields.required_string("model"), read_keep_alive(fields)
-        fields.reject_unknown()
+        fields.check_unknown()
         state = await models.load(await models.resolve(model), keep_alive)
         return json_response(render_model_state(state))
 
     async def unload(request: Request) -> Response:
         fields = Fields.from_value(await bodies.read_json(request.scope, request.receive))
         model = fields.required_string("model")
-        fields.reject_unknown()
+        fields.check_unknown()
         return json_response(render_model_state(await models.unload(await models.resolve(model))))
 
     async def defaults(request: Request) -> Response:

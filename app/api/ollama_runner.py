@@ -76,7 +76,8 @@ def parse(body: object, model: str) -> GenerateRequest:
     prompt = fields.required_string("prompt")
     if not prompt:
         raise invalid_request("prompt", "prompt must not be empty: there is nothing to continue")
-    fields.reject("media", [])  # this server's models accept only text
+    for images in ("media", "images"):  # this server's models accept only text
+        fields.reject(images, [])
     options = (fields.nested("options") or Fields({}, "options")).case_insensitive()
     request = GenerateRequest(
         model=model,
@@ -90,8 +91,8 @@ def parse(body: object, model: str) -> GenerateRequest:
         top_logprobs=_top_logprobs(fields),
     )
     _check_ignored(options)
-    options.reject_unknown()
-    fields.reject_unknown()
+    options.check_unknown()
+    fields.check_unknown()
     return request
 
 

@@ -143,7 +143,7 @@ def parse_tokenize(body: object, model: str) -> TokenizeRequest:
             with_pieces=pieces,
             return_token_strs=texts,
         )
-    fields.reject_unknown()
+    fields.check_unknown()
     return parsed
 
 
@@ -157,7 +157,7 @@ def parse_detokenize(body: object) -> tuple[int, ...]:
     fields.string("model")
     fields.required("tokens")
     tokens = fields.array("tokens") or []
-    fields.reject_unknown()
+    fields.check_unknown()
     return as_token_ids(tokens, "tokens")
 
 

@@ -413,6 +413,11 @@ GROUPS = (
                 value_types.duration(),
                 "send an SSE comment after this long without an event",
             ),
+            make_option(
+                "strict_fields",
+                value_types.boolean(),
+                "reject unknown fields at the top of a request body instead of ignoring them",
+            ),
         ),
     ),
     OptionGroup(

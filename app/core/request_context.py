@@ -8,6 +8,7 @@ handled in its own task with its own value. `asyncio.to_thread` passes a copy of
 thread.
 """
 
+import re
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,6 +18,19 @@ from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError
 from app.core.events import Event, Finish, PrefillProgress
 from app.core.requests import GenerateRequest
+
+# The index in a path such as `messages.3.name`.
+_ARRAY_INDEX = re.compile(r"\.\d+(?=\.|$)", re.ASCII)
+
+# Limits for the notice about ignored fields, and the names that a log may contain.
+_MAX_IGNORED_PATHS, _MAX_PATH_CHARS = 16, 80
+_FIELD_NAME = re.compile(r"[A-Za-z_$][A-Za-z0-9_.$-]*", re.ASCII)
+
+
+def _show_path(path: str, *, redact: bool) -> str:
+    if _FIELD_NAME.fullmatch(path):
+        return path
+    return "…" if redact else repr(path)
 
 
 class ErrorFormat(Protocol):
@@ -40,7 +54,9 @@ class RequestContext:
     context. prompt_tokens, cached_tokens, completion_tokens: sums over all choices, including
     prompts whose prefill did not finish. decoded_tokens, decode_ns: the tokens after the first one
     of each choice, and the longest decode time of a choice. error_format: the format of this
-    request's error responses; None is OpenAI's format.
+    request's error responses; None is OpenAI's format. strict_fields: whether an unknown field at
+    the top of the body is an error. notices: describe the parts of the request that were omitted,
+    without client text. ignored_fields: the number of unknown fields that were ignored.
     """
 
     id: str
@@ -56,6 +72,30 @@ class RequestContext:
     decoded_tokens: int = 0
     decode_ns: int = 0
     error_format: ErrorFormat | None = None
+    strict_fields: bool = False
+    notices: list[str] = field(default_factory=list[str])
+    ignored_fields: int = 0
+    # the paths without array indices, each once, in order
+    _ignored_paths: dict[str, None] = field(default_factory=dict[str, None])
+
+    def report_ignored_field(self, path: str) -> None:
+        """Reports an unknown field that has no effect. path: its dotted path, as sent."""
+        self.ignored_fields += 1
+        # a long conversation has the same fields in each message
+        path = _ARRAY_INDEX.sub("", path[:_MAX_PATH_CHARS])
+        if len(self._ignored_paths) <= _MAX_IGNORED_PATHS:
+            self._ignored_paths[path] = None
+
+    def build_notice(self, *, redact: bool = False) -> str:
+        """Returns the notices as one line of visible ASCII, or "". redact: whether to omit names
+        that could contain other text of the client than a name."""
+        parts = list(self.notices)
+        if self._ignored_paths:
+            paths = [_show_path(path, redact=redact) for path in self._ignored_paths]
+            more = ", …" if len(paths) > _MAX_IGNORED_PATHS else ""
+            shown = ", ".join(dict.fromkeys(paths[:_MAX_IGNORED_PATHS]))
+            parts.insert(0, f"ignored unknown fields: {shown}{more}")
+        return "; ".join(parts).encode("ascii", "backslashreplace").decode()
 
     @property
     def caller(self) -> str:
@@ -69,6 +109,13 @@ class RequestContext:
 
 
 REQUEST_CONTEXT: ContextVar[RequestContext | None] = ContextVar("request_context", default=None)
+
+
+def add_notice(text: str) -> None:
+    """Reports a part of the current request that was omitted. text: without client text."""
+    context = REQUEST_CONTEXT.get()
+    if context is not None and text not in context.notices:
+        context.notices.append(text)
 
 
 class RequestContextObserver:

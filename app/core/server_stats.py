@@ -65,7 +65,7 @@ class ConnectionStats:
     """Counters of connections and responses. open_connections: sockets that are currently open, in
     any state. shutting_down: whether the server stops. accepted_connections: connections accepted
     since the start. closed_by_reason: connections that the server closed, by reason. responses:
-    responses sent."""
+    responses sent. ignored_fields: unknown request fields that were ignored, by route template."""
 
     open_connections: int = 0
     shutting_down: bool = False
@@ -74,9 +74,14 @@ class ConnectionStats:
         default_factory=lambda: dict.fromkeys(CLOSE_REASONS, 0)
     )
     responses: dict[ResponseKey, int] = field(default_factory=dict[ResponseKey, int])
+    ignored_fields: dict[str, int] = field(default_factory=dict[str, int])
 
     def count_response(self, method: str, route: str, status: int) -> None:
         """Counts a response. method, route: must belong to a known route, so that the number of
         keys is bounded. status: an HTTP status from 100 to 599."""
         key = (method, route, f"{status // 100}xx")
         self.responses[key] = self.responses.get(key, 0) + 1
+
+    def count_ignored_fields(self, route: str, count: int) -> None:
+        """Counts the ignored fields of a request. route: as in `count_response`."""
+        self.ignored_fields[route] = self.ignored_fields.get(route, 0) + count

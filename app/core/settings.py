@@ -129,7 +129,8 @@ class Settings:
     max_time, max_tokens: the maximum number of seconds and tokens of generation per choice.
     Exceeding them has the same effect as reaching the request's max_tokens. drain: the number of
     seconds that running requests have to finish during a graceful shutdown. ping: the number of
-    seconds without an event after which a stream sends a comment.
+    seconds without an event after which a stream sends a comment. strict_fields: whether an unknown
+    field at the top of a request body is an error.
 
     log_format, log_level, access_log: the format and the content of the log. otlp: the URL of an
     OpenTelemetry collector for traces. debug: whether to log debugging details, including parts of
@@ -178,6 +179,7 @@ class Settings:
     max_tokens: int | None = None
     drain: float = 30.0
     ping: float = 10.0
+    strict_fields: bool = False
     log_format: LogFormat = "human"
     log_level: LogLevel = "info"
     access_log: bool = True

@@ -5,7 +5,8 @@ their exceptions), the traceparent header (W3C Trace Context). Must not know: ro
 bodies.
 
 Every request has an ID, which is sent with the response and added to log records. When the request
-ends, this module logs a line and increments a counter.
+ends, this module logs a line and increments its counters. What the server omitted or ignored is
+reported in the line and in a header.
 """
 
 import json
@@ -28,6 +29,9 @@ log = logging.getLogger("app.access")
 
 REQUEST_ID_HEADER = "x-request-id"
 
+# a response header that lists omitted parts of the request and ignored fields, in ASCII
+NOTICE_HEADER = "x-mlxrunner-notice"
+
 # the header that Anthropic's SDKs read
 ANTHROPIC_REQUEST_ID_HEADER = "request-id"
 
@@ -47,7 +51,7 @@ _TRANSIENT_STATUSES = frozenset({503, 504})
 # nginx's status code for a client that disconnected before the response.
 _CLIENT_CLOSED_REQUEST = 499
 
-_MAX_PATH_CHARS, _MAX_METHOD_CHARS, _MAX_REASON_CHARS = 200, 20, 300
+_MAX_PATH_CHARS, _MAX_METHOD_CHARS, _MAX_REASON_CHARS, _MAX_NOTICE_CHARS = 200, 20, 300, 1000
 
 
 def new_request_id() -> str:
@@ -63,15 +67,19 @@ class RequestIdMiddleware:
     """ASGI middleware for request IDs; place it outermost. A valid ID from the client is kept;
     otherwise, a new one is generated. The ID is stored in `request.state.request_id`. traffic:
     counts the responses. error_formats: the error formats of dialects other than OpenAI's; the
-    first one that matches a request is used for its error responses."""
+    first one that matches a request is used for its error responses. strict_fields: see
+    `RequestContext`."""
 
     def __init__(
         self,
         app: ASGIApp,
         traffic: ConnectionStats | None = None,
         error_formats: Sequence[DialectErrors] = (),
+        *,
+        strict_fields: bool = False,
     ) -> None:
         self._app = app
+        self._strict_fields = strict_fields
         self._error_formats = error_formats
         self._traffic = ConnectionStats() if traffic is None else traffic
 
@@ -90,6 +98,7 @@ class RequestIdMiddleware:
             traceparent=headers.get("traceparent", ""),
             state=state,
             error_format=self._find_error_format(scope["path"], headers),
+            strict_fields=self._strict_fields,
         )
         # never reset, because errors logged after this middleware also belong to the request
         REQUEST_CONTEXT.set(context)
@@ -98,14 +107,19 @@ class RequestIdMiddleware:
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(build_id_headers(name))
+                added = MutableHeaders(scope=message)
+                added.update(build_id_headers(name))
+                if notice := context.build_notice():
+                    added[NOTICE_HEADER] = notice[:_MAX_NOTICE_CHARS]
                 status = message["status"]
             await send(message)
 
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            self._traffic.count_response(*_route_labels(scope), status)
+            labels = _route_labels(scope)
+            self._traffic.count_response(*labels, status)
+            self._traffic.count_ignored_fields(labels[1], context.ignored_fields)
             _log_access(scope, context, status, time.monotonic() - began)
 
     def _find_error_format(self, path: str, headers: Headers) -> DialectErrors | None:
@@ -183,4 +197,6 @@ def _log_fields(
         }
     if context.error and status >= 400:
         fields |= {"error": context.error, "reason": context.reason[:_MAX_REASON_CHARS]}
+    if notice := context.build_notice(redact=True):
+        fields["notice"] = notice[:_MAX_NOTICE_CHARS]
     return fields

@@ -5,7 +5,7 @@ and responses of dialects, generation.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 import orjson
@@ -61,10 +61,8 @@ def _escape_line_ends(json: bytes) -> bytes:
 # Sending, inside `cancel_on_disconnect`
 
 
-async def send_json(
-    content: object, scope: Scope, send: Send, headers: Mapping[str, str] | None = None
-) -> None:
-    await json_response(content, headers=headers)(scope, _never_receive, send)
+async def send_json(content: object, scope: Scope, send: Send) -> None:
+    await json_response(content)(scope, _never_receive, send)
 
 
 def _make_comment() -> bytes:
@@ -81,15 +79,11 @@ class KeepAlive:
 
 
 async def send_event_stream(
-    frames: AsyncIterator[bytes],
-    scope: Scope,
-    send: Send,
-    keep_alive: KeepAlive,
-    headers: Mapping[str, str] | None = None,
+    frames: AsyncIterator[bytes], scope: Scope, send: Send, keep_alive: KeepAlive
 ) -> None:
     """Sends server-sent events. Each item of `frames` may contain several frames, and is sent with
     one write."""
-    response = _EventStreamResponse(frames, headers)
+    response = _EventStreamResponse(frames)
     timer = _KeepAliveTimer(send, keep_alive)
     try:
         await response(scope, _never_receive, timer.send)
@@ -105,8 +99,8 @@ class _EventStreamResponse(EventSourceResponse):
     disconnects, and app/http/uvicorn_server.py ends streams at shutdown with a final frame, which
     the library would not send."""
 
-    def __init__(self, frames: AsyncIterator[bytes], headers: Mapping[str, str] | None) -> None:
-        super().__init__(frames, headers=headers)  # pyright: ignore[reportUnknownMemberType]  # a bare dict
+    def __init__(self, frames: AsyncIterator[bytes]) -> None:
+        super().__init__(frames)  # pyright: ignore[reportUnknownMemberType]  # a bare dict
         self._frames = frames
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -190,13 +184,10 @@ async def send_json_lines(
     send: Send,
     keep_alive: KeepAlive | None,
     media_type: str = "application/jsonl",
-    headers: Mapping[str, str] | None = None,
 ) -> None:
     """Sends JSON lines."""
     # without this header, nginx buffers lines until its buffer is full
-    response = StreamingResponse(
-        frames, media_type=media_type, headers={"X-Accel-Buffering": "no", **(headers or {})}
-    )
+    response = StreamingResponse(frames, media_type=media_type, headers={"X-Accel-Buffering": "no"})
     if keep_alive is None:
         await response(scope, _never_receive, send)
         return

@@ -358,6 +358,8 @@ class TerminalFormatter(logging.Formatter):
         if caller := fields.get("caller"):
             yield escape_control_characters(str(caller))
         yield paint(f"{fields['ms']} ms", "dim")
+        if notice := fields.get("notice"):
+            yield paint(escape_control_characters(str(notice)), "yellow")
         if status >= 400 and context is not None:
             yield paint(context.id, "dim")
 

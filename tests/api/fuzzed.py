@@ -68,6 +68,7 @@ BETWEEN_FIELDS = (
     "requires a tool that the client can run",
     "is a tool that Anthropic's servers run",
     "keep one of them",
+    "did you mean",  # an unknown field that resembles a known one
     # of Ollama's API
     "raw mode does not support",
     "'from' or 'files' was specified",
@@ -152,11 +153,11 @@ def document(model: str, vocab: int) -> Any:
     for name in ("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget_tokens"):
         del chat["properties"][name]
     completion["properties"]["max_tokens"]["minimum"] = 1  # 0 needs echo
-    # tests/api/openai/test_compat_fields.py tests each of these; with them, they would be most of
-    # every request
+    # tests/api/openai/test_unsupported_fields.py tests each of these; with them, they would be most
+    # of every request
     others = {name for group in spec["x-fields-of-other-servers"].values() for name in group}
     for kind in ("ChatCompletion", "Completion", "Response", "Embedding"):
         properties = schemas[f"{kind}Request"]["properties"]
-        for name in others - {"priority", "skip_special_tokens", "mirostat_tau"} - ENDPOINT_FIELDS:
+        for name in others - {"skip_special_tokens", "mirostat"} - ENDPOINT_FIELDS:
             properties.pop(name, None)
     return spec

@@ -29,7 +29,7 @@ def test_a_model_is_unloaded(call: Any, generate: FakeGenerate):
 @pytest.mark.parametrize("path", [LOAD, UNLOAD, DEFAULTS])
 @pytest.mark.parametrize(
     ("body", "param"),
-    [({}, "model"), ({"model": 5}, "model"), ({"model": "fake/model", "x": 1}, "x")],
+    [({}, "model"), ({"model": 5}, "model"), ({"model": "fake/model", "modell": 1}, "modell")],
 )
 def test_an_invalid_field_is_named(call: Any, path: str, body: Any, param: str):
     reply = call("POST", path, body)

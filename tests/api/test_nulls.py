@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.api.asgi import Reply, send_request
-from tests.api.test_fields_table import FRESH, MINIMAL, PATHS, read_schema_fields, rejected_field
+from tests.api.test_fields_table import FRESH, MINIMAL, PATHS, read_schema_fields
 from tests.fakes import CARD, FakeGenerate
 from tests.rows import rows
 
@@ -152,24 +152,6 @@ def assert_same(path: str, body: Any, plain: Any) -> None:
 @rows(("path", "object_path"), OBJECT_PATHS, ids=str)
 def test_an_unknown_null_field_is_ignored(path: str, object_path: tuple[str | int, ...]):
     assert_same(path, with_field(BODIES[path], object_path, "flux_capacitor", None), BODIES[path])
-
-
-# unknown fields within the parts of a message of Anthropic's are ignored
-STRICT_PATHS = [
-    (path, object_path)
-    for path, object_path in OBJECT_PATHS
-    if path != "/v1/messages" or object_path == ()
-]
-
-
-@rows(("path", "object_path"), STRICT_PATHS, ids=str)
-def test_an_unknown_field_that_is_not_null_is_named(path: str, object_path: tuple[str | int, ...]):
-    """Shows that the test above is effective."""
-    if object_path[-1:] == ("metadata",):
-        pytest.skip("its keys are the client's")
-    reply, calls = send(path, with_field(BODIES[path], object_path, "flux_capacitor", 1))
-    dotted = ".".join(map(str, (*object_path, "flux_capacitor")))
-    assert (reply.status, rejected_field(reply), calls) == (400, dotted, [])
 
 
 @pytest.mark.parametrize(("endpoint", "path"), PATHS.items())

@@ -75,6 +75,7 @@ SAMPLES: Mapping[str, tuple[Sample, ...]] = {
     "body_timeout": (sample("3", "3", 3.0),),
     "drain": (sample("0", "0", 0.0), sample("1m", "60", 60.0)),
     "ping": (sample("0.5", "0.5", 0.5),),
+    "strict_fields": (ON, OFF),
     "log_format": (sample("json", '"json"', "json"), sample("human", '"human"', "human")),
     "log_level": (sample("error", '"error"', "error"), sample("debug", '"debug"', "debug")),
     "access_log": (OFF, ON),

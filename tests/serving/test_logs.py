@@ -344,7 +344,7 @@ SECRET = "what nobody may read"
     [
         (CHAT, {**BODY, "temperature": 9}, "invalid_request", "temperature must be "),
         (CHAT, {**BODY, "temperature": SECRET}, "invalid_request", "temperature must be "),
-        (CHAT, {**BODY, SECRET: 1}, "invalid_request", "unknown field …"),
+        (CHAT, {**BODY, "temprature": 1}, "invalid_request", "unknown field …: did you mean 'temp"),
         (CHAT, {**BODY, "messages": SECRET}, "invalid_request", "messages must be an array, not …"),
         (CHAT, {**BODY, "logit_bias": {SECRET: 1}}, "invalid_request", "…: keys are token IDs"),
         (CHAT, {**BODY, "messages": [{"role": SECRET}]}, "invalid_request", "messages.0.role must"),
@@ -362,6 +362,14 @@ def test_error_lines_have_code_and_reason_without_the_clients_text(
     assert line["reason"].startswith(reason)
     assert SECRET not in output.getvalue()
     assert f" error={error} reason=" in line["message"]
+
+
+def test_ignored_fields_are_named_in_the_line_of_the_request(log: Any):
+    output = log(log_format="json")
+    send_request(CHAT, body={**BODY, SECRET: 1, "cot_id": SECRET})
+    [line] = parse_lines(output)
+    assert line["notice"] == "ignored unknown fields: \\u2026, cot_id"
+    assert SECRET not in output.getvalue()
 
 
 def test_an_unknown_model_is_named_in_the_line_of_its_error(log: Any):

@@ -5,8 +5,8 @@ know: the order of messages, chat templates.
 
 A block that a text model does not support (images, PDFs, files) is rejected with its path. Blocks
 that only Anthropic's servers understand (server tools, encrypted reasoning) are omitted.
-`cache_control` and other attributes of blocks have no effect, because the prefix cache looks up
-prefixes by their tokens.
+`cache_control` and some other attributes of blocks have no effect, because the prefix cache looks
+up prefixes by their tokens. Unknown attributes are ignored and reported.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +38,10 @@ _OMITTED_TYPES = frozenset(
         "web_search_tool_result",
     }
 )
+
+
+# attributes without effect: cache breakpoints, sources of a text, who made a call
+_ACCEPTED_ATTRIBUTES = ("cache_control", "caller", "citations")
 
 
 @dataclass(slots=True)
@@ -72,12 +76,14 @@ def read_content(value: object, path: str, role: str) -> MessageContent:
         kind = block.required_string("type")
         if kind in _OMITTED_TYPES:
             content.omitted.add(kind)
-        elif (reader := _READERS[role].get(kind)) is not None:
+            continue
+        if (reader := _READERS[role].get(kind)) is not None:
             reader(block, at, content)
         elif kind in _TEXT_READERS and role == "user":
             _add_text(_TEXT_READERS[kind](block, at), content)
         else:
             raise _unsupported_block(at, kind, tuple(_READERS[role]))
+        block.ignore_unknown(*_ACCEPTED_ATTRIBUTES)
     return content
 
 
@@ -97,6 +103,7 @@ def read_texts(value: object, path: str) -> list[str]:
         if kind not in _TEXT_READERS:
             raise _unsupported_block(at, kind, tuple(_TEXT_READERS))
         texts.append(_TEXT_READERS[kind](block, at))
+        block.ignore_unknown(*_ACCEPTED_ATTRIBUTES)
     return [text for text in texts if text]
 
 

@@ -17,7 +17,6 @@ from app.api.anthropic.models import model_routes
 from app.api.anthropic.output import MessageEventEncoder, MessageMetadata, collect_message
 from app.api.anthropic.request import ParsedMessagesRequest, parse_messages_request
 from app.api.generate_endpoint import (
-    NOTICE_HEADER,
     EventStream,
     GenerateEndpoint,
     JsonBody,
@@ -68,7 +67,7 @@ def _prepare_message(body: object, _caller: str, card: ModelCard) -> ParsedReque
         reply = EventStream(MessageEventEncoder(metadata))
     else:
         reply = JsonBody(lambda events: collect_message(metadata, events))
-    return ParsedRequest(request=parsed.request, reply=reply, notice=parsed.notice)
+    return ParsedRequest(request=parsed.request, reply=reply)
 
 
 def _read_counted(
@@ -81,5 +80,4 @@ def _render_count(parsed: ParsedMessagesRequest, tokens: int) -> Response:
     content: JsonObject = {"input_tokens": tokens}
     if parsed.manages_context:
         content["context_management"] = {"original_input_tokens": tokens}
-    headers = {} if parsed.notice is None else {NOTICE_HEADER: parsed.notice}
-    return json_response(content, headers=headers)
+    return json_response(content)

@@ -35,6 +35,19 @@ _SYSTEM_SEPARATOR, _USER_SEPARATOR = "\n\n", "\n"
 # prefix cache hit (anthropics/claude-code#68900).
 _BILLING_HEADER = re.compile(r"\s*x-anthropic-billing-header:[^\n]*(?:\n+|$)")
 
+# the attributes of a response, which is also a message
+RESPONSE_FIELDS = (
+    "container",
+    "context_management",
+    "id",
+    "model",
+    "stop_details",
+    "stop_reason",
+    "stop_sequence",
+    "type",
+    "usage",
+)
+
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
@@ -117,6 +130,8 @@ def _read_turn(value: object, place: int) -> _Turn:
         output_config = fields.nested("output_config")
         if output_config is not None:
             turn.effort = output_config.one_of("effort", EFFORTS)
+    # a client may append a response to the conversation as it is
+    fields.ignore_unknown(*RESPONSE_FIELDS)
     return turn
 
 

@@ -4,9 +4,8 @@ Knows: every field of Anthropic's API and its betas, the sampling fields shared 
 endpoints. Must not know: response formats.
 
 Each field has an effect, is listed in ACCEPTED_FIELDS because it cannot change a response, or is
-rejected with an error that identifies it. Unknown attributes of messages, blocks, tools,
-`metadata` and `context_management` are ignored, because Anthropic adds new attributes every month,
-and clients send them with every request.
+rejected with an error that identifies it. Unknown fields follow the rule in
+app/api/unknown_fields.py. `metadata` and `context_management` may have any attributes.
 
 Format: Anthropic's API reference, "Create a Message" and "Count tokens in a Message".
 """
@@ -22,6 +21,7 @@ from app.api.openai.sampling import MAX_STOP_STRINGS, read_sampling
 from app.api.openai.structured_outputs import build_json_schema
 from app.core.errors import AppError, ErrorKind
 from app.core.ports import ModelCard
+from app.core.request_context import add_notice
 from app.core.requests import GenerateRequest, JsonSchema, ReasoningOptions
 
 # Fields that cannot change a response here. They concern the location and price of Anthropic's
@@ -57,15 +57,13 @@ _RESERVED_SHARE = 32
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedMessagesRequest:
     """A valid request. model: the name in the request. hides_thinking: whether thinking blocks are
-    sent without text. manages_context: whether the request has `context_management`. notice: see
-    `ParsedRequest`."""
+    sent without text. manages_context: whether the request has `context_management`."""
 
     request: GenerateRequest
     model: str
     stream: bool
     hides_thinking: bool
     manages_context: bool
-    notice: str | None
 
 
 def parse_messages_request(
@@ -102,10 +100,10 @@ def parse_messages_request(
         stream=fields.boolean("stream") or False,
         hides_thinking=thinking is not None and thinking.value("display") == "omitted",
         manages_context=_read_context_management(fields),
-        notice=_build_notice(tools.omitted, content.omitted),
     )
+    _report_omitted(tools.omitted, content.omitted)
     _check_remaining(fields)
-    fields.reject_unknown()
+    fields.check_unknown()
     return parsed
 
 
@@ -125,7 +123,7 @@ def _read_output_config(fields: Fields) -> tuple[str | None, JsonSchema | None]:
         effort = config.one_of("effort", EFFORTS)
         newer = config.nested("format")
         config.value("task_budget")  # Anthropic's models see it in the prompt; it limits nothing
-        config.reject_unknown()
+        config.check_unknown()
         if older is not None and newer is not None:
             raise invalid_request(
                 "output_format",
@@ -137,7 +135,7 @@ def _read_output_config(fields: Fields) -> tuple[str | None, JsonSchema | None]:
     format_.required_one_of("type", ("json_schema",))
     path = format_.path("schema")
     schema = build_json_schema(as_mapping(format_.required("schema"), path), path)
-    format_.reject_unknown()
+    format_.check_unknown()
     return effort, schema
 
 
@@ -151,7 +149,7 @@ def _read_reasoning(
     kind = fields.required_one_of("type", _THINKING_TYPES)
     fields.one_of("display", ("summarized", "omitted"))
     budget = fields.integer("budget_tokens", 1, INT32_MAX)
-    fields.reject_unknown()
+    fields.check_unknown()
     if kind == "disabled":
         return ReasoningOptions(effort="none", lenient=True)
     if budget is not None and max_tokens is not None:
@@ -174,6 +172,7 @@ def _check_remaining(fields: Fields) -> None:
     for name in ACCEPTED_FIELDS:
         fields.value(name)
     fields.reject("mcp_servers", [], instead="connect to MCP servers in the client")
+    fields.reject("stop", [], instead="use stop_sequences")
     if fields.value("thread") is not None:
         raise AppError(
             ErrorKind.INVALID,
@@ -183,12 +182,13 @@ def _check_remaining(fields: Fields) -> None:
         )
 
 
-def _build_notice(tools: tuple[str, ...], blocks: tuple[str, ...]) -> str | None:
-    """Builds the notice. tools, blocks: names defined by this server, so that the notice contains
-    no client text."""
+def _report_omitted(tools: tuple[str, ...], blocks: tuple[str, ...]) -> None:
+    """Reports what the prompt omits. tools, blocks: names defined by this server, so that the
+    notice contains no client text."""
     parts: list[str] = []
     if tools:
         parts.append(f"tools that Anthropic's servers run ({', '.join(tools)})")
     if blocks:
         parts.append(f"blocks that only Anthropic's servers can read ({', '.join(blocks)})")
-    return f"omitted from the prompt: {'; '.join(parts)}" if parts else None
+    if parts:
+        add_notice(f"omitted from the prompt: {'; '.join(parts)}")

@@ -31,6 +31,17 @@ _MAX_NAME_CHARS = 128
 # `web_search_20250305` is a version of `web_search`.
 _VERSION_SUFFIX = re.compile(r"_\d{8}$", re.ASCII)
 
+# Attributes of tools without effect. Every tool is in the prompt, and every prefix is cached.
+_ACCEPTED_ATTRIBUTES = (
+    "allowed_callers",
+    "cache_control",
+    "defer_loading",
+    "display_number",
+    "eager_input_streaming",
+    "enable_zoom",
+    "max_characters",
+)
+
 # The types of server tools, and of toolsets without a published schema.
 _HOSTED_TYPES = (
     "advisor",
@@ -77,6 +88,8 @@ def read_tools(fields: Fields) -> ReadTools:
         else:
             hosted = kind if kind in _HOSTED_TYPES else "unknown"
             omitted[tool.string("name") or hosted] = hosted
+            continue  # its options are meaningless here
+        tool.ignore_unknown(*_ACCEPTED_ATTRIBUTES)
     check_tool_names(tools)
     choice, parallel = _read_choice(fields.nested("tool_choice"), tools, omitted)
     return ReadTools(
@@ -133,7 +146,7 @@ def _read_choice(
     kind = fields.required_one_of("type", ("auto", "any", "tool", "none"))
     parallel = fields.boolean("disable_parallel_tool_use") is not True
     fields.string("name")  # only "tool" requires it
-    fields.reject_unknown()
+    fields.check_unknown()
     if kind == "tool":
         name = fields.required_string("name")
         if all(tool.name != name for tool in tools):

@@ -68,6 +68,14 @@ class HttpCollector(Collector):
         for (method, route, status), count in traffic.responses.copy().items():
             responses.add_metric([route, method, status], count)
         yield responses
+        ignored = CounterMetricFamily(
+            "mlxrunner_unknown_fields",
+            "Unknown request fields that were ignored, by route",
+            labels=["handler"],
+        )
+        for route, count in traffic.ignored_fields.copy().items():
+            ignored.add_metric([route], count)
+        yield ignored
 
 
 class FrontendCollector(Collector):

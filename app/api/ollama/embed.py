@@ -28,29 +28,34 @@ MAX_INPUTS = 2048
 def parse_embed(body: object, details: ModelDetails, *, admin: bool) -> EmbedRequest:
     """Parses the body of POST /api/embed. Raises AppError(INVALID)."""
     fields = Fields.from_value(body)
-    inputs = _read_inputs(fields.value("input"))
-    return EmbedRequest(
+    request = EmbedRequest(
         model=details.name,
-        inputs=inputs,
+        inputs=_read_inputs(fields.value("input")),
         truncate=fields.boolean("truncate") is not False,
         dimensions=fields.integer("dimensions", 0, INT32_MAX) or None,
-        keep_alive=_read_keep_alive(fields, details, admin=admin),
+        keep_alive=_read_common(fields, details, admin=admin),
     )
+    fields.check_unknown()
+    return request
 
 
 def parse_embeddings(body: object, details: ModelDetails, *, admin: bool) -> EmbedRequest:
     """Parses the body of POST /api/embeddings. Raises AppError(INVALID)."""
     fields = Fields.from_value(body)
     prompt = fields.string("prompt") or ""
-    return EmbedRequest(
+    request = EmbedRequest(
         model=details.name,
         inputs=(EmbedInput(content=prompt, param="prompt"),) if prompt else (),
         truncate=True,
-        keep_alive=_read_keep_alive(fields, details, admin=admin),
+        keep_alive=_read_common(fields, details, admin=admin),
     )
+    fields.check_unknown()
+    return request
 
 
-def _read_keep_alive(fields: Fields, details: ModelDetails, *, admin: bool) -> float | None:
+def _read_common(fields: Fields, details: ModelDetails, *, admin: bool) -> float | None:
+    """Reads the fields of both endpoints. Returns the keep-alive."""
+    fields.string("model")  # was resolved earlier
     fields.nested("options")  # no option affects embeddings
     return limit_keep_alive(read_keep_alive(fields), details, admin=admin)
 

@@ -114,8 +114,12 @@ def _list_routes(models: Models, bodies: OllamaBodies) -> list[Route]:
     async def show(request: Request) -> Response:
         fields = await bodies.read_fields(request.scope, request.receive)
         name = read_name(fields, "model", "name")
+        verbose = fields.boolean("verbose")
+        for unused in ("system", "template", "options"):
+            fields.value(unused)
+        fields.check_unknown()
         model = await find_model(models, name)
-        tensors = await models.list_tensors(model) if fields.boolean("verbose") else None
+        tensors = await models.list_tensors(model) if verbose else None
         return json_response(render_show(name, await models.describe(model), tensors))
 
     return [
@@ -190,7 +194,7 @@ class OllamaEndpoint:
                     if parsed.stream
                     else JsonBody(partial(collect, format))
                 )
-                request = ParsedRequest(request=parsed.request, reply=reply, notice=parsed.notice)
+                request = ParsedRequest(request=parsed.request, reply=reply)
                 await self._responder.respond(model, request, scope, send)
 
             await cancel_on_disconnect(receive, send, exchange)

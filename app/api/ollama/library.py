@@ -58,19 +58,25 @@ class LibraryEndpoints:
     async def pull(self, scope: Scope, receive: Receive, send: Send) -> None:
         fields = await self._bodies.read_fields(scope, receive)
         name = await self._resolve_spelling(strip_prefix(read_name(fields, "model", "name")))
-        fields.boolean("insecure")
+        stream = fields.boolean("stream") is not False
+        for unused in ("insecure", "username", "password"):
+            fields.value(unused)
+        fields.check_unknown()
         steps = self._models.library.pull(name)
-        await self._send_steps(steps, fields, scope, receive, send)
+        await self._send_steps(steps, scope, receive, send, stream=stream)
 
     async def create(self, scope: Scope, receive: Receive, send: Send) -> None:
         fields = await self._bodies.read_fields(scope, receive)
         recipe = await self._read_recipe(fields)
+        stream = fields.boolean("stream") is not False
+        fields.check_unknown()
         steps = self._models.library.create(recipe)
-        await self._send_steps(steps, fields, scope, receive, send)
+        await self._send_steps(steps, scope, receive, send, stream=stream)
 
     async def copy(self, request: Request) -> Response:
         fields = await self._bodies.read_fields(request.scope, request.receive)
         source, destination = read_name(fields, "source"), read_name(fields, "destination")
+        fields.check_unknown()
         model = await find_model(self._models, source)
         await self._models.library.copy(model.card.id, strip_prefix(destination))
         return Response(status_code=200)
@@ -78,6 +84,7 @@ class LibraryEndpoints:
     async def delete(self, request: Request) -> Response:
         fields = await self._bodies.read_fields(request.scope, request.receive)
         name = read_name(fields, "model", "name")
+        fields.check_unknown()
         try:
             model = await find_model(self._models, name)
         except AppError as error:
@@ -142,14 +149,14 @@ class LibraryEndpoints:
     async def _send_steps(
         self,
         steps: AsyncGenerator[LibraryStep],
-        fields: Fields,
         scope: Scope,
         receive: Receive,
         send: Send,
+        *,
+        stream: bool,
     ) -> None:
-        """Sends the steps as lines, or only the last step if `stream` is false. A client disconnect
+        """Sends the steps as lines, or only the last step without `stream`. A client disconnect
         stops the operation."""
-        stream = fields.boolean("stream") is not False
 
         async def exchange(send: Send) -> None:
             async with aclosing(steps):

@@ -48,6 +48,7 @@ def _read_message(fields: Fields, place: int) -> Message:
     calls = tuple(_read_calls(fields, place))
     content, thinking = fields.string("content"), fields.string("thinking")
     name, call_id = fields.string("tool_name"), fields.string("tool_call_id")
+    fields.ignore_unknown()
     return Message(
         role=role,
         content=None if is_assistant and calls and not content else content or "",
@@ -74,6 +75,8 @@ def _read_calls(fields: Fields, place: int) -> list[ToolCall]:
                 arguments=normalize_arguments(text),
             )
         )
+        function.ignore_unknown("index")
+        call.ignore_unknown("type")
     return calls
 
 
@@ -120,7 +123,10 @@ def read_tools(fields: Fields, details: ModelDetails) -> tuple[Tool, ...]:
             path = entry.path("type")
             raise invalid_request(path, f"{path} must be 'function', not {quote_value(kind)}")
         at = entry.path("function")
-        tool = read_function(Fields.from_value(entry.required("function"), at), at)
+        function = Fields.from_value(entry.required("function"), at)
+        tool = read_function(function, at)
+        function.ignore_unknown()
+        entry.ignore_unknown("items")
         tools.append(tool if tool.parameters else replace(tool, parameters=NO_PARAMETERS))
     check_tool_names(tools)
     if tools and "tools" not in details.capabilities:

@@ -45,21 +45,17 @@ EXACT_INTEGERS = (-(2**53), 2**53)
 
 THINK_LEVELS = ("low", "medium", "high", "max")
 
-IGNORED_NOTICE = "unknown options were ignored"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OllamaOptions:
     """The options of a request. sampling: all parameters, with defaults filled in. max_tokens,
-    max_context, num_keep: see `GenerateRequest`. notice: the notice about ignored options, if
-    any."""
+    max_context, num_keep: see `GenerateRequest`."""
 
     sampling: Mapping[str, SamplingValue]
     max_tokens: int | None
     max_context: int | None
     num_keep: int | None
     stop: tuple[str, ...]
-    notice: str | None = None
 
 
 def read_options(body: Fields, details: ModelDetails) -> OllamaOptions:
@@ -74,18 +70,16 @@ def read_options(body: Fields, details: ModelDetails) -> OllamaOptions:
     if (seed := sampling.get("seed")) is not None and isinstance(seed, int) and seed < 0:
         sampling["seed"] = None
     num_predict = _read_integer(fields, "num_predict")
-    known = {*(knob.runner_name or knob.name for knob in SAMPLING_KNOBS), *IGNORED_OPTIONS}
-    known |= {"num_predict", "num_ctx", "num_keep", "stop"}
-    unknown = [name for name, _ in fields.items() if name not in known]
-    return OllamaOptions(
+    options = OllamaOptions(
         sampling=sampling,
         # a number below 1 means no limit
         max_tokens=num_predict if num_predict is not None and num_predict > 0 else None,
         max_context=_read_context(fields, details),
         num_keep=_read_integer(fields, "num_keep"),
         stop=_read_stop(fields),
-        notice=IGNORED_NOTICE if unknown else None,
     )
+    fields.ignore_unknown(*IGNORED_OPTIONS)
+    return options
 
 
 def _read_knob(fields: Fields, knob: SamplingKnob) -> float | int | None:

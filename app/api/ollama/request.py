@@ -2,8 +2,8 @@
 
 Knows: the fields of both requests. Must not know: response formats, model loading.
 
-As in Ollama's server, unknown fields are ignored. Known but unsupported fields are rejected if they
-would change the output.
+Known but unsupported fields are rejected if they would change the output. Unknown fields follow the
+rule in app/api/unknown_fields.py.
 """
 
 from dataclasses import dataclass, replace
@@ -28,13 +28,12 @@ from app.core.requests import Conversation, GenerateRequest, Message, Prompt
 class OllamaRequest:
     """A valid request. model: the name in the request. stream: whether to stream the response as
     JSON lines. request: None if the model is only loaded or unloaded. keep_alive: in seconds; None
-    keeps the current value. notice: see `app.api.generate_endpoint.ParsedRequest`."""
+    keeps the current value."""
 
     model: str
     stream: bool
     request: GenerateRequest | None
     keep_alive: float | None = None
-    notice: str | None = None
 
     @property
     def unloads(self) -> bool:
@@ -54,6 +53,7 @@ def parse_chat(body: object, details: ModelDetails, *, admin: bool) -> OllamaReq
         admin=admin,
         tools=True,
     )
+    fields.check_unknown()
     if not messages:
         return _as_load(parsed, fields)
     if "completion" not in details.capabilities or not details.chat:
@@ -86,6 +86,7 @@ def parse_generate(body: object, details: ModelDetails, *, admin: bool) -> Ollam
             earlier_ids=as_token_ids(context, "context") if context else (),
         )
         parsed = _build(fields, details, conversation, options, admin=admin, with_ids=True)
+    fields.check_unknown()
     if not prompt and not suffix:
         return _as_load(parsed, fields)
     if "completion" not in details.capabilities:
@@ -130,7 +131,6 @@ def _build(
         stream=fields.boolean("stream") is not False,
         request=request,
         keep_alive=keep_alive,
-        notice=options.notice,
     )
 
 

@@ -4,7 +4,8 @@ Knows: every field of every documented role, the order of tool calls and their r
 arguments of earlier calls. Must not know: chat templates.
 
 Content that a text model cannot process (images, audio, files) is rejected with its path in the
-request.
+request. Unknown fields of messages, parts and calls are ignored and reported: a client sends back
+what another server added to an earlier response.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,7 +14,6 @@ from typing import Any
 import orjson
 
 from app.api.fields import Fields, as_array, invalid_request, quote_value
-from app.api.openai.compat_fields import MESSAGE_FIELDS, PART_FIELDS, check_fields
 from app.core.requests import Conversation, Message, ToolCall
 
 # the key under which a template receives arguments that are not an object
@@ -105,6 +105,9 @@ def _message(fields: Fields) -> Message:
     if role == "assistant":
         message = _assistant(fields, name)
     else:
+        fields.reject("tool_calls", [])
+        for reasoning in ("reasoning_content", "reasoning"):
+            fields.reject(reasoning, "")
         fields.required("content")
         message = Message(
             role=role,
@@ -112,8 +115,7 @@ def _message(fields: Fields) -> Message:
             name=name,
             tool_call_id=fields.required_string("tool_call_id") if role == "tool" else None,
         )
-    check_fields(fields, MESSAGE_FIELDS)
-    fields.reject_unknown()
+    fields.ignore_unknown("annotations", "cache_control", "id")
     return message
 
 
@@ -122,7 +124,6 @@ def _assistant(fields: Fields, name: str | None) -> Message:
     fields."""
     fields.reject("audio")
     fields.reject("function_call", instead="use tool_calls")
-    fields.reject("annotations", [])
     content = _content(fields, ("text", "refusal"))
     refusal = fields.string("refusal")
     fields.value("parsed")  # set by the SDK: the value parsed from the content
@@ -174,9 +175,7 @@ def _part(value: object, path: str, allowed: tuple[str, ...]) -> str:
             f"use {' or '.join(allowed)}",
         )
     text = fields.required_string(type_)
-    fields.reject("prompt_cache_breakpoint")
-    check_fields(fields, PART_FIELDS)
-    fields.reject_unknown()
+    fields.ignore_unknown("cache_control")
     return text
 
 
@@ -197,6 +196,6 @@ def _tool_call(fields: Fields) -> ToolCall:
     name = function.required_string("name")
     function.value("parsed_arguments")  # set by the SDK: the value parsed from the arguments
     arguments = normalize_arguments(function.required_string("arguments"))
-    function.reject_unknown()
-    fields.reject_unknown()
+    function.ignore_unknown()
+    fields.ignore_unknown()
     return ToolCall(id=id_, name=name, arguments=arguments)

@@ -18,6 +18,9 @@ from app.core.requests import ReasoningOptions
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
+# OpenAI's kinds of summaries. None of them has an effect.
+SUMMARIES = ("auto", "concise", "detailed")
+
 # The names used by this server and Qwen, by vLLM, and by newer and older versions of llama.cpp.
 THINKING_BUDGET_FIELDS = (
     "thinking_budget",
@@ -51,25 +54,24 @@ def read_thinking(fields: Fields) -> ReasoningOptions:
         budgets.append(
             _read(reasoning, "max_tokens", reasoning.integer("max_tokens", 0, INT32_MAX))
         )
-        reasoning.reject("summary", "auto")
+        reasoning.one_of("summary", SUMMARIES)
         reasoning.reject("exclude", False)
-        reasoning.reject_unknown()
+        reasoning.check_unknown()
     return _resolve(fields, efforts, switches, budgets)
 
 
 def read_response_thinking(fields: Fields) -> ReasoningOptions:
     """Reads the reasoning options of a response. OpenAI hides reasoning and can return a summary
-    instead; this server returns the reasoning itself and never summarizes it. "auto" requests the
-    best available summary, which is none."""
+    instead; this server returns the reasoning itself and never summarizes it."""
     efforts = list[_FieldValue]()
     reasoning = fields.nested("reasoning")
     if reasoning is not None:
         efforts.append(_read(reasoning, "effort", reasoning.one_of("effort", REASONING_EFFORTS)))
-        reasoning.reject("summary", "auto")
-        reasoning.reject("generate_summary", "auto")
+        for name in ("summary", "generate_summary"):
+            reasoning.one_of(name, SUMMARIES)
         reasoning.reject("context", "auto")
         reasoning.reject("mode", "standard")
-        reasoning.reject_unknown()
+        reasoning.check_unknown()
     return _resolve(fields, efforts, [], [])
 
 
@@ -89,7 +91,7 @@ def _resolve(
         switches.append(_FieldValue("thinking", _THINKING_TYPES[kind]))
         tokens = nested.integer("budget_tokens", 0, INT32_MAX)
         budgets = [*budgets, _read(nested, "budget_tokens", tokens)]
-        nested.reject_unknown()
+        nested.check_unknown()
     effort, switch = _agree(efforts), _agree(switches)
     budget = _agree([*_read_budgets(fields), *budgets])
     tokens = None if budget is None or budget.value == -1 else budget.value

@@ -4,8 +4,9 @@ Knows: the fields of chat completions and completions, the prompts of completion
 IDs, or several of either). Must not know: response formats, the model's vocabulary, the context
 length. The serving layer checks the vocabulary and the context length.
 
-The other modules in this folder parse the values of shared fields. Each field is either supported
-or, if it would have an effect, rejected with an error that identifies the field.
+The other modules in this folder parse the values of shared fields. Each known field is either
+supported or, if it would have an effect, rejected with an error that identifies the field. Unknown
+fields follow the rule in app/api/unknown_fields.py.
 """
 
 import math
@@ -13,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from app.api.fields import Fields, as_array, as_token_ids, invalid_request, quote_value
-from app.api.openai.compat_fields import check_compat_fields
 from app.api.openai.messages import read_conversation
 from app.api.openai.reasoning import read_thinking
 from app.api.openai.sampling import (
@@ -24,6 +24,7 @@ from app.api.openai.sampling import (
 )
 from app.api.openai.structured_outputs import read_grammar
 from app.api.openai.tools import read_tool_options
+from app.api.openai.unsupported_fields import reject_unsupported_fields
 from app.core import units
 from app.core.requests import Conversation, GenerateRequest, Prompt, PromptBatch
 from app.core.units import pluralize
@@ -154,8 +155,8 @@ def parse_chat(body: object, model: str) -> ParsedCompletionRequest:
     check_identifiers(fields)
     _check_store(fields)
     _reject_unsupported(fields)
-    check_compat_fields(fields, "chat")
-    fields.reject_unknown()
+    reject_unsupported_fields(fields, "chat")
+    fields.check_unknown()
     return parsed
 
 
@@ -206,9 +207,18 @@ def parse_completion(body: object, model: str) -> ParsedCompletionRequest:
     )
     parsed = _apply_best_of(fields, _parse_common(fields, request, constrained=grammar is not None))
     fields.string("user")
-    check_compat_fields(fields, "completions")
-    fields.reject_unknown()
+    _reject_chat_fields(fields)
+    reject_unsupported_fields(fields, "completions")
+    fields.check_unknown()
     return parsed
+
+
+def _reject_chat_fields(fields: Fields) -> None:
+    """Rejects fields of chat completions that would change the output."""
+    fields.reject("max_completion_tokens", instead="use max_tokens")
+    fields.reject("tools", [], instead="use POST /v1/chat/completions")
+    for name in ("messages", "reasoning_effort", "continue_final_message"):
+        fields.reject(name, instead="use POST /v1/chat/completions")
 
 
 def _parse_common(
@@ -274,7 +284,7 @@ def _stream_options(fields: Fields, stream: bool) -> _StreamOptions:
         include_usage=options.boolean("include_usage") or False,
         continuous_usage=options.boolean("continuous_usage_stats") or False,
     )
-    options.reject_unknown()
+    options.check_unknown()
     return read
 
 
@@ -304,9 +314,12 @@ def _reject_unsupported(fields: Fields) -> None:
     fields.reject("modalities", ["text"])
     fields.reject("functions", instead="use tools")
     fields.reject("function_call", instead="use tool_choice")
+    fields.reject("prompt", instead="use messages")
+    fields.reject("max_output_tokens", instead="use max_completion_tokens")
+    fields.reject("suffix", "")
     fields.reject("web_search_options", instead="define a search function in tools")
-    fields.reject("prediction", instead="leave it out: it has no effect on the output")
-    for unsupported in ("audio", "moderation", "prompt_cache_options"):
+    fields.nested("prediction")  # would not speed up generation, and never changes the output
+    for unsupported in ("audio", "moderation"):
         fields.reject(unsupported)
 
 
@@ -348,10 +361,13 @@ def read_service_tier(fields: Fields) -> str | None:
 
 
 def check_identifiers(fields: Fields) -> None:
-    """Checks the fields that identify a user. They are not used, because the prefix cache is
-    indexed by tokens."""
+    """Checks the fields that identify a user or configure OpenAI's prefix cache. They are not used,
+    because the prefix cache is indexed by tokens and caches everything."""
     for identifier in IDENTIFIER_FIELDS:
         fields.string(identifier)
+    fields.string("prompt_cache_retention")
+    fields.nested("prompt_cache_options")
+    fields.nested("client_metadata")  # sent by Codex with every request
 
 
 def check_metadata(fields: Fields) -> None:

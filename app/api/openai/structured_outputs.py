@@ -53,6 +53,14 @@ def read_schema(fields: Fields) -> JsonSchema:
     return build_json_schema(as_mapping(fields.required("schema"), at), at)
 
 
+def read_object_schema(fields: Fields) -> JsonSchema:
+    """Reads the format `json_object`: any object, or as in llama.cpp one that matches `schema`."""
+    schema, at = fields.mapping("schema"), fields.path("schema")
+    if schema is None:
+        return JsonSchema(text=ANY_OBJECT_SCHEMA, param=fields.path("").removesuffix("."))
+    return build_json_schema(schema, at)
+
+
 def _require_single(given: list[tuple[str, Grammar]]) -> Grammar | None:
     if len(given) > 1:
         names = [name for name, _ in given]
@@ -72,12 +80,14 @@ def _response_format(fields: Fields) -> Grammar | None:
         path = response_format.path("json_schema")
         described = Fields.from_value(response_format.required("json_schema"), path)
         grammar = read_schema(described)
-        described.reject_unknown()
+        described.check_unknown()
     else:
         response_format.reject("json_schema")
-        if kind == "json_object":
-            grammar = JsonSchema(text=ANY_OBJECT_SCHEMA, param="response_format")
-    response_format.reject_unknown()
+    if kind == "json_object":
+        grammar = read_object_schema(response_format)
+    else:
+        response_format.reject("schema", instead="use json_schema.schema, or the type json_object")
+    response_format.check_unknown()
     return grammar
 
 
@@ -91,7 +101,7 @@ def _structured_outputs(fields: Fields) -> Grammar | None:
         candidates.append((path, JsonSchema(text=ANY_OBJECT_SCHEMA, param=path)))
     for name in UNSUPPORTED_OPTIONS:
         outputs.reject(name, False)
-    outputs.reject_unknown()
+    outputs.check_unknown()
     grammar = _require_single(
         [(name, grammar) for name, grammar in candidates if grammar is not None]
     )

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from app.api.fields import Fields, invalid_request, quote_value
-from app.api.openai.compat_fields import PART_FIELDS, check_fields
 from app.core.errors import AppError
 from app.core.requests import NamedToolChoice, Tool, ToolChoice
 
@@ -80,8 +79,7 @@ def read_tools(given: list[object], function: Callable[[Fields], Tool]) -> tuple
             path = fields.path("type")
             raise invalid_request(path, f"{path} must be 'function', not {quote_value(kind)}")
         tool = function(fields)
-        check_fields(fields, PART_FIELDS)
-        fields.reject_unknown()
+        fields.ignore_unknown("cache_control")
         tools.append(tool)
     check_tool_names(tools)
     return tuple(tools)
@@ -124,7 +122,7 @@ def _nested_function(tool: Fields) -> Tool:
     at = tool.path("function")
     function = Fields.from_value(tool.required("function"), at)
     read = read_function(function, at)
-    function.reject_unknown()
+    function.ignore_unknown()
     return read
 
 
@@ -166,13 +164,13 @@ def read_tool_choice(
             raise invalid_request(
                 "tool_choice.type", "tool_choice requires a tool that this server does not run"
             )
-        fields.reject_unknown()
+        fields.check_unknown()
         return NamedToolChoice(name=name), tools
     path = fields.path("allowed_tools")
     allowed = Fields.from_value(fields.required("allowed_tools"), path) if nested else fields
     mode, left = _read_allowed_tools(allowed, read_name, kinds)
-    allowed.reject_unknown()
-    fields.reject_unknown()
+    allowed.check_unknown()
+    fields.check_unknown()
     return mode, tuple(tool for tool in tools if tool.name in left)
 
 
@@ -192,7 +190,7 @@ def _read_allowed_tools(
         name = read_name(tool, tool.required_one_of("type", kinds))
         if name is not None:
             left.add(name)
-        tool.reject_unknown()
+        tool.check_unknown()
     if mode == "required" and not left:
         raise invalid_request(path, f"{path} must contain a tool that the model may call")
     return cast("Literal['auto', 'required']", mode), left
@@ -207,7 +205,7 @@ def _make_name_reader(tools: Sequence[Tool]) -> ReadToolName:
         name = inner.required_string("name")
         if name not in names:
             raise unknown_tool_error(inner.path("name"), name)
-        inner.reject_unknown()
+        inner.check_unknown()
         return name
 
     return read

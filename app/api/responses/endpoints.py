@@ -143,7 +143,7 @@ class _ResponsesApi:
             reply = EventStream(ResponseEventEncoder(answer, keep))
         else:
             reply = JsonBody(lambda events: collect_response(answer, events), keep)
-        return ParsedRequest(request=parsed.request, reply=reply, notice=parsed.tools.notice)
+        return ParsedRequest(request=parsed.request, reply=reply)
 
     def _find_response(self, request: Request) -> tuple[ResponseStore, StoredResponse]:
         store = self._stores.for_caller(get_caller(request.scope))

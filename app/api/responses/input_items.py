@@ -18,7 +18,6 @@ import orjson
 
 from app.api.fields import Fields, as_array, invalid_request, quote_value
 from app.api.opaque_reasoning import decode_reasoning
-from app.api.openai.compat_fields import PART_FIELDS, check_fields
 from app.api.openai.messages import normalize_arguments
 from app.api.responses.tools import CUSTOM_INPUT, qualify_name
 from app.core.errors import AppError, ErrorKind
@@ -180,7 +179,7 @@ def _item(fields: Fields, resolve: ItemLookup) -> JsonObject:
             raise invalid_request(
                 path, f"{path} is {quote_value(other)}, which is not supported: use {supported}"
             )
-    fields.reject_unknown()
+    fields.ignore_unknown()
     return item
 
 
@@ -259,9 +258,7 @@ def _part(fields: Fields, allowed: tuple[str, ...]) -> JsonObject:
         fields.array("logprobs")
     else:
         part = _input_text(fields.required_string("text"))
-    fields.reject("prompt_cache_breakpoint")
-    check_fields(fields, PART_FIELDS)
-    fields.reject_unknown()
+    fields.ignore_unknown()
     return part
 
 
@@ -338,7 +335,7 @@ def _texts(fields: Fields, name: str, types: tuple[str, ...]) -> list[JsonObject
         part = Fields.from_value(value, f"{fields.path(name)}.{place}")
         part.required_one_of("type", types)
         read.append({"type": types[0], "text": part.required_string("text")})
-        part.reject_unknown()
+        part.ignore_unknown()
     return read
 
 

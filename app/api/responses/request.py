@@ -4,9 +4,9 @@ repeats.
 Knows: every field that OpenAI documents for creating a response. Must not know: response formats,
 response storage.
 
-Each field is either supported or, if it would have an effect, rejected with an error that
-identifies the field. The modules in app/api/openai parse the fields that are shared with chat
-completions.
+Each known field is either supported or, if it would have an effect, rejected with an error that
+identifies the field. Unknown fields follow the rule in app/api/unknown_fields.py. The modules in
+app/api/openai parse the fields that are shared with chat completions.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from app.api.fields import Fields, as_mapping, drop_nulls, invalid_request
-from app.api.openai.compat_fields import check_compat_fields
 from app.api.openai.reasoning import read_response_thinking
 from app.api.openai.request import (
     IDENTIFIER_FIELDS,
@@ -31,9 +30,11 @@ from app.api.openai.sampling import (
     read_template_options,
     read_verbosity,
 )
-from app.api.openai.structured_outputs import ANY_OBJECT_SCHEMA, read_schema
+from app.api.openai.structured_outputs import read_object_schema, read_schema
+from app.api.openai.unsupported_fields import reject_unsupported_fields
 from app.api.responses.input_items import build_messages, prepend_instructions, read_input
 from app.api.responses.tools import ResponseTools, read_response_tools, render_tools
+from app.core.request_context import add_notice
 from app.core.requests import (
     Conversation,
     GenerateRequest,
@@ -115,9 +116,11 @@ def parse_responses_request(
         chat_template_kwargs=read_template_options(fields, thinking),
     )
     stream = _stream(fields)
+    if tools.notice is not None:
+        add_notice(tools.notice)
     _check_remaining(fields, context_shift=context_shift)
-    check_compat_fields(fields, "responses")
-    fields.reject_unknown()
+    reject_unsupported_fields(fields, "responses")
+    fields.check_unknown()
     return ParsedResponsesRequest(
         request=stop_conditions.apply(request),
         tools=tools,
@@ -154,7 +157,7 @@ def _text(fields: Fields) -> tuple[JsonSchema | None, Verbosity | None, JsonObje
     if verbosity is not None:
         echo["verbosity"] = verbosity.level
     format_ = text.nested("format")
-    text.reject_unknown()
+    text.check_unknown()
     if format_ is None:
         return None, verbosity, echo
     grammar = None
@@ -162,8 +165,10 @@ def _text(fields: Fields) -> tuple[JsonSchema | None, Verbosity | None, JsonObje
     if kind == "json_schema":
         grammar = read_schema(format_)
     elif kind == "json_object":
-        grammar = JsonSchema(text=ANY_OBJECT_SCHEMA, param="text.format")
-    format_.reject_unknown()
+        grammar = read_object_schema(format_)
+    else:
+        format_.reject("schema", instead="use the type json_schema")
+    format_.check_unknown()
     echo["format"] = dict(format_.items())
     return grammar, verbosity, echo
 
@@ -192,7 +197,7 @@ def _stream(fields: Fields) -> bool:
                 "stream_options", "stream_options is only allowed with stream: true"
             )
         options.reject("include_obfuscation", False)
-        options.reject_unknown()
+        options.check_unknown()
     return stream
 
 
@@ -208,12 +213,17 @@ def _check_remaining(fields: Fields, *, context_shift: bool) -> None:
     fields.reject("truncation", "auto" if context_shift else "disabled")
     fields.reject("conversation", instead="use previous_response_id, or send all items")
     fields.reject("prompt", instead="send instructions and input")
+    fields.reject("messages", instead="use input")
+    fields.reject("max_tokens", instead="use max_output_tokens")
+    fields.reject("max_completion_tokens", instead="use max_output_tokens")
+    fields.reject("n", 1)
+    fields.reject("reasoning_effort", instead="use reasoning.effort")
+    fields.reject("response_format", instead="use text.format")
     for unsupported in (
         "access_programs",
         "context_management",
         "image",
         "moderation",
-        "prompt_cache_options",
     ):
         fields.reject(unsupported)
 

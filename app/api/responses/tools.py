@@ -163,7 +163,7 @@ class _ToolReader:
             if kind not in _CALLABLE_KINDS:
                 raise _unsupported_kind(member, kind, "function, custom")
             self._add_tool(member, name)
-        fields.reject_unknown()
+        fields.ignore_unknown()
         if description and len(self.tools) > before:
             # added only once, because some descriptions are long
             first = self.tools[before]
@@ -173,7 +173,7 @@ class _ToolReader:
     def _add_tool(self, fields: Fields, namespace: str | None) -> None:
         custom = fields.value("type") == "custom"
         tool = _read_custom_tool(fields) if custom else _read_function_tool(fields)
-        fields.reject_unknown()
+        fields.ignore_unknown()
         name = qualify_name(tool.name, namespace)
         self.declared[name] = DeclaredTool(name=tool.name, namespace=namespace, custom=custom)
         self.tools.append(replace(tool, name=name))
@@ -215,7 +215,7 @@ def _read_custom_tool(fields: Fields) -> Tool:
             shown = f"The {CUSTOM_INPUT} follows this Lark grammar:\n{definition}"
             description = "\n\n".join(filter(None, (description, shown)))
     if format_ is not None:
-        format_.reject_unknown()
+        format_.check_unknown()
     return Tool(
         name=read_tool_name(fields),
         description=description,

@@ -21,7 +21,7 @@ def read(**given: Any) -> tuple[ReasoningOptions, dict[str, Any]]:
     fields = Fields.from_value(given)
     thinking = read_thinking(fields)
     options = read_template_options(fields, thinking)
-    fields.reject_unknown()
+    fields.check_unknown()
     return thinking, options
 
 
@@ -56,14 +56,14 @@ def test_template_variables_are_passed_unchanged():
         ),
         ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"reasoning": {"exclude": True}}, "reasoning.exclude"),
-        ({"reasoning": {"depth": 1}}, "reasoning.depth"),
+        ({"reasoning": {"efort": "low"}}, "reasoning.efort"),
         ({"reasoning": "low"}, "reasoning"),
         ({"enable_thinking": "yes"}, "enable_thinking"),
         ({"enable_thinking": True, "thinking": False}, "thinking"),
         ({"enable_thinking": False, "reasoning_effort": "low"}, "enable_thinking"),
         ({"thinking": {"type": "on"}}, "thinking.type"),
         ({"thinking": {"budget_tokens": 5}}, "thinking.type"),
-        ({"thinking": {"type": "enabled", "clear": True}}, "thinking.clear"),
+        ({"thinking": {"type": "enabled", "budget_token": 5}}, "thinking.budget_token"),
         (
             {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}},
             "chat_template_kwargs.enable_thinking",
@@ -135,4 +135,4 @@ def test_a_response_takes_the_same_switches():
     assert read_response_thinking(fields) == ReasoningOptions(
         effort="high", param="reasoning.effort"
     )
-    fields.reject_unknown()
+    fields.check_unknown()

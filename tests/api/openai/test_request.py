@@ -260,18 +260,18 @@ BOTH: list[tuple[dict[str, Any], str]] = [
         {"stream": True, "stream_options": {"include_obfuscation": True}},
         "stream_options.include_obfuscation",
     ),
-    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+    ({"stream": True, "stream_options": {"include_usages": 1}}, "stream_options.include_usages"),
     ({"user": 5}, "user"),
     ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
     ({"min_tokens": 1, "guided_regex": "a"}, "min_tokens"),
     ({"ignore_eos": True, "guided_regex": "a"}, "ignore_eos"),
     ({"return_token_ids": "yes"}, "return_token_ids"),
-    ({"continue_final_message": True}, "continue_final_message"),
-    ({"add_generation_prompt": False}, "add_generation_prompt"),
-    ({"flux_capacitor": 1}, "flux_capacitor"),
+    ({"temprature": 1}, "temprature"),
 ]
 
 CHAT: list[tuple[dict[str, Any], str]] = [
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"add_generation_prompt": False}, "add_generation_prompt"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"logprobs": 3}, "logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -288,7 +288,7 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"min_tokens": 1, "thinking_budget": 5}, "min_tokens"),
     ({"min_tokens": 6, "max_tokens": 9, "max_completion_tokens": 5}, "min_tokens"),
     ({"verbosity": "loud"}, "verbosity"),
-    ({"prediction": {}}, "prediction"),
+    ({"prediction": "x"}, "prediction"),
     ({"audio": {}}, "audio"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"functions": []}, "functions"),
@@ -296,8 +296,8 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 2}, "best_of"),
     ({"suffix": "x"}, "suffix"),
     ({"moderation": {}}, "moderation"),
-    ({"prompt_cache_options": {}}, "prompt_cache_options"),
-    ({"prompt_cache_retention": "1h"}, "prompt_cache_retention"),
+    ({"prompt_cache_options": "all"}, "prompt_cache_options"),
+    ({"prompt_cache_retention": 24}, "prompt_cache_retention"),
     ({"ttl": "soon"}, "ttl"),
     ({"ttl": 5, "keep_alive": 6}, "ttl"),
     ({"echo": True}, "echo"),
@@ -324,6 +324,7 @@ COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"reasoning_effort": "low"}, "reasoning_effort"),
     ({"messages": HI}, "messages"),
     ({"max_completion_tokens": 5}, "max_completion_tokens"),
+    ({"continue_final_message": True}, "continue_final_message"),
 ]
 
 
@@ -376,17 +377,15 @@ def test_no_documented_field_is_unknown(parse: Any, params: Any):
 def test_values_in_error_messages_are_truncated():
     error = get_error(chat, response_format="x" * 5000)
     assert len(error.message) < 400
-    error = get_error(chat, **{"y" * 5000: 1})
-    assert error.param == "y" * 200
-    assert len(error.message) < 400
 
 
 def test_deep_nesting_does_not_cause_recursion():
     deep: Any = []
     for _ in range(50_000):
         deep = [deep]
-    for name in ("stop", "tools", "response_format", "temperature", "messages", "unheard_of"):
+    for name in ("stop", "tools", "response_format", "temperature", "messages"):
         get_error(chat, **{name: deep})
+    chat(unheard_of=deep)
 
 
 ASSISTANT: dict[str, Any] = {"role": "assistant", "content": "Once upon"}
@@ -421,10 +420,6 @@ def test_fields_of_a_returned_message_that_change_nothing_are_accepted():
     plain = [{"role": "user", "content": "hi"}, ASSISTANT]
     marked = [plain[0] | {"cache_control": {}}, ASSISTANT | returned | {"content": [part]}]
     assert chat(messages=marked) == chat(messages=plain)
-    for name, value in (("id", 5), ("reasoning_details", {}), ("cache_control", "on")):
-        with pytest.raises(AppError) as caught:
-            chat(messages=[plain[0] | {name: value}])
-        assert caught.value.param == f"messages.0.{name}"
 
 
 @pytest.mark.parametrize("name", ["keep_alive", "ttl"])

@@ -22,7 +22,7 @@ def check(**body: Any) -> None:
     check_identifiers(fields)
     check_metadata(fields)
     read_service_tier(fields)
-    fields.reject_unknown()
+    fields.check_unknown()
 
 
 @pytest.mark.parametrize("body", [{}, {"model": None}, {"model": 5}, {"model": ["a"]}])

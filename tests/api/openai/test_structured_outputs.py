@@ -18,7 +18,7 @@ SERIALIZED = '{"type":"object","properties":{"b":{"const":"é"},"a":{"type":"int
 def read(**body: Any) -> Grammar | None:
     fields = Fields.from_value(body)
     grammar = read_grammar(fields)
-    fields.reject_unknown()
+    fields.check_unknown()
     return grammar
 
 
@@ -45,6 +45,12 @@ def test_json_object_allows_any_object():
     expected = JsonSchema(text='{"type":"object"}', param="response_format")
     assert read(response_format={"type": "json_object"}) == expected
     assert read(response_format={"type": "json_object", "json_schema": None}) == expected
+
+
+def test_a_json_object_may_have_a_schema():
+    """The form of llama.cpp and of LM Studio."""
+    body = {"response_format": {"type": "json_object", "schema": {"required": ["a"]}}}
+    assert read(**body) == JsonSchema(text='{"required":["a"]}', param="response_format.schema")
 
 
 @pytest.mark.parametrize("more", [{}, {"strict": True}, {"strict": False}, {"description": "of"}])
@@ -101,7 +107,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (named_schema(name="x", schema=True), "response_format.json_schema.schema"),
     (named_schema(name="x", schema=build_nested_schema(400)), "response_format.json_schema.schema"),
     (named_schema(name="x", schema={}, strict="yes"), "response_format.json_schema.strict"),
-    (named_schema(name="x", schema={}, more=1), "response_format.json_schema.more"),
+    (named_schema(name="x", schema={}, schemas={}), "response_format.json_schema.schemas"),
     ({"guided_json": "{bad"}, "guided_json"),
     ({"guided_json": "[]"}, "guided_json"),
     ({"guided_json": []}, "guided_json"),
@@ -117,7 +123,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
     ({"structured_outputs": "json"}, "structured_outputs"),
     ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice.0"),
-    ({"structured_outputs": {"regex": "a", "yaml": 1}}, "structured_outputs.yaml"),
+    ({"structured_outputs": {"regex": "a", "choices": 1}}, "structured_outputs.choices"),
     (
         {"structured_outputs": {"regex": "a", "structural_tag": "x"}},
         "structured_outputs.structural_tag",

@@ -338,7 +338,7 @@ def test_a_count_may_omit_model_and_input(server: Server):
         ([], 400, None),
         ({**HI, "model": "none"}, 404, "model"),
         ({**HI, "previous_response_id": "resp_0"}, 400, "previous_response_id"),
-        ({**HI, "flux": 1}, 400, "flux"),
+        ({**HI, "inputs": 1}, 400, "inputs"),
     ],
 )
 def test_an_invalid_count_request_is_rejected(
