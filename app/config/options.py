@@ -26,6 +26,7 @@ from app.core.settings import (
     LogLevel,
     ModelSettings,
     QuantizationBits,
+    ReasoningField,
     RunnerKind,
     Settings,
 )
@@ -417,6 +418,11 @@ GROUPS = (
                 "strict_fields",
                 value_types.boolean(),
                 "reject unknown fields at the top of a request body instead of ignoring them",
+            ),
+            make_option(
+                "reasoning_field",
+                value_types.choice(*get_args(ReasoningField)),
+                "field for reasoning in chat completions; both sends it twice",
             ),
         ),
     ),

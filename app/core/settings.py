@@ -35,6 +35,7 @@ KVPrecision = Literal["auto", "float32", "bfloat16", "float16"]
 ActivationBits = Literal[24, 16, 8]
 KVLayout = Literal["auto", "rows", "slab"]
 RunnerKind = Literal["process", "thread"]
+ReasoningField = Literal["reasoning_content", "reasoning", "both"]
 LogFormat = Literal["human", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -130,7 +131,8 @@ class Settings:
     Exceeding them has the same effect as reaching the request's max_tokens. drain: the number of
     seconds that running requests have to finish during a graceful shutdown. ping: the number of
     seconds without an event after which a stream sends a comment. strict_fields: whether an unknown
-    field at the top of a request body is an error.
+    field at the top of a request body is an error. reasoning_field: the name of the field for
+    reasoning in chat completions; "both" sends the reasoning twice.
 
     log_format, log_level, access_log: the format and the content of the log. otlp: the URL of an
     OpenTelemetry collector for traces. debug: whether to log debugging details, including parts of
@@ -180,6 +182,7 @@ class Settings:
     drain: float = 30.0
     ping: float = 10.0
     strict_fields: bool = False
+    reasoning_field: ReasoningField = "reasoning_content"
     log_format: LogFormat = "human"
     log_level: LogLevel = "info"
     access_log: bool = True

@@ -119,7 +119,7 @@ def test_a_conversation_that_the_template_rejects_is_a_400(call: Any, generate: 
         ({"prompt": "a", "content": "a"}, "content"),
         ({"prompt": "a", "messages": HI}, "messages"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
         ({"messages": HI, "add_special_tokens": True}, "add_special_tokens"),
         ({"messages": HI, "continue_final_message": True}, "continue_final_message"),
         ({"messages": HI, "chat_template": "x"}, "chat_template"),

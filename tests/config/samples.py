@@ -76,6 +76,10 @@ SAMPLES: Mapping[str, tuple[Sample, ...]] = {
     "drain": (sample("0", "0", 0.0), sample("1m", "60", 60.0)),
     "ping": (sample("0.5", "0.5", 0.5),),
     "strict_fields": (ON, OFF),
+    "reasoning_field": (
+        sample("reasoning", '"reasoning"', "reasoning"),
+        sample("both", '"both"', "both"),
+    ),
     "log_format": (sample("json", '"json"', "json"), sample("human", '"human"', "human")),
     "log_level": (sample("error", '"error"', "error"), sample("debug", '"debug"', "debug")),
     "access_log": (OFF, ON),

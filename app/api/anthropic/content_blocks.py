@@ -68,7 +68,7 @@ def read_content(value: object, path: str, role: str) -> MessageContent:
     """Reads the content of a message: a string or an array of blocks. role: user, assistant or
     system."""
     content = MessageContent()
-    if isinstance(value, str):
+    if value is None or isinstance(value, str):
         if value:
             content.texts.append(value)
         return content

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from app.api.anthropic.content_blocks import MessageContent, read_content, read_texts
 from app.api.fields import Fields, invalid_request, quote_value
+from app.api.openai.messages import normalize_content
 from app.core.requests import Conversation, Message
 
 # The last two occur in Claude Code's requests, according to reports for other servers.
@@ -122,7 +123,7 @@ def _read_turn(value: object, place: int) -> _Turn:
             at, f"{at} must be user, assistant or system, not {quote_value(role_name)}"
         )
     role = _ROLES[role_name]
-    content = read_content(fields.required("content"), fields.path("content"), role)
+    content = read_content(fields.value("content"), fields.path("content"), role)
     turn = _Turn(role=role, content=content)
     if role == "system":
         cleared = fields.one_of("clear_at", ("never", "next_user_message"))
@@ -176,7 +177,7 @@ def _build_assistant(content: MessageContent) -> list[Message]:
     return [
         Message(
             role="assistant",
-            content=text or (None if content.calls else ""),
+            content=normalize_content(text, has_calls=bool(content.calls)),
             reasoning="\n".join(content.reasoning) or None,
             tool_calls=tuple(content.calls),
         )

@@ -14,7 +14,7 @@ from dataclasses import replace
 import orjson
 
 from app.api.fields import Fields, drop_nulls, invalid_request, quote_value
-from app.api.openai.messages import normalize_arguments
+from app.api.openai.messages import normalize_arguments, normalize_content
 from app.api.openai.tools import NO_PARAMETERS, check_tool_names, read_function
 from app.core.model_details import ModelDetails
 from app.core.requests import Message, Tool, ToolCall
@@ -51,7 +51,7 @@ def _read_message(fields: Fields, place: int) -> Message:
     fields.ignore_unknown()
     return Message(
         role=role,
-        content=None if is_assistant and calls and not content else content or "",
+        content=normalize_content(content, has_calls=is_assistant and bool(calls)),
         reasoning=(thinking or None) if is_assistant else None,
         name=(name or None) if is_tool else None,
         tool_calls=calls if is_assistant else (),

@@ -3,8 +3,9 @@
 Knows: the shape of a choice that is a message (text, reasoning and tool calls). Must not know: the
 request.
 
-A stream never sends empty text. The role is sent with the first output, because clients treat the
-first chunk as the first token.
+As in OpenAI's API, each choice of a stream begins with a chunk that has the role and empty content.
+It is sent together with the first output, because clients measure the time to the first chunk. No
+later chunk has empty content.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ class ChatChunkEncoder(ChunkEncoder):
     def __init__(self, metadata: CompletionMetadata) -> None:
         super().__init__(metadata, "chat.completion.chunk")
         self._buffers: dict[int, TokenBuffer] = {}
-        self._role_sent: set[int] = set()  # choices whose role was already sent
+        self._begun: set[int] = set()  # choices whose role was already sent
         self._prompt_ids_sent = False
 
     def delta_choices(self, event: TextDelta | ReasoningDelta | ToolCallDelta) -> list[JsonObject]:
@@ -43,7 +44,7 @@ class ChatChunkEncoder(ChunkEncoder):
                 self._buffers.setdefault(choice, TokenBuffer()).add(event)
                 return [self._choice(choice, {"content": event.text})] if event.text else []
             case ReasoningDelta():
-                return [self._choice(choice, _reasoning_fields(event.text))]
+                return [self._choice(choice, _reasoning_fields(event.text, self.metadata))]
             case ToolCallDelta():
                 return [
                     self._choice(choice, {"tool_calls": [piece]})
@@ -51,6 +52,13 @@ class ChatChunkEncoder(ChunkEncoder):
                 ]
             case _:
                 assert_never(event)
+
+    def begin_choice(self, choice: int) -> list[JsonObject]:
+        if choice in self._begun:
+            return []
+        self._begun.add(choice)
+        ids = {"token_ids": []} if self.metadata.return_token_ids else {}
+        return [_delta_choice(choice, {**ROLE, "content": ""}) | ids]
 
     def finish_choice(self, event: Finish) -> JsonObject:
         choice = self._choice(event.choice, {})
@@ -64,16 +72,14 @@ class ChatChunkEncoder(ChunkEncoder):
         return {"prompt_token_ids": self.prompt_ids[0]}
 
     def _choice(self, choice: int, delta: JsonObject) -> JsonObject:
-        role = {} if choice in self._role_sent else ROLE
-        self._role_sent.add(choice)
         buffered = self._buffers.get(choice, TokenBuffer()).take()
-        return {
-            "index": choice,
-            "delta": role | delta,
-            "logprobs": render_chat_logprobs(buffered.logprobs) if buffered.logprobs else None,
-            "finish_reason": None,
-            **({"token_ids": buffered.ids} if self.metadata.return_token_ids else {}),
-        }
+        logprobs = render_chat_logprobs(buffered.logprobs) if buffered.logprobs else None
+        ids = {"token_ids": buffered.ids} if self.metadata.return_token_ids else {}
+        return _delta_choice(choice, delta) | {"logprobs": logprobs} | ids
+
+
+def _delta_choice(choice: int, delta: JsonObject) -> JsonObject:
+    return {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 def collect_chat(metadata: CompletionMetadata, events: Sequence[OutputEvent]) -> JsonObject:
@@ -90,7 +96,7 @@ def collect_chat(metadata: CompletionMetadata, events: Sequence[OutputEvent]) ->
 def _render_choice(metadata: CompletionMetadata, place: int, output: ChoiceOutput) -> JsonObject:
     return {
         "index": place,
-        "message": _render_message(output),
+        "message": _render_message(output, metadata),
         "logprobs": render_chat_logprobs(output.tokens.logprobs) if metadata.logprobs else None,
         "finish_reason": output.finish_event.reason,
         "stop_reason": render_stop_reason(output.finish_event),
@@ -98,21 +104,23 @@ def _render_choice(metadata: CompletionMetadata, place: int, output: ChoiceOutpu
     }
 
 
-def _render_message(output: ChoiceOutput) -> JsonObject:
+def _render_message(output: ChoiceOutput, metadata: CompletionMetadata) -> JsonObject:
     """Renders a message. The content is null, not empty, if there are tool calls and no text."""
     content = None if output.calls and not output.text else output.text
     message: JsonObject = {**ROLE, "content": content, "refusal": None}
     if output.reasoning:
-        message |= _reasoning_fields(output.reasoning)
+        message |= _reasoning_fields(output.reasoning, metadata)
     if output.calls:
         message["tool_calls"] = [_render_tool_call(call) for call in output.calls]
     return message
 
 
-def _reasoning_fields(text: str) -> JsonObject:
-    """Returns the reasoning under two field names: DeepSeek's, which most clients read, and vLLM's
-    newer one."""
-    return {"reasoning_content": text, "reasoning": text}
+def _reasoning_fields(text: str, metadata: CompletionMetadata) -> JsonObject:
+    """Returns the reasoning under the server's field name. Some clients join the texts of all field
+    names that they know, so by default there is only one."""
+    if metadata.reasoning_field == "both":
+        return {"reasoning_content": text, "reasoning": text}
+    return {metadata.reasoning_field: text}
 
 
 def _render_tool_call(call: ToolCallOutput) -> JsonObject:

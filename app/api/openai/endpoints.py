@@ -19,7 +19,7 @@ from app.api.openai.output import CompletionMetadata
 from app.api.openai.request import ParsedCompletionRequest, parse_chat, parse_completion
 from app.core.model_state import ModelState
 from app.core.ports import Generate, ModelCard, Models
-from app.core.settings import Settings
+from app.core.settings import ReasoningField, Settings
 from app.http.body import MAX_CHAT_VALUES, RequestBodies
 from app.http.responses import JsonObject, json_response
 
@@ -29,7 +29,7 @@ def routes(
 ) -> list[Route]:
     def prepare_chat(body: object, _caller: str, card: ModelCard) -> ParsedRequest:
         parsed = parse_chat(body, card.id)
-        metadata = _build_metadata("chatcmpl", parsed, card)
+        metadata = _build_metadata("chatcmpl", parsed, card, settings.reasoning_field)
         if parsed.stream:
             return ParsedRequest(
                 request=parsed.request, reply=EventStream(ChatChunkEncoder(metadata))
@@ -40,7 +40,7 @@ def routes(
 
     def prepare_completion(body: object, _caller: str, card: ModelCard) -> ParsedRequest:
         parsed = parse_completion(body, card.id)
-        metadata = _build_metadata("cmpl", parsed, card)
+        metadata = _build_metadata("cmpl", parsed, card, settings.reasoning_field)
         if parsed.stream:
             return ParsedRequest(
                 request=parsed.request, reply=EventStream(CompletionChunkEncoder(metadata))
@@ -86,7 +86,10 @@ def _model_routes(models: Models) -> list[Route]:
 
 
 def _build_metadata(
-    prefix: str, parsed: ParsedCompletionRequest, card: ModelCard
+    prefix: str,
+    parsed: ParsedCompletionRequest,
+    card: ModelCard,
+    reasoning_field: ReasoningField,
 ) -> CompletionMetadata:
     request = parsed.request
     return CompletionMetadata(
@@ -103,6 +106,7 @@ def _build_metadata(
         include_usage=parsed.include_usage,
         continuous_usage=parsed.continuous_usage,
         tier=parsed.tier,
+        reasoning_field=reasoning_field,
     )
 
 

@@ -32,6 +32,12 @@ def normalize_arguments(text: str) -> str:
     )
 
 
+def normalize_content(text: str | None, *, has_calls: bool = False) -> str | None:
+    """Returns the content of a message. Null, missing and empty content are the same, because
+    clients send back any of them: None next to calls, and "" otherwise."""
+    return text or (None if has_calls else "")
+
+
 def _try_parse(text: str) -> Any:
     try:
         return orjson.loads(text)
@@ -108,10 +114,9 @@ def _message(fields: Fields) -> Message:
         fields.reject("tool_calls", [])
         for reasoning in ("reasoning_content", "reasoning"):
             fields.reject(reasoning, "")
-        fields.required("content")
         message = Message(
             role=role,
-            content=_content(fields, ("text",)),
+            content=normalize_content(_content(fields, ("text",))),
             name=name,
             tool_call_id=fields.required_string("tool_call_id") if role == "tool" else None,
         )
@@ -131,10 +136,7 @@ def _assistant(fields: Fields, name: str | None) -> Message:
     calls = _tool_calls(fields)
     # A refusal is treated as part of the assistant's text.
     texts = [text for text in (content, refusal) if text is not None]
-    if not texts and not calls:
-        path = fields.path("content")
-        raise invalid_request(path, f"{path} is required unless there are tool_calls")
-    text = "\n".join(filter(None, texts)) if texts else None
+    text = normalize_content("\n".join(filter(None, texts)), has_calls=bool(calls))
     return Message(role="assistant", content=text, reasoning=reasoning, name=name, tool_calls=calls)
 
 
@@ -159,8 +161,6 @@ def _content(fields: Fields, allowed: tuple[str, ...]) -> str | None:
         raise invalid_request(
             path, f"{path} must be a string or an array of parts, not {quote_value(value)}"
         )
-    if not parts:
-        raise invalid_request(path, f"{path} must contain at least one part")
     # Each part becomes a paragraph, as in vLLM and llama.cpp, so that parts do not run together.
     return "\n".join(_part(part, f"{path}.{n}", allowed) for n, part in enumerate(parts))
 

@@ -25,6 +25,7 @@ from app.core.events import (
     ToolCallDelta,
     Usage,
 )
+from app.core.settings import ReasoningField
 from app.http.errors import render_error
 from app.http.responses import JsonObject
 from app.http.streaming import encode_sse_event
@@ -127,7 +128,7 @@ class CompletionMetadata:
     return_token_ids: whether the request enables them. echo: whether each text begins with its
     prompt. include_usage: whether a stream ends with token counts. continuous_usage: whether each
     chunk contains the token counts of its choice so far. tier: the service tier, if the request
-    specifies one.
+    specifies one. reasoning_field: the name of the field for reasoning.
     """
 
     id: str
@@ -143,6 +144,7 @@ class CompletionMetadata:
     include_usage: bool = False
     continuous_usage: bool = False
     tier: str | None = None
+    reasoning_field: ReasoningField = "reasoning_content"
 
 
 # Streaming responses
@@ -163,6 +165,10 @@ class ChunkEncoder(CommentedStream):
         """Returns the `choices` entries of the chunks for this event."""
         raise NotImplementedError
 
+    def begin_choice(self, choice: int) -> list[JsonObject]:
+        """Returns the `choices` entries that precede the first output of a choice, once."""
+        return []
+
     def finish_choice(self, event: Finish) -> JsonObject:
         """Returns the `choices` entry with the finish reason and any output that was held back."""
         raise NotImplementedError
@@ -177,16 +183,17 @@ class ChunkEncoder(CommentedStream):
                 self.prompt_ids[event.prompt_index] = event.token_ids
                 return b""
             case Finish():
+                begin = self._begin(event.choice)
                 self._totals.add(event)
                 self._sampled_tokens[event.choice] = event.usage.completion_tokens
                 counters = self._totals.render_counters() if self._all_finished else {}
-                return self._encode_chunk([self.finish_choice(event)], counters)
+                return begin + self._encode_chunk([self.finish_choice(event)], counters)
             case _:
+                deltas = self.delta_choices(event)
+                begin = self._begin(event.choice) if deltas else b""
                 if isinstance(event, TextDelta):
                     self._sampled_tokens[event.choice] += len(event.token_ids)
-                return b"".join(
-                    self._encode_chunk([choice], {}) for choice in self.delta_choices(event)
-                )
+                return begin + b"".join(self._encode_chunk([choice], {}) for choice in deltas)
 
     def end(self) -> bytes:
         assert self._all_finished, "a response ended without Finish"
@@ -202,6 +209,9 @@ class ChunkEncoder(CommentedStream):
     @property
     def _all_finished(self) -> bool:
         return self._totals.finished == self.metadata.num_prompts * self.metadata.best_of
+
+    def _begin(self, choice: int) -> bytes:
+        return b"".join(self._encode_chunk([each], {}) for each in self.begin_choice(choice))
 
     def _encode_chunk(self, choices: list[JsonObject], extra: JsonObject) -> bytes:
         chunk = {

@@ -18,7 +18,7 @@ import orjson
 
 from app.api.fields import Fields, as_array, invalid_request, quote_value
 from app.api.opaque_reasoning import decode_reasoning
-from app.api.openai.messages import normalize_arguments
+from app.api.openai.messages import normalize_arguments, normalize_content
 from app.api.responses.tools import CUSTOM_INPUT, qualify_name
 from app.core.errors import AppError, ErrorKind
 from app.core.requests import Message, ToolCall
@@ -39,7 +39,7 @@ class _AssistantTurn:
             return None
         return Message(
             role="assistant",
-            content="\n".join(self.content) if self.content else None,
+            content=normalize_content("\n".join(self.content), has_calls=bool(self.calls)),
             reasoning="\n".join(self.reasoning) if self.reasoning else None,
             tool_calls=tuple(self.calls),
         )
@@ -197,7 +197,6 @@ def _message(fields: Fields) -> JsonObject:
     part_types = (
         ("output_text", "refusal", "input_text") if role == "assistant" else ("input_text",)
     )
-    fields.required("content")
     parts = _parts(fields, "content", part_types)
     if isinstance(parts, str):
         written = _output_text(parts) if role == "assistant" else _input_text(parts)
@@ -228,8 +227,8 @@ def _output_text(text: str) -> JsonObject:
 def _parts(fields: Fields, name: str, allowed: tuple[str, ...]) -> str | list[JsonObject]:
     value = fields.value(name)
     path = fields.path(name)
-    if isinstance(value, str):
-        return value
+    if value is None or isinstance(value, str):
+        return value or ""
     parts = as_array(value)
     if parts is None:
         raise invalid_request(
@@ -297,7 +296,6 @@ def _call_fields(fields: Fields) -> JsonObject:
 
 def _tool_output(fields: Fields, type_: str) -> JsonObject:
     """Reads the output of a call. Its name and namespace are redundant."""
-    fields.required("output")
     fields.reject("caller", {"type": "direct"})
     fields.string("namespace")
     fields.string("name")

@@ -18,6 +18,7 @@ from app.core.events import (
     TokenLogprob,
     ToolCallDelta,
 )
+from app.core.settings import Settings
 from tests.api.streams import choices, chunks, message
 from tests.fakes import finish, text
 
@@ -51,41 +52,67 @@ def deltas(head: CompletionMetadata, *events: OutputEvent) -> list[Any]:
     return [choice["delta"] for choice in choices(chunks(ChatChunkEncoder(head), events))]
 
 
-def test_the_role_is_sent_once_with_the_first_text():
+BEGIN = {"role": "assistant", "content": ""}
+
+
+def test_each_choice_begins_with_its_role_and_empty_content():
     assert deltas(HEAD, text("a"), text("b"), finish()) == [
-        {"role": "assistant", "content": "a"},
+        BEGIN,
+        {"content": "a"},
         {"content": "b"},
         {},
     ]
 
 
+def test_nothing_is_sent_before_the_first_output():
+    """Clients measure the time to the first chunk, and an error can still set the status."""
+    encoder = ChatChunkEncoder(HEAD)
+    assert encoder.feed(text("")) == b""
+    assert encoder.feed(text("a")).count(b"data: ") == 2
+
+
 def test_an_answer_without_text_still_has_a_role():
-    (only,) = choices(chunks(ChatChunkEncoder(HEAD), [finish()]))
-    assert only["delta"] == {"role": "assistant"}
-    assert only["finish_reason"] == "stop"
+    first, last = choices(chunks(ChatChunkEncoder(HEAD), [finish()]))
+    assert (first["delta"], last["delta"]) == (BEGIN, {})
+    assert (first["finish_reason"], last["finish_reason"]) == (None, "stop")
 
 
-def test_reasoning_is_sent_under_two_names():
+@pytest.mark.parametrize(
+    ("setting", "names"),
+    [
+        ("reasoning_content", ["reasoning_content"]),
+        ("reasoning", ["reasoning"]),
+        ("both", ["reasoning_content", "reasoning"]),
+    ],
+)
+def test_reasoning_is_sent_under_the_name_of_the_server(setting: Any, names: list[str]):
+    head = replace(HEAD, reasoning_field=setting)
     events = [ReasoningDelta(text="Hm"), ReasoningDelta(text="."), text("a"), finish()]
-    assert deltas(HEAD, *events) == [
-        {"role": "assistant", "reasoning_content": "Hm", "reasoning": "Hm"},
-        {"reasoning_content": ".", "reasoning": "."},
+    assert deltas(head, *events) == [
+        BEGIN,
+        dict.fromkeys(names, "Hm"),
+        dict.fromkeys(names, "."),
         {"content": "a"},
         {},
     ]
-    assert collect_chat(HEAD, events)["choices"][0]["message"] == {
+    message = collect_chat(head, events)["choices"][0]["message"]
+    assert message == {
         "role": "assistant",
         "content": "a",
         "refusal": None,
-        "reasoning_content": "Hm.",
-        "reasoning": "Hm.",
+        **dict.fromkeys(names, "Hm."),
     }
+
+
+def test_reasoning_has_one_name_by_default():
+    """LiteLLM and kimi-code join the texts of both names."""
+    assert Settings().reasoning_field == HEAD.reasoning_field == "reasoning_content"
 
 
 def test_a_tool_call_starts_with_its_name_and_no_arguments():
     assert deltas(HEAD, *call(0, "f", '{"a"', ": 1}"), *call(1, "g"), finish("tool_calls")) == [
+        BEGIN,
         {
-            "role": "assistant",
             "tool_calls": [
                 {
                     "index": 0,
@@ -133,7 +160,7 @@ def test_logprobs_are_held_back_until_the_next_delta_so_that_no_content_is_empty
     assert encoder.feed(text("", token(b"\xe4"))) == b""
     events = [text("ä", token(b"\xbd\xa0")), text("", token(b"<")), *call(0, "f")]
     events += [text("", token(b"!")), finish("tool_calls")]
-    first, named, last = choices(chunks(encoder, events))
+    _, first, named, last = choices(chunks(encoder, events))
     assert [entry["bytes"] for entry in first["logprobs"]["content"]] == [[0xE4], [0xBD, 0xA0]]
     assert [entry["token"] for entry in named["logprobs"]["content"]] == ["<"]
     assert [entry["token"] for entry in last["logprobs"]["content"]] == ["!"]
@@ -166,10 +193,11 @@ def test_prompt_token_ids_are_sent_once_and_token_ids_with_each_chunk():
         TextDelta(text="", token_ids=(9,)),
         finish(),
     ]
-    first, last = chunks(ChatChunkEncoder(IDS), events)
-    assert first["prompt_token_ids"] == [5, 6]
-    assert "prompt_token_ids" not in last
-    assert [choices([chunk])[0]["token_ids"] for chunk in (first, last)] == [[7, 8], [9]]
+    begin, first, last = chunks(ChatChunkEncoder(IDS), events)
+    assert begin["prompt_token_ids"] == [5, 6]
+    assert "prompt_token_ids" not in first
+    ids = [choices([chunk])[0]["token_ids"] for chunk in (begin, first, last)]
+    assert ids == [[], [7, 8], [9]]
     body = collect_chat(IDS, events)
     assert (body["prompt_token_ids"], body["choices"][0]["token_ids"]) == ((5, 6), [7, 8, 9])
 
@@ -236,8 +264,11 @@ def test_streamed_equals_collected(count: int, data: st.DataObject):
     body = collect_chat(head, events)
     for choice in body["choices"]:
         pieces = choices(payloads, choice["index"])
-        assert all(piece["delta"].get("content") != "" for piece in pieces)
-        joined = {"content": None if "tool_calls" in message(pieces) else "", **message(pieces)}
+        assert pieces[0]["delta"] == BEGIN
+        assert all(piece["delta"].get("content") != "" for piece in pieces[1:])
+        joined = message(pieces)
+        if "tool_calls" in joined:
+            joined["content"] = joined["content"] or None
         assert {**joined, "refusal": None} == choice["message"]
         assert [piece["delta"].get("role") for piece in pieces].count("assistant") == 1
         entries = [e for piece in pieces for e in (piece["logprobs"] or {"content": []})["content"]]

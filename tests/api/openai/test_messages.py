@@ -180,6 +180,28 @@ def test_malformed_arguments_are_kept_in_an_object(arguments):
     assert json.loads(message.tool_calls[0].arguments) == {"invalid_arguments": arguments}
 
 
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}, {"content": []}])
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
+def test_null_missing_and_empty_content_are_the_same(role: str, content: Any):
+    [message] = read({"role": role, **content})
+    assert message == Message(role=role, content="")
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}, {"content": []}])
+def test_null_missing_and_empty_content_are_the_same_around_calls(content: Any):
+    called, returned = read(
+        {"role": "assistant", "tool_calls": [CALL], **content},
+        {"role": "tool", "tool_call_id": "c1", **content},
+    )
+    assert (called.content, returned.content) == (None, "")
+
+
+@pytest.mark.parametrize("calls", [{}, {"tool_calls": None}, {"tool_calls": []}])
+def test_reasoning_alone_is_a_turn(calls: Any):
+    [message] = read({"role": "assistant", "reasoning_content": "Hm.", "content": None, **calls})
+    assert message == Message(role="assistant", content="", reasoning="Hm.")
+
+
 def test_a_call_without_arguments_has_an_empty_object():
     call = {**CALL, "function": {"name": "f", "arguments": ""}}
     message, _ = read({"role": "assistant", "tool_calls": [call]}, result("c1"))
@@ -198,10 +220,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"role": 5, "content": "hi"}, "messages.0.role"),
     ({"role": "wizard", "content": "hi"}, "messages.0.role"),
     ({"role": "function", "content": "hi", "name": "f"}, "messages.0.role"),
-    ({"role": "user"}, "messages.0.content"),
-    ({"role": "user", "content": None}, "messages.0.content"),
     ({"role": "user", "content": 5}, "messages.0.content"),
-    ({"role": "user", "content": []}, "messages.0.content"),
     ({"role": "user", "content": ["hi"]}, "messages.0.content.0"),
     ({"role": "user", "content": [{"text": "hi"}]}, "messages.0.content.0.type"),
     ({"role": "user", "content": [{"type": "text"}]}, "messages.0.content.0.text"),
@@ -221,8 +240,6 @@ WRONG: list[tuple[Any, str]] = [
     ({"role": "user", "content": [{"type": "refusal"}]}, "messages.0.content.0"),
     ({"role": "user", "content": "hi", "name": 5}, "messages.0.name"),
     ({"role": "user", "content": "hi", "tool_calls": [CALL]}, "messages.0.tool_calls"),
-    ({"role": "assistant"}, "messages.0.content"),
-    ({"role": "assistant", "content": None, "tool_calls": []}, "messages.0.content"),
     ({"role": "assistant", "content": "a", "refusal": 5}, "messages.0.refusal"),
     ({"role": "assistant", "content": "a", "audio": {"id": "x"}}, "messages.0.audio"),
     ({"role": "assistant", "function_call": {}}, "messages.0.function_call"),
@@ -243,7 +260,6 @@ WRONG: list[tuple[Any, str]] = [
     (function(arguments=None), "messages.0.tool_calls.0.function.arguments"),
     (function(arguments={}), "messages.0.tool_calls.0.function.arguments"),
     ({"role": "tool", "content": "42"}, "messages.0.tool_call_id"),
-    ({"role": "tool", "tool_call_id": "c"}, "messages.0.content"),
 ]
 
 

@@ -157,6 +157,23 @@ def test_an_incomplete_call_is_dropped():
     assert messages(input=[user, cut, user]) == (USER, USER)
 
 
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}, {"content": []}])
+@pytest.mark.parametrize("role", ["user", "assistant", "system", "developer"])
+def test_null_missing_and_empty_content_are_the_same(role: str, content: Any):
+    assert messages(input=[{"role": role, **content}]) == (Message(role=role, content=""),)
+
+
+@pytest.mark.parametrize("output", [{}, {"output": None}, {"output": ""}, {"output": []}])
+def test_null_missing_and_empty_output_are_the_same(output: Any):
+    given = {"type": "function_call_output", "call_id": CALL["call_id"], **output}
+    assert messages(input=[CALL, given])[1].content == ""
+
+
+def test_reasoning_alone_is_a_turn():
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    assert messages(input=[thought]) == (Message(role="assistant", content="", reasoning="Hm."),)
+
+
 def test_a_call_output_may_consist_of_parts():
     parts = [{"type": "input_text", "text": "rain"}, {"type": "input_text", "text": "wind"}]
     assert messages(input=[CALL, OUTPUT | {"output": parts}])[1].content == "rain\nwind"
@@ -186,7 +203,6 @@ def test_a_refusal_is_content_of_the_assistant():
     ("item", "param"),
     [
         ({"type": "web_search_call", "id": "ws_1"}, "input.0.type"),
-        ({"role": "user"}, "input.0.content"),
         ({"role": "tool", "content": "x"}, "input.0.role"),
         ({"role": "user", "content": [{"type": "input_image"}]}, "input.0.content.0.type"),
         ({"role": "user", "content": [{"type": "output_text", "text": ""}]}, None),
@@ -195,7 +211,6 @@ def test_a_refusal_is_content_of_the_assistant():
         (CALL | {"namespace": 5}, "input.0.namespace"),
         ({"type": "custom_tool_call", "call_id": "c", "name": "n"}, "input.0.input"),
         (CALL | {"status": "late"}, "input.0.status"),
-        (OUTPUT | {"output": None}, "input.0.output"),
         ({"type": "function_call_output", "output": "x"}, "input.0.call_id"),
         ({"type": "reasoning", "encrypted_content": 5}, "input.0.encrypted_content"),
         ({"type": "reasoning", "content": [{"type": "x", "text": ""}]}, "input.0.content.0.type"),
