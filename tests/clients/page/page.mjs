@@ -195,16 +195,21 @@ const scenarios = {
     const tab = await browser.openChat();
     await say(tab, "MARKDOWN");
     const shown = tab.locator(".message.assistant").last();
+    await shown.locator("pre .hl-string").waitFor(); // the worker is done
+    await shown.locator("math munderover").waitFor({ state: "attached" });
     const html = await shown.locator(":scope > .text").evaluate((node) => {
       const links = Array.from(node.querySelectorAll("a"), (a) => [a.getAttribute("href"), a.rel]);
       const count = (selector) => node.querySelectorAll(selector).length;
       return {
         links, text: node.textContent, code: node.querySelector("pre code")?.textContent,
         images: count("img"), scripts: count("script"), cells: count("td"), items: count("li"),
-        nested: count("li li"), headings: count("h3, h4"), quotes: count("blockquote"), strong: count("strong"),
+        highlighted: Array.from(node.querySelectorAll("pre code span"), (span) => [span.className, span.textContent]),
+        tasks: Array.from(node.querySelectorAll("li.task input"), (box) => box.checked),
+        formulas: ["msubsup", "munderover"].filter(count), nested: count("li li"), headings: count("h3, h4"), quotes: count("blockquote"), strong: count("strong"),
       };
     });
     await tab.getByRole("button", { name: "Copy" }).nth(1).click();
+    await browser.screenshot(tab, "page-markdown");
     await say(tab, "REASONING");
     const thought = tab.locator(".message.assistant").last().locator("details.fold");
     const reasoning = { open: await thought.evaluate((node) => node.open), text: await thought.textContent(), content: await answer(tab) };
@@ -220,7 +225,22 @@ const scenarios = {
     await tab.getByRole("button", { name: "Send results" }).click();
     await until(async () => (await answer(tab)).includes("sunny"));
     await ended(tab);
-    return { html, reasoning, call, final: await answer(tab), pings: await tab.evaluate("window.pings ?? 0") };
+    const hostile = await tab.evaluate(async () => {
+      const { renderMarkdown } = await import("/page/markdown.js");
+      const show = (text) => {
+        const node = document.createElement("div");
+        renderMarkdown(node, text);
+        document.querySelector(".message").append(node);
+        return node;
+      };
+      const table = show(`a|b\n${" ".repeat(50_000)}x`);
+      const bomb = show("$\\def\\a{xx}\\def\\b{\\a\\a}\\b$");
+      const slow = show(`\`\`\`md\n${"[a](".repeat(20_000)}\n\`\`\``); // minutes for its grammar
+      const next = show("```py\n'text'\n```");
+      while (!next.querySelector("code span")) await new Promise((resolve) => setTimeout(resolve, 50));
+      return { table: table.textContent.length, bomb: bomb.textContent, slow: slow.querySelector("code").textContent.length };
+    });
+    return { html, reasoning, call, hostile, final: await answer(tab) };
   },
 
   async schema(browser) {

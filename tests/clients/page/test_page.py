@@ -45,6 +45,17 @@ Some **strong** text with `code`, a [good link](https://example.org/a_(b)) and a
 print("<b>not HTML</b>")
 ```
 
+- [x] done
+- [ ] to do
+
+A formula $a_b^2$, a price of $5 or $6, and one that cannot be shown: $\\frac{$.
+
+$$
+\\sum_{i=1}^n
+
+i
+$$
+
 <img src="https://example.org/x.png" onerror="alert(3)"> ![image](https://example.org/y.png)
 """
 
@@ -242,7 +253,12 @@ def test_markdown_reasoning_and_tool_calls(use_page: Use, scripted_server: Serve
     assert "[bad one](javascript:alert(1))" in html["text"]
     assert html["code"] == 'print("<b>not HTML</b>")'
     counts = [html[name] for name in ("cells", "items", "nested", "headings", "quotes", "strong")]
-    assert counts == [4, 3, 1, 1, 1, 1]
+    assert counts == [4, 5, 1, 1, 1, 1]
+    highlighted = [["hl-built_in", "print"], ["hl-string", '"<b>not HTML</b>"']]
+    assert html["highlighted"] == highlighted
+    assert html["tasks"] == [True, False]
+    assert html["formulas"] == ["msubsup", "munderover"]
+    assert "a price of $5 or $6, and one that cannot be shown: $\\frac{$." in html["text"]
     assert seen["reasoning"] == {
         "open": False,
         "text": "ReasoningFirst I think.",
@@ -251,6 +267,11 @@ def test_markdown_reasoning_and_tool_calls(use_page: Use, scripted_server: Serve
     assert "get_weather" in seen["call"]
     assert "Oslo" in seen["call"]
     assert seen["final"] == "It is sunny in Oslo."
+    # a frozen page, an expanded formula and a lost text would be the faults
+    bomb = "$\\def\\a{xx}\\def\\b{\\a\\a}\\b$"
+    assert seen["hostile"]["bomb"] == bomb
+    assert seen["hostile"]["slow"] == 80_000
+    assert seen["hostile"]["table"] >= len("a|b\nx")
     assert seen["errors"] == []
 
 

@@ -10,6 +10,9 @@ import { newConversation, saveConversation } from "./store.js";
 // The page saves an unfinished answer this often, so that a reload loses little.
 const SAVE_INTERVAL_MS = 1000;
 
+// A hidden tab gets no frames, but its answers go on.
+const FRAME_MS = 16;
+
 const TITLE_CHARS = 60;
 
 /** The conversation on the screen. onSaved: called when a conversation was stored. */
@@ -213,21 +216,27 @@ function makeTitle(messages) {
   return line.length > TITLE_CHARS ? `${line.slice(0, TITLE_CHARS)}…` : line;
 }
 
-/** Calls `draw` with the latest argument, at most once per frame. */
+/** Calls `draw` with the latest argument, at most once per frame, and for at most a quarter of the
+ * time: a long block of an answer takes long to draw. */
 function drawEachFrame(draw) {
-  let frame = 0;
+  let timer = 0;
+  let free = 0;
   let latest;
+  const run = () => {
+    timer = 0;
+    const begun = performance.now();
+    draw(latest);
+    const took = performance.now() - begun;
+    free = begun + Math.max(FRAME_MS, 4 * took);
+  };
   return {
     request(argument) {
       latest = argument;
-      frame ||= requestAnimationFrame(() => {
-        frame = 0;
-        draw(latest);
-      });
+      timer ||= setTimeout(run, Math.max(0, free - performance.now()));
     },
     stop() {
-      cancelAnimationFrame(frame);
-      frame = 0;
+      clearTimeout(timer);
+      timer = 0;
     },
   };
 }

@@ -33,11 +33,11 @@ export class MessageView {
     const { message } = this;
     // screen readers read an answer once it is complete, not token by token
     this.node.setAttribute("aria-busy", String(running));
-    if (message.role === "assistant") renderMarkdown(this.text, message.content);
+    if (message.role === "assistant") renderMarkdown(this.text, message.content, { complete: !running });
     else this.text.textContent = message.content;
     this.text.classList.toggle("plain", message.role !== "assistant");
     this.text.hidden = !message.content;
-    if (message.reasoning) renderMarkdown(this.reasoning, message.reasoning);
+    if (message.reasoning) renderMarkdown(this.reasoning, message.reasoning, { complete: !running });
     this.thought.hidden = !message.reasoning;
     this.reasoningLabel.textContent = running && !message.content ? "Reasoning…" : "Reasoning";
     this.progress.textContent = progress;

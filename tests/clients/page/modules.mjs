@@ -1,0 +1,101 @@
+// Runs modules of the page without a browser: reads a line of JSON for each check, and prints its result.
+//
+//     node modules.mjs <folder of the page> <check> [seed]
+
+import path from "node:path";
+import { pathToFileURL } from "node:url";
+
+const [folder, name, seed = "1"] = process.argv.slice(2);
+const load = (file) => import(pathToFileURL(path.join(folder, file)));
+
+let state = Number(seed) || 1;
+
+/** A number below `limit`, the same sequence for each seed. */
+function random(limit) {
+  state = (Math.imul(state, 1103515245) + 12345) & 0x7fffffff;
+  return Math.floor((state / 0x80000000) * limit);
+}
+
+function pick(list) {
+  return list[random(list.length)];
+}
+
+const MARKUP = [
+  "a", "b c", "- ", "1. ", "1", "\n", "\n", "\n\n", "> ", "```", "`", "# ", "|", "|-|", "$", "$$", "\\[", "\\]", "  ",
+  "    ", "*", "**", "---", "===", "[x](y)", "http://a.b", "\\", "\t", "- [ ] ", "\r\n",
+];
+
+// what makes patterns repeat a search from each place: openers without their ends, runs, empty lines
+const HOSTILE = [
+  " ", "\t", "\n", " \n", "|", "|\n", "| ", "|-", "|-\n", "|a|\n|-|\n", ":-", "*", "_", "**a ", "*a_", "*a **a ", "***a", "`",
+  "` ", "`a``", "~", "~~a", "[", "![", "](", "[a](", "[a](<b", "[a][", "[a]: ", "[a]: b\n", "\"", "> ", ">-", "- ", "- a\n",
+  "1. ", "+\n", "=\n", "# ", "a\n", "a \n", "\\", "<", "<a ", "<!--", "&", "&amp", "http://", "http://a(", "http://a[",
+  "http://a*", "www.", "a@", "a@a.", "mailto:", "$", "$a ", "$$", "$$\n", "$$a\n", "\\(", "\\[", "\\[\n", "- \\[\n", "> $$\n", "```\n",
+];
+
+const checks = {
+  /** Whether a text that grows by each sign has the blocks of the same text at once. */
+  async growing() {
+    const { GrowingMarkdown } = await load("markdown_blocks.js");
+    const describe = ({ blocks }) => JSON.stringify(blocks.map(({ source, tokens }) =>
+      [source, tokens.map((token) => [token.type, token.content, token.tag, token.hidden, token.children?.map((child) => [child.type, child.content])])]));
+    for (let example = 0; example < 500; example += 1) {
+      const text = Array.from({ length: 2 + random(25) }, () => pick(MARKUP)).join("");
+      const growing = new GrowingMarkdown();
+      for (let end = 1; end <= text.length; end += 1) {
+        const part = text.slice(0, end);
+        const grown = describe(growing.parse(part, { complete: false }));
+        const whole = describe(new GrowingMarkdown().parse(part, { complete: true }));
+        if (grown !== whole) return { part, grown, whole };
+      }
+      if (describe(growing.parse(text, { complete: true })) !== describe(new GrowingMarkdown().parse(text, { complete: true }))) return { text };
+    }
+    return null;
+  },
+
+  /** The content of all tokens of a text, and how many elements are nested in each other. */
+  async depth() {
+    const { GrowingMarkdown } = await load("markdown_blocks.js");
+    const text = `${"> ".repeat(500)}the end\n\n${Array.from({ length: 200 }, (_, level) => `${"  ".repeat(level)}- item${level}`).join("\n")}`;
+    const { blocks } = new GrowingMarkdown().parse(text, { complete: true });
+    let open = 0;
+    let deepest = 0;
+    const contents = [];
+    for (const token of blocks.flatMap((block) => block.tokens)) {
+      open += token.nesting;
+      deepest = Math.max(deepest, open);
+      contents.push(token.content);
+    }
+    const shown = contents.join("\n");
+    const lost = ["the end", ...Array.from({ length: 200 }, (_, level) => `item${level}`)].filter((one) => !shown.includes(one));
+    return { deepest, lost };
+  },
+
+  /** The milliseconds for each hostile text with 5,000 and with 40,000 signs. */
+  async times() {
+    const { GrowingMarkdown } = await load("markdown_blocks.js");
+    const { readEvents } = await load("sse.js");
+    const parse = async (text) => {
+      new GrowingMarkdown().parse(text, { complete: true });
+      for await (const _ of readEvents(new Response(text))) continue;
+    };
+    const measure = async (text) => {
+      const begun = performance.now();
+      await parse(text);
+      return performance.now() - begun;
+    };
+    const texts = HOSTILE.flatMap((unit) => ["", "a|b\n"].map((start) => (length) => start + unit.repeat(length / unit.length)));
+    for (const text of texts) await measure(text(1000)); // compiles the code
+    const found = [];
+    for (const text of texts) {
+      const small = Math.min(await measure(text(5000)), await measure(text(5000)));
+      let large = await measure(text(40_000));
+      if (large > 16 * small) large = Math.min(large, await measure(text(40_000)));
+      found.push([text(24), small, large]);
+    }
+    return found;
+  },
+};
+
+console.log(JSON.stringify(await checks[name]()));
+process.exit(0);

@@ -1,0 +1,54 @@
+"""Modules of the page without a browser, run by Node (modules.mjs)."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.api.page.endpoints import STATIC
+from tests.server_process import TIMEOUT
+
+Check = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def check(node: str) -> Check:
+    """check(name): runs a check of modules.mjs, and returns its result."""
+
+    def run(name: str) -> Any:
+        driver = Path(__file__).parent / "modules.mjs"
+        printed = subprocess.run(
+            [node, "--no-warnings", str(driver), str(STATIC), name],
+            capture_output=True,
+            check=True,
+            timeout=2 * TIMEOUT,
+        ).stdout
+        return json.loads(printed)
+
+    return run
+
+
+def test_a_text_that_grows_has_the_blocks_of_the_complete_text(check: Check):
+    """The parser keeps the blocks that cannot change while an answer is streamed."""
+    assert check("growing") is None
+
+
+def test_deep_quotes_and_lists_are_shown_as_text(check: Check):
+    """markdown-it omits what is nested too deeply."""
+    seen = check("depth")
+    assert seen["deepest"] < 40
+    assert seen["lost"] == []
+
+
+@pytest.mark.timing
+def test_no_text_of_a_model_takes_more_than_linear_time(check: Check):
+    """50,000 spaces below a line with a pipe froze the page: a pattern of the table's second line
+    tried every division of them."""
+    times = check("times")
+    assert len(times) > 100
+    # eight times the text; a quadratic search takes 64 times as long, and seconds
+    slow = [row for row in times if row[2] > 30 * row[1] and row[2] > 1000]
+    assert slow == []
