@@ -41,7 +41,7 @@ def routes(
         fields = Fields.from_value(await bodies.read_json(request.scope, request.receive))
         model = await models.resolve(fields.required_string("model"))
         given = fields.nested("defaults")
-        fields.reject_unknown()
+        fields.check_unknown()
         saved = None
         if given is not None:
             saved = await models.set_defaults(model, read_defaults(given, model.card.id))
@@ -98,7 +98,7 @@ def read_defaults(fields: Fields, model: str) -> ModelDefaults:
         max_tokens=fields.integer("max_tokens", 1, INT32_MAX),
         sampling=sampling,
     )
-    fields.reject_unknown()
+    fields.check_unknown()
     return found
 
 
