@@ -73,6 +73,7 @@ class ChatTemplate:
         template = self._select(tools=tools is not None)
         context = {
             **self._special_tokens,
+            **self._date_variables(template.source),
             **template_kwargs,
             "messages": [
                 _to_template_message(
@@ -86,6 +87,13 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         return template.render(context, now=self._now, cancel_token=cancel_token)
+
+    def _date_variables(self, source: str) -> dict[str, Any]:
+        """Returns today's date for the templates of Llama 3.1 to 3.3, which otherwise render the
+        date of their release."""
+        if "date_string" not in source:
+            return {}
+        return {"date_string": self._now().strftime("%d %b %Y")}
 
     def _functions_variables(self, tools: Sequence[Json] | None) -> dict[str, Any]:
         """Returns the variables for Firefunction's template: the tools as text, and the current

@@ -284,8 +284,12 @@ def build_token_logprob(tokenizer: Tokenizer, token: Token) -> TokenLogprob:
         logprob=token.logprob,
         top_logprobs=tuple(
             TopLogprob(
-                text=tokenizer.token_text(id), token_bytes=tokenizer.token_bytes(id), logprob=value
+                text=tokenizer.token_text(id),
+                token_bytes=tokenizer.token_bytes(id),
+                logprob=value,
+                token_id=id,
             )
             for id, value in token.top_logprobs
         ),
+        token_id=token.id,
     )

@@ -93,6 +93,16 @@ class TestTemplateContext:
         assert chat.render(HELLO) == "10 July 2025"
         assert str(datetime.now().year) in ChatTemplate(model).render(HELLO)
 
+    def test_llama_3_gets_todays_date(self, files):
+        """Its template has a date of its own for the case that nobody gives one."""
+        source = (
+            "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}"
+        )
+        model = files(chat_template=source + "{{ date_string }}")
+        chat = ChatTemplate(model, now=lambda: datetime(2026, 11, 28))
+        assert chat.render(HELLO) == "28 Nov 2026"
+        assert chat.render(HELLO, date_string="1 May 2020") == "1 May 2020"
+
     def test_documents_and_options_are_defined(self, files):
         source = "{{ documents[0].title }}{{ enable_thinking }}{{ add_generation_prompt }}"
         assert render(files, source, documents=[{"title": "T"}], enable_thinking=3) == "T3True"
