@@ -68,6 +68,9 @@ BETWEEN_FIELDS = (
     "requires a tool that the client can run",
     "is a tool that Anthropic's servers run",
     "keep one of them",
+    "this model reads text only",  # an attachment in a question
+    "does not support vision",
+    "is not supported: send its text",
     "did you mean",  # an unknown field that resembles a known one
     # of Ollama's API
     "raw mode does not support",

@@ -3,19 +3,21 @@
 Knows: every type of block, the roles that may use it, how blocks are converted to text. Must not
 know: the order of messages, chat templates.
 
-A block that a text model does not support (images, PDFs, files) is rejected with its path. Blocks
-that only Anthropic's servers understand (server tools, encrypted reasoning) are omitted.
+For blocks that a text model cannot process (images, PDFs), see app/api/attachments.py. Blocks that
+only Anthropic's servers understand (server tools, encrypted reasoning) are omitted.
 `cache_control` and some other attributes of blocks have no effect, because the prefix cache looks
 up prefixes by their tokens. Unknown attributes are ignored and reported.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import orjson
 
 from app.api.anthropic.tool_use_ids import to_call_id
 from app.api.anthropic.tools import describe_addition, describe_removal
+from app.api.attachments import peek, read_attachment
 from app.api.fields import Fields, as_array, invalid_request, quote_value
 from app.api.opaque_reasoning import decode_reasoning
 from app.core.requests import Message, ToolCall
@@ -64,9 +66,15 @@ class MessageContent:
         self.omitted |= other.omitted
 
 
-def read_content(value: object, path: str, role: str) -> MessageContent:
+def has_tool_result(value: object) -> bool:
+    """Returns whether content that is not yet checked contains a tool result."""
+    blocks = as_array(value) or ()
+    return any(peek(block, "type") == "tool_result" for block in blocks)
+
+
+def read_content(value: object, path: str, role: str, *, omit: bool) -> MessageContent:
     """Reads the content of a message: a string or an array of blocks. role: user, assistant or
-    system."""
+    system. omit: whether images and files are omitted, rather than rejected."""
     content = MessageContent()
     if value is None or isinstance(value, str):
         if value:
@@ -80,21 +88,16 @@ def read_content(value: object, path: str, role: str) -> MessageContent:
         if (reader := _READERS[role].get(kind)) is not None:
             reader(block, at, content)
         elif kind in _TEXT_READERS and role == "user":
-            _add_text(_TEXT_READERS[kind](block, at), content)
+            _add_text(_TEXT_READERS[kind](block, at, omit=omit), content)
         else:
             raise _unsupported_block(at, kind, tuple(_READERS[role]))
         block.ignore_unknown(*_ACCEPTED_ATTRIBUTES)
     return content
 
 
-def read_text(value: object, path: str) -> str:
-    """Reads a string or an array of blocks that can be converted to text. Each block becomes a
-    line."""
-    return "\n".join(read_texts(value, path))
-
-
-def read_texts(value: object, path: str) -> list[str]:
-    """Reads the texts of a string or an array of blocks. Omits empty texts."""
+def read_texts(value: object, path: str, *, omit: bool = False) -> list[str]:
+    """Reads the texts of a string or an array of blocks. Leaves out empty texts. omit: as in
+    `read_content`."""
     if isinstance(value, str):
         return [value] if value else []
     texts: list[str] = []
@@ -102,7 +105,7 @@ def read_texts(value: object, path: str) -> list[str]:
         kind = block.required_string("type")
         if kind not in _TEXT_READERS:
             raise _unsupported_block(at, kind, tuple(_TEXT_READERS))
-        texts.append(_TEXT_READERS[kind](block, at))
+        texts.append(_TEXT_READERS[kind](block, at, omit=omit))
         block.ignore_unknown(*_ACCEPTED_ATTRIBUTES)
     return [text for text in texts if text]
 
@@ -127,17 +130,16 @@ def _unsupported_block(path: str, kind: str, supported: Sequence[str]) -> Except
 # Blocks that are converted to text
 
 
-def _text(block: Fields, path: str) -> str:
+def _text(block: Fields, path: str, *, omit: bool) -> str:
     return block.required_string("text")
 
 
-def _image(block: Fields, path: str) -> str:
-    raise invalid_request(
-        path, f"{path}: images are not supported: this server runs text models only"
-    )
+def _image(block: Fields, path: str, *, omit: bool) -> str:
+    block.value("source")
+    return read_attachment("image", path, omit=omit)
 
 
-def _document(block: Fields, path: str) -> str:
+def _document(block: Fields, path: str, *, omit: bool) -> str:
     source_path = block.path("source")
     source = Fields.from_value(block.required("source"), source_path)
     kind = source.required_string("type")
@@ -145,6 +147,8 @@ def _document(block: Fields, path: str) -> str:
         text = source.required_string("data")
     elif kind == "content":
         text = _read_plain_text(source.required("content"), source.path("content"))
+    elif omit:
+        text = read_attachment("file", path, omit=True)
     else:
         raise invalid_request(
             source_path,
@@ -154,12 +158,12 @@ def _document(block: Fields, path: str) -> str:
     return _join(block.string("title"), block.string("context"), text)
 
 
-def _search_result(block: Fields, path: str) -> str:
+def _search_result(block: Fields, path: str, *, omit: bool) -> str:
     text = _read_plain_text(block.required("content"), block.path("content"))
     return _join(block.string("title"), block.required_string("source"), text)
 
 
-def _tool_reference(block: Fields, path: str) -> str:
+def _tool_reference(block: Fields, path: str, *, omit: bool) -> str:
     return f"Tool: {block.required_string('tool_name')}"
 
 
@@ -176,7 +180,7 @@ def _read_plain_text(value: object, path: str) -> str:
     for block, at in _iter_blocks(value, path):
         if (kind := block.required_string("type")) != "text":
             raise _unsupported_block(at, kind, ("text",))
-        texts.append(_text(block, at))
+        texts.append(block.required_string("text"))
     return _join(*texts)
 
 
@@ -184,7 +188,11 @@ def _join(*texts: str | None) -> str:
     return "\n".join(filter(None, texts))
 
 
-_TEXT_READERS: Mapping[str, Callable[[Fields, str], str]] = {
+class _TextReader(Protocol):
+    def __call__(self, block: Fields, path: str, *, omit: bool) -> str: ...
+
+
+_TEXT_READERS: Mapping[str, _TextReader] = {
     "text": _text,
     "image": _image,
     "document": _document,
@@ -202,7 +210,7 @@ def _add_text(text: str, content: MessageContent) -> None:
 
 
 def _read_text_block(block: Fields, path: str, content: MessageContent) -> None:
-    _add_text(_text(block, path), content)
+    _add_text(block.required_string("text"), content)
 
 
 def _read_compaction(block: Fields, path: str, content: MessageContent) -> None:
@@ -234,7 +242,7 @@ def _read_tool_result(block: Fields, path: str, content: MessageContent) -> None
     content.results.append(
         Message(
             role="tool",
-            content="" if value is None else read_text(value, block.path("content")),
+            content="\n".join(read_texts(value or "", block.path("content"), omit=True)),
             tool_call_id=to_call_id(block.required_string("tool_use_id")),
             is_error=block.boolean("is_error") or False,
         )

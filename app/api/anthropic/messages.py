@@ -12,7 +12,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.api.anthropic.content_blocks import MessageContent, read_content, read_texts
+from app.api.anthropic.content_blocks import (
+    MessageContent,
+    has_tool_result,
+    read_content,
+    read_texts,
+)
+from app.api.attachments import is_new_question, peek
 from app.api.fields import Fields, invalid_request, quote_value
 from app.api.openai.messages import normalize_content
 from app.core.requests import Conversation, Message
@@ -79,7 +85,9 @@ def read_messages(fields: Fields) -> ReadMessages:
     values = fields.array("messages")
     if not values:
         raise invalid_request("messages", "messages must contain at least one message")
-    turns = _merge(_drop_cleared([_read_turn(value, n) for n, value in enumerate(values)]))
+    question = len(values) - 1 if is_new_question([*map(_peek_role, values)]) else None
+    read = [_read_turn(value, n, omit=n != question) for n, value in enumerate(values)]
+    turns = _merge(_drop_cleared(read))
     messages = _build_messages(turns)
     if not messages:
         raise invalid_request("messages", "messages must contain at least one message with content")
@@ -113,7 +121,13 @@ def _read_system(fields: Fields) -> list[Message]:
     return [Message(role="system", content=text)] if text else []
 
 
-def _read_turn(value: object, place: int) -> _Turn:
+def _peek_role(value: object) -> str:
+    """Returns the role of a message that is not yet checked, for `is_new_question`."""
+    role = _ROLES.get(str(peek(value, "role")), "")
+    return "tool" if role == "user" and has_tool_result(peek(value, "content")) else role
+
+
+def _read_turn(value: object, place: int, *, omit: bool) -> _Turn:
     path = f"messages.{place}"
     fields = Fields.from_value(value, path)
     role_name = fields.required_string("role")
@@ -123,7 +137,7 @@ def _read_turn(value: object, place: int) -> _Turn:
             at, f"{at} must be user, assistant or system, not {quote_value(role_name)}"
         )
     role = _ROLES[role_name]
-    content = read_content(fields.value("content"), fields.path("content"), role)
+    content = read_content(fields.value("content"), fields.path("content"), role, omit=omit)
     turn = _Turn(role=role, content=content)
     if role == "system":
         cleared = fields.one_of("clear_at", ("never", "next_user_message"))

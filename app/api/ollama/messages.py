@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import orjson
 
+from app.api.attachments import is_new_question, peek, read_attachment
 from app.api.fields import Fields, drop_nulls, invalid_request, quote_value
 from app.api.openai.messages import normalize_arguments, normalize_content
 from app.api.openai.tools import NO_PARAMETERS, check_tool_names, read_function
@@ -24,9 +25,12 @@ ROLES = ("system", "user", "assistant", "tool")
 
 def read_messages(fields: Fields) -> tuple[Message, ...]:
     """Reads `messages`. Returns () if there are none. Raises AppError(INVALID)."""
+    values = fields.array("messages") or []
+    question = len(values) - 1 if is_new_question([*map(_peek_role, values)]) else None
     messages: list[Message] = []
-    for place, value in enumerate(fields.array("messages") or ()):
-        messages.append(_read_message(Fields.from_value(value, f"messages.{place}"), place))
+    for place, value in enumerate(values):
+        message = Fields.from_value(value, f"messages.{place}")
+        messages.append(_read_message(message, place, omit=place != question))
     return tuple(_match_results(messages))
 
 
@@ -36,17 +40,32 @@ def reject_images(fields: Fields) -> None:
         raise invalid_request(path, f"{path}: this model does not support vision")
 
 
-def _read_message(fields: Fields, place: int) -> Message:
+def _peek_role(value: object) -> str:
+    """Returns the role of a message that is not yet checked, for `is_new_question`."""
+    return str(peek(value, "role")).lower()
+
+
+def _read_images(fields: Fields) -> list[str]:
+    """Returns the text that replaces each image of an earlier message or a tool result."""
+    path = fields.path("images")
+    images = fields.array("images") or ()
+    return [read_attachment("image", path, omit=True) for _ in images]
+
+
+def _read_message(fields: Fields, place: int, *, omit: bool) -> Message:
+    """Reads a message. omit: whether its images are omitted, rather than rejected."""
     role = fields.required_string("role").lower()
     if role not in ROLES:
         shown = quote_value(role)
         raise invalid_request(
             fields.path("role"), f"invalid role {shown}: it must be one of {', '.join(ROLES)}"
         )
-    reject_images(fields)
+    if not omit:
+        reject_images(fields)
     is_assistant, is_tool = role == "assistant", role == "tool"
     calls = tuple(_read_calls(fields, place))
-    content, thinking = fields.string("content"), fields.string("thinking")
+    thinking = fields.string("thinking")
+    content = "\n".join(filter(None, (fields.string("content"), *_read_images(fields))))
     name, call_id = fields.string("tool_name"), fields.string("tool_call_id")
     fields.ignore_unknown()
     return Message(

@@ -57,8 +57,8 @@ class ChatChunkEncoder(ChunkEncoder):
         if choice in self._begun:
             return []
         self._begun.add(choice)
-        ids = {"token_ids": []} if self.metadata.return_token_ids else {}
-        return [_delta_choice(choice, {**ROLE, "content": ""}) | ids]
+        begin = _delta_choice(choice, {**ROLE, "content": ""})
+        return [begin | {"token_ids": list[int]()} if self.metadata.return_token_ids else begin]
 
     def finish_choice(self, event: Finish) -> JsonObject:
         choice = self._choice(event.choice, {})

@@ -3,16 +3,17 @@
 Knows: every field of every documented role, the order of tool calls and their results, the
 arguments of earlier calls. Must not know: chat templates.
 
-Content that a text model cannot process (images, audio, files) is rejected with its path in the
-request. Unknown fields of messages, parts and calls are ignored and reported: a client sends back
-what another server added to an earlier response.
+For content that a text model cannot process (images, audio, files), see app/api/attachments.py.
+Unknown fields of messages, parts and calls are ignored and reported: a client sends back what
+another server added to an earlier response.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import orjson
 
+from app.api.attachments import AttachmentKind, is_new_question, peek, read_attachment
 from app.api.fields import Fields, as_array, invalid_request, quote_value
 from app.core.requests import Conversation, Message, ToolCall
 
@@ -45,6 +46,14 @@ def _try_parse(text: str) -> Any:
         return None
 
 
+# the types of parts that a text model cannot read; "video_url" is vLLM's
+_ATTACHMENTS: Mapping[str, AttachmentKind] = {
+    "image_url": "image",
+    "input_audio": "audio",
+    "file": "file",
+    "video_url": "file",
+}
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -53,8 +62,11 @@ def read_conversation(fields: Fields) -> Conversation:
     messages = fields.array("messages")
     if not messages:
         raise invalid_request("messages", "messages must contain at least one message")
+    roles = [str(peek(message, "role")) for message in messages]
+    question = len(messages) - 1 if is_new_question(roles) else None
     read = tuple(
-        _message(Fields.from_value(message, f"messages.{n}")) for n, message in enumerate(messages)
+        _message(Fields.from_value(message, f"messages.{n}"), omit=n != question)
+        for n, message in enumerate(messages)
     )
     _check_tool_results(read)
     return Conversation(messages=read)
@@ -100,7 +112,8 @@ def _check_all_results_given(at: int, waiting: Collection[str]) -> None:
         )
 
 
-def _message(fields: Fields) -> Message:
+def _message(fields: Fields, *, omit: bool) -> Message:
+    """Reads a message. omit: whether its attachments are omitted, rather than rejected."""
     role = fields.required_string("role")
     if role not in ROLES:
         path = fields.path("role")
@@ -116,7 +129,7 @@ def _message(fields: Fields) -> Message:
             fields.reject(reasoning, "")
         message = Message(
             role=role,
-            content=normalize_content(_content(fields, ("text",))),
+            content=normalize_content(_content(fields, ("text",), omit=omit)),
             name=name,
             tool_call_id=fields.required_string("tool_call_id") if role == "tool" else None,
         )
@@ -129,7 +142,7 @@ def _assistant(fields: Fields, name: str | None) -> Message:
     fields."""
     fields.reject("audio")
     fields.reject("function_call", instead="use tool_calls")
-    content = _content(fields, ("text", "refusal"))
+    content = _content(fields, ("text", "refusal"), omit=True)
     refusal = fields.string("refusal")
     fields.value("parsed")  # set by the SDK: the value parsed from the content
     reasoning = _read_reasoning(fields)
@@ -151,7 +164,7 @@ def _read_reasoning(fields: Fields) -> str | None:
     return older or newer or None
 
 
-def _content(fields: Fields, allowed: tuple[str, ...]) -> str | None:
+def _content(fields: Fields, allowed: tuple[str, ...], *, omit: bool) -> str | None:
     value = fields.value("content")
     path = fields.path("content")
     if value is None or isinstance(value, str):
@@ -162,12 +175,14 @@ def _content(fields: Fields, allowed: tuple[str, ...]) -> str | None:
             path, f"{path} must be a string or an array of parts, not {quote_value(value)}"
         )
     # Each part becomes a paragraph, as in vLLM and llama.cpp, so that parts do not run together.
-    return "\n".join(_part(part, f"{path}.{n}", allowed) for n, part in enumerate(parts))
+    return "\n".join(_part(part, f"{path}.{n}", allowed, omit=omit) for n, part in enumerate(parts))
 
 
-def _part(value: object, path: str, allowed: tuple[str, ...]) -> str:
+def _part(value: object, path: str, allowed: tuple[str, ...], *, omit: bool) -> str:
     fields = Fields.from_value(value, path)
     type_ = fields.required_string("type")
+    if type_ in _ATTACHMENTS:
+        return read_attachment(_ATTACHMENTS[type_], path, omit=omit)
     if type_ not in allowed:
         raise invalid_request(
             path,

@@ -11,11 +11,12 @@ Format: OpenAI's API reference, `ResponseInputItem`.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import orjson
 
+from app.api.attachments import AttachmentKind, is_new_question, peek, read_attachment
 from app.api.fields import Fields, as_array, invalid_request, quote_value
 from app.api.opaque_reasoning import decode_reasoning
 from app.api.openai.messages import normalize_arguments, normalize_content
@@ -130,9 +131,12 @@ TYPES = (
 )
 _OUTPUT_TYPES = ("function_call_output", "custom_tool_call_output")
 
-# Replaces images in tool outputs. Images in user messages are rejected, but a model may call tools
-# that return images, and an error would then block the conversation.
-_OMITTED_IMAGE = "[image omitted: this model reads text only]"
+_INPUT_PARTS = ("input_text", "input_image", "input_file", "input_audio")
+_ATTACHMENTS: Mapping[str, AttachmentKind] = {
+    "input_image": "image",
+    "input_file": "file",
+    "input_audio": "audio",
+}
 
 ItemLookup = Callable[[str], JsonObject | None]
 """Returns a stored item by its ID, or None if it is not stored."""
@@ -153,16 +157,25 @@ def read_input(fields: Fields, find_item: ItemLookup) -> list[JsonObject]:
         raise invalid_request(
             "input", f"input must be a string or an array of items, not {quote_value(value)}"
         )
+    question = len(items) - 1 if is_new_question([*map(_peek_role, items)]) else None
     return [
-        _item(Fields.from_value(item, f"input.{place}"), find_item)
+        _item(Fields.from_value(item, f"input.{place}"), find_item, omit=place != question)
         for place, item in enumerate(items)
     ]
 
 
-def _item(fields: Fields, resolve: ItemLookup) -> JsonObject:
+def _peek_role(item: object) -> str:
+    """Returns the role of an item that is not yet checked, for `is_new_question`."""
+    if (role := peek(item, "role")) is not None:
+        return str(role)
+    return "tool" if peek(item, "type") in _OUTPUT_TYPES else "assistant"
+
+
+def _item(fields: Fields, resolve: ItemLookup, *, omit: bool) -> JsonObject:
+    """Reads an item. omit: whether its attachments are omitted, rather than rejected."""
     match _type(fields):
         case "message":
-            item = _message(fields)
+            item = _message(fields, omit=omit)
         case "function_call":
             item = _function_call(fields)
         case "custom_tool_call":
@@ -191,15 +204,14 @@ def _type(fields: Fields) -> str:
     return "message" if fields.value("role") is not None else "item_reference"
 
 
-def _message(fields: Fields) -> JsonObject:
+def _message(fields: Fields, *, omit: bool) -> JsonObject:
     role = fields.required_one_of("role", ROLES)
     fields.one_of("phase", ("commentary", "final_answer"))
-    part_types = (
-        ("output_text", "refusal", "input_text") if role == "assistant" else ("input_text",)
-    )
-    parts = _parts(fields, "content", part_types)
+    is_answer = role == "assistant"
+    part_types = ("output_text", "refusal", "input_text") if is_answer else _INPUT_PARTS
+    parts = _parts(fields, "content", part_types, omit=omit)
     if isinstance(parts, str):
-        written = _output_text(parts) if role == "assistant" else _input_text(parts)
+        written = _output_text(parts) if is_answer else _input_text(parts)
         parts = [written]
     return _message_item(role, parts, id_=fields.string("id"), status=_status(fields))
 
@@ -224,7 +236,9 @@ def _output_text(text: str) -> JsonObject:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _parts(fields: Fields, name: str, allowed: tuple[str, ...]) -> str | list[JsonObject]:
+def _parts(
+    fields: Fields, name: str, allowed: tuple[str, ...], *, omit: bool
+) -> str | list[JsonObject]:
     value = fields.value(name)
     path = fields.path(name)
     if value is None or isinstance(value, str):
@@ -234,10 +248,13 @@ def _parts(fields: Fields, name: str, allowed: tuple[str, ...]) -> str | list[Js
         raise invalid_request(
             path, f"{path} must be a string or an array of parts, not {quote_value(value)}"
         )
-    return [_part(Fields.from_value(part, f"{path}.{n}"), allowed) for n, part in enumerate(parts)]
+    return [
+        _part(Fields.from_value(part, f"{path}.{n}"), allowed, omit=omit)
+        for n, part in enumerate(parts)
+    ]
 
 
-def _part(fields: Fields, allowed: tuple[str, ...]) -> JsonObject:
+def _part(fields: Fields, allowed: tuple[str, ...], *, omit: bool) -> JsonObject:
     type_ = fields.required_string("type")
     if type_ not in allowed:
         path = fields.path("type")
@@ -245,9 +262,8 @@ def _part(fields: Fields, allowed: tuple[str, ...]) -> JsonObject:
             path,
             f"{path} is {quote_value(type_)}, which is not supported: use {' or '.join(allowed)}",
         )
-    if type_ == "input_image":
-        fields.items()
-        return _input_text(_OMITTED_IMAGE)
+    if type_ in _ATTACHMENTS:
+        return _input_text(read_attachment(_ATTACHMENTS[type_], fields.path("type"), omit=omit))
     if type_ == "refusal":
         part: JsonObject = {"type": type_, "refusal": fields.required_string("refusal")}
     elif type_ == "output_text":
@@ -303,7 +319,7 @@ def _tool_output(fields: Fields, type_: str) -> JsonObject:
         "type": type_,
         "id": fields.string("id") or new_item_id("fco" if type_ == _OUTPUT_TYPES[0] else "ctco"),
         "call_id": fields.required_string("call_id"),
-        "output": _parts(fields, "output", ("input_text", "input_image")),
+        "output": _parts(fields, "output", _INPUT_PARTS, omit=True),
         "status": _status(fields),
     }
 

@@ -59,7 +59,7 @@ def test_a_compaction_is_its_summary():
         {"text": "no type"},
         {"type": "text"},
         {"type": "tool_result", "content": "x"},
-        {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image"}]},
+        {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "hologram"}]},
         "text",
     ],
 )
