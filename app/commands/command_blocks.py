@@ -27,12 +27,12 @@ def add_serve_arguments(parser: CommandLineParser) -> None:
 def run_serve(arguments: argparse.Namespace) -> int:
     from app.serving.logs import configure_logging, flush_logs
 
-    configuration = _resolve_config(arguments)
-    configure_logging(configuration.settings)
+    settings = _resolve_config(arguments).settings
+    configure_logging(settings)
     from app.server import serve
 
     try:
-        return serve(configuration.settings, configuration.path)
+        return serve(settings)
     finally:
         flush_logs()
 

@@ -1,6 +1,6 @@
 """The registry of the models that requests may use, with their files.
 
-Knows: the models specified at startup, the installed models, their defaults. Must not know: the
+Knows: the models specified at startup, the installed models, their keep-alive. Must not know: the
 state of loaded models, HTTP. All code runs on the event loop, except disk access, which uses
 threads.
 """
@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app import store
-from app.core.errors import AppError, ErrorKind, mark_client_text
-from app.core.model_defaults import ModelDefaults
+from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
 from app.core.model_state import ServedModel
 from app.core.settings import ModelSettings, Settings
@@ -74,11 +73,7 @@ class ModelRegistry:
     def __init__(self, entries: Sequence[RegisteredModel], settings: Settings) -> None:
         """Raises AppError(INVALID) for two models with the same name."""
         self._settings = settings
-        self._defaults = {defaults.name: defaults for defaults in settings.defaults}
-        self._startup_models = {entry.served.name: entry.served for entry in entries}
-        self._named: dict[str, RegisteredModel] = {}
-        for entry in entries:
-            self._named[entry.served.name] = self._with_defaults(entry)
+        self._named: dict[str, RegisteredModel] = {entry.served.name: entry for entry in entries}
         self._installed: dict[str, RegisteredModel] = {}
         self._scanned_at = -math.inf
         self._last_error: str | None = None
@@ -110,55 +105,13 @@ class ModelRegistry:
         return entry
 
     def find_own(self, name: str) -> RegisteredModel | None:
-        """Finds a model by its name, or by an alias of the settings or of its defaults. Ollama's
-        clients may append the default tag ":latest"."""
-        spellings = (name, name.removesuffix(":latest"))
-        for given in spellings:
+        """Finds a model by its own name. Ollama's clients may append the default tag ":latest"."""
+        for given in (name, name.removesuffix(":latest")):
             spelled = self._aliases.get(given, given)
             entry = self._named.get(spelled) or self._installed.get(spelled)
             if entry is not None:
                 return entry
-        for defaults in self._defaults.values():
-            if defaults.alias in spellings:
-                own = self._named.get(defaults.name) or self._installed.get(defaults.name)
-                if own is not None:
-                    return own
         return None
-
-    def get_defaults(self, name: str) -> ModelDefaults:
-        return self._defaults.get(name) or ModelDefaults(name=name)
-
-    def check_alias(self, defaults: ModelDefaults) -> None:
-        """Raises AppError(INVALID) if another model has the alias as its name or alias."""
-        if defaults.alias is None:
-            return
-        taken = self.find_own(defaults.alias)
-        others = {one.alias: one.name for one in self._defaults.values()}
-        owner = others.get(defaults.alias) if taken is None else taken.served.name
-        if owner not in (None, defaults.name):
-            message = f"{mark_client_text(repr(defaults.alias))} is a name of {owner}"
-            raise AppError(ErrorKind.INVALID, f"{message}: choose another alias", param="alias")
-
-    async def set_defaults(
-        self, defaults: ModelDefaults, save: Callable[[ModelDefaults], None] | None
-    ) -> RegisteredModel:
-        """Changes the defaults of a known model and returns its entry. save: stores them; runs on a
-        thread. Raises AppError, before anything is changed, if the files of the model cannot be
-        read any more, and the errors of `save`."""
-        name = defaults.name
-        source = (self._named.get(name) or self._installed[name]).served.source
-        # without the old defaults
-        found = replace(await asyncio.to_thread(_find_files, source), name=name)
-        if save is not None:
-            await asyncio.to_thread(save, defaults)
-        self._defaults.pop(name, None)
-        if not defaults.is_empty:
-            self._defaults[name] = defaults
-        served = self._startup_models.get(name) or self._build_served(name)
-        entry = self._with_defaults(RegisteredModel(served=served, files=found))
-        entries = self._named if name in self._named else self._installed
-        entries[name] = entry
-        return entry
 
     async def discover(self, name: str) -> None:
         """Scans the installed models if no model with that name is known yet."""
@@ -238,8 +191,7 @@ class ModelRegistry:
     ) -> ModelFiles:
         """Reads the files on a thread. If the files are unchanged, the entry is not replaced,
         because other code compares entries and files by identity."""
-        found = replace(await asyncio.to_thread(read, served.source), name=served.name)
-        files = self.get_defaults(served.name).apply(found)
+        files = replace(await asyncio.to_thread(read, served.source), name=served.name)
         for entries in (self._named, self._installed):
             entry = entries.get(served.name)
             if entry is not None and entry.served == served and entry.files != files:
@@ -276,35 +228,16 @@ class ModelRegistry:
         return known if known is not None and known.files == entry.files else entry
 
     def _build_entry(self, name: str, files: ModelFiles) -> RegisteredModel:
-        entry = RegisteredModel(served=self._build_served(name), files=replace(files, name=name))
-        return self._with_defaults(entry)
-
-    def _build_served(self, name: str) -> ServedModel:
-        """Returns an installed model without its defaults."""
         keep_alive = self._settings.keep_alive
-        return ServedModel(
-            name=name,
-            source=name,
-            settings=self._settings.for_model(ModelSettings(name=name)),
-            keep_alive=_DEFAULT_KEEP_ALIVE if keep_alive is None else keep_alive,
-        )
-
-    def _with_defaults(self, entry: RegisteredModel) -> RegisteredModel:
-        defaults = self._defaults.get(entry.served.name)
-        if defaults is None:
-            return entry
         return RegisteredModel(
-            served=_apply_to_served(defaults, entry.served), files=defaults.apply(entry.files)
+            served=ServedModel(
+                name=name,
+                source=name,
+                settings=self._settings.for_model(ModelSettings(name=name)),
+                keep_alive=_DEFAULT_KEEP_ALIVE if keep_alive is None else keep_alive,
+            ),
+            files=replace(files, name=name),
         )
-
-
-def _apply_to_served(defaults: ModelDefaults, served: ServedModel) -> ServedModel:
-    context, keep_alive = defaults.context, defaults.keep_alive
-    return replace(
-        served,
-        settings=served.settings if context is None else replace(served.settings, context=context),
-        keep_alive=served.keep_alive if keep_alive is None else keep_alive,
-    )
 
 
 def _resolve_verified(source: str | None) -> ModelFiles:
