@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 
 from app.api.app import build_app
 from app.commands.pull import resolve_or_download
+from app.config.toml_edit import ConfigFile
 from app.core.errors import AppError, ErrorKind
 from app.core.malloc import limit_malloc_retention
 from app.core.observers import ObservedGenerate
@@ -74,9 +75,10 @@ _KEEP_ALIVE_TIMEOUT = 75
 _LAZY_MODULES = ("anyio._backends._asyncio", "httpcore2")
 
 
-def serve(settings: Settings) -> int:
-    """Runs the server until a stop signal arrives, and returns the exit status. Raises AppError for
-    missing models and for insecure or unusable settings."""
+def serve(settings: Settings, config_path: str | None = None) -> int:
+    """Runs the server until a stop signal arrives, and returns the exit status. config_path: the
+    configuration file, which receives changed defaults of models. Raises AppError for missing
+    models and for insecure or unusable settings."""
     launch = detect_launch(os.environ)
     if launch is not None:
         settings = restrict_to_one_model(settings)
@@ -100,12 +102,13 @@ def serve(settings: Settings) -> int:
     for module in _LAZY_MODULES:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
-    return _RunningServer(settings, entries, keyring, make, others).run()
+    config = None if config_path is None else ConfigFile(config_path)
+    return _RunningServer(settings, entries, keyring, make, others, config).run()
 
 
 class _RunningServer:
     """A server from start to shutdown. make_runner: creates the runner of a model. ranks: the other
-    ranks, if the model is distributed."""
+    ranks, if the model is distributed. config: the configuration file, if any."""
 
     def __init__(
         self,
@@ -114,6 +117,7 @@ class _RunningServer:
         keyring: Keyring,
         make_runner: Callable[[Settings], Runner],
         ranks: "_OtherRanks | None",
+        config: ConfigFile | None,
     ) -> None:
         self._settings = settings
         self._ranks = ranks
@@ -143,6 +147,8 @@ class _RunningServer:
             load_wait=settings.load_wait,
             check_tokenizer=TokenizerChecker(is_builtin).check,
             library=self._library,
+            save_defaults=None if config is None else config.save_defaults,
+            can_reload=ranks is None,
         )
         self._server = self._build_server(keyring, workers, lag)
 

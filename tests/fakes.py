@@ -26,6 +26,7 @@ from app.core.events import (
     Usage,
 )
 from app.core.jobs import Capacity, EngineStats, Ledger
+from app.core.model_defaults import ModelDefaults
 from app.core.model_details import LibraryStep, ModelDetails, ModelRecipe, TensorDetails
 from app.core.model_state import ModelState
 from app.core.ports import ModelCard, ResolvedModel, RunnerStatus
@@ -172,6 +173,7 @@ class FakeGenerate:
     library: "FakeLibrary" = field(default_factory=lambda: FakeLibrary())
     loaded: list[tuple[str, float | None]] = field(default_factory=list[tuple[str, float | None]])
     unloaded: list[str] = field(default_factory=list[str])
+    defaults: dict[str, ModelDefaults] = field(default_factory=dict[str, ModelDefaults])
     tokenized: list[tuple[str, str | None, bool]] = field(
         default_factory=list[tuple[str, str | None, bool]]
     )
@@ -301,6 +303,15 @@ class FakeGenerate:
             raise self.open_error
         self.loaded.append((model.card.id, keep_alive))
         return self.model_state(model)
+
+    def get_defaults(self, model: ResolvedModel) -> ModelDefaults:
+        return self.defaults.get(model.card.id) or ModelDefaults(name=model.card.id)
+
+    async def set_defaults(self, model: ResolvedModel, defaults: ModelDefaults) -> bool:
+        if self.open_error is not None:
+            raise self.open_error
+        self.defaults[model.card.id] = defaults
+        return True
 
     async def unload(self, model: ResolvedModel) -> ModelState:
         if self.open_error is not None:

@@ -23,7 +23,7 @@ def serve_calls(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     """The settings of each call of serve."""
     calls: list[Settings] = []
 
-    def serve(settings: Settings) -> int:
+    def serve(settings: Settings, config_path: str | None) -> int:
         calls.append(settings)
         return 0
 
@@ -215,7 +215,7 @@ def test_a_missing_model_is_one_line_and_status_1(
 def test_an_error_of_serve_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def serve(_: Settings) -> int:
+    def serve(_: Settings, config_path: str | None) -> int:
         raise AppError(ErrorKind.MODEL_FILES, "planted")
 
     monkeypatch.setattr(server, "serve", serve)
@@ -268,7 +268,7 @@ def test_a_command_interrupted_before_a_download_does_not_mention_one(
 ) -> None:
     """The message at Ctrl-C during the start of a server did."""
 
-    def interrupt(_: object) -> int:
+    def interrupt(*_: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(server, "serve", interrupt)

@@ -18,6 +18,7 @@ from app.config.command_line import parse_arguments
 from app.config.options import (
     BACKEND_VARIABLES,
     CONFIG_VARIABLE,
+    DEFAULT_OPTIONS,
     MODEL_OPTIONS,
     MODELS_VARIABLE,
     OPTIONS,
@@ -132,6 +133,8 @@ def test_the_example_file_names_every_key_with_its_default(tmp_path):
     keys = re.sub(r"^#(?=\w+ = |\[\[)", "", read(EXAMPLE), flags=re.MULTILINE)
     document = tomllib.loads(keys)
     [model] = document.pop("models")
+    [defaults] = document.pop("defaults")
+    assert list(defaults) == [option.field for option in DEFAULT_OPTIONS]
     assert list(document) == [option.field for option in OPTIONS]
     assert list(model) == [option.field for option in MODEL_OPTIONS]
     for option in OPTIONS:

@@ -27,12 +27,12 @@ def add_serve_arguments(parser: CommandLineParser) -> None:
 def run_serve(arguments: argparse.Namespace) -> int:
     from app.serving.logs import configure_logging, flush_logs
 
-    settings = _resolve_config(arguments).settings
-    configure_logging(settings)
+    configuration = _resolve_config(arguments)
+    configure_logging(configuration.settings)
     from app.server import serve
 
     try:
-        return serve(settings)
+        return serve(configuration.settings, configuration.path)
     finally:
         flush_logs()
 

@@ -6,13 +6,12 @@ Only the names of the variables that hold keys are known here.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
-from app.config.options import OPTIONS, Option
+from app.config.options import OPTIONS, Option, list_default_values
 from app.config.precedence import ResolvedConfig
 from app.config.toml_file import iter_model_overrides, render_toml
-from app.core.settings import ModelSettings
 from app.http.bind_policy import check_security_settings
 from app.serving.tracing import check_tracing
 
@@ -47,8 +46,12 @@ def build_report(configuration: ResolvedConfig) -> Mapping[str, Any]:
     settings, places = configuration.settings, configuration.sources
     return {
         "models": {
-            "value": [_list_model_overrides(model) for model in settings.models],
+            "value": [_to_json_object(iter_model_overrides(model)) for model in settings.models],
             "from": places["models"],
+        },
+        "defaults": {
+            "value": [_to_json_object(list_default_values(one)) for one in settings.defaults],
+            "from": places["defaults"],
         },
         "settings": {
             option.field: {
@@ -76,6 +79,11 @@ def _build_rows(configuration: ResolvedConfig) -> Iterator[SettingRow]:
     for index, model in enumerate(settings.models):
         for option, value in iter_model_overrides(model):
             yield f"models[{index}].{option.field}", option.format_value(value), places["models"]
+    for index, defaults in enumerate(settings.defaults):
+        for option, value in list_default_values(defaults):
+            # a system prompt may have several lines
+            text = " ".join(option.format_value(value).split())
+            yield f"defaults[{index}].{option.field}", text, places["defaults"]
     for option in OPTIONS:
         yield (
             option.field,
@@ -86,8 +94,8 @@ def _build_rows(configuration: ResolvedConfig) -> Iterator[SettingRow]:
         yield "keys", "set (hidden)", name
 
 
-def _list_model_overrides(model: ModelSettings) -> Mapping[str, Any]:
-    return {option.field: _to_json(option, value) for option, value in iter_model_overrides(model)}
+def _to_json_object(values: Iterable[tuple[Option, Any]]) -> Mapping[str, Any]:
+    return {option.field: _to_json(option, value) for option, value in values}
 
 
 def _to_json(option: Option, value: Any) -> Any:

@@ -8,11 +8,14 @@ singular.
 """
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from app.config import value_types
 from app.config.value_types import ValueType
+from app.core.model_defaults import ModelDefaults
+from app.core.sampling_params import SAMPLING_KNOBS, SamplingKnob
 from app.core.settings import (
     MEBIBYTE,
     ActivationBits,
@@ -102,7 +105,7 @@ def make_option(
     variable: str | None = None,
     is_common: bool = False,
     other_names: str = "",
-    settings_class: type[Settings] | type[ModelSettings] = Settings,
+    settings_class: type[Settings] | type[ModelSettings] | type[ModelDefaults] = Settings,
 ) -> Option:
     [default] = [
         known.default for known in dataclasses.fields(settings_class) if known.name == field
@@ -508,3 +511,63 @@ MODEL_OPTIONS = (
     _make_model_option("memory"),
     _make_model_option("cache"),
 )
+
+
+def _make_default_option(field: str, value_type: ValueType, help: str) -> Option:
+    unset = "the model's own"
+    return make_option(field, value_type, help, unset=unset, settings_class=ModelDefaults)
+
+
+def _make_sampling_option(knob: SamplingKnob) -> Option:
+    if knob.kind is int:
+        value_type = value_types.integer(int(knob.low), int(knob.high))
+    else:
+        value_type = value_types.number(knob.low, knob.high)
+    return Option(
+        field=knob.name,
+        value_type=value_type,
+        default=None,
+        help=knob.doc,
+        unset_label="the model's own",
+        env_var="",
+    )
+
+
+# keys of a [[defaults]] table in a file, in the order of ModelDefaults
+DEFAULT_OPTIONS = (
+    _make_default_option(
+        "name", value_types.text("the name of a model", "MODEL"), "name of the served model"
+    ),
+    _make_default_option(
+        "aliases", value_types.names(), "further model names that clients may use"
+    ),
+    _make_default_option(
+        "system", value_types.prose(), "system prompt of conversations that have none"
+    ),
+    *(_make_model_option(field) for field in ("context", "keep_alive")),
+    _make_default_option(
+        "max_tokens", value_types.count(1, unit="tokens"), "maximum number of output tokens"
+    ),
+    *map(_make_sampling_option, SAMPLING_KNOBS),
+)
+
+
+def list_default_values(defaults: ModelDefaults) -> Sequence[tuple[Option, Any]]:
+    """Returns the options that are set in the defaults of a model, with their values."""
+    values = {**{field: getattr(defaults, field) for field in _DEFAULT_FIELDS}, **defaults.sampling}
+    return [
+        (option, values[option.field])
+        for option in DEFAULT_OPTIONS
+        if values.get(option.field) not in (None, ())
+    ]
+
+
+_DEFAULT_FIELDS = ("name", "aliases", "system", "context", "keep_alive", "max_tokens")
+
+
+def build_defaults(values: Mapping[str, Any]) -> ModelDefaults:
+    """Returns the defaults with these values of `DEFAULT_OPTIONS`; the inverse of
+    `list_default_values`."""
+    own = {field: values[field] for field in _DEFAULT_FIELDS if field in values}
+    sampling = {field: value for field, value in values.items() if field not in own}
+    return ModelDefaults(**own, sampling=sampling)

@@ -22,11 +22,13 @@ DEFAULT_SOURCE = "default"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
     """The settings and their sources. sources: maps each field to a description of its source.
-    secret_variables: the names of the environment variables that contain keys."""
+    secret_variables: the names of the environment variables that contain keys. path: that of the
+    configuration file, if any."""
 
     settings: Settings
     sources: Mapping[str, str]
     secret_variables: tuple[str, ...]
+    path: str | None = None
 
 
 def resolve_config(
@@ -41,14 +43,17 @@ def resolve_config(
     config_path = config_path or environment.get(CONFIG_VARIABLE)
     of_file: SourcedValues = read_toml_file(config_path) if config_path else {}
     found = {**of_file, **of_environment, **flags}
-    fields = (*(option.field for option in OPTIONS), "models")
+    fields = (*(option.field for option in OPTIONS), "models", "defaults")
     places = {name: found[name].source if name in found else DEFAULT_SOURCE for name in fields}
     try:
         settings = Settings(**{name: one.value for name, one in found.items()})
     except AppError as error:
         raise _add_source(error, places) from None
     return ResolvedConfig(
-        settings=settings, sources=places, secret_variables=find_secret_variables(environment)
+        settings=settings,
+        sources=places,
+        secret_variables=find_secret_variables(environment),
+        path=config_path or None,
     )
 
 

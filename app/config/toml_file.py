@@ -8,6 +8,10 @@ Knows: the line of each key. Must not know: the other sources of settings.
     name = "org/name"
     pinned = true
 
+    [[defaults]]                and the defaults of served models
+    name = "org/name"
+    temperature = 0.6
+
 If no model has its own settings, `models = ["org/name", …]` is sufficient.
 """
 
@@ -18,25 +22,33 @@ from typing import Any, cast
 
 from app.config.options import (
     CONFIG_VARIABLE,
+    DEFAULT_OPTIONS,
     MODEL_OPTIONS,
     OPTIONS,
     Option,
+    build_defaults,
     find_option_by_other_name,
+    list_default_values,
 )
 from app.config.sources import SourcedValue, SourcedValues
 from app.config.value_types import InvalidOptionValue
 from app.core.errors import AppError, ErrorKind
+from app.core.model_defaults import ModelDefaults
 from app.core.nearest_name import suggest
 from app.core.settings import ModelSettings, Settings
 
 _OPTIONS_BY_KEY = {option.field: option for option in OPTIONS}
-_MODEL_OPTIONS_BY_KEY = {option.field: option for option in MODEL_OPTIONS}
+_TABLE_OPTIONS = {
+    "models": {option.field: option for option in MODEL_OPTIONS},
+    "defaults": {option.field: option for option in DEFAULT_OPTIONS},
+}
 
 _TABLE_LINE = re.compile(r"\s*\[\[?\s*[\"']?([\w-]+)")
 _KEY_LINE = re.compile(r"\s*[\"']?([\w-]+)[\"']?\s*[=.]")
 
-TomlKey = tuple[int | None, str]
-"""(index of the model, or None at the top level; key, or "" for the table itself)."""
+TomlKey = tuple[str, int | None, str]
+"""(name of the array of tables, or ""; index in it, or None at the top level; key, or "" for the
+table itself)."""
 
 
 def read_toml_file(path: str) -> SourcedValues:
@@ -67,13 +79,13 @@ class _TomlReader:
     def read(self, document: Mapping[str, object]) -> SourcedValues:
         given: dict[str, SourcedValue] = {}
         for key, value in document.items():
-            if key == "models":
-                models = tuple(self._read_models(value))
-                given[key] = SourcedValue(
-                    value=models, source=self._locate(_find_first_model(self._lines))
-                )
+            if key in _TABLE_OPTIONS:
+                make = ModelSettings if key == "models" else _build_defaults
+                tables = tuple(make(**fields) for fields in self._read_tables(key, value))
+                place = self._locate((key, 0, ""), ("", None, key))
+                given[key] = SourcedValue(value=tables, source=place)
             elif key in _OPTIONS_BY_KEY:
-                place = self._locate((None, key))
+                place = self._locate(("", None, key))
                 given[key] = SourcedValue(
                     value=_convert(_OPTIONS_BY_KEY[key].from_toml, value, place, key), source=place
                 )
@@ -81,42 +93,44 @@ class _TomlReader:
                 raise self._unknown_key_error(key, value)
         return given
 
-    def _read_models(self, value: object) -> Iterator[ModelSettings]:
+    def _read_tables(self, array: str, value: object) -> Iterator[Mapping[str, Any]]:
+        """Yields the fields of each table of an array. A string in `models` is a name."""
         if not isinstance(value, list):
-            message = "must be [[models]] tables, or a list of names"
-            raise _config_error(self._locate((None, "models"), (0, "")), message, "models")
+            names = ", or a list of names" if array == "models" else ""
+            place = self._locate(("", None, array), (array, 0, ""))
+            raise _config_error(place, f"must be [[{array}]] tables{names}", array)
         for index, item in enumerate(cast("Sequence[object]", value)):
-            table = {"name": item} if isinstance(item, str) else item
+            table = {"name": item} if isinstance(item, str) and array == "models" else item
             if not isinstance(table, dict) or "name" not in table:
-                place = self._locate((index, ""), (None, "models"))
-                raise _config_error(
-                    place, f"{_model_key(index)} needs a name", _model_key(index, "name")
-                )
-            yield self._read_model(index, cast("Mapping[str, object]", table))
+                place = self._locate((array, index, ""), ("", None, array))
+                at = _table_key(array, index)
+                raise _config_error(place, f"{at} needs a name", _table_key(array, index, "name"))
+            yield self._read_table(array, index, cast("Mapping[str, object]", table))
 
-    def _read_model(self, index: int, table: Mapping[str, object]) -> ModelSettings:
+    def _read_table(self, array: str, index: int, table: Mapping[str, object]) -> Mapping[str, Any]:
         fields: dict[str, Any] = {}
+        known = _TABLE_OPTIONS[array]
         for key, value in table.items():
-            place = self._locate((index, key), (index, ""), (None, "models"))
-            if key not in _MODEL_OPTIONS_BY_KEY:
+            place = self._locate((array, index, key), (array, index, ""), ("", None, array))
+            at = _table_key(array, index, key)
+            if key not in known:
                 raise _config_error(
                     place,
-                    f"{_model_key(index, key)}: unknown key"
+                    f"{at}: unknown key"
                     + (
-                        "; it is a server setting: move it above the first [[models]]"
+                        f"; it is a server setting: move it above the first [[{array}]]"
                         if key in _OPTIONS_BY_KEY
-                        else _suggest(key, _MODEL_OPTIONS_BY_KEY)
+                        else _suggest(key, known)
                     ),
-                    _model_key(index, key),
+                    at,
                 )
             # Option.from_toml is not used: here "default" may be the name of a model, and a missing
             # key already means the default
-            take = _MODEL_OPTIONS_BY_KEY[key].value_type.from_toml
-            fields[key] = _convert(take, value, place, _model_key(index, key))
-        return ModelSettings(**fields)
+            fields[key] = _convert(known[key].value_type.from_toml, value, place, at)
+        return fields
 
     def _unknown_key_error(self, key: str, value: object) -> AppError:
-        place = self._locate((None, key))
+        place = self._locate(("", None, key))
         if isinstance(value, dict) and key not in _OPTIONS_BY_KEY:
             inside = [
                 known for known in cast("Mapping[str, object]", value) if known in _OPTIONS_BY_KEY
@@ -127,7 +141,7 @@ class _TomlReader:
                 else _suggest(key, _OPTIONS_BY_KEY)
             )
             return _config_error(place, f"[{key}]: unknown section{why}", key)
-        near = _suggest(key, [*_OPTIONS_BY_KEY, "models"])
+        near = _suggest(key, [*_OPTIONS_BY_KEY, *_TABLE_OPTIONS])
         return _config_error(place, f"{key}: unknown key{near}", key)
 
     def _locate(self, *keys: TomlKey) -> str:
@@ -156,6 +170,9 @@ def render_toml(settings: Settings, sources: Mapping[str, str]) -> str:
     for model in settings.models:
         lines += ["", f"[[models]]  # {sources['models']}"]
         lines += [line(option, value) for option, value in iter_model_overrides(model)]
+    for defaults in settings.defaults:
+        lines += ["", f"[[defaults]]  # {sources['defaults']}"]
+        lines += [line(option, value) for option, value in list_default_values(defaults)]
     return "\n".join(lines) + "\n"
 
 
@@ -180,21 +197,22 @@ def _find_key_lines(text: str) -> Mapping[TomlKey, int]:
     because one of the lines must be part of a multi-line string."""
     found: dict[TomlKey, int] = {}
     doubtful: set[TomlKey] = set()
-    index, models = None, -1
+    array, index = "", None
+    counts = dict.fromkeys(_TABLE_OPTIONS, -1)
     for number, line in enumerate(text.split("\n"), 1):
         if table := _TABLE_LINE.match(line):
-            if table[1] == "models":
-                models += 1
-                index, key = models, ""
+            if table[1] in counts:
+                counts[table[1]] += 1
+                array, index, key = table[1], counts[table[1]], ""
             else:
-                index, key = None, table[1]
+                array, index, key = "", None, table[1]
         elif assigned := _KEY_LINE.match(line):
             key = assigned[1]
         else:
             continue
-        if (index, key) in found:
-            doubtful.add((index, key))
-        found[index, key] = number
+        if (array, index, key) in found:
+            doubtful.add((array, index, key))
+        found[array, index, key] = number
     return {key: number for key, number in found.items() if key not in doubtful}
 
 
@@ -205,13 +223,12 @@ def _convert(from_toml: Callable[[object], Any], value: object, location: str, k
         raise _config_error(location, f"{key}: {problem}", key) from None
 
 
-def _find_first_model(lines: Mapping[TomlKey, int]) -> TomlKey:
-    """Returns the key of the first model: its table, or the `models` list."""
-    return (0, "") if (0, "") in lines else (None, "models")
+def _build_defaults(**values: Any) -> ModelDefaults:
+    return build_defaults(values)
 
 
-def _model_key(index: int, key: str = "") -> str:
-    return f"models[{index}]" + (f".{key}" if key else "")
+def _table_key(array: str, index: int, key: str = "") -> str:
+    return f"{array}[{index}]" + (f".{key}" if key else "")
 
 
 def _make_printable(path: str) -> str:

@@ -113,6 +113,22 @@ def integer(minimum: int, maximum: int | None = None, unit: str = "") -> ValueTy
     )
 
 
+def number(minimum: float, maximum: float) -> ValueType:
+    def parse(word: str) -> float:
+        given = float(word)
+        if not minimum <= given <= maximum:
+            raise ValueError
+        return given
+
+    return ValueType(
+        description=f"a number from {minimum:g} to {maximum:g}",
+        metavar="X",
+        parse=parse,
+        types=(int, float),
+        to_toml_item=_integral_if_whole,
+    )
+
+
 def count(minimum: int, unit: str = "") -> ValueType:
     """A number of things, which may have a suffix: 8192, 8k (8000), 8K (8192)."""
 
@@ -228,6 +244,17 @@ def text(description: str, metavar: str) -> ValueType:
 
 def names() -> ValueType:
     return replace(text("the name of a model", "NAME"), is_list=True)
+
+
+def prose() -> ValueType:
+    """A text of any number of lines that is not blank."""
+
+    def parse(text: str) -> str:
+        if not text.strip():
+            raise ValueError
+        return text
+
+    return ValueType(description="a text that is not blank", metavar="TEXT", parse=parse)
 
 
 def path() -> ValueType:

@@ -15,7 +15,7 @@ from app.core.model_files import Json, ModelFiles
 from app.core.sampling_params import SAMPLING_KNOBS, SamplingValue
 
 # keys that have no effect in greedy decoding
-_RANDOM_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
+RANDOM_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ def _read_sampling(config: Json) -> Mapping[str, SamplingValue]:
     if not isinstance(do_sample, bool | None):
         raise _InvalidValue("do_sample", do_sample, "true or false")
     if do_sample is False:
-        found = {key: value for key, value in found.items() if key not in _RANDOM_SAMPLING_KEYS}
+        found = {key: value for key, value in found.items() if key not in RANDOM_SAMPLING_KEYS}
         found["temperature"] = 0.0
     return found
 

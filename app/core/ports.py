@@ -12,6 +12,7 @@ from app.core.context_shift import ShiftResult
 from app.core.embeddings import Embeddings, EmbedJob, EmbedRequest
 from app.core.events import Event
 from app.core.jobs import CacheMiss, Capacity, EngineStats, Job, JobUpdate
+from app.core.model_defaults import ModelDefaults
 from app.core.model_details import LibraryStep, ModelDetails, ModelRecipe, TensorDetails
 from app.core.model_files import ModelFiles
 from app.core.model_state import ModelState
@@ -229,6 +230,17 @@ class Models(Protocol):
     async def unload(self, model: ResolvedModel) -> ModelState:
         """Unloads a model after its requests have finished, and returns when its memory has been
         freed. Raises AppError for a pinned model."""
+        ...
+
+    def get_defaults(self, model: ResolvedModel) -> ModelDefaults:
+        """Returns the defaults of a model that an administrator has set."""
+        ...
+
+    async def set_defaults(self, model: ResolvedModel, defaults: ModelDefaults) -> bool:
+        """Replaces the defaults of a model. They apply to all later requests; a model whose context
+        changes is loaded again after its running requests. Returns whether the configuration file
+        contains them, so that they also apply after a restart. Raises AppError if an alias is
+        taken, or if the file cannot be written; the defaults are then unchanged."""
         ...
 
     async def tokenize(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from app.core.errors import AppError, ErrorKind
+from app.core.model_defaults import ModelDefaults
 
 LOOPBACK_ORIGIN_REGEX = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
@@ -83,7 +84,8 @@ class Settings:
     """The settings of a server; immutable.
 
     models: the models to serve; if empty, the built-in model is served. The first model is loaded
-    at startup, unless other models are marked for preloading. installed: whether to serve every
+    at startup, unless other models are marked for preloading. defaults: the defaults of served
+    models, which override the settings. installed: whether to serve every
     model installed on this machine, on demand. pull: whether to download missing models without
     confirmation. runner: whether each model runs in its own process, or a single model runs on a
     thread of the server. keep_alive: the number of seconds that a model stays loaded without
@@ -138,6 +140,7 @@ class Settings:
     """
 
     models: tuple[ModelSettings, ...] = ()
+    defaults: tuple[ModelDefaults, ...] = ()
     installed: bool = False
     pull: bool = False
     runner: RunnerKind = "process"
@@ -200,11 +203,11 @@ class Settings:
     def for_model(self, model: ModelSettings) -> "Settings":
         """Returns the settings of one model. The model's own settings override the settings for all
         models. If there are several models, `memory` is not inherited, because it is the shared
-        budget of all models."""
+        budget of all models. The defaults of models are not included."""
         own = _model_overrides(model)
         if self.multi_model:
             own.setdefault("memory", None)
-        return replace(self, models=(model,), installed=False, **own)
+        return replace(self, models=(model,), defaults=(), installed=False, **own)
 
 
 # settings that exist for all models and for one model
@@ -263,9 +266,10 @@ def _find_model_conflicts(settings: Settings) -> Iterator[tuple[str, str]]:
         if model.memory is not None and model.memory > (settings.memory or math.inf):
             yield "models", f"{name}: its memory exceeds --memory, the budget of all models"
         try:
-            replace(settings, models=(), **_model_overrides(model))
+            replace(settings, models=(), defaults=(), **_model_overrides(model))
         except AppError as error:
             yield "models", f"{name}: {error.message}"
+    yield from _find_duplicate_defaults(settings)
     always = sum(model.preload or model.pinned for model in settings.models)
     if settings.max_loaded is not None and always > settings.max_loaded:
         yield (
@@ -273,3 +277,12 @@ def _find_model_conflicts(settings: Settings) -> Iterator[tuple[str, str]]:
             f"{always} models are pinned or preloaded, but --max-loaded allows only "
             f"{settings.max_loaded} in memory",
         )
+
+
+def _find_duplicate_defaults(settings: Settings) -> Iterator[tuple[str, str]]:
+    names = [one.name for one in settings.defaults]
+    aliases = [alias for one in settings.defaults for alias in one.aliases]
+    for kind, given in (("are for", names), ("have the alias", aliases)):
+        for name in given:
+            if given.count(name) > 1:
+                yield "defaults", f"two of the [[defaults]] {kind} {name!r}: remove one of them"

@@ -33,6 +33,7 @@ _PUBLIC_PREFIX = "/page/"
 _ADMIN_PATHS = frozenset(
     {
         "/metrics",
+        "/v1/models/defaults",
         "/v1/models/load",
         "/v1/models/unload",
         "/api/pull",

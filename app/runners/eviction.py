@@ -48,7 +48,7 @@ class LoadedModel:
     last_used: the time at which a request last started or ended.
     expires_at: the time from which it may be unloaded if it is idle; math.inf if it never expires.
     has_demand: whether a request is waiting for it or it must stay loaded.
-    unload_requested: whether to unload it even if memory is free.
+    unload_requested: whether to unload it even if memory is free, or if it is pinned.
     draining: whether the last plan was draining it.
     """
 
@@ -154,7 +154,11 @@ def plan(
 ) -> Plan:
     """Decides which models to load, drain and unload. `requests` lists the load requests in
     scheduling order."""
-    idle = [t for t in loaded if t.phase == "ready" and t.busy_since is None and not t.pinned]
+    idle = [
+        t
+        for t in loaded
+        if t.phase == "ready" and t.busy_since is None and (t.unload_requested or not t.pinned)
+    ]
     over = [t for t in idle if t.unload_requested or t.expires_at <= now]
     wake = min((t.expires_at for t in idle if t not in over), default=None)
     actions: list[Action] = [Evict(name=t.name) for t in over]

@@ -182,6 +182,17 @@ class ModelPool:
             self._changed.set()
             await asyncio.wait({run_task})
 
+    def reload(self, served: ServedModel) -> None:
+        """Loads a loaded model again with its current settings, after its running requests have
+        finished. Requests that arrive meanwhile wait."""
+        handle = self.get_handle(served)
+        handle.requirement = None
+        if served.name in self._run_tasks:
+            handle.unload_requested = handle.keep_loaded = True
+            if handle.phase == "loading" and not len(handle.leases):
+                self._start_unload(served.name)
+        self._changed.set()
+
     # lifecycle
 
     async def start(self) -> None:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, ErrorKind
 from app.core.events import Event
+from app.core.model_defaults import ModelDefaults
 from app.core.model_details import ModelDetails, TensorDetails
 from app.core.model_state import ModelState
 from app.core.observers import count_choices
@@ -125,6 +126,12 @@ class RequestLimits:
         return await self._await_until(
             lambda: self._models.load(model, keep_alive, admin=admin), None
         )
+
+    def get_defaults(self, model: ResolvedModel) -> ModelDefaults:
+        return self._models.get_defaults(model)
+
+    async def set_defaults(self, model: ResolvedModel, defaults: ModelDefaults) -> bool:
+        return await self._models.set_defaults(model, defaults)
 
     async def unload(self, model: ResolvedModel) -> ModelState:
         return await self._await_until(lambda: self._models.unload(model), None)

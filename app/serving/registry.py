@@ -1,6 +1,6 @@
 """The registry of the models that requests may use, with their files.
 
-Knows: the models specified at startup, the installed models, their keep-alive. Must not know: the
+Knows: the models specified at startup, the installed models, their defaults. Must not know: the
 state of loaded models, HTTP. All code runs on the event loop, except disk access, which uses
 threads.
 """
@@ -10,13 +10,14 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app import store
-from app.core.errors import AppError, ErrorKind
+from app.core.errors import AppError, ErrorKind, mark_client_text
+from app.core.model_defaults import ModelDefaults
 from app.core.model_files import ModelFiles
 from app.core.model_state import ServedModel
 from app.core.settings import ModelSettings, Settings
@@ -73,7 +74,11 @@ class ModelRegistry:
     def __init__(self, entries: Sequence[RegisteredModel], settings: Settings) -> None:
         """Raises AppError(INVALID) for two models with the same name."""
         self._settings = settings
-        self._named: dict[str, RegisteredModel] = {entry.served.name: entry for entry in entries}
+        self._defaults = {defaults.name: defaults for defaults in settings.defaults}
+        self._startup_models = {entry.served.name: entry.served for entry in entries}
+        self._named: dict[str, RegisteredModel] = {}
+        for entry in entries:
+            self._named[entry.served.name] = self._with_defaults(entry)
         self._installed: dict[str, RegisteredModel] = {}
         self._scanned_at = -math.inf
         self._last_error: str | None = None
@@ -82,14 +87,13 @@ class ModelRegistry:
         self._verify_tasks: _Tasks = {}
         self._update_tasks: _Tasks = {}
         names = [name for e in entries for name in (e.served.name, *e.served.aliases)]
+        names += [alias for one in settings.defaults for alias in one.aliases]
         if duplicates := [name for name, count in Counter(names).items() if count > 1]:
             raise AppError(
                 ErrorKind.INVALID,
                 f"two models are named {min(duplicates)!r}: give one of them another alias",
             )
-        self._aliases = {
-            alias: entry.served.name for entry in entries for alias in entry.served.aliases
-        }
+        self._aliases = self._collect_aliases()
 
     def entries(self) -> Iterator[RegisteredModel]:
         """Returns all entries. Models specified at startup come first."""
@@ -107,11 +111,52 @@ class ModelRegistry:
     def find_own(self, name: str) -> RegisteredModel | None:
         """Finds a model by its own name. Ollama's clients may append the default tag ":latest"."""
         for given in (name, name.removesuffix(":latest")):
-            spelled = self._aliases.get(given, given)
-            entry = self._named.get(spelled) or self._installed.get(spelled)
-            if entry is not None:
-                return entry
+            # the model of an alias may have been deleted
+            for spelled in (self._aliases.get(given, given), given):
+                entry = self._named.get(spelled) or self._installed.get(spelled)
+                if entry is not None:
+                    return entry
         return None
+
+    def get_defaults(self, name: str) -> ModelDefaults:
+        return self._defaults.get(name) or ModelDefaults(name=name)
+
+    def check_aliases(self, defaults: ModelDefaults) -> None:
+        """Raises AppError(INVALID) for an alias that is already a name of this or another model."""
+        known = self.get_defaults(defaults.name).aliases
+        for alias in defaults.aliases:
+            if alias in known:
+                continue
+            entry = self.find_own(alias)
+            # an alias of a model that is not installed now is taken, too
+            owner = self._aliases.get(alias) if entry is None else entry.served.name
+            if owner is not None:
+                message = f"{mark_client_text(repr(alias))} is already a name of {owner}"
+                raise AppError(
+                    ErrorKind.INVALID, f"{message}: choose another one", param="defaults.aliases"
+                )
+
+    async def set_defaults(
+        self, defaults: ModelDefaults, save: Callable[[ModelDefaults], None] | None
+    ) -> RegisteredModel:
+        """Changes the defaults of a known model and returns its entry. save: stores them; runs on a
+        thread. Raises AppError, before anything is changed, if the files of the model cannot be
+        read any more, and the errors of `save`."""
+        name = defaults.name
+        source = (self._named.get(name) or self._installed[name]).served.source
+        # without the old defaults
+        found = replace(await asyncio.to_thread(_find_files, source), name=name)
+        if save is not None:
+            await asyncio.to_thread(save, defaults)
+        self._defaults.pop(name, None)
+        if not defaults.is_empty:
+            self._defaults[name] = defaults
+        self._aliases = self._collect_aliases()
+        served = self._startup_models.get(name) or self._build_served(name)
+        entry = self._with_defaults(RegisteredModel(served=served, files=found))
+        entries = self._named if name in self._named else self._installed
+        entries[name] = entry
+        return entry
 
     async def discover(self, name: str) -> None:
         """Scans the installed models if no model with that name is known yet."""
@@ -191,7 +236,8 @@ class ModelRegistry:
     ) -> ModelFiles:
         """Reads the files on a thread. If the files are unchanged, the entry is not replaced,
         because other code compares entries and files by identity."""
-        files = replace(await asyncio.to_thread(read, served.source), name=served.name)
+        found = replace(await asyncio.to_thread(read, served.source), name=served.name)
+        files = self.get_defaults(served.name).apply(found)
         for entries in (self._named, self._installed):
             entry = entries.get(served.name)
             if entry is not None and entry.served == served and entry.files != files:
@@ -228,16 +274,44 @@ class ModelRegistry:
         return known if known is not None and known.files == entry.files else entry
 
     def _build_entry(self, name: str, files: ModelFiles) -> RegisteredModel:
+        entry = RegisteredModel(served=self._build_served(name), files=replace(files, name=name))
+        return self._with_defaults(entry)
+
+    def _build_served(self, name: str) -> ServedModel:
+        """Returns an installed model without its defaults."""
         keep_alive = self._settings.keep_alive
-        return RegisteredModel(
-            served=ServedModel(
-                name=name,
-                source=name,
-                settings=self._settings.for_model(ModelSettings(name=name)),
-                keep_alive=_DEFAULT_KEEP_ALIVE if keep_alive is None else keep_alive,
-            ),
-            files=replace(files, name=name),
+        return ServedModel(
+            name=name,
+            source=name,
+            settings=self._settings.for_model(ModelSettings(name=name)),
+            keep_alive=_DEFAULT_KEEP_ALIVE if keep_alive is None else keep_alive,
         )
+
+    def _collect_aliases(self) -> Mapping[str, str]:
+        """Returns the names of the models by alias."""
+        served = self._startup_models.values()
+        return {
+            **{alias: one.name for one in self._defaults.values() for alias in one.aliases},
+            **{alias: one.name for one in served for alias in one.aliases},
+        }
+
+    def _with_defaults(self, entry: RegisteredModel) -> RegisteredModel:
+        defaults = self._defaults.get(entry.served.name)
+        if defaults is None:
+            return entry
+        return RegisteredModel(
+            served=_apply_to_served(defaults, entry.served), files=defaults.apply(entry.files)
+        )
+
+
+def _apply_to_served(defaults: ModelDefaults, served: ServedModel) -> ServedModel:
+    context, keep_alive = defaults.context, defaults.keep_alive
+    return replace(
+        served,
+        settings=served.settings if context is None else replace(served.settings, context=context),
+        keep_alive=served.keep_alive if keep_alive is None else keep_alive,
+        aliases=(*served.aliases, *defaults.aliases),
+    )
 
 
 def _resolve_verified(source: str | None) -> ModelFiles:

@@ -20,6 +20,7 @@ from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, ErrorKind, redact_paths
 from app.core.events import Event
 from app.core.jobs import EngineStats, Ledger
+from app.core.model_defaults import ModelDefaults
 from app.core.model_details import ModelDetails, TensorDetails
 from app.core.model_files import ModelFiles
 from app.core.model_state import ModelPhase, ModelState, ServedModel
@@ -84,7 +85,8 @@ class ModelRouter:
     preload: the names of the models loaded at startup, which determine the server's health.
     load_wait: the maximum number of seconds that an embedding request waits for its model.
     check_tokenizer: raises AppError if the tokenizer must not be used in this process. library: the
-    models on disk.
+    models on disk. save_defaults: writes the defaults of a model to the configuration file; None
+    without a file. can_reload: whether models can be loaded again.
     """
 
     def __init__(
@@ -97,12 +99,17 @@ class ModelRouter:
         load_wait: float,
         check_tokenizer: Callable[[ModelFiles], Awaitable[None]],
         library: ModelLibrary,
+        save_defaults: Callable[[ModelDefaults], None] | None = None,
+        can_reload: bool = True,
     ) -> None:
         self._registry = registry
         self.library = library
         self._describer = ModelDescriber(workers)
         self._pool = pool
         self._preload_names = preload
+        self._save_defaults = save_defaults
+        self._can_reload = can_reload
+        self._changing_defaults = asyncio.Lock()
         self._workers = workers
         self._load_wait = load_wait
         self._check_tokenizer = check_tokenizer
@@ -287,6 +294,30 @@ class ModelRouter:
         await self._pool.unload(entry.served)
         return self._pool.model_state(entry.served)
 
+    def get_defaults(self, model: ResolvedModel) -> ModelDefaults:
+        return self._registry.get_defaults(_entry_of(model).served.name)
+
+    async def set_defaults(self, model: ResolvedModel, defaults: ModelDefaults) -> bool:
+        name = _entry_of(model).served.name
+        assert defaults.name == name
+        async with self._changing_defaults:
+            before = self._find_entry(name).served
+            if not self._can_reload and defaults.context != self.get_defaults(model).context:
+                message = "the context of a distributed model cannot change while it is loaded"
+                raise AppError(ErrorKind.INVALID, message, param="context")
+            self._registry.check_aliases(defaults)
+            entry = await self._registry.set_defaults(defaults, self._save_defaults)
+            after = entry.served
+            # running requests keep their own one
+            self._drop_generation(after)
+            if after.settings.context != before.settings.context:
+                self._fingerprints.pop(name, None)
+                self._pool.reload(after)
+            if after.keep_alive != before.keep_alive:
+                self._pool.set_keep_alive(after, after.keep_alive, admin=True)
+        log.info("the defaults of %s were changed", name)
+        return self._save_defaults is not None
+
     def _find_entry(self, model: str) -> RegisteredModel:
         entry = self._registry.find(model)
         if entry is None:
@@ -322,8 +353,10 @@ class ModelRouter:
 
     @asynccontextmanager
     async def _lease(self, entry: RegisteredModel) -> AsyncGenerator[ModelLease]:
+        # the settings may have changed since the request was resolved
+        current = self._registry.find_own(entry.served.name) or entry
         try:
-            async with self._pool.lease(entry.served) as lease:
+            async with self._pool.lease(current.served) as lease:
                 yield lease
         finally:
             self._drop_if_unloaded(entry)

@@ -7,8 +7,10 @@ import pytest
 
 from app.core.errors import AppError, ErrorKind
 from tests.fakes import FakeGenerate
+from tests.rows import rows
 
 LOAD, UNLOAD = "/v1/models/load", "/v1/models/unload"
+DEFAULTS = "/v1/models/defaults"
 
 
 def test_a_model_is_loaded_with_its_keep_alive(call: Any, generate: FakeGenerate):
@@ -24,7 +26,7 @@ def test_a_model_is_unloaded(call: Any, generate: FakeGenerate):
     assert generate.unloaded == ["fake/model"]
 
 
-@pytest.mark.parametrize("path", [LOAD, UNLOAD])
+@pytest.mark.parametrize("path", [LOAD, UNLOAD, DEFAULTS])
 @pytest.mark.parametrize(
     ("body", "param"),
     [({}, "model"), ({"model": 5}, "model"), ({"model": "fake/model", "modell": 1}, "modell")],
@@ -39,6 +41,55 @@ def test_a_failed_load_or_unload_returns_the_error(call: Any, generate: FakeGene
     generate.open_error = AppError(ErrorKind.MODEL_FILES, "it broke")
     reply = call("POST", path, {"model": "fake/model"})
     assert (reply.status, reply.error["message"]) == (500, "it broke")
+
+
+def test_defaults_are_read_and_replaced(call: Any, generate: FakeGenerate):
+    given = {
+        "aliases": ["m"],
+        "system": "Be brief.",
+        "context": 512,
+        "keep_alive": "5m",
+        "max_tokens": 9,
+        "temperature": 0.5,
+        "top_k": 3,
+    }
+    body = {"model": "fake/model", "defaults": given}
+    reply = call("POST", DEFAULTS, body)
+    assert reply.json == {
+        "id": "fake/model",
+        "object": "model.defaults",
+        "defaults": {**given, "keep_alive": 300},
+        "saved": True,
+    }
+    assert generate.defaults["fake/model"].sampling == {"temperature": 0.5, "top_k": 3}
+    reply = call("POST", DEFAULTS, {"model": "fake/model"})
+    assert (reply.json["defaults"], reply.json["saved"]) == ({**given, "keep_alive": 300}, None)
+    # what is absent, null or blank is reset
+    body = {"model": "fake/model", "defaults": {"aliases": None, "system": " ", "keep_alive": -1}}
+    assert call("POST", DEFAULTS, body).json["defaults"] == {"keep_alive": -1}
+    assert generate.defaults["fake/model"].keep_alive == math.inf
+
+
+@rows(
+    ("defaults", "param"),
+    [
+        ({"aliases": [""]}, "defaults.aliases"),
+        ({"aliases": ["a\nb"]}, "defaults.aliases"),
+        ({"aliases": ["a", "a"]}, "defaults.aliases"),
+        ({"system": 5}, "defaults.system"),
+        ({"context": 1}, "defaults.context"),
+        ({"temperature": 9}, "defaults.temperature"),
+        ({"top_k": 1.5}, "defaults.top_k"),
+        ({"temprature": 1}, "defaults.temprature"),
+        ([], "defaults"),
+    ],
+)
+def test_an_invalid_default_is_named_and_nothing_changes(
+    call: Any, generate: FakeGenerate, defaults: Any, param: str
+):
+    reply = call("POST", DEFAULTS, {"model": "fake/model", "defaults": defaults})
+    assert (reply.status, reply.error["param"]) == (400, param)
+    assert generate.defaults == {}
 
 
 def test_a_browser_form_cannot_unload_a_model(call: Any, generate: FakeGenerate):

@@ -16,6 +16,11 @@ keep_alive = "forever"
 name = "org/a"
 alias = "a"
 memory = 1.5
+
+[[defaults]]
+name = "a"
+system = "Be\\nbrief."
+temperature = 1
 """
 
 
@@ -96,6 +101,8 @@ def test_the_table_has_each_setting_with_its_value_and_source(
         ("models[0].name", "org/a", "a.toml:4"),
         ("models[0].alias", "a", "a.toml:4"),
         ("models[0].memory", "1.5 GiB", "a.toml:4"),
+        ("defaults[0].system", "Be brief.", "a.toml:9"),
+        ("defaults[0].temperature", "1", "a.toml:9"),
         ("port", "9", "--port"),
         ("log_level", "error", "MLXRUNNER_LOG_LEVEL"),
         ("max_body", "2 MiB", "a.toml:1"),
@@ -115,6 +122,10 @@ def test_the_json_has_values_units_and_sources(
     assert config["models"] == {
         "value": [{"name": "org/a", "alias": "a", "memory": 1.5}],
         "from": "a.toml:4",
+    }
+    assert config["defaults"] == {
+        "value": [{"name": "a", "system": "Be\nbrief.", "temperature": 1}],
+        "from": "a.toml:9",
     }
     assert list(config["settings"]) == [option.field for option in OPTIONS]
     assert config["settings"]["port"] == {"value": 9, "unit": None, "from": "--port"}
@@ -174,4 +185,5 @@ def test_an_error_is_one_line_and_status_1(
 
 def get_values(config: dict[str, dict[str, dict[str, object]]]) -> dict[str, object]:
     settings = {field: one["value"] for field, one in config["settings"].items()}
-    return {**settings, "models": config["models"]["value"]}
+    tables = {name: config[name]["value"] for name in ("models", "defaults")}
+    return {**settings, **tables}

@@ -8,6 +8,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from starlette.applications import Starlette
 from app import store
 from app.api.app import build_app
 from app.commands.server_client import get_json
+from app.config.toml_edit import ConfigFile
 from app.core.jobs import StepOutput
 from app.core.model_files import ModelFiles
 from app.core.settings import ModelSettings, Settings
@@ -69,15 +71,15 @@ def run_thread_server(
 
 @contextlib.contextmanager
 def run_with_settings(
-    settings: Settings, environ: Mapping[str, str] | None = None
+    settings: Settings, environ: Mapping[str, str] | None = None, config: Path | None = None
 ) -> Iterator[ThreadServer]:
-    """Like `run_thread_server`."""
-    app = _build(settings, Keyring.from_settings(settings, dict(environ or {})))
+    """Like `run_thread_server`. config: the configuration file."""
+    app = _build(settings, Keyring.from_settings(settings, dict(environ or {})), config)
     with serve_app(app, lifespan="on") as url:
         yield ThreadServer(url)
 
 
-def _build(settings: Settings, keyring: Keyring) -> Starlette:
+def _build(settings: Settings, keyring: Keyring, config: Path | None) -> Starlette:
     entries = [_find_entry(model, settings) for model in settings.models or (None,)]
     registry = ModelRegistry(entries, settings)
     # without an estimate of the memory, which takes a process
@@ -91,6 +93,7 @@ def _build(settings: Settings, keyring: Keyring) -> Starlette:
         load_wait=settings.load_wait,
         check_tokenizer=_accept_tokenizer,
         library=InstalledModels(registry),
+        save_defaults=None if config is None else ConfigFile(str(config)).save_defaults,
     )
     limits = RequestLimits(router, router, settings)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from app.config.options import (
     CONFIG_VARIABLE,
+    DEFAULT_OPTIONS,
     DEFAULT_WORD,
     ENV_PREFIX,
     MODEL_OPTIONS,
@@ -14,7 +15,9 @@ from app.config.options import (
     SECRET_VARIABLES,
     find_option_by_other_name,
 )
+from app.core.model_defaults import ModelDefaults
 from app.core.nearest_name import suggest
+from app.core.sampling_params import SAMPLING_KNOBS
 from app.core.settings import ModelSettings, Settings
 from tests.config.samples import SAMPLES
 from tests.rows import rows
@@ -22,13 +25,16 @@ from tests.rows import rows
 FIELDS = [field.name for field in dataclasses.fields(Settings)]
 
 
-def test_each_settings_field_except_models_has_one_option():
-    assert sorted([*(option.field for option in OPTIONS), "models"]) == sorted(FIELDS)
+def test_each_settings_field_that_is_no_table_has_one_option():
+    assert sorted([*(option.field for option in OPTIONS), "defaults", "models"]) == sorted(FIELDS)
 
 
 def test_each_model_setting_has_a_key_in_the_file():
     model_fields = [field.name for field in dataclasses.fields(ModelSettings)]
     assert [option.field for option in MODEL_OPTIONS] == model_fields
+    default_fields = [field.name for field in dataclasses.fields(ModelDefaults)]
+    knobs = [knob.name for knob in SAMPLING_KNOBS]
+    assert [option.field for option in DEFAULT_OPTIONS] == [*default_fields[:-1], *knobs]
 
 
 def test_flag_and_variable_names_are_unique():

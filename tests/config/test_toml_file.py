@@ -1,12 +1,14 @@
 """The configuration file: its settings, and the line number of each error."""
 
+import math
 from pathlib import Path
 
 import pytest
 
 from app.config.toml_file import read_toml_file
 from app.core.errors import AppError, ErrorKind
-from app.core.settings import ModelSettings
+from app.core.model_defaults import ModelDefaults
+from app.core.settings import ModelSettings, Settings
 from tests.rows import rows
 
 FULL_FILE = """\
@@ -94,6 +96,40 @@ def test_a_model_may_be_called_default(working_dir: Path):
     Path("a.toml").write_text('models = [{name = "default", alias = "default"}]')
     [model] = read_toml_file("a.toml")["models"].value
     assert model == ModelSettings(name="default", alias="default")
+
+
+def test_defaults_of_models_are_read_and_checked_with_their_line(working_dir: Path):
+    file = working_dir / "a.toml"
+    file.write_text(
+        '[[defaults]]\nname = "a"\nsystem = """\nBe\nbrief."""\ncontext = "8K"\ntop_k = 3\n'
+        '[[defaults]]\nname = "b"\nkeep_alive = "forever"\nmin_p = 0\n'
+    )
+    assert read_toml_file("a.toml")["defaults"].value == (
+        ModelDefaults(name="a", system="Be\nbrief.", context=8192, sampling={"top_k": 3}),
+        ModelDefaults(name="b", keep_alive=math.inf, sampling={"min_p": 0}),
+    )
+    for line, message in {
+        "temperature = 3": "a.toml:3: defaults[0].temperature: must be a number from 0 to 2,",
+        "temprature = 1": "defaults[0].temprature: unknown key; did you mean temperature?",
+        "port = 1": "unknown key; it is a server setting: move it above the first [[defaults]]",
+        "[[defaults]]": "a.toml:3: defaults[1] needs a name",
+    }.items():
+        file.write_text(f'[[defaults]]\nname = "a"\n{line}\n')
+        with pytest.raises(AppError) as caught:
+            read_toml_file("a.toml")
+        assert message in caught.value.message
+    file.write_text("defaults = 5")
+    with pytest.raises(AppError, match=r"must be \[\[defaults\]\] tables"):
+        read_toml_file("a.toml")
+
+
+def test_two_defaults_for_one_model_are_a_conflict():
+    for tables in (
+        (ModelDefaults(name="a"), ModelDefaults(name="a")),
+        (ModelDefaults(name="a", aliases=("x",)), ModelDefaults(name="b", aliases=("x",))),
+    ):
+        with pytest.raises(AppError, match=r"two of the \[\[defaults\]\] "):
+            Settings(defaults=tables)
 
 
 def test_an_empty_file_sets_nothing(working_dir: Path):

@@ -84,6 +84,7 @@ WITHOUT_KEY = {
 WITH_ADMIN = {
     ("GET", "/metrics"),
     ("HEAD", "/metrics"),
+    ("POST", "/v1/models/defaults"),
     ("POST", "/v1/models/load"),
     ("POST", "/v1/models/unload"),
     # whatever changes the disk or uses the network

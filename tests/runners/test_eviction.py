@@ -133,6 +133,15 @@ def test_an_idle_model_is_evicted_before_any_busy_one():
     )
 
 
+def test_a_pinned_model_is_unloaded_only_if_it_is_loaded_again():
+    """Its settings have changed. A busy one drains first."""
+    pinned = loaded_model("a", 40, pinned=True, has_demand=True, unload_requested=True)
+    assert plan(NOW, [], [pinned], limits(100)).actions == (Evict(name="a"),)
+    busy = replace(pinned, busy_since=NOW - 1)
+    decided = plan(NOW, [], [busy], limits(100))
+    assert (decided.actions, decided.draining) == ((), frozenset({"a"}))
+
+
 def test_a_busy_model_drains_and_is_evicted_when_idle():
     busy = loaded_model("a", 9, busy_since=NOW + 1)
     decided = decide(load_request("b", 9), loaded=[busy], under=limits(10))

@@ -97,6 +97,7 @@ ROUTES = {
     "models": Route("GET", "/v1/models/{model}", None, read_id),
     "load": Route("POST", "/v1/models/load", {}, read_id),
     "unload": Route("POST", "/v1/models/unload", {}, read_id),
+    "defaults": Route("POST", "/v1/models/defaults", {"defaults": {"aliases": ["m"]}}, read_id),
 }
 for_each_route = rows("route", ROUTES.values(), ids=list(ROUTES))
 
