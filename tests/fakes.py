@@ -246,6 +246,9 @@ class FakeGenerate:
         assert isinstance(request.prompt, Conversation)
         return list("".join(m.content or "" for m in request.prompt.messages).encode())
 
+    async def render_chat(self, model: ResolvedModel, request: GenerateRequest) -> str:
+        return bytes(await self.tokenize_chat(model, request)).decode()
+
     async def get_token_bytes(self, model: ResolvedModel, ids: Sequence[int]) -> Sequence[bytes]:
         return [bytes([id_]) for id_ in ids]
 

@@ -11,7 +11,7 @@ import base64
 from array import array
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import orjson
 from starlette.routing import Route
@@ -58,9 +58,14 @@ def routes(
 
 
 class EmbedEndpoint:
-    """An ASGI application for the endpoint. It cancels the request when the client disconnects."""
+    """An ASGI application for the endpoint. It cancels the request when the client disconnects.
+    native: whether requests and responses have llama.cpp's own format."""
 
-    def __init__(self, generate: Generate, models: Models, bodies: RequestBodies) -> None:
+    def __init__(
+        self, generate: Generate, models: Models, bodies: RequestBodies, *, native: bool = False
+    ) -> None:
+        self._parse = parse_native_embeddings if native else parse_embeddings
+        self._render = render_native_embeddings if native else render_embeddings
         self._generate = generate
         self._models = models
         self._bodies = bodies
@@ -74,7 +79,7 @@ class EmbedEndpoint:
                 found = await self._generate.embed(request, model)
                 size = sum(map(len, found.vectors))
                 reply = await self._bodies.workers.run(
-                    partial(render_embeddings, parsed, found), size=size
+                    partial(self._render, parsed, found), size=size
                 )
                 await send_json(reply, scope, send)
 
@@ -83,7 +88,7 @@ class EmbedEndpoint:
     async def _parse_body(self, body: Body) -> tuple[ResolvedModel, ParsedEmbedRequest]:
         return await body.read(
             partial(resolve_requested, self._models),
-            lambda content, model: (model, parse_embeddings(content, model.card.id)),
+            lambda content, model: (model, self._parse(content, model.card.id)),
         )
 
 
@@ -124,6 +129,25 @@ def render_embeddings(parsed: ParsedEmbedRequest, embeddings: Embeddings) -> Jso
             "total_tokens": embeddings.prompt_tokens,
         },
     }
+
+
+def parse_native_embeddings(body: object, model: str) -> ParsedEmbedRequest:
+    """Parses the body of llama.cpp's POST /embedding, which may name the input `content`. Raises
+    AppError(INVALID) for an invalid request."""
+    given = cast(JsonObject, body) if isinstance(body, dict) else {}
+    content = given.get("content")
+    if content is None or given.get("input") is not None:
+        return parse_embeddings(cast(object, body), model)
+    rest = {name: value for name, value in given.items() if name != "content"}
+    return parse_embeddings({**rest, "input": content}, model)
+
+
+def render_native_embeddings(parsed: ParsedEmbedRequest, embeddings: Embeddings) -> object:
+    """Builds llama.cpp's response body. Each input has a list of vectors, and with pooling one."""
+    return [
+        {"index": index, "embedding": [_as_floats(vector)]}
+        for index, vector in enumerate(embeddings.vectors)
+    ]
 
 
 def _as_base64(vector: bytes) -> str:

@@ -209,6 +209,13 @@ class Fields:
         self._known.update(self._values)
         return [(name, value) for name, value in self._values.items() if value is not None]
 
+    def without(self, name: str) -> "Fields":
+        """Returns the same object without one field. What is read from either counts as read from
+        both."""
+        rest = Fields({key: value for key, value in self._values.items() if key != name}, self._at)
+        rest._known = self._known
+        return rest
+
     def case_insensitive(self) -> "Fields":
         """Returns the same object with lower-case names. If two names differ only in case, the last
         non-null value is used."""

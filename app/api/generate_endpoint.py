@@ -93,9 +93,11 @@ class StreamEncoder(StreamEnds, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EventStream:
-    """A response format with server-sent events."""
+    """A response format with server-sent events. all_progress: whether each chunk of a prefill is
+    reported, instead of one each PROGRESS_INTERVAL."""
 
     encoder: StreamEncoder
+    all_progress: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,10 +217,11 @@ class GenerateResponder:
                 case JsonBody():
                     batches = _iter_content_events(events, self._load_wait)
                     collected = [event async for batch in batches for event in batch]
-                case EventStream(encoder):
+                case EventStream(encoder, all_progress):
                     keep_alive = self._make_keep_alive(encoder)
+                    interval = -math.inf if all_progress else PROGRESS_INTERVAL
                     await _send_stream(
-                        _encode_events(events, encoder),
+                        _encode_events(events, encoder, interval),
                         encoder,
                         lambda frames: send_event_stream(frames, scope, send, keep_alive),
                         self._first_byte,
@@ -232,7 +235,7 @@ class GenerateResponder:
                                 aclosing(_iter_content_events(events, self._load_wait))
                             )
                         await _send_stream(
-                            _encode_events(events, encoder),
+                            _encode_events(events, encoder, PROGRESS_INTERVAL),
                             encoder,
                             lambda frames: send_json_lines(
                                 frames, scope, send, keep_alive, media_type
@@ -272,9 +275,10 @@ def _estimate_size(events: Sequence[OutputEvent]) -> int:
 
 
 async def _encode_events(
-    events: AsyncIterator[Sequence[Event]], encoder: StreamEncoder
+    events: AsyncIterator[Sequence[Event]], encoder: StreamEncoder, progress_interval: float
 ) -> AsyncGenerator[bytes, None]:
-    """Encodes the events of a response, with periodic progress frames. The frames of a batch are
+    """Encodes the events of a response, with progress frames at least `progress_interval` seconds
+    apart. The frames of a batch are
     sent with one write."""
     now = asyncio.get_running_loop().time
     prefill_at = -math.inf
@@ -285,7 +289,7 @@ async def _encode_events(
                 frames.append(encoder.feed(event))
             elif isinstance(event, ModelLoading):
                 frames.append(encoder.progress(event))
-            elif now() - prefill_at >= PROGRESS_INTERVAL:
+            elif now() - prefill_at >= progress_interval:
                 prefill_at = now()
                 frames.append(encoder.progress(event))
         if written := b"".join(frames):

@@ -14,22 +14,20 @@ probabilities.
 
 from collections.abc import Mapping
 from http import HTTPStatus
+from typing import cast
 
 import orjson
-from starlette.routing import Route
 
 from app.api.fields import INT64, Fields, as_number, invalid_request, quote_value
-from app.api.generate_endpoint import GenerateEndpoint, JsonLines, ParsedRequest, Progress
+from app.api.generate_endpoint import JsonLines, ParsedRequest, Progress
 from app.api.openai.logprobs import render_token_logprobs
 from app.api.openai.sampling import read_knob
 from app.api.openai.structured_outputs import ANY_OBJECT_SCHEMA
 from app.core.errors import AppError
 from app.core.events import Finish, OutputEvent, TextDelta, TokenLogprob
-from app.core.ports import Generate, ModelCard, Models
+from app.core.ports import ModelCard
 from app.core.requests import GenerateRequest, JsonSchema
 from app.core.sampling_params import SAMPLING_KNOBS, SamplingValue
-from app.core.settings import Settings
-from app.http.body import RequestBodies
 from app.http.errors import ERROR_FORMATS
 from app.http.responses import JsonObject
 from app.http.streaming import encode_json_line
@@ -50,23 +48,21 @@ IGNORED_INTEGERS = (
 )
 
 
-def routes(
-    generate: Generate, models: Models, settings: Settings, bodies: RequestBodies
-) -> list[Route]:
-    def prepare(body: object, _caller: str, card: ModelCard) -> ParsedRequest:
-        request = parse(body, card.id)
-        return ParsedRequest(
-            request=request,
-            reply=JsonLines(CompletionLineEncoder(request.top_logprobs is not None)),
-        )
+def is_runner_request(body: object) -> bool:
+    """Returns whether the body of POST /completion is from Ollama's client, which always sends
+    `options`. llama.cpp's clients send options at the top."""
+    if not isinstance(body, dict):
+        return False
+    return any(key.lower() == "options" for key in cast(JsonObject, body)) or "Prompt" in body
 
-    return [
-        Route(
-            "/completion",
-            GenerateEndpoint(prepare, generate, models, settings, bodies),
-            methods=["POST"],
-        ),
-    ]
+
+def prepare_runner_request(body: object, card: ModelCard) -> ParsedRequest:
+    """Parses the body of POST /completion. Raises AppError(INVALID) for an invalid request."""
+    request = parse(body, card.id)
+    return ParsedRequest(
+        request=request,
+        reply=JsonLines(CompletionLineEncoder(request.top_logprobs is not None)),
+    )
 
 
 def parse(body: object, model: str) -> GenerateRequest:

@@ -133,7 +133,7 @@ def parse_tokenize(body: object, model: str) -> TokenizeRequest:
     pieces = fields.boolean("with_pieces") or False
     texts = fields.boolean("return_token_strs") or False
     if given == ["messages"]:
-        request = _read_conversation_request(fields, model)
+        request = read_conversation_request(fields, model)
         parsed = TokenizeRequest(request=request, with_pieces=pieces, return_token_strs=texts)
     else:
         (name,) = given
@@ -202,7 +202,7 @@ def _add_special(fields: Fields, default: bool) -> bool:
     return values[0] if values else default
 
 
-def _read_conversation_request(fields: Fields, model: str) -> GenerateRequest:
+def read_conversation_request(fields: Fields, model: str) -> GenerateRequest:
     """Reads the fields of a chat completion that affect its prompt."""
     fields.reject("add_special_tokens", False)
     fields.reject("continue_final_message", False)

@@ -21,6 +21,7 @@ class TopLogprob:
     text: str
     token_bytes: bytes
     logprob: float
+    token_id: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,7 @@ class TokenLogprob:
     token_bytes: bytes
     logprob: float | None
     top_logprobs: tuple[TopLogprob, ...]
+    token_id: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

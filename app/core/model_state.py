@@ -21,9 +21,9 @@ class ServedModel:
     """A model that clients may request.
 
     name: the name used by clients. aliases: further names that requests may use. source: the
-    argument of `store.find`; None means the built-in model. settings: the model's settings, from `Settings.for_model`. keep_alive: the number of
-    seconds that the model stays loaded without requests; math.inf means forever. pinned: whether
-    the model is never evicted.
+    argument of `store.find`; None means the built-in model. settings: the model's settings, from
+    `Settings.for_model`. keep_alive: the number of seconds that the model stays loaded without
+    requests; math.inf means forever. pinned: whether the model is never evicted.
     """
 
     name: str

@@ -5,12 +5,13 @@ Knows: the types of app.core. Must not know: implementations.
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Self, TypeVar
 
 from app.core.context_shift import ShiftResult
 from app.core.embeddings import Embeddings, EmbedJob, EmbedRequest
 from app.core.events import Event
+from app.core.generation_config import GenerationDefaults
 from app.core.jobs import CacheMiss, Capacity, EngineStats, Job, JobUpdate
 from app.core.model_defaults import ModelDefaults
 from app.core.model_details import LibraryStep, ModelDetails, ModelRecipe, TensorDetails
@@ -152,15 +153,16 @@ class Runner(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
     """The public description of a model. created: the creation time as Unix time. aliases: further
-    names that requests may use. system_fingerprint: a value that changes whenever the output for a
-    given seed may change. It depends on the model's files, the package versions and the
-    settings."""
+    names that requests may use. defaults: the model's own options; empty if its files cannot be
+    read. system_fingerprint: a value that changes whenever the output for a given seed may change.
+    It depends on the model's files, the package versions and the settings."""
 
     id: str
     created: int
     context_length: int
     system_fingerprint: str = "fp_mlxrunner"
     aliases: tuple[str, ...] = ()
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
 
 class ResolvedModel(Protocol):
@@ -253,6 +255,10 @@ class Models(Protocol):
     async def tokenize_chat(self, model: ResolvedModel, request: GenerateRequest) -> Sequence[int]:
         """Returns the prompt tokens of a conversation, even if they exceed the context. The model
         does not have to be loaded. Raises the same errors as `Generate.open`."""
+        ...
+
+    async def render_chat(self, model: ResolvedModel, request: GenerateRequest) -> str:
+        """Returns the text of the prompt of a conversation. Like `tokenize_chat` otherwise."""
         ...
 
     async def get_token_bytes(self, model: ResolvedModel, ids: Sequence[int]) -> Sequence[bytes]:

@@ -33,6 +33,7 @@ from app.serving.prompt_jobs import JobBuilder, PreparedChoice
 from app.serving.running_choice import RunningChoice
 from app.text.chat_template import build_tokenizer_info
 from app.text.output import build_token_logprob
+from app.text.prompt import RenderedPrompt
 
 T = TypeVar("T")
 
@@ -229,12 +230,18 @@ class Generation:
             )
         return ids
 
-    async def tokenize_chat(self, request: GenerateRequest) -> Sequence[int]:
-        written = await self._workers.run_cancellable(
+    async def render_chat(self, request: GenerateRequest) -> str:
+        return (await self._render_chat(request)).text
+
+    async def _render_chat(self, request: GenerateRequest) -> RenderedPrompt:
+        return await self._workers.run_cancellable(
             lambda token: self._job_builder.render_prompt(request, token),
             size=estimate_size(request),
             key=self._fairness_key(request.caller),
         )
+
+    async def tokenize_chat(self, request: GenerateRequest) -> Sequence[int]:
+        written = await self._render_chat(request)
         encode = partial(
             self._encode,
             written.text,

@@ -149,6 +149,11 @@ class RequestLimits:
             lambda: self._models.tokenize_chat(model, request), self._compute_deadline()
         )
 
+    async def render_chat(self, model: ResolvedModel, request: GenerateRequest) -> str:
+        return await self._await_until(
+            lambda: self._models.render_chat(model, request), self._compute_deadline()
+        )
+
     async def get_token_bytes(self, model: ResolvedModel, ids: Sequence[int]) -> Sequence[bytes]:
         return await self._await_until(
             lambda: self._models.get_token_bytes(model, ids), self._compute_deadline()

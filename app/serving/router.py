@@ -19,6 +19,7 @@ from app.core.distributions import get_own_version
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, ErrorKind, redact_paths
 from app.core.events import Event
+from app.core.generation_config import GenerationDefaults, read_generation_defaults
 from app.core.jobs import EngineStats, Ledger
 from app.core.model_defaults import ModelDefaults
 from app.core.model_details import ModelDetails, TensorDetails
@@ -72,6 +73,14 @@ _ENGINE_SETTINGS = (
 class _ResolvedModel:
     entry: RegisteredModel
     card: ModelCard
+
+
+def _read_defaults(files: ModelFiles) -> GenerationDefaults:
+    """Returns the model's own options. A file with an error is reported by the load."""
+    try:
+        return read_generation_defaults(files)
+    except AppError:
+        return GenerationDefaults()
 
 
 def _entry_of(model: ResolvedModel) -> RegisteredModel:
@@ -188,6 +197,11 @@ class ModelRouter:
     async def tokenize_chat(self, model: ResolvedModel, request: GenerateRequest) -> Sequence[int]:
         return await self._with_generation(
             model, lambda generation: generation.tokenize_chat(request)
+        )
+
+    async def render_chat(self, model: ResolvedModel, request: GenerateRequest) -> str:
+        return await self._with_generation(
+            model, lambda generation: generation.render_chat(request)
         )
 
     async def get_token_bytes(self, model: ResolvedModel, ids: Sequence[int]) -> Sequence[bytes]:
@@ -338,6 +352,7 @@ class ModelRouter:
             context_length=context or files.resolve_context_length(settings.context),
             system_fingerprint=self._get_fingerprint(entry),
             aliases=entry.served.aliases,
+            defaults=_read_defaults(files),
         )
 
     def _get_fingerprint(self, entry: RegisteredModel) -> str:

@@ -214,7 +214,7 @@ def test_errors_have_cors_headers(call: Any):
         ("POST", CHAT, {"model": "none", "messages": HI}, 404),
         ("POST", CHAT, {"model": "fake/model", "messages": HI}, 200),
         ("POST", CHAT, {"model": "fake/model", "messages": HI, "stream": True}, 200),
-        ("POST", "/completion", {"prompt": "hi"}, 200),
+        ("POST", "/completion", {"prompt": "hi", "options": {}}, 200),
     ],
 )
 def test_every_response_has_a_request_id(call: Any, method: str, path: str, body: Any, status: int):

@@ -40,7 +40,7 @@ BROKEN = AppError(ErrorKind.ENGINE, "out of memory")
 # Every kind of response: path and body.
 BODY = (CHAT, CHAT_BODY)
 STREAM = (CHAT, {**CHAT_BODY, "stream": True})
-JSONL = (LINES, {"prompt": "hi"})
+JSONL = (LINES, {"prompt": "hi", "options": {}})
 REQUESTS = [BODY, STREAM, JSONL, ("/v1/completions", {"model": "fake/model", "prompt": "x"})]
 
 

@@ -33,7 +33,7 @@ from tests.fakes import (
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 CHAT: Any = {"model": CARD.id, "messages": [{"role": "user", "content": "hi"}]}
-LINES: Any = {"prompt": "hi"}
+LINES: Any = {"prompt": "hi", "options": {}}
 
 
 def parse_exposition(exposition: str) -> Samples:

@@ -273,7 +273,7 @@ def test_an_invalid_field_is_named(body: Any, param: str):
 
 
 def test_every_line_has_every_key_and_the_last_line_has_the_counters(call: Any):
-    reply = call("POST", "/completion", {"prompt": "hi"})
+    reply = call("POST", "/completion", {"prompt": "hi", "options": {}})
     assert reply.headers["content-type"] == "application/jsonl"
     assert [json.loads(line) for line in reply.body.splitlines()] == [
         {**LINE, "Content": "Hel"},
@@ -291,10 +291,12 @@ def test_every_line_has_every_key_and_the_last_line_has_the_counters(call: Any):
 
 def test_done_reason_of_the_token_limit_is_one(call: Any, generate: FakeGenerate):
     generate.script = [text("a"), finish("length")]
-    last = json.loads(call("POST", "/completion", {"prompt": "hi"}).body.splitlines()[-1])
+    last = json.loads(
+        call("POST", "/completion", {"prompt": "hi", "options": {}}).body.splitlines()[-1]
+    )
     assert last["DoneReason"] == 1
 
 
 def test_completion_without_a_model_fails(call: Any, generate: FakeGenerate):
     generate.cards = ()
-    assert call("POST", "/completion", {"prompt": "hi"}).status == 503
+    assert call("POST", "/completion", {"prompt": "hi", "options": {}}).status == 503

@@ -106,8 +106,8 @@ USAGE = {"stream": True, "stream_options": {"include_usage": True}}
             {**PROMPT, **STREAM, "logprobs": 2},
         ),
         ("openai_error.json", HELLO, CHAT, {**HI, "temperature": 3}),
-        ("runner.jsonl", PREFILL, RUNNER, {"prompt": "hi"}),
-        ("runner_broken.jsonl", BROKEN, RUNNER, {"prompt": "hi"}),
+        ("runner.jsonl", PREFILL, RUNNER, {"prompt": "hi", "options": {}}),
+        ("runner_broken.jsonl", BROKEN, RUNNER, {"prompt": "hi", "options": {}}),
     ],
 )
 def test_an_answer_equals_its_transcript(

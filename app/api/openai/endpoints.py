@@ -32,7 +32,8 @@ def routes(
         metadata = _build_metadata("chatcmpl", parsed, card, settings.reasoning_field)
         if parsed.stream:
             return ParsedRequest(
-                request=parsed.request, reply=EventStream(ChatChunkEncoder(metadata))
+                request=parsed.request,
+                reply=EventStream(ChatChunkEncoder(metadata), parsed.return_progress),
             )
         return ParsedRequest(
             request=parsed.request, reply=JsonBody(lambda events: collect_chat(metadata, events))
@@ -43,7 +44,8 @@ def routes(
         metadata = _build_metadata("cmpl", parsed, card, settings.reasoning_field)
         if parsed.stream:
             return ParsedRequest(
-                request=parsed.request, reply=EventStream(CompletionChunkEncoder(metadata))
+                request=parsed.request,
+                reply=EventStream(CompletionChunkEncoder(metadata), parsed.return_progress),
             )
         return ParsedRequest(
             request=parsed.request,
@@ -105,6 +107,7 @@ def _build_metadata(
         echo=request.echo,
         include_usage=parsed.include_usage,
         continuous_usage=parsed.continuous_usage,
+        return_progress=parsed.return_progress,
         tier=parsed.tier,
         reasoning_field=reasoning_field,
     )

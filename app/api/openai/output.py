@@ -7,16 +7,18 @@ Must not know: the format of a choice, the request, except for the fields that a
 """
 
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.api.generate_endpoint import CommentedStream
+from app.api.generate_endpoint import CommentedStream, Progress
 from app.core.errors import AppError
 from app.core.events import (
     Finish,
     OutputEvent,
+    PrefillProgress,
     PromptTokenIds,
     ReasoningDelta,
     TextDelta,
@@ -92,8 +94,8 @@ class UsageTotals:
         computed, sampled = usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens
         return {
             "cache_n": usage.cached_tokens,
-            **_render_rate("prompt", computed, computed, timings.prefill_ns),
-            **_render_rate("predicted", sampled, sampled - self._first_tokens, timings.decode_ns),
+            **render_rate("prompt", computed, computed, timings.prefill_ns),
+            **render_rate("predicted", sampled, sampled - self._first_tokens, timings.decode_ns),
         }
 
 
@@ -107,7 +109,7 @@ def render_usage(usage: Usage) -> JsonObject:
     }
 
 
-def _render_rate(name: str, count: int, steps: int, nanoseconds: int) -> JsonObject:
+def render_rate(name: str, count: int, steps: int, nanoseconds: int) -> JsonObject:
     """Returns the count of tokens and their rate. steps: the number of tokens computed in this
     time. The rate is 0 if there are none or the time is 0, because JSON cannot represent
     infinity."""
@@ -119,6 +121,20 @@ def _render_rate(name: str, count: int, steps: int, nanoseconds: int) -> JsonObj
     }
 
 
+def render_prompt_progress(
+    event: PrefillProgress, cached: dict[int, int], seconds: float
+) -> JsonObject:
+    """Returns llama.cpp's `prompt_progress`. cached: the number of cached tokens of each prompt,
+    which its first event has. seconds: the time since the response began."""
+    first = cached.setdefault(event.prompt_index, event.computed_tokens)
+    return {
+        "total": event.total_tokens,
+        "cache": first,
+        "processed": event.computed_tokens,
+        "time_ms": round(1e3 * seconds),
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionMetadata:
     """Response fields that come from the request and the server.
@@ -127,8 +143,9 @@ class CompletionMetadata:
     choices returned per prompt. best_of: the number of choices generated per prompt. logprobs,
     return_token_ids: whether the request enables them. echo: whether each text begins with its
     prompt. include_usage: whether a stream ends with token counts. continuous_usage: whether each
-    chunk contains the token counts of its choice so far. tier: the service tier, if the request
-    specifies one. reasoning_field: the name of the field for reasoning.
+    chunk contains the token counts of its choice so far. return_progress: whether chunks report the
+    progress of the prefill. tier: the service tier, if the request specifies one. reasoning_field:
+    the name of the field for reasoning.
     """
 
     id: str
@@ -143,6 +160,7 @@ class CompletionMetadata:
     echo: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    return_progress: bool = False
     tier: str | None = None
     reasoning_field: ReasoningField = "reasoning_content"
 
@@ -160,6 +178,8 @@ class ChunkEncoder(CommentedStream):
         self._kind = kind
         self._totals = UsageTotals()
         self._sampled_tokens: Counter[int] = Counter()  # maps choice to number of tokens
+        self._cached_tokens: dict[int, int] = {}  # maps prompt index to number of tokens
+        self._began = time.monotonic()
 
     def delta_choices(self, event: TextDelta | ReasoningDelta | ToolCallDelta) -> list[JsonObject]:
         """Returns the `choices` entries of the chunks for this event."""
@@ -176,6 +196,14 @@ class ChunkEncoder(CommentedStream):
     def extra_fields(self) -> JsonObject:
         """Returns additional top-level fields of the next chunk."""
         return {}
+
+    def progress(self, event: Progress) -> bytes:
+        if not self.metadata.return_progress or not isinstance(event, PrefillProgress):
+            return super().progress(event)
+        progress = render_prompt_progress(
+            event, self._cached_tokens, time.monotonic() - self._began
+        )
+        return self._encode_chunk([], {"prompt_progress": progress})
 
     def feed(self, event: OutputEvent) -> bytes:
         match event:

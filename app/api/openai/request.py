@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from app.api.fields import Fields, as_array, as_token_ids, invalid_request, quote_value
+from app.api.fields import INT32_MAX, Fields, as_array, as_token_ids, invalid_request, quote_value
 from app.api.openai.messages import read_conversation
 from app.api.openai.reasoning import read_thinking
 from app.api.openai.sampling import (
@@ -105,7 +105,8 @@ class ParsedCompletionRequest:
     the number of choices generated, of which the most likely are returned. logprobs,
     return_token_ids: whether to include them in the response. include_usage: whether to end the
     stream with a chunk of token counts. continuous_usage: whether to add the token counts so far to
-    every chunk with a choice. tier: the service tier to return; None omits it.
+    every chunk with a choice. return_progress: whether chunks report the progress of the prefill.
+    tier: the service tier to return; None omits it.
     """
 
     request: GenerateRequest
@@ -116,6 +117,7 @@ class ParsedCompletionRequest:
     return_token_ids: bool
     num_prompts: int
     n: int
+    return_progress: bool = False
     tier: str | None = None
 
 
@@ -126,8 +128,7 @@ def parse_chat(body: object, model: str) -> ParsedCompletionRequest:
     check_model(fields)
     conversation = read_continuation(fields, read_conversation(fields))
     newer = fields.integer("max_completion_tokens", 1)
-    # -1 means unset in LM Studio's and llama.cpp's clients
-    older = None if fields.value("max_tokens") == -1 else fields.integer("max_tokens", 1)
+    older = _read_max_tokens(fields, 1)
     tool_options = read_tool_options(fields)
     grammar = read_grammar(fields)
     thinking = read_thinking(fields)
@@ -193,12 +194,12 @@ def parse_completion(body: object, model: str) -> ParsedCompletionRequest:
     prompt = read_prompt(fields)
     echo = fields.boolean("echo") or False
     # zero tokens are useful with echo, which returns the prompt
-    max_tokens = fields.integer("max_tokens", 0 if echo else 1)
+    max_tokens = _read_max_tokens(fields, 0 if echo else 1, DEFAULT_COMPLETION_MAX_TOKENS)
     grammar = read_grammar(fields)
     request = GenerateRequest(
         model=model,
         prompt=prompt,
-        max_tokens=DEFAULT_COMPLETION_MAX_TOKENS if max_tokens is None else max_tokens,
+        max_tokens=max_tokens,
         n=read_n(fields, prompt),
         top_logprobs=fields.integer("logprobs", 0, MAX_LOGPROBS),
         grammar=grammar,
@@ -221,6 +222,17 @@ def _reject_chat_fields(fields: Fields) -> None:
         fields.reject(name, instead="use POST /v1/chat/completions")
 
 
+def _read_max_tokens(fields: Fields, low: int, default: int | None = None) -> int | None:
+    """Reads `max_tokens`, or llama.cpp's name for it. -1 means no limit but the context in the
+    clients of llama.cpp and LM Studio."""
+    limits = [
+        None if value == -1 else fields.integer(name, low)
+        for name in ("max_tokens", "n_predict")
+        if (value := fields.value(name)) is not None
+    ]
+    return limits[0] if limits else default
+
+
 def _parse_common(
     fields: Fields, request: GenerateRequest, *, constrained: bool
 ) -> ParsedCompletionRequest:
@@ -235,6 +247,7 @@ def _parse_common(
         stop_conditions.apply(request),
         sampling=read_sampling(fields),
         cache_prompt=fields.boolean("cache_prompt") is not False,
+        num_keep=fields.integer("n_keep", -1, INT32_MAX),
         # continuous usage is computed from token IDs
         return_token_ids=ids or options.continuous_usage,
         keep_alive=read_keep_alive(fields),
@@ -248,6 +261,7 @@ def _parse_common(
         return_token_ids=ids,
         num_prompts=count_prompts(request.prompt),
         n=request.n,
+        return_progress=fields.boolean("return_progress") or False,
     )
 
 

@@ -201,6 +201,9 @@ def _read_bad_words(fields: Fields) -> tuple[str, ...]:
 
 
 def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...] | None:
+    # clients of llama.cpp send an empty array for none
+    if fields.value("logit_bias") == []:
+        return None
     biases = fields.nested("logit_bias")
     if biases is None:
         return None

@@ -1,8 +1,9 @@
 """Constraints on the output format: converts OpenAI's `response_format` and vLLM's fields to a
 grammar.
 
-Knows: all field names for a constraint, the rule that a request may contain only one. Must not
-know: the supported schemas, regular expressions and grammars, which the grammar compiler checks.
+Knows: all field names for a constraint, also llama.cpp's, the rule that a request may contain only
+one. Must not know: the supported schemas, regular expressions and grammars, which the grammar
+compiler checks.
 
 vLLM has two forms: `guided_…` fields, and the object `structured_outputs` that replaced them
 (docs.vllm.ai, "Structured Outputs").
@@ -38,15 +39,19 @@ def read_grammar(fields: Fields) -> Grammar | None:
         ("response_format", _response_format(fields)),
         *((f"guided_{kind}", _read_kind(fields, kind, f"guided_{kind}")) for kind in GRAMMAR_KINDS),
         ("structured_outputs", _structured_outputs(fields)),
+        ("json_schema", _json(fields, "json_schema")),
+        ("grammar", _gbnf(fields)),
     ]
     given = [(name, grammar) for name, grammar in candidates if grammar is not None]
     return _require_single(given)
 
 
-def read_schema(fields: Fields) -> JsonSchema:
+def read_schema(fields: Fields, *, named: bool = True) -> JsonSchema:
     """Reads OpenAI's named schema. `name` and `description` have no effect, and every schema is
-    strict."""
-    fields.required_string("name")
+    strict. named: whether a name is required, as in OpenAI's API, but not in llama.cpp."""
+    if named:
+        fields.required("name")
+    fields.string("name")
     fields.string("description")
     fields.boolean("strict")
     at = fields.path("schema")
@@ -79,7 +84,7 @@ def _response_format(fields: Fields) -> Grammar | None:
     if kind == "json_schema":
         path = response_format.path("json_schema")
         described = Fields.from_value(response_format.required("json_schema"), path)
-        grammar = read_schema(described)
+        grammar = read_schema(described, named=False)
         described.check_unknown()
     else:
         response_format.reject("json_schema")
@@ -142,6 +147,12 @@ def _json(fields: Fields, name: str) -> JsonSchema | None:
         except orjson.JSONDecodeError:
             raise invalid_request(at, f"{at} is not valid JSON: {quote_value(value)}") from None
     return build_json_schema(as_mapping(value, at), at)
+
+
+def _gbnf(fields: Fields) -> LarkGrammar | None:
+    """Reads llama.cpp's `grammar`. Clients send an empty one for none."""
+    text = fields.string("grammar")
+    return LarkGrammar(text=text, param=fields.path("grammar")) if text else None
 
 
 def _choice(fields: Fields, name: str) -> ChoiceGrammar | None:

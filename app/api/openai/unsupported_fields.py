@@ -29,7 +29,6 @@ _GENERATION: Mapping[str, tuple[object, ...]] = {
     "return_tokens": (False,),
     "return_full_text": (False,),
     "decoder_input_details": (False,),
-    "return_progress": (False,),
     "n_probs": (0,),
     "post_sampling_probs": (False,),
     # the prompt
@@ -49,6 +48,7 @@ _GENERATION: Mapping[str, tuple[object, ...]] = {
     "watermarking": (False,),
     "do_sample": (True,),
     "typical_p": (1,),
+    "typ_p": (1,),
     "top_a": (0,),
     "tfs": (1,),
     "tfs_z": (1,),
@@ -65,7 +65,6 @@ _GENERATION: Mapping[str, tuple[object, ...]] = {
     "encoder_repetition_penalty": (1,),
     "no_repeat_ngram_size": (0,),
     "penalty_alpha": (0,),
-    "grammar": ("",),
     "grammar_string": ("",),
 }
 
@@ -77,7 +76,6 @@ _BY_ENDPOINT: Mapping[Endpoint, Mapping[str, tuple[object, ...]]] = {
         "documents": ([],),
         "echo": (False,),
         "include_reasoning": (True,),
-        "n_predict": (-1,),
         "parse_tool_calls": (True,),
         "reasoning_format": ("auto", "deepseek"),
         "return_prompt_text": (False,),
@@ -85,7 +83,7 @@ _BY_ENDPOINT: Mapping[Endpoint, Mapping[str, tuple[object, ...]]] = {
         "stream_reasoning": (True,),
     },
     "completions": {"add_special_tokens": (True,)},
-    "responses": {"n_predict": (-1,)},
+    "responses": {"grammar": ("",), "n_predict": (-1,), "return_progress": (False,)},
     "embeddings": {
         "add_special_tokens": (True,),
         "embd_normalize": (2,),

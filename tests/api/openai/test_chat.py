@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from app.api.openai.output import CompletionMetadata
 from app.core.events import (
     Finish,
     OutputEvent,
+    PrefillProgress,
     PromptTokenIds,
     ReasoningDelta,
     TextDelta,
@@ -282,3 +284,16 @@ def test_streamed_equals_collected(count: int, data: st.DataObject):
     counters = {name for name in body if name.endswith(("count", "duration"))}
     assert {name: payloads[-1][name] for name in counters} == {n: body[n] for n in counters}
     assert all("timings" not in payload for payload in payloads[:-1])
+
+
+def test_progress_is_streamed_in_llama_cpps_format():
+    encoder = ChatChunkEncoder(replace(HEAD, return_progress=True))
+    frames = [
+        encoder.progress(PrefillProgress(computed_tokens=done, total_tokens=9)) for done in (4, 9)
+    ]
+    reports = [orjson.loads(frame.removeprefix(b"data: ")) for frame in frames]
+    assert [report["choices"] for report in reports] == [[], []]
+    progress = [report["prompt_progress"] for report in reports]
+    assert [(p["total"], p["cache"], p["processed"]) for p in progress] == [(9, 4, 4), (9, 4, 9)]
+    comment = ChatChunkEncoder(HEAD).progress(PrefillProgress(computed_tokens=4, total_tokens=9))
+    assert comment.startswith(b": ")

@@ -7,7 +7,12 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from app.api.openai.request import ParsedCompletionRequest, parse_chat, parse_completion
+from app.api.openai.request import (
+    DEFAULT_COMPLETION_MAX_TOKENS,
+    ParsedCompletionRequest,
+    parse_chat,
+    parse_completion,
+)
 from app.core.errors import AppError, ErrorKind
 from app.core.requests import (
     Conversation,
@@ -425,3 +430,13 @@ def test_fields_of_a_returned_message_that_change_nothing_are_accepted():
 @pytest.mark.parametrize("name", ["keep_alive", "ttl"])
 def test_ttl_is_keep_alive(name: str):
     assert chat(**{name: 300}).request.keep_alive == 300
+
+
+def test_n_predict_is_llama_cpps_name_of_max_tokens():
+    assert chat(n_predict=5).request.max_tokens == 5
+    assert chat(n_predict=5, max_tokens=7).request.max_tokens == 7
+    assert chat(n_predict=-1).request.max_tokens is None
+    assert completion().request.max_tokens == DEFAULT_COMPLETION_MAX_TOKENS
+    assert completion(n_predict=5).request.max_tokens == 5
+    assert completion(max_tokens=-1).request.max_tokens is None
+    assert completion(n_keep=-1).request.num_keep == -1

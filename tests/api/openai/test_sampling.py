@@ -146,7 +146,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["a", None]}, "stop"),
     ({"stop": ["a"] * 17}, "stop"),
     ({"stop": {}}, "stop"),
-    ({"logit_bias": []}, "logit_bias"),
+    ({"logit_bias": [5]}, "logit_bias"),
     ({"logit_bias": {"abc": 1}}, "logit_bias.abc"),
     ({"logit_bias": {"-1": 1}}, "logit_bias.-1"),
     ({"logit_bias": {"07": 1}}, "logit_bias.07"),

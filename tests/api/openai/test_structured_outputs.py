@@ -93,6 +93,20 @@ def test_structured_outputs_may_allow_any_object():
     )
 
 
+def test_the_fields_of_llama_cpp_are_constraints():
+    at = {"schema": {"const": "42"}}
+    assert read(response_format={"type": "json_object", **at}) == JsonSchema(
+        text='{"const":"42"}', param="response_format.schema"
+    )
+    assert read(response_format={"type": "json_schema", "json_schema": at}) == JsonSchema(
+        text='{"const":"42"}', param="response_format.json_schema.schema"
+    )
+    assert read(json_schema={"const": 1}) == JsonSchema(text='{"const":1}', param="json_schema")
+    grammar = 'root ::= "a"'
+    assert read(grammar=grammar) == LarkGrammar(text=grammar, param="grammar")
+    assert read(grammar="") is None
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"response_format": "text"}, "response_format"),
     ({"response_format": {}}, "response_format.type"),
@@ -101,7 +115,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "text", "json_schema": {}}}, "response_format.json_schema"),
     ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-    (named_schema(), "response_format.json_schema.name"),
+    (named_schema(), "response_format.json_schema.schema"),
+    (named_schema(name=5, schema={}), "response_format.json_schema.name"),
+    ({"response_format": {"type": "json_object", "schema": 5}}, "response_format.schema"),
+    ({"grammar": 5}, "grammar"),
+    ({"grammar": "root ::= x", "json_schema": {}}, "grammar"),
     (named_schema(name="x"), "response_format.json_schema.schema"),
     (named_schema(name="x", schema=[]), "response_format.json_schema.schema"),
     (named_schema(name="x", schema=True), "response_format.json_schema.schema"),

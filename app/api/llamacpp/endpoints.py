@@ -1,0 +1,248 @@
+"""llama.cpp's dialect: the endpoints of its server that OpenAI's API does not have.
+
+Knows: the path of each endpoint, llama.cpp's description of a server and its slots. Must not know:
+request parsing (app/api/llamacpp/request.py), response formats (output.py in the same folder),
+generation.
+
+`/completion` also serves Ollama's runner. Its requests have all options in `options`, which
+llama.cpp's never have.
+
+Wire format: tools/server/README.md of llama.cpp of 2026-08.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from app.api.embeddings import EmbedEndpoint
+from app.api.fields import Fields, invalid_request
+from app.api.generate_endpoint import (
+    EventStream,
+    GenerateResponder,
+    JsonBody,
+    ParsedRequest,
+    resolve_requested,
+)
+from app.api.llamacpp.output import NativeChunkEncoder, NativeFormat, collect_native
+from app.api.llamacpp.request import (
+    NativeRequest,
+    PromptParts,
+    build_settings,
+    parse_completion,
+    parse_infill,
+)
+from app.api.ollama_runner import is_runner_request, prepare_runner_request
+from app.api.openai.request import parse_chat
+from app.api.tokenization import read_conversation_request
+from app.core.distributions import get_own_version
+from app.core.model_state import ModelState
+from app.core.ports import Generate, ModelCard, Models, ResolvedModel
+from app.core.requests import GenerateRequest, PromptBatch
+from app.core.settings import Settings
+from app.http.auth import get_caller, is_admin
+from app.http.body import MAX_CHAT_VALUES, RequestBodies
+from app.http.responses import JsonObject, json_response
+from app.http.streaming import cancel_on_disconnect
+
+
+def routes(
+    generate: Generate, models: Models, settings: Settings, bodies: RequestBodies
+) -> list[Route]:
+    responder = GenerateResponder(generate, settings, bodies)
+    complete = _NativeEndpoint(_parse_any_completion, models, responder, bodies)
+    infill = _NativeEndpoint(parse_infill, models, responder, bodies)
+    embed = EmbedEndpoint(generate, models, bodies, native=True)
+    api = _ServerApi(models, settings, bodies)
+    return [
+        Route("/completion", complete, methods=["POST"]),
+        Route("/completions", complete, methods=["POST"]),
+        Route("/infill", infill, methods=["POST"]),
+        Route("/embedding", embed, methods=["POST"]),
+        Route("/embeddings", embed, methods=["POST"]),
+        Route("/apply-template", api.apply_template, methods=["POST"]),
+        Route("/v1/chat/completions/input_tokens", api.count_tokens, methods=["POST"]),
+        Route("/props", api.get_props, methods=["GET"]),
+        Route("/slots", api.list_slots, methods=["GET"]),
+    ]
+
+
+def _parse_any_completion(body: object, card: ModelCard) -> NativeRequest | ParsedRequest:
+    """Parses a native completion, or a completion of Ollama's runner."""
+    if is_runner_request(body):
+        return prepare_runner_request(body, card)
+    return parse_completion(body, card)
+
+
+class _NativeEndpoint:
+    """An ASGI application for one POST route that generates text."""
+
+    def __init__(
+        self,
+        parse: Callable[[object, ModelCard], NativeRequest | ParsedRequest],
+        models: Models,
+        responder: GenerateResponder,
+        bodies: RequestBodies,
+    ) -> None:
+        self._parse = parse
+        self._models = models
+        self._responder = responder
+        self._bodies = bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._bodies.receive_json(scope, receive) as body:
+
+            async def exchange(send: Send) -> None:
+                model, parsed = await body.read(
+                    partial(resolve_requested, self._models),
+                    lambda content, model: (model, self._parse(content, model.card)),
+                )
+                if isinstance(parsed, NativeRequest):
+                    parsed = await self._prepare(model, parsed)
+                await self._responder.respond(model, parsed, scope, send)
+
+            await cancel_on_disconnect(receive, send, exchange)
+
+    async def _prepare(self, model: ResolvedModel, parsed: NativeRequest) -> ParsedRequest:
+        """Tokenizes the texts of a request, because a prompt may mix texts and token IDs, and the
+        response contains it with its special tokens."""
+        request, shown = parsed.request, [str(parsed.request.prompt)]
+        if not request.prompt:
+            prompts = [await self._tokenize(model, parts) for parts in parsed.prompts]
+            shown = [await self._models.detokenize(model, ids) for ids in prompts]
+            prompt = PromptBatch(prompts=tuple(prompts)) if len(prompts) > 1 else prompts[0]
+            request = replace(request, prompt=prompt)
+        settings = parsed.settings
+        if parsed.text_biases:
+            biases = await self._read_biases(model, parsed)
+            request = replace(request, sampling={**request.sampling, "logit_bias": biases})
+            settings = {**build_settings(model.card, request), "stream": parsed.stream}
+        format = NativeFormat(
+            model=model.card.id,
+            prompts=shown,
+            settings=settings,
+            max_context=model.card.context_length,
+            is_list=parsed.is_list,
+            return_tokens=parsed.return_tokens,
+            response_fields=parsed.response_fields,
+            timings_per_token=parsed.timings_per_token,
+            return_progress=parsed.return_progress,
+        )
+        reply = (
+            EventStream(NativeChunkEncoder(format), all_progress=parsed.return_progress)
+            if parsed.stream
+            else JsonBody(partial(collect_native, format))
+        )
+        return ParsedRequest(request=request, reply=reply, notice=parsed.notice)
+
+    async def _tokenize(self, model: ResolvedModel, parts: PromptParts) -> tuple[int, ...]:
+        """Only a text at the start gets the special tokens of a prompt."""
+        ids: list[int] = []
+        for place, part in enumerate(parts):
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                ids += await self._models.tokenize(model, part, add_special_tokens=place == 0)
+        if not ids:
+            raise invalid_request("prompt", "the prompt has no tokens")
+        return tuple(ids)
+
+    async def _read_biases(
+        self, model: ResolvedModel, parsed: NativeRequest
+    ) -> tuple[tuple[int, float], ...]:
+        biases: dict[int, float] = dict(cast("Any", parsed.request.sampling.get("logit_bias", ())))
+        for text, bias in parsed.text_biases:
+            ids = await self._models.tokenize(model, text, add_special_tokens=False)
+            biases |= dict.fromkeys(ids, bias)
+        return tuple(biases.items())
+
+
+class _ServerApi:
+    """Endpoints that describe the server or a prompt."""
+
+    def __init__(self, models: Models, settings: Settings, bodies: RequestBodies) -> None:
+        self._models = models
+        self._settings = settings
+        self._bodies = bodies
+
+    async def apply_template(self, request: Request) -> Response:
+        model, parsed = await self._read_chat(request, _read_template_request)
+        return json_response({"prompt": await self._models.render_chat(model, parsed)})
+
+    async def count_tokens(self, request: Request) -> Response:
+        model, parsed = await self._read_chat(
+            request, lambda body, name: parse_chat(body, name).request
+        )
+        ids = await self._models.tokenize_chat(model, parsed)
+        return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
+
+    async def _read_chat(
+        self, request: Request, parse: Callable[[object, str], GenerateRequest]
+    ) -> tuple[ResolvedModel, GenerateRequest]:
+        scope = request.scope
+        async with self._bodies.receive_json(scope, request.receive, MAX_CHAT_VALUES) as body:
+            model, parsed = await body.read(
+                partial(resolve_requested, self._models),
+                lambda content, model: (model, parse(content, model.card.id)),
+            )
+        return model, replace(parsed, caller=get_caller(scope), admin=is_admin(scope))
+
+    async def get_props(self, request: Request) -> Response:
+        model = await self._find_model(request)
+        state = self._models.model_state(model)
+        info = await self._models.get_tokenizer_info(model)
+        return json_response(
+            {
+                "default_generation_settings": {
+                    **_render_slot(0, model.card, is_processing=False),
+                    "params": build_settings(model.card),
+                },
+                "total_slots": self._count_slots(state),
+                "model_alias": model.card.id,
+                "model_path": model.card.id,
+                "modalities": {"vision": False, "audio": False},
+                "chat_template": info.get("chat_template") or "",
+                "bos_token": info.get("bos_token") or "",
+                "eos_token": info.get("eos_token") or "",
+                "build_info": f"mlxrunner {get_own_version()}",
+                "is_sleeping": state.phase == "unloaded",
+            }
+        )
+
+    async def list_slots(self, request: Request) -> Response:
+        """Slots are not numbered here: the first ones are reported as those that run."""
+        model = await self._find_model(request)
+        state = self._models.model_state(model)
+        slots = range(self._count_slots(state))
+        running = state.stats.running
+        return json_response(
+            [_render_slot(slot, model.card, is_processing=slot < running) for slot in slots]
+        )
+
+    async def _find_model(self, request: Request) -> ResolvedModel:
+        return await resolve_requested(self._models, request.query_params.get("model"))
+
+    def _count_slots(self, state: ModelState) -> int:
+        return state.parallel or self._settings.parallel or 1
+
+
+def _render_slot(slot: int, card: ModelCard, *, is_processing: bool) -> JsonObject:
+    return {
+        "id": slot,
+        "n_ctx": card.context_length,
+        "speculative": False,
+        "is_processing": is_processing,
+    }
+
+
+def _read_template_request(body: object, model: str) -> GenerateRequest:
+    fields = Fields.from_value(body)
+    fields.string("model")
+    parsed = read_conversation_request(fields, model)
+    fields.check_unknown()
+    return parsed
