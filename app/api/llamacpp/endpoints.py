@@ -210,7 +210,7 @@ class _ServerApi:
                 "bos_token": info.get("bos_token") or "",
                 "eos_token": info.get("eos_token") or "",
                 "build_info": f"mlxrunner {get_own_version()}",
-                "is_sleeping": state.phase == "unloaded",
+                "is_sleeping": state.phase in ("unloaded", "unloading"),
             }
         )
 

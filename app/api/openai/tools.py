@@ -46,7 +46,7 @@ def read_tool_options(fields: Fields) -> ToolOptions:
     """Reads the tools of a chat completion request, in which each function is a nested object."""
     given = fields.array("tools")
     choice, parallel = fields.value("tool_choice"), fields.boolean("parallel_tool_calls")
-    if given is None:
+    if not given:  # clients without tools send an empty array
         reject_tool_options(choice, parallel)
         return ToolOptions()
     tools = read_tools(given, _nested_function)

@@ -113,7 +113,7 @@ def test_required_calls_and_strict_tools_constrain_the_output(more: Any, constra
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"tools": []}, "tools"),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice"),
     ({"tools": {}}, "tools"),
     ({"tools": ["f"]}, "tools.0"),
     ({"tools": [{}]}, "tools.0.type"),
