@@ -22,6 +22,8 @@ from app.commands.pull import resolve_or_download
 from app.config.toml_edit import ConfigFile
 from app.core.errors import AppError, ErrorKind
 from app.core.malloc import limit_malloc_retention
+from app.core.model_files import ModelFiles
+from app.core.model_state import MemoryRequirement
 from app.core.observers import ObservedGenerate
 from app.core.ports import Runner
 from app.core.server_stats import ConnectionStats, EventLoopLag
@@ -135,7 +137,7 @@ class _RunningServer:
             total_bytes=settings.memory,
             max_loaded=settings.max_loaded,
         )
-        self._library = InstalledModels(registry)
+        self._library = InstalledModels(registry, self._estimate_download)
         preload = _list_preload_names(entries, settings)
         workers, lag = ThreadPools(), EventLoopLag()
         self._watchdog = EventLoopWatchdog(lag, watchdog=settings.watchdog)
@@ -211,6 +213,15 @@ class _RunningServer:
             self._ranks.stop_followers()
         if self._tracing is not None:
             await self._tracing.stop()
+
+    async def _estimate_download(self, files: ModelFiles) -> MemoryRequirement:
+        """Estimates the memory of a model that is not installed. The memory for all models includes
+        that of the loaded ones."""
+        settings = self._settings
+        loaded = sum(one.stats.allocated_bytes for one in self._router.list_model_states())
+        own = settings.for_model(ModelSettings(name=files.name))
+        need = await estimate_memory(files, own, loaded)
+        return need if settings.memory is None else replace(need, device_budget=settings.memory)
 
     def _show_on_terminal(self) -> contextlib.AbstractAsyncContextManager[None]:
         if self._terminal is None:

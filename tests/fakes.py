@@ -27,7 +27,13 @@ from app.core.events import (
 )
 from app.core.jobs import Capacity, EngineStats, Ledger
 from app.core.model_defaults import ModelDefaults
-from app.core.model_details import LibraryStep, ModelDetails, ModelRecipe, TensorDetails
+from app.core.model_details import (
+    DownloadPreview,
+    LibraryStep,
+    ModelDetails,
+    ModelRecipe,
+    TensorDetails,
+)
 from app.core.model_state import ModelState
 from app.core.ports import ModelCard, ResolvedModel, RunnerStatus
 from app.core.prefix_snapshot import PrefixSnapshot
@@ -348,6 +354,18 @@ class FakeBlob:
         self.library.blobs[self.digest] = self.content
 
 
+PREVIEW = DownloadPreview(
+    name="org/model",
+    commit="0" * 40,
+    size=3_000_000_000,
+    missing=2_000_000_000,
+    context_length=4096,
+    memory_needed=4 << 30,
+    memory_available=8 << 30,
+    disk_available=5_000_000_000,
+)
+
+
 @dataclass
 class FakeLibrary:
     """`app.core.ports.ModelLibrary` without a disk. steps: of every pull and creation; an exception
@@ -357,6 +375,7 @@ class FakeLibrary:
     calls: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
     blobs: dict[str, bytes] = field(default_factory=dict[str, bytes])
     stopped: int = 0
+    previewed: DownloadPreview = PREVIEW
 
     async def _run(self) -> AsyncGenerator[LibraryStep]:
         try:
@@ -369,6 +388,10 @@ class FakeLibrary:
                     yield step
         finally:
             self.stopped += 1
+
+    async def preview(self, name: str) -> DownloadPreview:
+        self.calls.append(("preview", name))
+        return self.previewed
 
     def pull(self, name: str) -> AsyncGenerator[LibraryStep]:
         self.calls.append(("pull", name))

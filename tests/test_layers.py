@@ -185,7 +185,9 @@ RUN_TIME_IMPORTERS = frozenset(
 
 # modules that may import types for type checkers only: of an optional extension, or of a library
 # that a server loads only when it downloads a model
-TYPE_CHECKING_MODULES = frozenset({"models.kernels.layers", "app.commands.pull"})
+TYPE_CHECKING_MODULES = frozenset(
+    {"models.kernels.layers", "app.commands.pull", "app.serving.model_library"}
+)
 
 # packages that set up the compute backend before they, or their modules, import MLX
 BACKEND_SETUP_PACKAGES = frozenset({"models", "app.engine"})

@@ -28,6 +28,7 @@ from app.serving.router import ModelRouter
 from tests import tiny
 from tests.api.fuzzed import CHECKS, document, each_operation, send_cases
 from tests.server_process import TIMEOUT, ServerProcess, run_server
+from tests.store.stand_in import StandIn
 from tests.throttle import Throttle
 from tests.waiting import wait_until
 
@@ -462,6 +463,49 @@ def test_a_context_beyond_that_of_the_model_is_reduced_with_a_warning(tiny_model
         "--context 9999 exceeds the context length of tiny, which is 4096"
         in running_server.log_text()
     )
+
+
+def test_models_are_managed_while_the_server_runs(tiny_model: Path, tmp_path: Path) -> None:
+    """A preview, a download, a load and a change of the context of a pinned model and of one that
+    was just installed, which the next start applies."""
+    hub, config = StandIn(), tmp_path / "a.toml"
+    hub.add("org/new", tiny_model)
+    lines = "installed = true\nmemory = 1  # GiB\n\n[[models]]\n"
+    config.write_text(f'{lines}name = "{tiny_model}"\npinned = true\n')
+    environ = {
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HOME": str(tmp_path / "hub"),
+        "OLLAMA_MODELS": str(tmp_path / "ollama"),
+    }
+    arguments = ("--config", str(config))
+    with run_server(*arguments, environ=environ) as server:
+        client = httpx.Client(base_url=server.wait_until_ready().url, timeout=TIMEOUT)
+        with client:
+            fits = client.post("/v1/models/preview", json={"model": "org/new"}).json()
+            assert fits["fits"] is True, fits
+            assert fits["memory"]["available"] == 1 << 30
+            assert 0 < fits["memory"]["needed"] < 1 << 30
+            client.post("/api/pull", json={"model": "org/new", "stream": False})
+            assert client.post("/v1/models/load", json={"model": "org/new"}).status_code == 200
+            for model, context in (("tiny", 300), ("org/new", 200)):
+                body = {"model": model, "defaults": {"context": context}}
+                assert client.post("/v1/models/defaults", json=body).json()["saved"] is True
+                chat = {"model": model, "messages": HELLO, "max_tokens": 2}
+                assert client.post("/v1/chat/completions", json=chat).status_code == 200
+            assert read_contexts(client) == {"tiny": 300, "org/new": 200}
+    text = config.read_text()
+    assert "memory = 1  # GiB\n" in text
+    with run_server(*arguments, environ=environ) as server:
+        client = httpx.Client(base_url=server.wait_until_ready().url, timeout=TIMEOUT)
+        with client:
+            client.get("/api/tags")  # scans the installed models
+            assert read_contexts(client) == {"tiny": 300, "org/new": 200}
+    hub.close()
+
+
+def read_contexts(client: httpx.Client) -> dict[str, int]:
+    cards = client.get("/v1/models").json()["data"]
+    return {card["id"]: card["context_length"] for card in cards if card["id"] != "builtin"}
 
 
 CHAT = b'{"model":"tiny","max_tokens":2,"messages":'

@@ -1,7 +1,8 @@
-"""Model management for administrators: /v1/models/load, /v1/models/unload, /v1/models/defaults.
+"""Model management for administrators: /v1/models/load, /v1/models/unload, /v1/models/defaults,
+/v1/models/preview.
 
-Knows: the request bodies, the JSON form of a model's state and defaults. Must not know: model
-loading, where defaults are stored, authorization, which is checked by middleware.
+Knows: the request bodies, the JSON form of a model's state, defaults and preview. Must not know:
+model loading, where defaults are stored, authorization, which is checked by middleware.
 """
 
 import math
@@ -13,6 +14,7 @@ from starlette.routing import Route
 from app.api.fields import INT32_MAX, Fields, invalid_request
 from app.api.openai.request import read_keep_alive
 from app.core.model_defaults import ModelDefaults
+from app.core.model_details import DownloadPreview
 from app.core.model_state import ModelState
 from app.core.ports import Generate, Models
 from app.core.sampling_params import SAMPLING_KNOBS
@@ -47,7 +49,14 @@ def routes(
             saved = await models.set_defaults(model, read_defaults(given, model.card.id))
         return json_response(render_defaults(models.get_defaults(model), saved))
 
+    async def preview(request: Request) -> Response:
+        fields = Fields.from_value(await bodies.read_json(request.scope, request.receive))
+        model = fields.required_string("model")
+        fields.reject_unknown()
+        return json_response(render_preview(await models.library.preview(model)))
+
     return [
+        Route("/v1/models/preview", preview, methods=["POST"]),
         Route("/v1/models/defaults", defaults, methods=["POST"]),
         Route("/v1/models/load", load, methods=["POST"]),
         Route("/v1/models/unload", unload, methods=["POST"]),
@@ -127,4 +136,19 @@ def render_defaults(defaults: ModelDefaults, saved: bool | None) -> JsonObject:
         "object": "model.defaults",
         "defaults": {name: value for name, value in values.items() if value is not None},
         "saved": saved,
+    }
+
+
+def render_preview(preview: DownloadPreview) -> JsonObject:
+    return {
+        "id": preview.name,
+        "object": "model.preview",
+        "commit": preview.commit,
+        "size": preview.size,
+        "missing": preview.missing,
+        "context_length": preview.context_length,
+        "memory": {"needed": preview.memory_needed, "available": preview.memory_available},
+        "disk": {"needed": preview.missing, "available": preview.disk_available},
+        "fits": preview.problem is None,
+        "problem": preview.problem,
     }

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from app.core.sampling_params import SamplingValue
+from app.core.units import format_bytes, format_memory
 
 # insert: fill-in-the-middle. embedding: an embedding model rather than a chat model
 Capability = Literal["completion", "tools", "insert", "thinking", "embedding"]
@@ -60,6 +61,41 @@ class ModelDetails:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DownloadPreview:
+    """What a download would need, before a weight is downloaded. All sizes are in bytes.
+
+    name: the repository on the hub. size: of all files. missing: of those that are not downloaded
+    yet. context_length: of the model. memory_needed: to serve the model with its settings.
+    memory_available: for all models of this server together. disk_available: beyond the space that
+    a download leaves free.
+    """
+
+    name: str
+    commit: str
+    size: int
+    missing: int
+    context_length: int
+    memory_needed: int
+    memory_available: int
+    disk_available: int
+
+    @property
+    def problem(self) -> str | None:
+        """The reason why the model could not be downloaded or loaded, or None."""
+        if self.missing > self.disk_available:
+            return (
+                f"the download needs {format_bytes(self.missing)} on the disk, but only "
+                f"{format_bytes(max(self.disk_available, 0))} are available"
+            )
+        if self.memory_needed > self.memory_available:
+            return (
+                f"the model needs {format_memory(self.memory_needed)} of memory, but only "
+                f"{format_memory(self.memory_available)} are available"
+            )
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

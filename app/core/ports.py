@@ -14,7 +14,13 @@ from app.core.events import Event
 from app.core.generation_config import GenerationDefaults
 from app.core.jobs import CacheMiss, Capacity, EngineStats, Job, JobUpdate
 from app.core.model_defaults import ModelDefaults
-from app.core.model_details import LibraryStep, ModelDetails, ModelRecipe, TensorDetails
+from app.core.model_details import (
+    DownloadPreview,
+    LibraryStep,
+    ModelDetails,
+    ModelRecipe,
+    TensorDetails,
+)
 from app.core.model_files import ModelFiles
 from app.core.model_state import ModelState
 from app.core.prefix_snapshot import PrefixSnapshot
@@ -290,6 +296,11 @@ class BlobWriter(Protocol):
 class ModelLibrary(Protocol):
     """Installs, creates and deletes models on disk. Names are validated, so that no path can point
     outside the store. All work runs on threads."""
+
+    async def preview(self, name: str) -> DownloadPreview:
+        """Returns what the download of a model would need. Reads only its config and the headers of
+        its weights. Raises AppError, also for a model that could not be served."""
+        ...
 
     def pull(self, name: str) -> AsyncGenerator[LibraryStep]:
         """Downloads a model. Closing the generator stops the download. Raises AppError, also while

@@ -35,6 +35,7 @@ _ADMIN_PATHS = frozenset(
         "/metrics",
         "/v1/models/defaults",
         "/v1/models/load",
+        "/v1/models/preview",
         "/v1/models/unload",
         "/api/pull",
         "/api/push",

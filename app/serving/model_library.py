@@ -9,16 +9,18 @@ ends at its next check. The next download or upload can start only then.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, TypeVar
 
 from app import store
 from app.core.errors import AppError, ErrorKind, mark_client_text, redact_paths
-from app.core.model_details import LayerProgress, LibraryStep, ModelRecipe
+from app.core.model_details import DownloadPreview, LayerProgress, LibraryStep, ModelRecipe
 from app.core.model_files import ModelFiles
+from app.core.model_state import MemoryRequirement
 from app.core.ports import BlobWriter
 from app.core.thread_pools import CancelToken, WorkCancelled
 from app.engine.model_info import check_config, complete_config
@@ -31,7 +33,14 @@ from app.store.ollama.create import create_model
 
 log = logging.getLogger(__name__)
 
+if TYPE_CHECKING:
+    # the hub's library is imported only for a download
+    from app.store.hub.download_plan import DownloadPlan
+
 Result = TypeVar("Result")
+
+# estimates the memory of a model with its settings, and the memory for all models (device_budget)
+EstimateMemory = Callable[[ModelFiles], Awaitable[MemoryRequirement]]
 
 # the interval in seconds between two progress reports of a download
 _PROGRESS_INTERVAL = 0.2
@@ -46,11 +55,14 @@ _SWEEP_INTERVAL = 3600.0
 class InstalledModels:
     """Implements `app.core.ports.ModelLibrary`."""
 
-    def __init__(self, registry: ModelRegistry) -> None:
+    def __init__(self, registry: ModelRegistry, estimate: EstimateMemory | None = None) -> None:
+        """estimate: estimates the memory of a model; None for a server that installs none."""
         self._registry = registry
+        self._estimate = estimate
         self._download: asyncio.Task[None] | None = None
         self._upload: asyncio.Lock = asyncio.Lock()
         self._writing = asyncio.Lock()
+        self._previewing = asyncio.Lock()
 
     @asynccontextmanager
     async def sweep_uploads(self) -> AsyncGenerator[None]:
@@ -64,6 +76,21 @@ class InstalledModels:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+    async def preview(self, name: str) -> DownloadPreview:
+        self._check_serves_installed()
+        assert self._estimate is not None
+        hub_name = _resolve_hub_name(name)
+        # an estimate takes a process
+        async with self._previewing:
+            with TemporaryDirectory(prefix="mlxrunner-preview-") as folder:
+                plan, files = await asyncio.to_thread(_read_headers, hub_name, Path(folder))
+                try:
+                    need = await self._estimate(files)
+                except AppError as error:
+                    redacted = redact_paths(error, files.path, files.name)
+                    raise AppError(ErrorKind.INVALID, redacted.marked_message) from error
+        return await asyncio.to_thread(_build_preview, plan, files, need)
 
     async def pull(self, name: str) -> AsyncGenerator[LibraryStep]:
         self._check_serves_installed()
@@ -239,9 +266,41 @@ def _resolve_hub_name(name: str) -> HubName:
         raise AppError(error.kind, f"{_MISSING_MODEL}: {error.marked_message}") from error
 
 
+def _read_headers(name: HubName, folder: Path) -> tuple["DownloadPlan", ModelFiles]:
+    """Plans a download and reads the headers of the weights. Runs on a thread."""
+    from app.store.hub.weight_headers import write_weight_headers
+
+    plan = _plan_download(name)
+    return plan, complete_config(write_weight_headers(plan, folder))
+
+
+def _build_preview(
+    plan: "DownloadPlan", files: ModelFiles, need: MemoryRequirement
+) -> DownloadPreview:
+    """Runs on a thread."""
+    from app.store.hub.download import count_available_bytes
+
+    return DownloadPreview(
+        name=str(plan.name),
+        commit=plan.commit,
+        size=plan.total_bytes,
+        missing=plan.missing_bytes,
+        context_length=files.context_length,
+        memory_needed=need.min_bytes,
+        memory_available=need.device_budget,
+        disk_available=count_available_bytes(),
+    )
+
+
 def _download(name: HubName, progress: FileProgress) -> None:
     """Downloads a model. Runs on a thread."""
     from app.store.hub.download import download
+
+    download(_plan_download(name), listener=progress)
+
+
+def _plan_download(name: HubName) -> "DownloadPlan":
+    """Plans the download of a model that can be served."""
     from app.store.hub.download_plan import plan_download
 
     try:
@@ -255,7 +314,7 @@ def _download(name: HubName, progress: FileProgress) -> None:
         check_config(str(name), plan.config)
     except AppError as error:
         raise AppError(ErrorKind.INVALID, error.marked_message) from error
-    download(plan, listener=progress)
+    return plan
 
 
 def _create(

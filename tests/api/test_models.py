@@ -1,12 +1,13 @@
 """Endpoints that load and unload models."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from app.core.errors import AppError, ErrorKind
-from tests.fakes import FakeGenerate
+from tests.fakes import PREVIEW, FakeGenerate
 from tests.rows import rows
 
 LOAD, UNLOAD = "/v1/models/load", "/v1/models/unload"
@@ -90,6 +91,35 @@ def test_an_invalid_default_is_named_and_nothing_changes(
     reply = call("POST", DEFAULTS, {"model": "fake/model", "defaults": defaults})
     assert (reply.status, reply.error["param"]) == (400, param)
     assert generate.defaults == {}
+
+
+@rows(
+    ("changes", "problem"),
+    [
+        ({}, None),
+        (
+            {"missing": 9_000_000_000},
+            "the download needs 9.00 GB on the disk, but only 5.00 GB are available",
+        ),
+        ({"disk_available": -1}, "the download needs 2.00 GB on the disk, but only 0 B are"),
+        (
+            {"memory_needed": 9 << 30},
+            "the model needs 9.00 GiB of memory, but only 8.00 GiB are available",
+        ),
+    ],
+)
+def test_a_preview_says_whether_a_download_fits(
+    call: Any, generate: FakeGenerate, changes: Any, problem: str | None
+):
+    generate.library.previewed = preview = replace(PREVIEW, **changes)
+    reply = call("POST", "/v1/models/preview", {"model": "org/model"}).json
+    assert generate.library.calls[-1] == ("preview", "org/model")
+    assert (reply["id"], reply["size"], reply["missing"]) == (
+        *("org/model", 3_000_000_000, preview.missing),
+    )
+    assert reply["memory"] == {"needed": preview.memory_needed, "available": 8 << 30}
+    assert reply["fits"] == (problem is None)
+    assert (reply["problem"] or "").startswith(problem or "")
 
 
 def test_a_browser_form_cannot_unload_a_model(call: Any, generate: FakeGenerate):

@@ -99,6 +99,7 @@ BODIES: dict[str, Any] = {
     },
     "/v1/embeddings": {**MODEL, "input": "hi"},
     "/v1/models/load": MODEL,
+    "/v1/models/preview": MODEL,
     "/v1/models/defaults": {**MODEL, "defaults": {"aliases": ["m"]}},
     "/v1/models/unload": MODEL,
     "/v1/detokenize": {"tokens": [104]},

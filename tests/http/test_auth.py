@@ -86,6 +86,7 @@ WITH_ADMIN = {
     ("HEAD", "/metrics"),
     ("POST", "/v1/models/defaults"),
     ("POST", "/v1/models/load"),
+    ("POST", "/v1/models/preview"),
     ("POST", "/v1/models/unload"),
     # whatever changes the disk or uses the network
     ("POST", "/api/pull"),

@@ -4,6 +4,7 @@ in a thread."""
 import asyncio
 import hashlib
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -11,6 +12,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,13 +20,17 @@ from hypothesis import strategies as st
 
 from app import store
 from app.core.errors import AppError, ErrorKind
-from app.core.model_details import LibraryStep, ModelRecipe
+from app.core.model_details import DownloadPreview, LibraryStep, ModelRecipe
+from app.core.model_files import ModelFiles
+from app.core.model_state import MemoryRequirement
 from app.core.settings import ModelSettings, Settings
+from app.engine import fit
 from app.engine.model_info import complete_config
 from app.serving.model_library import InstalledModels
 from app.serving.registry import ModelRegistry, build_entry
 from app.store import digests
 from app.store.ollama import uploads, writer
+from tests import tiny
 from tests.store.asking import NAME
 from tests.store.conftest import commit, hub, nowhere_else, remote  # noqa: F401  # fixtures
 from tests.store.stand_in import StandIn
@@ -125,6 +131,73 @@ def test_a_pull_reports_each_file_and_the_model_can_be_requested(
         assert completed == sorted(completed)
     ends = {layer.digest: layer for layer in layers}
     assert all(layer.completed == layer.total for layer in ends.values())
+
+
+def test_a_preview_estimates_the_memory_before_a_weight_is_downloaded(
+    use,
+    hub: StandIn,  # noqa: F811
+    remote: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """With the estimate of the downloaded model. The model has two files of weights, larger than
+    what is read of them."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    folder = tiny.write(tmp_path / "wide", intermediate_size=4096)
+    weights = folder / "model.safetensors"
+    tensors: Any = mx.load(str(weights))
+    for layer in range(2):
+        is_in = {name: ("layers.1." in name) == bool(layer) for name in tensors}
+        part = {name: array for name, array in tensors.items() if is_in[name]}
+        mx.save_safetensors(str(folder / f"model-{layer}.safetensors"), part)
+    weights.unlink()
+    head = hub.add("org/wide", folder)
+    settings = Settings(installed=True)
+
+    async def estimate(files: ModelFiles) -> MemoryRequirement:
+        return await asyncio.to_thread(fit.estimate_memory, files, settings)
+
+    async def body(_: InstalledModels, registry: ModelRegistry) -> DownloadPreview:
+        return await InstalledModels(registry, estimate).preview("org/wide")
+
+    preview = use(body)
+    expected = fit.estimate_memory(complete_config(store.find(str(folder))), settings)
+    assert preview.memory_needed == expected.min_bytes
+    assert preview.memory_available == pytest.approx(expected.device_budget, rel=0.5)
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    assert (preview.name, preview.commit, preview.size) == ("org/wide", head, sum(sizes.values()))
+    assert preview.missing > 0.9 * preview.size
+    assert preview.context_length == 4096
+    assert preview.disk_available > 0
+    asked = hub.downloads(".safetensors")
+    assert len({request.path.rpartition("/")[2] for request in asked}) == 2
+    for request in asked:
+        assert request.end is not None
+        assert request.end <= 100_000 < min(sizes[f"model-{layer}.safetensors"] for layer in (0, 1))
+    assert list(tmp_path.glob("mlxrunner-preview-*")) == []
+
+
+def test_a_preview_of_a_model_that_cannot_be_served_is_an_error(use, hub: StandIn, tmp_path: Path):  # noqa: F811
+    """The header of its weights does not belong to its config."""
+    folder = tiny.write(tmp_path / "broken")
+    weights = folder / "model.safetensors"
+    mx.save_safetensors(str(weights), {"other": mx.zeros((4,))})
+    hub.add("org/broken", folder)
+
+    async def estimate(files: ModelFiles) -> MemoryRequirement:
+        return await asyncio.to_thread(fit.estimate_memory, files, Settings(installed=True))
+
+    async def body(_: InstalledModels, registry: ModelRegistry) -> None:
+        with pytest.raises(AppError) as caught:
+            await InstalledModels(registry, estimate).preview("org/broken")
+        assert caught.value.kind is ErrorKind.INVALID
+        assert caught.value.message.startswith("org/broken")
+        assert "mlxrunner-preview" not in caught.value.message
+        with pytest.raises(AppError, match="has no known equivalent"):
+            await InstalledModels(registry, estimate).preview("nothing")
+
+    use(body)
 
 
 def test_a_pull_reports_that_it_verifies_while_it_does(

@@ -24,11 +24,13 @@ TOKEN = "hf_of_a_friend"
 
 @dataclass
 class RecordedRequest:
-    """One request. range: the first requested byte, 0 without a Range header."""
+    """One request. range: the first requested byte, 0 without a Range header. end: the last one;
+    None for the end of the file."""
 
     method: str
     path: str
     range: int
+    end: int | None
     authorization: str | None
 
 
@@ -140,6 +142,7 @@ def _handler(hub: StandIn) -> type[BaseHTTPRequestHandler]:
                     method=self.command,
                     path=path,
                     range=self.start(),
+                    end=self.end(),
                     authorization=self.headers.get("Authorization"),
                 )
             )
@@ -153,6 +156,10 @@ def _handler(hub: StandIn) -> type[BaseHTTPRequestHandler]:
         def start(self) -> int:
             first = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
             return int(first[1]) if first else 0
+
+        def end(self) -> int | None:
+            last = re.match(r"bytes=\d+-(\d+)", self.headers.get("Range", ""))
+            return int(last[1]) if last else None
 
         def find_commit(self, repo: str, revision: str) -> tuple[str, Path] | None:
             """The commit and its folder, or None after an error response."""
@@ -188,10 +195,12 @@ def _handler(hub: StandIn) -> type[BaseHTTPRequestHandler]:
             faults, start = hub.faults, self.start()  # of this request
             if name in faults.corrupt and self.command == "GET":
                 content = bytes([content[0] ^ 1]) + content[1:]
-            if start:
-                size = len(content)
-                headers = {**headers, "Content-Range": f"bytes {start}-{size - 1}/{size}"}
-            body, status = content[start:], 206 if start else 200
+            size, end = len(content), self.end()
+            stop = size if end is None else min(size, end + 1)
+            is_partial = stop - start < size
+            if is_partial:
+                headers = {**headers, "Content-Range": f"bytes {start}-{stop - 1}/{size}"}
+            body, status = content[start:stop], 206 if is_partial else 200
             if self.command == "HEAD":
                 self.reply(status, headers, body)
             elif name in faults.cut:

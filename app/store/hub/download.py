@@ -189,12 +189,23 @@ def _fits_http(file: RemoteFile) -> bool:
     return file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE
 
 
-def _check_disk_space(plan: DownloadPlan) -> None:
-    if not plan.missing_bytes:
-        return
+def count_available_bytes() -> int:
+    """Returns the number of bytes that downloads may use; negative if too few bytes are free."""
+    return shutil.disk_usage(_find_disk()).free - _RESERVED_BYTES
+
+
+def _find_disk() -> Path:
+    """Returns a folder on the disk of the cache, which may not exist yet."""
     folder = cache_folder()
     while not folder.is_dir():
         folder = folder.parent
+    return folder
+
+
+def _check_disk_space(plan: DownloadPlan) -> None:
+    if not plan.missing_bytes:
+        return
+    folder = _find_disk()
     free = shutil.disk_usage(folder).free
     if plan.missing_bytes + _RESERVED_BYTES > free:
         raise AppError(
