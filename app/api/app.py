@@ -40,7 +40,7 @@ from app.http.auth import AuthMiddleware
 from app.http.body import RequestBodies
 from app.http.errors import SHOULD_RETRY_HEADER, DialectErrors, error_response
 from app.http.host_and_origin import (
-    LOOPBACK_ORIGIN_REGEX,
+    LOCAL_ORIGIN_REGEX,
     AllowedHosts,
     AllowedOrigins,
     HostCheckMiddleware,
@@ -55,14 +55,15 @@ from app.http.request_id import (
 from app.http.short_paths import ShortPathMiddleware
 from app.http.streaming import ClientDisconnected
 
-# The headers that OpenAI's and Anthropic's SDKs send from browsers, and the request ID header. A
-# web page may send them only if the preflight response allows them.
+# The headers that OpenAI's and Anthropic's SDKs and OpenRouter's clients send from browsers, and
+# the request ID header. A web page may send them only if the preflight response allows them.
 SDK_HEADERS = (
     "Anthropic-Beta",
     "Anthropic-Dangerous-Direct-Browser-Access",
     "Anthropic-Version",
     "Authorization",
     "Content-Type",
+    "HTTP-Referer",
     "Idempotency-Key",
     "OpenAI-Beta",
     "OpenAI-Organization",
@@ -70,6 +71,7 @@ SDK_HEADERS = (
     "User-Agent",
     "X-API-Key",
     REQUEST_ID_HEADER,
+    "X-Requested-With",
     "X-Stainless-Arch",
     "X-Stainless-Async",
     "X-Stainless-Custom-Poll-Interval",
@@ -84,6 +86,7 @@ SDK_HEADERS = (
     "X-Stainless-Runtime",
     "X-Stainless-Runtime-Version",
     "X-Stainless-Timeout",
+    "X-Title",
 )
 
 
@@ -127,7 +130,7 @@ def _cors_middleware(settings: Settings) -> Middleware:
     return Middleware(
         CORSMiddleware,
         allow_origins=settings.cors_origins,
-        allow_origin_regex=LOOPBACK_ORIGIN_REGEX,
+        allow_origin_regex=LOCAL_ORIGIN_REGEX,
         allow_methods=("GET", "POST", "DELETE"),
         allow_headers=SDK_HEADERS,
         expose_headers=EXPOSED_HEADERS,

@@ -13,8 +13,6 @@ from typing import Any, Literal
 from app.core.errors import AppError, ErrorKind
 from app.core.model_defaults import ModelDefaults
 
-LOOPBACK_ORIGIN_REGEX = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
-
 # the origin of a web page, in lower case and without the default port · or the origin of a program
 # with an embedded browser, for example app://obsidian.md
 _ORIGIN = re.compile(

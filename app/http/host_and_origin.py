@@ -40,9 +40,13 @@ _LOCAL_NAMES = frozenset({"localhost", "host.docker.internal", "host.containers.
 # the maximum length of a DNS name and a port
 _MAX_AUTHORITY_CHARS = 255 + len(":65535")
 
-# Origins of pages on this machine. CORS uses the same pattern (app/api/app.py).
-LOOPBACK_ORIGIN_REGEX = r"(?a:https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?)"
-_LOOPBACK_ORIGIN = re.compile(LOOPBACK_ORIGIN_REGEX)
+# Origins of pages on this machine, and of desktop apps with an embedded browser, as in Ollama. A
+# page of the web cannot have one of these schemes. CORS uses the same pattern (app/api/app.py).
+LOCAL_ORIGIN_REGEX = (
+    r"(?a:https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+    r"|(app|tauri|vscode-webview|vscode-file)://[^\s/?#@\\,*]{1,255})"
+)
+_LOCAL_ORIGIN = re.compile(LOCAL_ORIGIN_REGEX)
 
 # Methods without side effects. CORS decides whether a page may read the responses.
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -174,7 +178,7 @@ def _host_error(message: str) -> AppError:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllowedOrigins:
     """The set of allowed origins. origins: the origins given with --cors-origin; "*" allows all.
-    Pages on loopback are always allowed, because they are served by this machine."""
+    Pages on loopback and desktop apps are always allowed, because they run on this machine."""
 
     origins: frozenset[str] = frozenset()
 
@@ -197,7 +201,7 @@ class AllowedOrigins:
         return (
             "*" in self.origins
             or origin in self.origins
-            or _LOOPBACK_ORIGIN.fullmatch(origin) is not None
+            or _LOCAL_ORIGIN.fullmatch(origin) is not None
         )
 
 

@@ -88,6 +88,7 @@ def test_models_are_listed_and_found_by_ids_with_slashes(call: Any):
         "created": 1_700_000_000,
         "owned_by": "mlxrunner",
         "context_length": 4096,
+        "max_model_len": 4096,
         "state": "ready",
         "progress": None,
         "pinned": False,
@@ -162,7 +163,16 @@ def preflight(call: Any, origin: str, more: str = "", **settings: Any) -> Reply:
 
 
 @pytest.mark.parametrize(
-    "origin", ["http://localhost:3000", "https://127.0.0.1", "http://[::1]:8080"]
+    "origin",
+    [
+        "http://localhost:3000",
+        "https://127.0.0.1",
+        "http://[::1]:8080",
+        "app://obsidian.md",
+        "tauri://localhost",
+        "vscode-webview://1f5e3k0",
+        "vscode-file://vscode-app",
+    ],
 )
 def test_local_origins_are_allowed(call: Any, origin: str):
     reply = preflight(call, origin)
@@ -174,6 +184,11 @@ def test_local_origins_are_allowed(call: Any, origin: str):
     ] == (origin)
 
 
+def test_a_page_may_send_the_headers_of_openrouters_clients(call: Any):
+    more = ",http-referer,x-title,x-requested-with"
+    assert preflight(call, "http://localhost:3000", more).status == 200
+
+
 def test_a_page_may_use_anthropics_sdk(call: Any):
     origin = "http://localhost:3000"
     assert preflight(call, origin, ANTHROPIC_SDK).status == 200
@@ -183,7 +198,16 @@ def test_a_page_may_use_anthropics_sdk(call: Any):
 
 
 @pytest.mark.parametrize(
-    "origin", ["http://evil.example", "http://localhost.evil.example", "null", "file://"]
+    "origin",
+    [
+        "http://evil.example",
+        "http://localhost.evil.example",
+        "null",
+        "file://",
+        "app://",
+        "http://app://x",
+        "xapp://y",
+    ],
 )
 def test_other_origins_are_rejected(call: Any, origin: str):
     assert preflight(call, origin).status == 400

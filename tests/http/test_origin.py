@@ -79,7 +79,8 @@ def test_the_own_origin_is_allowed(headers: dict[str, str]):
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
 @pytest.mark.parametrize(
-    "origin", ["http://localhost:3000", "https://127.0.0.1", "http://[::1]:8080", UI]
+    "origin",
+    ["http://localhost:3000", "https://127.0.0.1", "http://[::1]:8080", "app://obsidian.md", UI],
 )
 def test_local_and_listed_origins_are_allowed(origin: str, site: str):
     assert passes("POST", UI, origin=origin, sec_fetch_site=site)

@@ -25,9 +25,6 @@ from app.api.openai.tools import (
 from app.core.errors import AppError
 from app.core.requests import NamedToolChoice, Tool, ToolChoice
 
-# Anthropic's limit
-_MAX_NAME_CHARS = 128
-
 # `web_search_20250305` is a version of `web_search`.
 _VERSION_SUFFIX = re.compile(r"_\d{8}$", re.ASCII)
 
@@ -107,7 +104,7 @@ def read_tool(fields: Fields, path: str) -> Tool:
         texts = [orjson.dumps(_as_example(one, fields)).decode() for one in examples]
         description = "\n".join([*filter(None, [description]), "Examples of arguments:", *texts])
     return Tool(
-        name=_read_name(fields),
+        name=read_tool_name(fields),
         description=description,
         parameters=fields.mapping("input_schema") or NO_PARAMETERS,
         strict=fields.boolean("strict") or False,
@@ -125,16 +122,12 @@ def _read_client_tool(fields: Fields, tool: _ClientTool, path: str) -> Tool:
     if None not in size:
         description += f" The screen has {size[0]} x {size[1]} pixels."
     return Tool(
-        name=_read_name(fields) if fields.value("name") is not None else tool.name,
+        name=read_tool_name(fields) if fields.value("name") is not None else tool.name,
         description=description,
         parameters=tool.parameters,
         strict=fields.boolean("strict") or False,
         param=path,
     )
-
-
-def _read_name(fields: Fields) -> str:
-    return read_tool_name(fields, _MAX_NAME_CHARS)
 
 
 def _read_choice(
@@ -175,7 +168,7 @@ def describe_addition(fields: Fields) -> str:
     """Describes a tool added by a system message. Chat templates list tools only at the start,
     where a change would invalidate the cached prefix."""
     tool, path = _read_change(fields)
-    name = tool.string("tool_name") or _read_name(tool)
+    name = tool.string("tool_name") or read_tool_name(tool)
     if tool.value("input_schema") is None:
         return f"The tool {name} is available from here on."
     function = read_tool(tool, path)
@@ -186,7 +179,7 @@ def describe_addition(fields: Fields) -> str:
 
 def describe_removal(fields: Fields) -> str:
     tool, _ = _read_change(fields)
-    name = tool.string("tool_name") or _read_name(tool)
+    name = tool.string("tool_name") or read_tool_name(tool)
     return f"The tool {name} is not available from here on."
 
 

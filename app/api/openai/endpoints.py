@@ -121,4 +121,5 @@ def _render_model(card: ModelCard, state: ModelState) -> JsonObject:
         "owned_by": "mlxrunner",
         "context_length": card.context_length,
         **({"aliases": card.aliases} if card.aliases else {}),
+        "max_model_len": card.context_length,  # vLLM's name
     }

@@ -124,7 +124,7 @@ class ParsedCompletionRequest:
 def parse_chat(body: object, model: str) -> ParsedCompletionRequest:
     """Parses the body of POST /v1/chat/completions. Raises AppError(INVALID) for an invalid
     request."""
-    fields = Fields.from_value(body)
+    fields = Fields.from_value(body).accept_camel_case()
     check_model(fields)
     conversation = read_continuation(fields, read_conversation(fields))
     newer = fields.integer("max_completion_tokens", 1)
@@ -144,7 +144,7 @@ def parse_chat(body: object, model: str) -> ParsedCompletionRequest:
         # A required tool call leaves no text to constrain.
         grammar=None if tool_options.must_call else grammar,
         reasoning=thinking,
-        verbosity=read_verbosity(fields),
+        verbosity=read_verbosity(fields, "text_verbosity"),
         chat_template_kwargs=read_template_options(fields, thinking),
     )
     # a reasoning budget is also enforced with a grammar
@@ -189,7 +189,7 @@ def read_continuation(fields: Fields, conversation: Conversation) -> Conversatio
 
 def parse_completion(body: object, model: str) -> ParsedCompletionRequest:
     """Parses the body of POST /v1/completions. Raises AppError(INVALID) for an invalid request."""
-    fields = Fields.from_value(body)
+    fields = Fields.from_value(body).accept_camel_case()
     check_model(fields)
     prompt = read_prompt(fields)
     echo = fields.boolean("echo") or False

@@ -62,9 +62,13 @@ def _contradicts(thinking: ReasoningOptions, switch: object) -> bool:
     return (thinking.enabled and switch is False) or (thinking.effort == "none" and switch is True)
 
 
-def read_verbosity(fields: Fields) -> Verbosity | None:
-    level = fields.one_of("verbosity", VERBOSITIES)
-    return None if level is None else Verbosity(level=level, param=fields.path("verbosity"))
+def read_verbosity(fields: Fields, *aliases: str) -> Verbosity | None:
+    """Reads the first of the field and its aliases that is set."""
+    for name in ("verbosity", *aliases):
+        level = fields.one_of(name, VERBOSITIES)
+        if level is not None:
+            return Verbosity(level=level, param=fields.path(name))
+    return None
 
 
 VERBOSITIES = ("low", "medium", "high")

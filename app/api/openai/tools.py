@@ -19,7 +19,7 @@ from app.core.requests import NamedToolChoice, Tool, ToolChoice
 # OpenAI does not allow dots in names, but the function calling benchmark BFCL and its clients use
 # them.
 FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.-]+", re.ASCII)
-MAX_NAME_CHARS = 64
+MAX_NAME_CHARS = 128  # Anthropic's limit; OpenAI's is 64
 
 NO_PARAMETERS = {"type": "object", "properties": dict[str, Any]()}
 
@@ -49,6 +49,12 @@ def read_tool_options(fields: Fields) -> ToolOptions:
     if not given:  # clients without tools send an empty array
         reject_tool_options(choice, parallel)
         return ToolOptions()
+    if not given:
+        if choice not in (None, "none", "auto"):
+            raise invalid_request(
+                "tool_choice", "tool_choice requires a tool, but there are no tools"
+            )
+        return ToolOptions()
     tools = read_tools(given, _nested_function)
     reader = _make_name_reader(tools)
     chosen, tools = read_tool_choice(choice, tools, reader, ("function",), nested=True)
@@ -67,10 +73,6 @@ def reject_tool_options(choice: object, parallel: bool | None) -> None:
 
 def read_tools(given: list[object], function: Callable[[Fields], Tool]) -> tuple[Tool, ...]:
     """Reads the array of tools. function: reads one tool after its type was checked."""
-    if not given:
-        raise invalid_request(
-            "tools", "tools must contain at least one tool: omit the field to use no tools"
-        )
     tools: list[Tool] = []
     for place, value in enumerate(given):
         fields = Fields.from_value(value, f"tools.{place}")
@@ -105,14 +107,14 @@ def read_function(fields: Fields, at: str) -> Tool:
     )
 
 
-def read_tool_name(fields: Fields, max_chars: int = MAX_NAME_CHARS) -> str:
+def read_tool_name(fields: Fields) -> str:
     """Reads the name of a tool. Raises AppError(INVALID)."""
     name = fields.required_string("name")
-    if len(name) > max_chars or not FUNCTION_NAME.fullmatch(name):
+    if len(name) > MAX_NAME_CHARS or not FUNCTION_NAME.fullmatch(name):
         path = fields.path("name")
         raise invalid_request(
             path,
-            f"{path} must be 1 to {max_chars} letters, digits, underscores, hyphens or dots, "
+            f"{path} must be 1 to {MAX_NAME_CHARS} letters, digits, underscores, hyphens or dots, "
             f"not {quote_value(name)}",
         )
     return name

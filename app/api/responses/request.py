@@ -84,7 +84,7 @@ def parse_responses_request(
 ) -> ParsedResponsesRequest:
     """Parses the body of POST /v1/responses. context_shift: whether the server truncates input that
     does not fit, from its start. Raises AppError(INVALID) or AppError(NOT_FOUND)."""
-    fields = Fields.from_value(body)
+    fields = Fields.from_value(body).accept_camel_case()
     check_model(fields)
     previous = fields.string("previous_response_id")
     items = read_input(fields, history.get_item)

@@ -195,7 +195,7 @@ def _read_function_tool(fields: Fields) -> Tool:
 def _reject_execution_options(fields: Fields) -> None:
     fields.reject("allowed_callers", ["direct"])
     fields.reject("async", False)
-    fields.reject("defer_loading", False)
+    fields.boolean("defer_loading")  # no effect: every tool is in the prompt
 
 
 def _read_custom_tool(fields: Fields) -> Tool:

@@ -440,3 +440,23 @@ def test_n_predict_is_llama_cpps_name_of_max_tokens():
     assert completion(n_predict=5).request.max_tokens == 5
     assert completion(max_tokens=-1).request.max_tokens is None
     assert completion(n_keep=-1).request.num_keep == -1
+
+
+def test_options_may_be_in_camel_case():
+    """As Vercel's AI SDK passes on the options of a provider."""
+    camel = chat(
+        reasoningEffort="low",
+        topK=5,
+        maxCompletionTokens=7,
+        textVerbosity="low",
+        promptCacheKey="k",
+    )
+    snake = chat(reasoning_effort="low", top_k=5, max_completion_tokens=7, verbosity="low")
+    verbosity = camel.request.verbosity
+    assert verbosity is not None
+    assert (verbosity.level, verbosity.param) == ("low", "text_verbosity")
+    assert replace(camel.request, verbosity=snake.request.verbosity) == snake.request
+    assert get_error(chat, reasoningEffort="much").param == "reasoning_effort"
+    assert completion(minTokens=3).request.min_tokens == 3
+    # the documented name has precedence
+    assert chat(topK=5, top_k=6).request.sampling["top_k"] == 6

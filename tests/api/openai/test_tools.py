@@ -55,9 +55,16 @@ def test_a_function_needs_only_a_name(more: Any):
     assert tool.parameters == NO_PARAMETERS
 
 
-@pytest.mark.parametrize("name", ["a", "math.factorial", "get-it", "A_1", "x" * 64])
+@pytest.mark.parametrize("name", ["a", "math.factorial", "get-it", "A_1", "x" * 128])
 def test_function_names_may_have_dots_and_dashes(name: str):
     assert read(tools=[function(name)]).tools[0].name == name
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}, {"parallel_tool_calls": True}]
+)
+def test_an_empty_list_of_tools_means_no_tools(more: Any):
+    assert read(tools=[], **more) == ToolOptions()
 
 
 def test_tool_choice_is_auto_by_default():
@@ -123,7 +130,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "name": "f"}]}, "tools.0.function"),
     ({"tools": [function(None)]}, "tools.0.function.name"),
     ({"tools": [function("")]}, "tools.0.function.name"),
-    ({"tools": [function("x" * 65)]}, "tools.0.function.name"),
+    ({"tools": [function("x" * 129)]}, "tools.0.function.name"),
     ({"tools": [function("a b")]}, "tools.0.function.name"),
     ({"tools": [function("é")]}, "tools.0.function.name"),
     ({"tools": [function("f\n")]}, "tools.0.function.name"),

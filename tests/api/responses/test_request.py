@@ -380,7 +380,7 @@ def test_tool_choice_is_applied_and_echoed(choice: Any, expected: Any, num_left:
     [
         ({"tools": [{"type": "invented"}]}, "tools.0.type"),
         ({"tools": [WEATHER | {"output_schema": {}}]}, "tools.0.output_schema"),
-        ({"tools": [WEATHER | {"defer_loading": True}]}, "tools.0.defer_loading"),
+        ({"tools": [WEATHER | {"defer_loading": "yes"}]}, "tools.0.defer_loading"),
         ({"tools": [WEATHER, WEATHER]}, "tools.1.name"),
         ({"tools": [{"type": "function", "function": WEATHER}]}, "tools.0.name"),
         ({"tool_choice": "required"}, "tool_choice"),

@@ -169,3 +169,8 @@ def test_the_input_of_a_call_that_ends_early_is_the_beginning_of_its_text(writte
 @pytest.mark.parametrize("written", ["free text", '{"other": "x"', '{"input": 1}', "[1]"])
 def test_arguments_of_another_form_are_the_input(written: str):
     assert read_custom_input(written) == written
+
+
+def test_a_deferred_tool_is_in_the_prompt():
+    assert names(read(NOW | {"defer_loading": True})) == ["now"]
+    assert names(read(AGENTS | {"tools": [NOW | {"defer_loading": True}]})) == ["agents__now"]
