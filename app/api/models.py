@@ -52,7 +52,7 @@ def routes(
     async def preview(request: Request) -> Response:
         fields = Fields.from_value(await bodies.read_json(request.scope, request.receive))
         model = fields.required_string("model")
-        fields.reject_unknown()
+        fields.check_unknown()
         return json_response(render_preview(await models.library.preview(model)))
 
     return [
