@@ -138,7 +138,7 @@ class _NativeEndpoint:
             if parsed.stream
             else JsonBody(partial(collect_native, format))
         )
-        return ParsedRequest(request=request, reply=reply, notice=parsed.notice)
+        return ParsedRequest(request=request, reply=reply)
 
     async def _tokenize(self, model: ResolvedModel, parts: PromptParts) -> tuple[int, ...]:
         """Only a text at the start gets the special tokens of a prompt."""

@@ -27,11 +27,13 @@ from app.api.openai.request import MAX_CHOICES, MAX_LOGPROBS, read_keep_alive
 from app.api.openai.sampling import read_sampling, read_stop_conditions
 from app.api.openai.structured_outputs import read_grammar
 from app.core.ports import ModelCard
+from app.core.request_context import add_notice
 from app.core.requests import GenerateRequest
 from app.core.sampling_params import SamplingParams, SamplingValue
 from app.http.responses import JsonObject
 
 _TOKEN_ID = re.compile("[0-9]{1,9}")
+_SAMPLER_NAME = re.compile("[a-z_]{1,40}")
 
 # The text and token IDs of one prompt, in order.
 PromptParts = tuple[str | int, ...]
@@ -92,8 +94,7 @@ class NativeRequest:
     parts of each prompt. is_list: whether the client sent a list of prompts, and gets a list of
     responses. text_biases: texts whose tokens get a bias. settings: the effective settings, for
     `generation_settings`. return_tokens, response_fields: what the response contains.
-    timings_per_token, return_progress: what the chunks of a stream contain. notice: see
-    `app.api.generate_endpoint.ParsedRequest`.
+    timings_per_token, return_progress: what the chunks of a stream contain.
     """
 
     request: GenerateRequest
@@ -106,7 +107,6 @@ class NativeRequest:
     response_fields: tuple[str, ...]
     timings_per_token: bool
     return_progress: bool
-    notice: str | None
 
 
 def parse_completion(body: object, card: ModelCard) -> NativeRequest:
@@ -174,7 +174,7 @@ def _parse(
     stream = fields.boolean("stream") or False
     max_tokens = _read_max_tokens(fields)
     id_biases, text_biases = _read_logit_bias(fields)
-    sampling, notice = _apply_samplers(fields, _read_sampling(fields))
+    sampling = _apply_samplers(fields, _read_sampling(fields))
     grammar = read_grammar(fields)
     conditions = read_stop_conditions(
         fields, max_tokens=max_tokens, constrained=grammar is not None
@@ -202,7 +202,6 @@ def _parse(
         response_fields=fields.strings("response_fields", MAX_RESPONSE_FIELDS),
         timings_per_token=fields.boolean("timings_per_token") or False,
         return_progress=fields.boolean("return_progress") or False,
-        notice=notice,
     )
     _check_remaining(fields)
     return parsed
@@ -225,13 +224,11 @@ def _read_sampling(fields: Fields) -> dict[str, SamplingValue]:
     return read_sampling(seedless)
 
 
-def _apply_samplers(
-    fields: Fields, sampling: dict[str, SamplingValue]
-) -> tuple[dict[str, SamplingValue], str | None]:
+def _apply_samplers(fields: Fields, sampling: dict[str, SamplingValue]) -> dict[str, SamplingValue]:
     """Applies `samplers`: a sampler that is not in the list is off. Their order here is fixed."""
     names = fields.array("samplers")
     if names is None:
-        return sampling, None
+        return sampling
     known = {name for name in names if isinstance(name, str)}
     if len(known) != len(names):
         raise invalid_request("samplers", "samplers must contain distinct names")
@@ -242,11 +239,12 @@ def _apply_samplers(
         if name not in known
         for parameter in parameters
     }
-    missing = sorted(name for name in known - SAMPLERS.keys() if name.isascii() and name.isalnum())
-    notice = "samplers: the order is fixed"
-    if missing:
-        notice += f"; not supported: {', '.join(missing)[:200]}"
-    return {**sampling, **off}, notice
+    missing = sorted(name for name in known - SAMPLERS.keys() if _SAMPLER_NAME.fullmatch(name))
+    add_notice(
+        "samplers: the order is fixed"
+        + (f", not supported: {' '.join(missing)[:200]}" if missing else "")
+    )
+    return {**sampling, **off}
 
 
 def _check_remaining(fields: Fields) -> None:
