@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from app.api.attachments import is_new_question
+from app.core.requests import Conversation
 from tests.api.asgi import Reply, send_request
 from tests.api.test_unknown_fields import MODEL, OLLAMA, TOOL
 from tests.fakes import FakeGenerate
@@ -136,6 +137,7 @@ def test_a_placeholder_replaces_an_attachment_that_is_not_a_new_question(
     notice = f"{subject} omitted: this model reads text only"
     assert notice in reply.headers["x-mlxrunner-notice"]
     [request] = [*generate.opened, *generate.tokenized_chats]
+    assert isinstance(request.prompt, Conversation)
     placeholder = f"[{kind} omitted: this model reads text only]"
     assert placeholder in "".join(message.content or "" for message in request.prompt.messages)
 
@@ -155,8 +157,9 @@ def test_a_refused_question_does_not_end_the_conversation():
 
 def test_a_title_of_a_document_is_kept():
     _, generate = send(messages(user(PDF), ANSWER, user()))
-    first = generate.opened[0].prompt.messages[0].content
-    assert first == "a.pdf\n[file omitted: this model reads text only]"
+    prompt = generate.opened[0].prompt
+    assert isinstance(prompt, Conversation)
+    assert prompt.messages[0].content == "a.pdf\n[file omitted: this model reads text only]"
 
 
 @pytest.mark.parametrize(
