@@ -131,10 +131,12 @@ class OutputRequirements:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint(Generic[F]):
     """The constraint of one output. grammar: the grammar of the complete output, or None. family:
-    the family that parses the calls of the output."""
+    the family that parses the calls of the output. enforces_calls: whether the grammar enforces the
+    schemas of calls."""
 
     grammar: Grammar | None
     family: F
+    enforces_calls: bool = False
 
 
 def build_constraint(
@@ -167,9 +169,10 @@ def build_constraint(
     elif required.grammar is not None:
         answer = builder.add_format(required.grammar, family)
     else:
-        answer = builder.free_text(family)
+        answer = builder.free_text(start, family)
     builder.add_start_rule(start, answer, family)
-    return Constraint(grammar=builder.build(), family=reader)
+    enforces_calls = bool(forced or strict or both)
+    return Constraint(grammar=builder.build(), family=reader, enforces_calls=enforces_calls)
 
 
 def _callable_tools(required: OutputRequirements) -> Sequence[Tool]:
@@ -291,10 +294,12 @@ class _GrammarBuilder:
 
     # formats
 
-    def free_text(self, family: ConstrainedFamily) -> str:
+    def free_text(self, start: AnswerStart, family: ConstrainedFamily) -> str:
         """Returns an expression for any text and any of the family's marker tokens. Plain text
-        cannot produce these tokens."""
-        ids = [id for id in map(self._token, family.markers) if id is not None]
+        cannot produce these tokens. With a thinking budget, reasoning cannot be opened again."""
+        tags = None if start.thinking_budget is None else start.reasoning_tags
+        markers = [mark for mark in family.markers if tags is None or mark != tags.open.strip()]
+        ids = [id for id in map(self._token, markers) if id is not None]
         if not ids:
             return "prose"
         return f"prose (<[{','.join(map(str, ids))}]> prose)*"

@@ -23,9 +23,9 @@ from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ReasoningTags, T
 from app.text.chat_template import parse_arguments
 from app.text.family import ChatFamily
 from app.text.syntax.json_calls import parse_call_object
-from app.text.syntax.marked_calls import parse_marked_calls
+from app.text.syntax.marked_calls import parse_marked_call
 from app.text.syntax.output_parser import OutputBuilder
-from app.text.syntax.reader import Reader, Resumable
+from app.text.syntax.reader import OnText, Reader, Resumable
 
 
 def inline_tool_calls(
@@ -60,25 +60,42 @@ _CALL_EXAMPLE = '{"name": "…", "arguments": {…}}'
 class GenericFamily(ChatFamily):
     """The chat family for calls in plain JSON. A call is a JSON object at the start of a line, with
     the name of a tool. A Markdown code block around an object is part of the call. With a trigger,
-    calls are parsed only after it."""
+    calls are parsed only after it.
+
+    The model's own calls are also parsed, because some templates list no tools, but the model was
+    trained to call tools."""
 
     plain_without_tools = True
 
-    def __init__(self, reasoning_separator: str = "", *, trigger: str | None = None) -> None:
-        """reasoning_separator: the separator after the reasoning in the model's own family.
-        trigger: the start marker of calls in the model's own family."""
-        self.reasoning_separator = reasoning_separator
+    def __init__(
+        self, own: ChatFamily | None = None, *, trigger: str | None = None, enforced: bool = False
+    ) -> None:
+        """own: the model's own family. trigger: the start marker of calls in the model's own
+        family. enforced: whether a grammar enforces calls in plain JSON."""
+        self._own = own or ChatFamily()
         self._trigger = trigger
+        self.markers = self._own.markers
+        self.reasoning_separator = self._own.reasoning_separator
+        if trigger is not None:
+            self.call_markers = (trigger,)
+        elif not enforced:
+            self.call_markers = self._own.call_markers
 
     def matches(self, template: str) -> bool:
         return False
 
     def parse_reasoning(
-        self, reader: Reader, output: OutputBuilder, tags: ReasoningTags, *, in_reasoning: bool
+        self,
+        reader: Reader,
+        output: OutputBuilder,
+        tools: Sequence[Tool],
+        tags: ReasoningTags,
+        *,
+        in_reasoning: bool,
     ) -> Resumable[None]:
         # white space at the start of the tag was already consumed
         bare = replace(tags, open=tags.open.lstrip())
-        yield from super().parse_reasoning(reader, output, bare, in_reasoning=in_reasoning)
+        yield from super().parse_reasoning(reader, output, tools, bare, in_reasoning=in_reasoning)
         if (
             self.reasoning_separator
             and (yield from reader.accept(self.reasoning_separator)) is not None
@@ -88,12 +105,10 @@ class GenericFamily(ChatFamily):
     def parse_tool_calls(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
     ) -> Resumable[None]:
-        names = {tool.name for tool in tools}
         if self._trigger is not None:
-            yield from parse_marked_calls(
-                reader, output, tools, parse=parse_call_object, open=self._trigger
-            )
+            yield from super().parse_tool_calls(reader, output, tools)
             return
+        names = {tool.name for tool in tools}
         fenced = False
         while (yield from reader.peek()):
             start = reader.hold()
@@ -101,18 +116,48 @@ class GenericFamily(ChatFamily):
             opens = names and (yield from reader.accept(*_FENCE_STARTS)) is not None
             begins = names and (yield from reader.peek()) == "{"
             outcome = "none"
+            reader.call_ends = ()
             if begins:
                 outcome = yield from parse_call_object(reader, output, names=names)
             if outcome == "none":
                 reader.rewind(start)
                 output.add_content(reader.take(len(space)), start)
-                yield from _parse_line(reader, output)
+                yield from self._parse_line(reader, output, tools)
                 continue
             reader.release()
             if outcome == "broken":
                 yield from reader.read_until(on_text=lambda text, _: output.add_arguments(text))
             output.add_marker()
             fenced = (fenced or opens) and not (yield from _skip_fence_end(reader))
+
+    def parse_call(
+        self,
+        reader: Reader,
+        output: OutputBuilder,
+        tools: Sequence[Tool],
+        mark: str,
+        on_text: OnText,
+    ) -> Resumable[bool]:
+        if mark != self._trigger:
+            return (yield from self._own.parse_call(reader, output, tools, mark, on_text))
+        return (
+            yield from parse_marked_call(
+                reader, output, parse=parse_call_object, open=mark, ends=(mark,), on_text=on_text
+            )
+        )
+
+    def _parse_line(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[None]:
+        """Parses the rest of a line, including its end, or up to a call of the model's own."""
+        at = reader.at
+        marks = self.call_markers if tools else ()
+        mark = yield from reader.read_until("\n", *marks, on_text=output.add_content)
+        if mark == "\n":
+            output.add_content("\n", reader.at - 1)
+        elif mark is not None:
+            yield from self.parse_call(reader, output, tools, mark, output.add_content)
+        assert reader.at > at or reader.ended
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
@@ -141,14 +186,6 @@ def _skip_fence_end(reader: Reader) -> Resumable[bool]:
         return True
     reader.rewind(behind)
     return False
-
-
-def _parse_line(reader: Reader, output: OutputBuilder) -> Resumable[None]:
-    """Parses the rest of a line, including its end."""
-    at = reader.at
-    if (yield from reader.read_until("\n", on_text=output.add_content)) is not None:
-        output.add_content("\n", reader.at - 1)
-    assert reader.at > at or reader.ended
 
 
 def render_tools_as_text(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:

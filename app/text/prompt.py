@@ -23,7 +23,13 @@ from app.core.requests import (
     Verbosity,
 )
 from app.core.thread_pools import CancelToken
-from app.grammar.constraint import AnswerStart, OutputRequirements, ReasoningTags, build_constraint
+from app.grammar.constraint import (
+    AnswerStart,
+    Constraint,
+    OutputRequirements,
+    ReasoningTags,
+    build_constraint,
+)
 from app.text.capabilities import detect_capabilities
 from app.text.chat_template import ChatTemplate
 from app.text.conversation_renderer import ConversationRenderer
@@ -195,8 +201,9 @@ def fit_reasoning(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedPrompt:
     """A rendered conversation. text: the prompt. add_special_tokens: whether the tokenizer must add
-    the special tokens at the start of a text. grammar: the grammar of the output. family, tools,
-    reasoning_tags, in_reasoning: the settings for parsing the output; see
+    the special tokens at the start of a text. grammar: the grammar of the output. reasoning_tags:
+    the reasoning tags, if the prompt allows reasoning. family, tools, parsed_tags, in_reasoning,
+    special_tokens, calls_end_reasoning: the settings for parsing the output; see
     `ChatFamily.build_parser`. visible_special_ids: the special tokens of the family's syntax.
     digest: the digest of the text; see `GeneratedTurns`. message_ends: the positions in the text at
     which other prompts are likely to diverge, in ascending order; empty unless requested."""
@@ -207,17 +214,24 @@ class RenderedPrompt:
     family: ChatFamily
     tools: tuple[Tool, ...]
     reasoning_tags: ReasoningTags | None
+    parsed_tags: ReasoningTags | None
     in_reasoning: bool
+    special_tokens: frozenset[str]
+    calls_end_reasoning: bool
     visible_special_ids: frozenset[int]
     digest: bytes = b""
     message_ends: tuple[int, ...] = ()
 
     def build_parser(self) -> OutputParser | None:
         """Returns the output parser, or None if the whole output is content."""
-        if self.reasoning_tags is None and not self.tools and self.family.plain_without_tools:
+        if self.parsed_tags is None and not self.tools and self.family.plain_without_tools:
             return None
         return self.family.build_parser(
-            tools=self.tools, tags=self.reasoning_tags, in_reasoning=self.in_reasoning
+            tools=self.tools,
+            tags=self.parsed_tags,
+            in_reasoning=self.in_reasoning,
+            special_tokens=self.special_tokens,
+            calls_end_reasoning=self.calls_end_reasoning,
         )
 
 
@@ -243,8 +257,9 @@ class PromptBuilder:
         self._template = ChatTemplate(files)
         source = self._template.get_source(tools=True)
         self._family = find_family(source) or GenericFamily()
-        self._generic_family = GenericFamily(self._family.reasoning_separator)
+        self._generic_family = GenericFamily(self._family)
         self._reasoning_tags = self._family.reasoning_tags(source)
+        self._marker_ids = self._find_marker_ids()
         switch = _find_switch(self._template.get_variables(tools=True))
         variants: list[Mapping[str, Any]] = [{}]
         if switch is not None:
@@ -285,18 +300,19 @@ class PromptBuilder:
             before = messages[:-1] if conversation.continue_final else messages
             ends = find_message_ends(renderer.render_part, renderer.fold, before, rendered)
         turn = self._begin_answer(request, conversation, restored.text)
-        grammar, family = self._build_grammar(request, tools, turn, reader)
+        constraint = self._build_constraint(request, tools, turn, reader)
         return RenderedPrompt(
             text=restored.text,
             add_special_tokens=not self._template.includes_special_tokens,
-            grammar=grammar,
-            family=family,
+            grammar=constraint.grammar,
+            family=constraint.family,
             tools=tools,
             reasoning_tags=turn.reasoning_tags,
+            parsed_tags=self._select_parsed_tags(conversation),
             in_reasoning=turn.in_reasoning,
-            visible_special_ids=self._find_marker_ids(
-                family if tools else None, turn.reasoning_tags
-            ),
+            special_tokens=frozenset(self._marker_ids),
+            calls_end_reasoning=not constraint.enforces_calls,
+            visible_special_ids=frozenset(self._marker_ids.values()),
             digest=digest_prompt(restored.text),
             message_ends=tuple(map(restored.map_position, ends)),
         )
@@ -315,30 +331,29 @@ class PromptBuilder:
             supports_budget=close is not None,
         )
 
-    def _build_grammar(
+    def _build_constraint(
         self,
         request: GenerateRequest,
         tools: tuple[Tool, ...],
         turn: AnswerStart,
         reader: ChatFamily,
-    ) -> tuple[Grammar | None, ChatFamily]:
-        """Returns the grammar of the output, and the family that parses it."""
+    ) -> Constraint[ChatFamily]:
+        """Builds the grammar of the output, and selects the family that parses it."""
         if not (tools or request.grammar is not None or turn.thinking_budget is not None):
-            return None, reader
+            return Constraint(grammar=None, family=reader)
         requirements = OutputRequirements(
             grammar=request.grammar,
             tools=_drop_schemas(tools) if request.tool_schemas == "ignore" else tools,
             choice=request.tool_choice,
             parallel=request.parallel_tool_calls,
         )
-        constraint = build_constraint(
+        return build_constraint(
             requirements,
             turn,
             reader,
-            lambda trigger: GenericFamily(reader.reasoning_separator, trigger=trigger),
+            lambda trigger: GenericFamily(reader, trigger=trigger, enforced=True),
             self._tokenizer.added_token_to_id,
         )
-        return constraint.grammar, constraint.family
 
     def _restore_turns(
         self,
@@ -353,7 +368,10 @@ class PromptBuilder:
         def parse(prompt: str, output: str) -> OutputMeaning:
             start = self._detect_reasoning(request, prompt)
             parser = family.build_parser(
-                tools=tools, tags=start.reasoning_tags, in_reasoning=start.in_reasoning
+                tools=tools,
+                tags=self._reasoning_tags,
+                in_reasoning=start.in_reasoning,
+                special_tokens=self._marker_ids,
             )
             return OutputMeaning.of([*parser.feed(output), *parser.flush()])
 
@@ -412,13 +430,19 @@ class PromptBuilder:
             reasoning_tags=tags, in_reasoning=opened, thinking_budget=request.reasoning.token_budget
         )
 
-    def _find_marker_ids(
-        self, family: ChatFamily | None, tags: ReasoningTags | None
-    ) -> frozenset[int]:
-        """Returns the IDs of the special tokens that the output parser needs."""
-        texts = () if family is None and tags is None else self._family.markers
-        ids = (self._tokenizer.token_to_id(text) for text in texts)
-        return frozenset(id for id in ids if id is not None)
+    def _select_parsed_tags(self, conversation: Conversation) -> ReasoningTags | None:
+        """Returns the tags of reasoning in the output. Models sometimes reason although the prompt
+        turns reasoning off, but not in the middle of a text."""
+        last = conversation.messages[-1] if conversation.continue_final else None
+        return None if last is not None and last.content else self._reasoning_tags
+
+    def _find_marker_ids(self) -> dict[str, int]:
+        """Returns the special tokens of the family's syntax, which the output parser needs."""
+        tags = self._reasoning_tags
+        texts = (*self._family.markers, *(() if tags is None else (tags.open.strip(), tags.close)))
+        ids = {text: self._tokenizer.token_to_id(text) for text in texts}
+        special = self._tokenizer.special_ids
+        return {text: id for text, id in ids.items() if id is not None and id in special}
 
     def _add_first_messages(self, conversation: Conversation) -> Sequence[Message]:
         """Inserts the model's own first messages after the leading system messages."""

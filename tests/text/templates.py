@@ -59,8 +59,13 @@ def _id(city: str) -> str:
 def make_prompt_builder(template: str) -> PromptBuilder:
     """Returns a builder without a state, so it can be shared. Test modules share those of the real
     templates, whose probing takes seconds."""
+    return PromptBuilder(make_files(template), TOKENIZER)
+
+
+def make_files(template: str) -> ModelFiles:
+    """The files of a model that has only a template."""
     folder = Path("/nowhere")
-    files = ModelFiles(
+    return ModelFiles(
         name="small",
         path=folder,
         config={},
@@ -71,7 +76,6 @@ def make_prompt_builder(template: str) -> PromptBuilder:
         chat_template=template,
         created=0,
     )
-    return PromptBuilder(files, TOKENIZER)
 
 
 def build_prompt(

@@ -6,9 +6,18 @@ from hypothesis import given
 
 from app.core.requests import Message
 from app.grammar.constraint import ReasoningTags
+from app.text.families import glimmer
 from app.text.generic_tool_calls import GenericFamily, render_tools_as_text
 from app.text.syntax.output_parser import Content, Reasoning, ToolCallStart
-from tests.text.families.reading import check_prose, check_text, mixtures, prose
+from tests.text.families.reading import (
+    check_prose,
+    check_text,
+    collect_calls,
+    join_content,
+    mixtures,
+    prose,
+)
+from tests.text.families.samples import SAMPLES, load_family
 from tests.text.families.walking import TOOLS, check_walks
 from tests.text.templates import CLOCK, SYSTEM, USER, WEATHER, calls, result
 
@@ -61,7 +70,7 @@ def test_a_result_with_a_name_names_its_function() -> None:
 def test_reasoning_before_calls_is_parsed_with_any_tags() -> None:
     """Glimmer's tag begins with a space, and a message header follows the reasoning."""
     tags = ReasoningTags(open=" to=self<|message|>", close="<|eom|>")
-    parser = GenericFamily("<|start|>assistant").build_parser(
+    parser = GenericFamily(glimmer.Family()).build_parser(
         tools=[WEATHER], tags=tags, in_reasoning=False
     )
     text = f" to=self<|message|>Hm.<|eom|><|start|>assistant{CALL}"
@@ -89,7 +98,17 @@ def test_a_code_block_around_calls_is_removed() -> None:
     pieces = check_text(FAMILY, f"Sure:\n```json\n{CALL}\n{CALL}\n```\nDone.", tools=[WEATHER])
     assert len([piece for piece in pieces if isinstance(piece, ToolCallStart)]) == 2
     content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
-    assert content == "Sure:Done."
+    assert content == "Sure:\n\nDone."
+
+
+def test_calls_in_the_syntax_of_the_model_are_also_parsed() -> None:
+    """The templates of DeepSeek V3.1 and R1 list no tools, but the models were trained to call."""
+    family = GenericFamily(load_family("deepseek_v31"))
+    text = f"Sure. {SAMPLES['deepseek_v31']}\n{CALL}"
+    pieces = check_text(family, text, tools=[WEATHER])
+    assert [call.name for call in collect_calls(pieces)] == ["get_weather", "get_weather"]
+    assert join_content(pieces) == "Sure."
+    assert collect_calls(check_text(family, text, tools=())) == []
 
 
 def test_other_code_blocks_are_unchanged() -> None:
@@ -101,4 +120,4 @@ def test_with_a_trigger_calls_are_parsed_only_after_it() -> None:
     pieces = check_text(family, f"{CALL}\n<call>{CALL}\n<call> no", tools=[WEATHER])
     assert len([piece for piece in pieces if isinstance(piece, ToolCallStart)]) == 1
     content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
-    assert content == f"{CALL}<call> no"
+    assert content == f"{CALL}\n\n<call> no"

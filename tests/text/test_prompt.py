@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -14,8 +15,13 @@ from app.core.requests import (
     ReasoningOptions,
 )
 from app.text.generic_tool_calls import GenericFamily
-from app.text.prompt import PromptBuilder
+from app.text.prompt import PromptBuilder, RenderedPrompt
+from app.text.tokenizer import Tokenizer
+from tests import tiny
+from tests.rows import rows
+from tests.text.families.reading import collect_calls, join_content, join_reasoning
 from tests.text.families.rows import templates
+from tests.text.families.samples import SAMPLES
 from tests.text.templates import (
     ANSWER,
     CLOCK,
@@ -24,6 +30,7 @@ from tests.text.templates import (
     WEATHER,
     build_prompt,
     calls,
+    make_files,
     make_prompt_builder,
     result,
 )
@@ -189,6 +196,91 @@ def test_reasoning_that_the_template_closed_is_not_parsed() -> None:
         build_prompt(builder, USER, reasoning=ReasoningOptions(effort="none")).reasoning_tags
         is None
     )
+
+
+def parse_output(prompt: RenderedPrompt, output: str) -> tuple[str, str, list[str]]:
+    """The reasoning, the content and the names of the calls in an output after a prompt."""
+    parser = prompt.build_parser()
+    if parser is None:
+        return "", output, []
+    pieces = [*parser.feed(output), *parser.flush()]
+    names = [call.name for call in collect_calls(pieces)]
+    return join_reasoning(pieces), join_content(pieces), names
+
+
+@rows(
+    ("name", "output"),
+    [
+        ("google-gemma-4-31B-it", "<|channel>thought\nHm.<channel|>Seven."),
+        ("Qwen-Qwen3-0.6B", "<think>\nHm.\n</think>\n\nSeven."),
+        ("Qwen3.5-4B", "<think>\nHm.\n</think>\n\nSeven."),
+        ("GLM-4.6", "\n<think>Hm.</think>\nSeven."),
+        ("deepseek-ai-DeepSeek-V3.1", "<think>Hm.</think>Seven."),
+        ("HuggingFaceTB-SmolLM3-3B", "<think>\nHm.\n</think>\nSeven."),
+    ],
+)
+def test_reasoning_of_a_model_that_reasons_although_it_is_off_is_not_content(
+    shared: Path, name: str, output: str
+) -> None:
+    """Also without tools: the label of Gemma's channel was part of the content."""
+    builder = make_prompt_builder(templates(shared)[f"{name}.jinja"])
+    for tools in ((), (WEATHER,)):
+        prompt = build_prompt(builder, USER, tools=tools, reasoning=ReasoningOptions(effort="none"))
+        assert prompt.reasoning_tags is None  # for the grammar
+        assert parse_output(prompt, output) == ("Hm.", "Seven.", []), prompt.text
+
+
+def test_reasoning_tags_are_text_where_an_answer_is_continued() -> None:
+    request = GenerateRequest(model="small", prompt="")
+    half = Message(role="assistant", content="The tag is ")
+    conversation = Conversation(messages=(USER, half), continue_final=True)
+    prompt = make_prompt_builder(THINKS).build(request, conversation)
+    assert parse_output(prompt, "<think>.")[1] == "<think>."
+
+
+@rows(
+    ("name", "module"),
+    [
+        ("deepseek-ai-DeepSeek-V3.1", "deepseek_v31"),
+        ("hfjinja-deepseek-ai_DeepSeek-R1", "deepseek_r1"),
+        ("deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "deepseek_r1"),
+    ],
+)
+def test_a_model_whose_template_lists_no_tools_may_call_in_its_own_syntax(
+    shared: Path, name: str, module: str
+) -> None:
+    prompt = build_prompt(
+        make_prompt_builder(templates(shared)[f"{name}.jinja"]), USER, tools=(WEATHER,)
+    )
+    assert TOOLS_AS_TEXT in prompt.text
+    close = "</think>" if prompt.in_reasoning else ""
+    for call in (SAMPLES[module], '{"name": "get_weather", "arguments": {"city": "Oslo"}}'):
+        found = parse_output(prompt, f"{close}Sure.\n{call}")
+        assert found == ("", "Sure.", ["get_weather"])
+
+
+def test_special_tokens_of_the_syntax_are_parsed_with_and_without_tools() -> None:
+    inner = tiny.tokenizer()
+    inner.add_special_tokens(["<think>", "</think>", "<tool_call>"])
+    source = f'{THINKS}{{# <tool_call> {{"name": #}}'
+    builder = PromptBuilder(make_files(source), Tokenizer(inner))
+    for tools in ((), (WEATHER,)):
+        prompt = build_prompt(builder, USER, tools=tools)
+        assert prompt.special_tokens == {"<think>", "</think>", "<tool_call>"}
+        assert len(prompt.visible_special_ids) == 3
+        output = "a <tool_call> b </think> c <think>d</think> e"
+        assert parse_output(prompt, output) == ("d", "a  b  c e", [])
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_call_in_the_reasoning_cannot_bypass_a_schema(
+    choice: Literal["auto", "required"],
+) -> None:
+    source = f'{THINKS}{{# <tool_call> {{"name": #}}'
+    request = GenerateRequest(model="small", prompt="", tools=(WEATHER,), tool_choice=choice)
+    prompt = make_prompt_builder(source).build(request, Conversation(messages=(USER,)))
+    names = parse_output(prompt, f"<think>Hm. {SAMPLES['hermes']}")[2]
+    assert names == (["get_weather"] if choice == "auto" else [])
 
 
 @pytest.mark.parametrize(

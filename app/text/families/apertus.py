@@ -16,18 +16,19 @@ from collections.abc import Sequence
 
 from app.core.requests import Tool
 from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
-from app.text.family import ChatFamily
-from app.text.syntax.json_calls import CallOutcome, parse_call_list
-from app.text.syntax.json_reader import parse_json_string, parse_json_value
-from app.text.syntax.marked_calls import parse_marked_call, parse_marked_calls
-from app.text.syntax.output_parser import OutputBuilder, OutputParser
+from app.text.syntax.json_calls import CallOutcome, parse_calls
+from app.text.syntax.json_reader import parse_json_string, parse_json_to_own_bracket
+from app.text.syntax.marked_calls import MarkedFamily
+from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
 _CALLS, _CALLS_END = "<|tools_prefix|>", "<|tools_suffix|>"
 _THOUGHT, _THOUGHT_END = "<|inner_prefix|>", "<|inner_suffix|>"
 
 
-class Family(ChatFamily):
+class Family(MarkedFamily):
+    call_markers = (_CALLS,)
+    call_close = _CALLS_END
     markers = (_CALLS, _CALLS_END, _THOUGHT, _THOUGHT_END)
 
     def matches(self, template: str) -> bool:
@@ -36,23 +37,34 @@ class Family(ChatFamily):
     def reasoning_tags(self, template: str) -> ReasoningTags | None:
         return ReasoningTags(open=_THOUGHT, close=_THOUGHT_END)
 
-    def build_parser(
-        self, *, tools: Sequence[Tool], tags: ReasoningTags | None, in_reasoning: bool
-    ) -> OutputParser:
-        if tags is None:
-            return super().build_parser(tools=tools, tags=None, in_reasoning=False)
-
-        def parse(reader: Reader, output: OutputBuilder) -> Resumable[None]:
-            yield from _parse_interleaved(reader, output, tools, tags, thinking=in_reasoning)
-
-        return OutputParser(parse)
-
-    def parse_tool_calls(
-        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    def parse_output(
+        self,
+        reader: Reader,
+        output: OutputBuilder,
+        tools: Sequence[Tool],
+        tags: ReasoningTags | None,
+        *,
+        in_reasoning: bool,
     ) -> Resumable[None]:
-        yield from parse_marked_calls(
-            reader, output, tools, parse=_parse_array, open=_CALLS, close=_CALLS_END
-        )
+        """Parses content, reasoning and calls in any order. A call does not end the reasoning."""
+        thinking = in_reasoning
+        while True:
+            take = output.add_reasoning if thinking else output.add_content
+            calls = self.find_reasoning_ends(output, tools) if thinking else self.call_markers
+            calls = calls if tools else ()
+            mark = yield from reader.read_until(_THOUGHT, _THOUGHT_END, *calls, on_text=take)
+            if mark is None:
+                return
+            if mark in calls:
+                yield from self.parse_call(reader, output, tools, mark, take)
+                continue
+            output.add_marker()
+            thinking = mark == _THOUGHT
+
+    def parse_marked(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[CallOutcome]:
+        return (yield from parse_calls(reader, output, _parse_keyed_call))
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
@@ -69,34 +81,6 @@ class Family(ChatFamily):
         )
 
 
-def _parse_interleaved(
-    reader: Reader,
-    output: OutputBuilder,
-    tools: Sequence[Tool],
-    tags: ReasoningTags,
-    *,
-    thinking: bool,
-) -> Resumable[None]:
-    calls = (_CALLS,) if tools else ()
-    while True:
-        take = output.add_reasoning if thinking else output.add_content
-        tag = tags.close if thinking else tags.open
-        mark = yield from reader.read_until(tag, *calls, on_text=take)
-        if mark is None:
-            return
-        if mark == tag:
-            output.add_marker()
-            thinking = not thinking
-            continue
-        yield from parse_marked_call(
-            reader, output, open=mark, parse=_parse_array, close=_CALLS_END, on_text=take
-        )
-
-
-def _parse_array(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
-    return (yield from parse_call_list(reader, output, _parse_keyed_call))
-
-
 def _parse_keyed_call(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
     yield from reader.skip_space()
     if (yield from reader.accept("{")) is None:
@@ -107,7 +91,7 @@ def _parse_keyed_call(reader: Reader, output: OutputBuilder) -> Resumable[CallOu
         return "none"
     output.start_tool_call(name)
     reader.release()
-    end = yield from parse_json_value(reader, lambda text, _: output.add_arguments(text))
+    end = yield from parse_json_to_own_bracket(reader, lambda text, _: output.add_arguments(text))
     if end != "complete":
         return "broken"
     yield from reader.skip_space()

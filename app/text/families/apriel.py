@@ -16,9 +16,8 @@ from collections.abc import Sequence
 
 from app.core.requests import Tool
 from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
-from app.text.family import ChatFamily
-from app.text.syntax.json_calls import build_call_expression, parse_call_list
-from app.text.syntax.marked_calls import parse_marked_call
+from app.text.syntax.json_calls import CallOutcome, build_call_expression, parse_calls
+from app.text.syntax.marked_calls import MarkedFamily
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
@@ -27,7 +26,9 @@ _STEPS = "Here are my reasoning steps:"
 _FINAL, _FINAL_END = "[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"
 
 
-class Family(ChatFamily):
+class Family(MarkedFamily):
+    call_markers = (_CALLS,)
+    call_close = _CALLS_END
     markers = (_CALLS, _CALLS_END, _FINAL, _FINAL_END)
 
     def matches(self, template: str) -> bool:
@@ -39,16 +40,13 @@ class Family(ChatFamily):
     def parse_tool_calls(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
     ) -> Resumable[None]:
-        marks = (_FINAL_END, _CALLS) if tools else (_FINAL_END,)
-        while (
-            mark := (yield from reader.read_until(*marks, on_text=output.add_content))
-        ) is not None:
-            if mark == _FINAL_END:
-                output.add_marker()
-            else:
-                yield from parse_marked_call(
-                    reader, output, open=mark, parse=parse_call_list, close=_CALLS_END
-                )
+        output.hide(_FINAL, _FINAL_END)
+        yield from super().parse_tool_calls(reader, output, tools)
+
+    def parse_marked(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[CallOutcome]:
+        return (yield from parse_calls(reader, output))
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema

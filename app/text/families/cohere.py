@@ -16,9 +16,8 @@ from collections.abc import Sequence
 
 from app.core.requests import Tool
 from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
-from app.text.family import ChatFamily
-from app.text.syntax.json_calls import CallOutcome, parse_call_list, parse_call_object
-from app.text.syntax.marked_calls import parse_marked_call
+from app.text.syntax.json_calls import CallOutcome, parse_call_object, parse_calls
+from app.text.syntax.marked_calls import MarkedFamily
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
@@ -26,7 +25,9 @@ _THINKING, _THINKING_END = "<|START_THINKING|>", "<|END_THINKING|>"
 _ACTION, _ACTION_END = "<|START_ACTION|>", "<|END_ACTION|>"
 
 
-class Family(ChatFamily):
+class Family(MarkedFamily):
+    call_markers = (_ACTION,)
+    call_close = _ACTION_END
     content_prefix = "<|START_RESPONSE|>"
     content_suffix = "<|END_RESPONSE|>"
     markers = (_THINKING, _THINKING_END, _ACTION, _ACTION_END, content_prefix, content_suffix)
@@ -37,27 +38,10 @@ class Family(ChatFamily):
     def reasoning_tags(self, template: str) -> ReasoningTags | None:
         return ReasoningTags(open=_THINKING, close=_THINKING_END)
 
-    def parse_tool_calls(
+    def parse_marked(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
-    ) -> Resumable[None]:
-        marks = (
-            self.content_prefix,
-            self.content_suffix,
-            _THINKING,
-            *((_ACTION,) if tools else ()),
-        )
-        while (
-            mark := (yield from reader.read_until(*marks, on_text=output.add_content))
-        ) is not None:
-            if mark == _ACTION:
-                yield from parse_marked_call(
-                    reader, output, parse=parse_actions, open=_ACTION, close=_ACTION_END
-                )
-                continue
-            output.add_marker()
-            if mark == _THINKING:
-                yield from reader.read_until(_THINKING_END, on_text=output.add_reasoning)
-                output.add_marker()
+    ) -> Resumable[CallOutcome]:
+        return (yield from parse_actions(reader, output))
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
@@ -83,8 +67,8 @@ class Family(ChatFamily):
 
 
 def parse_actions(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
-    """Parses a list of calls with Cohere's keys."""
-    return (yield from parse_call_list(reader, output, _parse_action))
+    """Parses calls with Cohere's keys."""
+    return (yield from parse_calls(reader, output, _parse_action))
 
 
 def _parse_action(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:

@@ -21,25 +21,25 @@ from collections.abc import Sequence
 from app.core.requests import Tool
 from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
 from app.text.families.cohere import parse_actions
-from app.text.family import ChatFamily
 from app.text.syntax.json_calls import CallOutcome
-from app.text.syntax.marked_calls import parse_marked_calls
+from app.text.syntax.marked_calls import MarkedFamily
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
 _OPEN, _FENCE = "Action:", "```"
 
 
-class Family(ChatFamily):
+class Family(MarkedFamily):
+    call_markers = (_OPEN,)
+    call_close = _FENCE
+
     def matches(self, template: str) -> bool:
         return '"tool_name": title of the tool' in template
 
-    def parse_tool_calls(
+    def parse_marked(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
-    ) -> Resumable[None]:
-        yield from parse_marked_calls(
-            reader, output, tools, parse=_parse_block, open=_OPEN, close=_FENCE
-        )
+    ) -> Resumable[CallOutcome]:
+        return (yield from _parse_block(reader, output))
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema

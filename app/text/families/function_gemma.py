@@ -12,27 +12,29 @@ from collections.abc import Sequence
 
 from app.core.requests import Tool
 from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
-from app.text.family import ChatFamily
 from app.text.syntax.gemma_calls import GemmaCallParser
 from app.text.syntax.gemma_grammar import build_gemma_grammar
-from app.text.syntax.marked_calls import parse_marked_calls
+from app.text.syntax.json_calls import CallOutcome
+from app.text.syntax.marked_calls import MarkedFamily
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
 _OPEN, _CLOSE, _QUOTE = "<start_function_call>", "<end_function_call>", "<escape>"
 
 
-class Family(ChatFamily):
+class Family(MarkedFamily):
+    call_markers = (_OPEN,)
+    call_close = _CLOSE
     markers = (_OPEN, _CLOSE, _QUOTE)
 
     def matches(self, template: str) -> bool:
         return _OPEN in template
 
-    def parse_tool_calls(
+    def parse_marked(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
-    ) -> Resumable[None]:
-        read = GemmaCallParser(quote=_QUOTE, close=_CLOSE, tools=tools).parse
-        yield from parse_marked_calls(reader, output, tools, parse=read, open=_OPEN, close=_CLOSE)
+    ) -> Resumable[CallOutcome]:
+        calls = GemmaCallParser(quote=_QUOTE, close=_CLOSE, tools=tools)
+        return (yield from calls.parse(reader, output))
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema

@@ -17,10 +17,10 @@ from app.core.requests import Tool
 from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
 from app.text.family import ChatFamily
 from app.text.syntax.json_calls import CallOutcome, parse_json_arguments
-from app.text.syntax.json_reader import parse_json_value
+from app.text.syntax.json_reader import parse_json_to_own_bracket
 from app.text.syntax.marked_calls import parse_marked_call
 from app.text.syntax.output_parser import OutputBuilder
-from app.text.syntax.reader import Reader, Resumable
+from app.text.syntax.reader import OnText, Reader, Resumable
 
 _OPEN, _CLOSE = "<function=", "</function>"
 _PYTHON = "<|python_tag|>"
@@ -29,17 +29,29 @@ _NAME = re.compile(r"[^\s<>{]+")
 
 class Family(ChatFamily):
     markers = (_PYTHON,)
+    call_markers = (_OPEN, _PYTHON)
 
     def matches(self, template: str) -> bool:
         return f'{_OPEN}example_function_name>{{"' in template
 
-    def parse_tool_calls(
-        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
-    ) -> Resumable[None]:
-        marks = (_OPEN, _PYTHON) if tools else ()
-        while mark := (yield from reader.read_until(*marks, on_text=output.add_content)):
-            read = _parse_python_call if mark == _PYTHON else _parse_tagged_call
-            yield from parse_marked_call(reader, output, parse=read, open=mark, ends=marks)
+    def parse_call(
+        self,
+        reader: Reader,
+        output: OutputBuilder,
+        tools: Sequence[Tool],
+        mark: str,
+        on_text: OnText,
+    ) -> Resumable[bool]:
+        return (
+            yield from parse_marked_call(
+                reader,
+                output,
+                parse=_parse_python_call if mark == _PYTHON else _parse_tagged_call,
+                open=mark,
+                ends=self.call_markers,
+                on_text=on_text,
+            )
+        )
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
@@ -72,5 +84,5 @@ def _parse_python_call(reader: Reader, output: OutputBuilder) -> Resumable[CallO
         return "none"
     output.start_tool_call("python")
     reader.release()
-    end = yield from parse_json_value(reader, lambda text, _: output.add_arguments(text))
+    end = yield from parse_json_to_own_bracket(reader, lambda text, _: output.add_arguments(text))
     return "complete" if end == "complete" else "broken"

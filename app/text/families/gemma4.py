@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 from app.core.requests import Tool
 from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
-from app.text.family import ChatFamily
 from app.text.syntax.gemma_calls import GemmaCallParser
 from app.text.syntax.gemma_grammar import build_gemma_grammar
-from app.text.syntax.marked_calls import parse_marked_call
+from app.text.syntax.json_calls import CallOutcome
+from app.text.syntax.marked_calls import MarkedFamily
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
@@ -29,8 +29,10 @@ _LABEL = "thought"
 _RESPONSE = "<|tool_response>"
 
 
-class Family(ChatFamily):
-    markers = (_OPEN, _CLOSE, _QUOTE, _CHANNEL, _CHANNEL_END)
+class Family(MarkedFamily):
+    call_markers = (_OPEN,)
+    call_close = _CLOSE
+    markers = (_OPEN, _CLOSE, _QUOTE, _CHANNEL, _CHANNEL_END, _RESPONSE)
 
     def matches(self, template: str) -> bool:
         return f"{_OPEN}call:" in template
@@ -44,32 +46,37 @@ class Family(ChatFamily):
         return prompt.endswith((tags.open, tags.open.rstrip()))
 
     def parse_reasoning(
-        self, reader: Reader, output: OutputBuilder, tags: ReasoningTags, *, in_reasoning: bool
+        self,
+        reader: Reader,
+        output: OutputBuilder,
+        tools: Sequence[Tool],
+        tags: ReasoningTags,
+        *,
+        in_reasoning: bool,
     ) -> Resumable[None]:
         """Parses only reasoning that was opened by the prompt. All other reasoning is in channels,
-        which may occur at any position."""
+        which may occur at any position. All channels contain reasoning."""
         if in_reasoning:
             output.add_marker()
-            yield from _parse_thoughts(reader, output)
+            yield from self.parse_thoughts(reader, output, tools, _CHANNEL, _CHANNEL_END)
 
     def parse_tool_calls(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
     ) -> Resumable[None]:
-        calls = GemmaCallParser(quote=_QUOTE, close=_CLOSE, tools=tools)
-        # ignore an end marker without a begin marker, because the models occasionally write one
-        marks = (_CHANNEL, _CHANNEL_END, *((_OPEN, _CLOSE, _RESPONSE) if tools else ()))
-        while (
-            mark := (yield from reader.read_until(*marks, on_text=output.add_content))
-        ) is not None:
-            if mark == _OPEN:
-                yield from parse_marked_call(
-                    reader, output, parse=calls.parse, open=_OPEN, close=_CLOSE
-                )
-                continue
-            output.add_marker()
+        marks = (_CHANNEL, *(self.call_markers if tools else ()))
+        while mark := (yield from reader.read_until(*marks, on_text=output.add_content)):
             if mark == _CHANNEL:
+                output.add_marker()
                 yield from _skip_label(reader)
-                yield from _parse_thoughts(reader, output)
+                yield from self.parse_thoughts(reader, output, tools, _CHANNEL, _CHANNEL_END)
+            else:
+                yield from self.parse_call(reader, output, tools, mark, output.add_content)
+
+    def parse_marked(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[CallOutcome]:
+        calls = GemmaCallParser(quote=_QUOTE, close=_CLOSE, tools=tools)
+        return (yield from calls.parse(reader, output))
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
@@ -77,17 +84,6 @@ class Family(ChatFamily):
         return build_gemma_grammar(
             tools, literal, json_schema, open=_OPEN, close=_CLOSE, quote=_QUOTE
         )
-
-
-def _parse_thoughts(reader: Reader, output: OutputBuilder) -> Resumable[None]:
-    """Parses up to the end of the channel. All channels contain reasoning."""
-    mark = yield from reader.read_until(_CHANNEL, _CHANNEL_END, on_text=output.add_reasoning)
-    while mark == _CHANNEL:
-        output.add_marker()
-        yield from _skip_label(reader)
-        mark = yield from reader.read_until(_CHANNEL, _CHANNEL_END, on_text=output.add_reasoning)
-    if mark is not None:
-        output.add_marker()
 
 
 def _skip_label(reader: Reader) -> Resumable[None]:

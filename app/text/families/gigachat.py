@@ -16,9 +16,8 @@ from collections.abc import Sequence
 
 from app.core.requests import Tool
 from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
-from app.text.family import ChatFamily
-from app.text.syntax.json_calls import CallOutcome, build_call_expression, parse_call_object
-from app.text.syntax.marked_calls import parse_marked_calls
+from app.text.syntax.json_calls import CallOutcome, build_call_expression, parse_calls
+from app.text.syntax.marked_calls import MarkedFamily
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
@@ -26,19 +25,18 @@ _END_OF_TURN, _END_OF_ROLE = "<|message_sep|>", "<|role_sep|>"
 _CALL_TURN = f"\n\nfunction call{_END_OF_ROLE}\n"
 
 
-class Family(ChatFamily):
+class Family(MarkedFamily):
+    call_markers = (_END_OF_TURN,)
     markers = (_END_OF_TURN, _END_OF_ROLE)
 
     def matches(self, template: str) -> bool:
         ours = _END_OF_TURN in template and _END_OF_ROLE in template
         return ours and "<|function_call|>" not in template
 
-    def parse_tool_calls(
+    def parse_marked(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
-    ) -> Resumable[None]:
-        yield from parse_marked_calls(
-            reader, output, tools, parse=_parse_call_turn, open=_END_OF_TURN
-        )
+    ) -> Resumable[CallOutcome]:
+        return (yield from _parse_call_turn(reader, output))
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
@@ -55,4 +53,4 @@ class Family(ChatFamily):
 def _parse_call_turn(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
     if (yield from reader.accept(_CALL_TURN)) is None:
         return "none"
-    return (yield from parse_call_object(reader, output))
+    return (yield from parse_calls(reader, output))

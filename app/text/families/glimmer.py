@@ -24,7 +24,7 @@ from app.core.requests import Tool
 from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
-from app.text.syntax.tagged_calls import CallTags, TaggedCallParser
+from app.text.syntax.tagged_calls import CallTags
 from app.text.syntax.tagged_family import TaggedFamily
 
 _TAGS = CallTags(
@@ -57,38 +57,37 @@ class Family(TaggedFamily):
     def reasoning_tags(self, template: str) -> ReasoningTags | None:
         return _THINK
 
-    def parse_reasoning(
-        self, reader: Reader, output: OutputBuilder, tags: ReasoningTags, *, in_reasoning: bool
+    def parse_output(
+        self,
+        reader: Reader,
+        output: OutputBuilder,
+        tools: Sequence[Tool],
+        tags: ReasoningTags | None,
+        *,
+        in_reasoning: bool,
     ) -> Resumable[None]:
-        """Parses only reasoning that was opened by the prompt. All other reasoning is in separate
-        messages."""
+        """Parses all messages. in_reasoning: whether the first one is to "self"."""
+        to = "self" if in_reasoning else (yield from _parse_header(reader, output))
         if in_reasoning:
             output.add_marker()
-            yield from reader.read_before(_START, *_ENDS, on_text=output.add_reasoning)
-
-    def parse_tool_calls(
-        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
-    ) -> Resumable[None]:
-        calls = TaggedCallParser(_TAGS, tools)
-        to = yield from _parse_header(reader, output)
         while True:
             thinks = to == "self"
             take = output.add_reasoning if thinks else output.add_content
-            marks = () if thinks else calls.start_markers
-            mark = yield from reader.read_before(_START, *_ENDS, *marks, on_text=take)
+            calls = self.find_reasoning_ends(output, tools) if thinks else self.call_markers
+            calls = calls if tools else ()
+            mark = yield from reader.read_before(_START, *_ENDS, *calls, on_text=take)
             if mark is None:
                 return
             if mark == _START and (other := (yield from _parse_header(reader, output))) is not None:
                 to = other
                 continue
             reader.take(len(mark))
-            if mark in marks:
-                yield from calls.parse(reader, output, mark)
-            elif mark in _ENDS:
+            if mark in calls:
+                if (yield from self.parse_call(reader, output, tools, mark, take)):
+                    to = None
+            else:
                 output.add_marker()
                 to = yield from _parse_header(reader, output)
-            else:
-                take(mark, reader.at - len(mark))
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema

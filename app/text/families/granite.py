@@ -15,9 +15,8 @@ from collections.abc import Sequence
 
 from app.core.requests import Tool
 from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
-from app.text.family import ChatFamily
-from app.text.syntax.json_calls import build_call_expression, parse_call_list
-from app.text.syntax.marked_calls import parse_marked_call
+from app.text.syntax.json_calls import CallOutcome, build_call_expression, parse_calls
+from app.text.syntax.marked_calls import MarkedFamily
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
@@ -25,7 +24,8 @@ _CALLS, _CALLS_IN_LETTERS = "<|tool_call|>", "<tool_call>"
 _RESPONSE, _RESPONSE_END = "<response>", "</response>"
 
 
-class Family(ChatFamily):
+class Family(MarkedFamily):
+    call_markers = (_CALLS, _CALLS_IN_LETTERS)
     markers = (_CALLS,)
 
     def matches(self, template: str) -> bool:
@@ -34,22 +34,17 @@ class Family(ChatFamily):
     def parse_tool_calls(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
     ) -> Resumable[None]:
-        calls = (_CALLS, _CALLS_IN_LETTERS) if tools else ()
-        marks = calls
         if reader.at:  # after reasoning
             yield from reader.skip_space()
             if (yield from reader.accept(_RESPONSE)) is not None:
                 output.add_marker()
-                marks = (*calls, _RESPONSE_END)
-        while (
-            mark := (yield from reader.read_until(*marks, on_text=output.add_content))
-        ) is not None:
-            if mark == _RESPONSE_END:
-                output.add_marker()
-            else:
-                yield from parse_marked_call(
-                    reader, output, open=mark, parse=parse_call_list, ends=calls
-                )
+                output.hide(_RESPONSE_END)
+        yield from super().parse_tool_calls(reader, output, tools)
+
+    def parse_marked(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[CallOutcome]:
+        return (yield from parse_calls(reader, output))
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema

@@ -30,8 +30,11 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _TO = "to="
 
 # a role, a channel, a recipient or a content type
-_WORD = re.compile(r"[^\s<]{1,256}")
+_WORD = re.compile(r"(?:[^\s<]|<(?!\|)){1,256}")
 _MAX_HEADER_WORDS = 12
+
+_CHANNELS = ("analysis", "commentary", "final")
+_ROLES = ("assistant", "user", "system", "developer", "tool")
 
 # recipients that are not functions
 _NON_FUNCTION_RECIPIENTS = ("assistant", "user", "all")
@@ -67,7 +70,13 @@ class Family(ChatFamily):
         return ReasoningTags(open=f"{_CHANNEL}analysis{_MESSAGE}", close="<|end|>")
 
     def parse_reasoning(
-        self, reader: Reader, output: OutputBuilder, tags: ReasoningTags, *, in_reasoning: bool
+        self,
+        reader: Reader,
+        output: OutputBuilder,
+        tools: Sequence[Tool],
+        tags: ReasoningTags,
+        *,
+        in_reasoning: bool,
     ) -> Resumable[None]:
         """Parses only reasoning that was opened by the prompt. All other reasoning is in separate
         messages."""
@@ -81,16 +90,15 @@ class Family(ChatFamily):
         while (yield from reader.peek()):
             start = reader.hold()
             header = yield from _parse_header(reader)
-            if header is None or (header.function is not None and not tools):
-                size = reader.at - start if header else 0
+            if header is None:
                 reader.rewind(start)
-                yield from _parse_text(reader, output, size)
-                continue
+                header = yield from _parse_damaged_header(reader)
             reader.release()
-            output.add_marker()
+            if reader.at > start:
+                output.add_marker()
             if not header.is_complete:
                 return
-            if header.function is not None:
+            if header.function is not None and tools:
                 yield from _parse_call(reader, output, header.function)
             else:
                 is_content = header.channel != "analysis"
@@ -127,9 +135,10 @@ def _build_header_expression(name: str, literal: MakeLiteral) -> str:
 
 def _parse_header(reader: Reader) -> Resumable[_Header | None]:
     """Parses a header up to the start of the message's content. Returns None if the text is not a
-    header. Text that ends within a marker or a word of a header is not a header."""
+    header. Unknown words are ignored, unless the text ends before the message begins: then they are
+    the message."""
     header = _Header()
-    marked = False
+    marked = unknown = False
     for _ in range(_MAX_HEADER_WORDS):
         yield from reader.skip_space()
         mark = yield from reader.accept(_START, _CHANNEL, _CONSTRAIN, _MESSAGE, _TO)
@@ -137,10 +146,11 @@ def _parse_header(reader: Reader) -> Resumable[_Header | None]:
             header.is_complete = True
             return header
         if mark is None and not (yield from reader.peek()):
-            return header if marked else None
+            return header if marked and not unknown else None
         if mark is None and not marked and header.recipient is None:
             return None
         marked = marked or mark not in (None, _TO)
+        unknown = unknown or (mark is None and header.recipient is None)
         yield from reader.skip_space()
         word = yield from reader.match(_WORD)
         if not word and (yield from reader.peek()) != "":
@@ -153,17 +163,20 @@ def _parse_header(reader: Reader) -> Resumable[_Header | None]:
     return None
 
 
-def _parse_text(reader: Reader, output: OutputBuilder, size: int) -> Resumable[None]:
-    """Parses text outside of messages. size: the number of characters known to be text."""
-    if not size and (yield from reader.peek_any(*_ENDS)) is None:
-        size = 1
-    output.add_content(reader.take(size), reader.at - size)
-    yield from _parse_content(reader, output, output.add_content)
+def _parse_damaged_header(reader: Reader) -> Resumable[_Header]:
+    """Parses the known words of a header that does not end where its message begins."""
+    header = _Header(is_complete=True)
+    if (yield from reader.accept(_START)) is not None:
+        yield from reader.accept(*_ROLES)
+    if (yield from reader.accept(_CHANNEL)) is not None:
+        header.channel = yield from reader.accept(*_CHANNELS)
+    return header
 
 
 def _parse_content(reader: Reader, output: OutputBuilder, on_text: OnText) -> Resumable[None]:
     """Parses up to the end of the message, or to the start of another message."""
-    if (yield from reader.read_before(_START, *_ENDS, on_text=on_text)) is not None:
+    marks = (_START, _CHANNEL, *_ENDS)
+    if (yield from reader.read_before(*marks, on_text=on_text)) is not None:
         yield from reader.accept(*_ENDS)
         output.add_marker()
 

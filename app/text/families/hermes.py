@@ -13,9 +13,8 @@ from collections.abc import Sequence
 
 from app.core.requests import Tool
 from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
-from app.text.family import ChatFamily
-from app.text.syntax.json_calls import build_call_expression, parse_call_object
-from app.text.syntax.marked_calls import parse_marked_calls
+from app.text.syntax.json_calls import CallOutcome, build_call_expression, parse_calls
+from app.text.syntax.marked_calls import MarkedFamily
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
@@ -25,7 +24,9 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _OTHER_FAMILY_MARKERS = ("<function=", "<arg_key>", "<use_mcp_tool>", "<tool_calls>")
 
 
-class Family(ChatFamily):
+class Family(MarkedFamily):
+    call_markers = (_OPEN,)
+    call_close = _CLOSE
     markers = (_OPEN, _CLOSE, "<think>", "</think>")
 
     def matches(self, template: str) -> bool:
@@ -34,12 +35,10 @@ class Family(ChatFamily):
         # quotation marks may be escaped in a Jinja literal
         return '{"name":' in template.replace('\\"', '"')
 
-    def parse_tool_calls(
+    def parse_marked(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
-    ) -> Resumable[None]:
-        yield from parse_marked_calls(
-            reader, output, tools, parse=parse_call_object, open=_OPEN, close=_CLOSE
-        )
+    ) -> Resumable[CallOutcome]:
+        return (yield from parse_calls(reader, output))
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 
 from app.core.requests import Tool
 from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
-from app.text.family import ChatFamily
 from app.text.syntax.json_calls import CallOutcome, parse_json_arguments
-from app.text.syntax.marked_calls import parse_marked_call
+from app.text.syntax.marked_calls import MarkedFamily
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
@@ -33,22 +32,18 @@ _ID = re.compile(r"[^\s<]+")
 _PARTS = re.compile(r"(?P<full>functions\.)?(?P<name>.+?)(?P<index>:[0-9]+)?")
 
 
-class Family(ChatFamily):
+class Family(MarkedFamily):
+    call_markers = (_SECTION, _CALL)
+    call_close = _SECTION_END
     markers = (_SECTION, _SECTION_END, _CALL, _ARGUMENTS, _CALL_END, "<think>", "</think>")
-    implicit_reasoning_ends = (_SECTION, _CALL)
 
     def matches(self, template: str) -> bool:
         return _CALL in template and _ARGUMENTS in template
 
-    def parse_tool_calls(
+    def parse_marked(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
-    ) -> Resumable[None]:
-        marks = (_SECTION, _CALL) if tools else ()
-        while (
-            mark := (yield from reader.read_until(*marks, on_text=output.add_content))
-        ) is not None:
-            read = _parse_section if mark == _SECTION else _parse_call
-            yield from parse_marked_call(reader, output, parse=read, open=mark, close=_SECTION_END)
+    ) -> Resumable[CallOutcome]:
+        return (yield from _parse_call(reader, output))
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
@@ -73,15 +68,10 @@ class Family(ChatFamily):
         )
 
 
-def _parse_section(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
-    yield from reader.skip_space()
-    if (yield from reader.accept(_CALL)) is None:
-        return "none"
-    return (yield from _parse_call(reader, output))
-
-
 def _parse_call(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
-    """Parses a call after its begin marker."""
+    """Parses a call after the start of a section or of the call, which are both optional."""
+    yield from reader.skip_space()
+    yield from reader.accept(_CALL)
     yield from reader.skip_space()
     id = yield from reader.match(_ID)
     parts = _PARTS.fullmatch(id)

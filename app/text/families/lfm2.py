@@ -13,9 +13,8 @@ from collections.abc import Collection, Sequence
 
 from app.core.requests import Tool, ToolCall
 from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
-from app.text.family import ChatFamily
-from app.text.syntax.json_calls import CallOutcome, parse_call_list, parse_call_object
-from app.text.syntax.marked_calls import parse_marked_call
+from app.text.syntax.json_calls import CallOutcome, parse_calls
+from app.text.syntax.marked_calls import MarkedFamily
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.python_calls import build_python_grammar, parse_python_list, render_python_call
 from app.text.syntax.reader import Reader, Resumable
@@ -23,7 +22,9 @@ from app.text.syntax.reader import Reader, Resumable
 _OPEN, _CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 
 
-class Family(ChatFamily):
+class Family(MarkedFamily):
+    call_markers = (_OPEN,)
+    call_close = _CLOSE
     markers = (_OPEN, _CLOSE, "<think>", "</think>")
 
     def matches(self, template: str) -> bool:
@@ -41,16 +42,18 @@ class Family(ChatFamily):
     ) -> Resumable[None]:
         marks = (_OPEN, "[") if tools else ()
         names = {tool.name for tool in tools}
-        while (
-            mark := (yield from reader.read_before(*marks, on_text=output.add_content))
-        ) is not None:
+        take = output.add_content
+        while (mark := (yield from reader.read_before(*marks, on_text=take))) is not None:
             if mark == "[":
                 yield from _parse_bare_list(reader, output, names)
             else:
-                yield from reader.accept(_OPEN)
-                yield from parse_marked_call(
-                    reader, output, parse=_parse_list, open=_OPEN, close=_CLOSE
-                )
+                reader.take(len(mark))
+                yield from self.parse_call(reader, output, tools, mark, take)
+
+    def parse_marked(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[CallOutcome]:
+        return (yield from _parse_list(reader, output))
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
@@ -75,7 +78,7 @@ def _parse_list(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]
     if outcome == "none":
         reader.rewind(start)
         reader.hold()
-        outcome = yield from parse_call_list(reader, output, parse_call_object)
+        outcome = yield from parse_calls(reader, output)
     return outcome
 
 

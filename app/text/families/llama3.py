@@ -13,24 +13,14 @@ from collections.abc import Sequence
 
 from app.core.requests import Tool
 from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
-from app.text.family import ChatFamily
 from app.text.syntax.json_calls import build_call_expression
-from app.text.syntax.llama_calls import PYTHON_END, PYTHON_START, PYTHON_TAG, parse_llama_calls
-from app.text.syntax.output_parser import OutputBuilder
-from app.text.syntax.reader import Reader, Resumable
+from app.text.syntax.llama_calls import LlamaFamily
 
 
-class Family(ChatFamily):
-    markers = (PYTHON_TAG, PYTHON_START, PYTHON_END)
-
+class Family(LlamaFamily):
     def matches(self, template: str) -> bool:
         # quotation marks may be escaped in a Jinja literal
         return '{"name": function name, "parameters"' in template.replace('\\"', '"')
-
-    def parse_tool_calls(
-        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
-    ) -> Resumable[None]:
-        yield from parse_llama_calls(reader, output, tools)
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema

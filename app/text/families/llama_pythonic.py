@@ -13,26 +13,16 @@ from dataclasses import replace
 
 from app.core.requests import Tool
 from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
-from app.text.family import ChatFamily
-from app.text.syntax.llama_calls import PYTHON_END, PYTHON_START, PYTHON_TAG, parse_llama_calls
-from app.text.syntax.output_parser import OutputBuilder
+from app.text.syntax.llama_calls import LlamaFamily
 from app.text.syntax.python_calls import build_python_grammar
-from app.text.syntax.reader import Reader, Resumable
 
 _LLAMA = ("<|start_header_id|>", "<|header_start|>")
 
 
-class Family(ChatFamily):
-    markers = (PYTHON_TAG, PYTHON_START, PYTHON_END)
-
+class Family(LlamaFamily):
     def matches(self, template: str) -> bool:
         asks = "[func_name1(" in template and '"parameters": dictionary' not in template
         return asks and any(mark in template for mark in _LLAMA)
-
-    def parse_tool_calls(
-        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
-    ) -> Resumable[None]:
-        yield from parse_llama_calls(reader, output, tools)
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema

@@ -18,9 +18,8 @@ from collections.abc import Sequence
 
 from app.core.requests import Tool
 from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
-from app.text.family import ChatFamily
 from app.text.syntax.json_calls import CallOutcome
-from app.text.syntax.marked_calls import parse_marked_calls
+from app.text.syntax.marked_calls import MarkedFamily
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.python_calls import build_python_grammar, parse_python_calls
 from app.text.syntax.reader import Reader, Resumable
@@ -30,7 +29,9 @@ _THOUGHT, _THOUGHT_END = "<|thought_start|>", "<|thought_end|>"
 _FENCE = "```"
 
 
-class Family(ChatFamily):
+class Family(MarkedFamily):
+    call_markers = (_OPEN,)
+    call_close = _CLOSE
     markers = (_OPEN, _CLOSE, _THOUGHT, _THOUGHT_END)
 
     def matches(self, template: str) -> bool:
@@ -39,12 +40,10 @@ class Family(ChatFamily):
     def reasoning_tags(self, template: str) -> ReasoningTags | None:
         return ReasoningTags(open=_THOUGHT, close=_THOUGHT_END)
 
-    def parse_tool_calls(
+    def parse_marked(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
-    ) -> Resumable[None]:
-        yield from parse_marked_calls(
-            reader, output, tools, parse=_parse_block, open=_OPEN, close=_CLOSE
-        )
+    ) -> Resumable[CallOutcome]:
+        return (yield from _parse_block(reader, output))
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema

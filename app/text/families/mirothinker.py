@@ -19,9 +19,8 @@ from collections.abc import Sequence
 
 from app.core.requests import Tool
 from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
-from app.text.family import ChatFamily
 from app.text.syntax.json_calls import CallOutcome, parse_json_arguments
-from app.text.syntax.marked_calls import parse_marked_calls
+from app.text.syntax.marked_calls import MarkedFamily
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
@@ -32,18 +31,18 @@ _ARGUMENTS, _ARGUMENTS_END = "<arguments>", "</arguments>"
 _WORD = re.compile(r"[^\s<]+")
 
 
-class Family(ChatFamily):
+class Family(MarkedFamily):
+    call_markers = (_OPEN,)
+    call_close = _CLOSE
     markers = ("<think>", "</think>")
 
     def matches(self, template: str) -> bool:
         return _OPEN in template and _NAME in template
 
-    def parse_tool_calls(
+    def parse_marked(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
-    ) -> Resumable[None]:
-        yield from parse_marked_calls(
-            reader, output, tools, parse=_parse_calls, open=_OPEN, close=_CLOSE
-        )
+    ) -> Resumable[CallOutcome]:
+        return (yield from _parse_calls(reader, output))
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema

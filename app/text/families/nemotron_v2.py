@@ -12,27 +12,26 @@ from collections.abc import Sequence
 
 from app.core.requests import Tool
 from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
-from app.text.family import ChatFamily
-from app.text.syntax.json_calls import build_call_expression, parse_call_list
-from app.text.syntax.marked_calls import parse_marked_calls
+from app.text.syntax.json_calls import CallOutcome, build_call_expression, parse_calls
+from app.text.syntax.marked_calls import MarkedFamily
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
 _CALLS, _CALLS_END = "<TOOLCALL>", "</TOOLCALL>"
 
 
-class Family(ChatFamily):
+class Family(MarkedFamily):
+    call_markers = (_CALLS,)
+    call_close = _CALLS_END
     markers = (_CALLS, _CALLS_END, "<think>", "</think>")
 
     def matches(self, template: str) -> bool:
         return _CALLS in template
 
-    def parse_tool_calls(
+    def parse_marked(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
-    ) -> Resumable[None]:
-        yield from parse_marked_calls(
-            reader, output, tools, parse=parse_call_list, open=_CALLS, close=_CALLS_END
-        )
+    ) -> Resumable[CallOutcome]:
+        return (yield from parse_calls(reader, output))
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from app.core.requests import Tool
 from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
-from app.text.family import ChatFamily
-from app.text.syntax.marked_calls import parse_marked_calls
+from app.text.syntax.json_calls import CallOutcome
+from app.text.syntax.marked_calls import MarkedFamily
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.python_calls import build_python_grammar, parse_python_calls
 from app.text.syntax.reader import Reader, Resumable
@@ -21,18 +21,18 @@ from app.text.syntax.reader import Reader, Resumable
 _OPEN, _CLOSE = "<function_calls>", "</function_calls>"
 
 
-class Family(ChatFamily):
+class Family(MarkedFamily):
+    call_markers = (_OPEN,)
+    call_close = _CLOSE
     markers = (_OPEN, _CLOSE, "<think>", "</think>")
 
     def matches(self, template: str) -> bool:
         return _OPEN in template and "<functions>" in template
 
-    def parse_tool_calls(
+    def parse_marked(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
-    ) -> Resumable[None]:
-        yield from parse_marked_calls(
-            reader, output, tools, parse=parse_python_calls, open=_OPEN, close=_CLOSE
-        )
+    ) -> Resumable[CallOutcome]:
+        return (yield from parse_python_calls(reader, output))
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema

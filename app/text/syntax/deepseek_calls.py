@@ -18,9 +18,8 @@ import re
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily
 from app.text.syntax.json_calls import CallOutcome, parse_json_arguments
-from app.text.syntax.marked_calls import parse_marked_calls
+from app.text.syntax.marked_calls import MarkedFamily
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
@@ -31,21 +30,15 @@ FENCE, FENCE_END = "```json", "```"
 _WORD = re.compile(r"[^\s<{`]+")
 
 
-class DeepSeekFamily(ChatFamily):
+class DeepSeekFamily(MarkedFamily):
+    call_markers = (CALLS, CALL)
+    call_close = CALLS_END
     markers = (CALLS, CALLS_END, CALL, SEPARATOR, CALL_END, "<think>", "</think>")
 
-    def parse_tool_calls(
+    def parse_marked(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
-    ) -> Resumable[None]:
-        yield from parse_marked_calls(
-            reader,
-            output,
-            tools,
-            parse=_parse_call,
-            open=CALLS,
-            close=CALLS_END,
-            other_opens=(CALL,),
-        )
+    ) -> Resumable[CallOutcome]:
+        return (yield from _parse_call(reader, output))
 
 
 def _parse_call(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:

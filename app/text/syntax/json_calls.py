@@ -12,7 +12,12 @@ from typing import Literal
 
 from app.core.requests import Tool
 from app.grammar.constraint import MakeJsonSchema, MakeLiteral
-from app.text.syntax.json_reader import decode_json_string, parse_json_string, parse_json_value
+from app.text.syntax.json_reader import (
+    decode_json_string,
+    parse_json_string,
+    parse_json_to_own_bracket,
+    parse_json_value,
+)
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
@@ -73,12 +78,38 @@ def parse_call_list(
         if (yield from reader.accept("]")) is not None:
             reader.release()
             return "complete"
-        more = (yield from reader.accept(",")) is not None
+        more = (yield from reader.accept(",")) is not None or (yield from reader.peek()) == "{"
         outcome = (yield from parse(reader, output)) if more else "none"
         if outcome == "none":
             reader.rewind(behind)
             return "complete"
     return outcome
+
+
+def parse_calls(
+    reader: Reader, output: OutputBuilder, parse: ParseCall = parse_call_object
+) -> Resumable[CallOutcome]:
+    """Parses one call, several calls with optional commas between them, or arrays of calls.
+    Otherwise, this behaves like `parse_call_object`."""
+    outcome = yield from _parse_call_or_list(reader, output, parse)
+    while outcome == "complete":
+        behind = reader.hold()
+        yield from reader.skip_space()
+        yield from reader.accept(",", ";")
+        outcome = yield from _parse_call_or_list(reader, output, parse)
+        if outcome == "none":
+            reader.rewind(behind)
+            return "complete"
+    return outcome
+
+
+def _parse_call_or_list(
+    reader: Reader, output: OutputBuilder, parse: ParseCall
+) -> Resumable[CallOutcome]:
+    yield from reader.skip_space()
+    if (yield from reader.peek()) == "[":
+        return (yield from parse_call_list(reader, output, parse))
+    return (yield from parse(reader, output))
 
 
 def parse_json_arguments(
@@ -87,9 +118,9 @@ def parse_json_arguments(
     """Outputs the arguments of the current call, up to one of the given markers, which is not
     consumed. Returns the marker, or None if the text ends without a marker.
 
-    Markers within JSON strings are ignored. Text that is not JSON, or that follows the JSON value,
-    is output unchanged, so that no text is lost. If there is no text, the arguments are an empty
-    object.
+    Markers within JSON strings are ignored. Arguments that are not JSON are output unchanged. An
+    object ends at its own brace: surplus brackets after it are dropped, and other text is content.
+    If there is no text, the arguments are an empty object.
     """
 
     def take(text: str, at: int) -> None:
@@ -100,8 +131,16 @@ def parse_json_arguments(
     if met is not None:
         output.add_arguments("{}")
         return met
-    if (yield from parse_json_value(reader, take)) == "complete":
+    reader.call_ends = ends
+    is_object = (yield from reader.peek()) == "{"
+    end = yield from parse_json_to_own_bracket(reader, take)
+    if end == "complete":
         yield from reader.skip_space()
+    if end == "complete" and is_object:
+        while (yield from reader.accept("}", "]")) is not None:
+            yield from reader.skip_space()
+        output.add_marker()
+        return (yield from reader.read_before(*ends, on_text=output.add_content))
     return (yield from reader.read_before(*ends, on_text=take))
 
 
@@ -180,7 +219,8 @@ def _parse_arguments(reader: Reader, call: _Call) -> Resumable[bool]:
     take = call.output.add_arguments if call.is_started else call.early_arguments.append
     yield from reader.skip_space()
     if (yield from reader.peek()) != '"':
-        complete = (yield from parse_json_value(reader, lambda text, at: take(text))) == "complete"
+        end = yield from parse_json_to_own_bracket(reader, lambda text, at: take(text))
+        complete = end == "complete"
     else:
         written: list[str] = []
         end = yield from parse_json_value(reader, lambda text, at: written.append(text))

@@ -17,29 +17,48 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 from app.core.requests import Tool
+from app.text.family import ChatFamily
 from app.text.syntax.json_calls import CallOutcome, parse_call_object
 from app.text.syntax.marked_calls import parse_marked_call
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.python_calls import parse_python_call, parse_python_list
-from app.text.syntax.reader import Reader, Resumable
+from app.text.syntax.reader import OnText, Reader, Resumable
 
 PYTHON_TAG, PYTHON_START, PYTHON_END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
 
 
-def parse_llama_calls(
-    reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
-) -> Resumable[None]:
-    """Parses a complete output."""
-    names = {tool.name for tool in tools}
-    marks = (PYTHON_TAG, PYTHON_START) if tools else ()
-    if tools:
-        yield from _parse_leading_calls(reader, output, names)
-    while mark := (yield from reader.read_until(*marks, on_text=output.add_content)):
-        read = partial(_parse_tagged_call, names=names)
-        yield from parse_marked_call(
-            reader, output, parse=read, open=mark, close=PYTHON_END, ends=marks
+class LlamaFamily(ChatFamily):
+    markers = (PYTHON_TAG, PYTHON_START, PYTHON_END)
+    call_markers = (PYTHON_TAG, PYTHON_START)
+
+    def parse_tool_calls(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[None]:
+        if tools:
+            yield from _parse_leading_calls(reader, output, {tool.name for tool in tools})
+        yield from super().parse_tool_calls(reader, output, tools)
+
+    def parse_call(
+        self,
+        reader: Reader,
+        output: OutputBuilder,
+        tools: Sequence[Tool],
+        mark: str,
+        on_text: OnText,
+    ) -> Resumable[bool]:
+        names = {tool.name for tool in tools}
+        called = yield from parse_marked_call(
+            reader,
+            output,
+            parse=partial(_parse_tagged_call, names=names),
+            open=mark,
+            close=PYTHON_END,
+            ends=self.call_markers,
+            on_text=on_text,
         )
-        yield from _parse_leading_calls(reader, output, names)
+        if called:
+            yield from _parse_leading_calls(reader, output, names)
+        return called
 
 
 def _parse_leading_calls(

@@ -1,4 +1,4 @@
-"""A parser for text with tool calls between markers. The closing marker is optional.
+"""The base class of families with tool calls between markers. The closing marker is optional.
 
 Knows: markers without a call, malformed calls. Must not know: the markers of any family, the syntax
 of calls.
@@ -7,31 +7,43 @@ of calls.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.syntax.json_calls import ParseCall
+from app.text.family import ChatFamily
+from app.text.syntax.json_calls import CallOutcome, ParseCall
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import OnText, Reader, Resumable
 
 
-def parse_marked_calls(
-    reader: Reader,
-    output: OutputBuilder,
-    tools: Sequence[Tool],
-    *,
-    parse: ParseCall,
-    open: str,
-    close: str | None = None,
-    other_opens: tuple[str, ...] = (),
-) -> Resumable[None]:
-    """Parses the whole text. tools: the tools that may be called; if empty, the whole output is
-    text. parse: the parser for the calls after `open`. close: the closing marker, if the syntax has
-    one. other_opens: alternatives to `open`."""
-    opens = (open, *other_opens)
-    while mark := (
-        yield from reader.read_until(*(opens if tools else ()), on_text=output.add_content)
-    ):
-        yield from parse_marked_call(
-            reader, output, parse=parse, open=mark, close=close, ends=opens
+class MarkedFamily(ChatFamily):
+    """call_close: the marker after the calls, if the syntax has one."""
+
+    call_close: str | None = None
+
+    def parse_marked(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[CallOutcome]:
+        """Parses the calls after a marker. Returns the same values as `parse_call_object`."""
+        raise NotImplementedError
+
+    def parse_call(
+        self,
+        reader: Reader,
+        output: OutputBuilder,
+        tools: Sequence[Tool],
+        mark: str,
+        on_text: OnText,
+    ) -> Resumable[bool]:
+        called = yield from parse_marked_call(
+            reader,
+            output,
+            parse=lambda reader, output: self.parse_marked(reader, output, tools),
+            open=mark,
+            close=self.call_close,
+            ends=self.call_markers,
+            on_text=on_text,
         )
+        if called and self.call_close in self.markers:
+            output.hide(self.call_close)  # it may come too late
+        return called
 
 
 def parse_marked_call(
@@ -43,23 +55,30 @@ def parse_marked_call(
     close: str | None = None,
     ends: tuple[str, ...] = (),
     on_text: OnText | None = None,
-) -> Resumable[None]:
-    """Parses a call and `close`, after `open` was consumed. If no call follows, `open` is treated
-    as text, and the following text is not consumed. ends: markers that also end a malformed call
-    and are not consumed. on_text: receives the text; None adds it to the output."""
+) -> Resumable[bool]:
+    """Parses a call and `close`, after `open` was consumed. Returns whether there was a call. If
+    not, `open` is treated as text, and the following text is not consumed. ends: markers that also
+    end a malformed call and are not consumed. on_text: receives the text; None adds it to the
+    output."""
     inside = reader.hold()
+    closes = () if close is None else (close,)
+    reader.call_ends = (*closes, *ends)
     outcome = yield from parse(reader, output)
     if outcome == "none":
         reader.rewind(inside)
         (on_text or output.add_content)(open, inside - len(open))
-        return
+        return False
     reader.release()
-    closes = () if close is None else (close,)
     if outcome == "broken":
         yield from reader.read_before(
             *closes, *ends, on_text=lambda text, _: output.add_arguments(text)
         )
-    yield from reader.skip_space()
-    if closes:
-        yield from reader.accept(*closes)
     output.add_marker()
+    behind = reader.hold()
+    yield from reader.skip_space()
+    if closes and (yield from reader.accept(*closes)) is not None:
+        reader.release()
+        output.add_marker()
+    else:
+        reader.rewind(behind)
+    return True

@@ -19,11 +19,10 @@ from collections.abc import Sequence
 
 from app.core.requests import Tool
 from app.grammar.constraint import ReasoningTags
-from app.text.family import ChatFamily
-from app.text.syntax.json_calls import CallOutcome, parse_call_list
-from app.text.syntax.json_reader import parse_json_value
-from app.text.syntax.marked_calls import parse_marked_call
-from app.text.syntax.output_parser import OutputBuilder, OutputParser
+from app.text.syntax.json_calls import CallOutcome, parse_calls
+from app.text.syntax.json_reader import parse_json_to_own_bracket
+from app.text.syntax.marked_calls import MarkedFamily
+from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
 CALLS, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -36,7 +35,8 @@ _WORD = re.compile(r"[^\s\[\]{}\"]+")
 _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
-class MistralFamily(ChatFamily):
+class MistralFamily(MarkedFamily):
+    call_markers = (CALLS,)
     markers = (CALLS, CALL_ID, ARGUMENTS, THINK, THINK_END)
 
     def reasoning_tags(self, template: str) -> ReasoningTags | None:
@@ -47,36 +47,38 @@ class MistralFamily(ChatFamily):
     def make_call_id(self, index: int) -> str | None:
         return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
 
-    def build_parser(
-        self, *, tools: Sequence[Tool], tags: ReasoningTags | None, in_reasoning: bool
-    ) -> OutputParser:
-        def parse(reader: Reader, output: OutputBuilder) -> Resumable[None]:
-            if tags is not None:
-                yield from self.parse_reasoning(reader, output, tags, in_reasoning=in_reasoning)
-            yield from _parse_interleaved(reader, output, tools, tags)
+    def parse_output(
+        self,
+        reader: Reader,
+        output: OutputBuilder,
+        tools: Sequence[Tool],
+        tags: ReasoningTags | None,
+        *,
+        in_reasoning: bool,
+    ) -> Resumable[None]:
+        """Parses text, calls and reasoning in any order."""
+        if tags is None:
+            yield from self.parse_tool_calls(reader, output, tools)
+            return
+        yield from self.parse_reasoning(reader, output, tools, tags, in_reasoning=in_reasoning)
+        marks = (tags.open, *(self.call_markers if tools else ()))
+        while mark := (yield from reader.read_until(*marks, on_text=output.add_content)):
+            if mark == tags.open:
+                output.add_marker()
+                yield from self.parse_thoughts(reader, output, tools, tags.open, tags.close)
+            else:
+                yield from self.parse_call(reader, output, tools, mark, output.add_content)
 
-        return OutputParser(parse)
-
-
-def _parse_interleaved(
-    reader: Reader, output: OutputBuilder, tools: Sequence[Tool], tags: ReasoningTags | None
-) -> Resumable[None]:
-    """Parses text, calls and reasoning in any order. A call within reasoning is not parsed."""
-    calls = (CALLS,) if tools else ()
-    marks = calls if tags is None else (*calls, tags.open)
-    while (mark := (yield from reader.read_until(*marks, on_text=output.add_content))) is not None:
-        if tags is None or mark == CALLS:
-            yield from parse_marked_call(reader, output, parse=_parse_calls, open=mark, ends=marks)
-            continue
-        output.add_marker()
-        if (yield from reader.read_until(tags.close, on_text=output.add_reasoning)) is not None:
-            output.add_marker()
+    def parse_marked(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[CallOutcome]:
+        return (yield from _parse_calls(reader, output))
 
 
 def _parse_calls(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
     yield from reader.skip_space()
-    if (yield from reader.peek()) == "[":
-        return (yield from parse_call_list(reader, output))
+    if (yield from reader.peek()) in ("[", "{"):
+        return (yield from parse_calls(reader, output))
     name = yield from _parse_word(reader)
     id = None
     if (yield from reader.accept(CALL_ID)) is not None:
@@ -87,7 +89,7 @@ def _parse_calls(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome
         return "none"
     output.start_tool_call(name, id or None)
     reader.release()
-    end = yield from parse_json_value(reader, lambda text, _: output.add_arguments(text))
+    end = yield from parse_json_to_own_bracket(reader, lambda text, _: output.add_arguments(text))
     return "complete" if end == "complete" else "broken"
 
 

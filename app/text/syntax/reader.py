@@ -30,11 +30,13 @@ OnText = Callable[[str, int], None]
 
 class Reader:
     """Reads the text of one output. at: the position of the next character. ended: whether the text
-    is complete."""
+    is complete. call_ends: the markers that end the current call even if its arguments are
+    incomplete."""
 
     def __init__(self) -> None:
         self.at = 0
         self.ended = False
+        self.call_ends: tuple[str, ...] = ()
         self._buffer = ""
         self._start = 0  # position of the first character of _known
         self._held: int | None = None
@@ -156,7 +158,7 @@ class Reader:
             match = found.search(ahead) if marks else None
             begins = match.start() if match else len(ahead)
             # a longer mark may also start there
-            open_ = len(ahead) if self.ended else _find_partial_mark(ahead, marks)
+            open_ = len(ahead) if self.ended else find_partial_mark(ahead, marks)
             clear = min(begins, open_)
             if clear:
                 at = self.at
@@ -176,7 +178,7 @@ class Reader:
         return "".join(pieces), mark
 
 
-def _find_partial_mark(text: str, marks: Iterable[str]) -> int:
+def find_partial_mark(text: str, marks: Iterable[str]) -> int:
     """Returns the position near the end of the text at which a partial mark may start."""
     first = len(text)
     for mark in marks:

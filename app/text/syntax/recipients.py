@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from app.core.requests import Tool
 from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
 from app.text.family import ChatFamily
-from app.text.syntax.json_reader import parse_json_value
+from app.text.syntax.json_reader import parse_json_to_own_bracket
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import OnText, Reader, Resumable
 
@@ -92,6 +92,6 @@ def _parse_call(reader: Reader, output: OutputBuilder, name: str) -> Resumable[O
         output.add_arguments(text)
 
     output.start_tool_call(name)
-    if (yield from parse_json_value(reader, take)) == "complete":
+    if (yield from parse_json_to_own_bracket(reader, take)) == "complete":
         yield from reader.skip_space()
     return take

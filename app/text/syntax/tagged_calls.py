@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from app.core.requests import Tool
-from app.text.syntax.json_calls import parse_call_object, parse_json_arguments
+from app.text.syntax.json_calls import parse_calls, parse_json_arguments
 from app.text.syntax.literal_reader import convert_literal_before, escape_json
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.parameter_types import (
@@ -25,7 +25,7 @@ from app.text.syntax.parameter_types import (
     may_be_non_string,
     to_json,
 )
-from app.text.syntax.reader import Reader, Resumable
+from app.text.syntax.reader import OnText, Reader, Resumable
 
 NarrowTypes = Callable[[JsonTypes | None], JsonTypes | None]
 """Narrows the types of a schema to the types implied by a tag."""
@@ -89,14 +89,11 @@ class TaggedCallParser:
         self._tags = tags
         self._schemas = {tool.name: tool.parameters for tool in tools}
 
-    @property
-    def start_markers(self) -> tuple[str, ...]:
-        """The markers after which `parse` must be called."""
-        return self._tags.start_markers if self._schemas else ()
-
-    def parse(self, reader: Reader, output: OutputBuilder, mark: str) -> Resumable[None]:
-        """Parses the text after a start marker, which was already consumed. Text that is not a call
-        is added as plain text.
+    def parse(
+        self, reader: Reader, output: OutputBuilder, mark: str, on_text: OnText
+    ) -> Resumable[bool]:
+        """Parses the text after a start marker, which was already consumed. Returns whether it was
+        a call. If not, passes the marker to `on_text` and consumes nothing.
 
         Models sometimes omit the outer tag, so a call may start without it. Such a call must
         contain the name of a known tool, because nothing else identifies it as a call.
@@ -111,15 +108,16 @@ class TaggedCallParser:
                 yield from self._parse_call(reader, output, name)
         if not called:
             reader.rewind(inside)
-            output.add_content(mark, inside - len(mark))
-            return
+            on_text(mark, inside - len(mark))
+            return False
         yield from self._parse_rest(reader, output)
         output.add_marker()
+        return True
 
     def _parse_first(self, reader: Reader, output: OutputBuilder) -> Resumable[bool]:
         """Parses the text after the outer tag. Returns whether it was a call."""
         yield from reader.skip_space()
-        if (yield from reader.peek()) == "{":
+        if (yield from reader.peek()) in ("{", "["):
             return (yield from self._parse_json_call(reader, output))
         if self._tags.begin and (yield from reader.accept(self._tags.begin)) is None:
             return False
@@ -131,7 +129,8 @@ class TaggedCallParser:
     def _parse_json_call(self, reader: Reader, output: OutputBuilder) -> Resumable[bool]:
         """Parses a call in JSON, which models sometimes write because they were trained on much
         JSON."""
-        outcome = yield from parse_call_object(reader, output)
+        reader.call_ends = (self._tags.after,)
+        outcome = yield from parse_calls(reader, output)
         if outcome == "none":
             return False
         reader.release()
@@ -143,7 +142,9 @@ class TaggedCallParser:
 
     def _parse_rest(self, reader: Reader, output: OutputBuilder) -> Resumable[None]:
         """Parses further calls within the outer tag, and the end of the outer tag."""
+        output.add_marker()
         while True:
+            behind = reader.hold()
             yield from reader.skip_space()
             begin = self._tags.begin
             if not begin or (yield from reader.accept(begin)) is None:
@@ -156,8 +157,11 @@ class TaggedCallParser:
                 output.add_content(begin, inside - len(begin))
                 return
             yield from self._parse_call(reader, output, name)
-        if (yield from reader.accept(self._tags.after)) is None:
-            _take_truncated(reader, *self._tags.start_markers[1:], self._tags.after)
+        if (yield from reader.accept(self._tags.after)) is None and not _take_truncated(
+            reader, *self._tags.start_markers[1:], self._tags.after
+        ):
+            reader.rewind(behind)
+        reader.release()
 
     def _parse_name(self, reader: Reader) -> Resumable[str | None]:
         """Parses a function's name and its end marker. Returns None if there is none."""
@@ -179,6 +183,7 @@ class TaggedCallParser:
         reader.release()
         output.start_tool_call(name)
         tags, schema = self._tags, self._schemas.get(name, {})
+        missing = dict.fromkeys(schema.get("properties", ()))  # in the order of the schema
         before = "{"
         while True:
             yield from reader.skip_space()
@@ -193,9 +198,9 @@ class TaggedCallParser:
                 return
             output.add_arguments('": ')
             types, narrow = get_parameter_types(schema, key), tags.key_ends[end]
-            if not (
-                yield from self._parse_value(reader, output, narrow(types) if narrow else types)
-            ):
+            types = narrow(types) if narrow else types
+            missing.pop(key, None)
+            if not (yield from self._parse_value(reader, output, types, tuple(missing))):
                 return
         if met is not None:
             output.add_arguments("{}" if before == "{" else "}")
@@ -205,9 +210,15 @@ class TaggedCallParser:
             yield from reader.accept(self._tags.end)
 
     def _parse_value(
-        self, reader: Reader, output: OutputBuilder, types: JsonTypes | None
+        self,
+        reader: Reader,
+        output: OutputBuilder,
+        types: JsonTypes | None,
+        missing: Sequence[str],
     ) -> Resumable[bool]:
-        """Parses a value and its end tag. Returns False if the text ends before the end tag."""
+        """Parses a value and its end tag. If the end tag is missing, the value ends at the next
+        parameter. missing: the names of the parameters that may follow. Returns False if the text
+        ends before the value."""
         tags = self._tags
         if tags.value_begin:
             yield from reader.skip_space()
@@ -218,10 +229,10 @@ class TaggedCallParser:
         if types is not None and "string" not in types and first in ("{", "["):
             return (yield from self._parse_literal(reader, output))
         if may_be_non_string(first, types):
-            return (yield from self._parse_unquoted(reader, output, types))
+            return (yield from self._parse_unquoted(reader, output, types, missing))
         output.add_arguments('"')
         complete = yield from self._parse_raw(
-            reader, lambda text: output.add_arguments(escape_json(text))
+            reader, lambda text: output.add_arguments(escape_json(text)), missing
         )
         if complete:
             output.add_arguments('"')
@@ -230,7 +241,7 @@ class TaggedCallParser:
     def _parse_literal(self, reader: Reader, output: OutputBuilder) -> Resumable[bool]:
         """Parses an object or a list. A tag within one of its strings is ignored."""
         tags = self._tags
-        marks = (*tags.value_ends, *_line_end_markers(tags))
+        marks = _find_value_marks(tags)
         end = yield from convert_literal_before(reader, *marks, on_text=output.add_arguments)
         if tags.values_on_own_lines:
             yield from reader.accept("\n")
@@ -238,20 +249,27 @@ class TaggedCallParser:
         return end is not None
 
     def _parse_unquoted(
-        self, reader: Reader, output: OutputBuilder, types: JsonTypes | None
+        self,
+        reader: Reader,
+        output: OutputBuilder,
+        types: JsonTypes | None,
+        missing: Sequence[str],
     ) -> Resumable[bool]:
         """Parses a value whose type is known only at its end."""
         raw: list[str] = []
-        complete = yield from self._parse_raw(reader, raw.append)
+        complete = yield from self._parse_raw(reader, raw.append, missing)
         written = to_json("".join(raw), types)
         # a truncated string remains open
         output.add_arguments(written if complete else written.removesuffix('"'))
         return complete
 
-    def _parse_raw(self, reader: Reader, on_text: Callable[[str], None]) -> Resumable[bool]:
-        """Reads a raw value and its end tag. Returns False if the text ends before the end tag."""
+    def _parse_raw(
+        self, reader: Reader, on_text: Callable[[str], None], missing: Sequence[str]
+    ) -> Resumable[bool]:
+        """Reads a raw value and its end tag. Returns False if the text ends before the value."""
         ends = self._tags.value_ends
-        marks = (*ends, *_line_end_markers(self._tags))
+        keys = tuple(name + end for name in missing for end in self._tags.key_ends)
+        marks = _find_value_marks(self._tags)
         while True:
             mark = yield from reader.read_before(*marks, on_text=lambda text, _: on_text(text))
             if mark is None:
@@ -259,7 +277,11 @@ class TaggedCallParser:
             position = reader.hold()
             reader.take(len(mark))
             tag = mark.removeprefix("\n")
-            if (yield from _is_followed_by(reader, ends[tag])):
+            if tag == self._tags.key_begin:
+                is_end = keys and (yield from reader.peek_any(*keys)) is not None
+            else:
+                is_end = yield from _is_followed_by(reader, ends[tag])
+            if is_end:
                 # do not consume the end tag of an outer element
                 own = tag == self._tags.value_end
                 reader.rewind(position + len(mark) - (0 if own else len(tag)))
@@ -268,9 +290,13 @@ class TaggedCallParser:
             on_text(mark)
 
 
-def _line_end_markers(tags: CallTags) -> Iterable[str]:
-    """Yields the end tags of values, each with a preceding line break."""
-    return (f"\n{end}" for end in tags.value_ends) if tags.values_on_own_lines else ()
+def _find_value_marks(tags: CallTags) -> tuple[str, ...]:
+    """Returns the tags at which a value may end, also with the line break that belongs to them. A
+    line break before the value's own end tag is part of the value, unless values are on their own
+    lines."""
+    marks = (*tags.value_ends, tags.key_begin)
+    after_lines = marks if tags.values_on_own_lines else marks[1:]
+    return (*marks, *(f"\n{mark}" for mark in after_lines))
 
 
 def _is_followed_by(reader: Reader, marks: Sequence[str]) -> Resumable[bool]:

@@ -27,7 +27,7 @@ from app.text.syntax.parameter_types import (
     get_schema_types,
     resolve_reference,
 )
-from app.text.syntax.reader import Reader, Resumable
+from app.text.syntax.reader import OnText, Reader, Resumable
 from app.text.syntax.tagged_calls import CallTags, TaggedCallParser
 
 _OBJECT_KEYWORDS = ANNOTATION_KEYWORDS | {
@@ -221,14 +221,23 @@ def _escape_regex(text: str) -> str:
 class TaggedFamily(ChatFamily):
     call_tags: CallTags
 
-    def parse_tool_calls(
-        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
-    ) -> Resumable[None]:
-        calls = TaggedCallParser(self.call_tags, tools)
-        while (
-            mark := (yield from reader.read_until(*calls.start_markers, on_text=output.add_content))
-        ) is not None:
-            yield from calls.parse(reader, output, mark)
+    def __init__(self) -> None:
+        self.call_markers = self.call_tags.start_markers
+
+    def parse_call(
+        self,
+        reader: Reader,
+        output: OutputBuilder,
+        tools: Sequence[Tool],
+        mark: str,
+        on_text: OnText,
+    ) -> Resumable[bool]:
+        called = yield from TaggedCallParser(self.call_tags, tools).parse(
+            reader, output, mark, on_text
+        )
+        if called and self.call_tags.after in self.markers:
+            output.hide(self.call_tags.after)  # it may come too late
+        return called
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema

@@ -37,7 +37,7 @@ def test_calls_may_come_within_reasoning():
     )
     pieces = check_text(FAMILY, text, tools=[WEATHER], tags=TAGS)
     assert [(call.name, call.arguments) for call in collect_calls(pieces)] == [("f", '{"x": 1}')]
-    assert join_reasoning(pieces) == "ab<|tools_prefix|>?"
+    assert join_reasoning(pieces) == "ab?"
     assert join_content(pieces) == "c"
 
 
@@ -51,7 +51,7 @@ def test_calls_are_parsed_without_reasoning():
 @pytest.mark.parametrize(
     ("text", "arguments"),
     [
-        ('[{"f": {"x": oh}}]<|tools_suffix|>', '{"x": oh}}]'),
+        ('[{"f": {"x": oh}}]<|tools_suffix|>', '{"x": oh}'),
         ('[{"f": {"x": 1}, "g": 2}]<|tools_suffix|>', '{"x": 1}, "g": 2}]'),
     ],
 )

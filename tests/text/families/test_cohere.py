@@ -4,6 +4,7 @@ from hypothesis import given
 
 from app.text.families.cohere import Family
 from tests.text.families.reading import (
+    check_prose,
     check_row,
     check_text,
     collect_calls,
@@ -47,7 +48,7 @@ def test_text_without_markers_is_unchanged(text):
 
 
 def test_without_tools_calls_are_text():
-    assert join_content(check_text(FAMILY, ACTIONS, tools=())) == ACTIONS
+    check_prose(FAMILY, ACTIONS, tools=())
 
 
 def test_reasoning_may_come_between_the_parts():
@@ -61,13 +62,13 @@ def test_reasoning_may_come_between_the_parts():
 
 def test_an_invalid_list_of_calls_is_text():
     text = '<|START_ACTION|>[{"tool_call_id": "0"}]<|END_ACTION|>'
-    assert join_content(check_text(FAMILY, text, tools=TOOLS)) == text
+    check_prose(FAMILY, text, tools=TOOLS)
 
 
 def test_invalid_arguments_are_passed_through():
     text = ACTIONS.replace('"Oslo"', "Oslo")
     pieces = check_text(FAMILY, text, tools=TOOLS)
-    assert [call.arguments for call in collect_calls(pieces)] == ['{"city": Oslo}}\n]']
+    assert [call.arguments for call in collect_calls(pieces)] == ['{"city": Oslo}']
     assert join_content(pieces) == ""
 
 

@@ -50,7 +50,7 @@ def test_a_code_block_may_begin_on_the_line_of_the_marker():
     text = f"I will look.\nAction: ```json\n[\n    {ACTION},\n    {ACTION}\n]``` So be it."
     pieces = check_text(FAMILY, text, tools=TOOLS)
     assert [call.name for call in collect_calls(pieces)] == ["get_weather"] * 2
-    assert join_content(pieces) == "I will look.So be it."
+    assert join_content(pieces) == "I will look.\n So be it."
 
 
 def test_without_tools_calls_are_text():

@@ -53,7 +53,7 @@ def test_a_second_group_of_calls_is_parsed():
 
     pieces = check_text(FAMILY, f"a {group('f')} b {group('g')}", tools=[WEATHER])
     assert [call.name for call in collect_calls(pieces)] == ["f", "g"]
-    assert join_content(pieces) == "ab"
+    assert join_content(pieces) == "a  b"
 
 
 def test_invalid_arguments_are_passed_through():

@@ -3,7 +3,14 @@
 from hypothesis import given
 
 from app.text.families.deepseek_v4 import Family
-from tests.text.families.reading import check_row, check_text, join_content, mixtures, prose
+from tests.text.families.reading import (
+    check_prose,
+    check_row,
+    check_text,
+    join_content,
+    mixtures,
+    prose,
+)
 from tests.text.families.rows import roundtrip, select_rows
 from tests.text.families.tagged import TOOLS, check_syntax, parse_calls
 
@@ -45,7 +52,7 @@ def test_text_without_markers_is_unchanged(text):
 
 
 def test_without_tools_calls_are_text():
-    assert join_content(check_text(FAMILY, CALL, tools=())) == CALL
+    check_prose(FAMILY, CALL, tools=())
 
 
 def test_the_attribute_gives_the_type_where_the_schema_does_not():

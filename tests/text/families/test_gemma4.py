@@ -7,6 +7,7 @@ from hypothesis import given
 from app.text.families.gemma4 import Family
 from tests.rows import rows
 from tests.text.families.reading import (
+    check_prose,
     check_row,
     check_text,
     collect_calls,
@@ -65,7 +66,7 @@ def test_text_without_markers_is_unchanged(text):
 
 
 def test_without_tools_calls_are_text():
-    assert join_content(check_text(FAMILY, CALL, tools=())) == CALL
+    check_prose(FAMILY, CALL, tools=())
 
 
 def test_a_prompt_may_have_opened_the_channel():
@@ -107,7 +108,7 @@ def test_values_are_typed_by_their_quotes_and_the_schema(raw, expected):
 
 def test_an_invalid_call_is_text():
     text = "<|tool_call>get_weather{}"
-    assert join_content(check_text(FAMILY, text, tools=TOOLS)) == text
+    check_prose(FAMILY, text, tools=TOOLS)
 
 
 def test_invalid_arguments_are_passed_through():

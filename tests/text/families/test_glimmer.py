@@ -4,6 +4,7 @@ from hypothesis import given
 
 from app.text.families.glimmer import Family
 from tests.text.families.reading import (
+    check_prose,
     check_row,
     check_text,
     collect_calls,
@@ -64,9 +65,10 @@ def test_messages_to_self_are_reasoning_and_may_repeat():
     assert [call.arguments for call in collect_calls(pieces)] == ['{"city": "Oslo"}']
 
 
-def test_calls_in_reasoning_are_not_parsed():
-    pieces = check_text(FAMILY, f" to=self<|message|>{CALL}", tools=TOOLS, tags=TAGS)
-    assert (join_reasoning(pieces), collect_calls(pieces)) == (CALL, [])
+def test_a_call_ends_a_message_of_reasoning():
+    pieces = check_text(FAMILY, f" to=self<|message|>Hm. {CALL}", tools=TOOLS, tags=TAGS)
+    assert join_reasoning(pieces) == "Hm."
+    assert [call.name for call in collect_calls(pieces)] == ["get_weather"]
 
 
 def test_messages_to_the_user_are_content_with_or_without_a_header():
@@ -77,7 +79,7 @@ def test_messages_to_the_user_are_content_with_or_without_a_header():
 
 def test_an_invalid_header_is_text():
     text = "<|start|>user Hello"
-    assert join_content(check_text(FAMILY, text, tools=TOOLS, tags=TAGS)) == text
+    check_prose(FAMILY, text, tools=TOOLS, tags=TAGS)
 
 
 def test_the_grammar_has_the_syntax_of_the_family(shared):

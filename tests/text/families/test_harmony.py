@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 
 from app.text.families.harmony import Family
+from tests.rows import rows
 from tests.text.families.reading import (
     check_row,
     check_text,
@@ -89,9 +90,8 @@ def test_an_unknown_tool_keeps_its_full_name():
 
 
 def test_without_tools_calls_are_text():
-    text = CALL.removesuffix("<|call|>")
     pieces = check_text(FAMILY, f"{THOUGHT}{NEXT}{CALL}", tools=(), tags=TAGS)
-    assert join_content(pieces) == f"{NEXT}{text}"
+    assert join_content(pieces) == '{"city": "Oslo"}'
     assert join_reasoning(pieces) == "Look it up."
 
 
@@ -114,9 +114,31 @@ def test_a_truncated_header_is_not_shown():
         assert (join_content(pieces), collect_calls(pieces)) == ("", [])
 
 
-def test_an_invalid_header_is_text():
-    text = "<|channel|> is a token that begins " + "a word " * 12
-    assert join_content(check_text(FAMILY, text, tools=TOOLS)) == text
+@rows(
+    ("text", "expected_content", "expected_reasoning"),
+    [
+        ("<|channel|> is a token that begins a header", "is a token that begins a header", ""),
+        ("<|channel|>final The answer is 42.", "The answer is 42.", ""),
+        (f"<|channel|>analysis {'I think ' * 9}<|end|>{NEXT}{FINAL}", "It rains.", "I think " * 9),
+        (f"{NEXT} I think.<|end|>{NEXT}{FINAL}", "I think.It rains.", ""),
+        (f"<|channel|>analysis<|end|>{NEXT}{FINAL}", "It rains.", ""),
+        ("<|channel|>final <|constrain|>JSON<|message|>{}", "{}", ""),
+        ("<|channel|>commentary to=all <json> code<|message|>Hi", "Hi", ""),
+        ("<|channel|>analysis<|message|>Hm.<|channel|>final<|message|>Hi", "Hi", "Hm."),
+        ("<|constrain|>json<|message|>{}<|message|>!", "{}!", ""),
+    ],
+)
+def test_headers_without_a_known_form_are_not_shown(text, expected_content, expected_reasoning):
+    """Their markers and channels were part of the content."""
+    pieces = check_text(FAMILY, text, tools=TOOLS, tags=TAGS)
+    assert join_content(pieces) == expected_content
+    assert join_reasoning(pieces) == expected_reasoning.strip()
+
+
+def test_a_call_of_a_tool_in_the_analysis_channel_is_reasoning_without_tools():
+    text = "<|channel|>analysis to=python code<|message|>print(1)<|call|>"
+    pieces = check_text(FAMILY, text, tools=(), tags=TAGS)
+    assert (join_content(pieces), join_reasoning(pieces)) == ("", "print(1)")
 
 
 def test_invalid_arguments_are_passed_through():

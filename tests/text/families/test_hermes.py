@@ -88,7 +88,7 @@ def test_a_call_without_a_name_is_text(text):
 @pytest.mark.parametrize(
     ("rest", "arguments", "expected_content"),
     [
-        ('{"city": Oslo}}</tool_call> done', '{"city": Oslo}}', "done"),
+        ('{"city": Oslo}}</tool_call> done', '{"city": Oslo}', "done"),
         ('{"city": "Oslo"', '{"city": "Oslo"', ""),
         ('{"city": "Oslo"}, oops}</tool_call>', '{"city": "Oslo"}, oops}', ""),
         ('{"city": 1 <tool_call>{"name": "now"}', '{"city": 1 ', ""),

@@ -4,6 +4,7 @@ from hypothesis import given
 
 from app.text.families.kimi import Family
 from tests.text.families.reading import (
+    check_prose,
     check_row,
     check_text,
     collect_calls,
@@ -49,7 +50,7 @@ def test_text_without_markers_is_unchanged(text):
 
 
 def test_without_tools_calls_are_text():
-    assert join_content(check_text(FAMILY, SECTION, tools=())) == SECTION
+    check_prose(FAMILY, SECTION, tools=())
 
 
 def test_the_call_id_is_the_one_in_the_output():
@@ -73,7 +74,7 @@ def test_a_call_may_come_before_reasoning_is_closed():
 
 def test_a_section_without_a_call_is_text():
     text = "<|tool_calls_section_begin|> nothing <|tool_call_begin|>no id here"
-    assert join_content(check_text(FAMILY, text, tools=TOOLS)) == text
+    check_prose(FAMILY, text, tools=TOOLS)
 
 
 def test_invalid_arguments_are_passed_through():

@@ -25,6 +25,8 @@ MINISTRAL = "mistralai-Ministral-3-14B-Reasoning-2512.jinja"
 TEMPLATES = (MINISTRAL, "unsloth-mistral-Devstral-Small-2507.jinja")
 MARKERS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]")
 EXCLUDED = {
+    "llamacpp-2064-21": "llama.cpp was asked to leave reasoning in the content",
+    "llamacpp-2118-27": "llama.cpp keeps special tokens in reasoning",
     "llamacpp-2106-26": "llama.cpp removes a code block from a JSON answer",
 }
 
@@ -51,7 +53,7 @@ def test_reasoning_may_come_between_calls():
     text = "[THINK]a[/THINK]b[TOOL_CALLS]f[ARGS]{}[THINK]c [TOOL_CALLS]g[ARGS]{}[/THINK]d"
     pieces = check_text(FAMILY, text, tools=[WEATHER], tags=TAGS)
     assert join_content(pieces) == "bd"
-    assert join_reasoning(pieces) == "ac [TOOL_CALLS]g[ARGS]{}"
+    assert join_reasoning(pieces) == "acg{}"
     assert [call.name for call in collect_calls(pieces)] == ["f"]
 
 

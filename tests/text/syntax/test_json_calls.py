@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 
 from app.core.requests import Tool
-from app.text.syntax.json_calls import CallOutcome, build_call_expression, parse_call_object
+from app.text.syntax.json_calls import (
+    CallOutcome,
+    build_call_expression,
+    parse_call_object,
+    parse_calls,
+)
 from app.text.syntax.output_parser import OutputBuilder, ToolCallArguments, ToolCallStart
 from app.text.syntax.reader import Reader, Resumable
 from tests.rows import rows
@@ -18,14 +23,17 @@ from tests.text.syntax.test_reader import run
 
 
 def parse_call(
-    *chunks: str, names: Collection[str] | None = None
+    *chunks: str, names: Collection[str] | None = None, several: bool = False
 ) -> tuple[CallOutcome, list[Call], str]:
-    """The outcome, the call, and the rest of the text."""
+    """The outcome, the calls, and the rest of the text. several: whether there may be several."""
     pieces = OutputBuilder()
 
     def parse(reader: Reader) -> Resumable[CallOutcome]:
         start = reader.hold()
-        outcome = yield from parse_call_object(reader, pieces, names=names)
+        if several:
+            outcome = yield from parse_calls(reader, pieces)
+        else:
+            outcome = yield from parse_call_object(reader, pieces, names=names)
         if outcome == "none":
             reader.rewind(start)
         return outcome
@@ -95,7 +103,8 @@ def test_an_object_without_a_name_is_not_a_call(text):
 @pytest.mark.parametrize(
     ("text", "arguments", "rest"),
     [
-        ('{"name": "f", "arguments": {"a": oh}}', '{"a": ', "oh}}"),
+        ('{"name": "f", "arguments": {"a": oh}', '{"a": oh}', ""),
+        ('{"name": "f", "arguments": {"a": oh', '{"a": oh', ""),
         ('{"name": "f", "arguments": {"a": 1', '{"a": 1', ""),
         ('{"name": "f", "arguments": {"a": 1}', '{"a": 1}', ""),
         ('{"name": "f", "arguments": {"a": 1}</x>', '{"a": 1}', "</x>"),
@@ -109,6 +118,22 @@ def test_no_text_after_the_name_is_lost(text, arguments, rest):
     expected = ("broken", [Call(name="f", id=None, arguments=arguments)], rest)
     assert parse_call(text) == expected
     assert parse_call(*text) == expected
+
+
+def test_invalid_arguments_end_at_their_own_brace():
+    """The call took the brace after its own."""
+    for invalid in ("{oh}", '{"a": [{1: "}"}], oh}', '{"a" "\\""}'):
+        text = f'{{"name": "f", "arguments": {invalid}, "id": "7"}}!'
+        expected = ("complete", [Call(name="f", id=None, arguments=invalid)], "!")
+        assert parse_call(text) == parse_call(*text) == expected
+
+
+def test_several_calls_may_follow_each_other():
+    call = '{"name": "f", "arguments": {}}'
+    for text in (f"{call}{call}", f"{call},\n{call}", f"[{call}, {call}]", f"{call};[{call}]"):
+        found = parse_call(f"{text} rest", several=True)
+        assert [call.arguments for call in found[1]] == ["{}", "{}"]
+        assert (found[0], found[2]) == ("complete", " rest")
 
 
 def test_with_given_names_other_names_and_other_keys_are_not_calls():

@@ -42,10 +42,10 @@ F, G = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g"}'
         ('[{"name": "f"', ("none", [], '[{"name": "f"')),
         # invalid text after a call is left over
         (f"[{F}, 1]", ("complete", ['f({"a": 1})'], ", 1]")),
-        (f"[{F} {G}]", ("complete", ['f({"a": 1})'], f" {G}]")),
+        (f"[{F} {G}]", ("complete", ['f({"a": 1})', "g({})"], "")),
         (f"[{F},]", ("complete", ['f({"a": 1})'], ",]")),
         (f"[{F}", ("complete", ['f({"a": 1})'], "")),
-        ('[{"name": "f", "arguments": {oh}}]', ("broken", ["f({)"], "oh}}]")),
+        ('[{"name": "f", "arguments": {oh}}]', ("complete", ["f({oh})"], "")),
         (f'[{G}, {{"name": "f", "arguments": [', ("broken", ["g({})", "f([)"], "")),
     ],
 )

@@ -3,8 +3,8 @@
 import pytest
 
 from app.core.requests import Tool
-from app.text.syntax.json_calls import parse_call_object
-from app.text.syntax.marked_calls import parse_marked_call, parse_marked_calls
+from app.text.syntax.json_calls import parse_call_object, parse_calls
+from app.text.syntax.marked_calls import MarkedFamily, parse_marked_call
 from app.text.syntax.output_parser import OutputBuilder, OutputParser
 from app.text.syntax.reader import Reader, Resumable
 from tests.text.families.reading import collect_calls, join_content, join_reasoning
@@ -15,20 +15,19 @@ TOOL = Tool(name="f", description=None, parameters={})
 def parse_text(
     text: str, *, close: str | None = None, other_opens: tuple[str, ...] = (), tools=(TOOL,)
 ):
-    def parse(reader: Reader, pieces: OutputBuilder) -> Resumable[None]:
-        yield from parse_marked_calls(
-            reader,
-            pieces,
-            tools,
-            parse=parse_call_object,
-            open="<c>",
-            close=close,
-            other_opens=other_opens,
-        )
+    class Family(MarkedFamily):
+        call_markers = ("<c>", *other_opens)
+        call_close = close
 
-    parser = OutputParser(parse)
+        def parse_marked(self, reader, output, tools):
+            return (yield from parse_calls(reader, output))
+
+    def build_parser() -> OutputParser:
+        return Family().build_parser(tools=tools, tags=None, in_reasoning=False)
+
+    parser = build_parser()
     pieces = [*parser.feed(text), *parser.flush()]
-    streaming_parser = OutputParser(parse)
+    streaming_parser = build_parser()
     streamed = [
         *(piece for letter in text for piece in streaming_parser.feed(letter)),
         *streaming_parser.flush(),
@@ -45,15 +44,17 @@ EXPECTED_CALL = ("f", '{"a": 1}')
 @pytest.mark.parametrize(
     ("text", "close", "expected_content", "expected_calls"),
     [
-        (f"a <c> {F} </c> b", "</c>", "ab", [EXPECTED_CALL]),
+        (f"a <c> {F} </c> b", "</c>", "a  b", [EXPECTED_CALL]),
         (f"<c>{F}<c>{F}", "</c>", "", [EXPECTED_CALL, EXPECTED_CALL]),
         (f"<c>{F} b", None, "b", [EXPECTED_CALL]),
         ("a <c> b", None, "a <c> b", []),
         (f"<c><c>{F}", None, "<c>", [EXPECTED_CALL]),
-        # a broken call ends with its marker, with the next one, or with the text
-        ('<c>{"name": "f", "arguments": {oh}} </c> b', "</c>", "b", [("f", "{oh}} ")]),
+        (f"<c>[{F}, {F}]</c>", "</c>", "", [EXPECTED_CALL, EXPECTED_CALL]),
+        # a broken call ends with its own brace, its marker, the next one, or the text
+        ('<c>{"name": "f", "arguments": {oh}} </c> b', "</c>", "b", [("f", "{oh}")]),
+        ('<c>{"name": "f", "arguments": {oh </c> b', "</c>", "b", [("f", "{oh ")]),
         ('<c>{"name": "f", "arguments": {oh}<c>b', "</c>", "<c>b", [("f", "{oh}")]),
-        ('<c>{"name": "f", "arguments": {oh}} b', None, "", [("f", "{oh}} b")]),
+        ('<c>{"name": "f", "arguments": {oh b', None, "", [("f", "{oh b")]),
     ],
 )
 def test_calls_follow_a_marker(text, close, expected_content, expected_calls):

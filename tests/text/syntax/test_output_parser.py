@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.grammar.constraint import ReasoningTags
 from app.text.syntax.output_parser import (
     Content,
     OutputBuilder,
@@ -52,16 +53,21 @@ def parse_chunks(*chunks: str) -> list[OutputPart]:
         ("  a  b \n", "  a  b \n", ""),  # beside no marker
         (" \n ", " \n ", ""),
         ("a \nC\n", "a", ""),
-        ("a \nC\n b ", "ab ", ""),
-        ("a M b", "ab", ""),
+        ("a \nC\n b ", "a \n\n b ", ""),
+        ("a M b", "a  b", ""),
+        ("a CC C", "a", ""),
+        (" C b", "b", ""),
+        ("a T x S\nb", "a\nb", "x"),
         ("T\nhm \n hm\n\nS\n\nso", "so", "hm \n hm"),
         (" T x ", "", "x "),  # cut within reasoning
         ("MM \n M", "", ""),
         ("T S \n", "", ""),
-        ("a\u00a0C\u2003b", "ab", ""),
+        ("a\u00a0C\u2003b", "a\u00a0\u2003b", ""),
     ],
 )
-def test_white_space_beside_a_marker_belongs_to_it(text, expected_content, expected_reasoning):
+def test_white_space_between_a_marker_and_the_edge_of_a_text_belongs_to_the_marker(
+    text, expected_content, expected_reasoning
+):
     pieces = parse_chunks(text)
     assert join_content(pieces) == expected_content
     assert join_reasoning(pieces) == expected_reasoning
@@ -73,6 +79,8 @@ def test_pieces_come_in_order_with_their_positions():
         Content(text="ab", at=0),
         ToolCallStart(name="f"),
         ToolCallArguments(text="{}"),
+        Content(text=" ", at=2),
+        Content(text=" ", at=4),
         Content(text="cd", at=5),
     ]
     assert parse_chunks("T a S b") == [Reasoning(text="a", at=2), Content(text="b", at=6)]
@@ -100,6 +108,51 @@ def test_unambiguous_text_is_emitted_at_once_and_the_rest_is_held_back():
     assert parser.feed("c") == [Content(text=" ", at=2), Content(text="c", at=3)]
     assert parser.settled == 4
     assert parser.flush() == []
+
+
+@given(
+    st.lists(st.sampled_from(("<|x|>", "<|", "|>", "<t>", "</t>", "a", " ", "C", "S", "T"))),
+    st.lists(st.integers(0, 60), max_size=6),
+)
+def test_hidden_markers_are_removed_from_any_chunks(parts, positions):
+    text = "".join(parts)
+    hidden = ("<|x|>", "<t>", "</t>")
+
+    def parse(*chunks: str) -> list[OutputPart]:
+        parser = OutputParser(_parse, hidden=hidden, tags=ReasoningTags(open="<t>", close="</t>"))
+        return [piece for chunk in chunks for piece in parser.feed(chunk)] + parser.flush()
+
+    pieces = parse(text)
+    for shown in (join_content(pieces), join_reasoning(pieces)):
+        assert not any(mark in shown for mark in hidden)
+    chunks = split_at(text, [position for position in positions if position <= len(text)])
+    assert merge_pieces(parse(*chunks)) == merge_pieces(pieces)
+
+
+@rows(
+    ("text", "expected_content", "expected_reasoning"),
+    [
+        ("a<t>b</t>c", "ac", "b"),
+        ("a<t>bCc</t>d", "acd", "b"),  # a call ends the reasoning
+        ("a</t>b", "ab", ""),
+        ("a<t>b", "a", "b"),
+    ],
+)
+def test_text_between_hidden_reasoning_tags_is_reasoning(
+    text, expected_content, expected_reasoning
+):
+    tags = ReasoningTags(open="<t>", close="</t>")
+    parser = OutputParser(_parse, hidden=("<t>", "</t>"), tags=tags)
+    pieces = [*parser.feed(text), *parser.flush()]
+    assert (join_content(pieces), join_reasoning(pieces)) == (expected_content, expected_reasoning)
+
+
+def test_reasoning_tags_are_recognized_after_a_marker_and_are_text_elsewhere():
+    tags = ReasoningTags(open="<t>", close="</t>")
+    parser = OutputParser(_parse, tags=tags)
+    pieces = [*parser.feed("a<t>b C <t> c </t> d</t>"), *parser.flush()]
+    assert join_reasoning(pieces) == "c"
+    assert join_content(pieces) == "a<t>b d</t>"
 
 
 def test_a_parser_that_does_not_read_to_the_end_is_a_programming_error():
