@@ -17,10 +17,13 @@ from typing import Protocol
 import uvicorn
 from starlette.applications import Starlette
 
+from app import store
 from app.api.app import build_app
 from app.commands.pull import resolve_or_download
+from app.config.options import OPTIONS
 from app.config.toml_edit import ConfigFile
 from app.core.errors import AppError, ErrorKind
+from app.core.live_settings import LiveSettings, merge_reloaded
 from app.core.malloc import limit_malloc_retention
 from app.core.model_files import ModelFiles
 from app.core.model_state import MemoryRequirement
@@ -30,6 +33,7 @@ from app.core.server_stats import ConnectionStats, EventLoopLag
 from app.core.settings import ModelSettings, Settings
 from app.core.switch_interval import shorten_switch_interval
 from app.core.thread_pools import ThreadPools
+from app.core.units import pluralize
 from app.engine.model_info import complete_config
 from app.http.api_keys import Keyring
 from app.http.bind_policy import check_bind_address, check_security_settings
@@ -44,9 +48,10 @@ from app.runners.tokenizer_check import TokenizerChecker
 from app.serving.event_loop_watchdog import EventLoopWatchdog
 from app.serving.keep_awake import create_keep_awake
 from app.serving.limits import RequestLimits
-from app.serving.logs import get_terminal_log
+from app.serving.logs import get_terminal_log, set_log_levels
 from app.serving.model_library import InstalledModels
 from app.serving.registry import ModelRegistry, RegisteredModel, build_entry
+from app.serving.reload_signal import ReloadSignal
 from app.serving.router import ModelRouter
 from app.serving.terminal_status import BannerAddress, TerminalStatus
 from app.serving.tracing import create_tracing
@@ -77,12 +82,24 @@ _KEEP_ALIVE_TIMEOUT = 75
 _LAZY_MODULES = ("anyio._backends._asyncio", "httpcore2")
 
 
-def serve(settings: Settings, config_path: str | None = None) -> int:
-    """Runs the server until a stop signal arrives, and returns the exit status. config_path: the
-    configuration file, which receives changed defaults of models. Raises AppError for missing
-    models and for insecure or unusable settings."""
+def serve(
+    settings: Settings,
+    config_path: str | None = None,
+    read_settings: Callable[[], Settings] | None = None,
+    reload_signal: ReloadSignal | None = None,
+) -> int:
+    """Runs the server until a stop signal arrives, and returns the exit status. Raises AppError for
+    missing models and for insecure or unusable settings.
+
+    config_path: the configuration file, which receives changed defaults of models. read_settings:
+    reads the settings again, for a reload; None if there are no reloads. reload_signal: requests a
+    reload.
+    """
     launch = detect_launch(os.environ)
     if launch is not None:
+        if reload_signal is not None:  # the launcher of a remote rank stops it with this signal
+            reload_signal.restore()
+            reload_signal = None
         settings = restrict_to_one_model(settings)
         if launch.rank > 0:
             return _run_follower(launch, settings)
@@ -105,7 +122,10 @@ def serve(settings: Settings, config_path: str | None = None) -> int:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     config = None if config_path is None else ConfigFile(config_path)
-    return _RunningServer(settings, entries, keyring, make, others, config).run()
+    server = _RunningServer(settings, entries, keyring, make, others, config)
+    if read_settings is not None and reload_signal is not None:
+        server.reload_on(reload_signal, read_settings)
+    return server.run()
 
 
 class _RunningServer:
@@ -122,7 +142,11 @@ class _RunningServer:
         config: ConfigFile | None,
     ) -> None:
         self._settings = settings
+        self._live = LiveSettings(settings)
         self._ranks = ranks
+        self._keyring = keyring
+        self._reload_signal: ReloadSignal | None = None
+        self._read_settings: Callable[[], Settings] = lambda: settings
         self._failure: AppError | None = None
         self._systemd = SystemdNotifier.from_environment(os.environ, os.getpid())
         self._tracing = create_tracing(settings)
@@ -135,7 +159,7 @@ class _RunningServer:
             registry.load_verified_files,
             estimate_memory if settings.multi_model else None,
             total_bytes=settings.memory,
-            max_loaded=settings.max_loaded,
+            max_loaded=_get_max_loaded(settings),
         )
         self._library = InstalledModels(registry, self._estimate_download)
         preload = _list_preload_names(entries, settings)
@@ -173,8 +197,11 @@ class _RunningServer:
             traffic=traffic,
             workers=workers,
             lag=lag,
+            live=self._live,
         )
         limiter = ConnectionLimiter(settings, traffic)
+        for apply in (limited.apply, limiter.apply, set_log_levels):
+            self._live.subscribe(apply)
         config = _build_uvicorn_config(app, settings, limiter)
         return UvicornServer(config, limited, settings, limiter)
 
@@ -199,6 +226,7 @@ class _RunningServer:
         await self._pool.start()
         # not awaited, so that /v1/status can report the progress while models load
         loading = asyncio.create_task(self._preload_models())
+        reloading = asyncio.create_task(self._reload_on_signal())
         async with (
             self._watchdog.run(),
             self._library.sweep_uploads(),
@@ -207,8 +235,9 @@ class _RunningServer:
             contextlib.nullcontext() if self._keep_awake is None else self._keep_awake.run(),
         ):
             yield
+        reloading.cancel()
         await self._pool.stop()
-        await asyncio.gather(loading, return_exceptions=True)
+        await asyncio.gather(loading, reloading, return_exceptions=True)
         if self._ranks is not None:
             self._ranks.stop_followers()
         if self._tracing is not None:
@@ -222,6 +251,57 @@ class _RunningServer:
         own = settings.for_model(ModelSettings(name=files.name))
         need = await estimate_memory(files, own, loaded)
         return need if settings.memory is None else replace(need, device_budget=settings.memory)
+
+    def reload_on(self, reload_signal: ReloadSignal, read_settings: Callable[[], Settings]) -> None:
+        """Reloads the settings after each signal, while the server runs."""
+        self._reload_signal, self._read_settings = reload_signal, read_settings
+
+    async def _reload_on_signal(self) -> None:
+        if self._reload_signal is not None:
+            await self._reload_signal.run(self._reload)
+
+    async def _reload(self) -> None:
+        """Applies the keys, the limits, the log level and the list of models. If the settings or a
+        model cannot be used, nothing but the keys is changed."""
+        await self._keyring.reload()
+        before = self._live.current
+        try:
+            settings, kept = merge_reloaded(before, await asyncio.to_thread(self._read_settings))
+            entries = await asyncio.to_thread(self._resolve_entries, settings)
+            preload = _list_preload_names(entries, settings)
+            self._router.replace_models(
+                entries,
+                preload,
+                settings,
+                # a model that may use all memory shares it from now on, or the other way round
+                reload_all=settings.multi_model != before.multi_model,
+            )
+        except Exception as error:
+            if not isinstance(error, AppError):
+                log.exception("internal error during a reload")
+                return
+            log.error("SIGHUP: %s; keeping the previous settings and models", error.message)
+            return
+        self._pool.set_limits(
+            estimate_memory if settings.multi_model else None, _get_max_loaded(settings)
+        )
+        self._live.replace(settings)
+        flags = {option.field: option.flag for option in OPTIONS}
+        for name in kept:
+            log.warning("SIGHUP: %s has changed, which needs a restart", flags.get(name, name))
+        log.info("SIGHUP: reloaded the settings (%s)", pluralize(len(entries), "model"))
+
+    def _resolve_entries(self, settings: Settings) -> Sequence[RegisteredModel]:
+        """Finds the models of a reload, and downloads missing ones with `--pull`. Runs on a
+        thread. Asks nothing, even on a terminal."""
+        models = settings.models or (None,)
+        if settings.pull:
+            return [_resolve_entry(model, settings) for model in models]
+        return [
+            # a load verifies the files
+            build_entry(model, complete_config(store.find(model and model.name)), settings)
+            for model in models
+        ]
 
     def _show_on_terminal(self) -> contextlib.AbstractAsyncContextManager[None]:
         if self._terminal is None:
@@ -256,6 +336,12 @@ class _RunningServer:
 
     def _request_exit(self) -> None:
         self._server.should_exit = True
+
+
+def _get_max_loaded(settings: Settings) -> int | None:
+    """Returns the maximum number of loaded models. A single model may use all memory. After a
+    reload, it is therefore unloaded before another one is loaded."""
+    return settings.max_loaded if settings.multi_model else 1
 
 
 def _resolve_entry(model: ModelSettings | None, settings: Settings) -> RegisteredModel:

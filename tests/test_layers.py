@@ -83,6 +83,7 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
     # options, environment and file; commands and the server get the Settings
     "app.config": frozenset({"app.core"}),
     "app.serving.logs": frozenset({"app.core"}),
+    "app.serving.reload_signal": frozenset(),
     "app.serving.terminal_status": frozenset({"app.core"}),
     "app.serving.keep_awake": frozenset({"app.core"}),
     "app.serving.otel_tracing": frozenset({"app.core"}),
@@ -151,6 +152,7 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     # for `mlxrunner config --toml`
     "app.config": frozenset({"tomli_w"}),
     "app.serving.logs": frozenset(),
+    "app.serving.reload_signal": frozenset(),
     "app.serving.terminal_status": frozenset(),
     "app.serving.keep_awake": frozenset(),
     # an optional dependency, imported only if tracing is enabled

@@ -29,6 +29,7 @@ from app.api.fields import quote_value
 from app.api.front_end import FrontendStats
 from app.api.metrics.registry import Metrics
 from app.core.errors import AppError, ErrorKind
+from app.core.live_settings import LiveSettings
 from app.core.observers import ObservedGenerate
 from app.core.ports import Generate, Models
 from app.core.request_context import RequestContextObserver
@@ -148,18 +149,25 @@ def build_app(
     traffic: ConnectionStats | None = None,
     workers: ThreadPools | None = None,
     lag: EventLoopLag | None = None,
+    live: LiveSettings | None = None,
 ) -> Starlette:
     """Builds the application.
 
     keyring: the API keys; None disables authentication. traffic: the response counters; None
     creates new counters. workers: the thread pools; None creates new pools. lag: the event loop
-    lag; None creates one that is never updated. Raises AppError(INVALID) for invalid host names or
+    lag; None creates one that is never updated. live: the settings that a reload may replace; None
+    if there are no reloads. Raises AppError(INVALID) for invalid host names or
     origins in the settings.
     """
     origins = AllowedOrigins.from_settings(settings)
     counted = ConnectionStats() if traffic is None else traffic
     routes = build_routes(
-        generate, models, settings, counted, workers or ThreadPools(), lag or EventLoopLag()
+        generate,
+        models,
+        live or LiveSettings(settings),
+        counted,
+        workers or ThreadPools(),
+        lag or EventLoopLag(),
     )
     app = _Application(
         routes=routes,
@@ -246,18 +254,20 @@ async def _handle_unexpected(request: Request, error: Exception) -> Response:
 def build_routes(
     generate: Generate,
     models: Models,
-    settings: Settings,
+    live: LiveSettings,
     traffic: ConnectionStats,
     workers: ThreadPools,
     lag: EventLoopLag,
 ) -> list[Route]:
+    settings = live.current
     bodies = RequestBodies(settings, workers, lambda: _max_context_length(models))
+    live.subscribe(bodies.apply)
     front_end = FrontendStats(bodies, workers, lag)
     metrics = Metrics(models, traffic, front_end)
     watched = ObservedGenerate(generate, metrics.observe, RequestContextObserver)
     found: list[Route] = [
-        *health.health_routes(models, settings, front_end),
-        *engine_event_routes(models, settings, front_end, traffic),
+        *health.health_routes(models, live, front_end),
+        *engine_event_routes(models, live, front_end, traffic),
         *metrics.routes(),
     ]
     for dialect in _find_dialects():

@@ -21,10 +21,10 @@ from starlette.types import Receive, Scope, Send
 from app.api.front_end import FrontendStats
 from app.api.health import render_status
 from app.core.errors import AppError, ErrorKind
+from app.core.live_settings import LiveSettings
 from app.core.ports import Models
 from app.core.prefix_snapshot import PrefixNode, PrefixSnapshot
 from app.core.server_stats import ConnectionStats
-from app.core.settings import Settings
 from app.http.auth import get_caller, is_admin
 from app.http.responses import JsonObject
 from app.http.streaming import (
@@ -42,10 +42,10 @@ MAX_STREAMS_PER_CALLER = 8
 
 
 def engine_event_routes(
-    models: Models, settings: Settings, frontend: FrontendStats, traffic: ConnectionStats
+    models: Models, live: LiveSettings, frontend: FrontendStats, traffic: ConnectionStats
 ) -> list[Route]:
     """traffic: its `shutting_down` ends the streams, so that they do not delay a shutdown."""
-    endpoint = EngineEvents(models, settings, frontend, traffic)
+    endpoint = EngineEvents(models, live, frontend, traffic)
     return [Route("/v1/engine/events", endpoint, methods=["GET"])]
 
 
@@ -55,12 +55,12 @@ class EngineEvents:
     def __init__(
         self,
         models: Models,
-        settings: Settings,
+        live: LiveSettings,
         frontend: FrontendStats,
         traffic: ConnectionStats,
     ) -> None:
         self._models = models
-        self._settings = settings
+        self._live = live
         self._frontend = frontend
         self._traffic = traffic
         self._open_streams: Counter[str] = Counter()
@@ -70,7 +70,7 @@ class EngineEvents:
 
             async def exchange(send: Send) -> None:
                 async with aclosing(self._iter_events(admin=is_admin(scope))) as events:
-                    await send_event_stream(events, scope, send, KeepAlive(self._settings.ping))
+                    await send_event_stream(events, scope, send, KeepAlive(self._live.current.ping))
 
             await cancel_on_disconnect(receive, send, exchange)
 
@@ -93,7 +93,7 @@ class EngineEvents:
     async def _iter_events(self, *, admin: bool) -> AsyncGenerator[bytes, None]:
         sent: dict[str, PrefixSnapshot] = {}
         while True:
-            status = render_status(self._models, self._settings, self._frontend, admin=admin)
+            status = render_status(self._models, self._live, self._frontend, admin=admin)
             yield encode_sse_event({"Time": round(time.time(), 3), **status}, "status")
             for name in self._list_loaded() if admin else ():
                 snapshot = self._models.get_prefix_snapshot(name)

@@ -20,9 +20,9 @@ from starlette.routing import Route
 from app.api.front_end import FrontendStats
 from app.core.errors import AppError, ErrorKind
 from app.core.jobs import PREFIX_HIT_BUCKETS, EngineStats
+from app.core.live_settings import LiveSettings
 from app.core.model_state import ModelState
 from app.core.ports import Models, RunnerState, RunnerStatus
-from app.core.settings import Settings
 from app.http.auth import is_admin
 from app.http.errors import error_response
 from app.http.responses import JsonObject, json_response
@@ -37,10 +37,10 @@ OLLAMA_STATUS_CODES: Mapping[RunnerState, int] = {
 }
 
 
-def health_routes(models: Models, settings: Settings, frontend: FrontendStats) -> list[Route]:
+def health_routes(models: Models, live: LiveSettings, frontend: FrontendStats) -> list[Route]:
     async def status(request: Request) -> Response:
         admin = is_admin(request.scope)
-        return json_response(render_status(models, settings, frontend, admin=admin))
+        return json_response(render_status(models, live, frontend, admin=admin))
 
     async def health(request: Request) -> Response:
         now = models.status()
@@ -63,7 +63,7 @@ def health_routes(models: Models, settings: Settings, frontend: FrontendStats) -
 
 
 def render_status(
-    models: Models, settings: Settings, frontend: FrontendStats, *, admin: bool
+    models: Models, live: LiveSettings, frontend: FrontendStats, *, admin: bool
 ) -> JsonObject:
     """Returns the body of /v1/status. admin: whether the caller may see more than its first four
     fields."""
@@ -78,7 +78,7 @@ def render_status(
     if admin:
         body |= {
             "Error": now.error,
-            **_render_requests(now, settings.max_queue),
+            **_render_requests(now, live.current.max_queue),
             **_render_engine(now.stats),
         }
         body["FrontEnd"] = frontend.render()

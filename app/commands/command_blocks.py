@@ -26,15 +26,23 @@ def add_serve_arguments(parser: CommandLineParser) -> None:
 
 def run_serve(arguments: argparse.Namespace) -> int:
     from app.serving.logs import configure_logging, flush_logs
+    from app.serving.reload_signal import ReloadSignal
 
-    configuration = _resolve_config(arguments)
-    configure_logging(configuration.settings)
-    from app.server import serve
+    reload_signal = ReloadSignal()
+    with reload_signal.handled():
+        configuration = _resolve_config(arguments)
+        configure_logging(configuration.settings)
+        from app.server import serve
 
-    try:
-        return serve(configuration.settings, configuration.path)
-    finally:
-        flush_logs()
+        try:
+            return serve(
+                configuration.settings,
+                configuration.path,
+                lambda: _resolve_config(arguments).settings,
+                reload_signal,
+            )
+        finally:
+            flush_logs()
 
 
 def add_run_arguments(parser: CommandLineParser) -> None:

@@ -102,6 +102,12 @@ class Keyring:
         await self._reload_if_due()
         return find_key(self._keys, presented)
 
+    async def reload(self) -> None:
+        """Reads the key file now, even if it does not seem to have changed. An unusable file is
+        logged, and the previous keys stay valid."""
+        if self._file is not None:
+            self._apply(await asyncio.to_thread(read_key_file, self._file))
+
     async def _reload_if_due(self) -> None:
         if self._file is None:
             return

@@ -122,7 +122,7 @@ class BodyMemoryBudget:
     """The memory budget for the bodies in flight. total: the budget in bytes."""
 
     def __init__(self, total: int) -> None:
-        self._total = total
+        self.total = total
         self._used: Counter[str] = Counter()
 
     @property
@@ -131,12 +131,12 @@ class BodyMemoryBudget:
 
     def reserve(self, caller: str, nbytes: int) -> None:
         """Reserves memory. Raises AppError(OVERLOADED) if fewer than `nbytes` bytes are left."""
-        share = self._total // 2 if caller else self._total
-        if self.used + nbytes > self._total or self._used[caller] + nbytes > share:
+        share = self.total // 2 if caller else self.total
+        if self.used + nbytes > self.total or self._used[caller] + nbytes > share:
             raise AppError(
                 ErrorKind.OVERLOADED,
                 "the request bodies in flight use all of the memory reserved for them "
-                f"({self._total // MEBIBYTE} MiB): try again in a moment",
+                f"({self.total // MEBIBYTE} MiB): try again in a moment",
                 code="too_many_bodies",
                 retry_after=1,
             )
@@ -203,13 +203,16 @@ class RequestBodies:
         self.workers = workers
         self._limit = settings.max_body
         self._max_prompt_tokens = max_prompt_tokens
-        self._budget = BodyMemoryBudget(
-            max(_BUDGET_BYTES, _MIN_FULL_SIZE_BODIES * settings.max_body)
-        )
+        self._budget = BodyMemoryBudget(_get_budget_bytes(settings))
         # one thread is sufficient, because the parser holds the GIL
         self._parser = FairThreadPool(1, "parse", rest=1.0)
         self._release_timer: asyncio.TimerHandle | None = None
         self.in_flight = 0
+
+    def apply(self, settings: Settings) -> None:
+        """Applies a new limit, to bodies that are received from now on."""
+        self._limit = settings.max_body
+        self._budget.total = _get_budget_bytes(settings)
 
     @property
     def reserved_bytes(self) -> int:
@@ -346,6 +349,10 @@ class RequestBodies:
             if body.value_counter.count > most:
                 message = f"the body contains more than {most:,} JSON values: send fewer at a time"
                 raise AppError(ErrorKind.INVALID, message, code="too_many_values")
+
+
+def _get_budget_bytes(settings: Settings) -> int:
+    return max(_BUDGET_BYTES, _MIN_FULL_SIZE_BODIES * settings.max_body)
 
 
 def peek_model(body: object) -> str | None:

@@ -125,13 +125,22 @@ class ConnectionLimiter:
     """Enforces the connection limits of one server. settings: the limits."""
 
     def __init__(self, settings: Settings, traffic: ConnectionStats) -> None:
-        self.header_timeout = settings.header_timeout
-        self.body_timeout = settings.body_timeout
-        self.max_discard_bytes = max(_MIN_DISCARD_BYTES, 2 * settings.max_body)
         self.table = ConnectionTable[EvictableConnection](settings.max_connections)
+        self._set_limits(settings)
         self.body_reads = BodyReadScheduler()
         self.traffic = traffic
         self._invalid_requests = LogThrottle()
+
+    def apply(self, settings: Settings) -> None:
+        """Applies new limits, to phases of connections that begin from now on."""
+        fewer = raise_fd_limit(settings.max_connections)
+        self.table.max_connections = settings.max_connections if fewer is None else fewer
+        self._set_limits(settings)
+
+    def _set_limits(self, settings: Settings) -> None:
+        self.header_timeout = settings.header_timeout
+        self.body_timeout = settings.body_timeout
+        self.max_discard_bytes = max(_MIN_DISCARD_BYTES, 2 * settings.max_body)
 
     def add(self, connection: EvictableConnection) -> None:
         """Adds a connection. May evict another connection, or the new one."""
@@ -243,7 +252,7 @@ class ConnectionTable(Generic[Member]):
     Connections with an active request are in none of them."""
 
     def __init__(self, max_connections: int) -> None:
-        self._max_connections = max_connections
+        self.max_connections = max_connections
         self._open: set[Member] = set()
         # the monotonic time in seconds at which each connection began to wait
         self._awaiting_request: dict[Member, float] = {}
@@ -257,7 +266,7 @@ class ConnectionTable(Generic[Member]):
     def add(self, connection: Member) -> Member | None:
         """Adds a connection. Returns the connection to evict, which may be the new one, or None."""
         evicted = None
-        if len(self._open) >= self._max_connections:
+        if len(self._open) >= self.max_connections:
             self._warn_limit_reached()
             evicted = next(chain(self._awaiting_request, self._idle), connection)
         self._open.add(connection)
@@ -267,8 +276,8 @@ class ConnectionTable(Generic[Member]):
     def pop_overdue(self) -> Member | None:
         """Removes and returns the oldest closing connection if too many are open, otherwise None.
         The caller must abort the returned connection. This method is called after each `add`, so
-        the number of open connections never exceeds `_max_connections` by more than a few."""
-        if len(self) <= self._max_connections + _MAX_CLOSING or not self._closing:
+        the number of open connections never exceeds `max_connections` by more than a few."""
+        if len(self) <= self.max_connections + _MAX_CLOSING or not self._closing:
             return None
         first = next(iter(self._closing))
         del self._closing[first]

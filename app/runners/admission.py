@@ -58,7 +58,7 @@ class Admission:
 
     def __init__(self, jobs: JobRunner, max_queue: int) -> None:
         self._jobs = jobs
-        self._max_queue = max_queue
+        self.max_queue = max_queue
         self._slots: set[_Slot] = set()
         self._latency = LatencyAverage()
         self.rejected = 0
@@ -90,14 +90,14 @@ class Admission:
         parallel = 1 if capacity is None else capacity.parallel
         # Count admitted jobs here, because the engine's counters lag by one step.
         here = sum(not place.ended for place in self._slots)
-        if here + count <= parallel + self._max_queue:
+        if here + count <= parallel + self.max_queue:
             return
         self.rejected += 1
         seconds = self._latency.estimate_wait(waiting=max(1, here - parallel), parallel=parallel)
         raise AppError(
             ErrorKind.BUSY,
             f"the server is busy: {pluralize(here, 'request')} in progress (at most {parallel} run "
-            f"and {self._max_queue} wait); try again in about {seconds} s",
+            f"and {self.max_queue} wait); try again in about {seconds} s",
             retry_after=seconds,
         )
 

@@ -64,6 +64,9 @@ class ModelPool:
         self._restart_policy = restart_policy or RestartPolicy()
         self._clock = time.monotonic
         self._handles: dict[str, ModelHandle] = {}
+        # the models of the last reload, because a request may have been resolved before it
+        self._reloaded: dict[str, ServedModel] = {}
+        self._retired: set[str] = set()
         self._run_tasks: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._lease_released = asyncio.Event()
@@ -75,6 +78,7 @@ class ModelPool:
 
     def get_handle(self, served: ServedModel) -> ModelHandle:
         """Returns the handle of the model. Every call returns the same object."""
+        served = self._reloaded.get(served.name, served)
         handle = self._handles.get(served.name)
         if handle is None:
             handle = ModelHandle(
@@ -104,7 +108,7 @@ class ModelPool:
             now, self._restart_policy
         ):
             lease.fail(copy_error(error, math.ceil(handle.restart_state.not_before - now)))
-        elif waiting >= max(1, served.settings.max_queue):  # one request may always wait
+        elif waiting >= max(1, handle.served.settings.max_queue):  # one request may always wait
             handle.count_rejected()
             lease.fail(build_busy_error(served.name, waiting))
         else:
@@ -176,22 +180,62 @@ class ModelPool:
         handle.forget_crashes()
         run_task = self._run_tasks.get(served.name)
         if run_task is not None:
-            handle.unload_requested = True
-            if handle.phase == "loading" and not len(handle.leases):
-                self._start_unload(served.name)
-            self._changed.set()
+            self._request_unload(handle)
             await asyncio.wait({run_task})
 
-    def reload(self, served: ServedModel) -> None:
-        """Loads a loaded model again with its current settings, after its running requests have
-        finished. Requests that arrive meanwhile wait."""
-        handle = self.get_handle(served)
-        handle.requirement = None
-        if served.name in self._run_tasks:
-            handle.unload_requested = handle.keep_loaded = True
-            if handle.phase == "loading" and not len(handle.leases):
-                self._start_unload(served.name)
+    def _request_unload(self, handle: ModelHandle) -> None:
+        """Unloads a loaded model after its running requests."""
+        handle.unload_requested = True
+        if handle.phase == "loading" and not len(handle.leases):
+            self._start_unload(handle.served.name)
         self._changed.set()
+
+    # for a reload of the settings
+
+    def apply(self, served: ServedModel) -> None:
+        """Applies new limits to a model."""
+        self._retired.discard(served.name)
+        self._apply(served)
+
+    def _apply(self, served: ServedModel) -> None:
+        if (handle := self._handles.get(served.name)) is not None:
+            self._reloaded[served.name] = served
+            handle.apply(served)
+            self._changed.set()
+
+    def reload(self, served: ServedModel) -> None:
+        """Applies settings that need a new process: the model is unloaded after its running
+        requests, and loaded again if it was loaded. New requests wait for that."""
+        self.apply(served)
+        if (handle := self._handles.get(served.name)) is not None:
+            handle.requirement = None  # the settings determine it as well
+        run_task = self._run_tasks.get(served.name)
+        if run_task is not None:
+            self._request_unload(self._handles[served.name])
+            run_task.add_done_callback(lambda _: self.preload(served))
+
+    def retire(self, served: ServedModel) -> None:
+        """Unloads a model that is no longer served when it is idle. Requests that already wait for
+        it are served."""
+        handle = self._handles.get(served.name)
+        if handle is None:
+            return
+        handle.keep_loaded = False
+        handle.leases.drop_placeholder()
+        self._retired.add(served.name)
+        self._apply(replace(served, pinned=False, keep_alive=0.0))
+        self._forget_if_retired(handle)
+
+    def _forget_if_retired(self, handle: ModelHandle) -> None:
+        name = handle.served.name
+        if name in self._retired and handle.phase == "out" and not len(handle.leases):
+            self._retired.discard(name)
+            del self._handles[name], self._reloaded[name]
+
+    def set_limits(self, estimate_memory: EstimateMemory | None, max_loaded: int | None) -> None:
+        """Replaces two arguments of the constructor."""
+        self._preflight.estimate_memory = estimate_memory
+        self._max_loaded = max_loaded
 
     # lifecycle
 
@@ -338,7 +382,9 @@ class ModelPool:
             self._run_tasks[name].cancel()
 
     def _on_unloaded(self, handle: ModelHandle) -> None:
-        del self._run_tasks[handle.served.name]
+        name = handle.served.name
+        del self._run_tasks[name]
         handle.mark_unloaded()
+        self._forget_if_retired(handle)
         self.on_unloaded(handle.served)
         self._changed.set()

@@ -117,7 +117,7 @@ class PreflightResult:
 class Preflight:
     """Reads the files and estimates the memory requirement of one model at a time.
 
-    estimate: estimates the requirement; None if the model may use all memory.
+    estimate_memory: estimates the requirement; None if the model may use all memory.
     total_bytes: the memory budget for all models; None for the device's memory.
     on_result: called when an estimate has finished.
     """
@@ -125,12 +125,12 @@ class Preflight:
     def __init__(
         self,
         read_files: ReadFiles,
-        estimate: EstimateMemory | None,
+        estimate_memory: EstimateMemory | None,
         total_bytes: int | None,
         on_result: Callable[[], None],
     ) -> None:
         self._read_files = read_files
-        self._estimate_memory = estimate
+        self.estimate_memory = estimate_memory
         self._total_bytes = total_bytes
         self._on_result = on_result
         self._model: str | None = None
@@ -179,7 +179,7 @@ class Preflight:
         """Returns the memory requirement of the model. With a fixed budget, the last estimate for
         the same files is reused, because an estimate takes about as long as loading a small model.
         Otherwise, the free memory of the device must be read each time."""
-        if self._estimate_memory is None:
+        if self.estimate_memory is None:
             return None
         if (
             self._total_bytes is not None
@@ -187,7 +187,7 @@ class Preflight:
             and handle.files == files
         ):
             return handle.requirement
-        return await self._estimate_memory(files, handle.served.settings, loaded_bytes)
+        return await self.estimate_memory(files, handle.served.settings, loaded_bytes)
 
     def _reset(self) -> None:
         if self._task is not None:

@@ -47,7 +47,7 @@ class SerialTurns:
     """
 
     def __init__(self, max_waiting: int, max_turn: float = _MAX_TURN) -> None:
-        self._max_waiting = max_waiting
+        self.max_waiting = max_waiting
         self._max_turn = max_turn
         self._waiting = 0
         self._free = asyncio.Semaphore(1)
@@ -56,7 +56,7 @@ class SerialTurns:
     async def take_turn(self) -> AsyncGenerator[None]:
         """Waits for a turn, and holds it until the context exits. Raises AppError(BUSY) if the turn
         is taken and too many tasks are waiting."""
-        if self._free.locked() and self._waiting >= self._max_waiting:
+        if self._free.locked() and self._waiting >= self.max_waiting:
             raise AppError(
                 ErrorKind.BUSY,
                 "prompts that were running when the model failed are retried one at a "
@@ -324,6 +324,10 @@ class CrashQuarantine:
             self._crash_records.add_crash((one.job for one in suspects), weight=weight)
         for one in self._tracked.values():
             one.set_implicated(implicated=one in suspects)
+
+    def set_max_waiting(self, suspects: int) -> None:
+        """Sets the maximum number of waiting suspects."""
+        self._serial_turns.max_waiting = suspects
 
     def reset(self) -> None:
         """Drops all jobs of a runner that has stopped."""

@@ -206,6 +206,12 @@ class Generation:
         )
         raise AppError(ErrorKind.INVALID, message, param=param)
 
+    def apply(self, settings: Settings) -> None:
+        """Applies new limits to later requests. settings: differ only in settings that a reload may
+        change."""
+        self._settings = settings
+        self._job_builder.apply(settings)
+
     async def embed(self, request: EmbedRequest) -> Embeddings:
         return await self._embedding.embed(request)
 

@@ -50,12 +50,16 @@ class RequestLimits:
     def __init__(self, generate: Generate, models: Models, settings: Settings) -> None:
         self._generate = generate
         self._models = models
-        self._max_per_caller = settings.max_per_key
-        self._deadline = settings.deadline
+        self.apply(settings)
         self._active: Counter[str] = Counter()
         self._timeouts: set[asyncio.Timeout] = set()
         self._streams: set[_InterruptibleStream] = set()
         self._abort_error: AppError | None = None
+
+    def apply(self, settings: Settings) -> None:
+        """Applies new limits, to requests that arrive from now on."""
+        self._max_per_caller = settings.max_per_key
+        self._deadline = settings.deadline
 
     def abort_all(self, error: AppError) -> None:
         """Fails all running and future requests with this error."""

@@ -172,24 +172,29 @@ def configure_logging(settings: Settings) -> None:
         handler.setFormatter(
             JsonFormatter() if settings.log_format == "json" else HumanFormatter(terminal)
         )
-    chosen = logging.getLevelNamesMapping()[settings.log_level.upper()]
     root = logging.getLogger()
     before, root.handlers = root.handlers, [handler]
     for old in before:
         if isinstance(old, QueuedLogHandler):
             old.close()
+    set_log_levels(settings)
+    # redundant: app.access logs more details
+    logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
+    # httpx2 would log every request of a download, including credentials in URLs
+    logging.getLogger("httpx2").setLevel(logging.WARNING)
+
+
+def set_log_levels(settings: Settings) -> None:
+    """Sets the levels of the server's log."""
+    chosen = logging.getLevelNamesMapping()[settings.log_level.upper()]
     # enable the debug level only for mlxrunner's modules, because libraries log too much at this
     # level
-    root.setLevel(max(chosen, logging.INFO))
+    logging.getLogger().setLevel(max(chosen, logging.INFO))
     logging.getLogger("app").setLevel(logging.DEBUG if settings.debug else chosen)
     # errors are always logged
     logging.getLogger("app.access").setLevel(
         logging.NOTSET if settings.access_log else logging.ERROR
     )
-    # redundant: app.access logs more details
-    logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
-    # httpx2 would log every request of a download, including credentials in URLs
-    logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 
 def get_terminal_log(settings: Settings) -> tuple[QueuedLogHandler, OutputTerminal] | None:

@@ -93,7 +93,7 @@ class JobBuilder:
         """Raises AppError(MODEL_FILES) if the tokenizer, the template or the generation defaults
         are invalid."""
         self._context_shift = settings.context_shift
-        self._max_tokens_limit = settings.max_tokens
+        self.apply(settings)
         self._files = files
         self.tokenizer = Tokenizer.load(files)
         self._defaults = read_generation_defaults(files)
@@ -103,6 +103,10 @@ class JobBuilder:
         self._prompt_builder = PromptBuilder(
             files, self.tokenizer, self.generated_turns, [text for text in turn_ends if text]
         )
+
+    def apply(self, settings: Settings) -> None:
+        """Applies new limits to later requests."""
+        self._max_tokens_limit = settings.max_tokens
 
     def prepare(
         self,

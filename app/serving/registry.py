@@ -73,12 +73,7 @@ class ModelRegistry:
 
     def __init__(self, entries: Sequence[RegisteredModel], settings: Settings) -> None:
         """Raises AppError(INVALID) for two models with the same name."""
-        self._settings = settings
-        self._defaults = {defaults.name: defaults for defaults in settings.defaults}
-        self._startup_models = {entry.served.name: entry.served for entry in entries}
-        self._named: dict[str, RegisteredModel] = {}
-        for entry in entries:
-            self._named[entry.served.name] = self._with_defaults(entry)
+        self._defaults = _index_defaults(settings)
         self._installed: dict[str, RegisteredModel] = {}
         self._scanned_at = -math.inf
         self._last_error: str | None = None
@@ -86,19 +81,41 @@ class ModelRegistry:
         self._scan_task: asyncio.Task[None] | None = None
         self._verify_tasks: _Tasks = {}
         self._update_tasks: _Tasks = {}
-        names = [name for e in entries for name in (e.served.name, *e.served.aliases)]
-        names += [alias for one in settings.defaults for alias in one.aliases]
-        if duplicates := [name for name, count in Counter(names).items() if count > 1]:
-            raise AppError(
-                ErrorKind.INVALID,
-                f"two models are named {min(duplicates)!r}: give one of them another alias",
-            )
+        self._set_startup_models(entries, settings)
+
+    def _set_startup_models(self, entries: Sequence[RegisteredModel], settings: Settings) -> None:
+        self._startup_models = _index_by_name(entries, self._defaults)
+        self._settings = settings
+        self._named = {entry.served.name: self._with_defaults(entry) for entry in entries}
         self._aliases = self._collect_aliases()
 
     def entries(self) -> Iterator[RegisteredModel]:
         """Returns all entries. Models specified at startup come first."""
         yield from self._named.values()
         yield from self._installed.values()
+
+    def replace_named(self, entries: Sequence[RegisteredModel], settings: Settings) -> None:
+        """Replaces the models specified at startup, and the settings of the installed models.
+        Raises AppError(INVALID) for two models with the same name, and then changes nothing."""
+        before = self._defaults
+        if _index_defaults(settings) != _index_defaults(self._settings):
+            self._defaults = _index_defaults(settings)
+        try:
+            self._set_startup_models(entries, settings)
+        except AppError:
+            self._defaults = before
+            raise
+        # the next scan finds a model again whose defaults have changed
+        self._installed = {
+            name: self._build_entry(name, entry.files)
+            for name, entry in self._installed.items()
+            if name not in self._named and self._defaults.get(name) == before.get(name)
+        }
+        self._scanned_at = -math.inf  # a model that is no longer named may be installed
+
+    def named(self) -> Mapping[str, RegisteredModel]:
+        """Returns the models specified at startup by name."""
+        return self._named
 
     def find(self, name: str) -> RegisteredModel | None:
         """Finds a model by the name used by clients, which may be the name of Ollama's library for
@@ -148,9 +165,12 @@ class ModelRegistry:
         found = replace(await asyncio.to_thread(_find_files, source), name=name)
         if save is not None:
             await asyncio.to_thread(save, defaults)
-        self._defaults.pop(name, None)
+        self._defaults = {key: one for key, one in self._defaults.items() if key != name}
         if not defaults.is_empty:
             self._defaults[name] = defaults
+        if save is not None:
+            # as a reload will read them
+            self._settings = replace(self._settings, defaults=tuple(self._defaults.values()))
         self._aliases = self._collect_aliases()
         served = self._startup_models.get(name) or self._build_served(name)
         entry = self._with_defaults(RegisteredModel(served=served, files=found))
@@ -312,6 +332,24 @@ def _apply_to_served(defaults: ModelDefaults, served: ServedModel) -> ServedMode
         keep_alive=served.keep_alive if keep_alive is None else keep_alive,
         aliases=(*served.aliases, *defaults.aliases),
     )
+
+
+def _index_defaults(settings: Settings) -> dict[str, ModelDefaults]:
+    return {defaults.name: defaults for defaults in settings.defaults}
+
+
+def _index_by_name(
+    entries: Sequence[RegisteredModel], defaults: Mapping[str, ModelDefaults]
+) -> Mapping[str, ServedModel]:
+    """Returns the models by name. Raises AppError(INVALID) if a name or an alias is given twice."""
+    names = [name for e in entries for name in (e.served.name, *e.served.aliases)]
+    names += [alias for one in defaults.values() for alias in one.aliases]
+    if duplicates := [name for name, count in Counter(names).items() if count > 1]:
+        raise AppError(
+            ErrorKind.INVALID,
+            f"two models are named {min(duplicates)!r}: give one of them another alias",
+        )
+    return {entry.served.name: entry.served for entry in entries}
 
 
 def _resolve_verified(source: str | None) -> ModelFiles:

@@ -21,6 +21,7 @@ from app.core.errors import AppError, ErrorKind, redact_paths
 from app.core.events import Event
 from app.core.generation_config import GenerationDefaults, read_generation_defaults
 from app.core.jobs import EngineStats, Ledger
+from app.core.live_settings import needs_new_process
 from app.core.model_defaults import ModelDefaults
 from app.core.model_details import ModelDetails, TensorDetails
 from app.core.model_files import ModelFiles
@@ -133,6 +134,47 @@ class ModelRouter:
             self._pool.preload(self._find_entry(name).served)
         if len(self._preload_names) == 1:
             await self.load(await self.resolve(self._preload_names[0]))
+
+    def replace_models(
+        self,
+        entries: Sequence[RegisteredModel],
+        preload: Sequence[str],
+        settings: Settings,
+        *,
+        reload_all: bool,
+    ) -> None:
+        """Replaces the models specified at startup, without an effect on running requests. A
+        removed model is unloaded when it is idle. A model whose settings need a new process is
+        unloaded after its running requests, and later requests wait for the new one; with
+        `reload_all`, this applies to every model. Raises AppError(INVALID) for two models with the
+        same name, and then changes nothing."""
+        before = dict(self._registry.named())
+        self._registry.replace_named(entries, settings)
+        for name, old in before.items():
+            if self._registry.find_own(name) is None:
+                self._pool.retire(old.served)
+                self._fingerprints.pop(name, None)
+        for entry in self._registry.entries():
+            name, old = entry.served.name, before.get(entry.served.name)
+            self._fingerprints.pop(name, None)
+            is_replaced = old is not None and _is_replaced(old.served, entry.served)
+            if not (is_replaced or reload_all):
+                self._pool.apply(entry.served)
+                self._apply_to_generation(entry.served)
+            else:
+                self._pool.reload(entry.served)
+        added = [name for name in preload if name not in self._preload_names]
+        self._preload_names = preload
+        for name in added:
+            self._pool.preload(self._find_entry(name).served)
+
+    def _apply_to_generation(self, served: ServedModel) -> None:
+        def apply(created: asyncio.Task[Generation]) -> None:
+            if not created.cancelled() and created.exception() is None:
+                created.result().apply(served.settings)
+
+        if (task := self._generations.get(served.name)) is not None:
+            task.add_done_callback(apply)
 
     async def resolve(self, name: str | None) -> ResolvedModel:
         if name is None:
@@ -457,6 +499,11 @@ class ModelRouter:
         """Drops the `Generation` of a model to free the memory of its tokenizer. Running requests
         continue to use it."""
         self._generations.pop(served.name, None)
+
+
+def _is_replaced(before: ServedModel, after: ServedModel) -> bool:
+    """Returns whether the loaded model cannot be used any more after a reload."""
+    return before.source != after.source or needs_new_process(before.settings, after.settings)
 
 
 def sum_engine_stats(stats: Sequence[EngineStats]) -> EngineStats:

@@ -8,6 +8,7 @@ import pytest
 
 from app.api.health import health_routes, hit_bucket_labels
 from app.core.jobs import ComputeBackend, EngineStats
+from app.core.live_settings import LiveSettings
 from app.core.model_state import ModelState
 from app.core.ports import RunnerStatus
 from app.core.settings import Settings
@@ -154,7 +155,7 @@ def test_without_an_admin_key_the_status_has_only_ollamas_fields(generate: FakeG
     one."""
     [route] = [
         route
-        for route in health_routes(generate, Settings(), make_front_end())
+        for route in health_routes(generate, LiveSettings(Settings()), make_front_end())
         if route.path == "/v1/status"
     ]
 

@@ -178,6 +178,22 @@ def build_request_bodies(**settings: Any) -> RequestBodies:
     return RequestBodies(Settings(**settings), ThreadPools(), lambda: 0)
 
 
+def test_a_new_limit_applies_to_later_bodies():
+    async def receive(bodies: RequestBodies) -> object:
+        incoming = Incoming()
+        incoming.send(b'"' + b"x" * 98 + b'"', more=False)
+        return await bodies.read_json(build_scope(), incoming.receive)
+
+    async def run() -> None:
+        bodies = build_request_bodies(max_body=99)
+        with pytest.raises(AppError, match="larger than the limit of 99 bytes"):
+            await receive(bodies)
+        bodies.apply(Settings(max_body=100))
+        assert await receive(bodies) == "x" * 98
+
+    asyncio.run(run())
+
+
 def test_bodies_in_flight_are_bounded_and_a_rejected_one_is_released():
     """Fourteen bodies of ten megabytes each increased the process by 2 GB."""
 

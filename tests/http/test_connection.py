@@ -7,6 +7,7 @@ import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,12 @@ from uvicorn.server import ServerState
 from app.core.server_stats import ConnectionStats
 from app.core.settings import Settings
 from app.http.connection import Connection
-from app.http.connection_limits import ConnectionTable, LogThrottle, raise_fd_limit
+from app.http.connection_limits import (
+    ConnectionLimiter,
+    ConnectionTable,
+    LogThrottle,
+    raise_fd_limit,
+)
 from app.http.h11_connection import MAX_HEAD_BYTES, MAX_HEADER_FIELDS
 from app.http.uvicorn_server import make_protocol_factory
 from tests.api.asgi import Reply, serve_app
@@ -381,6 +387,16 @@ def test_at_the_limit_the_longest_waiting_connection_is_closed():
         reply = slow.read_reply()
         assert is_our_error(reply, 503, "too_many_connections")
         assert reply.headers["retry-after"] == "1"
+
+
+def test_new_connection_limits_apply_at_once():
+    settings = Settings(max_connections=2, max_body=1)
+    limiter = ConnectionLimiter(settings, ConnectionStats())
+    limiter.apply(replace(settings, max_connections=1, header_timeout=2.0, body_timeout=3.0))
+    assert (limiter.table.max_connections, limiter.header_timeout) == (1, 2.0)
+    limiter.apply(replace(settings, max_body=1 << 30, body_timeout=4.0))
+    assert (limiter.table.max_connections, limiter.body_timeout) == (2, 4.0)
+    assert limiter.max_discard_bytes == 2 << 30
 
 
 def test_new_connections_are_closed_before_idle_ones(stats: ConnectionStats):

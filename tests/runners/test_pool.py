@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -569,6 +570,96 @@ def test_a_crashed_model_is_restarted_for_waiting_requests():
                 state = pool.model_state(A)
                 assert (state.phase, state.restarts, state.error) == ("ready", 1, None)
             assert script.loads == ["b", "a", "a"]
+
+    run(body())
+
+
+def test_a_retired_model_is_unloaded_after_its_requests():
+    async def body() -> None:
+        script = make_script()
+        pinned = replace(A, pinned=True)
+        async with run_pool(script) as pool:
+            async with pool.lease(pinned) as running, pool.lease(pinned) as second:
+                await running.wait()
+                await second.wait()
+                pool.retire(pinned)
+                await settle()
+                assert phases(pool)["a"] == "ready"
+                # a request that was resolved before
+                async with pool.lease(pinned) as late:
+                    await late.wait()
+            await wait_until_async(lambda: phases(pool)["a"] == "unloaded")
+            assert script.loads == ["a"]
+            await use(pool, A)  # served again
+            await settle()
+            assert phases(pool)["a"] == "ready"
+
+    run(body())
+
+
+def test_a_retired_model_that_was_not_loaded_is_not_loaded():
+    async def body() -> None:
+        script = make_script()
+        script.gates["b"] = asyncio.Event()
+        async with run_pool(script, max_loaded=1) as pool:
+            pool.preload(B)
+            await wait_until_async(lambda: script.loads == ["b"])
+            pool.preload(A)
+            pool.retire(A)
+            pool.retire(B)
+            script.gates["b"].set()
+            await wait_until_async(lambda: script.loaded == [])
+            await settle()
+            assert script.loads == ["b"]
+
+    run(body())
+
+
+def test_a_model_with_new_settings_is_loaded_again_after_its_requests():
+    async def body() -> None:
+        script = make_script()
+        changed = replace(A, settings=replace(A.settings, context=32))
+        async with run_pool(script) as pool:
+            async with pool.lease(A) as running:
+                await running.wait()
+                pool.reload(changed)
+                await settle()
+                assert phases(pool)["a"] == "unloading"
+                assert script.loads == ["a"], "its request runs"
+                async with pool.lease(A) as resolved_before, pool.lease(changed) as later:
+                    assert resolved_before.is_waiting
+                    assert later.is_waiting
+            await wait_until_async(lambda: phases(pool)["a"] == "ready")
+            assert script.loads == ["a", "a"]
+            assert script.runner_of("a").settings.context == 32
+            await use(pool, changed)
+            pool.reload(B)
+            await settle()
+            assert phases(pool)["b"] == "unloaded"
+
+    run(body())
+
+
+def test_new_limits_apply_at_once():
+    async def body() -> None:
+        script = make_script()
+        script.gates["a"] = asyncio.Event()
+        full = replace(A, settings=replace(A.settings, max_queue=1), keep_alive=7.0)
+        async with run_pool(script) as pool:
+            pool.apply(full)  # without an effect: it has never been requested
+            async with pool.lease(A), pool.lease(A):
+                pool.apply(full)
+                async with pool.lease(A) as third:
+                    with pytest.raises(AppError) as raised:
+                        await third.wait()
+                assert raised.value.kind is ErrorKind.BUSY
+                script.gates["a"].set()
+            await use(pool, full)
+            assert pool.get_handle(full).keep_alive == 7.0
+            pool.set_keep_alive(full, 9.0, admin=True)
+            pool.apply(replace(full, settings=A.settings))
+            assert pool.get_handle(full).keep_alive == 9.0, "a client's"
+            assert script.loads == ["a"]
 
     run(body())
 

@@ -135,6 +135,21 @@ def test_concurrent_requests_are_limited_per_caller():
     asyncio.run(run())
 
 
+def test_new_limits_apply_to_later_requests():
+    async def run() -> None:
+        limited = limit_generate(FakeGenerate([FOREVER]), Settings(max_per_key=1))
+        async with HeldRequests(limited) as hold:
+            running = await hold(make_request())
+            limited.apply(Settings(max_per_key=2, deadline=1e-9))
+            assert (await get_error(read(limited, make_request()))).kind is ErrorKind.DEADLINE
+            limited.apply(Settings(max_per_key=2))
+            assert not (await hold(make_request())).done()
+            assert (await get_error(read(limited, make_request()))).kind is ErrorKind.BUSY
+            assert not running.done()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     "request_",
     [

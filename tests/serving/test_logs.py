@@ -26,6 +26,7 @@ from app.serving.logs import (
     JsonFormatter,
     TerminalFormatter,
     configure_logging,
+    set_log_levels,
 )
 from tests.api.asgi import Conversation, Reply
 from tests.fakes import CARD, FOREVER, FakeGenerate, build_fake_app, finish, text
@@ -67,6 +68,15 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., io.StringIO]]
     for name, level in before.items():
         logging.getLogger(name).setLevel(level)
     logging.getLogger().handlers = handlers
+
+
+def test_the_levels_can_be_changed_later(log: Callable[..., io.StringIO]):
+    output = log(log_level="warning")
+    for level in ("debug", "warning"):
+        logging.getLogger("app.test").debug("at %s", level)
+        set_log_levels(Settings(log_level="debug"))
+    assert "at debug" not in output.getvalue()
+    assert "DEBUG app.test: at warning" in output.getvalue()
 
 
 def record(message: str, *arguments: Any, error: BaseException | None = None) -> logging.LogRecord:
