@@ -7,7 +7,7 @@
 # serving needs, and .dev on top of it, what tests and checks need. A lock that changed makes its
 # stamp stale; a stale .serve rebuilds .venv from nothing, so that it never holds more than the
 # locks say. CUDA=1 takes another lock, and so another stamp. The clients that the server is tried
-# with have places of their own: .venv-clients, .venv-anthropic0, and examples/node/node_modules for
+# with have places of their own: .venv-clients, .venv-agents, .venv-anthropic0, and examples/node/node_modules for
 # those of Node, which is the one that the type checker brings. VENV= names another folder, so that a second Python
 # has an environment of its own: make test PYTHON=python3.13 VENV=.venv-3.13 t=tests/core
 
@@ -36,7 +36,7 @@ DEV     := $(VENV)/.dev
 COMPILER := $(if $(filter 0,$(MLXRUNNER_BUILD_KERNELS)),,$(shell command -v $(CXX) c++ g++ clang++))
 SELF    := $(VENV)/.self$(if $(COMPILER),,-uncompiled)
 KERNELS := models/kernels/CMakeLists.txt $(wildcard models/kernels/src/*)
-CLIENTS := .venv-clients/.installed .venv-anthropic0/.installed examples/node/node_modules/.installed
+CLIENTS := .venv-clients/.installed .venv-agents/.installed .venv-anthropic0/.installed examples/node/node_modules/.installed
 PROGRAMS := tests/clients/programs/node_modules/.installed .venv-aider/.installed
 
 # $(call with_python,command): runs a command with the first Python that is new enough.
@@ -161,6 +161,7 @@ lock: $(DEV)  ## update the lock files in requirements/; ARGS=--upgrade selects 
 	$(LOCKED) --group build -c requirements/serve.txt -o requirements/build.txt
 	$(LOCKED) --group dev -c requirements/serve.txt -c requirements/build.txt -o requirements/dev.txt
 	$(LOCKED) requirements/clients.in -o requirements/clients.txt
+	$(LOCKED) requirements/agents.in -o requirements/agents.txt
 	$(LOCKED) requirements/anthropic0.in -o requirements/anthropic0.txt
 	$(LOCKED) requirements/aider.in -o requirements/aider.txt
 	$(LOCKED) requirements/manual.in -o requirements/manual.txt
@@ -176,7 +177,7 @@ trace: venv  ## list the files that handle a streamed request
 	@$(BIN)/python -m tests.trace 2>/dev/null
 
 clean:  ## remove all generated files
-	rm -rf .venv .venv-3.* .venv-aider .venv-anthropic0 .venv-builtin .venv-clients .venv-manual .venv-parity build \
+	rm -rf .venv .venv-3.* .venv-agents .venv-aider .venv-anthropic0 .venv-builtin .venv-clients .venv-manual .venv-parity build \
 	    examples/node/node_modules tests/clients/programs/node_modules dist *.egg-info .coverage* htmlcov \
 	    .pytest_cache .ruff_cache .hypothesis
 	rm -f models/kernels/*.so models/kernels/not_built.txt
@@ -204,6 +205,12 @@ $(SELF): pyproject.toml requirements/build.txt $(KERNELS) $(SERVE)
 	$(call new_venv,.venv-clients)
 	$(BIN)/uv pip install --quiet --python .venv-clients/bin/python --require-hashes --only-binary :all: -r $< || \
 	    .venv-clients/bin/python $(INSTALL) --no-compile $(HASHED) -r $<
+	@touch $@
+
+.venv-agents/.installed: requirements/agents.txt $(DEV)
+	$(call new_venv,.venv-agents)
+	$(BIN)/uv pip install --quiet --python .venv-agents/bin/python --require-hashes --only-binary :all: -r $< || \
+	    .venv-agents/bin/python $(INSTALL) --no-compile $(HASHED) -r $<
 	@touch $@
 
 .venv-anthropic0/.installed: requirements/anthropic0.txt $(DEV)

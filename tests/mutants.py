@@ -249,7 +249,12 @@ def make_copy(folder: Path, name: str, commit: str) -> Path:
     git(copy, "checkout", "--quiet", "--force", "--detach", commit)
     for built in (ROOT / "models/kernels").glob("*.so"):
         shutil.copy2(built, copy / "models/kernels")
-    ignored = [".venv-clients", ".venv-anthropic0", "examples/node/node_modules"]
+    ignored = [
+        ".venv-agents",
+        ".venv-anthropic0",
+        ".venv-clients",
+        "examples/node/node_modules",
+    ]
     (copy / ".git/info/exclude").write_text("".join(f"/{name}\n" for name in ignored))
     links = {copy / name: ROOT / name for name in ignored}
     for link, target in {**links, folder / "shared": ROOT.parent / "shared"}.items():

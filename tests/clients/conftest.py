@@ -17,6 +17,7 @@ from tests.server_process import ROOT, ServerProcess, run_server
 
 MODULES = ROOT / "examples" / "node" / "node_modules"
 CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
+AGENTS = ROOT / ".venv-agents" / "bin" / "python"
 ANTHROPIC_0 = ROOT / ".venv-anthropic0" / "bin" / "python"
 
 # paths of the browsers that the test can control
@@ -61,6 +62,14 @@ def clients_python() -> str:
     if not CLIENTS.exists():
         pytest.skip("needs .venv-clients: `make clients` installs it")
     return str(CLIENTS)
+
+
+@pytest.fixture(scope="session")
+def agents_python() -> str:
+    """The Python interpreter with the clients that need an older version of OpenAI's library."""
+    if not AGENTS.exists():
+        pytest.skip("needs .venv-agents: `make clients` installs it")
+    return str(AGENTS)
 
 
 @pytest.fixture(scope="session")
