@@ -162,9 +162,9 @@ def _as_floats(vector: bytes) -> orjson.Fragment:
 
 def _inputs(fields: Fields) -> tuple[EmbedInput, ...]:
     """Reads `input`, which is a text, a list of token IDs, a list of texts, or a list of token ID
-    lists."""
+    lists. In place of a text, there may be an object, as in llama.cpp."""
     value = fields.required("input")
-    if isinstance(value, str):
+    if isinstance(value, str | dict):
         return (_input(value, "input"),)
     items = as_array(value)
     if not items:
@@ -180,6 +180,8 @@ def _inputs(fields: Fields) -> tuple[EmbedInput, ...]:
 
 
 def _input(value: Any, at: str) -> EmbedInput:
+    if isinstance(value, dict):
+        value = _read_text(Fields.from_value(cast(object, value), at))
     if isinstance(value, str) and value:
         return EmbedInput(content=value, param=at)
     if ids := as_array(value):
@@ -187,6 +189,21 @@ def _input(value: Any, at: str) -> EmbedInput:
     raise invalid_request(
         at, f"{at} must be a text or a list of token IDs, not {quote_value(value)}"
     )
+
+
+def _read_text(fields: Fields) -> str:
+    """Reads the text of an object: `prompt_string`, or the text parts in `content`."""
+    text = fields.string("prompt_string")
+    if text is None:
+        path, texts = fields.path("content"), list[str]()
+        for place, item in enumerate(as_array(fields.required("content")) or [None]):
+            part = Fields.from_value(item, f"{path}.{place}")
+            part.required_one_of("type", ("text",))
+            texts.append(part.required_string("text"))
+            part.ignore_unknown()
+        text = "".join(texts)
+    fields.check_unknown()
+    return text
 
 
 def _read_pooling(fields: Fields) -> PoolingType | None:

@@ -69,7 +69,7 @@ def test_unset_fields_are_left_to_the_model():
         ({"input": ""}, "input"),
         ({"input": []}, "input"),
         ({"input": 7}, "input"),
-        ({"input": {"text": "a"}}, "input"),
+        ({"input": {"text": "a"}}, "input.content"),
         ({"input": ["a", ""]}, "input.1"),
         ({"input": ["a", []]}, "input.1"),
         ({"input": ["a", 1]}, "input.1"),
@@ -214,3 +214,15 @@ def test_openais_client_reads_the_embeddings(generate: FakeGenerate):
     assert answers[0].usage.prompt_tokens == 5
     assert short.data[0].embedding == [0.0, 2.0]
     assert generate.embedded[-1].inputs == (EmbedInput(content=(1, 2), param="input"),)
+
+
+def test_an_input_may_be_an_object_as_in_llama_cpp(call: Call):
+    parts = [{"type": "text", "text": "hello "}, {"type": "text", "text": "world"}]
+    inputs = ["hello world", {"prompt_string": "hello world"}, {"content": parts}]
+    generate = FakeGenerate()
+    send_request(generate, "POST", "/v1/embeddings", {"input": inputs})
+    send_request(generate, "POST", "/v1/embeddings", {"input": inputs[2]})
+    contents = [[one.content for one in request.inputs] for request in generate.embedded]
+    assert contents == [["hello world"] * 3, ["hello world"]]
+    for wrong in ({"content": "a"}, {"content": [{"type": "image_url"}]}, {}):
+        assert call("POST", "/v1/embeddings", {"input": wrong}).status == 400

@@ -117,11 +117,15 @@ class _NativeEndpoint:
             shown = [await self._models.detokenize(model, ids) for ids in prompts]
             prompt = PromptBatch(prompts=tuple(prompts)) if len(prompts) > 1 else prompts[0]
             request = replace(request, prompt=prompt)
-        settings = parsed.settings
+        settings: JsonObject = parsed.settings
         if parsed.text_biases:
             biases = await self._read_biases(model, parsed)
             request = replace(request, sampling={**request.sampling, "logit_bias": biases})
             settings = {**build_settings(model.card, request), "stream": parsed.stream}
+        if request.ignore_eos:
+            ends = await self._list_ends(model)
+            biases = cast("list[JsonObject]", settings["logit_bias"])
+            settings = {**settings, "logit_bias": [*biases, *ends]}
         format = NativeFormat(
             model=model.card.id,
             prompts=shown,
@@ -151,6 +155,13 @@ class _NativeEndpoint:
         if not ids:
             raise invalid_request("prompt", "the prompt has no tokens")
         return tuple(ids)
+
+    async def _list_ends(self, model: ResolvedModel) -> list[JsonObject]:
+        """Returns the end-of-sequence tokens as llama.cpp does: as biases of minus infinity, which
+        JSON writes as null."""
+        text = (await self._models.get_tokenizer_info(model)).get("eos_token") or ""
+        ids = await self._models.tokenize(model, text, add_special_tokens=False) if text else ()
+        return [{"token": id_, "bias": None} for id_ in ids]
 
     async def _read_biases(
         self, model: ResolvedModel, parsed: NativeRequest

@@ -198,6 +198,17 @@ def test_options_have_llama_cpps_names():
     assert {"token": 104, "bias": -1.0} in reply.json["generation_settings"]["logit_bias"]
 
 
+def test_ignored_ends_are_biases_without_a_number():
+    class FakeWithEnd(FakeGenerate):
+        async def get_tokenizer_info(self, model: Any) -> dict[str, Any]:
+            return {"eos_token": "E"}
+
+    generate = FakeWithEnd(HELLO)
+    settings = complete(generate, ignore_eos=True).json["generation_settings"]
+    assert settings["logit_bias"] == [{"token": ord("E"), "bias": None}]
+    assert complete(generate).json["generation_settings"]["logit_bias"] == []
+
+
 @rows(
     ("samplers", "off", "notice"),
     [
