@@ -95,6 +95,11 @@ MISTAKES = (
         "what is accepted)",
     ),
     mistake(
+        "serve --alias chat",
+        "unknown option --alias: a model gets another name with `alias` in a [[models]] table of "
+        "--config FILE",
+    ),
+    mistake(
         "serve --kv-bits 8",
         "unknown option --kv-bits; did you mean --kv? (`mlxrunner serve --help-all` lists what is "
         "accepted)",

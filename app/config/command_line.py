@@ -19,6 +19,9 @@ from app.core.terminal import print_message
 # flags of other servers that name a model, which is an argument here
 _MODEL_FLAGS = ("-m", "--model", "--models", "--model-path")
 
+# the options of llama.cpp and vLLM that name a model
+_ALIAS_FLAGS = ("--alias", "-a", "--served-model-name")
+
 Examples = Sequence[tuple[str, str]]
 """Command lines, each with its effect."""
 
@@ -248,6 +251,11 @@ def _explain_unknown(command: CommandLineParser, word: str) -> str:
     if "--config" in flags and name in _MODEL_FLAGS:
         model = _quote(word.partition("=")[2]) or "MODEL"
         return f"unknown option {name}: a model has no flag, as in `{command.prog} {model}`"
+    if "--config" in flags and name in _ALIAS_FLAGS:
+        return (
+            f"unknown option {name}: a model gets another name with `alias` in a [[models]] table "
+            "of --config FILE"
+        )
     if foreign is not None and foreign.flag in flags:
         return f"unknown option {name}; did you mean {foreign.flag}?{hint}"
     return f"unknown option {name}{suggest(name, flags)}{hint}"
