@@ -24,13 +24,15 @@ Use = Callable[..., dict[str, Any]]
 @pytest.fixture(scope="session")
 def use_page(node: str, chrome: str) -> Use:
     """use_page(scenario, server URL, actions): runs a scenario of page.mjs, and returns its result.
-    actions: what the scenario asks the test to do."""
+    actions: what the scenario asks the test to do. driver: another program with scenarios."""
 
-    def use(scenario: str, url: str, actions: Actions | None = None) -> dict[str, Any]:
-        driver = Path(__file__).parent / "page.mjs"
+    def use(
+        scenario: str, url: str, actions: Actions | None = None, driver: str = "page.mjs"
+    ) -> dict[str, Any]:
+        program = Path(__file__).parent / driver
         images = os.environ.get("SCREENSHOTS", "")
         process = subprocess.Popen(
-            ["timeout", str(SCENARIO_SECONDS), node, str(driver), chrome, url, scenario, images],
+            ["timeout", str(SCENARIO_SECONDS), node, str(program), chrome, url, scenario, images],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -6,6 +6,7 @@ import { Chat } from "./chat.js";
 import { renderConversations, showSidebar, startConversations } from "./conversations.js";
 import { announce, byId } from "./dom.js";
 import { EngineView } from "./engine.js";
+import { startModelManager } from "./model_manager.js";
 import { refreshModels, startModels } from "./models.js";
 import { renderSettings } from "./settings.js";
 
@@ -133,6 +134,7 @@ startTabs();
 startKey();
 startConnection();
 startKeyboard(chat);
+startModelManager(byId("key-button"));
 renderSettings();
 await startConversations(chat);
 await startModels();

@@ -1,0 +1,99 @@
+// Uses the dialog for models in a real browser, and prints what happened. A test runs this program.
+//
+//     node models.mjs <path of Chromium> <URL of the server>
+
+import { ask, Browser } from "./browser.mjs";
+
+const scenarios = {
+  /** A model is checked, downloaded in two attempts, kept loaded, given defaults, and deleted. */
+  async manage(browser) {
+    const tab = await browser.openChat();
+    await tab.click("#models-button");
+    const dialog = tab.locator("#models-dialog");
+    const model = (name) => dialog.locator("li").filter({ hasText: name });
+    await model("builtin").waitFor();
+
+    await tab.fill("#download-name", "org/new");
+    await tab.click("#download-check");
+    const facts = dialog.locator("#download-facts", { hasText: "It fits." });
+    await facts.waitFor();
+    const preview = await facts.textContent();
+    const requested = await ask("requested weights");
+
+    await ask("stall");
+    await tab.click("#download-start");
+    await ask("wait for a download");
+    await tab.click("#download-cancel");
+    await dialog.locator("#download-facts", { hasText: "cancelled" }).waitFor();
+    await ask("resume");
+    let downloaded = false;
+    while (!downloaded) { // the server ends the first download in the background
+      await tab.click("#download-check");
+      await facts.waitFor();
+      await tab.click("#download-start");
+      const ended = dialog.locator("#download-facts", { hasText: "was downloaded" });
+      const refused = dialog.locator("#models-status", { hasText: "another download" });
+      await ended.or(refused).waitFor();
+      downloaded = await ended.isVisible();
+    }
+    await model("org/new").waitFor();
+
+    await model("org/new").getByText("Keep loaded").click();
+    await dialog.locator("#models-status", { hasText: "configuration file contains" }).waitFor();
+    await model("org/new").getByText("ready").waitFor();
+
+    await model("org/new").getByText("Defaults").click();
+    await model("org/new").locator("[name=system]").fill("Be brief.\nRhyme.");
+    await model("org/new").locator("[name=temperature]").fill("0.5");
+    await model("org/new").locator("[name=aliases]").fill("new, newer");
+    await browser.screenshot(tab, "page-models");
+    const findings = await browser.checkAccessibility(tab, "models");
+    await tab.setViewportSize({ width: 320, height: 640 });
+    const width = await dialog.evaluate((element) => element.scrollWidth - element.clientWidth);
+    await tab.setViewportSize({ width: 1280, height: 800 });
+    await model("org/new").locator("[name=temperature]").fill("9");
+    await model("org/new").getByText("Save").click();
+    const refusal = dialog.locator("#models-status", { hasText: "temperature must be" });
+    await refusal.waitFor();
+    await model("org/new").locator("[name=temperature]").fill("0.5");
+    await model("org/new").getByText("Save").click();
+    await model("org/new").locator("details:not([open])").waitFor();
+    const config = await ask("configuration");
+
+    await model("org/new").getByText("Unload").click();
+    await model("org/new").getByText("unloaded").waitFor();
+    await model("org/new").getByText("Delete").click();
+    await model("org/new").getByText("Really delete?").click();
+    await model("org/new").waitFor({ state: "detached" });
+    const status = await dialog.locator("#models-status").textContent();
+    await dialog.getByText("Close").click();
+    return { preview, requested, findings, width, config, status };
+  },
+
+  /** A key that may not manage models. */
+  async refuse(browser) {
+    const tab = await browser.open();
+    await tab.fill("#key", await ask("key"));
+    await tab.keyboard.press("Enter");
+    await tab.waitForSelector("#model option", { state: "attached" });
+    await tab.click("#models-button");
+    const model = tab.locator("#models-dialog li").first();
+    await model.getByText("Unload", { exact: true }).click();
+    const status = tab.locator("#models-status", { hasText: "admin" });
+    await status.waitFor();
+    return { status: await status.textContent() };
+  },
+};
+
+const [executablePath, server, name, images] = process.argv.slice(2);
+const browser = await Browser.launch(executablePath, server, images);
+try {
+  const result = await scenarios[name](browser);
+  console.log(JSON.stringify({ result: { ...result, errors: browser.errors } }));
+} catch (error) {
+  const text = await browser.context.pages().at(-1)?.locator("body").innerText().catch(() => "");
+  console.log(JSON.stringify({ failed: `${error.stack}\n--- errors ---\n${browser.errors.join("\n")}\n--- page ---\n${text}` }));
+} finally {
+  await browser.close();
+  process.exit(0);
+}
