@@ -7,7 +7,7 @@ llguidance supports `oneOf` if it can detect that the branches are mutually excl
 does not follow references, so it would reject all tagged unions that pydantic generates. This
 module follows the references. If the branches are disjoint, `oneOf` is equivalent to `anyOf`.
 llguidance also rejects unimplemented keywords that have no effect, and accepts values of some
-formats that validators reject.
+formats that validators reject. library_keywords.py rewrites what zod and pydantic write.
 """
 
 import json
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any, cast
 
+from app.grammar.library_keywords import rewrite_library_keywords
 from app.grammar.schema import Schema, resolve_pointer
 
 # White space between JSON tokens, in llguidance's options (its docs/json_schema.md). Both rules
@@ -88,6 +89,7 @@ def _rewrite(schema: Any, document: Schema, *, closes: bool) -> Any:
     rewritten = {
         key: value for key, value in cast(Schema, schema).items() if not _is_no_op(key, value)
     }
+    rewritten = rewrite_library_keywords(rewritten, lambda value: _resolve(value, document))
     if (
         isinstance(rewritten.get("oneOf"), list)
         and "anyOf" not in rewritten
