@@ -34,6 +34,7 @@ from app.core.settings import ModelSettings, Settings
 from app.core.switch_interval import shorten_switch_interval
 from app.core.thread_pools import ThreadPools
 from app.core.units import pluralize
+from app.core.usage import UsageCounters
 from app.engine.model_info import complete_config
 from app.http.api_keys import Keyring
 from app.http.bind_policy import check_bind_address, check_security_settings
@@ -183,7 +184,8 @@ class _RunningServer:
     ) -> UvicornServer:
         """Builds the HTTP server around the router."""
         settings = self._settings
-        limited = RequestLimits(self._router, self._router, settings)
+        usage = UsageCounters(keyring.get_limits)
+        limited = RequestLimits(self._router, self._router, settings, usage)
         observers = (self._tracing, self._terminal, self._keep_awake)
         watches = [watch.observe for watch in observers if watch is not None]
         generate = ObservedGenerate(limited, *watches) if watches else limited
@@ -198,6 +200,7 @@ class _RunningServer:
             workers=workers,
             lag=lag,
             live=self._live,
+            usage=usage,
         )
         limiter = ConnectionLimiter(settings, traffic)
         for apply in (limited.apply, limiter.apply, set_log_levels):

@@ -11,9 +11,11 @@ from starlette.routing import Route
 
 from app.api.app import build_routes
 from app.core.errors import AppError, ErrorKind
+from app.core.live_settings import LiveSettings
 from app.core.server_stats import ConnectionStats, EventLoopLag
 from app.core.settings import Settings
 from app.core.thread_pools import ThreadPools
+from app.core.usage import UsageCounters
 from app.http.errors import ERROR_FORMATS
 from tests.api.asgi import send_request
 from tests.fakes import FakeGenerate
@@ -51,7 +53,13 @@ def list_served_routes() -> set[tuple[str, str]]:
     routes: set[tuple[str, str]] = set()
     generate = FakeGenerate()
     for route in build_routes(
-        generate, generate, Settings(), ConnectionStats(), ThreadPools(), EventLoopLag()
+        generate,
+        generate,
+        LiveSettings(Settings()),
+        ConnectionStats(),
+        ThreadPools(),
+        EventLoopLag(),
+        UsageCounters(),
     ):
         assert isinstance(route, Route)
         assert route.methods is not None

@@ -105,6 +105,10 @@ def test_a_reload_under_load_cuts_nothing(
         models = httpx.get(f"{server.url}/v1/models", headers=headers(NEW_KEY)).json()["data"]
         assert [model["id"] for model in models] == ["a", "b"]
 
+        usage = httpx.get(f"{server.url}/v1/usage", headers=headers(NEW_KEY)).json()["data"]
+        counts = {entry["key"]: (entry["requests"], entry["generated_tokens"]) for entry in usage}
+        assert counts == {"new": (3, 20 + 3 + 3), "old": (STREAMS, 20 * STREAMS)}
+
         config.write_text("max_tokens = many\n")
         reload(server, "keeping the previous settings and models")
         config.write_text(f'api_keys = "{keys}"\n[[models]]\nname = "{tmp_path}/missing"\n')

@@ -28,6 +28,7 @@ from app.api.engine_events import engine_event_routes
 from app.api.fields import quote_value
 from app.api.front_end import FrontendStats
 from app.api.metrics.registry import Metrics
+from app.api.usage import usage_routes
 from app.core.errors import AppError, ErrorKind
 from app.core.live_settings import LiveSettings
 from app.core.observers import ObservedGenerate
@@ -36,6 +37,7 @@ from app.core.request_context import RequestContextObserver
 from app.core.server_stats import ConnectionStats, EventLoopLag
 from app.core.settings import Settings
 from app.core.thread_pools import ThreadPools
+from app.core.usage import UsageCounters
 from app.http.api_keys import Keyring
 from app.http.auth import AuthMiddleware
 from app.http.body import RequestBodies
@@ -150,13 +152,15 @@ def build_app(
     workers: ThreadPools | None = None,
     lag: EventLoopLag | None = None,
     live: LiveSettings | None = None,
+    usage: UsageCounters | None = None,
 ) -> Starlette:
     """Builds the application.
 
     keyring: the API keys; None disables authentication. traffic: the response counters; None
     creates new counters. workers: the thread pools; None creates new pools. lag: the event loop
     lag; None creates one that is never updated. live: the settings that a reload may replace; None
-    if there are no reloads. Raises AppError(INVALID) for invalid host names or
+    if there are no reloads. usage: the usage of each key; None creates counters that stay at zero.
+    Raises AppError(INVALID) for invalid host names or
     origins in the settings.
     """
     origins = AllowedOrigins.from_settings(settings)
@@ -168,6 +172,7 @@ def build_app(
         counted,
         workers or ThreadPools(),
         lag or EventLoopLag(),
+        usage or UsageCounters(),
     )
     app = _Application(
         routes=routes,
@@ -258,17 +263,19 @@ def build_routes(
     traffic: ConnectionStats,
     workers: ThreadPools,
     lag: EventLoopLag,
+    usage: UsageCounters,
 ) -> list[Route]:
     settings = live.current
     bodies = RequestBodies(settings, workers, lambda: _max_context_length(models))
     live.subscribe(bodies.apply)
     front_end = FrontendStats(bodies, workers, lag)
-    metrics = Metrics(models, traffic, front_end)
+    metrics = Metrics(models, traffic, front_end, usage)
     watched = ObservedGenerate(generate, metrics.observe, RequestContextObserver)
     found: list[Route] = [
         *health.health_routes(models, live, front_end),
         *engine_event_routes(models, live, front_end, traffic),
         *metrics.routes(),
+        *usage_routes(usage),
     ]
     for dialect in _find_dialects():
         found += dialect.routes(watched, models, settings, bodies)

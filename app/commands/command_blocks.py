@@ -8,6 +8,7 @@ A command is one block here (`add_…_arguments`, `run_…`) and one row in `app
 """
 
 import argparse
+import datetime
 import os
 from pathlib import Path
 
@@ -287,12 +288,48 @@ def add_key_arguments(parser: CommandLineParser) -> None:
     parser.add_argument(
         "--file", type=Path, metavar="FILE", help="append the key's digest to this file"
     )
+    parser.add_argument(
+        "--expires",
+        type=_parse_date,
+        metavar="DATE",
+        help="reject the key from this day on (UTC), such as 2027-01-31",
+    )
+    parser.add_argument(
+        "--daily-tokens",
+        type=make_argparse_type(value_types.count(1).parse_text),
+        metavar="N",
+        help="prompt and generated tokens per day (UTC)",
+    )
+    parser.add_argument(
+        "--requests-per-minute",
+        type=make_argparse_type(value_types.count(1).parse_text),
+        metavar="N",
+        help="requests per minute, on average",
+    )
+
+
+def _parse_date(word: str) -> datetime.date:
+    try:
+        return datetime.date.fromisoformat(word)
+    except ValueError:
+        message = f"{word!r} is not a date such as 2027-01-31"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def run_key(arguments: argparse.Namespace) -> int:
     from app.commands.key import make_key
+    from app.core.usage import UsageLimits
 
-    return make_key(arguments.name, admin=arguments.admin, file=arguments.file)
+    limits = UsageLimits(
+        daily_tokens=arguments.daily_tokens, requests_per_minute=arguments.requests_per_minute
+    )
+    return make_key(
+        arguments.name,
+        admin=arguments.admin,
+        file=arguments.file,
+        expires=arguments.expires,
+        limits=limits,
+    )
 
 
 _SHELLS = ("bash", "zsh", "fish")

@@ -12,19 +12,35 @@ import sys
 from pathlib import Path
 
 from app.core.errors import AppError, ErrorKind
+from app.core.usage import NO_LIMITS, UsageLimits
 from app.http import api_keys
 
 
-def make_key(name: str, *, admin: bool, file: Path | None) -> int:
+def make_key(
+    name: str,
+    *,
+    admin: bool,
+    file: Path | None,
+    expires: datetime.date | None = None,
+    limits: UsageLimits = NO_LIMITS,
+) -> int:
     """Creates a key and returns the exit status. The key is printed on stdout and everything else
     on stderr, so that a program can read the key.
 
-    file: the key file to which the digest is appended; None prints the entry instead. Raises
+    file: the key file to which the digest is appended; None prints the entry instead. expires: the
+    day, in UTC, from whose begin the key is rejected; None means never. Raises
     AppError(INVALID) for an invalid name or an unusable file; no key is printed in this case.
     """
     fresh = api_keys.generate_key()
+    end = None
+    if expires is not None:
+        end = datetime.datetime.combine(expires, datetime.time(), datetime.UTC).timestamp()
     key = api_keys.ApiKey(
-        name=api_keys.validate_name(name), digest=api_keys.hash_key(fresh), admin=admin
+        name=api_keys.validate_name(name),
+        digest=api_keys.hash_key(fresh),
+        admin=admin,
+        expires=end,
+        limits=limits,
     )
     table = api_keys.format_entry(key, f"created {datetime.date.today().isoformat()}")
     if file is None:

@@ -12,6 +12,7 @@ loop. The file is read on a thread, because the disk may be slow.
 """
 
 import asyncio
+import datetime
 import hashlib
 import hmac
 import logging
@@ -28,6 +29,7 @@ from typing import Any, Self, cast
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
 from app.core.units import pluralize
+from app.core.usage import NO_LIMITS, UsageLimits
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +50,15 @@ FileStamp = tuple[int, ...]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
     """One API key. name: the name of the owner; several keys may have the same name. digest: the
-    SHA-256 of the key. admin: whether the key may load and unload models and read metrics."""
+    SHA-256 of the key. admin: whether the key may load and unload models and read metrics. expires:
+    the Unix time from which the key is rejected; None means never. limits: apply to the sum of all
+    keys with this name."""
 
     name: str
     digest: bytes
     admin: bool = False
+    expires: float | None = None
+    limits: UsageLimits = NO_LIMITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +107,16 @@ class Keyring:
         one second out of date."""
         await self._reload_if_due()
         return find_key(self._keys, presented)
+
+    def get_limits(self, name: str) -> UsageLimits:
+        """Returns the limits of the caller with this name: the lowest ones if it has several
+        keys."""
+        found = [key.limits for key in self._keys if key.name == name]
+        tokens = [one.daily_tokens for one in found if one.daily_tokens is not None]
+        rates = [one.requests_per_minute for one in found if one.requests_per_minute is not None]
+        return UsageLimits(
+            daily_tokens=min(tokens, default=None), requests_per_minute=min(rates, default=None)
+        )
 
     async def reload(self) -> None:
         """Reads the key file now, even if it does not seem to have changed. An unusable file is
@@ -216,7 +232,9 @@ _TOKEN_PATTERN = re.compile(r"[A-Za-z0-9._~+/-]+=*", re.ASCII)
 # Sixteen hexadecimal digits have 64 bits, too many for a brute-force attack over a network.
 _MIN_KEY_CHARS = 16
 
-_ENTRY_FIELDS = frozenset({"name", "sha256", "admin", "comment"})
+_ENTRY_FIELDS = frozenset(
+    {"name", "sha256", "admin", "comment", "expires", "daily_tokens", "requests_per_minute"}
+)
 
 
 def generate_key() -> str:
@@ -273,8 +291,8 @@ def load_env_keys(variables: MutableMapping[str, str]) -> tuple[ApiKey, ...]:
 
 def parse_key_file(text: str) -> tuple[ApiKey, ...]:
     """Returns the keys of a TOML file. The file has one [[keys]] table per key, with name, sha256
-    and, optionally, admin and comment. Raises AppError(INVALID); the message identifies the entry
-    but never contains its values."""
+    and, optionally, admin, comment, expires, daily_tokens and requests_per_minute. Raises
+    AppError(INVALID); the message identifies the entry but never contains its values."""
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -306,6 +324,12 @@ def format_entry(key: ApiKey, comment: str) -> str:
     lines = ["[[keys]]", f'name = "{key.name}"', f'sha256 = "{key.digest.hex()}"']
     if key.admin:
         lines.append("admin = true")
+    if key.expires is not None:
+        at = datetime.datetime.fromtimestamp(key.expires, datetime.UTC)
+        lines.append(f"expires = {at.isoformat().replace('+00:00', 'Z')}")
+    for name in ("daily_tokens", "requests_per_minute"):
+        if (limit := getattr(key.limits, name)) is not None:
+            lines.append(f"{name} = {limit}")
     return "\n".join([*lines, f'comment = "{comment}"', ""])
 
 
@@ -351,4 +375,40 @@ def _parse_entry(value: object, place: int) -> ApiKey:
         raise AppError(
             ErrorKind.INVALID, f"key {place}: admin must be true or false, and comment a string"
         )
-    return ApiKey(name=name, digest=bytes.fromhex(sha256), admin=admin)
+    return ApiKey(
+        name=name,
+        digest=bytes.fromhex(sha256),
+        admin=admin,
+        expires=_parse_expiry(fields.get("expires"), place),
+        limits=UsageLimits(
+            daily_tokens=_parse_limit(fields, "daily_tokens", place),
+            requests_per_minute=_parse_limit(fields, "requests_per_minute", place),
+        ),
+    )
+
+
+def _parse_expiry(value: object, place: int) -> float | None:
+    """Returns the Unix time of a TOML date or date-time. A date means its begin; both are UTC
+    unless the date-time has an offset."""
+    if value is None:
+        return None
+    if isinstance(value, datetime.date) and not isinstance(value, datetime.datetime):
+        value = datetime.datetime.combine(value, datetime.time())
+    if not isinstance(value, datetime.datetime):
+        raise AppError(
+            ErrorKind.INVALID,
+            f"key {place}: expires must be a date without quotes, such as 2027-01-31 or "
+            "2027-01-31T18:00:00Z",
+        )
+    if value.tzinfo is None:
+        value = value.replace(tzinfo=datetime.UTC)
+    return value.timestamp()
+
+
+def _parse_limit(fields: Mapping[str, Any], name: str, place: int) -> int | None:
+    value = fields.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise AppError(ErrorKind.INVALID, f"key {place}: {name} must be an integer of at least 1")
+    return value

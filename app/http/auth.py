@@ -6,6 +6,8 @@ Authorization header (RFC 6750, 2.1), or in the x-api-key header, as Anthropic's
 clients do.
 """
 
+import datetime
+import time
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -127,6 +129,10 @@ class AuthMiddleware:
         # check all keys even after a match, so that the response time reveals nothing
         known = [key for text in shown if (key := await self._keyring.find(text)) is not None]
         key = known[0] if known else None
+        if key is not None and _has_expired(key):
+            if required is not AccessLevel.PUBLIC:
+                raise _expired_error(key)
+            key = None
         authorize(required, key, key_sent=bool(shown))
         if key is None:
             return {"caller": "", "admin": False}
@@ -154,10 +160,26 @@ def authorize(required: AccessLevel, key: ApiKey | None, *, key_sent: bool) -> N
         )
 
 
+def _has_expired(key: ApiKey) -> bool:
+    return key.expires is not None and time.time() >= key.expires
+
+
+def _expired_error(key: ApiKey) -> AppError:
+    assert key.expires is not None
+    date = datetime.datetime.fromtimestamp(key.expires, datetime.UTC).isoformat(" ", "minutes")
+    return AppError(
+        ErrorKind.UNAUTHORIZED,
+        f"the API key of {key.name} expired at {date.removesuffix('+00:00')} UTC: ask the operator "
+        "for a new one",
+        code="expired_api_key",
+    )
+
+
 def _challenge_headers(error: AppError) -> Mapping[str, str]:
     challenges = {
         "missing_api_key": _CHALLENGE,
         "invalid_api_key": f'{_CHALLENGE}, error="invalid_token"',
+        "expired_api_key": f'{_CHALLENGE}, error="invalid_token"',
         "insufficient_scope": f'{_CHALLENGE}, error="insufficient_scope"',
     }
     assert error.code is not None

@@ -39,6 +39,7 @@ from app.core.prefix_snapshot import PrefixSnapshot
 from app.core.requests import GenerateRequest
 from app.core.settings import Settings
 from app.core.units import pluralize
+from app.core.usage import RequestUsage, UsageCounters
 
 Result = TypeVar("Result")
 
@@ -47,7 +48,15 @@ class RequestLimits:
     """Wraps a `Generate` and a `Models`, and implements both. settings: only `max_per_key` and
     `deadline` are used."""
 
-    def __init__(self, generate: Generate, models: Models, settings: Settings) -> None:
+    def __init__(
+        self,
+        generate: Generate,
+        models: Models,
+        settings: Settings,
+        usage: UsageCounters | None = None,
+    ) -> None:
+        """usage: counts requests and tokens per caller; None creates it, without limits."""
+        self._usage = usage or UsageCounters()
         self._generate = generate
         self._models = models
         self.apply(settings)
@@ -79,16 +88,22 @@ class RequestLimits:
         async with AsyncExitStack() as stack:
             param = "n" if request.n > 1 else "prompt"
             stack.enter_context(self._admit(request.caller, count_choices(request), param))
+            used = self._usage.count(request.caller)
+            stack.callback(used.on_end)
             events = await self._await_until(
                 lambda: stack.enter_async_context(self._generate.open(request, model)), until
             )
-            yield stack.enter_context(self._interrupt_at(events, until))
+            yield stack.enter_context(self._interrupt_at(events, until, used))
 
     async def embed(self, request: EmbedRequest, model: ResolvedModel) -> Embeddings:
         with self._admit(request.caller, 1, "input"):
-            return await self._await_until(
+            found = await self._await_until(
                 lambda: self._generate.embed(request, model), self._compute_deadline()
             )
+            self._usage.add_tokens(
+                request.caller, prompt=found.prompt_tokens, cached=0, generated=0
+            )
+            return found
 
     async def resolve(self, name: str | None) -> ResolvedModel:
         return await self._models.resolve(name)
@@ -184,7 +199,7 @@ class RequestLimits:
     def _admit(self, caller: str, count: int, param: str) -> Generator[None]:
         """Counts `count` choices of a caller while the context is active. Raises AppError(INVALID)
         if `count` exceeds the caller's limit, and AppError(BUSY) if it exceeds what is left of the
-        limit."""
+        limit, or if the limits of the caller's key on its usage are exceeded."""
         most, here = self._max_per_caller, self._active[caller]
         if most is not None and count > most:
             message = (
@@ -198,6 +213,7 @@ class RequestLimits:
                 f"{most}: wait for one of them to finish"
             )
             raise AppError(ErrorKind.BUSY, message, code="too_many_requests", retry_after=1)
+        self._usage.admit(caller)
         self._active[caller] += count
         try:
             yield
@@ -208,10 +224,10 @@ class RequestLimits:
 
     @contextmanager
     def _interrupt_at(
-        self, events: AsyncIterator[Sequence[Event]], deadline: float | None
+        self, events: AsyncIterator[Sequence[Event]], deadline: float | None, used: RequestUsage
     ) -> Generator[AsyncIterator[Sequence[Event]]]:
         """Wraps the events in a stream that fails at the deadline or on `abort_all`."""
-        stream = _InterruptibleStream(events)
+        stream = _InterruptibleStream(events, used)
         if self._abort_error is not None:
             stream.interrupt(self._abort_error)
         self._streams.add(stream)
@@ -257,10 +273,12 @@ class RequestLimits:
 
 class _InterruptibleStream:
     """A stream of events that an error can interrupt. The pending `__anext__` call and all later
-    calls raise the error. `asyncio.timeout` would need one object per batch."""
+    calls raise the error. `asyncio.timeout` would need one object per batch. used: counts the
+    tokens."""
 
-    def __init__(self, events: AsyncIterator[Sequence[Event]]) -> None:
+    def __init__(self, events: AsyncIterator[Sequence[Event]], used: RequestUsage) -> None:
         self._events = events
+        self._used = used
         self._error: AppError | None = None
         self._waiting: asyncio.Task[Any] | None = None
 
@@ -282,7 +300,10 @@ class _InterruptibleStream:
         cancel_requests = task.cancelling()
         self._waiting = task
         try:
-            return await anext(self._events)
+            batch = await anext(self._events)
+            for event in batch:
+                self._used.on_event(event)
+            return batch
         except asyncio.CancelledError:
             # like asyncio.timeout, do not convert a cancellation by other code
             if self._error is None or task.cancelling() > cancel_requests + 1:

@@ -12,6 +12,7 @@ from app.cli import main
 from app.commands import key as command
 from app.commands.key import append_key, make_key
 from app.core.errors import AppError
+from app.core.usage import UsageLimits
 from app.http import api_keys
 from app.http.api_keys import Keyring
 
@@ -33,6 +34,19 @@ def test_the_printed_entry_is_valid_in_the_file(capsys: pytest.CaptureFixture[st
     [key] = api_keys.parse_key_file(err[err.index("[[keys]]") :])
     assert (key.name, key.admin, key.digest) == ("laptop", True, api_keys.hash_key(out.strip()))
     assert "not shown again" in err
+
+
+def test_a_key_may_expire_and_have_limits(capsys: pytest.CaptureFixture[str]):
+    limits = ["--daily-tokens", "500k", "--requests-per-minute", "60"]
+    assert main(["key", "anna", "--expires", "2027-01-31", *limits]) == 0
+    err = capsys.readouterr().err
+    [key] = api_keys.parse_key_file(err[err.index("[[keys]]") :])
+    assert "expires = 2027-01-31T00:00:00Z\n" in err
+    assert key.expires == 1_801_353_600
+    assert key.limits == UsageLimits(daily_tokens=500_000, requests_per_minute=60)
+    with pytest.raises(SystemExit):
+        main(["key", "anna", "--expires", "tomorrow"])
+    assert "--expires: 'tomorrow' is not a date" in capsys.readouterr().err
 
 
 def test_a_new_file_is_private(capsys: pytest.CaptureFixture[str], tmp_path: Path):

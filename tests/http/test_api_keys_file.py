@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.core.errors import AppError
+from app.core.usage import UsageLimits
 from app.http import api_keys
 from app.http.api_keys import (
     ApiKey,
+    Keyring,
     find_key,
     format_entry,
     hash_key,
@@ -97,6 +99,33 @@ def test_a_formatted_entry_is_parsed_back(admin: bool):
     assert LAPTOP not in format_entry(key, "")
 
 
+@rows(
+    ("written", "expires"),
+    [
+        ("2027-01-31", 1_801_353_600),
+        ("2027-01-31T18:00:00Z", 1_801_418_400),
+        ("2027-01-31T18:00:00", 1_801_418_400),
+        ("2027-01-31T18:00:00+02:00", 1_801_411_200),
+    ],
+)
+def test_a_key_may_expire(written: str, expires: float):
+    [key] = parse_key_file(entry("laptop", LAPTOP, f"expires = {written}"))
+    assert key.expires == expires
+
+
+def test_a_key_may_have_limits_and_its_name_gets_the_lowest_ones():
+    text = (
+        entry("laptop", LAPTOP, "daily_tokens = 9\nrequests_per_minute = 1")
+        + entry("laptop", PHONE, "daily_tokens = 5")
+        + entry("boss", BOSS)
+    )
+    keys = parse_key_file(text)
+    assert keys[0].limits == UsageLimits(daily_tokens=9, requests_per_minute=1)
+    keyring = Keyring(keys)
+    assert keyring.get_limits("laptop") == UsageLimits(daily_tokens=5, requests_per_minute=1)
+    assert keyring.get_limits("boss") == keyring.get_limits("unknown") == UsageLimits()
+
+
 def test_one_name_may_have_two_keys_for_rotation():
     assert len(parse_key_file(entry("laptop", LAPTOP) + entry("laptop", PHONE))) == 2
 
@@ -122,6 +151,11 @@ SECRET = "mr-do-not-show-me-to-anybody"
         (entry("a" * 65, LAPTOP), "key 1: name"),
         (entry("a", LAPTOP, 'admin = "yes"'), "admin must be true or false"),
         (entry("a", LAPTOP, "comment = 5"), "comment a string"),
+        (entry("a", LAPTOP, f'expires = "{SECRET}"'), "key 1: expires must be a date"),
+        (entry("a", LAPTOP, "expires = 18:00:00"), "key 1: expires must be a date"),
+        (entry("a", LAPTOP, f'daily_tokens = "{SECRET}"'), "key 1: daily_tokens must be an"),
+        (entry("a", LAPTOP, "daily_tokens = true"), "key 1: daily_tokens must be an integer"),
+        (entry("a", LAPTOP, "requests_per_minute = 0"), "integer of at least 1"),
         (f'key = "{SECRET}"\n' + entry("a", LAPTOP), r"something other than \[\[keys\]\] tables"),
         (entry("a", LAPTOP) + entry("b", LAPTOP), "a and b have the same key"),
     ],

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -313,3 +314,21 @@ def test_a_removed_key_is_rejected_without_a_restart(
     write(file, entry("boss", ADMIN))
     assert send("GET", "/v1/models", None, bearer(USER), target=server).status == 401
     assert send("GET", "/metrics", None, bearer(ADMIN), target=server).status == 403
+
+
+def test_an_expired_key_is_rejected_with_the_reason():
+    now = time.time()
+    expired, later = (
+        ApiKey(name="laptop", digest=hash_key(key), admin=True, expires=now + seconds)
+        for key, seconds in ((USER, -1.0), (ADMIN, 3600.0))
+    )
+    app = build_app(keys=(expired, later))
+    reply = send("GET", "/v1/models", headers=bearer(USER), target=app)
+    assert (reply.status, reply.error["code"]) == (401, "expired_api_key")
+    assert "the API key of laptop expired at 20" in reply.error["message"]
+    assert 'error="invalid_token"' in reply.headers["www-authenticate"]
+    assert send("GET", "/v1/models", headers=bearer(ADMIN), target=app).status == 200
+    # as without a key
+    status = send("GET", "/v1/status", headers=bearer(USER), target=app)
+    assert status.status == 200
+    assert "Models" not in status.json

@@ -20,6 +20,7 @@ from app.core.events import Event
 from app.core.ports import ResolvedModel
 from app.core.requests import Conversation, GenerateRequest, Message, PromptBatch
 from app.core.settings import Settings
+from app.core.usage import UsageCounters, UsageLimits
 from app.serving.limits import RequestLimits
 from tests import tiny
 from tests.batches import flatten
@@ -131,6 +132,43 @@ def test_concurrent_requests_are_limited_per_caller():
             last.cancel()
             await asyncio.gather(last, return_exceptions=True)
             assert not (await hold(make_request())).done()
+
+    asyncio.run(run())
+
+
+def test_requests_and_tokens_are_counted_per_caller_and_limited():
+    async def run() -> None:
+        usage = UsageCounters(
+            lambda name: UsageLimits(daily_tokens=20 if name == "ann" else None), lambda: 0.0
+        )
+        generate = FakeGenerate(HELLO)
+        limited = RequestLimits(generate, generate, Settings(max_per_key=1), usage)
+        await read(limited, make_request())  # 7 + 2 tokens, of which 3 are cached
+        await limited.embed(make_embed_request(), MODEL)
+        used = usage.get("ann")
+        assert (used.requests, used.cached_tokens, used.generated_tokens) == (2, 3, 2)
+        usage.add_tokens("ann", prompt=20, cached=0, generated=0)
+        for rejected in (read(limited, make_request()), limited.embed(make_embed_request(), MODEL)):
+            error = await get_error(rejected)
+            assert (error.kind, error.code) == (ErrorKind.BUSY, "insufficient_quota")
+        assert usage.get("ann").requests == 2
+        await read(limited, make_request("bob"))
+        assert list(usage.snapshot()) == ["ann", "bob"]
+
+    asyncio.run(run())
+
+
+def test_a_disconnected_stream_counts_what_was_sent():
+    async def run() -> None:
+        usage = UsageCounters()
+        generate = FakeGenerate([text("a"), text("b"), FOREVER])
+        limited = RequestLimits(generate, generate, Settings(), usage)
+        async with HeldRequests(limited) as hold:
+            task = await hold(make_request())
+            assert usage.get("ann").generated_tokens == 0
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        assert usage.get("ann").generated_tokens == 2
 
     asyncio.run(run())
 

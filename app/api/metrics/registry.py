@@ -27,6 +27,7 @@ from app.core.distributions import get_own_version
 from app.core.observers import ObserverFactory
 from app.core.ports import Models
 from app.core.server_stats import LAG_BUCKETS, ConnectionStats
+from app.core.usage import UsageCounters
 
 
 class HttpCollector(Collector):
@@ -124,10 +125,49 @@ class FrontendCollector(Collector):
         )
 
 
+class UsageCollector(Collector):
+    """Exports the usage of each API key."""
+
+    def __init__(self, usage: UsageCounters) -> None:
+        self._usage = usage
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the metrics. This may run on any thread while the event loop writes, so it reads a
+        copy."""
+        usage = self._usage.snapshot()
+        for name, text, field in (
+            ("mlxrunner_key_requests", "Accepted requests by API key", "requests"),
+            (
+                "mlxrunner_key_prompt_tokens",
+                "Prompt tokens by API key, including cached ones",
+                "prompt_tokens",
+            ),
+            (
+                "mlxrunner_key_cached_tokens",
+                "Prompt tokens by API key that were found in the prefix cache",
+                "cached_tokens",
+            ),
+            ("mlxrunner_key_generated_tokens", "Generated tokens by API key", "generated_tokens"),
+        ):
+            metric = CounterMetricFamily(name, text, labels=["key"])
+            for caller, used in usage.items():
+                metric.add_metric([caller], getattr(used, field))
+            yield metric
+
+
 class Metrics:
     """The metrics of one server, in their own registry."""
 
-    def __init__(self, models: Models, traffic: ConnectionStats, frontend: FrontendStats) -> None:
+    def __init__(
+        self,
+        models: Models,
+        traffic: ConnectionStats,
+        frontend: FrontendStats,
+        usage: UsageCounters,
+    ) -> None:
         self._registry = CollectorRegistry()
         self._models = models
         self._engine_collector = EngineCollector()
@@ -136,6 +176,7 @@ class Metrics:
         self.observe: ObserverFactory = self._request_metrics.observe
         self._registry.register(HttpCollector(traffic))
         self._registry.register(FrontendCollector(frontend))
+        self._registry.register(UsageCollector(usage))
         # covers only the HTTP process, because runners are separate processes; Linux only
         ProcessCollector(registry=self._registry)
         Info("mlxrunner_build", "Version of the server", registry=self._registry).info(
