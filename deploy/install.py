@@ -18,6 +18,7 @@ pip is used, too.
 import argparse
 import configparser
 import importlib.metadata
+import math
 import os
 import re
 import shutil
@@ -35,6 +36,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = ROOT / "requirements"
 PIP = ("-m", "pip", "--disable-pip-version-check")
+# The seconds that compiling the kernels takes with one job (110 s with two processors).
+COMPILE_SECONDS = 240
+
+# The seconds between two updates of the compiled files, on a terminal and in a log.
+TERMINAL_SECONDS, LOG_SECONDS = 0.5, 15.0
+
 # Python compiles the modules that it imports. Compiling all of them costs more than their start.
 LOCKED = ("--require-hashes", "--only-binary=:all:", "--no-compile")
 
@@ -147,13 +154,15 @@ def step(
     number: int, text: str, *, steps: int = 4, progress_log: Path | None = None
 ) -> Iterator[None]:
     """Prints a step and the seconds that it took, in one line. progress_log: a folder in which
-    Ninja's output is written; on a terminal, the line then shows the compiled files."""
+    Ninja's output is written. On a terminal, the line then shows the compiled files. Otherwise, a
+    longer step writes a line with them at intervals."""
     line = f"[{number}/{steps}] {text} …"
     print(line, end="", flush=True)
     began, stop = time.time(), threading.Event()
+    progress = _Progress(line, began, rewrites=sys.stdout.isatty())
     thread = None
-    if progress_log is not None and sys.stdout.isatty():
-        thread = threading.Thread(target=_show_progress, args=(line, progress_log, began, stop))
+    if progress_log is not None:
+        thread = threading.Thread(target=progress.follow, args=(progress_log, stop))
         thread.start()
     try:
         yield
@@ -161,18 +170,43 @@ def step(
         stop.set()
         if thread is not None:
             thread.join()
-            print(f"\r\x1b[K{line}", end="")
+            progress.finish()
     print(f" {time.time() - began:.0f} s", flush=True)
 
 
-def _show_progress(line: str, folder: Path, began: float, stop: threading.Event) -> None:
-    shown = ""
-    while not stop.wait(0.5):
-        for log in folder.glob("*/log-build.txt"):
-            done = re.findall(rb"^\[([1-9]\d*/\d+)\]", log.read_bytes(), re.MULTILINE)
-            if done and log.stat().st_mtime >= began and done[-1].decode() != shown:
-                shown = done[-1].decode()
-                print(f"\r\x1b[K{line} {shown}", end="", flush=True)
+class _Progress:
+    """Shows how many files are compiled. rewrites: whether the line can be written again."""
+
+    def __init__(self, line: str, began: float, *, rewrites: bool) -> None:
+        self._line = line
+        self._began = began
+        self._rewrites = rewrites
+        self._shown = ""
+
+    def follow(self, folder: Path, stop: threading.Event) -> None:
+        """Shows the progress until `stop` is set."""
+        while not stop.wait(TERMINAL_SECONDS if self._rewrites else LOG_SECONDS):
+            for log in folder.glob("*/log-build.txt"):
+                done = re.findall(rb"^\[([1-9]\d*/\d+)\]", log.read_bytes(), re.MULTILINE)
+                if done and log.stat().st_mtime >= self._began:
+                    self._show(done[-1].decode())
+
+    def finish(self) -> None:
+        """Returns to a line that ends with the text of the step."""
+        if self._shown and not self._rewrites:
+            print()
+        if self._shown or self._rewrites:
+            print(f"\r\x1b[K{self._line}" if self._rewrites else self._line, end="")
+
+    def _show(self, done: str) -> None:
+        if done == self._shown:
+            return
+        self._shown = done
+        if self._rewrites:
+            print(f"\r\x1b[K{self._line} {done}", end="", flush=True)
+        else:
+            seconds = time.time() - self._began
+            print(f"\n      {done} files after {seconds:.0f} s", end="", flush=True)
 
 
 def find_uv(environ: Mapping[str, str]) -> tuple[str | None, str | None]:
@@ -246,11 +280,28 @@ def install_project(installer: Installer, *, cuda: bool, editable: bool) -> None
     programs = os.pathsep.join((str(tools / "bin"), os.environ.get("PATH", os.defpath)))
     environ = {**os.environ, "PYTHONPATH": path, "PATH": programs}
     environ.pop("PYTHONHOME", None)
-    text = "compiling the CPU kernels, about a minute" if compiles else "installing mlxrunner"
+    text = describe_compilation(environ) if compiles else "installing mlxrunner"
     if cuda:
         environ["MLXRUNNER_BUILD_FOR"] = "cuda"
     with step(4, text, progress_log=ROOT / "build" / "kernels" if compiles else None):
         installer.install_project(editable=editable, environ=environ)
+
+
+def describe_compilation(environ: Mapping[str, str]) -> str:
+    """Returns the text of the step, with the expected time for the number of parallel jobs."""
+    given = environ.get("CMAKE_BUILD_PARALLEL_LEVEL", "")
+    jobs = int(given) if given.isdecimal() and int(given) else _count_processors()
+    minutes = max(1, math.ceil(COMPILE_SECONDS / 60 / jobs))
+    time_needed = "about a minute" if minutes == 1 else f"about {minutes} minutes"
+    number = "one job" if jobs == 1 else f"{jobs} jobs"
+    return f"compiling the CPU kernels with {number}, {time_needed}"
+
+
+def _count_processors() -> int:
+    """Returns the number of processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def find_compiler(environ: Mapping[str, str]) -> str | None:

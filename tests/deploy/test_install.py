@@ -9,13 +9,16 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from tests.models.kernels.test_install import make_environ
+from tests.rows import rows
 from tests.test_package import check_answer, run_server
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -131,6 +134,47 @@ def test_a_step_is_one_line_in_a_pipe(capsys: pytest.CaptureFixture[str], tmp_pa
     with install.step(2, "installing", progress_log=tmp_path):
         pass
     assert capsys.readouterr().out == "[2/4] installing … 0 s\n"
+
+
+def test_a_long_step_shows_its_progress_in_a_pipe(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a terminal, the step was silent for minutes."""
+    monkeypatch.setattr(install, "LOG_SECONDS", 0.01)
+    log, written = tmp_path / "editable" / "log-build.txt", list[str]()
+    log.parent.mkdir()
+
+    def has_written(text: str) -> bool:
+        written.append(capsys.readouterr().out)
+        return text in "".join(written)
+
+    with install.step(4, "compiling", progress_log=tmp_path):
+        for done in ("1/43", "20/43"):
+            with log.open("a") as file:
+                file.write(f"[{done}] Building CXX object\n")
+            os.utime(log, (time.time() + 60, time.time() + 60))
+            wait_until(lambda done=done: has_written(f"{done} files after "))
+    written.append(capsys.readouterr().out)
+    text = re.sub(r"\d+ s\b", "N s", "".join(written))
+    assert text == (
+        "[4/4] compiling …\n      1/43 files after N s\n      20/43 files after N s\n"
+        "[4/4] compiling … N s\n"
+    )
+
+
+@rows(
+    ("jobs", "text"),
+    [
+        ("1", "with one job, about 4 minutes"),
+        ("2", "with 2 jobs, about 2 minutes"),
+        ("3", "with 3 jobs, about 2 minutes"),
+        ("16", "with 16 jobs, about a minute"),
+    ],
+)
+def test_the_time_to_compile_depends_on_the_number_of_jobs(jobs: str, text: str) -> None:
+    environ = {"CMAKE_BUILD_PARALLEL_LEVEL": jobs}
+    assert install.describe_compilation(environ) == f"compiling the CPU kernels {text}"
+    assert install.describe_compilation({}).startswith("compiling the CPU kernels with ")
 
 
 def copy_sources(folder: Path) -> None:
