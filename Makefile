@@ -37,7 +37,7 @@ COMPILER := $(if $(filter 0,$(MLXRUNNER_BUILD_KERNELS)),,$(shell command -v $(CX
 SELF    := $(VENV)/.self$(if $(COMPILER),,-uncompiled)
 KERNELS := models/kernels/CMakeLists.txt $(wildcard models/kernels/src/*)
 CLIENTS := .venv-clients/.installed .venv-agents/.installed .venv-anthropic0/.installed examples/node/node_modules/.installed
-PROGRAMS := tests/clients/programs/node_modules/.installed .venv-aider/.installed
+PROGRAMS := tests/clients/programs/node_modules/.installed .venv-aider/.installed build/llama.cpp/.installed
 
 # $(call with_python,command): runs a command with the first Python that is new enough.
 define with_python
@@ -242,6 +242,10 @@ examples/node/node_modules/.installed: examples/node/package-lock.json examples/
 tests/clients/programs/node_modules/.installed: tests/clients/programs/package-lock.json $(DEV)
 	cd tests/clients/programs && $(NPM) ci --silent && touch node_modules/.installed || \
 	    echo "the coding agents of npm could not be installed" >&2
+
+# Where the tests cannot be downloaded, a line says so, and they are skipped.
+build/llama.cpp/.installed: requirements/llama-cpp.txt tests/clients/llamacpp/download.py $(DEV)
+	@$(BIN)/python -m tests.clients.llamacpp.download
 
 # It does not run with Python 3.13 or newer.
 .venv-aider/.installed: requirements/aider.txt $(DEV)
