@@ -238,7 +238,8 @@ examples/node/node_modules/.installed: examples/node/package-lock.json examples/
 
 # Programs for npm without their installation scripts, which would only copy a file. Cline and opencode
 # are packages of one platform, because a lock must have the programs of all platforms that its
-# packages name. Where a program cannot be installed, its test is skipped and says so.
+# packages name; an empty package replaces Qwen Code's clipboard, of which not all are in the registry.
+# Where a program cannot be installed, its test is skipped and says so.
 tests/clients/programs/node_modules/.installed: tests/clients/programs/package-lock.json $(DEV)
 	cd tests/clients/programs && $(NPM) ci --silent && touch node_modules/.installed || \
 	    echo "the coding agents of npm could not be installed" >&2

@@ -20,6 +20,8 @@ from tests.clients.programs.scripted_server import (
     THINKING_TEMPLATE,
     EngineScript,
     Task,
+    render_answer,
+    render_call,
     write_model,
 )
 from tests.server_process import ServerProcess, run_server
@@ -36,18 +38,12 @@ class Answer:
     call: tuple[str, dict[str, str]] | None = None
 
     @property
-    def call_text(self) -> str:
-        assert self.call is not None
-        name, arguments = self.call
-        document = json.dumps({"name": name, "arguments": arguments})
-        return f"<tool_call>\n{document}\n</tool_call>"
+    def calls(self) -> list[str]:
+        return [render_call(*self.call)] if self.call else []
 
     def render(self) -> str:
         """The answer as the model writes it."""
-        parts = [f"<think>\n{self.thought}\n</think>\n"]
-        parts += [self.text] if self.text else []
-        parts += [self.call_text] if self.call else []
-        return "\n".join(parts)
+        return render_answer(self.thought, *([self.text] if self.text else []), *self.calls)
 
 
 # the answers in each turn
@@ -185,7 +181,7 @@ def count_sent(answers: Sequence[Answer], prompt: str) -> dict[str, Any]:
     return {
         "thoughts": [prompt.count(answer.thought) for answer in answers],
         "texts": [prompt.count(answer.text) for answer in answers if answer.text],
-        "calls": [prompt.count(answer.call_text) for answer in answers if answer.call],
+        "calls": [prompt.count(call) for answer in answers for call in answer.calls],
     }
 
 

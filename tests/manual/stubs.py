@@ -35,14 +35,15 @@ def _command(name: str) -> str:
     return rf"(?m)(?:^|[|&;] *|\bsudo |^\w+=\S+ (?:\\\n *)?|^  ){re.escape(name)} "
 
 
-def _agent(name: str) -> Stub:
-    """The address of a running server must be in a variable, an argument or a file."""
+def _agent(name: str, pattern: str | None = None) -> Stub:
+    """The address of a running server must be in a variable, an argument or a file. pattern: of a
+    program that `launch` does not know."""
     return Stub(
         "its prompts are too long for the small models: tests/clients/programs runs it",
         '{ env; echo "$*"; cat "${CLINE_PROVIDER_SETTINGS_PATH:-/dev/null}"\n'
         '  if [ "$1" = --config ]; then cat "$2"; fi; } > "$HOME/agent"\n'
         'grep -q "http://127.0.0.1:$MLXRUNNER_PORT" "$HOME/agent" || exit 98',
-        r"(?m)launch " + name + r"\b(?!.*--print)",
+        pattern or rf"(?m)launch {name}\b(?!.*--print)",
     )
 
 
@@ -103,6 +104,7 @@ STUBS: dict[str, Stub] = {
         _command("mlx.launch"),
     ),
     **{name: _agent(name) for name in ("codex", "opencode", "aider", "cline")},
+    **{name: _agent(name, _command(name)) for name in ("copilot", "qwen")},
     "claude": Stub(
         _agent("claude").reason, _agent("claude").script, _agent("claude").pattern + "|^claude$"
     ),

@@ -15,7 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.programs.scripted_server import FOLDER_VARIABLE, write_model
+from tests.clients.programs.scripted_server import (
+    FOLDER_VARIABLE,
+    THINKING_TEMPLATE,
+    write_model,
+)
 from tests.server_process import ROOT, TIMEOUT, ServerProcess, run_server
 from tests.waiting import wait_until
 
@@ -35,7 +39,9 @@ EXECUTABLES = {
     "cline": MODULES / "@cline" / f"cli-{_PLATFORM}" / "bin" / "cline",
     "cn": MODULES / ".bin" / "cn",
     "codex": MODULES / ".bin" / "codex",
+    "copilot": MODULES / "@github" / f"copilot-{_PLATFORM}" / "copilot",
     "opencode": MODULES / f"opencode-{_PLATFORM}" / "bin" / "opencode",
+    "qwen": MODULES / ".bin" / "qwen",
     "aider": AIDER,
 }
 
@@ -90,7 +96,7 @@ def script_folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def scripted_server(script_folder: Path) -> Iterator[ServerProcess]:
     with run_server(
-        str(write_model(script_folder / "coder")),
+        str(write_model(script_folder / "coder", THINKING_TEMPLATE)),
         environ={FOLDER_VARIABLE: str(script_folder)},
         module="tests.clients.programs.scripted_server",
     ) as server:

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -85,6 +86,17 @@ THINKING_TEMPLATE = CHAT_TEMPLATE.replace(
 {% endif %}""",
 )
 THINKING_END = "</think>"
+
+
+def render_call(name: str, arguments: dict[str, Any]) -> str:
+    """A tool call as the model writes it, and as the template renders it."""
+    document = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{document}\n</tool_call>"
+
+
+def render_answer(thought: str, *parts: str) -> str:
+    """An answer after a thought. parts: text and calls."""
+    return "\n".join([f"<think>\n{thought}\n{THINKING_END}\n", *parts])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
