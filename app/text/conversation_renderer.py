@@ -91,8 +91,12 @@ class ConversationRenderer:
         if self._as_text:
             return render_tools_as_text(messages, tools)
         if self._inlines_calls and calls:
-            keep_results = self._capabilities.supports_tool_responses
-            return inline_tool_calls(messages, self._family, keep_results=keep_results)
+            return inline_tool_calls(
+                messages,
+                self._family,
+                keep_results=self._capabilities.supports_tool_responses,
+                merges_assistant=not self._capabilities.placement.keeps_several_assistant,
+            )
         if (tools and not self.offers_tools) or (calls and not self._supports_calls):
             return render_tools_as_text(messages, tools)
         return messages

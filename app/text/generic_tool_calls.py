@@ -15,7 +15,7 @@ must be the model's own, because models imitate their earlier turns.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from app.core.requests import Message, Tool
@@ -29,10 +29,15 @@ from app.text.syntax.reader import OnText, Reader, Resumable
 
 
 def inline_tool_calls(
-    messages: Sequence[Message], family: ChatFamily, *, keep_results: bool
+    messages: Sequence[Message],
+    family: ChatFamily,
+    *,
+    keep_results: bool,
+    merges_assistant: bool = False,
 ) -> Sequence[Message]:
     """Moves calls into the text of their turns. keep_results: whether the template renders results.
-    If not, results are converted to user messages. If the family cannot render one of the calls,
+    If not, results are converted to user messages. merges_assistant: whether consecutive assistant
+    messages must be merged. If the family cannot render one of the calls,
     all calls are described in plain text. Raises AppError(INVALID) for arguments that are not an
     object."""
     turns: list[Message] = []
@@ -48,7 +53,9 @@ def inline_tool_calls(
             turns.append(replace(message, content=content, tool_calls=()))
         else:
             turns.append(message)
-    return turns if keep_results else render_tools_as_text(turns, ())
+    if not keep_results:
+        return render_tools_as_text(turns, ())
+    return list(_merge_turns(turns, "assistant")) if merges_assistant else turns
 
 
 # text that models write around JSON
@@ -192,7 +199,7 @@ def render_tools_as_text(messages: Sequence[Message], tools: Sequence[Tool]) -> 
     """Converts the conversation so that any template can render it. The tools are described in the
     system message, and calls and results are converted to assistant and user messages. tools: empty
     if only the history contains calls."""
-    turns = list(_merge_user_messages(map(_render_message_as_text, messages)))
+    turns = list(_merge_turns(map(_render_message_as_text, messages), "user", "assistant"))
     if not tools:
         return turns
     offer = _describe_tools(tools)
@@ -236,13 +243,14 @@ def _render_message_as_text(message: Message) -> Message:
     return replace(message, content="\n".join([*parts, *calls]), tool_calls=())
 
 
-def _merge_user_messages(messages: Iterator[Message]) -> Iterator[Message]:
-    """Merges consecutive results and user messages into one turn. Many templates require that user
-    and assistant turns alternate."""
+def _merge_turns(messages: Iterable[Message], *roles: str) -> Iterator[Message]:
+    """Merges consecutive messages of these roles. Many templates require that user and assistant
+    turns alternate, and calls and results are separate messages."""
     last: Message | None = None
     for message in messages:
-        if last is not None and last.role == message.role == "user":
-            last = replace(last, content=f"{last.content or ''}\n{message.content or ''}")
+        if last is not None and last.role == message.role and message.role in roles:
+            content = "\n".join(filter(None, (last.content, message.content)))
+            last = replace(last, content=content)
             continue
         if last is not None:
             yield last

@@ -3,7 +3,7 @@
 Knows: the roles of messages, the positions at which a template keeps them (`PlacementRules`). Must
 not know: Jinja, how the rules are detected (`app/text/placement_probe.py`), dialects.
 
-The result depends only on the messages up to the next assistant message. Later turns of the same
+The result depends only on the messages up to the assistant's next turn. Later turns of the same
 conversation are therefore folded consistently, and each prompt is a prefix of the next prompt:
 
     system          at the start             → one system message
@@ -11,6 +11,8 @@ conversation are therefore folded consistently, and each prompt is a prefix of t
     system          after results of calls   → the end of the last result
     system          after the assistant      → the start of the next user message, else a new one
     user            after results of calls   → the end of the last result
+    assistant       after an assistant       → one message
+    an empty user   before the assistant     → if the template requires a user message first
     anything        between call and result  → after the results
 
 One rule, `keeps_system_in_tool_loop`, depends on later messages, because the templates that require
@@ -37,16 +39,23 @@ class PlacementRules:
     keeps_several_system: whether several system messages at the start are kept. keeps_system_after:
     the roles ("user", "assistant", "tool") after which a system message keeps its position.
     keeps_user_after_results: whether a user message directly after tool results leaves the current
-    tool loop and its reasoning unchanged. keeps_several_user: whether consecutive user messages are
-    kept. keeps_system_in_tool_loop: whether the system prompt is kept if the last message is a tool
-    result. Some templates render the system prompt only before a user message at the end of the
-    conversation.
+    tool loop and its reasoning unchanged. keeps_several_user, keeps_several_assistant: whether
+    consecutive messages without calls are kept. keeps_text_before_calls: whether an assistant
+    message directly before a message with calls is kept. keeps_text_of_calls: whether the text of a
+    message with calls is kept. requires_user_first: whether the first message after the system
+    prompt must be a user message. keeps_system_in_tool_loop: whether the system prompt is kept if
+    the last message is a tool result. Some templates render the system prompt only before a user
+    message at the end of the conversation.
     """
 
     keeps_several_system: bool = True
     keeps_system_after: frozenset[str] = frozenset({"user", "assistant", "tool"})
     keeps_user_after_results: bool = True
     keeps_several_user: bool = True
+    keeps_several_assistant: bool = True
+    keeps_text_before_calls: bool = True
+    keeps_text_of_calls: bool = True
+    requires_user_first: bool = False
     keeps_system_in_tool_loop: bool = True
 
 
@@ -57,6 +66,9 @@ def fold_messages(messages: Sequence[Message], rules: PlacementRules) -> list[Me
         (n for n, message in enumerate(messages) if message.role not in SYSTEM_ROLES), len(messages)
     )
     folder = _MessageFolder(rules, _merge_system(messages[:at_start], rules))
+    rest = messages[at_start:]
+    if rules.requires_user_first and messages and (not rest or rest[0].role != "user"):
+        folder.add(Message(role="user", content=""))
     for message in _move_results_to_calls(messages[at_start:]):
         folder.add(message)
     folded = folder.finish()
@@ -112,7 +124,11 @@ class _MessageFolder:
             self._add_user(message)
         else:
             self._add_user_for_texts()
-            self._append(_mark_error(message))
+            for part in self._split(message):
+                if part.role == "assistant" == self._place and not self._keeps_assistant(part):
+                    self._merge_assistant(part)
+                else:
+                    self._append(_mark_error(part))
 
     def finish(self) -> list[Message]:
         self._add_user_for_texts()
@@ -147,6 +163,32 @@ class _MessageFolder:
                 return self._rules.keeps_several_user
             case _:
                 return True
+
+    def _split(self, message: Message) -> Sequence[Message]:
+        """Separates calls from the text before them if the template would drop the text."""
+        rules = self._rules
+        if rules.keeps_text_of_calls or not rules.keeps_text_before_calls:
+            return (message,)
+        if not (message.tool_calls and message.content):
+            return (message,)
+        return (replace(message, tool_calls=()), replace(message, content=None, reasoning=None))
+
+    def _keeps_assistant(self, message: Message) -> bool:
+        last = self._messages[-1]
+        if last.role in SYSTEM_ROLES:  # at its position, it separates the messages
+            return True
+        if message.tool_calls and not last.tool_calls:
+            return self._rules.keeps_text_before_calls
+        return self._rules.keeps_several_assistant
+
+    def _merge_assistant(self, message: Message) -> None:
+        last = self._messages[-1]
+        self._messages[-1] = replace(
+            last,
+            content=_join((last.content, message.content)) or None,
+            reasoning=_join((last.reasoning, message.reasoning)) or None,
+            tool_calls=(*last.tool_calls, *message.tool_calls),
+        )
 
     def _add_user_for_texts(self) -> None:
         if self._before_user:

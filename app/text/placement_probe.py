@@ -79,6 +79,23 @@ _GAPS: Mapping[str, tuple[_Gap, ...]] = {
     ),
 }
 
+_RESULT = _ROUND[1]
+_GREETING = replace(_MARKER, role="assistant")
+_CALL_WITH_TEXT = replace(_ROUND[0], content=_GREETING.content)
+
+# messages before and after a call with text
+_CALL_GAPS = (
+    ((_USER,), ()),
+    ((_USER,), (_ANSWER,)),
+    ((_USER, *_NEXT_ROUND), ()),
+)
+
+# beginnings without a user message, and a text in the following part of the prompt
+_BEGINNINGS = (
+    (_GREETING, _USER),
+    (*_ROUND,),
+)
+
 _RESULT_GAPS = (
     _Gap(before=(_USER, *_ROUND)),
     _Gap(before=(_USER, *_ROUND, *_NEXT_ROUND)),
@@ -98,6 +115,7 @@ def detect_placement(
     system messages."""
     probe = _PlacementProbe(render, variants, has_system=has_system)
     markers = [replace(_MARKER, role=role) for role in system_roles]
+    keeps_text_before_calls = probe.keeps_text((_USER, _GREETING, *_ROUND), (_USER, *_ROUND))
     return PlacementRules(
         keeps_several_system=not has_system
         or all(
@@ -116,6 +134,19 @@ def detect_placement(
             probe.keeps(replace(_MARKER, role="user"), gap)
             for gap in (_Gap(before=(_USER,)), _Gap(before=(_USER, _ANSWER, _NEXT_USER)))
         ),
+        # the last of several messages may be merged with a call
+        keeps_several_assistant=keeps_text_before_calls
+        and probe.keeps_text(
+            (_USER, _ANSWER, _GREETING, _NEXT_USER), (_USER, _GREETING, _NEXT_USER)
+        ),
+        keeps_text_before_calls=keeps_text_before_calls,
+        keeps_text_of_calls=all(
+            probe.keeps_text(
+                (*before, _CALL_WITH_TEXT, _RESULT, *after), (*before, *_ROUND, *after)
+            )
+            for before, after in _CALL_GAPS
+        ),
+        requires_user_first=probe.requires_user_first(),
         keeps_system_in_tool_loop=not has_system or probe.keeps_system_in_tool_loop(),
     )
 
@@ -143,6 +174,33 @@ class _PlacementProbe:
     def keeps_system_in_tool_loop(self) -> bool:
         texts = [self._text(n, (_SYSTEM, _USER, *_ROUND)) for n in range(len(self._variants))]
         return all(text is None or (_SYSTEM.content or "") in text for text in texts)
+
+    def keeps_text(self, messages: tuple[Message, ...], usual: tuple[Message, ...]) -> bool:
+        """Returns whether messages are kept, with and without a system prompt. usual: messages that
+        the template should support; if it does not, it is not tested."""
+        return all(self._keeps_text((*head, *messages), (*head, *usual)) for head in self._heads)
+
+    def requires_user_first(self) -> bool:
+        """Returns whether messages are lost or rejected without a user message before them."""
+        system = [(_SYSTEM,)] if len(self._heads) > 1 else []
+        beginnings = [*system, *((*head, *rest) for head in self._heads for rest in _BEGINNINGS)]
+        return not all(
+            self._keeps_text(messages, _insert_user(messages)) for messages in beginnings
+        )
+
+    def _keeps_text(self, messages: tuple[Message, ...], usual: tuple[Message, ...]) -> bool:
+        """Returns whether no message is lost that is in the prompt of a usual conversation. If the
+        usual conversation is rejected, the template supports neither."""
+        for variant in range(len(self._variants)):
+            text, expected = self._text(variant, messages), self._text(variant, usual)
+            words = [word for message in messages for word in _words_of(message)]
+            if expected is None or not all(_word_of(message) in expected for message in usual):
+                continue
+            if text is None or not all(text.count(word) == 1 for word in words):
+                return False
+            if sorted(words, key=text.index) != words:
+                return False
+        return True
 
     def keeps(
         self, marker: Message, gap: _Gap, *, heads: Sequence[tuple[Message, ...]] | None = None
@@ -175,6 +233,18 @@ class _PlacementProbe:
         if key not in self._known:
             self._known[key] = self._render(messages, self._variants[variant])
         return self._known[key]
+
+
+def _insert_user(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Inserts an empty user message after the system prompt."""
+    head = messages[: messages[0] == _SYSTEM]
+    return (*head, Message(role="user", content=""), *messages[len(head) :])
+
+
+def _words_of(message: Message) -> list[str]:
+    """Returns the words of a message that must be in the prompt."""
+    text = [message.content] if message.content and message.tool_calls else []
+    return [*text, _word_of(message)]
 
 
 def _word_of(message: Message) -> str:

@@ -23,9 +23,13 @@ ALL_RULES = [
         keeps_several_system=several,
         keeps_system_after=frozenset(places),
         keeps_user_after_results=user,
-        keeps_several_user=users,
+        keeps_several_user=alternates,
+        keeps_several_assistant=alternates and user,  # the text before a call may be merged
+        keeps_text_before_calls=user,
+        keeps_text_of_calls=several,
+        requires_user_first=not several,
     )
-    for several, places, user, users in product(
+    for several, places, user, alternates in product(
         (True, False), ((), ("user",), ("tool", "assistant")), (True, False), (True, False)
     )
 ]
@@ -121,6 +125,40 @@ def test_the_system_prompt_moves_to_the_users_last_message_where_it_would_be_dro
     ]
 
 
+def test_assistant_messages_are_merged_where_roles_must_alternate() -> None:
+    rules = replace(KEEP_ALL, keeps_several_assistant=False, keeps_text_before_calls=False)
+    first = replace(answer("B"), reasoning="R")
+    messages = (user("A"), first, answer("C"), call("1"), result("1"), answer("D"))
+    folded = fold_messages(messages, rules)
+    assert [message.role for message in folded] == ["user", "assistant", "tool", "assistant"]
+    assert (folded[1].content, folded[1].reasoning) == ("B\n\nC", "R")
+    assert [call.id for call in folded[1].tool_calls] == ["1"]
+    before_calls = fold_messages(messages, replace(rules, keeps_text_before_calls=True))
+    assert [message.content for message in before_calls[1:3]] == ["B\n\nC", None]
+
+
+def test_an_empty_user_message_precedes_a_greeting_and_a_system_message_alone() -> None:
+    rules = replace(KEEP_ALL, requires_user_first=True)
+    assert fold_texts(system("A"), answer("B"), user("C"), rules=rules) == [
+        ("system", "A"),
+        ("user", ""),
+        ("assistant", "B"),
+        ("user", "C"),
+    ]
+    assert fold_texts(system("A"), rules=rules) == [("system", "A"), ("user", "")]
+    assert fold_texts(user("A"), rules=rules) == [("user", "A")]
+    assert fold_texts(rules=rules) == []
+
+
+def test_the_text_of_a_call_is_separated_where_it_would_be_dropped() -> None:
+    rules = replace(KEEP_ALL, keeps_text_of_calls=False)
+    turn = replace(call("1"), content="B", reasoning="R")
+    folded = fold_messages((user("A"), turn, result("1")), rules)
+    assert folded[1:3] == [replace(turn, tool_calls=()), call("1")]
+    rules = replace(rules, keeps_text_before_calls=False)
+    assert fold_messages((user("A"), turn), rules)[1] == turn
+
+
 def test_a_template_that_keeps_everything_gets_everything_unchanged() -> None:
     messages = [system("A"), system("B"), user("C"), system("D"), call("1"), result("1"), user("E")]
     assert fold_messages(messages, KEEP_ALL) == messages
@@ -135,9 +173,10 @@ def conversations(draw: st.DrawFn) -> list[Message]:
     for with_calls in draw(st.lists(st.booleans(), max_size=5)):
         if with_calls:
             id = next(names)
-            messages += [call(id), result(id)]
+            content = next(names) if draw(st.booleans()) else None
+            messages += [replace(call(id), content=content), result(id)]
         else:
-            messages.append(answer(next(names)))
+            messages += [answer(next(names)) for _ in range(draw(st.integers(1, 2)))]
         messages += [make(next(names)) for make in draw(texts)]
     return messages
 
@@ -159,7 +198,11 @@ def test_no_text_is_lost_and_the_order_is_kept(
 def test_each_turn_folds_its_beginning_like_the_turns_before(
     rules: PlacementRules, messages: list[Message], at: int
 ) -> None:
-    answers = [n for n, message in enumerate(messages) if message.role == "assistant"]
+    answers = [
+        n
+        for n, message in enumerate(messages)
+        if message.role == "assistant" and (n == 0 or messages[n - 1].role != "assistant")
+    ]
     if answers:
         earlier = fold_messages(messages[: answers[at % len(answers)]], rules)
         assert fold_messages(messages, rules)[: len(earlier)] == earlier

@@ -1,16 +1,20 @@
 """Templates that drop, reject or move messages are recognized, and no text is lost with any."""
 
 import itertools
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from app.core.requests import Message
 from app.text.message_folding import PlacementRules
 from app.text.prompt import PromptBuilder
 from app.text.prompt_boundaries import common_prefix_length
+from models import builtin
 from tests.text.families.rows import templates
 from tests.text.templates import (
     SYSTEM,
@@ -97,6 +101,49 @@ def test_a_template_that_drops_the_reasoning_after_a_users_text_is_recognized() 
     assert rules_of(template) == PlacementRules(keeps_user_after_results=False)
 
 
+ALTERNATING = (
+    "{% set n = namespace(next='user') %}{% for m in messages if m.role != 'system' %}"
+    "{% if m.role != n.next %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set n.next = {'user': 'assistant', 'assistant': 'user'}[m.role] %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+
+
+def test_a_template_whose_roles_must_alternate_is_recognized() -> None:
+    rules = rules_of(ALTERNATING)
+    assert not rules.keeps_several_user
+    assert not rules.keeps_several_assistant
+    assert rules.requires_user_first
+    hello, more = (Message(role="assistant", content=text) for text in ("Hello.", "Ask me."))
+    prompt = build_prompt(make_prompt_builder(ALTERNATING), hello, more, USER, USER).text
+    assert prompt == (
+        "[user][assistant]Hello.\n\nAsk me.[user]Weather in Oslo?\n\nWeather in Oslo?"
+    )
+
+
+def test_calls_that_become_text_also_alternate() -> None:
+    more = Message(role="assistant", content="I look again.")
+    prompt = build_prompt(
+        make_prompt_builder(ALTERNATING), calls("Oslo"), result("Oslo"), more, calls("Rome"),
+        result("Rome"),
+    ).text  # fmt: skip
+    assert prompt.count("[assistant]") == prompt.count("[user]") - 1 == 2
+    assert "I look again.\n{" in prompt
+
+
+def test_a_template_that_drops_the_text_of_a_call_gets_it_in_a_message_of_its_own() -> None:
+    template = PLAIN.replace(
+        "{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}"
+    ) + "{{ tools | tojson }}"  # fmt: skip
+    rules = rules_of(template)
+    assert (rules.keeps_text_of_calls, rules.keeps_text_before_calls) == (False, True)
+    prompt = build_prompt(
+        make_prompt_builder(template), USER, calls("Oslo", content="Let me see."), result("Oslo"),
+        tools=(WEATHER,),
+    ).text  # fmt: skip
+    assert "[assistant]Let me see.[assistant]<get_weather" in prompt
+
+
 def agent_session(rounds: int) -> Iterator[tuple[list[Message], list[str]]]:
     """The requests of a tool loop with texts beside the results, and a new question; each with the
     words that it contains."""
@@ -124,6 +171,66 @@ def test_no_text_of_an_agents_session_is_lost_with_any_template(
         for messages, words in agent_session(2):
             prompt = build_prompt(builder, *messages, tools=(WEATHER,)).text
             assert [word for word in words if word not in prompt] == [], name
+
+
+TURNS = ("system", "developer", "user", "assistant", "call", "text and call")
+
+
+def make_turn(kind: str, number: int) -> tuple[list[Message], list[str]]:
+    """The messages of a turn, and their texts."""
+    text, place = f"TEXT{number}.", f"Place{number}"
+    match kind:
+        case "call":
+            return [calls(place), result(place)], [place, f"sun over {place[::-1]}"]
+        case "text and call":
+            turn = [calls(place, content=text), result(place)]
+            return turn, [text, place, f"sun over {place[::-1]}"]
+        case _:
+            return [Message(role=kind, content=text)], [text]
+
+
+def check_texts(builder: PromptBuilder, kinds: tuple[str, ...], *, tools: bool) -> None:
+    """Each text of the conversation is in the prompt, and the request is not rejected."""
+    turns = [make_turn(kind, number) for number, kind in enumerate(kinds)]
+    messages = [message for turn, _ in turns for message in turn]
+    prompt = build_prompt(builder, *messages, tools=(WEATHER,) if tools else ()).text
+    assert [text for _, texts in turns for text in texts if text not in prompt] == [], kinds
+
+
+def test_no_text_is_lost_with_any_template(builders: dict[str, PromptBuilder]) -> None:
+    """Also with a system message alone, and with a greeting first. No template rejects them. Half
+    of the orders of two turns with each template."""
+    pairs = [*itertools.product(TURNS, repeat=2)]
+    for place, builder in enumerate(builders.values()):
+        for number, kinds in enumerate([*((kind,) for kind in TURNS), *pairs[place % 2 :: 2]]):
+            check_texts(builder, kinds, tools=number % 2 == 0)
+
+
+@pytest.mark.exhaustive
+def test_no_text_is_lost_with_any_template_and_any_order_of_turns(
+    builders: dict[str, PromptBuilder],
+) -> None:
+    for builder in builders.values():
+        for size, tools in itertools.product((2, 3), (False, True)):
+            for kinds in itertools.product(TURNS, repeat=size):
+                check_texts(builder, kinds, tools=tools)
+
+
+@given(data=st.data(), kinds=st.lists(st.sampled_from(TURNS), min_size=3, max_size=7))
+@settings(max_examples=60)
+def test_no_text_is_lost_with_any_template_in_longer_conversations(
+    builders: dict[str, PromptBuilder], data: st.DataObject, kinds: list[str]
+) -> None:
+    name = data.draw(st.sampled_from(sorted(builders)))
+    check_texts(builders[name], tuple(kinds), tools=data.draw(st.booleans()))
+
+
+def test_no_text_is_lost_with_the_template_of_the_built_in_model() -> None:
+    folder = Path(builtin.__file__).parent
+    source = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))["chat_template"]
+    for size in (1, 2, 3):
+        for kinds in itertools.product(TURNS, repeat=size):
+            check_texts(make_prompt_builder(source), kinds, tools=size != 2)
 
 
 def test_each_prompt_of_a_tool_loop_begins_with_the_one_before(
