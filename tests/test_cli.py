@@ -4,9 +4,10 @@ import logging
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def serve_calls(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     """The settings of each call of serve."""
     calls: list[Settings] = []
 
-    def serve(settings: Settings, config_path: str | None) -> int:
+    def serve(settings: Settings, *_: object) -> int:
         calls.append(settings)
         return 0
 
@@ -215,7 +216,7 @@ def test_a_missing_model_is_one_line_and_status_1(
 def test_an_error_of_serve_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def serve(_: Settings, config_path: str | None) -> int:
+    def serve(*_: object) -> int:
         raise AppError(ErrorKind.MODEL_FILES, "planted")
 
     monkeypatch.setattr(server, "serve", serve)
@@ -244,6 +245,25 @@ def test_serve_reads_environment_and_file(
     assert cli.main(["serve", "a", "--port", "9", "b"]) == 0
     models = (ModelSettings(name="a"), ModelSettings(name="b"))
     assert serve_calls == [Settings(models=models, port=9, max_queue=8, max_tokens=7)]
+
+
+def test_a_reload_reads_the_file_again_below_the_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("max_queue = 7\nmax_tokens = 7")
+    seen: list[Settings] = []
+
+    def serve(settings: Settings, read_settings: Callable[[], Settings], *_: object) -> int:
+        file.write_text("max_queue = 8\nmax_tokens = 8")
+        seen.extend((settings, read_settings()))
+        return 0
+
+    monkeypatch.setattr(server, "serve", serve)
+    before = signal.getsignal(signal.SIGHUP)
+    assert cli.main(["serve", "--config", str(file), "--max-queue", "9"]) == 0
+    assert seen == [Settings(max_queue=9, max_tokens=7), Settings(max_queue=9, max_tokens=8)]
+    assert signal.getsignal(signal.SIGHUP) is before
 
 
 def test_settings_are_resolved_without_heavy_imports() -> None:
