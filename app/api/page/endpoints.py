@@ -34,6 +34,7 @@ MEDIA_TYPES = {
     ".svg": "image/svg+xml",
     ".toml": "application/toml; charset=utf-8",
     ".txt": "text/plain; charset=utf-8",
+    ".webmanifest": "application/manifest+json; charset=utf-8",
     ".yaml": "application/yaml; charset=utf-8",
 }
 
@@ -46,6 +47,7 @@ CONTENT_SECURITY_POLICY = "; ".join(
         "style-src 'self'",
         "connect-src 'self'",
         "img-src 'self' data:",
+        "manifest-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",

@@ -71,6 +71,61 @@ const checks = {
     return { deepest, lost };
   },
 
+  /** Copies of a conversation that grew apart, merged in each sequence: what is lost, and whether a
+   * second merge adds anything. */
+  async merging() {
+    const { exportConversations, importConversations, mergeConversations, newConversation, newMessage, putMessages } = await load("conversation.js");
+    const copyOf = (one) => importConversations(exportConversations([one]))[0];
+    const write = (conversation) => {
+      const parent = conversation.messages.length && random(4) ? pick(conversation.messages).id : null;
+      const growing = conversation.messages.filter((one) => one.role === "assistant" && !one.finish);
+      if (growing.length && random(2)) {
+        const message = pick(growing);
+        putMessages(conversation, [{ ...message, content: message.content + pick(["a", "b"]), ...(random(2) ? { finish: "stop" } : {}) }]);
+      } else putMessages(conversation, [newMessage(pick(["user", "assistant"]), parent, { content: pick(["a", "b", "ab"]) })]);
+      conversation.leaf = conversation.messages.at(-1).id;
+      conversation.updated += random(5);
+    };
+    const find = (conversation, id) => conversation.messages.find((one) => one.id === id);
+    // whether `kept` is `message`, or a later state of it, after the same messages
+    const covers = (merged, kept, copy, message) =>
+      kept.role === message.role && kept.content.startsWith(message.content) && (message.parent === null
+        ? kept.parent === null
+        : kept.parent !== null && covers(merged, find(merged, kept.parent), copy, find(copy, message.parent)));
+    for (let example = 0; example < 400; example += 1) {
+      const base = newConversation();
+      for (let step = random(5); step > 0; step -= 1) write(base);
+      const copies = [copyOf(base), copyOf(base), copyOf(base)];
+      for (const copy of copies) for (let step = random(5); step > 0; step -= 1) write(copy);
+      for (const [first, second, third] of [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]]) {
+        const merged = mergeConversations(mergeConversations(copies[first], copies[second]), copies[third]);
+        const lost = copies.flatMap((copy) => copy.messages.filter((message) =>
+          !merged.messages.some((kept) => covers(merged, kept, copy, message))));
+        const again = mergeConversations(merged, copies[third]).messages.length;
+        const order = new Set([null]);
+        const misplaced = merged.messages.filter(({ id, parent }) => !order.add(id) || !order.has(parent));
+        if (lost.length || again !== merged.messages.length || misplaced.length) return { copies, merged, lost, again, misplaced };
+      }
+    }
+    return null;
+  },
+
+  /** An export of version 1, read twice, with an answer that was cut off and one that was not. */
+  async versions() {
+    const { branchTo, importConversations, isIncomplete, mergeConversations } = await load("conversation.js");
+    const write = (answers) => JSON.stringify({
+      format: "mlxrunner-conversations", version: 1,
+      conversations: [{ id: "x", title: "T", updated: answers.length, messages: answers.flatMap((content) => [{ role: "user", content: "Q" }, { role: "assistant", content, finish: "stop" }]) }],
+    });
+    const [older] = importConversations(write(["A"]));
+    const [newer] = importConversations(write(["A", "B"]));
+    const [other] = importConversations(write(["C"]));
+    const merged = mergeConversations(mergeConversations(older, newer), older);
+    const all = mergeConversations(merged, other);
+    const contents = (conversation) => branchTo(conversation, conversation.leaf).map(({ content }) => content);
+    return { merged: contents(merged), count: merged.messages.length, all: all.messages.map(({ content }) => content), shown: contents(all), incomplete: all.messages.filter(isIncomplete).length };
+  },
+
   /** The milliseconds for each hostile text with 5,000 and with 40,000 signs. */
   async times() {
     const { GrowingMarkdown } = await load("markdown_blocks.js");

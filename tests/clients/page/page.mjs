@@ -6,11 +6,23 @@ import { readFile } from "node:fs/promises";
 
 import { answer, ask, begin, Browser, ended, figures, lastError, say, until } from "./browser.mjs";
 
-const WIDTHS = [1280, 390];
+const WIDTHS = [1280, 390, 320];
 const SCHEMES = ["light", "dark"];
 
 // the views that docs/page.md shows
 const IMAGES = { "chat-1280-light": "page-chat", "chat-390-dark": "page-phone" };
+
+/** The controls that a finger cannot hit: less than 44 px wide or high. */
+function findSmallTargets() {
+  const isShown = (node) => node.checkVisibility({ visibilityProperty: true }) && node.getBoundingClientRect().right > 0;
+  return Array.from(document.querySelectorAll("button, select, summary, a, input, textarea"))
+    .filter((node) => isShown(node) && !node.closest(".text, .offscreen") && !node.matches(".skip, label input"))
+    .filter((node) => {
+      const { width, height } = node.getBoundingClientRect();
+      return height < 43.5 || width < 43.5 && !node.matches(".bar a");
+    })
+    .map((node) => node.outerHTML.slice(0, 120));
+}
 
 const scenarios = {
   /** Paints of the page, in ms after the start of the navigation. */
@@ -67,15 +79,144 @@ const scenarios = {
     })));
     const seen = await tab.evaluate("window.seen");
     await tab.reload();
+    await tab.locator(".message.assistant").waitFor();
     const partial = await answer(tab);
+    const note = await tab.locator(".message.assistant .progress").textContent();
     await until(async () => (await browser.running()) === 0);
     await ask("full speed");
+    await tab.getByRole("button", { name: "Continue" }).click();
+    await ended(tab);
+    const continued = await answer(tab);
     await tab.getByRole("button", { name: "Regenerate" }).click();
     await ended(tab);
     const whole = await answer(tab);
     await tab.reload();
+    await tab.locator(".message.assistant").waitFor();
     const kept = await answer(tab);
-    return { busy, seen, partial, whole, kept, figures: await figures(tab) };
+    const shown = await figures(tab);
+    await tab.getByRole("button", { name: "Previous version" }).click();
+    await tab.locator(".versions span", { hasText: "1 / 2" }).waitFor();
+    return { busy, seen, partial, note, continued, whole, kept, figures: shown, earlier: await answer(tab) };
+  },
+
+  /** Two and three tabs that write to one conversation: one after the other in each sequence, and all at
+   * once. Nothing is lost, and all tabs show the same. */
+  async tabs(browser) {
+    const tabs = [await browser.openChat()];
+    const { id } = await tabs[0].evaluate(async () => (await import("/page/conversation.js")).newConversation());
+    const address = `/#chat/${id}`;
+    await tabs[0].goto(browser.server + address);
+    for (let tab = 1; tab < 3; tab += 1) tabs.push(await browser.open(address));
+    for (const tab of tabs) await tab.waitForSelector("#model option", { state: "attached" });
+    const write = (tab, text, wait = true) => tab.evaluate(async ([id, text, wait]) => {
+      const { store } = await import("/page/store.js");
+      const { newConversation, newMessage, putMessages } = await import("/page/conversation.js");
+      const stored = await store.get(id);
+      const message = newMessage("user", stored?.leaf ?? null, { content: text });
+      const written = store.update(id, (conversation) => {
+        putMessages(conversation, [message]);
+        conversation.leaf = message.id;
+      }, newConversation(id));
+      if (wait) await written;
+    }, [id, text, wait]);
+    const orders = [[0, 1], [1, 0], [0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]];
+    const expected = [];
+    for (const order of orders) {
+      for (const at of order) {
+        const text = `${order.join("")} by ${at}`;
+        expected.push(text);
+        await write(tabs[at], text);
+      }
+      await Promise.all(order.map((at) => {
+        const text = `${order.join("")} at once by ${at}`;
+        expected.push(text);
+        return write(tabs[at], text, false);
+      }));
+    }
+    const read = (tab) => tab.evaluate(async (id) => {
+      const { store } = await import("/page/store.js");
+      return (await store.get(id)).messages.map((message) => message.content);
+    }, id);
+    await until(async () => (await read(tabs[0])).length === expected.length);
+    const stored = await read(tabs[2]);
+    // each tab shows the end of a branch, and follows its growth
+    await write(tabs[0], "the last one");
+    for (const tab of tabs) await tab.locator(".message.user", { hasText: "the last one" }).waitFor({ timeout: 5000 }).catch(() => {});
+    const revision = await tabs[1].evaluate(async (id) => (await (await import("/page/store.js")).store.get(id)).revision, id);
+    // a title by one tab, a deletion by another one while a draft is typed
+    tabs[1].on("dialog", (dialog) => dialog.accept());
+    await tabs[0].getByRole("button", { name: /^Rename/ }).click();
+    await tabs[0].getByLabel("Title").fill("A title");
+    await tabs[0].keyboard.press("Enter");
+    await tabs[1].getByRole("button", { name: "A title", exact: true }).waitFor();
+    await tabs[2].fill("#input", "typed meanwhile");
+    await tabs[1].getByRole("button", { name: "Delete A title" }).click();
+    await tabs[2].waitForFunction((id) => !location.hash.includes(id), id);
+    const moved = await tabs[2].inputValue("#input");
+    await tabs[2].reload();
+    await tabs[2].waitForFunction(() => document.getElementById("input").value);
+    return { stored: stored.sort(), expected: expected.sort(), revision, moved, reloaded: await tabs[2].inputValue("#input") };
+  },
+
+  /** Answers go on while other conversations and tabs are looked at; drafts, the system prompt, the
+   * search and the address of each conversation. */
+  async switching(browser) {
+    const tab = await browser.openChat();
+    await tab.click("#settings-button");
+    await tab.getByLabel("System prompt of this conversation").fill("You are brief.");
+    await tab.route("**/v1/chat/completions", (route) => {
+      const body = { ...route.request().postDataJSON(), ignore_eos: true, max_tokens: 600 };
+      return route.continue({ postData: JSON.stringify(body) });
+    });
+    await ask("throttle");
+    await begin(tab, "What is mlxrunner?");
+    const first = new URL(tab.url()).hash;
+    await until(async () => (await answer(tab)).length > 5);
+    await tab.click("#new-chat");
+    await tab.waitForFunction((hash) => location.hash !== hash, first);
+    await until(async () => (await tab.inputValue("#input")) === "" && (await tab.locator(".message").count()) === 0);
+    const runs = await browser.running();
+    await tab.getByLabel("System prompt of this conversation").fill("You are verbose.");
+    await tab.fill("#input", "a draft");
+    const second = new URL(tab.url()).hash;
+    const other = await browser.open(`/${first}`);
+    await other.locator(".progress", { hasText: "Another tab is receiving this answer." }).waitFor();
+    await tab.goBack();
+    await tab.locator(".message.assistant").waitFor();
+    const busy = await tab.locator(".message.assistant").getAttribute("aria-busy");
+    const systemOfFirst = await tab.getByLabel("System prompt of this conversation").inputValue();
+    const typed = await tab.inputValue("#input");
+    await ask("full speed");
+    await ended(tab);
+    await other.locator(".message.assistant .figures").waitFor(); // the other tab has the end, too
+    const equal = (await answer(tab)) === (await answer(other));
+    await other.close();
+    await tab.goForward();
+    await until(async () => (await tab.inputValue("#input")) === "a draft");
+    await tab.reload();
+    await until(async () => (await tab.inputValue("#input").catch(() => "")) === "a draft");
+    const reloaded = new URL(tab.url()).hash;
+    const listed = await tab.locator("#conversations .title").allTextContents();
+    await tab.getByLabel("Search conversations").fill("MLXRUNNER");
+    await until(async () => (await tab.locator("#conversations li").count()) === 1);
+    await tab.getByLabel("Search conversations").fill("no such text");
+    await tab.locator("#no-results").waitFor();
+    const meter = await (async () => {
+      await tab.getByLabel("Search conversations").fill("");
+      await tab.getByRole("button", { name: "What is mlxrunner?", exact: true }).click();
+      return tab.locator("#context meter").getAttribute("aria-label");
+    })();
+    // an edit that is not sent survives a reload
+    await tab.getByRole("button", { name: "Edit" }).click();
+    await tab.getByLabel("Edit the message").fill("half an edit");
+    await tab.reload();
+    await tab.getByLabel("Edit the message").waitFor();
+    const edit = await tab.getByLabel("Edit the message").inputValue();
+    const exported = await tab.evaluate(async () => {
+      const { store } = await import("/page/store.js");
+      return (await store.list()).map(({ system }) => system);
+    });
+    return { runs, busy, systemOfFirst, typed, equal, same: reloaded === second, listed, meter, edit, exported };
   },
 
   /** Stop and Escape end an answer that would never end, and free the engine. */
@@ -97,7 +238,20 @@ const scenarios = {
       const length = (await answer(tab)).length;
       results.push({ before, kept: length > 5, error: await tab.locator(".error:visible").count() });
     }
-    return { results, figures: await figures(tab) };
+    const shown = await figures(tab);
+    // an edit ends the running answer; the next one can be stopped, too
+    await begin(tab, "Count.");
+    await until(async () => (await answer(tab)).length > 5);
+    await tab.getByRole("button", { name: "Edit" }).last().click();
+    await tab.getByLabel("Edit the message").fill("Count again.");
+    await tab.locator(".edit").getByRole("button", { name: "Send" }).click();
+    await tab.locator(".message.user", { hasText: "Count again." }).waitFor();
+    await until(async () => (await answer(tab)).length > 5);
+    await until(async () => (await browser.running()) === 1);
+    await tab.click("#stop");
+    await ended(tab);
+    await until(async () => (await browser.running()) === 0);
+    return { results, figures: shown };
   },
 
   /** Regenerate and edit reuse the cached prompt, and the figures show it. */
@@ -209,7 +363,6 @@ const scenarios = {
       };
     });
     await tab.getByRole("button", { name: "Copy" }).nth(1).click();
-    await browser.screenshot(tab, "page-markdown");
     await say(tab, "REASONING");
     const thought = tab.locator(".message.assistant").last().locator("details.fold");
     const reasoning = { open: await thought.evaluate((node) => node.open), text: await thought.textContent(), content: await answer(tab) };
@@ -276,7 +429,49 @@ const scenarios = {
     await until(() => dialogs.length === 2);
     await importFile({ name: "x.json", mimeType: "application/json", buffer: await readFile(file) });
     await tab.getByRole("button", { name: "What is mlxrunner?", exact: true }).click();
-    return { text, imported: await answer(tab), dialogs };
+    await tab.locator(".message.assistant").waitFor();
+    const imported = await answer(tab);
+    // the conversation grows; the older file does not replace it, and a newer file adds what it has
+    await say(tab, "How do I start the server?");
+    await importFile({ name: "x.json", mimeType: "application/json", buffer: await readFile(file) });
+    await tab.locator("#announcer", { hasText: "Imported" }).waitFor({ state: "attached" });
+    const afterOlder = await tab.locator(".message.user > .text").allTextContents();
+    const newer = await tab.evaluate(async () => {
+      const { exportConversations, newMessage, putMessages } = await import("/page/conversation.js");
+      const { store } = await import("/page/store.js");
+      const [conversation] = await store.list();
+      putMessages(conversation, [newMessage("user", conversation.leaf, { content: "from another browser" })]);
+      conversation.leaf = conversation.messages.at(-1).id;
+      conversation.updated += 1000;
+      return exportConversations([conversation]);
+    });
+    await importFile({ name: "x.json", mimeType: "application/json", buffer: Buffer.from(newer) });
+    await tab.locator(".message.user", { hasText: "from another browser" }).waitFor();
+    const future = JSON.stringify({ ...JSON.parse(newer), version: 3 });
+    await importFile({ name: "x.json", mimeType: "application/json", buffer: Buffer.from(future) });
+    await until(() => dialogs.length === 3);
+    const old = { format: "mlxrunner-conversations", version: 1, conversations: [{ id: "old", title: "Of version 1", messages: [{ role: "user", content: "Hello" }, { role: "assistant", content: "Hi" }] }] };
+    await importFile({ name: "x.json", mimeType: "application/json", buffer: Buffer.from(JSON.stringify(old)) });
+    await tab.getByRole("button", { name: "Of version 1", exact: true }).click();
+    await tab.locator(".message.user", { hasText: "Hello" }).waitFor();
+    const oldAnswer = await answer(tab);
+    // the disk is full for a while
+    await tab.evaluate(() => {
+      window.put = IDBObjectStore.prototype.put;
+      IDBObjectStore.prototype.put = () => {
+        throw new DOMException("The disk is full.", "QuotaExceededError");
+      };
+    });
+    await say(tab, "What is mlxrunner?");
+    const warning = await tab.locator("#store-banner").textContent();
+    const unsaved = await tab.locator(".message > .text").allTextContents();
+    await tab.evaluate(() => (IDBObjectStore.prototype.put = window.put));
+    await say(tab, "How do I start the server?");
+    await tab.locator("#store-banner").waitFor({ state: "hidden" });
+    await tab.reload();
+    await tab.locator(".message.user", { hasText: "How do I start" }).waitFor();
+    const recovered = await tab.locator(".message > .text").allTextContents();
+    return { text, imported, dialogs, afterOlder, oldAnswer, warning, unsaved, recovered };
   },
 
   /** The Engine tab while a request runs; afterwards, what the tree shows of two conversations. */
@@ -311,23 +506,30 @@ const scenarios = {
     await docs.waitForSelector(".operation h3");
     const findings = [];
     const wide = [];
+    const small = [];
     for (const width of WIDTHS) {
-      for (const scheme of SCHEMES) {
+      for (const scheme of width === 320 ? ["light"] : SCHEMES) {
         const name = `${width}-${scheme}`;
         for (const one of [tab, docs]) {
           await one.setViewportSize({ width, height: 800 });
           await one.emulateMedia({ colorScheme: scheme, reducedMotion: "reduce" });
         }
         const check = async (view, page) => {
-          // The check of all operations takes ten seconds: each width and each scheme once.
-          const skipped = view === "docs" && WIDTHS.indexOf(width) !== SCHEMES.indexOf(scheme);
-          if (!skipped) findings.push(...(await browser.checkAccessibility(page, `${view} ${name}`)));
+          // a check takes seconds: each width but the last one, and each scheme, once
+          const isChecked = view === "docs" ? name === "390-dark" : WIDTHS.indexOf(width) === SCHEMES.indexOf(scheme);
+          if (isChecked) findings.push(...(await browser.checkAccessibility(page, `${view} ${name}`)));
           if (await page.evaluate(() => document.documentElement.scrollWidth > innerWidth)) wide.push(`${view} ${name}`);
+          if (width < 720 && view !== "docs") small.push(...(await page.evaluate(findSmallTargets)).map((one) => `${view} ${name}: ${one}`));
           const image = IMAGES[`${view}-${name}`];
           if (image) await browser.screenshot(page, image);
         };
         await tab.evaluate(() => document.getElementById("log").scrollTo(0, 1e6));
         await check("chat", tab);
+        if (width < 720) {
+          await tab.click("#menu");
+          await check("menu", tab);
+          await tab.keyboard.press("Escape");
+        }
         await tab.click("#settings-button");
         await check("settings", tab);
         await tab.keyboard.press("Escape");
@@ -340,7 +542,26 @@ const scenarios = {
       }
     }
     const operations = await docs.locator(".operation h2").allTextContents();
-    return { findings, wide, operations };
+    return { findings, wide, small, operations };
+  },
+
+  /** The API reference: which fields are first, what the filter finds, and the commands. */
+  async reference(browser) {
+    const tab = await browser.open("/docs");
+    await tab.waitForSelector(".operation h3");
+    const chat = tab.locator("#post-v1-chat-completions");
+    const names = await chat.locator(":scope > .schema > li").evaluateAll((rows) => rows.map((row) => row.querySelector("code").textContent));
+    const folded = await chat.locator(".more").evaluate((node) => ({ open: node.open, count: node.querySelectorAll(":scope > .schema > li").length }));
+    const commands = await tab.locator(".operation").evaluateAll((sections) =>
+      sections.filter((one) => one.id !== "introduction").map((one) => one.querySelector("h2 + .code .curl")?.textContent));
+    const found = {};
+    for (const text of ["EMBEDDINGS", "min_p", "nothing at all"]) {
+      await tab.fill("#filter", text);
+      found[text] = await tab.locator("section.operation:visible h2").allTextContents();
+    }
+    await tab.fill("#filter", "min_p");
+    const rows = await chat.locator(".schema > li:visible code").allTextContents();
+    return { names, folded, commands, found, rows };
   },
 
   /** The page with the keyboard only. */

@@ -43,6 +43,22 @@ def test_deep_quotes_and_lists_are_shown_as_text(check: Check):
     assert seen["lost"] == []
 
 
+def test_copies_of_a_conversation_are_merged_without_a_loss(check: Check):
+    """An import replaced what the browser had."""
+    assert check("merging") is None
+
+
+def test_files_of_version_1_are_merged_by_their_content(check: Check):
+    """Their messages have no ids."""
+    assert check("versions") == {
+        "merged": ["Q", "A", "Q", "B"],
+        "count": 4,
+        "all": ["Q", "A", "Q", "B", "C"],
+        "shown": ["Q", "A", "Q", "B"],
+        "incomplete": 0,
+    }
+
+
 @pytest.mark.timing
 def test_no_text_of_a_model_takes_more_than_linear_time(check: Check):
     """50,000 spaces below a line with a pipe froze the page: a pattern of the table's second line

@@ -1,6 +1,7 @@
 """The page at `/` in a real browser, against real servers."""
 
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -140,7 +141,11 @@ def test_an_answer_appears_token_by_token_and_a_reload_keeps_it(
         assert longer.startswith(shorter)
     # what was stored is a part of what was shown
     assert seen["partial"]
+    assert seen["note"] == "Incomplete: the page was closed during this answer."
+    assert seen["continued"].startswith(seen["partial"].rstrip())
+    assert len(seen["continued"]) > len(seen["partial"])
     assert seen["whole"] == seen["kept"]
+    assert seen["earlier"] == seen["continued"], "another answer does not remove the earlier one"
     assert any("first token" in figure for figure in seen["figures"][-1])
     assert any("tok/s" in figure for figure in seen["figures"][-1])
     assert seen["errors"] == []
@@ -288,7 +293,41 @@ def test_an_export_can_be_imported(use_page: Use, server: ServerProcess):
     assert seen["dialogs"] == [
         "Delete “What is mlxrunner?”?",
         "Nothing was imported. The file is not an export of this page.",
+        "Nothing was imported. The file was written by a newer version of mlxrunner: update this "
+        "server, or export with this version.",
     ]
+    assert seen["afterOlder"] == ["What is mlxrunner?", "How do I start the server?"]
+    assert seen["oldAnswer"] == "Hi"
+    assert "The disk is full." in seen["warning"]
+    assert seen["unsaved"] == ["Hello", "Hi", "What is mlxrunner?", seen["text"]]
+    assert seen["recovered"][:4] == seen["unsaved"], "the next write stores what failed before"
+    assert seen["errors"] == []
+
+
+def test_tabs_keep_all_that_each_of_them_writes(use_page: Use, server: ServerProcess):
+    """The tab that wrote last replaced the conversation, with all that other tabs had added."""
+    seen = use_page("tabs", server.url)
+    assert seen["stored"] == seen["expected"]
+    assert seen["revision"] == len(seen["expected"]) + 1
+    assert seen["moved"] == seen["reloaded"] == "typed meanwhile"
+    assert seen["errors"] == []
+
+
+def test_an_answer_goes_on_and_drafts_survive_another_conversation_and_a_reload(
+    use_page: Use, server: ServerProcess, speeds: Actions
+):
+    """Opening another conversation stopped the answer, and removed what was typed."""
+    seen = use_page("switching", server.url, speeds)
+    assert seen["runs"] == 1
+    assert seen["busy"] == "true"
+    assert seen["systemOfFirst"] == "You are brief."
+    assert seen["typed"] == ""
+    assert seen["equal"]
+    assert seen["same"], "a reload returns to the conversation that was read"
+    assert seen["listed"] == ["Draft: a draft", "What is mlxrunner?"]
+    assert re.fullmatch(r"Context: \d+ of 2,048 tokens", seen["meter"])
+    assert seen["edit"] == "half an edit"
+    assert seen["exported"] == ["You are brief."]
     assert seen["errors"] == []
 
 
@@ -307,8 +346,36 @@ def test_every_view_is_accessible_and_fits(use_page: Use, server: ServerProcess)
     seen = use_page("looks", server.url)
     assert seen["findings"] == []
     assert seen["wide"] == []
+    assert seen["small"] == [], "targets of less than 44 px"
     assert "POST /v1/chat/completions" in seen["operations"]
     assert "GET /v1/engine/events" in seen["operations"]
+    assert seen["errors"] == []
+
+
+def test_the_reference_has_common_fields_first_a_filter_and_commands(
+    use_page: Use, server: ServerProcess
+):
+    seen = use_page("reference", server.url)
+    assert seen["names"][:3] == ["model", "messages", "stream"]
+    assert "n_predict" not in seen["names"]
+    assert seen["folded"]["open"] is False
+    assert seen["folded"]["count"] > 20
+    assert None not in seen["commands"]
+    assert seen["found"] == {
+        "EMBEDDINGS": ["POST /v1/embeddings", "POST /api/embed", "POST /api/embeddings"],
+        "min_p": seen["found"]["min_p"],
+        "nothing at all": [],
+    }
+    assert "POST /v1/chat/completions" in seen["found"]["min_p"]
+    assert seen["rows"][0] == "min_p"
+    [command] = [one for one in seen["commands"] if "/v1/chat/completions" in one]
+    reply = subprocess.run(
+        ["bash", "-c", f"{command} --silent --fail"],
+        capture_output=True,
+        check=True,
+        timeout=TIMEOUT,
+    )
+    assert json.loads(reply.stdout)["model"] == "builtin"
     assert seen["errors"] == []
 
 

@@ -3,12 +3,13 @@
 
 import { api } from "./api.js";
 import { Chat } from "./chat.js";
-import { renderConversations, showSidebar, startConversations } from "./conversations.js";
+import { followAddress, showSidebar, startConversations } from "./conversations.js";
 import { announce, byId } from "./dom.js";
 import { EngineView } from "./engine.js";
 import { startModelManager } from "./model_manager.js";
 import { refreshModels, startModels } from "./models.js";
 import { renderSettings } from "./settings.js";
+import { store } from "./store.js";
 
 const RETRY_MS = 1000;
 
@@ -32,18 +33,25 @@ function readTab() {
   return location.hash === "#engine" ? "engine" : "chat";
 }
 
+function openTab(name) {
+  location.hash = name === "chat" ? `chat/${chat.conversation.id}` : name;
+}
+
 function startTabs() {
   for (const name of ["chat", "engine"]) {
     const tab = byId(`tab-${name}`);
-    tab.addEventListener("click", () => (location.hash = name));
+    tab.addEventListener("click", () => openTab(name));
     tab.addEventListener("keydown", (event) => {
       if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
       const other = name === "chat" ? "engine" : "chat";
-      location.hash = other;
+      openTab(other);
       byId(`tab-${other}`).focus();
     });
   }
-  addEventListener("hashchange", () => showTab(readTab()));
+  addEventListener("hashchange", () => {
+    showTab(readTab());
+    followAddress();
+  });
   document.addEventListener("visibilitychange", () => {
     if (readTab() !== "engine") return;
     if (document.hidden) engine.stop();
@@ -129,12 +137,21 @@ function showSettings(shown) {
   byId("settings-button").setAttribute("aria-expanded", String(shown));
 }
 
-const chat = new Chat(renderConversations);
+function startStore() {
+  store.addEventListener("failed", ({ detail }) => {
+    byId("store-banner").textContent = `This browser could not store the conversation: ${detail.message} Copy what you need, or delete other conversations.`;
+    byId("store-banner").hidden = false;
+  });
+  store.addEventListener("changed", () => (byId("store-banner").hidden = true));
+}
+
+const chat = new Chat();
 startTabs();
 startKey();
 startConnection();
 startKeyboard(chat);
 startModelManager(byId("key-button"));
-renderSettings();
+startStore();
+renderSettings((text) => chat.setSystem(text));
 await startConversations(chat);
 await startModels();

@@ -62,3 +62,20 @@ async function copyText(text) {
   area.remove();
   return copied;
 }
+
+// A hidden tab gets no frames, but its answers go on.
+const FRAME_MS = 16;
+
+/** Returns a function that calls `draw` at most once per frame, and for at most a quarter of the time: a
+ * long block of an answer takes long to draw. */
+export function drawEachFrame(draw) {
+  let timer = 0;
+  let free = 0;
+  const run = () => {
+    timer = 0;
+    const begun = performance.now();
+    draw();
+    free = begun + Math.max(FRAME_MS, 4 * (performance.now() - begun));
+  };
+  return () => (timer ||= setTimeout(run, Math.max(0, free - performance.now())));
+}

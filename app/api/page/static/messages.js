@@ -1,11 +1,13 @@
 // Shows one message: its text, reasoning, tool calls, error, and the figures of an answer.
 
+import { isIncomplete } from "./conversation.js";
 import { copyButton, h, svg } from "./dom.js";
 import { renderMarkdown } from "./markdown.js";
 
 const NAMES = { user: "You", assistant: "Assistant", tool: "Tool result" };
 
-/** The view of a message. actions: {edit(text), regenerate(), answerCalls(results), isLast()}. */
+/** The view of a message. actions: {edit(message, text), regenerate(message), continue(message),
+ * answerCalls(message, results), showVersion(message), getDraft(message), setDraft(message, text)}. */
 export class MessageView {
   constructor(message, actions) {
     this.message = message;
@@ -24,24 +26,31 @@ export class MessageView {
       h("h2", { class: "role" }, NAMES[message.role]),
       this.thought, this.text, this.calls, this.progress, this.error, this.foot,
     );
-    this.update();
+    if (message.role === "user" && actions.getDraft(message)) this.#edit();
   }
 
-  /** Shows the message as it is now. running: whether its answer is still being received. progress:
-   * what the server does before the first token. */
-  update({ running = false, progress = "" } = {}) {
-    const { message } = this;
+  /** Shows the message. state: running, whether its answer is being received by this tab, and elsewhere,
+   * by another one; progress, what the server does before the first token; isLast; versions, all
+   * messages after the same one. */
+  update(message, state) {
+    const shown = JSON.stringify([message, { ...state, versions: state.versions.map(({ id }) => id) }]);
+    const isSame = shown === this.shown;
+    Object.assign(this, { message, state, shown });
+    if (isSame) return; // keeps a selection
+    const { running, elsewhere, progress } = state;
     // screen readers read an answer once it is complete, not token by token
     this.node.setAttribute("aria-busy", String(running));
-    if (message.role === "assistant") renderMarkdown(this.text, message.content, { complete: !running });
+    const complete = !running && !elsewhere;
+    if (message.role === "assistant") renderMarkdown(this.text, message.content, { complete });
     else this.text.textContent = message.content;
     this.text.classList.toggle("plain", message.role !== "assistant");
     this.text.hidden = !message.content;
-    if (message.reasoning) renderMarkdown(this.reasoning, message.reasoning, { complete: !running });
+    if (message.reasoning) renderMarkdown(this.reasoning, message.reasoning, { complete });
     this.thought.hidden = !message.reasoning;
     this.reasoningLabel.textContent = running && !message.content ? "Reasoning…" : "Reasoning";
-    this.progress.textContent = progress;
-    this.progress.hidden = !running || !progress;
+    const note = describeState(message, state);
+    this.progress.textContent = running ? progress : note;
+    this.progress.hidden = !this.progress.textContent;
     this.error.textContent = message.error ?? "";
     this.error.hidden = !message.error;
     this.#updateCalls(running);
@@ -50,7 +59,7 @@ export class MessageView {
 
   #updateCalls(running) {
     const calls = this.message.calls ?? [];
-    const wantsResults = calls.length > 0 && !running && this.actions.isLast();
+    const wantsResults = calls.length > 0 && !running && this.state.isLast;
     const shown = JSON.stringify([calls, wantsResults]);
     if (shown === this.shownCalls) return; // keeps what the user has opened or typed
     this.shownCalls = shown;
@@ -71,7 +80,7 @@ export class MessageView {
         class: "results",
         onsubmit: (event) => {
           event.preventDefault();
-          this.actions.answerCalls(areas.map(({ area }) => area.value));
+          this.actions.answerCalls(this.message, areas.map(({ area }) => area.value));
         },
       },
       areas.map(({ node }) => node),
@@ -80,27 +89,56 @@ export class MessageView {
   }
 
   #footer() {
-    const { message, actions } = this;
+    const { message, actions, state } = this;
     const buttons = [];
-    if (message.content) buttons.push(copyButton(() => message.content));
+    if (message.content) buttons.push(copyButton(() => this.message.content));
     if (message.role === "user") buttons.push(button("Edit", () => this.#edit()));
-    if (message.role === "assistant") {
-      buttons.push(button(message.error ? "Try again" : "Regenerate", actions.regenerate));
+    if (message.role === "assistant" && !state.elsewhere) {
+      if (canContinue(message)) buttons.push(button("Continue", () => actions.continue(this.message)));
+      const label = message.error || isIncomplete(message) ? "Try again" : "Regenerate";
+      buttons.push(button(label, () => actions.regenerate(this.message)));
     }
-    return [h("div", { class: "buttons" }, buttons), renderFigures(message)].filter(Boolean);
+    const versions = state.versions.length > 1 ? this.#versionSwitch() : null;
+    return [h("div", { class: "buttons" }, buttons), versions, renderFigures(message)].filter(Boolean);
   }
 
+  /** Buttons to the earlier and later versions of the message. */
+  #versionSwitch() {
+    const { versions } = this.state;
+    const at = versions.findIndex(({ id }) => id === this.message.id);
+    const to = (label, sign, other) =>
+      h("button", {
+        type: "button", class: "small quiet", "aria-label": label, disabled: !other,
+        onclick: () => this.actions.showVersion(other),
+      }, sign);
+    return h("div", { class: "versions", role: "group", "aria-label": "Versions" },
+      to("Previous version", "‹", versions[at - 1]),
+      h("span", {}, `${at + 1} / ${versions.length}`),
+      to("Next version", "›", versions[at + 1]),
+    );
+  }
+
+  /** Replaces the text by a field. What is typed is a draft until it is sent or cancelled. */
   #edit() {
-    const area = h("textarea", { rows: 3, value: this.message.content, "aria-label": "Edit the message" });
-    const close = () => form.replaceWith(this.text);
-    const form = h(
+    const { actions } = this;
+    if (this.form) return;
+    const area = h("textarea", {
+      rows: 3, value: actions.getDraft(this.message) || this.message.content, "aria-label": "Edit the message",
+      oninput: () => actions.setDraft(this.message, area.value),
+    });
+    const close = () => {
+      actions.setDraft(this.message, "");
+      this.form.replaceWith(this.text);
+      this.form = null;
+    };
+    this.form = h(
       "form",
       {
         class: "edit",
         onsubmit: (event) => {
           event.preventDefault();
           close();
-          if (area.value.trim()) this.actions.edit(area.value);
+          if (area.value.trim()) actions.edit(this.message, area.value);
         },
         onkeydown: (event) => {
           if (event.key !== "Escape") return;
@@ -111,9 +149,28 @@ export class MessageView {
       area,
       h("div", { class: "row right" }, button("Cancel", close), h("button", { type: "submit", class: "small primary" }, "Send")),
     );
-    this.text.replaceWith(form);
+    this.text.replaceWith(this.form);
     area.focus();
   }
+}
+
+/** Whether an answer was cut off within its text, so that the model can go on. */
+function canContinue(message) {
+  const isCut = ["length", "stopped"].includes(message.finish) || message.error || isIncomplete(message);
+  return Boolean(isCut && message.content && !message.calls?.length);
+}
+
+function describeState(message, { elsewhere }) {
+  if (elsewhere) return "Another tab is receiving this answer.";
+  return isIncomplete(message) ? "Incomplete: the page was closed during this answer." : "";
+}
+
+/** What an empty conversation shows. */
+export function renderWelcome() {
+  return h("div", { class: "welcome" },
+    h("p", {}, "Ask the model something."),
+    h("p", { class: "note" }, "Under each answer: how much of the prompt was cached, and how fast it was."),
+  );
 }
 
 function button(label, onclick) {

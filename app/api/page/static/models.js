@@ -60,3 +60,16 @@ export function startModels() {
   document.addEventListener("visibilitychange", () => document.hidden || refreshModels());
   return refreshModels();
 }
+
+/** Shows how much of the model's context the conversation fills, as of the last answer. */
+export function showContext(branch) {
+  const figures = branch.findLast((message) => message.figures?.prompt)?.figures;
+  const total = models.find((model) => model.id === selectedModel())?.context_length;
+  const node = byId("context");
+  node.hidden = !figures || !total;
+  if (node.hidden) return;
+  const used = figures.prompt + figures.completion;
+  const text = `${used.toLocaleString("en")} of ${total.toLocaleString("en")} tokens`;
+  const meter = h("meter", { min: 0, max: total, high: 0.85 * total, value: used, "aria-label": `Context: ${text}` });
+  node.replaceChildren(meter, h("span", { "aria-hidden": "true" }, text));
+}

@@ -71,11 +71,20 @@ function readJson(name, label) {
   }
 }
 
-/** Fills the panel. */
-export function renderSettings() {
+let onSystem = () => {};
+
+/** Shows the system prompt of a conversation. */
+export function showSystem(text) {
+  const area = byId("setting-system");
+  if (area && area.value !== text) area.value = text;
+}
+
+/** Fills the panel. onSystemChanged(text): called when the system prompt is changed. */
+export function renderSettings(onSystemChanged = onSystem) {
+  onSystem = onSystemChanged;
   byId("settings").replaceChildren(
     h("h2", {}, "Settings"),
-    textArea("system", "System prompt", 3),
+    systemField(),
     h("div", { class: "numbers" }, NUMBERS.map(numberField)),
     textArea("stop", "Stop at (one text per line)", 2),
     effortField(),
@@ -89,6 +98,15 @@ export function renderSettings() {
 function reset() {
   for (const name of Object.keys(values)) if (name !== "model") setSetting(name, "");
   renderSettings();
+  onSystem("");
+}
+
+/** The system prompt of the conversation, and of new ones. */
+function systemField() {
+  const field = textArea("system", "System prompt of this conversation", 3);
+  const area = field.lastChild;
+  area.addEventListener("input", () => onSystem(area.value));
+  return field;
 }
 
 function numberField([name, label, bounds]) {
