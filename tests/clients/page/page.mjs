@@ -196,6 +196,11 @@ const scenarios = {
     await tab.reload();
     await until(async () => (await tab.inputValue("#input").catch(() => "")) === "a draft");
     const reloaded = new URL(tab.url()).hash;
+    await tab.click("#tab-engine");
+    await tab.reload();
+    await tab.waitForSelector("#model option", { state: "attached" });
+    await tab.click("#tab-chat");
+    const afterEngine = new URL(tab.url()).hash;
     const listed = await tab.locator("#conversations .title").allTextContents();
     await tab.getByLabel("Search conversations").fill("MLXRUNNER");
     await until(async () => (await tab.locator("#conversations li").count()) === 1);
@@ -216,7 +221,7 @@ const scenarios = {
       const { store } = await import("/page/store.js");
       return (await store.list()).map(({ system }) => system);
     });
-    return { runs, busy, systemOfFirst, typed, equal, same: reloaded === second, listed, meter, edit, exported };
+    return { runs, busy, systemOfFirst, typed, equal, same: reloaded === second && afterEngine === second, listed, meter, edit, exported };
   },
 
   /** Stop and Escape end an answer that would never end, and free the engine. */

@@ -25,7 +25,7 @@ export async function startConversations(shownChat) {
   const all = await store.list();
   for (const conversation of all) remember(conversation);
   byId("storage-note").hidden = await store.isPersistent();
-  const id = readAddress() ?? all[0]?.id ?? newConversation().id;
+  const id = readAddress() ?? store.read ?? all[0]?.id ?? newConversation().id;
   if (location.hash !== "#engine") history.replaceState(null, "", `#chat/${id}`);
   await showConversation(id);
 }
@@ -52,6 +52,7 @@ async function showConversation(id) {
   const wanted = readAddress();
   if (wanted && wanted !== id) return; // another one was opened meanwhile
   chat.show(conversation);
+  store.read = id; // for a reload of the Engine tab
   render();
 }
 

@@ -8,6 +8,7 @@ import { mergeConversations, readConversation } from "./conversation.js";
 const NAME = "mlxrunner";
 const TABLE = "conversations";
 const DRAFT = "mlxrunner.draft.";
+const READ = "mlxrunner.read";
 
 /** Events: "changed" and "deleted" ({detail: {id}}) for a conversation, by this tab or another one;
  * "message" ({detail}), which another tab sent with `send`; "failed" ({detail: error}). */
@@ -73,6 +74,15 @@ class Store extends EventTarget {
     await this.#run("readwrite", (table) => table.delete(id));
     for (const key of draftKeys(id)) removeDraft(key);
     this.#publish("deleted", id);
+  }
+
+  /** The id of the conversation that this tab showed last, or null. */
+  get read() {
+    return sessionStorage.getItem(READ);
+  }
+
+  set read(id) {
+    sessionStorage.setItem(READ, id);
   }
 
   // Drafts: of the message field (`part` empty) and of a message that is edited (`part` its id). A tab
