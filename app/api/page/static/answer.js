@@ -50,7 +50,8 @@ class Clock {
 
 function addChunk(message, chunk, clock) {
   const [choice] = chunk.choices ?? [];
-  const { content, reasoning_content: reasoning, tool_calls: calls } = choice?.delta ?? {};
+  const { content, tool_calls: calls, ...rest } = choice?.delta ?? {};
+  const reasoning = rest.reasoning_content ?? rest.reasoning;
   if (content || reasoning || calls) clock.tick();
   if (content) message.content += content;
   if (reasoning) message.reasoning = (message.reasoning ?? "") + reasoning;
