@@ -254,7 +254,10 @@ def test_a_reload_reads_the_file_again_below_the_flags(
     file.write_text("max_queue = 7\nmax_tokens = 7")
     seen: list[Settings] = []
 
-    def serve(settings: Settings, read_settings: Callable[[], Settings], *_: object) -> int:
+    def serve(
+        settings: Settings, path: str, read_settings: Callable[[], Settings], *_: object
+    ) -> int:
+        assert path == str(file)
         file.write_text("max_queue = 8\nmax_tokens = 8")
         seen.extend((settings, read_settings()))
         return 0

@@ -46,10 +46,10 @@ def read_tool_options(fields: Fields) -> ToolOptions:
     """Reads the tools of a chat completion request, in which each function is a nested object."""
     given = fields.array("tools")
     choice, parallel = fields.value("tool_choice"), fields.boolean("parallel_tool_calls")
-    if not given:  # clients without tools send an empty array
+    if given is None:
         reject_tool_options(choice, parallel)
         return ToolOptions()
-    if not given:
+    if not given:  # clients without tools send an empty array
         if choice not in (None, "none", "auto"):
             raise invalid_request(
                 "tool_choice", "tool_choice requires a tool, but there are no tools"
