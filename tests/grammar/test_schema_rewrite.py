@@ -61,6 +61,13 @@ def test_objects_in_overlapping_branches_are_not_closed() -> None:
     assert rewrite_schema({"anyOf": [one, other]})["anyOf"] == [one | closed, other | closed]
 
 
+def test_an_object_is_closed_if_it_lists_all_required_properties() -> None:
+    listed = {"type": "object", "properties": {"a": {}, "b": {}}}
+    for required, closed in ((["a"], True), (["a", "b"], True), (["a", "c"], False)):
+        rewritten = rewrite_schema({**listed, "required": required})
+        assert ("additionalProperties" in rewritten) == closed, required
+
+
 def test_one_of_is_kept_when_a_reference_goes_through_it() -> None:
     schema = {"oneOf": [CAT, DOG], "items": {"$ref": "#/oneOf/0"}}
     assert "oneOf" in rewrite_schema(schema)
