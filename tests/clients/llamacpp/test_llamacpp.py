@@ -69,7 +69,7 @@ def run_upstream(file: str, results: Path) -> dict[str, tuple[str, str]]:
     return {line["test"]: (line["outcome"], line["reason"]) for line in lines}
 
 
-@pytest.mark.programs
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("file", NUM_TESTS)
 def test_llama_cpps_tests_pass_as_written(file: str, tmp_path: Path):
     if not STAMP.exists():
