@@ -113,8 +113,8 @@ def test_continuous_usage_grows_with_every_chunk(
     assert last.usage is not None
     counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
     assert len(counts) == len(chunks)
-    # one token is at least one character, and only the last chunk is empty
-    assert counts[0] >= 1
+    # the first chunk has the role, one token is at least one character, and the last chunk is empty
+    assert counts[0] == 0
     assert all(a < b for a, b in itertools.pairwise(counts[:-1]))
     assert counts[-1] == last.usage.completion_tokens
     assert {chunk.usage.prompt_tokens for chunk in chunks if chunk.usage is not None} == {

@@ -228,6 +228,10 @@ class TestInAPipe:
         assert own_engines.ended == ["builtin"]
 
 
+# the line editor asks the terminal to mark pasted text
+PASTE_ON = "\x1b[?2004h"
+
+
 class TestCtrlC:
     """Ctrl-C at each stage, typed in a terminal."""
 
@@ -284,20 +288,20 @@ class TestCtrlC:
             terminal.type("word " * 400 + ENTER)
             terminal.read_until("reading the prompt [")
             terminal.type(CTRL_C)
-            terminal.read_until("(stopped)\r\n>>> ")
+            terminal.read_until(f"(stopped)\r\n{PASTE_ON}>>> ")
             wait_until(lambda: server.is_idle)
             slow.release()
             slow.hold_after(FIRST_WORDS)
             terminal.type(QUESTION + ENTER)
             terminal.read_until("mlxrunner is")
             terminal.type(CTRL_C)
-            assert "OpenAI" not in terminal.read_until("(stopped)\r\n>>> ")
+            assert "OpenAI" not in terminal.read_until(f"(stopped)\r\n{PASTE_ON}>>> ")
             wait_until(lambda: server.is_idle)
             slow.release()
             terminal.type("/clear" + ENTER)
             terminal.read_until(">>> ")
             terminal.type(QUESTION + ENTER)
-            terminal.read_until("OpenAI API.\r\n>>> ")
+            terminal.read_until(f"OpenAI API.\r\n{PASTE_ON}>>> ")
             terminal.type("/bye" + ENTER)
             assert terminal.wait() == 0
 
@@ -307,11 +311,11 @@ class TestCtrlC:
             terminal.type("half a line")
             terminal.wait_for_prompt("half a line")
             terminal.type(CTRL_C)
-            terminal.read_until("Use Ctrl-D or /bye to exit.\r\n>>> ")
+            terminal.read_until(f"Use Ctrl-D or /bye to exit.\r\n{PASTE_ON}>>> ")
             terminal.type('"""begun' + ENTER)
             terminal.wait_for_prompt("... ")
             terminal.type(CTRL_C)
-            terminal.read_until("Use Ctrl-D or /bye to exit.\r\n>>> ")
+            terminal.read_until(f"Use Ctrl-D or /bye to exit.\r\n{PASTE_ON}>>> ")
             terminal.type(CTRL_D)
             assert terminal.wait() == 0
 

@@ -89,7 +89,8 @@ def make_strategy(kind: Any, depth: int = 0) -> st.SearchStrategy[Any]:
 
 
 _EXCLUSIVE = {"models", "installed", "runner", "max_loaded", "context_shift", "multi_user", "cache"}
-_EXCLUSIVE |= {"tls_cert", "tls_key"}
+# the names of defaults must be different
+_EXCLUSIVE |= {"tls_cert", "tls_key", "defaults"}
 
 
 def build(kind: Any, values: dict[str, Any]) -> Any:

@@ -107,6 +107,7 @@ def tile_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = {
         SOURCES / "isa_avx512_amx.cpp": [*X86["isa_avx512_vnni"], *amx, "-DMLXRUNNER_AMX"],
         SOURCES / "isa_avx512_vnni.cpp": X86["isa_avx512_vnni"],
+        SOURCES / "isa_avx512.cpp": X86["isa_avx512"],
         SOURCES / "isa_scalar.cpp": [],
         SOURCES / "tile_check.cpp": [],
         HERE / "tile_driver.cpp": [],
