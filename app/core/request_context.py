@@ -24,7 +24,7 @@ _ARRAY_INDEX = re.compile(r"\.\d+(?=\.|$)", re.ASCII)
 
 # Limits for the notice about ignored fields, and the names that a log may contain.
 _MAX_IGNORED_PATHS, _MAX_PATH_CHARS = 16, 80
-_FIELD_NAME = re.compile(r"[A-Za-z_$][A-Za-z0-9_.$-]*", re.ASCII)
+_FIELD_NAME = re.compile(r"[A-Za-z_$][A-Za-z0-9_.$]*", re.ASCII)
 
 
 def _show_path(path: str, *, redact: bool) -> str:
