@@ -107,7 +107,7 @@ function quote(text) {
   return /^[\w:/.-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`;
 }
 
-/** The fields of a request: required ones, common ones, and the others in a fold. */
+/** The fields of a request: the model, required ones, common ones, and the others in a fold. */
 function renderRequest({ path, requestBody }) {
   const common = path.startsWith("/api/") ? COMMON_OF_OLLAMA : path.startsWith("/v1/messages") ? COMMON_OF_ANTHROPIC : COMMON;
   return Object.entries(resolve(requestBody).content).flatMap(([type, { schema: reference }]) => {
@@ -115,7 +115,7 @@ function renderRequest({ path, requestBody }) {
     const names = Object.keys(schema?.properties ?? {});
     if (names.length <= MAX_FIELDS) return renderContent({ [type]: { schema: reference } });
     const required = schema.required ?? [];
-    const first = [...new Set([...required, ...common])].filter((name) => names.includes(name));
+    const first = [...new Set(["model", ...required, ...common])].filter((name) => names.includes(name));
     const others = names.filter((name) => !first.includes(name)).sort();
     const list = (some) => h("ul", { class: "schema" }, some.map((name) =>
       renderProperty(name, schema.properties[name], required.includes(name), 1)));
