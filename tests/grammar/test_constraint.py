@@ -105,7 +105,7 @@ class Writer:
             requirements,
             turn,
             family,
-            lambda trigger: GenericFamily(family.reasoning_separator, trigger=trigger),
+            lambda trigger: GenericFamily(family, trigger=trigger, enforced=True),
             self.tokenizer.added_token_to_id,
         )
 
