@@ -207,11 +207,13 @@ class ModelPool:
         """Applies settings that need a new process: the model is unloaded after its running
         requests, and loaded again if it was loaded. New requests wait for that."""
         self.apply(served)
-        if (handle := self._handles.get(served.name)) is not None:
-            handle.requirement = None  # the settings determine it as well
+        handle = self._handles.get(served.name)
+        if handle is None:
+            return
+        handle.requirement = None  # the settings determine it as well
         run_task = self._run_tasks.get(served.name)
         if run_task is not None:
-            self._request_unload(self._handles[served.name])
+            self._request_unload(handle)
             run_task.add_done_callback(lambda _: self.preload(served))
 
     def retire(self, served: ServedModel) -> None:

@@ -73,7 +73,6 @@ class ModelRegistry:
 
     def __init__(self, entries: Sequence[RegisteredModel], settings: Settings) -> None:
         """Raises AppError(INVALID) for two models with the same name."""
-        self._defaults = _index_defaults(settings)
         self._installed: dict[str, RegisteredModel] = {}
         self._scanned_at = -math.inf
         self._last_error: str | None = None
@@ -81,11 +80,17 @@ class ModelRegistry:
         self._scan_task: asyncio.Task[None] | None = None
         self._verify_tasks: _Tasks = {}
         self._update_tasks: _Tasks = {}
-        self._set_startup_models(entries, settings)
+        self._set_startup_models(entries, settings, _index_defaults(settings))
 
-    def _set_startup_models(self, entries: Sequence[RegisteredModel], settings: Settings) -> None:
-        self._startup_models = _index_by_name(entries, self._defaults)
-        self._settings = settings
+    def _set_startup_models(
+        self,
+        entries: Sequence[RegisteredModel],
+        settings: Settings,
+        defaults: dict[str, ModelDefaults],
+    ) -> None:
+        """Raises AppError(INVALID) for two models with the same name, and then changes nothing."""
+        self._startup_models = _index_by_name(entries, defaults)
+        self._settings, self._defaults = settings, defaults
         self._named = {entry.served.name: self._with_defaults(entry) for entry in entries}
         self._aliases = self._collect_aliases()
 
@@ -97,14 +102,10 @@ class ModelRegistry:
     def replace_named(self, entries: Sequence[RegisteredModel], settings: Settings) -> None:
         """Replaces the models specified at startup, and the settings of the installed models.
         Raises AppError(INVALID) for two models with the same name, and then changes nothing."""
-        before = self._defaults
-        if _index_defaults(settings) != _index_defaults(self._settings):
-            self._defaults = _index_defaults(settings)
-        try:
-            self._set_startup_models(entries, settings)
-        except AppError:
-            self._defaults = before
-            raise
+        before, defaults = self._defaults, _index_defaults(settings)
+        if defaults == _index_defaults(self._settings):
+            defaults = before  # some may have changed without a configuration file
+        self._set_startup_models(entries, settings, defaults)
         # the next scan finds a model again whose defaults have changed
         self._installed = {
             name: self._build_entry(name, entry.files)

@@ -31,7 +31,7 @@ from app.http.errors import render_error
 from app.http.responses import JsonObject, encode_long_array
 from app.http.streaming import encode_sse_event
 
-# llama.cpp has numbered slots; -1 stands for none.
+# llama.cpp has numbered slots; -1 means none.
 _NO_SLOT = -1
 
 _MIN_LOGPROB = -9999.0
