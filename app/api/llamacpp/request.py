@@ -210,8 +210,8 @@ def _parse(
 def _read_max_tokens(fields: Fields) -> int | None:
     """Returns the maximum number of tokens. A negative number means the rest of the context."""
     limit = fields.integer("n_predict", -2, INT32_MAX)
-    if limit is None:
-        limit = fields.integer("max_tokens", -1, INT32_MAX)
+    alias = fields.integer("max_tokens", -1, INT32_MAX)
+    limit = alias if limit is None else limit
     return None if limit is None or limit < 0 else limit
 
 

@@ -183,13 +183,13 @@ def read_stop_conditions(
 
 
 def _read_stop_token_ids(fields: Fields) -> tuple[int, ...]:
-    ids = _read_token_ids(fields, "stop_token_ids") or ()
-    if len(ids) > MAX_STOP_TOKEN_IDS:
+    count = len(fields.array("stop_token_ids") or ())
+    if count > MAX_STOP_TOKEN_IDS:
         raise invalid_request(
             "stop_token_ids",
-            f"stop_token_ids must contain at most {MAX_STOP_TOKEN_IDS} IDs, not {len(ids)}",
+            f"stop_token_ids must contain at most {MAX_STOP_TOKEN_IDS} IDs, not {count}",
         )
-    return ids
+    return _read_token_ids(fields, "stop_token_ids") or ()
 
 
 def _read_bad_words(fields: Fields) -> tuple[str, ...]:

@@ -238,6 +238,7 @@ def test_samplers_that_are_not_listed_are_off(samplers: list[str], off: set[str]
         ({"prompt": {}}, "prompt.prompt_string"),
         ({"prompt": {"prompt_string": "x", "multimodal_data": ["iVBO"]}}, "prompt.multimodal_data"),
         ({"n_predict": -3}, "n_predict"),
+        ({"n_predict": 3, "max_tokens": 2**31}, "max_tokens"),
         ({"n_probs": 21}, "n_probs"),
         ({"temperature": "hot"}, "temperature"),
         ({"mirostat": 2}, "mirostat"),

@@ -112,6 +112,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"allowed_token_ids": [-1]}, "allowed_token_ids.0"),
     ({"stop_token_ids": ["</s>"]}, "stop_token_ids.0"),
     ({"stop_token_ids": list(range(1025))}, "stop_token_ids"),
+    ({"stop_token_ids": [3] * 1025}, "stop_token_ids"),
     ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
     ({"bad_words": [""]}, "bad_words"),
     ({"bad_words": ["  "]}, "bad_words"),
