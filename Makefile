@@ -129,10 +129,10 @@ manual: venv $(DEV) .venv-manual/.installed  ## regenerate pages of docs/, and b
 	NO_MKDOCS_2_WARNING=1 .venv-manual/bin/mkdocs build --strict --config-file docs/manual/mkdocs.yml
 
 bench: venv $(DEV)  ## run a benchmark; ARGS=--help lists them
-	@$(BIN)/python -m tests.bench $(ARGS)
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 bench-cpu: venv $(DEV)  ## on a Linux CPU, compare with its limits and other engines; ARGS=--help shows the options
-	@$(BIN)/python -m tests.bench.cpu $(ARGS)
+	@$(BIN)/python -m benchmarks.cpu $(ARGS)
 
 parity: .venv-parity/.installed  ## compare every architecture with mlx-lm and transformers
 	@.venv-parity/bin/python -m tests.models.transformers_parity $(ARGS)
@@ -144,7 +144,7 @@ transcripts: venv $(DEV)  ## regenerate tests/transcripts, for review as a diff
 	@$(BIN)/python -m pytest --quiet tests/api --transcripts
 
 builtin: .venv-builtin/.installed  ## retrain the built-in model
-	@.venv-builtin/bin/python -m models.builtin.training.train $(ARGS)
+	@.venv-builtin/bin/python -m tools.builtin_model.train $(ARGS)
 
 wheel: venv $(DEV)  ## build dist/*.whl with the kernels, and test it in a new environment without a compiler
 	@$(BIN)/python -m tests.wheel
@@ -167,7 +167,7 @@ lock: $(DEV)  ## update the lock files in requirements/; ARGS=--upgrade selects 
 	$(LOCKED) requirements/manual.in -o requirements/manual.txt
 	cd examples/node && $(NPM) install --package-lock-only
 	cd tests/clients/programs && $(NPM) install --package-lock-only
-	$(LOCKED) models/builtin/training/requirements.in -c requirements/serve.txt -o models/builtin/training/requirements.txt
+	$(LOCKED) tools/builtin_model/requirements.in -c requirements/serve.txt -o tools/builtin_model/requirements.txt
 	$(LOCKED) requirements/parity.in -c requirements/serve.txt -c requirements/dev.txt -o requirements/parity.txt
 
 size: venv  ## list the largest files and functions, and modules that are too small
@@ -181,7 +181,7 @@ clean:  ## remove all generated files
 	    examples/node/node_modules tests/clients/programs/node_modules dist *.egg-info .coverage* htmlcov \
 	    .pytest_cache .ruff_cache .hypothesis
 	rm -f models/kernels/*.so models/kernels/not_built.txt
-	find app models tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find app benchmarks models tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(SERVE): requirements/$(FLAVOR).txt
 	$(call with_python,deploy/install.py $(VENV) --only packages --editable $(CUDA_FLAG))
@@ -254,7 +254,7 @@ build/llama.cpp/.installed: requirements/llama-cpp.txt tests/clients/llamacpp/do
 	[ -d .venv-aider ] && $(BIN)/uv pip install --quiet --python .venv-aider/bin/python --require-hashes \
 	    --only-binary :all: -r $< && touch $@ || echo "aider could not be installed" >&2
 
-.venv-builtin/.installed: models/builtin/training/requirements.txt
+.venv-builtin/.installed: tools/builtin_model/requirements.txt
 	$(call new_venv,.venv-builtin)
 	.venv-builtin/bin/python $(INSTALL) $(HASHED) -r $<
 	@touch $@

@@ -45,12 +45,10 @@ class Module:
 
 
 def load_modules() -> dict[str, Module]:
-    """The product's modules by dotted name, without the training of the built-in model."""
+    """The product's modules by dotted name."""
     modules: dict[str, Module] = {}
     for folder in ("app", "models"):
         for file in sorted((ROOT / folder).rglob("*.py")):
-            if "training" in file.parts:
-                continue
             text = file.read_text("utf-8")
             path = file.relative_to(ROOT).as_posix()
             module = Module(path, len(text.splitlines()), ast.parse(text))

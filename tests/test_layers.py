@@ -23,7 +23,6 @@ EVERYTHING = frozenset({"app", "models"})
 # package: our packages that it may import (besides itself and its subpackages)
 OUR_PACKAGES: Mapping[str, frozenset[str]] = {
     "models": frozenset(),
-    "models.builtin": frozenset(),
     "app.core": frozenset(),
     "app.text": frozenset({"app.core", "app.grammar"}),
     "app.store": frozenset({"app.core"}),
@@ -106,8 +105,6 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "models.cpu_backend": frozenset({"scipy_openblas32"}),
     # model classes of mlx-lm behind our interface; an optional dependency
     "models.mlx_lm_adapter": frozenset({"mlx", "mlx_lm"}),
-    # scripts that trained the built-in model, with their own requirements
-    "models.builtin": frozenset({"jax", "numpy", "safetensors", "tokenizers"}),
     "app.core": frozenset(),
     "app.text": frozenset({"tokenizers", "jinja2"}),
     "app.store": frozenset({"orjson"}),
@@ -166,9 +163,6 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.cli": frozenset(),
     "app.__main__": frozenset(),
 }
-
-# scripts, which no other package may import
-SCRIPTS = frozenset({"models.builtin"})
 
 # packages whose __init__ may have content; all others must be empty
 PACKAGES_WITH_INIT = frozenset({"models", "models.kernels", "app.engine", "app.store"})
@@ -258,8 +252,6 @@ def _check_imports(name: str, tree: ast.Module, sources: Sources) -> Iterator[st
 
 
 def _may_import(row: str, target: str) -> bool:
-    if any(_under(target, scripts) and scripts != row for scripts in SCRIPTS):
-        return False
     return any(_under(target, allowed) for allowed in (row, *OUR_PACKAGES[row]))
 
 
@@ -329,9 +321,7 @@ def test_every_package_in_the_table_is_a_declared_dependency():
         re.split(r"[^\w-]|(?<=^opentelemetry)-", dependency)[0].replace("-", "_")
         for dependency in chain(project["dependencies"], *project["optional-dependencies"].values())
     }
-    imported = set().union(
-        *(row for package, row in THIRD_PARTY_PACKAGES.items() if package != "models.builtin")
-    )
+    imported = set().union(*THIRD_PARTY_PACKAGES.values())
     assert imported == declared
 
 
@@ -355,7 +345,7 @@ PLANTED = {
     "a model that imports the server": ("models.x", "import app.core.errors", "models may not"),
     "a model that needs the training": (
         "models.x",
-        "from models.builtin.training.train import main",
+        "from tools.builtin_model.train import main",
         "models may not",
     ),
     "a second module with mlx-lm": (

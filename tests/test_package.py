@@ -41,7 +41,7 @@ def sources(tmp_path_factory) -> Path:
     copy = tmp_path_factory.mktemp("sources")
     for name in ("pyproject.toml", "README.md", "LICENSE", "openapi.yaml"):
         shutil.copy(ROOT / name, copy / name)
-    for name in ("app", "models", "tests"):
+    for name in ("app", "benchmarks", "models", "tests", "tools"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "models/kernels/_kernels.elsewhere.so").touch()
     shutil.copytree(ROOT / "deploy/wheel", copy / "deploy/wheel")
@@ -91,13 +91,12 @@ def test_the_wheel_has_every_module(wheel):
         f"mlxrunner/{path.relative_to(ROOT).as_posix()}"
         for top in ("app", "models")
         for path in (ROOT / top).rglob("*.py")
-        if "training" not in path.parts
     }
     assert modules <= set(wheel.namelist())
 
 
-def test_the_wheel_has_no_training_code(wheel):
-    assert not [name for name in wheel.namelist() if "training" in name]
+def test_the_wheel_has_no_tools_and_no_benchmarks(wheel):
+    assert not [name for name in wheel.namelist() if {"benchmarks", "tools"} & {*Path(name).parts}]
 
 
 def test_the_wheel_has_the_built_in_model(wheel):

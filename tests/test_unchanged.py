@@ -94,7 +94,7 @@ def test_a_changed_added_or_removed_file_changes_the_digest(
         ("change", "requirements/dev.txt"),
         ("change", "models/builtin/config.json"),
         ("change", "tests/models/test_llama.py"),
-        ("add", "models/builtin/training/train.py"),
+        ("add", "tools/builtin_model/train.py"),
         ("add", "models/__pycache__/llama.cpython-311.pyc"),
         ("add", "models/kernels/_kernels.cpython-311-x86_64-linux-gnu.so"),
         ("add", "models/kernels/not_built.txt"),

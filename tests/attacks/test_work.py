@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.client import get_rss
 from tests import tiny
 from tests.attacks.attacker import Attack, Read, Send, Wait
 from tests.attacks.conftest import Victim
-from tests.bench.client import get_rss
 from tests.http.raw_client import head, open_connections, post
 from tests.server_process import TIMEOUT, ServerProcess, run_server
 from tests.waiting import wait_until

@@ -19,7 +19,7 @@ import mlx.core as mx
 import pytest
 
 from app.commands.device_report import describe_device, find_device_problems, render_device_lines
-from tests.bench.cpu_cells import SHAPES
+from benchmarks.cpu_cells import SHAPES
 from tests.device import speed_table
 from tests.device.conftest import DEVICE_VARIABLE
 

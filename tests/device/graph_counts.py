@@ -1,7 +1,7 @@
 """Counts the parts of a lazy graph, and the calls that wait for the device.
 
 Knows: MLX's graphs as MLX exports them. Must not know: models, the engine. Imports nothing but MLX,
-so that tests/bench/graph_worker.py can use it beside mlx-lm.
+so that benchmarks/graph_worker.py can use it beside mlx-lm.
 """
 
 import io

@@ -1,7 +1,7 @@
 """The table of the README for the GPU of this machine: tokens per second over HTTP, ours and
 mlx-lm's.
 
-Knows: the formats of the table, the servers of tests/bench/cpu_http.py. Must not know: the device.
+Knows: the formats of the table, the servers of benchmarks/cpu_http.py. Must not know: the device.
 Measurements alternate between the servers. The figures are medians.
 """
 
@@ -9,12 +9,12 @@ import os
 import statistics
 from collections.abc import Mapping
 
-from tests.bench.cpu_http import MLX_LM, OURS, HttpPlan, ScenarioRounds, measure_format
-from tests.bench.cpu_scenarios import SCENARIOS, TOKENS
+from benchmarks.cpu_http import MLX_LM, OURS, HttpPlan, ScenarioRounds, measure_format
+from benchmarks.cpu_scenarios import SCENARIOS, TOKENS
 
-# by the names of tests/bench/cpu_cells.py
+# by the names of benchmarks/cpu_cells.py
 FORMATS = {"q4-bf16": "4 bits", "bf16": "bfloat16", "f32": "float32"}
-# of tests/bench/cpu_scenarios.py
+# of benchmarks/cpu_scenarios.py
 CLIENTS = ("1 client", "8 clients")
 
 

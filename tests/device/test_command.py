@@ -10,8 +10,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from tests.bench.cpu_http import ScenarioRounds
-from tests.bench.cpu_scenarios import TOKENS
+from benchmarks.cpu_http import ScenarioRounds
+from benchmarks.cpu_scenarios import TOKENS
 from tests.device.__main__ import NO_GPU
 from tests.device.conftest import DEVICE_VARIABLE
 from tests.device.speed_table import format_head, format_rows

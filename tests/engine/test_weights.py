@@ -18,11 +18,11 @@ from app import store
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
 from app.engine.weights import list_parameters, open_model, read_weights
+from benchmarks import loading
 from models import kernels
 from models.base import Model
 from models.cpu_layout import get_activation_bits
 from tests import tiny
-from tests.bench import loading
 from tests.fakes import make_rust_panic
 from tests.models.test_llama import logits
 

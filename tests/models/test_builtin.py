@@ -13,10 +13,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from models.architectures import build
-from models.builtin.training.corpus import Conversation, generate_corpus
-from models.builtin.training.evaluate import HELD_OUT
-from models.builtin.training.numpy_llama import NumpyLlama
-from models.builtin.training.tokenization import (
+from tools.builtin_model.corpus import Conversation, generate_corpus
+from tools.builtin_model.evaluate import HELD_OUT
+from tools.builtin_model.numpy_llama import NumpyLlama
+from tools.builtin_model.tokenization import (
     CHAT_TEMPLATE,
     TURN_END,
     encode,

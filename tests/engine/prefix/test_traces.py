@@ -1,4 +1,4 @@
-"""The radix policy on recorded conversations of agents (see tests/bench/replay.py). To encode them
+"""The radix policy on recorded conversations of agents (see benchmarks/replay.py). To encode them
 takes ten seconds."""
 
 from functools import cache
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench import traces
-from tests.bench.replay import POLICIES, replay
-from tests.bench.traces import RecordedTurn
+from benchmarks import traces
+from benchmarks.replay import POLICIES, replay
+from benchmarks.traces import RecordedTurn
 
 pytestmark = pytest.mark.no_cover  # see tests/conftest.py
 
