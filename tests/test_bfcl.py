@@ -11,9 +11,7 @@ import json
 import re
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
 from typing import Any
 
 import httpx
@@ -31,8 +29,7 @@ from app.runners.tokenizer_check import TokenizerChecker
 from app.serving.model_library import InstalledModels
 from app.serving.registry import ModelRegistry, build_entry
 from app.serving.router import ModelRouter
-from app.text import families
-from app.text.family import ChatFamily
+from app.text.family import ChatFamily, load_families
 from tests import tiny
 from tests.bfcl import questions
 from tests.conftest import SHARED
@@ -169,16 +166,15 @@ def template_of(family: ChatFamily) -> str | None:
 
 def list_families() -> dict[str, tuple[ChatFamily, str]]:
     """Every family with a syntax, by name, with a real template of it."""
-    families_: dict[str, tuple[ChatFamily, str]] = {}
-    for module in iter_modules(families.__path__):
-        family: ChatFamily = import_module(f"{families.__name__}.{module.name}").Family()
+    found: dict[str, tuple[ChatFamily, str]] = {}
+    for name, family in load_families().items():
         template = template_of(family)
         if (
             template is not None
             and type(family).build_tool_call_grammar is not ChatFamily.build_tool_call_grammar
         ):
-            families_[module.name] = family, template
-    return families_
+            found[name] = family, template
+    return found
 
 
 def write_model(folder: Path, family: ChatFamily, template: str) -> dict[str, float]:

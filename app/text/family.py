@@ -4,15 +4,16 @@ calls.
 Knows: the common interface of families, the location of their modules. Must not know: the markers
 of any family, token IDs, events.
 
-A family is a module in `app/text/families` with a class `Family`. No other registration is needed.
-The family is selected by the markers in the model's chat template, never by the model's name,
-because a fine-tuned model may have any name, but keeps the chat format.
+A module in `app/text/families` has a class `Family`, or a table `FAMILIES` of similar families, by
+name. No other registration is needed. The family is selected by the markers in the model's chat
+template, never by the model's name, because a fine-tuned model may have any name, but keeps the
+chat format.
 """
 
 import json as jsons
 import pkgutil
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from typing import TypeVar
@@ -37,13 +38,17 @@ class ChatFamily:
     """The base class of families. The default implementation parses reasoning in tags at the start
     of the output, and no calls.
 
-    markers: the parts of the syntax that may be special tokens. Special tokens are hidden unless
-    they are listed here. call_markers: the markers that start calls, after which `parse_call` is
-    used. content_prefix, content_suffix: the required text before and after content that is not a
-    call. reasoning_separator: the required text between the reasoning and the following part.
-    plain_without_tools: whether the whole output is content if there are no tools and no reasoning.
+    template_marks, foreign_marks: the texts that a template of this family contains, and those
+    that it does not. markers: the parts of the syntax that may be special tokens. Special
+    tokens are hidden unless they are listed here. call_markers: the markers that start calls,
+    after which `parse_call` is used. content_prefix, content_suffix: the required text before
+    and after content that is not a call. reasoning_separator: the required text between the
+    reasoning and the following part. plain_without_tools: whether the whole output is content
+    if there are no tools and no reasoning.
     """
 
+    template_marks: tuple[str, ...] = ()
+    foreign_marks: tuple[str, ...] = ()
     markers: tuple[str, ...] = ()
     call_markers: tuple[str, ...] = ()
     content_prefix: str = ""
@@ -54,7 +59,12 @@ class ChatFamily:
     def matches(self, template: str) -> bool:
         """Returns whether a chat template belongs to this family. A template must not match more
         than one family."""
-        raise NotImplementedError
+        template = template.replace('\\"', '"')  # a quotation mark in a string of Jinja
+        return (
+            bool(self.template_marks)
+            and all(mark in template for mark in self.template_marks)
+            and not any(mark in template for mark in self.foreign_marks)
+        )
 
     def reasoning_tags(self, template: str) -> ReasoningTags | None:
         """Returns the reasoning tags of models with this template, or None if they do not
@@ -268,15 +278,19 @@ class _Lookahead:
 
 def find_family(template: str) -> ChatFamily | None:
     """Returns the family that matches the template, or None."""
-    claiming = [family for family in _load_families() if family.matches(template)]
-    assert len(claiming) < 2, f"claimed by {', '.join(type(f).__module__ for f in claiming)}"
-    return claiming[0] if claiming else None
+    matching = {
+        name: family for name, family in load_families().items() if family.matches(template)
+    }
+    assert len(matching) < 2, f"matched by {', '.join(matching)}"
+    return next(iter(matching.values()), None)
 
 
 @cache
-def _load_families() -> tuple[ChatFamily, ...]:
-    """Loads all families. Families have no state."""
-    found: list[ChatFamily] = []
-    for module in pkgutil.iter_modules(families.__path__):
-        found.append(import_module(f"{families.__name__}.{module.name}").Family())
-    return tuple(found)
+def load_families() -> Mapping[str, ChatFamily]:
+    """Loads all families, by name. Families have no state."""
+    loaded: dict[str, ChatFamily] = {}
+    for info in pkgutil.iter_modules(families.__path__):
+        module = import_module(f"{families.__name__}.{info.name}")
+        table = getattr(module, "FAMILIES", None)
+        loaded |= {info.name: module.Family()} if table is None else table
+    return loaded

@@ -31,8 +31,8 @@ from app.grammar.constraint import (
     ReasoningTags,
     build_constraint,
 )
-from app.text.families import glm, harmony, hermes, llama3, minimax
-from app.text.family import ChatFamily
+from app.text.families import harmony
+from app.text.family import ChatFamily, load_families
 from app.text.generic_tool_calls import GenericFamily
 from app.text.syntax.output_parser import (
     Content,
@@ -45,6 +45,10 @@ from app.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.engine.harness import grammar_compiler
 
+HERMES = load_families()["hermes"]
+GLM = load_families()["glm"]
+MINIMAX = load_families()["minimax"]
+LLAMA3 = load_families()["llama3"]
 THINK = ReasoningTags(open="<think>", close="</think>")
 MARKERS = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>"),
@@ -184,9 +188,9 @@ STRICT = (
     tool("paint", strict=True, colour={"enum": ["red", "green"]}),
 )
 FAMILIES: dict[str, tuple[ChatFamily, ReasoningTags]] = {
-    "hermes": (hermes.Family(), THINK),
+    "hermes": (HERMES, THINK),
     "plain": (GenericFamily(), THINK),
-    "glm": (glm.Family(), THINK),
+    "glm": (GLM, THINK),
     "harmony": (
         harmony.Family(),
         ReasoningTags(open="<|channel|>analysis<|message|>", close="<|end|>"),
@@ -348,7 +352,7 @@ def test_reasoning_ends_at_its_budget(budget: int) -> None:
     turn = AnswerStart(reasoning_tags=THINK, in_reasoning=True, thinking_budget=budget)
     # an end of several tokens would not be counted by token
     answers = write_answers(
-        writer, OutputRequirements(), turn, hermes.Family(), seed=f"h{budget}", ends=MARKERS
+        writer, OutputRequirements(), turn, HERMES, seed=f"h{budget}", ends=MARKERS
     )
     assert all(len(join_reasoning(pieces).encode()) <= budget for pieces in answers)
 
@@ -356,7 +360,7 @@ def test_reasoning_ends_at_its_budget(budget: int) -> None:
 def test_a_thinking_budget_does_not_prevent_calls() -> None:
     writer = Writer(tokens=True)
     turn = AnswerStart(reasoning_tags=THINK, in_reasoning=True, thinking_budget=2)
-    constraint = writer.build(OutputRequirements(tools=TOOLS), turn, hermes.Family())
+    constraint = writer.build(OutputRequirements(tools=TOOLS), turn, HERMES)
     matcher = writer.make_matcher(constraint.grammar)
     answer = 'x</think>Now: <tool_call>{"name": "count", "arguments": {}}</tool_call>'
     ids = writer.tokenizer.encode(answer, add_special_tokens=False)
@@ -379,10 +383,7 @@ def test_without_requirements_there_is_no_grammar() -> None:
     ):
         if requirements.choice == "none":
             continue  # the caller omits the tools
-        assert (
-            writer.build(requirements, AnswerStart(reasoning_tags=THINK), hermes.Family()).grammar
-            is None
-        )
+        assert writer.build(requirements, AnswerStart(reasoning_tags=THINK), HERMES).grammar is None
 
 
 CODE_TOOL = tool("code", strict=True, of={"type": "string", "pattern": "^[A-Z]{3}$"})
@@ -395,7 +396,7 @@ def test_functions_are_called_in_json_where_the_syntax_cannot_enforce_their_sche
 ) -> None:
     """After the marker of the family, which the model writes to begin a call."""
     requirements = OutputRequirements(tools=(CODE_TOOL,), choice=choice)
-    constraint = writer.build(requirements, AnswerStart(reasoning_tags=None), minimax.Family())
+    constraint = writer.build(requirements, AnswerStart(reasoning_tags=None), MINIMAX)
     assert isinstance(constraint.family, GenericFamily)
     matcher = writer.make_matcher(constraint.grammar)
     ids = writer.tokenizer.encode(CODE_CALL, add_special_tokens=False)
@@ -413,7 +414,7 @@ def test_white_space_may_come_before_a_call_after_a_role_header(writer: Writer) 
     constraint = writer.build(
         OutputRequirements(tools=TOOLS, choice="required"),
         AnswerStart(reasoning_tags=THINK),
-        glm.Family(),
+        GLM,
     )
     text = "\n<think></think>\n<tool_call>count\n<arg_key>to</arg_key>\n<arg_value>3</arg_value>"
     ids = writer.tokenizer.encode(text, add_special_tokens=False)
@@ -424,7 +425,7 @@ def test_llama_prose_beside_strict_calls_may_contain_braces_but_not_begin_with_o
     writer: Writer,
 ) -> None:
     constraint = writer.build(
-        OutputRequirements(tools=STRICT), AnswerStart(reasoning_tags=None), llama3.Family()
+        OutputRequirements(tools=STRICT), AnswerStart(reasoning_tags=None), LLAMA3
     )
     matcher = writer.make_matcher(constraint.grammar)
     code = list(b"Look:\n{\n  [a]\n</b>\n}")
@@ -435,7 +436,7 @@ def test_llama_prose_beside_strict_calls_may_contain_braces_but_not_begin_with_o
 
 def test_a_composed_grammar_lists_the_params_of_its_schemas(writer: Writer) -> None:
     requirements = OutputRequirements(grammar=ANSWER, tools=TOOLS)
-    constraint = writer.build(requirements, AnswerStart(reasoning_tags=None), hermes.Family())
+    constraint = writer.build(requirements, AnswerStart(reasoning_tags=None), HERMES)
     assert isinstance(constraint.grammar, LarkGrammar)
     assert {part.param for part in constraint.grammar.parts} == {
         "response_format.json_schema.schema",
@@ -454,7 +455,7 @@ def test_an_error_in_a_generated_schema_names_the_field_that_it_was_generated_fr
     constraint = writer.build(
         OutputRequirements(tools=(edit,), choice="required"),
         AnswerStart(reasoning_tags=None),
-        hermes.Family(),
+        HERMES,
     )
     assert constraint.grammar is not None
     with pytest.raises(AppError, match=f"^{source} is invalid: ") as caught:
@@ -465,7 +466,7 @@ def test_an_error_in_a_generated_schema_names_the_field_that_it_was_generated_fr
 
 def test_prose_around_strict_calls_cannot_contain_the_start_of_a_call(writer: Writer) -> None:
     constraint = writer.build(
-        OutputRequirements(tools=STRICT), AnswerStart(reasoning_tags=None), hermes.Family()
+        OutputRequirements(tools=STRICT), AnswerStart(reasoning_tags=None), HERMES
     )
     matcher = writer.make_matcher(constraint.grammar)
     free = list(b'see <tool_call>{"name": "count", "arguments": {"to": "many"}}</tool_call>')

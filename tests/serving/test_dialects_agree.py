@@ -7,7 +7,6 @@ rejects them.
 
 import asyncio
 import json
-import pkgutil
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,8 +20,7 @@ from app.core.jobs import Job, JobUpdate, Token
 from app.core.ports import Submission
 from app.core.settings import Settings
 from app.runners.thread_runner import ThreadRunner
-from app.text import families
-from app.text.family import find_family
+from app.text.family import find_family, load_families
 from tests import tiny
 from tests.api.asgi import Conversation as Exchange
 from tests.api.asgi import Reply
@@ -63,12 +61,13 @@ def _list_families() -> dict[str, str]:
     """A template of each family, by the name of the family's module; "generic" is that of a
     template without one."""
     found = {name: CHATML.replace("MARKER", marker) for name, marker in MARKERS.items()}
+    families = load_families()
     for name, source in sorted(templates(SHARED).items()) if SHARED.is_dir() else ():
         if name not in MADE_FOR_OTHER_CONVERSATIONS:
             family = find_family(source)
-            module = "generic" if family is None else type(family).__module__.rpartition(".")[2]
+            name = next((name for name, known in families.items() if known is family), "generic")
             # FireFunction's prompt has the time in seconds
-            found.setdefault(module, source.replace(" + datetime +", " +"))
+            found.setdefault(name, source.replace(" + datetime +", " +"))
     return found
 
 
@@ -283,6 +282,5 @@ def test_every_dialect_gives_the_same_greedy_ids(shared: Path, tmp_path: Path, f
 
 def test_every_family_has_a_template(shared: Path) -> None:
     for name in MARKERS:
-        assert type(find_family(FAMILIES[name])).__module__.endswith(f".{name}")
-    modules = {module.name for module in pkgutil.iter_modules(families.__path__)}
-    assert modules | {"generic"} == set(FAMILIES)
+        assert find_family(FAMILIES[name]) is load_families()[name]
+    assert {*load_families(), "generic"} == set(FAMILIES)

@@ -1,17 +1,16 @@
 """Chat families: the family of a template, and common behaviour."""
 
 import pkgutil
-from importlib import import_module
 from pathlib import Path
 
 from app.grammar.constraint import ReasoningTags
 from app.text import families
-from app.text.family import ChatFamily, find_family
+from app.text.family import ChatFamily, find_family, load_families
 from tests.rows import rows
 from tests.text.families.reading import check_text, join_content, join_reasoning
 from tests.text.families.rows import roundtrip, templates
 
-MODULES = sorted(module.name for module in pkgutil.iter_modules(families.__path__))
+FAMILIES = load_families()
 TAGS = ReasoningTags(open="<think>", close="</think>")
 
 # these render tools, but no call syntax
@@ -42,18 +41,19 @@ def test_no_family_claims_a_template_without_calls():
     assert find_family("") is None
 
 
-@rows("module", MODULES)
-def test_a_family_is_a_class_with_markers_and_its_own_test(module):
-    family = import_module(f"{families.__name__}.{module}").Family()
-    assert isinstance(family, ChatFamily)
-    assert all(family.markers)
-    assert (Path(__file__).parent / "families" / f"test_{module}.py").is_file()
+def test_a_module_has_its_own_tests():
+    for module in pkgutil.iter_modules(families.__path__):
+        assert [*(Path(__file__).parent / "families").glob(f"test_{module.name}*.py")], module.name
 
 
-@rows("module", MODULES)
-def test_no_family_claims_a_text_with_think_tags_only(module):
-    family = import_module(f"{families.__name__}.{module}").Family()
-    assert not family.matches("{{ '<think>' }}{{ messages[0].content }}{{ '</think>' }}")
+@rows("name", FAMILIES)
+def test_a_family_has_markers(name):
+    assert all(FAMILIES[name].markers)
+
+
+@rows("name", FAMILIES)
+def test_no_family_claims_a_text_with_think_tags_only(name):
+    assert not FAMILIES[name].matches("{{ '<think>' }}{{ messages[0].content }}{{ '</think>' }}")
 
 
 @rows(

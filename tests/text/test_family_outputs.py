@@ -2,15 +2,13 @@
 was not closed, and arguments that models write with the usual errors are valid JSON."""
 
 import json
-import pkgutil
 from collections.abc import Collection
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.grammar.constraint import ReasoningTags
-from app.text import families
-from app.text.family import ChatFamily
+from app.text.family import ChatFamily, load_families
 from app.text.generic_tool_calls import GenericFamily
 from app.text.syntax.output_parser import OutputPart
 from tests.rows import rows
@@ -53,7 +51,7 @@ def find_tags(family: ChatFamily) -> ReasoningTags:
 
 
 def test_each_family_has_a_sample() -> None:
-    assert sorted(module.name for module in pkgutil.iter_modules(families.__path__)) == MODULES
+    assert sorted(load_families()) == MODULES
     for module in MODULES:
         pieces = check_text(load_family(module), SAMPLES[module], tools=TOOLS)
         assert [(call.name, json.loads(call.arguments)) for call in collect_calls(pieces)] == [

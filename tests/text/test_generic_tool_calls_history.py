@@ -6,31 +6,24 @@ import pytest
 
 from app.core.errors import AppError
 from app.core.requests import Message, ToolCall
-from app.text.families import (
-    deepseek_v31,
-    gigachat_31,
-    granite,
-    harmony,
-    hermes,
-    lfm2,
-    mistral_v13,
-    qwen_coder,
-)
-from app.text.family import ChatFamily
+from app.text.families import granite, harmony, lfm2
+from app.text.family import ChatFamily, load_families
 from app.text.generic_tool_calls import inline_tool_calls
 from app.text.syntax.output_parser import ToolCallArguments, ToolCallStart
 from tests.text.families.rows import template
 from tests.text.templates import USER, WEATHER, build_prompt, calls, make_prompt_builder, result
 
+HERMES = load_families()["hermes"]
+MISTRAL_V13 = load_families()["mistral_v13"]
+QWEN_CODER = load_families()["qwen_coder"]
+GIGACHAT_31 = load_families()["gigachat_31"]
 TWO = (
     ToolCall(id="a", name="get_weather", arguments='{"city": "Os\\"lo", "in": [1, null, true]}'),
     ToolCall(id="b", name="now", arguments=""),
 )
 
 
-@pytest.mark.parametrize(
-    "family", [hermes.Family(), granite.Family(), lfm2.Family(), mistral_v13.Family()]
-)
+@pytest.mark.parametrize("family", [HERMES, granite.Family(), lfm2.Family(), MISTRAL_V13])
 def test_rendered_calls_are_parsed_back(family: ChatFamily) -> None:
     text = family.render_calls(TWO)
     assert text is not None
@@ -45,7 +38,7 @@ def test_rendered_calls_are_parsed_back(family: ChatFamily) -> None:
 
 
 def test_calls_are_rendered_in_the_syntax_of_the_model() -> None:
-    assert deepseek_v31.Family().render_calls(TWO[1:]) == (
+    assert load_families()["deepseek_v31"].render_calls(TWO[1:]) == (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}"
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     )
@@ -55,7 +48,7 @@ def test_calls_are_rendered_in_the_syntax_of_the_model() -> None:
     )
 
 
-@pytest.mark.parametrize("family", [harmony.Family(), qwen_coder.Family(), gigachat_31.Family()])
+@pytest.mark.parametrize("family", [harmony.Family(), QWEN_CODER, GIGACHAT_31])
 def test_calls_that_a_family_cannot_render_become_json_text(family: ChatFamily) -> None:
     """A header is not content, values between tags are not JSON, or a turn has only one call."""
     assert family.render_calls(TWO) is None
@@ -68,7 +61,7 @@ def test_calls_that_a_family_cannot_render_become_json_text(family: ChatFamily) 
 
 def test_text_before_the_calls_stays_before_them() -> None:
     history = [USER, calls("Oslo", content="Let me see."), result("Oslo")]
-    turns = inline_tool_calls(history, hermes.Family(), keep_results=True)
+    turns = inline_tool_calls(history, HERMES, keep_results=True)
     assert [turn.role for turn in turns] == ["user", "assistant", "tool"]
     assert (turns[1].content or "").startswith("Let me see.\n<tool_call>\n")
     assert not turns[1].tool_calls

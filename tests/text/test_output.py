@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from app.core.events import ReasoningDelta, TextDelta, ToolCallDelta
 from app.core.jobs import Token
 from app.grammar.constraint import ReasoningTags
-from app.text.families.hermes import Family
+from app.text.family import load_families
 from app.text.output import ChoiceOutputProcessor, OutputOptions
 from app.text.tokenizer import Tokenizer
 from tests import tiny
@@ -79,6 +79,7 @@ def test_invalid_bytes_are_emitted_at_the_end_with_their_logprobs(raw: bytes, te
 
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "a日"}}\n</tool_call>'
+HERMES = load_families()["hermes"]
 THINK = ReasoningTags(open="<think>", close="</think>")
 Ends = st.lists(st.text(st.sampled_from("ab日🎉"), min_size=1, max_size=3), max_size=3)
 Segments = st.lists(
@@ -100,7 +101,7 @@ def make_hermes_processor(
         choice=choice,
         prompt_ids=(65,),
         options=OutputOptions(stop_strings=stops, **options),
-        parser=Family().build_parser(tools=[WEATHER], tags=THINK, in_reasoning=in_reasoning),
+        parser=HERMES.build_parser(tools=[WEATHER], tags=THINK, in_reasoning=in_reasoning),
     )
 
 
@@ -153,7 +154,7 @@ def test_an_answer_does_not_depend_on_token_boundaries(
         choice=0,
         prompt_ids=(65,),
         options=OutputOptions(stop_strings=tuple(stops)),
-        parser=Family().build_parser(tools=[WEATHER], tags=THINK, in_reasoning=False),
+        parser=HERMES.build_parser(tools=[WEATHER], tags=THINK, in_reasoning=False),
     )
     assert fold_deltas(feed_all(two, ids)) == bytewise
     assert (one.stopped, one.matched_stop, one.num_tool_calls) == (
@@ -257,7 +258,7 @@ def test_a_second_call_is_cut_off_with_long_tokens_too() -> None:
         choice=0,
         prompt_ids=(65,),
         options=OutputOptions(return_token_ids=True, parallel_tool_calls=False),
-        parser=Family().build_parser(tools=[WEATHER], tags=None, in_reasoning=False),
+        parser=HERMES.build_parser(tools=[WEATHER], tags=None, in_reasoning=False),
     )
     assert tokenizer.added_token_to_id(CALL) == ids[-1]
     deltas = feed_all(processor, ids)
@@ -278,7 +279,7 @@ def test_special_tokens_are_parsed_only_as_markers() -> None:
             choice=0,
             prompt_ids=(65,),
             options=OutputOptions(visible_special_ids=visible),
-            parser=Family().build_parser(tools=[], tags=THINK, in_reasoning=False),
+            parser=HERMES.build_parser(tools=[], tags=THINK, in_reasoning=False),
         )
         return fold_deltas(feed_all(processor, raw))
 

@@ -27,12 +27,10 @@ _THOUGHT, _THOUGHT_END = "<|inner_prefix|>", "<|inner_suffix|>"
 
 
 class Family(MarkedFamily):
+    template_marks = (_CALLS, _CALLS_END)
     call_markers = (_CALLS,)
     call_close = _CALLS_END
     markers = (_CALLS, _CALLS_END, _THOUGHT, _THOUGHT_END)
-
-    def matches(self, template: str) -> bool:
-        return _CALLS in template and _CALLS_END in template
 
     def reasoning_tags(self, template: str) -> ReasoningTags | None:
         return ReasoningTags(open=_THOUGHT, close=_THOUGHT_END)

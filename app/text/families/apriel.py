@@ -15,9 +15,8 @@ Source: ServiceNow's chat templates of Apriel 1.5 and 1.6. Their system prompts 
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
-from app.text.syntax.json_calls import CallOutcome, build_call_expression, parse_calls
-from app.text.syntax.marked_calls import MarkedFamily
+from app.grammar.constraint import ReasoningTags
+from app.text.syntax.json_family import JsonFamily, JsonLayout
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
@@ -26,13 +25,15 @@ _STEPS = "Here are my reasoning steps:"
 _FINAL, _FINAL_END = "[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"
 
 
-class Family(MarkedFamily):
-    call_markers = (_CALLS,)
-    call_close = _CALLS_END
-    markers = (_CALLS, _CALLS_END, _FINAL, _FINAL_END)
-
-    def matches(self, template: str) -> bool:
-        return f"{_CALLS}[" in template and _FINAL in template
+class Family(JsonFamily):
+    def __init__(self) -> None:
+        super().__init__(
+            JsonLayout(before=f"{_CALLS}[", between=", ", after=f"]{_CALLS_END}"),
+            template_marks=(f"{_CALLS}[", _FINAL),
+            call_markers=(_CALLS,),
+            call_close=_CALLS_END,
+            markers=(_CALLS, _CALLS_END, _FINAL, _FINAL_END),
+        )
 
     def reasoning_tags(self, template: str) -> ReasoningTags | None:
         return ReasoningTags(open=_STEPS, close=_FINAL)
@@ -42,19 +43,3 @@ class Family(MarkedFamily):
     ) -> Resumable[None]:
         output.hide(_FINAL, _FINAL_END)
         yield from super().parse_tool_calls(reader, output, tools)
-
-    def parse_marked(
-        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
-    ) -> Resumable[CallOutcome]:
-        return (yield from parse_calls(reader, output))
-
-    def build_tool_call_grammar(
-        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
-    ) -> ToolCallGrammar | None:
-        return ToolCallGrammar(
-            before=literal(f"{_CALLS}["),
-            calls=tuple(build_call_expression(tool, literal, json_schema) for tool in tools),
-            between=literal(", "),
-            after=literal(f"]{_CALLS_END}"),
-            trigger=_CALLS,
-        )

@@ -1,4 +1,5 @@
-"""Cohere's Command R7B and Command A delimit each part of the output with special tokens.
+"""Cohere's models write tool calls as a JSON list of actions. Command R7B, Command A and Cohere2MoE
+delimit each part of the output with special tokens, and Cohere2MoE has its own tokens around text.
 
     <|START_THINKING|>I think…<|END_THINKING|>
     <|START_ACTION|>[
@@ -6,10 +7,23 @@
     ]<|END_ACTION|>
     <|START_RESPONSE|>It rains.<|END_RESPONSE|>
 
-The output has no line breaks between the parts. Source: the chat templates of these models.
+The output has no line breaks between the parts. Command R and R+ of 2024 write the list in a code
+block after a keyword:
 
-Knows: these tokens, the keys of an action. Must not know: the JSON parser, the validation of
-arguments.
+    Action:
+    ```json
+    [
+        {
+            "tool_name": "get_weather",
+            "parameters": {"city": "Oslo"}
+        }
+    ]
+    ```
+
+Knows: these tokens, the code block, the keys of an action. Must not know: the JSON parser, the
+validation of arguments.
+
+Source: the chat templates of these models.
 """
 
 from collections.abc import Sequence
@@ -23,9 +37,10 @@ from app.text.syntax.reader import Reader, Resumable
 
 _THINKING, _THINKING_END = "<|START_THINKING|>", "<|END_THINKING|>"
 _ACTION, _ACTION_END = "<|START_ACTION|>", "<|END_ACTION|>"
+_KEYWORD, _FENCE = "Action:", "```"
 
 
-class Family(MarkedFamily):
+class _Cohere(MarkedFamily):
     call_markers = (_ACTION,)
     call_close = _ACTION_END
     content_prefix = "<|START_RESPONSE|>"
@@ -41,7 +56,7 @@ class Family(MarkedFamily):
     def parse_marked(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
     ) -> Resumable[CallOutcome]:
-        return (yield from parse_actions(reader, output))
+        return (yield from _parse_actions(reader, output))
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
@@ -66,8 +81,51 @@ class Family(MarkedFamily):
         )
 
 
-def parse_actions(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
-    """Parses calls with Cohere's keys."""
+class _CohereMoe(_Cohere):
+    content_prefix = "<|START_TEXT|>"
+    content_suffix = "<|END_TEXT|>"
+    markers = (*_Cohere.markers, content_prefix, content_suffix)
+
+
+class _CommandR(MarkedFamily):
+    template_marks = ('"tool_name": title of the tool',)
+    call_markers = (_KEYWORD,)
+    call_close = _FENCE
+
+    def parse_marked(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[CallOutcome]:
+        yield from reader.skip_space()
+        if (yield from reader.accept(_FENCE, f"{_FENCE}json")) is None:
+            return "none"
+        return (yield from _parse_actions(reader, output))
+
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        return ToolCallGrammar(
+            before=literal(f"{_KEYWORD}\n{_FENCE}json\n[\n"),
+            calls=tuple(
+                " ".join(
+                    (
+                        literal(f'    {{\n        "tool_name": "{tool.name}",\n'),
+                        literal('        "parameters": '),
+                        json_schema(tool),
+                        literal("\n    }"),
+                    )
+                )
+                for tool in tools
+            ),
+            between=literal(",\n"),
+            after=literal(f"\n]\n{_FENCE}"),
+            trigger=f"{_KEYWORD}\n{_FENCE}json",
+        )
+
+
+FAMILIES = {"cohere": _Cohere(), "cohere_moe": _CohereMoe(), "command_r": _CommandR()}
+
+
+def _parse_actions(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
     return (yield from parse_calls(reader, output, _parse_action))
 
 

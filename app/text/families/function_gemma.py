@@ -23,12 +23,10 @@ _OPEN, _CLOSE, _QUOTE = "<start_function_call>", "<end_function_call>", "<escape
 
 
 class Family(MarkedFamily):
+    template_marks = (_OPEN,)
     call_markers = (_OPEN,)
     call_close = _CLOSE
     markers = (_OPEN, _CLOSE, _QUOTE)
-
-    def matches(self, template: str) -> bool:
-        return _OPEN in template
 
     def parse_marked(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]

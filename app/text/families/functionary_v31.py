@@ -28,11 +28,9 @@ _NAME = re.compile(r"[^\s<>{]+")
 
 
 class Family(ChatFamily):
+    template_marks = (f'{_OPEN}example_function_name>{{"',)
     markers = (_PYTHON,)
     call_markers = (_OPEN, _PYTHON)
-
-    def matches(self, template: str) -> bool:
-        return f'{_OPEN}example_function_name>{{"' in template
 
     def parse_call(
         self,

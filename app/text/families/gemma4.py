@@ -30,12 +30,10 @@ _RESPONSE = "<|tool_response>"
 
 
 class Family(MarkedFamily):
+    template_marks = (f"{_OPEN}call:",)
     call_markers = (_OPEN,)
     call_close = _CLOSE
     markers = (_OPEN, _CLOSE, _QUOTE, _CHANNEL, _CHANNEL_END, _RESPONSE)
-
-    def matches(self, template: str) -> bool:
-        return f"{_OPEN}call:" in template
 
     def reasoning_tags(self, template: str) -> ReasoningTags | None:
         if _CHANNEL not in template:

@@ -45,14 +45,13 @@ _RECIPIENT = re.compile(r"[^\s<]{1,256}")
 
 
 class Family(TaggedFamily):
-    call_tags = _TAGS
-    markers = (_START, _MESSAGE, *_ENDS, _TAGS.before, _TAGS.after)
     content_prefix = f" to=user{_MESSAGE}"
     # the first message was opened by the prompt
     reasoning_separator = _ASSISTANT
 
-    def matches(self, template: str) -> bool:
-        return _TAGS.before in template
+    def __init__(self) -> None:
+        super().__init__(_TAGS, template_marks=(_TAGS.before,))
+        self.markers = (_START, _MESSAGE, *_ENDS, _TAGS.before, _TAGS.after)
 
     def reasoning_tags(self, template: str) -> ReasoningTags | None:
         return _THINK

@@ -14,9 +14,7 @@ token.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
-from app.text.syntax.json_calls import CallOutcome, build_call_expression, parse_calls
-from app.text.syntax.marked_calls import MarkedFamily
+from app.text.syntax.json_family import JsonFamily, JsonLayout
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
@@ -24,12 +22,14 @@ _CALLS, _CALLS_IN_LETTERS = "<|tool_call|>", "<tool_call>"
 _RESPONSE, _RESPONSE_END = "<response>", "</response>"
 
 
-class Family(MarkedFamily):
-    call_markers = (_CALLS, _CALLS_IN_LETTERS)
-    markers = (_CALLS,)
-
-    def matches(self, template: str) -> bool:
-        return _CALLS in template and "<|start_of_role|>" in template
+class Family(JsonFamily):
+    def __init__(self) -> None:
+        super().__init__(
+            JsonLayout(before=f"{_CALLS}[", between=", ", after="]"),
+            template_marks=(_CALLS, "<|start_of_role|>"),
+            call_markers=(_CALLS, _CALLS_IN_LETTERS),
+            markers=(_CALLS,),
+        )
 
     def parse_tool_calls(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
@@ -40,19 +40,3 @@ class Family(MarkedFamily):
                 output.add_marker()
                 output.hide(_RESPONSE_END)
         yield from super().parse_tool_calls(reader, output, tools)
-
-    def parse_marked(
-        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
-    ) -> Resumable[CallOutcome]:
-        return (yield from parse_calls(reader, output))
-
-    def build_tool_call_grammar(
-        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
-    ) -> ToolCallGrammar | None:
-        return ToolCallGrammar(
-            before=literal(f"{_CALLS}["),
-            calls=tuple(build_call_expression(tool, literal, json_schema) for tool in tools),
-            between=literal(", "),
-            after=literal("]"),
-            trigger=_CALLS,
-        )

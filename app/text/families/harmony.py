@@ -58,13 +58,11 @@ class _Header:
 
 
 class Family(ChatFamily):
+    template_marks = (f"{_CHANNEL}analysis{_MESSAGE}",)
     markers = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
     content_prefix = f"{_CHANNEL}final{_MESSAGE}"
     # the first message was opened by the prompt
     reasoning_separator = f"{_START}assistant"
-
-    def matches(self, template: str) -> bool:
-        return f"{_CHANNEL}analysis{_MESSAGE}" in template
 
     def reasoning_tags(self, template: str) -> ReasoningTags | None:
         return ReasoningTags(open=f"{_CHANNEL}analysis{_MESSAGE}", close="<|end|>")

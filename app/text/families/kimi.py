@@ -33,12 +33,10 @@ _PARTS = re.compile(r"(?P<full>functions\.)?(?P<name>.+?)(?P<index>:[0-9]+)?")
 
 
 class Family(MarkedFamily):
+    template_marks = (_CALL, _ARGUMENTS)
     call_markers = (_SECTION, _CALL)
     call_close = _SECTION_END
     markers = (_SECTION, _SECTION_END, _CALL, _ARGUMENTS, _CALL_END, "<think>", "</think>")
-
-    def matches(self, template: str) -> bool:
-        return _CALL in template and _ARGUMENTS in template
 
     def parse_marked(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]

@@ -30,12 +30,10 @@ _FENCE = "```"
 
 
 class Family(MarkedFamily):
+    template_marks = (_OPEN, _THOUGHT)
     call_markers = (_OPEN,)
     call_close = _CLOSE
     markers = (_OPEN, _CLOSE, _THOUGHT, _THOUGHT_END)
-
-    def matches(self, template: str) -> bool:
-        return _OPEN in template and _THOUGHT in template
 
     def reasoning_tags(self, template: str) -> ReasoningTags | None:
         return ReasoningTags(open=_THOUGHT, close=_THOUGHT_END)

@@ -32,12 +32,10 @@ _WORD = re.compile(r"[^\s<]+")
 
 
 class Family(MarkedFamily):
+    template_marks = (_OPEN, _NAME)
     call_markers = (_OPEN,)
     call_close = _CLOSE
     markers = ("<think>", "</think>")
-
-    def matches(self, template: str) -> bool:
-        return _OPEN in template and _NAME in template
 
     def parse_marked(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]

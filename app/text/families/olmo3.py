@@ -22,12 +22,10 @@ _OPEN, _CLOSE = "<function_calls>", "</function_calls>"
 
 
 class Family(MarkedFamily):
+    template_marks = (_OPEN, "<functions>")
     call_markers = (_OPEN,)
     call_close = _CLOSE
     markers = (_OPEN, _CLOSE, "<think>", "</think>")
-
-    def matches(self, template: str) -> bool:
-        return _OPEN in template and "<functions>" in template
 
     def parse_marked(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]

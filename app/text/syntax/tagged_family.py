@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from app.core.requests import Tool
-from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
 from app.text.family import ChatFamily
 from app.text.syntax.json_calls import build_call_expression
 from app.text.syntax.output_parser import OutputBuilder
@@ -219,10 +219,25 @@ def _escape_regex(text: str) -> str:
 
 
 class TaggedFamily(ChatFamily):
-    call_tags: CallTags
+    def __init__(
+        self,
+        tags: CallTags,
+        *,
+        template_marks: Sequence[str],
+        markers: Sequence[str] = (),
+        reasoning: ReasoningTags | None = None,
+    ) -> None:
+        """markers: the parts of the syntax that may be special tokens.
+        reasoning: the tags of reasoning if they are not `<think>` and `</think>`."""
+        self.call_tags = tags
+        self.call_markers = tags.start_markers
+        self.template_marks = tuple(template_marks)
+        self._reasoning = reasoning or ReasoningTags(open="<think>", close="</think>")
+        self.markers = (*markers, self._reasoning.open, self._reasoning.close)
 
-    def __init__(self) -> None:
-        self.call_markers = self.call_tags.start_markers
+    def reasoning_tags(self, template: str) -> ReasoningTags | None:
+        tags = self._reasoning
+        return tags if tags.close in template else super().reasoning_tags(template)
 
     def parse_call(
         self,

@@ -1,9 +1,6 @@
 """A call of each family as a model generates it: `get_weather` with the city Oslo."""
 
-from importlib import import_module
-
-from app.text import families
-from app.text.family import ChatFamily
+from app.text.family import ChatFamily, load_families
 
 _JSON = '{"name": "get_weather", "arguments": {"city": "Oslo"}}'
 _DSML = (
@@ -91,5 +88,5 @@ SAMPLES = {
 WITHOUT_REASONING = ("functionary_v22", "functionary_v32")
 
 
-def load_family(module: str) -> ChatFamily:
-    return import_module(f"{families.__name__}.{module}").Family()
+def load_family(name: str) -> ChatFamily:
+    return load_families()[name]

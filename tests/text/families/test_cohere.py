@@ -2,7 +2,7 @@
 
 from hypothesis import given
 
-from app.text.families.cohere import Family
+from app.text.family import load_families
 from tests.text.families.reading import (
     check_prose,
     check_row,
@@ -16,7 +16,7 @@ from tests.text.families.reading import (
 from tests.text.families.rows import llamacpp, roundtrip, select_rows
 from tests.text.families.walking import FORMS, NOW, TYPES, WEATHER, Walk, check_walks
 
-FAMILY = Family()
+FAMILY = load_families()["cohere"]
 TOOLS = (WEATHER, NOW)
 TAGS = FAMILY.reasoning_tags("")
 

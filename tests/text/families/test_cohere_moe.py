@@ -1,11 +1,11 @@
 """Cohere2MoE."""
 
-from app.text.families.cohere_moe import Family
+from app.text.family import load_families
 from tests.text.families.reading import check_row, check_text, join_content
 from tests.text.families.rows import llamacpp, select_rows
 from tests.text.families.walking import WEATHER, check_walks
 
-FAMILY = Family()
+FAMILY = load_families()["cohere_moe"]
 
 EXCLUDED = {
     "llamacpp-2339-44": "llama.cpp was asked to leave reasoning in the content",

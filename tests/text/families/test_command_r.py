@@ -2,7 +2,7 @@
 
 from hypothesis import given
 
-from app.text.families.command_r import Family
+from app.text.family import load_families
 from tests.text.families.reading import (
     check_row,
     check_text,
@@ -14,7 +14,7 @@ from tests.text.families.reading import (
 from tests.text.families.rows import llamacpp, select_rows
 from tests.text.families.walking import FORMS, NOW, TYPES, WEATHER, check_walks
 
-FAMILY = Family()
+FAMILY = load_families()["command_r"]
 TOOLS = (WEATHER, NOW)
 
 EXCLUDED = {

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.grammar.constraint import ReasoningTags
-from app.text.families.deepseek_r1 import Family
+from app.text.family import load_families
 from tests.text.families.reading import (
     check_prose,
     check_row,
@@ -19,7 +19,7 @@ from tests.text.families.reading import (
 from tests.text.families.rows import llamacpp, ollama, select_rows
 from tests.text.families.walking import TOOLS, WEATHER, check_walks
 
-FAMILY = Family()
+FAMILY = load_families()["deepseek_r1"]
 TAGS = ReasoningTags(open="<think>", close="</think>")
 TEMPLATES = (
     "deepseek-ai-DeepSeek-R1-Distill-Llama-8B.jinja",

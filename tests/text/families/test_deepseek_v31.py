@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.grammar.constraint import ReasoningTags
-from app.text.families.deepseek_v31 import Family
+from app.text.family import load_families
 from tests.text.families.reading import (
     check_prose,
     check_row,
@@ -17,7 +17,7 @@ from tests.text.families.reading import (
 from tests.text.families.rows import llamacpp, ollama, select_rows
 from tests.text.families.walking import TOOLS, WEATHER, Walk, check_walks
 
-FAMILY = Family()
+FAMILY = load_families()["deepseek_v31"]
 TAGS = ReasoningTags(open="<think>", close="</think>")
 TEMPLATE = "deepseek-ai-DeepSeek-V3.1.jinja"
 MARKERS = (

@@ -2,7 +2,7 @@
 
 from hypothesis import given
 
-from app.text.families.functionary_v22 import Family
+from app.text.family import load_families
 from tests.text.families.reading import (
     check_prose,
     check_text,
@@ -14,7 +14,7 @@ from tests.text.families.reading import (
 from tests.text.families.rows import template
 from tests.text.families.walking import NOW, TOOLS, WEATHER, Walk, check_walks
 
-FAMILY = Family()
+FAMILY = load_families()["functionary_v22"]
 NEXT = "\n<|from|>assistant\n<|recipient|>"
 MARKERS = (NEXT, "all\n<|content|>", "get_weather\n<|content|>", "<|from|>", "<|content|>")
 

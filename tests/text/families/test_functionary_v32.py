@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 
-from app.text.families.functionary_v32 import Family
+from app.text.family import load_families
 from tests.text.families.reading import (
     check_prose,
     check_row,
@@ -16,7 +16,7 @@ from tests.text.families.reading import (
 from tests.text.families.rows import llamacpp, select_rows
 from tests.text.families.walking import NOW, TOOLS, WEATHER, Walk, check_walks
 
-FAMILY = Family()
+FAMILY = load_families()["functionary_v32"]
 TEMPLATE = "meetkai-functionary-medium-v3.2.jinja"
 MARKERS = (">>>", "all\n", "get_weather\n", ">>>all\n", ">>>get_weather\n")
 

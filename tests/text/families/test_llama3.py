@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 
 from app.core.requests import Tool
-from app.text.families.llama3 import Family
+from app.text.family import load_families
 from tests.text.families.reading import (
     check_prose,
     check_row,
@@ -18,7 +18,7 @@ from tests.text.families.reading import (
 from tests.text.families.rows import llamacpp, roundtrip, select_rows
 from tests.text.families.walking import NOW, TOOLS, WEATHER, check_spelling, check_walks
 
-FAMILY = Family()
+FAMILY = load_families()["llama3"]
 TEMPLATES = (
     "meta-llama-Llama-3.1-8B-Instruct.jinja",
     "meta-llama-Llama-3.2-3B-Instruct.jinja",

@@ -2,7 +2,7 @@
 
 from hypothesis import given
 
-from app.text.families.llama_pythonic import Family
+from app.text.family import load_families
 from tests.text.families.reading import (
     check_prose,
     check_text,
@@ -14,7 +14,7 @@ from tests.text.families.reading import (
 from tests.text.families.rows import templates
 from tests.text.families.walking import NOW, TOOLS, WEATHER, Walk, check_walks
 
-FAMILY = Family()
+FAMILY = load_families()["llama_pythonic"]
 TEMPLATE = """{{- '<|start_header_id|>system<|end_header_id|>' }}
 {{- "You MUST put it in the format of [func_name1(params_name1=params_value1), func_name2()]" }}"""
 CALLS = '[get_weather(city="Oslo"), now()]'

@@ -2,12 +2,12 @@
 
 from hypothesis import given
 
-from app.text.families.mistral_v11 import Family
+from app.text.family import load_families
 from tests.text.families.reading import check_prose, check_row, check_text, mixtures, prose
 from tests.text.families.rows import llamacpp, roundtrip, select_rows
 from tests.text.families.walking import TOOLS, WEATHER, check_spelling, check_walks
 
-FAMILY = Family()
+FAMILY = load_families()["mistral_v11"]
 TEMPLATES = ("Mistral-Small-3.2-24B-Instruct-2506.jinja",)
 MARKERS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]")
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.grammar.constraint import ReasoningTags
-from app.text.families.mistral_v13 import Family
+from app.text.family import load_families
 from tests.text.families.reading import (
     check_prose,
     check_row,
@@ -19,7 +19,7 @@ from tests.text.families.reading import (
 from tests.text.families.rows import llamacpp, mlx_lm, ollama, roundtrip, select_rows
 from tests.text.families.walking import TOOLS, WEATHER, check_spelling, check_walks
 
-FAMILY = Family()
+FAMILY = load_families()["mistral_v13"]
 TAGS = ReasoningTags(open="[THINK]", close="[/THINK]")
 MINISTRAL = "mistralai-Ministral-3-14B-Reasoning-2512.jinja"
 TEMPLATES = (MINISTRAL, "unsloth-mistral-Devstral-Small-2507.jinja")

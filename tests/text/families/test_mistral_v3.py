@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hypothesis import given
 
-from app.text.families.mistral_v3 import Family
+from app.text.family import load_families
 from tests.text.families.reading import (
     check_prose,
     check_row,
@@ -17,7 +17,7 @@ from tests.text.families.reading import (
 from tests.text.families.rows import llamacpp, roundtrip, select_rows
 from tests.text.families.walking import TOOLS, WEATHER, Walk, check_walks
 
-FAMILY = Family()
+FAMILY = load_families()["mistral_v3"]
 TEMPLATES = ("mistralai-Mistral-Nemo-Instruct-2407.jinja",)
 MARKERS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]")
 

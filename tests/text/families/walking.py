@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from app.core.requests import Tool
 from app.grammar.constraint import ToolCallGrammar
-from app.text.family import ChatFamily
+from app.text.family import ChatFamily, load_families
 from tests.text.families.reading import check_text, collect_calls, join_content
 from tests.text.families.rows import Row
 
@@ -155,7 +155,8 @@ def check_walks(
         tool.name: jsonschema_rs.validator_for(dict(tool.parameters), validate_formats=True)
         for tool in tools
     }
-    rng = random.Random(type(family).__module__)
+    name = next((name for name, known in load_families().items() if known is family), "")
+    rng = random.Random(f"app.text.families.{name}" if name else type(family).__module__)
     names: set[str] = set()
     for _ in range(times):
         text = walk.text(rng)

@@ -3,7 +3,7 @@
 import json
 
 from app.core.requests import Tool
-from app.text.families.qwen_coder import Family
+from app.text.families.tagged_calls import FAMILIES
 from app.text.syntax.parameter_types import STRING_TYPE, get_parameter_types, to_json
 from tests.rows import rows
 from tests.text.families.reading import check_text, collect_calls
@@ -33,7 +33,7 @@ def test_values_have_the_types_of_their_schema(shared):
 def read(raw: str, schema: dict[str, object]) -> object:
     tool = Tool(name="f", description=None, parameters={"properties": {"p": schema}})
     text = f"<tool_call><function=f><parameter=p>{raw}</parameter></function></tool_call>"
-    (call,) = collect_calls(check_text(Family(), text, tools=[tool]))
+    (call,) = collect_calls(check_text(FAMILIES["qwen_coder"], text, tools=[tool]))
     return json.loads(call.arguments)["p"]
 
 

@@ -5,12 +5,11 @@ import json
 import pytest
 
 from app.core.requests import Tool
-from app.text.families.glm import Family as Glm
-from app.text.families.qwen_coder import Family
+from app.text.families.tagged_calls import FAMILIES
 from app.text.syntax.output_parser import ToolCallArguments, ToolCallStart
 from tests.text.families.reading import check_text, collect_calls, join_content, read
 
-FAMILY = Family()
+FAMILY = FAMILIES["qwen_coder"]
 TOOL = Tool(
     name="write",
     description=None,
@@ -163,7 +162,7 @@ def test_names_without_a_tag_follow_the_same_rules():
     text = (
         "<tool_call>write<arg_key>text</arg_key><arg_value>a</arg_value>b</arg_value></tool_call>"
     )
-    (call,) = collect_calls(check_text(Glm(), text, tools=[TOOL]))
+    (call,) = collect_calls(check_text(FAMILIES["glm"], text, tools=[TOOL]))
     assert call.arguments == '{"text": "a</arg_value>b"}'
     for text in ("<tool_call>two words\n</tool_call>", "<tool_call>write", "<tool_call>write\nx"):
-        assert join_content(check_text(Glm(), text, tools=[TOOL])) == text
+        assert join_content(check_text(FAMILIES["glm"], text, tools=[TOOL])) == text

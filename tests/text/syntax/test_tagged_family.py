@@ -6,12 +6,11 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 
 from app.core.requests import Tool
-from app.text.families.glm import Family as Glm
-from app.text.families.qwen_coder import Family
+from app.text.families.tagged_calls import FAMILIES
 from tests.rows import rows
 from tests.text.families.walking import NOW, Walk, arguments_of, check_walks, grammar, spell
 
-FAMILY = Family()
+FAMILY = FAMILIES["qwen_coder"]
 
 
 def tool(schema: Any, **root: Any) -> Tool:
@@ -107,7 +106,9 @@ def test_tags_that_are_tokens_are_produced_as_tokens(shared):
     def encode(text: str) -> list[int]:
         return [id for p in split_tags(text) for id in ids.get(p) or tokenizer.tokenize_str(p)]
 
-    syntax = Glm().build_tool_call_grammar([tool({"type": "string"})], write_literal, arguments_of)
+    syntax = FAMILIES["glm"].build_tool_call_grammar(
+        [tool({"type": "string"})], write_literal, arguments_of
+    )
     assert syntax is not None
     matcher = LLMatcher(tokenizer, grammar(syntax))
     assert not matcher.is_error(), matcher.get_error()

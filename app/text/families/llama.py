@@ -1,4 +1,4 @@
-"""Parses tool calls of Llama models, in all syntaxes that they use.
+"""Llama models write tool calls as JSON or in Python syntax, with or without a token before them.
 
     {"name": "get_weather", "parameters": {"city": "Oslo"}}
     [get_weather(city="Oslo")]
@@ -6,30 +6,34 @@
     <|python_tag|>brave_search.call(query="Oslo")
 
 Knows: the conditions for a call without the token (it must be at the start of the output and
-contain the name of a tool). Must not know: which syntax a template requests.
+contain the name of a tool), the templates that request each syntax. Must not know: the parsers of
+JSON and Python calls.
 
-Source: Meta's documentation of the prompts of Llama 3.1 to 4, and its chat templates. The templates
-support one call per turn. Models that write several calls separate them with a semicolon, a comma
-or a line break.
+Source: Meta's documentation of the prompts of Llama 3.1 to 4, its chat templates, and vLLM's
+templates for Llama 3.2 and 4. The templates support one call per turn. Models that write several
+calls separate them with a semicolon, a comma or a line break.
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 
 from app.core.requests import Tool
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
 from app.text.family import ChatFamily
-from app.text.syntax.json_calls import CallOutcome, parse_call_object
+from app.text.syntax.json_calls import CallOutcome, build_call_expression, parse_call_object
 from app.text.syntax.marked_calls import parse_marked_call
 from app.text.syntax.output_parser import OutputBuilder
-from app.text.syntax.python_calls import parse_python_call, parse_python_list
+from app.text.syntax.python_calls import build_python_grammar, parse_python_call, parse_python_list
 from app.text.syntax.reader import OnText, Reader, Resumable
 
-PYTHON_TAG, PYTHON_START, PYTHON_END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
+_LLAMA = ("<|start_header_id|>", "<|header_start|>")
+_PYTHON_TAG, _PYTHON_START, _PYTHON_END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
 
 
-class LlamaFamily(ChatFamily):
-    markers = (PYTHON_TAG, PYTHON_START, PYTHON_END)
-    call_markers = (PYTHON_TAG, PYTHON_START)
+class _LlamaFamily(ChatFamily):
+    markers = (_PYTHON_TAG, _PYTHON_START, _PYTHON_END)
+    call_markers = (_PYTHON_TAG, _PYTHON_START)
 
     def parse_tool_calls(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
@@ -52,13 +56,47 @@ class LlamaFamily(ChatFamily):
             output,
             parse=partial(_parse_tagged_call, names=names),
             open=mark,
-            close=PYTHON_END,
+            close=_PYTHON_END,
             ends=self.call_markers,
             on_text=on_text,
         )
         if called:
             yield from _parse_leading_calls(reader, output, names)
         return called
+
+
+class _LlamaJson(_LlamaFamily):
+    template_marks = ('{"name": function name, "parameters"',)
+
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        """Builds a grammar for one call, because the template supports one call per turn."""
+        return ToolCallGrammar(
+            calls=tuple(
+                build_call_expression(tool, literal, json_schema, arguments_key="parameters")
+                for tool in tools
+            ),
+            leading=True,
+        )
+
+
+class _LlamaPythonic(_LlamaFamily):
+    def matches(self, template: str) -> bool:
+        asks = "[func_name1(" in template and '"parameters": dictionary' not in template
+        return asks and any(mark in template for mark in _LLAMA)
+
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        syntax = build_python_grammar(
+            tools, literal, json_schema, before="[", between=", ", after="]", trigger="["
+        )
+        # prose may contain brackets
+        return syntax and replace(syntax, trigger=None, leading=True)
+
+
+FAMILIES = {"llama3": _LlamaJson(), "llama_pythonic": _LlamaPythonic()}
 
 
 def _parse_leading_calls(
@@ -75,7 +113,7 @@ def _parse_leading_calls(
             return
         if outcome == "broken":
             yield from reader.read_before(
-                PYTHON_TAG, PYTHON_START, on_text=lambda text, _: output.add_arguments(text)
+                _PYTHON_TAG, _PYTHON_START, on_text=lambda text, _: output.add_arguments(text)
             )
         output.add_marker()
 

@@ -1,14 +1,14 @@
-"""The base class of families whose output has parts addressed to `all` or to a function.
+"""The output of Functionary 2.2 and 3.2 has parts, each addressed to `all` or to a function.
 
     all
     Let me see.
     >>>get_weather
     {"city": "Oslo"}
 
-Knows: the parser for such an output. Must not know: the separators between the parts.
+Knows: the separators between the parts. Must not know: the JSON parser.
 
-Source: MeetKai's chat templates of Functionary 2 and 3. The prompt ends directly before the first
-recipient.
+Source: MeetKai's chat templates of Functionary medium v2.2 and v3.2. The prompt ends directly
+before the first recipient.
 """
 
 import re
@@ -25,7 +25,7 @@ _ALL = "all"
 _WORD = re.compile(r"[^\s<>]+")
 
 
-class RecipientFamily(ChatFamily):
+class _RecipientFamily(ChatFamily):
     """Parses and constrains outputs with recipients. separator: the text before each recipient
     except the first. gap: the white space before the separator. opening: the text after a
     recipient."""
@@ -83,6 +83,25 @@ class RecipientFamily(ChatFamily):
             return None
         reader.take(len(word))
         return None if (yield from reader.accept(self.opening)) is None else word
+
+
+class _FunctionaryV22(_RecipientFamily):
+    template_marks = ("<|recipient|>", "<|content|>")
+    markers = ("<|from|>", "<|recipient|>", "<|content|>")
+    separator = "<|from|>assistant\n<|recipient|>"
+    gap = "\n"
+    opening = "\n<|content|>"
+    content_prefix = f"{_ALL}{opening}"
+
+
+class _FunctionaryV32(_RecipientFamily):
+    template_marks = (">>>all",)
+    separator = ">>>"
+    opening = "\n"
+    content_prefix = f"{_ALL}{opening}"
+
+
+FAMILIES = {"functionary_v22": _FunctionaryV22(), "functionary_v32": _FunctionaryV32()}
 
 
 def _parse_call(reader: Reader, output: OutputBuilder, name: str) -> Resumable[OnText]:
