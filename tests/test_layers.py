@@ -36,9 +36,7 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
         {"app.core", "app.engine", "app.grammar", "app.runners"}
     ),
     # runs in the process that `app.runners.process_runner` starts
-    "app.runners.worker_server": frozenset(
-        {"app.core", "app.engine", "app.grammar", "app.runners"}
-    ),
+    "app.runners.worker": frozenset({"app.core", "app.engine", "app.grammar", "app.runners"}),
     # the entry point of that process
     "app.runners.worker_main": frozenset({"app.core", "app.engine.wired_memory", "app.runners"}),
     # runs in the process that `app.runners.preflight` starts
@@ -46,7 +44,9 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
     # runs in the process that `app.runners.tokenizer_check` starts
     "app.runners.tokenizer_check_main": frozenset({"app.core", "app.runners", "app.text"}),
     # one engine on several ranks
-    "app.runners.ranks": frozenset({"app.core", "app.engine", "app.grammar", "app.runners.codec"}),
+    "app.runners.ranks": frozenset(
+        {"app.core", "app.engine", "app.grammar", "app.runners.channel"}
+    ),
     "app.serving.prompt_jobs": frozenset({"app.core", "app.text"}),
     "app.serving.embeddings": frozenset({"app.core", "app.text"}),
     "app.serving.generation": frozenset(
@@ -90,7 +90,7 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
     # a client of any server
     "app.bench": frozenset({"app.core"}),
     "app.prove": frozenset(
-        {"app.core", "app.engine", "app.grammar", "app.runners.codec", "app.serving.prompt_jobs"}
+        {"app.core", "app.engine", "app.grammar", "app.runners.channel", "app.serving.prompt_jobs"}
     ),
     "app.commands": EVERYTHING,
     "app.server": EVERYTHING,
@@ -106,6 +106,9 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     # model classes of mlx-lm behind our interface; an optional dependency
     "models.mlx_lm_adapter": frozenset({"mlx", "mlx_lm"}),
     "app.core": frozenset(),
+    # messages that are sent between processes
+    "app.core.jobs": frozenset({"msgspec"}),
+    "app.core.requests": frozenset({"msgspec"}),
     "app.text": frozenset({"tokenizers", "jinja2"}),
     "app.store": frozenset({"orjson"}),
     # the only package that uses the internet, imported only for models of the hub
@@ -120,9 +123,11 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.engine.policy": frozenset(),
     "app.engine.memory_policy": frozenset(),
     "app.runners": frozenset(),
-    "app.runners.codec": frozenset({"orjson"}),
-    "app.runners.worker_client": frozenset({"httpx2"}),
-    "app.runners.worker_server": frozenset({"starlette", "uvicorn"}),
+    "app.runners.channel": frozenset({"msgspec"}),
+    "app.runners.handle": frozenset({"msgspec"}),
+    "app.runners.worker": frozenset({"msgspec"}),
+    "app.runners.worker_protocol": frozenset({"msgspec"}),
+    "app.runners.ranks.protocol": frozenset({"msgspec"}),
     "app.serving.prompt_jobs": frozenset(),
     "app.serving.embeddings": frozenset(),
     "app.serving.generation": frozenset(),

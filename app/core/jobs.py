@@ -14,6 +14,8 @@ An engine thread sends `LoadProgress` while the model loads, then `EngineReady`,
 from dataclasses import dataclass
 from typing import Literal
 
+from msgspec import Struct
+
 from app.core.embeddings import EmbedResult
 from app.core.errors import ErrorKind
 from app.core.requests import Grammar
@@ -23,8 +25,7 @@ from app.core.settings import MEBIBYTE
 IDLE = "idle"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heartbeat:
+class Heartbeat(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """A heartbeat of the engine thread. timestamp_ns: monotonic time in ns. stage: the work that
     the thread started at that time, for example "decode, batch size 8", or `IDLE` while the thread
     waits for work."""
@@ -33,8 +34,7 @@ class Heartbeat:
     stage: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadProgress:
+class LoadProgress(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The progress of a load. progress: a percentage from 0 to 100. allocated_bytes: the bytes held
     by the allocator."""
 
@@ -155,8 +155,7 @@ class ContextLimit:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ledger:
+class Ledger(Struct, frozen=True, kw_only=True, array_like=True):
     """The engine's memory budget and its breakdown, in bytes.
 
     budget: the total that the engine may use. weights: the model's weights. kv: the layer caches of
@@ -196,8 +195,7 @@ class Ledger:
 PREFIX_HIT_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
+class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):
     """Counters since the engine started, and current gauges.
 
     allocated_bytes: the bytes held by the allocator, including its pool of free buffers.
@@ -230,16 +228,14 @@ class EngineStats:
     steps: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineReady:
+class EngineReady(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The model is loaded. stats: the initial statistics, including the ledger."""
 
     stats: EngineStats
     capacity: Capacity
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFailed:
+class EngineFailed(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The engine thread has ended with an error. is_internal_error: whether the cause is a bug, for
     example a failed assertion. The traceback of a bug is in the log. For other errors, `kind` and
     `message` come from the AppError."""
@@ -252,8 +248,7 @@ class EngineFailed:
 EndReason = Literal["stop", "length", "cancelled", "error"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class Ended(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The job has ended, and its slot is free.
 
     timestamp_ns: monotonic time in ns. stop_token_id: the end-of-sequence token that ended the
@@ -271,16 +266,14 @@ class Ended:
     invalid_request: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefilled:
+class Prefilled(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The KV cache now holds `computed_tokens` prompt tokens, including cached ones."""
 
     job_id: str
     computed_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptLogprobs:
+class PromptLogprobs(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The log probabilities of the prompt tokens. logprobs: one (logprob, top_logprobs) pair for
     every token except the first, as in `Token`."""
 
@@ -288,8 +281,7 @@ class PromptLogprobs:
     logprobs: tuple[tuple[float, tuple[tuple[int, float], ...]], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheMiss:
+class CacheMiss(Struct, frozen=True, kw_only=True, array_like=True):
     """The reason why the prefix cache did not find a longer prefix. position: the first position
     that was not cached. cached_ids: the first few tokens that are cached at that position instead,
     if any."""
@@ -299,8 +291,7 @@ class CacheMiss:
     cached_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class Started(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The job has left the queue. cached_tokens: the number of prompt tokens that need no prefill.
     timestamp_ns: monotonic time in ns. miss: the reason for a cache miss; None if the whole prompt
     was cached, except its last token."""
@@ -311,8 +302,7 @@ class Started:
     miss: CacheMiss | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Token:
+class Token(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """One sampled token. timestamp_ns: the monotonic time in ns at which the token became
     available. logprob: the log probability, computed from the raw logits in float32; None unless
     the job enables logprobs. top_logprobs: (token ID, logprob) pairs, most likely first; empty
@@ -328,8 +318,7 @@ class Token:
 JobUpdate = Started | Prefilled | PromptLogprobs | Token | Ended
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutput:
+class StepOutput(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The output of one step of the engine loop. updates: job updates, in order. embed_results: the
     results of finished embedding jobs."""
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from msgspec import Struct
+
 from app.core.sampling_params import SamplingValue
 
 
@@ -93,8 +95,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 ToolSchemaPolicy = Literal["enforce", "prefer", "ignore"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JsonSchema:
+class JsonSchema(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The output is a JSON value that is valid under this schema. text: the schema as JSON. param:
     the dotted path of the request field, for error messages. generated: whether the server built
     the schema from this field, so that paths within the schema mean nothing to the client."""
@@ -104,24 +105,21 @@ class JsonSchema:
     generated: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Regex:
+class Regex(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The output is a text that fully matches this regular expression."""
 
     pattern: str
     param: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChoiceGrammar:
+class ChoiceGrammar(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The output is one of several texts. options: one or more texts; none is empty."""
 
     options: tuple[str, ...]
     param: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LarkGrammar:
+class LarkGrammar(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The output matches this context-free grammar, which is written in GBNF or in llguidance's
     variant of Lark. parts: the schemas and regular expressions from the request that the grammar
     contains, used to identify an unsupported one in error messages. inner: a grammar from the

@@ -243,14 +243,21 @@ class EngineThread:
             self._handle_command(self._commands.get(), loop)
 
     def _wait_for_command(self, loop: EngineLoop) -> _Command:
-        """Waits for a command, and maintains the memory of the idle loop in the meantime."""
+        """Waits for a command, and maintains the memory of the idle loop in the meantime. A probe
+        does not end the idle time, or the memory of an idle engine would stay wired."""
         since = time.monotonic()
+        due = since + self._maintenance_interval
         while True:
             try:
-                return self._commands.get(timeout=self._maintenance_interval)
+                command = self._commands.get(timeout=max(0.0, due - time.monotonic()))
             except queue.Empty:
                 if loop.maintain_memory(time.monotonic() - since):
                     self._post(StepOutput(updates=(), stats=loop.stats()))
+                due = time.monotonic() + self._maintenance_interval
+            else:
+                if not isinstance(command, _Probe):
+                    return command
+                command.done()
 
     def _handle_command(self, command: _Command, loop: EngineLoop) -> None:
         match command:

@@ -1,7 +1,7 @@
 """`python -m app.prove.without_kernels`: answers jobs without mlxrunner's kernels, in a process of
 its own, because a process selects its kernels when it imports MLX.
 
-Knows: one line of input, one line of output per answer. Must not know: comparisons.
+Knows: its input and output, one message per answer. Must not know: comparisons.
 """
 
 import os
@@ -19,7 +19,7 @@ from app.core.settings import Settings
 from app.prove.comparison import Answer
 from app.prove.conditions import Chains, run_alone
 from app.prove.engine import ProofEngine, ProofJob
-from app.runners.codec import Codec
+from app.runners.channel import FrameReader, encode, encode_frame, make_decoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ def run_without_kernels(
             status = subprocess.run(
                 # -P: the user's folder may contain another `app`
                 [sys.executable, "-P", "-m", __name__],
-                input=Codec[ProofInput](ProofInput).encode(question),
+                input=encode(question),
                 stdout=output,
                 env={**os.environ, "MLXRUNNER_KERNELS": "off", "PYTHONPATH": path},
                 timeout=seconds,
@@ -72,12 +72,11 @@ def run_without_kernels(
 
 
 def read_answers(output: bytes) -> Mapping[str, Answer]:
-    """Reads the output of the process, whose last line may be incomplete. Raises AppError(ENGINE)
-    with the error of the process."""
-    codec = Codec[ProofOutput](ProofOutput)
+    """Reads the output of the process, whose last message may be incomplete. Raises
+    AppError(ENGINE) with the error of the process."""
+    reader: FrameReader[ProofOutput] = FrameReader(make_decoder(ProofOutput))
     answers: dict[str, Answer] = {}
-    for line in output.split(b"\n")[:-1]:
-        one = codec.decode(line)
+    for one in reader.feed(output):
         if one.answer is None:
             raise AppError(ErrorKind.ENGINE, one.error or "")
         answers[one.job_id] = one.answer
@@ -85,7 +84,7 @@ def read_answers(output: bytes) -> Mapping[str, Answer]:
 
 
 def main() -> int:
-    question = Codec[ProofInput](ProofInput).decode(sys.stdin.buffer.read())
+    question: ProofInput = make_decoder(ProofInput).decode(sys.stdin.buffer.read())
     try:
         with ProofEngine(question.files, question.settings) as engine:
             for job in question.jobs:
@@ -97,7 +96,7 @@ def main() -> int:
 
 
 def _write(output: ProofOutput) -> None:
-    sys.stdout.buffer.write(Codec[ProofOutput](ProofOutput).encode(output) + b"\n")
+    sys.stdout.buffer.write(encode_frame(output))
     sys.stdout.buffer.flush()
 
 

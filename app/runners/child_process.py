@@ -1,31 +1,28 @@
 """Starts child processes, logs their output, and reports why they exit.
 
-Knows: processes, pipes, signals, a listening socket. Must not know: models, HTTP, jobs.
+Knows: processes, pipes, signals, a pair of connected sockets. Must not know: models, jobs, the
+messages on the sockets.
 
 `ChildProcess` is a model process. `run_module` runs a short-lived process that handles one request.
 Both use the same Python interpreter and packages as this process.
-
-A `ChildProcess` listens on a Unix socket in a directory that only this user can open. The socket
-starts listening before the process exists, so the first request waits instead of being refused.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from app.core.ports import FailureCause
 from app.core.units import pluralize
+from app.runners.channel import encode_frame
 
 # The maximum length of a line in bytes. The rest of a longer line is dropped.
 _MAX_LINE_BYTES = 2000
@@ -151,11 +148,11 @@ class CompletedChild:
 
 
 async def run_module(
-    module: str, input_line: bytes, limit: float, extra_env: Mapping[str, str] | None = None
+    module: str, message: object, limit: float, extra_env: Mapping[str, str] | None = None
 ) -> CompletedChild:
     """Runs a module in a child process, and waits for its exit.
 
-    input_line: the line to write to stdin.
+    message: the message to write to stdin, in a frame; see `app.runners.channel`.
     limit: the timeout in seconds. On timeout, the process is killed and TimeoutError is raised.
     extra_env: additional environment variables.
 
@@ -172,7 +169,7 @@ async def run_module(
     complaint = ProcessOutput()
     try:
         async with asyncio.timeout(limit):
-            answer = await _communicate(process, input_line, complaint)
+            answer = await _communicate(process, encode_frame(message), complaint)
     finally:
         if process.returncode is None:
             process.kill()
@@ -182,11 +179,11 @@ async def run_module(
     )
 
 
-async def _communicate(process: Process, input_line: bytes, stderr: ProcessOutput) -> bytes:
+async def _communicate(process: Process, frame: bytes, stderr: ProcessOutput) -> bytes:
     """Returns the stdout of the process. Its stderr is passed to `stderr`."""
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(input_line + b"\n")
+    process.stdin.write(frame)
     try:
         answer, _, _ = await asyncio.gather(
             process.stdout.read(), _read_stderr(process, stderr), process.wait()
@@ -240,15 +237,6 @@ def build_environment() -> dict[str, str]:
 
 log = logging.getLogger(__name__)
 
-# The listen backlog.
-_BACKLOG = 128
-
-# The prefix of a socket directory's name, which is followed by the process ID of the server.
-_SOCKET_PREFIX = "mlxrunner-"
-
-# The path of a Unix socket is limited to 103 bytes on macOS and 107 on Linux.
-_MAX_DIRECTORY_BYTES = 60
-
 _CHUNK = 1 << 16
 
 # The timeout in seconds for reading the last output.
@@ -288,76 +276,17 @@ def count_oom_kills() -> int | None:
     return None
 
 
-class PrivateSocket:
-    """A listening Unix socket in its own directory, which only this user can enter. Raises OSError
-    if it cannot be created."""
-
-    def __init__(self) -> None:
-        _remove_stale_sockets()
-        # mkdtemp creates the directory with mode 0700.
-        prefix = f"{_SOCKET_PREFIX}{os.getpid()}-"
-        self._directory = Path(tempfile.mkdtemp(prefix=prefix, dir=_socket_directory()))
-        self.path = self._directory / "worker"
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._remove_directory)
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            stack.callback(self._socket.close)
-            self._socket.bind(str(self.path))
-            self._socket.listen(_BACKLOG)
-            stack.pop_all()
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def close(self) -> None:
-        self._socket.close()
-        self._remove_directory()
-
-    def _remove_directory(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def _socket_directory() -> Path:
-    """Returns the temporary directory, or /tmp if the path of a socket in it would be too long."""
-    usual = tempfile.gettempdir()
-    return Path(usual if len(os.fsencode(usual)) <= _MAX_DIRECTORY_BYTES else "/tmp")
-
-
-def _remove_stale_sockets() -> None:
-    """Removes the directories of servers that were killed and could not remove them."""
-    for directory in _socket_directory().glob(f"{_SOCKET_PREFIX}*-*"):
-        pid = directory.name.removeprefix(_SOCKET_PREFIX).partition("-")[0]
-        with contextlib.suppress(OSError):
-            if directory.lstat().st_uid == os.getuid() and not _is_alive(pid):
-                shutil.rmtree(directory, ignore_errors=True)
-
-
-def _is_alive(pid: str) -> bool:
-    """Returns whether a process with this ID exists, and True if this is unknown."""
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
-    except (ValueError, OverflowError, PermissionError):
-        return True
-    return True
-
-
 class ChildProcess:
     """A running model process. `name` is the name of the model, which appears in the log and in
-    `ps`. `events` is this process's end of a pair of connected sockets, which the caller closes."""
+    `ps`. `channel_end` is this process's end of a pair of connected sockets, which the caller
+    closes. The process exits when it is closed."""
 
     def __init__(
-        self,
-        name: str,
-        process: asyncio.subprocess.Process,
-        listener: "PrivateSocket",
-        events: socket.socket,
+        self, name: str, process: asyncio.subprocess.Process, channel_end: socket.socket
     ) -> None:
         self._name = name
-        self.events = events
+        self.channel_end = channel_end
         self._process = process
-        self._listener = listener
         self._output = ProcessOutput()
         self._terminating = False
         self._oom_kills_at_start = count_oom_kills()
@@ -365,44 +294,32 @@ class ChildProcess:
         self._exit_task = asyncio.create_task(self._reap())
 
     @classmethod
-    async def start(cls, name: str, make_init: Callable[[int, int], bytes]) -> "ChildProcess":
-        """Starts the process. `make_init` returns the first line to write to stdin, given the
-        descriptors of the socket and of the process's end of the connected pair. Both are the same
-        in both processes. Raises OSError if the process cannot be started."""
-        with contextlib.ExitStack() as on_error, contextlib.ExitStack() as always:
-            listener = PrivateSocket()
-            on_error.callback(listener.close)
-            events, child_end = socket.socketpair()
-            on_error.callback(events.close)
-            always.callback(child_end.close)
-            first_line = make_init(listener.fileno(), child_end.fileno()) + b"\n"
-            process = await asyncio.create_subprocess_exec(
-                *build_command("app.runners.worker_main", name),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                pass_fds=(listener.fileno(), child_end.fileno()),
-                # Ctrl-C at the terminal must reach only the parent, which stops its children
-                # gracefully. The process therefore has its own process group, but not its own
-                # session; see `parent_watch`. Linux also schedules by session (autogroup). On a
-                # busy machine, the 99th percentile of the token delay was 0.1 s with a separate
-                # session, and 0.02 s with the same session.
-                process_group=0,
-                env={**build_environment(), **request_huge_pages(os.environ)},
-            )
+    async def start(cls, name: str) -> "ChildProcess":
+        """Starts the process. Raises OSError if the process cannot be started."""
+        with contextlib.ExitStack() as on_error:
+            end, child_end = socket.socketpair()
+            on_error.callback(end.close)
+            with child_end:
+                process = await asyncio.create_subprocess_exec(
+                    *build_command("app.runners.worker_main", name, str(child_end.fileno())),
+                    stdin=asyncio.subprocess.PIPE,  # see `parent_watch`
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.STDOUT,
+                    pass_fds=(child_end.fileno(),),
+                    # Ctrl-C at the terminal must reach only the parent, which stops its children
+                    # gracefully. The process therefore has its own process group, but not its own
+                    # session; see `parent_watch`. Linux also schedules by session (autogroup). On a
+                    # busy machine, the 99th percentile of the token delay was 0.1 s with a separate
+                    # session, and 0.02 s with the same session.
+                    process_group=0,
+                    env={**build_environment(), **request_huge_pages(os.environ)},
+                )
             on_error.pop_all()
-        spawned = cls(name, process, listener, events)
-        assert process.stdin is not None
-        process.stdin.write(first_line)
-        return spawned
+        return cls(name, process, end)
 
     @property
     def pid(self) -> int:
         return self._process.pid
-
-    @property
-    def socket_path(self) -> Path:
-        return self._listener.path
 
     @property
     def alive(self) -> bool:
@@ -424,10 +341,10 @@ class ChildProcess:
             self._process.kill()
 
     async def terminate(self, grace: float) -> None:
-        """Sends SIGINT and waits for the exit. Kills the process after `grace` seconds."""
+        """Closes the channel and waits for the exit. Kills the process after `grace` seconds."""
         self._terminating = True
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # it is already closed
+            self.channel_end.shutdown(socket.SHUT_RDWR)
         try:
             await asyncio.wait_for(self.wait(), grace)
         except TimeoutError:
@@ -445,7 +362,6 @@ class ChildProcess:
         self._process.stdin.close()
         with contextlib.suppress(OSError):
             await self._process.stdin.wait_closed()
-        self._listener.close()
         last_output = "" if status == -signal.SIGKILL else self._output.find_reason()
         return ProcessExit(
             description=describe_exit(status),

@@ -48,14 +48,16 @@ UNLOADING_MESSAGE = "the model is being unloaded"
 class EngineClient(Protocol):
     """Sends commands to an engine. The engine's messages are passed to `Dispatcher.receive`,
     the IDs of the jobs that it has read to `Dispatcher.mark_received`, and embeddings to
-    `Dispatcher.finish_embedding` or `Dispatcher.fail_embedding`."""
+    `Dispatcher.finish_embedding`."""
 
     async def submit(self, job: Job) -> None:
         """Submits a job, and returns when the engine has accepted it. Raises AppError if the job is
         rejected."""
         ...
 
-    def embed(self, job: EmbedJob) -> None: ...
+    def embed(self, job: EmbedJob) -> None:
+        """Submits a job. Raises AppError if it is too large."""
+        ...
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
         """Cancels a job. The engine may not know the job, or the submission may still be in
@@ -132,7 +134,7 @@ class Dispatcher:
         self._engine_state = _EngineState()
         self._failure: AppError | None = None
         self._streams: dict[str, RequestStream] = {}
-        self._embedding: dict[str, asyncio.Future[EmbedResult | AppError]] = {}
+        self._embedding: dict[str, asyncio.Future[EmbedResult]] = {}
         self._unreceived: OrderedDict[str, None] = OrderedDict()
         self._compiling = 0
         self._loss: RunnerFailure | None = None
@@ -205,8 +207,6 @@ class Dispatcher:
             raise
         finally:
             del self._embedding[job.id]
-        if isinstance(embedded, AppError):
-            raise embedded
         if embedded.error is not None:
             raise AppError(ErrorKind.ENGINE, embedded.error)
         return embedded.vectors
@@ -252,16 +252,9 @@ class Dispatcher:
             self._unreceived.popitem(last=False)
 
     def finish_embedding(self, embedded: EmbedResult) -> None:
-        self._end_embedding(embedded.job_id, embedded)
-
-    def fail_embedding(self, job: str, error: AppError) -> None:
-        """Fails an embedding job that the engine has not accepted."""
-        self._end_embedding(job, error)
-
-    def _end_embedding(self, job: str, result: EmbedResult | AppError) -> None:
-        over = self._embedding.get(job)
+        over = self._embedding.get(embedded.job_id)
         if over is not None and not over.done():
-            over.set_result(result)
+            over.set_result(embedded)
 
     def fail(
         self,

@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from msgspec import structs
+
 from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, ErrorKind, redact_paths
 from app.core.events import ModelLoading
@@ -59,7 +61,7 @@ def accumulate_stats(previous: EngineStats, current: EngineStats) -> EngineStats
     misses: dict[CacheMissReason, int] = dict(previous.prefix_miss_counts)
     for reason, count in current.prefix_miss_counts:
         misses[reason] = misses.get(reason, 0) + count
-    return replace(
+    return structs.replace(
         current,
         **{name: getattr(previous, name) + getattr(current, name) for name in _COUNTERS},
         prefix_hit_counts=tuple(

@@ -44,14 +44,6 @@ def tie_to_parent() -> None:
         _OOM_SCORE_ADJ_FILE.write_text(str(min(points, 1000)))
 
 
-def read_first_line() -> bytes:
-    """Reads the only line that the parent sends. Returns an empty line if the parent has exited."""
-    line = bytearray()
-    while not line.endswith(b"\n") and (data := os.read(0, 1 << 16)):
-        line += data
-    return bytes(line)
-
-
 def exit_with_parent(parent_pid: int, before_exit: Callable[[], None] = lambda: None) -> None:
     """Exits this process as soon as the process `parent_pid` exits. `before_exit` is called before
     that, on another thread. On Linux, the kernel may kill the process before the call."""

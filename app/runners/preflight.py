@@ -17,15 +17,15 @@ from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
 from app.core.model_state import MemoryRequirement, ServedModel
 from app.core.settings import Settings
+from app.runners.channel import make_decoder
 from app.runners.child_process import describe_exit, run_module
-from app.runners.codec import Codec
 from app.runners.handle import ModelHandle
 from app.runners.restart_policy import RUNNER_CRASHED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateRequest:
-    """One line on the stdin of the process. Stdin stays open while the parent waits for the
+    """The message on the stdin of the process. Stdin stays open while the parent waits for the
     response.
 
     parent_pid: the process ID of the parent.
@@ -48,9 +48,10 @@ class EstimateError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateResponse:
-    """One line on the stdout of the process."""
+    """The output of the process. Either field is None."""
 
-    result: MemoryRequirement | EstimateError
+    requirement: MemoryRequirement | None = None
+    error: EstimateError | None = None
 
 
 async def estimate_memory(
@@ -69,7 +70,7 @@ async def estimate_memory(
     try:
         reply = await run_module(
             "app.runners.preflight_main",
-            Codec[EstimateRequest](EstimateRequest).encode(question),
+            question,
             settings.load_timeout,
         )
     except TimeoutError:
@@ -82,10 +83,11 @@ async def estimate_memory(
     if reply.status != 0 or not reply.stdout:
         why = f"the process {describe_exit(reply.status)}{reply.reason and f': {reply.reason}'}"
         raise _build_error(ErrorKind.MODEL_FILES, files, why, code=RUNNER_CRASHED)
-    found = Codec[EstimateResponse](EstimateResponse).decode(reply.stdout).result
-    if isinstance(found, EstimateError):
-        raise AppError(found.kind, found.message)
-    return found
+    response: EstimateResponse = make_decoder(EstimateResponse).decode(reply.stdout)
+    if response.error is not None:
+        raise AppError(response.error.kind, response.error.message)
+    assert response.requirement is not None
+    return response.requirement
 
 
 def _build_error(

@@ -1,43 +1,64 @@
 """A runner whose engine runs in a separate process.
 
-Knows: the process, its client, the dispatcher, the watchdog. Must not know: tensors, text, the
-worker server. Nothing is computed here; only token IDs, numbers and strings are exchanged with the
-process.
+Knows: the process, the messages on its channel, the dispatcher, the watchdog. Must not know:
+tensors, text, the worker. Nothing is computed here; only token IDs, numbers and strings are
+exchanged with the process.
 
 One task, `_run_process`, owns the process from start to exit. However the process exits, the
 dispatcher notifies all waiting tasks, and all resources are closed. `Watchdog` detects a hung
-process, which sends no messages or makes no progress.
+process, which answers no probes, makes no progress or takes no commands.
 """
 
 import asyncio
 import logging
 import math
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import assert_never
 
 from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, ErrorKind
-from app.core.jobs import IDLE, EngineFailed, EngineReady, Heartbeat, Job, StepOutput
+from app.core.jobs import IDLE, EngineFailed, EngineReady, Heartbeat, Job, LoadProgress, StepOutput
 from app.core.model_files import ModelFiles
 from app.core.ports import RunnerFailure, RunnerStatus
 from app.core.prefix_snapshot import PrefixSnapshot
 from app.core.settings import Settings
 from app.runners import worker_protocol
+from app.runners.channel import Channel, MessageTooLargeError
 from app.runners.child_process import ChildProcess, ProcessExit
 from app.runners.dispatcher import UNLOADING_MESSAGE, Dispatcher, RequestStream
 from app.runners.restart_policy import RUNNER_CRASHED, stop_grace
-from app.runners.worker_client import WorkerClient
 from app.runners.worker_protocol import (
+    Cancel,
+    Command,
+    Embed,
+    Embedded,
+    EventJoiner,
+    GetPrefixSnapshot,
+    JobAccepted,
     JobReceived,
+    JobRejected,
+    PrefixSnapshotReply,
+    Probe,
+    ProbeReply,
     PromptScoresChunk,
-    StepJoiner,
+    Submit,
     WorkerEvent,
     WorkerInit,
-    WorkerStatus,
 )
+
+log = logging.getLogger(__name__)
+
+# The timeout in seconds for the start of a process. On an idle machine, it takes one or two
+# seconds.
+_STARTUP_TIMEOUT = 30.0
+
+# The timeout in seconds for the exit of a process that has closed its channel, and for its last
+# messages after its exit.
+_EXIT_TIMEOUT = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,73 +70,174 @@ class Stall:
 
 
 class Watchdog:
-    """Detects a hung process.
+    """Detects a process that is hung or suspended, or whose load makes no progress. Counting
+    checks, rather than reading a clock, excludes a suspension of this process.
 
-    watchdog: the number of seconds without progress after which the process is considered hung.
-    interval: the number of seconds between two heartbeats, and between two checks.
+    name: the name of the model.
+    watchdog: the number of seconds without progress after which a process is considered hung. It
+        may take twice as long to take a command, because a step may be running.
+    load_timeout: the same for a load.
+    interval: the number of seconds between two probes, and between two checks.
     """
 
-    def __init__(self, *, watchdog: float, interval: float) -> None:
-        self._limit = math.ceil(watchdog / interval)
+    def __init__(self, *, name: str, watchdog: float, load_timeout: float, interval: float) -> None:
+        self._name = name
+        self._watchdog = watchdog
+        self._load_timeout = load_timeout
         self._interval = interval
-        self._silent_checks: int | None = None  # since the last message; None before the first
+        self._has_started = False
+        self._load: LoadProgress | None = LoadProgress(progress=0, allocated_bytes=0)
+        self._silent_checks = 0  # since the last message
+        self._load_checks = 0  # since the last progress of the load
         self._unchanged_beats = 0  # consecutive heartbeats without progress
+        self._untaken_probes = 0  # consecutive replies without a taken command
         self._last_heartbeat: Heartbeat | None = None
 
-    def note_activity(self) -> None:
+    def note_message(self) -> None:
         """Records a message. Called for every message from the process."""
+        self._has_started = True
         self._silent_checks = 0
 
-    def note_heartbeat(self, heartbeat: Heartbeat) -> None:
-        unchanged = heartbeat == self._last_heartbeat and heartbeat.stage != IDLE
-        self._unchanged_beats = self._unchanged_beats + 1 if unchanged else 0
-        self._last_heartbeat = heartbeat
+    def note_load_progress(self, progress: LoadProgress) -> None:
+        if progress != self._load:
+            self._load, self._load_checks = progress, 0
 
-    def check(self) -> "Stall | None":
+    def note_ready(self) -> None:
+        """Records that the model is loaded."""
+        self._load = None
+
+    def note_probe_reply(self, reply: ProbeReply) -> None:
+        if self._load is not None:
+            return  # the engine makes no steps and takes no commands
+        beat = reply.heartbeat
+        unchanged = beat == self._last_heartbeat and beat.stage != IDLE
+        self._unchanged_beats = self._unchanged_beats + 1 if unchanged else 0
+        self._untaken_probes = 0 if reply.takes_commands else self._untaken_probes + 1
+        self._last_heartbeat = beat
+
+    def check(self) -> Stall | None:
         """Returns a description if the process is hung, otherwise None. Must be called once per
         interval."""
-        if self._silent_checks is None:
-            return None
         self._silent_checks += 1
-        if self._silent_checks > self._limit:
-            seconds = self._seconds(self._silent_checks)
-            return Stall(message=f"the engine process has sent nothing for {seconds} s")
-        beat = self._last_heartbeat
-        if self._unchanged_beats >= self._limit and beat is not None:
-            seconds = self._seconds(self._unchanged_beats)
-            message = f"the engine has made no progress for {seconds} s ({beat.stage})"
+        silence = self._silent_checks * self._interval
+        if self._load is not None:
+            return self._check_load(silence)
+        # A reply may arrive just after a check.
+        if silence > math.ceil(self._watchdog / self._interval) * self._interval:
+            return Stall(message=f"the engine process has sent nothing for {silence:.0f} s")
+        beat, still = self._last_heartbeat, self._unchanged_beats * self._interval
+        if beat is not None and still >= self._watchdog:
+            message = f"the engine has made no progress for {still:.0f} s ({beat.stage})"
             return Stall(message=message, stuck_since_ns=beat.timestamp_ns)
+        untaken = self._untaken_probes * self._interval
+        if untaken >= 2 * self._watchdog:
+            message = f"the {self._name} process has accepted no requests for {untaken:.0f} s"
+            return Stall(message=message)
         return None
 
-    def _seconds(self, count: int) -> str:
-        return f"{count * self._interval:.0f}"
+    def _check_load(self, silence: float) -> Stall | None:
+        assert self._load is not None
+        self._load_checks += 1
+        still = self._load_checks * self._interval
+        patience = self._watchdog if self._has_started else max(self._watchdog, _STARTUP_TIMEOUT)
+        if silence <= patience and still < self._load_timeout:
+            return None
+        return Stall(
+            message=f"{self._name} could not be loaded: no progress for {still:.0f} s at "
+            f"{self._load.progress} %"
+        )
 
 
-log = logging.getLogger(__name__)
+class WorkerClient:
+    """Implements `EngineClient` for a model process. `receive` handles its replies."""
 
-GetStatus = Callable[[], Awaitable[WorkerStatus]]
-StreamEvents = Callable[[], AsyncGenerator[WorkerEvent]]
+    def __init__(self, channel: Channel[WorkerEvent], dispatcher: Dispatcher) -> None:
+        self._channel = channel
+        self._dispatcher = dispatcher
+        self._replies: dict[str, asyncio.Future[AppError | None]] = {}  # by job
+        self._snapshots: deque[asyncio.Future[PrefixSnapshot]] = deque()
+        self._joiner = EventJoiner()
+        channel.closed.add_done_callback(lambda _: self._end_replies())
 
-# The polling interval in seconds while the model is loading.
-_LOAD_POLL_INTERVAL = 0.1
+    async def submit(self, job: Job) -> None:
+        reply = self._replies[job.id] = asyncio.get_running_loop().create_future()
+        try:
+            self._send_job(Submit(job=job))
+            error = await reply
+        except ConnectionError:
+            raise await self._dispatcher.get_failure() from None
+        finally:
+            del self._replies[job.id]
+        if error is not None:
+            raise error
 
-# The timeout in seconds for the start of a process. On an idle machine, it takes one or two
-# seconds.
-_STARTUP_TIMEOUT = 30.0
+    def embed(self, job: EmbedJob) -> None:
+        with suppress(ConnectionError):  # the dispatcher ends the job
+            self._send_job(Embed(job=job))
 
-# The maximum interval in seconds between two probes of the job endpoint, and the maximum interval
-# while connections fail.
-_PROBE_INTERVAL, _PROBE_RETRY_DELAY = 5.0, 1.0
+    def cancel(self, job: str, *, keep: int | None = None) -> None:
+        self._channel.send(Cancel(job=job, keep=keep))
 
-# The number of consecutive probes that must time out before the process is considered hung. Each
-# probe times out after `watchdog` seconds. A single timeout is not sufficient, because this process
-# may have been suspended during the probe. A hung engine is detected earlier by its heartbeats.
-# A failed connection, which takes no time, counts as the part of a missed probe that passes until
-# the next attempt.
-_MAX_MISSED_PROBES = 2
+    async def get_prefix_snapshot(self) -> PrefixSnapshot:
+        """Implements `EngineClient.get_prefix_snapshot`."""
+        if self._channel.closed.done():
+            raise ConnectionError("the channel is closed")
+        reply: asyncio.Future[PrefixSnapshot] = asyncio.get_running_loop().create_future()
+        self._snapshots.append(reply)
+        self._channel.send(GetPrefixSnapshot())
+        return await reply
 
-# The timeout in seconds for the exit of a process that has closed its connection.
-_EXIT_TIMEOUT = 2.0
+    def receive(
+        self,
+        reply: JobReceived
+        | JobAccepted
+        | JobRejected
+        | PrefixSnapshotReply
+        | PromptScoresChunk
+        | Embedded
+        | StepOutput,
+    ) -> None:
+        match reply:
+            case StepOutput():
+                self._dispatcher.receive(self._joiner.join_step(reply))
+            case JobReceived():
+                self._dispatcher.mark_received(reply.job)
+            case JobAccepted() | JobRejected():
+                self._dispatcher.mark_received(reply.job)
+                self._end_reply(reply)
+            case PromptScoresChunk():
+                self._joiner.add_scores(reply)
+            case Embedded():
+                if (result := self._joiner.join_embeddings(reply)) is not None:
+                    self._dispatcher.finish_embedding(result)
+            case PrefixSnapshotReply():
+                # Replies arrive in order. An abandoned request is in the list, too.
+                snapshot = self._snapshots.popleft()
+                if not snapshot.done():
+                    snapshot.set_result(reply.snapshot)
+            case _:
+                assert_never(reply)
+
+    def _send_job(self, command: Command) -> None:
+        """Raises AppError for a job that is too large, and ConnectionError."""
+        if self._channel.closed.done():
+            raise ConnectionError("the channel is closed")
+        try:
+            self._channel.send(command)
+        except MessageTooLargeError as error:
+            raise AppError(ErrorKind.TOO_LARGE, f"the request is too large: {error}") from error
+
+    def _end_reply(self, answer: JobAccepted | JobRejected) -> None:
+        # If the client has disconnected, nobody waits for the reply.
+        reply = self._replies.get(answer.job)
+        if reply is not None and not reply.done():
+            reply.set_result(answer.to_error() if isinstance(answer, JobRejected) else None)
+
+    def _end_replies(self) -> None:
+        """Ends all calls that wait for a reply, because the channel is closed."""
+        for reply in (*self._replies.values(), *self._snapshots):
+            if not reply.done():
+                reply.set_exception(ConnectionError("the process has closed its channel"))
 
 
 class ProcessRunner:
@@ -127,8 +249,6 @@ class ProcessRunner:
         self._dispatcher = Dispatcher()
         self._process: ChildProcess | None = None
         self._task: asyncio.Task[None] | None = None
-        self._stall_message: str | None = None
-        self._unreachable: str | None = None
         self._termination: asyncio.Task[None] | None = None  # of a failed process
         self._stopping = False
 
@@ -151,13 +271,8 @@ class ProcessRunner:
         return await self._dispatcher.embed(job)
 
     def status(self) -> RunnerStatus:
-        status, spawned = self._dispatcher.status(), self._process
-        if spawned is None or not spawned.alive:
-            return status
-        stall = self._stall_message or self._unreachable
-        if stall is not None and status.state == "ready":
-            return replace(status, state="stalled", error=stall, pid=spawned.pid)
-        return replace(status, pid=spawned.pid)
+        status, process = self._dispatcher.status(), self._process
+        return replace(status, pid=process.pid) if process and process.alive else status
 
     async def get_prefix_snapshot(self) -> PrefixSnapshot:
         return await self._dispatcher.get_prefix_snapshot()
@@ -179,10 +294,10 @@ class ProcessRunner:
     async def _run_process(self, files: ModelFiles) -> None:
         """Starts the process and supervises it until its exit."""
         try:
-            self._process = await ChildProcess.start(files.name, self._build_init(files))
+            self._process = await ChildProcess.start(files.name)
             if self._stopping:
                 self._process.kill()
-            await self._supervise(files.name, self._process)
+            await self._supervise(files, self._process)
         except Exception as error:
             if not isinstance(error, OSError):  # OSError does not indicate a bug
                 log.exception("%s: managing its process failed", files.name)
@@ -192,52 +307,46 @@ class ProcessRunner:
                 self._process.kill()
                 await self._process.wait()
 
-    def _build_init(self, files: ModelFiles) -> Callable[[int, int], bytes]:
-        def opening(socket: int, events: int) -> bytes:
-            return worker_protocol.WORKER_INIT.encode(
-                WorkerInit(
-                    parent_pid=os.getpid(),
-                    socket_fd=socket,
-                    events_fd=events,
-                    settings=self._settings,
-                    files=files,
-                )
-            )
-
-        return opening
-
-    async def _supervise(self, name: str, process: ChildProcess) -> None:
-        line = self._dispatcher.engine = WorkerClient(
-            process.socket_path, process.events, self._dispatcher
+    async def _supervise(self, files: ModelFiles, process: ChildProcess) -> None:
+        name, settings = files.name, self._settings
+        interval = worker_protocol.probe_interval(settings)
+        watchdog = Watchdog(
+            name=name,
+            watchdog=settings.watchdog,
+            load_timeout=settings.load_timeout,
+            interval=interval,
         )
-        interval = worker_protocol.heartbeat_interval(self._settings)
-        watchdog = Watchdog(watchdog=self._settings.watchdog, interval=interval)
+        channel: Channel[WorkerEvent] = Channel(
+            process.channel_end,
+            worker_protocol.WORKER_EVENT,
+            lambda event: self._handle_event(event, client, watchdog),
+        )
+        client = self._dispatcher.engine = WorkerClient(channel, self._dispatcher)
         gone = asyncio.create_task(process.wait())
-        follow_task = asyncio.create_task(
-            self._follow_worker(name, line.status, line.stream_events, watchdog)
-        )
-        watchdog_task = asyncio.create_task(self._run_watchdog(watchdog, interval))
-        broken = asyncio.create_task(line.wait_until_disconnected())
-        probe_task = asyncio.create_task(self._run_probes(name, line.probe))
-        work = {follow_task, watchdog_task, broken, probe_task}
+        watchdog_task = asyncio.create_task(self._run_watchdog(watchdog, channel, interval))
         try:
-            await asyncio.wait({gone, *work}, return_when=asyncio.FIRST_COMPLETED)
+            channel.send(WorkerInit(parent_pid=os.getpid(), settings=settings, files=files))
+            await asyncio.wait(
+                {gone, channel.closed, watchdog_task}, return_when=asyncio.FIRST_COMPLETED
+            )
+            if channel.closed.done() and (error := channel.closed.result()) is not None:
+                log.error("%s: cannot decode a message from its process", name, exc_info=error)
+                message = f"the {name} process sent a message that cannot be decoded"
+                self._fail_and_kill(AppError(ErrorKind.ENGINE, message))
             if not self._stopping:
-                # The connection was closed. The process may be about to exit with a reason.
+                # The channel was closed. The process may be about to exit with a reason.
                 await asyncio.wait({gone}, timeout=_EXIT_TIMEOUT)
                 if not gone.done():
                     self._fail_disconnected(name, process.last_output)
             process_exit = await gone
             # Read the last events before the failure is reported, because they tell which jobs the
-            # process had received. If this task were cancelled, some of its connections would stay
-            # open.
-            await asyncio.wait({follow_task}, timeout=_EXIT_TIMEOUT)
+            # process had received.
+            await asyncio.wait({channel.closed}, timeout=_EXIT_TIMEOUT)
             self._report_exit(name, process_exit)
         finally:
-            for task in work:
-                task.cancel()
-            await asyncio.gather(*work, return_exceptions=True)
-            await line.close()
+            watchdog_task.cancel()
+            await asyncio.gather(watchdog_task, return_exceptions=True)
+            channel.close()
 
     def _report_exit(self, name: str, process_exit: ProcessExit) -> None:
         """Reports the exit of the process to the dispatcher, unless the dispatcher has already
@@ -254,131 +363,35 @@ class ProcessRunner:
         job_error = f"the engine stopped: its process {how}"
         self._dispatcher.fail(error, job_error=job_error, cause=process_exit.cause)
 
-    async def _follow_worker(
-        self, name: str, get_status: GetStatus, stream_events: StreamEvents, watchdog: Watchdog
+    def _handle_event(self, event: WorkerEvent, client: WorkerClient, watchdog: Watchdog) -> None:
+        watchdog.note_message()
+        match event:
+            case ProbeReply():
+                watchdog.note_probe_reply(event)
+            case LoadProgress():
+                watchdog.note_load_progress(event)
+                self._dispatcher.receive(event)
+            case EngineReady():
+                watchdog.note_ready()
+                self._dispatcher.receive(event)
+            case EngineFailed():
+                self._dispatcher.receive(event)
+                self._fail_and_kill(AppError(event.kind, event.message))
+            case _:
+                client.receive(event)
+
+    async def _run_watchdog(
+        self, watchdog: Watchdog, channel: Channel[WorkerEvent], interval: float
     ) -> None:
-        """Waits for the load, then reads the events of the process until the stream ends."""
-        try:
-            ready = await self._wait_until_loaded(name, get_status)
-            if ready is None:
-                return
-            watchdog.note_activity()  # from now on, a missing heartbeat means a hang
-            async with aclosing(stream_events()) as events:
-                await self._read_events(ready, events, watchdog)
-        except ConnectionError as error:
-            log.debug("%s: %s", name, error)
-        except Exception:
-            log.exception("%s: cannot decode a message from its process", name)
-            self._fail_and_kill(
-                AppError(
-                    ErrorKind.ENGINE, f"the {name} process sent a message that cannot be decoded"
-                )
-            )
-
-    async def _wait_until_loaded(self, name: str, get_status: GetStatus) -> EngineReady | None:
-        """Polls the process until the model is loaded. If the load fails, reports the failure to
-        the dispatcher and returns None. A process that does not respond for `watchdog` seconds is
-        hung or suspended, and fails before `load_timeout` expires."""
-        last, limit = None, self._settings.load_timeout
-        now = asyncio.get_running_loop().time
-        moved = now()
-
-        async def look() -> worker_protocol.WorkerStatus:
-            timeout = self._settings.watchdog
-            async with asyncio.timeout(timeout if last else max(timeout, _STARTUP_TIMEOUT)):
-                return await get_status()
-
-        try:
-            async with asyncio.timeout(limit) as patience:
-                while not isinstance(state := (await look()).State, EngineReady):
-                    self._dispatcher.receive(state)
-                    if isinstance(state, EngineFailed):
-                        self._fail_and_kill(AppError(state.kind, state.message))
-                        return None
-                    if state != last:
-                        last, moved = state, now()
-                        patience.reschedule(moved + limit)
-                    await asyncio.sleep(_LOAD_POLL_INTERVAL)
-                return state
-        except TimeoutError:
-            progress = self._dispatcher.status().progress
-            still = now() - moved
-            message = f"{name} could not be loaded: no progress for {still:.0f} s at {progress} %"
-            self._fail_and_kill(AppError(ErrorKind.MODEL_FILES, message))
-            return None
-
-    async def _read_events(
-        self, ready: EngineReady, events: AsyncIterator[WorkerEvent], watchdog: Watchdog
-    ) -> None:
-        """Passes events to the dispatcher. The model counts as loaded from the first event on,
-        because a process that sends nothing cannot run jobs."""
-        joiner = StepJoiner()
-        is_first = True
-        async for one in events:
-            watchdog.note_activity()
-            if is_first:
-                self._dispatcher.receive(ready)
-                is_first = False
-            match one:
-                case StepOutput():
-                    self._dispatcher.receive(joiner.join(one))
-                case PromptScoresChunk():
-                    joiner.add(one)
-                case Heartbeat():
-                    watchdog.note_heartbeat(one)
-                case JobReceived():
-                    self._dispatcher.mark_received(one.job)
-                case EngineFailed():
-                    self._dispatcher.receive(one)
-                    self._fail_and_kill(AppError(one.kind, one.message))
-                    return
-                case _:
-                    assert_never(one)
-
-    async def _run_watchdog(self, watchdog: Watchdog, interval: float) -> None:
-        """Returns when the process is hung."""
+        """Probes the process. Returns when it is hung."""
         while True:
+            channel.send(Probe())
             await asyncio.sleep(interval)
             if (stall := watchdog.check()) is not None:
                 break
-        self._stall_message = stall.message
-        self._fail_and_kill(
-            AppError(ErrorKind.ENGINE, stall.message), stuck_since_ns=stall.stuck_since_ns
-        )
-
-    async def _run_probes(self, name: str, probe: Callable[[], Awaitable[None]]) -> None:
-        """Checks that jobs can reach the engine, because heartbeats use a separate connection.
-        Returns when the engine has not accepted a command for too long, also if the process cannot
-        be reached, for example because the path of its socket was removed. Exhausted resources of
-        this process, such as file descriptors, do not count, because the model process may still be
-        serving other requests."""
-        await self._dispatcher.wait_until_ready()
-        limit = self._settings.watchdog
-        delay = min(_PROBE_RETRY_DELAY, limit / 4)
-        # Adding up seconds, rather than reading a clock, excludes a suspension of this process.
-        missed, reason = 0.0, ""
-        while missed < _MAX_MISSED_PROBES * limit:
-            try:
-                async with asyncio.timeout(limit):
-                    await probe()
-                missed, self._unreachable = 0.0, None
-                await asyncio.sleep(min(_PROBE_INTERVAL, limit / 4))
-            except TimeoutError:
-                missed, reason = missed + limit, ""
-            except OSError as error:
-                reason = f": {error}"
-                self._unreachable = f"the {name} process cannot be reached{reason}"
-                if isinstance(error, ConnectionError) and self._is_expected_to_run():
-                    missed += delay
-                await asyncio.sleep(delay)
-        self._stall_message = (
-            f"the {name} process has accepted no requests for {missed:.0f} s{reason}"
-        )
-        self._fail_and_kill(AppError(ErrorKind.ENGINE, self._stall_message))
-
-    def _is_expected_to_run(self) -> bool:
-        """Returns whether the process has not exited and is not being stopped."""
-        return not self._stopping and self._process is not None and self._process.alive
+        loading = self._dispatcher.status().state == "loading"
+        kind = ErrorKind.MODEL_FILES if loading else ErrorKind.ENGINE
+        self._fail_and_kill(AppError(kind, stall.message), stuck_since_ns=stall.stuck_since_ns)
 
     def _fail_disconnected(self, name: str, output: str) -> None:
         message = f"the {name} process closed its connection but did not exit"

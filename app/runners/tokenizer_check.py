@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
+from app.runners.channel import make_decoder
 from app.runners.child_process import EXTERNAL_SIGNALS, CompletedChild, describe_exit, run_module
-from app.runners.codec import Codec
 
 # The exit status of a check that exceeded its memory limit.
 OUT_OF_MEMORY_STATUS = 4
@@ -60,7 +60,7 @@ class CheckLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRequest:
-    """One line on the stdin of the process.
+    """The message on the stdin of the process.
 
     parent_pid: the process ID of the parent.
     memory_limit: the number of bytes of address space.
@@ -75,7 +75,7 @@ class CheckRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResponse:
-    """One line on the stdout of the process. `error` is the message of the AppError raised by the
+    """The output of the process. `error` is the message of the AppError raised by the
     check; None if the tokenizer may be used."""
 
     error: str | None
@@ -130,9 +130,8 @@ class TokenizerChecker:
         question = CheckRequest(
             parent_pid=os.getpid(), files=files, memory_limit=memory, cpu_limit=limits.cpu
         )
-        line = Codec[CheckRequest](CheckRequest).encode(question)
         try:
-            reply = await _run_process(line, limits.wall)
+            reply = await _run_process(question, limits.wall)
         except TimeoutError as error:
             # A file that needs much computation exceeds the CPU limit, which is lower.
             what = f"took longer than {limits.wall:g} s"
@@ -143,7 +142,8 @@ class TokenizerChecker:
             )
             raise AppError(ErrorKind.ENGINE, message) from error
         if reply.status == 0 and reply.stdout:
-            return Codec[CheckResponse](CheckResponse).decode(reply.stdout).error
+            response: CheckResponse = make_decoder(CheckResponse).decode(reply.stdout)
+            return response.error
         unusable = f"{files.tokenizer_path} is not a usable tokenizer: checking it "
         if (limit := _find_exceeded_limit(reply, memory, limits.cpu)) is not None:
             return unusable + limit
@@ -154,13 +154,13 @@ class TokenizerChecker:
         raise AppError(ErrorKind.MODEL_FILES, message)
 
 
-async def _run_process(line: bytes, seconds: float) -> CompletedChild:
+async def _run_process(request: CheckRequest, seconds: float) -> CompletedChild:
     """Runs the process of a check, again if it was killed from outside."""
     for _ in range(_MAX_ATTEMPTS - 1):
-        reply = await run_module("app.runners.tokenizer_check_main", line, seconds, _ENVIRONMENT)
+        reply = await run_module("app.runners.tokenizer_check_main", request, seconds, _ENVIRONMENT)
         if -reply.status not in EXTERNAL_SIGNALS:
             return reply
-    return await run_module("app.runners.tokenizer_check_main", line, seconds, _ENVIRONMENT)
+    return await run_module("app.runners.tokenizer_check_main", request, seconds, _ENVIRONMENT)
 
 
 def _retry_error(files: ModelFiles, what: str) -> AppError:

@@ -1,6 +1,6 @@
 """`python -m app.runners.tokenizer_check_main`: the process that checks a tokenizer.
 
-Knows: one line of input, one line of output, resource limits. Must not know: the texts of the
+Knows: its input and output, one message each, resource limits. Must not know: the texts of the
 check. The process runs a single check, and exits if its parent exits.
 """
 
@@ -9,10 +9,11 @@ import resource
 import sys
 import threading
 import time
+from functools import partial
 
 from app.core.errors import AppError
 from app.runners import parent_watch
-from app.runners.codec import Codec
+from app.runners.channel import encode, make_decoder, read_frame
 from app.runners.tokenizer_check import OUT_OF_MEMORY_STATUS, CheckRequest, CheckResponse
 
 # The interval in seconds between two checks of the memory usage.
@@ -21,17 +22,17 @@ _MEMORY_POLL_INTERVAL = 0.02
 
 def main() -> int:
     parent_watch.tie_to_parent()
-    line = parent_watch.read_first_line()
-    if not line:
+    message = read_frame(partial(os.read, 0))
+    if message is None:
         return 1
-    question = Codec[CheckRequest](CheckRequest).decode(line)
+    question: CheckRequest = make_decoder(CheckRequest).decode(message)
     parent_watch.exit_with_parent(question.parent_pid)
     apply_limits(question.memory_limit, question.cpu_limit)
     try:
         answer = _check(question)
     except MemoryError:
         return OUT_OF_MEMORY_STATUS
-    sys.stdout.buffer.write(Codec[CheckResponse](CheckResponse).encode(answer) + b"\n")
+    sys.stdout.buffer.write(encode(answer))
     return 0
 
 

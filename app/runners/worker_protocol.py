@@ -1,17 +1,20 @@
 """The messages between a model process and its parent.
 
-Knows: the messages. Must not know: pipes, sockets, HTTP.
+Knows: the messages. Must not know: sockets, how messages are sent (app/runners/channel.py).
 
-The parent first sends a `WorkerInit` on stdin, which stays open as long as the parent is running.
-It then sends one `Job` or `EmbedJob` per request. The process responds with a `WorkerStatus` or a
-`PrefixSnapshot` on request. It sends `WorkerEvent`s through a pipe (app/runners/event_pipe.py).
+The parent first sends a `WorkerInit` and then `Command`s. To stop the process, it closes the
+channel. The process sends `WorkerEvent`s: the progress of the load, `EngineReady`, and then the
+output of the engine, with one message per step.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from app.core.embeddings import EmbedJob
+from msgspec import Struct
+from msgspec.msgpack import Decoder
+from msgspec.structs import replace
+
+from app.core.embeddings import EmbedJob, EmbedResult
 from app.core.errors import AppError, ErrorKind
 from app.core.jobs import (
     EngineFailed,
@@ -25,59 +28,116 @@ from app.core.jobs import (
 from app.core.model_files import ModelFiles
 from app.core.prefix_snapshot import PrefixSnapshot
 from app.core.settings import Settings
-from app.runners.codec import Codec
+from app.runners.channel import make_decoder
 
-# The number of positions of prompt log probabilities per line. A long prompt has millions of
-# numbers, and decoding a line blocks the event loop.
+# The number of positions of prompt log probabilities per message. A long prompt has millions of
+# numbers, and decoding a message blocks the event loop.
 _SCORES_PER_CHUNK = 512
 
-# The minimum number of heartbeats per `Settings.watchdog`, and the maximum interval between them in
+# The maximum size of the embeddings in a message in bytes, unless a single one is larger.
+_VECTOR_BYTES_PER_CHUNK = 1 << 18
+
+# The minimum number of probes per `Settings.watchdog`, and the maximum interval between them in
 # seconds.
-_HEARTBEATS_PER_WATCHDOG = 4
-_MAX_HEARTBEAT_INTERVAL = 1.0
+_PROBES_PER_WATCHDOG = 4
+_MAX_PROBE_INTERVAL = 1.0
 
 Scores = tuple[tuple[float, tuple[tuple[int, float], ...]], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerInit:
-    """The first message.
-
-    parent_pid: the process ID of the parent.
-    socket_fd: the descriptor of a Unix socket that already listens.
-    events_fd: the descriptor of the process's end of the event pipe.
-    """
+class WorkerInit(Struct, frozen=True, kw_only=True, array_like=True):
+    """The first message. parent_pid: the process ID of the parent."""
 
     parent_pid: int
-    socket_fd: int
-    events_fd: int
     settings: Settings
     files: ModelFiles
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerStatus:
-    """The response to GET /v1/status. The first four fields have the same names and values as in
-    Ollama's runner (llm.ServerStatus: 0 ready, 3 loading, 5 error). `Progress` is a percentage from
-    0 to 100, and `Memory` is in bytes."""
+class Submit(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """The process replies with `JobReceived`, if it must compile a grammar, and then with
+    `JobAccepted` or `JobRejected`."""
 
-    Status: int
-    Progress: int
-    ContextLength: int
-    Memory: int
-    State: LoadProgress | EngineReady | EngineFailed
+    job: Job
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobReceived:
+class Embed(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """The process replies with `JobReceived`, and then with `Embedded`."""
+
+    job: EmbedJob
+
+
+class Cancel(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """Cancels a job of any kind, which may have ended. keep: see `EngineClient.cancel`."""
+
+    job: str
+    keep: int | None
+
+
+class Probe(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """The process replies with `ProbeReply`."""
+
+
+class GetPrefixSnapshot(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """The process replies with `PrefixSnapshotReply`."""
+
+
+class JobReceived(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The process has read a job or an embedding job, and has not done anything with it yet. If the
     process crashes before this event, the job is not the cause."""
 
     job: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptScoresChunk:
+class JobAccepted(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """The job is in the engine's queue."""
+
+    job: str
+
+
+class JobRejected(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """The AppError that rejected a job. message: its `marked_message`."""
+
+    job: str
+    kind: ErrorKind
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after: int | None = None
+
+    @staticmethod
+    def from_error(job: str, error: AppError) -> "JobRejected":
+        return JobRejected(
+            job=job,
+            kind=error.kind,
+            message=error.marked_message,
+            param=error.param,
+            code=error.code,
+            retry_after=error.retry_after,
+        )
+
+    def to_error(self) -> AppError:
+        return AppError(
+            self.kind,
+            self.message,
+            param=self.param,
+            code=self.code,
+            retry_after=self.retry_after,
+        )
+
+
+class ProbeReply(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """takes_commands: whether the engine has taken the command that the last probe put into its
+    queue, as it would take a job."""
+
+    heartbeat: Heartbeat
+    takes_commands: bool
+
+
+class PrefixSnapshotReply(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    snapshot: PrefixSnapshot
+
+
+class PromptScoresChunk(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """A chunk of the log probabilities of a prompt. More chunks may follow. The last chunk is in
     the `PromptLogprobs` of the next step."""
 
@@ -85,93 +145,104 @@ class PromptScoresChunk:
     scores: Scores
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorBody:
-    """An AppError as a response body."""
+class Embedded(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """A chunk of the result of an embedding job. error: see `EmbedResult`. is_last: whether no more
+    chunks follow."""
 
-    kind: ErrorKind
-    message: str
-    param: str | None = None
-    code: str | None = None
-    retry_after: int | None = None
-
-
-# The events of a loaded engine.
-WorkerEvent = Heartbeat | JobReceived | PromptScoresChunk | StepOutput | EngineFailed
-
-WORKER_INIT = Codec[WorkerInit](WorkerInit)
-WORKER_STATUS = Codec[WorkerStatus](WorkerStatus)
-WORKER_EVENT = Codec[WorkerEvent](WorkerEvent)
-JOB = Codec[Job](Job)
-PREFIX_SNAPSHOT = Codec[PrefixSnapshot](PrefixSnapshot)
-EMBED_JOB = Codec[EmbedJob](EmbedJob)
-ERROR_BODY = Codec[ErrorBody](ErrorBody)
+    job: str
+    vectors: tuple[bytes, ...]
+    error: str | None
+    is_last: bool
 
 
-def build_error_body(error: AppError) -> ErrorBody:
-    return ErrorBody(
-        kind=error.kind,
-        message=error.marked_message,
-        param=error.param,
-        code=error.code,
-        retry_after=error.retry_after,
-    )
+Command = Submit | Embed | Cancel | Probe | GetPrefixSnapshot
+
+WorkerEvent = (
+    LoadProgress
+    | EngineReady
+    | EngineFailed
+    | JobReceived
+    | JobAccepted
+    | JobRejected
+    | ProbeReply
+    | PrefixSnapshotReply
+    | PromptScoresChunk
+    | Embedded
+    | StepOutput
+)
+
+WORKER_INIT: Decoder[WorkerInit] = make_decoder(WorkerInit)
+COMMAND: Decoder[Command] = make_decoder(Command)
+WORKER_EVENT: Decoder[WorkerEvent] = make_decoder(WorkerEvent)
 
 
-def build_app_error(body: ErrorBody) -> AppError:
-    return AppError(
-        body.kind,
-        body.message,
-        param=body.param,
-        code=body.code,
-        retry_after=body.retry_after,
-    )
-
-
-def heartbeat_interval(settings: Settings) -> float:
-    """Returns the number of seconds between two heartbeats."""
-    return min(_MAX_HEARTBEAT_INTERVAL, settings.watchdog / _HEARTBEATS_PER_WATCHDOG)
+def probe_interval(settings: Settings) -> float:
+    """Returns the number of seconds between two probes."""
+    return min(_MAX_PROBE_INTERVAL, settings.watchdog / _PROBES_PER_WATCHDOG)
 
 
 def split_step(step: StepOutput) -> Iterator[PromptScoresChunk | StepOutput]:
-    """Splits prompt log probabilities that are too long for one line. Yields chunks, and then the
-    step with the remaining part."""
+    """Splits prompt log probabilities that are too long for one message. Yields chunks, and then
+    the step with the remaining part."""
     if not any(isinstance(update, PromptLogprobs) for update in step.updates):
         yield step
         return
     kept = list(step.updates)
-    for place, update in enumerate(kept):
+    for index, update in enumerate(kept):
         if isinstance(update, PromptLogprobs):
             last = max(0, len(update.logprobs) - 1) // _SCORES_PER_CHUNK * _SCORES_PER_CHUNK
             for start in range(0, last, _SCORES_PER_CHUNK):
                 yield PromptScoresChunk(
                     job=update.job_id, scores=update.logprobs[start : start + _SCORES_PER_CHUNK]
                 )
-            kept[place] = replace(update, logprobs=update.logprobs[last:])
+            kept[index] = replace(update, logprobs=update.logprobs[last:])
     yield replace(step, updates=tuple(kept))
 
 
-class StepJoiner:
-    """Reassembles the steps that `split_step` has split."""
+def split_embeddings(result: EmbedResult) -> Iterator[Embedded]:
+    """Splits embeddings, whose megabytes must not delay tokens."""
+    vectors: Sequence[bytes] = result.vectors
+    size = max(1, _VECTOR_BYTES_PER_CHUNK // len(vectors[0])) if vectors else 1
+    for start in range(0, max(1, len(vectors)), size):
+        yield Embedded(
+            job=result.job_id,
+            vectors=tuple(vectors[start : start + size]),
+            error=result.error,
+            is_last=start + size >= len(vectors),
+        )
+
+
+class EventJoiner:
+    """Reassembles the events that `split_step` and `split_embeddings` have split."""
 
     def __init__(self) -> None:
-        self._chunks: dict[str, list[Scores]] = {}
+        self._scores: dict[str, list[Scores]] = {}
+        self._vectors: dict[str, list[bytes]] = {}
 
-    def add(self, more: PromptScoresChunk) -> None:
-        self._chunks.setdefault(more.job, []).append(more.scores)
+    def add_scores(self, chunk: PromptScoresChunk) -> None:
+        self._scores.setdefault(chunk.job, []).append(chunk.scores)
 
-    def join(self, step: StepOutput) -> StepOutput:
-        if not self._chunks:
+    def join_step(self, step: StepOutput) -> StepOutput:
+        if not self._scores:
             return step
-        chunks, self._chunks = self._chunks, {}
+        scores, self._scores = self._scores, {}
         return replace(
             step,
             updates=tuple(
                 replace(
-                    update, logprobs=tuple(chain(*chunks.get(update.job_id, ()), update.logprobs))
+                    update, logprobs=tuple(chain(*scores.get(update.job_id, ()), update.logprobs))
                 )
                 if isinstance(update, PromptLogprobs)
                 else update
                 for update in step.updates
             ),
         )
+
+    def join_embeddings(self, chunk: Embedded) -> EmbedResult | None:
+        """Returns the result if it is complete."""
+        vectors = self._vectors.setdefault(chunk.job, [])
+        vectors += chunk.vectors
+        if not chunk.is_last:
+            return None
+        del self._vectors[chunk.job]
+        return EmbedResult(job_id=chunk.job, vectors=tuple(vectors), error=chunk.error)

@@ -39,11 +39,6 @@ def pid(running: ProcessRunner) -> int:
     return found
 
 
-def socket_path(running: ProcessRunner) -> Path:
-    assert running._process is not None
-    return running._process.socket_path
-
-
 def is_alive(process: int) -> bool:
     """Whether the process runs; a zombie does not."""
     return _state(process) not in (None, "Z")

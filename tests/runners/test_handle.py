@@ -1,10 +1,10 @@
 """Counters continue when a model's engine is replaced."""
 
-from dataclasses import fields, replace
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import fields, replace
 
 from app.core.jobs import EngineStats
 from app.runners.handle import accumulate_stats, counters_only

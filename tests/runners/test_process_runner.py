@@ -2,16 +2,9 @@
 
 import asyncio
 import os
-import shutil
 import signal
-import socket
-import stat
-import subprocess
 import sys
-import tempfile
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,18 +12,20 @@ import pytest
 from app import store
 from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, ErrorKind
+from app.core.jobs import Ended
 from app.core.requests import ChoiceGrammar
 from app.core.settings import Settings
-from app.runners.child_process import PrivateSocket
+from app.runners import channel
 from app.runners.process_runner import ProcessRunner
 from tests import tiny
+from tests.batches import flatten
 from tests.descriptors import exhaust_descriptors
+from tests.engine.harness import job
 from tests.runners.contract import *  # noqa: F403  # the suite that every runner passes
 from tests.runners.contract import PATIENCE, MakeRunner, answer, ids
 from tests.runners.spawning import (
     linux,
     pid,
-    socket_path,
     start_runner,
 )
 
@@ -56,16 +51,6 @@ def use_runner(tiny_model: Path) -> Iterator[UseRunner]:
 
         yield lambda body: loop.run(checked(body))
         loop.run(running.stop())
-
-
-def test_only_this_user_can_open_the_socket_of_a_process(use_runner: UseRunner) -> None:
-    async def body(running: ProcessRunner) -> None:
-        path = socket_path(running)
-        assert path.is_socket()
-        assert path.parent.stat().st_uid == os.getuid()
-        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-
-    use_runner(body)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the sockets of a process")
@@ -94,108 +79,63 @@ def inodes_of_ports(process: int) -> set[str]:
     }
 
 
-def test_the_socket_is_removed_with_its_process(tiny_model: Path) -> None:
-    async def run() -> None:
-        running = ProcessRunner(Settings())
-        await running.start(store.resolve(str(tiny_model)))
-        directory = socket_path(running).parent
-        await running.stop()
-        assert not directory.exists()
-
-    asyncio.run(run())
-
-
-def test_sockets_of_killed_servers_are_removed() -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as exited:
-        pass
-    stale = Path(tempfile.mkdtemp(prefix=f"mlxrunner-{exited.pid}-", dir="/tmp"))
-    own = Path(tempfile.mkdtemp(prefix=f"mlxrunner-{os.getpid()}-", dir="/tmp"))
-    try:
-        listener = PrivateSocket()
-        listener.close()
-        assert own.exists()
-        if listener.path.parents[1] == stale.parent:
-            assert not stale.exists()
-    finally:
-        for directory in (stale, own):
-            shutil.rmtree(directory, ignore_errors=True)
-
-
-def test_a_request_without_a_free_descriptor_gets_retry_after(
-    use_runner: UseRunner,
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_signal_of_a_service_manager_ends_no_stream(
+    use_runner: UseRunner, sent: signal.Signals
 ) -> None:
-    """It failed with 500 after five seconds. Other requests share the connections that are open."""
-
-    async def body(running: ProcessRunner) -> None:
-        options = {
-            "grammar": ChoiceGrammar(options=("a",)),
-            "stop_token_ids": frozenset({tiny.END}),
-        }
-        assert ids(await answer(running, "opens a connection", b"hello"))
-        with exhaust_descriptors():
-            refused = asyncio.create_task(answer(running, "refused", b"hello", **options))
-            names = [f"other-{number}" for number in range(10)]
-            others = await asyncio.gather(*(answer(running, name, b"hello") for name in names))
-            assert all(map(ids, others))
-            with pytest.raises(AppError, match="the server is out of file descriptors") as caught:
-                await refused
-        error = caught.value
-        assert (error.kind, error.code, error.retry_after) == (
-            ErrorKind.OVERLOADED,
-            "out_of_resources",
-            1,
-        )
-        assert ids(await answer(running, "again", b"hello", **options)) == [ord("a")]
-
-    use_runner(body)
-
-
-def test_embeddings_without_a_free_descriptor_get_retry_after(tiny_model: Path) -> None:
-    """They failed with 500. The runner is new, because no connection for embeddings may be open."""
-
-    async def run() -> None:
-        inputs = EmbedJob(id="a", inputs=((1, 2),), pooling="mean")
-        async with start_runner(tiny_model) as running:
-            with (
-                exhaust_descriptors(),
-                pytest.raises(AppError, match="the server is out of file descriptors") as caught,
-            ):
-                await running.embed(inputs)
-            error = caught.value
-            assert (error.kind, error.code, error.retry_after) == (
-                ErrorKind.OVERLOADED,
-                "out_of_resources",
-                1,
-            )
-            assert len(await running.embed(replace(inputs, id="b"))) == 1
-
-    asyncio.run(run())
-
-
-def test_garbage_on_the_socket_affects_no_request(use_runner: UseRunner) -> None:
-    async def body(running: ProcessRunner) -> None:
-        with ExitStack() as stack:
-            for garbage in (
-                b"\x00" * 100_000,
-                b"POST /v1/jobs HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n{",
-                b"GET /v1/status HTTP/1.1\r\nHost: x\r\n",
-                b"",
-            ):
-                for _ in range(25):
-                    client = stack.enter_context(socket.socket(socket.AF_UNIX))
-                    client.connect(str(socket_path(running)))
-                    with suppress(OSError):  # the server may close it at once
-                        client.sendall(garbage)
-            assert ids(await answer(running, "meanwhile", b"hello"))
-
-    use_runner(body)
-
-
-def test_a_sigterm_of_a_service_manager_ends_no_stream(use_runner: UseRunner) -> None:
     async def body(running: ProcessRunner) -> None:
         task = asyncio.create_task(answer(running, "meanwhile", b"hello", max_tokens=200))
-        os.kill(pid(running), signal.SIGTERM)
+        os.kill(pid(running), sent)
         assert ids(await task)
+
+    use_runner(body)
+
+
+def test_requests_need_no_free_file_descriptor(use_runner: UseRunner) -> None:
+    """They failed with 503 after two seconds."""
+    grammar = ChoiceGrammar(options=("a",))
+    inputs = EmbedJob(id="vectors", inputs=((1, 2),), pooling="mean")
+
+    async def body(running: ProcessRunner) -> None:
+        with exhaust_descriptors():
+            constrained, plain, vectors = await asyncio.gather(
+                answer(running, "one", b"x", grammar=grammar, stop_token_ids=frozenset({tiny.END})),
+                answer(running, "two", b"x"),
+                running.embed(inputs),
+            )
+        assert ids(constrained) == [ord("a")]
+        assert ids(plain)
+        assert len(vectors) == 1
+
+    use_runner(body)
+
+
+def test_a_prompt_of_megabytes_and_a_batch_of_embeddings_fit(use_runner: UseRunner) -> None:
+    long = job("long", bytes(5_000_000), max_tokens=1)
+    inputs = EmbedJob(id="vectors", inputs=((1,),) * 20_000, pooling="mean")
+
+    async def body(running: ProcessRunner) -> None:
+        async with running.submit(long) as submission:
+            [*_, last] = [update async for update in flatten(submission)]
+        assert isinstance(last, Ended)
+        assert last.error is not None, "the engine has read it, and it has no room for it"
+        vectors = await running.embed(inputs)
+        assert vectors == (vectors[0],) * 20_000
+
+    use_runner(body)
+
+
+def test_a_request_that_exceeds_the_limit_of_a_message_is_rejected(
+    use_runner: UseRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(running: ProcessRunner) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(channel, "MAX_MESSAGE_BYTES", 1000)
+            with pytest.raises(AppError, match="the request is too large") as caught:
+                await answer(running, "a", bytes(2000))
+            assert caught.value.kind is ErrorKind.TOO_LARGE
+            with pytest.raises(AppError, match="the request is too large"):
+                await running.embed(EmbedJob(id="b", inputs=((1,) * 2000,), pooling="mean"))
 
     use_runner(body)
 

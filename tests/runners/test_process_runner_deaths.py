@@ -1,22 +1,17 @@
 """Model processes that die, hang, flood the log, or lose their parent."""
 
 import asyncio
-import contextlib
-import errno
 import logging
 import math
 import os
 import resource
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from httpcore2._backends.anyio import AnyIOStream
 
 from app import store
 from app.core.errors import AppError, ErrorKind
@@ -28,9 +23,7 @@ from app.core.settings import Settings
 from app.runners.child_process import count_oom_kills
 from app.runners.pool import ModelPool
 from app.runners.process_runner import ProcessRunner
-from app.runners.worker_client import WorkerClient
 from tests.batches import flatten
-from tests.descriptors import exhaust_descriptors
 from tests.engine.harness import job
 from tests.runners.contract import answer, ids
 from tests.runners.spawning import (
@@ -38,7 +31,6 @@ from tests.runners.spawning import (
     is_alive,
     linux,
     pid,
-    socket_path,
     start_runner,
     suspend,
     wait_for_end,
@@ -138,14 +130,15 @@ def test_a_process_that_closes_its_connection_without_an_exit_is_reported(
 ) -> None:
     monkeypatch.setattr("app.runners.process_runner._EXIT_TIMEOUT", 0.3)
     plant(
-        "from app.runners.event_pipe import EventWriter\n"
-        "write = EventWriter.write\n"
-        "def write_and_close(self, events):\n"
-        "    write(self, events)\n"
-        "    if events:\n"
-        "        self.close()\n"
-        "EventWriter.write = write_and_close\n"
-        "EventWriter.connection_lost = lambda self, error: None\n"
+        "import socket\n"
+        "from app.core.jobs import EngineReady\n"
+        "from app.runners.worker import Worker\n"
+        "receive = Worker._receive\n"
+        "def receive_and_close(self, message):\n"
+        "    if isinstance(message, EngineReady):\n"
+        "        self._loop.call_later(0.1, self._end.shutdown, socket.SHUT_WR)\n"
+        "    return receive(self, message)\n"
+        "Worker._receive = receive_and_close\n"
     )
 
     async def run() -> None:
@@ -161,41 +154,11 @@ def test_a_process_that_closes_its_connection_without_an_exit_is_reported(
     asyncio.run(run())
 
 
-def test_a_process_that_breaks_off_a_response_is_killed(
-    long_model: Path, plant: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its heartbeats continue, but each request would wait in vain."""
-    monkeypatch.setattr("app.runners.process_runner._EXIT_TIMEOUT", 0.3)
-    plant(
-        "from starlette.responses import StreamingResponse\n"
-        "from app.runners import worker_server as it\n"
-        "async def nothing():\n"
-        "    yield b'a'\n"
-        "    raise RuntimeError('planted')\n"
-        "async def submit(self, request):\n"
-        "    return StreamingResponse(nothing(), headers={'content-length': '9'})\n"
-        "it.WorkerServer._submit = submit\n"
-    )
-
-    async def run() -> None:
-        async with start_runner(long_model) as running:
-            process = pid(running)
-            with pytest.raises(AppError) as caught:
-                await wait_for_end(running, "a")
-            assert caught.value.message == "the engine stopped: its process closed its connection"
-            message = (await running.wait_for_failure()).message
-            assert message.startswith("the tiny process closed its connection but did not exit: ")
-            assert "RuntimeError: planted" in message
-            await running.stop()
-            assert not is_alive(process)
-
-    asyncio.run(run())
-
-
-# memory runs out in the handler of a request, or in a callback of asyncio
+# memory runs out while a command is handled, in a task, or in a callback of asyncio
 OOM_CODE = {
-    "answering": "raise MemoryError\n",
-    "reading": "it.asyncio.get_running_loop().call_soon(exhaust)\n    await it.asyncio.sleep(60)\n",
+    "command": "exhaust()",
+    "task": "self._start_task(exhaust_later())",
+    "callback": "self._loop.call_soon(exhaust)",
 }
 
 
@@ -204,12 +167,14 @@ def test_a_process_without_memory_for_a_request_exits(
     long_model: Path, plant: Callable[[str], None], code: str
 ) -> None:
     plant(
-        "from app.runners import worker_server as it\n"
+        "from app.runners.worker import Worker\n"
         "def exhaust():\n"
         "    raise MemoryError\n"
-        "async def submit(self, request):\n"
-        f"    {code}"
-        "it.WorkerServer._submit = submit\n"
+        "async def exhaust_later():\n"
+        "    raise MemoryError\n"
+        "def submit(self, job):\n"
+        f"    {code}\n"
+        "Worker._submit = submit\n"
     )
 
     async def run() -> None:
@@ -221,42 +186,6 @@ def test_a_process_without_memory_for_a_request_exits(
             assert "MemoryError" in (await running.wait_for_failure()).message
 
     asyncio.run(run())
-
-
-def test_a_dead_process_leaves_no_connection_open(
-    long_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One idle connection is kept for each concurrent request. To close them takes iterations of
-    the event loop, which are long under load."""
-    close = AnyIOStream.aclose
-
-    async def close_late(stream: AnyIOStream) -> None:
-        await asyncio.sleep(0.02)
-        await close(stream)
-
-    monkeypatch.setattr(AnyIOStream, "aclose", close_late)
-
-    async def run() -> None:
-        async with start_runner(long_model) as running:
-            jobs = (answer(running, f"job {i}", b"x", max_tokens=2) for i in range(12))
-            await asyncio.gather(*jobs)
-            address = str(socket_path(running))
-            assert address in _peers()
-            os.kill(pid(running), signal.SIGKILL)
-            await running.wait_for_failure()
-        assert address not in _peers()
-
-    asyncio.run(run())
-
-
-def _peers() -> set[str]:
-    """The peer addresses of the sockets of this process."""
-    found: set[str] = set()
-    for descriptor in os.listdir("/dev/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as one:
-            if one.family == socket.AF_UNIX:
-                found.add(one.getpeername())
-    return found
 
 
 HANG = """
@@ -292,14 +221,10 @@ def test_a_hanging_engine_is_killed(long_model: Path, plant: Callable[[str], Non
     asyncio.run(run())
 
 
+# The engine does not take commands. Its process answers probes.
 DEAF = """
-import asyncio
-from app.runners.worker_server import WorkerServer
-
-async def deaf(self, request):
-    await asyncio.Event().wait()
-
-WorkerServer._submit = WorkerServer._probe = deaf
+from app.engine.thread import EngineThread
+EngineThread.submit = EngineThread.probe = lambda self, *_: None
 """
 
 
@@ -315,91 +240,10 @@ def test_a_process_that_accepts_no_requests_is_killed(
             waiting = asyncio.create_task(wait_for_end(running, "a"))
             failure = await running.wait_for_failure()
             assert failure.message == "the tiny process has accepted no requests for 2 s"
-            with pytest.raises(AppError, match="the engine stopped: the tiny process has accepted"):
-                await waiting
+            ended = await waiting
+            assert ended.error == f"the engine stopped: {failure.message}"
             await running.stop()
             assert not is_alive(process)
-
-    asyncio.run(run())
-
-
-def test_a_process_that_cannot_be_reached_is_not_reported_as_healthy(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If the server is out of descriptors, for example: the process is not replaced, and serves
-    again when descriptors are free."""
-    monkeypatch.setattr("app.runners.process_runner._PROBE_INTERVAL", 0.01)
-    monkeypatch.setattr("app.runners.process_runner._PROBE_RETRY_DELAY", 0.01)
-    # a failed connection would count for longer
-    monkeypatch.setattr("app.runners.process_runner._MAX_MISSED_PROBES", 1e-4)
-    broken, probes = True, 0
-    real = WorkerClient.probe
-
-    async def probe(client: WorkerClient) -> None:
-        nonlocal probes
-        probes += 1
-        if broken:
-            raise OSError(errno.EMFILE, "Too many open files")
-        await real(client)
-
-    monkeypatch.setattr(WorkerClient, "probe", probe)
-
-    async def run() -> None:
-        nonlocal broken
-        async with start_runner(tiny_model) as running:
-            while probes < 20:  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
-            status = running.status()
-            assert status.state == "stalled"
-            assert status.error is not None
-            assert status.error.startswith("the tiny process cannot be reached: ")
-            assert status.error.endswith("Too many open files")
-            broken = False
-            while running.status().state != "ready":  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
-            assert await answer(running, "a", b"x", max_tokens=2)
-
-    asyncio.run(run())
-
-
-def test_a_process_whose_socket_is_removed_is_killed(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A program that cleans up temporary files removed it. The probes used an open connection, and
-    the errors of others were not counted, so jobs failed until the server restarted."""
-    monkeypatch.setattr("app.runners.process_runner._PROBE_INTERVAL", 0.01)
-    monkeypatch.setattr("app.runners.process_runner._PROBE_RETRY_DELAY", 0.1)
-    monkeypatch.setattr("app.runners.process_runner._MAX_MISSED_PROBES", 0.3 / 60)
-
-    async def run() -> None:
-        async with start_runner(tiny_model, watchdog=60.0) as running:
-            process = pid(running)
-            assert await answer(running, "a", b"x", max_tokens=2)
-            shutil.rmtree(socket_path(running).parent)
-            failure = await running.wait_for_failure()
-            assert failure.cause == "fault"
-            assert failure.message.startswith("the tiny process has accepted no requests for 0 s: ")
-            assert "No such file or directory" in failure.message
-            await running.stop()
-            assert not is_alive(process)
-
-    asyncio.run(run())
-
-
-def test_a_probe_without_a_free_descriptor_gives_another_error_than_a_failed_connection(
-    tiny_model: Path,
-) -> None:
-    """It was retried until it counted as missed, which ended the process."""
-
-    async def run() -> None:
-        async with start_runner(tiny_model) as running:
-            client = running._dispatcher.engine
-            assert isinstance(client, WorkerClient)
-            with exhaust_descriptors(), pytest.raises(OSError, match="Too many open") as caught:
-                await client.probe()
-            assert caught.value.errno == errno.EMFILE
-            assert not isinstance(caught.value, ConnectionError)
-            await client.probe()
 
     asyncio.run(run())
 
@@ -499,12 +343,12 @@ def test_output_without_a_logger_is_a_warning(
     and would be lost with `--log-level warning`."""
     plant(
         "import logging, sys\n"
-        "from app.runners import worker_server\n"
+        "from app.runners import worker\n"
         "def load(files, settings, report):\n"
         "    logging.getLogger('x').info('fine\\n  more of it')\n"
         "    sys.stderr.write('terminating: no reason\\n  at 0x0\\n')\n"
         "    sys.exit(3)\n"
-        "worker_server.load = load\n"
+        "worker.load = load\n"
     )
     caplog.set_level(logging.INFO)
 

@@ -96,8 +96,9 @@ def test_progress_of_a_load_is_reported_and_resets_the_timeout(
 @pytest.mark.parametrize(
     ("encoded", "logged"),
     [
-        ("b'mumble'", "JSONDecodeError"),
-        ("bytes(1 << 25)", "an event is longer than the maximum line length"),
+        ("b'\\0\\0\\0\\6mumble'", "DecodeError"),
+        ("encode(['Unknown', 1])", "Invalid value 'Unknown'"),
+        ("b'\\x7f\\0\\0\\0'", "MessageTooLargeError"),
     ],
 )
 def test_a_process_with_undecodable_messages_is_killed(
@@ -108,10 +109,9 @@ def test_a_process_with_undecodable_messages_is_killed(
     logged: str,
 ) -> None:
     plant(
-        "from app.runners import worker_protocol\n"
-        "class BrokenCodec:\n"
-        f"    def encode(self, event): return {encoded}\n"
-        "worker_protocol.WORKER_EVENT = BrokenCodec()\n"
+        "from app.runners import channel\n"
+        "encode = channel.encode_frame\n"
+        f"channel.encode_frame = lambda message: {encoded}\n"
     )
 
     error = asyncio.run(start_error(tiny_model))
@@ -119,16 +119,22 @@ def test_a_process_with_undecodable_messages_is_killed(
     assert logged in caplog.text
 
 
-def test_a_process_that_is_silent_after_its_load_is_killed(
-    tiny_model: Path, plant: Callable[[str], None]
+def test_a_process_that_sends_nothing_from_its_start_is_killed(
+    tiny_model: Path, plant: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reports that the model is loaded, and then sends nothing."""
-    plant(
-        "from app.runners.event_pipe import EventWriter\n"
-        "EventWriter.write = lambda self, events: None\n"
-    )
-    error = asyncio.run(start_error(tiny_model, watchdog=5.0))
-    assert error.message.startswith("the engine process has sent nothing for ")
+    monkeypatch.setattr("app.runners.process_runner._STARTUP_TIMEOUT", 1.0)
+    plant("from app.runners.channel import Channel\nChannel.send = lambda self, message: None\n")
+    error = asyncio.run(start_error(tiny_model, watchdog=1.0))
+    assert re.fullmatch(r"tiny could not be loaded: no progress for \d+ s at 0 %", error.message)
+
+
+def test_an_undecodable_command_ends_the_process_with_its_reason(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.runners.process_runner.Probe", lambda: ["Unknown"])
+    error = asyncio.run(start_error(tiny_model))
+    assert "its process ended with exit status 1: " in error.message
+    assert "Invalid value 'Unknown'" in error.message
 
 
 def test_a_process_that_cannot_be_started_is_an_error(

@@ -14,7 +14,9 @@ import sys
 import threading
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
+from msgspec.msgpack import Decoder
 
 from app.core.embeddings import EmbedJob
 from app.core.jobs import (
@@ -28,7 +30,7 @@ from app.core.jobs import (
     Token,
 )
 from app.core.requests import Grammar
-from app.runners.codec import Codec
+from app.runners.channel import encode_frame, make_decoder, read_frame
 
 
 class StepChecksum:
@@ -71,18 +73,15 @@ _KEEPALIVE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 
 _DARWIN_DROP_TIME = 0x80
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submit:
+class Submit(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     job: Job
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Embed:
+class Embed(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     job: EmbedJob
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cancel:
+class Cancel(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     job: str
     keep: int | None
 
@@ -90,8 +89,7 @@ class Cancel:
 Command = Submit | Embed | Cancel
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunStep:
+class RunStep(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """Requests one step. The follower executes the commands in order and then runs the step.
     `checksum` covers the output of rank 0's engine in all previous steps, and must match the
     follower's own checksum."""
@@ -100,8 +98,7 @@ class RunStep:
     checksum: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compile:
+class Compile(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """Requests the compilation of a grammar for a job that will follow. `number` identifies the
     reply."""
 
@@ -110,13 +107,11 @@ class Compile:
     stop_ids: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
+class Stop(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """Requests the exit of the follower, because rank 0 is stopping."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HelloReply:
+class HelloReply(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The reply to `Hello`. `refused` is the reason why rank 0 rejected the follower; None if it
     was accepted."""
 
@@ -126,8 +121,7 @@ class HelloReply:
 LeaderMessage = RunStep | Compile | Stop | HelloReply
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class Hello(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The first message of a follower.
 
     secret: the secret that rank 0 sent to the group.
@@ -140,13 +134,11 @@ class Hello:
     traits: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compiled:
+class Compiled(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     number: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankFailed:
+class RankFailed(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """Reports that this rank has failed. `reason` is one sentence."""
 
     reason: str
@@ -156,8 +148,8 @@ FollowerMessage = Hello | Compiled | RankFailed
 
 _MAX_HELLO_BYTES = 1 << 16
 
-_LEADER_CODEC: Codec[LeaderMessage] = Codec(LeaderMessage)
-_FOLLOWER_CODEC: Codec[FollowerMessage] = Codec(FollowerMessage)
+_LEADER_MESSAGE: Decoder[LeaderMessage] = make_decoder(LeaderMessage)
+_FOLLOWER_MESSAGE: Decoder[FollowerMessage] = make_decoder(FollowerMessage)
 
 
 class RankConnection:
@@ -185,25 +177,26 @@ class RankConnection:
     def send_to_follower(self, message: LeaderMessage) -> None:
         """Sends a message from rank 0. Errors are ignored, because the reader detects a lost
         peer."""
-        self._write(_LEADER_CODEC.encode(message))
+        self._write(message)
 
     def send_to_leader(self, message: FollowerMessage) -> None:
         """Sends a message to rank 0. Errors are ignored, as in `send_to_follower`."""
-        self._write(_FOLLOWER_CODEC.encode(message))
+        self._write(message)
 
     def read_from_leader(self) -> Iterator[LeaderMessage]:
         """Yields the messages of rank 0 until the connection ends."""
-        return map(_LEADER_CODEC.decode, self._read_lines())
+        return map(_LEADER_MESSAGE.decode, self._read_frames())
 
     def read_from_follower(self) -> Iterator[FollowerMessage]:
-        return map(_FOLLOWER_CODEC.decode, self._read_lines())
+        return map(_FOLLOWER_MESSAGE.decode, self._read_frames())
 
     def read_hello(self) -> Hello | None:
         """Reads the first message on a connection to rank 0. Returns None if the message is not a
         `Hello`, because any program can connect."""
         try:
-            hello = _FOLLOWER_CODEC.decode(self._reader.readline(_MAX_HELLO_BYTES))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            frame = read_frame(self._reader.read, _MAX_HELLO_BYTES)
+            hello = None if frame is None else _FOLLOWER_MESSAGE.decode(frame)
+        except (OSError, ValueError):
             return None
         return hello if isinstance(hello, Hello) else None
 
@@ -218,16 +211,12 @@ class RankConnection:
         self._reader.close()
         self._socket.close()
 
-    def _write(self, line: bytes) -> None:
+    def _write(self, message: LeaderMessage | FollowerMessage) -> None:
+        frame = encode_frame(message)
         with self._lock, contextlib.suppress(OSError):
-            self._socket.sendall(line + b"\n")
+            self._socket.sendall(frame)
 
-    def _read_lines(self) -> Iterator[bytes]:
-        while True:
-            try:
-                line = self._reader.readline()
-            except OSError:
-                return
-            if not line.endswith(b"\n"):
-                return
-            yield line
+    def _read_frames(self) -> Iterator[bytes]:
+        with contextlib.suppress(OSError):
+            while (frame := read_frame(self._reader.read)) is not None:
+                yield frame

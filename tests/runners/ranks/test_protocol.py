@@ -1,9 +1,9 @@
 """The checksum of steps covers the results that determine the next steps."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from app.core.embeddings import EmbedResult
 from app.core.jobs import Ended, EngineStats, Prefilled, PromptLogprobs, Started, StepOutput, Token
