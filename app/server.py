@@ -23,11 +23,11 @@ from app.commands.pull import resolve_or_download
 from app.config.options import OPTIONS
 from app.config.toml_edit import ConfigFile
 from app.core.errors import AppError, ErrorKind
+from app.core.limits import RequestLimits
 from app.core.live_settings import LiveSettings, merge_reloaded
 from app.core.malloc import limit_malloc_retention
 from app.core.model_files import ModelFiles
 from app.core.model_state import MemoryRequirement
-from app.core.observers import ObservedGenerate
 from app.core.ports import Runner
 from app.core.server_stats import ConnectionStats, EventLoopLag
 from app.core.settings import ModelSettings, Settings
@@ -48,7 +48,6 @@ from app.runners.ranks.launch import Launch, detect_launch, restrict_to_one_mode
 from app.runners.tokenizer_check import TokenizerChecker
 from app.serving.event_loop_watchdog import EventLoopWatchdog
 from app.serving.keep_awake import create_keep_awake
-from app.serving.limits import RequestLimits
 from app.serving.logs import get_terminal_log, set_log_levels
 from app.serving.model_library import InstalledModels
 from app.serving.registry import ModelRegistry, RegisteredModel, build_entry
@@ -165,6 +164,8 @@ class _RunningServer:
         self._library = InstalledModels(registry, self._estimate_download)
         preload = _list_preload_names(entries, settings)
         workers, lag = ThreadPools(), EventLoopLag()
+        self._usage = UsageCounters(keyring.get_limits)
+        self._limits = RequestLimits(settings, self._usage)
         self._watchdog = EventLoopWatchdog(lag, watchdog=settings.watchdog)
         self._router = ModelRouter(
             registry,
@@ -174,6 +175,7 @@ class _RunningServer:
             load_wait=settings.load_wait,
             check_tokenizer=TokenizerChecker(is_builtin).check,
             library=self._library,
+            limits=self._limits,
             save_defaults=None if config is None else config.save_defaults,
             can_reload=ranks is None,
         )
@@ -184,15 +186,11 @@ class _RunningServer:
     ) -> UvicornServer:
         """Builds the HTTP server around the router."""
         settings = self._settings
-        usage = UsageCounters(keyring.get_limits)
-        limited = RequestLimits(self._router, self._router, settings, usage)
         observers = (self._tracing, self._terminal, self._keep_awake)
-        watches = [watch.observe for watch in observers if watch is not None]
-        generate = ObservedGenerate(limited, *watches) if watches else limited
         traffic = ConnectionStats()
         app = build_app(
-            generate,
-            limited,
+            self._router,
+            self._router,
             settings,
             lifespan=self._lifespan,
             keyring=keyring,
@@ -200,13 +198,15 @@ class _RunningServer:
             workers=workers,
             lag=lag,
             live=self._live,
-            usage=usage,
+            usage=self._usage,
+            limits=self._limits,
+            observers=[observer.observe for observer in observers if observer is not None],
         )
         limiter = ConnectionLimiter(settings, traffic)
-        for apply in (limited.apply, limiter.apply, set_log_levels):
+        for apply in (self._limits.apply, limiter.apply, set_log_levels):
             self._live.subscribe(apply)
         config = _build_uvicorn_config(app, settings, limiter)
-        return UvicornServer(config, limited, settings, limiter)
+        return UvicornServer(config, self._limits, settings, limiter)
 
     def run(self) -> int:
         """Runs the server and returns the exit status. Raises AppError if an error ended the server

@@ -77,7 +77,6 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
     # dialects may import app.http, but app.http no dialect
     "app.api": frozenset({"app.core", "app.http"}),
     "app.http": frozenset({"app.core"}),
-    "app.serving.limits": frozenset({"app.core"}),
     "app.serving.event_loop_watchdog": frozenset({"app.core"}),
     # options, environment and file; commands and the server get the Settings
     "app.config": frozenset({"app.core"}),
@@ -147,7 +146,6 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.http.h11_connection": frozenset({"h11", "starlette"}),
     "app.http.uvicorn_internals": frozenset({"uvicorn"}),
     "app.http.uvicorn_server": frozenset({"uvicorn"}),
-    "app.serving.limits": frozenset(),
     "app.serving.event_loop_watchdog": frozenset(),
     # metrics are collected and rendered in one package
     "app.api.metrics": frozenset({"starlette", "prometheus_client"}),

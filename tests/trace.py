@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 from types import CodeType, FrameType
@@ -34,7 +34,7 @@ class Recorder:
         self.num_sent = 0
         self.idle: set[CodeType] = set()
         self.idle_created: set[str] = set()
-        self.calls: dict[tuple[int, int], set[CodeType]] = defaultdict(set)
+        self.calls: dict[tuple[int, int], Counter[CodeType]] = defaultdict(Counter)
         self.created: dict[str, list[tuple[int, str]]] = {"task": [], "timer": []}
 
     def record_idle(self, seconds: float) -> None:
@@ -53,7 +53,7 @@ class Recorder:
         if self.on and event == "call":
             code = frame.f_code
             if code.co_filename.startswith(OURS):
-                self.calls[threading.get_ident(), self.num_sent].add(code)
+                self.calls[threading.get_ident(), self.num_sent][code] += 1
 
     def count(self, kind: str, create: Callable[..., Any]) -> Callable[..., Any]:
         """`create`, with a record of the calls by our code."""
@@ -94,19 +94,23 @@ def send_chat(connection: http.client.HTTPConnection, recorder: Recorder | None 
 
 
 def report(recorder: Recorder, loop_thread: int) -> str:
-    def files(codes: set[CodeType]) -> set[str]:
+    def files(codes: Iterable[CodeType]) -> set[str]:
         return {str(Path(code.co_filename).relative_to(ROOT)) for code in codes}
 
     all_functions = set().union(*recorder.calls.values()) - recorder.idle
     per_token: dict[bool, set[str]] = {}
+    per_token_calls: dict[bool, Counter[CodeType]] = {}
     for is_loop in (True, False):
         tokens: dict[int, set[str]] = defaultdict(set)
+        calls: Counter[CodeType] = Counter()
         for (thread, token), codes in recorder.calls.items():
             if token in STEADY and (thread == loop_thread) == is_loop:
-                tokens[token] |= files(codes - recorder.idle)
+                tokens[token] |= files(set(codes) - recorder.idle)
+                calls += Counter({c: n for c, n in codes.items() if c not in recorder.idle})
         # files of most tokens: rare calls do not count
         counts = Counter(chain.from_iterable(tokens.values()))
         per_token[is_loop] = {name for name, count in counts.items() if 2 * count > len(STEADY)}
+        per_token_calls[is_loop] = calls
     lines = [
         f"files of ours for the whole request: {len(files(all_functions))}, "
         f"with {len(all_functions)} functions",
@@ -116,6 +120,14 @@ def report(recorder: Recorder, loop_thread: int) -> str:
         f"files per token on other threads: {len(per_token[False])}",
         *(f"    {name}" for name in sorted(per_token[False])),
     ]
+    for is_loop, name in ((True, "on the event loop"), (False, "on other threads")):
+        calls = per_token_calls[is_loop]
+        lines.append(f"calls of ours per token {name}: {calls.total() / len(STEADY):.1f}")
+        lines += [
+            f"    {count / len(STEADY):5.1f} {Path(code.co_filename).relative_to(ROOT)} "
+            f"{code.co_qualname}"
+            for code, count in sorted(calls.items(), key=lambda item: item[0].co_filename)
+        ]
     for kind, all_created in recorder.created.items():
         created = [item for item in all_created if item[1] not in recorder.idle_created]
         steady = [where for token, where in created if token in STEADY]

@@ -30,8 +30,9 @@ from app.api.front_end import FrontendStats
 from app.api.metrics.registry import Metrics
 from app.api.usage import usage_routes
 from app.core.errors import AppError, ErrorKind
+from app.core.limits import RequestLimits
 from app.core.live_settings import LiveSettings
-from app.core.observers import ObservedGenerate
+from app.core.observers import ObservedGenerate, ObserverFactory
 from app.core.ports import Generate, Models
 from app.core.request_context import RequestContextObserver
 from app.core.server_stats import ConnectionStats, EventLoopLag
@@ -153,6 +154,8 @@ def build_app(
     lag: EventLoopLag | None = None,
     live: LiveSettings | None = None,
     usage: UsageCounters | None = None,
+    limits: RequestLimits | None = None,
+    observers: Sequence[ObserverFactory] = (),
 ) -> Starlette:
     """Builds the application.
 
@@ -160,7 +163,8 @@ def build_app(
     creates new counters. workers: the thread pools; None creates new pools. lag: the event loop
     lag; None creates one that is never updated. live: the settings that a reload may replace; None
     if there are no reloads. usage: the usage of each key; None creates counters that stay at zero.
-    Raises AppError(INVALID) for invalid host names or
+    limits: the limits of requests, which count the usage; None for no limits. observers: observe
+    each generation and embedding request. Raises AppError(INVALID) for invalid host names or
     origins in the settings.
     """
     origins = AllowedOrigins.from_settings(settings)
@@ -173,6 +177,8 @@ def build_app(
         workers or ThreadPools(),
         lag or EventLoopLag(),
         usage or UsageCounters(),
+        limits,
+        observers,
     )
     app = _Application(
         routes=routes,
@@ -264,13 +270,17 @@ def build_routes(
     workers: ThreadPools,
     lag: EventLoopLag,
     usage: UsageCounters,
+    limits: RequestLimits | None = None,
+    observers: Sequence[ObserverFactory] = (),
 ) -> list[Route]:
     settings = live.current
     bodies = RequestBodies(settings, workers, lambda: _max_context_length(models))
     live.subscribe(bodies.apply)
     front_end = FrontendStats(bodies, workers, lag)
     metrics = Metrics(models, traffic, front_end, usage)
-    watched = ObservedGenerate(generate, metrics.observe, RequestContextObserver)
+    observed = ObservedGenerate(
+        generate, metrics.observe, RequestContextObserver, *observers, limits=limits
+    )
     found: list[Route] = [
         *health.health_routes(models, live, front_end),
         *engine_event_routes(models, live, front_end, traffic),
@@ -278,7 +288,7 @@ def build_routes(
         *usage_routes(usage),
     ]
     for dialect in _find_dialects():
-        found += dialect.routes(watched, models, settings, bodies)
+        found += dialect.routes(observed, models, settings, bodies)
     # Starlette tries the routes in this order, so generation routes come first
     return sorted(found, key=lambda route: "POST" not in (route.methods or ()))
 

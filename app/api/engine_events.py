@@ -70,7 +70,7 @@ class EngineEvents:
 
             async def exchange(send: Send) -> None:
                 async with aclosing(self._iter_events(admin=is_admin(scope))) as events:
-                    await send_event_stream(events, scope, send, KeepAlive(self._live.current.ping))
+                    await send_event_stream(events, send, KeepAlive(self._live.current.ping))
 
             await cancel_on_disconnect(receive, send, exchange)
 

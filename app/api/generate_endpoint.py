@@ -30,11 +30,12 @@ from app.http.responses import JsonObject
 from app.http.streaming import (
     KEEP_ALIVE_COMMENT,
     KeepAlive,
+    ResponseStream,
     cancel_on_disconnect,
     encode_sse_comment,
-    send_event_stream,
+    make_event_stream_headers,
+    make_json_lines_headers,
     send_json,
-    send_json_lines,
 )
 
 log = logging.getLogger(__name__)
@@ -218,30 +219,27 @@ class GenerateResponder:
                     batches = _iter_content_events(events, self._load_wait)
                     collected = [event async for batch in batches for event in batch]
                 case EventStream(encoder, all_progress):
-                    keep_alive = self._make_keep_alive(encoder)
-                    interval = -math.inf if all_progress else PROGRESS_INTERVAL
-                    await _send_stream(
-                        _encode_events(events, encoder, interval),
-                        encoder,
-                        lambda frames: send_event_stream(frames, scope, send, keep_alive),
-                        self._first_byte,
+                    response = ResponseStream(
+                        send, make_event_stream_headers(), self._make_keep_alive(encoder)
                     )
+                    interval = -math.inf if all_progress else PROGRESS_INTERVAL
+                    frames = _encode_events(events, encoder, interval)
+                    await _send_frames(frames, encoder, response, self._first_byte)
                     return
                 case JsonLines(encoder, media_type):
-                    keep_alive = self._make_keep_alive(encoder) if encoder.keep_alive else None
+                    # without a keep-alive frame, the client cannot receive progress either
+                    has_progress = bool(encoder.keep_alive)
+                    keep_alive = self._make_keep_alive(encoder) if has_progress else None
+                    headers = make_json_lines_headers(media_type)
+                    response = ResponseStream(send, headers, keep_alive)
+                    first_byte = self._first_byte if has_progress else None
                     async with AsyncExitStack() as stack:
-                        if keep_alive is None:  # the client cannot receive progress
+                        if not has_progress:
                             events = await stack.enter_async_context(
                                 aclosing(_iter_content_events(events, self._load_wait))
                             )
-                        await _send_stream(
-                            _encode_events(events, encoder, PROGRESS_INTERVAL),
-                            encoder,
-                            lambda frames: send_json_lines(
-                                frames, scope, send, keep_alive, media_type
-                            ),
-                            None if keep_alive is None else self._first_byte,
-                        )
+                        frames = _encode_events(events, encoder, PROGRESS_INTERVAL)
+                        await _send_frames(frames, encoder, response, first_byte)
                     return
                 case _:
                     assert_never(reply)
@@ -253,16 +251,12 @@ class GenerateResponder:
         await send_json(content, scope, send)
 
     async def respond_lines(
-        self, lines: AsyncGenerator[bytes, None], encoder: StreamEnds, scope: Scope, send: Send
+        self, lines: AsyncGenerator[bytes, None], encoder: StreamEnds, send: Send
     ) -> None:
         """Sends JSON lines that are not model output. Raises AppError before the first byte."""
         keep_alive = self._make_keep_alive(encoder)
-        await _send_stream(
-            lines,
-            encoder,
-            lambda frames: send_json_lines(frames, scope, send, keep_alive, NDJSON),
-            self._first_byte,
-        )
+        response = ResponseStream(send, make_json_lines_headers(NDJSON), keep_alive)
+        await _send_frames(lines, encoder, response, self._first_byte)
 
     def _make_keep_alive(self, encoder: StreamEnds) -> KeepAlive:
         return KeepAlive(self._ping, lambda: encoder.keep_alive)
@@ -318,42 +312,40 @@ async def _iter_content_events(
             yield content
 
 
-async def _send_stream(
+async def _send_frames(
     body: AsyncGenerator[bytes, None],
     encoder: StreamEnds,
-    send_frames: Callable[[AsyncIterator[bytes]], Awaitable[None]],
+    response: ResponseStream,
     first_byte: float | None,
 ) -> None:
-    """Sends a stream. Headers are sent with the first frame, so that an earlier error can still set
-    the status code. first_byte: the number of seconds after which a keep-alive frame is sent as the
-    first frame; None disables this."""
-    # `aclosing` is used twice, because closing the outer generator does not wait for the inner one.
+    """Sends the frames of a response. It begins with the first frame, so that an earlier error can
+    still set the status code. A later error is encoded as the last frames. first_byte: the number
+    of seconds after which a keep-alive frame is sent as the first frame; None disables this."""
     async with aclosing(body):
         first = asyncio.ensure_future(anext(body))
         try:
             await asyncio.wait({first}, timeout=first_byte)
             if first.done():
                 first.result()
-            async with aclosing(_append_error_frames(first, body, encoder)) as frames:
-                await send_frames(frames)
+            async with response:
+                if not first.done():
+                    await response.write(encoder.keep_alive)
+                pending: Awaitable[bytes] = first
+                failed = False
+                while not failed:
+                    try:
+                        frames = await pending
+                    except StopAsyncIteration:
+                        break
+                    except AppError as error:
+                        frames, failed = encoder.fail(error), True
+                    except Exception:
+                        log.exception("a response stream failed")
+                        error = AppError(ErrorKind.ENGINE, "internal error: see the server's log")
+                        frames, failed = encoder.fail(error), True
+                    await response.write(frames)
+                    pending = anext(body)
+                await response.end()
         finally:
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
-
-
-async def _append_error_frames(
-    first: asyncio.Future[bytes], rest: AsyncIterator[bytes], encoder: StreamEnds
-) -> AsyncGenerator[bytes, None]:
-    """Yields the frames of a stream whose status code was already sent. An error is encoded as the
-    last frames of the stream."""
-    if not first.done():
-        yield encoder.keep_alive
-    try:
-        yield await first
-        async for frame in rest:
-            yield frame
-    except AppError as error:
-        yield encoder.fail(error)
-    except Exception:
-        log.exception("a response stream failed")
-        yield encoder.fail(AppError(ErrorKind.ENGINE, "internal error: see the server's log"))

@@ -1,16 +1,21 @@
-"""Wraps a `Generate` and reports the events of each request to observers.
+"""Runs generation and embedding requests: applies the limits and reports each request to observers.
 
 Knows: the lifecycle of a request. Must not know: metrics, traces, logs.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Protocol
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Protocol
 
 from app.core.embeddings import Embeddings, EmbedRequest
+from app.core.errors import AppError
 from app.core.events import Event, Finish, ReasoningDelta, TextDelta, ToolCallDelta
+from app.core.limits import RequestLimits
 from app.core.ports import Generate, ResolvedModel
 from app.core.requests import GenerateRequest, PromptBatch
+from app.core.settings import Settings
+from app.core.usage import RequestUsage
 
 
 class RequestObserver(Protocol):
@@ -43,97 +48,147 @@ def count_choices(request: GenerateRequest) -> int:
 
 
 class ObservedGenerate:
-    """Implements `Generate`. watchers: factories that create an observer for each request."""
+    """Implements `Generate`: the only wrapper around the router. observers: factories that create
+    an observer for each request. limits: None for no limits."""
 
-    def __init__(self, generate: Generate, *watchers: ObserverFactory) -> None:
+    def __init__(
+        self, generate: Generate, *observers: ObserverFactory, limits: RequestLimits | None = None
+    ) -> None:
         self._generate = generate
-        self._observer_factories = watchers
-
-    def open(
-        self, request: GenerateRequest, model: ResolvedModel
-    ) -> AbstractAsyncContextManager[AsyncIterator[Sequence[Event]]]:
-        return self._open_observed(request, model)
+        self._observer_factories = observers
+        self._limits = limits or RequestLimits(Settings())
 
     async def embed(self, request: EmbedRequest, model: ResolvedModel) -> Embeddings:
-        watches = [watcher(request) for watcher in self._observer_factories]
+        observers = [create(request) for create in self._observer_factories]
         complete = False
         try:
-            found = await self._generate.embed(request, model)
+            with self._limits.admit(request.caller, 1, "input") as usage:
+                embeddings = await self._limits.wait(
+                    lambda: self._generate.embed(request, model), self._limits.compute_deadline()
+                )
+                usage.add_prompt(embeddings.prompt_tokens)
             complete = True
-            for watch in watches:
-                watch.on_embeddings(found)
-            return found
+            for observer in observers:
+                observer.on_embeddings(embeddings)
+            return embeddings
         except Exception as error:
-            for watch in watches:
-                watch.on_error(error)
+            for observer in observers:
+                observer.on_error(error)
             raise
         finally:
-            for watch in watches:
-                watch.on_end(complete=complete)
+            for observer in observers:
+                observer.on_end(complete=complete)
 
     @asynccontextmanager
-    async def _open_observed(
+    async def open(
         self, request: GenerateRequest, model: ResolvedModel
     ) -> AsyncGenerator[AsyncIterator[Sequence[Event]]]:
-        seen = _ObserverGroup(
-            [watcher(request) for watcher in self._observer_factories], count_choices(request)
-        )
+        observers = [create(request) for create in self._observer_factories]
+        num_choices = count_choices(request)
+        param = "n" if request.n > 1 else "prompt"
+        deadline = self._limits.compute_deadline()
+        stream: _ObservedStream | None = None
         try:
-            async with self._generate.open(request, model) as events:
-                yield _ObservedEvents(events, seen)
+            async with AsyncExitStack() as stack:
+                usage = stack.enter_context(self._limits.admit(request.caller, num_choices, param))
+                stream = _ObservedStream(observers, usage, num_choices)
+                stack.callback(stream.count_unfinished)
+                stream.events = await self._limits.wait(
+                    lambda: stack.enter_async_context(self._generate.open(request, model)), deadline
+                )
+                stack.enter_context(self._limits.interrupt_at(deadline, stream.interrupt))
+                yield stream
         except Exception as error:
-            seen.on_error(error)
+            for observer in observers:
+                observer.on_error(error)
             raise
         finally:
-            seen.on_end()
+            complete = stream is not None and stream.complete
+            for observer in observers:
+                observer.on_end(complete=complete)
 
 
-class _ObserverGroup:
-    """Forwards each call to all observers of one request."""
+class _ObservedStream:
+    """The events of one request. Iterating reports each event to the observers. An error can
+    interrupt the stream: the pending `__anext__` call and all later calls raise it, for which
+    `asyncio.timeout` would need one object per batch. This class is an iterator rather than a
+    generator, so that an unfinished iteration does not have to be closed.
 
-    def __init__(self, watches: Sequence[RequestObserver], choices: int) -> None:
-        self._observers = watches
+    events: the events of the engine, before the first iteration. usage: counts the tokens.
+    """
+
+    events: AsyncIterator[Sequence[Event]]
+
+    def __init__(
+        self, observers: Sequence[RequestObserver], usage: RequestUsage, choices: int
+    ) -> None:
+        self._observers = observers
+        self._usage = usage
         self._unfinished_choices = choices
-        self._started_choices: set[int] = set()
+        self._num_deltas: dict[int, int] = {}  # of each unfinished choice
+        self._error: AppError | None = None
+        self._waiting: asyncio.Task[Any] | None = None
 
-    def on_event(self, event: Event) -> None:
-        if isinstance(event, TextDelta | ReasoningDelta | ToolCallDelta):
-            if event.choice in self._started_choices:
-                return
-            self._started_choices.add(event.choice)
-        elif isinstance(event, Finish):
-            self._unfinished_choices -= 1
-        for watch in self._observers:
-            watch.on_event(event)
+    @property
+    def complete(self) -> bool:
+        """Whether all choices have finished."""
+        return self._unfinished_choices <= 0
 
-    def on_error(self, error: Exception) -> None:
-        for watch in self._observers:
-            watch.on_error(error)
+    def interrupt(self, error: AppError) -> None:
+        """Interrupts the stream. Only the first error takes effect."""
+        if self._error is None:
+            self._error = error
+            if self._waiting is not None:
+                self._waiting.cancel()
 
-    def on_end(self) -> None:
-        for watch in self._observers:
-            watch.on_end(complete=self._unfinished_choices <= 0)
-
-
-class _ObservedEvents:
-    """Iterates over the events and reports each event to the observers. This class is an iterator
-    rather than a generator, so that an unfinished iteration does not have to be closed."""
-
-    def __init__(self, events: AsyncIterator[Sequence[Event]], seen: _ObserverGroup) -> None:
-        self._events = events
-        self._observers = seen
+    def count_unfinished(self) -> None:
+        """Counts the output of choices that have not finished. Each delta counts as one token,
+        because most of them carry one."""
+        self._usage.add_generated(sum(self._num_deltas.values()))
 
     def __aiter__(self) -> AsyncIterator[Sequence[Event]]:
         return self
 
     async def __anext__(self) -> Sequence[Event]:
+        if self._error is not None:
+            self._report(self._error)
+            raise self._error
+        task = asyncio.current_task()
+        assert task is not None
+        cancel_requests = task.cancelling()
+        self._waiting = task
         try:
-            batch = await anext(self._events)
+            batch = await anext(self.events)
         except StopAsyncIteration:
             raise
+        except asyncio.CancelledError:
+            # like asyncio.timeout, do not convert a cancellation by other code
+            if self._error is None or task.cancelling() > cancel_requests + 1:
+                raise
+            self._report(self._error)
+            raise self._error from None
         except Exception as error:  # a streaming response sends the error and then ends normally
-            self._observers.on_error(error)
+            self._report(error)
             raise
+        finally:
+            self._waiting = None
+            if self._error is not None:  # `interrupt` has cancelled the task
+                task.uncancel()
         for event in batch:
-            self._observers.on_event(event)
+            if isinstance(event, TextDelta | ReasoningDelta | ToolCallDelta):
+                count = self._num_deltas.get(event.choice, 0)
+                self._num_deltas[event.choice] = count + 1
+                if count:
+                    continue
+            else:
+                self._usage.on_event(event)
+                if isinstance(event, Finish):
+                    self._unfinished_choices -= 1
+                    self._num_deltas.pop(event.choice, None)
+            for observer in self._observers:
+                observer.on_event(event)
         return batch
+
+    def _report(self, error: Exception) -> None:
+        for observer in self._observers:
+            observer.on_error(error)

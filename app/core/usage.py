@@ -14,14 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from app.core.errors import AppError, ErrorKind
-from app.core.events import (
-    Event,
-    Finish,
-    PrefillProgress,
-    ReasoningDelta,
-    TextDelta,
-    ToolCallDelta,
-)
+from app.core.events import Event, Finish, PrefillProgress
 
 _DAY = 24 * 60 * 60
 
@@ -144,42 +137,35 @@ class UsageCounters:
 
 
 class RequestUsage:
-    """Counts the tokens of one request from its events. A finished choice reports its tokens. Of a
-    choice that is cancelled or fails, each event with output counts as one token, because most of
-    them carry one."""
+    """Counts the tokens of one request. A finished choice reports its tokens."""
 
     def __init__(self, counters: UsageCounters, caller: str) -> None:
         self._counters = counters
         self._caller = caller
         self._known_prompts: set[int] = set()
-        self._unfinished: dict[int, int] = {}
 
     def on_event(self, event: Event) -> None:
+        """Counts the tokens that an event other than a delta reports."""
         match event:
             case PrefillProgress():
-                self._add_prompt(event.prompt_index, event.total_tokens, event.computed_tokens)
-            case TextDelta() | ReasoningDelta() | ToolCallDelta():
-                self._unfinished[event.choice] = self._unfinished.get(event.choice, 0) + 1
+                self._count_prompt(event.prompt_index, event.total_tokens, event.computed_tokens)
             case Finish():
                 usage = event.usage
-                self._add_prompt(event.prompt_index, usage.prompt_tokens, usage.cached_tokens)
-                self._unfinished.pop(event.choice, None)
-                self._add(generated=usage.completion_tokens)
+                self._count_prompt(event.prompt_index, usage.prompt_tokens, usage.cached_tokens)
+                self.add_generated(usage.completion_tokens)
             case _:
                 pass
 
-    def on_end(self) -> None:
-        """Counts the output of choices that have not finished."""
-        if unfinished := sum(self._unfinished.values()):
-            self._add(generated=unfinished)
-        self._unfinished.clear()
+    def add_prompt(self, tokens: int, *, cached: int = 0) -> None:
+        self._counters.add_tokens(self._caller, prompt=tokens, cached=cached, generated=0)
 
-    def _add_prompt(self, index: int, tokens: int, cached: int) -> None:
+    def add_generated(self, tokens: int) -> None:
+        if tokens:
+            self._counters.add_tokens(self._caller, prompt=0, cached=0, generated=tokens)
+
+    def _count_prompt(self, index: int, tokens: int, cached: int) -> None:
         """Counts a prompt once, although each of its choices reports it. The first progress of a
         prompt is the number of cached tokens."""
         if index not in self._known_prompts:
             self._known_prompts.add(index)
-            self._counters.add_tokens(self._caller, prompt=tokens, cached=cached, generated=0)
-
-    def _add(self, *, generated: int) -> None:
-        self._counters.add_tokens(self._caller, prompt=0, cached=0, generated=generated)
+            self.add_prompt(tokens, cached=cached)

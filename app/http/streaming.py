@@ -5,8 +5,11 @@ and responses of dialects, generation.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Self
 
 import orjson
 from sse_starlette import EventSourceResponse
@@ -14,6 +17,9 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from app.http.responses import json_response
+
+# the names and values of headers, as in an ASGI message
+Headers = Sequence[tuple[bytes, bytes]]
 
 
 class ClientDisconnected(Exception):
@@ -78,99 +84,101 @@ class KeepAlive:
     make_frame: Callable[[], bytes] = _make_comment
 
 
-async def send_event_stream(
-    frames: AsyncIterator[bytes], scope: Scope, send: Send, keep_alive: KeepAlive
-) -> None:
-    """Sends server-sent events. Each item of `frames` may contain several frames, and is sent with
-    one write."""
-    response = _EventStreamResponse(frames)
-    timer = _KeepAliveTimer(send, keep_alive)
-    try:
-        await response(scope, _never_receive, timer.send)
-    finally:
-        await timer.stop()
+def make_event_stream_headers() -> Headers:
+    """Returns the headers of an event stream. They are the only part of sse_starlette that is used.
+    For each chunk, its response starts a timeout and looks up the async library in use, which takes
+    longer than everything else that is done for a token. Its three tasks per response are not
+    needed: `ResponseStream` sends keep-alives, `cancel_on_disconnect` handles disconnects, and
+    app/http/uvicorn_server.py ends streams at shutdown with a final frame, which the library would
+    not send."""
+    response = EventSourceResponse(())  # pyright: ignore[reportUnknownMemberType]  # a bare dict
+    return response.raw_headers
 
 
-class _EventStreamResponse(EventSourceResponse):
-    """A response with frames that are already encoded. Replaces the library's sending, but not its
-    headers. For each chunk, the library starts a timeout and looks up the async library in use,
-    which takes longer than everything else that is done for a token. Its three tasks per response
-    are not needed either: `_KeepAliveTimer` sends keep-alives, `cancel_on_disconnect` handles
-    disconnects, and app/http/uvicorn_server.py ends streams at shutdown with a final frame, which
-    the library would not send."""
-
-    def __init__(self, frames: AsyncIterator[bytes]) -> None:
-        super().__init__(frames)  # pyright: ignore[reportUnknownMemberType]  # a bare dict
-        self._frames = frames
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start = {
-            "type": "http.response.start",
-            "status": self.status_code,
-            "headers": self.raw_headers,
-        }
-        await send(start)
-        async for frames in self._frames:
-            await send({"type": "http.response.body", "body": frames, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+def make_json_lines_headers(media_type: str = "application/jsonl") -> Headers:
+    # without the second header, nginx buffers lines until its buffer is full
+    headers = {"X-Accel-Buffering": "no"}
+    return StreamingResponse(iter(()), media_type=media_type, headers=headers).raw_headers
 
 
-class _KeepAliveTimer:
-    """Sends a frame when a response has been idle for some seconds. There is one timer per
-    response, and messages do not restart it. When the timer fires, it checks the time of the last
-    message."""
+class ResponseStream:
+    """Sends a response in pieces, and a keep-alive frame when it has been idle for some seconds.
+    There is one timer per response, and messages do not restart it. When the timer fires, it checks
+    the time of the last message.
 
-    def __init__(self, send: Send, keep_alive: KeepAlive) -> None:
+    The response begins when the context is entered. `write` may be called until `end`. headers: the
+    headers of the response. keep_alive: None for no keep-alive frames.
+    """
+
+    def __init__(self, send: Send, headers: Headers, keep_alive: KeepAlive | None) -> None:
         self._send = send
-        self._seconds = keep_alive.seconds
-        self._make_frame = keep_alive.make_frame
+        self._headers = headers
+        self._keep_alive = keep_alive
         self._loop = asyncio.get_running_loop()
         self._is_sending = False  # whether a message is being sent, other than a keep-alive
         self._sent_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
-        self._keep_alive: asyncio.Task[None] | None = None  # while it is being sent
+        self._sending_keep_alive: asyncio.Task[None] | None = None
 
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._timer = self._loop.call_later(self._seconds, self._check)
-        elif not message.get("more_body", False):
-            self._cancel_timer()
-        if self._keep_alive is not None:  # frames must not be interleaved
-            await asyncio.wait({self._keep_alive})
+    async def __aenter__(self) -> Self:
+        if self._keep_alive is not None:
+            check = partial(self._check, self._keep_alive)
+            self._timer = self._loop.call_later(self._keep_alive.seconds, check)
+        self._is_sending = True
+        await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        self._is_sending = False
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._cancel_timer()
+        if self._sending_keep_alive is not None:
+            self._sending_keep_alive.cancel()
+            await asyncio.gather(self._sending_keep_alive, return_exceptions=True)
+
+    async def write(self, frames: bytes) -> None:
+        """Sends one or more frames with one message."""
+        if self._sending_keep_alive is not None:  # frames must not be interleaved
+            await asyncio.wait({self._sending_keep_alive})
         self._is_sending = True
         try:
-            await self._send(message)
+            await self._send({"type": "http.response.body", "body": frames, "more_body": True})
         finally:
             self._is_sending = False
         self._sent_at = self._loop.time()
 
-    async def stop(self) -> None:
+    async def end(self) -> None:
+        """Ends a complete response."""
         self._cancel_timer()
-        if self._keep_alive is not None:
-            self._keep_alive.cancel()
-            await asyncio.gather(self._keep_alive, return_exceptions=True)
+        if self._sending_keep_alive is not None:
+            await asyncio.wait({self._sending_keep_alive})
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _check(self) -> None:
-        due_at = self._sent_at + self._seconds
-        if self._is_sending or self._keep_alive is not None:
+    def _check(self, keep_alive: KeepAlive) -> None:
+        due_at = self._sent_at + keep_alive.seconds
+        if self._is_sending or self._sending_keep_alive is not None:
             # the client does not read, so a keep-alive would not reach it
-            due_at = self._loop.time() + self._seconds
+            due_at = self._loop.time() + keep_alive.seconds
         elif due_at <= self._loop.time():
-            due_at = self._loop.time() + self._seconds
-            self._keep_alive = asyncio.create_task(self._send_keep_alive())
+            due_at = self._loop.time() + keep_alive.seconds
+            sending = asyncio.create_task(self._send_keep_alive(keep_alive))
             # the main sender handles a disconnected client
-            self._keep_alive.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._timer = self._loop.call_at(due_at, self._check)
+            sending.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._sending_keep_alive = sending
+        self._timer = self._loop.call_at(due_at, partial(self._check, keep_alive))
 
-    async def _send_keep_alive(self) -> None:
+    async def _send_keep_alive(self, keep_alive: KeepAlive) -> None:
         try:
             if self._timer is not None:  # otherwise the response has ended
-                frame = self._make_frame()
-                body = {"type": "http.response.body", "body": frame, "more_body": True}
-                await self._send(body)
+                frame = keep_alive.make_frame()
+                await self._send({"type": "http.response.body", "body": frame, "more_body": True})
                 self._sent_at = self._loop.time()
         finally:
-            self._keep_alive = None
+            self._sending_keep_alive = None
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:
@@ -178,24 +186,14 @@ class _KeepAliveTimer:
             self._timer = None
 
 
-async def send_json_lines(
-    frames: AsyncIterator[bytes],
-    scope: Scope,
-    send: Send,
-    keep_alive: KeepAlive | None,
-    media_type: str = "application/jsonl",
+async def send_event_stream(
+    frames: AsyncIterator[bytes], send: Send, keep_alive: KeepAlive
 ) -> None:
-    """Sends JSON lines."""
-    # without this header, nginx buffers lines until its buffer is full
-    response = StreamingResponse(frames, media_type=media_type, headers={"X-Accel-Buffering": "no"})
-    if keep_alive is None:
-        await response(scope, _never_receive, send)
-        return
-    timer = _KeepAliveTimer(send, keep_alive)
-    try:
-        await response(scope, _never_receive, timer.send)
-    finally:
-        await timer.stop()
+    """Sends server-sent events. Each item of `frames` may contain several frames."""
+    async with ResponseStream(send, make_event_stream_headers(), keep_alive) as response:
+        async for written in frames:
+            await response.write(written)
+        await response.end()
 
 
 async def _never_receive() -> Message:

@@ -21,6 +21,7 @@ from app.core.errors import AppError, ErrorKind, redact_paths
 from app.core.events import Event
 from app.core.generation_config import GenerationDefaults, read_generation_defaults
 from app.core.jobs import EngineStats, Ledger
+from app.core.limits import RequestLimits
 from app.core.live_settings import needs_new_process
 from app.core.model_defaults import ModelDefaults
 from app.core.model_details import ModelDetails, TensorDetails
@@ -94,6 +95,8 @@ class ModelRouter:
 
     preload: the names of the models loaded at startup, which determine the server's health.
     load_wait: the maximum number of seconds that an embedding request waits for its model.
+    limits: end waits for anything but a generation, which is limited by its caller; None for no
+    limits.
     check_tokenizer: raises AppError if the tokenizer must not be used in this process. library: the
     models on disk. save_defaults: writes the defaults of a model to the configuration file; None
     without a file. can_reload: whether models can be loaded again.
@@ -109,11 +112,13 @@ class ModelRouter:
         load_wait: float,
         check_tokenizer: Callable[[ModelFiles], Awaitable[None]],
         library: ModelLibrary,
+        limits: RequestLimits | None = None,
         save_defaults: Callable[[ModelDefaults], None] | None = None,
         can_reload: bool = True,
     ) -> None:
         self._registry = registry
         self.library = library
+        self._limits = limits or RequestLimits(Settings())
         self._describer = ModelDescriber(workers)
         self._pool = pool
         self._preload_names = preload
@@ -303,9 +308,12 @@ class ModelRouter:
         )
 
     async def describe(self, model: ResolvedModel) -> ModelDetails:
-        return await self._describe(_entry_of(model))
+        return await self._limits.wait(lambda: self._describe(_entry_of(model)))
 
     async def list_details(self) -> Sequence[ModelDetails]:
+        return await self._limits.wait(self._list_details)
+
+    async def _list_details(self) -> Sequence[ModelDetails]:
         await self.rescan()
         entries = list(self._registry.entries())
         self._describer.forget_others([entry.served.name for entry in entries])
@@ -329,12 +337,17 @@ class ModelRouter:
         )
 
     async def list_tensors(self, model: ResolvedModel) -> Sequence[TensorDetails]:
-        return await self._describer.list_tensors(_entry_of(model).files)
+        files = _entry_of(model).files
+        return await self._limits.wait(lambda: self._describer.list_tensors(files))
 
     async def load(
         self, model: ResolvedModel, keep_alive: float | None = None, *, admin: bool = True
     ) -> ModelState:
         entry = _entry_of(model)
+        await self._limits.wait(lambda: self._load(entry, keep_alive, admin=admin))
+        return self._pool.model_state(entry.served)
+
+    async def _load(self, entry: RegisteredModel, keep_alive: float | None, *, admin: bool) -> None:
         if admin:
             # also load a model that is refused after failures, because the cause may have been
             # fixed
@@ -343,11 +356,10 @@ class ModelRouter:
             await asyncio.gather(lease.wait(), self._get_generation(entry))
             if keep_alive is not None:
                 self._pool.set_keep_alive(entry.served, keep_alive, admin=admin)
-        return self._pool.model_state(entry.served)
 
     async def unload(self, model: ResolvedModel) -> ModelState:
         entry = _entry_of(model)
-        await self._pool.unload(entry.served)
+        await self._limits.wait(lambda: self._pool.unload(entry.served))
         return self._pool.model_state(entry.served)
 
     def get_defaults(self, model: ResolvedModel) -> ModelDefaults:
@@ -452,8 +464,12 @@ class ModelRouter:
     ) -> Result:
         """Calls `use` with the model's `Generation`, without loading the weights."""
         entry = _entry_of(model)
-        try:
+
+        async def call() -> Result:
             return await use(await self._get_generation(entry))
+
+        try:
+            return await self._limits.wait(call, self._limits.compute_deadline())
         finally:
             self._drop_if_unloaded(entry)
 

@@ -19,6 +19,7 @@ from app.api.app import build_app
 from app.commands.server_client import get_json
 from app.config.toml_edit import ConfigFile
 from app.core.jobs import StepOutput
+from app.core.limits import RequestLimits
 from app.core.model_files import ModelFiles
 from app.core.settings import ModelSettings, Settings
 from app.core.thread_pools import ThreadPools
@@ -28,7 +29,6 @@ from app.engine.step_pacing import StepPacing
 from app.http.api_keys import Keyring
 from app.runners.pool import ModelPool
 from app.runners.thread_runner import ThreadRunner
-from app.serving.limits import RequestLimits
 from app.serving.model_library import InstalledModels
 from app.serving.registry import ModelRegistry, RegisteredModel, build_entry
 from app.serving.router import ModelRouter
@@ -85,6 +85,7 @@ def _build(settings: Settings, keyring: Keyring, config: Path | None) -> Starlet
     # without an estimate of the memory, which takes a process
     pool = ModelPool(ThreadRunner, registry.load_verified_files)
     workers = ThreadPools()
+    limits = RequestLimits(settings)
     router = ModelRouter(
         registry,
         pool,
@@ -93,9 +94,9 @@ def _build(settings: Settings, keyring: Keyring, config: Path | None) -> Starlet
         load_wait=settings.load_wait,
         check_tokenizer=_accept_tokenizer,
         library=InstalledModels(registry),
+        limits=limits,
         save_defaults=None if config is None else ConfigFile(str(config)).save_defaults,
     )
-    limits = RequestLimits(router, router, settings)
 
     @contextlib.asynccontextmanager
     async def run_pool(_: Starlette) -> AsyncGenerator[None]:
@@ -106,7 +107,9 @@ def _build(settings: Settings, keyring: Keyring, config: Path | None) -> Starlet
         finally:
             await pool.stop()
 
-    return build_app(limits, limits, settings, lifespan=run_pool, keyring=keyring, workers=workers)
+    return build_app(
+        router, router, settings, limits=limits, lifespan=run_pool, keyring=keyring, workers=workers
+    )
 
 
 def _find_entry(model: ModelSettings | None, settings: Settings) -> RegisteredModel:

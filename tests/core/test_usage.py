@@ -1,5 +1,6 @@
 """Usage per API key: requests, tokens, the quota of a day and the rate."""
 
+import asyncio
 from collections import Counter
 from typing import Any
 
@@ -9,7 +10,12 @@ from hypothesis import strategies as st
 
 from app.core.errors import AppError, ErrorKind
 from app.core.events import Event, Finish, PrefillProgress, TextDelta, Timings, Usage
+from app.core.limits import RequestLimits
+from app.core.observers import ObservedGenerate
+from app.core.requests import GenerateRequest
+from app.core.settings import Settings
 from app.core.usage import UsageCounters, UsageLimits
+from tests.fakes import FakeGenerate, FakeModel
 
 DAY = 24 * 60 * 60
 NOON = 20_000 * DAY + DAY / 2
@@ -52,11 +58,16 @@ def text(choice: int = 0) -> Event:
 def count(*events: Event) -> tuple[int, int, int]:
     """The prompt, cached and generated tokens of one request."""
     counters, _ = make_counters()
-    request = counters.count("ann")
-    for event in events:
-        request.on_event(event)
-    request.on_end()
-    request.on_end()
+    request = GenerateRequest(model="fake/model", prompt="hi", caller="ann")
+    limits = RequestLimits(Settings(), counters)
+
+    async def run() -> None:
+        generate = ObservedGenerate(FakeGenerate(events), limits=limits)
+        async with generate.open(request, FakeModel()) as batches:
+            async for _ in batches:
+                pass
+
+    asyncio.run(run())
     used = counters.get("ann")
     assert used.today_tokens == used.prompt_tokens + used.generated_tokens
     return used.prompt_tokens, used.cached_tokens, used.generated_tokens

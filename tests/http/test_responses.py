@@ -194,11 +194,8 @@ class StreamClient:
         self.messages.append(message)
 
     async def send(self, frames: AsyncIterator[bytes], keep_alive: float) -> None:
-        scope = {"type": "http", "method": "POST"}
         async with asyncio.timeout(TIMEOUT):
-            await send_event_stream(
-                frames, scope, self._receive_message, KeepAlive(seconds=keep_alive)
-            )
+            await send_event_stream(frames, self._receive_message, KeepAlive(seconds=keep_alive))
 
     @property
     def bodies(self) -> list[bytes]:

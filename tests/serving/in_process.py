@@ -9,13 +9,13 @@ from starlette.applications import Starlette
 
 from app import store
 from app.api.app import build_app
+from app.core.limits import RequestLimits
 from app.core.model_files import ModelFiles
 from app.core.ports import Runner
 from app.core.settings import ModelSettings, Settings
 from app.core.thread_pools import ThreadPools
 from app.engine.model_info import complete_config
 from app.runners.pool import ModelPool
-from app.serving.limits import RequestLimits
 from app.serving.model_library import InstalledModels
 from app.serving.registry import ModelRegistry, build_entry
 from app.serving.router import ModelRouter
@@ -35,6 +35,7 @@ async def serve_model(
     registry = ModelRegistry([entry], settings)
     pool = ModelPool(make_runner, registry.load_verified_files)
     workers = ThreadPools()
+    limits = RequestLimits(settings)
     router = ModelRouter(
         registry,
         pool,
@@ -43,11 +44,11 @@ async def serve_model(
         load_wait=settings.load_wait,
         check_tokenizer=_accept_tokenizer,
         library=InstalledModels(registry),
+        limits=limits,
     )
     await pool.start()
     try:
         await router.preload_models()
-        limits = RequestLimits(router, router, settings)
-        yield build_app(limits, limits, settings, workers=workers)
+        yield build_app(router, router, settings, limits=limits, workers=workers)
     finally:
         await pool.stop()

@@ -227,7 +227,7 @@ class OllamaEndpoint:
             yield encode_json_line(await apply())
 
         if parsed.stream:
-            await self._responder.respond_lines(lines(), LineEncoder(format), scope, send)
+            await self._responder.respond_lines(lines(), LineEncoder(format), send)
         else:
             await send_json(await apply(), scope, send)
 

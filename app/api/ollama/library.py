@@ -162,7 +162,7 @@ class LibraryEndpoints:
             async with aclosing(steps):
                 if stream:
                     lines = _encode_steps(steps)
-                    await self._responder.respond_lines(lines, LineResponse(), scope, send)
+                    await self._responder.respond_lines(lines, LineResponse(), send)
                     return
                 try:
                     last = [step async for step in steps][-1]

@@ -5,7 +5,6 @@ import json
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ from hypothesis import strategies as st
 from app.core.embeddings import EmbedInput, EmbedRequest
 from app.core.errors import AppError, ErrorKind
 from app.core.events import Event
+from app.core.limits import RequestLimits
+from app.core.observers import ObservedGenerate
 from app.core.ports import ResolvedModel
-from app.core.requests import Conversation, GenerateRequest, Message, PromptBatch
+from app.core.requests import GenerateRequest, PromptBatch
 from app.core.settings import Settings
 from app.core.usage import UsageCounters, UsageLimits
-from app.serving.limits import RequestLimits
 from tests import tiny
 from tests.batches import flatten
 from tests.fakes import FOREVER, HELLO, FakeGenerate, FakeModel, Pause, finish, text
@@ -41,11 +41,17 @@ def make_embed_request(caller: str = "ann") -> EmbedRequest:
     return EmbedRequest(model="fake/model", inputs=(one,), caller=caller)
 
 
-def limit_generate(generate: FakeGenerate, settings: Settings) -> RequestLimits:
-    return RequestLimits(generate, generate, settings)
+class LimitedGenerate(ObservedGenerate):
+    """Limits a scripted generation."""
+
+    def __init__(
+        self, generate: FakeGenerate, settings: Settings, usage: UsageCounters | None = None
+    ) -> None:
+        self.limits = RequestLimits(settings, usage)
+        super().__init__(generate, limits=self.limits)
 
 
-async def read(limited: RequestLimits, request: GenerateRequest) -> list[Event]:
+async def read(limited: LimitedGenerate, request: GenerateRequest) -> list[Event]:
     async with limited.open(request, MODEL) as events:
         return [event async for event in flatten(events)]
 
@@ -65,7 +71,7 @@ async def settle() -> None:
 class HeldRequests:
     """Requests that keep running."""
 
-    def __init__(self, limited: RequestLimits) -> None:
+    def __init__(self, limited: LimitedGenerate) -> None:
         self._limited = limited
         self._tasks: list[asyncio.Task[Any]] = []
 
@@ -83,32 +89,11 @@ class HeldRequests:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def test_without_limits_all_methods_are_forwarded():
+def test_without_limits_requests_are_forwarded():
     async def run() -> None:
-        generate = FakeGenerate(HELLO)
-        limited = limit_generate(generate, Settings())
+        limited = LimitedGenerate(FakeGenerate(HELLO), Settings())
         assert await read(limited, make_request()) == list(HELLO)
         assert (await limited.embed(make_embed_request(), MODEL)).vectors
-        assert limited.list_models() == generate.cards
-        assert limited.status() == generate.runner_status
-        assert limited.list_model_states() == generate.list_model_states()
-        assert limited.model_state(MODEL) == generate.model_state(MODEL)
-        assert await limited.tokenize(MODEL, "A") == [65]
-        assert await limited.detokenize(MODEL, [65]) == "A"
-        assert await limited.get_token_bytes(MODEL, [65]) == [b"A"]
-        assert (await limited.get_tokenizer_info(MODEL))["tokenizer_class"] == "Bytes"
-        conversation = Conversation(messages=(Message(role="user", content="A"),))
-        assert await limited.tokenize_chat(MODEL, replace(make_request(), prompt=conversation)) == [
-            65
-        ]
-        assert (await limited.load(MODEL, 5.0)).name == "fake/model"
-        assert (await limited.unload(MODEL)).phase == "unloaded"
-        assert await limited.resolve("fake/model") == MODEL
-        assert (await get_error(limited.resolve("other"))).kind is ErrorKind.MODEL_NOT_FOUND
-        await limited.rescan()
-        assert generate.loaded == [("fake/model", 5.0)]
-        assert generate.resolved == ["fake/model", "other"]
-        assert generate.rescans == 1
 
     asyncio.run(run())
 
@@ -118,7 +103,7 @@ def test_without_limits_all_methods_are_forwarded():
 
 def test_concurrent_requests_are_limited_per_caller():
     async def run() -> None:
-        limited = limit_generate(FakeGenerate([FOREVER]), Settings(max_per_key=2))
+        limited = LimitedGenerate(FakeGenerate([FOREVER]), Settings(max_per_key=2))
         async with HeldRequests(limited) as hold:
             await hold(make_request())
             last = await hold(make_request())
@@ -142,7 +127,7 @@ def test_requests_and_tokens_are_counted_per_caller_and_limited():
             lambda name: UsageLimits(daily_tokens=20 if name == "ann" else None), lambda: 0.0
         )
         generate = FakeGenerate(HELLO)
-        limited = RequestLimits(generate, generate, Settings(max_per_key=1), usage)
+        limited = LimitedGenerate(generate, Settings(max_per_key=1), usage)
         await read(limited, make_request())  # 7 + 2 tokens, of which 3 are cached
         await limited.embed(make_embed_request(), MODEL)
         used = usage.get("ann")
@@ -162,7 +147,7 @@ def test_a_disconnected_stream_counts_what_was_sent():
     async def run() -> None:
         usage = UsageCounters()
         generate = FakeGenerate([text("a"), text("b"), FOREVER])
-        limited = RequestLimits(generate, generate, Settings(), usage)
+        limited = LimitedGenerate(generate, Settings(), usage)
         async with HeldRequests(limited) as hold:
             task = await hold(make_request())
             assert usage.get("ann").generated_tokens == 0
@@ -175,12 +160,12 @@ def test_a_disconnected_stream_counts_what_was_sent():
 
 def test_new_limits_apply_to_later_requests():
     async def run() -> None:
-        limited = limit_generate(FakeGenerate([FOREVER]), Settings(max_per_key=1))
+        limited = LimitedGenerate(FakeGenerate([FOREVER]), Settings(max_per_key=1))
         async with HeldRequests(limited) as hold:
             running = await hold(make_request())
-            limited.apply(Settings(max_per_key=2, deadline=1e-9))
+            limited.limits.apply(Settings(max_per_key=2, deadline=1e-9))
             assert (await get_error(read(limited, make_request()))).kind is ErrorKind.DEADLINE
-            limited.apply(Settings(max_per_key=2))
+            limited.limits.apply(Settings(max_per_key=2))
             assert not (await hold(make_request())).done()
             assert (await get_error(read(limited, make_request()))).kind is ErrorKind.BUSY
             assert not running.done()
@@ -199,7 +184,7 @@ def test_new_limits_apply_to_later_requests():
 )
 def test_a_request_beyond_the_limit_of_its_caller_is_invalid(request_: GenerateRequest):
     async def run() -> None:
-        limited = limit_generate(FakeGenerate(), Settings(max_per_key=2))
+        limited = LimitedGenerate(FakeGenerate(), Settings(max_per_key=2))
         error = await get_error(read(limited, request_))
         assert error.kind is ErrorKind.INVALID
         assert error.param == ("n" if request_.n > 1 else "prompt")
@@ -210,7 +195,7 @@ def test_a_request_beyond_the_limit_of_its_caller_is_invalid(request_: GenerateR
 
 def test_embedding_requests_count_for_the_limit():
     async def run() -> None:
-        limited = limit_generate(FakeGenerate([FOREVER]), Settings(max_per_key=1))
+        limited = LimitedGenerate(FakeGenerate([FOREVER]), Settings(max_per_key=1))
         async with HeldRequests(limited) as hold:
             await hold(make_request())
             assert (
@@ -234,7 +219,7 @@ def test_every_request_is_counted_once_and_released(
 
     async def run() -> None:
         generate = FakeGenerate([FOREVER])
-        limited = limit_generate(generate, Settings(max_per_key=max_per_key))
+        limited = LimitedGenerate(generate, Settings(max_per_key=max_per_key))
         in_use = dict.fromkeys("abc", 0)
         held: list[asyncio.Task[Any]] = []
         try:
@@ -269,7 +254,7 @@ def test_every_request_is_counted_once_and_released(
 def test_an_answer_beyond_the_deadline_ends_with_an_error(script: Any):
     async def run() -> None:
         generate = FakeGenerate(script)
-        limited = limit_generate(generate, Settings(deadline=0.2))
+        limited = LimitedGenerate(generate, Settings(deadline=0.2))
         error = await get_error(read(limited, make_request()))
         assert error.kind is ErrorKind.DEADLINE
         assert "0.2 s" in error.message
@@ -292,14 +277,14 @@ class Slow(FakeGenerate):
 @pytest.mark.parametrize("abort", [False, True], ids=["deadline", "stopping"])
 def test_the_deadline_and_shutdown_apply_before_the_first_event(abort: bool):
     async def run() -> None:
-        limited = limit_generate(Slow(), Settings(deadline=None if abort else 0.1))
+        limited = LimitedGenerate(Slow(), Settings(deadline=None if abort else 0.1))
         tasks = [
             asyncio.create_task(get_error(limited.embed(make_embed_request(), MODEL))),
             asyncio.create_task(get_error(read(limited, make_request(prompt=(1, 2))))),
         ]
         await settle()
         if abort:
-            limited.abort_all(STOPPING)
+            limited.limits.abort_all(STOPPING)
         for error in await asyncio.gather(*tasks):
             assert error.kind is (ErrorKind.STOPPING if abort else ErrorKind.DEADLINE)
 
@@ -310,7 +295,7 @@ def test_the_deadline_applies_to_slow_readers():
     """The events are available without waiting, so no wait timed out."""
 
     async def run() -> None:
-        limited = limit_generate(FakeGenerate(HELLO), Settings(deadline=0.5))
+        limited = LimitedGenerate(FakeGenerate(HELLO), Settings(deadline=0.5))
         async with limited.open(make_request(), MODEL) as events:
             await anext(aiter(events))
             await asyncio.sleep(0.6)
@@ -321,7 +306,7 @@ def test_the_deadline_applies_to_slow_readers():
 
 def test_an_answer_within_the_deadline_is_unchanged():
     async def run() -> None:
-        limited = limit_generate(FakeGenerate(HELLO), Settings(deadline=60))
+        limited = LimitedGenerate(FakeGenerate(HELLO), Settings(deadline=60))
         assert await read(limited, make_request()) == list(HELLO)
 
     asyncio.run(run())
@@ -331,7 +316,7 @@ def test_timeout_errors_of_the_generation_are_passed_on():
     """A TimeoutError of the generation is an internal error, not the deadline."""
 
     async def run() -> None:
-        limited = limit_generate(FakeGenerate([TimeoutError("a disk")]), Settings(deadline=60))
+        limited = LimitedGenerate(FakeGenerate([TimeoutError("a disk")]), Settings(deadline=60))
         with pytest.raises(TimeoutError, match="a disk"):
             await read(limited, make_request())
 
@@ -345,15 +330,15 @@ def test_abort_all_ends_running_requests_and_rejects_new_ones():
     async def run() -> None:
         script = [text("so"), FOREVER, finish()]
         generate = FakeGenerate(script)
-        limited = limit_generate(generate, Settings())
+        limited = LimitedGenerate(generate, Settings())
         async with HeldRequests(limited) as hold:
             answers = [await hold(make_request()) for _ in range(3)]
-            limited.abort_all(STOPPING)
+            limited.limits.abort_all(STOPPING)
             for answer in answers:
                 assert await get_error(answer) is STOPPING
             assert await get_error(read(limited, make_request())) is STOPPING
             assert await get_error(limited.embed(make_embed_request(), MODEL)) is STOPPING
-            assert await get_error(limited.load(MODEL)) is STOPPING
+            assert await get_error(limited.limits.wait(settle)) is STOPPING
             assert len(generate.opened) == generate.num_closed
 
     asyncio.run(run())
@@ -361,10 +346,10 @@ def test_abort_all_ends_running_requests_and_rejects_new_ones():
 
 def test_an_aborted_stream_raises_at_its_next_event():
     async def run() -> None:
-        limited = limit_generate(FakeGenerate(HELLO), Settings())
+        limited = LimitedGenerate(FakeGenerate(HELLO), Settings())
         async with limited.open(make_request(), MODEL) as events:
             await anext(aiter(events))
-            limited.abort_all(STOPPING)
+            limited.limits.abort_all(STOPPING)
             assert await get_error(anext(aiter(events))) is STOPPING
 
     asyncio.run(run())
@@ -373,7 +358,7 @@ def test_an_aborted_stream_raises_at_its_next_event():
 def test_a_cancelled_request_raises_no_error():
     async def run() -> None:
         generate = FakeGenerate([FOREVER])
-        limited = limit_generate(generate, Settings(deadline=60))
+        limited = LimitedGenerate(generate, Settings(deadline=60))
         task = asyncio.create_task(read(limited, make_request()))
         await settle()
         task.cancel()
@@ -392,14 +377,14 @@ def test_an_interrupted_stream_raises_in_its_reader(reason: str):
     """In the current `__anext__` and in every later one; the reader's task is not cancelled."""
 
     async def run() -> None:
-        limited = limit_generate(
+        limited = LimitedGenerate(
             FakeGenerate([text("so"), FOREVER]),
             Settings(deadline=0.5 if reason == "deadline" else None),
         )
         async with limited.open(make_request(), MODEL) as events:
             await anext(events)
             if reason == "stopping":
-                asyncio.get_running_loop().call_later(0.05, limited.abort_all, STOPPING)
+                asyncio.get_running_loop().call_later(0.05, limited.limits.abort_all, STOPPING)
             error = await get_error(anext(events))
             kind = ErrorKind.DEADLINE if reason == "deadline" else ErrorKind.STOPPING
             assert error.kind is kind
@@ -414,10 +399,10 @@ def test_an_interrupted_stream_raises_in_its_reader(reason: str):
 
 def test_only_the_first_error_interrupts_a_stream():
     async def run() -> None:
-        limited = limit_generate(FakeGenerate([FOREVER]), Settings(deadline=0.05))
+        limited = LimitedGenerate(FakeGenerate([FOREVER]), Settings(deadline=0.05))
         async with limited.open(make_request(), MODEL) as events:
             assert (await get_error(anext(events))).kind is ErrorKind.DEADLINE
-            limited.abort_all(STOPPING)
+            limited.limits.abort_all(STOPPING)
             assert (await get_error(anext(events))).kind is ErrorKind.DEADLINE
 
     asyncio.run(run())
@@ -429,14 +414,14 @@ def test_a_cancellation_by_others_stays_a_cancellation(order: str):
 
     async def run() -> None:
         generate = FakeGenerate([FOREVER])
-        limited = limit_generate(generate, Settings(deadline=60))
+        limited = LimitedGenerate(generate, Settings(deadline=60))
         task = asyncio.create_task(read(limited, make_request()))
         await settle()
         for step in order.split(", "):
             if step == "cancelled":
                 task.cancel()
             else:
-                limited.abort_all(STOPPING)
+                limited.limits.abort_all(STOPPING)
         with pytest.raises(asyncio.CancelledError):
             await task
         assert task.cancelled()
@@ -464,10 +449,10 @@ def test_an_error_caused_by_a_cancellation_leaves_no_cancellation_behind():
             yield events()
 
     async def run() -> None:
-        limited = limit_generate(Failing(), Settings())
+        limited = LimitedGenerate(Failing(), Settings())
         async with limited.open(make_request(), MODEL) as events:
             await anext(events)
-            asyncio.get_running_loop().call_later(0.02, limited.abort_all, STOPPING)
+            asyncio.get_running_loop().call_later(0.02, limited.limits.abort_all, STOPPING)
             assert (await get_error(anext(events))).message == "it broke"
             assert await get_error(anext(events)) is STOPPING
             task = asyncio.current_task()
@@ -490,7 +475,7 @@ def test_no_timeout_and_no_timer_is_created_per_event(monkeypatch: pytest.Monkey
         monkeypatch.setattr(owner, name, counting)
 
     async def count_objects(num_events: int) -> dict[str, int]:
-        limited = limit_generate(
+        limited = LimitedGenerate(
             FakeGenerate([*[text("a")] * num_events, finish()]), Settings(deadline=60)
         )
         created.clear()
