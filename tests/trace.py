@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
+from statistics import median
 from types import CodeType, FrameType
 from typing import Any
 
@@ -99,18 +100,18 @@ def report(recorder: Recorder, loop_thread: int) -> str:
 
     all_functions = set().union(*recorder.calls.values()) - recorder.idle
     per_token: dict[bool, set[str]] = {}
-    per_token_calls: dict[bool, Counter[CodeType]] = {}
+    per_token_calls: dict[bool, list[int]] = {}
+    calls: dict[bool, Counter[CodeType]] = {}
     for is_loop in (True, False):
-        tokens: dict[int, set[str]] = defaultdict(set)
-        calls: Counter[CodeType] = Counter()
-        for (thread, token), codes in recorder.calls.items():
+        tokens: dict[int, Counter[CodeType]] = {token: Counter() for token in STEADY}
+        for (thread, token), counted in recorder.calls.items():
             if token in STEADY and (thread == loop_thread) == is_loop:
-                tokens[token] |= files(set(codes) - recorder.idle)
-                calls += Counter({c: n for c, n in codes.items() if c not in recorder.idle})
+                tokens[token].update({c: n for c, n in counted.items() if c not in recorder.idle})
         # files of most tokens: rare calls do not count
-        counts = Counter(chain.from_iterable(tokens.values()))
+        counts = Counter(chain.from_iterable(files(codes) for codes in tokens.values()))
         per_token[is_loop] = {name for name, count in counts.items() if 2 * count > len(STEADY)}
-        per_token_calls[is_loop] = calls
+        per_token_calls[is_loop] = [codes.total() for codes in tokens.values()]
+        calls[is_loop] = sum(tokens.values(), Counter[CodeType]())
     lines = [
         f"files of ours for the whole request: {len(files(all_functions))}, "
         f"with {len(all_functions)} functions",
@@ -121,12 +122,11 @@ def report(recorder: Recorder, loop_thread: int) -> str:
         *(f"    {name}" for name in sorted(per_token[False])),
     ]
     for is_loop, name in ((True, "on the event loop"), (False, "on other threads")):
-        calls = per_token_calls[is_loop]
-        lines.append(f"calls of ours per token {name}: {calls.total() / len(STEADY):.1f}")
+        lines.append(f"calls of ours per token {name}: {median(per_token_calls[is_loop]):g}")
         lines += [
             f"    {count / len(STEADY):5.1f} {Path(code.co_filename).relative_to(ROOT)} "
             f"{code.co_qualname}"
-            for code, count in sorted(calls.items(), key=lambda item: item[0].co_filename)
+            for code, count in sorted(calls[is_loop].items(), key=lambda item: item[0].co_filename)
         ]
     for kind, all_created in recorder.created.items():
         created = [item for item in all_created if item[1] not in recorder.idle_created]

@@ -59,7 +59,7 @@ class RunningChoice:
             self.recorder.feed(token.id, deltas)
         if self.answer.stopped:
             self._cut_after(self.answer.visible_tokens)
-        elif self.clock.exceeds(self._max_time):
+        elif self._max_time is not None and self.clock.exceeds(self._max_time):
             self._cut_after(self.clock.num_tokens)
             self.reason = "length"
         return deltas
@@ -144,14 +144,10 @@ class ChoiceTimer:
             self.inter_token_ns.append(at - self.ended)
         self.ended = at
 
-    def exceeds(self, seconds: float | None) -> bool:
-        """Returns whether at least `seconds` have passed between the first and the last token.
-        Returns False if `seconds` is None."""
-        return (
-            seconds is not None
-            and self.first_token_ns is not None
-            and self.ended - self.first_token_ns >= seconds * 1e9
-        )
+    def exceeds(self, seconds: float) -> bool:
+        """Returns whether at least `seconds` have passed between the first and the last token."""
+        first = self.first_token_ns
+        return first is not None and self.ended - first >= seconds * 1e9
 
     def build_timings(self) -> Timings:
         first = self.ended if self.first_token_ns is None else self.first_token_ns

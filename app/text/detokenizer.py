@@ -9,9 +9,8 @@ how its input was split.
 import codecs
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from app.text.tokenizer import ByteDecoder, Tokenizer
 
@@ -41,33 +40,25 @@ class Detokenizer:
     ) -> None:
         """visible_special_ids: the special tokens that are output as text."""
         byte_decoder = tokenizer.byte_decoder
-        self._backend: _Backend = (
+        backend = (
             _WordDetokenizer(tokenizer, prompt, visible_special_ids)
             if byte_decoder is None
             else _ByteDetokenizer(tokenizer, byte_decoder, prompt, visible_special_ids)
         )
+        self._backend = backend
+        # Adds a token, and returns the text that is complete now. Bound directly, because it is
+        # called for each token.
+        self.feed: Callable[[int], str] = backend.feed
 
     @property
     def has_partial_character(self) -> bool:
         """Whether the last token ended within a character."""
         return self._backend.has_partial_character
 
-    def feed(self, id: int) -> str:
-        return self._backend.feed(id)
-
     def flush(self) -> str:
         """Returns the remaining text: U+FFFD if the output ends within a character, otherwise
         ""."""
         return self._backend.flush()
-
-
-class _Backend(Protocol):
-    @property
-    def has_partial_character(self) -> bool: ...
-
-    def feed(self, id: int) -> str: ...
-
-    def flush(self) -> str: ...
 
 
 class _ByteDetokenizer:
@@ -81,7 +72,8 @@ class _ByteDetokenizer:
         prompt: Sequence[int],
         visible_special_ids: frozenset[int],
     ) -> None:
-        self._tokenizer = tokenizer
+        self._token_bytes = tokenizer.token_bytes
+        self._visible_bytes = tokenizer.visible_bytes
         self._visible_special_ids = visible_special_ids
         self._utf8_decoder = codecs.getincrementaldecoder("utf-8")("replace")
         tail = b""
@@ -99,11 +91,7 @@ class _ByteDetokenizer:
         return bool(self._utf8_decoder.getstate()[0])
 
     def feed(self, id: int) -> str:
-        raw = (
-            self._tokenizer.token_bytes(id)
-            if id in self._visible_special_ids
-            else self._visible_bytes(id)
-        )
+        raw = self._token_bytes(id) if id in self._visible_special_ids else self._visible_bytes(id)
         if self._strips_space and raw:
             raw = raw.removeprefix(b" ")
             self._strips_space = False
@@ -111,9 +99,6 @@ class _ByteDetokenizer:
 
     def flush(self) -> str:
         return self._utf8_decoder.decode(b"", final=True)
-
-    def _visible_bytes(self, id: int) -> bytes:
-        return self._tokenizer.token_bytes(id) if self._tokenizer.is_visible(id) else b""
 
 
 class _WordDetokenizer:
@@ -245,6 +230,9 @@ class StopFinder:
 
     def feed(self, text: str) -> StopResult:
         """Adds text. This method must not be called after a stop string was found."""
+        if not self._automata:
+            self._num_read = self.released = self._num_read + len(text)
+            return StopResult(text=text)
         self._held_text += text
         for character in text:
             self._step(character)

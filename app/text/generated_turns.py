@@ -171,9 +171,10 @@ class TurnRecorder:
         self._content: list[str] = []
         self._calls: list[tuple[str, list[str]]] = []
 
-    def feed(self, token_id: int, deltas: Iterable[Delta]) -> None:
+    def feed(self, token_id: int, deltas: Sequence[Delta]) -> None:
         self._token_ids.append(token_id)
-        self._add(deltas)
+        if deltas:
+            self._add(deltas)
 
     def finish(self, deltas: Iterable[Delta]) -> None:
         """deltas: the remaining deltas, which belong to no token."""

@@ -77,11 +77,13 @@ class ChoiceOutputProcessor:
         self._model_stop_finder = StopFinder(options.model_stops)
         self._parser = parser
         self._stop_filter = _StopFilter(options.stop_strings, include_stop=options.include_stop)
+        # whether no text can be held back
+        self._is_plain = parser is None and not (options.model_stops or options.stop_strings)
         self._token_ends = VisibleTokens()
         self._pending_tokens: list[Token] = []  # tokens whose logprobs or IDs were not sent yet
         self._num_attached = 0  # number of tokens whose logprobs or IDs were sent
         self._parser_position = 0  # number of characters fed to the parser
-        self._last_settled = 0  # the settled position when tokens were last attached
+        self._last_settled = 0  # the settled position before the last text
         self._cut_at: int | None = None  # the position at which the output was cut, if it was cut
         self._num_tokens = 0
         self.num_tool_calls = 0
@@ -102,10 +104,14 @@ class ChoiceOutputProcessor:
         self._num_tokens += 1
         text = self._detokenizer.feed(token.id)
         self._token_ends.feed(text, has_partial_character=self._detokenizer.has_partial_character)
-        if self._options.return_token_ids or token.logprob is not None:
+        keeps_token = self._options.return_token_ids or token.logprob is not None
+        if self._is_plain and not keeps_token:
+            self._parser_position += len(text)
+            return [TextDelta(choice=self._choice, text=text)] if text else []
+        if keeps_token:
             self._pending_tokens.append(token)
         deltas = self._feed_parser(self._model_stop_finder.feed(text))
-        return self._attach_tokens(deltas, self.visible_tokens)
+        return self._attach_tokens(deltas, self.visible_tokens) if self._pending_tokens else deltas
 
     def flush(self, stop_token_id: int | None = None) -> list[Delta]:
         """Ends the output. stop_token_id: the request's stop token that ended the output. Returns
@@ -132,7 +138,8 @@ class ChoiceOutputProcessor:
         return min(settled, self._stop_filter.settled_before(settled))
 
     def _feed_parser(self, found: StopResult) -> list[Delta]:
-        self._last_settled = self._settled
+        if not self._options.parallel_tool_calls:
+            self._last_settled = self._settled  # where a second call would begin
         at, self._parser_position = self._parser_position, self._parser_position + len(found.text)
         if self._parser is None:
             pieces: list[OutputPart] = [Content(text=found.text, at=at)] if found.text else []

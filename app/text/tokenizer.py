@@ -151,6 +151,8 @@ class Tokenizer:
         self._suffix_ids = _find_suffix_ids(inner)
         # cached, because the top log probabilities mostly contain the same few tokens
         self._cached_token_bytes = lru_cache(_TOKEN_BYTES_CACHE_SIZE)(self._compute_token_bytes)
+        # called for each output token
+        self.visible_bytes = lru_cache(_TOKEN_BYTES_CACHE_SIZE)(self._compute_visible_bytes)
 
     @staticmethod
     def load(files: ModelFiles) -> "Tokenizer":
@@ -314,6 +316,10 @@ class Tokenizer:
         """Returns the exact bytes of a token in the middle of a text, including leading spaces and
         incomplete characters. Returns b"" for an unknown ID."""
         return self._cached_token_bytes(id)
+
+    def _compute_visible_bytes(self, id: int) -> bytes:
+        """Returns `token_bytes`, or b"" for a special token and for an unknown ID."""
+        return self.token_bytes(id) if self.is_visible(id) else b""
 
     def _compute_token_bytes(self, id: int) -> bytes:
         token = self._lookup_token(id)
