@@ -162,22 +162,6 @@ def choose_route(
     return AttentionRoute.PIECES
 
 
-def prefers_shared_decode(device: AttentionDevice, shape: AttentionShape | None) -> bool:
-    """Returns whether one masked operation should compute a decode step's attention of several
-    sequences. On a CPU, our kernels compute rows with separate buffers in one operation, and MLX's
-    operations would compute the padding. CUDA's kernel for single queries takes no mask. shape:
-    None for a layer without attention."""
-    if device in (AttentionDevice.KERNELS, AttentionDevice.CPU):
-        return False
-    if shape is None:
-        return True
-    separate, masked = (
-        choose_route(device, shape, length=1, total=2, mask=mask)
-        for mask in (AttentionMask.NONE, AttentionMask.ARRAY)
-    )
-    return separate is masked
-
-
 def plan_attention(
     device: AttentionDevice,
     shape: AttentionShape,

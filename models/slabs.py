@@ -3,9 +3,7 @@
 Knows: the types of layer caches, devices. Must not know: sequences, requests, the rows of a batch.
 """
 
-from models.attention_pieces import detect_attention_device
-from models.attention_route import AttentionShape, prefers_shared_decode
-from models.kv import KVBuffers, KVCache, LayerCache
+from models.kv import KVCache, LayerCache
 from models.kv_slab import KVSlab, ring_size
 from models.recurrent import RecurrentCache
 from models.recurrent_slab import RecurrentSlab
@@ -22,25 +20,6 @@ def supports_slab(like: LayerCache) -> bool:
     if isinstance(like, KVCache | RotatingKVCache):
         return bool(like.state())
     return isinstance(like, RecurrentCache) and len(like.state()) == like.num_slots > 0
-
-
-def prefers_slab(like: LayerCache) -> bool:
-    """Returns whether a slab also suits this layer on this device, where the mask of a slab may
-    cost a fused kernel."""
-    if not supports_slab(like):
-        return False
-    if not isinstance(like, KVBuffers):
-        return prefers_shared_decode(detect_attention_device(), None)
-    keys, values = like.state()
-    shape = AttentionShape(
-        heads=keys.shape[1],
-        kv_heads=keys.shape[1],
-        key_dim=keys.shape[3],
-        value_dim=values.shape[3],
-        itemsize=keys.dtype.size,
-        absorbed=like.absorbed,
-    )
-    return prefers_shared_decode(detect_attention_device(keys), shape)
 
 
 def is_recurrent(like: LayerCache) -> bool:

@@ -284,7 +284,14 @@ GROUPS = (
             make_option(
                 "kv_layout",
                 value_types.choice(*get_args(KVLayout)),
-                "layout of KV caches in batches; auto: slabs on a GPU, rows on a CPU",
+                "layout of KV caches in batches; auto: rows; slab: faster on some GPUs, rounds "
+                "differently",
+            ),
+            make_option(
+                "experimental_metal",
+                value_types.boolean(),
+                "on a Mac, use code that was tested without one: a kernel for gated delta nets, "
+                "wired memory, a smaller prefix cache under memory pressure",
             ),
             make_option(
                 "parallel",

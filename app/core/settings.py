@@ -102,7 +102,9 @@ class Settings:
     activations: the number of bits to which the CPU kernels round the inputs of 4- and 8-bit
     layers; 24 bits are as precise as float32. kv_layout: whether the layer caches of sequences that
     decode together remain separate rows, or share a slab if their lengths are similar. "auto"
-    allows slabs on GPUs.
+    means rows, because a slab rounds differently and has run on no GPU. experimental_metal: whether
+    a Mac uses code that has run on no Mac: the kernel of the gated delta rule, wired memory, and
+    the eviction of cached prefixes under memory pressure.
 
     parallel: the maximum number of concurrent sequences; None chooses a value for the memory and
     device. max_queue: the maximum number of queued requests; further requests are rejected.
@@ -116,7 +118,7 @@ class Settings:
     chunks are aligned to fixed positions, so that the output is bit-identical with and without
     cached prefixes. prefill_chunk: the number of prompt tokens per engine step. A chunk cannot be
     cancelled once it has started. None chooses a value for the device. keep_awake: whether a Mac
-    does not go to idle sleep during requests.
+    does not go to idle sleep during requests, which has run on no Mac.
 
     watchdog: the number of seconds without an engine step after which the engine is reported as
     stalled and, if it has its own process, restarted. max_body: the maximum size of a request body
@@ -158,6 +160,7 @@ class Settings:
     kv: KVPrecision = "auto"
     activations: ActivationBits = 24
     kv_layout: KVLayout = "auto"
+    experimental_metal: bool = False
     parallel: int | None = None
     max_queue: int = 64
     context: int | None = None
@@ -167,7 +170,7 @@ class Settings:
     multi_user: bool = False
     exact: bool = False
     prefill_chunk: int | None = None
-    keep_awake: bool = True
+    keep_awake: bool = False
     watchdog: float = 60.0
     max_body: int = 10 * MEBIBYTE
     max_connections: int = 1024

@@ -28,7 +28,6 @@ from models.slabs import (
     create_slab,
     fits_buffers,
     is_recurrent,
-    prefers_slab,
     slab_bytes,
     supports_slab,
 )
@@ -47,12 +46,10 @@ class SlabMemory(Protocol):
 def create_decode_slab(
     policy: SlabPolicy, memory: SlabMemory, *, max_rows: int
 ) -> "DecodeSlab | None":
-    """Returns None if this device and this policy never use slabs. max_rows: see `DecodeSlab`."""
-    on_cpu = mx.default_device().type == mx.DeviceType.cpu
-    if policy.layout == "rows" or (policy.layout == "auto" and on_cpu):
+    """Returns None if this policy never uses slabs. max_rows: see `DecodeSlab`."""
+    if policy.layout != "slab":
         return None
-    is_suitable = prefers_slab if policy.layout == "auto" else supports_slab
-    return DecodeSlab(policy, memory, is_suitable=is_suitable, max_rows=max_rows)
+    return DecodeSlab(policy, memory, max_rows=max_rows)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,7 +74,6 @@ class _Slabs:
 class DecodeSlab:
     """The slabs of one engine.
 
-    is_suitable: returns whether a slab suits a layer, given a cache of the layer.
     max_rows: the maximum number of sequences.
     """
 
@@ -86,12 +82,10 @@ class DecodeSlab:
         policy: SlabPolicy,
         memory: SlabMemory,
         *,
-        is_suitable: Callable[[LayerCache], bool],
         max_rows: int,
     ) -> None:
         self._policy = policy
         self._memory = memory
-        self._is_suitable = is_suitable
         self._max_rows = max_rows
         self._suitable: list[bool] | None = None  # by layer, once a cache has content
         self._slabs: _Slabs | None = None
@@ -191,7 +185,7 @@ class DecodeSlab:
 
     def _find_suitable(self, layers: Ids[LayerCache]) -> list[bool]:
         if self._suitable is None:
-            self._suitable = [self._is_suitable(layer) for layer in layers]
+            self._suitable = [supports_slab(layer) for layer in layers]
         return self._suitable
 
     def _make_room(

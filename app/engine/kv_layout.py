@@ -16,7 +16,7 @@ from app.core.settings import KVLayout
 class SlabPolicy:
     """When rows share a slab.
 
-    layout: see `--kv-layout`. With "slab", the device does not matter.
+    layout: see `--kv-layout`. Only "slab" uses slabs.
     min_rows: the number of rows for which a slab is created.
     join_padding: the maximum number of padded positions per real position if rows join.
     stay_padding: the same for rows that are in the slab already. It is larger, because leaving and

@@ -107,8 +107,9 @@ def _load(
     raise_unless_fits(fit, files)
     read_weights(model, files.path, report)
     _check_device(model, files)
-    for reason in apply_gpu_layout(model):
-        log.warning("%s", reason)
+    if settings.experimental_metal:
+        for reason in apply_gpu_layout(model):
+            log.warning("%s", reason)
     memory = _profile_memory(model, fit, files, settings)
     if kv_bytes is not None:
         memory = replace(memory, budget=memory.weights + memory.working + kv_bytes)
@@ -129,7 +130,13 @@ def _load(
         shift=model.shift if settings.context_shift else None,
         broadcast_tokens=local_tokens if ranks is None else ranks.broadcast_tokens,
         rules=_choose_memory_rules(
-            model, memory, limits, context, has_limit=has_limit, may_shrink=ranks is None
+            model,
+            memory,
+            limits,
+            context,
+            has_limit=has_limit,
+            may_shrink=ranks is None,
+            experimental_metal=settings.experimental_metal,
         ),
         slab_policy=SlabPolicy(layout=settings.kv_layout),
     )
@@ -160,6 +167,7 @@ def _choose_memory_rules(
     *,
     has_limit: bool,
     may_shrink: bool,
+    experimental_metal: bool,
 ) -> MemoryRules:
     return choose_rules(
         read_device_memory(),
@@ -167,6 +175,7 @@ def _choose_memory_rules(
         conversation=memory.kv_footprint(memory.max_context(context)),
         has_limit=has_limit,
         may_shrink=may_shrink,
+        experimental_metal=experimental_metal,
         weight_buffers=len(list_parameters(model)),
         running_layers=limits.max_running * memory.num_layers,
         buffers_per_layer=memory.buffers_per_layer,

@@ -291,6 +291,8 @@ class Loop:
         if self._rounds_left <= 0:
             return []
         prefilling = self._prefilling()
+        if not prefilling:
+            return []
         shares = self._pacing.plan(
             [
                 PendingPrompt(computed=s.num_computed_tokens, remaining=s.num_uncomputed_tokens)

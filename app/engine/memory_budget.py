@@ -6,7 +6,7 @@ know: the model, tokens. Memory is reserved before it is allocated, so the engin
 budget.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ids
 
 from app.core.jobs import Capacity, ComputeBackend, Ledger
@@ -27,6 +27,10 @@ UNWIRE_AFTER = 300.0
 # When cached prefixes have too many layer caches, they are evicted to this part of the maximum, so
 # that the allocator's pool is not cleared after each request.
 _LAYERS_KEPT_SHARE = 0.9
+
+
+# The sequences that grow in a step, and the additional bytes of each.
+Growth = Mapping[Sequence, int]
 
 
 class MemoryBudget:
@@ -75,7 +79,7 @@ class MemoryBudget:
         return Ledger(
             budget=self._memory.budget,
             weights=self._memory.weights,
-            kv=sum(s.reserved_bytes for s in running) + self.borrowed_bytes + self.slab_bytes,
+            kv=self._sequence_bytes(running),
             prefix=self._prefix.nbytes,
             working=self._memory.working,
             prefix_limit=self._prefix_limit,
@@ -90,7 +94,7 @@ class MemoryBudget:
         The next turn of a conversation needs no more room than it adds to the cached turn before,
         which is therefore not evicted for it."""
         room = self._memory.kv_footprint(self.initial_positions(sequence))
-        if room <= self.ledger(running).free:
+        if room <= self._free_bytes(running):
             return True
         ids, reuse = sequence.ids, sequence.may_reuse_prefix
         continued, enough = -1, True
@@ -146,28 +150,55 @@ class MemoryBudget:
             self._memory.kv_footprint(sequence.reserved_positions), allocated
         )
         self._evict_until_free(0, running)
-        self._wired.cover(self.ledger(running).in_use)
+        self._cover_wired(running)
 
-    def reclaim_for_decode(self, running: Ids[Sequence]) -> int:
+    def plan_growth(self, running: Ids[Sequence]) -> Growth:
+        """Returns the sequences that grow in this step, and the additional bytes of each. The
+        result is usually empty."""
+        # No growth is needed during prefill, because the whole prompt is already reserved, or once
+        # the maximum length of the sequence is reserved.
+        able: list[Sequence] = []
+        for sequence in running:
+            unused = sequence.reserved_positions - sequence.num_computed_tokens
+            if (
+                unused < GROW_AHEAD
+                and sequence.decoding
+                and sequence.reserved_positions < self._grown_positions(sequence)
+            ):
+                able.append(sequence)
+        if not able:
+            return {}
+        chosen = choose_growing(
+            [s.reserved_positions - s.num_computed_tokens for s in able], ahead=GROW_AHEAD
+        )
+        return {
+            s: max(0, self._memory.kv_footprint(self._grown_positions(s)) - s.reserved_bytes)
+            for i, s in enumerate(able)
+            if i in chosen
+        }
+
+    def reclaim_for_decode(self, running: Ids[Sequence], growth: Growth) -> int:
         """Makes room for one more position per decoding sequence. Evicts cached prefixes first,
         then reclaims all borrowed memory. Returns how many of the youngest sequences must also be
-        preempted. `running` lists the oldest sequence first."""
-        growth = self._plan_growth(running, ahead=0)
-        if self._evict_until_free(sum(growth.values()), running):
+        preempted. `running` lists the oldest sequence first. growth: see `plan_growth`."""
+        needed = {
+            s: count for s, count in growth.items() if s.reserved_positions <= s.num_computed_tokens
+        }
+        if self._evict_until_free(sum(needed.values()), running):
             return 0
         if self.borrowed_bytes:
             self.borrowed_bytes = 0
-            return self.reclaim_for_decode(running)
+            return self.reclaim_for_decode(running, growth)
         return count_preemptions(
             reserved=[s.reserved_bytes for s in running],
-            growth=[growth.get(s, 0) for s in running],
-            free=self.ledger(running).free,
+            growth=[needed.get(s, 0) for s in running],
+            free=self._free_bytes(running),
         )
 
-    def grow_reservations(self, running: Ids[Sequence]) -> None:
+    def grow_reservations(self, running: Ids[Sequence], growth: Growth) -> None:
         """Reserves and allocates more positions for the growing sequences. Growth ahead of time
-        uses only free memory."""
-        for sequence, count in self._plan_growth(running, ahead=GROW_AHEAD).items():
+        uses only free memory. growth: see `plan_growth`."""
+        for sequence, count in growth.items():
             if (
                 not self._evict_until_free(count, running)
                 and sequence.num_computed_tokens < sequence.reserved_positions
@@ -181,12 +212,13 @@ class MemoryBudget:
     def enforce_rules(self, running: Ids[Sequence]) -> None:
         """Evicts cached prefixes beyond their limits, and wires the memory of running sequences.
         Called in each step."""
-        if self._prefix.nbytes > self._prefix_limit:
-            self._prefix.evict(self._prefix.nbytes - self._prefix_limit)
+        excess = self._prefix.nbytes - self._prefix_limit
+        if excess > 0:
+            self._prefix.evict(excess)
         most = self._rules.max_cached_layers
         if most is not None and self._prefix.num_layers > most:
             self._evict_layers(int(_LAYERS_KEPT_SHARE * most))
-        self._wired.cover(self.ledger(running).in_use)
+        self._cover_wired(running)
 
     def maintain(self, running: Ids[Sequence], idle_seconds: float) -> bool:
         """Adapts to the memory pressure of the system, and unwires the memory of an idle engine.
@@ -224,25 +256,25 @@ class MemoryBudget:
         self._device.trim()
         self._wired.reduce(self.ledger(running).in_use)
 
-    def _plan_growth(self, running: Ids[Sequence], *, ahead: int) -> dict[Sequence, int]:
-        """Returns the sequences that grow now, and the additional bytes of each. The result is
-        usually empty."""
-        # No growth is needed during prefill, because the whole prompt is already reserved, or once
-        # the maximum length of the sequence is reserved.
-        able = [
-            s for s in running if s.decoding and s.reserved_positions < self._grown_positions(s)
-        ]
-        chosen = choose_growing(
-            [s.reserved_positions - s.num_computed_tokens for s in able], ahead=ahead
-        )
-        return {
-            s: max(0, self._memory.kv_footprint(self._grown_positions(s)) - s.reserved_bytes)
-            for i, s in enumerate(able)
-            if i in chosen
-        }
+    def _cover_wired(self, running: Ids[Sequence]) -> None:
+        if self._rules.wirable:
+            self._wired.cover(self.ledger(running).in_use)
+
+    def _sequence_bytes(self, running: Ids[Sequence]) -> int:
+        """Returns the reserved bytes of running sequences, and of what grows with them."""
+        total = self.borrowed_bytes + self.slab_bytes
+        for sequence in running:
+            total += sequence.reserved_bytes
+        return total
+
+    def _free_bytes(self, running: Ids[Sequence]) -> int:
+        """Returns `Ledger.free`, in each step."""
+        memory = self._memory
+        used = memory.weights + self._sequence_bytes(running) + self._prefix.nbytes + memory.working
+        return memory.budget - used
 
     def _evict_until_free(self, num_bytes: int, running: Ids[Sequence]) -> bool:
-        short = num_bytes - self.ledger(running).free
+        short = num_bytes - self._free_bytes(running)
         if short > 0:
             # The freed buffers stay in the allocator's pool, up to its limit, for the next caches.
             short -= self._prefix.evict(short)

@@ -171,6 +171,7 @@ def choose_rules(
     conversation: int,
     has_limit: bool,
     may_shrink: bool,
+    experimental_metal: bool,
     weight_buffers: int,
     running_layers: int,
     buffers_per_layer: int,
@@ -181,6 +182,8 @@ def choose_rules(
     has_limit: whether a memory limit was given. Cached prefixes may then use all of it.
     may_shrink: whether the engine may evict prefixes at any time. Ranks that run one model together
         may not, because all of them must evict the same prefixes in the same step.
+    experimental_metal: whether a device that can wire memory does so, and evicts prefixes under
+        memory pressure.
     weight_buffers, running_layers, buffers_per_layer: see `choose_max_cached_layers`.
     """
     is_shared = memory.physical is not None
@@ -196,6 +199,8 @@ def choose_rules(
             running_layers=running_layers,
             buffers_per_layer=buffers_per_layer,
         ),
-        wirable=wirable_bytes(memory),
-        shrinks_under_pressure=is_shared and may_shrink,
+        wirable=wirable_bytes(memory) if experimental_metal else 0,
+        shrinks_under_pressure=is_shared
+        and may_shrink
+        and (experimental_metal or not memory.recommended),
     )

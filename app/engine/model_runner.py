@@ -43,24 +43,26 @@ class SampledToken:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLogits:
     """The logits from which the next token of each sequence can be sampled. `logits` is a lazy
-    array of shape [B, V or more]."""
+    array of shape [B, V or more]. has_grammar: whether any sequence has a grammar. If so, the
+    preceding tokens must be read before sampling."""
 
     sequences: tuple[Sequence, ...]
     logits: mx.array
-
-    @property
-    def has_grammar(self) -> bool:
-        """Whether any sequence has a grammar. If so, the preceding tokens must be read before
-        sampling."""
-        return any(s.matcher is not None for s in self.sequences)
+    has_grammar: bool
 
     def without_ended(self) -> "BatchLogits":
         """Returns the batch without the sequences that have ended since the forward pass."""
         rows = [row for row, sequence in enumerate(self.sequences) if sequence.running]
         if len(rows) == len(self.sequences):
             return self
-        left = tuple(self.sequences[row] for row in rows)
-        return BatchLogits(sequences=left, logits=self.logits[mx.array(rows, dtype=mx.int32)])
+        return _make_logits(
+            [self.sequences[row] for row in rows], self.logits[mx.array(rows, dtype=mx.int32)]
+        )
+
+
+def _make_logits(sequences: Ids[Sequence], logits: mx.array) -> BatchLogits:
+    has_grammar = any(s.matcher is not None for s in sequences)
+    return BatchLogits(sequences=tuple(sequences), logits=logits, has_grammar=has_grammar)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,13 @@ class InFlight:
         sampled = self.output
         tokens = cast(list[int], sampled.tokens.tolist())
         sound = cast(list[bool], sampled.valid.tolist())
-        logprobs, top_ids, top_logprobs = (_to_list(array) for array in _logprob_arrays(sampled))
+        if sampled.logprobs is None:
+            return [
+                SampledToken(token=token, valid=valid)
+                for token, valid in zip(tokens, sound, strict=True)
+            ]
+        logprobs = cast(list[float], sampled.logprobs.tolist())
+        top_ids, top_logprobs = _to_list(sampled.top_ids), _to_list(sampled.top_logprobs)
         drawn = list[SampledToken]()
         for row, sequence in enumerate(self.sequences):
             num_top = sequence.job.top_logprobs
@@ -291,7 +299,7 @@ class ModelRunner:
 
     def _last_logits(self, sequences: Ids[Sequence], hidden: mx.array) -> BatchLogits:
         """Computes the logits of the last position. The shape of `hidden` is [B, L, D]."""
-        return BatchLogits(sequences=tuple(sequences), logits=self._model.logits(hidden[:, -1]))
+        return _make_logits(sequences, self._model.logits(hidden[:, -1]))
 
     def _sampler_batch_for(self, members: tuple[Sequence, ...]) -> SamplerBatch:
         if self._sampler_batch is None or members != self._members:

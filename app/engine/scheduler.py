@@ -161,7 +161,8 @@ class Scheduler:
     def make_decode_room(self) -> int:
         """Makes room for one more position per decoding sequence. If memory is short, preempts the
         youngest sequences. Returns the number of preempted sequences."""
-        count = self._budget.reclaim_for_decode(self._running)
+        growth = self._budget.plan_growth(self._running)
+        count = self._budget.reclaim_for_decode(self._running, growth)
         for sequence in self._running[len(self._running) - count :][::-1]:
             log.info(
                 "preempting a sequence of %s: out of KV cache memory",
@@ -169,7 +170,9 @@ class Scheduler:
             )
             self.commit(sequence, keep=len(sequence.ids))
             self.requeue(sequence)
-        self._budget.grow_reservations(self._running)
+        if count:
+            growth = self._budget.plan_growth(self._running)
+        self._budget.grow_reservations(self._running, growth)
         return count
 
     def enforce_memory_rules(self) -> None:

@@ -60,6 +60,7 @@ _ENGINE_SETTINGS = (
     "kv",
     "activations",
     "kv_layout",
+    "experimental_metal",
     "parallel",
     "context",
     "context_shift",

@@ -104,16 +104,32 @@ def write_in_place(
 ) -> mx.array:
     """Returns the result of `op`. The operation receives the buffers of the caches, with slots for
     the positions that it writes. keys, values: see `InPlaceCache.allocate_slots`."""
-    mappings = [cache.allocate_slots(keys, values) for cache in caches]
-    buffers = [cache.take_buffers() for cache in caches]
+    key_buffers: list[mx.array] = []
+    value_buffers: list[mx.array] = []
+    write_slots: list[int] = []
+    lengths: list[int] = []
+    head_slots: list[int] = []
+    first_positions: list[int] = []
+    window = 0
+    # one loop, because this runs in each layer for each token
+    for cache in caches:
+        mapping = cache.allocate_slots(keys, values)
+        write_slots.append(mapping.write_slot)
+        lengths.append(mapping.length)
+        head_slots.append(mapping.head_slot)
+        first_positions.append(mapping.first_position)
+        window = mapping.window
+        buffers = cache.take_buffers()
+        key_buffers.append(buffers[0])
+        value_buffers.append(buffers[1])
     output, new_keys, new_values = op(
-        [keys for keys, _ in buffers],
-        [values for _, values in buffers],
-        [mapping.write_slot for mapping in mappings],
-        [mapping.length for mapping in mappings],
-        [mapping.head_slot for mapping in mappings],
-        [mapping.first_position for mapping in mappings],
-        window=mappings[0].window,
+        key_buffers,
+        value_buffers,
+        write_slots,
+        lengths,
+        head_slots,
+        first_positions,
+        window=window,
     )
     for cache, arrays in zip(caches, zip(new_keys, new_values, strict=True), strict=True):
         cache.return_buffers(*arrays)

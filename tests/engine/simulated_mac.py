@@ -313,6 +313,7 @@ class Simulation:
             conversation=profile.kv_footprint(context),
             has_limit=memory is not None,
             may_shrink=True,
+            experimental_metal=True,
             weight_buffers=len(model.weights),
             running_layers=mac.parallel * mac.layers,
             buffers_per_layer=2,

@@ -127,13 +127,20 @@ def test_the_prefix_limit_follows_the_pressure(
     assert limit == full
 
 
-def rules_for(memory: DeviceMemory, *, has_limit: bool = False, may_shrink: bool = True):
+def rules_for(
+    memory: DeviceMemory,
+    *,
+    has_limit: bool = False,
+    may_shrink: bool = True,
+    experimental_metal: bool = True,
+):
     return choose_rules(
         memory,
         kv_budget=8 * GIB,
         conversation=GIB,
         has_limit=has_limit,
         may_shrink=may_shrink,
+        experimental_metal=experimental_metal,
         weight_buffers=300,
         running_layers=224,
         buffers_per_layer=2,
@@ -146,6 +153,12 @@ def test_each_kind_of_device_has_its_rules() -> None:
     assert (rules.prefix_limit, rules.wirable) == (2 * GIB, 21 * GIB)
     assert rules.shrinks_under_pressure
     assert rules.max_cached_layers is not None
+
+    untested = rules_for(mac, experimental_metal=False)
+    assert untested == replace(rules, wirable=0, shrinks_under_pressure=False)
+    assert rules_for(DeviceMemory(physical=32 * GIB), experimental_metal=False) == rules_for(
+        DeviceMemory(physical=32 * GIB)
+    )
 
     cpu = rules_for(DeviceMemory(physical=32 * GIB))
     assert (cpu.prefix_limit, cpu.wirable, cpu.max_cached_layers) == (2 * GIB, 0, None)

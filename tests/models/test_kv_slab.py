@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from models.attention_route import AttentionDevice, AttentionShape, prefers_shared_decode
 from models.kv import KVCache
 from models.mla import LatentCache
 from models.mlx_lm_cache import MlxLmKVCache
 from models.recurrent import RecurrentCache
 from models.rotating_kv import RotatingKVCache
 from models.slab_step import LayerSlab, SlabRow, SlabStep
-from models.slabs import create_slab, fits_buffers, prefers_slab, slab_bytes, supports_slab
+from models.slabs import create_slab, fits_buffers, slab_bytes, supports_slab
 from tests.models.kernel_switch import BOTH, use_kernels
 
 HEADS, GROUP, DIM, WINDOW = 2, 3, 8, 7
@@ -193,7 +192,6 @@ def test_only_our_caches_with_content_have_slabs() -> None:
     assert not supports_slab(MlxLmKVCache())  # type: ignore[arg-type]
     for kind in KINDS:
         assert supports_slab(prefill(rng, kind, 3, None))
-        assert not prefers_slab(prefill(rng, kind, 3, None)), "this is a CPU"
     assert supports_slab(make_recurrent(1, 1))
 
 
@@ -203,33 +201,3 @@ def test_a_buffer_has_at_most_as_many_numbers_as_an_index_reaches() -> None:
     assert fits_buffers(cache, 1, places - 1)
     assert not fits_buffers(cache, 1, places)
     assert fits_buffers(make_recurrent(1, 1), 1, places)
-
-
-@pytest.mark.parametrize(
-    ("device", "dim", "absorbed", "expected"),
-    [
-        (AttentionDevice.KERNELS, 128, False, False),
-        (AttentionDevice.CPU, 128, False, False),
-        (AttentionDevice.METAL, 128, False, True),
-        (AttentionDevice.METAL, 256, False, True),
-        (AttentionDevice.METAL, 512, True, True),
-        # the kernel for single queries takes no mask
-        (AttentionDevice.CUDA, 64, False, False),
-        (AttentionDevice.CUDA, 128, False, False),
-        # there is no kernel for these anyway
-        (AttentionDevice.CUDA, 256, False, True),
-        (AttentionDevice.CUDA, 128, True, True),
-    ],
-)
-def test_a_mask_must_not_cost_the_fused_kernel(
-    device: AttentionDevice, dim: int, absorbed: bool, expected: bool
-) -> None:
-    shape = AttentionShape(
-        heads=8, kv_heads=8, key_dim=dim, value_dim=dim, itemsize=2, absorbed=absorbed
-    )
-    assert prefers_shared_decode(device, shape) == expected
-
-
-def test_recurrent_layers_are_batched_on_every_gpu() -> None:
-    assert prefers_shared_decode(AttentionDevice.CUDA, None)
-    assert not prefers_shared_decode(AttentionDevice.KERNELS, None)

@@ -32,6 +32,7 @@ _SHARED_SETTINGS = (
     "kv",
     "activations",
     "kv_layout",
+    "experimental_metal",
     "parallel",
     "context",
     "context_shift",
