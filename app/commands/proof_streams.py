@@ -125,4 +125,8 @@ def _read_answer(choices: Sequence[Choice]) -> _HttpAnswer:
 
 
 def _strip_alternatives(answer: Answer) -> Answer:
-    return replace(answer, tokens=tuple(replace(token, top_logprobs=()) for token in answer.tokens))
+    tokens = (
+        Token(job_id=token.job_id, id=token.id, timestamp_ns=0, logprob=token.logprob)
+        for token in answer.tokens
+    )
+    return replace(answer, tokens=tuple(tokens))

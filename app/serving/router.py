@@ -10,7 +10,7 @@ import hashlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -529,16 +529,16 @@ def sum_engine_stats(stats: Sequence[EngineStats]) -> EngineStats:
     for one in stats:
         for reason, count in one.prefix_miss_counts:
             misses[reason] = misses.get(reason, 0) + count
+    neutral = EngineStats()
     plain = {
-        field.name: sum(getattr(one, field.name) for one in stats)
-        for field in fields(EngineStats)
-        if field.type == "int" or field.type is int
+        name: sum(getattr(one, name) for one in stats)
+        for name in EngineStats.__struct_fields__
+        if isinstance(getattr(neutral, name), int)
     }
     ledger = {
-        field.name: sum(getattr(one.ledger, field.name) for one in stats)
-        for field in fields(Ledger)
+        name: sum(getattr(one.ledger, name) for one in stats) for name in Ledger.__struct_fields__
     }
-    hits = [one.prefix_hit_counts for one in (EngineStats(), *stats)]
+    hits = [one.prefix_hit_counts for one in (neutral, *stats)]
     return EngineStats(
         **plain,
         ledger=Ledger(**ledger),
