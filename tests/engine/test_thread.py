@@ -240,3 +240,32 @@ def test_the_loop_announces_its_stages(start_thread: StartThread) -> None:
         interval=0.001,
     )
     thread.cancel("a")
+
+
+def test_a_probe_does_not_end_the_idle_time() -> None:
+    """The memory of an idle engine stayed wired, because the process was probed every second."""
+    idle: list[float] = []
+
+    def load(report: Callable[[int, int], None]) -> Loop:
+        loop = make_loop(tiny_model())
+
+        def maintain_memory(idle_seconds: float) -> bool:
+            idle.append(idle_seconds)
+            return False
+
+        loop.maintain_memory = maintain_memory  # type: ignore[method-assign]
+        return loop
+
+    thread = EngineThread(load, lambda _: None, maintenance_interval=0.05)
+    thread.start()
+    taken = threading.Event()
+
+    def probe() -> bool:
+        taken.clear()
+        thread.probe(taken.set)
+        assert taken.wait(PATIENCE)
+        return bool(idle) and idle[-1] > 0.2
+
+    wait_until(probe, interval=0.01)
+    thread.stop()
+    assert thread.join(PATIENCE)
