@@ -27,6 +27,7 @@ from benchmarks import (
     arrivals,
     chunk_alignment,
     delivery,
+    frames,
     grammars,
     graph,
     kv_layouts,
@@ -151,6 +152,7 @@ OTHER_REPORTS: dict[str, Callable[[], str]] = {
     "kv": kv_precision.report,
     "loading": loading.report,
     "inserts": prefix_inserts.report,
+    "frames": frames.report,
 }
 CHOICES = [*MEASUREMENTS, *MODEL_REPORTS, *OTHER_REPORTS, "delivery", "soak"]
 
