@@ -12,18 +12,13 @@ import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
-
-import uvicorn
-from starlette.applications import Starlette
+from typing import TYPE_CHECKING, Protocol
 
 from app import store
-from app.api.app import build_app
 from app.commands.pull import resolve_or_download
 from app.config.options import OPTIONS
 from app.config.toml_edit import ConfigFile
 from app.core.errors import AppError, ErrorKind
-from app.core.limits import RequestLimits
 from app.core.live_settings import LiveSettings, merge_reloaded
 from app.core.malloc import limit_malloc_retention
 from app.core.model_files import ModelFiles
@@ -32,31 +27,33 @@ from app.core.ports import Runner
 from app.core.server_stats import ConnectionStats, EventLoopLag
 from app.core.settings import ModelSettings, Settings
 from app.core.switch_interval import shorten_switch_interval
-from app.core.thread_pools import ThreadPools
 from app.core.units import pluralize
 from app.core.usage import UsageCounters
 from app.engine.model_info import complete_config
 from app.http.api_keys import Keyring
 from app.http.bind_policy import check_bind_address, check_security_settings
-from app.http.connection_limits import ConnectionLimiter
 from app.http.systemd import SystemdNotifier
-from app.http.uvicorn_server import UvicornServer, make_protocol_factory
 from app.runners.compile_dir import prepare_compile_dir
 from app.runners.pool import ModelPool
 from app.runners.preflight import estimate_memory
 from app.runners.ranks.launch import Launch, detect_launch, restrict_to_one_model, watch_launcher
-from app.runners.tokenizer_check import TokenizerChecker
-from app.serving.event_loop_watchdog import EventLoopWatchdog
 from app.serving.keep_awake import create_keep_awake
 from app.serving.logs import get_terminal_log, set_log_levels
-from app.serving.model_library import InstalledModels
 from app.serving.registry import ModelRegistry, RegisteredModel, build_entry
 from app.serving.reload_signal import ReloadSignal
-from app.serving.router import ModelRouter
 from app.serving.terminal_status import BannerAddress, TerminalStatus
 from app.serving.tracing import create_tracing
 from app.store import is_builtin
 from models import extension_build
+
+if TYPE_CHECKING:
+    # imported by `_RunningServer._build`, while the first model starts to load
+    import uvicorn
+    from starlette.applications import Starlette
+
+    from app.http.connection_limits import ConnectionLimiter
+    from app.http.uvicorn_server import UvicornServer
+    from app.serving.router import ModelRouter
 
 log = logging.getLogger(__name__)
 
@@ -118,9 +115,6 @@ def serve(
     if launch is None and settings.runner != "thread":
         limit_malloc_retention()
     shorten_switch_interval()
-    for module in _LAZY_MODULES:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(module)
     config = None if config_path is None else ConfigFile(config_path)
     server = _RunningServer(settings, entries, keyring, make, others, config)
     if read_settings is not None and reload_signal is not None:
@@ -131,6 +125,9 @@ def serve(
 class _RunningServer:
     """A server from start to shutdown. make_runner: creates the runner of a model. ranks: the other
     ranks, if the model is distributed. config: the configuration file, if any."""
+
+    _router: "ModelRouter"
+    _server: "UvicornServer"
 
     def __init__(
         self,
@@ -145,88 +142,116 @@ class _RunningServer:
         self._live = LiveSettings(settings)
         self._ranks = ranks
         self._keyring = keyring
+        self._config = config
+        self._entries = entries
         self._reload_signal: ReloadSignal | None = None
         self._read_settings: Callable[[], Settings] = lambda: settings
         self._failure: AppError | None = None
+        self._started = False
         self._systemd = SystemdNotifier.from_environment(os.environ, os.getpid())
         self._tracing = create_tracing(settings)
         self._terminal = _create_terminal_status(settings)
         self._keep_awake = create_keep_awake(settings)
         self._needs_key = keyring.enabled
-        registry = ModelRegistry(entries, settings)
+        self._preload_names = _list_preload_names(entries, settings)
+        self._registry = ModelRegistry(entries, settings)
         self._pool = ModelPool(
             make_runner,
-            registry.load_verified_files,
+            self._registry.load_verified_files,
             estimate_memory if settings.multi_model else None,
             total_bytes=settings.memory,
             max_loaded=_get_max_loaded(settings),
         )
-        self._library = InstalledModels(registry, self._estimate_download)
-        preload = _list_preload_names(entries, settings)
-        workers, lag = ThreadPools(), EventLoopLag()
-        self._usage = UsageCounters(keyring.get_limits)
-        self._limits = RequestLimits(settings, self._usage)
+
+    def _build(self) -> None:
+        """Builds the router and the HTTP server. Most of the time is spent on imports."""
+        for module in _LAZY_MODULES:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
+        from app.api.app import build_app
+        from app.core.limits import RequestLimits
+        from app.core.thread_pools import ThreadPools
+        from app.http.connection_limits import ConnectionLimiter
+        from app.http.uvicorn_server import UvicornServer
+        from app.runners.tokenizer_check import TokenizerChecker
+        from app.serving.event_loop_watchdog import EventLoopWatchdog
+        from app.serving.model_library import InstalledModels
+        from app.serving.router import ModelRouter
+
+        settings = self._settings
+        workers, lag, traffic = ThreadPools(), EventLoopLag(), ConnectionStats()
+        usage = UsageCounters(self._keyring.get_limits)
+        limits = RequestLimits(settings, usage)
         self._watchdog = EventLoopWatchdog(lag, watchdog=settings.watchdog)
+        self._library = InstalledModels(self._registry, self._estimate_download)
         self._router = ModelRouter(
-            registry,
+            self._registry,
             self._pool,
-            preload,
+            self._preload_names,
             workers,
             load_wait=settings.load_wait,
             check_tokenizer=TokenizerChecker(is_builtin).check,
             library=self._library,
-            limits=self._limits,
-            save_defaults=None if config is None else config.save_defaults,
-            can_reload=ranks is None,
+            limits=limits,
+            save_defaults=None if self._config is None else self._config.save_defaults,
+            can_reload=self._ranks is None,
         )
-        self._server = self._build_server(keyring, workers, lag)
-
-    def _build_server(
-        self, keyring: Keyring, workers: ThreadPools, lag: EventLoopLag
-    ) -> UvicornServer:
-        """Builds the HTTP server around the router."""
-        settings = self._settings
         observers = (self._tracing, self._terminal, self._keep_awake)
-        traffic = ConnectionStats()
         app = build_app(
             self._router,
             self._router,
             settings,
             lifespan=self._lifespan,
-            keyring=keyring,
+            keyring=self._keyring,
             traffic=traffic,
             workers=workers,
             lag=lag,
             live=self._live,
-            usage=self._usage,
-            limits=self._limits,
+            usage=usage,
+            limits=limits,
             observers=[observer.observe for observer in observers if observer is not None],
         )
         limiter = ConnectionLimiter(settings, traffic)
-        for apply in (self._limits.apply, limiter.apply, set_log_levels):
+        for apply in (limits.apply, limiter.apply, set_log_levels):
             self._live.subscribe(apply)
         config = _build_uvicorn_config(app, settings, limiter)
-        return UvicornServer(config, self._limits, settings, limiter)
+        self._server = UvicornServer(config, limits, settings, limiter)
 
     def run(self) -> int:
         """Runs the server and returns the exit status. Raises AppError if an error ended the server
         early."""
-        if self._ranks is not None:
-            self._ranks.add_failure_listener(
-                lambda why: self._fail(AppError(ErrorKind.ENGINE, why))
-            )
-            watch_launcher(os.environ, self._request_exit)
         # After the shutdown, uvicorn raises the signal again. If it cannot bind the address, it
         # logs the error and raises SystemExit.
         with contextlib.suppress(KeyboardInterrupt, SystemExit):
-            self._server.run()
+            asyncio.run(self._run())
         if self._failure is not None:
             raise self._failure
-        return 0 if self._server.started else 1
+        return 0 if self._started else 1
+
+    async def _run(self) -> None:
+        """The first model starts to load while this process still imports the HTTP server."""
+        await self._pool.start()
+        try:
+            for entry in self._entries:
+                if entry.served.name in self._preload_names:
+                    self._pool.preload(entry.served)
+            await asyncio.to_thread(self._build)
+            if self._ranks is not None:
+                self._ranks.add_failure_listener(
+                    lambda why: self._fail(AppError(ErrorKind.ENGINE, why))
+                )
+                watch_launcher(os.environ, self._request_exit)
+            try:
+                await self._server.serve()
+            finally:
+                self._started = self._server.started
+        finally:
+            await self._pool.stop()
+            if self._ranks is not None:
+                self._ranks.stop_followers()
 
     @contextlib.asynccontextmanager
-    async def _lifespan(self, _: Starlette) -> AsyncGenerator[None]:
-        await self._pool.start()
+    async def _lifespan(self, _: "Starlette") -> AsyncGenerator[None]:
         # not awaited, so that /v1/status can report the progress while models load
         loading = asyncio.create_task(self._preload_models())
         reloading = asyncio.create_task(self._reload_on_signal())
@@ -421,8 +446,12 @@ def _get_runner_factory(settings: Settings) -> Callable[[Settings], Runner]:
 
 
 def _build_uvicorn_config(
-    app: Starlette, settings: Settings, limiter: ConnectionLimiter
-) -> uvicorn.Config:
+    app: "Starlette", settings: Settings, limiter: "ConnectionLimiter"
+) -> "uvicorn.Config":
+    import uvicorn
+
+    from app.http.uvicorn_server import make_protocol_factory
+
     return uvicorn.Config(
         app,
         # uses TLS if a certificate is configured

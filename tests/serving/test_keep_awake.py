@@ -120,11 +120,11 @@ def test_a_missing_program_is_one_warning(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_the_option_and_the_system_decide() -> None:
-    assert create_keep_awake(Settings(), system="linux") is None
-    assert create_keep_awake(Settings(keep_awake=False), system="darwin") is None
+    assert create_keep_awake(Settings(keep_awake=True), system="linux") is None
+    assert create_keep_awake(Settings(), system="darwin") is None
 
 
 def test_the_command_ends_with_the_server() -> None:
-    awake = create_keep_awake(Settings(), system="darwin")
+    awake = create_keep_awake(Settings(keep_awake=True), system="darwin")
     assert awake is not None
     assert awake._command == ["/usr/bin/caffeinate", "-i", "-w", str(os.getpid())]
