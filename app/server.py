@@ -12,7 +12,7 @@ import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from app import store
 from app.commands.pull import resolve_or_download
@@ -53,14 +53,11 @@ if TYPE_CHECKING:
 
     from app.http.connection_limits import ConnectionLimiter
     from app.http.uvicorn_server import UvicornServer
+    from app.runners.ranks.leader import RankGroup
     from app.serving.router import ModelRouter
 
 log = logging.getLogger(__name__)
 
-# Building a decode step, parsing a long request and rendering a slow template hold the GIL for
-# milliseconds at a time. With Python's default of 5 ms, each token would reach the event loop up to
-# 5 ms later (docs/decisions/engine.md).
-_SWITCH_INTERVAL = 0.0005
 
 # The maximum number of connections accepted in one iteration of the event loop. asyncio also uses
 # this number as the listen backlog. With uvicorn's 2048, opening 1200 connections blocked all other
@@ -106,7 +103,7 @@ def serve(
         log.warning("%s", warning)
     check_bind_address(settings.host, settings.port)
     entries = [_resolve_entry(model, settings) for model in settings.models or (None,)]
-    others: _OtherRanks | None = None
+    others: RankGroup | None = None
     if launch is None:
         make = _get_runner_factory(settings)
     else:
@@ -135,7 +132,7 @@ class _RunningServer:
         entries: Sequence[RegisteredModel],
         keyring: Keyring,
         make_runner: Callable[[Settings], Runner],
-        ranks: "_OtherRanks | None",
+        ranks: "RankGroup | None",
         config: ConfigFile | None,
     ) -> None:
         self._settings = settings
@@ -401,17 +398,9 @@ def _create_terminal_status(settings: Settings) -> TerminalStatus | None:
     return TerminalStatus(handler.show_status, handler.write_block, terminal)
 
 
-class _OtherRanks(Protocol):
-    """The interface to the other ranks."""
-
-    def add_failure_listener(self, listener: Callable[[str], None]) -> None: ...
-
-    def stop_followers(self) -> None: ...
-
-
 def _start_rank_zero(
     launch: Launch, entry: RegisteredModel
-) -> tuple[Callable[[Settings], Runner], _OtherRanks]:
+) -> "tuple[Callable[[Settings], Runner], RankGroup]":
     """Connects to the other ranks. Rank 0 runs its engine on a thread of the server process,
     because each rank is already a process."""
     from app.runners.ranks.leader import gather_ranks

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from app.core.ports import PrefixCache
 from app.engine.loop import Loop
 from app.engine.memory_profile import profile_memory
 from app.engine.policy import SchedulerLimits
+from app.engine.prefix.cache import PrefixCache
 from app.engine.prefix.radix import RadixPrefixCache
 from app.engine.prefix.single import SinglePrefixCache
 from app.engine.prefix.slots import SlotPrefixCache

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import compress, count
 from pathlib import Path
 
-from app.core.ports import Lease, PrefixCache
+from app.engine.prefix.cache import Lease, PrefixCache
 from app.engine.prefix.radix import RadixPrefixCache
 from app.engine.prefix.single import SinglePrefixCache
 from app.engine.prefix.slots import SlotPrefixCache

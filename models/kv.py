@@ -30,6 +30,7 @@ from models import kernels
 from models.attention_route import AttentionShape
 from models.batch_cache import BatchKVCache
 from models.kernels.in_place_attention import InPlaceCache, SlotMapping, attend_in_place
+from models.layer_cache import LayerKV
 from models.sdpa import Mask, describe_attention, scaled_dot_product_attention
 
 STEP = 256
@@ -37,17 +38,8 @@ STEP = 256
 LARGEST_FLOAT16 = 65504.0
 
 
-class LayerCache(Protocol):
-    """The part of the interface that the prefix cache and the engine use. app/core/ports.py
-    documents `sliceable`, `slice`, `append` and `reserve`."""
-
-    @property
-    def offset(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes held, including spare capacity."""
-        ...
+class LayerCache(LayerKV, Protocol):
+    """The part of the interface that the engine uses."""
 
     @property
     def attention_shapes(self) -> Sequence[AttentionShape]:
@@ -55,30 +47,9 @@ class LayerCache(Protocol):
         together. Empty without attention, and in a copy."""
         ...
 
-    @property
-    def sliceable(self) -> bool:
-        """Whether any range of positions can be copied and appended to another cache."""
-        ...
-
     def set_dtype(self, dtype: mx.Dtype | None) -> None:
         """See `set_kv_dtype`. Called before the first position is computed."""
         ...
-
-    def can_trim(self, count: int) -> bool: ...
-
-    def trim(self, count: int) -> None:
-        """Removes the last `count` positions. Valid only if `can_trim(count)` is true."""
-        ...
-
-    def copy(self) -> Self:
-        """Returns an independent cache with the same content and no spare capacity."""
-        ...
-
-    def slice(self, start: int, end: int) -> Self: ...
-
-    def append(self, other: Self, start: int, end: int) -> None: ...
-
-    def reserve(self, length: int) -> None: ...
 
     def estimate_nbytes(self, length: int, chunk: int) -> int:
         """Returns the number of bytes needed to compute `length` positions, at most `chunk` of them

@@ -13,14 +13,14 @@ The memory ledger counts them as before, and the slabs in addition. Therefore a 
 at any time (`dissolve`), and no sequence loses memory that it has reserved.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
-from typing import Protocol
 
 import mlx.core as mx
 
 from app.engine.kv_layout import SlabPolicy, choose_slab_rows, count_slots
+from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from models.kv import LayerCache, round_up_to_step
 from models.slab_step import LayerSlab, SlabRow, SlabStep
@@ -33,23 +33,13 @@ from models.slabs import (
 )
 
 
-class SlabMemory(Protocol):
-    """The memory ledger of slabs."""
-
-    def reserve_slab(self, num_bytes: int, *, give_back: Callable[[], None]) -> bool:
-        """Reserves memory for the slabs, in place of what was reserved for them before. Returns
-        False, and changes nothing, if there is not enough. give_back: called if the memory is
-        needed; reserves 0 bytes."""
-        ...
-
-
 def create_decode_slab(
-    policy: SlabPolicy, memory: SlabMemory, *, max_rows: int
+    policy: SlabPolicy, scheduler: Scheduler, *, max_rows: int
 ) -> "DecodeSlab | None":
     """Returns None if this policy never uses slabs. max_rows: see `DecodeSlab`."""
     if policy.layout != "slab":
         return None
-    return DecodeSlab(policy, memory, max_rows=max_rows)
+    return DecodeSlab(policy, scheduler, max_rows=max_rows)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,12 +70,12 @@ class DecodeSlab:
     def __init__(
         self,
         policy: SlabPolicy,
-        memory: SlabMemory,
+        scheduler: Scheduler,
         *,
         max_rows: int,
     ) -> None:
         self._policy = policy
-        self._memory = memory
+        self._scheduler = scheduler
         self._max_rows = max_rows
         self._suitable: list[bool] | None = None  # by layer, once a cache has content
         self._slabs: _Slabs | None = None
@@ -253,7 +243,7 @@ class DecodeSlab:
         mx.async_eval([array for slab in slabs.present for array in slab.state()])
 
     def _reserve_memory(self, num_bytes: int) -> bool:
-        return self._memory.reserve_slab(num_bytes, give_back=self.dissolve)
+        return self._scheduler.reserve_slab(num_bytes, give_back=self.dissolve)
 
     def _row(self, sequence: Sequence) -> SlabRow:
         return SlabRow(

@@ -29,13 +29,14 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import mlx.core as mx
 
 from app.core.embeddings import EmbedJob, EmbedResult, PoolingType
 from app.core.units import pluralize
 from app.engine.memory_profile import MemoryProfile
+from app.engine.scheduler import Scheduler
 from models.base import Model
 from models.kv import LayerCache
 
@@ -83,21 +84,6 @@ def vectors_to_bytes(vectors: mx.array, dimensions: Sequence[int | None]) -> lis
         bytes(view[4 * width * row : 4 * (width * row + (count or width))]) if sound[row] else None
         for row, count in enumerate(dimensions)
     ]
-
-
-class MemoryLender(Protocol):
-    """Lends memory of the KV cache budget."""
-
-    @property
-    def borrowed_bytes(self) -> int:
-        """The number of bytes currently borrowed; 0 after the lender has reclaimed them."""
-        ...
-
-    def borrow(self, num_bytes: int) -> bool:
-        """Borrows additional bytes. Returns False if they are not available now."""
-        ...
-
-    def return_borrowed(self, num_bytes: int) -> None: ...
 
 
 class EmbedTask:
@@ -181,14 +167,14 @@ class Embedder:
     """
 
     def __init__(
-        self, model: Model, memory: MemoryProfile, lender: MemoryLender, *, chunk: int
+        self, model: Model, memory: MemoryProfile, scheduler: Scheduler, *, chunk: int
     ) -> None:
         self.waiting_for_memory = False
         self.embedded_tokens = 0
         self.exceptions = 0
         self._model = model
         self._memory = memory
-        self._lender = lender
+        self._scheduler = scheduler
         self._chunk = chunk
         self._layers = len(model.make_kv())
         self._tasks: deque[EmbedTask] = deque()  # in scheduling order
@@ -251,7 +237,7 @@ class Embedder:
         """Schedules a restart of the long input if its memory was reclaimed. Must be called between
         two forward passes."""
         long = self._long
-        if long is not None and self._lender.borrowed_bytes < long.borrowed_bytes:
+        if long is not None and self._scheduler.borrowed_bytes < long.borrowed_bytes:
             assert self._step is None, "the device still writes into its layer caches"
             log.info(
                 "restarting an embedding input of %s: out of KV cache memory",
@@ -291,7 +277,7 @@ class Embedder:
                 if rows > 1 and (rows > MAX_ROWS or rows * wider > self._chunk):
                     break
                 more = self._cache_bytes(wider, rows) - self._borrowed_for_step
-                if not (self._lender.borrow(more) if chosen else self._borrow(more)):
+                if not (self._scheduler.borrow(more) if chosen else self._borrow(more)):
                     return chosen
                 self._borrowed_for_step += more
                 chosen.append((work, work.pending_inputs.popleft()))
@@ -305,11 +291,11 @@ class Embedder:
         return rows * self._memory.kv_footprint(width) * alive // self._layers
 
     def _borrow(self, num_bytes: int) -> bool:
-        self.waiting_for_memory = not self._lender.borrow(num_bytes)
+        self.waiting_for_memory = not self._scheduler.borrow(num_bytes)
         return not self.waiting_for_memory
 
     def _return_borrowed(self) -> None:
-        self._lender.return_borrowed(self._borrowed_for_step)
+        self._scheduler.return_borrowed(self._borrowed_for_step)
         self._borrowed_for_step = 0
 
     def _dispatch_inputs(self, inputs: Sequence[tuple[EmbedTask, int]]) -> None:
@@ -401,5 +387,5 @@ class Embedder:
 
     def _drop_long_input(self) -> None:
         assert self._long is not None
-        self._lender.return_borrowed(self._long.borrowed_bytes)
+        self._scheduler.return_borrowed(self._long.borrowed_bytes)
         self._long = None

@@ -13,7 +13,6 @@ import mlx.core as mx
 
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
-from app.core.ports import PrefixCache
 from app.core.settings import Settings
 from app.engine.device import read_device_memory
 from app.engine.distributed import DistributedGroup
@@ -36,6 +35,7 @@ from app.engine.memory_profile import (
     profile_memory,
 )
 from app.engine.policy import SchedulerLimits, count_slots
+from app.engine.prefix.cache import PrefixCache
 from app.engine.prefix.policy import PrefixCacheConfig, create_prefix_cache
 from app.engine.sampling.sampler import local_tokens
 from app.engine.weights import ProgressCallback, list_parameters, open_model, read_weights

@@ -37,7 +37,6 @@ import mlx.core as mx
 
 from app.core.embeddings import EmbedJob
 from app.core.jobs import Capacity, EngineStats, Job, StepOutput
-from app.core.ports import PrefixCache
 from app.core.prefix_snapshot import PrefixSnapshot
 from app.core.units import pluralize
 from app.engine.decode_slab import create_decode_slab
@@ -56,6 +55,7 @@ from app.engine.model_runner import (
 )
 from app.engine.outputs import EngineCounters, OutputProcessor
 from app.engine.policy import PendingPrompt, SchedulerLimits
+from app.engine.prefix.cache import PrefixCache
 from app.engine.sampling.sampler import local_tokens
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence, ShiftLayers

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ids
 
 from app.core.jobs import Capacity, ComputeBackend, Ledger
-from app.core.ports import PrefixCache
 from app.engine.memory_policy import MemoryPressure, MemoryRules, adjust_prefix_limit
 from app.engine.memory_profile import MemoryProfile
 from app.engine.policy import choose_growing, count_preemptions
+from app.engine.prefix.cache import PrefixCache
 from app.engine.sequence import Sequence
 from app.engine.wired_memory import MemoryDevice, MlxMemory, WiredMemory
 from models.kv import STEP, LayerCache, round_up_to_step

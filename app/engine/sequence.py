@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from typing import Protocol, cast
 
 from app.core.jobs import Job
-from app.core.ports import Lease, ShiftingLease
+from app.engine.prefix.cache import Lease, ShiftingLease
 from app.engine.prefix.matching import common_prefix_length
 from app.engine.sampling.logprobs import PromptLogprob
 from app.engine.sampling.sampler import SamplerState

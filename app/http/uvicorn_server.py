@@ -16,12 +16,13 @@ import signal
 import socket
 from collections.abc import Callable, Generator, Sequence
 from types import FrameType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import uvicorn
 from uvicorn import Config
 
 from app.core.errors import AppError, ErrorKind
+from app.core.limits import RequestLimits
 from app.core.server_stats import ConnectionStats
 from app.core.settings import Settings
 from app.core.units import pluralize
@@ -83,29 +84,23 @@ _CANCEL_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 
 
-class InflightRequests(Protocol):
-    """The interface for aborting all running requests."""
-
-    def abort_all(self, error: AppError) -> None: ...
-
-
 class UvicornServer(HookedServer):
     """A uvicorn server with a graceful shutdown.
 
-    config: must be created with `http=make_protocol_factory(settings, limiter=limiter)`. inflight:
-    the running requests, which are aborted if they still run `settings.drain` seconds after the
-    first signal. limiter: the shared connection limits.
+    config: must be created with `http=make_protocol_factory(settings, limiter=limiter)`. limits:
+    abort the requests that still run `settings.drain` seconds after the first signal. limiter: the
+    shared connection limits.
     """
 
     def __init__(
         self,
         config: uvicorn.Config,
-        inflight: InflightRequests,
+        limits: RequestLimits,
         settings: Settings,
         limiter: ConnectionLimiter,
     ) -> None:
         super().__init__(config)
-        self._inflight = inflight
+        self._limits = limits
         self._limiter = limiter
         self._acceptors: Sequence[Acceptor] = ()
         self._drain_seconds = settings.drain
@@ -186,7 +181,7 @@ class UvicornServer(HookedServer):
             pluralize(len(tasks), "request"),
             self._drain_seconds,
         )
-        self._inflight.abort_all(AppError(ErrorKind.STOPPING, SHUTDOWN_MESSAGE))
+        self._limits.abort_all(AppError(ErrorKind.STOPPING, SHUTDOWN_MESSAGE))
         if await self._wait_until_idle(_ERROR_DELIVERY_SECONDS):
             return
         log.warning("closing %s", pluralize(len(connections), "connection"))

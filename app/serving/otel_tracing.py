@@ -58,7 +58,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_pen
 
 
 class OtelTracing:
-    """Implements `Tracing`. Exports spans in batches on a separate thread. If the collector is slow
+    """Exports spans in batches on a separate thread. If the collector is slow
     or unreachable, spans that do not fit in the queue are dropped. Requests are not affected."""
 
     def __init__(self, settings: Settings) -> None:

@@ -3,29 +3,16 @@
 Knows: the optional packages that tracing needs. Must not know: the content of traces.
 """
 
-from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from app.core.embeddings import EmbedRequest
 from app.core.errors import AppError, ErrorKind
-from app.core.observers import RequestObserver
-from app.core.requests import GenerateRequest
 from app.core.settings import Settings
 
-
-class Tracing(Protocol):
-    """Collects and exports traces."""
-
-    def observe(self, request: GenerateRequest | EmbedRequest) -> RequestObserver:
-        """Starts the trace of a request. This method is an `app.core.observers.ObserverFactory`."""
-        ...
-
-    async def stop(self) -> None:
-        """Exports the remaining traces. This takes at most a few seconds."""
-        ...
+if TYPE_CHECKING:
+    from app.serving.otel_tracing import OtelTracing
 
 
-def create_tracing(settings: Settings) -> Tracing | None:
+def create_tracing(settings: Settings) -> "OtelTracing | None":
     """Creates the tracing backend if tracing is configured. Otherwise, returns None without
     importing any tracing packages. Raises AppError(INVALID) if tracing is configured but not
     available."""
@@ -38,7 +25,7 @@ def check_tracing(settings: Settings) -> None:
     _load_tracing_class(settings)
 
 
-def _load_tracing_class(settings: Settings) -> Callable[[Settings], Tracing] | None:
+def _load_tracing_class(settings: Settings) -> "type[OtelTracing] | None":
     if settings.otlp is None:
         return None
     try:

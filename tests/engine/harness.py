@@ -15,12 +15,12 @@ import numpy as np
 
 from app.core.embeddings import EmbedJob, EmbedResult
 from app.core.jobs import Ended, Job, Prefilled, PromptLogprobs, Started, Token
-from app.core.ports import PrefixCache
 from app.core.sampling_params import SamplingParams
 from app.engine.kv_layout import DEFAULT_SLAB_POLICY, SlabPolicy
 from app.engine.loop import Loop
 from app.engine.memory_profile import profile_memory
 from app.engine.policy import SchedulerLimits
+from app.engine.prefix.cache import PrefixCache
 from app.engine.prefix.radix import RadixPrefixCache
 from app.engine.prefix.single import SinglePrefixCache
 from app.engine.prefix.slots import SlotPrefixCache

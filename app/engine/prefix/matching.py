@@ -5,7 +5,7 @@ Knows: token IDs, layer caches as `LayerKV`. Must not know: the prefix caches.
 
 from collections.abc import Sequence
 
-from app.core.ports import Layer
+from app.engine.prefix.cache import Layer
 
 
 def can_trim_to(kv: Sequence[Layer], length: int) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
-from app.core.ports import PrefixCache
+from app.engine.prefix.cache import PrefixCache
 from models.kv import LayerCache
 
 

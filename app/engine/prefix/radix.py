@@ -20,8 +20,8 @@ from itertools import compress, groupby
 from typing import Generic
 
 from app.core.jobs import CacheMiss
-from app.core.ports import Layer
 from app.core.prefix_snapshot import PrefixSnapshot
+from app.engine.prefix.cache import Layer
 from app.engine.prefix.policy import PrefixCacheConfig
 from app.engine.prefix.radix_match import PrefixMatch, match_prefix
 from app.engine.prefix.radix_node import KVStore, LayerEvaluation, RadixNode

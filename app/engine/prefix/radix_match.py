@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from app.core.jobs import CacheMiss
-from app.core.ports import Layer
+from app.engine.prefix.cache import Layer
 from app.engine.prefix.radix_node import KVStore, RadixNode
 from app.engine.prefix.radix_tree import RadixTree
 

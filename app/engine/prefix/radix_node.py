@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Generic
 
-from app.core.ports import Layer
+from app.engine.prefix.cache import Layer
 
 # The number of bytes of a store that are copied before the copies are awaited, so that at most this
 # much of a store, or one layer, is in memory twice.

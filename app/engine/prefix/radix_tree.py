@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Generic
 
-from app.core.ports import Layer
+from app.engine.prefix.cache import Layer
 from app.engine.prefix.matching import common_prefix_length
 from app.engine.prefix.radix_node import KVStore, LayerEvaluation, RadixNode, end_of
 

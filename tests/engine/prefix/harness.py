@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from app.core.ports import Lease, PrefixCache
+from app.engine.prefix.cache import Lease, PrefixCache
 from tests.engine.prefix.layers import FakeLayer
 
 FakePrefixCache = PrefixCache[FakeLayer]

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from app.core.ports import Lease
+from app.engine.prefix.cache import Lease
 from tests.engine.prefix.harness import GARBAGE, FakePrefixCache, assert_holds, begin, feed
 from tests.engine.prefix.layers import FakeLayer
 

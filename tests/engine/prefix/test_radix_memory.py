@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from app.core.ports import Lease
 from app.engine.prefix import radix_node
+from app.engine.prefix.cache import Lease
 from tests.engine.prefix.contract import (
     ALL,
     assert_holds,

@@ -1,0 +1,153 @@
+"""The interface of prefix caches and of the leases of their layer caches.
+
+Knows: token IDs, layer caches as `LayerKV`. Must not know: implementations, tensors, requests.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from app.core.context_shift import ShiftResult
+from app.core.jobs import CacheMiss
+from app.core.prefix_snapshot import PrefixSnapshot
+from models.layer_cache import LayerKV
+
+Layer = TypeVar("Layer", bound=LayerKV)
+Layer_co = TypeVar("Layer_co", bound=LayerKV, covariant=True)
+
+
+class Lease(Protocol[Layer_co]):
+    """A sequence's temporary ownership of layer caches."""
+
+    @property
+    def kv(self) -> Sequence[Layer_co]:
+        """The layer caches, which may be read and written until the lease ends."""
+        ...
+
+    @property
+    def cached(self) -> int:
+        """The number of leading prompt tokens that the caches already hold."""
+        ...
+
+    @property
+    def miss(self) -> CacheMiss | None:
+        """The reason why `cached` is not larger; None if only the last token needs prefill."""
+        ...
+
+    @property
+    def checkpoint_positions(self) -> Sequence[int]:
+        """The prompt positions at which prefill must pause and call `publish`, so that the prefix
+        cache can copy the state of the layers. The positions are in ascending order and greater
+        than `cached`."""
+        ...
+
+    def publish(self, ids: Sequence[int]) -> None:
+        """Reports that the caches now contain exactly these tokens. Other sequences may copy
+        them."""
+        ...
+
+    def commit(self, ids: Sequence[int], *, keep: int) -> None:
+        """Ends the lease and keeps the caches for other sequences.
+
+        ids: all tokens in the caches, in order. keep: the number of tokens to keep; the remaining
+        tokens are trimmed if the layers support this.
+        If an exception is raised, the lease has ended and the caches are dropped.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Ends the lease, also if an exception is raised, and drops the caches, which may be
+        invalid."""
+        ...
+
+
+class ShiftingLease(Lease[Layer_co], Protocol[Layer_co]):
+    """A lease that supports context shift."""
+
+    def shift(
+        self,
+        ids: Sequence[int],
+        *,
+        num_keep: int,
+        remove: Callable[[Sequence[Layer_co], int, int], bool],
+    ) -> ShiftResult:
+        """Discards the older half of the tokens after the first `num_keep`, once the context is
+        full.
+
+        ids: all tokens in the layers, in order. remove(kv, start, end): removes positions [start,
+        end) from the layers and moves the following positions up. If the layers do not support
+        this, `remove` returns False and changes nothing; all remaining tokens must then be
+        prefilled again.
+        """
+        ...
+
+
+class PrefixCache(Protocol[Layer_co]):
+    """Keeps computed prefixes, so that prompts with the same prefix do not need to prefill it
+    again."""
+
+    def begin(
+        self,
+        ids: Sequence[int],
+        *,
+        turn_ends: Sequence[int] = (),
+        reuse: bool = True,
+        reserve_length: int = 0,
+    ) -> Lease[Layer_co]:
+        """Leases caches for a prompt. At least one token is always left for prefill.
+
+        turn_ends: the positions at which chat messages end, in ascending order. Prompts often
+        diverge at these positions. reuse: if False, ignores cached prefixes, but still caches this
+        prompt. reserve_length: the number of positions to allocate, if the sequence needs more than
+        the prompt and one token.
+        """
+        ...
+
+    def continued_bytes(self, ids: Sequence[int], *, reuse: bool = True) -> int:
+        """Returns the number of bytes that `begin` would take out of the cache for this prompt: of
+        layer caches that it continues or frees. Marks the prefix of the prompt as used, so that it
+        is evicted last. ids, reuse: as for `begin`."""
+        ...
+
+    @property
+    def shares_live(self) -> bool:
+        """Whether other sequences can reuse the computed prefix of a running sequence."""
+        ...
+
+    @property
+    def needs_checkpoints(self) -> bool:
+        """Whether some layers can be resumed only at checkpoints. `turn_ends` determine where
+        checkpoints are placed."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes of cached prefixes that are not leased."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layer caches that hold these prefixes. Each consists of a few buffers."""
+        ...
+
+    @property
+    def evictions(self) -> int:
+        """The number of prefixes evicted to free memory."""
+        ...
+
+    def evict(self, num_bytes: int) -> int:
+        """Evicts the prefixes that are least likely to be reused, until `num_bytes` bytes have been
+        freed or only leased caches are left. Returns the number of bytes freed."""
+        ...
+
+    def clear(self) -> None:
+        """Drops all caches that are not leased."""
+        ...
+
+    def check(self) -> None:
+        """Asserts all invariants. Called in tests and while the engine is idle."""
+        ...
+
+    def snapshot(self, max_nodes: int) -> PrefixSnapshot:
+        """Returns up to `max_nodes` of the most recently used prefixes. The time depends on this
+        number, and not on the size of the cache."""
+        ...
