@@ -296,7 +296,9 @@ def _build_parser() -> CommandLineParser:
         ],
         [c.examples[0] for c in _COMMANDS if c.name in _FIRST_EXAMPLES],
     )
-    parser.add_argument("--version", action="version", version=get_own_version())
+    parser.add_argument(
+        "--version", action=_PrintVersion, nargs=0, help="show program's version number and exit"
+    )
     parser.forwarding_commands = frozenset({"launch"})
     commands = parser.add_subparsers(
         prog=parser.prog,
@@ -315,6 +317,14 @@ def _build_parser() -> CommandLineParser:
         subparser.add_examples(command.examples)
         parser.subcommands[command.name] = subparser
     return parser
+
+
+class _PrintVersion(argparse.Action):
+    """Prints the version, which is read only for this option."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(get_own_version())
+        parser.exit()
 
 
 def _capitalize(text: str) -> str:

@@ -83,7 +83,7 @@ def send_chat(connection: http.client.HTTPConnection, recorder: Recorder | None 
         "stream": True,
     }
     if recorder is not None:
-        recorder.record_idle(seconds=3)
+        recorder.record_idle(seconds=6)  # longer than the interval of the maintenance
         recorder.on = True
     headers = {"content-type": "application/json"}
     connection.request("POST", "/v1/chat/completions", json.dumps(question).encode(), headers)

@@ -9,7 +9,6 @@ another device than intended.
 """
 
 import csv
-import importlib.metadata
 import importlib.util
 import shlex
 import sys
@@ -45,6 +44,9 @@ class MlxLibrary:
 
 def get_own_version() -> str:
     """Returns the version of mlxrunner, whichever distribution is installed."""
+    # takes as long as half of a command's other imports
+    import importlib.metadata
+
     for name in _OWN_NAMES[:-1]:
         try:
             return importlib.metadata.version(name)
