@@ -182,10 +182,17 @@ RUN_TIME_IMPORTERS = frozenset(
     }
 )
 
-# modules that may import types for type checkers only: of an optional extension, or of a library
-# that a server loads only when it downloads a model
+# modules that may import types for type checkers only: of an optional extension, of a library that a
+# server loads only when it downloads a model or sends traces, or of the HTTP server, which is
+# imported while the first model starts to load
 TYPE_CHECKING_MODULES = frozenset(
-    {"models.kernels.layers", "app.commands.pull", "app.serving.model_library"}
+    {
+        "models.kernels.layers",
+        "app.commands.pull",
+        "app.serving.model_library",
+        "app.serving.tracing",
+        "app.server",
+    }
 )
 
 # packages that set up the compute backend before they, or their modules, import MLX
