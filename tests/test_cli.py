@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from app import cli, server
+from app.commands import declarations
 from app.config.command_line import parse_arguments
 from app.config.options import OPTIONS
 from app.core.errors import AppError, ErrorKind
@@ -170,10 +171,10 @@ def test_an_invalid_command_line_is_rejected(
     [
         (
             "srve",
-            f"unknown command 'srve': the commands are {', '.join(cli.COMMANDS)}; "
+            f"unknown command 'srve': the commands are {', '.join(cli.COMMAND_NAMES)}; "
             "did you mean serve?",
         ),
-        ("''", f"no command: the commands are {', '.join(cli.COMMANDS)}"),
+        ("''", f"no command: the commands are {', '.join(cli.COMMAND_NAMES)}"),
         ("list one", "unexpected argument 'one' (`mlxrunner list --help` lists what is accepted)"),
     ],
 )
@@ -198,7 +199,7 @@ def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str
 def test_every_listed_command_exists(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for command in cli.COMMANDS:
+    for command in cli.COMMAND_NAMES:
         with pytest.raises(SystemExit) as caught:
             cli.main([command, "--help"])
         assert caught.value.code == 0
@@ -366,24 +367,24 @@ def read_help(command_line: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_the_help_lists_each_command_once_in_a_group(capsys: pytest.CaptureFixture[str]) -> None:
     text = read_help("--help", capsys)
-    groups = {command.group for command in cli._COMMANDS}
+    groups = {command.group for command in declarations.COMMANDS}
     for group in groups:
         assert f"\n{group}:\n" in text
-    for name in cli.COMMANDS:
+    for name in cli.COMMAND_NAMES:
         assert len(re.findall(rf"^  {name}  ", text, re.MULTILINE)) == 1, name
     assert "`mlxrunner COMMAND --help`" in text
 
 
-@pytest.mark.parametrize("command", cli._COMMANDS, ids=lambda command: command.name)
+@pytest.mark.parametrize("command", declarations.COMMANDS, ids=lambda command: command.name)
 def test_each_example_in_the_help_is_a_valid_command_line(
-    command: cli._Command, capsys: pytest.CaptureFixture[str]
+    command: declarations.Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = read_help(f"{command.name} --help", capsys)
     assert command.examples
     for line, _ in command.examples:
         assert line in text
         [words] = re.findall(r"mlxrunner ([^|>)\"]+)", line)
-        parsed = parse_arguments(cli._build_parser(), shlex.split(words), cli.COMMANDS)
+        parsed = parse_arguments(cli._build_parser(), shlex.split(words), cli.COMMAND_NAMES)
         assert parsed.command == command.name
 
 
@@ -397,8 +398,8 @@ def test_rare_options_are_only_in_help_all(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_no_other_command_name_is_a_command() -> None:
-    assert not cli.OTHER_COMMAND_NAMES.keys() & set(cli.COMMANDS)
-    names = [name for command in cli._COMMANDS for name in command.other_names.split()]
+    assert not cli.OTHER_COMMAND_NAMES.keys() & set(cli.COMMAND_NAMES)
+    names = [name for command in declarations.COMMANDS for name in command.other_names.split()]
     assert len(set(names)) == len(names)
 
 

@@ -63,7 +63,7 @@ def test_the_tables_of_memory_are_current():
         assert read_part(page, part) == memory_tables.format_machines(memories, compute_budget)
 
 
-@rows("name", cli.COMMANDS)
+@rows("name", cli.COMMAND_NAMES)
 def test_each_command_has_a_section_with_its_options(name):
     """Read from the parser, not from what the generator takes for the command's own arguments."""
     _, _, rest = read("commands.md").partition(f"\n## mlxrunner {name}\n")
@@ -123,7 +123,7 @@ EXITING_FLAGS = ("--help", "--help-all", "--version")
 @rows(("page", "line"), COMMAND_LINES)
 def test_each_command_line_is_valid(page, line):
     words = [word for word in shlex.split(line)[1:] if word not in EXITING_FLAGS]
-    if not words or (len(words) == 1 and words[0] in cli.COMMANDS):
+    if not words or (len(words) == 1 and words[0] in cli.COMMAND_NAMES):
         return  # the name of a command, which may need arguments
-    arguments = parse_arguments(PARSER, words, cli.COMMANDS, cli.OTHER_COMMAND_NAMES)
+    arguments = parse_arguments(PARSER, words, cli.COMMAND_NAMES, cli.OTHER_COMMAND_NAMES)
     assert arguments.command == words[0]

@@ -380,7 +380,7 @@ def test_each_mistake_gets_one_line_that_tells_what_to_do(
     except SystemExit as end:
         status = end.code
     output = capsys.readouterr()
-    expected = one.message.replace("{commands}", ", ".join(cli.COMMANDS))
+    expected = one.message.replace("{commands}", ", ".join(cli.COMMAND_NAMES))
     expected = expected.replace("{folder}", str(tmp_path))
     assert (output.err, output.out) == (f"mlxrunner: {expected}\n", "")
     assert status == one.status

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from app.commands.chat_client import ChatEvent
-from app.commands.progress_line import ProgressLine
 from app.core.events import Finish, ModelLoading, PrefillProgress, ReasoningDelta, TextDelta
+from app.core.terminal import ProgressLine
 
 _DIM, _RESET = "\x1b[2m", "\x1b[0m"
 

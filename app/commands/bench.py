@@ -27,7 +27,8 @@ from app.bench.http_client import ServerAddress
 from app.bench.load import LoadLevel
 from app.bench.metrics import LoadRecord, MetricOptions, compute_metrics
 from app.bench.report import BenchReport, format_value
-from app.commands.server_address import KEY_VARIABLE, get_api_key, get_server_url
+from app.commands.servers import get_api_key, get_server_url
+from app.config.options import KEY_VARIABLE
 from app.config.precedence import resolve_config
 from app.core.errors import AppError, ErrorKind
 from app.core.terminal import print_message

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from app.commands.client_programs import Endpoint
-from app.commands.server_client import read_error, stream_events
+from app.commands.servers import read_error, stream_events
 from app.core.errors import AppError, ErrorKind
 from app.core.events import (
     Finish,

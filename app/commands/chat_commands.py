@@ -11,7 +11,7 @@ from typing import Any
 from app.commands.chat_client import ChatMessage, ChatOptions, read_format
 from app.commands.chat_engine import ChatEngine
 from app.commands.client_programs import Endpoint
-from app.commands.running_server import RunningServer
+from app.commands.servers import RunningServer
 from app.core.errors import AppError, ErrorKind
 from app.core.model_details import ModelRecipe
 from app.core.nearest_name import suggest

@@ -21,24 +21,25 @@ from typing import Self
 from app import store
 from app.commands.answer import show_loading
 from app.commands.client_programs import Endpoint
-from app.commands.launched_server import start_server
-from app.commands.progress_line import ProgressLine
-from app.commands.running_server import (
+from app.commands.servers import (
     RunningServer,
     check_plain_http,
     find_configured,
     find_served_name,
+    get_api_key,
+    get_server_url,
+    is_local,
     probe_server,
     query_endpoint,
     select_endpoint,
+    start_server,
 )
-from app.commands.server_address import KEY_VARIABLE, get_api_key, get_server_url, is_local
-from app.config.options import OPTIONS
+from app.config.options import KEY_VARIABLE, OPTIONS
 from app.config.precedence import ResolvedConfig
 from app.core.errors import AppError, ErrorKind
 from app.core.model_details import ModelRecipe
 from app.core.settings import ModelSettings, Settings
-from app.core.terminal import print_message
+from app.core.terminal import ProgressLine, print_message
 from app.http.api_keys import generate_key
 from app.store.installed import derive_model
 from app.store.model_names import ModelNotFoundError

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from urllib.parse import urlsplit
 
-from app.commands.server_address import KEY_VARIABLE
+from app.config.options import KEY_VARIABLE
 
 # the number of seconds that a program waits for a response
 CLIENT_TIMEOUT = 1800

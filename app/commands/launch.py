@@ -23,14 +23,16 @@ from app.commands.client_programs import (
     ProgramSettings,
     merge_environment,
 )
-from app.commands.launched_server import start_server
-from app.commands.running_server import (
+from app.commands.servers import (
     RunningServer,
     check_plain_http,
     find_endpoint,
+    get_api_key,
+    get_server_url,
     query_endpoint,
+    start_server,
 )
-from app.commands.server_address import KEY_VARIABLE, get_api_key, get_server_url
+from app.config.options import KEY_VARIABLE
 from app.config.precedence import ResolvedConfig
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings

@@ -6,14 +6,15 @@ Knows: the running server, which may have loaded a model. Must not know: the lay
 import os
 
 from app import store
-from app.commands.running_server import (
+from app.commands.servers import (
     RunningServer,
     find_configured,
     find_served_name,
+    get_api_key,
+    get_server_url,
     is_loaded,
     probe_server,
 )
-from app.commands.server_address import get_api_key, get_server_url
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
 from app.store.installed import RemovableModel, copy_model, delete_model, find_removable

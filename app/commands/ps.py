@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
-from app.commands.running_server import RunningServer, is_loaded, require_server
+from app.commands.servers import RunningServer, is_loaded, require_server
 from app.core.settings import Settings
 from app.core.units import format_bytes, format_duration
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from app.commands.answer import AnswerPrinter
 from app.commands.chat_client import ChatMessage, ChatOptions, read_format, stream_chat
 from app.commands.chat_engine import ChatEngine
-from app.commands.running_server import find_configured
+from app.commands.servers import find_configured
 from app.config.precedence import ResolvedConfig
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import ModelSettings, Settings

@@ -3,7 +3,7 @@
 Knows: the name under which a model is served. Must not know: what unloading a model does.
 """
 
-from app.commands.running_server import (
+from app.commands.servers import (
     find_configured,
     find_served_name,
     is_loaded,

@@ -127,6 +127,9 @@ GIBIBYTE = 1 << 30
 # the path of the configuration file; not a setting, since a file cannot name itself
 CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
 
+# the variable from which commands take the API key of a server
+KEY_VARIABLE = f"{ENV_PREFIX}API_KEY"
+
 # app/http/api_keys.py reads these variables; their values are never displayed
 SECRET_VARIABLES = (f"{ENV_PREFIX}API_KEY", f"{ENV_PREFIX}API_KEYS")
 

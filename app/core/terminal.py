@@ -8,6 +8,7 @@ Colour follows https://no-color.org and https://force-color.org, with Python's o
 
 import os
 import re
+import shutil
 import sys
 import textwrap
 from collections.abc import Mapping
@@ -25,10 +26,13 @@ _CODES: Mapping[Color, int] = {
     "cyan": 36,
 }
 
+# of a terminal without a known width
 _DEFAULT_WIDTH = 80
 
 # a command in a message, which a reader copies
 _QUOTED = re.compile(r"`[^`\n]*`")
+
+_BAR_WIDTH = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,3 +107,36 @@ def draw_bar(done: float, total: float, width: int = 20) -> str:
     """Draws a progress bar."""
     filled = int(width * min(max(done / max(total, 1e-9), 0), 1))
     return "[" + "#" * filled + "." * (width - filled) + "]"
+
+
+class ProgressLine:
+    """One line of a stream. It is erased before other output is written."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._is_terminal = out.isatty()
+        self._shown = ""
+
+    def show(self, label: str, done: float | None = None, detail: str = "") -> None:
+        """Shows a label, a bar and a detail. done: the share from 0 to 1; None shows no bar."""
+        if not self._is_terminal:
+            return
+        parts = [label]
+        if done is not None:
+            parts.append(f"{draw_bar(done, 1, _BAR_WIDTH)} {100 * done:3.0f} %")
+        line = " ".join([*parts, detail]).rstrip()
+        columns = shutil.get_terminal_size((_DEFAULT_WIDTH, 24)).columns
+        line = line[: max(columns - 1, 1)]
+        if line != self._shown:
+            self._write(line)
+
+    def erase(self) -> None:
+        if self._shown:
+            self._write("")
+            self._out.write("\r")
+            self._out.flush()
+
+    def _write(self, line: str) -> None:
+        self._out.write(f"\r{line:<{len(self._shown)}}")
+        self._out.flush()
+        self._shown = line

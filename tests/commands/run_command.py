@@ -11,7 +11,7 @@ from pathlib import Path
 
 from app.commands import chat_engine
 from app.commands.client_programs import Endpoint
-from app.commands.running_server import RunningServer, query_endpoint
+from app.commands.servers import RunningServer, query_endpoint
 from app.config.precedence import ResolvedConfig
 from app.core.settings import ModelSettings
 from tests.commands.thread_server import run_with_settings

@@ -9,7 +9,6 @@ import pytest
 
 from app.commands.answer import AnswerPrinter, AnswerTimes, render_timings
 from app.commands.chat_client import ChatEvent
-from app.commands.progress_line import ProgressLine
 from app.core.events import (
     Finish,
     ModelLoading,
@@ -19,6 +18,7 @@ from app.core.events import (
     Timings,
     Usage,
 )
+from app.core.terminal import ProgressLine
 
 FINISH = Finish(
     reason="stop",

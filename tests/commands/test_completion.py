@@ -86,7 +86,7 @@ needs_bash = pytest.mark.skipif(not shutil.which("bash"), reason="bash is not in
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("mlxrunner s", {name for name in cli.COMMANDS if name.startswith("s")}),
+        ("mlxrunner s", {name for name in cli.COMMAND_NAMES if name.startswith("s")}),
         ("mlxrunner --v", {"--version"}),
         ("mlxrunner serve b", {"builtin"}),
         ("mlxrunner serve --port 80 mlx", {"mlx-community/Qwen3-4B-4bit"}),
@@ -120,7 +120,7 @@ def test_each_command_and_option_is_in_the_script(
 ) -> None:
     assert cli.main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    for name in cli.COMMANDS:
+    for name in cli.COMMAND_NAMES:
         assert re.search(rf"\b{name}\b", script), name
     for option in OPTIONS:
         flag = f"-l {option.flag[2:]} " if shell == "fish" else option.flag
@@ -129,7 +129,7 @@ def test_each_command_and_option_is_in_the_script(
 
 # what fish and zsh offer at the end of a line
 OFFERED: dict[str, set[str]] = {
-    "mlxrunner s": {name for name in cli.COMMANDS if name.startswith("s")},
+    "mlxrunner s": {name for name in cli.COMMAND_NAMES if name.startswith("s")},
     "mlxrunner --v": {"--version"},
     "mlxrunner serve b": {"builtin"},
     "mlxrunner serve --port 80 mlx": {"mlx-community/Qwen3-4B-4bit"},

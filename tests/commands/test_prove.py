@@ -8,8 +8,7 @@ import pytest
 
 from app.cli import main
 from app.commands import prove as command
-from app.commands.proof_streams import build_body
-from app.commands.prove import render_row, render_verdict
+from app.commands.prove import build_body, render_row, render_verdict
 from app.core.requests import Conversation, GenerateRequest, JsonSchema, Message
 from app.prove.proof import ConditionReport
 from tests.commands.run_command import OwnEngines

@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 from app import cli, store
 from app.commands.pull import pull
-from app.commands.server_client import get_json, send_json
+from app.commands.servers import get_json, send_json
 from app.core.errors import AppError
 from app.store.hub import cache
 from app.store.model_names import HubName, ModelNotFoundError

@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 
 from app import store
 from app.api.app import build_app
-from app.commands.server_client import get_json
+from app.commands.servers import get_json
 from app.config.toml_edit import ConfigFile
 from app.core.jobs import StepOutput
 from app.core.limits import RequestLimits

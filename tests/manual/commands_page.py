@@ -6,6 +6,7 @@ Knows: the parser, the settings. Must not know: the other pages.
 from collections.abc import Iterator
 
 from app import cli
+from app.commands import declarations
 from app.config.command_line import CommandArgument, CommandLineParser
 from app.config.options import OPTIONS
 from tests.manual.tables import format_table
@@ -27,7 +28,7 @@ SETTING_FLAGS = frozenset(option.flag for option in OPTIONS) | {"--config", "--h
 def render() -> str:
     parser = cli._build_parser()
     parts = [HEAD, *_render_overview()]
-    for command in cli._COMMANDS:
+    for command in declarations.COMMANDS:
         parts += _render_command(
             parser.subcommands[command.name], command.summary, list(command.examples)
         )
@@ -49,11 +50,11 @@ def accepts_settings(parser: CommandLineParser) -> bool:
 
 
 def _render_overview() -> Iterator[str]:
-    groups = dict.fromkeys(command.group for command in cli._COMMANDS)
+    groups = dict.fromkeys(command.group for command in declarations.COMMANDS)
     rows = [
         (f"[`{command.name}`](#mlxrunner-{command.name})", group, command.summary)
         for group in groups
-        for command in cli._COMMANDS
+        for command in declarations.COMMANDS
         if command.group == group
     ]
     yield format_table(("command", "group", "effect"), rows)
