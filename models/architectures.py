@@ -109,13 +109,13 @@ def _find_architecture(config: Mapping[str, Any]) -> Any:
     # the name is used in an import, so its characters are restricted
     if re.fullmatch(r"[a-z][a-z0-9_]*", name):
         try:
-            found = importlib.import_module(f"models.{name}")
+            module = importlib.import_module(f"models.{name}")
         except ModuleNotFoundError as error:
             if error.name != f"models.{name}":
                 raise
         else:
-            if {"Config", "Model"} <= vars(found).keys() and found is not base:
-                return found
+            if {"Config", "Model"} <= vars(module).keys() and module is not base:
+                return module
     return mlx_lm_adapter.find_architecture(config)
 
 

@@ -86,8 +86,8 @@ def has_architecture(config: Mapping[str, Any]) -> bool:
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
         return False
     library = importlib.util.find_spec(_LIBRARY)
-    places = (library and library.submodule_search_locations) or ()
-    folders = [Path(__file__).parent, *(Path(place) / "models" for place in places)]
+    locations = (library and library.submodule_search_locations) or ()
+    folders = [Path(__file__).parent, *(Path(location) / "models" for location in locations)]
     return any((folder / f"{name}.py").is_file() for folder in folders)
 
 

@@ -148,14 +148,14 @@ def _describe_annotation(annotation: Any) -> str:
     if origin is Literal:
         return " or ".join(map(repr, inner))
     kind = origin or annotation
-    words: dict[Any, str] = {
+    descriptions: dict[Any, str] = {
         bool: "true or false",
         int: "an integer",
         float: "a number",
         str: "a string",
     }
-    if kind in words:
-        return words[kind]
+    if kind in descriptions:
+        return descriptions[kind]
     if isinstance(kind, type) and issubclass(kind, Sequence):
         return (
             f"a list whose items are each {_describe_annotation(inner[0])}" if inner else "a list"

@@ -227,11 +227,11 @@ def _unsupported_reason() -> str | None:
         return "MLX needs no other BLAS on this platform"
     if platform.machine() not in ("x86_64", "aarch64"):
         return f"no BLAS is selected on {platform.machine()}"
-    found = importlib.util.find_spec("mlx")
-    places = [Path(place).parent for place in (found and found.submodule_search_locations) or ()]
-    if any(list(place.glob("mlx_cuda*.dist-info")) for place in places):
+    spec = importlib.util.find_spec("mlx")
+    folders = [Path(folder).parent for folder in (spec and spec.submodule_search_locations) or ()]
+    if any(list(folder.glob("mlx_cuda*.dist-info")) for folder in folders):
         return USES_CUDA
-    if not any(list(place.glob("mlx_cpu-*.dist-info")) for place in places):
+    if not any(list(folder.glob("mlx_cpu-*.dist-info")) for folder in folders):
         return "MLX was not installed from its CPU wheel (mlx-cpu)"
     return None
 
@@ -265,9 +265,9 @@ def _blas_candidates(requested: str) -> Iterator[_BlasCandidate]:
 
 def _find_scipy_openblas() -> str | None:
     """Returns the path of the library in scipy-openblas32, without importing the package."""
-    found = importlib.util.find_spec("scipy_openblas32")
-    for place in (found and found.submodule_search_locations) or ():
-        path = Path(place, "lib", "libscipy_openblas.so")
+    spec = importlib.util.find_spec("scipy_openblas32")
+    for location in (spec and spec.submodule_search_locations) or ():
+        path = Path(location, "lib", "libscipy_openblas.so")
         if path.is_file():
             return str(path)
     return None

@@ -47,10 +47,10 @@ def set_activation_bits(model: Model, bits: int) -> None:
     """Selects the precision of activations in products with 4- and 8-bit weights, for a model with
     the CPU layout. bits: one of `layers.ACTIVATION_BITS`. Raises ModelError if the model has no
     such products, unless `bits` is the default."""
-    found = _find_quantized_layers(model)
-    for layer in found:
+    quantized = _find_quantized_layers(model)
+    for layer in quantized:
         layer.set_activations(bits)
-    if not found and bits != layers.ACTIVATION_BITS[0]:
+    if not quantized and bits != layers.ACTIVATION_BITS[0]:
         reason = "the CPU kernels are not in use" if kernels.ops() is None else "the model has none"
         raise ModelError(
             f"{bits}-bit activations need weights of 4 or 8 bits that the CPU kernels multiply, "
@@ -67,8 +67,8 @@ def _find_quantized_layers(model: Model) -> Sequence[layers.KernelLayer]:
     if not isinstance(model, nn.Module):
         return []
     modules: Sequence[tuple[str, Any]] = model.named_modules()
-    found = [module for _, module in modules if isinstance(module, layers.KernelLayer)]
-    return [layer for layer in found if layer.activations is not None]
+    kernel_layers = [module for _, module in modules if isinstance(module, layers.KernelLayer)]
+    return [layer for layer in kernel_layers if layer.activations is not None]
 
 
 def apply_cpu_layout(model: nn.Module) -> None:

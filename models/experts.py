@@ -197,24 +197,26 @@ def stack_experts(
     unchanged. projections: the original names of the three projections, if they differ. Raises
     ModelError if an expert is missing.
     """
-    found: dict[str, mx.array] = {}
+    stacked: dict[str, mx.array] = {}
     single: dict[str, dict[int, mx.array]] = {}
     names = "|".join(re.escape(name) for name in projections)
-    one = re.compile(rf"(.*\.)experts\.(\d+)\.({names})\.(\w+)")
-    fused = re.compile(r"(.*\.)experts\.(gate_up_proj|down_proj)(?:\.(weight|scales|biases))?")
+    expert_pattern = re.compile(rf"(.*\.)experts\.(\d+)\.({names})\.(\w+)")
+    fused_pattern = re.compile(
+        r"(.*\.)experts\.(gate_up_proj|down_proj)(?:\.(weight|scales|biases))?"
+    )
     for name, array in weights.items():
-        if match := one.fullmatch(name):
+        if match := expert_pattern.fullmatch(name):
             prefix, number, projection, kind = match.groups()
             target = f"{prefix}{module_name}.{projections[projection]}.{kind}"
             single.setdefault(target, {})[int(number)] = array
-        elif match := fused.fullmatch(name):
+        elif match := fused_pattern.fullmatch(name):
             prefix, projection, kind = match.groups()
-            found.update(
+            stacked.update(
                 _split_gate_up(f"{prefix}{module_name}", projection, kind or "weight", array)
             )
         else:
-            found[name] = array
-    return found | {target: _stack_one(target, experts) for target, experts in single.items()}
+            stacked[name] = array
+    return stacked | {target: _stack_one(target, experts) for target, experts in single.items()}
 
 
 def _split_gate_up(path: str, projection: str, kind: str, array: mx.array) -> dict[str, mx.array]:

@@ -34,23 +34,23 @@ class ExtensionChangedError(OSError):
 def compute_identity(folder: Path = FOLDER) -> str:
     """Returns the value of VARIABLE for the files of a folder. It names the folder, so that it does
     not apply to another installation."""
-    digest, found = hashlib.sha256(), False
+    digest, has_files = hashlib.sha256(), False
     for name in _NAMES:
         try:
             content = (folder / name).read_bytes()
         except OSError:
             continue
-        found = True
+        has_files = True
         digest.update(f"{name} {len(content)} ".encode() + content)
-    return f"{folder} {digest.hexdigest() if found else 'none'}"
+    return f"{folder} {digest.hexdigest() if has_files else 'none'}"
 
 
 def may_use(environ: Mapping[str, str], *, current: str, folder: Path = FOLDER) -> bool:
     """Returns whether this process may use the extension. current: the result of
     `compute_identity`. Raises ExtensionChangedError."""
     pinned = environ.get(VARIABLE, "")
-    place, _, digest = pinned.rpartition(" ")
-    if place != str(folder) or pinned == current:
+    pinned_folder, _, digest = pinned.rpartition(" ")
+    if pinned_folder != str(folder) or pinned == current:
         return True
     if digest == "none":
         return False

@@ -141,16 +141,16 @@ def _invert_unit_lower(lower: mx.array) -> mx.array:
     without bound if a prompt repeats itself.
     """
     *outer, size, _ = lower.shape
-    found = mx.ones((*outer, size, 1, 1), lower.dtype)
+    inverse = mx.ones((*outer, size, 1, 1), lower.dtype)
     width = 1
     while width < size:
         pairs = size // (2 * width)
         blocks = lower.reshape(*outer, pairs, 2 * width, pairs, 2 * width)
         diagonal = mx.diagonal(blocks, axis1=-4, axis2=-2)
         corner = mx.moveaxis(diagonal, -1, -3)[..., width:, :width]
-        first, second = found[..., 0::2, :, :], found[..., 1::2, :, :]
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
         corner = -(second @ corner @ first)
         top = mx.concatenate([first, mx.zeros_like(first)], axis=-1)
-        found = mx.concatenate([top, mx.concatenate([corner, second], axis=-1)], axis=-2)
+        inverse = mx.concatenate([top, mx.concatenate([corner, second], axis=-1)], axis=-2)
         width *= 2
-    return found[..., 0, :, :]
+    return inverse[..., 0, :, :]

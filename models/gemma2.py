@@ -113,8 +113,8 @@ class Block(nn.Module):
     ) -> mx.array:
         seen = self.self_attn(self.input_layernorm(x), kv)
         x = select(_add_clipped(x, self.post_attention_layernorm(seen)))
-        found = self.mlp(self.pre_feedforward_layernorm(x))
-        return _add_clipped(x, self.post_feedforward_layernorm(found))
+        hidden = self.mlp(self.pre_feedforward_layernorm(x))
+        return _add_clipped(x, self.post_feedforward_layernorm(hidden))
 
     def make_kv(self) -> LayerCache:
         return self.self_attn.make_kv()
@@ -169,6 +169,6 @@ def _add_clipped(x: mx.array, residual: mx.array) -> mx.array:
     float16, as in mlx-lm's gemma3."""
     if x.dtype != mx.float16:
         return x + residual
-    most = mx.finfo(mx.float16).max
+    maximum = mx.finfo(mx.float16).max
     total = x.astype(mx.float32) + residual.astype(mx.float32)
-    return mx.clip(total, -most, most).astype(mx.float16)
+    return mx.clip(total, -maximum, maximum).astype(mx.float16)

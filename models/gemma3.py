@@ -44,10 +44,10 @@ class Config(gemma2.Config):
         if layer_type == decoder.SLIDING:
             theta, scaling = self.rope_local_base_freq, None
         if self.rope_parameters is not None:
-            found: Any = self.rope_parameters.get(layer_type or decoder.FULL)
-            if not isinstance(found, Mapping):
+            declared: Any = self.rope_parameters.get(layer_type or decoder.FULL)
+            if not isinstance(declared, Mapping):
                 raise base.ModelError(f"config.json's rope_parameters lacks {layer_type}")
-            own = cast(Mapping[str, Any], found)
+            own = cast(Mapping[str, Any], declared)
             theta, scaling = own.get("rope_theta", theta), {**own, **(scaling or {})}
         return make_rope(
             dims=self.head_size,

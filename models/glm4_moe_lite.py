@@ -201,10 +201,10 @@ class Router(nn.Module):
     def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Returns the selected experts and their weights, each [..., k], for hidden states [...,
         D]. They are computed in float32, as in the original."""
-        found = mx.sigmoid(router_logits(x, self.weight))
-        biased = found + self.e_score_correction_bias
+        scores = mx.sigmoid(router_logits(x, self.weight))
+        biased = scores + self.e_score_correction_bias
         chosen = select_top_experts(self._mask_to_top_groups(biased), self.top_k)
-        shares = mx.take_along_axis(found, chosen, axis=-1)
+        shares = mx.take_along_axis(scores, chosen, axis=-1)
         if self.norm_topk_prob and self.top_k > 1:
             shares = shares / (shares.sum(axis=-1, keepdims=True) + 1e-20)
         return chosen, shares * self.routed_scaling_factor

@@ -98,10 +98,10 @@ class Model(decoder.CausalLM):
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Converts the checkpoint, including the fused experts of the original."""
-        found: dict[str, mx.array] = {}
+        converted: dict[str, mx.array] = {}
         for name, array in weights.items():
-            found.update(_convert_tensor(name, array))
-        return super().sanitize(found)
+            converted.update(_convert_tensor(name, array))
+        return super().sanitize(converted)
 
 
 _FUSED_NAME = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?:_(blocks|scales|bias))?")

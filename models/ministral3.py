@@ -26,8 +26,8 @@ class Config(mistral.Config):
 
     def query_scaling(self) -> tuple[float, int]:
         """Returns (weight of a step, positions per step), read from `rope_parameters`."""
-        _, found = self.rope_settings()
-        config = found or {}
+        _, parameters = self.rope_settings()
+        config = parameters or {}
         try:
             beta, length = (
                 config["llama_4_scaling_beta"],

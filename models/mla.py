@@ -262,13 +262,13 @@ def split_kv_b_proj(
         if f"{path}.{kind}" in weights
     }
     # rows can be split at any position, whether or not they are quantized
-    found = {f"unembed_out.{kind}": mx.contiguous(a[:, key_dim:]) for kind, a in maps.items()}
+    split = {f"unembed_out.{kind}": mx.contiguous(a[:, key_dim:]) for kind, a in maps.items()}
     rows = {kind: array[:, :key_dim] for kind, array in maps.items()}
     if "scales" in rows:
         columns = _transpose_quantized(rows, infer_packing(path, latent_dim, weights))
     else:
         columns = {"weight": rows["weight"].swapaxes(1, 2)}
-    return found | {f"embed_q.{kind}": mx.contiguous(a) for kind, a in columns.items()}
+    return split | {f"embed_q.{kind}": mx.contiguous(a) for kind, a in columns.items()}
 
 
 def _transpose_quantized(rows: Mapping[str, mx.array], packing: Packing) -> dict[str, mx.array]:

@@ -96,14 +96,14 @@ def find_architecture(config: Mapping[str, Any]) -> Architecture:
     """Returns mlx-lm's class for config["model_type"]. Raises ModelError if there is none, or if
     the library is not installed."""
     kind: str = config["model_type"]
-    found = importlib.util.find_spec(_LIBRARY)
-    if found is None:
+    spec = importlib.util.find_spec(_LIBRARY)
+    if spec is None:
         raise ModelError(explain_missing_library(kind))
     if config.get("model_file") is not None:
         raise ModelError(
             "config.json's model_file refers to code in the model folder, which must not be run"
         )
-    folders = found.submodule_search_locations or ()
+    folders = spec.submodule_search_locations or ()
     # import the library only if no file has that name, because the import takes a second
     if not any((Path(folder) / "models" / f"{kind}.py").is_file() for folder in folders):
         _resolve_classes(config)
@@ -280,8 +280,8 @@ def _resolve_classes(config: Mapping[str, Any]) -> _ModelClasses:
     declared: Any = config.get("architectures")
     names = [str(name) for name in (declared if isinstance(declared, list) else [declared])]
     byname = utils.MODEL_ARCHITECTURE_REMAPPING
-    found = [byname[kind, name] for name in names if (kind, name) in byname]
-    name = found[0] if found else utils.MODEL_REMAPPING.get(kind, kind)
+    remapped = [byname[kind, name] for name in names if (kind, name) in byname]
+    name = remapped[0] if remapped else utils.MODEL_REMAPPING.get(kind, kind)
     if (module := _import_model_module(name)) is not None:
         return _ModelClasses(kind=kind, model=module.Model, arguments=module.ModelArgs)
     # some models have a class only for the multimodal model
@@ -300,12 +300,12 @@ def _import_model_module(name: str) -> Any:
     module_name = f"{_LIBRARY}.models.{name}"
     with _as_model_error(f"{module_name} cannot be imported"):
         try:
-            found = importlib.import_module(module_name)
+            module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name != module_name:
                 raise
             return None
-    return found if {"Model", "ModelArgs"} <= vars(found).keys() else None
+    return module if {"Model", "ModelArgs"} <= vars(module).keys() else None
 
 
 def _import_utils() -> Any:

@@ -31,13 +31,13 @@ def to_mlx_names(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
     """
     # find the packed tensors first: a bias with a scale next to it belongs to a quantization
     packed = {name for name in weights if _is_quantized(name, weights)}
-    found: dict[str, mx.array] = {}
+    renamed: dict[str, mx.array] = {}
     for name, array in weights.items():
         owner, part = _split_name(name, packed)
         if part == "global_scale":
             array = array.astype(mx.float32) * MAX_NVFP4
-        found[f"{owner.removesuffix('.weight')}.{part}" if part else name] = array
-    return found
+        renamed[f"{owner.removesuffix('.weight')}.{part}" if part else name] = array
+    return renamed
 
 
 def _is_quantized(name: str, weights: Mapping[str, mx.array]) -> bool:

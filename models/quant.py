@@ -52,12 +52,12 @@ def replace_quantized_layers(model: nn.Module, weights: dict[str, mx.array]) -> 
     """Replaces the layers for which the checkpoint has scales with quantized layers, in place.
     Returns whether there are any. Global scales in `weights` are reshaped to the shape of the
     layer. Raises ModelError."""
-    found: list[str] = []
+    paths: list[str] = []
 
     def packed(path: str, layer: Any) -> Any:
         if not hasattr(layer, "to_quantized") or f"{path}.scales" not in weights:
             return layer
-        found.append(path)
+        paths.append(path)
         packing = infer_packing(path, layer.weight.shape[-1], weights)
         scale = f"{path}.global_scale"
         if scale not in weights:
@@ -67,7 +67,7 @@ def replace_quantized_layers(model: nn.Module, weights: dict[str, mx.array]) -> 
         return scaled
 
     replace_leaves(model, packed)
-    return bool(found)
+    return bool(paths)
 
 
 def infer_packing(path: str, width: int, weights: Mapping[str, mx.array]) -> Packing:
@@ -81,8 +81,8 @@ def infer_packing(path: str, width: int, weights: Mapping[str, mx.array]) -> Pac
             f"{path}.weight has scales, but is {_dtype_name(weight.dtype)} and not packed "
             "into uint32 words"
         )
-    words, groups = weight.shape[-1], scales.shape[-1] if scales.ndim else 0
-    bits, group = words * 32 / width, width / groups if groups else 0
+    num_words, groups = weight.shape[-1], scales.shape[-1] if scales.ndim else 0
+    bits, group = num_words * 32 / width, width / groups if groups else 0
     if mx.issubdtype(scales.dtype, mx.floating):
         mode = "affine" if bits in _AFFINE_BITS and group in _AFFINE_GROUP_SIZES else None
     else:
@@ -90,7 +90,7 @@ def infer_packing(path: str, width: int, weights: Mapping[str, mx.array]) -> Pac
     if mode is None or bits % 1 or group % 1:
         raise ModelError(
             f"{path}.weight has a packing that MLX does not support: rows of {width} inputs in "
-            f"{words} words with {groups} scales ({_dtype_name(scales.dtype)}) correspond to "
+            f"{num_words} words with {groups} scales ({_dtype_name(scales.dtype)}) correspond to "
             f"{bits:g} bits in groups of {group:g}"
         )
     return Packing(group_size=int(group), bits=int(bits), mode=mode)
@@ -104,18 +104,18 @@ def quantize_model(model: nn.Module, bits: int) -> None:
     Routers, norms, convolutions and all other layers are not changed.
     """
 
-    found: list[str] = []
+    paths: list[str] = []
 
     def packed(path: str, layer: Any) -> Any:
         if not hasattr(layer, "to_quantized") or path.rpartition(".")[2] in _ROUTER_NAMES:
             return layer
         if layer.weight.shape[-1] % GROUP_SIZE:
             return layer
-        found.append(path)
+        paths.append(path)
         return layer.to_quantized(group_size=GROUP_SIZE, bits=bits, mode="affine")
 
     replace_leaves(model, packed)
-    if not found:
+    if not paths:
         raise ModelError(
             f"no layer can be quantized: no weight has an input width divisible by {GROUP_SIZE}"
         )

@@ -78,12 +78,12 @@ class CommandLineParser(argparse.ArgumentParser):
         argparse's own lists every option."""
         if self.usage is None:
             forms = {"*": "[{} ...]", "+": "{} ...", "?": "[{}]"}
-            words = [
+            arguments = [
                 forms.get(str(action.nargs), "{}").format(action.metavar)
                 for action in self._actions
                 if not action.option_strings and action.metavar
             ]
-            self.usage = " ".join(["%(prog)s", *words, "[options]"])
+            self.usage = " ".join(["%(prog)s", *arguments, "[options]"])
 
     def hide_in_short_help(self, action: argparse.Action) -> None:
         """Lists an option only in `--help-all`, which is added with the first such option."""
@@ -103,8 +103,8 @@ class CommandLineParser(argparse.ArgumentParser):
         try:
             text = super().format_help()
         finally:
-            for action, words in zip(self._rare_actions, texts, strict=True):
-                action.help = words
+            for action, help_text in zip(self._rare_actions, texts, strict=True):
+                action.help = help_text
         hidden = len(self._rare_actions)
         return f"{text}\n`{self.prog} --help-all` lists {hidden} more options.\n"
 
@@ -132,21 +132,21 @@ class CommandLineParser(argparse.ArgumentParser):
 
     def _explain(self, message: str) -> str:
         """Rewrites argparse's messages that do not tell what to do."""
-        if found := re.fullmatch(r"(-\S+): expected (?:one|at least one) argument", message):
-            flag = found[1].partition("/")[0]
+        if match := re.fullmatch(r"(-\S+): expected (?:one|at least one) argument", message):
+            flag = match[1].partition("/")[0]
             metavar = self._option_string_actions[flag].metavar
             return f"{flag} needs a value: {flag} {metavar or 'VALUE'}"
-        if found := re.fullmatch(r"(-\S+?)(?:/(-\S+))?: ignored explicit argument .*", message):
-            usage = f"write {found[1]} or {found[2]}" if found[2] else f"write {found[1]}"
-            return f"{found[1]} takes no value: {usage}"
-        if found := re.fullmatch(r"the following arguments are required: (.*)", message):
+        if match := re.fullmatch(r"(-\S+?)(?:/(-\S+))?: ignored explicit argument .*", message):
+            usage = f"write {match[1]} or {match[2]}" if match[2] else f"write {match[1]}"
+            return f"{match[1]} takes no value: {usage}"
+        if match := re.fullmatch(r"the following arguments are required: (.*)", message):
             name = self.prog.rpartition(" ")[2]
             optional = {action.metavar for action in self._actions if action.nargs == "*"}
-            needed = [word for word in found[1].split(", ") if word not in optional]
+            needed = [word for word in match[1].split(", ") if word not in optional]
             example = f", as in `{self._examples[0][0]}`" if self._examples else ""
             return f"{name} needs {', '.join(needed)}{example}"
-        if found := re.fullmatch(r"(-\S+): not allowed with argument (-\S+)", message):
-            return f"{found[1]} and {found[2]} cannot be combined"
+        if match := re.fullmatch(r"(-\S+): not allowed with argument (-\S+)", message):
+            return f"{match[1]} and {match[2]} cannot be combined"
         return message
 
 

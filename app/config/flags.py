@@ -55,25 +55,25 @@ def add_address_flags(command: argparse.ArgumentParser) -> None:
 
 
 def collect_flags(arguments: argparse.Namespace) -> SourcedValues:
-    found = {
+    values = {
         option.field: SourcedValue(value=_flag_value(option, arguments), source=option.flag)
         for option in OPTIONS
         if hasattr(arguments, option.field)
     }
     if getattr(arguments, "models", None):
         models = tuple(ModelSettings(name=name) for name in arguments.models)
-        found["models"] = SourcedValue(value=models, source="command line")
-    return found
+        values["models"] = SourcedValue(value=models, source="command line")
+    return values
 
 
 def _add_flag(add_argument: Callable[..., argparse.Action], option: Option) -> argparse.Action:
-    words = f"{option.help} (default: {option.format_value(option.default)})".replace("%", "%%")
+    text = f"{option.help} (default: {option.format_value(option.default)})".replace("%", "%%")
     if option.is_boolean:
         return add_argument(
             option.flag,
             action=argparse.BooleanOptionalAction,
             default=argparse.SUPPRESS,
-            help=words,
+            help=text,
             dest=option.field,
         )
     return add_argument(
@@ -82,7 +82,7 @@ def _add_flag(add_argument: Callable[..., argparse.Action], option: Option) -> a
         type=make_argparse_type(option.parse_text),
         default=argparse.SUPPRESS,
         metavar=option.value_type.metavar,
-        help=words,
+        help=text,
         dest=option.field,
     )
 

@@ -480,7 +480,7 @@ def find_option_by_other_name(name: str) -> Option | None:
 def _make_model_option(field: str) -> Option:
     """Returns the per-model version of an option that also exists for all models. Its meaning is
     the same."""
-    [of_all] = [one for one in OPTIONS if one.field == field]
+    [of_all] = [option for option in OPTIONS if option.field == field]
     return dataclasses.replace(of_all, default=None, unset_label="as for all models")
 
 

@@ -42,16 +42,16 @@ def resolve_config(
     of_environment = read_environment(environment)
     config_path = config_path or environment.get(CONFIG_VARIABLE)
     of_file: SourcedValues = read_toml_file(config_path) if config_path else {}
-    found = {**of_file, **of_environment, **flags}
+    values = {**of_file, **of_environment, **flags}
     fields = (*(option.field for option in OPTIONS), "models", "defaults")
-    places = {name: found[name].source if name in found else DEFAULT_SOURCE for name in fields}
+    sources = {name: values[name].source if name in values else DEFAULT_SOURCE for name in fields}
     try:
-        settings = Settings(**{name: one.value for name, one in found.items()})
+        settings = Settings(**{name: sourced.value for name, sourced in values.items()})
     except AppError as error:
-        raise _add_source(error, places) from None
+        raise _add_source(error, sources) from None
     return ResolvedConfig(
         settings=settings,
-        sources=places,
+        sources=sources,
         secret_variables=find_secret_variables(environment),
         path=config_path or None,
     )
@@ -60,7 +60,7 @@ def resolve_config(
 def _add_source(error: AppError, sources: Mapping[str, str]) -> AppError:
     """Adds the source of the conflicting setting to the message, unless it is a flag or the
     default."""
-    place = sources.get(error.param or "", DEFAULT_SOURCE)
-    if place == DEFAULT_SOURCE or place.startswith("-"):
+    source = sources.get(error.param or "", DEFAULT_SOURCE)
+    if source == DEFAULT_SOURCE or source.startswith("-"):
         return error
-    return AppError(error.kind, f"{error.message} ({error.param}: {place})", param=error.param)
+    return AppError(error.kind, f"{error.message} ({error.param}: {source})", param=error.param)

@@ -101,11 +101,11 @@ def _edit_table(
         return _remove_keys(lines[1:])
     wanted = {option.field: (option, value) for option, value in list_default_values(defaults)}
     result, last = [lines[0]], 1
-    place = 1
-    while place < len(lines):
-        length = _key_length(lines, place)
-        block = lines[place : place + length] if length else [lines[place]]
-        place += len(block)
+    index = 1
+    while index < len(lines):
+        length = _key_length(lines, index)
+        block = lines[index : index + length] if length else [lines[index]]
+        index += len(block)
         if not length:
             result.append(block[0])
             continue
@@ -125,12 +125,12 @@ def _edit_table(
 def _remove_keys(lines: Sequence[str]) -> Sequence[str]:
     """Returns the comments and the empty lines."""
     result: list[str] = []
-    place = 0
-    while place < len(lines):
-        length = _key_length(lines, place)
+    index = 0
+    while index < len(lines):
+        length = _key_length(lines, index)
         if not length:
-            result.append(lines[place])
-        place += max(length, 1)
+            result.append(lines[index])
+        index += max(length, 1)
     return result
 
 
@@ -150,7 +150,7 @@ def _replace(block: Sequence[str], option: Option, value: Any) -> str:
     end = "\r" if block[-1].endswith("\r") else ""
     line = f"{indent}{_format(option, value)}"
     last = block[-1].removesuffix("\r")
-    marks = [found.start() for found in re.finditer("#", last)]
+    marks = [match.start() for match in re.finditer("#", last)]
     mark = next((n for n in marks if _parses([*block[:-1], last[:n]])), None)
     return f"{line}{end}" if mark is None else f"{line}  {last[mark:]}{end}"
 
@@ -196,14 +196,14 @@ def _check(
     model."""
     after = tomllib.loads(text)
     others = [dict(table) for n, table in enumerate(before.get("defaults", ())) if n != index]
-    left = [table for table in after.get("defaults", ()) if table.get("name") != defaults.name]
+    remaining = [table for table in after.get("defaults", ()) if table.get("name") != defaults.name]
     mine = [table for table in after.get("defaults", ()) if table.get("name") == defaults.name]
     wanted = list_default_values(defaults)
     is_written = [dict(table).keys() for table in mine] == (
         [] if defaults.is_empty else [{option.field for option, _ in wanted}]
     ) and all(_is_equal(option, mine[0][option.field], value) for option, value in wanted if mine)
     rest = ({**before, "defaults": None}, {**after, "defaults": None})
-    if others != left or not is_written or rest[0] != rest[1]:
+    if others != remaining or not is_written or rest[0] != rest[1]:
         raise _edit_error("can only be edited by hand, because of its layout")
 
 

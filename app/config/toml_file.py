@@ -82,12 +82,13 @@ class _TomlReader:
             if key in _TABLE_OPTIONS:
                 make = ModelSettings if key == "models" else _build_defaults
                 tables = tuple(make(**fields) for fields in self._read_tables(key, value))
-                place = self._locate((key, 0, ""), ("", None, key))
-                given[key] = SourcedValue(value=tables, source=place)
+                location = self._locate((key, 0, ""), ("", None, key))
+                given[key] = SourcedValue(value=tables, source=location)
             elif key in _OPTIONS_BY_KEY:
-                place = self._locate(("", None, key))
+                location = self._locate(("", None, key))
                 given[key] = SourcedValue(
-                    value=_convert(_OPTIONS_BY_KEY[key].from_toml, value, place, key), source=place
+                    value=_convert(_OPTIONS_BY_KEY[key].from_toml, value, location, key),
+                    source=location,
                 )
             else:
                 raise self._unknown_key_error(key, value)
@@ -97,25 +98,27 @@ class _TomlReader:
         """Yields the fields of each table of an array. A string in `models` is a name."""
         if not isinstance(value, list):
             names = ", or a list of names" if array == "models" else ""
-            place = self._locate(("", None, array), (array, 0, ""))
-            raise _config_error(place, f"must be [[{array}]] tables{names}", array)
+            location = self._locate(("", None, array), (array, 0, ""))
+            raise _config_error(location, f"must be [[{array}]] tables{names}", array)
         for index, item in enumerate(cast("Sequence[object]", value)):
             table = {"name": item} if isinstance(item, str) and array == "models" else item
             if not isinstance(table, dict) or "name" not in table:
-                place = self._locate((array, index, ""), ("", None, array))
+                location = self._locate((array, index, ""), ("", None, array))
                 at = _table_key(array, index)
-                raise _config_error(place, f"{at} needs a name", _table_key(array, index, "name"))
+                raise _config_error(
+                    location, f"{at} needs a name", _table_key(array, index, "name")
+                )
             yield self._read_table(array, index, cast("Mapping[str, object]", table))
 
     def _read_table(self, array: str, index: int, table: Mapping[str, object]) -> Mapping[str, Any]:
         fields: dict[str, Any] = {}
         known = _TABLE_OPTIONS[array]
         for key, value in table.items():
-            place = self._locate((array, index, key), (array, index, ""), ("", None, array))
+            location = self._locate((array, index, key), (array, index, ""), ("", None, array))
             at = _table_key(array, index, key)
             if key not in known:
                 raise _config_error(
-                    place,
+                    location,
                     f"{at}: unknown key"
                     + (
                         f"; it is a server setting: move it above the first [[{array}]]"
@@ -126,11 +129,11 @@ class _TomlReader:
                 )
             # Option.from_toml is not used: here "default" may be the name of a model, and a missing
             # key already means the default
-            fields[key] = _convert(known[key].value_type.from_toml, value, place, at)
+            fields[key] = _convert(known[key].value_type.from_toml, value, location, at)
         return fields
 
     def _unknown_key_error(self, key: str, value: object) -> AppError:
-        place = self._locate(("", None, key))
+        location = self._locate(("", None, key))
         if isinstance(value, dict) and key not in _OPTIONS_BY_KEY:
             inside = [
                 known for known in cast("Mapping[str, object]", value) if known in _OPTIONS_BY_KEY
@@ -140,9 +143,9 @@ class _TomlReader:
                 if inside
                 else _suggest(key, _OPTIONS_BY_KEY)
             )
-            return _config_error(place, f"[{key}]: unknown section{why}", key)
+            return _config_error(location, f"[{key}]: unknown section{why}", key)
         near = _suggest(key, [*_OPTIONS_BY_KEY, *_TABLE_OPTIONS])
-        return _config_error(place, f"{key}: unknown key{near}", key)
+        return _config_error(location, f"{key}: unknown key{near}", key)
 
     def _locate(self, *keys: TomlKey) -> str:
         """Returns the path, followed by the first known line number among `keys`."""
@@ -195,7 +198,7 @@ def _suggest(key: str, known: Collection[str]) -> str:
 def _find_key_lines(text: str) -> Mapping[TomlKey, int]:
     """Returns the line number of each key. A key that seems to occur on two lines is omitted,
     because one of the lines must be part of a multi-line string."""
-    found: dict[TomlKey, int] = {}
+    numbers: dict[TomlKey, int] = {}
     doubtful: set[TomlKey] = set()
     array, index = "", None
     counts = dict.fromkeys(_TABLE_OPTIONS, -1)
@@ -210,10 +213,10 @@ def _find_key_lines(text: str) -> Mapping[TomlKey, int]:
             key = assigned[1]
         else:
             continue
-        if (array, index, key) in found:
+        if (array, index, key) in numbers:
             doubtful.add((array, index, key))
-        found[array, index, key] = number
-    return {key: number for key, number in found.items() if key not in doubtful}
+        numbers[array, index, key] = number
+    return {key: number for key, number in numbers.items() if key not in doubtful}
 
 
 def _convert(from_toml: Callable[[object], Any], value: object, location: str, key: str) -> Any:

@@ -189,10 +189,10 @@ def duration(*, allow_zero: bool = False, allow_forever: bool = False) -> ValueT
         return length
 
     least = "of 0 or more" if allow_zero else "above 0"
-    words = '"forever", ' if allow_forever else ""
+    forever = '"forever", ' if allow_forever else ""
     return ValueType(
         description=(
-            f"{words}a number of seconds {least} and at most {MAX_NUMBER:,}, "
+            f"{forever}a number of seconds {least} and at most {MAX_NUMBER:,}, "
             'or a duration such as "5m"'
         ),
         metavar="TIME",

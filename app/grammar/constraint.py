@@ -234,23 +234,23 @@ class _GrammarBuilder:
         output."""
         if syntax.rules:
             self._more.append(syntax.rules)
-        one = isinstance(required.choice, NamedToolChoice) or not required.parallel
+        single_call = isinstance(required.choice, NamedToolChoice) or not required.parallel
         self._rules["call"] = join_alternatives(syntax.calls)
         if forced:
             # if every output starts with a prefix, calls also start with it
-            calls = _join_calls(syntax, "call", one=one)
+            calls = _join_calls(syntax, "call", one=single_call)
             return calls if family.content_prefix else f"gap {calls}"
         if required.grammar is not None:
             # no text may come before a call, because it would not match the format
             return (
-                f"({_join_calls(syntax, 'call', one=one)} | "
+                f"({_join_calls(syntax, 'call', one=single_call)} | "
                 f"{self.add_format(required.grammar, family)})"
             )
         if syntax.trigger is None:
             self._rules["calm"] = _NO_LEADING_CALL if syntax.leading else _NO_CALL
             calm = self._wrap("prose" if family.content_prefix else "calm", family)
-            return f"({_join_calls(syntax, 'call', one=one)} | {calm})"
-        return self._add_triggered_calls(syntax, syntax.trigger, one=one)
+            return f"({_join_calls(syntax, 'call', one=single_call)} | {calm})"
+        return self._add_triggered_calls(syntax, syntax.trigger, one=single_call)
 
     def _add_triggered_calls(self, syntax: ToolCallGrammar, trigger: str, *, one: bool) -> str:
         """Returns an expression for prose, followed by a trigger and its call, possibly

@@ -190,10 +190,10 @@ def _find_name_pattern(names: Schema) -> str | None:
         return pattern
     if names.get("format") == "uuid" and constraints == {"format"}:
         return r"^[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}$"
-    low, high = names.get("minLength"), names.get("maxLength", _MAX_LENGTH)
-    if constraints <= {"minLength", "maxLength"} and _is_length(low) and _is_length(high):
-        most = high if "maxLength" in names else ""
-        return rf"^[\s\S]{{{low},{most}}}$"
+    minimum, high = names.get("minLength"), names.get("maxLength", _MAX_LENGTH)
+    if constraints <= {"minLength", "maxLength"} and _is_length(minimum) and _is_length(high):
+        maximum = high if "maxLength" in names else ""
+        return rf"^[\s\S]{{{minimum},{maximum}}}$"
     return None
 
 

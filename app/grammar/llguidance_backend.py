@@ -140,9 +140,9 @@ def _check_options(plain: str) -> None:
     """Raises UnsupportedGrammarError for an unsupported rule option. plain: the grammar without
     strings, regular expressions and schemas."""
     for options in _OPTIONS.finditer(plain):
-        found = _UNSUPPORTED_OPTION.search(options[1])
-        if found is not None:
-            raise UnsupportedGrammarError(f"the rule option {found[1]} is not supported: remove it")
+        match = _UNSUPPORTED_OPTION.search(options[1])
+        if match is not None:
+            raise UnsupportedGrammarError(f"the rule option {match[1]} is not supported: remove it")
 
 
 # the number of trial tokens to consume
@@ -219,9 +219,9 @@ def compile_grammar(
 
 def explain_error(error: str) -> str:
     """Converts an llguidance error message to a clause on one line, without source excerpts."""
-    for sign, words in _EXPLANATIONS.items():
+    for sign, explanation in _EXPLANATIONS.items():
         if sign in error:
-            return words
+            return explanation
     unsupported = _UNIMPLEMENTED_KEYWORD.search(error)
     if unsupported is not None:
         return f"{unsupported[1]} is not supported: remove it"

@@ -70,8 +70,8 @@ class _Search:
                 return self._find_keyword(path, schema, reason)
         except _LimitReached:
             return UnsupportedGrammarError(reason, path)
-        below, found, why = child
-        return self.find(below, found, why)
+        child_path, rejected, why = child
+        return self.find(child_path, rejected, why)
 
     def _find_rejected_child(
         self, path: SchemaPath, schema: Any
@@ -81,8 +81,8 @@ class _Search:
         below = [child for child in iter_subschemas(schema) if child[1] is not False]
         children = [((*path, *names), each) for names, each in below]
         if isinstance(schema, dict) and isinstance(cast(Schema, schema).get("$ref"), str):
-            found = resolve_pointer(self._document, cast(Schema, schema)["$ref"])
-            children += [found] if found is not None else []
+            target = resolve_pointer(self._document, cast(Schema, schema)["$ref"])
+            children += [target] if target is not None else []
         children = [child for child in children if child[0] not in self._seen]
         reason = self._try_together(children)
         if reason is None:
@@ -91,9 +91,9 @@ class _Search:
             half = len(children) // 2
             first = self._try_together(children[:half])
             children = children[half:] if first is None else children[:half]
-        path, found = children[0]
+        path, target = children[0]
         reason = self._try_together(children)
-        return None if reason is None else (path, found, reason)
+        return None if reason is None else (path, target, reason)
 
     def _try_together(self, children: Sequence[tuple[SchemaPath, Any]]) -> str | None:
         """Returns the reason why these schemas are rejected together, or None if they are
@@ -143,8 +143,8 @@ class _Search:
         moved = {key: self._relocate(each) for key, each in mapping.items()}
         if isinstance(ref, str) and (ref == "#" or ref.startswith("#/")):
             moved["$ref"] = f"#/$defs/whole{ref[1:]}"
-            found = resolve_pointer(self._document, ref)
-            if found is not None and found[0] in self._seen:
+            target = resolve_pointer(self._document, ref)
+            if target is not None and target[0] in self._seen:
                 del moved["$ref"]
         return moved
 

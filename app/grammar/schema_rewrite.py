@@ -147,7 +147,7 @@ def _are_exclusive(schema: Schema, document: Schema) -> bool:
     branches = [_resolve(each, document) for each in schema["oneOf"]]
     if len(branches) > _MAX_BRANCHES or _has_reference_into_one_of(document):
         return False
-    return all(_are_disjoint(one, other, document) for one, other in combinations(branches, 2))
+    return all(_are_disjoint(first, other, document) for first, other in combinations(branches, 2))
 
 
 def _has_reference_into_one_of(document: Schema) -> bool:
@@ -163,8 +163,8 @@ def _resolve(schema: Any, document: Schema) -> Schema | None:
         mapping = cast(Schema, schema)
         if not isinstance(mapping.get("$ref"), str) or set(mapping) - _ANNOTATIONS - {"$ref"}:
             return mapping
-        found = resolve_pointer(document, mapping["$ref"])
-        schema = None if found is None else found[1]
+        target = resolve_pointer(document, mapping["$ref"])
+        schema = None if target is None else target[1]
     return None
 
 

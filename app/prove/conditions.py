@@ -144,17 +144,23 @@ def _parallel(model: ProofModel, count: int) -> Mapping[str, int]:
 
 
 def _without_cache(chains: Chains) -> Chains:
-    return [[replace(one, job=replace(one.job, cache_prompt=False)) for one in c] for c in chains]
+    return [
+        [replace(request, job=replace(request.job, cache_prompt=False)) for request in c]
+        for c in chains
+    ]
 
 
 def _rename(chains: Chains, suffix: str) -> Chains:
     return [
-        [replace(one, job=replace(one.job, id=f"{one.job.id} {suffix}")) for one in chain]
+        [
+            replace(request, job=replace(request.job, id=f"{request.job.id} {suffix}"))
+            for request in chain
+        ]
         for chain in chains
     ]
 
 
 def _describe_cache(answers: Mapping[str, Answer], chains: Chains) -> ConditionResult:
-    total = 2 * sum(len(one.job.prompt_token_ids) for chain in chains for one in chain)
+    total = 2 * sum(len(request.job.prompt_token_ids) for chain in chains for request in chain)
     cached = sum(answer.cached_tokens for answer in answers.values())
     return ConditionResult(answers=answers, detail=f"{cached} of {total} prompt tokens cached")

@@ -142,7 +142,7 @@ class Proof:
                     if mean * (len(chains) + 1) * _PASSES > options.seconds:
                         break
                 chains.append(tuple(self._hold(engine, number, spec)))
-            tokens = sum(len(one.expected.tokens) for chain in chains for one in chain)
+            tokens = sum(len(request.expected.tokens) for chain in chains for request in chain)
             per_token = (time.monotonic() - started) / max(tokens, 1)
             long, skipped = self._compute_long(engine, chains[0][0].job, per_token)
             return Reference(
@@ -156,7 +156,7 @@ class Proof:
     def run(self, reference: Reference, report: Callable[[str], None]) -> Iterator[ConditionReport]:
         """Yields the result of each condition. report: is called with the name of a condition
         before it is run."""
-        chains = [[one.job for one in chain] for chain in reference.chains]
+        chains = [[request.job for request in chain] for chain in reference.chains]
         for condition in CONDITIONS:
             report(condition.name)
             yield self._run_condition(condition, reference, chains)
@@ -187,7 +187,7 @@ class Proof:
         verdicts = [comparison.verdict for _, comparison in pairs]
         # a difference that fails the proof is more interesting than a near-tie
         ordered = sorted(pairs, key=lambda pair: pair[1].verdict != "different")
-        differences = [f"{place}, {c.difference}" for place, c in ordered if c.difference]
+        differences = [f"{label}, {c.difference}" for label, c in ordered if c.difference]
         return ConditionReport(
             name=name,
             cause=cause,
@@ -281,13 +281,13 @@ class Proof:
                 stop_token_ids=frozenset(),
                 message_ends=None,
             )
-            one = ProofJob(job=job)
+            proof_job = ProofJob(job=job)
             requests.append(
                 ProofRequest(
                     label=f"long answer {number + 1}",
                     request=GenerateRequest(model=self._files.name, prompt=ids),
-                    job=one,
-                    expected=self._answer(engine, one),
+                    job=proof_job,
+                    expected=self._answer(engine, proof_job),
                 )
             )
         return tuple(requests), ""
@@ -300,7 +300,7 @@ class Proof:
         requests = reference.long if condition.uses_long else reference.requests
         if not requests:
             return self.make_report(condition.name, condition.cause, [], reference.long_skipped)
-        jobs = [[one.job] for one in reference.long] if condition.uses_long else chains
+        jobs = [[request.job] for request in reference.long] if condition.uses_long else chains
         try:
             result = condition.run(self._model, jobs)
         except AppError as error:
@@ -330,7 +330,7 @@ class Proof:
             answers = run_without_kernels(self._files, settings, chains, seconds)
         except AppError as error:
             return self.make_report(name, cause, [], error.message)
-        requests = [one for one in reference.requests if one.job.job.id in answers]
+        requests = [request for request in reference.requests if request.job.job.id in answers]
         if not requests:
             why = f"MLX's operations gave no answer in {seconds:.0f} s: raise --seconds"
             return self.make_report(name, cause, [], why)
@@ -356,13 +356,13 @@ def _compare_all(
     compared: list[tuple[str, Comparison]] = []
     for request in requests:
         name = request.job.job.id
-        found = [
+        comparisons = [
             answer for id_, answer in answers.items() if id_ == name or id_.startswith(f"{name} ")
         ]
-        if not found:
+        if not comparisons:
             missing = Comparison(verdict="different", difference="there is no answer")
             compared.append((request.label, missing))
         compared += [
-            (request.label, compare(request.expected, answer, tolerance)) for answer in found
+            (request.label, compare(request.expected, answer, tolerance)) for answer in comparisons
         ]
     return compared

@@ -76,10 +76,10 @@ def read_answers(output: bytes) -> Mapping[str, Answer]:
     AppError(ENGINE) with the error of the process."""
     reader: FrameReader[ProofOutput] = FrameReader(make_decoder(ProofOutput))
     answers: dict[str, Answer] = {}
-    for one in reader.feed(output):
-        if one.answer is None:
-            raise AppError(ErrorKind.ENGINE, one.error or "")
-        answers[one.job_id] = one.answer
+    for message in reader.feed(output):
+        if message.answer is None:
+            raise AppError(ErrorKind.ENGINE, message.error or "")
+        answers[message.job_id] = message.answer
     return answers
 
 

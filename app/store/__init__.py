@@ -73,11 +73,11 @@ def find(name: str | None) -> ModelFiles:
     if name is None or name == BUILTIN:
         return _read_builtin()
     parsed = parse_model_name(name)
-    found = (
+    files = (
         _find_in_folder(parsed) or _find_in_hub_cache(parsed.hub) or _find_in_ollama_store(parsed)
     )
-    if found is not None:
-        return found
+    if files is not None:
+        return files
     if parsed.hub is None and parsed.folder is not None and parsed.folder.is_dir():
         return hf_folder.read(parsed.folder, name=name)  # the error names the missing files
     raise _not_found_error(parsed)
@@ -118,10 +118,10 @@ def _make_reader(
 ) -> Callable[[], ModelFiles]:
     @_translate_os_errors()
     def read() -> ModelFiles:
-        found = find(name)
-        if found is None:
+        files = find(name)
+        if files is None:
             raise ModelNotFoundError(f"{name} was removed while it was being read")
-        return found
+        return files
 
     return read
 
@@ -156,12 +156,12 @@ def _find_in_ollama_store(name: ModelName) -> ModelFiles | None:
     if name.ollama is None:
         return None
     try:
-        found = model.find(name.ollama)
+        files = model.find(name.ollama)
     except UnsupportedFormatError as error:
-        found = _find_in_hub_cache(find_equivalent_of(name.ollama))
-        if found is None:
+        files = _find_in_hub_cache(find_equivalent_of(name.ollama))
+        if files is None:
             raise _format_error(name, error) from error
-    return found or _find_in_hub_cache(find_equivalent_of(name.ollama))
+    return files or _find_in_hub_cache(find_equivalent_of(name.ollama))
 
 
 def _format_error(name: ModelName, error: AppError) -> AppError:
@@ -181,14 +181,14 @@ def _not_found_error(name: ModelName) -> ModelNotFoundError:
     if name.hub is None and name.ollama is None:
         return ModelNotFoundError(f"{name.text} is not a folder: check the path")
     is_folder = name.folder is not None and name.folder.is_dir()
-    places = ["the folder with this name contains no model" if is_folder else "no such folder"]
+    reasons = ["the folder with this name contains no model" if is_folder else "no such folder"]
     if name.hub is not None:
         from app.store.hub import cache
 
-        places.append(f"not in the Hugging Face cache ({cache.cache_folder()})")
+        reasons.append(f"not in the Hugging Face cache ({cache.cache_folder()})")
     if name.ollama is not None:
-        places.append(f"not in Ollama's store ({manifest.store_folder()})")
-    message = f"model {name.text} was not found: {', '.join(places)}"
+        reasons.append(f"not in Ollama's store ({manifest.store_folder()})")
+    message = f"model {name.text} was not found: {', '.join(reasons)}"
     similar = _suggest_installed(name.text)
     if name.hub is None:
         equivalent = None if name.ollama is None else find_equivalent_of(name.ollama)

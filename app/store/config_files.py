@@ -26,14 +26,14 @@ def is_regular_file(path: Path) -> bool:
     but is not a readable file. Examples are a broken or circular link, a folder, or a pipe (reading
     it would block)."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError as error:
         if path.is_symlink():
             raise unreadable_error(path, "it is a link to a missing file") from error
         return False
     except (OSError, ValueError) as error:  # ValueError: the name contains a null byte
         raise unreadable_error(path, _format_reason(error)) from error
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise unreadable_error(path, "it is not a regular file")
     return True
 
@@ -48,14 +48,14 @@ def read_json_object(path: Path, *, max_bytes: int = _MAX_BYTES) -> Mapping[str,
         return None
     content = _read(path, max_bytes=max_bytes)
     try:
-        found = orjson.loads(content)
+        parsed = orjson.loads(content)
     except orjson.JSONDecodeError as error:
-        found = _parse_with_infinity(content)
-        if found is None:
+        parsed = _parse_with_infinity(content)
+        if parsed is None:
             raise unreadable_error(path, str(error)) from error
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise AppError(ErrorKind.MODEL_FILES, f"{path} is not a JSON object")
-    return cast(Mapping[str, Any], found)
+    return cast(Mapping[str, Any], parsed)
 
 
 def read_json_array(path: Path) -> Sequence[Any] | None:
@@ -64,12 +64,12 @@ def read_json_array(path: Path) -> Sequence[Any] | None:
     if not is_regular_file(path):
         return None
     try:
-        found = orjson.loads(_read(path, max_bytes=_MAX_BYTES))
+        parsed = orjson.loads(_read(path, max_bytes=_MAX_BYTES))
     except orjson.JSONDecodeError as error:
         raise unreadable_error(path, str(error)) from error
-    if not isinstance(found, list):
+    if not isinstance(parsed, list):
         raise AppError(ErrorKind.MODEL_FILES, f"{path} is not a JSON array")
-    return cast("list[Any]", found)
+    return cast("list[Any]", parsed)
 
 
 def read_text(path: Path, *, max_bytes: int = _MAX_BYTES) -> str | None:
@@ -88,11 +88,11 @@ def _parse_with_infinity(content: bytes) -> Any:
     configs contain (for example, Nemotron-H's time_step_limit). Returns None if the JSON is invalid
     for another reason. NaN is rejected, because no setting uses it."""
     try:
-        found = json.loads(content, parse_constant=_parse_infinity)
-        orjson.dumps(found)  # rejects all other values that JSON does not have
+        parsed = json.loads(content, parse_constant=_parse_infinity)
+        orjson.dumps(parsed)  # rejects all other values that JSON does not have
     except (ValueError, TypeError, RecursionError):
         return None
-    return found
+    return parsed
 
 
 def _parse_infinity(word: str) -> float:

@@ -84,22 +84,22 @@ class DigestCache:
             return
         if (size := sum(marks[path][0] for path in fresh)) >= _LOG_FROM_BYTES:
             log.info("verifying the SHA-256 digests of %s (once per file)", format_bytes(size))
-        found = _hash_files(fresh)
+        digests = _hash_files(fresh)
         for path in fresh:
-            if found[path] != files[path]:
+            if digests[path] != files[path]:
                 raise AppError(
                     ErrorKind.MODEL_FILES,
-                    f"{path} is damaged: its SHA-256 is {found[path]}, not {files[path]}; "
+                    f"{path} is damaged: its SHA-256 is {digests[path]}, not {files[path]}; "
                     "pull the model again",
                 )
         self._write({**known, **{files[path]: marks[path] for path in fresh}})
 
     def _read(self) -> dict[str, list[int]]:
         try:
-            found = orjson.loads(self._path.read_bytes())
+            parsed = orjson.loads(self._path.read_bytes())
         except (OSError, orjson.JSONDecodeError):
             return {}
-        return cast(dict[str, list[int]], found) if isinstance(found, dict) else {}
+        return cast(dict[str, list[int]], parsed) if isinstance(parsed, dict) else {}
 
     def _write(self, verified: Mapping[str, Any]) -> None:
         """Writes the cache atomically, because another process may be reading it."""
@@ -119,8 +119,8 @@ def app_cache_folder() -> Path:
 
 
 def _fingerprint(path: Path) -> list[int]:
-    found = path.stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ino]
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ino]
 
 
 def _hash_files(paths: Iterable[Path]) -> dict[Path, str]:

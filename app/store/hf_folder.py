@@ -80,14 +80,16 @@ def _find_shards(folder: Path) -> tuple[SafetensorsHeader, ...]:
     weights."""
     index = read_json_object(folder / _INDEX, max_bytes=_MAX_INDEX_BYTES)
     if index is None:
-        found = tuple(safetensors_header.read(path) for path in _list_unindexed_shards(folder))
-        _check_no_duplicates(found)
-        return found
-    places = _read_weight_map(folder / _INDEX, index)
-    found = tuple(safetensors_header.read(folder / name) for name in sorted(set(places.values())))
-    _check_no_duplicates(found)
-    _check_index_complete(folder / _INDEX, places, found)
-    return found
+        shards = tuple(safetensors_header.read(path) for path in _list_unindexed_shards(folder))
+        _check_no_duplicates(shards)
+        return shards
+    weight_map = _read_weight_map(folder / _INDEX, index)
+    shards = tuple(
+        safetensors_header.read(folder / name) for name in sorted(set(weight_map.values()))
+    )
+    _check_no_duplicates(shards)
+    _check_index_complete(folder / _INDEX, weight_map, shards)
+    return shards
 
 
 def _list_unindexed_shards(folder: Path) -> Sequence[Path]:
@@ -109,11 +111,11 @@ def _list_unindexed_shards(folder: Path) -> Sequence[Path]:
 
 def _read_weight_map(path: Path, index: Mapping[str, Any]) -> Mapping[str, str]:
     """Returns the file of each tensor. All files are in the same folder as the index."""
-    found: Any = index.get("weight_map")
-    if not isinstance(found, dict) or not found:
+    parsed: Any = index.get("weight_map")
+    if not isinstance(parsed, dict) or not parsed:
         raise _model_files_error(f"{path} has no weight_map")
-    places = cast(dict[str, Any], found)
-    for name in set(map(_as_text, places.values())):
+    weight_map = cast(dict[str, Any], parsed)
+    for name in set(map(_as_text, weight_map.values())):
         if name is None:
             raise _model_files_error(f"{path}: the values of weight_map must be file names")
         if Path(name).name != name or not name.endswith(".safetensors"):
@@ -122,7 +124,7 @@ def _read_weight_map(path: Path, index: Mapping[str, Any]) -> Mapping[str, str]:
             )
         if not is_regular_file(path.parent / name):
             raise _model_files_error(f"{path.parent} has no {name}, which {_INDEX} lists")
-    return places
+    return weight_map
 
 
 def _check_no_duplicates(shards: Iterable[SafetensorsHeader]) -> None:

@@ -153,10 +153,10 @@ def find_equivalent_of(name: OllamaName) -> HubName | None:
         if repository is None or match is None or repository.endswith("!"):
             return None
         suffix = match["format"] or "q4_0"
-        found = [name for name, suffixes in _FORMATS.items() if suffix in suffixes]
-        if not found:
+        formats = [name for name, suffixes in _FORMATS.items() if suffix in suffixes]
+        if not formats:
             return None
-        wanted = found[0]
+        wanted = formats[0]
     end = "" if repository.endswith("!") else f"-{wanted}"
     return HubName(repo_id=f"{_ORGANIZATION}/{repository.removesuffix('!')}{end}")
 
@@ -165,9 +165,9 @@ def resolve_hub_name(text: str) -> HubName:
     """Returns the repository that a download of this name fetches: a repository on the hub, or the
     MLX version of a model of Ollama's library. Raises AppError(MODEL_NOT_FOUND) with the most
     similar names of the table."""
-    found = parse_hub_name(text) or find_equivalent(text)
-    if found is not None:
-        return found
+    hub_name = parse_hub_name(text) or find_equivalent(text)
+    if hub_name is not None:
+        return hub_name
     if parse_ollama_name(text) is None:
         why = "is not a Hugging Face model name (org/name or org/name@revision)"
     else:
@@ -194,4 +194,4 @@ def suggest_names(text: str) -> Sequence[str]:
 def list_library() -> Mapping[str, HubName]:
     """Returns every name of the table with its repository."""
     names = (f"{name}:{tag}" for name, tags in _LIBRARY.items() for tag in tags)
-    return {name: found for name in names if (found := find_equivalent(name)) is not None}
+    return {name: hub_name for name in names if (hub_name := find_equivalent(name)) is not None}

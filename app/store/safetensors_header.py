@@ -102,8 +102,8 @@ def read(path: Path) -> SafetensorsHeader:
     """Reads a header. Raises AppError(MODEL_FILES) if the header violates the format. The message
     is one line that names the file."""
     try:
-        found = _stat_regular_file(path)
-        size = found.st_size
+        status = _stat_regular_file(path)
+        size = status.st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if size < _LENGTH_BYTES:
@@ -124,7 +124,7 @@ def read(path: Path) -> SafetensorsHeader:
             text = file.read(length)
     except OSError as error:
         raise _invalid_header_error(path, error.strerror or str(error)) from error
-    version = hashlib.sha256(f"{size} {found.st_mtime_ns} ".encode() + text).hexdigest()
+    version = hashlib.sha256(f"{size} {status.st_mtime_ns} ".encode() + text).hexdigest()
     return _parse_header(path, text, data_bytes=size - _LENGTH_BYTES - length, fingerprint=version)
 
 
@@ -136,10 +136,10 @@ def combine_fingerprints(headers: Iterable[SafetensorsHeader]) -> str:
 def _stat_regular_file(path: Path) -> os.stat_result:
     """Returns the file status of a regular file. Other files are rejected, because opening a pipe
     would block until it has a writer. Raises OSError."""
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
         raise _invalid_header_error(path, "it is not a regular file")
-    return found
+    return status
 
 
 def _parse_header(
@@ -147,15 +147,15 @@ def _parse_header(
 ) -> SafetensorsHeader:
     """Parses the header. data_bytes: the number of bytes after the header."""
     try:
-        found: Any = json.loads(text.decode(), object_pairs_hook=_reject_duplicates)
+        parsed: Any = json.loads(text.decode(), object_pairs_hook=_reject_duplicates)
     # RecursionError: the JSON is nested ten thousand levels deep
     except (ValueError, RecursionError) as error:
         raise _invalid_header_error(
             path, f"its header is not JSON ({_format_reason(error)})"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise _invalid_header_error(path, "its header is not a JSON object")
-    entries = cast(dict[str, Any], found)
+    entries = cast(dict[str, Any], parsed)
     metadata = _parse_metadata(path, entries.pop("__metadata__", None))
     tensors = {name: _parse_tensor(path, name, entry) for name, entry in entries.items()}
     _check_contiguous(path, tensors, data_bytes=data_bytes)

@@ -21,12 +21,12 @@ def count_token_ids(tokenizer: Path) -> int | None:
 
     Raises AppError(MODEL_FILES) for a file that does not exist or is not a JSON object.
     """
-    found = read_json_object(tokenizer, max_bytes=_MAX_BYTES)
-    if found is None:
+    parsed = read_json_object(tokenizer, max_bytes=_MAX_BYTES)
+    if parsed is None:
         raise AppError(
             ErrorKind.MODEL_FILES, f"{tokenizer} is missing: every model needs a tokenizer.json"
         )
-    return max(_iterate_ids(found), default=-1) + 1 or None
+    return max(_iterate_ids(parsed), default=-1) + 1 or None
 
 
 def _iterate_ids(tokenizer: Mapping[str, Any]) -> Iterator[int]:

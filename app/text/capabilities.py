@@ -151,10 +151,13 @@ def _detect_tool_calls(
     probe: "_TemplateProbe", known: TemplateCapabilities
 ) -> TemplateCapabilities:
     """Detects support for calls and results, with as few changes to the input as possible."""
-    one = [_USER_MESSAGE, *_build_call_round("1")]
+    single_call = [_USER_MESSAGE, *_build_call_round("1")]
     for changes in _subsets(("requires_short_call_ids", "requires_string_arguments")):
         trial = replace(known, **dict.fromkeys(changes, True))
-        beside, alone = probe.renders(trial, one, [_TOOL]), probe.renders(trial, one)
+        beside, alone = (
+            probe.renders(trial, single_call, [_TOOL]),
+            probe.renders(trial, single_call),
+        )
         if not (beside and known.supports_tools) and not alone:
             continue
         trial = replace(
@@ -266,14 +269,14 @@ def add_tool_names(messages: Iterable[Message]) -> Iterator[Message]:
 
 def _split_parallel_calls(turns: Sequence[Message]) -> Iterator[Message]:
     """Puts each call into its own turn, followed by its result."""
-    place = 0
-    while place < len(turns):
-        turn = turns[place]
-        place += 1
+    index = 0
+    while index < len(turns):
+        turn = turns[index]
+        index += 1
         results: list[Message] = []
-        while turn.tool_calls and place < len(turns) and turns[place].role == "tool":
-            results.append(turns[place])
-            place += 1
+        while turn.tool_calls and index < len(turns) and turns[index].role == "tool":
+            results.append(turns[index])
+            index += 1
         results_by_id = {result.tool_call_id: result for result in results}
         call_ids = [call.id for call in turn.tool_calls]
         if len(call_ids) < 2 or sorted(call_ids) != sorted(map(str, results_by_id)):

@@ -40,10 +40,10 @@ class ChatTemplate:
         """
         sources = _read_sources(files)
         file = "tokenizer_config.json" if files.chat_template is None else "chat_template.jinja"
-        place = f"{file} of {files.path}"
+        location = f"{file} of {files.path}"
         self.includes_special_tokens = bool(sources)
         self._templates = {
-            name: SandboxedTemplate(source, location=place)
+            name: SandboxedTemplate(source, location=location)
             for name, source in (sources or {"default": FALLBACK_TEMPLATE}).items()
         }
         self._special_tokens = _read_special_tokens(files.tokenizer_config)
@@ -77,9 +77,9 @@ class ChatTemplate:
             **template_kwargs,
             "messages": [
                 _to_template_message(
-                    message, f"messages.{place}", template.source, string_arguments=string_arguments
+                    message, f"messages.{index}", template.source, string_arguments=string_arguments
                 )
-                for place, message in enumerate(messages)
+                for index, message in enumerate(messages)
             ],
             "tools": tools,
             "documents": documents,
@@ -200,10 +200,10 @@ def _to_template_message(
         fields["tool_calls"] = [
             _to_template_call(
                 call,
-                f"{field}.tool_calls.{place}.function.arguments",
+                f"{field}.tool_calls.{index}.function.arguments",
                 string_arguments=string_arguments,
             )
-            for place, call in enumerate(message.tool_calls)
+            for index, call in enumerate(message.tool_calls)
         ]
     return fields
 

@@ -46,9 +46,9 @@ class ConversationRenderer:
         calls are rendered as text, raises AppError(INVALID) for arguments that are not an
         object."""
         if self._inlines_calls:  # before folding, which renumbers the messages
-            for place, message in enumerate(messages):
+            for index, message in enumerate(messages):
                 for number, call in enumerate(message.tool_calls):
-                    field = f"messages.{place}.tool_calls.{number}.function.arguments"
+                    field = f"messages.{index}.tool_calls.{number}.function.arguments"
                     parse_arguments(call, field)
         return fold_messages(messages, self._capabilities.placement)
 

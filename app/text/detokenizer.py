@@ -166,7 +166,7 @@ class _WordDetokenizer:
         before = self._tokenizer.decode(self._context_ids)
         after = self._tokenizer.decode(self._context_ids + self._pending_ids)
         pairs = enumerate(zip(before, after, strict=False))
-        return after[next((place for place, (a, b) in pairs if a != b), len(before)) :]
+        return after[next((index for index, (a, b) in pairs if a != b), len(before)) :]
 
 
 class VisibleTokens:

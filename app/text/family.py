@@ -117,8 +117,8 @@ class ChatFamily:
             return jsons.dumps(taken[-1])
 
         tools = [
-            Tool(name=call.name, description=None, parameters={}, param=str(place))
-            for place, call in enumerate(calls)
+            Tool(name=call.name, description=None, parameters={}, param=str(index))
+            for index, call in enumerate(calls)
         ]
         syntax = self.build_tool_call_grammar(tools, jsons.dumps, arguments)
         if syntax is None or len(taken) < len(calls):

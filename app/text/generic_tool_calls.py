@@ -41,9 +41,9 @@ def inline_tool_calls(
     all calls are described in plain text. Raises AppError(INVALID) for arguments that are not an
     object."""
     turns: list[Message] = []
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         for number, call in enumerate(message.tool_calls):
-            field = f"messages.{place}.tool_calls.{number}.function.arguments"
+            field = f"messages.{index}.tool_calls.{number}.function.arguments"
             parse_arguments(call, field)
         if message.tool_calls:
             written = family.render_calls(message.tool_calls)

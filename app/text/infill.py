@@ -99,8 +99,8 @@ def _encode_continuation(tokenizer: Tokenizer, text: str) -> Sequence[int]:
         return tokenizer.encode(text, add_special_tokens=False)
     ids = tokenizer.encode(_BOUNDARY + text, add_special_tokens=False)
     seam, read = _BOUNDARY.encode(), b""
-    for place, id in enumerate(ids):
+    for index, id in enumerate(ids):
         read += tokenizer.token_bytes(id)
         if read.lstrip(b" ") == seam:
-            return ids[place + 1 :]
+            return ids[index + 1 :]
     return tokenizer.encode(text, add_special_tokens=False)

@@ -223,8 +223,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def _join_strings(self, separator: str, items: Iterable[str]) -> str:
         def pieces() -> Iterator[str]:
-            for place, item in enumerate(self._limit.iterate(items)):
-                if place:
+            for index, item in enumerate(self._limit.iterate(items)):
+                if index:
                     yield separator
                 yield item
 

@@ -262,11 +262,11 @@ class _StopFilter:
 
     def flush(self) -> StopResult:
         """Ends the current text part."""
-        found = self._record_stop(self._finder.flush())
+        result = self._record_stop(self._finder.flush())
         self._finder = self._make_finder()
         self._offsets.clear()
         self._num_fed = 0
-        return found
+        return result
 
     def _make_finder(self) -> StopFinder:
         return StopFinder(self._stop_strings, include_stop=self._include_stop)

@@ -95,7 +95,7 @@ def _build_byte_alphabet() -> Mapping[str, int]:
     others = (byte for byte in range(256) if byte not in own)
     return {
         **{chr(byte): byte for byte in own},
-        **{chr(256 + place): byte for place, byte in enumerate(others)},
+        **{chr(256 + index): byte for index, byte in enumerate(others)},
     }
 
 
@@ -259,7 +259,9 @@ class Tokenizer:
             return
         normalizer = self._inner.normalizer
         assert normalizer is not None, "pre-tokenizers have a lower limit"
-        most = max(_MAX_NORMALIZED_BYTES, _MAX_EXPANSION * len(text.encode(errors="surrogatepass")))
+        limit = max(
+            _MAX_NORMALIZED_BYTES, _MAX_EXPANSION * len(text.encode(errors="surrogatepass"))
+        )
         step = max(1, int(_NORMALIZER_CHUNK_BYTES / (_MAX_CHARACTER_BYTES * expansion.normalizer)))
         written = 0
         for at in range(0, len(text), step):
@@ -268,7 +270,7 @@ class Tokenizer:
             except TypeError as error:
                 raise _surrogate_error() from error
             written += len(piece.encode())
-            if written * expansion.pre_tokenizer > most:
+            if written * expansion.pre_tokenizer > limit:
                 message = "the text is too long after this model's tokenizer has normalized it"
                 raise AppError(ErrorKind.INVALID, message)
 

@@ -94,12 +94,12 @@ def _list_repo_revisions(repo_id: str, storage: Path) -> Iterator[CachedRevision
 
 def _read_refs(folder: Path) -> Mapping[str, Sequence[str]]:
     """Returns the branches and tags of each commit."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
+    refs: defaultdict[str, list[str]] = defaultdict(list)
     for path in sorted(folder.rglob("*")):
         ref = path.relative_to(folder).as_posix()
         if is_revision(ref) and path.is_file():
-            found[path.read_text(errors="replace").strip()].append(ref)
-    return found
+            refs[path.read_text(errors="replace").strip()].append(ref)
+    return refs
 
 
 def _list_folder(folder: Path) -> list[Path]:
@@ -126,8 +126,8 @@ def _expand_commit(storage: Path, revision: str | None) -> str | None:
     if revision is None or not _COMMIT.fullmatch(revision):
         return revision
     names = [path.name for path in _list_folder(storage / "snapshots")]
-    found = [name for name in names if name.startswith(revision)]
-    return found[0] if len(found) == 1 else revision
+    matches = [name for name in names if name.startswith(revision)]
+    return matches[0] if len(matches) == 1 else revision
 
 
 def _has_partial_download(repo_id: str, revision: str | None) -> bool:

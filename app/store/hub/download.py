@@ -81,10 +81,10 @@ def download(
         finally:
             progress.close()
         with disable_progress_bars():
-            places = [_place_in_snapshot(plan, file) for file in plan.files]
-        for file, place in zip(plan.files, places, strict=True):
+            paths = [_place_in_snapshot(plan, file) for file in plan.files]
+        for file, path in zip(plan.files, paths, strict=True):
             if file not in large:
-                _verify_file(plan.name, place, file)
+                _verify_file(plan.name, path, file)
         _update_ref(storage, plan)
     return storage / "snapshots" / plan.commit
 
@@ -177,10 +177,10 @@ def _download_partial(
 def _place_in_snapshot(plan: DownloadPlan, file: RemoteFile) -> Path:
     """Places a file in the snapshot, either as a small file or as a link to an existing blob."""
     # snapshot_download is not used, because it waits for the repository's listing without a timeout
-    place = hf_hub_download(
+    path = hf_hub_download(
         plan.name.repo_id, file.path, revision=plan.commit, cache_dir=cache_folder()
     )
-    return Path(place)
+    return Path(path)
 
 
 def _fits_http(file: RemoteFile) -> bool:
@@ -217,12 +217,12 @@ def _check_disk_space(plan: DownloadPlan) -> None:
 
 
 def _verify_file(name: HubName, path: Path, file: RemoteFile) -> None:
-    found, expected = (
+    digest, expected = (
         (digests.git_sha1(path), file.git_sha1)
         if file.sha256 is None
         else (digests.sha256(path), file.sha256)
     )
-    if found != expected:
+    if digest != expected:
         path.resolve().unlink(missing_ok=True)
         path.unlink(missing_ok=True)
         raise model_error(

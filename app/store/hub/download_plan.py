@@ -91,10 +91,10 @@ def plan_download(name: HubName) -> DownloadPlan:
 
 def count_downloaded_bytes(storage: Path, commit: str, file: RemoteFile) -> int:
     """Returns the number of bytes of a file that do not need to be downloaded."""
-    places = [storage / "snapshots" / commit / file.path]
+    paths = [storage / "snapshots" / commit / file.path]
     if file.sha256 is not None:
-        places = [storage / "blobs" / file.sha256, storage / "blobs" / f"{file.sha256}.incomplete"]
-    sizes = [place.stat().st_size for place in places if place.is_file()]
+        paths = [storage / "blobs" / file.sha256, storage / "blobs" / f"{file.sha256}.incomplete"]
+    sizes = [path.stat().st_size for path in paths if path.is_file()]
     return min(sizes[0], file.size) if sizes else 0
 
 

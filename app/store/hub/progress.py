@@ -182,9 +182,9 @@ class DownloadProgress:
         share = 100 * self._done // max(self._total, 1)
         line = f"{format_bytes(self._done)} of {format_bytes(self._total)} ({share} %), "
         line += f"{format_bytes(speed)}/s"
-        left = self._total - self._done
-        if left > 0 and speed > 0:
-            line += f", {format_duration(left / speed)} left"
+        remaining = self._total - self._done
+        if remaining > 0 and speed > 0:
+            line += f", {format_duration(remaining / speed)} left"
         if self._can_rewrite:
             self._rewrite(f"{draw_bar(self._done, self._total)} {line}")
         else:

@@ -50,11 +50,11 @@ def check_loadable(repo: str, paths: Iterable[str]) -> None:
     """Raises AppError(MODEL_FILES) for a repository without a loadable model. The message lists the
     formats in the repository."""
     paths = list(paths)
-    found = set(select_files(paths))
-    if not any(map(is_weights_file, found)):
+    selected = set(select_files(paths))
+    if not any(map(is_weights_file, selected)):
         raise AppError(ErrorKind.MODEL_FILES, f"{repo} {_describe_contents(paths)}")
     for name in ("config.json", "tokenizer.json"):
-        if name not in found:
+        if name not in selected:
             raise AppError(
                 ErrorKind.MODEL_FILES,
                 f"{repo} has no {name}, which is required: use a copy of the model that "

@@ -57,17 +57,17 @@ def write_weight_headers(plan: DownloadPlan, folder: Path) -> ModelFiles:
 
 def _read_header(plan: DownloadPlan, file: RemoteFile) -> bytes:
     try:
-        found = HfApi().parse_safetensors_file_metadata(
+        metadata = HfApi().parse_safetensors_file_metadata(
             plan.name.repo_id, file.path, revision=plan.commit
         )
     except SafetensorsParsingError as error:
         raise model_error(plan.name, f"has no valid header in {file.path}") from error
     header: dict[str, Any] = {
-        name: {"dtype": one.dtype, "shape": one.shape, "data_offsets": one.data_offsets}
-        for name, one in found.tensors.items()
+        name: {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": tensor.data_offsets}
+        for name, tensor in metadata.tensors.items()
     }
-    if found.metadata:
-        header["__metadata__"] = found.metadata
+    if metadata.metadata:
+        header["__metadata__"] = metadata.metadata
     text = json.dumps(header).encode()
     if len(text) > _MAX_HEADER_BYTES:
         raise model_error(plan.name, f"has too large a header in {file.path}")
@@ -76,8 +76,8 @@ def _read_header(plan: DownloadPlan, file: RemoteFile) -> bytes:
 
 def _count_data_bytes(header: bytes, file: RemoteFile) -> int:
     """Returns the number of bytes after the header, which cannot exceed the size of the file."""
-    tensors = [one for name, one in json.loads(header).items() if name != "__metadata__"]
-    end = max((one["data_offsets"][1] for one in tensors), default=0)
+    tensors = [tensor for name, tensor in json.loads(header).items() if name != "__metadata__"]
+    end = max((tensor["data_offsets"][1] for tensor in tensors), default=0)
     if not 0 <= end <= file.size:
         raise ValueError(f"the header of {file.path} does not match its size")
     return end

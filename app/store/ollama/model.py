@@ -65,45 +65,47 @@ def find(name: OllamaName) -> ModelFiles | None:
 
     Raises AppError(MODEL_FILES), with a message of one line, for a model that cannot be served.
     """
-    found = manifest.read(manifest.get_manifest_path(name))
-    if found is None:
+    parsed = manifest.read(manifest.get_manifest_path(name))
+    if parsed is None:
         return None
-    _check_format(name, found)
-    files = {layer.name: layer for layer in found.get_layers(JSON)}
+    _check_format(name, parsed)
+    files = {layer.name: layer for layer in parsed.get_layers(JSON)}
     for media_type in (JSON, SYSTEM, PARAMS, TEMPLATE, MESSAGES, LICENSE):
-        for layer in found.get_layers(media_type):
+        for layer in parsed.get_layers(media_type):
             manifest.verify_layer(layer)
     for needed in ("config.json", "tokenizer.json"):
         if needed not in files:
-            raise _model_files_error(f"{found.path} has no {needed} layer: run `ollama pull` again")
+            raise _model_files_error(
+                f"{parsed.path} has no {needed} layer: run `ollama pull` again"
+            )
     names = ("config.json", "tokenizer_config.json", "generation_config.json")
     objects = {
         file: read_json_object(files[file].blob) or {} if file in files else {} for file in names
     }
     # each blob is listed only once, although several tensors may share one
-    tensors = found.get_layers(TENSOR)
+    tensors = parsed.get_layers(TENSOR)
     blobs = dict.fromkeys(layer.blob for layer in tensors if _is_model_tensor(layer.name))
-    parameters = _read_parameters(found)
+    parameters = _read_parameters(parsed)
     jinja = files.get("chat_template.jinja")
     template = None if jinja is None else read_text(jinja.blob)
-    if found.get_layers(TEMPLATE) and template is None and not _has_template(objects):
+    if parsed.get_layers(TEMPLATE) and template is None and not _has_template(objects):
         log.warning("%s: its chat template is in Ollama's Go format, which is not supported", name)
     shards = [safetensors_header.read(blob) for blob in blobs]
     return ModelFiles(
         name=str(name),
-        path=found.path,
+        path=parsed.path,
         config=objects["config.json"],
         shards=tuple(blobs),
         tokenizer_path=files["tokenizer.json"].blob,
         tokenizer_config=objects["tokenizer_config.json"],
         generation_config=_merge_generation_config(objects["generation_config.json"], parameters),
         chat_template=template,
-        created=int(found.path.stat().st_mtime),
-        system_prompt=_read_texts(found, SYSTEM),
-        first_messages=_read_messages(found),
-        license=_read_texts(found, LICENSE) or "",
-        parent=_read_parent(found),
-        recommended_context=_read_context_length(found, parameters),
+        created=int(parsed.path.stat().st_mtime),
+        system_prompt=_read_texts(parsed, SYSTEM),
+        first_messages=_read_messages(parsed),
+        license=_read_texts(parsed, LICENSE) or "",
+        parent=_read_parent(parsed),
+        recommended_context=_read_context_length(parsed, parameters),
         tokenizer_vocab_size=count_token_ids(files["tokenizer.json"].blob),
         weight_bytes=sum(header.nbytes for header in shards),
         weights_digest=safetensors_header.combine_fingerprints(shards),

@@ -61,11 +61,11 @@ def build_argument_grammar(
         return None
     rules: list[str] = []
     some, more = "", ""
-    for place, (name, value) in reversed(list(enumerate(properties.items()))):
+    for index, (name, value) in reversed(list(enumerate(properties.items()))):
         expression = pair(name, value)
         if expression is None:
             return None
-        here = f"{prefix}{place}"
+        here = f"{prefix}{index}"
         rules.append(f"{here}: {expression}")
         if name in required:
             some = f"{here} {more}"

@@ -38,8 +38,8 @@ def build_gemma_grammar(
     pattern or a length of strings."""
     calls: list[str] = []
     rules = [*_write_free_value_rules(literal, quote)]
-    for place, tool in enumerate(tools):
-        schema = _SchemaGrammar(tool, literal, json_schema, quote, prefix=f"tool{place}")
+    for index, tool in enumerate(tools):
+        schema = _SchemaGrammar(tool, literal, json_schema, quote, prefix=f"tool{index}")
         arguments = schema.write_object(dict(tool.parameters), depth=0)
         if arguments is None or not schema.is_complete or not is_key(tool.name):
             return None
@@ -171,14 +171,14 @@ class _SchemaGrammar:
         if not has_only_keywords(schema, "type", "items", "minItems", "maxItems"):
             return None
         item = self.write_value(schema.get("items", True), depth + 1)
-        least, most = schema.get("minItems", 0), schema.get("maxItems")
-        if not isinstance(least, int) or not isinstance(most, int | None) or item is None:
+        minimum, maximum = schema.get("minItems", 0), schema.get("maxItems")
+        if not isinstance(minimum, int) or not isinstance(maximum, int | None) or item is None:
             return None
-        if most == 0:
-            return None if least else self.literal("[]")
-        bound = "" if most is None else str(most - 1)
-        more = f'("," {item}){{{max(least - 1, 0)},{bound}}}'
-        return f'"[" {item} {more} "]"' if least else f'"[" ({item} {more})? "]"'
+        if maximum == 0:
+            return None if minimum else self.literal("[]")
+        bound = "" if maximum is None else str(maximum - 1)
+        more = f'("," {item}){{{max(minimum - 1, 0)},{bound}}}'
+        return f'"[" {item} {more} "]"' if minimum else f'"[" ({item} {more})? "]"'
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -187,5 +187,5 @@ def _as_list(value: Any) -> list[Any]:
 
 def _join_alternatives(expressions: Iterable[str | None]) -> str | None:
     """Joins the alternatives that are not None."""
-    found = [expression for expression in expressions if expression is not None]
-    return f"({' | '.join(found)})" if found else None
+    alternatives = [expression for expression in expressions if expression is not None]
+    return f"({' | '.join(alternatives)})" if alternatives else None

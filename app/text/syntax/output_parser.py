@@ -146,8 +146,8 @@ class OutputBuilder:
 
     def drain(self) -> list[OutputPart]:
         """Returns the parts found since the last call."""
-        found, self._parts = self._parts, []
-        return found
+        parts, self._parts = self._parts, []
+        return parts
 
     def _filter(self, kind: _TextType, text: str, at: int) -> None:
         """Adds a text without the hidden markers, and holds back an incomplete marker."""

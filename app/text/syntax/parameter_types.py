@@ -52,14 +52,14 @@ def get_schema_types(schema: Any, root: Mapping[str, Any]) -> JsonTypes | None:
 def resolve_reference(schema: Any, root: Mapping[str, Any]) -> Any:
     """Returns the target of a reference within its document. Returns the schema itself if it is not
     a reference, has other keywords, or refers to a target that does not exist."""
-    found = schema
+    target = schema
     for _ in range(_MAX_REFERENCE_DEPTH):
-        if not isinstance(found, Mapping):
-            return schema if found is None else found
-        found = cast(Mapping[str, Any], found)
-        if "$ref" not in found or not found.keys() <= ANNOTATION_KEYWORDS | {"$ref"}:
-            return found
-        found = _resolve_pointer(root, found["$ref"])
+        if not isinstance(target, Mapping):
+            return schema if target is None else target
+        target = cast(Mapping[str, Any], target)
+        if "$ref" not in target or not target.keys() <= ANNOTATION_KEYWORDS | {"$ref"}:
+            return target
+        target = _resolve_pointer(root, target["$ref"])
     return schema
 
 
@@ -144,51 +144,51 @@ def _property_types(
     if depth == 0 or not isinstance(schema, Mapping):
         return None
     schema = cast(Mapping[str, Any], schema)
-    found: JsonTypes | None = None
+    result: JsonTypes | None = None
     declared = schema.get("properties")
     if isinstance(declared, Mapping) and name in declared:
-        found = _schema_types(cast(Mapping[str, Any], declared)[name], root, depth - 1)
+        result = _schema_types(cast(Mapping[str, Any], declared)[name], root, depth - 1)
     elif isinstance(schema.get("additionalProperties"), Mapping):
-        found = _schema_types(schema["additionalProperties"], root, depth - 1)
+        result = _schema_types(schema["additionalProperties"], root, depth - 1)
     if "$ref" in schema:
-        found = _intersect_types(
-            found, _property_types(_resolve_pointer(root, schema["$ref"]), name, root, depth - 1)
+        result = _intersect_types(
+            result, _property_types(_resolve_pointer(root, schema["$ref"]), name, root, depth - 1)
         )
     for part in _as_schema_list(schema.get("allOf")):
-        found = _intersect_types(found, _property_types(part, name, root, depth - 1))
+        result = _intersect_types(result, _property_types(part, name, root, depth - 1))
     for keyword in ("anyOf", "oneOf"):
         constraints = [
             _property_types(part, name, root, depth - 1)
             for part in _as_schema_list(schema.get(keyword))
         ]
         # alternatives without the property do not restrict its type
-        found = _intersect_types(
-            found, _union_types(types for types in constraints if types is not None)
+        result = _intersect_types(
+            result, _union_types(types for types in constraints if types is not None)
         )
-    return found
+    return result
 
 
 def _schema_types(schema: Any, root: Mapping[str, Any], depth: int) -> JsonTypes | None:
     if depth == 0 or not isinstance(schema, Mapping):
         return None
     schema = cast(Mapping[str, Any], schema)
-    found = _declared_types(schema)
+    result = _declared_types(schema)
     if "$ref" in schema:
-        found = _intersect_types(
-            found, _schema_types(_resolve_pointer(root, schema["$ref"]), root, depth - 1)
+        result = _intersect_types(
+            result, _schema_types(_resolve_pointer(root, schema["$ref"]), root, depth - 1)
         )
     for part in _as_schema_list(schema.get("allOf")):
-        found = _intersect_types(found, _schema_types(part, root, depth - 1))
+        result = _intersect_types(result, _schema_types(part, root, depth - 1))
     for keyword in ("anyOf", "oneOf"):
-        found = _intersect_types(
-            found,
+        result = _intersect_types(
+            result,
             _union_types(
                 _schema_types(p, root, depth - 1) for p in _as_schema_list(schema.get(keyword))
             ),
         )
-    if found is not None and schema.get("nullable") is True:  # OpenAPI 3.0
-        found |= {"null"}
-    return found
+    if result is not None and schema.get("nullable") is True:  # OpenAPI 3.0
+        result |= {"null"}
+    return result
 
 
 def _declared_types(schema: Mapping[str, Any]) -> JsonTypes | None:
@@ -241,12 +241,12 @@ def _add_integer(types: JsonTypes) -> JsonTypes:
 def _union_types(parts: Iterable[JsonTypes | None]) -> JsonTypes | None:
     """Returns the types that any of the parts allows. Returns None if a part is unrestricted or
     there are no parts."""
-    found: JsonTypes = frozenset()
+    union: JsonTypes = frozenset()
     for part in parts:
         if part is None:
             return None
-        found |= part
-    return found or None
+        union |= part
+    return union or None
 
 
 def _as_schema_list(value: Any) -> list[Any]:
@@ -257,10 +257,10 @@ def _resolve_pointer(root: Mapping[str, Any], reference: Any) -> Any:
     """Returns the target of a reference within the document, or None if it does not exist."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
-    found: Any = root
+    target: Any = root
     for step in reference[1:].split("/")[1:]:
         step = step.replace("~1", "/").replace("~0", "~")
-        if not isinstance(found, Mapping) or step not in found:
+        if not isinstance(target, Mapping) or step not in target:
             return None
-        found = cast(Mapping[str, Any], found)[step]
-    return found
+        target = cast(Mapping[str, Any], target)[step]
+    return target

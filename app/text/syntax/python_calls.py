@@ -90,8 +90,8 @@ def build_python_grammar(
     their schemas."""
     calls: list[str] = []
     rules: list[str] = []
-    for place, tool in enumerate(tools):
-        arguments = _build_argument_grammar(tool, literal, json_schema, prefix=f"tool{place}arg")
+    for index, tool in enumerate(tools):
+        arguments = _build_argument_grammar(tool, literal, json_schema, prefix=f"tool{index}arg")
         if arguments is None or not _NAME.fullmatch(tool.name):
             return None
         calls.append(f"{literal(f'{tool.name}(')} {arguments.expression} {literal(')')}")

@@ -168,7 +168,8 @@ def render_python_literal(value: Any) -> str:
         case dict():
             pairs = cast(dict[str, Any], value).items()
             rendered = (
-                f"{render_python_literal(key)}: {render_python_literal(one)}" for key, one in pairs
+                f"{render_python_literal(key)}: {render_python_literal(item)}"
+                for key, item in pairs
             )
             return f"{{{', '.join(rendered)}}}"
         case list():

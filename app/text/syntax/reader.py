@@ -152,10 +152,10 @@ class Reader:
         """Outputs the text before the first of the given marks, and consumes the mark. Each chunk
         is output as soon as it cannot be part of a mark. Returns the mark, or None if the text ends
         without a mark. If two marks start at the same position, the longer mark is used."""
-        found = re.compile("|".join(re.escape(m) for m in sorted(marks, key=len, reverse=True)))
+        pattern = re.compile("|".join(re.escape(m) for m in sorted(marks, key=len, reverse=True)))
         while True:
             ahead = self.ahead
-            match = found.search(ahead) if marks else None
+            match = pattern.search(ahead) if marks else None
             begins = match.start() if match else len(ahead)
             # a longer mark may also start there
             open_ = len(ahead) if self.ended else find_partial_mark(ahead, marks)
