@@ -234,8 +234,8 @@ def _check_first_word(
         parser.error(
             f"unknown command {word!r}: to serve a model, write `mlxrunner serve {_quote(word)}`"
         )
-    known = other_names.get(word.lower())
-    hint = suggest(word, commands) if known is None else f"; did you mean {known}?"
+    command = other_names.get(word.lower())
+    hint = suggest(word, commands) if command is None else f"; did you mean {command}?"
     parser.error(f"unknown command {word!r}: {listed}{hint}")
 
 

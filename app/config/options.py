@@ -108,7 +108,7 @@ def make_option(
     settings_class: type[Settings] | type[ModelSettings] | type[ModelDefaults] = Settings,
 ) -> Option:
     [default] = [
-        known.default for known in dataclasses.fields(settings_class) if known.name == field
+        setting.default for setting in dataclasses.fields(settings_class) if setting.name == field
     ]
     return Option(
         field=field,

@@ -47,23 +47,23 @@ def read_environment(environment: Mapping[str, str]) -> SourcedValues:
         name: word for name, word in environment.items() if name.startswith(ENV_PREFIX) and word
     }
     _reject_kubernetes_service_links(ours)
-    known = {option.env_var: option for option in OPTIONS}
-    others = (
+    options = {option.env_var: option for option in OPTIONS}
+    unknown = (
         CONFIG_VARIABLE,
         MODELS_VARIABLE,
         BUILD_VARIABLE,
         *SECRET_VARIABLES,
         *BACKEND_VARIABLES,
     )
-    for name in sorted(ours.keys() - known.keys() - set(others)):
+    for name in sorted(ours.keys() - options.keys() - set(unknown)):
         raise AppError(
             ErrorKind.INVALID,
-            f"{name}: unknown variable{_suggest(name, [*known, *others])}",
+            f"{name}: unknown variable{_suggest(name, [*options, *unknown])}",
             param=name,
         )
     given: dict[str, SourcedValue] = {}
-    for name in ours.keys() & known.keys():
-        option = known[name]
+    for name in ours.keys() & options.keys():
+        option = options[name]
         try:
             given[option.field] = SourcedValue(value=option.parse_text(ours[name]), source=name)
         except InvalidOptionValue as problem:

@@ -82,14 +82,14 @@ def _find_tables(lines: Sequence[str]) -> Sequence[int]:
 
 def _append_table(lines: Sequence[str], defaults: ModelDefaults) -> Sequence[str]:
     end = "\r" if any(line.endswith("\r") for line in lines) else ""
-    kept = list(lines)
-    while kept and not kept[-1].strip():
-        kept.pop()
-    added = [*([""] if kept else []), "[[defaults]]"]
+    result = list(lines)
+    while result and not result[-1].strip():
+        result.pop()
+    added = [*([""] if result else []), "[[defaults]]"]
     added += [_format(option, value) for option, value in list_default_values(defaults)]
-    if kept and end:
-        kept[-1] = kept[-1].removesuffix("\r") + end
-    return [*kept, *(f"{line}{end}" for line in added), ""]
+    if result and end:
+        result[-1] = result[-1].removesuffix("\r") + end
+    return [*result, *(f"{line}{end}" for line in added), ""]
 
 
 def _edit_table(
@@ -195,15 +195,21 @@ def _check(
     """Raises AppError(INVALID) unless the text is the old one except for the defaults of the
     model."""
     after = tomllib.loads(text)
-    others = [dict(table) for n, table in enumerate(before.get("defaults", ())) if n != index]
+    other_tables = [dict(table) for n, table in enumerate(before.get("defaults", ())) if n != index]
     remaining = [table for table in after.get("defaults", ()) if table.get("name") != defaults.name]
-    mine = [table for table in after.get("defaults", ()) if table.get("name") == defaults.name]
+    own_tables = [
+        table for table in after.get("defaults", ()) if table.get("name") == defaults.name
+    ]
     wanted = list_default_values(defaults)
-    is_written = [dict(table).keys() for table in mine] == (
+    is_written = [dict(table).keys() for table in own_tables] == (
         [] if defaults.is_empty else [{option.field for option, _ in wanted}]
-    ) and all(_is_equal(option, mine[0][option.field], value) for option, value in wanted if mine)
+    ) and all(
+        _is_equal(option, own_tables[0][option.field], value)
+        for option, value in wanted
+        if own_tables
+    )
     rest = ({**before, "defaults": None}, {**after, "defaults": None})
-    if others != remaining or not is_written or rest[0] != rest[1]:
+    if other_tables != remaining or not is_written or rest[0] != rest[1]:
         raise _edit_error("can only be edited by hand, because of its layout")
 
 

@@ -104,39 +104,39 @@ class _TomlReader:
             table = {"name": item} if isinstance(item, str) and array == "models" else item
             if not isinstance(table, dict) or "name" not in table:
                 location = self._locate((array, index, ""), ("", None, array))
-                at = _table_key(array, index)
+                table_key = _table_key(array, index)
                 raise _config_error(
-                    location, f"{at} needs a name", _table_key(array, index, "name")
+                    location, f"{table_key} needs a name", _table_key(array, index, "name")
                 )
             yield self._read_table(array, index, cast("Mapping[str, object]", table))
 
     def _read_table(self, array: str, index: int, table: Mapping[str, object]) -> Mapping[str, Any]:
         fields: dict[str, Any] = {}
-        known = _TABLE_OPTIONS[array]
+        options = _TABLE_OPTIONS[array]
         for key, value in table.items():
             location = self._locate((array, index, key), (array, index, ""), ("", None, array))
-            at = _table_key(array, index, key)
-            if key not in known:
+            table_key = _table_key(array, index, key)
+            if key not in options:
                 raise _config_error(
                     location,
-                    f"{at}: unknown key"
+                    f"{table_key}: unknown key"
                     + (
                         f"; it is a server setting: move it above the first [[{array}]]"
                         if key in _OPTIONS_BY_KEY
-                        else _suggest(key, known)
+                        else _suggest(key, options)
                     ),
-                    at,
+                    table_key,
                 )
             # Option.from_toml is not used: here "default" may be the name of a model, and a missing
             # key already means the default
-            fields[key] = _convert(known[key].value_type.from_toml, value, location, at)
+            fields[key] = _convert(options[key].value_type.from_toml, value, location, table_key)
         return fields
 
     def _unknown_key_error(self, key: str, value: object) -> AppError:
         location = self._locate(("", None, key))
         if isinstance(value, dict) and key not in _OPTIONS_BY_KEY:
             inside = [
-                known for known in cast("Mapping[str, object]", value) if known in _OPTIONS_BY_KEY
+                name for name in cast("Mapping[str, object]", value) if name in _OPTIONS_BY_KEY
             ]
             why = (
                 "; settings are top-level keys, without sections"

@@ -205,10 +205,10 @@ def duration(*, allow_zero: bool = False, allow_forever: bool = False) -> ValueT
 
 def boolean() -> ValueType:
     def parse(word: str) -> bool:
-        known = _BOOLEAN_WORDS.get(word.lower())
-        if known is None:
+        value = _BOOLEAN_WORDS.get(word.lower())
+        if value is None:
             raise ValueError
-        return known
+        return value
 
     return ValueType(description="true or false", metavar="", parse=parse, types=(bool,))
 

@@ -378,9 +378,9 @@ def _to_app_error(error: GrammarCompileError) -> AppError:
     if isinstance(error.grammar, JsonSchema) and error.grammar.generated:
         message = f"{start} is invalid: {mark_client_text(error.reason)}"
         return AppError(ErrorKind.INVALID, message, param=start)
-    at = f" at {'.'.join(error.path)}" if error.path else ""
+    location = f" at {'.'.join(error.path)}" if error.path else ""
     # keywords and property names also come from the client
-    message = f"invalid {name}{mark_client_text(f'{at}: {error.reason}')}"
+    message = f"invalid {name}{mark_client_text(f'{location}: {error.reason}')}"
     param = ".".join((start, *error.path) if start else error.path)
     return AppError(ErrorKind.INVALID, message, param=param or None)
 

@@ -22,12 +22,12 @@ class LiteralWriter:
         expressions: list[str] = []
         rest = text
         while rest:
-            at, size = self._next_token(rest)
-            if at:
-                expressions.append(quote(rest[:at]))
+            position, size = self._next_token(rest)
+            if position:
+                expressions.append(quote(rest[:position]))
             if size:
-                expressions.append(f"<[{self._token(rest[at : at + size])}]>")
-            rest = rest[at + size :]
+                expressions.append(f"<[{self._token(rest[position : position + size])}]>")
+            rest = rest[position + size :]
         return " ".join(expressions)
 
     def _next_token(self, text: str) -> tuple[int, int]:

@@ -147,17 +147,17 @@ def _rewrite_names(schema: Schema, resolve: Resolve) -> Schema:
 
 
 def _list_properties(schema: Schema, rest: Schema, listed: list[str], value: Any) -> Schema:
-    known = schema.get("properties", {})
+    declared = schema.get("properties", {})
     required = schema.get("required", [])
     if (
         len(listed) > _MAX_NAMES
         or "patternProperties" in schema
-        or not isinstance(known, dict)
+        or not isinstance(declared, dict)
         or not isinstance(required, list)
         or not set(cast(list[Any], required)) <= set(listed)
     ):
         return schema
-    own = cast(Schema, known)
+    own = cast(Schema, declared)
     properties = {name: own.get(name, value) for name in listed}
     return {**rest, "properties": properties, "additionalProperties": False}
 
@@ -165,8 +165,8 @@ def _list_properties(schema: Schema, rest: Schema, listed: list[str], value: Any
 def _list_names(names: Schema, resolve: Resolve) -> list[str] | None:
     """Returns the names that are allowed, or None if they are not listed."""
     if names.keys() - _DESCRIPTIONS == {"anyOf"} and isinstance(names["anyOf"], list):
-        branches = [resolve(each) for each in cast(list[Any], names["anyOf"])]
-        parts = [None if each is None else _list_names(each, resolve) for each in branches]
+        branches = [resolve(branch) for branch in cast(list[Any], names["anyOf"])]
+        parts = [None if branch is None else _list_names(branch, resolve) for branch in branches]
         if any(part is None for part in parts):
             return None
         return list(dict.fromkeys(name for part in parts if part for name in part))

@@ -135,10 +135,10 @@ def iter_subschemas(schema: Any) -> Iterator[tuple[SchemaPath, Any]]:
             yield (key,), mapping[key]
     for key in _SCHEMA_LIST_KEYWORDS:
         if isinstance(mapping.get(key), list):
-            yield from (((key, str(i)), each) for i, each in enumerate(mapping[key]))
+            yield from (((key, str(i)), subschema) for i, subschema in enumerate(mapping[key]))
     for key in _SCHEMA_MAP_KEYWORDS:
         if isinstance(mapping.get(key), dict):
-            yield from (((key, name), each) for name, each in mapping[key].items())
+            yield from (((key, name), subschema) for name, subschema in mapping[key].items())
 
 
 def resolve_pointer(document: Any, pointer: str) -> tuple[SchemaPath, Any] | None:
@@ -168,10 +168,12 @@ def walk_schemas(document: Schema) -> Iterator[tuple[SchemaPath, Schema]]:
             continue
         mapping = cast(Schema, schema)
         yield path, mapping
-        todo += [((*path, *below), each) for below, each in iter_subschemas(mapping)]
+        todo += [((*path, *below), subschema) for below, subschema in iter_subschemas(mapping)]
         for key in _DEFINITION_KEYWORDS:
             if isinstance(mapping.get(key), dict):
-                todo += [((*path, key, name), each) for name, each in mapping[key].items()]
+                todo += [
+                    ((*path, key, name), subschema) for name, subschema in mapping[key].items()
+                ]
 
 
 _TOO_DEEP = f"it is nested deeper than {MAX_LEVELS} levels"
@@ -185,15 +187,15 @@ def _check_levels(value: Any) -> None:
     """Checks the nesting depth iteratively, so that the check never exceeds Python's stack."""
     todo: list[tuple[Any, int]] = [(value, 1)]
     while todo:
-        each, level = todo.pop()
+        subschema, level = todo.pop()
         if level > MAX_LEVELS:
             raise UnsupportedGrammarError(_TOO_DEEP)
-        if isinstance(each, float) and not math.isfinite(each):
+        if isinstance(subschema, float) and not math.isfinite(subschema):
             raise UnsupportedGrammarError("it contains a number that is too large")
-        if isinstance(each, dict):
-            todo += [(below, level + 1) for below in cast(Schema, each).values()]
-        elif isinstance(each, list):
-            todo += [(below, level + 1) for below in cast(list[Any], each)]
+        if isinstance(subschema, dict):
+            todo += [(below, level + 1) for below in cast(Schema, subschema).values()]
+        elif isinstance(subschema, list):
+            todo += [(below, level + 1) for below in cast(list[Any], subschema)]
 
 
 def _check_costs(document: Schema) -> None:

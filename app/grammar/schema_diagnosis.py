@@ -79,7 +79,7 @@ class _Search:
         """Returns the first child that is rejected on its own."""
         # the schema `false` rejects everything by design
         below = [child for child in iter_subschemas(schema) if child[1] is not False]
-        children = [((*path, *names), each) for names, each in below]
+        children = [((*path, *names), child_schema) for names, child_schema in below]
         if isinstance(schema, dict) and isinstance(cast(Schema, schema).get("$ref"), str):
             target = resolve_pointer(self._document, cast(Schema, schema)["$ref"])
             children += [target] if target is not None else []
@@ -119,13 +119,13 @@ class _Search:
         mapping = cast(Schema, self._relocate(schema))
         keywords = [key for key in mapping if key not in _ANNOTATION_KEYWORDS]
         for key in keywords:
-            alone = self._try({key: mapping[key]})
-            if alone is not None:
-                return UnsupportedGrammarError(alone, (*path, key))
+            rejection = self._try({key: mapping[key]})
+            if rejection is not None:
+                return UnsupportedGrammarError(rejection, (*path, key))
         # try constraints before the keywords whose values they constrain
         for key in sorted(keywords, key=lambda key: key in _CONTEXT_KEYWORDS):
-            others = {name: mapping[name] for name in keywords if name != key}
-            if self._try(others) is None:
+            remaining = {name: mapping[name] for name in keywords if name != key}
+            if self._try(remaining) is None:
                 return UnsupportedGrammarError(reason, (*path, key))
         return UnsupportedGrammarError(reason, path)
 
@@ -135,12 +135,12 @@ class _Search:
         are dropped. Otherwise every schema with such a reference would be rejected for the same
         reason."""
         if isinstance(value, list):
-            return [self._relocate(each) for each in cast(list[Any], value)]
+            return [self._relocate(item) for item in cast(list[Any], value)]
         if not isinstance(value, dict):
             return value
         mapping = cast(Schema, value)
         ref = mapping.get("$ref")
-        moved = {key: self._relocate(each) for key, each in mapping.items()}
+        moved = {key: self._relocate(item) for key, item in mapping.items()}
         if isinstance(ref, str) and (ref == "#" or ref.startswith("#/")):
             moved["$ref"] = f"#/$defs/whole{ref[1:]}"
             target = resolve_pointer(self._document, ref)

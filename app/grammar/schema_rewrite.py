@@ -126,9 +126,9 @@ def _rewrite_children(key: str, value: Any, document: Schema, *, closes: bool) -
             value, dict
         ):
             named = cast(Schema, value)
-            return {name: _rewrite(each, document, closes=closes) for name, each in named.items()}
+            return {name: _rewrite(item, document, closes=closes) for name, item in named.items()}
         case "allOf" | "anyOf" | "oneOf" | "prefixItems" | "items" if isinstance(value, list):
-            return [_rewrite(each, document, closes=closes) for each in cast(list[Any], value)]
+            return [_rewrite(item, document, closes=closes) for item in cast(list[Any], value)]
         case "items" | "additionalItems" | "additionalProperties":
             return _rewrite(value, document, closes=closes)
         case _:
@@ -144,7 +144,7 @@ def _is_no_op(key: str, value: Any) -> bool:
 
 def _are_exclusive(schema: Schema, document: Schema) -> bool:
     """Returns whether no instance satisfies two branches of its `oneOf`."""
-    branches = [_resolve(each, document) for each in schema["oneOf"]]
+    branches = [_resolve(branch, document) for branch in schema["oneOf"]]
     if len(branches) > _MAX_BRANCHES or _has_reference_into_one_of(document):
         return False
     return all(_are_disjoint(first, other, document) for first, other in combinations(branches, 2))
@@ -173,9 +173,9 @@ def _are_disjoint(one: Schema | None, other: Schema | None, document: Schema) ->
         return False
     if not _possible_types(one) & _possible_types(other):
         return True
-    values, others = _listed_values(one), _listed_values(other)
-    if values is not None and others is not None:
-        return not values & others
+    values, other_values = _listed_values(one), _listed_values(other)
+    if values is not None and other_values is not None:
+        return not values & other_values
     return any(
         _tags_differ(one, other, name, document)
         for name in {*_required_names(one), *_required_names(other)}
@@ -188,17 +188,17 @@ def _tags_differ(one: Schema, other: Schema, name: str, document: Schema) -> boo
     if _possible_types(one) | _possible_types(other) != {"object"}:
         return False
     tags = [_resolve(_properties(each).get(name), document) for each in (one, other)]
-    values, others = (None if tag is None else _listed_values(tag) for tag in tags)
-    return values is not None and others is not None and not values & others
+    values, other_values = (None if tag is None else _listed_values(tag) for tag in tags)
+    return values is not None and other_values is not None and not values & other_values
 
 
 def _possible_types(schema: Schema) -> set[str]:
     """Returns the types that an instance may have. Integers count as numbers."""
     declared = schema.get("type")
     names = set[Any](cast(list[Any], declared) if isinstance(declared, list) else [declared])
-    known = {"null", "boolean", "number", "integer", "string", "array", "object"}
-    if not names <= known:
-        return known - {"integer"}
+    all_types = {"null", "boolean", "number", "integer", "string", "array", "object"}
+    if not names <= all_types:
+        return all_types - {"integer"}
     return {"number" if name == "integer" else cast(str, name) for name in names}
 
 

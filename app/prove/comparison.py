@@ -83,13 +83,13 @@ def _bits(token: Token) -> tuple[object, ...]:
 def _compare_logprobs(a: Token, b: Token) -> tuple[float, str]:
     """Returns the largest difference of the log probabilities of the same ID, and describes it. IDs
     are compared only if both tokens list them."""
-    mine, theirs = _list_logprobs(a), _list_logprobs(b)
+    ours, theirs = _list_logprobs(a), _list_logprobs(b)
     worst, what = 0.0, "the list of the most likely IDs differs"
-    for token in mine.keys() & theirs.keys():
-        distance = _distance(mine[token], theirs[token])
+    for token in ours.keys() & theirs.keys():
+        distance = _distance(ours[token], theirs[token])
         if distance > worst:
             worst = distance
-            what = f"log probability of ID {token} is {theirs[token]!r} instead of {mine[token]!r}"
+            what = f"log probability of ID {token} is {theirs[token]!r} instead of {ours[token]!r}"
     return worst, what
 
 

@@ -72,14 +72,14 @@ class DigestCache:
     def verify(self, files: Mapping[Path, str]) -> None:
         """Verifies files. files: the expected SHA-256 of each file. Raises AppError(MODEL_FILES)
         for the first file that differs or cannot be read."""
-        known = self._read()
+        recorded = self._read()
         try:
             marks = {path: _fingerprint(path) for path in files}
         except OSError as error:
             raise AppError(
                 ErrorKind.MODEL_FILES, f"{error.filename} cannot be read: {error}"
             ) from error
-        fresh = [path for path in files if known.get(files[path]) != marks[path]]
+        fresh = [path for path in files if recorded.get(files[path]) != marks[path]]
         if not fresh:
             return
         if (size := sum(marks[path][0] for path in fresh)) >= _LOG_FROM_BYTES:
@@ -92,7 +92,7 @@ class DigestCache:
                     f"{path} is damaged: its SHA-256 is {digests[path]}, not {files[path]}; "
                     "pull the model again",
                 )
-        self._write({**known, **{files[path]: marks[path] for path in fresh}})
+        self._write({**recorded, **{files[path]: marks[path] for path in fresh}})
 
     def _read(self) -> dict[str, list[int]]:
         try:

@@ -128,20 +128,20 @@ def _read_weight_map(path: Path, index: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def _check_no_duplicates(shards: Iterable[SafetensorsHeader]) -> None:
-    seen: dict[str, Path] = {}
+    shard_by_tensor: dict[str, Path] = {}
     for header in shards:
-        for name in header.tensors.keys() & seen.keys():
+        for name in header.tensors.keys() & shard_by_tensor.keys():
             raise _model_files_error(
-                f"tensor {name} is in both {header.path} and {seen[name].name}"
+                f"tensor {name} is in both {header.path} and {shard_by_tensor[name].name}"
             )
-        seen.update(dict.fromkeys(header.tensors, header.path))
+        shard_by_tensor.update(dict.fromkeys(header.tensors, header.path))
 
 
 def _check_index_complete(
     path: Path, places: Mapping[str, str], shards: Iterable[SafetensorsHeader]
 ) -> None:
-    here = {(name, header.path.name) for header in shards for name in header.tensors}
-    broken = sorted(places.items() - here)
+    stored = {(name, header.path.name) for header in shards for name in header.tensors}
+    broken = sorted(places.items() - stored)
     if broken:
         listed = ", ".join(f"{name} in {file}" for name, file in broken[:_MAX_LISTED_TENSORS])
         more = (

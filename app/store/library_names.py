@@ -146,7 +146,7 @@ def find_equivalent_of(name: OllamaName) -> HubName | None:
     tag = name.tag.lower()
     if tag == DEFAULT_TAG:
         tag = next(iter(tags), "")
-    repository, wanted = tags.get(tag), "4bit"
+    repository, format_name = tags.get(tag), "4bit"
     if repository is None:
         match = _TAG.fullmatch(tag)
         repository = None if match is None else tags.get(match["size"])
@@ -156,8 +156,8 @@ def find_equivalent_of(name: OllamaName) -> HubName | None:
         formats = [name for name, suffixes in _FORMATS.items() if suffix in suffixes]
         if not formats:
             return None
-        wanted = formats[0]
-    end = "" if repository.endswith("!") else f"-{wanted}"
+        format_name = formats[0]
+    end = "" if repository.endswith("!") else f"-{format_name}"
     return HubName(repo_id=f"{_ORGANIZATION}/{repository.removesuffix('!')}{end}")
 
 

@@ -232,19 +232,19 @@ def _count_elements(shape: list[Any]) -> int | None:
 def _check_contiguous(path: Path, tensors: Mapping[str, TensorInfo], *, data_bytes: int) -> None:
     """Checks that the tensors cover exactly `data_bytes` bytes. Each tensor must begin at the end
     of another one, and the last tensor must end at the end of the file."""
-    at = 0
+    offset = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
-        if tensor.start != at:
-            kind = "overlaps" if tensor.start < at else "leaves a gap after"
+        if tensor.start != offset:
+            kind = "overlaps" if tensor.start < offset else "leaves a gap after"
             raise _invalid_header_error(path, f"{_quote_name(name)} {kind} the previous tensor")
-        at = tensor.end
-    if at > data_bytes:
+        offset = tensor.end
+    if offset > data_bytes:
         raise _invalid_header_error(
-            path, f"it is truncated: its tensors need {at} bytes, but the file has {data_bytes}"
+            path, f"it is truncated: its tensors need {offset} bytes, but the file has {data_bytes}"
         )
-    if at < data_bytes:
+    if offset < data_bytes:
         raise _invalid_header_error(
-            path, f"its tensors have {at} bytes, but the file has {data_bytes}"
+            path, f"its tensors have {offset} bytes, but the file has {data_bytes}"
         )
 
 

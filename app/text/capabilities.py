@@ -115,36 +115,36 @@ def detect_capabilities(
     """Detects the capabilities of the template behind `render`. variants: template variables with
     which to test message positions, such as reasoning on and off."""
     probe = _TemplateProbe(render)
-    known = TemplateCapabilities()
-    if not probe.renders(known, [_USER_MESSAGE]) and probe.renders(
-        with_list := replace(known, requires_tool_list=True)
+    detected = TemplateCapabilities()
+    if not probe.renders(detected, [_USER_MESSAGE]) and probe.renders(
+        with_list := replace(detected, requires_tool_list=True)
     ):
-        known = with_list
-    known = replace(
-        known,
-        supports_system_role=probe.renders(known, [_SYSTEM_MESSAGE, _USER_MESSAGE])
-        or not probe.renders(known, [_USER_MESSAGE]),
+        detected = with_list
+    detected = replace(
+        detected,
+        supports_system_role=probe.renders(detected, [_SYSTEM_MESSAGE, _USER_MESSAGE])
+        or not probe.renders(detected, [_USER_MESSAGE]),
         supports_developer_role=probe.renders(
-            known, [replace(_SYSTEM_MESSAGE, role="developer"), _USER_MESSAGE]
+            detected, [replace(_SYSTEM_MESSAGE, role="developer"), _USER_MESSAGE]
         ),
     )
-    known = replace(known, supports_tools=probe.renders(known, [_USER_MESSAGE], [_TOOL]))
-    if known.supports_tools and not probe.renders(
-        known, [_USER_MESSAGE], [replace(_TOOL, description=None)]
+    detected = replace(detected, supports_tools=probe.renders(detected, [_USER_MESSAGE], [_TOOL]))
+    if detected.supports_tools and not probe.renders(
+        detected, [_USER_MESSAGE], [replace(_TOOL, description=None)]
     ):
-        known = replace(known, requires_tool_description=True)
-    known = _detect_tool_calls(probe, known)
+        detected = replace(detected, requires_tool_description=True)
+    detected = _detect_tool_calls(probe, detected)
 
     def render_trial(messages: Sequence[Message], variables: Mapping[str, Any]) -> str | None:
         return probe.render(
-            known, messages, [_TOOL] if known.supports_tool_calls else [], variables
+            detected, messages, [_TOOL] if detected.supports_tool_calls else [], variables
         )
 
-    roles = ("system", "developer") if known.supports_developer_role else ("system",)
+    roles = ("system", "developer") if detected.supports_developer_role else ("system",)
     placement = detect_placement(
-        render_trial, variants, system_roles=roles, has_system=known.supports_system_role
+        render_trial, variants, system_roles=roles, has_system=detected.supports_system_role
     )
-    return replace(known, placement=placement)
+    return replace(detected, placement=placement)
 
 
 def _detect_tool_calls(
@@ -154,16 +154,16 @@ def _detect_tool_calls(
     single_call = [_USER_MESSAGE, *_build_call_round("1")]
     for changes in _subsets(("requires_short_call_ids", "requires_string_arguments")):
         trial = replace(known, **dict.fromkeys(changes, True))
-        beside, alone = (
+        with_tools, without_tools = (
             probe.renders(trial, single_call, [_TOOL]),
             probe.renders(trial, single_call),
         )
-        if not (beside and known.supports_tools) and not alone:
+        if not (with_tools and known.supports_tools) and not without_tools:
             continue
         trial = replace(
             trial,
-            supports_tool_calls=beside and known.supports_tools,
-            supports_tool_calls_without_tools=alone,
+            supports_tool_calls=with_tools and known.supports_tools,
+            supports_tool_calls_without_tools=without_tools,
         )
         two = [_USER_MESSAGE, *_build_call_round("1", "2")]
         tools = [_TOOL] if trial.supports_tool_calls else []
@@ -312,5 +312,5 @@ def _merge_system_into_user(turns: Sequence[Message]) -> list[Message]:
     instructions = "\n\n".join(turn.content or "" for turn in first)
     if not rest or rest[0].role != "user":
         return [Message(role="user", content=instructions), *rest]
-    user, *others = rest
-    return [replace(user, content=f"{instructions}\n\n{user.content or ''}"), *others]
+    user, *remaining = rest
+    return [replace(user, content=f"{instructions}\n\n{user.content or ''}"), *remaining]

@@ -148,9 +148,9 @@ def _read_sources(files: ModelFiles) -> dict[str, str]:
     given: Any = files.tokenizer_config.get("chat_template")
     if given is None:
         return {}
-    alone = [{"name": "default", "template": given}]
+    entries = [{"name": "default", "template": given}]
     sources: dict[str, str] = {}
-    for entry in cast("list[Any]", given if isinstance(given, list) else alone):
+    for entry in cast("list[Any]", given if isinstance(given, list) else entries):
         match entry:
             case {"name": str(name), "template": str(source)}:
                 sources[name] = source

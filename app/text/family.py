@@ -110,18 +110,18 @@ class ChatFamily:
         determined by the grammar."""
         if self.content_prefix:
             return None
-        taken: list[str] = []
+        rendered: list[str] = []
 
         def arguments(tool: Tool) -> str:
-            taken.append(calls[int(tool.param)].arguments.strip() or "{}")
-            return jsons.dumps(taken[-1])
+            rendered.append(calls[int(tool.param)].arguments.strip() or "{}")
+            return jsons.dumps(rendered[-1])
 
         tools = [
             Tool(name=call.name, description=None, parameters={}, param=str(index))
             for index, call in enumerate(calls)
         ]
         syntax = self.build_tool_call_grammar(tools, jsons.dumps, arguments)
-        if syntax is None or len(taken) < len(calls):
+        if syntax is None or len(rendered) < len(calls):
             return None
         if len(calls) > 1 and syntax.between is None:
             return None
@@ -271,9 +271,9 @@ class _Lookahead:
                 next(parser)
             except StopIteration as stopped:
                 return stopped.value
-            known = len(reader.ahead)
+            length = len(reader.ahead)
             yield from reader.wait_for_more()
-            self.reader.push(reader.ahead[known:])
+            self.reader.push(reader.ahead[length:])
 
 
 def find_family(template: str) -> ChatFamily | None:

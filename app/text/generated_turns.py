@@ -302,7 +302,7 @@ def restore_generated_text(
         done = start
         if hashed.copy().digest() != turn.prompt_digest:
             continue
-        ends = (at for end in turn_ends if (at := text.find(end, start)) >= 0)
+        ends = (position for end in turn_ends if (position := text.find(end, start)) >= 0)
         end = min(ends, default=None)
         if end is None:
             continue

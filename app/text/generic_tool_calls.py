@@ -157,14 +157,14 @@ class GenericFamily(ChatFamily):
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
     ) -> Resumable[None]:
         """Parses the rest of a line, including its end, or up to a call of the model's own."""
-        at = reader.at
+        position = reader.at
         marks = self.call_markers if tools else ()
         mark = yield from reader.read_until("\n", *marks, on_text=output.add_content)
         if mark == "\n":
             output.add_content("\n", reader.at - 1)
         elif mark is not None:
             yield from self.parse_call(reader, output, tools, mark, output.add_content)
-        assert reader.at > at or reader.ended
+        assert reader.at > position or reader.ended
 
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema

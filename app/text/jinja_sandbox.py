@@ -98,8 +98,8 @@ class SandboxedTemplate:
             compiled = jinja2.Template.from_code(sandbox, self._code, sandbox.make_globals(None))
             return compiled.render(given)
         except _RaisedByTemplate as refusal:
-            words = mark_client_text(_format_reason(refusal))
-            raise AppError(ErrorKind.INVALID, words, param="messages") from refusal
+            error_text = mark_client_text(_format_reason(refusal))
+            raise AppError(ErrorKind.INVALID, error_text, param="messages") from refusal
         except WorkCancelled:
             raise
         except Exception as error:

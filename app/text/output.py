@@ -279,8 +279,8 @@ class _StopFilter:
     def _output_position(self, position: int) -> int:
         """Converts a position in this text to a position in the model's output."""
         number = bisect_right(self._offsets, position, key=lambda place: place[0]) - 1
-        start, at = self._offsets[max(0, number)]
-        return at + position - start
+        start, ids_position = self._offsets[max(0, number)]
+        return ids_position + position - start
 
 
 def build_token_logprob(tokenizer: Tokenizer, token: Token) -> TokenLogprob:

@@ -216,10 +216,10 @@ class _PlacementProbe:
         word = marker.content or ""
         if text is None or text.count(word) != 1:
             return False
-        at = text.index(word)
-        if text.find(_word_of(gap.before[-1])) not in range(at):
+        index = text.index(word)
+        if text.find(_word_of(gap.before[-1])) not in range(index):
             return False
-        if gap.after and text.find(_word_of(gap.after[0])) < at:
+        if gap.after and text.find(_word_of(gap.after[0])) < index:
             return False
         if not gap.compares:
             return True

@@ -396,11 +396,11 @@ class PromptBuilder:
     def _get_variables(self, request: GenerateRequest, tools: bool) -> Mapping[str, Any]:
         """Returns the request's variables for the template with or without tools."""
         template = self._template
-        known = template.get_variables(tools=tools)
-        verbosity = build_verbosity_kwargs(request.verbosity, known)
+        template_variables = template.get_variables(tools=tools)
+        verbosity = build_verbosity_kwargs(request.verbosity, template_variables)
         variables = build_thinking_kwargs(
             self._fit_reasoning(request, tools),
-            known,
+            template_variables,
             supports_reasoning=self._reasoning_tags is not None,
             supports_none=NONE_EFFORT.search(template.get_source(tools=tools)) is not None,
         )
@@ -449,11 +449,11 @@ class PromptBuilder:
         messages = conversation.messages
         if not self._first_messages or conversation.earlier_ids:
             return messages
-        at = next(
+        index = next(
             (n for n, message in enumerate(messages) if message.role not in SYSTEM_ROLES),
             len(messages),
         )
-        return (*messages[:at], *self._first_messages, *messages[at:])
+        return (*messages[:index], *self._first_messages, *messages[index:])
 
     def _add_system_prompt(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Adds the model's default system prompt, unless the conversation begins with one."""

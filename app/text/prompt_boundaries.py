@@ -81,7 +81,7 @@ class _BoundaryFinder:
         self._positions: set[int] = set()
 
     def get_positions(self) -> tuple[int, ...]:
-        return tuple(sorted(at for at in self._positions if at > 0))
+        return tuple(sorted(position for position in self._positions if position > 0))
 
     def add_end_of(self, messages: Sequence[Message]) -> None:
         """Adds the end of the common prefix of the prompt and a render of only these messages."""
@@ -133,8 +133,8 @@ class _BoundaryFinder:
 
     def _find_start(self, text: str, messages: Sequence[Message]) -> int:
         """Returns the position at which the text ends if only these messages are rendered."""
-        alone = self._try(messages, add_generation_prompt=False)
-        return len(text) - common_prefix_length(text[::-1], alone[::-1])
+        rendered = self._try(messages, add_generation_prompt=False)
+        return len(text) - common_prefix_length(text[::-1], rendered[::-1])
 
     def _try(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """Renders messages. Returns "" if the template rejects them."""

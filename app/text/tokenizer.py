@@ -92,10 +92,10 @@ def _build_byte_alphabet() -> Mapping[str, int]:
     `src/encoder.py`, bytes_to_unicode). A printable Latin-1 byte is represented by its own
     character. The other bytes are represented by the characters from U+0100 on, in order."""
     own = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}
-    others = (byte for byte in range(256) if byte not in own)
+    remaining = (byte for byte in range(256) if byte not in own)
     return {
         **{chr(byte): byte for byte in own},
-        **{chr(256 + index): byte for index, byte in enumerate(others)},
+        **{chr(256 + index): byte for index, byte in enumerate(remaining)},
     }
 
 
@@ -208,7 +208,7 @@ class Tokenizer:
         for position in positions:
             # some tokenizers do not include the leading space in a token's offsets
             after = range(position, min(position + _MAX_SPACES, len(text)))
-            tokens = (encoding.char_to_token(at) for at in after)
+            tokens = (encoding.char_to_token(char_position) for char_position in after)
             count = next((token for token in tokens if token is not None), None)
             if count is None and position < len(text):
                 continue
@@ -264,9 +264,9 @@ class Tokenizer:
         )
         step = max(1, int(_NORMALIZER_CHUNK_BYTES / (_MAX_CHARACTER_BYTES * expansion.normalizer)))
         written = 0
-        for at in range(0, len(text), step):
+        for start in range(0, len(text), step):
             try:
-                piece = normalizer.normalize_str(text[at : at + step])
+                piece = normalizer.normalize_str(text[start : start + step])
             except TypeError as error:
                 raise _surrogate_error() from error
             written += len(piece.encode())
@@ -475,8 +475,8 @@ def _find_prefix_ids(
 def _find_suffix_ids(inner: tokenizers.Tokenizer) -> tuple[int, ...]:
     """Returns the special tokens that the post-processor appends to every text."""
     probe = inner.encode("a", add_special_tokens=True)
-    behind = probe.special_tokens_mask[::-1].index(0)
-    return tuple(probe.ids[len(probe.ids) - behind :])
+    num_suffix_ids = probe.special_tokens_mask[::-1].index(0)
+    return tuple(probe.ids[len(probe.ids) - num_suffix_ids :])
 
 
 def _find_bos_token_id(files: ModelFiles, inner: tokenizers.Tokenizer) -> int | None:

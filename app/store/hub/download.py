@@ -63,15 +63,15 @@ def download(
     large = [file for file in plan.files if file.sha256 is not None and _fits_http(file)]
     with translate_hub_errors(plan.name):
         _check_disk_space(plan)
-        here = [count_downloaded_bytes(storage, plan.commit, file) for file in large]
+        downloaded = [count_downloaded_bytes(storage, plan.commit, file) for file in large]
         progress: ProgressListener
         if listener is None:
-            progress = DownloadProgress(sum(file.size for file in large), sum(here), out)
+            progress = DownloadProgress(sum(file.size for file in large), sum(downloaded), out)
         else:
             listener.begin(
                 {
                     file.sha256: (file.size, done)
-                    for file, done in zip(large, here, strict=True)
+                    for file, done in zip(large, downloaded, strict=True)
                     if file.sha256 is not None
                 }
             )

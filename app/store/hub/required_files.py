@@ -36,9 +36,9 @@ def select_files(paths: Iterable[str]) -> list[str]:
     """Returns the files needed to load a model, with the weights last. With few exceptions, only
     top-level files are selected, because folders contain other formats of the same model."""
     paths = sorted(paths)
-    here = [path for path in paths if _SAFE_NAME.fullmatch(path)]
+    root_files = [path for path in paths if _SAFE_NAME.fullmatch(path)]
     return [path for path in paths if path in _CONFIG_FILES | _EMBEDDING_FILES] + _select_weights(
-        here
+        root_files
     )
 
 

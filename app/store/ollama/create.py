@@ -148,8 +148,8 @@ def _replace_text(
 ) -> list[BlobReference]:
     if text is None:
         return layers
-    kept = _without(layers, media_type)
-    return [*kept, write_blob(text.encode(), media_type)] if text else kept
+    remaining = _without(layers, media_type)
+    return [*remaining, write_blob(text.encode(), media_type)] if text else remaining
 
 
 def _merge_parameters(

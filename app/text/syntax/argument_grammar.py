@@ -65,16 +65,16 @@ def build_argument_grammar(
         expression = pair(name, value)
         if expression is None:
             return None
-        here = f"{prefix}{index}"
-        rules.append(f"{here}: {expression}")
+        rule = f"{prefix}{index}"
+        rules.append(f"{rule}: {expression}")
         if name in required:
-            some = f"{here} {more}"
-            more = f"{separator} {here} {more}"
+            some = f"{rule} {more}"
+            more = f"{separator} {rule} {more}"
         else:
-            some = f"({here} {more} | {some})" if some else f"({here} {more})?"
-            more = f"({separator} {here})? {more}"
-        rules += [f"{here}some: {some}", f"{here}more: {more}"]
-        some, more = f"{here}some", f"{here}more"
+            some = f"({rule} {more} | {some})" if some else f"({rule} {more})?"
+            more = f"({separator} {rule})? {more}"
+        rules += [f"{rule}some: {some}", f"{rule}more: {more}"]
+        some, more = f"{rule}some", f"{rule}more"
     return ArgumentGrammar(expression=some, rules=tuple(rules))
 
 

@@ -52,8 +52,8 @@ def parse_call_object(
         yield from reader.skip_space()
         if key is None or (yield from reader.accept(":")) is None:
             return _fail_call(call)
-        known = (*name_keys, *argument_keys, *id_keys, "type")
-        if names is not None and key not in known and not call.is_started:
+        keys = (*name_keys, *argument_keys, *id_keys, "type")
+        if names is not None and key not in keys and not call.is_started:
             return "none"  # do not hold back a whole response in JSON
         if not (yield from _parse_value(reader, call, key, name_keys, argument_keys, id_keys)):
             return _fail_call(call)

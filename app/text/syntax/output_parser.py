@@ -152,9 +152,9 @@ class OutputBuilder:
     def _filter(self, kind: _TextType, text: str, at: int) -> None:
         """Adds a text without the hidden markers, and holds back an incomplete marker."""
         if self._partial is not None:
-            before, known, begin = self._partial
-            if before is kind and begin + len(known) == at:
-                text, at = known + text, begin
+            before, held, begin = self._partial
+            if before is kind and begin + len(held) == at:
+                text, at = held + text, begin
                 self._partial = None
             else:
                 self._flush_partial()

@@ -118,12 +118,12 @@ def _parse_string(reader: Reader, write: WriteJson, quote: str, *, raw: bool) ->
 
 def _is_value_end(reader: Reader) -> Resumable[bool]:
     """Returns whether the following text is valid after a value. Consumes nothing."""
-    seen = 0
+    length = 0
     while True:
-        rest = reader.ahead[seen:].lstrip()
+        rest = reader.ahead[length:].lstrip()
         if rest or reader.ended:
             return not rest or rest[0] in ",)]}:"
-        seen = len(reader.ahead)
+        length = len(reader.ahead)
         yield from reader.wait_for_more()
 
 

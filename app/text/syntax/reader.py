@@ -92,10 +92,10 @@ class Reader:
 
     def wait_for_more(self) -> Resumable[bool]:
         """Waits for the next character. Returns False at the end of the text."""
-        known = len(self.ahead)
-        while len(self.ahead) == known and not self.ended:
+        length = len(self.ahead)
+        while len(self.ahead) == length and not self.ended:
             yield
-        return len(self.ahead) > known
+        return len(self.ahead) > length
 
     def peek(self) -> Resumable[str]:
         """Returns the next character without consuming it, or "" at the end of the text."""
@@ -124,11 +124,11 @@ class Reader:
 
     def skip_space(self) -> Resumable[str]:
         """Consumes all white space that follows, and returns it."""
-        taken = ""
+        skipped = ""
         while (character := (yield from self.peek())) and character.isspace():
             count = len(self.ahead) - len(self.ahead.lstrip())
-            taken += self.take(count)
-        return taken
+            skipped += self.take(count)
+        return skipped
 
     def match(self, pattern: re.Pattern[str]) -> Resumable[str]:
         """Returns the longest match of the pattern without consuming it, or "" if there is no

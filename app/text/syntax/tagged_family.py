@@ -152,10 +152,10 @@ class _GrammarWriter:
         types = get_schema_types(schema, root)
         schema = resolve_reference(schema, root)
         if types is not None and "string" not in types:
-            alone = _extract_schema(schema, types, root)
-            if alone is None:
+            document = _extract_schema(schema, types, root)
+            if document is None:
                 return None
-            return f"{self._json_schema(replace(tool, parameters=alone))} {close}"
+            return f"{self._json_schema(replace(tool, parameters=document))} {close}"
         if _constrains_only_type(schema):
             self._has_text = True
             return _TEXT_RULE
@@ -184,10 +184,10 @@ def _extract_schema(
     """Returns a parameter's schema as a separate document. Returns None if the schema has
     references to anything but its definitions."""
     shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    alone = {"type": sorted(types), **cast(Mapping[str, Any], schema)}
-    if _REFERENCE.search(jsons.dumps([alone, shared])):
+    document = {"type": sorted(types), **cast(Mapping[str, Any], schema)}
+    if _REFERENCE.search(jsons.dumps([document, shared])):
         return None
-    return {**shared, **alone} if '"$ref"' in jsons.dumps(alone) else alone
+    return {**shared, **document} if '"$ref"' in jsons.dumps(document) else document
 
 
 def _constrains_only_type(schema: Any) -> bool:
