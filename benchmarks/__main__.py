@@ -7,7 +7,8 @@ make bench ARGS="soak --minutes 60" for longer
 make bench ARGS="delivery --baseline 8b51e97"
                                     compared with an older commit
 
-`make bench-cpu` compares a Linux CPU with its limits and with other engines.
+`make bench-cpu` compares a Linux CPU with its limits and with other engines. Earlier figures,
+with the conditions and the commands of each, are in benchmarks/results.
 """
 
 import argparse
