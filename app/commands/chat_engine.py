@@ -3,7 +3,7 @@
 Knows: which of the two serves a model, the download of a missing model. Must not know: chats,
 prompts.
 
-The own server ends with the command, however that ends (launched_server.py). It listens on a free
+The own server ends with the command, however that ends (servers.py). It listens on a free
 port of the loopback interface and requires a key that only this process knows.
 """
 
