@@ -34,6 +34,7 @@ DEV     := $(VENV)/.dev
 # What is installed with a compiler and what is without are two states: a compiler that comes later
 # makes the first of them stale. (CXX is make's own variable, from the environment where it is there.)
 COMPILER := $(if $(filter 0,$(MLXRUNNER_BUILD_KERNELS)),,$(shell command -v $(CXX) c++ g++ clang++))
+# SELF= on the command line leaves out our own package: tests that need no kernels run without it.
 SELF    := $(VENV)/.self$(if $(COMPILER),,-uncompiled)
 KERNELS := models/kernels/CMakeLists.txt $(wildcard models/kernels/src/*)
 CLIENTS := .venv-clients/.installed .venv-agents/.installed .venv-anthropic0/.installed examples/node/node_modules/.installed

@@ -1,6 +1,7 @@
 """Fixtures for all tests, and the selection of cases that keeps the suite short."""
 
 import gc
+import inspect
 import logging
 import os
 import signal
@@ -21,7 +22,7 @@ from tests.machine_lock import MachineLock, machine_lock_of_run
 from tests.plugins import CostPlugin, ResultsPlugin
 from tests.results import VOID
 from tests.throttle import Throttle
-from tests.tiers import TIERS
+from tests.tiers import TIERS, is_file_outside, is_outside
 from tests.unchanged import is_unchanged
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -30,6 +31,7 @@ NO_SHARED_DATA = "needs ../shared/data (real tokenizers, templates, models), whi
 TIES = pytest.StashKey[list[int]]()
 MACHINE_LOCK = pytest.StashKey[MachineLock]()
 OTHER_PROGRAMS = pytest.StashKey[OtherPrograms]()
+LISTED = pytest.StashKey[frozenset[str]]()
 
 # The share of the machine that other programs may use while a test compares clocks.
 MAX_SHARE_OF_OTHERS = 0.2
@@ -79,6 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = TIERS[tier]
     if config.getoption("--skip-unchanged") and is_unchanged():
         config.option.markexpr = f"({config.option.markexpr}) and not emulation"
+    config.stash[LISTED] = frozenset(read_list())
     config.stash[TIES] = []
     config.stash[MACHINE_LOCK] = machine_lock_of_run()
     if folder := config.getoption("--costs"):
@@ -158,8 +161,30 @@ def pytest_runtest_makereport(
     return report
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Does not import a file that has no test of the tier."""
+    tier = config.getoption("--tier")
+    if tier is None or not collection_path.match("test_*.py"):
+        return None
+    path = collection_path.relative_to(config.rootpath).as_posix()
+    text = collection_path.read_text("utf-8")
+    return is_file_outside(tier, path, text, config.stash[LISTED]) or None
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_pycollect_makeitem(
+    collector: pytest.Module | pytest.Class, name: str, obj: object
+) -> list[pytest.Item] | None:
+    """Makes no items of a function that is not in the tier."""
+    config = collector.config
+    if not inspect.isfunction(obj) or not collector.istestfunction(obj, name):
+        return None
+    tier, function = config.getoption("--tier"), f"{collector.nodeid}::{name}"
+    return [] if is_outside(tier, function, config.stash[LISTED]) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Selects the cases of each test that is marked `product` for `make test`, and marks the others
     `exhaustive`: `make test-all` runs them. Marks the tests in tests/integration.txt.
 
@@ -175,9 +200,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for place, case in enumerate(cases):
             if place not in chosen:
                 case.add_marker("exhaustive")
-    listed = read_list()
     for item in items:
-        if find_function(item.nodeid) in listed:
+        if find_function(item.nodeid) in config.stash[LISTED]:
             item.add_marker("integration")
 
 

@@ -187,7 +187,7 @@ def test_ci_runs_all_tiers_with_the_oldest_python_and_a_part_with_the_newest() -
     ]
     arguments = "PYTHON=/opt/3.11/python3 VENV=.venv --jobs=2 --output-sync"
     assert commands["make check"] == f"make check {arguments}"
-    assert f" VENV=.venv-3.13 t={run_parts.NEWEST} " in commands["Python 3.13"]
+    assert f" VENV=.venv-3.13 SELF= t={run_parts.NEWEST} " in commands["Python 3.13"]
     repetitions = [part.num_repetitions for part in parts]
     assert repetitions == [None, 1, 1, 1, 2, 2, 2]
     assert [part.python for part in parts[2:4]] == [".venv/bin/python", ".venv-3.13/bin/python"]
@@ -206,3 +206,11 @@ def test_one_python_is_enough() -> None:
 
 def test_the_part_for_the_newest_python_names_existing_tests() -> None:
     assert [path for path in run_parts.NEWEST.split() if not (ROOT / path).exists()] == []
+
+
+def test_tests_that_make_check_runs_do_not_run_twice() -> None:
+    ignored = [option.removeprefix("--ignore=") for option in run_parts.CHECKED.split()]
+    recipe = (ROOT / "Makefile").read_text("utf-8").partition("\ncheck-documents:")[2]
+    assert f"pytest --quiet {' '.join(ignored)}\n" in recipe.partition("\n\n")[0] + "\n"
+    for name in ("make test", "make integration"):
+        assert run_parts.CHECKED in commands_by_name(run_parts.list_ci_parts([OLDEST]))[name]

@@ -17,7 +17,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import schemathesis
 
 from app.core.errors import AppError
 from app.core.model_files import ModelFiles
@@ -26,7 +25,6 @@ from app.runners.thread_runner import ThreadRunner
 from app.server import serve
 from app.serving.router import ModelRouter
 from tests import tiny
-from tests.api.fuzzed import CHECKS, document, each_operation, send_cases
 from tests.server_process import TIMEOUT, ServerProcess, run_server
 from tests.store.stand_in import StandIn
 from tests.throttle import Throttle
@@ -51,32 +49,6 @@ def long_server(long_model: Path) -> Iterator[ServerProcess]:
 def builtin_server() -> Iterator[ServerProcess]:
     with run_server() as running_server:
         yield running_server
-
-
-@pytest.fixture(scope="module")
-def short_context_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server with a short context, so that answers without a limit end soon."""
-    folder = tiny.write(tmp_path_factory.mktemp("small") / "tiny", max_position_embeddings=96)
-    with run_server(str(folder)) as running_server:
-        yield running_server
-
-
-SCHEMA = schemathesis.openapi.from_dict(document("tiny", tiny.VOCAB))
-
-
-@pytest.mark.no_cover
-@pytest.mark.product
-@each_operation(SCHEMA)
-def test_the_real_server_matches_the_openapi_document(
-    operation: Any, short_context_server: ServerProcess
-) -> None:
-    """Without fakes. tests/api sends more random requests to a fake."""
-
-    def send(case: Any) -> None:
-        case.call_and_validate(base_url=short_context_server.url, checks=CHECKS)
-
-    send_cases(SCHEMA, operation, send, 10)
-    assert short_context_server.status()["Status"] == 0
 
 
 def client(server: ServerProcess) -> openai.OpenAI:
@@ -325,14 +297,15 @@ def test_a_disconnect_during_prefill_keeps_the_cached_part(
         assert 0 < num_cached < len(LONG) - 1
 
 
-def test_an_answer_after_a_cancellation_is_that_of_a_fresh_server(long_model: Path) -> None:
+def test_an_answer_after_a_cancellation_is_that_of_a_fresh_server(
+    long_model: Path, long_server: ServerProcess
+) -> None:
     sampling = {"temperature": 1, "seed": 3, "max_tokens": 40}
     with run_server(str(long_model)) as running_server:
         fresh = complete(running_server, "it was a dark", **sampling)["choices"][0]["text"]
-    with run_server(str(long_model)) as running_server:
-        body = {"model": "tiny", "prompt": "it was a bright", **tiny.UNENDING, "stream": True}
-        disconnect(running_server, "/v1/completions", body, b"data: ")
-        assert complete(running_server, "it was a dark", **sampling)["choices"][0]["text"] == fresh
+    body = {"model": "tiny", "prompt": "it was a bright", **tiny.UNENDING, "stream": True}
+    disconnect(long_server, "/v1/completions", body, b"data: ")
+    assert complete(long_server, "it was a dark", **sampling)["choices"][0]["text"] == fresh
 
 
 def test_concurrent_requests_get_their_own_answers(server: ServerProcess) -> None:

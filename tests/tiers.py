@@ -4,6 +4,8 @@ Knows: the markers of pyproject.toml. Must not know: which tests have them. It n
 standard library.
 """
 
+from collections.abc import Set
+
 _NEVER_BY_DEFAULT = "gpu or exhaustive or network or programs"
 
 TIERS = {
@@ -17,3 +19,21 @@ TIERS = {
     "programs": "programs and not network",
     "exhaustive": "exhaustive and not (gpu or network)",
 }
+
+
+def is_outside(tier: str | None, function: str, listed: Set[str]) -> bool:
+    """Whether a test function need not be collected for the tier, whatever markers it has. listed:
+    the functions of tests/integration.txt."""
+    return (tier == "unit" and function in listed) or (
+        tier == "integration" and function not in listed
+    )
+
+
+def is_file_outside(tier: str | None, path: str, text: str, listed: Set[str]) -> bool:
+    """Whether no test of a file is in the tier. Importing the file would only take time: each
+    worker collects all tests. path: relative to the root of the repository. text: of the file."""
+    if tier not in ("unit", "integration"):
+        return False
+    return "\npytestmark = pytest.mark.exhaustive" in text or (
+        tier == "integration" and not any(name.startswith(f"{path}::") for name in listed)
+    )

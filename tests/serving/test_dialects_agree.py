@@ -271,6 +271,7 @@ def bytes_of(ids: tuple[int, ...]) -> bytes:
     return bytes(id_ for id_ in ids if id_ < 256)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_dialect_gives_the_same_greedy_ids(shared: Path, tmp_path: Path, family: str) -> None:
     folder = tiny.write(tmp_path / "model", eos_token_id=None, max_position_embeddings=1 << 14)

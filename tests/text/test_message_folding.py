@@ -185,6 +185,7 @@ def words(messages: list[Message]) -> list[str]:
     return " ".join(message.content or "" for message in messages).split()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("rules", ALL_RULES)
 @given(messages=conversations())
 def test_no_text_is_lost_and_the_order_is_kept(
@@ -193,6 +194,7 @@ def test_no_text_is_lost_and_the_order_is_kept(
     assert words(fold_messages(messages, rules)) == words(messages)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("rules", ALL_RULES)
 @given(messages=conversations(), at=st.integers(0, 20))
 def test_each_turn_folds_its_beginning_like_the_turns_before(
@@ -208,6 +210,7 @@ def test_each_turn_folds_its_beginning_like_the_turns_before(
         assert fold_messages(messages, rules)[: len(earlier)] == earlier
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("rules", ALL_RULES)
 @given(messages=conversations())
 def test_folding_twice_changes_nothing(rules: PlacementRules, messages: list[Message]) -> None:
