@@ -16,6 +16,7 @@
 
 # Not taken from the shell, where HOST and PYTHON often mean something else.
 MODEL =
+SOURCES =
 HOST =
 PORT =
 ARGS =
@@ -34,8 +35,8 @@ DEV     := $(VENV)/.dev
 # What is installed with a compiler and what is without are two states: a compiler that comes later
 # makes the first of them stale. (CXX is make's own variable, from the environment where it is there.)
 COMPILER := $(if $(filter 0,$(MLXRUNNER_BUILD_KERNELS)),,$(shell command -v $(CXX) c++ g++ clang++))
-# SELF= on the command line leaves out our own package: tests that need no kernels run without it.
-SELF    := $(VENV)/.self$(if $(COMPILER),,-uncompiled)
+# SOURCES=1 installs only the version of our own package, for tests that need no kernels.
+SELF    := $(VENV)/$(if $(SOURCES),.metadata,.self$(if $(COMPILER),,-uncompiled))
 KERNELS := models/kernels/CMakeLists.txt $(wildcard models/kernels/src/*)
 CLIENTS := .venv-clients/.installed .venv-agents/.installed .venv-anthropic0/.installed examples/node/node_modules/.installed
 PROGRAMS := tests/clients/programs/node_modules/.installed .venv-aider/.installed build/llama.cpp/.installed
@@ -195,9 +196,13 @@ $(DEV): requirements/dev.txt $(SERVE) | $(SELF)
 # Our own package: the command in .venv/bin, a path entry that leads here, and the CPU kernels among
 # the sources. build/kernels keeps what was compiled, so that a changed source is all that is compiled
 # again. The build tools are in build/tools.
-$(SELF): pyproject.toml requirements/build.txt $(KERNELS) $(SERVE)
+$(VENV)/.self $(VENV)/.self-uncompiled: pyproject.toml requirements/build.txt $(KERNELS) $(SERVE)
 	@rm -f $(VENV)/.self*
 	@$(BIN)/python deploy/install.py $(VENV) --only project --editable $(CUDA_FLAG)
+	@touch $@
+
+$(VENV)/.metadata: pyproject.toml tests/metadata.py $(SERVE)
+	@$(BIN)/python -m tests.metadata
 	@touch $@
 
 # A hundred packages, of which tests import the half: uv takes seconds for what takes pip half a

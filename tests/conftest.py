@@ -112,10 +112,10 @@ def pytest_xdist_setupnodes() -> None:
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> Generator[None, int, int]:
-    """One worker more than cores, because tests wait for other processes a tenth of the time and
-    more, except in the tier without processes. The command line limits the number to four."""
+    """One worker per core for the tier without processes. Other tests wait for processes: those of
+    the tier `integration` a third of the time. The command line limits the number to four."""
     num_cores = yield
-    return num_cores if config.getoption("--tier") == "unit" else num_cores + 1
+    return num_cores + {"unit": 0, "integration": 2}.get(config.getoption("--tier") or "", 1)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -275,7 +275,7 @@ def _read_output(*command: str) -> str:
 
 
 # What runs with the newest Python as well: every import, a server, and the modules that depend most
-# on the standard library. They run from the sources (SELF=), because they need no kernels, whose
+# on the standard library. They run from the sources, because they need no kernels, whose
 # compilation takes longer than the tests.
 NEWEST = "tests/test_imports.py tests/test_interpreter.py tests/core tests/config"
 
@@ -303,7 +303,7 @@ def list_ci_parts(interpreters: Sequence[Interpreter]) -> list[Part]:
     ]
     for newest in others[-1:]:
         name = f"Python {newest.version}"
-        variables = ("SELF=", f"t={NEWEST}", "ARGS=-n auto")
+        variables = ("SOURCES=1", f"t={NEWEST}", "ARGS=-n auto")
         parts.append(newest.build_tests_part(name, "test", 1, *variables))
     parts += [
         oldest.build_tests_part("coding agents", "clients", 2, "ARGS=--tier=programs -n auto"),

@@ -187,7 +187,7 @@ def test_ci_runs_all_tiers_with_the_oldest_python_and_a_part_with_the_newest() -
     ]
     arguments = "PYTHON=/opt/3.11/python3 VENV=.venv --jobs=2 --output-sync"
     assert commands["make check"] == f"make check {arguments}"
-    assert f" VENV=.venv-3.13 SELF= t={run_parts.NEWEST} " in commands["Python 3.13"]
+    assert f" VENV=.venv-3.13 SOURCES=1 t={run_parts.NEWEST} " in commands["Python 3.13"]
     repetitions = [part.num_repetitions for part in parts]
     assert repetitions == [None, 1, 1, 1, 2, 2, 2]
     assert [part.python for part in parts[2:4]] == [".venv/bin/python", ".venv-3.13/bin/python"]

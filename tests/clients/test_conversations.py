@@ -131,6 +131,7 @@ def server(script_folder: Path) -> Iterator[ServerProcess]:
         yield server
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.library)
 def test_a_library_gets_and_sends_everything_exactly_once(
     case: Case,

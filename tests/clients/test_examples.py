@@ -55,6 +55,7 @@ def test_python_libraries_of_others(
     run([clients_python, str(EXAMPLES / script)], client_environment, tmp_path, server)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("script", NODE_EXAMPLES)
 def test_libraries_for_node(
     script: str, node: str, client_environment, tmp_path: Path, server: ServerProcess

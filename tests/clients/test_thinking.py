@@ -78,6 +78,7 @@ def check_example(
     assert [prompt for prompt in answered if CALL_TURN not in prompt] == []
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("script", THINKING_EXAMPLES)
 def test_python_libraries(
     script: str, clients_python: str, client_environment, script_folder: Path, server: ServerProcess
@@ -93,6 +94,7 @@ def test_the_last_version_0_of_anthropics_library(
     check_example(command, client_environment, script_folder, server)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("script", NODE_THINKING_EXAMPLES)
 def test_libraries_for_node(
     script: str, node: str, client_environment, script_folder: Path, server: ServerProcess

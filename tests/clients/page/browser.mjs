@@ -1,9 +1,8 @@
-// A headless browser for the scenarios of page.mjs: opens the page, records what must not happen, and
-// talks to the test.
+// A headless browser for the scenarios of page.mjs and models.mjs: opens the page, records what must
+// not happen, and talks to the tests.
 
-import { mkdtemp, readFile, rm } from "node:fs/promises";
+import { readFile } from "node:fs/promises";
 import { createRequire } from "node:module";
-import { tmpdir } from "node:os";
 import path from "node:path";
 import { createInterface } from "node:readline";
 
@@ -11,33 +10,53 @@ const require = createRequire(new URL("../../../examples/node/", import.meta.url
 const { chromium } = require("playwright-core");
 const axeSource = await readFile(require.resolve("axe-core/axe.min.js"), "utf8");
 
-const replies = createInterface({ input: process.stdin })[Symbol.asyncIterator]();
+const messages = createInterface({ input: process.stdin })[Symbol.asyncIterator]();
 
 /** Asks the test to do something, such as to stop the server, and waits until it is done. */
 export async function ask(action) {
   console.log(JSON.stringify({ ask: action }));
-  return JSON.parse((await replies.next()).value);
+  return JSON.parse((await messages.next()).value);
 }
 
-export class Browser {
+/** Runs each scenario that a line of stdin names, and prints what it saw as a line of JSON. One
+ * browser runs them all, because its start takes longer than most of them. */
+export async function serve(executablePath, images, scenarios) {
+  const chrome = await chromium.launch({
+    executablePath,
+    headless: true,
+    chromiumSandbox: false, // which root cannot have
+    args: [
+      "--disable-background-networking", "--disable-component-update", "--disable-gpu",
+      "--disable-quic", "--disable-sync", "--no-first-run",
+    ],
+  });
+  for (let next = await messages.next(); !next.done; next = await messages.next()) {
+    const { scenario, server } = JSON.parse(next.value);
+    const browser = await Browser.open(chrome, server, images);
+    try {
+      const result = await scenarios[scenario](browser);
+      console.log(JSON.stringify({ result: { ...result, errors: browser.errors } }));
+    } catch (error) {
+      const text = await browser.context.pages().at(-1)?.locator("body").innerText().catch(() => "");
+      console.log(JSON.stringify({ failed: `${error.stack}\n--- errors ---\n${browser.errors.join("\n")}\n--- page ---\n${text}` }));
+    }
+    await browser.context.close();
+  }
+  await chrome.close();
+}
+
+/** A context without data of others. */
+class Browser {
   errors = []; // exceptions, and violations of the content security policy
 
-  static async launch(executablePath, server, images) {
+  static async open(chrome, server, images) {
     const self = new Browser();
     self.server = server;
     self.images = images;
-    self.profile = await mkdtemp(path.join(tmpdir(), "browser-"));
-    self.context = await chromium.launchPersistentContext(self.profile, {
-      executablePath,
-      headless: true,
-      chromiumSandbox: false, // which root cannot have
+    self.context = await chrome.newContext({
       viewport: { width: 1280, height: 800 },
       colorScheme: "light",
       reducedMotion: "reduce",
-      args: [
-        "--disable-background-networking", "--disable-component-update", "--disable-gpu",
-        "--disable-quic", "--disable-sync", "--no-first-run",
-      ],
     });
     await self.context.addInitScript(() => {
       addEventListener("securitypolicyviolation", (event) =>
@@ -66,11 +85,6 @@ export class Browser {
     const tab = await this.open();
     await tab.waitForSelector("#model option", { state: "attached" });
     return tab;
-  }
-
-  async close() {
-    await this.context.close();
-    await rm(this.profile, { recursive: true, force: true, maxRetries: 5 });
   }
 
   async running() {

@@ -1,10 +1,8 @@
-// Uses the dialog for models in a real browser, and prints what happened. A test runs this program.
-//
-//     node models.mjs <path of Chromium> <URL of the server>
+// Scenarios that use the dialog for models in a real browser. driver.mjs runs them.
 
-import { ask, Browser } from "./browser.mjs";
+import { ask } from "./browser.mjs";
 
-const scenarios = {
+export const scenarios = {
   /** A model is checked, downloaded in two attempts, kept loaded, given defaults, and deleted. */
   async manage(browser) {
     const tab = await browser.openChat();
@@ -84,16 +82,3 @@ const scenarios = {
     return { status: await status.textContent() };
   },
 };
-
-const [executablePath, server, name, images] = process.argv.slice(2);
-const browser = await Browser.launch(executablePath, server, images);
-try {
-  const result = await scenarios[name](browser);
-  console.log(JSON.stringify({ result: { ...result, errors: browser.errors } }));
-} catch (error) {
-  const text = await browser.context.pages().at(-1)?.locator("body").innerText().catch(() => "");
-  console.log(JSON.stringify({ failed: `${error.stack}\n--- errors ---\n${browser.errors.join("\n")}\n--- page ---\n${text}` }));
-} finally {
-  await browser.close();
-  process.exit(0);
-}

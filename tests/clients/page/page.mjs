@@ -1,10 +1,8 @@
-// Uses the page in a real browser, and prints what it saw as JSON.
-//
-//     node page.mjs <browser> <server> <scenario> <folder of screenshots, or "">
+// Scenarios that use the page in a real browser, and return what they saw. driver.mjs runs them.
 
 import { readFile } from "node:fs/promises";
 
-import { answer, ask, begin, Browser, ended, figures, lastError, say, until } from "./browser.mjs";
+import { answer, ask, begin, ended, figures, lastError, say, until } from "./browser.mjs";
 
 const WIDTHS = [1280, 390, 320];
 const SCHEMES = ["light", "dark"];
@@ -24,7 +22,7 @@ function findSmallTargets() {
     .map((node) => node.outerHTML.slice(0, 120));
 }
 
-const scenarios = {
+export const scenarios = {
   /** Paints of the page, in ms after the start of the navigation. */
   async paint(browser) {
     const paints = [];
@@ -601,16 +599,3 @@ const scenarios = {
     return { order, afterArrow, draft, theme, dark, kept };
   },
 };
-
-const [executablePath, server, name, images] = process.argv.slice(2);
-const browser = await Browser.launch(executablePath, server, images);
-try {
-  const result = await scenarios[name](browser);
-  console.log(JSON.stringify({ result: { ...result, errors: browser.errors } }));
-} catch (error) {
-  const text = await browser.context.pages().at(-1)?.locator("body").innerText().catch(() => "");
-  console.log(JSON.stringify({ failed: `${error.stack}\n--- errors ---\n${browser.errors.join("\n")}\n--- page ---\n${text}` }));
-} finally {
-  await browser.close();
-  process.exit(0);
-}

@@ -40,7 +40,7 @@ def test_models_are_downloaded_changed_and_deleted(use_page: Use, tmp_path: Path
     }
     with run_server("--config", str(config), environ=environ) as server:
         server.wait_until_ready()
-        seen = use_page("manage", server.url, actions, driver="models.mjs")
+        seen = use_page("manage", server.url, actions)
     hub.close()
     assert "org/new: 1.6 MB of 1.6 MB to download. It needs " in seen["preview"]
     assert seen["requested"]
@@ -64,5 +64,5 @@ def test_a_key_that_may_not_manage_models_is_told_so(use_page: Use, tmp_path: Pa
     file.chmod(0o600)
     with run_server("--api-keys", str(file)) as server:
         server.wait_until_ready()
-        seen = use_page("refuse", server.url, {"key": lambda: key}, driver="models.mjs")
+        seen = use_page("refuse", server.url, {"key": lambda: key})
     assert "has no admin rights" in seen["status"]
