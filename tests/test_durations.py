@@ -1,6 +1,7 @@
 """The list of integration tests follows from what was measured."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +40,9 @@ def test_processes_and_expensive_fixtures_count_for_each_test_that_uses_them(
         f"pytest.main(['-q', {str(tmp_path)!r}], [CostPlugin(Path('c.jsonl'))])"
     )
     command = [sys.executable, "-c", code]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    # importing the plugins of other packages would take most of the time
+    environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    subprocess.run(command, cwd=tmp_path, env=environ, check=True, capture_output=True)
     measured = durations.compute_costs(durations.read_measurement([tmp_path / "c.jsonl"]))
     costs = {function.rpartition("::")[2]: cost for function, cost in measured.items()}
     assert {name for name, cost in costs.items() if cost.process} == {

@@ -30,9 +30,20 @@ def send_chat(url: str, **fields: Any) -> httpx.Response:
     return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=TIMEOUT)
 
 
+def check_command(terminal: TerminalProcess) -> None:
+    """Runs the command in the banner."""
+    command = terminal.wait_for(r"(curl http\S+/v1/chat/completions .*)\r\n")[1]
+    if shutil.which("curl"):
+        process = subprocess.run(
+            shlex.split(command), capture_output=True, text=True, check=True, timeout=TIMEOUT
+        )
+        assert json.loads(process.stdout)["choices"][0]["message"]["content"]
+
+
 def test_a_terminal_gets_a_banner_and_short_lines_in_colour() -> None:
     with open_terminal(*ARGUMENTS) as terminal:
         url = wait_for_banner(terminal)
+        check_command(terminal)
         banner = terminal.plain_output
         assert re.search(r"^  model +builtin, context 2048 tokens, \d+ slots?\r$", banner, re.M)
         memory = r"^  memory +[\d.]+ MiB used of [\d.]+ GiB, cached prefixes up to .* \(25 %\)\r$"
@@ -55,19 +66,9 @@ def test_a_terminal_gets_a_banner_and_short_lines_in_colour() -> None:
         assert not any("uvicorn" in line or "app." in line for line in lines)
 
 
-@pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
-def test_the_command_in_the_banner_works() -> None:
-    with open_terminal(*ARGUMENTS) as terminal:
-        wait_for_banner(terminal)
-        command = terminal.wait_for(r"(curl http\S+/v1/chat/completions .*)\r\n")[1]
-        process = subprocess.run(
-            shlex.split(command), capture_output=True, text=True, check=True, timeout=TIMEOUT
-        )
-        assert json.loads(process.stdout)["choices"][0]["message"]["content"]
-
-
-@pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+@pytest.mark.parametrize("variables", [{"NO_COLOR": "1", "FORCE_COLOR": "1"}, {"TERM": "dumb"}])
 def test_no_escape_sequences_without_colour(variables: dict[str, str]) -> None:
+    """NO_COLOR overrides FORCE_COLOR."""
     with open_terminal(*ARGUMENTS, environ=make_environ(**variables)) as terminal:
         url = wait_for_banner(terminal)
         send_chat(url, max_tokens=8)
@@ -77,12 +78,6 @@ def test_no_escape_sequences_without_colour(variables: dict[str, str]) -> None:
         assert "\x1b" not in terminal.output
         if "TERM" in variables:  # it cannot rewrite a line either
             assert "\r" not in terminal.output.replace("\r\n", "")
-
-
-def test_no_color_overrides_force_color() -> None:
-    with open_terminal(*ARGUMENTS, environ=make_environ(NO_COLOR="1", FORCE_COLOR="1")) as terminal:
-        wait_for_banner(terminal)
-        assert "\x1b" not in terminal.output
 
 
 def test_json_lines_stay_as_they_are_on_a_terminal() -> None:

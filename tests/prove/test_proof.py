@@ -33,10 +33,15 @@ def read_files(folder: Path) -> ModelFiles:
 
 
 def prove(
-    files: ModelFiles, *, seconds: float = 1000, last: str = "", kv: KVPrecision = "auto"
+    files: ModelFiles,
+    *,
+    conversations: int = CONVERSATIONS,
+    seconds: float = 1000,
+    last: str = "",
+    kv: KVPrecision = "auto",
 ) -> tuple[Reference, dict[str, ConditionReport]]:
     """Runs the conditions up to `last`, by default all that the engine has."""
-    options = ProofOptions(conversations=CONVERSATIONS, seconds=seconds)
+    options = ProofOptions(conversations=conversations, seconds=seconds)
     proof = Proof(files, Settings(kv=kv), options)
     reference = proof.compute_reference()
     reports: dict[str, ConditionReport] = {}
@@ -88,7 +93,7 @@ def test_the_architectures_pass(name: str, tmp_path: Path) -> None:
     written = json.loads((tmp_path / "config.json").read_text())
     written |= {"max_position_embeddings": 2048, "eos_token_id": tiny.END}
     (tmp_path / "config.json").write_text(json.dumps(written))
-    _, reports = prove(read_files(tmp_path))
+    _, reports = prove(read_files(tmp_path), conversations=2)
     if kernels.ops() is None:
         del reports["without kernels"]
     assert all(report.passed and report.answers for report in reports.values()), reports

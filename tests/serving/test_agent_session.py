@@ -26,8 +26,7 @@ from tests.serving.in_process import serve_model
 from tests.serving.session_engine import CONTEXT, KINDS, SessionEngine, write_model
 from tests.serving.session_output import OutputFinder, TurnOutput
 from tests.text.families.rows import parse_tools, template, templates
-from tests.text.templates import make_prompt_builder
-from tests.text.test_placement_probe import MADE_FOR_OTHER_CONVERSATIONS
+from tests.text.templates import MADE_FOR_OTHER_CONVERSATIONS, make_prompt_builder
 
 NAMES = (
     sorted(set(templates(SHARED)) - set(MADE_FOR_OTHER_CONVERSATIONS)) if SHARED.is_dir() else []

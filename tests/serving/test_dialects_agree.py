@@ -27,7 +27,7 @@ from tests.api.asgi import Reply
 from tests.conftest import SHARED
 from tests.serving.in_process import serve_model
 from tests.text.families.rows import templates
-from tests.text.test_placement_probe import MADE_FOR_OTHER_CONVERSATIONS
+from tests.text.templates import MADE_FOR_OTHER_CONVERSATIONS
 
 MAX_TOKENS = 16
 

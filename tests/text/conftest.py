@@ -10,7 +10,10 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from app.core.model_files import ModelFiles
+from app.text.prompt import PromptBuilder
 from app.text.tokenizer import Tokenizer
+from tests.text.families.rows import templates
+from tests.text.templates import MADE_FOR_OTHER_CONVERSATIONS, make_prompt_builder
 
 # Half of "é", all of "é", the first half of most emoji, and two words with their space.
 _BYTE_MERGES = [("Ã", "©"), ("ð", "Ł"), ("h", "e"), ("Ġ", "t"), ("Ġt", "he"), ("Ġ", "Ã")]
@@ -232,3 +235,20 @@ def real_files(shared) -> Callable[[str], ModelFiles]:
         )
 
     return build
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param(3, id="third"),
+        pytest.param(1, id="all", marks=pytest.mark.exhaustive),
+    ],
+)
+def builders(request: pytest.FixtureRequest, shared: Path) -> dict[str, PromptBuilder]:
+    """Of every third or every real template, by the name of its file."""
+    sources = list(templates(shared).items())[:: request.param]
+    return {
+        name: make_prompt_builder(source)
+        for name, source in sources
+        if name not in MADE_FOR_OTHER_CONVERSATIONS
+    }

@@ -18,6 +18,12 @@ from tests import tiny
 
 TOKENIZER = Tokenizer(tiny.tokenizer())
 
+MADE_FOR_OTHER_CONVERSATIONS = {
+    "hfjinja-fireworks-ai_firefunction-v1.jinja": "wants a turn of a role named functions",
+    "hfjinja-meta-llama_Llama-Guard-3-11B-Vision.jinja": "judges the last two turns",
+    "MiroThinker.jinja": "assigns to what is no namespace, which Jinja allows nowhere",
+}
+
 USER = Message(role="user", content="Weather in Oslo?")
 SYSTEM = Message(role="system", content="Be brief.")
 ANSWER = Message(role="assistant", content="Seven degrees.", reasoning="MUSING")

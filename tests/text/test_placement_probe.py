@@ -15,7 +15,6 @@ from app.text.message_folding import PlacementRules
 from app.text.prompt import PromptBuilder
 from app.text.prompt_boundaries import common_prefix_length
 from models import builtin
-from tests.text.families.rows import templates
 from tests.text.templates import (
     SYSTEM,
     USER,
@@ -25,12 +24,6 @@ from tests.text.templates import (
     make_prompt_builder,
     result,
 )
-
-MADE_FOR_OTHER_CONVERSATIONS = {
-    "hfjinja-fireworks-ai_firefunction-v1.jinja": "wants a turn of a role named functions",
-    "hfjinja-meta-llama_Llama-Guard-3-11B-Vision.jinja": "judges the last two turns",
-    "MiroThinker.jinja": "assigns to what is no namespace, which Jinja allows nowhere",
-}
 
 # These repeat their instructions after the last message, or keep the last turn's reasoning only.
 CHANGES_IN_A_LOOP = {
@@ -53,15 +46,6 @@ FIRST_ONLY = "{% for m in messages %}{% if m.role == 'system' and not loop.first
 
 def rules_of(template: str) -> PlacementRules:
     return make_prompt_builder(template)._capabilities.placement  # pyright: ignore[reportPrivateUsage]  # the result
-
-
-@pytest.fixture(scope="module")
-def builders(shared: Path) -> dict[str, PromptBuilder]:
-    return {
-        name: make_prompt_builder(source)
-        for name, source in templates(shared).items()
-        if name not in MADE_FOR_OTHER_CONVERSATIONS
-    }
 
 
 def test_a_template_that_keeps_every_message_gets_all_rules() -> None:
@@ -244,7 +228,7 @@ def test_each_prompt_of_a_tool_loop_begins_with_the_one_before(
         for earlier, later in itertools.pairwise(prompts):
             if common_prefix_length(earlier, later) < len(earlier) - GENERATION_PROMPT:
                 changing.add(name)
-    assert changing == CHANGES_IN_A_LOOP
+    assert changing == CHANGES_IN_A_LOOP & builders.keys()
 
 
 def test_text_beside_results_keeps_the_reasoning_of_the_loop(
@@ -261,4 +245,4 @@ def test_text_beside_results_keeps_the_reasoning_of_the_loop(
         )
         assert with_text == without, name
         keeping += without > 0
-    assert keeping >= 20
+    assert keeping > len(builders) // 8

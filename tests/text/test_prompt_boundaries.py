@@ -1,7 +1,6 @@
 """Ends of messages in a prompt, and prompts that end within the last message."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -9,9 +8,14 @@ from app.core.errors import AppError, ErrorKind
 from app.core.requests import Conversation, GenerateRequest, Message
 from app.text.prompt import PromptBuilder, RenderedPrompt
 from app.text.prompt_boundaries import common_prefix_length
-from tests.text.families.rows import templates
-from tests.text.templates import SYSTEM, USER, WEATHER, calls, make_prompt_builder, result
-from tests.text.test_placement_probe import MADE_FOR_OTHER_CONVERSATIONS
+from tests.text.templates import (
+    SYSTEM,
+    USER,
+    WEATHER,
+    calls,
+    make_prompt_builder,
+    result,
+)
 
 TAGGED = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}</m>{% endfor %}"
@@ -20,15 +24,6 @@ TAGGED = (
 THINKS = TAGGED.replace(
     "{{ m.content }}", "<think>{{ m.reasoning_content }}</think>{{ m.content }}"
 )
-
-
-@pytest.fixture(scope="module")
-def builders(shared: Path) -> dict[str, PromptBuilder]:
-    return {
-        name: make_prompt_builder(source)
-        for name, source in templates(shared).items()
-        if name not in MADE_FOR_OTHER_CONVERSATIONS
-    }
 
 
 def build_text(
