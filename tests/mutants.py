@@ -55,8 +55,9 @@ HEADER = """\
 # Mutants
 
 Small faults in `app` and `models`, drawn by `python -m tests.mutants` with the seed {seed} from
-commit {commit}. The tests find {caught} of them. One test of the first tier that finds a fault is
-named. *Suite before*: whether the tests of an older commit find a fault that all tiers miss.
+commit {commit}. The tests of that commit find {caught} of them; one test of the first tier that
+finds a fault is named. *Suite before*: whether the tests of an older commit{before} find one of the
+others. *Note*: the test that finds the fault since, or why no test can.
 
 | # | line | kind | fault | found by | suite before | note |
 |---|---|---|---|---|---|---|
@@ -462,7 +463,9 @@ def format_table(results: Any, notes: Mapping[str, str]) -> str:
         missed = "missed" if mutant.number in before["tried"] else ""
         then = quote(earlier["test"]) if earlier else missed
         rows.append(f"| {describe(mutant)} | {by} | {then} | {notes.get(number, '')} |\n")
-    return HEADER.format(**{**results, "caught": len(results["caught"])}) + "".join(rows)
+    commit = f" ({before['commit'][:7]})" if "commit" in before else ""
+    shown = {"seed": results["seed"], "commit": results["commit"][:7], "before": commit}
+    return HEADER.format(caught=len(results["caught"]), **shown) + "".join(rows)
 
 
 def read_notes(table: str) -> dict[str, str]:
