@@ -94,7 +94,7 @@ class Fields:
         neutral: values that have no effect. instead: the recommendation in the error message.
         """
         value = self.value(name)
-        if value is None or any(_json_equal(value, allowed) for allowed in neutral):
+        if value is None or any(json_equal(value, allowed) for allowed in neutral):
             return
         path = self.path(name)
         if not neutral:
@@ -179,7 +179,7 @@ class Fields:
             return None
         number = as_integer(value)
         if number is None or not low <= number <= high:
-            raise self._invalid_value(name, _describe_integer_range(low, high), value)
+            raise self._invalid_value(name, describe_integer_range(low, high), value)
         return number
 
     def array(self, name: str) -> list[object] | None:
@@ -306,7 +306,7 @@ def as_token_ids(values: list[object], path: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _describe_integer_range(low: int, high: int) -> str:
+def describe_integer_range(low: int, high: int) -> str:
     if (low, high) == INT64:
         return "a 64-bit integer"
     if high == INT64[1]:
@@ -314,6 +314,6 @@ def _describe_integer_range(low: int, high: int) -> str:
     return f"an integer from {low} to {high}"
 
 
-def _json_equal(value: object, allowed: object) -> bool:
+def json_equal(value: object, allowed: object) -> bool:
     """Returns whether two JSON values are equal. 1 and 1.0 are equal, but 1 and true are not."""
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)

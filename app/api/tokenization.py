@@ -21,10 +21,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from app.api.fields import Fields, as_array, as_token_ids, invalid_request
-from app.api.openai.messages import read_conversation
-from app.api.openai.reasoning import read_thinking
-from app.api.openai.sampling import read_template_options
-from app.api.openai.tools import read_tool_options
+from app.api.openai.messages import build_conversation
+from app.api.openai.reasoning import build_thinking
+from app.api.openai.sampling import build_template_options
+from app.api.openai.tools import build_tool_options
+from app.api.schema.fields import decode_fields
+from app.api.schema.openai import CHAT
+from app.api.schema.reasoning import THINKING_BUDGET_FIELDS
 from app.core.ports import Generate, Models, ResolvedModel
 from app.core.requests import GenerateRequest
 from app.core.settings import Settings
@@ -34,6 +37,20 @@ from app.http.responses import JsonObject, encode_long_array, json_response
 # The fields that may contain the text (named as in vLLM, llama.cpp and other servers), and the
 # default of add_special for each.
 TEXT_FIELDS = {"prompt": True, "content": False, "text": True}
+
+# The fields of a chat completion that affect its prompt.
+PROMPT_FIELDS = (
+    "messages",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "reasoning_effort",
+    "reasoning",
+    "enable_thinking",
+    "thinking",
+    *THINKING_BUDGET_FIELDS,
+    "chat_template_kwargs",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,14 +226,15 @@ def read_conversation_request(fields: Fields, model: str) -> GenerateRequest:
     fields.reject("chat_template")
     fields.reject("media_io_kwargs", {})
     fields.reject("mm_processor_kwargs", {})
-    tool_options = read_tool_options(fields)
-    thinking = read_thinking(fields)
-    options = read_template_options(fields, thinking)
+    body = decode_fields(fields, CHAT, PROMPT_FIELDS)
+    tool_options = build_tool_options(body)
+    thinking = build_thinking(body)
+    options = build_template_options(body.chat_template_kwargs, thinking)
     if fields.boolean("add_generation_prompt") is False:
         options = {**options, "add_generation_prompt": False}
     return GenerateRequest(
         model=model,
-        prompt=read_conversation(fields),
+        prompt=build_conversation(body.messages),
         tools=tool_options.tools,
         tool_choice=tool_options.choice,
         parallel_tool_calls=tool_options.parallel,

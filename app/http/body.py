@@ -1,9 +1,9 @@
 """Request bodies: size limits, a shared memory budget, and JSON parsing off the event loop.
 
-Knows: ASGI messages, JSON's syntax, orjson, thread pools. Must not know: dialects, the content of
-requests.
+Knows: ASGI messages, JSON's syntax, thread pools. Must not know: dialects, the content of requests.
 
-The parser builds an object for each JSON value. Even for `[]`, the object is many times larger than
+The bodies of typed endpoints are passed on as bytes, and decoded to structs. For the others, the
+parser builds an object for each JSON value. Even for `[]`, the object is many times larger than
 the text, and the parser holds the GIL while it builds the objects. Values are therefore counted
 while the body is received, before any object is built. Large bodies are parsed on a thread, one at
 a time, with round-robin scheduling between callers.
@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TypeVar, cast
 
+import msgspec
 import orjson
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
@@ -176,6 +177,22 @@ class Body:
         data, self.data = self.data, bytearray()
         return data
 
+    async def read_bytes(
+        self,
+        find: Callable[[str | None], Awaitable[Found]],
+        read: Callable[[bytearray, Found], Result],
+    ) -> Result:
+        """Calls `read` with the bytes of the body, on a thread, and returns its result. `find` runs
+        first, on the event loop. It resolves the model requested in the body, and its result is
+        passed to `read`. Raises AppError(INVALID) for invalid JSON, and the errors of `find` and
+        `read`."""
+        data = self.take_data()
+        peek, workers = partial(peek_model_name, data), self._bodies.workers
+        large = self.size > _LARGE_BYTES
+        name = await workers.run(peek, size=self.size, key=self.caller) if large else peek()
+        found = await find(name)
+        return await workers.run(partial(read, data, found), size=self.size, key=self.caller)
+
     async def json(self) -> object:
         """Parses the body. Raises AppError(INVALID) for invalid JSON, and AppError(OVERLOADED) if
         the bodies in flight use too much memory."""
@@ -247,8 +264,9 @@ class RequestBodies:
         check_type: bool = True,
     ) -> AsyncGenerator[Body]:
         """Receives a JSON body as `receive` does. Also raises AppError(INVALID) for too many
-        values, and with `check_type` AppError(MEDIA_TYPE) for another content type. With
-        MAX_VALUES, prompts of token IDs up to the maximum context length are also admitted."""
+        values, and with `check_type` AppError(MEDIA_TYPE) for another content type. max_values: 0
+        for a body that is decoded to structs, which limit it themselves. With MAX_VALUES, prompts
+        of token IDs up to the maximum context length are also admitted."""
         if check_type:
             check_json(scope)
         async with self._receive_body(scope, receive, max_values) as body:
@@ -353,6 +371,32 @@ class RequestBodies:
 
 def _get_budget_bytes(settings: Settings) -> int:
     return max(_BUDGET_BYTES, _MIN_FULL_SIZE_BODIES * settings.max_body)
+
+
+class _ModelField(msgspec.Struct):
+    """The only field of a body that is needed before the others."""
+
+    model: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def peek_model_name(data: bytearray) -> str | None:
+    """Returns the "model" field of a body, and skips all others. Returns None if it is not a
+    string. Raises AppError(INVALID) for invalid JSON."""
+    try:
+        name = _decode_json(data, _ModelField).model
+        return _decode_json(name, str)
+    except msgspec.ValidationError:
+        return None
+
+
+def _decode_json(data: bytearray | msgspec.Raw, type_: type[Result]) -> Result:
+    try:
+        return msgspec.json.decode(data, type=type_)
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        reason = str(error)
+    raise AppError(ErrorKind.INVALID, f"the body is not valid JSON: {reason}")
 
 
 def peek_model(body: object) -> str | None:

@@ -17,8 +17,11 @@ from app.api.anthropic.messages import EFFORTS, read_messages
 from app.api.anthropic.tools import read_tools
 from app.api.fields import INT32_MAX, Fields, as_mapping, invalid_request
 from app.api.openai.request import check_model, read_keep_alive
-from app.api.openai.sampling import MAX_STOP_STRINGS, read_sampling
+from app.api.openai.sampling import build_sampling
 from app.api.openai.structured_outputs import build_json_schema
+from app.api.schema.decode import BodyDecoder
+from app.api.schema.fields import decode_fields
+from app.api.schema.generation import MAX_STOP_STRINGS, SAMPLING_FIELDS, SamplingFields
 from app.core.errors import AppError, ErrorKind
 from app.core.ports import ModelCard
 from app.core.request_context import add_notice
@@ -44,6 +47,8 @@ ACCEPTED_FIELDS = (
     "user_profile_id",
     "workspace_id",
 )
+
+_SAMPLING = BodyDecoder(SamplingFields)
 
 _THINKING_TYPES = ("enabled", "adaptive", "between_tools", "disabled")
 
@@ -81,7 +86,7 @@ def parse_messages_request(
     request = GenerateRequest(
         model=card.id,
         prompt=content.conversation,
-        sampling=read_sampling(fields),
+        sampling=build_sampling(decode_fields(fields, _SAMPLING, SAMPLING_FIELDS)),
         max_tokens=max_tokens,
         output_reserve=max(1, min(max_tokens or 1, card.context_length // _RESERVED_SHARE)),
         stop=fields.strings("stop_sequences", MAX_STOP_STRINGS),

@@ -38,7 +38,8 @@ from app.api.llamacpp.request import (
     parse_infill,
 )
 from app.api.ollama_runner import is_runner_request, prepare_runner_request
-from app.api.openai.request import parse_chat
+from app.api.openai.request import build_chat
+from app.api.schema.openai import CHAT
 from app.api.tokenization import read_conversation_request
 from app.core.distributions import get_own_version
 from app.core.model_state import ModelState
@@ -187,7 +188,7 @@ class _ServerApi:
 
     async def count_tokens(self, request: Request) -> Response:
         model, parsed = await self._read_chat(
-            request, lambda body, name: parse_chat(body, name).request
+            request, lambda body, name: build_chat(CHAT.decode_values(body), name).request
         )
         ids = await self._models.tokenize_chat(model, parsed)
         return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})

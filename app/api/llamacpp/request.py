@@ -23,9 +23,13 @@ from app.api.fields import (
     invalid_request,
     quote_value,
 )
-from app.api.openai.request import MAX_CHOICES, MAX_LOGPROBS, read_keep_alive
-from app.api.openai.sampling import read_sampling, read_stop_conditions
-from app.api.openai.structured_outputs import read_grammar
+from app.api.openai.request import read_keep_alive
+from app.api.openai.sampling import build_sampling, build_stop_conditions
+from app.api.openai.structured_outputs import build_grammar
+from app.api.schema.decode import BodyDecoder
+from app.api.schema.fields import decode_fields
+from app.api.schema.generation import MAX_CHOICES, SAMPLING_FIELDS
+from app.api.schema.openai import MAX_LOGPROBS, CommonFields
 from app.core.ports import ModelCard
 from app.core.request_context import add_notice
 from app.core.requests import GenerateRequest
@@ -34,6 +38,27 @@ from app.http.responses import JsonObject
 
 _TOKEN_ID = re.compile("[0-9]{1,9}")
 _SAMPLER_NAME = re.compile("[a-z_]{1,40}")
+
+_SHARED = BodyDecoder(CommonFields)
+
+# The fields of stop conditions and grammars that are the same in OpenAI's requests.
+_SHARED_FIELDS = (
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "bad_words",
+    "min_tokens",
+    "ignore_eos",
+    "allowed_token_ids",
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "json_schema",
+    "grammar",
+)
 
 # The text and token IDs of one prompt, in order.
 PromptParts = tuple[str | int, ...]
@@ -175,9 +200,10 @@ def _parse(
     max_tokens = _read_max_tokens(fields)
     id_biases, text_biases = _read_logit_bias(fields)
     sampling = _apply_samplers(fields, _read_sampling(fields))
-    grammar = read_grammar(fields)
-    conditions = read_stop_conditions(
-        fields, max_tokens=max_tokens, constrained=grammar is not None
+    shared = decode_fields(fields, _SHARED, _SHARED_FIELDS)
+    grammar = build_grammar(shared)
+    conditions = build_stop_conditions(
+        shared, max_tokens=max_tokens, constrained=grammar is not None
     )
     num_probs = fields.integer("n_probs", 0, MAX_LOGPROBS) or 0
     request = replace(
@@ -221,7 +247,7 @@ def _read_sampling(fields: Fields) -> dict[str, SamplingValue]:
     seedless = fields.without("logit_bias")
     if (as_integer(fields.value("seed")) or 0) < 0:
         seedless = seedless.without("seed")
-    return read_sampling(seedless)
+    return build_sampling(decode_fields(seedless, _SHARED, SAMPLING_FIELDS))
 
 
 def _apply_samplers(fields: Fields, sampling: dict[str, SamplingValue]) -> dict[str, SamplingValue]:

@@ -20,14 +20,14 @@ from app.api.openai.request import ParsedCompletionRequest, parse_chat, parse_co
 from app.core.model_state import ModelState
 from app.core.ports import Generate, ModelCard, Models
 from app.core.settings import ReasoningField, Settings
-from app.http.body import MAX_CHAT_VALUES, RequestBodies
+from app.http.body import RequestBodies
 from app.http.responses import JsonObject, json_response
 
 
 def routes(
     generate: Generate, models: Models, settings: Settings, bodies: RequestBodies
 ) -> list[Route]:
-    def prepare_chat(body: object, _caller: str, card: ModelCard) -> ParsedRequest:
+    def prepare_chat(body: bytearray, _caller: str, card: ModelCard) -> ParsedRequest:
         parsed = parse_chat(body, card.id)
         metadata = _build_metadata("chatcmpl", parsed, card, settings.reasoning_field)
         if parsed.stream:
@@ -39,7 +39,7 @@ def routes(
             request=parsed.request, reply=JsonBody(lambda events: collect_chat(metadata, events))
         )
 
-    def prepare_completion(body: object, _caller: str, card: ModelCard) -> ParsedRequest:
+    def prepare_completion(body: bytearray, _caller: str, card: ModelCard) -> ParsedRequest:
         parsed = parse_completion(body, card.id)
         metadata = _build_metadata("cmpl", parsed, card, settings.reasoning_field)
         if parsed.stream:
@@ -55,9 +55,7 @@ def routes(
     return [
         Route(
             "/v1/chat/completions",
-            GenerateEndpoint(
-                prepare_chat, generate, models, settings, bodies, max_values=MAX_CHAT_VALUES
-            ),
+            GenerateEndpoint(prepare_chat, generate, models, settings, bodies),
             methods=["POST"],
         ),
         Route(

@@ -13,21 +13,10 @@ names.
 
 from dataclasses import dataclass, replace
 
-from app.api.fields import INT32_MAX, Fields, invalid_request
+from app.api.fields import invalid_request
+from app.api.schema.openai import ChatBody
+from app.api.schema.reasoning import THINKING_BUDGET_FIELDS, ThinkingFields, ThinkingOptions
 from app.core.requests import ReasoningOptions
-
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-
-# OpenAI's kinds of summaries. None of them has an effect.
-SUMMARIES = ("auto", "concise", "detailed")
-
-# The names used by this server and Qwen, by vLLM, and by newer and older versions of llama.cpp.
-THINKING_BUDGET_FIELDS = (
-    "thinking_budget",
-    "thinking_token_budget",
-    "thinking_budget_tokens",
-    "reasoning_budget_tokens",
-)
 
 # "adaptive" and "auto" select the model's default.
 _THINKING_TYPES = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
@@ -41,59 +30,38 @@ class _FieldValue:
     value: object
 
 
-def read_thinking(fields: Fields) -> ReasoningOptions:
-    """Reads the reasoning options of a chat completion."""
-    efforts = [
-        _FieldValue("reasoning_effort", fields.one_of("reasoning_effort", REASONING_EFFORTS))
-    ]
+def build_thinking(body: ChatBody) -> ReasoningOptions:
+    """Returns the reasoning options of a chat completion."""
+    efforts = [_FieldValue("reasoning_effort", body.reasoning_effort)]
     switches, budgets = list[_FieldValue](), list[_FieldValue]()
-    reasoning = fields.nested("reasoning")
-    if reasoning is not None:
-        efforts.append(_read(reasoning, "effort", reasoning.one_of("effort", REASONING_EFFORTS)))
-        switches.append(_read(reasoning, "enabled", reasoning.boolean("enabled")))
-        budgets.append(
-            _read(reasoning, "max_tokens", reasoning.integer("max_tokens", 0, INT32_MAX))
-        )
-        reasoning.one_of("summary", SUMMARIES)
-        reasoning.reject("exclude", False)
-        reasoning.check_unknown()
-    return _resolve(fields, efforts, switches, budgets)
+    if (reasoning := body.reasoning) is not None:
+        efforts.append(_FieldValue("reasoning.effort", reasoning.effort))
+        switches.append(_FieldValue("reasoning.enabled", reasoning.enabled))
+        budgets.append(_FieldValue("reasoning.max_tokens", reasoning.max_tokens))
+    return _resolve(body, efforts, switches, budgets)
 
 
-def read_response_thinking(fields: Fields) -> ReasoningOptions:
-    """Reads the reasoning options of a response. OpenAI hides reasoning and can return a summary
-    instead; this server returns the reasoning itself and never summarizes it."""
-    efforts = list[_FieldValue]()
-    reasoning = fields.nested("reasoning")
-    if reasoning is not None:
-        efforts.append(_read(reasoning, "effort", reasoning.one_of("effort", REASONING_EFFORTS)))
-        for name in ("summary", "generate_summary"):
-            reasoning.one_of(name, SUMMARIES)
-        reasoning.reject("context", "auto")
-        reasoning.reject("mode", "standard")
-        reasoning.check_unknown()
-    return _resolve(fields, efforts, [], [])
+def build_response_thinking(body: ThinkingFields, effort: str | None) -> ReasoningOptions:
+    """Returns the reasoning options of a response. effort: `reasoning.effort`."""
+    return _resolve(body, [_FieldValue("reasoning.effort", effort)], [], [])
 
 
 def _resolve(
-    fields: Fields,
+    body: ChatBody | ThinkingFields,
     efforts: list[_FieldValue],
     switches: list[_FieldValue],
     budgets: list[_FieldValue],
 ) -> ReasoningOptions:
     """Merges the top-level fields, and checks that all fields agree."""
-    switches = [_read(fields, "enable_thinking", fields.boolean("enable_thinking")), *switches]
-    thinking = fields.value("thinking")
-    if isinstance(thinking, bool):
-        switches.append(_FieldValue("thinking", thinking))
-    elif (nested := fields.nested("thinking")) is not None:
-        kind = nested.required_one_of("type", tuple(_THINKING_TYPES))
-        switches.append(_FieldValue("thinking", _THINKING_TYPES[kind]))
-        tokens = nested.integer("budget_tokens", 0, INT32_MAX)
-        budgets = [*budgets, _read(nested, "budget_tokens", tokens)]
-        nested.check_unknown()
+    switches = [_FieldValue("enable_thinking", body.enable_thinking), *switches]
+    match body.thinking:
+        case ThinkingOptions(type=kind, budget_tokens=tokens):
+            switches.append(_FieldValue("thinking", _THINKING_TYPES[kind]))
+            budgets = [*budgets, _FieldValue("thinking.budget_tokens", tokens)]
+        case switch:
+            switches.append(_FieldValue("thinking", switch))
     effort, switch = _agree(efforts), _agree(switches)
-    budget = _agree([*_read_budgets(fields), *budgets])
+    budget = _agree([*_list_budgets(body), *budgets])
     tokens = None if budget is None or budget.value == -1 else budget.value
     options = ReasoningOptions(
         effort=None if effort is None else str(effort.value),
@@ -120,15 +88,10 @@ def _apply_switch(
     return options
 
 
-def _read_budgets(fields: Fields) -> list[_FieldValue]:
-    """Reads the maximum number of reasoning tokens. -1 means no limit, as in llama.cpp."""
-    return [
-        _read(fields, name, fields.integer(name, -1, INT32_MAX)) for name in THINKING_BUDGET_FIELDS
-    ]
-
-
-def _read(fields: Fields, name: str, value: object) -> _FieldValue:
-    return _FieldValue(fields.path(name), value)
+def _list_budgets(body: ChatBody | ThinkingFields) -> list[_FieldValue]:
+    """Returns the maximum number of reasoning tokens under each name. -1 means no limit, as in
+    llama.cpp."""
+    return [_FieldValue(name, getattr(body, name)) for name in THINKING_BUDGET_FIELDS]
 
 
 def _agree(candidates: list[_FieldValue]) -> _FieldValue | None:

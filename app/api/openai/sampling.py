@@ -1,20 +1,19 @@
-"""Request fields for sampling, stop conditions and chat templates.
+"""Request fields for sampling, stop conditions and chat templates: converts them for a request.
 
 Knows: these fields, including mlxrunner's extensions, which are shared by all generation endpoints.
 Must not know: the prompt.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
-from app.api.fields import (
-    INT32_MAX,
-    Fields,
-    as_number,
-    as_token_ids,
-    invalid_request,
-    quote_value,
-)
+from msgspec import Raw
+
+from app.api.fields import Fields, as_number, invalid_request, quote_value
+from app.api.schema.decode import decode_json, decode_object
+from app.api.schema.generation import GenerationFields, SamplingFields
+from app.api.schema.openai import RESERVED_TEMPLATE_OPTIONS
 from app.core.errors import mark_client_text
 from app.core.requests import (
     UNCONSTRAINED_FIELDS,
@@ -27,22 +26,11 @@ from app.core.sampling_params import SAMPLING_KNOBS, SamplingKnob, SamplingValue
 # Variables that enable or disable reasoning in most templates.
 SWITCH_VARIABLES = ("enable_thinking", "thinking")
 
-# Variables that the server sets itself, from other fields or from its own state.
-RESERVED_TEMPLATE_OPTIONS = (
-    "messages",
-    "tools",
-    "documents",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template",
-    "self",
-)
 
-
-def read_template_options(fields: Fields, thinking: ReasoningOptions) -> dict[str, Any]:
-    """Reads variables for the chat template, as in vLLM and llama.cpp. A template may ignore
-    them."""
-    options = fields.mapping("chat_template_kwargs") or {}
+def build_template_options(value: Raw, thinking: ReasoningOptions) -> dict[str, Any]:
+    """Returns the variables for the chat template in `chat_template_kwargs`, as in vLLM and
+    llama.cpp. A template may ignore them."""
+    options = decode_object(value, "chat_template_kwargs") or {}
     for name in options:
         path = f"chat_template_kwargs.{name[:200]}"
         if name in RESERVED_TEMPLATE_OPTIONS:
@@ -62,20 +50,12 @@ def _contradicts(thinking: ReasoningOptions, switch: object) -> bool:
     return (thinking.enabled and switch is False) or (thinking.effort == "none" and switch is True)
 
 
-def read_verbosity(fields: Fields, *aliases: str) -> Verbosity | None:
-    """Reads the first of the field and its aliases that is set."""
-    for name in ("verbosity", *aliases):
-        level = fields.one_of(name, VERBOSITIES)
-        if level is not None:
-            return Verbosity(level=level, param=fields.path(name))
-    return None
-
-
-VERBOSITIES = ("low", "medium", "high")
-
-MAX_STOP_STRINGS = 16  # OpenAI allows four, but many local clients send more
-MAX_STOP_TOKEN_IDS = 1024
-MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 256, 256
+def build_verbosity(**levels: str | None) -> Verbosity | None:
+    """Returns the first level that is set. levels: by the names of the fields."""
+    return next(
+        (Verbosity(level=level, param=name) for name, level in levels.items() if level is not None),
+        None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,45 +82,30 @@ class StopConditions:
         )
 
 
-def read_sampling(fields: Fields) -> dict[str, SamplingValue]:
+def build_sampling(body: SamplingFields) -> dict[str, SamplingValue]:
     """Returns only the parameters that the client set. The model's defaults apply to all other
     parameters."""
-    read: dict[str, SamplingValue] = {
-        knob.name: _read_knob_or_alias(fields, knob) for knob in SAMPLING_KNOBS
+    allowed = body.allowed_token_ids
+    values: dict[str, SamplingValue] = {
+        knob.name: _get_knob(body, knob) for knob in SAMPLING_KNOBS
+    } | {
+        "logit_bias": _build_logit_bias(body.logit_bias),
+        "allowed_token_ids": None if allowed is None else _sort_token_ids(allowed),
     }
-    read["logit_bias"] = _logit_bias(fields)
-    read["allowed_token_ids"] = _read_allowed_token_ids(fields)
-    return {name: value for name, value in read.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def _read_knob_or_alias(fields: Fields, knob: SamplingKnob) -> float | int | None:
-    value = read_knob(fields, knob, knob.name, knob.high)
-    if knob.runner_name is None:
-        return value
-    alias = read_knob(fields, knob, knob.runner_name, knob.high)
-    if value is not None and alias is not None and value != alias:
-        raise invalid_request(
-            knob.runner_name, f"{knob.name} and {knob.runner_name} are aliases: keep one of them"
-        )
-    return alias if value is None else value
-
-
-def _read_allowed_token_ids(fields: Fields) -> tuple[int, ...] | None:
-    ids = _read_token_ids(fields, "allowed_token_ids")
-    if ids == ():
-        raise invalid_request(
-            "allowed_token_ids",
-            "allowed_token_ids must contain at least one token ID: omit it to allow all tokens",
-        )
-    return ids
-
-
-def _read_token_ids(fields: Fields, name: str) -> tuple[int, ...] | None:
-    """Reads token IDs and removes duplicates. The IDs are checked against the vocabulary later."""
-    ids = fields.array(name)
-    if ids is None:
-        return None
-    return tuple(sorted(set(as_token_ids(ids, fields.path(name))))) if ids else ()
+def _get_knob(body: SamplingFields, knob: SamplingKnob) -> float | int | None:
+    value = getattr(body, knob.name)
+    if knob.runner_name is not None:
+        alias = getattr(body, knob.runner_name)
+        if value is not None and alias is not None and value != alias:
+            raise invalid_request(
+                knob.runner_name,
+                f"{knob.name} and {knob.runner_name} are aliases: keep one of them",
+            )
+        value = alias if value is None else value
+    return knob.default if value is not None and value == knob.off else value
 
 
 def read_knob(fields: Fields, knob: SamplingKnob, name: str, high: float) -> float | int | None:
@@ -152,19 +117,24 @@ def read_knob(fields: Fields, knob: SamplingKnob, name: str, high: float) -> flo
     return knob.default if value is not None and value == knob.off else value
 
 
-def read_stop_conditions(
-    fields: Fields, *, max_tokens: int | None, constrained: bool
+def _sort_token_ids(ids: Sequence[int] | None) -> tuple[int, ...]:
+    """Returns each token ID once. The IDs are checked against the vocabulary later."""
+    return tuple(sorted(set(ids or ())))
+
+
+def build_stop_conditions(
+    body: GenerationFields, *, max_tokens: int | None, constrained: bool
 ) -> StopConditions:
-    """Reads the stop conditions. constrained: whether all or part of the output must match a
+    """Returns the stop conditions. constrained: whether all or part of the output must match a
     grammar. A grammar determines where the output may end and which tokens it may contain, so with
     other conditions, no valid token might be left."""
     stop_conditions = StopConditions(
-        min_tokens=fields.integer("min_tokens", 0, INT32_MAX) or 0,
-        ignore_eos=fields.boolean("ignore_eos") or False,
-        stop=fields.strings("stop", MAX_STOP_STRINGS),
-        stop_token_ids=_read_stop_token_ids(fields),
-        include_stop=fields.boolean("include_stop_str_in_output") or False,
-        bad_words=_read_bad_words(fields),
+        min_tokens=body.min_tokens or 0,
+        ignore_eos=body.ignore_eos or False,
+        stop=_to_tuple(body.stop),
+        stop_token_ids=_sort_token_ids(body.stop_token_ids),
+        include_stop=body.include_stop_str_in_output or False,
+        bad_words=_build_bad_words(_to_tuple(body.bad_words)),
     )
     if max_tokens is not None and stop_conditions.min_tokens > max_tokens:
         raise invalid_request(
@@ -173,7 +143,7 @@ def read_stop_conditions(
         )
     if constrained:
         for name in UNCONSTRAINED_FIELDS:
-            if fields.value(name):
+            if getattr(body, name):
                 raise invalid_request(
                     name,
                     f"{name} cannot be combined with structured output, a thinking budget, strict "
@@ -182,48 +152,51 @@ def read_stop_conditions(
     return stop_conditions
 
 
-def _read_stop_token_ids(fields: Fields) -> tuple[int, ...]:
-    count = len(fields.array("stop_token_ids") or ())
-    if count > MAX_STOP_TOKEN_IDS:
-        raise invalid_request(
-            "stop_token_ids",
-            f"stop_token_ids must contain at most {MAX_STOP_TOKEN_IDS} IDs, not {count}",
-        )
-    return _read_token_ids(fields, "stop_token_ids") or ()
+def _to_tuple(texts: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (texts,) if isinstance(texts, str) else tuple(texts or ())
 
 
-def _read_bad_words(fields: Fields) -> tuple[str, ...]:
-    words = fields.strings("bad_words", MAX_BAD_WORDS)
+def _build_bad_words(words: tuple[str, ...]) -> tuple[str, ...]:
     for word in words:
-        if len(word) > MAX_BAD_WORD_CHARS or not word.strip(" "):
+        if not word.strip(" "):
             raise invalid_request(
-                "bad_words",
-                f"bad_words must contain texts of 1 to {MAX_BAD_WORD_CHARS} characters, not only "
-                f"spaces, and not {quote_value(word)}",
+                "bad_words", "bad_words must contain texts that are not only spaces"
             )
     return words
 
 
-def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...] | None:
+def _build_logit_bias(value: Raw) -> tuple[tuple[int, float], ...] | None:
     # clients of llama.cpp send an empty array for none
-    if fields.value("logit_bias") == []:
+    biases = decode_json(value)
+    if biases is None or biases == []:
         return None
-    biases = fields.nested("logit_bias")
-    if biases is None:
-        return None
-    read: list[tuple[int, float]] = []
-    for key, value in biases.items():
-        path = biases.path(key[:20])
-        # Each ID has only one spelling; "7" and "07" would be two biases for the same token.
-        if not (key.isascii() and key.isdecimal() and len(key) < 10 and str(int(key)) == key):
-            at = mark_client_text(path)
-            raise invalid_request(
-                path, f"{at}: keys are token IDs, such as '42', not {quote_value(key)}"
-            )
-        bias = as_number(value)
-        if bias is None or not -100 <= bias <= 100:
-            raise invalid_request(
-                path, f"{path} must be a number from -100 to 100, not {quote_value(value)}"
-            )
-        read.append((int(key), bias))
-    return tuple(read)
+    if not isinstance(biases, dict):
+        raise invalid_request(
+            "logit_bias", f"logit_bias must be an object, not {quote_value(biases)}"
+        )
+    return tuple(
+        (_parse_token_id(key), _check_bias(key, bias))
+        for key, bias in cast("dict[str, object]", biases).items()
+        if bias is not None
+    )
+
+
+def _parse_token_id(key: str) -> int:
+    # Each ID has only one spelling; "7" and "07" would be two biases for the same token.
+    if not (key.isascii() and key.isdecimal() and len(key) < 10 and str(int(key)) == key):
+        path = f"logit_bias.{key[:20]}"
+        raise invalid_request(
+            path,
+            f"{mark_client_text(path)}: keys are token IDs, such as '42', not {quote_value(key)}",
+        )
+    return int(key)
+
+
+def _check_bias(key: str, value: object) -> float:
+    bias = as_number(value)
+    if bias is None or not -100 <= bias <= 100:
+        path = f"logit_bias.{key}"
+        raise invalid_request(
+            path, f"{path} must be a number from -100 to 100, not {quote_value(value)}"
+        )
+    return bias

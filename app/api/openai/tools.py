@@ -1,25 +1,22 @@
-"""OpenAI's tools: converts JSON to functions that the model may or must call.
+"""OpenAI's tools: converts their structs to functions that the model may or must call.
 
 Knows: the fields `tools`, `tool_choice` and `parallel_tool_calls`. Must not know: the syntax of
 calls, the supported schemas.
-
-Only functions are supported. A tool of any other type is rejected with an error that contains the
-type.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from app.api.fields import Fields, invalid_request, quote_value
+from app.api.schema import tools as schema
+from app.api.schema.decode import decode_object
+from app.api.schema.openai import ChatBody
 from app.core.errors import AppError
 from app.core.requests import NamedToolChoice, Tool, ToolChoice
 
-# OpenAI does not allow dots in names, but the function calling benchmark BFCL and its clients use
-# them.
 FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.-]+", re.ASCII)
-MAX_NAME_CHARS = 128  # Anthropic's limit; OpenAI's is 64
 
 NO_PARAMETERS = {"type": "object", "properties": dict[str, Any]()}
 
@@ -42,23 +39,41 @@ class ToolOptions:
         return self.must_call or (self.choice != "none" and any(t.strict for t in self.tools))
 
 
-def read_tool_options(fields: Fields) -> ToolOptions:
-    """Reads the tools of a chat completion request, in which each function is a nested object."""
-    given = fields.array("tools")
-    choice, parallel = fields.value("tool_choice"), fields.boolean("parallel_tool_calls")
-    if given is None:
+def build_tool_options(body: ChatBody) -> ToolOptions:
+    """Returns the tools of a chat completion request. Raises AppError(INVALID)."""
+    choice, parallel = body.tool_choice, body.parallel_tool_calls
+    if body.tools is None:
         reject_tool_options(choice, parallel)
         return ToolOptions()
-    if not given:  # clients without tools send an empty array
+    if not body.tools:  # clients without tools send an empty array
         if choice not in (None, "none", "auto"):
             raise invalid_request(
                 "tool_choice", "tool_choice requires a tool, but there are no tools"
             )
         return ToolOptions()
-    tools = read_tools(given, _nested_function)
-    reader = _make_name_reader(tools)
-    chosen, tools = read_tool_choice(choice, tools, reader, ("function",), nested=True)
-    return ToolOptions(tools=tools, choice=chosen, parallel=parallel is not False)
+    tools = tuple(
+        build_function(tool.function, f"tools.{index}.function")
+        for index, tool in enumerate(body.tools)
+    )
+    check_tool_names(tools)
+    options = ToolOptions(tools=tools, parallel=parallel is not False)
+    match choice:
+        case schema.NamedFunction(function=function):
+            name = _find_name(function, tools, "tool_choice.function.name")
+            return replace(options, choice=NamedToolChoice(name=name))
+        case schema.AllowedTools(allowed_tools=allowed):
+            at = "tool_choice.allowed_tools.tools"
+            names = {
+                _find_name(tool.function, tools, f"{at}.{index}.function.name")
+                for index, tool in enumerate(allowed.tools)
+            }
+            return replace(
+                options,
+                choice=allowed.mode,
+                tools=tuple(tool for tool in tools if tool.name in names),
+            )
+        case _:
+            return replace(options, choice=choice or "auto")
 
 
 def reject_tool_options(choice: object, parallel: bool | None) -> None:
@@ -71,22 +86,6 @@ def reject_tool_options(choice: object, parallel: bool | None) -> None:
         )
 
 
-def read_tools(given: list[object], function: Callable[[Fields], Tool]) -> tuple[Tool, ...]:
-    """Reads the array of tools. function: reads one tool after its type was checked."""
-    tools: list[Tool] = []
-    for place, value in enumerate(given):
-        fields = Fields.from_value(value, f"tools.{place}")
-        kind = fields.required_string("type")
-        if kind != "function":
-            path = fields.path("type")
-            raise invalid_request(path, f"{path} must be 'function', not {quote_value(kind)}")
-        tool = function(fields)
-        fields.ignore_unknown("cache_control")
-        tools.append(tool)
-    check_tool_names(tools)
-    return tuple(tools)
-
-
 def check_tool_names(tools: Iterable[Tool]) -> None:
     """Raises AppError(INVALID) if two tools have the same name."""
     names: set[str] = set()
@@ -94,6 +93,17 @@ def check_tool_names(tools: Iterable[Tool]) -> None:
         if tool.name in names:
             raise invalid_request(f"{tool.param}.name", f"two tools have the name {tool.name}")
         names.add(tool.name)
+
+
+def build_function(function: schema.Function, at: str) -> Tool:
+    """at: the path of the function."""
+    return Tool(
+        name=function.name,
+        description=function.description,
+        parameters=decode_object(function.parameters, f"{at}.parameters") or NO_PARAMETERS,
+        strict=function.strict or False,
+        param=at,
+    )
 
 
 def read_function(fields: Fields, at: str) -> Tool:
@@ -110,22 +120,14 @@ def read_function(fields: Fields, at: str) -> Tool:
 def read_tool_name(fields: Fields) -> str:
     """Reads the name of a tool. Raises AppError(INVALID)."""
     name = fields.required_string("name")
-    if len(name) > MAX_NAME_CHARS or not FUNCTION_NAME.fullmatch(name):
+    if len(name) > schema.MAX_NAME_CHARS or not FUNCTION_NAME.fullmatch(name):
         path = fields.path("name")
         raise invalid_request(
             path,
-            f"{path} must be 1 to {MAX_NAME_CHARS} letters, digits, underscores, hyphens or dots, "
-            f"not {quote_value(name)}",
+            f"{path} must be 1 to {schema.MAX_NAME_CHARS} letters, digits, underscores, hyphens or "
+            f"dots, not {quote_value(name)}",
         )
     return name
-
-
-def _nested_function(tool: Fields) -> Tool:
-    at = tool.path("function")
-    function = Fields.from_value(tool.required("function"), at)
-    read = read_function(function, at)
-    function.ignore_unknown()
-    return read
 
 
 def unknown_tool_error(path: str, name: str) -> AppError:
@@ -135,79 +137,7 @@ def unknown_tool_error(path: str, name: str) -> AppError:
     )
 
 
-ReadToolName = Callable[[Fields, str], str | None]
-"""Reads a tool name from an object of this type; returns None for a tool that is hidden from the
-model."""
-
-
-def read_tool_choice(
-    value: object,
-    tools: tuple[Tool, ...],
-    read_name: ReadToolName,
-    kinds: Sequence[str],
-    *,
-    nested: bool = False,
-) -> tuple[ToolChoice, tuple[Tool, ...]]:
-    """Reads `tool_choice`. Returns the tool choice and the remaining tools. kinds: the tool types
-    that it may refer to. nested: whether allowed tools are in nested objects, as in chat
-    completions.
-    """
-    if value is None:
-        return "auto", tools
-    if isinstance(value, str):
-        choice = Fields({"tool_choice": value})
-        word = choice.required_one_of("tool_choice", ("none", "auto", "required"))
-        return cast("Literal['none', 'auto', 'required']", word), tools
-    fields = Fields.from_value(value, "tool_choice")
-    kind = fields.required_one_of("type", (*kinds, "allowed_tools"))
-    if kind != "allowed_tools":
-        name = read_name(fields, kind)
-        if name is None:
-            raise invalid_request(
-                "tool_choice.type", "tool_choice requires a tool that this server does not run"
-            )
-        fields.check_unknown()
-        return NamedToolChoice(name=name), tools
-    path = fields.path("allowed_tools")
-    allowed = Fields.from_value(fields.required("allowed_tools"), path) if nested else fields
-    mode, left = _read_allowed_tools(allowed, read_name, kinds)
-    allowed.check_unknown()
-    fields.check_unknown()
-    return mode, tuple(tool for tool in tools if tool.name in left)
-
-
-def _read_allowed_tools(
-    fields: Fields, read_name: ReadToolName, kinds: Sequence[str]
-) -> tuple[Literal["auto", "required"], set[str]]:
-    """Reads the subset of tools allowed for this response."""
-    mode = fields.required_one_of("mode", ("auto", "required"))
-    fields.required("tools")
-    given = fields.array("tools") or []
-    path = fields.path("tools")
-    if not given:
-        raise invalid_request(path, f"{path} must contain at least one tool")
-    left: set[str] = set()
-    for place, value in enumerate(given):
-        tool = Fields.from_value(value, f"{path}.{place}")
-        name = read_name(tool, tool.required_one_of("type", kinds))
-        if name is not None:
-            left.add(name)
-        tool.check_unknown()
-    if mode == "required" and not left:
-        raise invalid_request(path, f"{path} must contain a tool that the model may call")
-    return cast("Literal['auto', 'required']", mode), left
-
-
-def _make_name_reader(tools: Sequence[Tool]) -> ReadToolName:
-    """Returns the reader for chat completions, in which the name is in a nested object."""
-    names = {tool.name for tool in tools}
-
-    def read(fields: Fields, kind: str) -> str:
-        inner = Fields.from_value(fields.required(kind), fields.path(kind))
-        name = inner.required_string("name")
-        if name not in names:
-            raise unknown_tool_error(inner.path("name"), name)
-        inner.check_unknown()
-        return name
-
-    return read
+def _find_name(function: schema.FunctionReference, tools: Sequence[Tool], path: str) -> str:
+    if all(tool.name != function.name for tool in tools):
+        raise unknown_tool_error(path, function.name)
+    return function.name

@@ -13,38 +13,53 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
+import orjson
+from msgspec import Raw
+
 from app.api.fields import Fields, as_mapping, drop_nulls, invalid_request
-from app.api.openai.reasoning import read_response_thinking
-from app.api.openai.request import (
-    IDENTIFIER_FIELDS,
-    SERVICE_TIER,
-    check_identifiers,
-    check_metadata,
-    check_model,
-    read_keep_alive,
-    read_service_tier,
-)
+from app.api.openai.reasoning import build_response_thinking
+from app.api.openai.request import check_metadata, check_model, read_keep_alive
 from app.api.openai.sampling import (
-    read_sampling,
-    read_stop_conditions,
-    read_template_options,
-    read_verbosity,
+    build_sampling,
+    build_stop_conditions,
+    build_template_options,
 )
-from app.api.openai.structured_outputs import read_object_schema, read_schema
-from app.api.openai.unsupported_fields import reject_unsupported_fields
+from app.api.openai.structured_outputs import ANY_OBJECT_SCHEMA, build_json_schema
 from app.api.responses.input_items import build_messages, prepend_instructions, read_input
 from app.api.responses.tools import ResponseTools, read_response_tools, render_tools
+from app.api.schema.decode import BodyDecoder
+from app.api.schema.fields import decode_fields
+from app.api.schema.generation import GenerationFields
+from app.api.schema.openai import SERVICE_TIER
+from app.api.schema.reasoning import ThinkingFields
+from app.api.schema.unsupported_fields import reject_unsupported_fields
 from app.core.request_context import add_notice
 from app.core.requests import (
     Conversation,
     GenerateRequest,
     JsonSchema,
     Message,
+    ReasoningOptions,
     Verbosity,
 )
 from app.http.responses import JsonObject
 
 MAX_LOGPROBS = 20
+
+IDENTIFIER_FIELDS = ("user", "safety_identifier", "prompt_cache_key")
+
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+# OpenAI's kinds of summaries. None of them has an effect.
+SUMMARIES = ("auto", "concise", "detailed")
+
+VERBOSITIES = ("low", "medium", "high")
+
+_GENERATION = BodyDecoder(GenerationFields)
+_GENERATION_FIELDS = tuple(
+    name for name in GenerationFields.__struct_fields__ if name not in ("model", "stream")
+)
+_THINKING = BodyDecoder(ThinkingFields)
 
 # The supported values of OpenAI's `include`. The other values concern items of OpenAI's own tools.
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
@@ -93,15 +108,16 @@ def parse_responses_request(
     tools = read_response_tools(fields)
     include = _read_include(fields)
     grammar, verbosity, text = _text(fields)
-    thinking = read_response_thinking(fields)
+    thinking = _read_thinking(fields)
     # a reasoning budget is also enforced with a grammar
     limited = thinking.token_budget is not None
     constrained = grammar is not None or tools.options.constrained or limited
-    stop_conditions = read_stop_conditions(fields, max_tokens=max_tokens, constrained=constrained)
+    shared = decode_fields(fields, _GENERATION, _GENERATION_FIELDS)
+    stop_conditions = build_stop_conditions(shared, max_tokens=max_tokens, constrained=constrained)
     request = GenerateRequest(
         model=model,
         prompt=Conversation(messages=messages, param="input"),
-        sampling=read_sampling(fields),
+        sampling=build_sampling(shared),
         max_tokens=max_tokens,
         top_logprobs=_read_logprobs(fields, include),
         cache_prompt=fields.boolean("cache_prompt") is not False,
@@ -113,7 +129,9 @@ def parse_responses_request(
         parallel_tool_calls=tools.options.parallel,
         reasoning=thinking,
         verbosity=verbosity,
-        chat_template_kwargs=read_template_options(fields, thinking),
+        chat_template_kwargs=build_template_options(
+            Raw(orjson.dumps(fields.mapping("chat_template_kwargs"))), thinking
+        ),
     )
     stream = _stream(fields)
     if tools.notice is not None:
@@ -153,7 +171,7 @@ def _text(fields: Fields) -> tuple[JsonSchema | None, Verbosity | None, JsonObje
     text = fields.nested("text")
     if text is None:
         return None, None, echo
-    verbosity = read_verbosity(text)
+    verbosity = _read_verbosity(text)
     if verbosity is not None:
         echo["verbosity"] = verbosity.level
     format_ = text.nested("format")
@@ -163,14 +181,62 @@ def _text(fields: Fields) -> tuple[JsonSchema | None, Verbosity | None, JsonObje
     grammar = None
     kind = format_.required_one_of("type", ("text", "json_object", "json_schema"))
     if kind == "json_schema":
-        grammar = read_schema(format_)
+        grammar = _read_schema(format_)
     elif kind == "json_object":
-        grammar = read_object_schema(format_)
+        grammar = _read_object_schema(format_)
     else:
         format_.reject("schema", instead="use the type json_schema")
     format_.check_unknown()
     echo["format"] = dict(format_.items())
     return grammar, verbosity, echo
+
+
+def _read_thinking(fields: Fields) -> ReasoningOptions:
+    """Reads the reasoning options. OpenAI hides reasoning and can return a summary instead; this
+    server returns the reasoning itself and never summarizes it."""
+    effort, reasoning = None, fields.nested("reasoning")
+    if reasoning is not None:
+        effort = reasoning.one_of("effort", REASONING_EFFORTS)
+        for name in ("summary", "generate_summary"):
+            reasoning.one_of(name, SUMMARIES)
+        reasoning.reject("context", "auto")
+        reasoning.reject("mode", "standard")
+        reasoning.check_unknown()
+    body = decode_fields(fields, _THINKING, ThinkingFields.__struct_fields__)
+    return build_response_thinking(body, effort)
+
+
+def _read_verbosity(fields: Fields) -> Verbosity | None:
+    level = fields.one_of("verbosity", VERBOSITIES)
+    return None if level is None else Verbosity(level=level, param=fields.path("verbosity"))
+
+
+def _read_schema(fields: Fields) -> JsonSchema:
+    """Reads OpenAI's named schema. `name` and `description` have no effect, and every schema is
+    strict."""
+    fields.required_string("name")
+    fields.string("description")
+    fields.boolean("strict")
+    at = fields.path("schema")
+    return build_json_schema(as_mapping(fields.required("schema"), at), at)
+
+
+def _read_object_schema(fields: Fields) -> JsonSchema:
+    """Reads the format `json_object`: any object, or as in llama.cpp one that matches `schema`."""
+    schema, at = fields.mapping("schema"), fields.path("schema")
+    if schema is None:
+        return JsonSchema(text=ANY_OBJECT_SCHEMA, param=fields.path("").removesuffix("."))
+    return build_json_schema(schema, at)
+
+
+def _check_identifiers(fields: Fields) -> None:
+    """Checks the fields that identify a user or configure OpenAI's prefix cache. They are not used,
+    because the prefix cache is indexed by tokens and caches everything."""
+    for identifier in IDENTIFIER_FIELDS:
+        fields.string(identifier)
+    fields.string("prompt_cache_retention")
+    fields.nested("prompt_cache_options")
+    fields.nested("client_metadata")  # sent by Codex with every request
 
 
 def _read_include(fields: Fields) -> frozenset[str]:
@@ -206,9 +272,9 @@ def _check_remaining(fields: Fields, *, context_shift: bool) -> None:
     are not supported."""
     fields.boolean("store")
     fields.integer("max_tool_calls", 1)  # limits OpenAI's own tools, which this server never calls
-    check_metadata(fields)
-    check_identifiers(fields)
-    read_service_tier(fields)
+    check_metadata(Raw(orjson.dumps(fields.mapping("metadata"))))
+    _check_identifiers(fields)
+    fields.reject("service_tier", "auto", SERVICE_TIER)
     fields.reject("background", False)
     fields.reject("truncation", "auto" if context_shift else "disabled")
     fields.reject("conversation", instead="use previous_response_id, or send all items")

@@ -9,19 +9,19 @@ text, is converted to a function with one argument. Hosted tools, which run on O
 omitted from the prompt with a notice.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal, cast
 
 from app.api.fields import Fields, invalid_request, quote_value
 from app.api.openai.tools import (
     ToolOptions,
     check_tool_names,
     read_function,
-    read_tool_choice,
     read_tool_name,
     unknown_tool_error,
 )
-from app.core.requests import Tool
+from app.core.requests import NamedToolChoice, Tool, ToolChoice
 from app.http.responses import JsonObject
 
 # The tools that OpenAI's servers run or define (OpenAI's reference, November 2026). Some have
@@ -109,7 +109,7 @@ def read_response_tools(fields: Fields) -> ResponseTools:
                 "tool_choice", "tool_choice requires a tool, but there are no tools"
             )
         return ResponseTools(options=options, hosted=hosted)
-    chosen, left = read_tool_choice(
+    chosen, left = _read_tool_choice(
         choice,
         tools,
         reader.read_chosen_name,
@@ -177,6 +177,62 @@ class _ToolReader:
         name = qualify_name(tool.name, namespace)
         self.declared[name] = DeclaredTool(name=tool.name, namespace=namespace, custom=custom)
         self.tools.append(replace(tool, name=name))
+
+
+ReadToolName = Callable[[Fields, str], str | None]
+"""Reads a tool name from an object of this type; returns None for a tool that is hidden from the
+model."""
+
+
+def _read_tool_choice(
+    value: object,
+    tools: tuple[Tool, ...],
+    read_name: ReadToolName,
+    kinds: Sequence[str],
+) -> tuple[ToolChoice, tuple[Tool, ...]]:
+    """Reads `tool_choice`. Returns the tool choice and the remaining tools. kinds: the tool types
+    that it may refer to."""
+    if value is None:
+        return "auto", tools
+    if isinstance(value, str):
+        choice = Fields({"tool_choice": value})
+        word = choice.required_one_of("tool_choice", ("none", "auto", "required"))
+        return cast("Literal['none', 'auto', 'required']", word), tools
+    fields = Fields.from_value(value, "tool_choice")
+    kind = fields.required_one_of("type", (*kinds, "allowed_tools"))
+    if kind != "allowed_tools":
+        name = read_name(fields, kind)
+        if name is None:
+            raise invalid_request(
+                "tool_choice.type", "tool_choice requires a tool that this server does not run"
+            )
+        fields.check_unknown()
+        return NamedToolChoice(name=name), tools
+    mode, left = _read_allowed_tools(fields, read_name, kinds)
+    fields.check_unknown()
+    return mode, tuple(tool for tool in tools if tool.name in left)
+
+
+def _read_allowed_tools(
+    fields: Fields, read_name: ReadToolName, kinds: Sequence[str]
+) -> tuple[Literal["auto", "required"], set[str]]:
+    """Reads the subset of tools allowed for this response."""
+    mode = fields.required_one_of("mode", ("auto", "required"))
+    fields.required("tools")
+    given = fields.array("tools") or []
+    path = fields.path("tools")
+    if not given:
+        raise invalid_request(path, f"{path} must contain at least one tool")
+    left: set[str] = set()
+    for place, value in enumerate(given):
+        tool = Fields.from_value(value, f"{path}.{place}")
+        name = read_name(tool, tool.required_one_of("type", kinds))
+        if name is not None:
+            left.add(name)
+        tool.check_unknown()
+    if mode == "required" and not left:
+        raise invalid_request(path, f"{path} must contain a tool that the model may call")
+    return cast("Literal['auto', 'required']", mode), left
 
 
 def _unsupported_kind(fields: Fields, kind: str, supported: str) -> Exception:

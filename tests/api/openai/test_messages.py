@@ -1,12 +1,13 @@
 """Messages of every role, and invalid messages."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from app.api.fields import Fields
-from app.api.openai.messages import read_conversation
+from app.api.openai.messages import build_conversation
+from app.api.schema.openai import CHAT
 from app.core.errors import AppError, ErrorKind
 from app.core.requests import Message, ToolCall
 from tests.rows import rows
@@ -14,8 +15,12 @@ from tests.rows import rows
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 
 
+def decode(messages: Any) -> Sequence[Any]:
+    return CHAT.decode(json.dumps({"messages": messages}).encode()).messages
+
+
 def read(*messages: Any) -> tuple[Message, ...]:
-    return read_conversation(Fields.from_value({"messages": list(messages)})).messages
+    return build_conversation(decode(list(messages))).messages
 
 
 def assistant_calling(*ids: str) -> Any:
@@ -273,7 +278,7 @@ def test_an_invalid_message_is_named_in_the_error(message: Any, param: str):
 @pytest.mark.parametrize("messages", ["hi", {}, 5, []])
 def test_messages_must_be_a_non_empty_array(messages: Any):
     with pytest.raises(AppError) as caught:
-        read_conversation(Fields.from_value({"messages": messages}))
+        decode(messages)
     assert caught.value.param == "messages"
 
 

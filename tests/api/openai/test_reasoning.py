@@ -1,31 +1,26 @@
 """Reasoning options, and the variables that the chat template gets."""
 
-from typing import Any
+import json
+from typing import Any, get_args
 
 import pytest
 
-from app.api.fields import Fields
-from app.api.openai.reasoning import (
-    REASONING_EFFORTS,
-    THINKING_BUDGET_FIELDS,
-    read_response_thinking,
-    read_thinking,
-)
-from app.api.openai.sampling import read_template_options
+from app.api.openai.reasoning import build_response_thinking, build_thinking
+from app.api.openai.sampling import build_template_options
+from app.api.schema.openai import CHAT
+from app.api.schema.reasoning import THINKING_BUDGET_FIELDS, ReasoningEffort, ThinkingFields
 from app.core.errors import AppError, ErrorKind
 from app.core.requests import ReasoningOptions
 from tests.rows import rows
 
 
 def read(**given: Any) -> tuple[ReasoningOptions, dict[str, Any]]:
-    fields = Fields.from_value(given)
-    thinking = read_thinking(fields)
-    options = read_template_options(fields, thinking)
-    fields.check_unknown()
-    return thinking, options
+    body = CHAT.decode(json.dumps({"messages": [{"role": "user"}], **given}).encode())
+    thinking = build_thinking(body)
+    return thinking, build_template_options(body.chat_template_kwargs, thinking)
 
 
-@pytest.mark.parametrize("effort", REASONING_EFFORTS)
+@pytest.mark.parametrize("effort", get_args(ReasoningEffort))
 def test_effort_is_a_word(effort: str):
     assert read(reasoning_effort=effort) == (ReasoningOptions(effort=effort), {})
 
@@ -131,8 +126,6 @@ def test_other_servers_names_have_the_same_meaning(given: Any, options: Reasonin
 
 
 def test_a_response_takes_the_same_switches():
-    fields = Fields({"reasoning": {"effort": "high", "summary": "auto"}, "enable_thinking": True})
-    assert read_response_thinking(fields) == ReasoningOptions(
-        effort="high", param="reasoning.effort"
+    assert build_response_thinking(ThinkingFields(enable_thinking=True), "high") == (
+        ReasoningOptions(effort="high", param="reasoning.effort")
     )
-    fields.check_unknown()

@@ -1,5 +1,6 @@
 """Fields that all dialects share: model, user, metadata, service tier, keep_alive."""
 
+import json
 import math
 from typing import Any
 
@@ -7,22 +8,16 @@ import pytest
 
 from app.api.fields import Fields
 from app.api.openai.request import (
-    check_identifiers,
-    check_metadata,
     check_model,
+    parse_chat,
     read_keep_alive,
-    read_service_tier,
 )
 from app.core.errors import AppError, ErrorKind
 from tests.rows import rows
 
 
 def check(**body: Any) -> None:
-    fields = Fields.from_value(body)
-    check_identifiers(fields)
-    check_metadata(fields)
-    read_service_tier(fields)
-    fields.check_unknown()
+    parse_chat(json.dumps({"messages": [{"role": "user"}], **body}).encode(), "m")
 
 
 @pytest.mark.parametrize("body", [{"model": 5}, {"model": ["a"]}])
@@ -31,16 +26,6 @@ def test_a_model_is_a_text(body: Any):
     with pytest.raises(AppError) as caught:
         check_model(Fields.from_value(body))
     assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, "model")
-
-
-def test_a_service_tier_is_reported_if_requested():
-    assert read_service_tier(Fields.from_value({})) is None
-    assert [
-        read_service_tier(Fields.from_value({"service_tier": it})) for it in ("auto", "default")
-    ] == [
-        "default",
-        "default",
-    ]
 
 
 def test_the_limits_are_those_of_openai():

@@ -1,20 +1,19 @@
 """Prompts of completions."""
 
+import json
 from typing import Any
 
 import pytest
 
-from app.api.fields import Fields
-from app.api.openai.request import read_n, read_prompt
+from app.api.openai.request import parse_completion
 from app.core.errors import AppError, ErrorKind
 from app.core.requests import PromptBatch
 from tests.rows import rows
 
 
 def read(**body: Any) -> tuple[Any, int]:
-    fields = Fields.from_value(body)
-    prompt = read_prompt(fields)
-    return prompt, read_n(fields, prompt)
+    request = parse_completion(json.dumps(body).encode(), "m").request
+    return request.prompt, request.n
 
 
 @pytest.mark.parametrize(

@@ -1,29 +1,37 @@
 """Sampling parameters and stop conditions."""
 
+import json
 from typing import Any
 
 import pytest
 
-from app.api.fields import Fields
-from app.api.openai.sampling import StopConditions, read_sampling, read_stop_conditions
+from app.api.openai.sampling import StopConditions, build_sampling, build_stop_conditions
+from app.api.schema.decode import BodyDecoder
+from app.api.schema.generation import GenerationFields
 from app.core.errors import AppError, ErrorKind
 from tests.rows import rows
 
+DECODER = BodyDecoder(GenerationFields)
+
+
+def decode(body: Any) -> GenerationFields:
+    return DECODER.decode(json.dumps(body).encode())
+
 
 def sampling_of(**body: Any) -> Any:
-    return read_sampling(Fields.from_value(body))
+    return build_sampling(decode(body))
 
 
 def stop_conditions_of(
     *, constrained: bool = False, limit: int | None = None, **body: Any
 ) -> StopConditions:
-    return read_stop_conditions(Fields.from_value(body), max_tokens=limit, constrained=constrained)
+    return build_stop_conditions(decode(body), max_tokens=limit, constrained=constrained)
 
 
 def read(body: Any) -> None:
-    fields = Fields.from_value(body)
-    read_sampling(fields)
-    read_stop_conditions(fields, max_tokens=None, constrained=False)
+    decoded = decode(body)
+    build_sampling(decoded)
+    build_stop_conditions(decoded, max_tokens=None, constrained=False)
 
 
 def test_unset_fields_are_absent():

@@ -5,21 +5,20 @@ from typing import Any
 
 import pytest
 
-from app.api.fields import Fields
-from app.api.openai.structured_outputs import read_grammar
+from app.api.openai.structured_outputs import build_grammar
+from app.api.schema.decode import BodyDecoder
+from app.api.schema.openai import CommonFields
 from app.core.errors import AppError, ErrorKind
 from app.core.requests import ChoiceGrammar, Grammar, JsonSchema, LarkGrammar, Regex
 from tests.rows import rows
 
+DECODER = BodyDecoder(CommonFields)
 SCHEMA = {"type": "object", "properties": {"b": {"const": "é"}, "a": {"type": "integer"}}}
 SERIALIZED = '{"type":"object","properties":{"b":{"const":"é"},"a":{"type":"integer"}}}'
 
 
 def read(**body: Any) -> Grammar | None:
-    fields = Fields.from_value(body)
-    grammar = read_grammar(fields)
-    fields.check_unknown()
-    return grammar
+    return build_grammar(DECODER.decode(json.dumps(body).encode()))
 
 
 def named_schema(**json_schema: Any) -> dict[str, Any]:

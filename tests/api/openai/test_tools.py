@@ -1,11 +1,12 @@
 """Tools and tool_choice."""
 
+import json
 from typing import Any
 
 import pytest
 
-from app.api.fields import Fields
-from app.api.openai.tools import NO_PARAMETERS, ToolOptions, read_tool_options
+from app.api.openai.tools import NO_PARAMETERS, ToolOptions, build_tool_options
+from app.api.schema.openai import CHAT
 from app.core.errors import AppError, ErrorKind
 from app.core.requests import NamedToolChoice, Tool
 from tests.rows import rows
@@ -18,10 +19,8 @@ def function(name: Any = "f", **more: Any) -> dict[str, Any]:
 
 
 def read(**body: Any) -> ToolOptions:
-    fields = Fields.from_value(body)
-    tool_options = read_tool_options(fields)
-    fields.check_unknown()
-    return tool_options
+    body = {"messages": [{"role": "user"}], **body}
+    return build_tool_options(CHAT.decode(json.dumps(body).encode()))
 
 
 def allowed_tools(*names: str, mode: str = "auto") -> Any:

@@ -11,9 +11,9 @@ import pytest
 
 from app.api.embeddings import parse_embeddings as parse_embeddings
 from app.api.openai.request import parse_chat, parse_completion
-from app.api.openai.unsupported_fields import Endpoint, list_unsupported_fields
 from app.api.responses.request import parse_responses_request as parse_response
 from app.api.responses.store import ResponseStores
+from app.api.schema.unsupported_fields import Endpoint, list_unsupported_fields
 from app.core.errors import AppError, ErrorKind
 from tests.api.test_fields_table import MINIMAL
 from tests.fakes import CARD
@@ -50,9 +50,9 @@ def parse(endpoint: Endpoint, **fields: Any) -> Any:
     body, model = {**MINIMAL[endpoint], **fields}, CARD.id
     match endpoint:
         case "chat":
-            return parse_chat(body, model)
+            return parse_chat(json.dumps(body).encode(), model)
         case "completions":
-            return parse_completion(body, model)
+            return parse_completion(json.dumps(body).encode(), model)
         case "responses":
             return parse_response(
                 body, model, ResponseStores().for_caller(""), context_shift=False

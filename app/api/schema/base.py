@@ -1,0 +1,96 @@
+"""Base classes of the objects in a request body, and helpers to declare their fields.
+
+Knows: msgspec, how a field is declared. Must not know: the fields of any dialect.
+
+A field that is null is treated as absent everywhere, so every optional field has the type
+`… | None`. Free JSON (schemas, variables of a template) stays `msgspec.Raw` until it is used.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Meta, Raw
+
+INT32_MAX = 2**31 - 1
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+NULL = Raw(b"null")
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """A known field that is not supported. neutral: its values that have no effect, which are
+    accepted. instead: the recommendation in the error message."""
+
+    neutral: tuple[object, ...] = ()
+    instead: str | None = None
+
+
+class Options(msgspec.Struct, kw_only=True, frozen=True):
+    """A body, or an object of options in it. An unknown name that is probably a misspelled known
+    one is an error; other unknown names are ignored and reported.
+
+    unsupported: further known names, which are rejected unless their value has no effect. ignored:
+    known names whose fields never have an effect, with a description.
+    """
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {}
+    ignored: ClassVar[Mapping[str, str]] = {}
+    check_names: ClassVar[bool] = True
+
+
+class Item(Options, kw_only=True, frozen=True):
+    """An object that a client copies or stores: a message, a part of its content, a tool, a call.
+    Unknown names are never errors, because the client may have them from another server."""
+
+    check_names: ClassVar[bool] = False
+
+
+class AnyObject(msgspec.Struct, frozen=True):
+    """An object that has no effect. Its fields are skipped."""
+
+
+def reject_fields(**fields: tuple[object, ...] | str) -> Mapping[str, Unsupported]:
+    """Declares unsupported fields: for each, the values without effect, or what to use instead."""
+    return {
+        name: Unsupported(instead=value) if isinstance(value, str) else Unsupported(neutral=value)
+        for name, value in fields.items()
+    }
+
+
+# The keys of `Meta.extra`: the valid values, for error messages, and the schema in openapi.yaml
+# that the type defines. An error inside a value with EXPECTED has the path of the field.
+EXPECTED, COMPONENT = "expected", "component"
+
+
+def describe(
+    description: str | None = None,
+    *,
+    component: str | None = None,
+    expected: str | None = None,
+    schema: dict[str, Any] | None = None,
+) -> Meta:
+    """Describes a field. component: the name of the schema in openapi.yaml that other fields of
+    this type refer to. expected: the valid values, for error messages. schema: what the JSON Schema
+    has in addition to the type, or instead of it for free JSON."""
+    extra = {EXPECTED: expected, COMPONENT: component}
+    return Meta(
+        description=description,
+        extra={name: value for name, value in extra.items() if value is not None} or None,
+        extra_json_schema=schema,
+    )
+
+
+Text = Annotated[str, Meta(min_length=1)]
+TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+Identifier = Annotated[str | None, describe("No effect.", component="Identifier")]
+Model = Annotated[
+    str | None,
+    describe(
+        "A model's name in GET /v1/models, or an alias. May be omitted if the server has one "
+        "model.",
+        component="ModelId",
+    ),
+]

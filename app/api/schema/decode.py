@@ -1,0 +1,348 @@
+"""Decodes the bytes of a request body to a struct, and translates the decoder's errors.
+
+Knows: msgspec, the text of errors. Must not know: the fields of any dialect.
+
+A body is decoded in two passes. The first builds the struct and skips everything else, so that a
+hostile body fails at its first wrong value before other objects are built. The second finds the
+names that the structs do not have (names.py). It builds an object for each field, so the number of
+fields is limited first.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+import orjson
+from msgspec import Raw, inspect
+
+from app.api.fields import as_mapping, describe_integer_range, invalid_request, quote_value
+from app.api.schema.base import EXPECTED, INT64_MAX, INT64_MIN, Options
+from app.api.schema.names import ObjectNames, check_names, find_names
+from app.core.errors import AppError, ErrorKind
+
+Body = TypeVar("Body", bound=Options)
+Data = bytes | bytearray | Raw
+Path = Sequence[str | int]
+
+# The maximum number of objects, arrays and keys in a body, outside of strings. A conversation of
+# 20,000 messages has 60,000; a schema of 5,000 properties has 25,000. Token IDs do not count.
+MAX_FIELDS = 65_536
+
+# Above this size, an error message does not quote the invalid value, because finding it again
+# builds an object for each field and item before it.
+_MAX_QUOTED_BYTES = 256 * 1024
+
+# How often numbers such as 1.0 are replaced in a body: each time in all fields of one object, or in
+# one whole array.
+_MAX_REPAIRS = 16
+
+# Integers up to this size can be converted to a float and back without loss.
+_MAX_EXACT_INTEGER = 2**53
+
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+_LENGTH = re.compile(r"Expected `array` of length (>=|<=) (\d+)")
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
+_STRING = re.compile(rb'"[^"]*"')
+_FRACTION = re.compile(rb"-?\d{1,20}(?:\.\d{1,20})?(?:[eE][+-]?\d{1,3})?")
+
+_object_decoder = msgspec.json.Decoder(dict[str, Raw])
+_array_decoder = msgspec.json.Decoder(list[Raw])
+
+
+class BodyDecoder(Generic[Body]):
+    """Decodes bodies of one type. type_: the struct of the body. camel_case: whether the names of
+    known fields may also be in camel case: Vercel's AI SDK passes the options of a provider on as
+    they are written in JavaScript."""
+
+    def __init__(self, type_: type[Body], *, camel_case: bool = False) -> None:
+        self._type = type_
+        self._decoder = msgspec.json.Decoder(type_)
+        self._camel_case = camel_case
+
+    def decode(self, data: bytes | bytearray) -> Body:
+        """Returns the body, and reports its unknown fields. Raises AppError(INVALID)."""
+        body = self._decode(data)
+        check_num_fields(data)
+        fields = _object_decoder.decode(data)
+        if self._camel_case and (renamed := self._rename(fields)) is not None:
+            fields = renamed
+            body = self._decode(msgspec.json.encode(fields))
+        try:
+            check_names(fields, self._names)
+            return body
+        except RecursionError as error:
+            reason = str(error)
+        raise _invalid_json(reason)
+
+    def decode_values(self, values: object) -> Body:
+        """Returns the body for values that were parsed before. Raises AppError(INVALID)."""
+        try:
+            data = orjson.dumps(values)
+        except orjson.JSONEncodeError:
+            data = b""
+        if not data:
+            raise invalid_request(None, "the body is nested too deeply")
+        return self.decode(data)
+
+    def _decode(self, data: Data) -> Body:
+        message = ""
+        for _ in range(_MAX_REPAIRS):
+            try:
+                return self._decoder.decode(data)
+            except msgspec.ValidationError as error:
+                message = str(error)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                message = str(error)
+                break
+            # The errors of this class are raised outside of the handlers: otherwise, the decoder's
+            # error would become the context of ours and stay in memory.
+            repaired = None
+            if "got `float`" in message and _is_small(data):
+                repaired = _replace_fractions(data, _parse_path(message)[:-1])
+            if repaired is None:
+                raise self._translate(data, message)
+            data = repaired
+        raise _invalid_json(message)
+
+    @cached_property
+    def _type_info(self) -> inspect.Type:
+        return inspect.type_info(self._type)
+
+    @cached_property
+    def _names(self) -> ObjectNames:
+        names = find_names(self._type_info)
+        assert names is not None
+        return names.by_tag[None]
+
+    def _rename(self, fields: dict[str, Raw]) -> dict[str, Raw] | None:
+        """Renames fields from camel case, unless a field with the documented name is set. Returns
+        None if there are none."""
+        renamed = {
+            name: alias
+            for alias in fields
+            if alias != alias.lower()
+            and (name := re.sub("[A-Z]", lambda match: f"_{match[0].lower()}", alias))
+            in self._names.known
+        }
+        if not renamed:
+            return None
+        aliases = set(renamed.values())
+        replaced = {name: value for name, value in fields.items() if name not in aliases}
+        for name, alias in renamed.items():
+            if bytes(replaced.get(name, b"null")) == b"null":
+                replaced[name] = fields[alias]
+        return replaced
+
+    def _translate(self, data: Data, message: str) -> AppError:
+        """Returns our error for an error of the decoder: the dotted path of the field, what is
+        valid, and what was sent."""
+        path, reason = _parse_path(message), message.partition(" - at `")[0]
+        missing = _MISSING.fullmatch(reason)
+        if missing is not None:
+            param = _join([*path, missing[1]])
+            return invalid_request(param, f"{param} is missing")
+        expectation = _find_expectation(self._type_info, path, data)
+        value = _find_value(data, path)
+        param = _join(path[: expectation.depth])
+        shown = param or "the body"
+        length = _LENGTH.fullmatch(reason)
+        if length is not None:
+            bound = "at least" if length[1] == ">=" else "at most"
+            count = f", not {len(_array_decoder.decode(value))}" if value is not None else ""
+            return invalid_request(param, f"{shown} must contain {bound} {length[2]} items{count}")
+        if value is None:
+            return invalid_request(param, f"{shown} must be {expectation.text}")
+        if param and expectation.depth == len(path) and bytes(value) == b"null":
+            return invalid_request(param, f"{param} is missing")
+        return invalid_request(param, f"{shown} must be {expectation.text}, not {_quote(value)}")
+
+
+def decode_json(value: Raw) -> Any:
+    """Returns free JSON of a body whose number of fields was checked. Raises AppError(INVALID)."""
+    try:
+        # orjson rejects NaN, numbers too large for a double and lone surrogates
+        return orjson.loads(memoryview(value))
+    except orjson.JSONDecodeError as error:
+        reason = str(error)
+    raise _invalid_json(reason)
+
+
+def decode_object(value: Raw, param: str) -> dict[str, Any] | None:
+    """Returns a free JSON object, or None for null. Its nesting depth is limited, so that recursion
+    is safe. Raises AppError(INVALID) for another type."""
+    decoded = decode_json(value)
+    return None if decoded is None else as_mapping(decoded, param)
+
+
+def check_num_fields(data: bytes | bytearray) -> None:
+    """Raises AppError(INVALID) if a JSON text has so many objects, arrays and keys that parsing
+    their content would take much time and memory."""
+    structure = (b"[", b"{", b":")
+    if sum(map(data.count, structure)) > MAX_FIELDS:
+        data = _STRING.sub(b"", data.replace(b"\\\\", b"").replace(b'\\"', b""))
+        if sum(map(data.count, structure)) > MAX_FIELDS:
+            message = f"the body contains more than {MAX_FIELDS:,} fields: send fewer at a time"
+            raise AppError(ErrorKind.INVALID, message, code="too_many_values")
+
+
+def _parse_path(message: str) -> list[str | int]:
+    """Returns the path at the end of a message of the decoder, such as `$.messages[0].content`."""
+    _, _, path = message.partition(" - at `$")
+    return [name or int(index) for name, index in _STEP.findall(path.split("[...]")[0].rstrip("`"))]
+
+
+def _join(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _is_small(data: Data) -> bool:
+    return len(memoryview(data)) <= _MAX_QUOTED_BYTES
+
+
+def _find_value(data: Data, path: Path) -> Raw | None:
+    """Returns the value at a path. Returns None if it is not found, or if the body is large."""
+    if not _is_small(data):
+        return None
+    value = Raw(bytes(data))
+    try:
+        for step in path:
+            if isinstance(step, int):
+                value = _array_decoder.decode(value)[step]
+            else:
+                value = _object_decoder.decode(value)[step]
+    except (msgspec.DecodeError, LookupError, RecursionError):
+        return None
+    return value
+
+
+def _quote(value: Raw) -> str:
+    """Formats a value for an error message, without parsing the content of containers."""
+    text = bytes(value)
+    if text[:1] in (b"[", b"{"):
+        is_empty = not text[1:-1].strip()
+        container: object = [None] * (not is_empty) if text[:1] == b"[" else {}
+        return quote_value(container)
+    return quote_value(orjson.loads(text))
+
+
+def _invalid_json(reason: str) -> AppError:
+    return AppError(ErrorKind.INVALID, f"the body is not valid JSON: {reason}")
+
+
+def _replace_fractions(data: Data, path: Path) -> bytes | None:
+    """Replaces numbers such as 1.0 by integers in the object or array at this path, because JSON
+    has only one type of number. Returns None if there are none."""
+    is_array = bytes(memoryview(data)[:1]) == b"["
+    items: dict[Any, Raw] = (
+        dict(enumerate(_array_decoder.decode(data)))
+        if is_array
+        else dict(_object_decoder.decode(data))
+    )
+    changed = False
+    for key in path[:1] or list(items):
+        nested = _replace_fractions(items[key], path[1:]) if path else _to_integer(items[key])
+        if nested is not None:
+            items[key], changed = Raw(nested), True
+    if not changed:
+        return None
+    return msgspec.json.encode([*items.values()] if is_array else items)
+
+
+def _to_integer(value: Raw) -> bytes | None:
+    text = bytes(memoryview(value)[:50])
+    if not _FRACTION.fullmatch(text) or text.lstrip(b"-").isdigit():
+        return None
+    number = float(text)
+    is_integer = number.is_integer() and abs(number) <= _MAX_EXACT_INTEGER
+    return b"%d" % int(number) if is_integer else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Expectation:
+    """The valid values of a field. depth: the number of steps of the error's path that lead to the
+    field."""
+
+    text: str
+    depth: int
+
+
+def _find_expectation(type_: inspect.Type, path: Path, data: Data) -> _Expectation:
+    """Finds the declaration of the field at a path. data: the body, which has the tags that select
+    the type of an object."""
+    for depth, step in enumerate(path):
+        if (expected := _get_expected(type_)) is not None:
+            return _Expectation(expected, depth)
+        members = _list_members(type_)
+        if isinstance(step, int):
+            (type_,) = [one.item_type for one in members if isinstance(one, inspect.ListType)]
+            continue
+        structs = [one for one in members if isinstance(one, inspect.StructType)]
+        if step == structs[0].tag_field:
+            tags = [str(one.tag) for one in structs]
+            at_object = getattr(structs[0].cls, "tag_error_at_object", False)
+            text = _join_or(map(repr, tags))
+            if at_object:
+                return _Expectation(f"a part of type {text}", depth)
+            return _Expectation(text, depth + 1)
+        if len(structs) > 1:
+            tag = _find_value(data, [*path[:depth], str(structs[0].tag_field)])
+            name = None if tag is None else orjson.loads(memoryview(tag))
+            structs = [one for one in structs if one.tag == name] or structs
+        fields = {field.encode_name: field.type for one in structs for field in one.fields}
+        type_ = fields[step]
+    return _Expectation(_describe_type(type_), len(path))
+
+
+def _get_expected(type_: inspect.Type) -> str | None:
+    extra = cast("dict[str, str]", getattr(type_, "extra", None) or {})
+    return extra.get(EXPECTED)
+
+
+def _list_members(type_: inspect.Type) -> list[inspect.Type]:
+    """Returns the types of a union, or the type itself, without metadata."""
+    if isinstance(type_, inspect.Metadata):
+        return _list_members(type_.type)
+    if isinstance(type_, inspect.UnionType):
+        return [member for one in type_.types for member in _list_members(one)]
+    return [type_]
+
+
+def _describe_type(type_: inspect.Type) -> str:
+    if (expected := _get_expected(type_)) is not None:
+        return expected
+    members = [one for one in _list_members(type_) if not isinstance(one, inspect.NoneType)]
+    return _join_or(dict.fromkeys(map(_describe_member, members)))
+
+
+def _describe_member(type_: inspect.Type) -> str:
+    match type_:
+        case inspect.IntType(ge=low, le=high):
+            return describe_integer_range(
+                INT64_MIN if low is None else low, INT64_MAX if high is None else high
+            )
+        case inspect.FloatType(ge=float() | int() as low, le=float() | int() as high):
+            return f"a number from {low:g} to {high:g}"
+        case inspect.FloatType():
+            return "a number"
+        case inspect.StrType(max_length=int() as length):
+            return f"a string of 1 to {length} characters"
+        case inspect.StrType(min_length=1):
+            return "a non-empty string"
+        case inspect.StrType():
+            return "a string"
+        case inspect.BoolType():
+            return "true or false"
+        case inspect.LiteralType(values=values):
+            return _join_or(map(repr, values))
+        case inspect.ListType():
+            return "an array"
+        case _:
+            return "an object"
+
+
+def _join_or(texts: Any) -> str:
+    *most, last = texts
+    return f"{', '.join(most)} or {last}" if most else last

@@ -1,0 +1,180 @@
+"""OpenAI's messages: every documented role, the parts of their content, and earlier tool calls.
+
+Knows: the fields of messages. Must not know: the order of messages, chat templates.
+
+For content that a text model cannot process (images, audio, files), see app/api/attachments.py.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from msgspec import Meta
+
+from app.api.schema.base import INT64_MAX, Identifier, Item, describe, reject_fields
+
+_NO_EFFECT = "No effect."
+
+
+class _Part(Item, kw_only=True, frozen=True, tag_field="type"):
+    """A part of the content of a message. An error in its type has the path of the part."""
+
+    tag_error_at_object: ClassVar[bool] = True
+
+
+class TextPart(_Part, kw_only=True, frozen=True, tag="text"):
+    """A text."""
+
+    ignored: ClassVar[Mapping[str, str]] = {"cache_control": _NO_EFFECT}
+
+    text: str
+
+
+class RefusalPart(_Part, kw_only=True, frozen=True, tag="refusal"):
+    """A refusal, which counts as text."""
+
+    ignored: ClassVar[Mapping[str, str]] = {"cache_control": _NO_EFFECT}
+
+    refusal: str
+
+
+class ImagePart(_Part, kw_only=True, frozen=True, tag="image_url"):
+    """An image. Replaced by a text, or rejected in a question."""
+
+    ignored: ClassVar[Mapping[str, str]] = {
+        "cache_control": _NO_EFFECT,
+        "image_url": "The image, or its address.",
+    }
+
+
+class AudioPart(_Part, kw_only=True, frozen=True, tag="input_audio"):
+    """Audio. Replaced by a text, or rejected in a question."""
+
+    ignored: ClassVar[Mapping[str, str]] = {
+        "cache_control": _NO_EFFECT,
+        "input_audio": "The audio.",
+    }
+
+
+class FilePart(_Part, kw_only=True, frozen=True, tag="file"):
+    """A file. Replaced by a text, or rejected in a question."""
+
+    ignored: ClassVar[Mapping[str, str]] = {"cache_control": _NO_EFFECT, "file": "The file."}
+
+
+class VideoPart(_Part, kw_only=True, frozen=True, tag="video_url"):
+    """vLLM's part for a video. Replaced by a text, or rejected in a question."""
+
+    ignored: ClassVar[Mapping[str, str]] = {
+        "cache_control": _NO_EFFECT,
+        "video_url": "The video, or its address.",
+    }
+
+
+AttachmentPart = ImagePart | AudioPart | FilePart | VideoPart
+AssistantPart = TextPart | RefusalPart | AttachmentPart
+Part = TextPart | AttachmentPart
+Content = Annotated[
+    str | list[Part] | None,
+    describe(
+        "A string, or a list of parts. The texts are joined with line feeds.",
+        component="TextContent",
+    ),
+]
+
+
+class CalledFunction(Item, kw_only=True, frozen=True):
+    """The function of an earlier call."""
+
+    ignored: ClassVar[Mapping[str, str]] = {
+        "parsed_arguments": "The arguments parsed by OpenAI's SDK."
+    }
+
+    name: str
+    arguments: Annotated[
+        str,
+        describe(
+            "A JSON object as a string. An empty string means an empty object.",
+            schema={"contentMediaType": "application/json", "contentSchema": {"type": "object"}},
+        ),
+    ]
+
+
+class ToolCall(Item, kw_only=True, frozen=True):
+    """An earlier call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+    index: Annotated[
+        Annotated[int, Meta(ge=0, le=INT64_MAX)] | None,
+        describe("The index of the call in a stream. Ignored; calls keep their order in the list."),
+    ] = None
+
+
+class _Message(Item, kw_only=True, frozen=True, tag_field="role"):
+    """The fields of every message."""
+
+    ignored: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("annotations", "cache_control", "id"), _NO_EFFECT
+    )
+
+    name: Identifier = None
+
+
+class _PlainMessage(_Message, kw_only=True, frozen=True):
+    """A message that has no calls and no reasoning."""
+
+    unsupported = reject_fields(tool_calls=([],), reasoning_content=("",), reasoning=("",))
+
+    content: Content = None
+
+
+class SystemMessage(_PlainMessage, kw_only=True, frozen=True, tag="system"):
+    """Instructions."""
+
+
+class DeveloperMessage(_PlainMessage, kw_only=True, frozen=True, tag="developer"):
+    """OpenAI's newer name of a system message."""
+
+
+class UserMessage(_PlainMessage, kw_only=True, frozen=True, tag="user"):
+    """A message of the user."""
+
+
+class ToolMessage(_PlainMessage, kw_only=True, frozen=True, tag="tool"):
+    """The result of a call."""
+
+    tool_call_id: str
+
+
+class AssistantMessage(_Message, kw_only=True, frozen=True, tag="assistant"):
+    """An earlier model response. A `refusal` counts as content. Null, missing and empty content are
+    the same. Fields that servers add to responses are accepted."""
+
+    unsupported = reject_fields(audio=(), function_call="use tool_calls")
+    ignored: ClassVar[Mapping[str, str]] = {
+        **_Message.ignored,
+        "parsed": "The content parsed by OpenAI's SDK.",
+    }
+
+    content: str | list[AssistantPart] | None = None
+    refusal: str | None = None
+    reasoning_content: Annotated[
+        str | None,
+        describe(
+            "The reasoning of this response, for templates that support it. `reasoning` is an "
+            "alias. If both are set, they must be equal."
+        ),
+    ] = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
+Messages = Annotated[
+    list[Message], Meta(min_length=1), describe("The conversation, oldest message first.")
+]
+
+
+def get_role(message: Message) -> str:
+    return str(type(message).__struct_config__.tag)
