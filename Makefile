@@ -12,7 +12,7 @@
 # has an environment of its own: make test PYTHON=python3.13 VENV=.venv-3.13 t=tests/core
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test integration timing test-all test-durations test-device clients clients-latest check check-lint check-types check-test-types check-documents fix manual bench bench-cpu parity builtin screenshots transcripts wheel lock size trace clean
+.PHONY: help venv serve test integration timing test-all test-durations test-device clients clients-latest check check-lint check-types check-test-types check-documents fix manual bench bench-cpu openapi parity builtin screenshots transcripts wheel lock size trace clean
 
 # Not taken from the shell, where HOST and PYTHON often mean something else.
 MODEL =
@@ -171,6 +171,9 @@ lock: $(DEV)  ## update the lock files in requirements/; ARGS=--upgrade selects 
 	cd tests/clients/programs && $(NPM) install --package-lock-only
 	$(LOCKED) tools/builtin_model/requirements.in -c requirements/serve.txt -o tools/builtin_model/requirements.txt
 	$(LOCKED) requirements/parity.in -c requirements/serve.txt -c requirements/dev.txt -o requirements/parity.txt
+
+openapi: venv  ## update the generated schemas in openapi.yaml
+	@$(BIN)/python -m tests.openapi_schemas
 
 size: venv  ## list the largest files and functions, and modules that are too small
 	@$(BIN)/python -m tests.code_size

@@ -18,6 +18,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from app.api.schema.unsupported_fields import Endpoint, list_unsupported_fields
 from tests.openapi_document import read_openapi
 
 
@@ -141,7 +142,7 @@ def document(model: str, vocab: int) -> Any:
     spec = deepcopy(read_openapi())
     schemas = spec["components"]["schemas"]
     schemas["ModelId"]["enum"] = [model]
-    schemas["TokenIds"]["items"]["maximum"] = vocab - 1
+    schemas["TokenId"]["maximum"] = vocab - 1
     schemas["ToolCall"]["properties"]["function"]["properties"]["arguments"]["enum"] = ["", "{}"]
     schemas["FunctionCallItem"]["properties"]["arguments"]["enum"] = ["", "{}"]
     schemas["GuidedJson"]["anyOf"][1]["enum"] = ["{}"]
@@ -158,7 +159,9 @@ def document(model: str, vocab: int) -> Any:
     completion["properties"]["max_tokens"]["minimum"] = 1  # 0 needs echo
     # tests/api/openai/test_unsupported_fields.py tests each of these; with them, they would be most
     # of every request
-    others = {name for group in spec["x-fields-of-other-servers"].values() for name in group}
+    endpoints: tuple[Endpoint, ...] = ("chat", "completions", "responses", "embeddings")
+    others = {name for endpoint in endpoints for name in list_unsupported_fields(endpoint)}
+    others |= {"n_predict", "n_keep", "grammar", "json_schema", "return_progress"}
     for kind in ("ChatCompletion", "Completion", "Response", "Embedding"):
         properties = schemas[f"{kind}Request"]["properties"]
         for name in others - {"skip_special_tokens", "mirostat"} - ENDPOINT_FIELDS:

@@ -84,13 +84,14 @@ def describe(
 
 
 Text = Annotated[str, Meta(min_length=1)]
-TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
-Identifier = Annotated[str | None, describe("No effect.", component="Identifier")]
+TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX), describe(component="TokenId")]
+Identifier = Annotated[
+    str | None, describe("A client-defined identifier. No effect.", component="Identifier")
+]
 Model = Annotated[
     str | None,
     describe(
-        "A model's name in GET /v1/models, or an alias. May be omitted if the server has one "
-        "model.",
-        component="ModelId",
+        "May be omitted if the server has only one model.",
+        schema={"anyOf": [{"$ref": "#/components/schemas/ModelId"}, {"type": "null"}]},
     ),
 ]

@@ -159,7 +159,7 @@ IgnoreEos = Annotated[
     ),
 ]
 KeepAlive = Annotated[
-    Annotated[float, Meta(ge=-(2.0**63), le=2.0**63)] | str | None,
+    float | str | None,
     describe(
         "How long the model stays in memory after this request, as in Ollama: seconds, or a "
         "duration such as `5m`. 0 unloads the model when it becomes idle, and a negative value "

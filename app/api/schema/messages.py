@@ -172,7 +172,9 @@ class AssistantMessage(_Message, kw_only=True, frozen=True, tag="assistant"):
 
 Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
 Messages = Annotated[
-    list[Message], Meta(min_length=1), describe("The conversation, oldest message first.")
+    list[Annotated[Message, describe(component="Message")]],
+    Meta(min_length=1),
+    describe("The conversation, oldest message first."),
 ]
 
 

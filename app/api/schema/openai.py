@@ -151,7 +151,8 @@ class ChatBody(CommonFields, kw_only=True, frozen=True):
         _TokenLimit | None,
         describe(
             "The older name of `max_completion_tokens`, which takes precedence if both are set. "
-            "-1 is the same as omitting it."
+            "-1 is the same as omitting it.",
+            schema={"not": {"const": 0}},
         ),
     ] = None
     tools: Tools = None

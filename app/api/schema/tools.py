@@ -58,7 +58,7 @@ class FunctionTool(Item, kw_only=True, frozen=True):
 class FunctionReference(Options, kw_only=True, frozen=True):
     """The name of a function in `tools`."""
 
-    name: str
+    name: FunctionName
 
 
 class NamedTool(Options, kw_only=True, frozen=True):
