@@ -135,12 +135,14 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.serving.model_library": frozenset(),
     "app.serving.model_describer": frozenset(),
     "app.serving.router": frozenset(),
-    "app.api": frozenset({"starlette", "orjson"}),
+    "app.api": frozenset({"msgspec", "starlette", "orjson"}),
+    # request bodies as structs
+    "app.api.schema": frozenset({"msgspec", "orjson"}),
     # sse-starlette replaces uvicorn's exit handler at import: only one module imports it
     "app.http.streaming": frozenset({"starlette", "orjson", "sse_starlette"}),
     "app.http.responses": frozenset({"starlette", "orjson"}),
     "app.http": frozenset({"starlette"}),
-    "app.http.body": frozenset({"starlette", "orjson"}),
+    "app.http.body": frozenset({"msgspec", "starlette", "orjson"}),
     # the few modules that depend on the HTTP implementation, besides app.server
     "app.http.connection": frozenset({"h11", "starlette", "uvicorn"}),
     "app.http.h11_connection": frozenset({"h11", "starlette"}),

@@ -157,7 +157,7 @@ def document(model: str, vocab: int) -> Any:
     for name in ("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget_tokens"):
         del chat["properties"][name]
     completion["properties"]["max_tokens"]["minimum"] = 1  # 0 needs echo
-    # tests/api/openai/test_unsupported_fields.py tests each of these; with them, they would be most
+    # tests/api/schema/test_unsupported_fields.py tests each of these; with them, they would be most
     # of every request
     endpoints: tuple[Endpoint, ...] = ("chat", "completions", "responses", "embeddings")
     others = {name for endpoint in endpoints for name in list_unsupported_fields(endpoint)}
