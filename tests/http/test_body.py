@@ -20,7 +20,7 @@ from tests.fakes import CARD, FakeGenerate, build_fake_app
 from tests.server_process import TIMEOUT
 
 CHAT = "/v1/chat/completions"
-RESPONSES = "/v1/responses"  # parses bodies without structs
+UNTYPED = "/apply-template"  # parses bodies without structs
 SCOPE = {"headers": [(b"content-type", b"application/json")]}
 
 values = st.recursive(
@@ -86,7 +86,7 @@ def test_a_text_with_many_commas_is_one_value():
 
 def test_a_conversation_may_have_fewer_values_than_a_prompt_of_ids():
     messages = b",".join([b'{"role":"user","content":"x"}'] * 20_000)
-    reply, _ = send_body(b'{"input": [' + messages + b"]}")
+    reply, _ = send_body(b'{"messages": [' + messages + b"]}")
     assert (reply.status, reply.error["code"]) == (400, "too_many_values")
     assert "65,536" in reply.error["message"]
 
@@ -110,7 +110,7 @@ def send_body(body: bytes, **settings: Any) -> tuple[Reply, int]:
 
     async def run() -> tuple[Reply, int]:
         app = build_fake_app(FakeGenerate(), Settings(**settings))
-        conversation = Conversation(app, "POST", RESPONSES, None)
+        conversation = Conversation(app, "POST", UNTYPED, None)
         parts = split_body(body)
         for part in parts:
             conversation.incoming.put_nowait(part)
@@ -127,7 +127,7 @@ def send_body(body: bytes, **settings: Any) -> tuple[Reply, int]:
 def test_a_body_with_too_many_values_is_rejected_while_it_arrives():
     """Ten million bytes of empty lists were parsed on the event loop: 3 s of delay for every
     client, and 2 GB of memory, of which 0.7 GB were never freed."""
-    body = b'{"input": [' + b",".join([b"[]"] * 3_000_000) + b"]}"
+    body = b'{"messages": [' + b",".join([b"[]"] * 3_000_000) + b"]}"
     reply, read = send_body(body)
     assert reply.status == 400
     assert reply.error["code"] == "too_many_values"

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 
 from app.api.fields import invalid_request
 from app.api.schema.openai import ChatBody
-from app.api.schema.reasoning import THINKING_BUDGET_FIELDS, ThinkingFields, ThinkingOptions
+from app.api.schema.reasoning import THINKING_BUDGET_FIELDS, ThinkingOptions
+from app.api.schema.responses import ResponseBody
 from app.core.requests import ReasoningOptions
 
 # "adaptive" and "auto" select the model's default.
@@ -41,13 +42,13 @@ def build_thinking(body: ChatBody) -> ReasoningOptions:
     return _resolve(body, efforts, switches, budgets)
 
 
-def build_response_thinking(body: ThinkingFields, effort: str | None) -> ReasoningOptions:
+def build_response_thinking(body: ResponseBody, effort: str | None) -> ReasoningOptions:
     """Returns the reasoning options of a response. effort: `reasoning.effort`."""
     return _resolve(body, [_FieldValue("reasoning.effort", effort)], [], [])
 
 
 def _resolve(
-    body: ChatBody | ThinkingFields,
+    body: ChatBody | ResponseBody,
     efforts: list[_FieldValue],
     switches: list[_FieldValue],
     budgets: list[_FieldValue],
@@ -88,7 +89,7 @@ def _apply_switch(
     return options
 
 
-def _list_budgets(body: ChatBody | ThinkingFields) -> list[_FieldValue]:
+def _list_budgets(body: ChatBody | ResponseBody) -> list[_FieldValue]:
     """Returns the maximum number of reasoning tokens under each name. -1 means no limit, as in
     llama.cpp."""
     return [_FieldValue(name, getattr(body, name)) for name in THINKING_BUDGET_FIELDS]

@@ -17,7 +17,6 @@ from app.api.schema.decode import check_num_fields, decode_json, decode_object
 from app.api.schema.formats import (
     JsonObjectFormat,
     JsonSchemaFormat,
-    NamedSchema,
     StructuredOutputs,
     TextFormat,
 )
@@ -45,11 +44,11 @@ def build_grammar(body: CommonFields) -> Grammar | None:
     )
 
 
-def build_named_schema(named: NamedSchema, at: str) -> JsonSchema:
+def build_named_schema(value: Raw, at: str) -> JsonSchema:
     """Returns the constraint of OpenAI's named schema, whose name and description have no effect.
-    at: the path of the request field."""
+    at: the path of the named schema."""
     path = f"{at}.schema"
-    schema = decode_object(named.schema, path)
+    schema = decode_object(value, path)
     if schema is None:
         raise invalid_request(path, f"{path} is missing")
     return build_json_schema(schema, path)
@@ -84,7 +83,7 @@ def _build_response_format(
 ) -> Grammar | None:
     match format_:
         case JsonSchemaFormat(json_schema=named):
-            return build_named_schema(named, "response_format.json_schema")
+            return build_named_schema(named.schema, "response_format.json_schema")
         case JsonObjectFormat(schema=schema):
             return build_object_schema(schema, "response_format")
         case _:

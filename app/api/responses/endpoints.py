@@ -42,11 +42,12 @@ from app.api.responses.store import (
     StoredResponse,
     item_ids,
 )
+from app.api.schema.responses import TOKEN_COUNT
 from app.core.errors import AppError, ErrorKind
 from app.core.ports import Generate, ModelCard, Models, ResolvedModel
 from app.core.settings import Settings
 from app.http.auth import get_caller
-from app.http.body import MAX_CHAT_VALUES, RequestBodies
+from app.http.body import RequestBodies
 from app.http.responses import JsonObject, json_response
 
 MAX_LIMIT, DEFAULT_LIMIT = 100, 20
@@ -105,9 +106,7 @@ def routes(
     generate: Generate, models: Models, settings: Settings, bodies: RequestBodies
 ) -> list[Route]:
     api = _ResponsesApi(models, settings, bodies)
-    create = GenerateEndpoint(
-        api.parse, generate, models, settings, bodies, max_values=MAX_CHAT_VALUES
-    )
+    create = GenerateEndpoint(api.parse, generate, models, settings, bodies)
     return [
         Route("/v1/responses", create, methods=["POST"]),
         Route("/v1/responses/input_tokens", api.input_tokens, methods=["POST"]),
@@ -126,7 +125,7 @@ class _ResponsesApi:
         self._bodies = bodies
         self._stores = ResponseStores()
 
-    def parse(self, body: object, caller: str, card: ModelCard) -> ParsedRequest:
+    def parse(self, body: bytearray, caller: str, card: ModelCard) -> ParsedRequest:
         store = self._stores.for_caller(caller)
         parsed = parse_responses_request(
             body, card.id, store, context_shift=self._settings.context_shift
@@ -178,19 +177,17 @@ class _ResponsesApi:
         )
 
     async def input_tokens(self, request: Request) -> Response:
-        async with self._bodies.receive_json(
-            request.scope, request.receive, MAX_CHAT_VALUES
-        ) as body:
+        async with self._bodies.receive_json(request.scope, request.receive, 0) as body:
             store, shifts = self._stores.for_caller(body.caller), self._settings.context_shift
 
             def read(
-                content: object, model: ResolvedModel
+                data: bytearray, model: ResolvedModel
             ) -> tuple[ResolvedModel, ParsedResponsesRequest]:
-                name = model.card.id
-                content = _with_defaults(content, name)
-                return model, parse_responses_request(content, name, store, context_shift=shifts)
+                return model, parse_responses_request(
+                    data, model.card.id, store, context_shift=shifts, decoder=TOKEN_COUNT
+                )
 
-            model, parsed = await body.read(partial(resolve_requested, self._models), read)
+            model, parsed = await body.read_bytes(partial(resolve_requested, self._models), read)
             ids = await self._models.tokenize_chat(model, parsed.request)
             return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
@@ -200,15 +197,6 @@ class _ResponsesApi:
             "compaction is not supported: send fewer items, or start the server with "
             "--context-shift",
         )
-
-
-def _with_defaults(body: object, model: str) -> object:
-    """Adds defaults for model and input, which are optional when tokens are counted."""
-    if not isinstance(body, dict):
-        return body
-    fields = cast(JsonObject, body)
-    given = {name: value for name, value in fields.items() if value is not None}
-    return {"input": [], "model": model, **given}
 
 
 def _make_saver(store: ResponseStore, parsed: ParsedResponsesRequest) -> OnComplete:

@@ -11,16 +11,18 @@ Format: OpenAI's API reference, `ResponseInputItem`.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import orjson
 
-from app.api.attachments import AttachmentKind, is_new_question, peek, read_attachment
-from app.api.fields import Fields, as_array, invalid_request, quote_value
+from app.api.attachments import AttachmentKind, is_new_question, read_attachment
+from app.api.fields import invalid_request, quote_value
 from app.api.opaque_reasoning import decode_reasoning
 from app.api.openai.messages import normalize_arguments, normalize_content
 from app.api.responses.tools import CUSTOM_INPUT, qualify_name
+from app.api.schema.decode import require
+from app.api.schema.responses import InputItem, ItemPart
 from app.core.errors import AppError, ErrorKind
 from app.core.requests import Message, ToolCall
 from app.http.responses import JsonObject
@@ -118,20 +120,10 @@ def _join_text(content: str | list[JsonObject]) -> str:
     return "\n".join(part["refusal"] if "refusal" in part else part["text"] for part in content)
 
 
-ROLES = ("user", "assistant", "system", "developer")
-STATUSES = ("in_progress", "completed", "incomplete")
-TYPES = (
-    "message",
-    "function_call",
-    "function_call_output",
-    "custom_tool_call",
-    "custom_tool_call_output",
-    "reasoning",
-    "item_reference",
-)
 _OUTPUT_TYPES = ("function_call_output", "custom_tool_call_output")
 
 _INPUT_PARTS = ("input_text", "input_image", "input_file", "input_audio")
+_OUTPUT_PARTS = ("output_text", "refusal", "input_text")
 _ATTACHMENTS: Mapping[str, AttachmentKind] = {
     "input_image": "image",
     "input_file": "file",
@@ -146,74 +138,62 @@ def new_item_id(prefix: str) -> str:
     return f"{prefix}_{os.urandom(24).hex()}"
 
 
-def read_input(fields: Fields, find_item: ItemLookup) -> list[JsonObject]:
-    """Reads the field `input`, which is the text of a user message or a list of items. Raises
+def build_input(value: str | Sequence[InputItem], find_item: ItemLookup) -> list[JsonObject]:
+    """Converts the field `input`, which is the text of a user message or a list of items. Raises
     AppError(INVALID) or AppError(NOT_FOUND)."""
-    value: object = fields.required("input")
     if isinstance(value, str):
-        return [_message_item("user", [{"type": "input_text", "text": value}])]
-    items = as_array(value)
-    if items is None:
-        raise invalid_request(
-            "input", f"input must be a string or an array of items, not {quote_value(value)}"
-        )
-    question = len(items) - 1 if is_new_question([*map(_peek_role, items)]) else None
+        return [_message_item("user", [_input_text(value)])]
+    question = len(value) - 1 if is_new_question([*map(_get_role, value)]) else None
     return [
-        _item(Fields.from_value(item, f"input.{place}"), find_item, omit=place != question)
-        for place, item in enumerate(items)
+        _build_item(item, f"input.{index}", find_item, omit=index != question)
+        for index, item in enumerate(value)
     ]
 
 
-def _peek_role(item: object) -> str:
-    """Returns the role of an item that is not yet checked, for `is_new_question`."""
-    if (role := peek(item, "role")) is not None:
-        return str(role)
-    return "tool" if peek(item, "type") in _OUTPUT_TYPES else "assistant"
+def _get_role(item: InputItem) -> str:
+    """Returns the role of an item, for `is_new_question`."""
+    if item.role is not None:
+        return item.role
+    return "tool" if item.type in _OUTPUT_TYPES else "assistant"
 
 
-def _item(fields: Fields, resolve: ItemLookup, *, omit: bool) -> JsonObject:
-    """Reads an item. omit: whether its attachments are omitted, rather than rejected."""
-    match _type(fields):
+def _build_item(item: InputItem, path: str, find_item: ItemLookup, *, omit: bool) -> JsonObject:
+    """Converts an item. omit: whether its attachments are omitted, rather than rejected."""
+    match item.type or ("message" if item.role is not None else "item_reference"):
         case "message":
-            item = _message(fields, omit=omit)
+            return _build_message(item, path, omit=omit)
         case "function_call":
-            item = _function_call(fields)
+            return {
+                "type": "function_call",
+                "id": item.id or new_item_id("fc"),
+                **_build_call(item, path),
+                "arguments": require(item.arguments, f"{path}.arguments"),
+                "status": _get_status(item),
+            }
         case "custom_tool_call":
-            item = _custom_tool_call(fields)
-        case type_ if type_ in _OUTPUT_TYPES:
-            item = _tool_output(fields, type_)
+            return {
+                "type": "custom_tool_call",
+                "id": item.id or new_item_id("ctc"),
+                **_build_call(item, path),
+                "input": require(item.input, f"{path}.input"),
+                "status": _get_status(item),
+            }
+        case "function_call_output" | "custom_tool_call_output" as type_:
+            return _build_tool_output(item, type_, path)
         case "reasoning":
-            item = _read_reasoning(fields)
+            return _build_reasoning(item, path)
         case "item_reference":
-            item = _resolve_reference(fields, resolve)
-        case other:
-            path = fields.path("type")
-            supported = ", ".join(TYPES)
-            raise invalid_request(
-                path, f"{path} is {quote_value(other)}, which is not supported: use {supported}"
-            )
-    fields.ignore_unknown()
-    return item
+            return _find_referenced(item, path, find_item)
 
 
-def _type(fields: Fields) -> str:
-    """Returns the type of an item. For two types, the field is optional."""
-    type_ = fields.string("type")
-    if type_ is not None:
-        return type_
-    return "message" if fields.value("role") is not None else "item_reference"
-
-
-def _message(fields: Fields, *, omit: bool) -> JsonObject:
-    role = fields.required_one_of("role", ROLES)
-    fields.one_of("phase", ("commentary", "final_answer"))
+def _build_message(item: InputItem, path: str, *, omit: bool) -> JsonObject:
+    role = require(item.role, f"{path}.role")
     is_answer = role == "assistant"
-    part_types = ("output_text", "refusal", "input_text") if is_answer else _INPUT_PARTS
-    parts = _parts(fields, "content", part_types, omit=omit)
+    types = _OUTPUT_PARTS if is_answer else _INPUT_PARTS
+    parts = _build_parts(item.content, f"{path}.content", types, omit=omit)
     if isinstance(parts, str):
-        written = _output_text(parts) if is_answer else _input_text(parts)
-        parts = [written]
-    return _message_item(role, parts, id_=fields.string("id"), status=_status(fields))
+        parts = [_output_text(parts) if is_answer else _input_text(parts)]
+    return _message_item(role, parts, id_=item.id, status=_get_status(item))
 
 
 def _message_item(
@@ -236,136 +216,104 @@ def _output_text(text: str) -> JsonObject:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _parts(
-    fields: Fields, name: str, allowed: tuple[str, ...], *, omit: bool
+def _build_parts(
+    content: str | Sequence[ItemPart] | None, path: str, types: Collection[str], *, omit: bool
 ) -> str | list[JsonObject]:
-    value = fields.value(name)
-    path = fields.path(name)
-    if value is None or isinstance(value, str):
-        return value or ""
-    parts = as_array(value)
-    if parts is None:
-        raise invalid_request(
-            path, f"{path} must be a string or an array of parts, not {quote_value(value)}"
-        )
+    if content is None or isinstance(content, str):
+        return content or ""
     return [
-        _part(Fields.from_value(part, f"{path}.{n}"), allowed, omit=omit)
-        for n, part in enumerate(parts)
+        _build_part(part, f"{path}.{index}", types, omit=omit) for index, part in enumerate(content)
     ]
 
 
-def _part(fields: Fields, allowed: tuple[str, ...], *, omit: bool) -> JsonObject:
-    type_ = fields.required_string("type")
-    if type_ not in allowed:
-        path = fields.path("type")
+def _build_part(part: ItemPart, path: str, types: Collection[str], *, omit: bool) -> JsonObject:
+    _check_type(part, path, types)
+    if part.type in _ATTACHMENTS:
+        return _input_text(read_attachment(_ATTACHMENTS[part.type], f"{path}.type", omit=omit))
+    if part.type == "refusal":
+        return {"type": "refusal", "refusal": require(part.refusal, f"{path}.refusal")}
+    text = require(part.text, f"{path}.text")
+    if part.type != "output_text":
+        return _input_text(text)
+    # annotations are not passed to the model and are therefore not stored
+    for name, value in (("annotations", part.annotations), ("logprobs", part.logprobs)):
+        if bytes(memoryview(value)[:1]) not in (b"[", b"n"):
+            raise invalid_request(f"{path}.{name}", f"{path}.{name} must be an array")
+    return _output_text(text)
+
+
+def _check_type(part: ItemPart, path: str, types: Collection[str]) -> None:
+    if part.type not in types:
+        path = f"{path}.type"
         raise invalid_request(
             path,
-            f"{path} is {quote_value(type_)}, which is not supported: use {' or '.join(allowed)}",
+            f"{path} is {quote_value(part.type)}, which is not supported: use {' or '.join(types)}",
         )
-    if type_ in _ATTACHMENTS:
-        return _input_text(read_attachment(_ATTACHMENTS[type_], fields.path("type"), omit=omit))
-    if type_ == "refusal":
-        part: JsonObject = {"type": type_, "refusal": fields.required_string("refusal")}
-    elif type_ == "output_text":
-        part = _output_text(fields.required_string("text"))
-        # annotations are not passed to the model and are therefore not stored
-        fields.array("annotations")
-        fields.array("logprobs")
-    else:
-        part = _input_text(fields.required_string("text"))
-    fields.ignore_unknown()
-    return part
 
 
-def _function_call(fields: Fields) -> JsonObject:
-    status = _status(fields)
-    arguments = fields.required_string("arguments")
-    fields.reject("async", False)
+def _build_call(item: InputItem, path: str) -> JsonObject:
     return {
-        "type": "function_call",
-        "id": fields.string("id") or new_item_id("fc"),
-        **_call_fields(fields),
-        "arguments": arguments,
-        "status": status,
+        "call_id": require(item.call_id, f"{path}.call_id"),
+        "name": require(item.name, f"{path}.name"),
+        **({} if item.namespace is None else {"namespace": item.namespace}),
     }
 
 
-def _custom_tool_call(fields: Fields) -> JsonObject:
-    return {
-        "type": "custom_tool_call",
-        "id": fields.string("id") or new_item_id("ctc"),
-        **_call_fields(fields),
-        "input": fields.required_string("input"),
-        "status": _status(fields),
-    }
-
-
-def _call_fields(fields: Fields) -> JsonObject:
-    fields.reject("caller", {"type": "direct"})
-    namespace = fields.string("namespace")
-    return {
-        "call_id": fields.required_string("call_id"),
-        "name": fields.required_string("name"),
-        **({} if namespace is None else {"namespace": namespace}),
-    }
-
-
-def _tool_output(fields: Fields, type_: str) -> JsonObject:
-    """Reads the output of a call. Its name and namespace are redundant."""
-    fields.reject("caller", {"type": "direct"})
-    fields.string("namespace")
-    fields.string("name")
+def _build_tool_output(item: InputItem, type_: str, path: str) -> JsonObject:
+    """Converts the output of a call. Its name and namespace are redundant."""
     return {
         "type": type_,
-        "id": fields.string("id") or new_item_id("fco" if type_ == _OUTPUT_TYPES[0] else "ctco"),
-        "call_id": fields.required_string("call_id"),
-        "output": _parts(fields, "output", _INPUT_PARTS, omit=True),
-        "status": _status(fields),
+        "id": item.id or new_item_id("fco" if type_ == _OUTPUT_TYPES[0] else "ctco"),
+        "call_id": require(item.call_id, f"{path}.call_id"),
+        "output": _build_parts(item.output, f"{path}.output", _INPUT_PARTS, omit=True),
+        "status": _get_status(item),
     }
 
 
-def _read_reasoning(fields: Fields) -> JsonObject:
-    """Reads a reasoning item. The text is passed to the model; a summary is only stored. If this
+def _build_reasoning(item: InputItem, path: str) -> JsonObject:
+    """Converts a reasoning item. The text is passed to the model; a summary is only stored. If this
     server created the item, the text may be only in `encrypted_content`. Content encrypted by
     another server is ignored, like an item without text."""
-    encrypted = fields.string("encrypted_content")
-    content = _texts(fields, "content", ("reasoning_text", "text"))
-    if not content and encrypted is not None:
-        text = decode_reasoning(encrypted)
+    if isinstance(item.content, str):
+        raise invalid_request(f"{path}.content", f"{path}.content must be an array of parts")
+    content = _build_texts(item.content, f"{path}.content", ("reasoning_text", "text"))
+    if not content and item.encrypted_content is not None:
+        text = decode_reasoning(item.encrypted_content)
         content = [] if text is None else [{"type": "reasoning_text", "text": text}]
     return {
         "type": "reasoning",
-        "id": fields.string("id") or new_item_id("rs"),
-        "summary": _texts(fields, "summary", ("summary_text",)),
+        "id": item.id or new_item_id("rs"),
+        "summary": _build_texts(item.summary, f"{path}.summary", ("summary_text",)),
         "content": content,
-        "status": _status(fields),
+        "status": _get_status(item),
     }
 
 
-def _texts(fields: Fields, name: str, types: tuple[str, ...]) -> list[JsonObject]:
-    """Reads text parts. types: the allowed part types; all are converted to the first type."""
-    read: list[JsonObject] = []
-    for place, value in enumerate(fields.array(name) or []):
-        part = Fields.from_value(value, f"{fields.path(name)}.{place}")
-        part.required_one_of("type", types)
-        read.append({"type": types[0], "text": part.required_string("text")})
-        part.ignore_unknown()
-    return read
+def _build_texts(
+    parts: Sequence[ItemPart] | None, path: str, types: Sequence[str]
+) -> list[JsonObject]:
+    """Converts text parts. types: the allowed part types; all are converted to the first type."""
+    built: list[JsonObject] = []
+    for index, part in enumerate(parts or ()):
+        _check_type(part, f"{path}.{index}", types)
+        text = require(part.text, f"{path}.{index}.text")
+        built.append({"type": types[0], "text": text})
+    return built
 
 
-def _resolve_reference(fields: Fields, resolve: ItemLookup) -> JsonObject:
-    id_ = fields.required_string("id")
-    item = resolve(id_)
-    if item is None:
-        path = fields.path("id")
+def _find_referenced(item: InputItem, path: str, find_item: ItemLookup) -> JsonObject:
+    id_ = require(item.id, f"{path}.id")
+    referenced = find_item(id_)
+    if referenced is None:
+        path = f"{path}.id"
         raise AppError(
             ErrorKind.NOT_FOUND,
             f"{path}: the item {quote_value(id_)} was not found: send the item itself",
             param=path,
             code="item_not_found",
         )
-    return item
+    return referenced
 
 
-def _status(fields: Fields) -> str:
-    return fields.one_of("status", STATUSES) or "completed"
+def _get_status(item: InputItem) -> str:
+    return item.status or "completed"

@@ -1,70 +1,38 @@
-"""Requests of /v1/responses: converts JSON to a generate request and the fields that the response
-repeats.
+"""Requests of /v1/responses: converts their struct to a generate request and the fields that the
+response repeats.
 
-Knows: every field that OpenAI documents for creating a response. Must not know: response formats,
-response storage.
-
-Each known field is either supported or, if it would have an effect, rejected with an error that
-identifies the field. Unknown fields follow the rule in app/api/unknown_fields.py. The modules in
-app/api/openai parse the fields that are shared with chat completions.
+Knows: the fields of a response's request. Must not know: response formats, response storage. The
+modules in app/api/openai convert the fields that are shared with chat completions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
-import orjson
 from msgspec import Raw
 
-from app.api.fields import Fields, as_mapping, drop_nulls, invalid_request
+from app.api.fields import as_mapping, drop_nulls, invalid_request, quote_value
 from app.api.openai.reasoning import build_response_thinking
-from app.api.openai.request import check_metadata, check_model, read_keep_alive
-from app.api.openai.sampling import (
-    build_sampling,
-    build_stop_conditions,
-    build_template_options,
-)
-from app.api.openai.structured_outputs import ANY_OBJECT_SCHEMA, build_json_schema
-from app.api.responses.input_items import build_messages, prepend_instructions, read_input
-from app.api.responses.tools import ResponseTools, read_response_tools, render_tools
-from app.api.schema.decode import BodyDecoder
-from app.api.schema.fields import decode_fields
-from app.api.schema.generation import GenerationFields
+from app.api.openai.request import check_metadata, get_keep_alive
+from app.api.openai.sampling import build_sampling, build_stop_conditions, build_template_options
+from app.api.openai.structured_outputs import build_named_schema, build_object_schema
+from app.api.responses.input_items import build_input, build_messages, prepend_instructions
+from app.api.responses.tools import ResponseTools, build_response_tools, render_tools
+from app.api.schema.base import NULL
+from app.api.schema.decode import BodyDecoder, decode_json
 from app.api.schema.openai import SERVICE_TIER
-from app.api.schema.reasoning import ThinkingFields
-from app.api.schema.unsupported_fields import reject_unsupported_fields
+from app.api.schema.responses import (
+    INCLUDE_ENCRYPTED_REASONING,
+    INCLUDE_LOGPROBS,
+    RESPONSE,
+    ResponseBody,
+    ResponseJsonObject,
+    ResponseJsonSchema,
+    TextOptions,
+)
 from app.core.request_context import add_notice
-from app.core.requests import (
-    Conversation,
-    GenerateRequest,
-    JsonSchema,
-    Message,
-    ReasoningOptions,
-    Verbosity,
-)
+from app.core.requests import Conversation, GenerateRequest, JsonSchema, Message, Verbosity
 from app.http.responses import JsonObject
-
-MAX_LOGPROBS = 20
-
-IDENTIFIER_FIELDS = ("user", "safety_identifier", "prompt_cache_key")
-
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-
-# OpenAI's kinds of summaries. None of them has an effect.
-SUMMARIES = ("auto", "concise", "detailed")
-
-VERBOSITIES = ("low", "medium", "high")
-
-_GENERATION = BodyDecoder(GenerationFields)
-_GENERATION_FIELDS = tuple(
-    name for name in GenerationFields.__struct_fields__ if name not in ("model", "stream")
-)
-_THINKING = BodyDecoder(ThinkingFields)
-
-# The supported values of OpenAI's `include`. The other values concern items of OpenAI's own tools.
-INCLUDE_LOGPROBS = "message.output_text.logprobs"
-INCLUDE_ENCRYPTED_REASONING = "reasoning.encrypted_content"
-INCLUDE_VALUES = (INCLUDE_LOGPROBS, INCLUDE_ENCRYPTED_REASONING)
 
 
 class ResponseHistory(Protocol):
@@ -95,33 +63,42 @@ class ParsedResponsesRequest:
 
 
 def parse_responses_request(
-    body: object, model: str, history: ResponseHistory, *, context_shift: bool
+    data: bytes | bytearray,
+    model: str,
+    history: ResponseHistory,
+    *,
+    context_shift: bool,
+    decoder: BodyDecoder[ResponseBody] = RESPONSE,
 ) -> ParsedResponsesRequest:
     """Parses the body of POST /v1/responses. context_shift: whether the server truncates input that
     does not fit, from its start. Raises AppError(INVALID) or AppError(NOT_FOUND)."""
-    fields = Fields.from_value(body).accept_camel_case()
-    check_model(fields)
-    previous = fields.string("previous_response_id")
-    items = read_input(fields, history.get_item)
-    messages = _read_messages(fields, history, previous, items)
-    max_tokens = fields.integer("max_output_tokens", 1)
-    tools = read_response_tools(fields)
-    include = _read_include(fields)
-    grammar, verbosity, text = _text(fields)
-    thinking = _read_thinking(fields)
+    body, sent = decoder.decode_with_fields(data)
+    items = build_input(body.input or [], history.get_item)
+    messages = _build_messages(body, history, items)
+    tools = build_response_tools(body)
+    text = body.text or TextOptions()
+    grammar = _build_grammar(text)
+    effort = None if body.reasoning is None else body.reasoning.effort
+    thinking = build_response_thinking(body, effort)
     # a reasoning budget is also enforced with a grammar
     limited = thinking.token_budget is not None
     constrained = grammar is not None or tools.options.constrained or limited
-    shared = decode_fields(fields, _GENERATION, _GENERATION_FIELDS)
-    stop_conditions = build_stop_conditions(shared, max_tokens=max_tokens, constrained=constrained)
+    stop_conditions = build_stop_conditions(
+        body, max_tokens=body.max_output_tokens, constrained=constrained
+    )
+    include, top_logprobs = body.include or (), body.top_logprobs or 0
+    verbosity = None
+    if text.verbosity is not None:
+        verbosity = Verbosity(level=text.verbosity, param="text.verbosity")
     request = GenerateRequest(
         model=model,
         prompt=Conversation(messages=messages, param="input"),
-        sampling=build_sampling(shared),
-        max_tokens=max_tokens,
-        top_logprobs=_read_logprobs(fields, include),
-        cache_prompt=fields.boolean("cache_prompt") is not False,
-        keep_alive=read_keep_alive(fields),
+        sampling=build_sampling(body),
+        max_tokens=body.max_output_tokens,
+        # a client requests log probabilities with `include` or `top_logprobs`
+        top_logprobs=top_logprobs if INCLUDE_LOGPROBS in include or top_logprobs else None,
+        cache_prompt=body.cache_prompt is not False,
+        keep_alive=get_keep_alive(body.keep_alive, body.ttl),
         # a required tool call leaves no text to constrain
         grammar=None if tools.options.must_call else grammar,
         tools=tools.options.tools,
@@ -129,198 +106,92 @@ def parse_responses_request(
         parallel_tool_calls=tools.options.parallel,
         reasoning=thinking,
         verbosity=verbosity,
-        chat_template_kwargs=build_template_options(
-            Raw(orjson.dumps(fields.mapping("chat_template_kwargs"))), thinking
-        ),
+        chat_template_kwargs=build_template_options(body.chat_template_kwargs, thinking),
     )
-    stream = _stream(fields)
+    if body.stream_options is not None and not body.stream:
+        raise invalid_request("stream_options", "stream_options is only allowed with stream: true")
     if tools.notice is not None:
         add_notice(tools.notice)
-    _check_remaining(fields, context_shift=context_shift)
-    reject_unsupported_fields(fields, "responses")
-    fields.check_unknown()
+    check_metadata(body.metadata)
+    truncation = "auto" if context_shift else "disabled"
+    if body.truncation not in (None, truncation):
+        raise invalid_request(
+            "truncation",
+            f"truncation does not support {quote_value(body.truncation)}: leave it out, or use "
+            f'"{truncation}"',
+        )
     return ParsedResponsesRequest(
         request=stop_conditions.apply(request),
         tools=tools,
         encrypted_reasoning=INCLUDE_ENCRYPTED_REASONING in include,
-        stream=stream,
-        store=fields.value("store") is not False,
-        previous_response_id=previous,
+        stream=body.stream or False,
+        store=body.store is not False,
+        previous_response_id=body.previous_response_id,
         input_items=items,
-        echo=_echo(fields, request, text=text, truncation="auto" if context_shift else "disabled"),
+        echo=_build_echo(body, sent, request, truncation),
     )
 
 
-def _read_messages(
-    fields: Fields, history: ResponseHistory, previous: str | None, items: Sequence[JsonObject]
+def _build_messages(
+    body: ResponseBody, history: ResponseHistory, items: Sequence[JsonObject]
 ) -> tuple[Message, ...]:
     """Returns the conversation, which consists of the instructions, the earlier responses and the
     input of this request."""
+    previous = body.previous_response_id
     earlier = history.get_conversation(previous) if previous is not None else ()
-    instructions = fields.string("instructions")
-    messages = prepend_instructions(instructions, build_messages((*earlier, *items)))
+    messages = prepend_instructions(body.instructions, build_messages((*earlier, *items)))
     if not messages:
         raise invalid_request("input", "input must contain at least one item for the model")
     return messages
 
 
-def _text(fields: Fields) -> tuple[JsonSchema | None, Verbosity | None, JsonObject]:
-    """Returns the output format, the verbosity, and the field `text` as repeated in the
-    response."""
-    echo: JsonObject = {"format": {"type": "text"}, "verbosity": "medium"}
-    text = fields.nested("text")
-    if text is None:
-        return None, None, echo
-    verbosity = _read_verbosity(text)
-    if verbosity is not None:
-        echo["verbosity"] = verbosity.level
-    format_ = text.nested("format")
-    text.check_unknown()
-    if format_ is None:
-        return None, verbosity, echo
-    grammar = None
-    kind = format_.required_one_of("type", ("text", "json_object", "json_schema"))
-    if kind == "json_schema":
-        grammar = _read_schema(format_)
-    elif kind == "json_object":
-        grammar = _read_object_schema(format_)
-    else:
-        format_.reject("schema", instead="use the type json_schema")
-    format_.check_unknown()
-    echo["format"] = dict(format_.items())
-    return grammar, verbosity, echo
+def _build_grammar(text: TextOptions) -> JsonSchema | None:
+    match text.format:
+        case ResponseJsonSchema(schema=schema):
+            return build_named_schema(schema, "text.format")
+        case ResponseJsonObject(schema=schema):
+            return build_object_schema(schema, "text.format")
+        case _:
+            return None
 
 
-def _read_thinking(fields: Fields) -> ReasoningOptions:
-    """Reads the reasoning options. OpenAI hides reasoning and can return a summary instead; this
-    server returns the reasoning itself and never summarizes it."""
-    effort, reasoning = None, fields.nested("reasoning")
-    if reasoning is not None:
-        effort = reasoning.one_of("effort", REASONING_EFFORTS)
-        for name in ("summary", "generate_summary"):
-            reasoning.one_of(name, SUMMARIES)
-        reasoning.reject("context", "auto")
-        reasoning.reject("mode", "standard")
-        reasoning.check_unknown()
-    body = decode_fields(fields, _THINKING, ThinkingFields.__struct_fields__)
-    return build_response_thinking(body, effort)
-
-
-def _read_verbosity(fields: Fields) -> Verbosity | None:
-    level = fields.one_of("verbosity", VERBOSITIES)
-    return None if level is None else Verbosity(level=level, param=fields.path("verbosity"))
-
-
-def _read_schema(fields: Fields) -> JsonSchema:
-    """Reads OpenAI's named schema. `name` and `description` have no effect, and every schema is
-    strict."""
-    fields.required_string("name")
-    fields.string("description")
-    fields.boolean("strict")
-    at = fields.path("schema")
-    return build_json_schema(as_mapping(fields.required("schema"), at), at)
-
-
-def _read_object_schema(fields: Fields) -> JsonSchema:
-    """Reads the format `json_object`: any object, or as in llama.cpp one that matches `schema`."""
-    schema, at = fields.mapping("schema"), fields.path("schema")
-    if schema is None:
-        return JsonSchema(text=ANY_OBJECT_SCHEMA, param=fields.path("").removesuffix("."))
-    return build_json_schema(schema, at)
-
-
-def _check_identifiers(fields: Fields) -> None:
-    """Checks the fields that identify a user or configure OpenAI's prefix cache. They are not used,
-    because the prefix cache is indexed by tokens and caches everything."""
-    for identifier in IDENTIFIER_FIELDS:
-        fields.string(identifier)
-    fields.string("prompt_cache_retention")
-    fields.nested("prompt_cache_options")
-    fields.nested("client_metadata")  # sent by Codex with every request
-
-
-def _read_include(fields: Fields) -> frozenset[str]:
-    names: set[str] = set()
-    for place, name in enumerate(fields.array("include") or []):
-        path = f"include.{place}"
-        names.add(Fields({path: name}).required_one_of(path, INCLUDE_VALUES))
-    return frozenset(names)
-
-
-def _read_logprobs(fields: Fields, include: frozenset[str]) -> int | None:
-    """Returns the number of top log probabilities. A client requests them with `include` or
-    `top_logprobs`."""
-    top = fields.integer("top_logprobs", 0, MAX_LOGPROBS) or 0
-    return top if INCLUDE_LOGPROBS in include or top else None
-
-
-def _stream(fields: Fields) -> bool:
-    stream = fields.boolean("stream") or False
-    options = fields.nested("stream_options")
-    if options is not None:
-        if not stream:
-            raise invalid_request(
-                "stream_options", "stream_options is only allowed with stream: true"
-            )
-        options.reject("include_obfuscation", False)
-        options.check_unknown()
-    return stream
-
-
-def _check_remaining(fields: Fields, *, context_shift: bool) -> None:
-    """Checks the remaining fields, which have no effect, must match the behavior of this server, or
-    are not supported."""
-    fields.boolean("store")
-    fields.integer("max_tool_calls", 1)  # limits OpenAI's own tools, which this server never calls
-    check_metadata(Raw(orjson.dumps(fields.mapping("metadata"))))
-    _check_identifiers(fields)
-    fields.reject("service_tier", "auto", SERVICE_TIER)
-    fields.reject("background", False)
-    fields.reject("truncation", "auto" if context_shift else "disabled")
-    fields.reject("conversation", instead="use previous_response_id, or send all items")
-    fields.reject("prompt", instead="send instructions and input")
-    fields.reject("messages", instead="use input")
-    fields.reject("max_tokens", instead="use max_output_tokens")
-    fields.reject("max_completion_tokens", instead="use max_output_tokens")
-    fields.reject("n", 1)
-    fields.reject("reasoning_effort", instead="use reasoning.effort")
-    fields.reject("response_format", instead="use text.format")
-    for unsupported in (
-        "access_programs",
-        "context_management",
-        "image",
-        "moderation",
-    ):
-        fields.reject(unsupported)
-
-
-def _echo(
-    fields: Fields, request: GenerateRequest, *, text: JsonObject, truncation: str
+def _build_echo(
+    body: ResponseBody, sent: Mapping[str, Raw], request: GenerateRequest, truncation: str
 ) -> JsonObject:
     """Returns the fields that repeat the request. As in OpenAI's API, defaults are filled in. The
-    model's recommended sampling values are not known here, so they are null."""
-    choice = drop_nulls(fields.value("tool_choice"))
-    tools = render_tools(cast("list[JsonObject]", fields.array("tools") or []))
+    model's recommended sampling values are not known here, so they are null. sent: the fields of
+    the body."""
+    choice = drop_nulls(decode_json(sent.get("tool_choice", NULL)))
+    tools = render_tools(decode_json(sent.get("tools", NULL)) or [])
+    text: JsonObject = {"format": {"type": "text"}, "verbosity": "medium"}
+    text |= _drop_null_fields(decode_json(sent.get("text", NULL)))
+    text["format"] = _drop_null_fields(text["format"])
     # nested as deeply as in the final stream event
     as_mapping({"response": {"tools": tools}}, "tools")
     as_mapping({"response": {"text": text}}, "text.format.schema")
     return {
-        "instructions": fields.value("instructions"),
-        "max_output_tokens": request.max_tokens,
-        "max_tool_calls": fields.value("max_tool_calls"),
-        "metadata": drop_nulls(fields.value("metadata")) or {},
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": drop_nulls(decode_json(body.metadata)) or {},
         "model": request.model,
         "parallel_tool_calls": request.parallel_tool_calls,
-        "previous_response_id": fields.value("previous_response_id"),
+        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": request.reasoning.effort, "summary": None},
         "service_tier": SERVICE_TIER,
-        "store": fields.value("store") is not False,
+        "store": body.store is not False,
         "temperature": request.sampling.get("temperature"),
-        "text": text,
+        "text": {name: text[name] for name in ("format", "verbosity")},
         "tool_choice": "auto" if choice is None else choice,
         "tools": tools,
         "top_logprobs": request.top_logprobs or 0,
         "top_p": request.sampling.get("top_p"),
         "truncation": truncation,
-        **{name: fields.value(name) for name in IDENTIFIER_FIELDS},
+        "user": body.user,
+        "safety_identifier": body.safety_identifier,
+        "prompt_cache_key": body.prompt_cache_key,
     }
+
+
+def _drop_null_fields(value: JsonObject | None) -> JsonObject:
+    return {name: one for name, one in (value or {}).items() if one is not None}

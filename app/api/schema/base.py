@@ -33,11 +33,14 @@ class Options(msgspec.Struct, kw_only=True, frozen=True):
     one is an error; other unknown names are ignored and reported.
 
     unsupported: further known names, which are rejected unless their value has no effect. ignored:
-    known names whose fields never have an effect, with a description.
+    known names whose fields never have an effect, with a description. opaque_types: the values of
+    the field `type` with which the object may have any fields, which are neither checked nor
+    reported.
     """
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {}
     ignored: ClassVar[Mapping[str, str]] = {}
+    opaque_types: ClassVar[frozenset[str]] = frozenset()
     check_names: ClassVar[bool] = True
 
 

@@ -9,7 +9,7 @@ fields is limited first.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar, cast
@@ -23,6 +23,7 @@ from app.api.schema.base import EXPECTED, INT64_MAX, INT64_MIN, Options
 from app.api.schema.names import ObjectNames, check_names, find_names
 from app.core.errors import AppError, ErrorKind
 
+Value = TypeVar("Value")
 Body = TypeVar("Body", bound=Options)
 Data = bytes | bytearray | Raw
 Path = Sequence[str | int]
@@ -64,6 +65,10 @@ class BodyDecoder(Generic[Body]):
 
     def decode(self, data: bytes | bytearray) -> Body:
         """Returns the body, and reports its unknown fields. Raises AppError(INVALID)."""
+        return self.decode_with_fields(data)[0]
+
+    def decode_with_fields(self, data: bytes | bytearray) -> tuple[Body, Mapping[str, Raw]]:
+        """Returns the body and its fields as they were sent. Otherwise like `decode`."""
         body = self._decode(data)
         check_num_fields(data)
         fields = _object_decoder.decode(data)
@@ -72,7 +77,7 @@ class BodyDecoder(Generic[Body]):
             body = self._decode(msgspec.json.encode(fields))
         try:
             check_names(fields, self._names)
-            return body
+            return body, fields
         except RecursionError as error:
             reason = str(error)
         raise _invalid_json(reason)
@@ -158,6 +163,14 @@ class BodyDecoder(Generic[Body]):
         if param and expectation.depth == len(path) and bytes(value) == b"null":
             return invalid_request(param, f"{param} is missing")
         return invalid_request(param, f"{shown} must be {expectation.text}, not {_quote(value)}")
+
+
+def require(value: Value | None, param: str) -> Value:
+    """Returns a value that is required only in some objects of its type. Raises
+    AppError(INVALID)."""
+    if value is None:
+        raise invalid_request(param, f"{param} is missing")
+    return value
 
 
 def decode_json(value: Raw) -> Any:

@@ -18,6 +18,7 @@ from app.api.unknown_fields import check_unknown, report_unknown
 # No value without effect is longer.
 _MAX_NEUTRAL_BYTES = 256
 
+_any_decoder = msgspec.json.Decoder(str | None)
 _text_decoder = msgspec.json.Decoder(str)
 _object_decoder = msgspec.json.Decoder(dict[str, Raw])
 _objects_decoder = msgspec.json.Decoder(list[dict[str, Raw]])
@@ -83,6 +84,9 @@ def check_names(fields: Mapping[str, Raw], names: ObjectNames, at: str = "") -> 
     """Reports the unknown fields of an object and of the objects in it. Raises AppError(INVALID)
     for an unsupported field whose value would have an effect, and for a misspelled name. at: the
     path of the object."""
+    opaque = names.type_.opaque_types
+    if opaque and "type" in fields and _any_decoder.decode(fields["type"]) in opaque:
+        return
     if not fields.keys() <= names.known:
         _check_unknown_names(fields, names, at)
     for name, nested in names.nested.items():

@@ -57,17 +57,6 @@ Thinking = Annotated[
 ]
 
 
-class ThinkingFields(Options, kw_only=True, frozen=True):
-    """The fields that chat completions and /v1/responses share."""
-
-    enable_thinking: EnableThinking = None
-    thinking: Thinking = None
-    thinking_budget: ThinkingBudget = None
-    thinking_token_budget: ThinkingBudget = None
-    thinking_budget_tokens: ThinkingBudget = None
-    reasoning_budget_tokens: ThinkingBudget = None
-
-
 class OpenRouterReasoning(Options, kw_only=True, frozen=True):
     """OpenRouter's format for `reasoning_effort`, `enable_thinking` and `thinking_budget`."""
 

@@ -8,7 +8,8 @@ import pytest
 from app.api.openai.reasoning import build_response_thinking, build_thinking
 from app.api.openai.sampling import build_template_options
 from app.api.schema.openai import CHAT
-from app.api.schema.reasoning import THINKING_BUDGET_FIELDS, ReasoningEffort, ThinkingFields
+from app.api.schema.reasoning import THINKING_BUDGET_FIELDS, ReasoningEffort
+from app.api.schema.responses import ResponseBody
 from app.core.errors import AppError, ErrorKind
 from app.core.requests import ReasoningOptions
 from tests.rows import rows
@@ -126,6 +127,6 @@ def test_other_servers_names_have_the_same_meaning(given: Any, options: Reasonin
 
 
 def test_a_response_takes_the_same_switches():
-    assert build_response_thinking(ThinkingFields(enable_thinking=True), "high") == (
+    assert build_response_thinking(ResponseBody(input="hi", enable_thinking=True), "high") == (
         ReasoningOptions(effort="high", param="reasoning.effort")
     )

@@ -53,7 +53,7 @@ EVENTS: dict[str, type[BaseModel]] = {
     "error": sdk.ResponseErrorEvent,
 }
 ECHO = parse_responses_request(
-    {"model": "m", "input": "hi"}, "m", ResponseStores().for_caller(""), context_shift=False
+    b'{"model": "m", "input": "hi"}', "m", ResponseStores().for_caller(""), context_shift=False
 ).echo
 HEAD = ResponseMetadata(id="resp_1", created=1_700_000_000, echo=ECHO)
 

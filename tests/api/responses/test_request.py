@@ -1,5 +1,6 @@
 """Requests of /v1/responses: the meaning of each field, and the rejected ones."""
 
+import json
 from typing import Any
 
 import pytest
@@ -44,7 +45,8 @@ def read(
     responses: ResponseStore | None = None, /, *, context_shift: bool = False, **fields: Any
 ) -> ParsedResponsesRequest:
     store = ResponseStores().for_caller("") if responses is None else responses
-    return parse_responses_request(HI | fields, MODEL, store, context_shift=context_shift)
+    data = json.dumps(HI | fields).encode()
+    return parse_responses_request(data, MODEL, store, context_shift=context_shift)
 
 
 def messages(responses: ResponseStore | None = None, /, **fields: Any) -> tuple[Message, ...]:

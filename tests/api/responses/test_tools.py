@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from app.api.fields import Fields
 from app.api.openai.tools import ToolOptions
 from app.api.responses.output_items import read_custom_input
-from app.api.responses.tools import DeclaredTool, ResponseTools, qualify_name, read_response_tools
+from app.api.responses.tools import DeclaredTool, ResponseTools, build_response_tools, qualify_name
+from app.api.schema.responses import RESPONSE
 from app.core.errors import AppError
 from app.core.requests import JsonSchema, NamedToolChoice
 from tests.grammar.test_llguidance_backend import accepts
@@ -26,7 +26,8 @@ AGENTS: dict[str, Any] = {
 
 
 def read(*tools: Any, **fields: Any) -> ResponseTools:
-    return read_response_tools(Fields({"tools": list(tools), **fields}))
+    data = json.dumps({"input": "hi", "tools": list(tools), **fields}).encode()
+    return build_response_tools(RESPONSE.decode(data))
 
 
 def get_rejected_field(*tools: Any, **fields: Any) -> str | None:

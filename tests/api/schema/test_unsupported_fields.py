@@ -55,7 +55,10 @@ def parse(endpoint: Endpoint, **fields: Any) -> Any:
             return parse_completion(json.dumps(body).encode(), model)
         case "responses":
             return parse_response(
-                body, model, ResponseStores().for_caller(""), context_shift=False
+                json.dumps(body).encode(),
+                model,
+                ResponseStores().for_caller(""),
+                context_shift=False,
             ).request
         case "embeddings":
             return parse_embeddings(body, model)
