@@ -14,8 +14,9 @@ from typing import Any, cast
 
 from msgspec import inspect
 
-from app.api.schema.base import COMPONENT, Options
+from app.api.schema.base import COMPONENT, EXACT, Options
 from app.api.schema.openai import ChatBody, CompletionBody
+from app.api.schema.responses import ResponseBody
 
 PATH = Path(__file__).parents[1] / "openapi.yaml"
 BEGIN = "    # Generated from app/api/schema by `make openapi`: do not edit.\n"
@@ -24,6 +25,7 @@ END = "    # The end of the generated schemas.\n"
 BODIES: Mapping[str, type[Options]] = {
     "ChatCompletionRequest": ChatBody,
     "CompletionRequest": CompletionBody,
+    "ResponseRequest": ResponseBody,
 }
 
 # Rules between fields.
@@ -40,12 +42,26 @@ RULES: Mapping[str, Sequence[Any]] = {
         },
     ),
     "CompletionRequest": (_STREAM_OPTIONS,),
+    "ResponseRequest": (
+        _STREAM_OPTIONS,
+        {
+            "description": "A required call needs tools.",
+            "anyOf": [
+                {"properties": {"tool_choice": {"enum": ["none", "auto", None]}}},
+                {
+                    "required": ["tools"],
+                    "properties": {"tools": {"type": "array", "minItems": 1}},
+                },
+            ],
+        },
+    ),
 }
 
 # Fields that are accepted only because some clients send them.
 UNDOCUMENTED: Mapping[type[Options], Sequence[str]] = {
     ChatBody: ("suffix", "text_verbosity"),
     CompletionBody: ("tools",),
+    ResponseBody: ("n",),
 }
 
 # The most common optional fields, which come first.
@@ -53,6 +69,7 @@ COMMON = (
     "model",
     "stream",
     "max_completion_tokens",
+    "max_output_tokens",
     "max_tokens",
     "temperature",
     "top_p",
@@ -96,7 +113,9 @@ class SchemaBuilder:
         match type_:
             case inspect.Metadata(type=inner, extra=extra, extra_json_schema=more):
                 more = dict(more or {})
-                component = (extra or {}).get(COMPONENT)
+                component, exact = map((extra or {}).get, (COMPONENT, EXACT))
+                if exact is not None:
+                    return _merge(exact, more)
                 if component is None:
                     return _merge(self._convert_inner(inner, named=named), more)
                 if component not in self.components:

@@ -63,9 +63,10 @@ def reject_fields(**fields: tuple[object, ...] | str) -> Mapping[str, Unsupporte
     }
 
 
-# The keys of `Meta.extra`: the valid values, for error messages, and the schema in openapi.yaml
-# that the type defines. An error inside a value with EXPECTED has the path of the field.
-EXPECTED, COMPONENT = "expected", "component"
+# The keys of `Meta.extra`: the valid values, for error messages; the name of the type's schema in
+# openapi.yaml; the JSON Schema of a type that is less exact than its conversion. An error inside a
+# value with EXPECTED has the path of the field.
+EXPECTED, COMPONENT, EXACT = "expected", "component", "exact"
 
 
 def describe(
@@ -74,11 +75,12 @@ def describe(
     component: str | None = None,
     expected: str | None = None,
     schema: dict[str, Any] | None = None,
+    exact: dict[str, Any] | None = None,
 ) -> Meta:
     """Describes a field. component: the name of the schema in openapi.yaml that other fields of
     this type refer to. expected: the valid values, for error messages. schema: what the JSON Schema
-    has in addition to the type, or instead of it for free JSON."""
-    extra = {EXPECTED: expected, COMPONENT: component}
+    has in addition to the type, or instead of it for free JSON. exact: the whole JSON Schema."""
+    extra = {EXPECTED: expected, COMPONENT: component, EXACT: exact}
     return Meta(
         description=description,
         extra={name: value for name, value in extra.items() if value is not None} or None,

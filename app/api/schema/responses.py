@@ -63,6 +63,24 @@ AttachmentType = Literal["input_image", "input_file", "input_audio"]
 _DIRECT = {"type": "direct"}
 
 
+def _refer(*names: str) -> list[dict[str, str]]:
+    return [{"$ref": f"#/components/schemas/{name}"} for name in names]
+
+
+# The structs of items and tools have the fields of several types. openapi.yaml has the exact ones.
+_ITEMS = {
+    "anyOf": _refer(
+        "MessageItem",
+        "FunctionCallItem",
+        "CustomCallItem",
+        "ToolOutputItem",
+        "ReasoningItem",
+        "ItemReference",
+    )
+}
+_TOOLS = {"anyOf": _refer("ResponseFunction", "CustomTool", "NamespaceTool", "HostedTool")}
+
+
 class ItemPart(Item, kw_only=True, frozen=True):
     """A part of an item. The item determines which types it may have."""
 
@@ -201,7 +219,10 @@ class ResponseJsonSchema(Options, kw_only=True, frozen=True, tag_field="type", t
 class TextOptions(Options, kw_only=True, frozen=True):
     """The format of the output."""
 
-    format: ResponseText | ResponseJsonObject | ResponseJsonSchema | None = None
+    format: Annotated[
+        ResponseText | ResponseJsonObject | ResponseJsonSchema | None,
+        describe(exact=_refer("ResponseTextFormat")[0]),
+    ] = None
     verbosity: Verbosity | None = None
 
 
@@ -247,7 +268,8 @@ class ResponseBody(GenerationFields, kw_only=True, frozen=True):
         str | list[InputItem],
         describe(
             "A string, or a list of items. An item can refer to a stored item. The input must not "
-            "be empty unless the request continues a response."
+            "be empty unless the request continues a response.",
+            exact={"anyOf": [{"type": "string"}, {"type": "array", "items": _ITEMS}]},
         ),
     ]
     instructions: Annotated[
@@ -257,9 +279,9 @@ class ResponseBody(GenerationFields, kw_only=True, frozen=True):
             "not inherit it."
         ),
     ] = None
-    previous_response_id: Annotated[
-        str | None, describe("The response that this one continues.")
-    ] = None
+    previous_response_id: Annotated[str | None, describe(exact=_refer("PreviousResponseId")[0])] = (
+        None
+    )
     store: Annotated[
         bool | None,
         describe(
@@ -280,10 +302,14 @@ class ResponseBody(GenerationFields, kw_only=True, frozen=True):
         list[ResponseTool] | None,
         describe(
             "Functions, custom tools, and groups of them. OpenAI's hosted tools are omitted from "
-            "the prompt and listed in the `x-mlxrunner-notice` header."
+            "the prompt and listed in the `x-mlxrunner-notice` header.",
+            exact={"type": ["array", "null"], "items": _TOOLS},
         ),
     ] = None
-    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | ResponseToolChoice | None,
+        describe(exact=_refer("ResponseToolChoice")[0]),
+    ] = None
     parallel_tool_calls: Annotated[
         bool | None,
         describe("Whether a response may contain several calls.", schema={"default": True}),
