@@ -1,6 +1,6 @@
 """Import rules: the packages of ours and of others that each package may import.
 
-The two tables below define the rules; docs/internals.md describes the packages. The row of a
+The two tables below define the rules; ARCHITECTURE.md describes the packages. The row of a
 package applies to everything below it, except for modules with their own row: the longest match
 wins. Imports inside functions count like all others.
 """

@@ -4,7 +4,7 @@ Knows: the parameters that clients and models may set. Must not know: the sample
 fields.
 
 `SAMPLING_KNOBS` defines the parameters for the request parsers, the runner's options, the parser of
-generation_config.json, the table in docs/api.md and the schemas in openapi.yaml. All of these are
+generation_config.json and the schemas in openapi.yaml. All of these are
 generated from the table or checked against it.
 """
 

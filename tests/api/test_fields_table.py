@@ -1,4 +1,4 @@
-"""The tables of fields in docs/api.md, row by row: the server does what each row says.
+"""What the server does with each documented field of a request, row by row (field_rows.json).
 
 A supported field reaches the model or changes the response; an accepted field does neither; a
 refused field is named in the error.
@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
+from app.api.openai.unsupported_fields import Endpoint, list_unsupported_fields
 from tests.api.asgi import Reply, send_request
 from tests.fakes import CARD, FakeGenerate
 from tests.openapi_document import read_openapi
 from tests.rows import rows
-
-ROOT = Path(__file__).parents[2]
 
 PATHS = {
     "chat": "/v1/chat/completions",
@@ -89,45 +88,35 @@ class Row:
         return f"{self.endpoint}-{self.field}-{self.status}"
 
 
-def read_rows() -> list[Row]:
-    # the tables after this title list keywords and grammars:
-    # tests/grammar/test_llguidance_backend.py
-    fields, _, _ = (ROOT / "docs/api.md").read_text("utf-8").partition("\n## Structured output\n")
-    # tests/api/ollama/test_fields.py checks the tables of Ollama's API
-    before, _, rest = fields.partition("\n## Ollama's API\n")
-    return parse_rows(before + rest.partition("\n## ")[2])
+OTHER_SERVERS: tuple[Endpoint, ...] = ("chat", "completions", "responses", "embeddings")
 
 
-def parse_rows(text: str) -> list[Row]:
-    """Parses the rows of the tables of fields in a part of docs/api.md."""
-    rows: list[Row] = []
-    for line in text.splitlines():
-        if not line.startswith("| `"):
-            continue
-        field, endpoints, behavior, examples = line.strip("| ").split(" | ")
-        status = re.match(r"\*\*(supported|accepted|refused)\*\*", behavior)
-        assert status, line
-        for endpoint in endpoints.split(", "):
-            example = json.loads(example_for(endpoint, examples))
-            rows.append(Row(field.strip("`"), endpoint, status[1], example))
-    return rows
+def read_rows(path: Path) -> list[Row]:
+    """path: a list of rows, each of which may name several endpoints."""
+    return [
+        Row(row["field"], endpoint, row["status"], row["example"])
+        for row in json.loads(path.read_text("utf-8"))
+        for endpoint in row["endpoints"]
+    ]
 
 
-def example_for(endpoint: str, examples: str) -> str:
-    """The example for this endpoint, or the only one."""
-    spans: list[tuple[str, str]] = re.findall(r"`([^`]+)`(?: in (\w+))?", examples)
-    [example] = [text for text, where in spans if where in ("", endpoint)]
-    return example
+def list_neutral_rows() -> list[Row]:
+    """Fields of other servers, accepted at a value that has no effect."""
+    return [
+        Row(field, endpoint, "accepted", {field: neutral[0]})
+        for endpoint in OTHER_SERVERS
+        for field, neutral in list_unsupported_fields(endpoint).items()
+    ]
 
 
-ROWS = read_rows()
+ROWS = [*read_rows(Path(__file__).with_name("field_rows.json")), *list_neutral_rows()]
 
 
 def send(endpoint: str, example: dict[str, Any]) -> tuple[Reply, FakeGenerate]:
     generate = FakeGenerate()
     body = {**MINIMAL[endpoint], **example}
     if "model" in example:
-        body["model"] = CARD.id  # the model of the document is not served
+        body["model"] = CARD.id  # the model of the row is not served
     return send_request(generate, "POST", PATHS[endpoint], body), generate
 
 

@@ -1,4 +1,5 @@
-"""docs/runbook.md: each alert links to its section, and the sections name what exists."""
+"""The alerts in docs/operations.md: each alert links to its section, and the sections name what
+exists."""
 
 import re
 import shlex
@@ -10,22 +11,22 @@ import yaml
 from app.cli import _build_parser
 from app.config.command_line import parse_arguments
 from app.config.options import OPTIONS
-from tests.deploy.test_guide import read_codes, read_sources
+from tests.deploy.test_guide import TEXT, read_codes, read_sources
 from tests.server_process import ROOT
 from tests.test_docs import extract_anchors
 
-RUNBOOK = (ROOT / "docs/runbook.md").read_text("utf-8")
+RUNBOOK = TEXT.partition("\n## Alerts\n")[2]
 DOCUMENT: Any = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text("utf-8"))
 ALERTS = [rule for group in DOCUMENT["groups"] for rule in group["rules"]]
 NAMES = [rule["alert"] for rule in ALERTS]
 # without the blocks, which tests/manual runs
 PROSE = re.sub(r"^```.*?^```$", "", RUNBOOK, flags=re.MULTILINE | re.DOTALL)
 SPANS = sorted(set(re.findall(r"`([^`]+)`", PROSE)))
-PAGE = "https://github.com/OWNER/mlxrunner/blob/main/docs/runbook.md"
+PAGE = "https://github.com/OWNER/mlxrunner/blob/main/docs/operations.md"
 
 
 def read_sections() -> dict[str, str]:
-    parts = re.split(r"^## (\w+)\n", RUNBOOK, flags=re.MULTILINE)
+    parts = re.split(r"^### (\w+)\n", RUNBOOK, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
@@ -69,7 +70,7 @@ def test_each_command_is_valid(command: str) -> None:
 
 
 def test_each_error_and_log_line_exists() -> None:
-    """Codes are those of docs/operations.md, whose test compares them with the code."""
+    """Codes are those of the table, which tests/deploy/test_guide.py compares with the code."""
     words = {span for span in SPANS if re.fullmatch(r"[a-z]+_[a-z_]+", span)}
     # metrics of the process, and names with a test of their own
     others = {"process_open_fds", "process_max_fds", "runbook_url"}

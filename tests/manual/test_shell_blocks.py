@@ -122,7 +122,7 @@ OUTPUTS = (
         "docs/howto.md", "OPTIONS", r"(?i)^access-control-allow-origin: https://chat\.example\.org"
     ),
     Row("docs/models.md", "mlxrunner list", r"mlx-community/Qwen3-4B-4bit"),
-    Row("docs/troubleshooting.md", "mlxrunner --version", r"^\d+\.\d+"),
+    Row("docs/operations.md", "mlxrunner --version", r"^\d+\.\d+"),
 )
 
 # Lines of configuration for several shells, of which each runs its own.

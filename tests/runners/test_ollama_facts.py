@@ -2,7 +2,7 @@
 
 Facts: ollama/ollama, `server/sched.go` and `x/mlxrunner/client.go`, read at 2026-08-21. Each test
 states the fact first; "mlxrunner:" introduces a difference, for the reason in
-docs/decisions/ollama.md.
+docs/decisions/api.md.
 """
 
 import asyncio

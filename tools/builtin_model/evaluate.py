@@ -82,7 +82,7 @@ def format_report(results: Sequence[EvalResult]) -> str:
 
 
 def format_markdown_table(results: Sequence[EvalResult]) -> str:
-    """Returns the report as a Markdown table, as in MODEL_CARD.md."""
+    """Returns the report as a Markdown table."""
     rows = ["| question | answer | right |", "|---|---|---|"]
     for result in results:
         cells = (result.question.question, result.answer, "yes" if result.right else "**no**")

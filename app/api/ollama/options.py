@@ -30,7 +30,6 @@ DEFAULT_OPTIONS: Mapping[str, SamplingValue] = {
 }
 
 # Accepted, but without effect: settings of llama.cpp's loader, and samplers that Ollama removed.
-# docs/api.md lists them.
 IGNORED_OPTIONS = frozenset(
     {
         *("num_batch", "num_gpu", "main_gpu", "use_mmap", "use_mlock", "num_thread", "numa"),

@@ -1,17 +1,18 @@
-"""The tables of Ollama's fields in docs/api.md, row by row: the server does what each row says.
+"""What the server does with each field of Ollama's API, row by row (field_rows.json).
 
 Ollama's clients send fields that this server does not know, and those are ignored. Therefore the
-tables must also list every field that Ollama documents.
+rows must also list every field that Ollama documents.
 """
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.api.ollama.options import IGNORED_OPTIONS
 from tests.api.asgi import Reply, send_request
-from tests.api.test_fields_table import ROOT, Row, parse_rows, read_schema_fields
+from tests.api.test_fields_table import Row, read_rows, read_schema_fields
 from tests.fakes import CARD, FakeGenerate
 from tests.rows import rows
 
@@ -62,19 +63,14 @@ WITHOUT_NAME = ("chat", "generate", "embed", "embeddings")
 FRESH = re.compile(rb'"\w+_(?:at|duration)":(?:"[^"]*"|[0-9]+)')
 
 
-def read_section() -> str:
-    _, _, text = (ROOT / "docs/api.md").read_text("utf-8").partition("\n## Ollama's API\n")
-    return text.partition("\n## ")[0]
-
-
-ROWS = parse_rows(read_section())
+ROWS = read_rows(Path(__file__).with_name("field_rows.json"))
 
 
 def build_body(row: Row) -> dict[str, Any]:
     body = {**MINIMAL[row.endpoint], **row.example}
     for field in NAME_FIELDS:
         if row.example.get(field) is not None:
-            body[field] = CARD.id  # the model of the document is not served
+            body[field] = CARD.id  # the model of the row is not served
     if row.field == "name":
         del body["model"]
     return body

@@ -1,9 +1,7 @@
 """Fields of other servers that would change a response: each is accepted at its neutral values
-only. The server's table, docs/api.md and openapi.yaml list the same fields."""
+only. The server's table and openapi.yaml list the same fields."""
 
 import json
-import re
-from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -20,7 +18,6 @@ from tests.fakes import CARD
 from tests.openapi_document import read_openapi
 from tests.rows import rows
 
-ROOT = Path(__file__).parents[3]
 SCHEMAS: dict[Endpoint, str] = {
     "chat": "ChatCompletionRequest",
     "completions": "CompletionRequest",
@@ -87,26 +84,3 @@ def test_openapi_accepts_the_same_values(
     valid = jsonschema_rs.Draft202012Validator(schema).is_valid
     assert [value for value in [None, *neutral] if not valid(value)] == []
     assert [value for value in VALUES if valid(value) != is_accepted(neutral, value)] == []
-
-
-def read_documented_table() -> set[tuple[str, str, str]]:
-    """The table in docs/api.md: endpoint, field, accepted values."""
-    page = (ROOT / "docs/api.md").read_text("utf-8")
-    _, _, rest = page.partition("\n## Fields of other servers\n")
-    section, _, _ = rest.partition("\n## ")
-    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:3] == "| `"]
-    table: set[tuple[str, str, str]] = set()
-    for field, endpoints, behavior, example in lines:
-        # a colon within backticks is a part of the accepted value
-        parts = re.fullmatch(r"\*\*accepted\*\* as ((?:`[^`]*`|[^`:])+): .+", behavior)
-        assert parts, behavior
-        assert set(json.loads(example.strip("`"))) == {field.strip("`")}
-        table |= {(endpoint, field.strip("`"), parts[1]) for endpoint in endpoints.split(", ")}
-    return table
-
-
-def test_the_document_has_the_same_table():
-    assert read_documented_table() == {
-        (endpoint, name, " or ".join(f"`{json.dumps(value)}`" for value in neutral))
-        for endpoint, name, neutral in ROWS
-    }
