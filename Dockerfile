@@ -1,8 +1,8 @@
 # docker build -t mlxrunner .                           for the CPU
 # docker build -t mlxrunner --build-arg CUDA=1 .        for NVIDIA; run it with --gpus all
 #
-# Inside, the server listens on all addresses, and refuses to do so without a key unless it is told
-# that anyone may come in. What is published decides who can:
+# In the container, the server listens on all addresses, so it requires an API key or --allow-anyone.
+# The published port determines who can connect:
 #
 # docker run --init -p 127.0.0.1:8080:8080 mlxrunner --allow-anyone
 #                                                       the built-in model, for this machine only
@@ -11,27 +11,27 @@
 # docker run --rm --entrypoint mlxrunner mlxrunner key me
 #                                                       a key, and the line for a file of keys
 #
-# Everything that is written goes to /models (downloads, and what is known of files that were
-# checked) and /tmp: --read-only --tmpfs /tmp works, and with a read-only /models nothing can be
-# pulled. Docker kills ten seconds after it asks; --stop-timeout 45 lets answers end (--drain).
-# compose.yaml in deploy/ has all of this together.
+# The server writes only to /models (downloads, and digests of checked files) and /tmp. The options
+# --read-only --tmpfs /tmp therefore work; with a read-only /models, it cannot download models. Docker
+# kills a container ten seconds after SIGTERM; --stop-timeout 45 lets running requests finish (--drain).
+# deploy/compose.yaml contains all of this.
 
 ARG BASE=python:3.13-slim-trixie
 
 FROM ${BASE} AS build
 ARG CUDA=0
 WORKDIR /build
-# The environment gets no pip of its own: the image's pip fills it from outside.
+# The environment has no pip: the image's pip installs into it.
 RUN python -m venv --without-pip /opt/mlxrunner
 ENV PIP_PYTHON=/opt/mlxrunner/bin/python PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_ROOT_USER_ACTION=ignore
-# Libraries first: they change less often than we do.
+# Libraries first, because they change less often than our code.
 COPY requirements requirements
 RUN lock=serve; if [ "$CUDA" = 1 ]; then lock=cuda; fi; \
     pip install --require-hashes --only-binary=:all: --requirement "requirements/$lock.txt" && \
     pip install --require-hashes --only-binary=:all: --target /build/tools \
         --requirement requirements/build.txt
-# The CPU kernels want a compiler, which stays in this stage; NVIDIA's image has no use for them.
+# The CPU kernels need a compiler, in this stage only. The image for NVIDIA has no CPU kernels.
 RUN if [ "$CUDA" != 1 ]; then \
         apt-get update && apt-get install --yes --no-install-recommends g++; \
     fi
@@ -39,15 +39,16 @@ COPY pyproject.toml README.md LICENSE openapi.yaml ./
 COPY deploy/wheel deploy/wheel
 COPY models models
 COPY app app
-# An install goes on without kernels; an image that is many times too slow is not worth having.
+# pip continues if the kernels cannot be built. An image without them would be many times slower, so
+# this step fails.
 RUN if [ "$CUDA" = 1 ]; then export MLXRUNNER_BUILD_FOR=cuda; fi; \
     PYTHONPATH=/build/tools pip install --no-build-isolation --no-deps . && \
     cd /opt/mlxrunner/lib/python3*/site-packages/mlxrunner/models/kernels && \
     if [ "$CUDA" != 1 ] && ! ls _kernels.*.so; then cat not_built.txt; exit 1; fi
 
 FROM ${BASE}
-# A home in which models are looked for and may be put: /models/.cache/huggingface is the Hugging
-# Face cache, /models/.ollama Ollama's store.
+# The home directory /models contains the models: /models/.cache/huggingface is the Hugging Face cache,
+# /models/.ollama is Ollama's store.
 RUN useradd --system --uid 10001 --home-dir /models --no-create-home --shell /usr/sbin/nologin \
         mlxrunner && install --directory --owner=10001 --mode=755 /models && \
     install --directory --owner=10001 --mode=700 /keys && \
@@ -61,8 +62,8 @@ WORKDIR /models
 VOLUME /models
 EXPOSE 8080
 STOPSIGNAL SIGTERM
-# 200 is "ready", and needs no key. Spoken plainly, without the proxies that a container may be told
-# of, and without TLS, which belongs before a container.
+# The status is 200 if the server is ready; /health needs no key. http.client ignores proxy variables.
+# TLS belongs in a proxy in front of the container.
 HEALTHCHECK --interval=15s --timeout=5s --start-period=600s --retries=3 \
     CMD ["python", "-c", "import http.client, os; server = http.client.HTTPConnection('127.0.0.1', int(os.environ['MLXRUNNER_PORT']), timeout=4); server.request('GET', '/health'); raise SystemExit(server.getresponse().status != 200)"]
 ENTRYPOINT ["mlxrunner", "serve"]

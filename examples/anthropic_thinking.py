@@ -10,7 +10,7 @@ from typing import Any
 from anthropic import Anthropic
 
 os.environ.setdefault("ANTHROPIC_BASE_URL", "http://localhost:8080")
-os.environ.setdefault("ANTHROPIC_API_KEY", "any")  # the library wants one, the server does not
+os.environ.setdefault("ANTHROPIC_API_KEY", "any")  # required by the library, not by the server
 
 WEATHER: Any = {
     "name": "get_weather",
@@ -34,7 +34,7 @@ def main() -> None:
         "tools": [WEATHER],
     }
 
-    # The thinking is a block of its own, before the call.
+    # The thinking is a separate block before the call.
     turn = client.messages.create(**asked, messages=[question])
     thought, call = turn.content
     assert (thought.type, call.type) == ("thinking", "tool_use")
@@ -42,7 +42,7 @@ def main() -> None:
     print("thinking:", thought.thinking)
     print("call:", call.name, json.dumps(call.input))
 
-    # The same, streamed.
+    # The same request as a stream.
     with client.messages.stream(**asked, messages=[question]) as stream:
         pieces = [event.thinking for event in stream if event.type == "thinking"]
         final = stream.get_final_message()
@@ -51,7 +51,7 @@ def main() -> None:
     assert final.content[0] == thought
     assert final.content[1].input == call.input
 
-    # The next turn needs the thinking: the library sends the blocks as they came.
+    # The next request contains the thinking: send the blocks back unchanged.
     messages = [
         question,
         {"role": "assistant", "content": turn.content},
@@ -65,7 +65,7 @@ def main() -> None:
     assert [block.type for block in answer.content] == ["thinking", "text"]
     print("answer:", answer.content[1].text)
 
-    # Without thinking.
+    # The same request without thinking.
     plain = client.messages.create(
         **{**asked, "thinking": {"type": "disabled"}}, messages=[question]
     )

@@ -10,7 +10,7 @@ from typing import Any
 from anthropic import Anthropic, beta_tool
 
 os.environ.setdefault("ANTHROPIC_BASE_URL", "http://localhost:8080")
-os.environ.setdefault("ANTHROPIC_API_KEY", "any")  # the library wants one, the server does not
+os.environ.setdefault("ANTHROPIC_API_KEY", "any")  # required by the library, not by the server
 
 WEATHER: Any = {
     "name": "get_weather",
@@ -38,7 +38,7 @@ CITY_SCHEMA = {
 def main() -> None:
     client = Anthropic()
     [model] = [found.id for found in client.models.list(limit=1)][:1]
-    # A call that is required is enforced while the answer is sampled: any model makes a valid one.
+    # A required call is enforced during sampling, so any model makes a valid one.
     asked: dict[str, Any] = {
         "model": model,
         "max_tokens": 200,
@@ -48,7 +48,7 @@ def main() -> None:
     }
     required = {"type": "any", "disable_parallel_tool_use": True}
 
-    # Call, run, answer: the round that every agent makes.
+    # The loop of an agent: the model calls a function, the program runs it, and the model responds.
     turn = client.messages.create(**asked, tool_choice=required)
     assert turn.stop_reason == "tool_use", turn
     [call] = [block for block in turn.content if block.type == "tool_use"]

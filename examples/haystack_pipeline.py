@@ -30,7 +30,7 @@ TEXTS = ("Tea grows in the hills.", "It rains in Rome.", "The prefix cache keeps
 
 @tool
 def get_weather(city: Literal["Oslo", "Rome"]) -> str:
-    """The weather of a city."""
+    """Returns today's weather in a city."""
     return f"It rains in {city}."
 
 

@@ -15,7 +15,7 @@ from langchain_core.tools import tool
 from pydantic import BaseModel, ConfigDict
 
 os.environ.setdefault("ANTHROPIC_BASE_URL", "http://localhost:8080")
-os.environ.setdefault("ANTHROPIC_API_KEY", "any")  # the library wants one, the server does not
+os.environ.setdefault("ANTHROPIC_API_KEY", "any")  # required by the library, not by the server
 
 
 class Choice(BaseModel):
@@ -36,7 +36,7 @@ def main() -> None:
     [name] = [found.id for found in anthropic.Anthropic().models.list(limit=1)][:1]
     model = ChatAnthropic(model=name, max_tokens=100, temperature=0)
 
-    # Whole, and streamed through a chain.
+    # Non-streamed, and streamed through a chain.
     reply = model.invoke([HumanMessage("Say hello.")])
     assert reply.usage_metadata is not None
     assert reply.usage_metadata["input_tokens"] > 0
@@ -48,7 +48,7 @@ def main() -> None:
     assert len(pieces) > 2
     assert "".join(piece.text for piece in pieces) == reply.text
 
-    # A required call, whole and streamed, and its result in the history.
+    # A required call, non-streamed and streamed, and the response to its result.
     agent = model.bind_tools([get_weather], tool_choice="any", parallel_tool_calls=False)
     question = HumanMessage("What is the weather in Oslo?")
     turn = agent.invoke([question])
@@ -62,14 +62,14 @@ def main() -> None:
     answer = model.bind_tools([get_weather], tool_choice={"type": "none"}).invoke(history)
     assert not answer.tool_calls
 
-    # An answer that follows a schema: through a required call, and through the output format.
+    # Structured output, with a required call and with the output format.
     for method in ("function_calling", "json_schema"):
         structured = model.with_structured_output(Choice, method=method)
         choice = structured.invoke("Which color has the sky?")
         assert isinstance(choice, Choice)
         print(f"{method}:", choice.color)
 
-    # An unknown model.
+    # An unknown model is an error.
     try:
         ChatAnthropic(model="claude-nothing", max_tokens=10).invoke("Hello!")
     except anthropic.NotFoundError as error:

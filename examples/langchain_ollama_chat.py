@@ -24,12 +24,12 @@ class Choice(BaseModel):
 def main() -> None:
     name = ollama.Client().list().models[0].model
     assert name is not None
-    # it looks for the name in the server's list first
+    # the library first looks for the name in the list of models
     model = ChatOllama(
         model=name, temperature=0, num_predict=48, num_ctx=1024, validate_model_on_init=True
     )
 
-    # Whole, and streamed through a chain.
+    # Non-streamed, and streamed through a chain.
     reply = model.invoke([HumanMessage("Say hello.")])
     assert reply.usage_metadata is not None
     assert reply.usage_metadata["input_tokens"] > 0
@@ -40,13 +40,13 @@ def main() -> None:
     assert all(isinstance(piece, AIMessageChunk) for piece in pieces)
     assert "".join(str(piece.content) for piece in pieces) == reply.content
 
-    # An answer that follows a schema.
+    # Structured output.
     structured = model.with_structured_output(Choice, method="json_schema")
     choice = structured.invoke("Which colour has the sky?")
     assert isinstance(choice, Choice)
     print("chose", choice.colour)
 
-    # A call and its result in the history; LangChain sends no ids that Ollama gave.
+    # A call and its result in the history. LangChain does not send the IDs of calls back.
     call = {"name": "get_weather", "args": {"city": "Oslo"}, "id": "1", "type": "tool_call"}
     history = [
         HumanMessage("What is the weather in Oslo?"),
@@ -55,12 +55,12 @@ def main() -> None:
     ]
     assert isinstance(model.invoke(history), AIMessage)
 
-    # Vectors.
+    # Embeddings.
     vectors = OllamaEmbeddings(model=name).embed_documents(["one", "two"])
     assert len(vectors) == 2
     print("vectors of", len(vectors[0]))
 
-    # An unknown model.
+    # An unknown model is an error.
     try:
         ChatOllama(model="no-such-model").invoke("Say hello.")
     except ollama.ResponseError as error:

@@ -17,7 +17,7 @@ from langchain_core.tools import tool
 from langchain_ollama import ChatOllama
 
 os.environ.setdefault("ANTHROPIC_BASE_URL", "http://localhost:8080")
-os.environ.setdefault("ANTHROPIC_API_KEY", "any")  # the library wants one, the server does not
+os.environ.setdefault("ANTHROPIC_API_KEY", "any")  # required by the library, not by the server
 
 
 @tool

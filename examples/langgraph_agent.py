@@ -24,7 +24,7 @@ asked: list[str] = []
 
 @tool
 def get_weather(city: Literal["Oslo", "Rome"]) -> str:
-    """The weather of a city."""
+    """Returns today's weather in a city."""
     asked.append(city)
     return f"It rains in {city}."
 

@@ -30,7 +30,7 @@ def main() -> None:
     print("said", said)
     assert llm.complete("Say hello.").text is not None
 
-    # An unknown model.
+    # An unknown model is an error.
     try:
         Ollama(model="no-such-model", base_url=llm.base_url).complete("Say hello.")
     except ollama.ResponseError as error:

@@ -25,14 +25,14 @@ def main() -> None:
     assert model, "the server lists no model"
     print("model", model)
 
-    # what the server tells of it, and that it needs no more than a name
+    # the details of a model
     shown = client.show(model)
     assert shown.modelinfo
     assert shown.capabilities
     architecture = shown.modelinfo["general.architecture"]
     print("context", shown.modelinfo[f"{architecture}.context_length"])
 
-    # a chat, complete and streamed: with a seed both say the same
+    # a chat, non-streamed and streamed: with a seed, both have the same text
     messages = [{"role": "user", "content": "Say hello."}]
     options = {"seed": 7, "num_predict": 24, "num_ctx": 1024}
     whole = client.chat(model, messages, options=options)
@@ -46,7 +46,7 @@ def main() -> None:
     assert not any(piece.done for piece in pieces[:-1])
     print("said", whole.message.content)
 
-    # an answer that follows a schema
+    # a response that follows a schema
     colour = {"enum": ["red", "green", "blue"]}
     schema = {
         "type": "object",
@@ -58,7 +58,7 @@ def main() -> None:
     assert json.loads(answer.message.content or "")["colour"] in colour["enum"]
     assert client.generate(model, "An object:", format="json", options=options).response[0] == "{"
 
-    # a conversation goes on with the token ids of the one before
+    # `context` continues the conversation from its token IDs
     first = client.generate(model, "Say hello.", options=options)
     assert first.context
     second = client.generate(model, "And again.", context=first.context, options=options)
@@ -66,7 +66,7 @@ def main() -> None:
     assert list(second.context[: len(first.context)]) == list(first.context)
     assert client.generate(model, "Once upon", raw=True, options=options).context is None
 
-    # Tools: a result finds its call by the name of the function.
+    # Tools: a result is matched to its call by the name of the function.
     if "tools" in shown.capabilities:
         asked = [{"role": "user", "content": "What is 2 + 3? Use the tool."}]
         reply = client.chat(model, asked, tools=[add], options={"temperature": 0})
@@ -80,7 +80,7 @@ def main() -> None:
         }
         client.chat(model, [*asked, called, result], tools=[add], options={"num_predict": 8})
 
-    # vectors of length 1
+    # embeddings, whose length is 1
     vectors = client.embed(model, ["one", "two"]).embeddings
     assert len(vectors) == 2
     assert abs(sum(x * x for x in vectors[0]) - 1) < 1e-3
@@ -101,7 +101,7 @@ def main() -> None:
         assert error.status_code == 400
         assert "temperature" in error.error
 
-    # loaded, kept and unloaded
+    # load a model, keep it loaded, unload it
     client.generate(model, keep_alive="10m")
     assert model in [one.model for one in client.ps().models]
     print("loaded until", client.ps().models[0].expires_at)

@@ -25,7 +25,7 @@ def main() -> None:
     assert {"thinking", "tools"} <= set(client.show(model).capabilities or ())
     messages = [{"role": "user", "content": "What is the weather in Rome? Use the tool."}]
 
-    # The thinking is a field of its own.
+    # The thinking has its own field, `thinking`.
     turn = client.chat(model, messages, tools=[get_weather], think=True).message
     assert turn.thinking
     assert not turn.content
@@ -33,7 +33,7 @@ def main() -> None:
     print("thinking:", turn.thinking)
     print("call:", call.function.name, json.dumps(dict(call.function.arguments)))
 
-    # The same, streamed.
+    # The same request as a stream.
     pieces = list(client.chat(model, messages, tools=[get_weather], think=True, stream=True))
     thoughts = [piece.message.thinking for piece in pieces if piece.message.thinking]
     assert len(thoughts) > 1
@@ -41,7 +41,7 @@ def main() -> None:
     [streamed] = [call for piece in pieces for call in piece.message.tool_calls or ()]
     assert streamed.function == call.function
 
-    # The next turn needs the thinking: the message goes back as it came.
+    # The next request contains the thinking: send the message back unchanged.
     result = {
         "role": "tool",
         "tool_name": call.function.name,
@@ -51,7 +51,7 @@ def main() -> None:
     assert answer.thinking
     print("answer:", answer.content)
 
-    # Without thinking, and the completion of a prompt.
+    # Without thinking, and the completion of a prompt with `generate`.
     assert not client.chat(model, messages, tools=[get_weather], think=False).message.thinking
     assert client.generate(model, "What is the weather in Rome?", think=True).thinking
 

@@ -162,7 +162,7 @@ def test_the_oldest_python_runs_the_parts_and_their_status_is_that_of_the_run(
 def test_without_any_python_the_run_fails_with_a_message(tmp_path: Path) -> None:
     status, printed = run_ci(tmp_path, [])
     assert status == 1
-    assert printed.startswith("none of Python 3.11 3.12 3.13 3.14 runs here")
+    assert printed.startswith("found no Python (3.11 3.12 3.13 3.14) that can create")
 
 
 def test_the_parts_need_only_the_standard_library() -> None:

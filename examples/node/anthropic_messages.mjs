@@ -16,10 +16,10 @@ const [model] = found;
 assert.equal((await client.models.retrieve(model)).type, "model");
 
 const messages = [{ role: "user", content: "Hello!" }];
-// A seed is a field of this server: the same request gets the same answer.
+// This server supports `seed`: the same request gets the same response.
 const asked = { model, max_tokens: 100, seed: 1 };
 
-// Whole, streamed by the library's helper, and streamed as plain events.
+// Non-streamed, streamed with the helper of the library, and streamed as events.
 const { input_tokens: counted } = await client.messages.countTokens({ model, messages });
 const whole = await client.messages.create({ ...asked, messages });
 assert.equal(whole.stop_reason, "end_turn");
@@ -38,7 +38,7 @@ for await (const event of await client.messages.create({ ...asked, messages, str
 }
 assert.ok(types.has("message_delta") && types.has("message_stop"));
 
-// A required call, whole and streamed, and its result.
+// A required call, non-streamed and streamed, and the response to its result.
 const tools = [
   {
     name: "get_weather",
@@ -77,7 +77,7 @@ const answer = await client.messages.create({
 });
 assert.ok(answer.content.every((block) => block.type === "text"));
 
-// A schema for the answer.
+// A schema for the response.
 const schema = {
   type: "object",
   properties: { color: { enum: ["red", "green", "blue"] } },

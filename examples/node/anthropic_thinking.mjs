@@ -29,7 +29,7 @@ const asked = {
   ],
 };
 
-// The thinking is a block of its own, before the call.
+// The thinking is a separate block before the call.
 const turn = await client.messages.create({ ...asked, messages: [question] });
 const [thought, call] = turn.content;
 assert.deepEqual([thought.type, call.type], ["thinking", "tool_use"]);
@@ -37,7 +37,7 @@ assert.ok(thought.signature);
 console.log("thinking:", thought.thinking);
 console.log("call:", call.name, JSON.stringify(call.input));
 
-// The same, streamed.
+// The same request as a stream.
 const pieces = [];
 const stream = client.messages
   .stream({ ...asked, messages: [question] })
@@ -48,7 +48,7 @@ assert.equal(pieces.join(""), thought.thinking);
 assert.equal(final.content[0].signature, thought.signature);
 assert.deepEqual(final.content[1].input, call.input);
 
-// The next turn needs the thinking: the blocks go back as they came.
+// The next request contains the thinking: send the blocks back unchanged.
 const answer = await client.messages.create({
   ...asked,
   messages: [

@@ -14,7 +14,7 @@ assert.ok(Array.isArray(shown.capabilities));
 const { version } = await ollama.version();
 assert.match(version, /^\d+\.\d+\.\d+$/);
 
-// Complete and streamed: with a seed both say the same. The library fails without a last line.
+// Non-streamed and streamed: with a seed, both have the same text. The library needs the last line.
 const messages = [{ role: "user", content: "Say hello." }];
 const options = { seed: 7, num_predict: 24 };
 const whole = await ollama.chat({ model, messages, options });

@@ -28,13 +28,13 @@ const tools = [
 const messages = [{ role: "user", content: "What is the weather in Rome? Use the tool." }];
 const asked = { model, tools, messages, think: true };
 
-// The thinking is a field of its own.
+// The thinking has its own field, `thinking`.
 const { message: turn } = await ollama.chat(asked);
 const [call] = turn.tool_calls;
 console.log("thinking:", turn.thinking);
 console.log("call:", call.function.name, JSON.stringify(call.function.arguments));
 
-// The same, streamed.
+// The same request as a stream.
 const thoughts = [];
 const calls = [];
 for await (const { message } of await ollama.chat({ ...asked, stream: true })) {
@@ -48,7 +48,7 @@ assert.deepEqual(
   [call.function.arguments],
 );
 
-// The next turn needs the thinking: the message goes back as it came.
+// The next request contains the thinking: send the message back unchanged.
 const result = { role: "tool", tool_name: call.function.name, content: "It is sunny." };
 const { message: answer } = await ollama.chat({ ...asked, messages: [...messages, turn, result] });
 assert.ok(answer.thinking);
