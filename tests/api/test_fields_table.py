@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from app.api.openai.unsupported_fields import Endpoint, list_unsupported_fields
+from app.api.schema.unsupported_fields import Endpoint, list_unsupported_fields
 from tests.api.asgi import Reply, send_request
 from tests.fakes import CARD, FakeGenerate
 from tests.openapi_document import read_openapi
