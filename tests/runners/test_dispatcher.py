@@ -278,22 +278,6 @@ async def start_embedding(dispatcher: Dispatcher) -> asyncio.Task[Any]:
     return task
 
 
-def test_an_embedding_job_that_fails_keeps_its_error():
-    """The kind was lost, so a server without descriptors returned a 500 without Retry-After."""
-
-    async def body(dispatcher: Dispatcher, engine: FakeEngine) -> None:
-        task = await start_embedding(dispatcher)
-        error = AppError(ErrorKind.OVERLOADED, "try again", code="full", retry_after=3)
-        dispatcher.fail_embedding("v", error)
-        dispatcher.fail_embedding("another", error)
-        with pytest.raises(AppError) as caught:
-            await task
-        assert caught.value is error
-        assert engine.calls == ["embed v"]
-
-    with_dispatcher(body)
-
-
 def test_ended_work_is_not_cancelled():
     """The engine may be gone if a client disconnects at the moment of the failure."""
 
