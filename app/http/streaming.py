@@ -121,12 +121,11 @@ class ResponseStream:
         self._sending_keep_alive: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
+        await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        self._sent_at = self._loop.time()
         if self._keep_alive is not None:
             check = partial(self._check, self._keep_alive)
             self._timer = self._loop.call_later(self._keep_alive.seconds, check)
-        self._is_sending = True
-        await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
-        self._is_sending = False
         return self
 
     async def __aexit__(
