@@ -91,7 +91,7 @@ def make_event_stream_headers() -> Headers:
     needed: `ResponseStream` sends keep-alives, `cancel_on_disconnect` handles disconnects, and
     app/http/uvicorn_server.py ends streams at shutdown with a final frame, which the library would
     not send."""
-    response = EventSourceResponse(())  # pyright: ignore[reportUnknownMemberType]  # a bare dict
+    response = EventSourceResponse(iter(()))  # pyright: ignore[reportUnknownMemberType]  # a bare dict
     return response.raw_headers
 
 
