@@ -184,8 +184,8 @@ RUN_TIME_IMPORTERS = frozenset(
     }
 )
 
-# modules that may import types for type checkers only: of an optional extension, of a library that a
-# server loads only when it downloads a model or sends traces, or of the HTTP server, which is
+# modules that may import types for type checkers only: of an optional extension, of a library that
+# a server loads only when it downloads a model or sends traces, or of the HTTP server, which is
 # imported while the first model starts to load
 TYPE_CHECKING_MODULES = frozenset(
     {
