@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from app.core.jobs import Job
-from app.engine.decode_slab import DecodeSlab
+from app.engine.decode_slab import DecodeSlab, create_decode_slab
 from app.engine.kv_layout import SlabPolicy
 from app.engine.loop import Loop
 from models.base import Model
@@ -125,6 +125,13 @@ def test_without_the_option_a_cpu_uses_no_slab() -> None:
     assert make_loop(tiny_model(), running=8).slab is None
     assert make_loop(tiny_model(), running=8, slab_policy=SlabPolicy(layout="rows")).slab is None
     assert not slab_loop(tiny_model()).batch_invariant, "a slab rounds differently"
+
+
+def test_auto_means_rows_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = slab_loop(tiny_model())._scheduler
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.DeviceType.gpu, 0))
+    assert create_decode_slab(SlabPolicy(layout="auto"), scheduler, max_rows=8) is None
+    assert create_decode_slab(SlabPolicy(layout="slab"), scheduler, max_rows=8) is not None
 
 
 def test_joins_and_leaves_copy_no_positions_of_other_rows(kernels_enabled: bool) -> None:

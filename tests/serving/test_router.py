@@ -17,6 +17,7 @@ from app.core.embeddings import Embeddings, EmbedInput, EmbedRequest
 from app.core.errors import AppError, ErrorKind
 from app.core.events import Event, Finish, ModelLoading, PromptTokenIds, TextDelta
 from app.core.jobs import EngineStats, Ledger
+from app.core.limits import RequestLimits
 from app.core.model_files import ModelFiles
 from app.core.model_state import MemoryRequirement, ModelState
 from app.core.ports import Runner
@@ -56,6 +57,7 @@ def with_router(
     preload: str = "a",
     too_big: str = "",
     runner: Callable[[Settings], Runner] = ThreadRunner,
+    limits: RequestLimits | None = None,
     **settings: Any,
 ) -> Any:
     """Run `use` with a router whose memory fits two of the three models. too_big: models that do
@@ -95,6 +97,7 @@ def with_router(
             load_wait=all_settings.load_wait,
             check_tokenizer=TokenizerChecker(store.is_builtin).check,
             library=InstalledModels(registry),
+            limits=limits,
         )
         await pool.start()
         try:
@@ -331,6 +334,30 @@ def test_tokenization_does_not_load_the_model(folder: Path) -> None:
         assert router.list_model_states()[2].phase == "unloaded"
 
     with_router(folder, use)
+
+
+def test_the_deadline_and_shutdown_end_other_requests_too(folder: Path) -> None:
+    limits = RequestLimits(Settings())
+
+    async def use(router: ModelRouter) -> None:
+        model = await router.resolve("a")
+        limits.apply(Settings(deadline=1e-9))
+        with pytest.raises(AppError) as late:
+            await router.tokenize(model, "hi")
+        assert late.value.kind is ErrorKind.DEADLINE
+        stopping = AppError(ErrorKind.STOPPING, "the server is shutting down")
+        limits.abort_all(stopping)
+        calls = (
+            router.tokenize(model, "hi"),
+            router.describe(model),
+            router.list_details(),
+            router.list_tensors(model),
+            router.load(model),
+            router.unload(model),
+        )
+        assert await asyncio.gather(*calls, return_exceptions=True) == [stopping] * len(calls)
+
+    with_router(folder, use, limits=limits)
 
 
 def test_models_are_loaded_and_unloaded_on_demand(folder: Path) -> None:
