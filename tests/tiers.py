@@ -21,6 +21,9 @@ TIERS = {
 }
 
 
+_EXHAUSTIVE = "\npytestmark = pytest.mark.exhaustive"
+
+
 def is_outside(tier: str | None, function: str, listed: Set[str]) -> bool:
     """Whether a test function need not be collected for the tier, whatever markers it has. listed:
     the functions of tests/integration.txt."""
@@ -32,8 +35,12 @@ def is_outside(tier: str | None, function: str, listed: Set[str]) -> bool:
 def is_file_outside(tier: str | None, path: str, text: str, listed: Set[str]) -> bool:
     """Whether no test of a file is in the tier. Importing the file would only take time: each
     worker collects all tests. path: relative to the root of the repository. text: of the file."""
-    if tier not in ("unit", "integration"):
-        return False
-    return "\npytestmark = pytest.mark.exhaustive" in text or (
-        tier == "integration" and not any(name.startswith(f"{path}::") for name in listed)
-    )
+    match tier:
+        case "unit":
+            return _EXHAUSTIVE in text
+        case "integration":
+            return _EXHAUSTIVE in text or not any(name.startswith(f"{path}::") for name in listed)
+        case "timing" | "manual" | "programs":
+            return f"pytest.mark.{tier}" not in text
+        case _:
+            return False
