@@ -60,7 +60,6 @@ class Fields:
         self._values = values
         self._at = at
         self._known: set[str] = set()
-        self._camel_case = False
 
     @staticmethod
     def from_value(value: object, at: str = "") -> "Fields":
@@ -106,20 +105,7 @@ class Fields:
 
     def value(self, name: str) -> Any:
         self._known.add(name)
-        value = self._values.get(name)
-        if self._camel_case and "_" in name:
-            first, *rest = name.split("_")
-            alias = first + "".join(word.capitalize() for word in rest)
-            if alias in self._values:
-                self._known.add(alias)
-                value = self._values[alias] if value is None else value
-        return value
-
-    def accept_camel_case(self) -> "Fields":
-        """Also accepts the names of known fields in camel case: Vercel's AI SDK passes the options
-        of a provider on as they are written in JavaScript. Returns the fields."""
-        self._camel_case = any(name != name.lower() for name in self._values)
-        return self
+        return self._values.get(name)
 
     def required(self, name: str) -> Any:
         value = self.value(name)
