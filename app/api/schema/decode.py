@@ -43,6 +43,8 @@ _MAX_REPAIRS = 16
 # Integers up to this size can be converted to a float and back without loss.
 _MAX_EXACT_INTEGER = 2**53
 
+_INVALID_JSON = (msgspec.DecodeError, UnicodeDecodeError, orjson.JSONDecodeError)
+
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _LENGTH = re.compile(r"Expected `array` of length (>=|<=) (\d+)")
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
@@ -69,18 +71,13 @@ class BodyDecoder(Generic[Body]):
 
     def decode_with_fields(self, data: bytes | bytearray) -> tuple[Body, Mapping[str, Raw]]:
         """Returns the body and its fields as they were sent. Otherwise like `decode`."""
-        body = self._decode(data)
-        check_num_fields(data)
-        fields = _object_decoder.decode(data)
-        if self._camel_case and (renamed := self._rename(fields)) is not None:
-            fields = renamed
-            body = self._decode(msgspec.json.encode(fields))
         try:
-            check_names(fields, self._names)
-            return body, fields
-        except RecursionError as error:
+            return self._decode_with_fields(data)
+        except (*_INVALID_JSON, RecursionError) as error:
             reason = str(error)
-        raise _invalid_json(reason)
+        # Raise outside of the handler. Otherwise, the decoder's error, which may hold the whole
+        # text, would become the exception's context.
+        raise AppError(ErrorKind.INVALID, f"the body is not valid JSON: {reason}")
 
     def decode_values(self, values: object) -> Body:
         """Returns the body for values that were parsed before. Raises AppError(INVALID)."""
@@ -92,25 +89,30 @@ class BodyDecoder(Generic[Body]):
             raise invalid_request(None, "the body is nested too deeply")
         return self.decode(data)
 
-    def _decode(self, data: Data) -> Body:
-        message = ""
+    def _decode_with_fields(self, data: bytes | bytearray) -> tuple[Body, Mapping[str, Raw]]:
+        body = self._decode(data)
+        check_num_fields(data)
+        fields = _object_decoder.decode(data)
+        if self._camel_case and (renamed := self._rename(fields)) is not None:
+            fields = renamed
+            body = self._decode(msgspec.json.encode(fields))
+        check_names(fields, self._names)
+        return body, fields
+
+    def _decode(self, data: bytes | bytearray) -> Body:
         for _ in range(_MAX_REPAIRS):
             try:
                 return self._decoder.decode(data)
             except msgspec.ValidationError as error:
                 message = str(error)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                message = str(error)
-                break
-            # The errors of this class are raised outside of the handlers: otherwise, the decoder's
-            # error would become the context of ours and stay in memory.
             repaired = None
-            if "got `float`" in message and _is_small(data):
+            if "got `float`" in message:
+                check_num_fields(data)
                 repaired = _replace_fractions(data, _parse_path(message)[:-1])
             if repaired is None:
                 raise self._translate(data, message)
             data = repaired
-        raise _invalid_json(message)
+        raise AppError(ErrorKind.INVALID, "the body has numbers such as 1.0 in too many objects")
 
     @cached_property
     def _type_info(self) -> inspect.Type:
@@ -180,7 +182,7 @@ def decode_json(value: Raw) -> Any:
         return orjson.loads(memoryview(value))
     except orjson.JSONDecodeError as error:
         reason = str(error)
-    raise _invalid_json(reason)
+    raise AppError(ErrorKind.INVALID, f"the body is not valid JSON: {reason}")
 
 
 def decode_object(value: Raw, param: str) -> dict[str, Any] | None:
@@ -226,7 +228,7 @@ def _find_value(data: Data, path: Path) -> Raw | None:
                 value = _array_decoder.decode(value)[step]
             else:
                 value = _object_decoder.decode(value)[step]
-    except (msgspec.DecodeError, LookupError, RecursionError):
+    except (*_INVALID_JSON, LookupError, RecursionError):
         return None
     return value
 
@@ -241,14 +243,12 @@ def _quote(value: Raw) -> str:
     return quote_value(orjson.loads(text))
 
 
-def _invalid_json(reason: str) -> AppError:
-    return AppError(ErrorKind.INVALID, f"the body is not valid JSON: {reason}")
-
-
 def _replace_fractions(data: Data, path: Path) -> bytes | None:
     """Replaces numbers such as 1.0 by integers in the object or array at this path, because JSON
     has only one type of number. Returns None if there are none."""
     is_array = bytes(memoryview(data)[:1]) == b"["
+    if is_array and not path and not _is_small(data):
+        return None  # its items were not counted
     items: dict[Any, Raw] = (
         dict(enumerate(_array_decoder.decode(data)))
         if is_array

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
@@ -114,6 +115,10 @@ def test_a_body_is_an_object(body: bytes):
         b"{",
         b'{"a": tru}',
         b'{"animals": [{"kind": "\xff"}]}',
+        b'{"animals": [{"kind": "cat"}], "\xff": 1}',
+        b'{"animals": [{"kind": "cat", "\xff": 1}]}',
+        b'{"animals": [{"kind": "cat"}], "size": "\xff"}',
+        b'{"animals": [{"kind": "cat"}], "magic": "\xff"}',
         b"[" * 5000 + b"]" * 5000,
         b'{"animals": ' + b"[" * 5000 + b"]" * 5000 + b"}",
     ],
@@ -123,6 +128,19 @@ def test_an_error_of_invalid_json_does_not_reference_the_body(body: bytes):
         DECODER.decode(body)
     assert caught.value.kind is ErrorKind.INVALID
     assert (caught.value.__context__, caught.value.__cause__) == (None, None)
+
+
+BODY = {"animals": [{**CAT, "lives": 2.0}], "texts": ["é"], "size": 1, "innerBox": {"width": 1}}
+TEXT = json.dumps(BODY, ensure_ascii=False).encode()
+
+
+@given(st.data())
+def test_any_bytes_are_a_body_or_an_error(data: st.DataObject):
+    at = data.draw(st.integers(0, len(TEXT)))
+    end = data.draw(st.integers(at, min(at + 4, len(TEXT))))
+    piece = data.draw(st.binary(max_size=4) | st.sampled_from([b"null", b"1.5", b'"', b"[[", b"{"]))
+    with suppress(AppError):  # the only exception
+        DECODER.decode(TEXT[:at] + piece + TEXT[end:])
 
 
 def test_json_has_one_type_of_number():
