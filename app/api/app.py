@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -130,12 +131,25 @@ class _Application(Starlette):
         return app
 
 
+class _Cors(CORSMiddleware):
+    """CORS as in llama.cpp. A preflight from a disallowed origin gets 200 without
+    Access-Control-Allow-Origin, so that the browser does not send the request. "*" in the settings
+    allows each origin by its name."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if not self.is_allowed_origin(request_headers["origin"]):
+            response.status_code = 200
+        return response
+
+
 def _cors_middleware(settings: Settings) -> Middleware:
+    everyone = "*" in settings.cors_origins
     return Middleware(
-        CORSMiddleware,
-        allow_origins=settings.cors_origins,
-        allow_origin_regex=LOCAL_ORIGIN_REGEX,
-        allow_methods=("GET", "POST", "DELETE"),
+        _Cors,
+        allow_origins=() if everyone else settings.cors_origins,
+        allow_origin_regex=".*" if everyone else LOCAL_ORIGIN_REGEX,
+        allow_methods=("GET", "POST", "DELETE", "OPTIONS"),
         allow_headers=SDK_HEADERS,
         expose_headers=EXPOSED_HEADERS,
         # allowed pages may call this server from another network
