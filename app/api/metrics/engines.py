@@ -4,8 +4,8 @@ Knows: prometheus_client, the mapping from vLLM's metric names to engine statist
 the counting of statistics.
 
 If vLLM has a metric with the same meaning (vllm/v1/metrics/loggers.py, docs/design/metrics.md), the
-family is named vllm:…, so that vLLM's dashboards work. Other families are named mlxrunner_…. No
-value is exported under two names.
+family is named vllm:…, so that vLLM's dashboards work. Other families are named mlxrunner_…. A
+value is exported under a second name only for llama.cpp's dashboards (llamacpp.py in this folder).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

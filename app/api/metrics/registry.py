@@ -8,6 +8,7 @@ HTTP layer.
 """
 
 import asyncio
+import time
 from collections.abc import Iterator
 from itertools import accumulate
 
@@ -22,6 +23,7 @@ from starlette.routing import Route
 
 from app.api.front_end import FrontendStats
 from app.api.metrics.engines import EngineCollector
+from app.api.metrics.llamacpp import LlamaCppMetrics
 from app.api.metrics.request_metrics import RequestMetrics
 from app.core.distributions import get_own_version
 from app.core.observers import ObserverFactory
@@ -173,6 +175,9 @@ class Metrics:
         self._engine_collector = EngineCollector()
         self._registry.register(self._engine_collector)
         self._request_metrics = RequestMetrics(self._registry)
+        self._llamacpp = LlamaCppMetrics()
+        # llama.cpp's header: dashboards compare it to find restarts
+        self._start_header = {"Process-Start-Time-Unix": str(int(time.time()))}
         self.observe: ObserverFactory = self._request_metrics.observe
         self._registry.register(HttpCollector(traffic))
         self._registry.register(FrontendCollector(frontend))
@@ -185,13 +190,16 @@ class Metrics:
 
     def routes(self) -> list[Route]:
         async def metrics(request: Request) -> Response:
-            for state in self._engine_collector.refresh(self._models):
+            states = self._engine_collector.refresh(self._models)
+            for state in states:
                 if state.phase != "unloaded":
                     self._request_metrics.for_model(
                         state.name
                     )  # so that the model's counters start at zero rather than one
             # this takes five milliseconds per model, which must not delay other responses
             text = await asyncio.to_thread(generate_latest, self._registry)
-            return Response(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+            text += self._llamacpp.render(states, self._request_metrics.sum_times()).encode()
+            headers = {"Content-Type": CONTENT_TYPE_PLAIN_0_0_4, **self._start_header}
+            return Response(text, headers=headers)
 
         return [Route("/metrics", metrics, methods=["GET"])]

@@ -21,6 +21,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from app.api.metrics.llamacpp import GenerationTimes
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, ErrorKind
 from app.core.events import (
@@ -30,6 +31,7 @@ from app.core.events import (
     ModelLoading,
     PrefillProgress,
     PromptTokenIds,
+    Usage,
 )
 from app.core.observers import count_choices
 from app.core.requests import GenerateRequest
@@ -203,7 +205,8 @@ class MetricFamilies:
 
 
 class ModelMetrics:
-    """The metrics of one model."""
+    """The metrics of one model. prefill_seconds, decode_seconds: of all finished choices.
+    max_tokens: the tokens of the longest choice, with its prompt."""
 
     def __init__(
         self,
@@ -221,6 +224,8 @@ class ModelMetrics:
         self._embeddings = embeddings
         self._inter_token_latency = inter_token_latency
         self._model = model
+        self.prefill_seconds = self.decode_seconds = 0.0
+        self.max_tokens = 0
         # exported from zero, because an increase is visible only if the counter existed before
         inter_token_latency.add(model, ())
         for kind in _ERRORS_FROM_ZERO:
@@ -233,6 +238,11 @@ class ModelMetrics:
 
     def observe_inter_token(self, nanoseconds: Sequence[int]) -> None:
         self._inter_token_latency.add(self._model, nanoseconds)
+
+    def add_finished(self, usage: Usage, prefill: float, decode: float) -> None:
+        self.prefill_seconds += prefill
+        self.decode_seconds += decode
+        self.max_tokens = max(self.max_tokens, usage.prompt_tokens + usage.completion_tokens)
 
     def count_finished(self, reason: FinishedReason, count: int = 1) -> None:
         self._finished[reason].inc(count)
@@ -300,6 +310,14 @@ class RequestMetrics:
         if name not in self._models:
             self._models[name] = self._families.for_model(name)
         return self._models[name]
+
+    def sum_times(self) -> GenerationTimes:
+        models = self._models.values()
+        return GenerationTimes(
+            prefill=sum(model.prefill_seconds for model in models),
+            decode=sum(model.decode_seconds for model in models),
+            max_tokens=max((model.max_tokens for model in models), default=0),
+        )
 
     def observe(
         self, request: GenerateRequest | EmbedRequest
@@ -370,6 +388,7 @@ class GenerateObserver:
         prefill = timings.prefill_ns / 1e9
         self._observe_first_token(event.choice, max(0.0, self._elapsed() - decode))
         model.count_finished(_FINISHED_REASON[event.reason])
+        model.add_finished(usage, prefill, decode)
         model.observe("e2e", self._elapsed())
         model.observe("queue", max(0.0, timings.total_ns / 1e9 - prefill - decode))
         model.observe("prefill", prefill)
