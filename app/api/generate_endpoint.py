@@ -138,10 +138,12 @@ class JsonBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """A parsed request body: the request and the format of its response."""
+    """A parsed request body: the request and the format of its response. complete: adds what can
+    only be computed with the model; None if nothing is missing."""
 
     request: GenerateRequest
     reply: EventStream | JsonLines | JsonBody
+    complete: "Callable[[ResolvedModel], Awaitable[ParsedRequest]] | None" = None
 
 
 async def resolve_requested(models: Models, name: str | None) -> ResolvedModel:
@@ -186,6 +188,8 @@ class GenerateEndpoint:
 
             async def exchange(send: Send) -> None:
                 model, parsed = await self._parse_body(body)
+                if parsed.complete is not None:
+                    parsed = await parsed.complete(model)
                 await self._responder.respond(model, parsed, scope, send)
 
             await cancel_on_disconnect(receive, send, exchange)

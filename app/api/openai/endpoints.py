@@ -6,6 +6,7 @@ response formats (chat.py and completions.py in the same folder), generation.
 
 import os
 import time
+from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,7 +19,7 @@ from app.api.openai.completions import CompletionChunkEncoder, collect_completio
 from app.api.openai.output import CompletionMetadata
 from app.api.openai.request import ParsedCompletionRequest, parse_chat, parse_completion
 from app.core.model_state import ModelState
-from app.core.ports import Generate, ModelCard, Models
+from app.core.ports import Generate, ModelCard, Models, ResolvedModel
 from app.core.settings import ReasoningField, Settings
 from app.http.body import RequestBodies
 from app.http.responses import JsonObject, json_response
@@ -27,17 +28,19 @@ from app.http.responses import JsonObject, json_response
 def routes(
     generate: Generate, models: Models, settings: Settings, bodies: RequestBodies
 ) -> list[Route]:
-    def prepare_chat(body: bytearray, _caller: str, card: ModelCard) -> ParsedRequest:
+    def prepare_chat(body: bytearray, caller: str, card: ModelCard) -> ParsedRequest:
         parsed = parse_chat(body, card.id)
         metadata = _build_metadata("chatcmpl", parsed, card, settings.reasoning_field)
-        if parsed.stream:
-            return ParsedRequest(
-                request=parsed.request,
-                reply=EventStream(ChatChunkEncoder(metadata), parsed.return_progress),
-            )
-        return ParsedRequest(
-            request=parsed.request, reply=JsonBody(lambda events: collect_chat(metadata, events))
-        )
+        prepared = _prepare_chat_reply(parsed, metadata)
+        if parsed.verbose or (parsed.verbose is None and settings.debug):
+
+            async def add_prompt(model: ResolvedModel) -> ParsedRequest:
+                ids = await models.tokenize_chat(model, replace(parsed.request, caller=caller))
+                prompt = await models.detokenize(model, ids)
+                return _prepare_chat_reply(parsed, replace(metadata, verbose_prompt=prompt))
+
+            return replace(prepared, complete=add_prompt)
+        return prepared
 
     def prepare_completion(body: bytearray, _caller: str, card: ModelCard) -> ParsedRequest:
         parsed = parse_completion(body, card.id)
@@ -65,6 +68,19 @@ def routes(
         ),
         *_model_routes(models),
     ]
+
+
+def _prepare_chat_reply(
+    parsed: ParsedCompletionRequest, metadata: CompletionMetadata
+) -> ParsedRequest:
+    if parsed.stream:
+        return ParsedRequest(
+            request=parsed.request,
+            reply=EventStream(ChatChunkEncoder(metadata), parsed.return_progress),
+        )
+    return ParsedRequest(
+        request=parsed.request, reply=JsonBody(lambda events: collect_chat(metadata, events))
+    )
 
 
 def _model_routes(models: Models) -> list[Route]:

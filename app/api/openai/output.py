@@ -145,7 +145,8 @@ class CompletionMetadata:
     prompt. include_usage: whether a stream ends with token counts. continuous_usage: whether each
     chunk contains the token counts of its choice so far. return_progress: whether chunks report the
     progress of the prefill. tier: the service tier, if the request specifies one. reasoning_field:
-    the name of the field for reasoning.
+    the name of the field for reasoning. verbose_prompt: the text of the prompt, for llama.cpp's
+    `__verbose`; None omits it.
     """
 
     id: str
@@ -163,6 +164,7 @@ class CompletionMetadata:
     return_progress: bool = False
     tier: str | None = None
     reasoning_field: ReasoningField = "reasoning_content"
+    verbose_prompt: str | None = None
 
 
 # Streaming responses
@@ -214,7 +216,9 @@ class ChunkEncoder(CommentedStream):
                 begin = self._begin(event.choice)
                 self._totals.add(event)
                 self._sampled_tokens[event.choice] = event.usage.completion_tokens
-                counters = self._totals.render_counters() if self._all_finished else {}
+                counters: JsonObject = {}
+                if self._all_finished:
+                    counters = self._totals.render_counters() | render_verbose(self.metadata)
                 return begin + self._encode_chunk([self.finish_choice(event)], counters)
             case _:
                 deltas = self.delta_choices(event)
@@ -388,7 +392,13 @@ def render_body(
         "choices": choices,
         "usage": render_usage(completion.totals.usage),
         **completion.totals.render_counters(),
+        **render_verbose(metadata),
     }
+
+
+def render_verbose(metadata: CompletionMetadata) -> JsonObject:
+    prompt = metadata.verbose_prompt
+    return {} if prompt is None else {"__verbose": {"prompt": prompt}}
 
 
 def render_base_fields(metadata: CompletionMetadata, kind: str) -> dict[str, Any]:

@@ -104,7 +104,8 @@ class ParsedCompletionRequest:
     return_token_ids: whether to include them in the response. include_usage: whether to end the
     stream with a chunk of token counts. continuous_usage: whether to add the token counts so far to
     every chunk with a choice. return_progress: whether chunks report the progress of the prefill.
-    tier: the service tier to return; None omits it.
+    tier: the service tier to return; None omits it. verbose: whether the response contains the text
+    of the prompt; None uses the server's default.
     """
 
     request: GenerateRequest
@@ -117,6 +118,7 @@ class ParsedCompletionRequest:
     n: int
     return_progress: bool = False
     tier: str | None = None
+    verbose: bool | None = None
 
 
 def parse_chat(data: bytes | bytearray, model: str) -> ParsedCompletionRequest:
@@ -159,7 +161,8 @@ def build_chat(body: ChatBody, model: str) -> ParsedCompletionRequest:
             "POST /v1/responses, which stores responses",
         )
     # as in OpenAI's API, the response has a tier only if the request specifies one
-    return replace(parsed, tier=None if body.service_tier is None else SERVICE_TIER)
+    tier = None if body.service_tier is None else SERVICE_TIER
+    return replace(parsed, tier=tier, verbose=body.verbose)
 
 
 def _continue_final(body: ChatBody, conversation: Conversation) -> Conversation:

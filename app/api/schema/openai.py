@@ -197,6 +197,10 @@ class ChatBody(CommonFields, kw_only=True, frozen=True):
             "The number of most likely tokens to return for each position. Requires `logprobs`."
         ),
     ] = None
+    verbose: Annotated[
+        bool | None,
+        describe("Return the text of the prompt in `__verbose`, as in llama.cpp."),
+    ] = None
     continue_final_message: Annotated[
         bool | None,
         describe(
