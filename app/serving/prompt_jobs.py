@@ -420,12 +420,12 @@ class JobBuilder:
         if not ids:
             raise AppError(ErrorKind.INVALID, "the prompt has no tokens", param=param)
         if len(ids) >= context_limit.context_length and not self._context_shift:
-            has = (
-                f"the {what} has {'more than ' if is_clipped else ''}{pluralize(len(ids), 'token')}"
-            )
+            more = "more than " if is_clipped else ""
+            # clients of llama.cpp recognize the error by the first words
             raise AppError(
                 ErrorKind.CONTEXT_LENGTH,
-                f"{has}, {context_limit.explain_too_long(len(ids))}",
+                f"the {what} exceeds the available context size: it has {more}"
+                f"{pluralize(len(ids), 'token')}, {context_limit.explain_too_long(len(ids))}",
                 param=param,
                 excess=ContextExcess(
                     prompt_tokens=len(ids), context_length=context_limit.context_length
