@@ -9,6 +9,7 @@ Wire format: OpenAI's API reference, "Create embeddings".
 
 import base64
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -162,7 +163,8 @@ def _as_floats(vector: bytes) -> orjson.Fragment:
 
 def _inputs(fields: Fields) -> tuple[EmbedInput, ...]:
     """Reads `input`, which is a text, a list of token IDs, a list of texts, or a list of token ID
-    lists. In place of a text, there may be an object, as in llama.cpp."""
+    lists. In place of a text, there may be an object, as in llama.cpp, and in a list of token IDs,
+    there may be texts."""
     value = fields.required("input")
     if isinstance(value, str | dict):
         return (_input(value, "input"),)
@@ -184,10 +186,19 @@ def _input(value: Any, at: str) -> EmbedInput:
         value = _read_text(Fields.from_value(cast(object, value), at))
     if isinstance(value, str) and value:
         return EmbedInput(content=value, param=at)
-    if ids := as_array(value):
-        return EmbedInput(content=as_token_ids(ids, at), param=at)
+    if items := as_array(value):
+        if any(isinstance(item, str) for item in items):
+            return EmbedInput(content=_read_parts(items, at), param=at)
+        return EmbedInput(content=as_token_ids(items, at), param=at)
     raise invalid_request(
         at, f"{at} must be a text or a list of token IDs, not {quote_value(value)}"
+    )
+
+
+def _read_parts(items: Sequence[object], at: str) -> tuple[int | str, ...]:
+    return tuple(
+        item if isinstance(item, str) else as_token_ids([item], f"{at}.{index}")[0]
+        for index, item in enumerate(items)
     )
 
 

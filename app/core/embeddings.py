@@ -15,9 +15,10 @@ PoolingType = Literal["mean", "last"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedInput:
-    """A text or its tokens; never empty. param: the dotted path of the request field."""
+    """A text, its tokens, or tokens and texts in order; never empty. param: the dotted path of the
+    request field."""
 
-    content: str | tuple[int, ...]
+    content: str | tuple[int | str, ...]
     param: str
 
 

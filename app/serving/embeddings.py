@@ -6,7 +6,7 @@ not know: HTTP, tensors, the pooling of hidden states. Cancelling a request canc
 
 import json
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -131,18 +131,27 @@ class EmbeddingService:
             more = "more than " if len(text) < len(one.content) else ""
             ids = tuple(self._tokenizer.encode_for_embedding(text))
         else:
-            ids = one.content
+            ids = tuple(self._encode_parts(one.content, context_limit.context_length))
         if truncate:
             ids = ids[: context_limit.context_length]
         self._check_ids(ids, one.param)
         if len(ids) > context_limit.context_length:
             raise AppError(
                 ErrorKind.CONTEXT_LENGTH,
-                f"{one.param} has {more}{pluralize(len(ids), 'token')}, but an input can have at "
-                f"most {context_limit.context_length}: shorten it, or split it",
+                f"{one.param} is too large: it has {more}{pluralize(len(ids), 'token')}, but an "
+                f"input can have at most {context_limit.context_length}: shorten it, or split it",
                 param=one.param,
             )
         return ids
+
+    def _encode_parts(self, parts: Sequence[int | str], context_length: int) -> Iterator[int]:
+        """Only a text at the start gets the special tokens of a prompt, as in llama.cpp."""
+        for index, part in enumerate(parts):
+            if isinstance(part, int):
+                yield part
+            else:
+                text = self._tokenizer.truncate_text(part, context_length)
+                yield from self._tokenizer.encode(text, add_special_tokens=index == 0)
 
     def _check_ids(self, ids: Sequence[int], param: str) -> None:
         if not ids:
