@@ -159,14 +159,16 @@ class Runner(Protocol):
 class ModelCard:
     """The public description of a model. created: the creation time as Unix time. aliases: further
     names that requests may use. defaults: the model's own options; empty if its files cannot be
-    read. system_fingerprint: a value that changes whenever the output for a given seed may change.
-    It depends on the model's files, the package versions and the settings."""
+    read. own_name: its name without an alias: a Hugging Face ID, an Ollama name, or the last part
+    of a folder's path. system_fingerprint: a value that changes whenever the output for a given
+    seed may change. It depends on the model's files, the package versions and the settings."""
 
     id: str
     created: int
     context_length: int
     system_fingerprint: str = "fp_mlxrunner"
     aliases: tuple[str, ...] = ()
+    own_name: str | None = None
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
 

@@ -13,6 +13,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, TypeVar
 
 from app.core.distributions import get_own_version
@@ -407,6 +408,7 @@ class ModelRouter:
             context_length=context or files.resolve_context_length(settings.context),
             system_fingerprint=self._get_fingerprint(entry),
             aliases=entry.served.aliases,
+            own_name=_own_name(entry.served),
             defaults=_read_defaults(files),
         )
 
@@ -560,3 +562,11 @@ def compute_fingerprint(files: ModelFiles, settings: Settings) -> str:
         repr([getattr(settings, name) for name in _ENGINE_SETTINGS]),
     )
     return f"fp_{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:12]}"
+
+
+def _own_name(served: ServedModel) -> str:
+    """Returns the name of a model without its alias. The path of a folder is not published."""
+    if served.source is None:
+        return served.name
+    folder = Path(served.source).expanduser()
+    return folder.name if folder.is_absolute() or folder.is_dir() else served.source
