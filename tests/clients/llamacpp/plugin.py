@@ -117,6 +117,10 @@ class OurServerProcess(utils.ServerProcess):
             arguments += ["--prefill-chunk", str(self.n_batch)]
         if self.enable_ctx_shift:
             arguments += ["--context-shift", "--cache", "slots"]
+        if self.debug:
+            arguments.append("--debug")
+        if self.api_key and not (self.cors_origins or self.server_tools):
+            arguments += ["--cors-origin", "*"]  # llama.cpp's default
         if self.sleep_idle_seconds is not None:
             arguments += ["--keep-alive", f"{self.sleep_idle_seconds}s"]
         return arguments
