@@ -17,6 +17,7 @@ from app.core.events import (
     Event,
     Finish,
     PromptTokenIds,
+    PromptTokenLogprobs,
     ReasoningDelta,
     TextDelta,
     TokenLogprob,
@@ -262,6 +263,39 @@ class TestEcho:
         assert [entry.text for entry in entries] == [*"abcxy"]
         assert [entry.logprob for entry in entries] == [None, -0.5, -0.5, -0.25, -0.25]
         assert join_text(received) == "abcxy"
+
+    def test_the_prompt_has_logprobs_of_its_own(self, files: ModelFiles) -> None:
+        runner = InterleavedRunner("xy")
+        received = collect_events(
+            files, runner, prompt="abc", n=2, prompt_logprobs=0, top_logprobs=0
+        )
+        assert [job.prompt_logprobs for job in runner.jobs] == [0, None]
+        [scores] = [event for event in received if isinstance(event, PromptTokenLogprobs)]
+        assert [(entry.text, entry.logprob) for entry in scores.logprobs] == [
+            ("a", None),
+            ("b", -0.5),
+            ("c", -0.5),
+        ]
+        assert all(entry.top_logprobs == () for entry in scores.logprobs)
+        assert [join_choice(received, choice) for choice in range(2)] == ["xy", "xy"]
+
+    def test_both_kinds_of_logprobs_have_their_numbers(self, files: ModelFiles) -> None:
+        runner = InterleavedRunner("xy")
+        received = collect_events(
+            files, runner, prompt="abc", echo=True, prompt_logprobs=0, top_logprobs=1
+        )
+        assert runner.jobs[0].prompt_logprobs == 1
+        [scores] = [event for event in received if isinstance(event, PromptTokenLogprobs)]
+        assert all(entry.top_logprobs == () for entry in scores.logprobs)
+        echoed = [entry for e in received if isinstance(e, TextDelta) for entry in e.logprobs]
+        assert [len(entry.top_logprobs) for entry in echoed[1:3]] == [1, 1]
+
+    @pytest.mark.parametrize("name", ["top_logprobs", "prompt_logprobs"])
+    def test_too_many_alternatives_are_refused(self, files: ModelFiles, name: str) -> None:
+        options: Any = {name: 1 << 21, "max_tokens": 3, "prompt": "abc"}
+        error = get_error(files, Settings(), build_capacity(100), **options)
+        assert error.kind is ErrorKind.INVALID
+        assert "for each of 3 tokens" in error.message
 
     def test_logprobs_of_the_echo_are_built_outside_the_event_loop(
         self, files: ModelFiles, monkeypatch: pytest.MonkeyPatch

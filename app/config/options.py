@@ -388,6 +388,12 @@ GROUPS = (
                 other_names="n n-predict num-predict max-new-tokens",
             ),
             make_option(
+                "max_logprobs",
+                value_types.count(-1),
+                "maximum number of alternatives per token in logprobs (-1: the whole vocabulary); "
+                "4,194,304 divided by --parallel at most",
+            ),
+            make_option(
                 "max_time",
                 value_types.duration(),
                 "maximum generation time per choice",

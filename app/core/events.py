@@ -2,9 +2,9 @@
 
 Knows: the events of a generation. Must not know: SSE, JSON, the engine.
 
-The stream of each choice is `PromptTokenIds? (TextDelta | ReasoningDelta | ToolCallDelta)* Finish`;
-`PrefillProgress` events may occur in between. The events of different choices may be interleaved in
-any order. A non-streaming response is built from the same events.
+The stream of each choice is `PromptTokenIds? PromptTokenLogprobs* (TextDelta | ReasoningDelta |
+ToolCallDelta)* Finish`; `PrefillProgress` events may occur in between. The events of different
+choices may be interleaved in any order. A non-streaming response is built from the same events.
 """
 
 from dataclasses import dataclass
@@ -62,6 +62,16 @@ class PromptTokenIds:
 
     prompt_index: int = 0
     token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTokenLogprobs:
+    """The log probabilities of the next tokens of a prompt. These events are emitted once for each
+    prompt, before its output, and only if the request enables them. prompt_index: the index of the
+    prompt in the request."""
+
+    prompt_index: int = 0
+    logprobs: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +181,8 @@ class ModelLoading:
 
 
 # events that carry response content
-OutputEvent = PromptTokenIds | TextDelta | ReasoningDelta | ToolCallDelta | Finish
+OutputEvent = (
+    PromptTokenIds | PromptTokenLogprobs | TextDelta | ReasoningDelta | ToolCallDelta | Finish
+)
 
 Event = PrefillProgress | ModelLoading | OutputEvent

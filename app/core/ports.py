@@ -12,6 +12,7 @@ from app.core.embeddings import Embeddings, EmbedJob, EmbedRequest
 from app.core.events import Event
 from app.core.generation_config import GenerationDefaults
 from app.core.jobs import Capacity, EngineStats, Job, JobUpdate
+from app.core.logprobs import USUAL_LOGPROBS_LIMIT, LogprobsLimit
 from app.core.model_defaults import ModelDefaults
 from app.core.model_details import (
     DownloadPreview,
@@ -161,7 +162,8 @@ class ModelCard:
     names that requests may use. defaults: the model's own options; empty if its files cannot be
     read. own_name: its name without an alias: a Hugging Face ID, an Ollama name, or the last part
     of a folder's path. system_fingerprint: a value that changes whenever the output for a given
-    seed may change. It depends on the model's files, the package versions and the settings."""
+    seed may change. It depends on the model's files, the package versions and the settings.
+    logprobs_limit: the number of alternatives that requests may ask for."""
 
     id: str
     created: int
@@ -170,6 +172,7 @@ class ModelCard:
     aliases: tuple[str, ...] = ()
     own_name: str | None = None
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    logprobs_limit: LogprobsLimit = USUAL_LOGPROBS_LIMIT
 
 
 class ResolvedModel(Protocol):

@@ -185,7 +185,8 @@ class GenerateRequest:
     that end the output. include_stop: whether the output contains the stop string or token that
     ended it. bad_words: texts that the output must not contain. verbosity: how long the output
     should be; None uses the model's default. top_logprobs: the number of alternatives per sampled
-    token, 0 to 20; None for no logprobs. cache_prompt: whether the prefix cache may be used for the
+    token; None for no logprobs. prompt_logprobs: the number of alternatives per prompt token; None
+    for no logprobs of the prompt. cache_prompt: whether the prefix cache may be used for the
     prompt. num_keep: the number of leading prompt tokens that a context shift never discards. A
     negative value means the whole prompt, and None uses the server's default. grammar: a constraint
     on the whole output, excluding the reasoning. tool_schemas: see `ToolSchemaPolicy`. echo:
@@ -211,6 +212,7 @@ class GenerateRequest:
     include_stop: bool = False
     bad_words: tuple[str, ...] = ()
     top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
     cache_prompt: bool = True
     num_keep: int | None = None
     grammar: Grammar | None = None

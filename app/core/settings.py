@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from app.core.errors import AppError, ErrorKind
+from app.core.logprobs import DEFAULT_MAX_LOGPROBS
 from app.core.model_defaults import ModelDefaults
 
 # the origin of a web page, in lower case and without the default port · or the origin of a program
@@ -38,6 +39,10 @@ LogFormat = Literal["human", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 KEEP_ALIVE_FOREVER = math.inf
+
+# The maximum of the default of `parallel`. More sequences hardly increase the throughput, and the
+# pauses of each one grow.
+MAX_DEFAULT_PARALLEL = 64
 
 
 def is_origin(text: str) -> bool:
@@ -128,7 +133,8 @@ class Settings:
     maximum number of concurrent choices per API key. deadline: the maximum number of seconds from
     the arrival of a request to the end of its response; after this time, the request fails.
     max_time, max_tokens: the maximum number of seconds and tokens of generation per choice.
-    Exceeding them has the same effect as reaching the request's max_tokens. drain: the number of
+    Exceeding them has the same effect as reaching the request's max_tokens. max_logprobs: the
+    maximum number of alternatives per token; -1 means the whole vocabulary. drain: the number of
     seconds that running requests have to finish during a graceful shutdown. ping: the number of
     seconds without an event after which a stream sends a comment. strict_fields: whether an unknown
     field at the top of a request body is an error. reasoning_field: the name of the field for
@@ -180,6 +186,7 @@ class Settings:
     deadline: float | None = None
     max_time: float | None = None
     max_tokens: int | None = None
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
     drain: float = 30.0
     ping: float = 10.0
     strict_fields: bool = False

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from app.core.settings import MAX_DEFAULT_PARALLEL
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
@@ -41,10 +43,6 @@ class PendingPrompt:
     remaining: int
 
 
-# The maximum of the default number of slots. More sequences hardly increase the throughput, and the
-# pauses of each one grow.
-MAX_SLOTS = 64
-
 # The number of sequences that may run however long a decode step takes.
 MIN_RUNNING = 8
 
@@ -67,8 +65,8 @@ def count_admissible(
 
 def count_slots(*, free_bytes: int, bytes_per_sequence: int) -> int:
     """Returns the default number of sequences that may run at the same time: as many as fit in
-    memory, at least 1 and at most MAX_SLOTS."""
-    return max(1, min(MAX_SLOTS, free_bytes // max(1, bytes_per_sequence)))
+    memory, at least 1 and at most MAX_DEFAULT_PARALLEL."""
+    return max(1, min(MAX_DEFAULT_PARALLEL, free_bytes // max(1, bytes_per_sequence)))
 
 
 def fair_order(

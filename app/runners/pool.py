@@ -149,6 +149,13 @@ class ModelPool:
         capacity = None if handle is None else handle.capacity
         return None if capacity is None else capacity.context_length
 
+    def parallel(self, served: ServedModel) -> int | None:
+        """Returns the maximum number of concurrent sequences, or None while the model is not
+        loaded. Thread-safe, like `context_length`."""
+        handle = self._handles.get(served.name)
+        capacity = None if handle is None else handle.capacity
+        return None if capacity is None else capacity.parallel
+
     def loaded_files(self, served: ServedModel) -> ModelFiles | None:
         """Returns the files from which the model was loaded, or None while it is not loaded.
         Thread-safe."""

@@ -34,6 +34,9 @@ from app.runners.channel import make_decoder
 # numbers, and decoding a message blocks the event loop.
 _SCORES_PER_CHUNK = 512
 
+# The maximum number of alternatives in them, unless a single position has more.
+_ALTERNATIVES_PER_CHUNK = 1 << 17
+
 # The maximum size of the embeddings in a message in bytes, unless a single one is larger.
 _VECTOR_BYTES_PER_CHUNK = 1 << 18
 
@@ -190,13 +193,23 @@ def split_step(step: StepOutput) -> Iterator[PromptScoresChunk | StepOutput]:
     kept = list(step.updates)
     for index, update in enumerate(kept):
         if isinstance(update, PromptLogprobs):
-            last = max(0, len(update.logprobs) - 1) // _SCORES_PER_CHUNK * _SCORES_PER_CHUNK
-            for start in range(0, last, _SCORES_PER_CHUNK):
+            chunk = _chunk_length(update.logprobs)
+            # a step may complete several prompts, so it keeps none with many alternatives
+            last = len(update.logprobs)
+            if chunk == _SCORES_PER_CHUNK:
+                last = max(0, last - 1) // chunk * chunk
+            for start in range(0, last, chunk):
                 yield PromptScoresChunk(
-                    job=update.job_id, scores=update.logprobs[start : start + _SCORES_PER_CHUNK]
+                    job=update.job_id, scores=update.logprobs[start : min(start + chunk, last)]
                 )
             kept[index] = replace(update, logprobs=update.logprobs[last:])
     yield replace(step, updates=tuple(kept))
+
+
+def _chunk_length(scores: Scores) -> int:
+    """Returns the number of positions per message."""
+    alternatives = max((len(top) for _, top in scores[:1]), default=0)
+    return min(_SCORES_PER_CHUNK, max(1, _ALTERNATIVES_PER_CHUNK // (1 + alternatives)))
 
 
 def split_embeddings(result: EmbedResult) -> Iterator[Embedded]:

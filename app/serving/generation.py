@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, ContextExcess, ErrorKind
-from app.core.events import Event, PromptTokenIds, TextDelta, TokenLogprob
+from app.core.events import Event, PromptTokenIds, PromptTokenLogprobs, TextDelta, TokenLogprob
 from app.core.jobs import ContextLimit, Ended, Job, PromptLogprobs, Started, Token
 from app.core.model_files import ModelFiles
 from app.core.observers import count_choices
@@ -97,9 +97,9 @@ async def _merge_several(streams: Sequence[Batches[T]]) -> Batches[T]:
 
 log = logging.getLogger(__name__)
 
-# The number of tokens of an echoed prompt per event. With 20 logprobs per token, serializing an
-# event takes 2 ms.
-_ECHO_CHUNK_TOKENS = 128
+# The number of prompt tokens with log probabilities per event. With 20 logprobs per token,
+# serializing an event takes 2 ms.
+_SCORES_PER_EVENT = 128
 
 # the number of characters that take about as much work as one token
 _CHARACTERS_PER_TOKEN_ID = 4
@@ -296,8 +296,8 @@ class Generation:
                     elif isinstance(update, PromptLogprobs):
                         if events:
                             yield events
-                        async for delta in self._stream_echo(prepared, update):
-                            yield [delta]
+                        async for event in self._stream_scores(prepared, update):
+                            yield [event]
                         events = []
                     elif isinstance(update, Ended):
                         if update.reason == "error" and events:
@@ -316,28 +316,44 @@ class Generation:
             events += choice.flush()
         yield [*events, choice.build_finish()]
 
-    async def _stream_echo(
+    async def _stream_scores(
         self, prepared: PreparedChoice, scores: PromptLogprobs
+    ) -> AsyncGenerator[PromptTokenLogprobs | TextDelta]:
+        """Yields the logprobs of the prompt, and the echoed prompt with its logprobs, in chunks. A
+        long prompt has a million logprobs, and each chunk is serialized on the event loop."""
+        starts = range(0, len(prepared.job.prompt_token_ids), _SCORES_PER_EVENT)
+        if (count := prepared.prompt_logprobs) is not None:
+            for start in starts:
+                read = partial(self._build_prompt_logprobs, prepared, scores, start, count)
+                yield PromptTokenLogprobs(
+                    prompt_index=prepared.prompt_index, logprobs=await self._workers.run(read)
+                )
+        if (count := prepared.echo_logprobs) is not None:
+            async for delta in self._stream_echo(prepared, scores, count):
+                yield delta
+
+    async def _stream_echo(
+        self, prepared: PreparedChoice, scores: PromptLogprobs, count: int
     ) -> AsyncGenerator[TextDelta]:
-        """Yields the prompt with its logprobs in chunks. A long prompt has a million logprobs, and
-        each chunk is serialized on the event loop. Each chunk contains the text of its tokens; the
-        last chunk also contains the remaining text."""
+        """Yields the prompt with its logprobs. Each chunk contains the text of its tokens; the last
+        chunk also contains the remaining text."""
         text = prepared.echo or ""
-        for start in range(0, len(prepared.job.prompt_token_ids), _ECHO_CHUNK_TOKENS):
-            read = partial(self._build_echo_logprobs, prepared, scores, start)
+        for start in range(0, len(prepared.job.prompt_token_ids), _SCORES_PER_EVENT):
+            read = partial(self._build_prompt_logprobs, prepared, scores, start, count)
             logprobs = await self._workers.run(read)
             end = len(b"".join(entry.token_bytes for entry in logprobs).decode(errors="ignore"))
-            if start + _ECHO_CHUNK_TOKENS >= len(prepared.job.prompt_token_ids):
+            if start + _SCORES_PER_EVENT >= len(prepared.job.prompt_token_ids):
                 end = len(text)
             yield TextDelta(choice=prepared.choice, text=text[:end], logprobs=logprobs)
             text = text[end:]
 
-    def _build_echo_logprobs(
-        self, prepared: PreparedChoice, scores: PromptLogprobs, start: int
+    def _build_prompt_logprobs(
+        self, prepared: PreparedChoice, scores: PromptLogprobs, start: int, count: int
     ) -> tuple[TokenLogprob, ...]:
-        """Returns the logprobs of up to `_ECHO_CHUNK_TOKENS` prompt tokens, beginning with `start`.
-        The first token of the prompt has no logprob, because there is no preceding token."""
-        ids = prepared.job.prompt_token_ids[start : start + _ECHO_CHUNK_TOKENS]
+        """Returns the logprobs of up to `_SCORES_PER_EVENT` prompt tokens, beginning with `start`,
+        with `count` alternatives each. The first token of the prompt has no logprob, because there
+        is no preceding token."""
+        ids = prepared.job.prompt_token_ids[start : start + _SCORES_PER_EVENT]
         # the scores begin with the second token
         behind = scores.logprobs[max(0, start - 1) : start - 1 + len(ids)]
         known = behind if start else ((None, ()), *behind)
@@ -345,7 +361,11 @@ class Generation:
             build_token_logprob(
                 self._tokenizer,
                 Token(
-                    job_id=scores.job_id, id=id, timestamp_ns=0, logprob=logprob, top_logprobs=top
+                    job_id=scores.job_id,
+                    id=id,
+                    timestamp_ns=0,
+                    logprob=logprob,
+                    top_logprobs=top[:count],
                 ),
             )
             for id, (logprob, top) in zip(ids, known, strict=True)
@@ -386,5 +406,5 @@ def _events_before_output(prepared: PreparedChoice) -> Iterator[Event]:
     job = prepared.job
     if prepared.return_token_ids:
         yield PromptTokenIds(prompt_index=prepared.prompt_index, token_ids=job.prompt_token_ids)
-    if prepared.echo and job.prompt_logprobs is None:
+    if prepared.echo and prepared.echo_logprobs is None:
         yield TextDelta(choice=prepared.choice, text=prepared.echo)

@@ -13,6 +13,7 @@ from app.core.context_shift import resolve_num_keep, truncate_prompt
 from app.core.errors import AppError, ContextExcess, ErrorKind, mark_client_text
 from app.core.generation_config import read_generation_defaults
 from app.core.jobs import ContextLimit, Job
+from app.core.logprobs import DEFAULT_MAX_LOGPROBS, MAX_REQUEST_ALTERNATIVES
 from app.core.model_files import ModelFiles
 from app.core.requests import (
     UNCONSTRAINED_FIELDS,
@@ -47,10 +48,11 @@ _SEED_RANGE = 1 << 64
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedChoice:
     """One choice and its job. prompt_index: the index of its prompt in the request. echo: the text
-    of the prompt if the output begins with it, else None. return_token_ids: whether to return the
-    prompt's token IDs. discard_output: whether max_tokens is 0. The job then samples one token,
-    which is the minimum, and the output is discarded. stop_token_ids: the stop tokens of the
-    request, without the model's stop tokens."""
+    of the prompt if the output begins with it, else None. echo_logprobs, prompt_logprobs: the
+    number of alternatives of each prompt token in the output and beside it; None for no logprobs.
+    return_token_ids: whether to return the prompt's token IDs. discard_output: whether max_tokens
+    is 0. The job then samples one token, which is the minimum, and the output is discarded.
+    stop_token_ids: the stop tokens of the request, without the model's stop tokens."""
 
     choice: int
     prompt_index: int
@@ -58,6 +60,8 @@ class PreparedChoice:
     output_options: OutputOptions
     rendered_prompt: RenderedPrompt | None
     echo: str | None = None
+    echo_logprobs: int | None = None
+    prompt_logprobs: int | None = None
     return_token_ids: bool = False
     discard_output: bool = False
     stop_token_ids: frozenset[int] = frozenset()
@@ -167,6 +171,8 @@ class JobBuilder:
             output_options=self._build_output_options(request, written),
             rendered_prompt=written,
             echo=self._get_echo_text(encoded) if request.echo else None,
+            echo_logprobs=request.top_logprobs if request.echo else None,
+            prompt_logprobs=request.prompt_logprobs,
             return_token_ids=request.return_token_ids,
             discard_output=request.max_tokens == 0,
             stop_token_ids=frozenset(request.stop_token_ids),
@@ -260,7 +266,10 @@ class JobBuilder:
             ids = truncate_prompt(ids, context=context_limit.context_length, num_keep=keep)
         sampling = self._resolve_sampling(request)
         grammar = _resolve_grammar(request, encoded.rendered_prompt)
+        max_tokens = self._resolve_max_tokens(request, context_limit.context_length, len(ids))
+        _check_alternatives(request, len(ids), max_tokens)
         scored = request.echo and request.top_logprobs is not None
+        counts = (request.prompt_logprobs, request.top_logprobs if scored else None)
         # Programs that score a text (lm-evaluation-harness) request one more token and ignore the
         # last entry. The entry must exist even if the model would end the output.
         endless = request.ignore_eos or (scored and request.max_tokens == 1)
@@ -268,13 +277,13 @@ class JobBuilder:
             id=uuid.uuid4().hex,
             prompt_token_ids=tuple(ids),
             sampling=sampling,
-            max_tokens=self._resolve_max_tokens(request, context_limit.context_length, len(ids)),
+            max_tokens=max_tokens,
             min_tokens=request.min_tokens,
             stop_token_ids=frozenset(request.stop_token_ids).union(
                 () if endless else self._stops.ids | encoded.stop_token_ids
             ),
             top_logprobs=request.top_logprobs,
-            prompt_logprobs=request.top_logprobs if scored else None,
+            prompt_logprobs=max((count for count in counts if count is not None), default=None),
             cache_prompt=request.cache_prompt,
             grammar=grammar,
             num_keep=resolve_num_keep(keep, length=len(ids), context=context_limit.context_length)
@@ -473,9 +482,30 @@ def _resolve_grammar(
     return grammar
 
 
+def _check_alternatives(request: GenerateRequest, prompt: int, max_tokens: int) -> None:
+    """Raises AppError(INVALID) if the log probabilities would take too much memory. Usual numbers
+    of alternatives are not limited. prompt: the number of prompt tokens."""
+    output = max_tokens + prompt if request.echo else max_tokens
+    for name, count, num_tokens in (
+        ("prompt_logprobs", request.prompt_logprobs, prompt),
+        (None, request.top_logprobs, output * request.n),
+    ):
+        total = (count or 0) * num_tokens
+        if (count or 0) > DEFAULT_MAX_LOGPROBS and total > MAX_REQUEST_ALTERNATIVES:
+            what = "the output" if name is None else "the prompt"
+            raise AppError(
+                ErrorKind.INVALID,
+                f"the log probabilities of {what} have up to {total} alternatives: {count} for "
+                f"each of {pluralize(num_tokens, 'token')}; a request may have at most "
+                f"{MAX_REQUEST_ALTERNATIVES}: ask for fewer alternatives, or for fewer tokens",
+                param=name,
+            )
+
+
 def _copy_choice(first: PreparedChoice, copy: int, request: GenerateRequest) -> PreparedChoice:
     """Returns another choice for the same prompt, with a different seed. Only the first choice
-    returns the prompt's token IDs. copy: the index of the choice; 0 returns the first choice."""
+    returns the prompt's token IDs and log probabilities. copy: the index of the choice; 0 returns
+    the first choice."""
     if copy == 0:
         return first
     seed = first.job.sampling.seed
@@ -489,6 +519,8 @@ def _copy_choice(first: PreparedChoice, copy: int, request: GenerateRequest) -> 
             first.job,
             id=uuid.uuid4().hex,
             sampling=replace(first.job.sampling, seed=drawn),
+            prompt_logprobs=first.echo_logprobs,
         ),
+        prompt_logprobs=None,
         return_token_ids=False,
     )

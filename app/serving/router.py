@@ -24,6 +24,7 @@ from app.core.generation_config import GenerationDefaults, read_generation_defau
 from app.core.jobs import EngineStats, Ledger
 from app.core.limits import RequestLimits
 from app.core.live_settings import needs_new_process
+from app.core.logprobs import limit_logprobs
 from app.core.model_defaults import ModelDefaults
 from app.core.model_details import ModelDetails, TensorDetails
 from app.core.model_files import ModelFiles
@@ -31,7 +32,7 @@ from app.core.model_state import ModelPhase, ModelState, ServedModel
 from app.core.ports import ModelCard, ModelLibrary, ResolvedModel, RunnerState, RunnerStatus
 from app.core.prefix_snapshot import PrefixSnapshot
 from app.core.requests import GenerateRequest
-from app.core.settings import Settings
+from app.core.settings import MAX_DEFAULT_PARALLEL, Settings
 from app.core.thread_pools import ThreadPools
 from app.runners.pool import ModelLease, ModelPool
 from app.serving.generation import Generation
@@ -410,6 +411,13 @@ class ModelRouter:
             aliases=entry.served.aliases,
             own_name=_own_name(entry.served),
             defaults=_read_defaults(files),
+            logprobs_limit=limit_logprobs(
+                settings.max_logprobs,
+                vocab_size=files.sampleable_vocab_size,
+                parallel=self._pool.parallel(entry.served)
+                or settings.parallel
+                or MAX_DEFAULT_PARALLEL,
+            ),
         )
 
     def _get_fingerprint(self, entry: RegisteredModel) -> str:

@@ -68,6 +68,7 @@ SAMPLES: Mapping[str, tuple[Sample, ...]] = {
     "max_queue": (sample("0", "0", 0), sample("7", "7", 7)),
     "max_per_key": (sample("2", "2", 2),),
     "max_tokens": (sample("100", "100", 100),),
+    "max_logprobs": (sample("100", "100", 100), sample("-1", "-1", -1)),
     "max_time": (sample("500ms", '"500ms"', 0.5),),
     "deadline": (sample("10m", "600", 600.0),),
     "max_body": (sample("2", "2", 2 << 20), sample("0.5", "0.5", 1 << 19)),

@@ -16,7 +16,7 @@ from mlx_lm.models import cache, starcoder2
 from app import store
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
-from app.core.settings import KVPrecision, Settings
+from app.core.settings import MAX_DEFAULT_PARALLEL, KVPrecision, Settings
 from app.core.units import format_memory
 from app.engine import fit as fitting
 from app.engine.fit import (
@@ -34,7 +34,6 @@ from app.engine.memory_profile import (
     profile_memory,
 )
 from app.engine.model_info import complete_config
-from app.engine.policy import MAX_SLOTS
 from app.engine.weights import open_model
 from models import llama
 from models.checkpoint_config import num_query_heads
@@ -339,7 +338,7 @@ def test_the_number_of_slots_follows_the_memory(files: ModelFiles) -> None:
         assert found.fits
         assert found.working == one.working + (found.slots - 1) * 16 * tiny.VOCAB
         slots.append(found.slots)
-    assert slots == [1, 3, 8, 32, 50, MAX_SLOTS]
+    assert slots == [1, 3, 8, 32, 50, MAX_DEFAULT_PARALLEL]
     for settings in (Settings(exact=True), Settings(cache="single")):
         assert estimate_fit(files, settings).slots == 1
     assert estimate_fit(files, Settings(parallel=100)).slots == 100

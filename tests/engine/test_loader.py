@@ -11,7 +11,7 @@ import pytest
 
 from app import store
 from app.core.errors import AppError, ErrorKind
-from app.core.settings import ModelSettings, Settings
+from app.core.settings import MAX_DEFAULT_PARALLEL, ModelSettings, Settings
 from app.engine import loader as loading
 from app.engine import weights
 from app.engine.fit import Fit, estimate_fit
@@ -19,7 +19,6 @@ from app.engine.loader import load
 from app.engine.loop import Loop
 from app.engine.memory_policy import WIRED_STEP
 from app.engine.memory_profile import MemoryProfile, profile_memory
-from app.engine.policy import MAX_SLOTS
 from app.engine.prefix.radix import RadixPrefixCache
 from app.engine.prefix.single import SinglePrefixCache
 from app.engine.prefix.slots import SlotPrefixCache
@@ -157,7 +156,7 @@ def test_cached_prefixes_get_a_share_of_shared_memory_unless_a_limit_is_given(
 
 
 POLICIES: list[tuple[dict[str, Any], type, int]] = [
-    ({}, RadixPrefixCache, MAX_SLOTS),
+    ({}, RadixPrefixCache, MAX_DEFAULT_PARALLEL),
     ({"parallel": 1}, SinglePrefixCache, 1),
     ({"parallel": 1, "cache": "radix"}, RadixPrefixCache, 1),
     ({"parallel": 3}, RadixPrefixCache, 3),

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.core.settings import MAX_DEFAULT_PARALLEL
 from app.engine.policy import (
     MAX_ROUNDS,
-    MAX_SLOTS,
     MIN_RUNNING,
     PendingPrompt,
     SchedulerLimits,
@@ -69,9 +69,9 @@ def test_admission_bounds_the_duration_of_a_decode_step(
 @given(free=st.integers(0, 10**12), size=st.integers(1, 10**10))
 def test_slots_fit_in_memory(free: int, size: int) -> None:
     slots = count_slots(free_bytes=free, bytes_per_sequence=size)
-    assert 1 <= slots <= MAX_SLOTS
+    assert 1 <= slots <= MAX_DEFAULT_PARALLEL
     assert slots == 1 or slots * size <= free
-    assert slots == MAX_SLOTS or (slots + 1) * size > free
+    assert slots == MAX_DEFAULT_PARALLEL or (slots + 1) * size > free
 
 
 Callers = st.lists(st.sampled_from("abcd"), max_size=12)

@@ -224,9 +224,13 @@ def test_a_ready_runner_reports_its_compute_backend(runner: MakeRunner, tiny_mod
     with_runner(runner, tiny_model, body)
 
 
-def test_all_numbers_equal_those_of_a_thread_runner(runner: MakeRunner, tiny_model: Path) -> None:
-    """Bitwise: top logprobs, logprobs of a prompt of many chunks, and vectors."""
-    options = {"top_logprobs": 20, "prompt_logprobs": 5, "max_tokens": 8}
+@pytest.mark.parametrize(("top", "scores"), [(20, 5), (tiny.VOCAB, tiny.VOCAB)])
+def test_all_numbers_equal_those_of_a_thread_runner(
+    runner: MakeRunner, tiny_model: Path, top: int, scores: int
+) -> None:
+    """Bitwise: top logprobs, logprobs of a prompt of many chunks, and vectors. Also for all tokens
+    of the vocabulary."""
+    options = {"top_logprobs": top, "prompt_logprobs": scores, "max_tokens": 8}
     prompt = bytes(range(256)) * 5
     inputs = ((1, 2, 3), (4,), tuple(range(200)))
 
@@ -251,6 +255,9 @@ def test_all_numbers_equal_those_of_a_thread_runner(runner: MakeRunner, tiny_mod
     assert len(actual[1]) == 3
     assert len(actual[0]) > 1
     assert actual == expected
+    for entry in actual[0]:
+        if isinstance(entry, tuple) and len(entry) == 3 and isinstance(entry[0], int):
+            assert len(entry[2]) == top
 
 
 def test_a_cancelled_embedding_frees_the_engine(runner: MakeRunner, long_model: Path) -> None:

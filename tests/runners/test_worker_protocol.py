@@ -82,6 +82,22 @@ def test_long_scores_are_split_and_joined(counts: list[int]):
         assert all(length <= 512 for length in lengths)
 
 
+def test_no_message_has_too_many_alternatives():
+    """Also if several prompts are complete in one step."""
+    top = tuple((id, -1.0) for id in range(30_000))
+    updates = [PromptLogprobs(job_id=job, logprobs=((-1.0, top),) * 7) for job in "ab"]
+    step = StepOutput(updates=tuple(updates), stats=EngineStats())
+    *chunks, rest = worker_protocol.split_step(step)
+    joiner = EventJoiner()
+    for chunk in chunks:
+        assert isinstance(chunk, PromptScoresChunk)
+        assert len(chunk.scores) in (4, 3)
+        joiner.add_scores(chunk)
+    assert isinstance(rest, StepOutput)
+    assert joiner.join_step(rest) == step
+    assert all(isinstance(u, PromptLogprobs) and not u.logprobs for u in rest.updates)
+
+
 def test_a_step_without_scores_is_one_message():
     step = StepOutput(updates=(Token(job_id="a", id=1, timestamp_ns=2),), stats=EngineStats())
     assert list(worker_protocol.split_step(step)) == [step]

@@ -29,6 +29,7 @@ from app.core.events import (
     OutputEvent,
     PrefillProgress,
     PromptTokenIds,
+    PromptTokenLogprobs,
     ReasoningDelta,
     TextDelta,
     ToolCallDelta,
@@ -91,7 +92,7 @@ class MessageBuilder:
                 yield from self._add_thinking(text)
             case ToolCallDelta():
                 yield from self._add_call(event)
-            case PromptTokenIds():
+            case PromptTokenIds() | PromptTokenLogprobs():
                 raise AssertionError("no field requests token ids")
             case _:
                 assert_never(event)

@@ -29,7 +29,7 @@ from app.api.openai.structured_outputs import build_grammar
 from app.api.schema.decode import BodyDecoder
 from app.api.schema.fields import decode_fields
 from app.api.schema.generation import MAX_CHOICES, SAMPLING_FIELDS
-from app.api.schema.openai import MAX_LOGPROBS, CommonFields
+from app.api.schema.openai import CommonFields
 from app.core.ports import ModelCard
 from app.core.request_context import add_notice
 from app.core.requests import GenerateRequest
@@ -205,7 +205,8 @@ def _parse(
     conditions = build_stop_conditions(
         shared, max_tokens=max_tokens, constrained=grammar is not None
     )
-    num_probs = fields.integer("n_probs", 0, MAX_LOGPROBS) or 0
+    num_probs = fields.integer("n_probs", -1, INT32_MAX)
+    num_probs = card.logprobs_limit.resolve("n_probs", num_probs) or 0
     request = replace(
         conditions.apply(request),
         sampling=sampling if id_biases is None else {**sampling, "logit_bias": id_biases},

@@ -31,6 +31,7 @@ from app.core.events import (
     ModelLoading,
     PrefillProgress,
     PromptTokenIds,
+    PromptTokenLogprobs,
     Usage,
 )
 from app.core.observers import count_choices
@@ -350,7 +351,7 @@ class GenerateObserver:
         match event:
             case ModelLoading():
                 self._loading = True
-            case PrefillProgress() | PromptTokenIds():
+            case PrefillProgress() | PromptTokenIds() | PromptTokenLogprobs():
                 pass
             case Finish():
                 self._finish(event)

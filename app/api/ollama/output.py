@@ -25,6 +25,7 @@ from app.core.events import (
     ModelLoading,
     OutputEvent,
     PromptTokenIds,
+    PromptTokenLogprobs,
     ReasoningDelta,
     TextDelta,
     TokenLogprob,
@@ -102,6 +103,8 @@ class LineBuilder:
         match event:
             case PromptTokenIds():
                 self._context += event.token_ids
+            case PromptTokenLogprobs():
+                pass  # Ollama's requests have none
             case ToolCallDelta():
                 yield from self._feed_call(event)
             case ReasoningDelta():

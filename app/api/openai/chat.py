@@ -11,7 +11,7 @@ later chunk has empty content.
 from collections.abc import Sequence
 from typing import assert_never
 
-from app.api.openai.logprobs import render_chat_logprobs
+from app.api.openai.logprobs import render_chat_logprobs, render_prompt_logprobs
 from app.api.openai.output import (
     ChoiceOutput,
     ChunkEncoder,
@@ -90,7 +90,8 @@ def collect_chat(metadata: CompletionMetadata, events: Sequence[OutputEvent]) ->
         for place, output in enumerate(completion.select_choices(metadata))
     ]
     ids = {"prompt_token_ids": completion.prompt_ids[0]} if metadata.return_token_ids else {}
-    return render_body(metadata, "chat.completion", completion, choices) | ids
+    body = render_body(metadata, "chat.completion", completion, choices)
+    return body | ids | render_prompt_logprobs(completion.prompt_logprobs.get(0))
 
 
 def _render_choice(metadata: CompletionMetadata, place: int, output: ChoiceOutput) -> JsonObject:

@@ -7,7 +7,7 @@ A stream never sends empty text before the final chunk.
 
 from collections.abc import Sequence
 
-from app.api.openai.logprobs import CompletionLogprobs
+from app.api.openai.logprobs import CompletionLogprobs, render_prompt_logprobs
 from app.api.openai.output import (
     ChoiceOutput,
     ChunkEncoder,
@@ -96,4 +96,5 @@ def _render_choice(
         "finish_reason": output.finish_event.reason,
         "stop_reason": render_stop_reason(output.finish_event),
         **(ids if metadata.return_token_ids else {}),
+        **render_prompt_logprobs(completion.prompt_logprobs.get(output.finish_event.prompt_index)),
     }

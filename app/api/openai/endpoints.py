@@ -29,7 +29,7 @@ def routes(
     generate: Generate, models: Models, settings: Settings, bodies: RequestBodies
 ) -> list[Route]:
     def prepare_chat(body: bytearray, caller: str, card: ModelCard) -> ParsedRequest:
-        parsed = parse_chat(body, card.id)
+        parsed = parse_chat(body, card.id, card.logprobs_limit)
         metadata = _build_metadata("chatcmpl", parsed, card, settings.reasoning_field)
         prepared = _prepare_chat_reply(parsed, metadata)
         if parsed.verbose or (parsed.verbose is None and settings.debug):
@@ -43,7 +43,7 @@ def routes(
         return prepared
 
     def prepare_completion(body: bytearray, _caller: str, card: ModelCard) -> ParsedRequest:
-        parsed = parse_completion(body, card.id)
+        parsed = parse_completion(body, card.id, card.logprobs_limit)
         metadata = _build_metadata("cmpl", parsed, card, settings.reasoning_field)
         if parsed.stream:
             return ParsedRequest(

@@ -1,12 +1,13 @@
 """Log probabilities in the formats of chat completions and completions.
 
-Knows: both formats. Must not know: the detokenizer.
+Knows: both formats, and vLLM's for prompts. Must not know: the detokenizer.
 
-In both formats, a token that is not valid UTF-8 (part of a character) is represented by its bytes.
+In OpenAI's formats, a token that is not valid UTF-8 (part of a character) is represented by its
+bytes.
 """
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from app.core.events import TokenLogprob, TopLogprob
 from app.http.responses import JsonObject, encode_long_array
@@ -26,6 +27,28 @@ def render_token_logprobs(tokens: Iterable[TokenLogprob]) -> list[JsonObject]:
         | {"top_logprobs": [_entry(alternative) for alternative in token.top_logprobs]}
         for token in tokens
     ]
+
+
+def render_prompt_logprobs(tokens: Sequence[TokenLogprob] | None) -> JsonObject:
+    """Returns vLLM's `prompt_logprobs`: for each token of the prompt an object of token IDs, and
+    null for the first, which was not predicted. The rank of a token is known only if it is among
+    the alternatives. None, for a request without them, returns no field."""
+    if tokens is None:
+        return {}
+    entries = [None if token.logprob is None else _rank(token) for token in tokens]
+    return {"prompt_logprobs": encode_long_array(entries)}
+
+
+def _rank(token: TokenLogprob) -> JsonObject:
+    ranks = {other.token_id: rank for rank, other in enumerate(token.top_logprobs, start=1)}
+    return {
+        str(one.token_id): {
+            "logprob": _logprob(one),
+            "rank": ranks.get(one.token_id),
+            "decoded_token": one.text,
+        }
+        for one in (token, *token.top_logprobs)
+    }
 
 
 class CompletionLogprobs:

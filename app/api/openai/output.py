@@ -20,6 +20,7 @@ from app.core.events import (
     OutputEvent,
     PrefillProgress,
     PromptTokenIds,
+    PromptTokenLogprobs,
     ReasoningDelta,
     TextDelta,
     Timings,
@@ -212,6 +213,8 @@ class ChunkEncoder(CommentedStream):
             case PromptTokenIds():
                 self.prompt_ids[event.prompt_index] = event.token_ids
                 return b""
+            case PromptTokenLogprobs():
+                raise AssertionError("requests with prompt_logprobs are not streamed")
             case Finish():
                 begin = self._begin(event.choice)
                 self._totals.add(event)
@@ -340,25 +343,31 @@ class ChoiceOutput:
 @dataclass(frozen=True, slots=True)
 class Completion:
     """Collects all events of a response. choices: maps choice numbers to outputs. prompt_ids: the
-    token IDs of each prompt, if requested."""
+    token IDs of each prompt, if requested. prompt_logprobs: the log probabilities of each prompt,
+    if requested."""
 
     choices: Mapping[int, ChoiceOutput]
     prompt_ids: Mapping[int, Sequence[int]]
+    prompt_logprobs: Mapping[int, Sequence[TokenLogprob]]
     totals: UsageTotals
 
     @staticmethod
     def from_events(events: Sequence[OutputEvent]) -> "Completion":
         choices: dict[int, ChoiceOutput] = {}
         prompts: dict[int, Sequence[int]] = {}
+        scores: dict[int, list[TokenLogprob]] = {}
         usage = UsageTotals()
         for event in events:
             if isinstance(event, PromptTokenIds):
                 prompts[event.prompt_index] = event.token_ids
                 continue
+            if isinstance(event, PromptTokenLogprobs):
+                scores.setdefault(event.prompt_index, []).extend(event.logprobs)
+                continue
             choices.setdefault(event.choice, ChoiceOutput()).add(event)
             if isinstance(event, Finish):
                 usage.add(event)
-        return Completion(choices, prompts, usage)
+        return Completion(choices, prompts, scores, usage)
 
     def select_choices(self, metadata: CompletionMetadata) -> list[ChoiceOutput]:
         """Returns the choices of the response in order. If more choices were generated than

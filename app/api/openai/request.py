@@ -34,10 +34,10 @@ from app.api.schema.openai import (
     MAX_METADATA_VALUE,
     SERVICE_TIER,
     ChatBody,
-    CommonFields,
     CompletionBody,
 )
 from app.core import units
+from app.core.logprobs import USUAL_LOGPROBS_LIMIT, LogprobsLimit
 from app.core.requests import Conversation, GenerateRequest, Prompt, PromptBatch
 from app.core.units import pluralize
 
@@ -121,13 +121,17 @@ class ParsedCompletionRequest:
     verbose: bool | None = None
 
 
-def parse_chat(data: bytes | bytearray, model: str) -> ParsedCompletionRequest:
+def parse_chat(
+    data: bytes | bytearray, model: str, limit: LogprobsLimit = USUAL_LOGPROBS_LIMIT
+) -> ParsedCompletionRequest:
     """Parses the body of POST /v1/chat/completions. Raises AppError(INVALID) for an invalid
     request."""
-    return build_chat(CHAT.decode(data), model)
+    return build_chat(CHAT.decode(data), model, limit)
 
 
-def build_chat(body: ChatBody, model: str) -> ParsedCompletionRequest:
+def build_chat(
+    body: ChatBody, model: str, limit: LogprobsLimit = USUAL_LOGPROBS_LIMIT
+) -> ParsedCompletionRequest:
     conversation = _continue_final(body, build_conversation(body.messages))
     older = _get_max_tokens(body, 1)
     newer = body.max_completion_tokens
@@ -139,7 +143,7 @@ def build_chat(body: ChatBody, model: str) -> ParsedCompletionRequest:
         prompt=conversation,
         max_tokens=newer if newer is not None else older,
         n=check_choice_limit("n", body.n or 1, conversation),
-        top_logprobs=_get_chat_logprobs(body),
+        top_logprobs=_get_chat_logprobs(body, limit),
         tools=tool_options.tools,
         tool_choice=tool_options.choice,
         parallel_tool_calls=tool_options.parallel,
@@ -152,7 +156,7 @@ def build_chat(body: ChatBody, model: str) -> ParsedCompletionRequest:
     # a reasoning budget is also enforced with a grammar
     limited = thinking.token_budget is not None
     constrained = grammar is not None or tool_options.constrained or limited
-    parsed = _build_common(body, request, constrained=constrained)
+    parsed = _build_common(body, request, limit, constrained=constrained)
     check_metadata(body.metadata)
     if body.store:
         raise invalid_request(
@@ -191,7 +195,9 @@ def _continue_final(body: ChatBody, conversation: Conversation) -> Conversation:
     return replace(conversation, continue_final=True)
 
 
-def parse_completion(data: bytes | bytearray, model: str) -> ParsedCompletionRequest:
+def parse_completion(
+    data: bytes | bytearray, model: str, limit: LogprobsLimit = USUAL_LOGPROBS_LIMIT
+) -> ParsedCompletionRequest:
     """Parses the body of POST /v1/completions. Raises AppError(INVALID) for an invalid request."""
     body = COMPLETION.decode(data)
     prompt = build_prompt(body.prompt)
@@ -204,12 +210,12 @@ def parse_completion(data: bytes | bytearray, model: str) -> ParsedCompletionReq
         prompt=prompt,
         max_tokens=max_tokens,
         n=check_choice_limit("n", body.n or 1, prompt),
-        top_logprobs=body.logprobs,
+        top_logprobs=limit.resolve("logprobs", body.logprobs),
         grammar=grammar,
         echo=echo,
         suffix=body.suffix or None,
     )
-    parsed = _build_common(body, request, constrained=grammar is not None)
+    parsed = _build_common(body, request, limit, constrained=grammar is not None)
     return _apply_best_of(body.best_of, parsed)
 
 
@@ -228,13 +234,22 @@ def _get_max_tokens(
 
 
 def _build_common(
-    body: CommonFields, request: GenerateRequest, *, constrained: bool
+    body: ChatBody | CompletionBody,
+    request: GenerateRequest,
+    limit: LogprobsLimit,
+    *,
+    constrained: bool,
 ) -> ParsedCompletionRequest:
     """Applies the fields that both endpoints share."""
     stream = body.stream or False
     options = body.stream_options or StreamOptions()
     if body.stream_options is not None and not stream:
         raise invalid_request("stream_options", "stream_options is only allowed with stream: true")
+    scores = limit.resolve("prompt_logprobs", body.prompt_logprobs)
+    if scores is not None and stream:
+        raise invalid_request(
+            "prompt_logprobs", "prompt_logprobs cannot be streamed: leave out one of them"
+        )
     ids = body.return_token_ids or False
     continuous_usage = options.continuous_usage_stats or False
     stop_conditions = build_stop_conditions(
@@ -245,6 +260,7 @@ def _build_common(
         sampling=build_sampling(body),
         cache_prompt=body.cache_prompt is not False,
         num_keep=body.n_keep,
+        prompt_logprobs=scores,
         # continuous usage is computed from token IDs
         return_token_ids=ids or continuous_usage,
         keep_alive=get_keep_alive(body.keep_alive, body.ttl),
@@ -277,9 +293,10 @@ def _apply_best_of(best_of: int | None, parsed: ParsedCompletionRequest) -> Pars
     return replace(parsed, request=replace(request, n=best_of, top_logprobs=top))
 
 
-def _get_chat_logprobs(body: ChatBody) -> int | None:
+def _get_chat_logprobs(body: ChatBody, limit: LogprobsLimit) -> int | None:
+    top = limit.resolve("top_logprobs", body.top_logprobs)
     if body.logprobs:
-        return body.top_logprobs or 0
+        return top or 0
     if body.top_logprobs is not None:
         raise invalid_request("top_logprobs", "top_logprobs is only allowed with logprobs: true")
     return None

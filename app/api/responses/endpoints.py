@@ -128,7 +128,11 @@ class _ResponsesApi:
     def parse(self, body: bytearray, caller: str, card: ModelCard) -> ParsedRequest:
         store = self._stores.for_caller(caller)
         parsed = parse_responses_request(
-            body, card.id, store, context_shift=self._settings.context_shift
+            body,
+            card.id,
+            store,
+            context_shift=self._settings.context_shift,
+            limit=card.logprobs_limit,
         )
         metadata = ResponseMetadata(
             id=f"resp_{os.urandom(24).hex()}",

@@ -29,6 +29,7 @@ from app.core.events import (
     OutputEvent,
     PrefillProgress,
     PromptTokenIds,
+    PromptTokenLogprobs,
     ReasoningDelta,
     TextDelta,
     TokenLogprob,
@@ -87,7 +88,7 @@ class ResponseBuilder:
                 yield from self._add_call(event)
             case Finish():
                 yield from self._end_last_item(event)
-            case PromptTokenIds():
+            case PromptTokenIds() | PromptTokenLogprobs():
                 raise AssertionError("token IDs were not requested")
             case _:
                 assert_never(event)

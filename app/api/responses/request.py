@@ -30,6 +30,7 @@ from app.api.schema.responses import (
     ResponseJsonSchema,
     TextOptions,
 )
+from app.core.logprobs import USUAL_LOGPROBS_LIMIT, LogprobsLimit
 from app.core.request_context import add_notice
 from app.core.requests import Conversation, GenerateRequest, JsonSchema, Message, Verbosity
 from app.http.responses import JsonObject
@@ -69,6 +70,7 @@ def parse_responses_request(
     *,
     context_shift: bool,
     decoder: BodyDecoder[ResponseBody] = RESPONSE,
+    limit: LogprobsLimit = USUAL_LOGPROBS_LIMIT,
 ) -> ParsedResponsesRequest:
     """Parses the body of POST /v1/responses. context_shift: whether the server truncates input that
     does not fit, from its start. Raises AppError(INVALID) or AppError(NOT_FOUND)."""
@@ -86,7 +88,8 @@ def parse_responses_request(
     stop_conditions = build_stop_conditions(
         body, max_tokens=body.max_output_tokens, constrained=constrained
     )
-    include, top_logprobs = body.include or (), body.top_logprobs or 0
+    include = body.include or ()
+    top_logprobs = limit.resolve("top_logprobs", body.top_logprobs) or 0
     verbosity = None
     if text.verbosity is not None:
         verbosity = Verbosity(level=text.verbosity, param="text.verbosity")

@@ -20,6 +20,7 @@ from app.api.schema.base import (
     describe,
     reject_fields,
 )
+from app.core.logprobs import DEFAULT_MAX_LOGPROBS
 
 MAX_STOP_STRINGS = 16  # OpenAI allows four, but many local clients send more
 MAX_STOP_TOKEN_IDS = 1024
@@ -233,6 +234,19 @@ ReturnTokenIds = Annotated[
         "Return the token IDs of the prompt and of the output.",
         component="ReturnTokenIds",
         schema={"default": False},
+    ),
+]
+# app/core/logprobs.py limits the number, which operators may increase
+LogprobsCount = Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None
+USUAL_LOGPROBS: dict[str, int] = {"minimum": 0, "maximum": DEFAULT_MAX_LOGPROBS}
+PromptLogprobsCount = Annotated[
+    LogprobsCount,
+    describe(
+        "Return the log-probability of every prompt token, and the given number of most likely "
+        "tokens for each position, as in vLLM. It cannot be streamed. `--max-logprobs` changes the "
+        "maximum.",
+        component="PromptLogprobsCount",
+        schema=USUAL_LOGPROBS,
     ),
 ]
 ReturnProgress = Annotated[

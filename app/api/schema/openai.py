@@ -26,9 +26,12 @@ from app.api.schema.formats import (
     StructuredOutputsField,
 )
 from app.api.schema.generation import (
+    USUAL_LOGPROBS,
     Choices,
     GenerationFields,
+    LogprobsCount,
     NumKeep,
+    PromptLogprobsCount,
     ReturnProgress,
     ReturnTokenIds,
     StreamOptionsField,
@@ -45,7 +48,6 @@ from app.api.schema.reasoning import (
 from app.api.schema.tools import ToolChoice, Tools
 from app.api.schema.unsupported_fields import list_unsupported_fields
 
-MAX_LOGPROBS = 20
 MAX_BEST_OF = 20
 
 # Variables of a chat template that the server sets itself, from other fields or its own state.
@@ -192,11 +194,14 @@ class ChatBody(CommonFields, kw_only=True, frozen=True):
         bool | None, describe("Return the log-probability of every output token.")
     ] = None
     top_logprobs: Annotated[
-        Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None,
+        LogprobsCount,
         describe(
-            "The number of most likely tokens to return for each position. Requires `logprobs`."
+            "The number of most likely tokens to return for each position. Requires `logprobs`. "
+            "`--max-logprobs` changes the maximum.",
+            schema=USUAL_LOGPROBS,
         ),
     ] = None
+    prompt_logprobs: PromptLogprobsCount = None
     verbose: Annotated[
         bool | None,
         describe("Return the text of the prompt in `__verbose`, as in llama.cpp."),
@@ -300,12 +305,14 @@ class CompletionBody(CommonFields, kw_only=True, frozen=True):
         ),
     ] = None
     logprobs: Annotated[
-        Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None,
+        LogprobsCount,
         describe(
             "Return the log-probability of every output token, and the given number of most "
-            "likely tokens for each position."
+            "likely tokens for each position. `--max-logprobs` changes the maximum.",
+            schema=USUAL_LOGPROBS,
         ),
     ] = None
+    prompt_logprobs: PromptLogprobsCount = None
 
 
 CHAT = BodyDecoder(ChatBody, camel_case=True)

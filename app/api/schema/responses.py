@@ -21,8 +21,13 @@ from app.api.schema.base import (
     reject_fields,
 )
 from app.api.schema.decode import BodyDecoder
-from app.api.schema.generation import GenerationFields, Verbosity
-from app.api.schema.openai import MAX_LOGPROBS, Metadata, ServiceTier, TemplateOptions
+from app.api.schema.generation import (
+    USUAL_LOGPROBS,
+    GenerationFields,
+    LogprobsCount,
+    Verbosity,
+)
+from app.api.schema.openai import Metadata, ServiceTier, TemplateOptions
 from app.api.schema.reasoning import (
     EnableThinking,
     ReasoningEffort,
@@ -328,10 +333,12 @@ class ResponseBody(GenerationFields, kw_only=True, frozen=True):
         ),
     ] = None
     top_logprobs: Annotated[
-        Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None,
+        LogprobsCount,
         describe(
             "The number of most likely tokens to return for each position. A value above 0 "
-            "requests log-probabilities, regardless of `include`."
+            "requests log-probabilities, regardless of `include`. `--max-logprobs` changes the "
+            "maximum.",
+            schema=USUAL_LOGPROBS,
         ),
     ] = None
     enable_thinking: EnableThinking = None
