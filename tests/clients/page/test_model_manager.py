@@ -58,11 +58,15 @@ def test_models_are_downloaded_changed_and_deleted(use_page: Use, tmp_path: Path
     }
 
 
-def test_a_key_that_may_not_manage_models_is_told_so(use_page: Use, tmp_path: Path):
-    key, file = generate_key(), tmp_path / "keys.toml"
-    file.write_text(f'[[keys]]\nname = "ada"\nsha256 = "{hash_key(key).hex()}"\n')
+def test_only_a_key_that_may_manage_models_sees_the_button(use_page: Use, tmp_path: Path):
+    key, admin, file = generate_key(), generate_key(), tmp_path / "keys.toml"
+    file.write_text(
+        f'[[keys]]\nname = "ada"\nsha256 = "{hash_key(key).hex()}"\n'
+        f'[[keys]]\nname = "bob"\nsha256 = "{hash_key(admin).hex()}"\nadmin = true\n'
+    )
     file.chmod(0o600)
+    actions = {"key": lambda: key, "admin key": lambda: admin}
     with run_server("--api-keys", str(file)) as server:
         server.wait_until_ready()
-        seen = use_page("refuse", server.url, {"key": lambda: key})
-    assert "has no admin rights" in seen["status"]
+        seen = use_page("refuse", server.url, actions)
+    assert seen["shown"] is False

@@ -14,7 +14,8 @@ export class ApiError extends Error {
 }
 
 /** The API with the user's key. The key is in memory, unless the user asks to keep it.
- * Events: "offline" and "online", when the connection is lost and found. */
+ * Events: "offline" and "online", when the connection is lost and found; "key", when the key has
+ * changed. */
 class Api extends EventTarget {
   #key = localStorage.getItem(KEY) ?? "";
   #offline = false;
@@ -32,6 +33,7 @@ class Api extends EventTarget {
     this.#key = key;
     if (key && keep) localStorage.setItem(KEY, key);
     else localStorage.removeItem(KEY);
+    this.dispatchEvent(new Event("key"));
   }
 
   /** Sends a request, and asks for a key when one is needed. Throws ApiError, and AbortError. */

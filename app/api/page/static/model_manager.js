@@ -31,12 +31,29 @@ export function formatBytes(count) {
   return `${unit ? count.toFixed(1) : count} ${units[unit]}`;
 }
 
-/** Adds the button that opens the dialog. before: the element that follows it. */
+/** Adds the button that opens the dialog, for keys that may manage models. before: the element that
+ * follows it. */
 export function startModelManager(before) {
   const manager = new ModelManager();
-  before.before(h("button", {
-    type: "button", id: "models-button", class: "quiet", onclick: () => manager.open(),
-  }, "Models"));
+  const button = h("button", {
+    type: "button", id: "models-button", class: "quiet", hidden: true, onclick: () => manager.open(),
+  }, "Models");
+  before.before(button);
+  const show = async () => {
+    button.hidden = !(await mayManage());
+  };
+  api.addEventListener("key", show);
+  api.addEventListener("online", show);
+  return show();
+}
+
+/** Whether the key may manage models: only then does the server describe them in its status. */
+async function mayManage() {
+  try {
+    return "Models" in (await api.json("/v1/status"));
+  } catch {
+    return false;
+  }
 }
 
 class ModelManager {
