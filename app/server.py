@@ -26,6 +26,7 @@ from app.core.model_state import MemoryRequirement
 from app.core.ports import Runner
 from app.core.server_stats import ConnectionStats, EventLoopLag
 from app.core.settings import ModelSettings, Settings
+from app.core.state_folder import find_state_folder
 from app.core.switch_interval import shorten_switch_interval
 from app.core.units import pluralize
 from app.core.usage import UsageCounters
@@ -43,6 +44,7 @@ from app.serving.registry import ModelRegistry, RegisteredModel, build_entry
 from app.serving.reload_signal import ReloadSignal
 from app.serving.terminal_status import BannerAddress, TerminalStatus
 from app.serving.tracing import create_tracing
+from app.serving.usage_file import UsageFile, name_usage_file
 from app.store import is_builtin
 from models import extension_build
 
@@ -178,6 +180,7 @@ class _RunningServer:
         settings = self._settings
         workers, lag, traffic = ThreadPools(), EventLoopLag(), ConnectionStats()
         usage = UsageCounters(self._keyring.get_limits)
+        self._usage_file = _create_usage_file(settings, usage)
         limits = RequestLimits(settings, usage)
         self._watchdog = EventLoopWatchdog(lag, watchdog=settings.watchdog)
         self._library = InstalledModels(self._registry, self._estimate_download)
@@ -258,6 +261,7 @@ class _RunningServer:
             self._systemd.watch(self._server, self._settings.drain),
             self._show_on_terminal(),
             contextlib.nullcontext() if self._keep_awake is None else self._keep_awake.run(),
+            contextlib.nullcontext() if self._usage_file is None else self._usage_file.keep(),
         ):
             yield
         reloading.cancel()
@@ -432,6 +436,15 @@ def _get_runner_factory(settings: Settings) -> Callable[[Settings], Runner]:
     from app.runners.process_runner import ProcessRunner
 
     return ProcessRunner
+
+
+def _create_usage_file(settings: Settings, usage: UsageCounters) -> UsageFile | None:
+    """Returns the file for the daily tokens of the keys in the key file, which alone can have
+    limits. A server that chooses its port has none."""
+    folder = find_state_folder(os.environ)
+    if settings.api_keys is None or settings.port == 0 or folder is None:
+        return None
+    return UsageFile(name_usage_file(folder, settings.api_keys, settings.port), usage)
 
 
 def _build_uvicorn_config(

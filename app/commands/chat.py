@@ -25,6 +25,7 @@ from app.commands.chat_commands import ChatCommands, ChatState
 from app.commands.chat_engine import ChatEngine
 from app.commands.client_programs import Endpoint
 from app.core.errors import AppError
+from app.core.state_folder import find_state_folder
 from app.core.terminal import print_message
 
 _PROMPT, _CONTINUATION = ">>> ", "... "
@@ -176,10 +177,6 @@ def _write_history(readline: ModuleType, file: Path) -> None:
 
 
 def _find_history_file() -> Path | None:
-    """Returns the path in the user's state folder (XDG); None without a home folder."""
-    if given := os.environ.get("XDG_STATE_HOME"):
-        return Path(given) / "mlxrunner" / "chat_history"
-    try:
-        return Path.home() / ".local" / "state" / "mlxrunner" / "chat_history"
-    except RuntimeError:
-        return None
+    """Returns the path in the user's state folder; None without a home folder."""
+    folder = find_state_folder(os.environ)
+    return None if folder is None else folder / "chat_history"

@@ -4,7 +4,7 @@ Knows: requests, tokens, the clock. Must not know: HTTP, how keys are stored, mo
 on the event loop, except `snapshot`.
 
 A caller is the name of an API key, as in `GenerateRequest.caller`. The tokens of a day are counted
-from midnight UTC, or from the start of the server.
+from midnight UTC, and those of earlier servers may be restored.
 """
 
 import datetime
@@ -49,6 +49,14 @@ class CallerUsage:
         return (datetime.date(1970, 1, 1) + datetime.timedelta(days=self.day)).isoformat()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DailyTokens:
+    """The prompt and generated tokens of one day, the number of days since 1970-01-01 UTC."""
+
+    day: int
+    tokens: int
+
+
 class UsageCounters:
     """Counts the usage of each caller. get_limits: returns the current limits of a caller. clock:
     the Unix time in seconds."""
@@ -76,6 +84,24 @@ class UsageCounters:
     def snapshot(self) -> Mapping[str, CallerUsage]:
         """Returns the usage of all callers that have sent a request. Thread-safe."""
         return self._callers.copy()
+
+    def get_daily_tokens(self) -> Mapping[str, DailyTokens]:
+        """Returns the tokens of the current day by caller, without callers that have none."""
+        today = int(self._clock() // _DAY)
+        return {
+            caller: DailyTokens(day=today, tokens=used.today_tokens)
+            for caller, used in self._callers.items()
+            if used.day == today and used.today_tokens
+        }
+
+    def restore_daily_tokens(self, known: Mapping[str, DailyTokens]) -> None:
+        """Adds the tokens of an earlier server. Tokens of another day do not count any more."""
+        for caller, earlier in known.items():
+            used = self.get(caller)
+            if used.day == earlier.day:
+                self._callers[caller] = replace(
+                    used, today_tokens=used.today_tokens + earlier.tokens
+                )
 
     def admit(self, caller: str) -> None:
         """Counts a request. Raises AppError(BUSY) if the caller has used up its tokens or sends
