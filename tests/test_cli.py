@@ -7,15 +7,16 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from app import cli, server
-from app.commands import declarations
+from app.commands import declarations, servers
 from app.config.command_line import parse_arguments
-from app.config.options import OPTIONS
+from app.config.options import OPTIONS, TEMPORARY_CONFIG_VARIABLE
+from app.config.precedence import resolve_config
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import ModelSettings, Settings
 
@@ -47,6 +48,31 @@ def restore_logging() -> Iterator[None]:
 def test_without_options_the_settings_are_the_defaults(serve_calls: list[Settings]) -> None:
     assert cli.main(["serve"]) == 0
     assert serve_calls == [Settings()]
+
+
+def test_defaults_are_saved_only_in_a_file_that_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server of `launch` and `run` has a file that is deleted with it."""
+    paths: list[str | None] = []
+    monkeypatch.setattr(server, "serve", lambda _, path, *rest: paths.append(path) or 0)
+    file = tmp_path / "a.toml"
+    file.write_text("port = 9\n")
+    assert cli.main(["serve", "--config", str(file)]) == 0
+    monkeypatch.setenv(TEMPORARY_CONFIG_VARIABLE, "1")
+    assert cli.main(["serve", "--config", str(file)]) == 0
+    assert paths == [str(file), None]
+
+
+def test_a_launched_server_has_a_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environments: list[Mapping[str, str]] = []
+    monkeypatch.setattr(
+        servers, "LaunchedServer", lambda _, environ, log: environments.append(environ)
+    )
+    servers.start_server(resolve_config({}, None, {}), tmp_path, {})
+    assert TEMPORARY_CONFIG_VARIABLE in environments[0]
 
 
 def test_options_reach_their_settings(serve_calls: list[Settings]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from app.config import flags, value_types
 from app.config.command_line import CommandLineParser, Examples, make_argparse_type
+from app.config.options import TEMPORARY_CONFIG_VARIABLE
 from app.config.precedence import ResolvedConfig, resolve_config
 
 _START, _MODELS, _MACHINE = "get started", "models", "settings and tools"
@@ -56,10 +57,11 @@ def _run_serve(arguments: argparse.Namespace) -> int:
         configure_logging(configuration.settings)
         from app.server import serve
 
+        temporary = TEMPORARY_CONFIG_VARIABLE in os.environ
         try:
             return serve(
                 configuration.settings,
-                configuration.path,
+                None if temporary else configuration.path,
                 lambda: _resolve_config(arguments).settings,
                 reload_signal,
             )

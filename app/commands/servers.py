@@ -30,7 +30,13 @@ from urllib.parse import urlsplit
 
 from app import store
 from app.commands.client_programs import Endpoint
-from app.config.options import CONFIG_VARIABLE, KEY_VARIABLE, MODELS_VARIABLE, OPTIONS
+from app.config.options import (
+    CONFIG_VARIABLE,
+    KEY_VARIABLE,
+    MODELS_VARIABLE,
+    OPTIONS,
+    TEMPORARY_CONFIG_VARIABLE,
+)
 from app.config.precedence import ResolvedConfig
 from app.config.toml_file import render_toml
 from app.core.errors import AppError, ErrorKind
@@ -347,6 +353,7 @@ def start_server(
     # the file holds the settings of all sources; a variable would override it
     replaced = {option.env_var for option in OPTIONS} | {CONFIG_VARIABLE, MODELS_VARIABLE}
     kept = {name: value for name, value in environment.items() if name not in replaced}
+    kept[TEMPORARY_CONFIG_VARIABLE] = "1"
     return LaunchedServer(["--config", str(file)], kept, folder / "server.log")
 
 

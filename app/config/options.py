@@ -130,6 +130,9 @@ CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
 # the variable from which commands take the API key of a server
 KEY_VARIABLE = f"{ENV_PREFIX}API_KEY"
 
+# set for a server whose configuration file disappears with it, so that no defaults are saved there
+TEMPORARY_CONFIG_VARIABLE = f"_{ENV_PREFIX}TEMPORARY_CONFIG"
+
 # app/http/api_keys.py reads these variables; their values are never displayed
 SECRET_VARIABLES = (f"{ENV_PREFIX}API_KEY", f"{ENV_PREFIX}API_KEYS")
 
