@@ -322,13 +322,28 @@ def find_configured(settings: Settings, name: str) -> ModelSettings:
 
 def find_served_name(cards: Mapping[str, Mapping[str, Any]], selected: ModelSettings) -> str | None:
     """Returns the name under which the server serves a model; None if it does not. A folder, given
-    as any path, is served under its alias or under the name of the folder."""
+    as any path, is served under its alias or under the name of the folder. A server tells only
+    administrators its folders; without them, the names decide."""
     equivalent, folder = find_equivalent(selected.name), _find_folder(selected.name)
     names = [selected.alias, selected.name, f"{selected.name}:latest"]
     names += [selected.name.removesuffix(":latest")]
     names += [] if folder is None else [folder.name]
     names += [] if equivalent is None else [str(equivalent)]
-    return next((name for name in names if name in cards), None)
+    if folder is not None:
+        names = [*(name for name, card in cards.items() if _get_folder(card) == folder), *names]
+    return next(
+        (
+            name
+            for name in names
+            if name in cards and folder in (None, _get_folder(cards[name]) or folder)
+        ),
+        None,
+    )
+
+
+def _get_folder(card: Mapping[str, Any]) -> Path | None:
+    root = card.get("root")
+    return Path(root) if isinstance(root, str) else None
 
 
 def _find_folder(name: str) -> Path | None:

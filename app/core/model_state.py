@@ -4,6 +4,7 @@ Knows: names, bytes, seconds. Must not know: model loading, generation.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from app.core.jobs import ComputeBackend, EngineStats
@@ -21,7 +22,8 @@ class ServedModel:
     """A model that clients may request.
 
     name: the name used by clients. aliases: further names that requests may use. source: the
-    argument of `store.find`; None means the built-in model. settings: the model's settings, from
+    argument of `store.find`; None means the built-in model. folder: the folder that `source` names,
+    without links; None if it names none. settings: the model's settings, from
     `Settings.for_model`. keep_alive: the number of seconds that the model stays loaded without
     requests; math.inf means forever. pinned: whether the model is never evicted.
     """
@@ -32,6 +34,7 @@ class ServedModel:
     keep_alive: float
     pinned: bool = False
     aliases: tuple[str, ...] = ()
+    folder: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ Knows: the types of app.core. Must not know: implementations.
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from app.core.embeddings import Embeddings, EmbedJob, EmbedRequest
@@ -161,7 +162,8 @@ class ModelCard:
     """The public description of a model. created: the creation time as Unix time. aliases: further
     names that requests may use. defaults: the model's own options; empty if its files cannot be
     read. own_name: its name without an alias: a Hugging Face ID, an Ollama name, or the last part
-    of a folder's path. system_fingerprint: a value that changes whenever the output for a given
+    of a folder's path. folder: the model's folder, if it was specified by one; only administrators
+    may see it. system_fingerprint: a value that changes whenever the output for a given
     seed may change. It depends on the model's files, the package versions and the settings.
     logprobs_limit: the number of alternatives that requests may ask for."""
 
@@ -171,6 +173,7 @@ class ModelCard:
     system_fingerprint: str = "fp_mlxrunner"
     aliases: tuple[str, ...] = ()
     own_name: str | None = None
+    folder: Path | None = None
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     logprobs_limit: LogprobsLimit = USUAL_LOGPROBS_LIMIT
 

@@ -62,6 +62,7 @@ def build_entry(
             keep_alive=math.inf if own.keep_alive is None else own.keep_alive,
             pinned=model.pinned,
             aliases=model.aliases,
+            folder=store.find_model_folder(model.name),
         ),
         files=replace(files, name=name),
     )

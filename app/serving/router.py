@@ -13,7 +13,6 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, TypeVar
 
 from app.core.distributions import get_own_version
@@ -410,6 +409,7 @@ class ModelRouter:
             system_fingerprint=self._get_fingerprint(entry),
             aliases=entry.served.aliases,
             own_name=_own_name(entry.served),
+            folder=entry.served.folder,
             defaults=_read_defaults(files),
             logprobs_limit=limit_logprobs(
                 settings.max_logprobs,
@@ -573,8 +573,7 @@ def compute_fingerprint(files: ModelFiles, settings: Settings) -> str:
 
 
 def _own_name(served: ServedModel) -> str:
-    """Returns the name of a model without its alias. The path of a folder is not published."""
-    if served.source is None:
-        return served.name
-    folder = Path(served.source).expanduser()
-    return folder.name if folder.is_absolute() or folder.is_dir() else served.source
+    """Returns the name of a model without its alias."""
+    if served.folder is not None:
+        return served.folder.name
+    return served.name if served.source is None else served.source

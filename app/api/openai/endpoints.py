@@ -21,6 +21,7 @@ from app.api.openai.request import ParsedCompletionRequest, parse_chat, parse_co
 from app.core.model_state import ModelState
 from app.core.ports import Generate, ModelCard, Models, ResolvedModel
 from app.core.settings import ReasoningField, Settings
+from app.http.auth import is_admin
 from app.http.body import RequestBodies
 from app.http.responses import JsonObject, json_response
 
@@ -87,12 +88,14 @@ def _model_routes(models: Models) -> list[Route]:
     async def list_models(request: Request) -> Response:
         await models.rescan()
         states = {state.name: state for state in models.list_model_states()}
-        data = [_render_model(card, states[card.id]) for card in models.list_models()]
+        admin = is_admin(request.scope)
+        data = [_render_model(card, states[card.id], admin=admin) for card in models.list_models()]
         return json_response({"object": "list", "data": data})
 
     async def retrieve_model(request: Request) -> Response:
         model = await models.resolve(request.path_params["id"])
-        return json_response(_render_model(model.card, models.model_state(model)))
+        state = models.model_state(model)
+        return json_response(_render_model(model.card, state, admin=is_admin(request.scope)))
 
     return [
         Route("/v1/models", list_models, methods=["GET"]),
@@ -127,13 +130,16 @@ def _build_metadata(
     )
 
 
-def _render_model(card: ModelCard, state: ModelState) -> JsonObject:
-    """Renders OpenAI's four fields, the model's properties, and its current state."""
+def _render_model(card: ModelCard, state: ModelState, *, admin: bool) -> JsonObject:
+    """Renders OpenAI's four fields, the model's properties, and its current state. admin: whether
+    the caller may see the model's folder."""
     return {
         **render_model_state(state),
         "created": card.created,
         "owned_by": "mlxrunner",
         "context_length": card.context_length,
         **({"aliases": card.aliases} if card.aliases else {}),
-        "max_model_len": card.context_length,  # vLLM's name
+        # vLLM's names
+        "max_model_len": card.context_length,
+        **({"root": str(card.folder)} if admin and card.folder is not None else {}),
     }
