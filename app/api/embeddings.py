@@ -196,10 +196,16 @@ def _input(value: Any, at: str) -> EmbedInput:
 
 
 def _read_parts(items: Sequence[object], at: str) -> tuple[int | str, ...]:
-    return tuple(
-        item if isinstance(item, str) else as_token_ids([item], f"{at}.{index}")[0]
-        for index, item in enumerate(items)
-    )
+    """Reads token IDs and texts in order, as in llama.cpp."""
+    parts: list[int | str] = []
+    for index, item in enumerate(items):
+        part = item if isinstance(item, str) and item else as_integer(item)
+        if part is None or (isinstance(part, int) and not 0 <= part <= INT32_MAX):
+            raise invalid_request(
+                f"{at}.{index}", f"{at} must contain token IDs and texts, not {quote_value(item)}"
+            )
+        parts.append(part)
+    return tuple(parts)
 
 
 def _read_text(fields: Fields) -> str:

@@ -3,14 +3,17 @@
 import asyncio
 import json
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
+from app.http.api_keys import ApiKey, Keyring, hash_key
 from tests.api.asgi import Conversation, Reply, send_request
-from tests.fakes import FakeGenerate, build_fake_app
+from tests.fakes import CARD, FakeGenerate, build_fake_app
 from tests.rows import rows
 
 CHAT = "/v1/chat/completions"
@@ -97,6 +100,22 @@ def test_models_are_listed_and_found_by_ids_with_slashes(call: Any):
         "error": None,
     }
     assert call("GET", "/v1/models/fake/model").json == model
+
+
+def test_only_administrators_see_the_folder_of_a_model(call: Any, generate: FakeGenerate):
+    generate.cards = (replace(CARD, folder=Path("/models/a")),)
+    listed = call("GET", "/v1/models").json["data"]
+    assert [model["root"] for model in listed] == ["/models/a"]
+    keyring = Keyring((ApiKey(name="ada", digest=hash_key("a" * 32)),))
+    headers = {"authorization": f"Bearer {'a' * 32}"}
+
+    async def list_models() -> Reply:
+        app = build_fake_app(generate, Settings(), keyring=keyring)
+        return await Conversation(app, "GET", "/v1/models", b"", headers).end()
+
+    reply = asyncio.run(list_models())
+    assert reply.status == 200
+    assert "root" not in reply.json["data"][0]
 
 
 def test_models_are_rescanned_for_unknown_names(call: Any, generate: FakeGenerate):

@@ -44,6 +44,9 @@ def contents(request: EmbedRequest) -> list[tuple[Any, str]]:
         (["a", "b"], [("a", "input.0"), ("b", "input.1")]),
         ([[1], [2, 3]], [((1,), "input.0"), ((2, 3), "input.1")]),
         (["a", [7]], [("a", "input.0"), ((7,), "input.1")]),
+        # tokens and texts in order, as in llama.cpp
+        ([1, "a", 2], [((1, "a", 2), "input")]),
+        ([["a", 1], [2]], [(("a", 1), "input.0"), ((2,), "input.1")]),
     ],
 )
 def test_every_form_of_input_is_parsed(value: Any, expected: Any):
@@ -73,7 +76,8 @@ def test_unset_fields_are_left_to_the_model():
         ({"input": ["a", ""]}, "input.1"),
         ({"input": ["a", []]}, "input.1"),
         ({"input": ["a", 1]}, "input.1"),
-        ({"input": [1, "a"]}, "input.1"),
+        ({"input": [1, "a", True]}, "input.2"),
+        ({"input": [[1], ["a", -1]]}, "input.1.1"),
         ({"input": [1, -1]}, "input.1"),
         ({"input": [[1, 2.5]]}, "input.0.1"),
         ({"input": [True]}, "input.0"),

@@ -123,6 +123,29 @@ def use_litellm() -> Iterator[Conversation]:
         yield converse(route, is_streamed=True)
 
 
+def use_litellm_generate() -> Iterator[Conversation]:
+    """LiteLLM's route that writes the conversation into one text, for /api/generate. It sends no
+    thoughts back."""
+    import litellm
+
+    litellm.suppress_debug_info = True
+    for is_streamed in (False, True):
+        conversation = Conversation(name=f"ollama{', streamed' if is_streamed else ''}")
+        messages: list[Any] = []
+        for prompt in PROMPTS:
+            messages.append({"role": "user", "content": prompt})
+            response: Any = litellm.completion(
+                model=f"ollama/{MODEL}", messages=messages, api_base=URL, stream=is_streamed
+            )
+            if is_streamed:
+                response = litellm.stream_chunk_builder(list(response), messages=messages)
+            message = response.choices[0].message
+            messages.append(message)
+            thought = getattr(message, "reasoning_content", None)
+            conversation.add(thought=thought, text=message.content)
+        yield conversation
+
+
 def use_mini_swe_agent() -> Iterator[Conversation]:
     """One task, in which each turn is a command."""
     import yaml
@@ -278,6 +301,7 @@ def use_strands() -> Iterator[Conversation]:
 
 LIBRARIES = {
     "litellm": use_litellm,
+    "litellm-generate": use_litellm_generate,
     "mini-swe-agent": use_mini_swe_agent,
     "openai-agents": use_openai_agents,
     "pydantic-ai": use_pydantic_ai,

@@ -58,6 +58,11 @@ WEATHER_TURNS = [
     ],
     [Answer(thought="Compare them.", text="Both are equally warm.")],
 ]
+TEXT_TURNS = [
+    [Answer(thought="I know Rome.", text="It is mild in Rome.")],
+    [Answer(thought="I know Oslo.", text="Oslo is mild, too.")],
+    [Answer(thought="Compare them.", text="Both are equally warm.")],
+]
 SHELL_TURN = [
     Answer(thought="Look around.", call=("bash", {"command": "echo one"})),
     Answer(thought="Go on.", text="Next.", call=("bash", {"command": "echo two"})),
@@ -88,6 +93,13 @@ ROUTES = add_streamed("openai", "hosted_vllm", "lm_studio", "anthropic", "ollama
 CASES = [
     Case(library="litellm", python="agents_python", names=ROUTES),
     Case(
+        library="litellm-generate",
+        python="agents_python",
+        names=add_streamed("ollama"),
+        omits_thoughts=add_streamed("ollama"),
+        turns=TEXT_TURNS,
+    ),
+    Case(
         library="mini-swe-agent",
         python="agents_python",
         names=["openai", "hosted_vllm"],
@@ -110,11 +122,12 @@ CASES = [
 
 
 @pytest.fixture
-def script_folder(tmp_path: Path) -> Path:
+def script_folder(tmp_path: Path, case: Case) -> Path:
     """The folder of the engine's script and of the prompts that it got."""
+    prompts = PROMPTS if len(case.turns) == len(PROMPTS) else [SHELL_PROMPT]
     tasks = [
         Task(marker=prompt, answers=[answer.render() for answer in turn])
-        for prompt, turn in zip([*PROMPTS, SHELL_PROMPT], [*WEATHER_TURNS, SHELL_TURN], strict=True)
+        for prompt, turn in zip(prompts, case.turns, strict=True)
     ]
     EngineScript(tasks=tasks, needs_tools=False).write(tmp_path)
     return tmp_path

@@ -111,6 +111,13 @@ def test_texts_and_token_ids_are_embedded(tiny_model: Path):
     assert embeddings.prompt_tokens == sum(map(len, ids))
 
 
+def test_tokens_and_texts_may_be_mixed(tiny_model: Path):
+    embeddings = embed(tiny_model, (1, "hello", 2))
+    ids = [1, *b"hello", 2]
+    np.testing.assert_allclose(read_floats(embeddings.vectors[0]), compute_expected(ids), atol=1e-4)
+    assert embeddings.prompt_tokens == 7
+
+
 def test_the_request_selects_pooling_and_dimensions(tiny_model: Path):
     [vector] = embed(tiny_model, "hello", pooling="last", dimensions=5).vectors
     reference = compute_expected(list(b"hello"), "last")[:5]

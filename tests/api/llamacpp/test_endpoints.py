@@ -337,11 +337,13 @@ class FakeModelState(FakeGenerate):
 
 def test_props_describe_the_model():
     defaults = GenerationDefaults(sampling={"seed": 42, "top_k": 7}, max_tokens=9)
-    generate = FakeModelState(cards=(replace(CARD, defaults=defaults),))
+    card = replace(CARD, defaults=defaults, own_name="llama.gguf")
+    generate = FakeModelState(cards=(card,))
     generate.state = ModelState(name=CARD.id, phase="unloaded", stats=STATS, parallel=3)
     props = send_request(generate, "GET", "/props").json
     settings = props["default_generation_settings"]
     assert (props["total_slots"], props["model_alias"], props["is_sleeping"]) == (3, CARD.id, True)
+    assert props["model_path"] == "llama.gguf"
     assert settings["n_ctx"] == CARD.context_length
     assert (settings["params"]["seed"], settings["params"]["top_k"]) == (42, 7)
     assert settings["params"]["n_predict"] == 9

@@ -69,8 +69,16 @@ def run_upstream(file: str, results: Path) -> dict[str, tuple[str, str]]:
     return {line["test"]: (line["outcome"], line["reason"]) for line in lines}
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("file", NUM_TESTS)
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(
+            file,
+            marks=pytest.mark.programs if file in DOCUMENT["in_ci"] else pytest.mark.exhaustive,
+        )
+        for file in NUM_TESTS
+    ],
+)
 def test_llama_cpps_tests_pass_as_written(file: str, tmp_path: Path):
     if not STAMP.exists():
         pytest.skip("needs build/llama.cpp: `make clients` downloads it")
@@ -92,4 +100,5 @@ def test_each_difference_has_a_reason_and_is_listed_once():
     names = [one.name for one in DIFFERENCES]
     assert sorted(set(names)) == sorted(names)
     assert {name.partition("::")[0].removesuffix("*") for name in names} <= NUM_TESTS.keys()
+    assert {*DOCUMENT["in_ci"]} <= NUM_TESTS.keys()
     assert all(group["reason"].endswith(".") for group in DOCUMENT["differences"])
