@@ -158,10 +158,10 @@ class Channel(Generic[T]):
         self.closed: asyncio.Future[Exception | None] = self._loop.create_future()
         self._loop.add_reader(end, self._read)
 
-    def send(self, message: object) -> None:
-        """Sends a message, or drops it if the peer has closed its end. Never waits. Raises
-        MessageTooLargeError."""
-        frame = encode_frame(message)
+    def send(self, *messages: object) -> None:
+        """Sends messages with one write, or drops them if the peer has closed its end. Never waits.
+        Raises MessageTooLargeError."""
+        frame = b"".join(map(encode_frame, messages))
         if self.closed.done() or not self._peer_reads:
             return
         if self._unsent:

@@ -127,16 +127,17 @@ class Worker:
         else:
             self._parent_reads.set()
 
-    def _send(self, event: WorkerEvent) -> None:
+    def _send(self, *events: WorkerEvent) -> None:
         assert self._channel is not None
-        self._channel.send(event)
+        self._channel.send(*events)
 
     def _receive_all(self) -> None:
         self._receive_scheduled = False  # before reading, so that no message is overlooked
+        events: list[WorkerEvent] = []
         try:
             while self._messages:
-                for event in self._receive(self._messages.popleft()):
-                    self._send(event)
+                events += self._receive(self._messages.popleft())
+            self._send(*events)
         except Exception as error:
             _exit_failed(error)  # otherwise, the parent would wait for the lost events
 

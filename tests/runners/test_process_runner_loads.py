@@ -123,7 +123,7 @@ def test_a_process_that_sends_nothing_from_its_start_is_killed(
     tiny_model: Path, plant: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.runners.process_runner._STARTUP_TIMEOUT", 1.0)
-    plant("from app.runners.channel import Channel\nChannel.send = lambda self, message: None\n")
+    plant("from app.runners.channel import Channel\nChannel.send = lambda self, *messages: None\n")
     error = asyncio.run(start_error(tiny_model, watchdog=1.0))
     assert re.fullmatch(r"tiny could not be loaded: no progress for \d+ s at 0 %", error.message)
 
