@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from models.architectures import build
 from tools.builtin_model.corpus import Conversation, generate_corpus
-from tools.builtin_model.evaluate import HELD_OUT
+from tools.builtin_model.evaluate import BUILTIN
 from tools.builtin_model.numpy_llama import NumpyLlama
 from tools.builtin_model.tokenization import (
     CHAT_TEMPLATE,
@@ -25,7 +25,7 @@ from tools.builtin_model.tokenization import (
     train_tokenizer,
 )
 
-FOLDER = HELD_OUT.parent.parent
+FOLDER = BUILTIN
 MOST_BYTES = 8_000_000
 
 SHORT = Conversation(turns=(("Hi", "Hello!"), ("2 + 2?", "2 plus 2 is 4.")), system="Be kind.")
