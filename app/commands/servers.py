@@ -335,7 +335,9 @@ def find_served_name(cards: Mapping[str, Mapping[str, Any]], selected: ModelSett
         (
             name
             for name in names
-            if name in cards and folder in (None, _get_folder(cards[name]) or folder)
+            if name is not None
+            and name in cards
+            and folder in (None, _get_folder(cards[name]) or folder)
         ),
         None,
     )
