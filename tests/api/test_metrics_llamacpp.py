@@ -1,6 +1,7 @@
 """The metrics under llama.cpp's names."""
 
 from dataclasses import replace
+from typing import Any
 
 from app.api.metrics.llamacpp import GenerationTimes, LlamaCppMetrics
 from app.core.jobs import EngineStats
@@ -11,7 +12,7 @@ from tests.fakes import HELLO, FakeGenerate
 NO_TIME = GenerationTimes(prefill=0.0, decode=0.0, max_tokens=0)
 
 
-def make_state(**stats: int) -> ModelState:
+def make_state(**stats: Any) -> ModelState:
     return ModelState(name="m", phase="ready", stats=EngineStats(**stats))
 
 

@@ -39,7 +39,7 @@ PATIENCE = 30.0
 WIDTH = tiny.CONFIG["hidden_size"]
 
 
-def build_request(*contents: str | tuple[int, ...], name: str, **fields: Any) -> EmbedRequest:
+def build_request(*contents: str | tuple[int | str, ...], name: str, **fields: Any) -> EmbedRequest:
     inputs = tuple(EmbedInput(content=c, param=f"input.{i}") for i, c in enumerate(contents))
     return EmbedRequest(model=name, inputs=inputs, **fields)
 
@@ -70,7 +70,7 @@ async def run_service(
         await runner.stop()
 
 
-def embed(folder: Path, *contents: str | tuple[int, ...], **fields: Any) -> Embeddings:
+def embed(folder: Path, *contents: str | tuple[int | str, ...], **fields: Any) -> Embeddings:
     settings = fields.pop("settings", {})
 
     async def run() -> Embeddings:
