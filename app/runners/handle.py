@@ -232,7 +232,6 @@ class ModelHandle:
             self.keep_alive = self._min_keep_alive = served.keep_alive
         self.served = served
         self._admission.max_queue = served.settings.max_queue
-        self._quarantine.set_max_waiting(served.settings.max_queue)
 
     def expires_at(self) -> float:
         """Returns the time at which the model may be unloaded if it is idle."""

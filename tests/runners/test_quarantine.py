@@ -1,4 +1,4 @@
-"""Crash quarantine: prompts that crash run alone, then are refused; others are cleared."""
+"""After a crash: jobs that had not started are run again, others fail, repeated crashes refuse."""
 
 import asyncio
 import time
@@ -13,7 +13,6 @@ from app.core.errors import AppError, ErrorKind
 from app.core.jobs import Ended, EngineStats, Job, JobUpdate
 from app.core.model_state import ServedModel
 from app.core.ports import FailureCause
-from app.runners import quarantine
 from app.runners.handle import ModelHandle
 from app.runners.pool import ModelPool
 from tests.batches import flatten
@@ -97,22 +96,19 @@ def test_a_prompt_that_crashed_twice_is_refused_with_the_reason():
     run(body())
 
 
-def test_a_waiting_job_is_not_a_suspect():
+def test_a_waiting_job_is_run_again_and_is_not_counted():
     """Two jobs run at once, so the third cannot be the cause."""
 
     async def body() -> None:
         script = RunnerScript()
         async with run_model(script) as (_, handle):
-            jobs = [job(name, ord(name)) for name in "xyz"]
-            assert await crash_runner(script, handle, *jobs) == ["error", "error", "stop"]
-            script.may_end.clear()
-            tasks = [asyncio.create_task(end_reason(handle, one)) for one in jobs]
-            runner = script.runner_of("a")
-            await wait_until_async(lambda: runner.num_running == 2)
-            await settle()
-            assert {one.id for one in runner.jobs} == {"x", "z"}, "y waits for its turn"
-            script.may_end.set()
-            assert await asyncio.gather(*tasks) == ["stop"] * 3
+            for attempt in range(2):
+                jobs = [job(f"{name}{attempt}", ord(name)) for name in "xyz"]
+                assert await crash_runner(script, handle, *jobs) == ["error", "error", "stop"]
+            for request in jobs[:2]:
+                with pytest.raises(AppError, match="refused"):
+                    await collect_updates(handle, request)
+            assert await end_reason(handle, jobs[2]) == "stop"
 
     run(body())
 
@@ -134,7 +130,7 @@ def test_requests_that_had_not_started_are_run_by_the_next_runner():
 
 
 @pytest.mark.parametrize("how", ["silent process", "hung engine"])
-def test_what_is_sent_during_a_hang_is_run_again_and_is_no_suspect(how: str):
+def test_what_is_sent_during_a_hang_is_run_again_and_is_not_counted(how: str):
     """A prompt that was sent twice to an idle process that had been stopped was refused by the next
     process, although it had never run."""
 
@@ -159,7 +155,7 @@ def test_what_is_sent_during_a_hang_is_run_again_and_is_no_suspect(how: str):
     run(body())
 
 
-def test_what_ran_before_a_hang_is_a_suspect():
+def test_what_ran_before_a_hang_is_counted():
     async def body() -> None:
         script, killer = RunnerScript(), job("x", 6)
         async with run_model(script) as (_, handle):
@@ -250,156 +246,17 @@ def test_a_prompt_with_many_crashes_of_unknown_cause_is_refused():
     run(body())
 
 
-def test_suspects_run_one_at_a_time_and_a_successful_end_clears_them():
+def test_prompts_that_were_running_at_one_crash_run_together_and_a_successful_end_clears_them():
     async def body() -> None:
-        script = RunnerScript()
-        suspects = [job("x", 1), job("y", 2)]
+        script, jobs = RunnerScript(), [job("x", 1), job("y", 2)]
         async with run_model(script) as (_, handle):
-            await crash_runner(script, handle, *suspects)
-            runner = script.runner_of("a")
-            script.may_end.clear()
-            tasks = [
-                asyncio.create_task(end_reason(handle, one)) for one in (*suspects, job("z", 3))
-            ]
-            await wait_until_async(lambda: runner.num_running == 2)
-            await settle()
-            assert [one.id for one in runner.jobs] == ["z", "x"]
-            script.may_end.set()
-            assert await asyncio.gather(*tasks) == ["stop"] * 3
-            await crash_runner(script, handle, *suspects)
-            assert await end_reason(handle, suspects[0]) == "stop", "the first crash does not count"
-
-    run(body())
-
-
-def test_an_innocent_prompt_next_to_a_crashing_one_is_not_refused():
-    """Both are retried together, as SDKs do; only one of the two reaches the runner."""
-
-    async def body() -> None:
-        script, killer, innocent = RunnerScript(), job("x", 6), job("y", 1)
-        async with run_model(script) as (_, handle):
-            await crash_runner(script, handle, killer, innocent)
-            script.may_end.clear()
-            runner = script.runner_of("a")
-            tasks = [asyncio.create_task(end_reason(handle, one)) for one in (killer, innocent)]
-            await wait_until_async(lambda: runner.num_running == 1)
-            await settle()
-            runner.fail()
-            script.may_end.set()
-            assert await asyncio.gather(*tasks) == ["error", "stop"]
-            await wait_until_async(lambda: handle.status().state == "ready")
-            with pytest.raises(AppError, match="refused"):
-                await collect_updates(handle, killer)
-            assert await end_reason(handle, innocent) == "stop"
-
-    run(body())
-
-
-def test_two_suspects_of_one_request_do_not_wait_for_each_other():
-    """Generation enters all submissions before it reads the first one."""
-
-    async def body() -> None:
-        script, first, second = RunnerScript(), job("x", 1), job("y", 2)
-        async with run_model(script) as (_, handle):
-            await crash_runner(script, handle, first, second)
-            async with handle.submit(first) as one, handle.submit(second) as two:
-                for submission in (two, one):
-                    assert isinstance([update async for update in flatten(submission)][-1], Ended)
-
-    run(body())
-
-
-def test_a_suspect_that_is_read_slowly_does_not_delay_the_others():
-    async def body() -> None:
-        script, slow, other = RunnerScript(), job("x", 1), job("y", 2)
-        async with run_model(script) as (_, handle):
-            await crash_runner(script, handle, slow, other)
-            async with handle.submit(slow):
-                assert await end_reason(handle, other) == "stop"
-
-    run(body())
-
-
-@pytest.fixture
-def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = quarantine.SerialTurns.__init__
-    monkeypatch.setattr(
-        quarantine.SerialTurns, "__init__", lambda self, max_waiting: real(self, max_waiting, 0.02)
-    )
-
-
-@pytest.mark.usefixtures("short_turns")
-def test_a_long_answer_gives_up_its_turn():
-    async def body() -> None:
-        script, long, other = RunnerScript(), job("x", 1), job("y", 2)
-        async with run_model(script) as (_, handle):
-            await crash_runner(script, handle, long, other)
-            script.may_end.clear()
-            tasks = [asyncio.create_task(end_reason(handle, one)) for one in (long, other)]
-            await wait_until_async(lambda: script.runner_of("a").num_running == 2)
-            script.may_end.set()
-            assert await asyncio.gather(*tasks) == ["stop"] * 2
-
-    run(body())
-
-
-def test_a_suspect_that_is_left_frees_its_turn():
-    async def body() -> None:
-        script, first, second = RunnerScript(), job("x", 1), job("y", 2)
-        async with run_model(script) as (_, handle):
-            await crash_runner(script, handle, first, second)
-            script.may_end.clear()
-            runner = script.runner_of("a")
-            async with handle.submit(first), handle.submit(second):
-                await wait_until_async(lambda: runner.num_running == 1)
-            assert runner.num_running == 0
-            script.may_end.set()
-            assert await end_reason(handle, second) == "stop"
-
-    run(body())
-
-
-@asynccontextmanager
-async def use_suspects(
-    *, max_queue: int
-) -> AsyncGenerator[tuple[RunnerScript, ModelHandle, list[Job]]]:
-    """Two jobs that were running at a crash. They do not end before `script.may_end` is set."""
-    script = RunnerScript()
-    jobs = [job(name, ord(name)) for name in "xy"]
-    async with run_model(script, make_model("a", max_queue=max_queue)) as (_, handle):
-        await crash_runner(script, handle, *jobs)
-        script.may_end.clear()
-        yield script, handle, jobs
-
-
-def test_max_queue_limits_the_waiting_suspects():
-    async def body() -> None:
-        async with use_suspects(max_queue=1) as (script, handle, jobs):
-            two = [asyncio.create_task(end_reason(handle, one)) for one in jobs]
-            await wait_until_async(lambda: script.runner_of("a").num_running == 1)
-            await settle()
-            with pytest.raises(AppError) as raised:
-                await collect_updates(handle, jobs[0])
-            assert raised.value.kind is ErrorKind.BUSY
-            script.may_end.set()
-            assert await asyncio.gather(*two) == ["stop"] * 2
-
-    run(body())
-
-
-def test_a_suspect_runs_at_once_if_the_queue_has_no_places():
-    """With `--max-queue 0`, it was rejected for an hour, although no other job was running."""
-
-    async def body() -> None:
-        async with use_suspects(max_queue=0) as (script, handle, jobs):
-            first = asyncio.create_task(end_reason(handle, jobs[0]))
-            await wait_until_async(lambda: script.runner_of("a").num_running == 1)
-            with pytest.raises(AppError) as raised:
-                await collect_updates(handle, jobs[1])
-            assert raised.value.kind is ErrorKind.BUSY
-            script.may_end.set()
-            assert await first == "stop"
-            assert await end_reason(handle, jobs[1]) == "stop"
+            for _ in range(3):
+                assert await crash_runner(script, handle, *jobs) == ["error", "error"]
+                script.may_end.clear()
+                again = [asyncio.create_task(end_reason(handle, request)) for request in jobs]
+                await wait_until_async(lambda: script.runner_of("a").num_running == 2)
+                script.may_end.set()
+                assert await asyncio.gather(*again) == ["stop"] * 2
 
     run(body())
 
@@ -443,7 +300,7 @@ def test_a_job_left_before_a_hang_is_detected_is_counted():
 @pytest.mark.parametrize(
     "stats", [EngineStats(steps=18, running=1), EngineStats(steps=11)], ids=["busy", "idle"]
 )
-def test_a_job_left_long_before_a_crash_is_not_a_suspect(stats: EngineStats):
+def test_a_job_left_long_before_a_crash_is_not_counted(stats: EngineStats):
     async def body() -> None:
         script, innocent = RunnerScript(), job("x", 1)
         async with run_model(script) as (_, handle):
@@ -464,7 +321,7 @@ def test_the_number_of_tracked_jobs_is_bounded():
         async with run_model(script) as (_, handle):
             for number in range(200):
                 await leave_early(script, handle, job(f"job {number}", number))
-            assert len(handle._quarantine._tracked) == 64
+            assert len(handle._quarantine._attempts) == 64
 
     run(body())
 
