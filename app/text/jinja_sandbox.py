@@ -3,18 +3,35 @@
 Knows: jinja2, the template conventions of transformers (`utils/chat_template_utils.py`,
 render_jinja_template). Must not know: where templates come from, messages, token IDs.
 
-Templates come from models, and their input comes from clients. Both are untrusted, and the sandbox
-gives them no access to Python. A `RenderCostLimit` limits the render time and the size of the
-output. The clock is checked in every loop iteration and at every call, because macros may be
-recursive. The cost of every operation that creates text or lists is estimated or counted. Jinja
-evaluates constants at compile time, so compilation is limited as well. A malicious template can
-still allocate many small objects within the time limit of a render.
+Templates come from models, and their input comes from clients. Both are untrusted. Jinja's sandbox
+gives them no access to Python. A thread cannot be ended from outside, and holds the GIL during a
+single operation in C, so a `_RenderLimit` is checked from inside:
+
+- the clock, in every iteration of a loop and at every call, because macros may be recursive
+- the size of values before they are converted to text or compared, because a list that contains
+  another one twice doubles with each level
+- the size of the result before an operation that may multiply its input, such as `'x' * 10**10`
+- the total size of all results
+
+Jinja evaluates constants at compile time, so compilation is limited as well. A malicious template
+can still allocate many small objects within the time limit of a render.
 """
 
 import functools
 import json
+import re
+import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import (
+    Callable,
+    ItemsView,
+    Iterable,
+    Iterator,
+    KeysView,
+    Mapping,
+    Sequence,
+    ValuesView,
+)
 from datetime import datetime
 from typing import Any, NoReturn, cast
 
@@ -25,13 +42,12 @@ from jinja2.filters import make_attrgetter
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from app.core.errors import AppError, ErrorKind, mark_client_text
 from app.core.thread_pools import CancelToken, WorkCancelled
-from app.text import render_cost
-from app.text.render_cost import RenderCostLimit
 
 Clock = Callable[[], datetime]
 
@@ -49,6 +65,40 @@ _MAX_REASON_LENGTH = 500
 
 # These filters are intended for web pages, and their output may be much larger than their input.
 _REMOVED_FILTERS = ("pprint", "urlize", "wordwrap", "xmlattr")
+
+# Filters and methods whose result may be as large as their input times their arguments.
+_MULTIPLIERS = frozenset(
+    (
+        *("batch", "center", "expandtabs", "indent", "ljust", "replace", "rjust", "round", "slice"),
+        *("to_bytes", "translate", "zfill"),
+    )
+)
+
+# Filters, tests and methods that convert their whole input to text, or compare it.
+_TRAVERSALS = frozenset(
+    (
+        *("capitalize", "e", "escape", "forceescape", "lower", "safe", "string", "striptags"),
+        *("title", "trim", "truncate", "upper", "urlencode", "wordcount"),
+        *("count", "dictsort", "groupby", "index", "max", "min", "sort", "unique"),
+        *("==", "!=", "<", "<=", ">", ">=", "eq", "equalto", "ne", "in"),
+        *("lt", "lessthan", "le", "gt", "greaterthan", "ge"),
+    )
+)
+
+# The cost of a list element, and of a number, a bracket with a comma and the like, in characters.
+_ELEMENT_CHARACTERS, _SCALAR_CHARACTERS = 8, 4
+
+# the number of visited values between two checks of the clock
+_CLOCK_CHECK_INTERVAL = 1024
+
+# The maximum number of bits of an integer. It is larger than any hash, but arithmetic is still
+# cheap.
+_MAX_INTEGER_BITS = 1 << 16
+
+# A width in a format that is an argument, or that Python may take seconds to read.
+_UNBOUNDED_WIDTH = re.compile(r"%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{|\d{10}")
+
+_CONTAINERS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
 
 
 class SandboxedTemplate:
@@ -110,26 +160,122 @@ class SandboxedTemplate:
             raise AppError(ErrorKind.INVALID, message, param="messages") from error
 
     def _make_sandbox(self, cancel_token: CancelToken | None = None) -> "_Sandbox":
-        return _Sandbox(
-            RenderCostLimit(
-                seconds=self._seconds,
-                characters=_MAX_RENDERED_CHARACTERS,
-                cancel_token=cancel_token,
-            )
-        )
+        return _Sandbox(_RenderLimit(self._seconds, cancel_token or CancelToken()))
 
 
 class _RaisedByTemplate(TemplateError):
     """Raised when the template calls raise_exception."""
 
 
+class _RenderLimit:
+    """The remaining time and size of one render or compilation."""
+
+    def __init__(self, seconds: float, cancel_token: CancelToken) -> None:
+        self._cancel_token = cancel_token
+        self._seconds = seconds
+        self._deadline = time.monotonic() + seconds
+        self._remaining = _MAX_RENDERED_CHARACTERS
+
+    def check_time(self) -> None:
+        """Raises TimeoutError after the time limit, and WorkCancelled when the token is
+        cancelled."""
+        self._cancel_token.check()
+        if time.monotonic() > self._deadline:
+            raise TimeoutError(f"rendering takes longer than {self._seconds:g} seconds")
+
+    def check_size(self, count: int) -> None:
+        """Raises MemoryError if `count` characters are more than what remains."""
+        if count > self._remaining:
+            raise MemoryError(f"rendering produces more than {_MAX_RENDERED_CHARACTERS} characters")
+
+    def charge(self, value: object) -> None:
+        """Counts a result, without the elements of a list. Raises the errors of `check_size`."""
+        count = _shallow_size(value)
+        self.check_size(count)
+        self._remaining -= count
+
+    def iterate(self, items: Iterable[Any]) -> Iterator[Any]:
+        """Yields the items. Checks the clock before each item."""
+        for item in items:
+            self.check_time()
+            yield item
+
+    def join(self, parts: Iterable[str]) -> str:
+        """Joins strings. The size is counted before the result is created."""
+        pieces: list[str] = []
+        total = 0
+        for piece in parts:
+            pieces.append(piece)
+            total += len(piece)
+            self.check_size(total)
+        self._remaining -= total
+        return "".join(pieces)
+
+    def measure(self, value: object) -> int:
+        """Estimates the number of characters of `value` as text. An element that occurs several
+        times is counted each time. Stops early by raising the errors of `check_size` and
+        `check_time`."""
+        if isinstance(value, str | bytes):
+            return len(value)
+        total, visited = 0, 0
+        todo: list[Any] = [value]
+        while todo:
+            item = todo.pop()
+            visited += 1
+            if visited % _CLOCK_CHECK_INTERVAL == 0:
+                self.check_time()
+            total += len(item) if isinstance(item, str | bytes) else _SCALAR_CHARACTERS
+            inner = _children(item)
+            # check before the list of values to visit grows
+            self.check_size(total + len(todo) + len(inner))
+            todo += inner
+        return total
+
+    def check_arguments(self, name: str, value: Any, arguments: Sequence[Any]) -> None:
+        """Checks a call of a filter, a test or a method of this name, on a value. Raises the errors
+        of `check_size` and `check_time`."""
+        if name in _MULTIPLIERS:
+            factor = 1 + sum(
+                abs(argument) if isinstance(argument, int) else self.measure(argument)
+                for argument in arguments
+            )
+            self.check_size(self.measure(value) * factor)
+        elif name in _TRAVERSALS:
+            for compared in (value, *arguments):
+                self.measure(compared)
+
+    def check_format(self, form: str, arguments: object) -> None:
+        """Checks `form % arguments` and `form.format(…)`. Also raises ValueError for a width that
+        is an argument."""
+        if _UNBOUNDED_WIDTH.search(form):
+            raise ValueError("a format must have short numbers as its widths")
+        widths = sum(map(int, re.findall(r"\d+", form)))
+        self.check_size(len(form) * self.measure(arguments) + widths)
+
+
+def _shallow_size(value: object) -> int:
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, list | tuple | dict | set):
+        return _ELEMENT_CHARACTERS * len(cast("list[Any]", value))
+    return 0
+
+
+def _children(value: object) -> list[Any]:
+    if isinstance(value, Mapping):
+        mapping = cast("Mapping[Any, Any]", value)
+        return [*mapping.keys(), *mapping.values()]
+    if isinstance(value, Namespace):
+        raise TypeError("a namespace has no text")
+    return list(cast("list[Any]", value)) if isinstance(value, _CONTAINERS) else []
+
+
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The Jinja environment of transformers with a cost limit, for one render or one
-    compilation."""
+    """The Jinja environment of transformers with a limit, for one render or one compilation."""
 
-    intercepted_binops = frozenset(render_cost.OPERATORS)
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
 
-    def __init__(self, limit: RenderCostLimit) -> None:
+    def __init__(self, limit: _RenderLimit) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -138,15 +284,16 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         )
         self._limit = limit
         self.concat = limit.join
-        # Jinja's stubs only declare the default filters and globals.
+        # Jinja's stubs only declare the default filters, tests and globals.
         filters, names = cast("dict[str, Any]", self.filters), cast("dict[str, Any]", self.globals)
-        for name, inner in filters.items():
-            filters[name] = self._limit_filter(inner, render_cost.FILTERS.get(name))
         for name in _REMOVED_FILTERS:
             del filters[name]
-        filters |= {"join": self._join_filter, "tojson": self._tojson_filter}
+        for functions in (filters, cast("dict[str, Any]", self.tests)):
+            functions |= {name: self._limited(name, inner) for name, inner in functions.items()}
+        filters |= {"join": self._join, "sum": self._sum, "tojson": self._tojson}
         filters |= {
-            "concatenated": self._concatenate,
+            "checked": self._check_output,
+            "concatenated": self._join,
             "paced": limit.iterate,
             "sliced": self._slice,
         }
@@ -161,85 +308,93 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if isinstance(obj, types.BuiltinMethodType):
             owner: Any = obj.__self__
             if isinstance(owner, str) and obj.__name__ == "join" and len(args) == 1:
-                return self._join_strings(owner, args[0])
-            estimate = render_cost.METHODS.get(obj.__name__)
-            if estimate is not None and isinstance(owner, str | bytes | int):
-                self._limit.check_size(estimate(self._limit, owner, *args, **kwargs))
-        made = super().call(context, obj, *args, **kwargs)
-        self._limit.charge(made)
-        return made
+                return self._join(args[0], owner)
+            if isinstance(owner, str | bytes | int | list | tuple):
+                self._limit.check_arguments(obj.__name__, owner, (*args, *kwargs.values()))
+        result = super().call(context, obj, *args, **kwargs)
+        self._limit.charge(result)
+        return result
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        self._limit.check_size(render_cost.OPERATORS[operator](self._limit, left, right))
-        made = super().call_binop(context, operator, left, right)
-        self._limit.charge(made)
-        return made
+        if operator == "%" and isinstance(left, str):
+            self._limit.check_format(left, right)
+        elif operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length()
+            if (
+                bits * right if operator == "**" else bits + right.bit_length()
+            ) > _MAX_INTEGER_BITS:
+                raise MemoryError("an integer has too many digits")
+        elif operator == "*":
+            value, factor = (right, left) if isinstance(left, int) else (left, right)
+            if isinstance(factor, int):
+                self._limit.check_size(_shallow_size(value) * factor)
+        result = super().call_binop(context, operator, left, right)
+        self._limit.charge(result)
+        return result
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        if super().wrap_str_format(value) is None:
+        inner = super().wrap_str_format(value)
+        if inner is None:
             return None
-        text, formatter = str(value.__self__), _Formatter(self, self._limit)
 
-        def format(*args: Any, **kwargs: Any) -> str:
-            return formatter.vformat(text, args, kwargs)
+        def limited(*args: Any, **kwargs: Any) -> str:
+            self._limit.check_format(str(value.__self__), (args, kwargs))
+            return inner(*args, **kwargs)
 
-        def format_map(mapping: Mapping[str, Any], /) -> str:
-            return formatter.vformat(text, (), mapping)
+        return limited
 
-        return format_map if value.__name__ == "format_map" else format
-
-    def _limit_filter(self, inner: Any, estimate: render_cost.CostEstimate | None) -> Any:
-        """Wraps a filter to count its output. Some filters take a context before the value."""
+    def _limited(self, name: str, inner: Any) -> Any:
+        """Limits a filter or a test. Some take a context before the value."""
         before = 1 if hasattr(inner, "jinja_pass_arg") else 0
 
         @functools.wraps(inner)
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def limited(*args: Any, **kwargs: Any) -> Any:
             self._limit.check_time()
-            if estimate is not None:
-                self._limit.check_size(self._limit.measure(args[before]))
-                self._limit.check_size(estimate(self._limit, *args[before:], **kwargs))
-            made = inner(*args, **kwargs)
-            self._limit.charge(made)
-            return made
+            value, *rest = args[before:]
+            rest += kwargs.values()
+            if name == "format":
+                self._limit.check_format(str(self._check_output(value)), rest)
+            self._limit.check_arguments(name, value, rest)
+            result = inner(*args, **kwargs)
+            self._limit.charge(result)
+            return result
 
-        return counted
+        return limited
 
     def _check_output(self, value: Any) -> Any:
-        """Checks a value that {{ }} outputs. Jinja converts it to text in the next step."""
+        """Checks a value that is converted to text or compared."""
         if not isinstance(value, str):
             self._limit.check_size(self._limit.measure(value))
         return value
 
-    def _join_filter(
-        self, items: Iterable[Any], d: str = "", attribute: str | int | None = None
-    ) -> str:
+    def _join(self, items: Iterable[Any], d: Any = "", attribute: str | int | None = None) -> str:
+        separator = str(self._check_output(d))
         if attribute is not None:
             items = map(make_attrgetter(self, attribute), items)
-        return self._join_strings(str(d), self._to_strings(items))
 
-    def _concatenate(self, items: Iterable[Any]) -> str:
-        """Concatenates the operands of ~."""
-        return self._limit.join(self._to_strings(items))
-
-    def _join_strings(self, separator: str, items: Iterable[str]) -> str:
         def pieces() -> Iterator[str]:
             for index, item in enumerate(self._limit.iterate(items)):
                 if index:
                     yield separator
-                yield item
+                yield str(self._check_output(item))
 
         return self._limit.join(pieces())
 
-    def _to_strings(self, items: Iterable[Any]) -> Iterator[str]:
-        for item in items:
-            yield str(self._check_output(item))
+    def _sum(self, items: Iterable[Any], attribute: str | int | None = None, start: Any = 0) -> Any:
+        """Adds the items. A list of lists takes quadratic time."""
+        if attribute is not None:
+            items = map(make_attrgetter(self, attribute), items)
+        for item in self._limit.iterate(items):
+            start = start + item
+            self._limit.charge(start)
+        return start
 
     def _slice(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
-        made = value[start:stop:step]
-        self._limit.charge(made)
-        return made
+        result = value[start:stop:step]
+        self._limit.charge(result)
+        return result
 
-    def _tojson_filter(
+    def _tojson(
         self,
         value: Any,
         ensure_ascii: bool = False,
@@ -258,22 +413,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return self._limit.join(self._limit.iterate(encoder.iterencode(value)))
 
 
-class _Formatter(SandboxedFormatter):
-    """`str.format` with a limit on the width of each field."""
-
-    def __init__(self, sandbox: _Sandbox, limit: RenderCostLimit) -> None:
-        super().__init__(sandbox)
-        self._limit = limit
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        self._limit.check_size(render_cost.estimate_format_field(self._limit, value, format_spec))
-        made: str = super().format_field(value, format_spec)
-        self._limit.charge(made)
-        return made
-
-
 class _SandboxRewriter(NodeTransformer):
-    """Replaces operations that Jinja compiles to plain Python with sandbox filters."""
+    """Replaces operations that Jinja compiles to plain Python with filters of the sandbox."""
 
     def __init__(self, sandbox: _Sandbox) -> None:
         self._sandbox = sandbox
@@ -287,18 +428,30 @@ class _SandboxRewriter(NodeTransformer):
         self.generic_visit(node)
         return self._call_filter("concatenated", nodes.List(node.nodes, lineno=node.lineno))
 
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        for compared in (node, *node.ops):
+            if not isinstance(compared.expr, nodes.Const):
+                compared.expr = self._call_filter("checked", compared.expr)
+        return node
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        """Unlike lists, tuples are hashed with all of their elements."""
+        self.generic_visit(node)
+        return node if node.ctx == "store" else self._call_filter("checked", node)
+
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
         if not isinstance(node.arg, nodes.Slice):
             return node
-        bounds = (node.arg.start, node.arg.stop, node.arg.step)
         none = nodes.Const(None, lineno=node.lineno)
-        return self._call_filter("sliced", node.node, *(bound or none for bound in bounds))
+        bounds = (bound or none for bound in (node.arg.start, node.arg.stop, node.arg.step))
+        return self._call_filter("sliced", node.node, *bounds)
 
-    def _call_filter(self, name: str, value: nodes.Node, *args: nodes.Expr) -> nodes.Filter:
-        made = nodes.Filter(value, name, list(args), [], None, None, lineno=value.lineno)
-        made.set_environment(self._sandbox)
-        return made
+    def _call_filter(self, name: str, value: nodes.Expr, *args: nodes.Expr) -> nodes.Filter:
+        call = nodes.Filter(value, name, list(args), [], None, None, lineno=value.lineno)
+        call.set_environment(self._sandbox)
+        return call
 
 
 class _GenerationTag(Extension):

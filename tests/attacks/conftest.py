@@ -213,6 +213,10 @@ ESCAPES = {
     "range": "{% for i in range(1000000000) %}x{% endfor %}",
     "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "memory": "{{ 'x' * 10000000000 }}",
+    "compare": (
+        "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(60) %}"
+        "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}{{ ns.x == ns.y }}"
+    ),
     "power": "{{ 9 ** 99999999 }}",
     "change": "{{ messages.append(1) }}{{ messages.clear() }}",
 }

@@ -268,6 +268,26 @@ BOMBS = [
             "{{ [ns.x] | join }}",
         )
     ),
+    *(
+        DOUBLED.replace("namespace(x=[1])", "namespace(x=[1], y=[1])").replace(
+            "{% set ns.x = STEP %}",
+            "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}",
+        )
+        + use
+        for use in (
+            "{{ ns.x == ns.y }}",
+            "{{ 1 if ns.x is eq(ns.y) }}",
+            "{{ [ns.x] | select('eq', ns.y) | list }}",
+            "{{ ns.x in [ns.y] }}",
+            "{{ [ns.x].index(ns.y) }}",
+            "{{ [ns.x, ns.y] | sort | length }}",
+            "{{ [ns.x, ns.y] | max }}",
+            "{{ ns }}",
+        )
+    ),
+    DOUBLED.replace("[1]", "(1,)").replace("STEP", "(ns.x, ns.x)") + "{{ {ns.x: 1} }}",
+    DOUBLED.replace("[1]", "(1,)").replace("STEP", "(ns.x, ns.x)") + "{{ [ns.x] | unique | list }}",
+    "{{ ([[1]] * 100000) | sum(start=[]) }}",
 ]
 
 

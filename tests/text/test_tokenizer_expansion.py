@@ -11,7 +11,6 @@ from tokenizers import decoders, normalizers, pre_tokenizers
 
 from app.core.errors import LibraryPanic, PanicGuard
 from app.text.tokenizer_expansion import ExpansionFactors
-from tests.rows import rows
 from tests.text.conftest import KINDS, REAL
 
 
@@ -35,7 +34,7 @@ def test_a_multiplying_chain_is_rejected():
         estimate(bomb)
     # also if it is nested, and for any letter
     nested = normalizers.Sequence([bomb, normalizers.NFC()])
-    with pytest.raises(ValueError, match="the limit is 1000 times"):
+    with pytest.raises(ValueError, match="the limit is 2000 times"):
         estimate(nested)
 
 
@@ -47,18 +46,10 @@ def test_a_factor_beyond_the_range_of_float_is_rejected():
 
 def test_pre_tokenizers_and_decoders_are_limited_too():
     each_byte = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    with pytest.raises(ValueError, match=r"its pre-tokenizers can make a text 1\.07e\+09 times"):
+    with pytest.raises(ValueError, match=r"its pre-tokenizers can make a text 1\.15e\+18 times"):
         estimate(pre_tokenizer=pre_tokenizers.Sequence([each_byte] * 30))
     with pytest.raises(ValueError, match=r"its decoders can make a text 1e\+06 times"):
         estimate(decoder=decoders.Sequence([decoders.Replace("a", "a" * 1000)] * 2))
-
-
-def test_an_unknown_component_has_a_default_factor():
-    assert ExpansionFactors.from_config({"type": "Novel"}, {}, {}).normalizer == 4
-    with pytest.raises(ValueError, match="times as long"):
-        ExpansionFactors.from_config(
-            {"type": "Sequence", "normalizers": [{"type": "Novel"}] * 5}, {}, {}
-        )
 
 
 def test_the_factor_of_a_precompiled_table_is_its_longest_text():
@@ -68,32 +59,6 @@ def test_the_factor_of_a_precompiled_table_is_its_longest_text():
         "precompiled_charsmap": base64.b64encode(table).decode(),
     }
     assert ExpansionFactors.from_config(config, {}, {}).normalizer == 70
-    assert (
-        ExpansionFactors.from_config({**config, "precompiled_charsmap": "abc"}, {}, {}).normalizer
-        == 4
-    )
-
-
-@rows(
-    ("pattern", "factor"),
-    [
-        (" {2,}", 7),
-        (r"\s+", 7),
-        ("[!-~]", 7),
-        ("x", 7),
-        # these may match the empty string, or look as if they could
-        ("x*", 15),
-        ("x?", 15),
-        ("x{2}?", 15),
-        ("(?=x)", 15),
-        (r"x\K", 15),
-        ("x|", 15),
-        ("[[:alpha:]]*", 15),
-        (r"\b", 15),
-    ],
-)
-def test_the_factor_of_an_expression_depends_on_empty_matches(pattern, factor):
-    assert estimate(expression(pattern, "1234567")).normalizer == factor
 
 
 def test_tokenizers_of_published_models_are_accepted(request):
@@ -115,7 +80,7 @@ def test_tokenizers_of_published_models_are_accepted(request):
             expression(" {2,}", " "),
         ]
     )
-    assert estimate(albert).normalizer * 33 < 1000  # its table's longest text has 33 bytes
+    assert estimate(albert).normalizer * 33 < 2000  # its table's longest text has 33 bytes
 
 
 # normalizers of each kind, some with random parameters
