@@ -456,7 +456,6 @@ def _build_uvicorn_config(
 
     return uvicorn.Config(
         app,
-        # uses TLS if a certificate is configured
         http=make_protocol_factory(settings, limiter=limiter),
         host=settings.host,
         port=settings.port,
@@ -467,4 +466,6 @@ def _build_uvicorn_config(
         server_header=False,
         backlog=_BACKLOG,
         timeout_keep_alive=_KEEP_ALIVE_TIMEOUT,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
     )

@@ -46,7 +46,6 @@ class EventLoopLag:
 
 # Reasons why the server closes a connection before the client has received the whole response.
 CloseReason = Literal[
-    "handshake_timeout",
     "head_timeout",
     "body_timeout",
     "unread_answer",

@@ -1,11 +1,11 @@
 """An HTTP connection: timeouts for each phase, rejections, and closing without losing a response.
 
-Knows: uvicorn's protocol on h11, transports, timers. Must not know: routes, keys, responses.
+Knows: uvicorn's protocol on h11, transports, timers. Must not know: routes, keys, responses, TLS.
 
 The phases of a connection and their timeouts:
 
-    accepted ─handshake─▶ head ─▶ body ─▶ response ─▶ idle ─first byte─▶ head …
-       header_timeout ┘      ┘       ┘ body_timeout      ┘ uvicorn's keep-alive
+    accepted ──▶ head ──▶ body ──▶ response ──▶ idle ──first byte──▶ head …
+    header_timeout ┘ body_timeout ┘   uvicorn's keep-alive ┘
 
 If a response is sent before its request is complete (401, 404, 413), the connection enters the
 phase `rest`. The remaining body is read and discarded, because closing immediately would reset the
@@ -28,9 +28,8 @@ import socket
 import struct
 import sys
 import termios
-import time
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, cast
 
 import h11
 from starlette.responses import Response
@@ -39,7 +38,6 @@ from uvicorn import Config
 from app.core.errors import AppError, ErrorKind
 from app.core.server_stats import CloseReason
 from app.http.body import EXTEND_BODY
-from app.http.body_read_scheduler import UNSCHEDULED_BYTES, ScheduledFlowControl
 from app.http.connection_limits import ConnectionLimiter
 from app.http.errors import error_response
 from app.http.h11_connection import LimitedH11Connection
@@ -58,6 +56,27 @@ _MIN_PROGRESS_BYTES = 16 * 1024
 # the getsockopt option for the number of bytes in a send buffer on macOS, from <sys/socket.h>;
 # Python's socket module does not have it
 _SO_NWRITE = 0x1024
+
+
+# The maximum number of bytes read in one iteration of the event loop. h11 takes 4 microseconds for
+# a chunk of one byte, so asyncio's buffer of 256 KiB could block the loop for 0.2 s.
+_READ_BYTES = 8 * 1024
+
+# How long the rest of a request is discarded after an early response, and how long a client may
+# take to read a rejection, in seconds, if the client sends nothing.
+_DISCARD_SECONDS, _LINGER_SECONDS = 5.0, 2.0
+
+# How long after the start of a shutdown requests in transit are still handled, in seconds.
+_SHUTDOWN_GRACE_SECONDS = 0.05
+SHUTDOWN_MESSAGE = "the server is shutting down: try again in a moment"
+_CLOSE_HEADERS = {"Connection": "close"}
+
+ConnectionPhase = Literal["head", "body", "rest", "leaving"]
+
+_TIMEOUT_REASONS: Mapping[ConnectionPhase | None, CloseReason] = {
+    "head": "head_timeout",
+    "body": "body_timeout",
+}
 
 
 def get_unacked_bytes(transport: asyncio.BaseTransport) -> int:
@@ -113,25 +132,12 @@ class WriteStallTimer:
             self._on_stall()
 
 
-class ClosingConnection(Protocol):
-    """A connection that closes itself gracefully."""
-
-    transport: asyncio.Transport
-
-    @property
-    def closing(self) -> bool:
-        """Whether the last response has been sent or is about to be."""
-        ...
-
-    def close_after_response(self) -> None: ...
-
-
 class ResponseTransport(asyncio.Transport):
     """The transport given to uvicorn. uvicorn closes it after the last response. If the request was
     not fully read, closing the socket would reset the connection and lose the response. The
     connection therefore decides how to close it."""
 
-    def __init__(self, connection: ClosingConnection) -> None:
+    def __init__(self, connection: "Connection") -> None:
         super().__init__()
         self._connection = connection
 
@@ -145,10 +151,7 @@ class ResponseTransport(asyncio.Transport):
         self._connection.close_after_response()
 
 
-Phase = TypeVar("Phase")
-
-
-class PhaseTimer(Generic[Phase]):
+class PhaseTimer:
     """A timer for the current phase. phase: the current phase. on_expire: called when the phase
     times out, while `phase` is still set."""
 
@@ -156,9 +159,9 @@ class PhaseTimer(Generic[Phase]):
         self._loop = loop
         self._on_expire = on_expire
         self._timer: asyncio.TimerHandle | None = None
-        self.phase: Phase | None = None
+        self.phase: ConnectionPhase | None = None
 
-    def start(self, phase: Phase, seconds: float) -> None:
+    def start(self, phase: ConnectionPhase, seconds: float) -> None:
         """Starts a phase. Starting the current phase again does not extend its timeout."""
         if phase != self.phase:
             self.stop()
@@ -172,48 +175,7 @@ class PhaseTimer(Generic[Phase]):
             self._timer = None
 
 
-# The maximum number of bytes read in one iteration of the event loop. h11 takes 4 microseconds for
-# a chunk of one byte, so asyncio's buffer of 256 KiB could block the loop for 0.2 s.
-_READ_BYTES = 8 * 1024
-
-
-class BoundedReadProtocol(asyncio.BufferedProtocol):
-    """Reads into a bounded buffer and passes the data to `data_received`, like a plain protocol."""
-
-    _buffer: bytearray
-
-    def data_received(self, data: bytes) -> None:
-        raise NotImplementedError
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        self._buffer = bytearray(_READ_BYTES)
-        # TLS fills the buffer through slices, and slicing a bytearray would copy it
-        return memoryview(self._buffer)
-
-    def buffer_updated(self, nbytes: int) -> None:
-        data, self._buffer = bytes(memoryview(self._buffer)[:nbytes]), bytearray()
-        self.data_received(data)
-
-
-# How long the rest of a request is discarded after an early response, and how long a client may
-# take to read a rejection, in seconds, if the client sends nothing.
-_DISCARD_SECONDS, _LINGER_SECONDS = 5.0, 2.0
-
-# How long after the start of a shutdown requests in transit are still handled, in seconds.
-_SHUTDOWN_GRACE_SECONDS = 0.05
-SHUTDOWN_MESSAGE = "the server is shutting down: try again in a moment"
-_CLOSE_HEADERS = {"Connection": "close"}
-
-ConnectionPhase = Literal["handshake", "head", "body", "rest", "leaving"]
-
-_TIMEOUT_REASONS: Mapping[ConnectionPhase | None, CloseReason] = {
-    "handshake": "handshake_timeout",
-    "head": "head_timeout",
-    "body": "body_timeout",
-}
-
-
-class Connection(HookedH11Protocol, BoundedReadProtocol):
+class Connection(HookedH11Protocol, asyncio.BufferedProtocol):
     """A client connection. All methods run on the event loop."""
 
     conn: LimitedH11Connection
@@ -233,57 +195,41 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
         self._write_stall = WriteStallTimer(
             loop,
             limiter.body_timeout,
-            lambda: self._count_unsent() + get_unacked_bytes(self.transport),
+            lambda: self.transport.get_write_buffer_size() + get_unacked_bytes(self.transport),
             self._on_write_stall,
         )
-        self._tcp_transport: asyncio.Transport | None = None
-        self._phase_timer = PhaseTimer[ConnectionPhase](loop, self._on_phase_timeout)
-        self._read_flow: ScheduledFlowControl | None = None  # set while the connection reads HTTP
+        self._phase_timer = PhaseTimer(loop, self._on_phase_timeout)
+        self._buffer = bytearray()
         self._discarded_bytes = self._discarded_before = 0
         self._discard_deadline = 0.0
-        self._body_bytes = 0  # number of bytes received since the last complete request
         # finished: no further response is sent. close_when_drained: close after all data is sent
         self._shutting_down = self._finished = self._close_when_drained = False
 
-    # Called by asyncio, or by `TlsProtocol` instead
-
-    def handshake_started(self, transport: asyncio.Transport) -> None:
-        self.transport = self._tcp_transport = transport
-        self._phase_timer.start("handshake", self._limiter.header_timeout)
-        self._limiter.add(self)
+    # Called by asyncio
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # as uvicorn narrows it
         super().connection_made(transport)
-        self.flow = self._read_flow = ScheduledFlowControl(transport)
-        # Call `pause_writing` as soon as one byte is unsent. For TLS, 0 would mean always.
-        transport.set_write_buffer_limits(high=0 if self._tcp_transport is None else 1)
+        # Call `pause_writing` as soon as data is unsent. 0 would mean always on a TLS transport.
+        transport.set_write_buffer_limits(high=1)
         self._phase_timer.start("head", self._limiter.header_timeout)
-        if self._tcp_transport is None:
-            self._limiter.add(self)
+        self._limiter.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.socket_closed()
-        super().connection_lost(exc)
-
-    def socket_closed(self) -> None:
         self._limiter.remove(self)
-        if self._read_flow is not None:
-            self._limiter.body_reads.remove(self._read_flow)
         self._phase_timer.stop()
         self._write_stall.stop()
+        super().connection_lost(exc)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        self._buffer = bytearray(_READ_BYTES)
+        # TLS fills the buffer through slices, and slicing a bytearray would copy it
+        return memoryview(self._buffer)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        data, self._buffer = bytes(memoryview(self._buffer)[:nbytes]), bytearray()
+        self.data_received(data)
 
     def data_received(self, data: bytes) -> None:
-        began = time.monotonic()
-        self._feed(data)
-        self._body_bytes = self._body_bytes + len(data) if self._reading_body else 0
-        if (
-            self._body_bytes > UNSCHEDULED_BYTES
-            and self._read_flow is not None
-            and not self.closing
-        ):
-            self._limiter.body_reads.enqueue(self._read_flow, time.monotonic() - began)
-
-    def _feed(self, data: bytes) -> None:
         unwanted = self._finished or self._phase_timer.phase == "rest"
         self._discarded_bytes = self._discarded_bytes + len(data) if unwanted else 0
         if self._discarded_bytes > self._limiter.max_discard_bytes:
@@ -294,18 +240,10 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._tcp_transport is None:
-            self.write_stalled()
+        self._write_stall.start()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._tcp_transport is None:
-            self.write_drained()
-
-    def write_stalled(self) -> None:
-        self._write_stall.start()
-
-    def write_drained(self) -> None:
         self._write_stall.stop()
         if self._close_when_drained:
             self.transport.close()
@@ -356,9 +294,7 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
     # Called by the server, other connections and `ResponseTransport`
 
     def evict(self, *, notify: bool) -> None:
-        if self._phase_timer.phase == "handshake":
-            self.abort()
-        elif not notify and not self._request_begun:
+        if not notify and not self._request_begun:
             self._close()
         else:
             message = "too many connections are open: try again in a moment"
@@ -387,10 +323,6 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
         """Whether the application is handling a request."""
         cycle = cast(RequestResponseCycle | None, self.cycle)  # uvicorn's annotation omits None
         return cycle is not None and not cycle.response_complete
-
-    @property
-    def _reading_body(self) -> bool:
-        return self._finished or self.conn.their_state is h11.SEND_BODY
 
     @property
     def _request_begun(self) -> bool:
@@ -496,7 +428,7 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
     def _close(self) -> None:
         self._mark_finished()
         # closing TLS applies a single timeout to all unsent data, so drain the data first
-        if self._tcp_transport is not None and self._count_unsent():
+        if self.flow.write_paused:
             self._close_when_drained = True
         else:
             self.transport.close()
@@ -507,11 +439,6 @@ class Connection(HookedH11Protocol, BoundedReadProtocol):
         if self.timeout_keep_alive_task is not None:
             self.stop_keep_alive_timer()
         self._phase_timer.stop()
-
-    def _count_unsent(self) -> int:
-        """Returns the number of bytes that have not been sent yet."""
-        below = 0 if self._tcp_transport is None else self._tcp_transport.get_write_buffer_size()
-        return below + self.transport.get_write_buffer_size()
 
     def _on_write_stall(self) -> None:
         self._limiter.count_rejected("unread_answer")

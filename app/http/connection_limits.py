@@ -1,113 +1,26 @@
-"""Connection limits: the maximum number of open connections, eviction, and backpressure on accept.
+"""Connection limits: the maximum number of open connections, and eviction.
 
 Knows: the state of each connection (without a complete request, active, idle, closing), file
 descriptor limits. Must not know: HTTP, the way a connection closes.
 
-asyncio accepts every connection. When the process is out of file descriptors, asyncio logs a
-hundred errors at a time. Every other operation that needs a descriptor then fails, for example a
-connection to a runner process, an import, or reading a template. This server therefore never
-accepts more connections than it has descriptors for. Further connections wait in the listen backlog
-until others close.
-
 Log lines that clients can trigger without limit are throttled.
 """
 
-import asyncio
 import logging
 import math
 import resource
-import socket
 import time
-from collections.abc import Callable
 from itertools import chain
 from typing import Generic, Protocol, TypeVar
 
 from app.core.server_stats import CloseReason, ConnectionStats
 from app.core.settings import MEBIBYTE, Settings
-from app.http.body_read_scheduler import BodyReadScheduler
 
 log = logging.getLogger(__name__)
-
-# the maximum number of connections accepted in one iteration of the event loop
-_MAX_ACCEPTS_PER_TICK = 16
-
-# the delay in seconds until the next attempt, after the limit was reached and after a system error
-_RETRY_SECONDS, _ERROR_BACKOFF_SECONDS = 0.05, 0.5
-
-
-class Acceptor:
-    """Accepts connections instead of an asyncio server.
-
-    listener: the server's listening socket or its wrapper. protocol_factory: creates the protocol
-    of a connection. has_room: returns whether another connection may be accepted, given the number
-    of accepted connections whose protocol has not started.
-    """
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        protocol_factory: Callable[[], asyncio.BaseProtocol],
-        has_room: Callable[[int], bool],
-    ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._protocol_factory = protocol_factory
-        self._has_room = has_room
-        self._starting: set[asyncio.Task[object]] = set()
-        self._timer: asyncio.TimerHandle | None = None
-        self._accept_errors = LogThrottle()
-        # stop asyncio from accepting on this socket
-        self._loop.remove_reader(listener.fileno())
-        self._socket = listener.dup()
-        self._socket.setblocking(False)
-        self._resume()
-
-    def close(self) -> None:
-        self._pause(None)
-        self._socket.close()
-
-    def _resume(self) -> None:
-        self._timer = None
-        self._loop.add_reader(self._socket, self._accept)
-
-    def _pause(self, seconds: float | None) -> None:
-        self._loop.remove_reader(self._socket)
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None if seconds is None else self._loop.call_later(seconds, self._resume)
-
-    def _accept(self) -> None:
-        for _ in range(_MAX_ACCEPTS_PER_TICK):
-            if not self._has_room(len(self._starting)):
-                self._pause(_RETRY_SECONDS)
-                return
-            try:
-                accepted, _ = self._socket.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                if self._accept_errors.record(time.monotonic()):
-                    log.warning("cannot accept connections: %s", error)
-                self._pause(_ERROR_BACKOFF_SECONDS)
-                return
-            accepted.setblocking(False)
-            task = self._loop.create_task(self._start_protocol(accepted))
-            self._starting.add(task)
-            task.add_done_callback(self._starting.discard)
-
-    async def _start_protocol(self, accepted: socket.socket) -> None:
-        try:
-            await self._loop.connect_accepted_socket(self._protocol_factory, accepted)
-        except OSError:  # already closed
-            accepted.close()
-
 
 # The limit on bytes discarded after an early response is at least this. A body of up to twice the
 # body size limit, which may have been rejected for its size, can always be discarded.
 _MIN_DISCARD_BYTES = 32 * MEBIBYTE
-
-# How long a connection may stay without a request while others wait to be accepted, in seconds, and
-# the maximum number of connections evicted in one pass.
-_EVICTION_GRACE_SECONDS, _MAX_EVICTIONS = 1.0, 16
 
 
 class EvictableConnection(Protocol):
@@ -127,15 +40,21 @@ class ConnectionLimiter:
     def __init__(self, settings: Settings, traffic: ConnectionStats) -> None:
         self.table = ConnectionTable[EvictableConnection](settings.max_connections)
         self._set_limits(settings)
-        self.body_reads = BodyReadScheduler()
         self.traffic = traffic
         self._invalid_requests = LogThrottle()
 
     def apply(self, settings: Settings) -> None:
         """Applies new limits, to phases of connections that begin from now on."""
-        fewer = raise_fd_limit(settings.max_connections)
-        self.table.max_connections = settings.max_connections if fewer is None else fewer
+        self.table.max_connections = settings.max_connections
+        self.raise_fd_limit()
         self._set_limits(settings)
+
+    def raise_fd_limit(self) -> None:
+        """Raises the file descriptor limit of the process for the connections, or else lowers the
+        number of connections."""
+        fewer = raise_fd_limit(self.table.max_connections)
+        if fewer is not None:
+            self.table.max_connections = fewer
 
     def _set_limits(self, settings: Settings) -> None:
         self.header_timeout = settings.header_timeout
@@ -153,19 +72,6 @@ class ConnectionLimiter:
         if late is not None:
             late.abort()
         self.traffic.open_connections = len(self.table)
-
-    def has_room(self, max_sockets: int) -> bool:
-        """Returns whether fewer than `max_sockets` sockets are open. If not, evicts connections
-        that have been without a request for a while. Recent connections are kept, because their
-        request may have arrived but not been read yet."""
-        if len(self.table) < max_sockets:
-            return True
-        for connection in self.table.waiting_since(time.monotonic() - _EVICTION_GRACE_SECONDS)[
-            :_MAX_EVICTIONS
-        ]:
-            self.count_rejected("too_many_connections")
-            connection.evict(notify=False)
-        return False
 
     def remove(self, connection: EvictableConnection) -> None:
         """Removes a connection whose socket is closed. May be called again."""
@@ -254,9 +160,8 @@ class ConnectionTable(Generic[Member]):
     def __init__(self, max_connections: int) -> None:
         self.max_connections = max_connections
         self._open: set[Member] = set()
-        # the monotonic time in seconds at which each connection began to wait
-        self._awaiting_request: dict[Member, float] = {}
-        self._idle: dict[Member, float] = {}
+        self._awaiting_request: dict[Member, None] = {}
+        self._idle: dict[Member, None] = {}
         self._closing: dict[Member, None] = {}
         self._limit_warnings = LogThrottle()
 
@@ -270,7 +175,7 @@ class ConnectionTable(Generic[Member]):
             self._warn_limit_reached()
             evicted = next(chain(self._awaiting_request, self._idle), connection)
         self._open.add(connection)
-        self._awaiting_request[connection] = time.monotonic()
+        self._awaiting_request[connection] = None
         return evicted
 
     def pop_overdue(self) -> Member | None:
@@ -283,15 +188,10 @@ class ConnectionTable(Generic[Member]):
         del self._closing[first]
         return first
 
-    def waiting_since(self, before: float) -> list[Member]:
-        """Returns the connections that began to wait before the given time, in eviction order."""
-        waiting = chain(self._awaiting_request.items(), self._idle.items())
-        return [member for member, since in waiting if since < before]
-
     def mark_waiting(self, connection: Member) -> None:
         """Marks a connection as waiting for a request, if it is not waiting already."""
         if connection in self._open and connection not in self._awaiting_request:
-            self._idle.setdefault(connection, time.monotonic())
+            self._idle.setdefault(connection)
 
     def mark_active(self, connection: Member) -> None:
         """Marks a connection as having sent a complete request."""

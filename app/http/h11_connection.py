@@ -1,9 +1,8 @@
-"""An h11 connection with limits on headers and chunks.
+"""An h11 connection with limits on headers.
 
 Knows: HTTP/1.1 as h11 parses it. Must not know: sockets, time, the code that reads requests.
 """
 
-import re
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import NamedTuple
@@ -17,14 +16,6 @@ from app.core.errors import AppError, ErrorKind
 # Nginx allows 32 KiB and Node 16 KiB. h11 does not limit the number of fields.
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADER_FIELDS = 128
-
-# Up to this number of chunks, chunks may have any size. Beyond it, their average size must be at
-# least this many bytes.
-_MAX_SMALL_CHUNKS = 1024
-_MIN_MEAN_CHUNK_BYTES = 128
-
-# A target in absolute form, as sent to a proxy (RFC 9112, 3.2.2).
-_ABSOLUTE_FORM = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
 
 # The field that h11 adds to the head of a response whose body is sent in chunks, in lower case.
 _CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
@@ -42,7 +33,7 @@ class ParseFailure(NamedTuple):
 
 class LimitedH11Connection(h11.Connection):
     """The server side of a connection, with limits. h11 itself limits the size of the headers only
-    while they are incomplete, and does not limit the number of fields or chunks.
+    while they are incomplete, and does not limit the number of fields.
 
     method: the method of the last request. failure: the reason why parsing has stopped. It is
     stored here because uvicorn logs a warning for every h11 error.
@@ -52,7 +43,6 @@ class LimitedH11Connection(h11.Connection):
         super().__init__(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         self.method = b""
         self.failure: ParseFailure | None = None
-        self._chunks = self._body_bytes = 0
         self._sends_chunks = False  # whether the body of the current response is sent in chunks
 
     def send(self, event: h11.Event) -> bytes | None:  # pyright: ignore[reportIncompatibleMethodOverride]  # without h11's overloads
@@ -77,9 +67,6 @@ class LimitedH11Connection(h11.Connection):
             event = super().next_event()
             if isinstance(event, h11.Request):
                 self._check_head(event)
-                event = _to_origin_form(event)
-            if isinstance(event, h11.Data):
-                self._check_chunk(event)
         except h11.RemoteProtocolError as error:
             status = error.error_status_hint
             code = "request_header_fields_too_large" if status == 431 else "invalid_http"
@@ -105,7 +92,6 @@ class LimitedH11Connection(h11.Connection):
 
     def _check_head(self, head: h11.Request) -> None:
         self.method = head.method
-        self._chunks = self._body_bytes = 0
         fields = head.headers.raw_items()
         # includes the colon, the space and the line ending of each field
         size = len(head.target) + sum(len(name) + len(value) + 4 for name, value in fields)
@@ -124,32 +110,3 @@ class LimitedH11Connection(h11.Connection):
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in head.headers}:
             # a proxy may have used the other header (RFC 9112, 6.1)
             raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding are present")
-
-    def _check_chunk(self, data: h11.Data) -> None:
-        self._chunks += data.chunk_start
-        self._body_bytes += len(data.data)
-        if (
-            self._chunks > _MAX_SMALL_CHUNKS
-            and self._body_bytes < self._chunks * _MIN_MEAN_CHUNK_BYTES
-        ):
-            raise h11.RemoteProtocolError(
-                f"the body has {self._chunks} chunks of less than {_MIN_MEAN_CHUNK_BYTES} "
-                "bytes on average: "
-                "send larger chunks"
-            )
-
-
-def _to_origin_form(head: h11.Request) -> h11.Request:
-    """Converts an absolute target to origin form. The host in the target then replaces the Host
-    header."""
-    absolute = _ABSOLUTE_FORM.fullmatch(head.target)
-    if absolute is None:
-        return head
-    host, path = absolute.groups()
-    others = [(name, value) for name, value in head.headers.raw_items() if name.lower() != b"host"]
-    return h11.Request(
-        method=head.method,
-        target=path if path.startswith(b"/") else b"/" + path,
-        headers=[(b"Host", host), *others],
-        http_version=head.http_version,
-    )

@@ -1,111 +1,19 @@
-"""TLS: checks of the certificate and key before the server starts, and the TLS protocol below a
-connection.
+"""Checks of the TLS certificate and key before the server starts.
 
-Knows: the ssl module, asyncio's SSL protocol. Must not know: HTTP, the server.
+Knows: the ssl module. Must not know: HTTP, the server. uvicorn itself reads the files again.
 
 The certificate is verified with a handshake in memory, as clients would verify it, because the ssl
 module does not expose the fields of a loaded certificate.
-
-    accepted ──begin──▶ handshake ──connection_made──▶ everything in app/http/connection.py
-
-asyncio would hide the TLS handshake from the connection. A socket that never starts TLS would then
-stay open for a minute without counting against any limit. The connection is therefore notified of
-its socket before the handshake.
 """
 
-import asyncio
 import os
 import ssl
 import stat
 import time
-from asyncio.sslproto import SSLProtocol
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, cast
 
 from app.core.errors import AppError, ErrorKind
-
-# The number of bytes per read, at most one TLS record. asyncio allocates 256 KiB per open
-# connection, which is a quarter of a gigabyte for a thousand connections.
-_READ_BYTES = 16 * 1024
-
-
-class TlsObserver(Protocol):
-    """The callbacks with which the TLS layer notifies a connection."""
-
-    def handshake_started(self, transport: asyncio.Transport) -> None:
-        """Called when the socket is accepted and the handshake begins."""
-        ...
-
-    def write_stalled(self) -> None:
-        """Called when some data could not be sent immediately."""
-        ...
-
-    def write_drained(self) -> None:
-        """Called when all data was sent."""
-        ...
-
-    def socket_closed(self) -> None:
-        """Called when the socket is closed, whether or not `connection_lost` is also called."""
-        ...
-
-
-class TlsProtocol(SSLProtocol):
-    """TLS for one connection.
-
-    connection: the protocol above TLS. Its `connection_made` is called only after a successful
-    handshake. handshake_timeout: the number of seconds after which asyncio aborts the handshake;
-    the connection may abort it earlier. shutdown_timeout: the number of seconds within which a
-    client must reply to close_notify.
-    """
-
-    max_size = _READ_BYTES
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        connection: asyncio.BaseProtocol,
-        context: ssl.SSLContext,
-        *,
-        observer: TlsObserver,
-        handshake_timeout: float,
-        shutdown_timeout: float,
-    ) -> None:
-        super().__init__(
-            loop,
-            connection,
-            context,
-            cast("asyncio.Future[None]", None),  # asyncio's own servers pass None, too
-            server_side=True,
-            # asyncio accepts floats, although the type stubs do not
-            ssl_handshake_timeout=cast("int", handshake_timeout),
-            ssl_shutdown_timeout=cast("int", shutdown_timeout),
-        )
-        self._observer = observer
-        self._write_paused = False
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # as asyncio's servers pass it
-        # TLS adds its own buffers and reports only their state
-        transport.set_write_buffer_limits(high=0)
-        self._observer.handshake_started(transport)
-        super().connection_made(transport)
-
-    def pause_writing(self) -> None:
-        self._write_paused = True
-        super().pause_writing()
-        self._observer.write_stalled()
-
-    def resume_writing(self) -> None:
-        self._write_paused = False
-        super().resume_writing()
-        # the write may have stalled again
-        if not self._write_paused:
-            self._observer.write_drained()
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        super().connection_lost(exc)
-        self._observer.socket_closed()
-
 
 _DAY = 24 * 60 * 60
 
@@ -123,7 +31,7 @@ def check_certificate(cert: str, key: str, *, now: float | None = None) -> Seque
     file without a passphrase. now: the Unix time; None for the current time. Raises
     AppError(INVALID) if the files cannot be used.
     """
-    server = create_ssl_context(cert, key)
+    server = _create_ssl_context(cert, key)
     warnings: list[str] = []
     if os.stat(key).st_mode & (stat.S_IRGRP | stat.S_IROTH):
         warnings.append(f"--tls-key: {key} is readable by other users: chmod 600 {key}")
@@ -138,7 +46,7 @@ def check_certificate(cert: str, key: str, *, now: float | None = None) -> Seque
     return warnings
 
 
-def create_ssl_context(cert: str, key: str) -> ssl.SSLContext:
+def _create_ssl_context(cert: str, key: str) -> ssl.SSLContext:
     """Returns the server's SSL context. Raises AppError(INVALID) if the files cannot be used."""
     for option, file in (("--tls-cert", cert), ("--tls-key", key)):
         try:

@@ -7,7 +7,6 @@ other modules need them.
 pyproject.toml restricts the supported versions.
 """
 
-import asyncio
 from collections.abc import Sequence
 from socket import SocketType
 
@@ -18,7 +17,6 @@ from uvicorn.server import ServerState
 
 __all__ = [
     "CLOSE_HEADER",
-    "HookedFlowControl",
     "HookedH11Protocol",
     "HookedServer",
     "RequestResponseCycle",
@@ -36,7 +34,7 @@ UNDOCUMENTED: Sequence[tuple[type, Sequence[str]]] = (
         ("conn", "cycle", "flow", "transport", "app", "client", "timeout_keep_alive_task"),
     ),
     (RequestResponseCycle, ("transport", "keep_alive", "response_started", "response_complete")),
-    (FlowControl, ("_transport", "pause_reading", "resume_reading", "read_paused")),
+    (FlowControl, ("resume_reading", "write_paused")),
     (ServerState, ("tasks", "connections")),
 )
 
@@ -63,9 +61,3 @@ class HookedH11Protocol(H11Protocol):
     def _unsupported_upgrade_warning(self) -> None:
         """Suppresses uvicorn's log lines. Java's HTTP client offers an upgrade to HTTP/2 with its
         first request, and an HTTP/1.1 response is correct."""
-
-
-class HookedFlowControl(FlowControl):
-    @property
-    def transport(self) -> asyncio.Transport:
-        return self._transport

@@ -1,6 +1,6 @@
 """A uvicorn server with a graceful shutdown.
 
-Knows: uvicorn's server, signals, TLS below a connection, the drain timeout. Must not know: routes,
+Knows: uvicorn's server, signals, the drain timeout. Must not know: routes,
 responses, how requests are aborted.
 
     signal ──▶ accepts no connection, handles no new request ──drain──▶ responses end with an error
@@ -14,7 +14,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from types import FrameType
 from typing import Any, cast
 
@@ -27,8 +27,7 @@ from app.core.server_stats import ConnectionStats
 from app.core.settings import Settings
 from app.core.units import pluralize
 from app.http.connection import SHUTDOWN_MESSAGE, Connection
-from app.http.connection_limits import Acceptor, ConnectionLimiter, raise_fd_limit
-from app.http.tls import TlsProtocol, create_ssl_context
+from app.http.connection_limits import ConnectionLimiter
 from app.http.uvicorn_internals import HookedServer, ServerState
 
 
@@ -38,15 +37,10 @@ def make_protocol_factory(
     limiter: ConnectionLimiter | None = None,
 ) -> type[asyncio.Protocol]:
     """Returns the protocol factory for `uvicorn.Config(http=…)`, which uvicorn calls for each
-    socket. The connections share their limits. They use TLS if the settings have a certificate;
-    uvicorn itself must not be configured for TLS. limiter: the shared limits; None creates them.
-    Raises AppError(INVALID) for a certificate that cannot be used."""
+    socket. The connections share their limits. limiter: the shared limits; None creates them."""
     common = limiter or ConnectionLimiter(
         settings, ConnectionStats() if traffic is None else traffic
     )
-    certificate = None
-    if settings.tls_cert is not None and settings.tls_key is not None:
-        certificate = create_ssl_context(settings.tls_cert, settings.tls_key)
 
     def make_protocol(
         config: Config,
@@ -55,18 +49,7 @@ def make_protocol_factory(
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> asyncio.BaseProtocol:
         loop = asyncio.get_running_loop() if _loop is None else _loop
-        connection = Connection(config, server_state, app_state, loop, common)
-        if certificate is None:
-            return connection
-        return TlsProtocol(
-            loop,
-            connection,
-            certificate,
-            observer=connection,
-            # longer than the timeout of the connection, which applies first
-            handshake_timeout=2 * settings.header_timeout,
-            shutdown_timeout=settings.body_timeout,
-        )
+        return Connection(config, server_state, app_state, loop, common)
 
     # uvicorn accepts any factory, but its type hints require a class
     return cast("type[asyncio.Protocol]", make_protocol)
@@ -102,40 +85,17 @@ class UvicornServer(HookedServer):
         super().__init__(config)
         self._limits = limits
         self._limiter = limiter
-        self._acceptors: Sequence[Acceptor] = ()
         self._drain_seconds = settings.drain
-        self._max_connections = settings.max_connections
-        self._tls_cert = settings.tls_cert
         # known once the server listens
         self.url = ""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        most = raise_fd_limit(self._max_connections)
+        self._limiter.raise_fd_limit()
         await super().startup(sockets)
-        if most is not None:
-            listeners = [listener for server in self.servers for listener in server.sockets]
-            self._acceptors = [self._make_acceptor(listener, most) for listener in listeners]
-
-    def _make_acceptor(self, listener: socket.socket, max_sockets: int) -> Acceptor:
-        def make_protocol() -> asyncio.Protocol:
-            # pass the same arguments as uvicorn
-            made = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
-            return made(
-                config=self.config,
-                server_state=self.server_state,
-                app_state=self.lifespan.state,
-            )
-
-        return Acceptor(
-            listener,
-            make_protocol,
-            lambda beginning: self._limiter.has_room(max_sockets - beginning),
-        )
 
     def log_listening(self, listeners: Sequence[socket.SocketType]) -> None:
-        """Logs the address. uvicorn would log it as http, because it does not know about TLS
-        here."""
-        scheme = "http" if self._tls_cert is None else "https"
+        """Logs the address."""
+        scheme = "https" if self.config.is_ssl else "http"
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         port = self.config.port or listeners[0].getsockname()[1]
         self.url = f"{scheme}://{host}:{port}"
@@ -161,8 +121,6 @@ class UvicornServer(HookedServer):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._limiter.traffic.shutting_down = True
-        for acceptor in self._acceptors:
-            acceptor.close()
         for listener in self.servers:
             listener.close()
         for inherited in sockets or ():

@@ -1,22 +1,18 @@
 """Floods, while another client sends requests: silent connections, endless heads and bodies, unread
 answers."""
 
-import asyncio
 import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-import trustme
 
 from tests import tiny
 from tests.attacks.attacker import Attack, Flood, Send
 from tests.attacks.conftest import LatencyCheck, Victim
-from tests.http.raw_client import GET, RawClient, head, open_connections, post
+from tests.http.raw_client import RawClient, head, open_connections, post
 from tests.machine_lock import MachineLock
 from tests.server_process import TIMEOUT, run_server
 from tests.waiting import wait_until
@@ -56,89 +52,11 @@ def test_slow_loris_with_500_sockets(victim: Victim, machine: MachineLock):
 
 @pytest.mark.exhaustive
 @pytest.mark.timing
-def test_500_sockets_that_never_speak_tls(victim: Victim, tmp_path: Path, machine: MachineLock):
-    """asyncio waited a minute for each, and did not count them: they could use all file
-    descriptors."""
-    authority = trustme.CA()
-    leaf = authority.issue_cert("127.0.0.1")
-    leaf.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
-    leaf.private_key_pem.write_to_path(tmp_path / "key.pem")
-    client_context = httpx.create_ssl_context()
-    authority.configure_trust(client_context)
-    model, cert, key = (str(one) for one in (victim.disk / "tiny", *sorted(tmp_path.iterdir())))
-    limits = ("--header-timeout", "3", "--max-connections", "600")
-    arguments = ("--runner", "thread", "--tls-cert", cert, "--tls-key", key, *limits)
-    with (
-        run_server(model, *arguments, ssl_context=client_context) as server,
-        open_connections(server.port) as connect,
-    ):
-        silent = [connect().send(b"\x16\x03\x01") for _ in range(500)]
-
-        def open_one() -> None:
-            """Repeatedly; each replaces the connection that waited longest."""
-            with contextlib.suppress(OSError):
-                connect().send(GET[:1])
-
-        LatencyCheck(server, machine, client_context)(open_one)
-        # closed after the timeout, like all other incomplete connections
-        assert silent[0].is_closed()
-        assert silent[-1].is_closed()
-
-        def get_metrics() -> str:
-            url = f"{server.url}/metrics"
-            return httpx.get(url, verify=client_context, timeout=TIMEOUT).text
-
-        assert "too_many_connections" in get_metrics()
-        assert read_metric(get_metrics(), "mlxrunner_http_connections") <= 600 + 64
-        # the last ones of the attack are still waiting for their timeout
-        timeouts = 'mlxrunner_http_connections_turned_away_total{reason="handshake_timeout"}'
-        wait_until(lambda: read_metric(get_metrics(), timeouts) >= 400, limit=TIMEOUT)
-
-
-def read_metric(metrics: str, sample: str) -> float:
-    [line] = [client for client in metrics.splitlines() if client.startswith(f"{sample} ")]
-    return float(line.rpartition(" ")[2])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timing
 def test_more_sockets_than_are_allowed(victim: Victim):
     """The other client's connection is older than these, but active: it is kept."""
 
     # three processes, each with four threads that hold a hundred
     victim.attack(Attack([[Send(b"G")]], threads=4, hold=100, share=0.16))
-
-
-@pytest.mark.exhaustive
-def test_more_clients_than_file_descriptors(victim: Victim):
-    """Each used a file descriptor of the server, which then could not connect to its model: status
-    500."""
-    model = str(victim.disk / "tiny")
-    body = {"model": "tiny", "prompt": "x", "max_tokens": 4}
-    with run_server(model, max_open_files=320) as server:
-
-        async def send_request(client: httpx.AsyncClient) -> httpx.Response | None:
-            """None for a connection that was closed for a newer one before its request was read."""
-            try:
-                return await client.post(COMPLETIONS, json=body)
-            except (httpx.NetworkError, httpx.RemoteProtocolError):
-                return None
-
-        async def send_all() -> list[httpx.Response | None]:
-            limits = httpx.Limits(max_connections=None)
-            async with httpx.AsyncClient(
-                base_url=server.url, timeout=TIMEOUT, limits=limits
-            ) as client:
-                return await asyncio.gather(*(send_request(client) for _ in range(330)))
-
-        replies = asyncio.run(send_all())
-        rejected = [reply for reply in replies if reply is not None and reply.status_code != 200]
-        assert {reply.status_code for reply in rejected} <= {429, 503}
-        assert all(int(reply.headers["retry-after"]) > 0 for reply in rejected)
-        assert any(reply is not None and reply.status_code == 200 for reply in replies)
-        assert "accepting at most 160 connections" in server.log_text()
-        assert "Traceback" not in server.log_text()
-        assert "Too many open files" not in server.log_text()
 
 
 # A head and the bytes to repeat after it, with a length and in chunks.

@@ -145,7 +145,12 @@ def run_server(
     app = build_fake_app(generate or FakeGenerate(), server_settings, traffic=traffic)
     protocol_factory = make_protocol_factory(server_settings, traffic)
     with (
-        serve_app(app, http=protocol_factory) as url,
+        serve_app(
+            app,
+            http=protocol_factory,
+            ssl_certfile=server_settings.tls_cert,
+            ssl_keyfile=server_settings.tls_key,
+        ) as url,
         open_connections(int(url.rpartition(":")[2])) as connect,
     ):
         yield connect

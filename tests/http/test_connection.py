@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import resource
 import socket
 import threading
@@ -229,20 +228,6 @@ def test_a_body_with_two_lengths_is_rejected(connect: Connect):
     assert client.is_closed()
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models?x=y"])
-def test_an_absolute_target_is_accepted(path: str, connect: Connect):
-    """Servers must accept it (RFC 9112, 3.2.2), and ignore the Host header then."""
-    client = connect()
-    for scheme in ("http", "https", "HTTP"):
-        assert (
-            client.send(head("GET", f"{scheme}://127.0.0.1:80{path}", Host="x")).read_reply().status
-            == 200
-        )
-    reply = client.send(head("GET", f"http://rebound.example.net{path}")).read_reply()
-    assert (reply.status, reply.error["code"]) == (403, "host_not_allowed")
-    assert client.send(head("GET", "http://localhost")).read_reply().body == b"Ollama is running"
-
-
 @pytest.mark.parametrize("method", ["CONNECT", "BREW", "A" * 5000])
 def test_an_unknown_method_is_not_allowed(method: str, connect: Connect):
     client = connect().send(head(method, "/v1/models"))
@@ -331,17 +316,6 @@ def test_a_head_of_the_maximum_size_is_accepted(connect: Connect):
     fields = {name: n for name, n in FIELDS.items() if n < MAX_HEADER_FIELDS - 3}
     assert connect().send(head("GET", "/v1/models", **fields)).read_reply().status == 200
     assert connect().send(head("GET", "/v1/models", X="y" * 60_000)).read_reply().status == 200
-
-
-def test_a_body_of_tiny_chunks_is_rejected(connect: Connect):
-    """Each costs a hundred times its content; 256 KiB of them blocked all clients for 0.2 s."""
-    request = head("POST", CHAT, Transfer_Encoding="chunked")
-    assert is_our_error(
-        connect().send(request + b"1\r\n \r\n" * 5000).read_reply(), 400, "invalid_http"
-    )
-    body = json.dumps(CHAT_BODY).encode()
-    fields = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
-    assert connect().send(request + fields).read_reply().status == 200
 
 
 def test_the_connection_is_kept_after_a_slightly_too_large_body():
@@ -649,7 +623,6 @@ def test_closed_connections_are_counted_by_reason(stats: ConnectionStats):
         wait_until(lambda: stats.open_connections == 0)
     assert stats.accepted_connections == 6
     assert stats.closed_by_reason == {
-        "handshake_timeout": 0,
         "head_timeout": 2,
         "body_timeout": 1,
         "unread_answer": 1,

@@ -76,4 +76,4 @@ def test_no_other_module_uses_private_names() -> None:
 
 
 def is_library_base(base: ast.expr) -> bool:
-    return ast.unparse(base).startswith(("Hooked", "SSLProtocol", "uvicorn.", "asyncio."))
+    return ast.unparse(base).startswith(("Hooked", "uvicorn.", "asyncio."))
