@@ -38,7 +38,7 @@ from app.runners.compile_dir import prepare_compile_dir
 from app.runners.pool import ModelPool
 from app.runners.preflight import estimate_memory
 from app.runners.ranks.launch import Launch, detect_launch, restrict_to_one_model, watch_launcher
-from app.serving.keep_awake import create_keep_awake
+from app.serving.keep_awake import keep_awake
 from app.serving.logs import get_terminal_log, set_log_levels
 from app.serving.registry import ModelRegistry, RegisteredModel, build_entry
 from app.serving.reload_signal import ReloadSignal
@@ -150,7 +150,6 @@ class _RunningServer:
         self._systemd = SystemdNotifier.from_environment(os.environ, os.getpid())
         self._tracing = create_tracing(settings)
         self._terminal = _create_terminal_status(settings)
-        self._keep_awake = create_keep_awake(settings)
         self._needs_key = keyring.enabled
         self._preload_names = _list_preload_names(entries, settings)
         self._registry = ModelRegistry(entries, settings)
@@ -196,7 +195,7 @@ class _RunningServer:
             save_defaults=None if self._config is None else self._config.save_defaults,
             can_reload=self._ranks is None,
         )
-        observers = (self._tracing, self._terminal, self._keep_awake)
+        observers = (self._tracing, self._terminal)
         app = build_app(
             self._router,
             self._router,
@@ -252,6 +251,7 @@ class _RunningServer:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: "Starlette") -> AsyncGenerator[None]:
+        self._awake = keep_awake(self._settings)
         # not awaited, so that /v1/status can report the progress while models load
         loading = asyncio.create_task(self._preload_models())
         reloading = asyncio.create_task(self._reload_on_signal())
@@ -260,7 +260,6 @@ class _RunningServer:
             self._library.sweep_uploads(),
             self._systemd.watch(self._server, self._settings.drain),
             self._show_on_terminal(),
-            contextlib.nullcontext() if self._keep_awake is None else self._keep_awake.run(),
             contextlib.nullcontext() if self._usage_file is None else self._usage_file.keep(),
         ):
             yield

@@ -358,7 +358,7 @@ GROUPS = (
             make_option(
                 "keep_awake",
                 value_types.boolean(),
-                "keep a Mac from going to idle sleep during requests",
+                "keep a Mac from going to idle sleep while the server runs",
             ),
             make_option(
                 "watchdog",

@@ -123,7 +123,7 @@ class Settings:
     chunks are aligned to fixed positions, so that the output is bit-identical with and without
     cached prefixes. prefill_chunk: the number of prompt tokens per engine step. A chunk cannot be
     cancelled once it has started. None chooses a value for the device. keep_awake: whether a Mac
-    does not go to idle sleep during requests, which has run on no Mac.
+    does not go to idle sleep while the server runs, which has run on no Mac.
 
     watchdog: the number of seconds without an engine step after which the engine is reported as
     stalled and, if it has its own process, restarted. max_body: the maximum size of a request body
