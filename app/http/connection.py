@@ -57,7 +57,6 @@ _MIN_PROGRESS_BYTES = 16 * 1024
 # Python's socket module does not have it
 _SO_NWRITE = 0x1024
 
-
 # The maximum number of bytes read in one iteration of the event loop. h11 takes 4 microseconds for
 # a chunk of one byte, so asyncio's buffer of 256 KiB could block the loop for 0.2 s.
 _READ_BYTES = 8 * 1024

@@ -94,24 +94,24 @@ class LatencyCheck:
 
     def _start_attack(
         self, attack: Attack | Callable[[], object]
-    ) -> "AbstractContextManager[_AttackCounts]":
+    ) -> "AbstractContextManager[AttackCounts]":
         if isinstance(attack, Attack):
             port = attack.port or self._server.port
             attack_on_server = replace(attack, port=port, tls=self._trust is not None)
-            return _attack_in_processes(attack_on_server)
+            return attack_in_processes(attack_on_server)
         return _attack_in_thread(attack)
 
 
 @dataclass
-class _AttackCounts:
+class AttackCounts:
     statuses: Counter[str] = field(default_factory=Counter)
     sent: int = 0
 
 
 @contextmanager
-def _attack_in_processes(attack: Attack) -> Iterator[_AttackCounts]:
+def attack_in_processes(attack: Attack) -> Iterator[AttackCounts]:
     """Several processes attack until the context is left."""
-    result = _AttackCounts()
+    result = AttackCounts()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "attack"
         file.write_bytes(pickle.dumps(attack))
@@ -145,7 +145,7 @@ def _attack_in_processes(attack: Attack) -> Iterator[_AttackCounts]:
 
 
 @contextmanager
-def _attack_in_thread(attack: Callable[[], object]) -> Iterator[_AttackCounts]:
+def _attack_in_thread(attack: Callable[[], object]) -> Iterator[AttackCounts]:
     """A thread of this process attacks until the context is left. Its exceptions are raised at the
     end."""
     stop, failure, num_calls = threading.Event(), list[BaseException](), [0]
@@ -162,7 +162,7 @@ def _attack_in_thread(attack: Callable[[], object]) -> Iterator[_AttackCounts]:
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield _AttackCounts()
+        yield AttackCounts()
     finally:
         stop.set()
         thread.join(TIMEOUT)
