@@ -99,6 +99,7 @@ _MAX_INTEGER_BITS = 1 << 16
 _UNBOUNDED_WIDTH = re.compile(r"%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{|\d{10}")
 
 _CONTAINERS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
+_SCALARS = (str, bool, int, float, type(None))
 
 
 class SandboxedTemplate:
@@ -288,8 +289,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         filters, names = cast("dict[str, Any]", self.filters), cast("dict[str, Any]", self.globals)
         for name in _REMOVED_FILTERS:
             del filters[name]
-        for functions in (filters, cast("dict[str, Any]", self.tests)):
-            functions |= {name: self._limited(name, inner) for name, inner in functions.items()}
+        tests = cast("dict[str, Any]", self.tests)
+        filters |= {name: self._limited(name, inner) for name, inner in filters.items()}
+        tests |= {name: self._limited(name, tests[name]) for name in _TRAVERSALS & tests.keys()}
         filters |= {"join": self._join, "sum": self._sum, "tojson": self._tojson}
         filters |= {
             "checked": self._check_output,
@@ -346,15 +348,17 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def _limited(self, name: str, inner: Any) -> Any:
         """Limits a filter or a test. Some take a context before the value."""
         before = 1 if hasattr(inner, "jinja_pass_arg") else 0
+        has_checks = name == "format" or name in _MULTIPLIERS or name in _TRAVERSALS
 
         @functools.wraps(inner)
         def limited(*args: Any, **kwargs: Any) -> Any:
             self._limit.check_time()
-            value, *rest = args[before:]
-            rest += kwargs.values()
-            if name == "format":
-                self._limit.check_format(str(self._check_output(value)), rest)
-            self._limit.check_arguments(name, value, rest)
+            if has_checks:
+                value, *rest = args[before:]
+                rest += kwargs.values()
+                if name == "format":
+                    self._limit.check_format(str(self._check_output(value)), rest)
+                self._limit.check_arguments(name, value, rest)
             result = inner(*args, **kwargs)
             self._limit.charge(result)
             return result
@@ -363,7 +367,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def _check_output(self, value: Any) -> Any:
         """Checks a value that is converted to text or compared."""
-        if not isinstance(value, str):
+        if type(value) not in _SCALARS:
             self._limit.check_size(self._limit.measure(value))
         return value
 
@@ -429,10 +433,12 @@ class _SandboxRewriter(NodeTransformer):
         return self._call_filter("concatenated", nodes.List(node.nodes, lineno=node.lineno))
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        """Comparing with a constant never takes long."""
         self.generic_visit(node)
-        for compared in (node, *node.ops):
-            if not isinstance(compared.expr, nodes.Const):
-                compared.expr = self._call_filter("checked", compared.expr)
+        variable = [n for n in (node, *node.ops) if not isinstance(n.expr, nodes.Const)]
+        if len(variable) > 1:
+            for operand in variable:
+                operand.expr = self._call_filter("checked", operand.expr)
         return node
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
