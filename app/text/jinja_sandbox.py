@@ -454,7 +454,7 @@ class _SandboxRewriter(NodeTransformer):
         bounds = (bound or none for bound in (node.arg.start, node.arg.stop, node.arg.step))
         return self._call_filter("sliced", node.node, *bounds)
 
-    def _call_filter(self, name: str, value: nodes.Expr, *args: nodes.Expr) -> nodes.Filter:
+    def _call_filter(self, name: str, value: nodes.Node, *args: nodes.Expr) -> nodes.Filter:
         call = nodes.Filter(value, name, list(args), [], None, None, lineno=value.lineno)
         call.set_environment(self._sandbox)
         return call
