@@ -229,7 +229,8 @@ class FakeGenerate:
             raise self.open_error
         for one in request.inputs:
             if isinstance(one.content, tuple):
-                await self.detokenize(model, one.content)
+                ids = [part for part in one.content if isinstance(part, int)]
+                await self.detokenize(model, ids)
         self.embedded.append(request)
         vectors = [
             struct.pack("<4f", index, len(one.content), 0.5, -0.25)[: 4 * (request.dimensions or 4)]

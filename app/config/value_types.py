@@ -130,10 +130,11 @@ def number(minimum: float, maximum: float) -> ValueType:
 
 
 def count(minimum: int, unit: str = "") -> ValueType:
-    """A number of things, which may have a suffix: 8192, 8k (8000), 8K (8192)."""
+    """A number of things, which may have a suffix: 8192, 8k (8000), 8K (8192). With a minimum of -1,
+    -1 is the only negative number."""
 
     def parse(word: str) -> int:
-        number = units.parse_count(word)
+        number = -1 if word.strip() == "-1" else units.parse_count(word)
         if number is None or number < minimum:
             raise ValueError
         return number

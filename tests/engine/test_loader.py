@@ -137,7 +137,8 @@ def test_metal_wires_the_weights_and_the_working_space_and_not_the_budget(
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "device_info", lambda: {**info, "resource_limit": 499_000})
     monkeypatch.setattr(mx, "set_wired_limit", limits.append)
-    loop = load(store.resolve(str(tiny_model)), Settings(memory=memory), ignore)
+    settings = Settings(memory=memory, experimental_metal=True)
+    loop = load(store.resolve(str(tiny_model)), settings, ignore)
     ledger = loop.stats().ledger
     assert limits == [ledger.wired]
     assert ledger.in_use <= ledger.wired < ledger.in_use + WIRED_STEP

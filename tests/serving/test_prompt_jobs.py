@@ -105,7 +105,7 @@ class TestFillInTheMiddle:
         )
         error = get_error(fim_files, prompt="a" * 100, suffix="b" * 153)
         assert (error.kind, error.param) == (ErrorKind.CONTEXT_LENGTH, "prompt")
-        assert "the prompt with its suffix has 256 tokens" in error.message
+        assert "the prompt with its suffix exceeds the available context size" in error.message
 
     @pytest.mark.parametrize(("prompt", "suffix"), [("a", "b" * 10**7), ("a" * 10**7, "b")])
     def test_a_huge_prompt_is_tokenized_only_up_to_a_bound(

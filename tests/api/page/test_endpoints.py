@@ -126,4 +126,3 @@ def test_a_script_never_parses_html_and_imports_only_files_of_the_page(file: Pat
     imported = re.findall(r'from "\./([^"]+)"', text)
     assert text.count("import ") >= len(imported)
     assert {STATIC / name for name in imported} <= {*SCRIPTS, *VENDORED}
-    assert len(text.splitlines()) <= 300
