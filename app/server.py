@@ -19,31 +19,28 @@ from app.commands.pull import resolve_or_download
 from app.config.options import OPTIONS
 from app.config.toml_edit import ConfigFile
 from app.core.errors import AppError, ErrorKind
-from app.core.live_settings import LiveSettings, merge_reloaded
-from app.core.malloc import limit_malloc_retention
 from app.core.model_files import ModelFiles
-from app.core.model_state import MemoryRequirement
+from app.core.models import MemoryRequirement
 from app.core.ports import Runner
-from app.core.server_stats import ConnectionStats, EventLoopLag
-from app.core.settings import ModelSettings, Settings
+from app.core.runtime import limit_malloc_retention, shorten_switch_interval
+from app.core.settings import LiveSettings, ModelSettings, Settings, merge_reloaded
 from app.core.state_folder import find_state_folder
-from app.core.switch_interval import shorten_switch_interval
 from app.core.units import pluralize
-from app.core.usage import UsageCounters
+from app.core.usage import ConnectionStats, EventLoopLag, UsageCounters
 from app.engine.model_info import complete_config
 from app.http.api_keys import Keyring
 from app.http.bind_policy import check_bind_address, check_security_settings
-from app.http.systemd import SystemdNotifier
+from app.observability.logs import get_terminal_log, set_log_levels
+from app.observability.systemd import SystemdNotifier
+from app.observability.terminal_status import BannerAddress, TerminalStatus
+from app.observability.tracing import create_tracing
 from app.runners.compile_dir import prepare_compile_dir
 from app.runners.pool import ModelPool
 from app.runners.preflight import estimate_memory
 from app.runners.ranks.launch import Launch, detect_launch, restrict_to_one_model, watch_launcher
 from app.serving.keep_awake import keep_awake
-from app.serving.logs import get_terminal_log, set_log_levels
 from app.serving.registry import ModelRegistry, RegisteredModel, build_entry
 from app.serving.reload_signal import ReloadSignal
-from app.serving.terminal_status import BannerAddress, TerminalStatus
-from app.serving.tracing import create_tracing
 from app.serving.usage_file import UsageFile, name_usage_file
 from app.store import is_builtin
 from models import extension_build
@@ -171,8 +168,8 @@ class _RunningServer:
         from app.core.thread_pools import ThreadPools
         from app.http.connection_limits import ConnectionLimiter
         from app.http.uvicorn_server import UvicornServer
+        from app.observability.event_loop_watchdog import EventLoopWatchdog
         from app.runners.tokenizer_check import TokenizerChecker
-        from app.serving.event_loop_watchdog import EventLoopWatchdog
         from app.serving.model_library import InstalledModels
         from app.serving.router import ModelRouter
 

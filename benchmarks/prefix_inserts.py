@@ -1,5 +1,5 @@
 """CPU time of inserting a prompt into a prefix cache that holds many, and the longest collection of
-Python's garbage collector meanwhile, with and without freezing (app/core/gc_freeze.py).
+Python's garbage collector meanwhile, with and without freezing (app/core/runtime.py).
 
 Layer caches are real, with one head of one dimension, so that ten thousand prompts fit in memory.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from app.core.gc_freeze import freeze_survivors
+from app.core.runtime import freeze_survivors
 from app.engine.prefix.radix import RadixPrefixCache
 from models.kv import KVCache
 

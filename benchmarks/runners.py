@@ -15,9 +15,9 @@ from app import store
 from app.bench.metrics import percentile
 from app.core.jobs import Job, Token
 from app.core.ports import Runner
+from app.core.runtime import shorten_switch_interval
 from app.core.sampling_params import SamplingParams
 from app.core.settings import Settings
-from app.core.switch_interval import shorten_switch_interval
 from app.engine.model_info import complete_config
 from app.runners.process_runner import ProcessRunner
 from app.runners.thread_runner import ThreadRunner

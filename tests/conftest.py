@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from app.serving.logs import QueuedLogHandler
+from app.observability.logs import QueuedLogHandler
 from tests import tiny
 from tests.durations import find_function, read_list
 from tests.machine_load import OtherPrograms

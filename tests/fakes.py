@@ -13,7 +13,6 @@ from tokenizers import models, pre_tokenizers
 
 from app.api.app import build_app
 from app.api.front_end import FrontendStats
-from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, ErrorKind
 from app.core.events import (
     Event,
@@ -25,22 +24,21 @@ from app.core.events import (
     TokenLogprob,
     Usage,
 )
-from app.core.jobs import Capacity, EngineStats, Ledger
-from app.core.model_defaults import ModelDefaults
-from app.core.model_details import (
+from app.core.jobs import Capacity, EngineStats, Ledger, PrefixSnapshot
+from app.core.model_files import ModelDefaults
+from app.core.models import (
     DownloadPreview,
     LibraryStep,
     ModelDetails,
     ModelRecipe,
+    ModelState,
     TensorDetails,
 )
-from app.core.model_state import ModelState
 from app.core.ports import ModelCard, ResolvedModel, RunnerStatus
-from app.core.prefix_snapshot import PrefixSnapshot
-from app.core.requests import Conversation, GenerateRequest, PromptBatch
-from app.core.server_stats import ConnectionStats, EventLoopLag
+from app.core.requests import Conversation, Embeddings, EmbedRequest, GenerateRequest, PromptBatch
 from app.core.settings import Settings
 from app.core.thread_pools import ThreadPools
+from app.core.usage import ConnectionStats, EventLoopLag
 from app.http.body import RequestBodies
 
 STATS = EngineStats(

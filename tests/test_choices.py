@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from app import store
-from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, ErrorKind
 from app.core.events import (
     Event,
@@ -26,7 +25,7 @@ from app.core.events import (
 from app.core.jobs import Ended, EngineStats, Job, JobUpdate, PromptLogprobs, Started, Token
 from app.core.model_files import ModelFiles
 from app.core.ports import RunnerStatus
-from app.core.requests import Conversation, Message, PromptBatch, Tool
+from app.core.requests import Conversation, EmbedJob, Message, PromptBatch, Tool
 from app.core.settings import Settings
 from app.runners.admission import Admission
 from app.runners.thread_runner import ThreadRunner

@@ -77,20 +77,18 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
     # dialects may import app.http, but app.http no dialect
     "app.api": frozenset({"app.core", "app.http"}),
     "app.http": frozenset({"app.core"}),
-    "app.serving.event_loop_watchdog": frozenset({"app.core"}),
     # options, environment and file; commands and the server get the Settings
     "app.config": frozenset({"app.core"}),
-    "app.serving.logs": frozenset({"app.core"}),
     "app.serving.reload_signal": frozenset(),
-    "app.serving.terminal_status": frozenset({"app.core"}),
     "app.serving.keep_awake": frozenset({"app.core"}),
-    "app.serving.otel_tracing": frozenset({"app.core"}),
-    "app.serving.tracing": frozenset({"app.core", "app.serving.otel_tracing"}),
+    "app.serving.usage_file": frozenset({"app.core"}),
     # a client of any server
     "app.bench": frozenset({"app.core"}),
     "app.prove": frozenset(
         {"app.core", "app.engine", "app.grammar", "app.runners.channel", "app.serving.prompt_jobs"}
     ),
+    # logs, traces, the watchdog of the event loop
+    "app.observability": frozenset({"app.core"}),
     "app.commands": EVERYTHING,
     "app.server": EVERYTHING,
     "app.cli": EVERYTHING,
@@ -148,21 +146,19 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.http.h11_connection": frozenset({"h11", "starlette"}),
     "app.http.uvicorn_internals": frozenset({"uvicorn"}),
     "app.http.uvicorn_server": frozenset({"uvicorn"}),
-    "app.serving.event_loop_watchdog": frozenset(),
     # metrics are collected and rendered in one package
     "app.api.metrics": frozenset({"starlette", "prometheus_client"}),
     # for `mlxrunner config --toml`
     "app.config": frozenset({"tomli_w"}),
-    "app.serving.logs": frozenset(),
     "app.serving.reload_signal": frozenset(),
-    "app.serving.terminal_status": frozenset(),
     "app.serving.keep_awake": frozenset(),
+    "app.serving.usage_file": frozenset(),
     # an optional dependency, imported only if tracing is enabled
-    "app.serving.otel_tracing": frozenset({"opentelemetry"}),
-    "app.serving.tracing": frozenset(),
+    "app.observability.otel_tracing": frozenset({"opentelemetry"}),
     "app.bench": frozenset(),
     "app.prove": frozenset(),
     "app.bench.http_client": frozenset({"h11"}),
+    "app.observability": frozenset(),
     "app.commands": frozenset(),
     "app.server": frozenset({"starlette", "uvicorn"}),
     "app.cli": frozenset(),
@@ -170,7 +166,9 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
 }
 
 # packages whose __init__ may have content; all others must be empty
-PACKAGES_WITH_INIT = frozenset({"models", "models.kernels", "app.engine", "app.store"})
+PACKAGES_WITH_INIT = frozenset(
+    {"models", "models.kernels", "app.api.schema", "app.engine", "app.store"}
+)
 
 # modules that may import others by name at run time
 RUN_TIME_IMPORTERS = frozenset(
@@ -192,7 +190,7 @@ TYPE_CHECKING_MODULES = frozenset(
         "models.kernels.layers",
         "app.commands.pull",
         "app.serving.model_library",
-        "app.serving.tracing",
+        "app.observability.tracing",
         "app.server",
     }
 )

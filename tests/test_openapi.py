@@ -11,11 +11,9 @@ from starlette.routing import Route
 
 from app.api.app import build_routes
 from app.core.errors import AppError, ErrorKind
-from app.core.live_settings import LiveSettings
-from app.core.server_stats import ConnectionStats, EventLoopLag
-from app.core.settings import Settings
+from app.core.settings import LiveSettings, Settings
 from app.core.thread_pools import ThreadPools
-from app.core.usage import UsageCounters
+from app.core.usage import ConnectionStats, EventLoopLag, UsageCounters
 from app.http.errors import ERROR_FORMATS
 from tests.api.asgi import send_request
 from tests.fakes import FakeGenerate

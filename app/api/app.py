@@ -32,14 +32,12 @@ from app.api.metrics.registry import Metrics
 from app.api.usage import usage_routes
 from app.core.errors import AppError, ErrorKind
 from app.core.limits import RequestLimits
-from app.core.live_settings import LiveSettings
 from app.core.observers import ObservedGenerate, ObserverFactory
 from app.core.ports import Generate, Models
 from app.core.request_context import RequestContextObserver
-from app.core.server_stats import ConnectionStats, EventLoopLag
-from app.core.settings import Settings
+from app.core.settings import LiveSettings, Settings
 from app.core.thread_pools import ThreadPools
-from app.core.usage import UsageCounters
+from app.core.usage import ConnectionStats, EventLoopLag, UsageCounters
 from app.http.api_keys import Keyring
 from app.http.auth import AuthMiddleware
 from app.http.body import RequestBodies

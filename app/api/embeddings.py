@@ -30,8 +30,8 @@ from app.api.fields import (
 from app.api.generate_endpoint import resolve_requested
 from app.api.openai.request import check_model, read_keep_alive
 from app.api.schema.unsupported_fields import reject_unsupported_fields
-from app.core.embeddings import Embeddings, EmbedInput, EmbedRequest, PoolingType
 from app.core.ports import Generate, Models, ResolvedModel
+from app.core.requests import Embeddings, EmbedInput, EmbedRequest, PoolingType
 from app.core.settings import Settings
 from app.http.auth import get_caller, is_admin
 from app.http.body import Body, RequestBodies

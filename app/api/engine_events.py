@@ -21,10 +21,10 @@ from starlette.types import Receive, Scope, Send
 from app.api.front_end import FrontendStats
 from app.api.health import render_status
 from app.core.errors import AppError, ErrorKind
-from app.core.live_settings import LiveSettings
+from app.core.jobs import PrefixNode, PrefixSnapshot
 from app.core.ports import Models
-from app.core.prefix_snapshot import PrefixNode, PrefixSnapshot
-from app.core.server_stats import ConnectionStats
+from app.core.settings import LiveSettings
+from app.core.usage import ConnectionStats
 from app.http.auth import get_caller, is_admin
 from app.http.responses import JsonObject
 from app.http.streaming import (

@@ -6,8 +6,8 @@ measured.
 
 from dataclasses import dataclass
 
-from app.core.server_stats import EventLoopLag
 from app.core.thread_pools import ThreadPools
+from app.core.usage import EventLoopLag
 from app.http.body import RequestBodies
 from app.http.responses import JsonObject
 

@@ -20,9 +20,9 @@ from starlette.routing import Route
 from app.api.front_end import FrontendStats
 from app.core.errors import AppError, ErrorKind
 from app.core.jobs import PREFIX_HIT_BUCKETS, EngineStats
-from app.core.live_settings import LiveSettings
-from app.core.model_state import ModelState
+from app.core.models import ModelState
 from app.core.ports import Models, RunnerState, RunnerStatus
+from app.core.settings import LiveSettings
 from app.http.auth import is_admin
 from app.http.errors import error_response
 from app.http.responses import JsonObject, json_response

@@ -13,9 +13,8 @@ from starlette.routing import Route
 
 from app.api.fields import INT32_MAX, Fields, invalid_request
 from app.api.openai.request import read_keep_alive
-from app.core.model_defaults import ModelDefaults
-from app.core.model_details import DownloadPreview
-from app.core.model_state import ModelState
+from app.core.model_files import ModelDefaults
+from app.core.models import DownloadPreview, ModelState
 from app.core.ports import Generate, Models
 from app.core.sampling_params import SAMPLING_KNOBS
 from app.core.settings import Settings

@@ -12,9 +12,8 @@ from app.commands.chat_client import ChatMessage, ChatOptions, read_format
 from app.commands.chat_engine import ChatEngine
 from app.commands.client_programs import Endpoint
 from app.commands.servers import RunningServer
-from app.core.errors import AppError, ErrorKind
-from app.core.model_details import ModelRecipe
-from app.core.nearest_name import suggest
+from app.core.errors import AppError, ErrorKind, suggest
+from app.core.models import ModelRecipe
 from app.core.sampling_params import SAMPLING_KNOBS, SamplingKnob
 
 HELP = """\

@@ -37,7 +37,7 @@ from app.commands.servers import (
 from app.config.options import KEY_VARIABLE, OPTIONS
 from app.config.precedence import ResolvedConfig
 from app.core.errors import AppError, ErrorKind
-from app.core.model_details import ModelRecipe
+from app.core.models import ModelRecipe
 from app.core.settings import ModelSettings, Settings
 from app.core.terminal import ProgressLine, print_message
 from app.http.api_keys import generate_key

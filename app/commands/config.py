@@ -13,7 +13,7 @@ from app.config.options import OPTIONS, Option, list_default_values
 from app.config.precedence import ResolvedConfig
 from app.config.toml_file import iter_model_overrides, render_toml
 from app.http.bind_policy import check_security_settings
-from app.serving.tracing import check_tracing
+from app.observability.tracing import check_tracing
 
 SettingRow = tuple[str, str, str]
 

@@ -48,7 +48,7 @@ def _add_serve_arguments(parser: CommandLineParser) -> None:
 
 
 def _run_serve(arguments: argparse.Namespace) -> int:
-    from app.serving.logs import configure_logging, flush_logs
+    from app.observability.logs import configure_logging, flush_logs
     from app.serving.reload_signal import ReloadSignal
 
     reload_signal = ReloadSignal()

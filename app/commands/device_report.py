@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from app.core.apple_gpus import has_accelerator_hardware
+from app.core.distributions import has_accelerator_hardware
 from app.core.units import format_memory
 from app.engine.memory_policy import DeviceMemory, wirable_bytes
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from app import store
 from app.commands.list import get_architecture
-from app.core.generation_config import read_generation_defaults
-from app.core.model_files import ModelFiles
+from app.core.model_files import ModelFiles, read_generation_defaults
 from app.core.settings import Settings
 from app.core.terminal import print_message
 from app.core.units import format_bytes, format_count, format_memory

@@ -9,8 +9,7 @@ from app.commands.servers import (
     is_loaded,
     require_server,
 )
-from app.core.errors import AppError, ErrorKind
-from app.core.nearest_name import suggest
+from app.core.errors import AppError, ErrorKind, suggest
 from app.core.settings import Settings
 
 

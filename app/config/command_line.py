@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from app.config.options import OPTIONS, find_option_by_other_name
 from app.config.value_types import InvalidOptionValue
-from app.core.nearest_name import suggest
+from app.core.errors import suggest
 from app.core.terminal import print_message
 
 # flags of other servers that name a model, which is an argument here

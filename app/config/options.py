@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from app.config import value_types
 from app.config.value_types import ValueType
-from app.core.model_defaults import ModelDefaults
+from app.core.model_files import ModelDefaults
 from app.core.sampling_params import SAMPLING_KNOBS, SamplingKnob
 from app.core.settings import (
     MEBIBYTE,

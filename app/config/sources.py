@@ -18,8 +18,7 @@ from app.config.options import (
     find_option_by_other_name,
 )
 from app.config.value_types import InvalidOptionValue
-from app.core.errors import AppError, ErrorKind
-from app.core.nearest_name import suggest
+from app.core.errors import AppError, ErrorKind, suggest
 from app.core.settings import ModelSettings
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from app.config.options import Option, list_default_values
 from app.config.value_types import InvalidOptionValue
 from app.core.errors import AppError, ErrorKind
-from app.core.model_defaults import ModelDefaults
+from app.core.model_files import ModelDefaults
 
 _ANY_TABLE = re.compile(r"\s*\[")
 _DEFAULTS_TABLE = re.compile(r"\s*\[\[\s*[\"']?defaults[\"']?\s*\]\]")

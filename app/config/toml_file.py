@@ -32,9 +32,8 @@ from app.config.options import (
 )
 from app.config.sources import SourcedValue, SourcedValues
 from app.config.value_types import InvalidOptionValue
-from app.core.errors import AppError, ErrorKind
-from app.core.model_defaults import ModelDefaults
-from app.core.nearest_name import suggest
+from app.core.errors import AppError, ErrorKind, suggest
+from app.core.model_files import ModelDefaults
 from app.core.settings import ModelSettings, Settings
 
 _OPTIONS_BY_KEY = {option.field: option for option in OPTIONS}

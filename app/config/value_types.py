@@ -12,7 +12,7 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 from app.core import units
-from app.core.nearest_name import suggest
+from app.core.errors import suggest
 from app.core.settings import is_host_name, is_origin
 
 # In seconds, GiB or MiB. Larger than any practical value, but small enough for timeouts and byte
@@ -130,8 +130,8 @@ def number(minimum: float, maximum: float) -> ValueType:
 
 
 def count(minimum: int, unit: str = "") -> ValueType:
-    """A number of things, which may have a suffix: 8192, 8k (8000), 8K (8192). With a minimum of -1,
-    -1 is the only negative number."""
+    """A number of things, which may have a suffix: 8192, 8k (8000), 8K (8192). -1 may be
+    the minimum."""
 
     def parse(word: str) -> int:
         number = -1 if word.strip() == "-1" else units.parse_count(word)

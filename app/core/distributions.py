@@ -1,6 +1,8 @@
-"""The installed distributions of mlxrunner and of MLX's library, checked without importing MLX.
+"""The installed distributions of mlxrunner and of MLX's library, and Metal's names of GPUs, without
+importing MLX.
 
-Knows: the metadata of installed distributions, the files of MLX. Must not know: MLX's modules.
+Knows: the metadata of installed distributions, the files of MLX, the form of the names. Must not
+know: MLX's modules, the machine.
 
 The distributions mlx-cpu, mlx-cuda-12 and mlx-cuda-13 install the same file, mlx/lib/libmlx.so.
 Installers do not prevent this. The last one that was installed has overwritten the library of the
@@ -10,6 +12,7 @@ another device than intended.
 
 import csv
 import importlib.util
+import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -21,6 +24,10 @@ from app.core.errors import AppError, ErrorKind
 _OWN_NAMES = ("mlxrunner", "mlxrunner-cuda")
 
 _LIBRARY = "mlx/lib/libmlx.so"
+
+# The first generations of GPUs with neural accelerators, of computers and of phones
+# (mlx/backend/metal/device.cpp, `is_nax_available`).
+_ACCELERATOR_GENERATION, _PHONE_GENERATION = 17, 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,3 +154,12 @@ def _read_recorded_size(record: Path) -> int | None:
     except OSError:
         return None
     return int(rows[0][2]) if rows and len(rows[0]) > 2 and rows[0][2].isdecimal() else None
+
+
+def has_accelerator_hardware(architecture: str) -> bool:
+    """Returns whether a GPU has neural accelerators, from Metal's name of its architecture."""
+    match = re.fullmatch(r"applegpu_g(\d\d)(\w)", architecture)
+    if match is None:
+        return False
+    least = _PHONE_GENERATION if match[2] == "p" else _ACCELERATOR_GENERATION
+    return int(match[1]) >= least

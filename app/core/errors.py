@@ -1,11 +1,14 @@
 """Errors caused by requests, files and the environment. Bugs in mlxrunner raise assertion errors
 instead.
 
-Knows: error types, error messages, redaction of paths and of text from clients. Must not know:
-status codes, JSON. Dialects map `ErrorKind` to status codes.
+Knows: error types, error messages, redaction of paths and of text from clients, escapes of
+unprintable characters, suggestions for mistyped names. Must not know: status codes, JSON. Dialects
+map `ErrorKind` to status codes.
 """
 
+import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -16,6 +19,9 @@ from types import TracebackType
 _ABSOLUTE_PATH = re.compile(
     r"(?<![\w./:~-])~?/(?!v1/)(?:[^\s/'\"`:;,)\]]+/)*(?P<name>[^\s/'\"`:;,)\]]+)"
 )
+
+# a shorter word could be the beginning of too many names
+_MIN_PREFIX_LENGTH = 3
 
 
 class ErrorKind(StrEnum):
@@ -150,3 +156,33 @@ class PanicGuard:
             "PanicException",
         ):
             raise LibraryPanic(" ".join(str(error).split())) from error
+
+
+def escape_control_characters(text: str) -> str:
+    """Escapes unprintable characters, for example control characters."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def suggest(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """ "; did you mean …?", or "" if no known name is similar to `word`. prefix: with which all
+    names begin; it is not compared, because it would make all names similar."""
+    found = find_nearest(word, known, prefix)
+    return f"; did you mean {found}?" if found else ""
+
+
+def find_nearest(word: str, known: Iterable[str], prefix: str = "") -> str | None:
+    """Returns the most similar name, or the only name that begins with `word`, or None. Upper case,
+    `_` and `-` make no difference."""
+    by_key = {_normalize(name, prefix): name for name in known}
+    key = _normalize(word, prefix)
+    close = difflib.get_close_matches(key, by_key, n=1)
+    if close:
+        return by_key[close[0]]
+    begin = [name for name in by_key if name.startswith(key) and len(key) >= _MIN_PREFIX_LENGTH]
+    return by_key[begin[0]] if len(begin) == 1 else None
+
+
+def _normalize(name: str, prefix: str) -> str:
+    return name.removeprefix(prefix).lower().replace("_", "-").lstrip("-")

@@ -16,13 +16,15 @@ from typing import Literal
 
 from msgspec import Struct
 
-from app.core.embeddings import EmbedResult
 from app.core.errors import ErrorKind
-from app.core.requests import Grammar
+from app.core.requests import EmbedResult, Grammar
 from app.core.sampling_params import SamplingParams
 from app.core.settings import MEBIBYTE
 
 IDLE = "idle"
+
+# The maximum number of nodes in a snapshot. The most recently used nodes are included.
+MAX_SNAPSHOT_NODES = 200
 
 
 class Heartbeat(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
@@ -360,3 +362,29 @@ class Job:
     prompt_logprobs: int | None = None
     caller: str = ""
     message_ends: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixNode:
+    """The cached tokens of positions [start, start + tokens).
+
+    parent: the index of the parent in `PrefixSnapshot.nodes`; None if the node starts at 0.
+    last_used: the Unix time of the last use. branches: the number of child nodes, including those
+    that the snapshot omits. running: the number of running sequences that contain these tokens.
+    """
+
+    parent: int | None
+    start: int
+    tokens: int
+    last_used: float
+    branches: int = 0
+    running: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixSnapshot:
+    """nodes: the most recently used nodes; each parent precedes its children. total_nodes: the
+    number of nodes in the cache."""
+
+    nodes: tuple[PrefixNode, ...] = ()
+    total_nodes: int = 0

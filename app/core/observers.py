@@ -8,12 +8,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Protocol
 
-from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError
 from app.core.events import Event, Finish, ReasoningDelta, TextDelta, ToolCallDelta
 from app.core.limits import RequestLimits
 from app.core.ports import Generate, ResolvedModel
-from app.core.requests import GenerateRequest, PromptBatch
+from app.core.requests import Embeddings, EmbedRequest, GenerateRequest, PromptBatch
 from app.core.settings import Settings
 from app.core.usage import RequestUsage
 

@@ -9,23 +9,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from app.core.embeddings import Embeddings, EmbedJob, EmbedRequest
 from app.core.events import Event
-from app.core.generation_config import GenerationDefaults
-from app.core.jobs import Capacity, EngineStats, Job, JobUpdate
+from app.core.jobs import Capacity, EngineStats, Job, JobUpdate, PrefixSnapshot
 from app.core.logprobs import USUAL_LOGPROBS_LIMIT, LogprobsLimit
-from app.core.model_defaults import ModelDefaults
-from app.core.model_details import (
+from app.core.model_files import GenerationDefaults, ModelDefaults, ModelFiles
+from app.core.models import (
     DownloadPreview,
     LibraryStep,
     ModelDetails,
     ModelRecipe,
+    ModelState,
     TensorDetails,
 )
-from app.core.model_files import ModelFiles
-from app.core.model_state import ModelState
-from app.core.prefix_snapshot import PrefixSnapshot
-from app.core.requests import GenerateRequest
+from app.core.requests import Embeddings, EmbedJob, EmbedRequest, GenerateRequest
 
 RunnerState = Literal["loading", "ready", "stalled", "failed"]
 

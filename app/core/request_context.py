@@ -14,10 +14,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError
 from app.core.events import Event, Finish, PrefillProgress
-from app.core.requests import GenerateRequest
+from app.core.requests import Embeddings, EmbedRequest, GenerateRequest
 
 # The index in a path such as `messages.3.name`.
 _ARRAY_INDEX = re.compile(r"\.\d+(?=\.|$)", re.ASCII)

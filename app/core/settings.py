@@ -1,18 +1,18 @@
-"""The settings of a server and of its models, fixed at start.
+"""The settings of a server and of its models. A reload replaces some of them.
 
-Knows: names, defaults, units, conflicts between settings. Must not know: flags, files, environment
-variables.
+Knows: names, defaults, units, conflicts between settings, listeners of a reload. Must not know:
+flags, files, environment variables.
 """
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from app.core.errors import AppError, ErrorKind
 from app.core.logprobs import DEFAULT_MAX_LOGPROBS
-from app.core.model_defaults import ModelDefaults
+from app.core.model_files import ModelDefaults
 
 # the origin of a web page, in lower case and without the default port · or the origin of a program
 # with an embedded browser, for example app://obsidian.md
@@ -26,7 +26,6 @@ _HOST_NAME = re.compile(r"\.?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*", re.ASCII)
 _MAX_HOST_NAME_LENGTH = 255
 
 MEBIBYTE = 1 << 20
-
 
 CachePolicy = Literal["single", "slots", "radix"]
 QuantizationBits = Literal[4, 8]
@@ -43,6 +42,26 @@ KEEP_ALIVE_FOREVER = math.inf
 # The maximum of the default of `parallel`. More sequences hardly increase the throughput, and the
 # pauses of each one grow.
 MAX_DEFAULT_PARALLEL = 64
+
+# The settings that a reload applies at once. All others take effect after a restart.
+RELOADABLE = frozenset(
+    {
+        "models",
+        "defaults",
+        "keep_alive",
+        "max_queue",
+        "max_body",
+        "max_connections",
+        "header_timeout",
+        "body_timeout",
+        "max_per_key",
+        "deadline",
+        "max_time",
+        "max_tokens",
+        "log_level",
+        "access_log",
+    }
+)
 
 
 def is_origin(text: str) -> bool:
@@ -294,3 +313,42 @@ def _find_duplicate_defaults(settings: Settings) -> Iterator[tuple[str, str]]:
         for name in given:
             if given.count(name) > 1:
                 yield "defaults", f"two of the [[defaults]] {kind} {name!r}: remove one of them"
+
+
+class LiveSettings:
+    """`current` are the settings that are in effect. All code runs on the event loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.current = settings
+        self._listeners: list[Callable[[Settings], None]] = []
+
+    def subscribe(self, listener: Callable[[Settings], None]) -> None:
+        """Calls `listener` with the settings after each reload."""
+        self._listeners.append(listener)
+
+    def replace(self, settings: Settings) -> None:
+        self.current = settings
+        for listener in self._listeners:
+            listener(settings)
+
+
+def merge_reloaded(current: Settings, wanted: Settings) -> tuple[Settings, tuple[str, ...]]:
+    """Returns the settings after a reload, and the names of the settings that have changed but need
+    a restart. Raises AppError(INVALID) if the result has a conflict."""
+    kept = {
+        field.name: getattr(current, field.name)
+        for field in fields(Settings)
+        if field.name not in RELOADABLE
+        and getattr(current, field.name) != getattr(wanted, field.name)
+    }
+    return replace(wanted, **kept), tuple(kept)
+
+
+def needs_new_process(before: Settings, after: Settings) -> bool:
+    """Returns whether a model with the settings `after` must be loaded anew. Both are the settings
+    of one model."""
+    return any(
+        getattr(before, field.name) != getattr(after, field.name)
+        for field in fields(Settings)
+        if field.name not in RELOADABLE
+    )

@@ -23,8 +23,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from app.core.malloc import trim_malloc
 from app.core.request_context import REQUEST_CONTEXT
+from app.core.runtime import trim_malloc
 
 Result = TypeVar("Result")
 

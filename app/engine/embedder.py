@@ -33,7 +33,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from app.core.embeddings import EmbedJob, EmbedResult, PoolingType
+from app.core.requests import EmbedJob, EmbedResult, PoolingType
 from app.core.units import pluralize
 from app.engine.memory_profile import MemoryProfile
 from app.engine.scheduler import Scheduler

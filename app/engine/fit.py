@@ -19,10 +19,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from app.core.apple_gpus import has_accelerator_hardware
+from app.core.distributions import has_accelerator_hardware
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
-from app.core.model_state import MemoryRequirement
+from app.core.models import MemoryRequirement
 from app.core.settings import Settings
 from app.core.units import format_memory
 from app.engine.device import device_budget, read_device_info

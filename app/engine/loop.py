@@ -35,9 +35,8 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from app.core.embeddings import EmbedJob
-from app.core.jobs import Capacity, EngineStats, Job, StepOutput
-from app.core.prefix_snapshot import PrefixSnapshot
+from app.core.jobs import Capacity, EngineStats, Job, PrefixSnapshot, StepOutput
+from app.core.requests import EmbedJob
 from app.core.units import pluralize
 from app.engine.decode_slab import create_decode_slab
 from app.engine.device import detect_backend

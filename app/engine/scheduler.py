@@ -10,8 +10,7 @@ from collections.abc import Callable, Generator
 from collections.abc import Sequence as Ids
 from contextlib import contextmanager
 
-from app.core.jobs import Ledger
-from app.core.prefix_snapshot import PrefixSnapshot
+from app.core.jobs import Ledger, PrefixSnapshot
 from app.core.units import pluralize
 from app.engine.memory_budget import MemoryBudget
 from app.engine.policy import SchedulerLimits, count_admissible, fair_order, should_defer

@@ -21,10 +21,10 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, ErrorKind
 from app.core.jobs import (
     IDLE,
+    MAX_SNAPSHOT_NODES,
     Capacity,
     EngineFailed,
     EngineMessage,
@@ -33,9 +33,10 @@ from app.core.jobs import (
     Heartbeat,
     Job,
     LoadProgress,
+    PrefixSnapshot,
     StepOutput,
 )
-from app.core.prefix_snapshot import MAX_SNAPSHOT_NODES, PrefixSnapshot
+from app.core.requests import EmbedJob
 from app.engine.memory_profile import clear_allocator_cache
 from app.engine.wired_memory import unwire_memory
 from app.grammar.compiler import Matcher

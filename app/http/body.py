@@ -23,7 +23,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
 from app.core.errors import AppError, ErrorKind, mark_client_text
-from app.core.malloc import trim_malloc
+from app.core.runtime import trim_malloc
 from app.core.settings import MEBIBYTE, Settings
 from app.core.thread_pools import FairThreadPool, ThreadPools
 from app.http.auth import get_caller

@@ -36,7 +36,7 @@ from starlette.responses import Response
 from uvicorn import Config
 
 from app.core.errors import AppError, ErrorKind
-from app.core.server_stats import CloseReason
+from app.core.usage import CloseReason
 from app.http.body import EXTEND_BODY
 from app.http.connection_limits import ConnectionLimiter
 from app.http.errors import error_response

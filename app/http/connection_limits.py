@@ -13,8 +13,8 @@ import time
 from itertools import chain
 from typing import Generic, Protocol, TypeVar
 
-from app.core.server_stats import CloseReason, ConnectionStats
 from app.core.settings import MEBIBYTE, Settings
+from app.core.usage import CloseReason, ConnectionStats
 
 log = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.core.request_context import REQUEST_CONTEXT, RequestContext
-from app.core.server_stats import ConnectionStats
+from app.core.usage import ConnectionStats
 from app.http.errors import DialectErrors
 
-# a separate logger, so that it can be disabled (app/serving/logs.py)
+# a separate logger, so that it can be disabled (app/observability/logs.py)
 log = logging.getLogger("app.access")
 
 REQUEST_ID_HEADER = "x-request-id"

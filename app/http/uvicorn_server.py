@@ -23,9 +23,9 @@ from uvicorn import Config
 
 from app.core.errors import AppError, ErrorKind
 from app.core.limits import RequestLimits
-from app.core.server_stats import ConnectionStats
 from app.core.settings import Settings
 from app.core.units import pluralize
+from app.core.usage import ConnectionStats
 from app.http.connection import SHUTDOWN_MESSAGE, Connection
 from app.http.connection_limits import ConnectionLimiter
 from app.http.uvicorn_internals import HookedServer, ServerState

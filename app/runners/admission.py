@@ -15,10 +15,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from dataclasses import replace
 from typing import Protocol
 
-from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, ErrorKind
 from app.core.jobs import Job
 from app.core.ports import RunnerStatus, Submission
+from app.core.requests import EmbedJob
 from app.core.units import pluralize
 
 # The maximum Retry-After in seconds. SDKs ignore much larger values.

@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, assert_never
 
-from app.core.embeddings import EmbedJob, EmbedResult
 from app.core.errors import AppError, ErrorKind
 from app.core.jobs import (
     Capacity,
@@ -25,11 +24,12 @@ from app.core.jobs import (
     Job,
     JobUpdate,
     LoadProgress,
+    PrefixSnapshot,
     Started,
     StepOutput,
 )
 from app.core.ports import FailureCause, RunnerFailure, RunnerState, RunnerStatus
-from app.core.prefix_snapshot import PrefixSnapshot
+from app.core.requests import EmbedJob, EmbedResult
 
 # How long to wait for the reason why an engine is unreachable, in seconds.
 _FAILURE_TIMEOUT = 5.0

@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from app.core.model_state import MemoryRequirement
+from app.core.models import MemoryRequirement
 from app.core.units import format_memory, pluralize
 
 

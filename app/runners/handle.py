@@ -18,14 +18,13 @@ from typing import Literal
 
 from msgspec import structs
 
-from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, ErrorKind, redact_paths
 from app.core.events import ModelLoading
-from app.core.jobs import CacheMissReason, Capacity, EngineStats, Job
+from app.core.jobs import CacheMissReason, Capacity, EngineStats, Job, PrefixSnapshot
 from app.core.model_files import ModelFiles
-from app.core.model_state import MemoryRequirement, ModelPhase, ModelState, ServedModel
+from app.core.models import MemoryRequirement, ModelPhase, ModelState, ServedModel
 from app.core.ports import ReservedSlots, Runner, RunnerFailure, RunnerStatus, Submission
-from app.core.prefix_snapshot import PrefixSnapshot
+from app.core.requests import EmbedJob
 from app.core.units import format_memory
 from app.runners.admission import Admission
 from app.runners.eviction import LoadedModel

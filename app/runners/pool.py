@@ -17,10 +17,10 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 from app.core.errors import AppError, ErrorKind
+from app.core.jobs import PrefixSnapshot
 from app.core.model_files import ModelFiles
-from app.core.model_state import ModelState, ServedModel
+from app.core.models import ModelState, ServedModel
 from app.core.ports import Runner
-from app.core.prefix_snapshot import PrefixSnapshot
 from app.core.settings import Settings
 from app.runners.eviction import Evict, Load, LoadRequest, PoolLimits, RejectLoad, SkipPreload, plan
 from app.runners.handle import ModelHandle

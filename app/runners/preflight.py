@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
-from app.core.model_state import MemoryRequirement, ServedModel
+from app.core.models import MemoryRequirement, ServedModel
 from app.core.settings import Settings
 from app.runners.channel import make_decoder
 from app.runners.child_process import describe_exit, run_module

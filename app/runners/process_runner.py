@@ -19,12 +19,20 @@ from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, ErrorKind
-from app.core.jobs import IDLE, EngineFailed, EngineReady, Heartbeat, Job, LoadProgress, StepOutput
+from app.core.jobs import (
+    IDLE,
+    EngineFailed,
+    EngineReady,
+    Heartbeat,
+    Job,
+    LoadProgress,
+    PrefixSnapshot,
+    StepOutput,
+)
 from app.core.model_files import ModelFiles
 from app.core.ports import RunnerFailure, RunnerStatus
-from app.core.prefix_snapshot import PrefixSnapshot
+from app.core.requests import EmbedJob
 from app.core.settings import Settings
 from app.runners import worker_protocol
 from app.runners.channel import Channel, MessageTooLargeError

@@ -23,11 +23,11 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass
 from typing import Protocol
 
-from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, ErrorKind
 from app.core.jobs import Ended, EngineStats, Job, JobUpdate
-from app.core.model_state import ServedModel
+from app.core.models import ServedModel
 from app.core.ports import FailureCause, Runner, RunnerFailure, Submission
+from app.core.requests import EmbedJob
 from app.core.units import pluralize
 
 # The weight of a crash by cause, and the total weight at which a job is rejected: two faults, or

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from app.core.errors import AppError
-from app.core.prefix_snapshot import PrefixSnapshot
+from app.core.jobs import PrefixSnapshot
 
 # The minimum number of seconds between two snapshots, however many clients watch.
 REFRESH_SECONDS = 1.0

@@ -14,13 +14,11 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
 
-from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, ErrorKind
-from app.core.jobs import IDLE, EngineMessage, Job
+from app.core.jobs import IDLE, EngineMessage, Job, PrefixSnapshot
 from app.core.model_files import ModelFiles
 from app.core.ports import RunnerFailure, RunnerStatus
-from app.core.prefix_snapshot import PrefixSnapshot
-from app.core.requests import Grammar
+from app.core.requests import EmbedJob, Grammar
 from app.core.settings import Settings
 from app.engine.loader import load
 from app.engine.thread import EngineThread

@@ -18,7 +18,6 @@ from typing import Any, NoReturn, assert_never
 
 from msgspec.structs import replace
 
-from app.core.embeddings import EmbedResult
 from app.core.errors import AppError, ErrorKind
 from app.core.jobs import (
     Capacity,
@@ -29,7 +28,7 @@ from app.core.jobs import (
     LoadProgress,
     StepOutput,
 )
-from app.core.requests import Grammar
+from app.core.requests import EmbedResult, Grammar
 from app.engine.loader import load
 from app.engine.thread import EngineThread, format_exception
 from app.engine.wired_memory import unwire_memory

@@ -11,8 +11,7 @@ import signal
 import socket
 import sys
 
-from app.core.gc_freeze import freeze_survivors
-from app.core.switch_interval import shorten_switch_interval
+from app.core.runtime import freeze_survivors, shorten_switch_interval
 from app.runners import parent_watch
 from app.runners.channel import read_frame
 from app.runners.compile_dir import prepare_compile_dir

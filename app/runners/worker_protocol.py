@@ -14,7 +14,6 @@ from msgspec import Struct
 from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
-from app.core.embeddings import EmbedJob, EmbedResult
 from app.core.errors import AppError, ErrorKind
 from app.core.jobs import (
     EngineFailed,
@@ -22,11 +21,12 @@ from app.core.jobs import (
     Heartbeat,
     Job,
     LoadProgress,
+    PrefixSnapshot,
     PromptLogprobs,
     StepOutput,
 )
 from app.core.model_files import ModelFiles
-from app.core.prefix_snapshot import PrefixSnapshot
+from app.core.requests import EmbedJob, EmbedResult
 from app.core.settings import Settings
 from app.runners.channel import make_decoder
 

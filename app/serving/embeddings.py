@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from app.core.embeddings import Embeddings, EmbedInput, EmbedJob, EmbedRequest, PoolingType
 from app.core.errors import AppError, ErrorKind
 from app.core.jobs import Capacity, ContextLimit
 from app.core.model_files import ModelFiles
 from app.core.ports import Engine
+from app.core.requests import Embeddings, EmbedInput, EmbedJob, EmbedRequest, PoolingType
 from app.core.thread_pools import CancelToken, ThreadPools
 from app.core.units import pluralize
 from app.text.tokenizer import Tokenizer

@@ -17,14 +17,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, ContextExcess, ErrorKind
 from app.core.events import Event, PromptTokenIds, PromptTokenLogprobs, TextDelta, TokenLogprob
 from app.core.jobs import ContextLimit, Ended, Job, PromptLogprobs, Started, Token
 from app.core.model_files import ModelFiles
 from app.core.observers import count_choices
 from app.core.ports import Engine, ReservedSlots, Submission
-from app.core.requests import GenerateRequest, estimate_size
+from app.core.requests import Embeddings, EmbedRequest, GenerateRequest, estimate_size
 from app.core.settings import Settings
 from app.core.thread_pools import ThreadPools
 from app.core.units import pluralize

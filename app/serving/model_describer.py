@@ -13,9 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from app.core.errors import AppError, ErrorKind, redact_paths
-from app.core.generation_config import GenerationDefaults, read_generation_defaults
-from app.core.model_details import Capability, ModelDetails, ReasoningSupport, TensorDetails
-from app.core.model_files import ModelFiles
+from app.core.model_files import GenerationDefaults, ModelFiles, read_generation_defaults
+from app.core.models import Capability, ModelDetails, ReasoningSupport, TensorDetails
 from app.core.requests import ReasoningOptions
 from app.core.thread_pools import ThreadPools
 from app.store.tensor_summary import list_tensors, summarize_tensors

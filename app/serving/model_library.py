@@ -18,9 +18,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from app import store
 from app.core.errors import AppError, ErrorKind, mark_client_text, redact_paths
-from app.core.model_details import DownloadPreview, LayerProgress, LibraryStep, ModelRecipe
 from app.core.model_files import ModelFiles
-from app.core.model_state import MemoryRequirement
+from app.core.models import (
+    DownloadPreview,
+    LayerProgress,
+    LibraryStep,
+    MemoryRequirement,
+    ModelRecipe,
+)
 from app.core.ports import BlobWriter
 from app.core.thread_pools import CancelToken, WorkCancelled
 from app.engine.model_info import check_config, complete_config

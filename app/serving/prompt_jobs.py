@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 
 from app.core.context_shift import resolve_num_keep, truncate_prompt
 from app.core.errors import AppError, ContextExcess, ErrorKind, mark_client_text
-from app.core.generation_config import read_generation_defaults
 from app.core.jobs import ContextLimit, Job
 from app.core.logprobs import DEFAULT_MAX_LOGPROBS, MAX_REQUEST_ALTERNATIVES
-from app.core.model_files import ModelFiles
+from app.core.model_files import ModelFiles, read_generation_defaults
 from app.core.requests import (
     UNCONSTRAINED_FIELDS,
     Conversation,

@@ -17,9 +17,8 @@ from pathlib import Path
 
 from app import store
 from app.core.errors import AppError, ErrorKind, mark_client_text
-from app.core.model_defaults import ModelDefaults
-from app.core.model_files import ModelFiles
-from app.core.model_state import ServedModel
+from app.core.model_files import ModelDefaults, ModelFiles
+from app.core.models import ServedModel
 from app.core.settings import ModelSettings, Settings
 from app.core.units import pluralize
 from app.engine.model_info import complete_config

@@ -16,22 +16,21 @@ from importlib.metadata import version
 from typing import Any, TypeVar
 
 from app.core.distributions import get_own_version
-from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, ErrorKind, redact_paths
 from app.core.events import Event
-from app.core.generation_config import GenerationDefaults, read_generation_defaults
-from app.core.jobs import EngineStats, Ledger
+from app.core.jobs import EngineStats, Ledger, PrefixSnapshot
 from app.core.limits import RequestLimits
-from app.core.live_settings import needs_new_process
 from app.core.logprobs import limit_logprobs
-from app.core.model_defaults import ModelDefaults
-from app.core.model_details import ModelDetails, TensorDetails
-from app.core.model_files import ModelFiles
-from app.core.model_state import ModelPhase, ModelState, ServedModel
+from app.core.model_files import (
+    GenerationDefaults,
+    ModelDefaults,
+    ModelFiles,
+    read_generation_defaults,
+)
+from app.core.models import ModelDetails, ModelPhase, ModelState, ServedModel, TensorDetails
 from app.core.ports import ModelCard, ModelLibrary, ResolvedModel, RunnerState, RunnerStatus
-from app.core.prefix_snapshot import PrefixSnapshot
-from app.core.requests import GenerateRequest
-from app.core.settings import MAX_DEFAULT_PARALLEL, Settings
+from app.core.requests import Embeddings, EmbedRequest, GenerateRequest
+from app.core.settings import MAX_DEFAULT_PARALLEL, Settings, needs_new_process
 from app.core.thread_pools import ThreadPools
 from app.runners.pool import ModelLease, ModelPool
 from app.serving.generation import Generation

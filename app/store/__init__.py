@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from app.core.errors import AppError
+from app.core.errors import AppError, suggest
 from app.core.model_files import ModelFiles
-from app.core.nearest_name import suggest
 from app.store import hf_folder
 from app.store.config_files import unreadable_error
 from app.store.digests import DigestCache

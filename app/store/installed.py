@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.core.errors import AppError, ErrorKind
-from app.core.model_details import ModelRecipe
 from app.core.model_files import ModelFiles
+from app.core.models import ModelRecipe
 from app.core.thread_pools import CancelToken
 from app.store.library_names import find_equivalent_of
 from app.store.model_names import (

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from app.core.model_details import TensorDetails
 from app.core.model_files import Json, ModelFiles
+from app.core.models import TensorDetails
 from app.store import safetensors_header
 from app.store.safetensors_header import SafetensorsHeader, TensorInfo
 

@@ -13,9 +13,9 @@ import orjson
 import pytest
 
 from app.api.embeddings import parse_embeddings, render_embeddings
-from app.core.embeddings import Embeddings, EmbedInput, EmbedRequest
 from app.core.errors import AppError, ErrorKind
 from app.core.ports import ResolvedModel
+from app.core.requests import Embeddings, EmbedInput, EmbedRequest
 from app.core.settings import Settings
 from tests.api.asgi import Conversation, Reply, send_request, serve_app
 from tests.fakes import CARD, FakeGenerate, build_fake_app

@@ -10,9 +10,9 @@ import pytest
 from starlette.applications import Starlette
 
 from app.api.engine_events import MAX_STREAMS_PER_CALLER
-from app.core.prefix_snapshot import PrefixNode, PrefixSnapshot
-from app.core.server_stats import ConnectionStats
+from app.core.jobs import PrefixNode, PrefixSnapshot
 from app.core.settings import Settings
+from app.core.usage import ConnectionStats
 from app.http.api_keys import ApiKey, Keyring, generate_key, hash_key
 from tests.api.asgi import Conversation, Reply, pending_tasks
 from tests.fakes import READY, FakeGenerate, build_fake_app

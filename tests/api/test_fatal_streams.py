@@ -21,7 +21,7 @@ from app.core.events import (
     ReasoningDelta,
     ToolCallDelta,
 )
-from app.core.model_details import LayerProgress, LibraryStep
+from app.core.models import LayerProgress, LibraryStep
 from tests.api.anthropic.requests import body as message_body
 from tests.api.anthropic.requests import events
 from tests.api.asgi import Reply, send_request

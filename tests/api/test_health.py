@@ -8,10 +8,9 @@ import pytest
 
 from app.api.health import health_routes, hit_bucket_labels
 from app.core.jobs import ComputeBackend, EngineStats
-from app.core.live_settings import LiveSettings
-from app.core.model_state import ModelState
+from app.core.models import ModelState
 from app.core.ports import RunnerStatus
-from app.core.settings import Settings
+from app.core.settings import LiveSettings, Settings
 from tests.api.asgi import Conversation
 from tests.fakes import CAPACITY, CARD, STATS, FakeGenerate, make_front_end
 

@@ -12,10 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from app.core.errors import AppError, ErrorKind
 from app.core.events import ModelLoading, PrefillProgress
 from app.core.jobs import EngineStats
-from app.core.model_state import ModelState
+from app.core.models import ModelState
 from app.core.ports import RunnerStatus
-from app.core.server_stats import ConnectionStats
 from app.core.settings import Settings
+from app.core.usage import ConnectionStats
 from tests.api.asgi import Conversation
 from tests.fakes import (
     CARD,

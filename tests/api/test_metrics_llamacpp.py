@@ -5,7 +5,7 @@ from typing import Any
 
 from app.api.metrics.llamacpp import GenerationTimes, LlamaCppMetrics
 from app.core.jobs import EngineStats
-from app.core.model_state import ModelState
+from app.core.models import ModelState
 from tests.api.asgi import send_request
 from tests.fakes import HELLO, FakeGenerate
 

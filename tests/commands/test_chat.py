@@ -13,7 +13,7 @@ from app.commands import chat_engine
 from app.commands.chat_engine import ChatEngine
 from app.config.precedence import resolve_config
 from app.core.errors import AppError
-from app.core.model_details import ModelRecipe
+from app.core.models import ModelRecipe
 from app.core.requests import Conversation
 from app.core.settings import ModelSettings, Settings
 from tests.api.asgi import serve_app

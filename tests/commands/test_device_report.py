@@ -14,7 +14,7 @@ from app.commands.device_report import (
     read_wheel_tag,
     render_device_lines,
 )
-from app.core.apple_gpus import has_accelerator_hardware
+from app.core.distributions import has_accelerator_hardware
 
 M5 = DeviceDescription(
     system="Darwin",

@@ -15,8 +15,8 @@ from app.config.options import (
     SECRET_VARIABLES,
     find_option_by_other_name,
 )
-from app.core.model_defaults import ModelDefaults
-from app.core.nearest_name import suggest
+from app.core.errors import suggest
+from app.core.model_files import ModelDefaults
 from app.core.sampling_params import SAMPLING_KNOBS
 from app.core.settings import ModelSettings, Settings
 from tests.config.samples import SAMPLES

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from app.config.toml_edit import ConfigFile, edit_defaults
 from app.config.toml_file import read_toml_file
 from app.core.errors import AppError
-from app.core.model_defaults import ModelDefaults
+from app.core.model_files import ModelDefaults
 from tests.rows import rows
 
 FILE = """\

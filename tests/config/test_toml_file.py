@@ -7,7 +7,7 @@ import pytest
 
 from app.config.toml_file import read_toml_file
 from app.core.errors import AppError, ErrorKind
-from app.core.model_defaults import ModelDefaults
+from app.core.model_files import ModelDefaults
 from app.core.settings import ModelSettings, Settings
 from tests.rows import rows
 

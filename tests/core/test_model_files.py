@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.test_generation_config import make_model_files
+from tests.core.test_model_files_defaults import make_model_files
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from app.core.embeddings import Embeddings, EmbedInput, EmbedRequest
 from app.core.errors import AppError, ErrorKind
 from app.core.events import (
     Event,
@@ -19,7 +18,7 @@ from app.core.events import (
     ToolCallDelta,
 )
 from app.core.observers import ObservedGenerate, count_choices
-from app.core.requests import GenerateRequest, PromptBatch
+from app.core.requests import Embeddings, EmbedInput, EmbedRequest, GenerateRequest, PromptBatch
 from tests.fakes import CARD, FOREVER, FakeGenerate, FakeModel, Script, finish, text
 
 MODEL = FakeModel()

@@ -10,7 +10,7 @@ from app.api.health import OLLAMA_STATUS_CODES
 from app.cli import _build_parser
 from app.config.command_line import parse_arguments
 from app.config.options import OPTIONS
-from app.core.model_state import ModelPhase
+from app.core.models import ModelPhase
 from app.http.errors import ERROR_FORMATS
 from tests.server_process import ROOT
 

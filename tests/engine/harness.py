@@ -13,8 +13,8 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from app.core.embeddings import EmbedJob, EmbedResult
 from app.core.jobs import Ended, Job, Prefilled, PromptLogprobs, Started, Token
+from app.core.requests import EmbedJob, EmbedResult
 from app.core.sampling_params import SamplingParams
 from app.engine.kv_layout import DEFAULT_SLAB_POLICY, SlabPolicy
 from app.engine.loop import Loop

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from app.core.embeddings import EmbedJob, PoolingType
+from app.core.requests import EmbedJob, PoolingType
 from app.engine.embedder import MAX_ROWS
 from app.engine.memory_profile import profile_memory
 from models.base import Model, SelectPositions, select_all

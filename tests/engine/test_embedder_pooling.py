@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from app.core.embeddings import PoolingType
+from app.core.requests import PoolingType
 from app.engine.embedder import normalize, pool_hidden_states, pooling_weights, vectors_to_bytes
 
 HIDDEN: Any = np.random.default_rng(0).standard_normal((3, 7, 5)).astype(np.float32)

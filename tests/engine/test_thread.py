@@ -16,10 +16,10 @@ from app.core.jobs import (
     EngineReady,
     Job,
     LoadProgress,
+    PrefixSnapshot,
     StepOutput,
     Token,
 )
-from app.core.prefix_snapshot import PrefixSnapshot
 from app.engine.loop import Loop
 from app.engine.thread import EngineThread
 from tests import tiny

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from app.core.server_stats import ConnectionStats
 from app.core.settings import Settings
+from app.core.usage import ConnectionStats
 from app.http.uvicorn_server import make_protocol_factory
 from tests.api.asgi import Reply, serve_app
 from tests.fakes import FakeGenerate, build_fake_app

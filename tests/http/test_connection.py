@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
-from app.core.server_stats import ConnectionStats
 from app.core.settings import Settings
+from app.core.usage import ConnectionStats
 from app.http.connection import Connection
 from app.http.connection_limits import (
     ConnectionLimiter,

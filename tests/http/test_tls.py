@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trustme
 
-from app.core.server_stats import ConnectionStats
+from app.core.usage import ConnectionStats
 from tests.fakes import FakeGenerate, finish, text
 from tests.http.raw_client import CHAT, CHAT_BODY, GET, RawClient, head, post
 from tests.http.raw_client import run_server as run_plain_server

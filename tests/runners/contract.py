@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from app import store
-from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, ErrorKind
 from app.core.jobs import Ended, Job, JobUpdate, PromptLogprobs, Started, Token
 from app.core.ports import Runner
-from app.core.requests import JsonSchema
+from app.core.requests import EmbedJob, JsonSchema
 from app.core.settings import Settings
 from app.runners.thread_runner import ThreadRunner
 from models.cpu_backend import get_num_threads

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, ErrorKind
-from app.core.jobs import Capacity, Ended, EngineStats, Job, JobUpdate, Started
+from app.core.jobs import Capacity, Ended, EngineStats, Job, JobUpdate, PrefixSnapshot, Started
 from app.core.model_files import ModelFiles
-from app.core.model_state import MemoryRequirement, ServedModel
+from app.core.models import MemoryRequirement, ServedModel
 from app.core.ports import FailureCause, RunnerFailure, RunnerState, RunnerStatus
-from app.core.prefix_snapshot import PrefixSnapshot
+from app.core.requests import EmbedJob
 from app.core.sampling_params import SamplingParams
 from app.core.settings import ModelSettings, Settings
 from app.runners.pool import ModelPool

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, ErrorKind
 from app.core.jobs import Capacity, EngineStats, Job, JobUpdate
 from app.core.ports import RunnerState, RunnerStatus
+from app.core.requests import EmbedJob
 from app.runners.admission import Admission, LatencyAverage
 from tests.engine.harness import job
 

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from app.core.embeddings import EmbedJob
-from app.core.requests import LarkGrammar, Regex
+from app.core.requests import EmbedJob, LarkGrammar, Regex
 from app.core.sampling_params import SamplingParams
 from app.runners.quarantine import CRASH_WEIGHTS, REFUSE_WEIGHT, CrashRecords
 from tests.runners.scripted import job

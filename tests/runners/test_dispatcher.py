@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from app.core.embeddings import EmbedJob, EmbedResult
 from app.core.errors import AppError, ErrorKind
 from app.core.jobs import (
     Capacity,
@@ -16,11 +15,12 @@ from app.core.jobs import (
     EngineStats,
     Job,
     LoadProgress,
+    PrefixSnapshot,
     StepOutput,
     Token,
 )
 from app.core.ports import RunnerFailure
-from app.core.prefix_snapshot import PrefixSnapshot
+from app.core.requests import EmbedJob, EmbedResult
 from app.runners.dispatcher import Dispatcher
 from tests.batches import flatten
 from tests.engine.harness import job

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.core.model_state import MemoryRequirement
+from app.core.models import MemoryRequirement
 from app.runners.eviction import (
     Evict,
     Load,

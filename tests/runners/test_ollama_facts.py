@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from app.core.errors import AppError, ErrorKind
-from app.core.model_state import ServedModel
+from app.core.models import ServedModel
 from app.core.settings import Settings
 from app.runners.pool import ModelPool
 from tests.runners.scripted import (

@@ -13,7 +13,7 @@ import pytest
 from app.core.errors import AppError, ErrorKind
 from app.core.events import ModelLoading
 from app.core.jobs import Ended, EngineStats, Started
-from app.core.model_state import ServedModel
+from app.core.models import ServedModel
 from app.runners import lease as lease_module
 from app.runners import pool as pool_module
 from app.runners.pool import ModelPool

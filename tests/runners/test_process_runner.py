@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from app import store
-from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, ErrorKind
-from app.core.requests import ChoiceGrammar
+from app.core.requests import ChoiceGrammar, EmbedJob
 from app.core.settings import Settings
 from app.runners import channel
 from app.runners.process_runner import ProcessRunner

@@ -17,7 +17,7 @@ from app import store
 from app.core.errors import AppError, ErrorKind
 from app.core.jobs import Ended
 from app.core.model_files import ModelFiles
-from app.core.model_state import ServedModel
+from app.core.models import ServedModel
 from app.core.ports import RunnerFailure
 from app.core.settings import Settings
 from app.runners.child_process import count_oom_kills

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, ErrorKind
 from app.core.jobs import Ended, EngineStats, Job, JobUpdate
-from app.core.model_state import ServedModel
+from app.core.models import ServedModel
 from app.core.ports import FailureCause
+from app.core.requests import EmbedJob
 from app.runners.handle import ModelHandle
 from app.runners.pool import ModelPool
 from tests.batches import flatten

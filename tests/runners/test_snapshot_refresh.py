@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from app.core.errors import AppError, ErrorKind
-from app.core.prefix_snapshot import PrefixSnapshot
+from app.core.jobs import PrefixSnapshot
 from app.runners import snapshot_refresh
 from app.runners.snapshot_refresh import SnapshotRefresh
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from msgspec import Struct, ValidationError
 from msgspec.msgpack import Decoder
 
-from app.core.embeddings import EmbedJob, EmbedResult
 from app.core.errors import AppError, ErrorKind, mark_client_text
 from app.core.jobs import (
     Capacity,
@@ -23,14 +22,15 @@ from app.core.jobs import (
     Job,
     LoadProgress,
     Prefilled,
+    PrefixNode,
+    PrefixSnapshot,
     PromptLogprobs,
     Started,
     StepOutput,
     Token,
 )
 from app.core.model_files import ModelFiles
-from app.core.prefix_snapshot import PrefixNode, PrefixSnapshot
-from app.core.requests import JsonSchema, LarkGrammar, Regex
+from app.core.requests import EmbedJob, EmbedResult, JsonSchema, LarkGrammar, Regex
 from app.core.sampling_params import SamplingParams
 from app.core.settings import ModelSettings, Settings
 from app.runners import worker_protocol

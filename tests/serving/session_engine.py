@@ -14,11 +14,20 @@ from pathlib import Path
 
 import tokenizers
 
-from app.core.embeddings import EmbedJob
-from app.core.jobs import Capacity, Ended, EngineStats, Job, JobUpdate, Prefilled, Started, Token
+from app.core.jobs import (
+    Capacity,
+    Ended,
+    EngineStats,
+    Job,
+    JobUpdate,
+    Prefilled,
+    PrefixSnapshot,
+    Started,
+    Token,
+)
 from app.core.model_files import ModelFiles
 from app.core.ports import RunnerFailure, RunnerState, RunnerStatus
-from app.core.prefix_snapshot import PrefixSnapshot
+from app.core.requests import EmbedJob
 from tests import tiny
 from tests.engine.prefix.harness import begin, feed, prefill
 from tests.engine.prefix.radix_content import cache_of

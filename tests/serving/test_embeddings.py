@@ -16,11 +16,11 @@ import tokenizers
 from tokenizers import processors
 
 from app import store
-from app.core.embeddings import Embeddings, EmbedInput, EmbedJob, EmbedRequest, PoolingType
 from app.core.errors import AppError, ErrorKind
 from app.core.jobs import ContextLimit
 from app.core.model_files import ModelFiles
 from app.core.ports import Runner
+from app.core.requests import Embeddings, EmbedInput, EmbedJob, EmbedRequest, PoolingType
 from app.core.settings import Settings
 from app.core.thread_pools import ThreadPools
 from app.engine.loop import Loop

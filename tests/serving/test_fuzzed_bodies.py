@@ -13,11 +13,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.core.embeddings import EmbedJob
-from app.core.jobs import Capacity, Ended, EngineStats, Job, JobUpdate, Started, Token
+from app.core.jobs import (
+    Capacity,
+    Ended,
+    EngineStats,
+    Job,
+    JobUpdate,
+    PrefixSnapshot,
+    Started,
+    Token,
+)
 from app.core.model_files import ModelFiles
 from app.core.ports import RunnerFailure, RunnerState, RunnerStatus
-from app.core.prefix_snapshot import PrefixSnapshot
+from app.core.requests import EmbedJob
 from tests import tiny
 from tests.api.anthropic import test_endpoints as anthropic
 from tests.api.asgi import Conversation as Exchange

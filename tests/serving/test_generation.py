@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app import store
-from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, ErrorKind
 from app.core.events import (
     Event,
@@ -38,6 +37,7 @@ from app.core.model_files import ModelFiles
 from app.core.ports import Engine, RunnerStatus
 from app.core.requests import (
     Conversation,
+    EmbedJob,
     GenerateRequest,
     JsonSchema,
     Message,

@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 
 from app import store
 from app.core.errors import AppError, ErrorKind
-from app.core.model_details import DownloadPreview, LibraryStep, ModelRecipe
 from app.core.model_files import ModelFiles
-from app.core.model_state import MemoryRequirement
+from app.core.models import DownloadPreview, LibraryStep, MemoryRequirement, ModelRecipe
 from app.core.settings import ModelSettings, Settings
 from app.engine import fit
 from app.engine.model_info import complete_config

@@ -13,15 +13,22 @@ from typing import Any
 import pytest
 
 from app import store
-from app.core.embeddings import Embeddings, EmbedInput, EmbedRequest
 from app.core.errors import AppError, ErrorKind
 from app.core.events import Event, Finish, ModelLoading, PromptTokenIds, TextDelta
 from app.core.jobs import EngineStats, Ledger
 from app.core.limits import RequestLimits
 from app.core.model_files import ModelFiles
-from app.core.model_state import MemoryRequirement, ModelState
+from app.core.models import MemoryRequirement, ModelState
 from app.core.ports import Runner
-from app.core.requests import Conversation, GenerateRequest, Message, Regex
+from app.core.requests import (
+    Conversation,
+    Embeddings,
+    EmbedInput,
+    EmbedRequest,
+    GenerateRequest,
+    Message,
+    Regex,
+)
 from app.core.settings import ModelSettings, Settings
 from app.core.thread_pools import ThreadPools
 from app.engine.loop import Loop

@@ -16,11 +16,20 @@ from typing import Any
 import httpx
 import pytest
 
-from app.core.embeddings import EmbedJob
-from app.core.jobs import Capacity, Ended, EngineStats, Job, JobUpdate, Prefilled, Started, Token
+from app.core.jobs import (
+    Capacity,
+    Ended,
+    EngineStats,
+    Job,
+    JobUpdate,
+    Prefilled,
+    PrefixSnapshot,
+    Started,
+    Token,
+)
 from app.core.model_files import ModelFiles
 from app.core.ports import RunnerFailure, RunnerState, RunnerStatus
-from app.core.prefix_snapshot import PrefixSnapshot
+from app.core.requests import EmbedJob
 from tests import tiny
 from tests.api.asgi import Conversation as Exchange
 from tests.api.asgi import Reply

@@ -8,8 +8,7 @@ import mlx.core as mx
 import pytest
 
 from app import store
-from app.core.generation_config import read_generation_defaults
-from app.core.model_files import ModelFiles
+from app.core.model_files import ModelFiles, read_generation_defaults
 from app.engine.model_info import complete_config
 from app.engine.weights import open_model
 from tests.store.asking import refusal

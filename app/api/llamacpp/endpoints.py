@@ -42,7 +42,7 @@ from app.api.openai.request import build_chat
 from app.api.schema.openai import CHAT
 from app.api.tokenization import read_conversation_request
 from app.core.distributions import get_own_version
-from app.core.model_state import ModelState
+from app.core.models import ModelState
 from app.core.ports import Generate, ModelCard, Models, ResolvedModel
 from app.core.requests import GenerateRequest, PromptBatch
 from app.core.settings import Settings

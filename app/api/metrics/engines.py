@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from app.api.metrics.request_metrics import ENGINE_INDEX, LABELS
 from app.core.jobs import PREFIX_HIT_BUCKETS
-from app.core.model_state import ModelPhase, ModelState
+from app.core.models import ModelPhase, ModelState
 from app.core.ports import Models, RunnerState
 
 _SERVER_STATES: Sequence[RunnerState] = get_args(RunnerState)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from app.core.model_state import ModelState
+from app.core.models import ModelState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

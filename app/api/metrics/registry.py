@@ -28,8 +28,7 @@ from app.api.metrics.request_metrics import RequestMetrics
 from app.core.distributions import get_own_version
 from app.core.observers import ObserverFactory
 from app.core.ports import Models
-from app.core.server_stats import LAG_BUCKETS, ConnectionStats
-from app.core.usage import UsageCounters
+from app.core.usage import LAG_BUCKETS, ConnectionStats, UsageCounters
 
 
 class HttpCollector(Collector):

@@ -22,7 +22,6 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from app.api.metrics.llamacpp import GenerationTimes
-from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, ErrorKind
 from app.core.events import (
     Event,
@@ -35,7 +34,7 @@ from app.core.events import (
     Usage,
 )
 from app.core.observers import count_choices
-from app.core.requests import GenerateRequest
+from app.core.requests import Embeddings, EmbedRequest, GenerateRequest
 
 # labels of every per-model family. engine: vLLM's replica number; there is only one here
 LABELS = ("model_name", "engine")

@@ -32,10 +32,10 @@ from app.api.ollama.names import MAX_NAME_CHARS, find_model, read_name
 from app.api.ollama.options import limit_keep_alive
 from app.api.ollama.output import LineEncoder, LineFormat, collect
 from app.api.ollama.request import OllamaRequest, parse_chat, parse_generate
-from app.core.embeddings import EmbedRequest
 from app.core.errors import AppError, ErrorKind, mark_client_text
-from app.core.model_details import ModelDetails
+from app.core.models import ModelDetails
 from app.core.ports import Generate, Models, ResolvedModel
+from app.core.requests import EmbedRequest
 from app.core.settings import Settings
 from app.http.auth import is_admin
 from app.http.body import MAX_CHAT_VALUES, MAX_VALUES, RequestBodies

@@ -19,7 +19,7 @@ from app.api.ollama.messages import ROLES
 from app.api.ollama.names import find_model, read_name, strip_prefix
 from app.api.ollama.options import IGNORED_OPTIONS
 from app.core.errors import AppError, ErrorKind
-from app.core.model_details import LibraryStep, ModelRecipe
+from app.core.models import LibraryStep, ModelRecipe
 from app.core.ports import BlobWriter, Models
 from app.core.sampling_params import SAMPLING_KNOBS
 from app.http.body import EXTEND_BODY

@@ -17,7 +17,7 @@ from app.api.attachments import is_new_question, peek, read_attachment
 from app.api.fields import Fields, drop_nulls, invalid_request, quote_value
 from app.api.openai.messages import normalize_arguments, normalize_content
 from app.api.openai.tools import NO_PARAMETERS, check_tool_names, read_function
-from app.core.model_details import ModelDetails
+from app.core.models import ModelDetails
 from app.core.requests import Message, Tool, ToolCall
 
 ROLES = ("system", "user", "assistant", "tool")

@@ -12,8 +12,7 @@ import orjson
 
 from app.api.ollama.names import add_tag
 from app.api.ollama.output import format_time
-from app.core.model_details import ModelDetails, TensorDetails
-from app.core.model_state import ModelState
+from app.core.models import ModelDetails, ModelState, TensorDetails
 from app.core.sampling_params import SAMPLING_KNOBS
 from app.core.units import format_count
 from app.http.responses import JsonObject

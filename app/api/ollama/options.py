@@ -15,7 +15,7 @@ import orjson
 from app.api.fields import INT64, Fields, as_array, as_number, invalid_request, quote_value
 from app.api.openai.structured_outputs import ANY_OBJECT_SCHEMA
 from app.core.errors import AppError
-from app.core.model_details import ModelDetails
+from app.core.models import ModelDetails
 from app.core.requests import JsonSchema, ReasoningOptions
 from app.core.sampling_params import SAMPLING_KNOBS, SamplingKnob, SamplingValue
 

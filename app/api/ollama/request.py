@@ -20,7 +20,7 @@ from app.api.ollama.options import (
     read_top_logprobs,
 )
 from app.api.openai.request import read_keep_alive
-from app.core.model_details import ModelDetails
+from app.core.models import ModelDetails
 from app.core.requests import Conversation, GenerateRequest, Message, Prompt
 
 

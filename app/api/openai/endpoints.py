@@ -18,7 +18,7 @@ from app.api.openai.chat import ChatChunkEncoder, collect_chat
 from app.api.openai.completions import CompletionChunkEncoder, collect_completion
 from app.api.openai.output import CompletionMetadata
 from app.api.openai.request import ParsedCompletionRequest, parse_chat, parse_completion
-from app.core.model_state import ModelState
+from app.core.models import ModelState
 from app.core.ports import Generate, ModelCard, Models, ResolvedModel
 from app.core.settings import ReasoningField, Settings
 from app.http.auth import is_admin

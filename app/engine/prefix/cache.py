@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from app.core.context_shift import ShiftResult
-from app.core.jobs import CacheMiss
-from app.core.prefix_snapshot import PrefixSnapshot
+from app.core.jobs import CacheMiss, PrefixSnapshot
 from models.layer_cache import LayerKV
 
 Layer = TypeVar("Layer", bound=LayerKV)

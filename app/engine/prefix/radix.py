@@ -19,8 +19,7 @@ from contextlib import contextmanager
 from itertools import compress, groupby
 from typing import Generic
 
-from app.core.jobs import CacheMiss
-from app.core.prefix_snapshot import PrefixSnapshot
+from app.core.jobs import CacheMiss, PrefixSnapshot
 from app.engine.prefix.cache import Layer
 from app.engine.prefix.policy import PrefixCacheConfig
 from app.engine.prefix.radix_match import PrefixMatch, match_prefix

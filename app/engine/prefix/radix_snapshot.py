@@ -5,7 +5,7 @@ Knows: the nodes of the tree. Must not know: the users of snapshots.
 
 from collections import Counter
 
-from app.core.prefix_snapshot import PrefixNode, PrefixSnapshot
+from app.core.jobs import PrefixNode, PrefixSnapshot
 from app.engine.prefix.cache import Layer
 from app.engine.prefix.radix_node import RadixNode
 from app.engine.prefix.radix_tree import RadixTree

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from app.core.jobs import CacheMiss
-from app.core.prefix_snapshot import PrefixNode, PrefixSnapshot
+from app.core.jobs import CacheMiss, PrefixNode, PrefixSnapshot
 from app.engine.prefix.cache import Layer
 from app.engine.prefix.matching import can_trim_to, common_prefix_length, trim_to
 from app.engine.prefix.policy import PrefixCacheConfig

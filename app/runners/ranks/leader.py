@@ -19,12 +19,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, ErrorKind
-from app.core.jobs import Capacity, EngineStats, Job, StepOutput
+from app.core.jobs import Capacity, EngineStats, Job, PrefixSnapshot, StepOutput
 from app.core.model_files import ModelFiles
-from app.core.prefix_snapshot import PrefixSnapshot
-from app.core.requests import Grammar
+from app.core.requests import EmbedJob, Grammar
 from app.core.settings import Settings
 from app.engine.distributed import DistributedGroup
 from app.engine.loader import load

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from msgspec import Struct
 from msgspec.msgpack import Decoder
 
-from app.core.embeddings import EmbedJob
 from app.core.jobs import (
     Ended,
     Job,
@@ -29,7 +28,7 @@ from app.core.jobs import (
     StepOutput,
     Token,
 )
-from app.core.requests import Grammar
+from app.core.requests import EmbedJob, Grammar
 from app.runners.channel import encode_frame, make_decoder, read_frame
 
 

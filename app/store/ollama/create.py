@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from app.core.errors import AppError, ErrorKind, mark_client_text
-from app.core.model_details import ModelRecipe
 from app.core.model_files import ModelFiles
+from app.core.models import ModelRecipe
 from app.core.thread_pools import CancelToken
 from app.store.config_files import read_json_object
 from app.store.model_names import OllamaName

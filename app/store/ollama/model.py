@@ -183,7 +183,7 @@ def _read_parameters(found: Manifest) -> Json:
 
 def _merge_generation_config(config: Json, parameters: Json) -> Json:
     """Overrides the values of generation_config.json with the parameters.
-    app.core.generation_config validates both."""
+    app.core.model_files validates both."""
     changed = {
         key: parameters[name]
         for name, key in _PARAMETERS.items()

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from app.core.events import PrefillProgress, PromptTokenIds, TextDelta, TokenLogprob, TopLogprob
-from app.core.generation_config import GenerationDefaults
-from app.core.model_state import ModelState
+from app.core.model_files import GenerationDefaults
+from app.core.models import ModelState
 from app.core.requests import JsonSchema, LarkGrammar, PromptBatch
 from tests.api.asgi import Reply, send_request
 from tests.fakes import CARD, STATS, FakeGenerate, Script, finish

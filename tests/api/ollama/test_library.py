@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.core.errors import AppError, ErrorKind
-from app.core.model_details import LayerProgress, LibraryStep, ModelRecipe
+from app.core.models import LayerProgress, LibraryStep, ModelRecipe
 from app.core.settings import Settings
 from tests.api.asgi import Conversation, Reply
 from tests.api.ollama.test_chat import lines

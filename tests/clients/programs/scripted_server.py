@@ -20,11 +20,20 @@ from typing import Any
 import tokenizers
 
 from app import cli, server
-from app.core.embeddings import EmbedJob
-from app.core.jobs import Capacity, Ended, EndReason, EngineStats, Job, JobUpdate, Started, Token
+from app.core.jobs import (
+    Capacity,
+    Ended,
+    EndReason,
+    EngineStats,
+    Job,
+    JobUpdate,
+    PrefixSnapshot,
+    Started,
+    Token,
+)
 from app.core.model_files import ModelFiles
 from app.core.ports import RunnerFailure, RunnerState, RunnerStatus
-from app.core.prefix_snapshot import PrefixSnapshot
+from app.core.requests import EmbedJob
 from tests import tiny
 
 FOLDER_VARIABLE = "TEST_SCRIPT_FOLDER"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.core.prefix_snapshot import PrefixSnapshot
+from app.core.jobs import PrefixSnapshot
 from tests.engine.prefix.harness import (
     GARBAGE,
     MakeCache,

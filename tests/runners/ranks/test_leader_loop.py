@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from app.core.embeddings import EmbedJob
 from app.core.errors import AppError
 from app.core.jobs import Ended, Token
+from app.core.requests import EmbedJob
 from app.runners.ranks.leader import LeaderLoop
 from app.runners.ranks.protocol import Cancel, Embed, LeaderMessage, RunStep, StepChecksum, Submit
 from tests.engine.harness import job, make_loop, tiny_model

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from app.core.embeddings import EmbedResult
 from app.core.jobs import Ended, EngineStats, Prefilled, PromptLogprobs, Started, StepOutput, Token
+from app.core.requests import EmbedResult
 from app.runners.ranks.protocol import StepChecksum
 
 TOKEN = Token(job_id="a", id=7, timestamp_ns=1, logprob=-0.5, top_logprobs=((7, -0.5),))

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 
 from app.core.errors import AppError
-from app.core.live_settings import (
+from app.core.settings import (
     RELOADABLE,
     LiveSettings,
+    ModelSettings,
+    Settings,
     merge_reloaded,
     needs_new_process,
 )
-from app.core.settings import ModelSettings, Settings
 
 
 def test_limits_and_models_are_applied_and_other_changes_need_a_restart():

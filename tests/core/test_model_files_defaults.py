@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from app.core.errors import AppError, ErrorKind
-from app.core.generation_config import GenerationDefaults, read_generation_defaults
-from app.core.model_files import ModelFiles
+from app.core.model_files import GenerationDefaults, ModelFiles, read_generation_defaults
 from app.core.sampling_params import SamplingParams
 from tests.rows import rows
 

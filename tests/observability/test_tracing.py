@@ -18,15 +18,21 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from app.core.embeddings import EmbedInput, EmbedRequest
 from app.core.errors import AppError, ErrorKind
 from app.core.events import Event, ModelLoading, Timings
 from app.core.observers import ObservedGenerate
 from app.core.request_context import REQUEST_CONTEXT, RequestContext
-from app.core.requests import Conversation, GenerateRequest, Message, PromptBatch
+from app.core.requests import (
+    Conversation,
+    EmbedInput,
+    EmbedRequest,
+    GenerateRequest,
+    Message,
+    PromptBatch,
+)
 from app.core.settings import Settings
-from app.serving.otel_tracing import OtelTracing, split_phases
-from app.serving.tracing import create_tracing
+from app.observability.otel_tracing import OtelTracing, split_phases
+from app.observability.tracing import create_tracing
 from tests.batches import flatten
 from tests.fakes import CARD, FOREVER, HELLO, FakeGenerate, FakeModel, Script, text
 from tests.server_process import ROOT, TIMEOUT, run_server
@@ -288,15 +294,15 @@ def test_embeddings_are_a_separate_operation(collector: Collector):
 
 PROGRAM = """
 import asyncio, sys
-import app.serving.otel_tracing
+import app.observability.otel_tracing
 from app.core.settings import Settings
 from app.core.observers import ObservedGenerate
-from app.serving.tracing import create_tracing
+from app.observability.tracing import create_tracing
 from tests.fakes import FakeGenerate, FakeModel, finish
-from tests.serving.test_tracing import CHAT, drain
+from tests.observability.test_tracing import CHAT, drain
 
-app.serving.otel_tracing._SHUTDOWN_TIMEOUT = 0.5  # to keep this test short
-app.serving.otel_tracing._EXPORT_TIMEOUT = 3600.0  # what waits for an export never ends
+app.observability.otel_tracing._SHUTDOWN_TIMEOUT = 0.5  # to keep this test short
+app.observability.otel_tracing._EXPORT_TIMEOUT = 3600.0  # what waits for an export never ends
 
 async def main():
     tracing = create_tracing(Settings(otlp=sys.argv[1]))
@@ -340,13 +346,14 @@ def test_the_address_may_contain_a_path(collector: Collector):
 def test_opentelemetry_is_imported_only_with_the_option():
     assert create_tracing(Settings()) is None
     program = (
-        "import sys, app.server, app.serving.tracing; sys.exit('opentelemetry' in sys.modules)"
+        "import sys, app.server, app.observability.tracing; "
+        "sys.exit('opentelemetry' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
 
 def test_the_error_of_a_missing_package_names_the_install_command(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delitem(sys.modules, "app.serving.otel_tracing")
+    monkeypatch.delitem(sys.modules, "app.observability.otel_tracing")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(AppError, match="pip install opentelemetry-sdk") as caught:
         create_tracing(Settings(otlp="http://127.0.0.1:4318"))

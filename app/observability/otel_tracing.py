@@ -23,11 +23,10 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from app.core.distributions import get_own_version
-from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, ErrorKind
 from app.core.events import Event, Finish, ModelLoading, Timings
 from app.core.request_context import REQUEST_CONTEXT
-from app.core.requests import Conversation, GenerateRequest
+from app.core.requests import Conversation, Embeddings, EmbedRequest, GenerateRequest
 from app.core.settings import Settings
 
 # the timeouts in seconds for one export, and for the last exports when the server stops

@@ -12,14 +12,14 @@ import pytest
 from app.core.request_context import REQUEST_CONTEXT, RequestContext
 from app.core.settings import Settings
 from app.core.terminal import OutputTerminal
-from app.serving.logs import (
+from app.observability.logs import (
     QueuedLogHandler,
     TerminalFormatter,
     configure_logging,
     get_terminal_log,
     is_shown,
 )
-from tests.serving.test_logs import HOSTILE_TEXTS, log
+from tests.observability.test_logs import HOSTILE_TEXTS, log
 
 __all__ = ["log"]
 

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 
-from app.core.server_stats import EventLoopLag
+from app.core.usage import EventLoopLag
 
 log = logging.getLogger(__name__)
 

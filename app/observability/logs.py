@@ -29,10 +29,10 @@ from logging.handlers import QueueHandler, QueueListener
 from queue import SimpleQueue
 from typing import Any
 
+from app.core.errors import escape_control_characters
 from app.core.request_context import REQUEST_CONTEXT, RequestContext
 from app.core.settings import Settings
 from app.core.terminal import Color, OutputTerminal, detect_terminal, erase_line, get_width
-from app.core.text_escapes import escape_control_characters
 from app.core.units import pluralize
 
 # The maximum number of queued lines. Further lines are dropped and counted.

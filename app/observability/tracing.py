@@ -9,7 +9,7 @@ from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
 
 if TYPE_CHECKING:
-    from app.serving.otel_tracing import OtelTracing
+    from app.observability.otel_tracing import OtelTracing
 
 
 def create_tracing(settings: Settings) -> "OtelTracing | None":
@@ -29,7 +29,7 @@ def _load_tracing_class(settings: Settings) -> "type[OtelTracing] | None":
     if settings.otlp is None:
         return None
     try:
-        from app.serving.otel_tracing import OtelTracing
+        from app.observability.otel_tracing import OtelTracing
     except ModuleNotFoundError as error:
         raise AppError(
             ErrorKind.INVALID,

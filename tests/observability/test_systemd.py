@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from app.http.systemd import SystemdNotifier
+from app.observability.systemd import SystemdNotifier
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sd_notify needs Linux")
 

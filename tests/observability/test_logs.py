@@ -13,15 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.core.errors import AppError, ErrorKind
+from app.core.errors import AppError, ErrorKind, escape_control_characters
 from app.core.events import ModelLoading, PrefillProgress
 from app.core.request_context import REQUEST_CONTEXT, RequestContext
 from app.core.settings import Settings
 from app.core.terminal import OutputTerminal
-from app.core.text_escapes import escape_control_characters
 from app.http.api_keys import ApiKey, Keyring, hash_key
 from app.http.request_id import RequestIdMiddleware
-from app.serving.logs import (
+from app.observability.logs import (
     HumanFormatter,
     JsonFormatter,
     TerminalFormatter,

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from app.core.events import PrefillProgress, TextDelta
 from app.core.jobs import ComputeBackend, EngineStats, Ledger
-from app.core.model_state import ModelState
+from app.core.models import ModelState
 from app.core.requests import GenerateRequest
 from app.core.terminal import OutputTerminal
-from app.serving.terminal_status import BannerAddress, TerminalStatus, render_banner
+from app.observability.terminal_status import BannerAddress, TerminalStatus, render_banner
 
 TERMINAL = OutputTerminal(is_terminal=True, can_rewrite=True)
 ADDRESS = BannerAddress(url="http://h:1", needs_key=False)

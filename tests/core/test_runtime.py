@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.core.gc_freeze import freeze_survivors
+from app.core.runtime import freeze_survivors
 
 
 class Node:

@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.serving import logs
-from app.serving.logs import QueuedLogHandler
+from app.observability import logs
+from app.observability.logs import QueuedLogHandler
 from tests.server_process import ROOT, TIMEOUT
 
 # more than the size of a pipe
@@ -180,7 +180,7 @@ def test_lines_are_written_with_the_locking_of_python_3_13(
 PROGRAM = """
 import logging
 from app.core.settings import Settings
-from app.serving.logs import configure_logging
+from app.observability.logs import configure_logging
 configure_logging(Settings(log_format="json"))
 for n in range(2000):
     logging.getLogger("app.x").info("line %d", n)

@@ -14,13 +14,12 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from app.core.distributions import get_own_version
-from app.core.embeddings import Embeddings, EmbedRequest
+from app.core.errors import escape_control_characters
 from app.core.events import Event, PrefillProgress
 from app.core.jobs import ComputeBackend
-from app.core.model_state import ModelState
-from app.core.requests import GenerateRequest
+from app.core.models import ModelState
+from app.core.requests import Embeddings, EmbedRequest, GenerateRequest
 from app.core.terminal import OutputTerminal, draw_bar
-from app.core.text_escapes import escape_control_characters
 from app.core.units import format_duration, format_memory, pluralize
 
 # the number of seconds between two updates of the status line

@@ -1,6 +1,6 @@
 """The most similar name, for suggestions."""
 
-from app.core.nearest_name import find_nearest, suggest
+from app.core.errors import find_nearest, suggest
 from tests.rows import rows
 
 NAMES = ("--port", "--max-queue", "--max-tokens", "--no-pull", "qwen3:4b", "MLXRUNNER_ISA")

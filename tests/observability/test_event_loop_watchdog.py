@@ -10,12 +10,12 @@ from types import FrameType
 
 import pytest
 
-from app.core.server_stats import LAG_BUCKETS, EventLoopLag
-from app.serving.event_loop_watchdog import EventLoopWatchdog
+from app.core.usage import LAG_BUCKETS, EventLoopLag
+from app.observability.event_loop_watchdog import EventLoopWatchdog
 from tests.waiting import wait_until_async
 
 PATIENCE = 30.0
-NAME = "app.serving.event_loop_watchdog"
+NAME = "app.observability.event_loop_watchdog"
 
 
 def block(event: threading.Event) -> None:
@@ -93,7 +93,7 @@ def test_garbage_is_not_collected_while_stacks_are_read(
 
 
 def test_a_hung_loop_ends_the_process(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("app.serving.event_loop_watchdog._MIN_TIMEOUT", 0.0)
+    monkeypatch.setattr("app.observability.event_loop_watchdog._MIN_TIMEOUT", 0.0)
     hung = threading.Event()
 
     async def run() -> None:
