@@ -79,8 +79,8 @@ def test_a_folder_is_found_by_any_path(
         "relative": (f"./{tiny_model.name}", tiny_model.name, ()),
         "absolute": (f"{tiny_model}/", tiny_model.name, ()),
         "home": (f"~/{tiny_model.name}", tiny_model.name, ()),
-        # as if the server had loaded the folder under another name
-        "alias": (str(tiny_model), "builtin", ("--config", str(file))),
+        # the server's folder of a model has priority over a name in a file
+        "alias": (str(tiny_model), tiny_model.name, ("--config", str(file))),
     }[spelling]
     assert cli.main(["stop", name, "--port", port]) == 0
     capsys.readouterr()

@@ -1,7 +1,7 @@
 """Budgets of graph nodes, kernel launches and host waits, on the path that a GPU takes.
 
 The graphs are built here with one stub per fused function of MLX (tests/device/gpu_stubs.py), and
-counted before they are evaluated. A budget is the figure of today, or the target of the issue where
+counted before they are evaluated, with `--kv-layout slab`. A budget is the figure of today, or the target of the issue where
 it is reached. A change that exceeds a budget makes every step on a GPU slower; one that stays below
 it should lower the budget. docs/gpu.md lists the figures and the targets.
 """
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from app.core.jobs import Ended, Job, Token
+from app.engine.kv_layout import SlabPolicy
 from app.engine.loop import Loop
 from app.engine.prefix import radix_node
 from models import qwen3_next
@@ -67,7 +68,13 @@ def make_prompt(length: int, seed: int) -> list[int]:
 
 def make_loop(model: Model, rows: int, *, chunk: int = 128) -> Loop:
     return harness.make_loop(
-        model, running=rows, chunk=chunk, policy="radix", context=2048, vocab=models.VOCAB
+        model,
+        running=rows,
+        chunk=chunk,
+        policy="radix",
+        context=2048,
+        vocab=models.VOCAB,
+        slab_policy=SlabPolicy(layout="slab"),
     )
 
 

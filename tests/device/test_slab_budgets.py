@@ -40,7 +40,7 @@ def small() -> Model:
         return models.build_model({**models.DENSE, "num_hidden_layers": LAYERS})
 
 
-def start(model: Model, lengths: list[int], layout: Any = "auto", **sampling: Any) -> Loop:
+def start(model: Model, lengths: list[int], layout: Any = "slab", **sampling: Any) -> Loop:
     """A loop whose sequences all decode. They end at different steps."""
     loop = harness.make_loop(
         model,

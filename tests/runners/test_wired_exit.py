@@ -94,7 +94,7 @@ def read_limits(folder: Path) -> list[int]:
 
 def test_a_stopped_process_unwires_its_memory(tiny_model: Path, metal: Path) -> None:
     async def run() -> None:
-        async with start_runner(tiny_model) as running:
+        async with start_runner(tiny_model, experimental_metal=True) as running:
             assert ids(await answer(running, "a", b"hello"))
             capacity = running.status().capacity
             assert capacity is not None
@@ -109,7 +109,7 @@ def test_a_hung_process_unwires_its_memory_instead_of_being_killed(
     long_model: Path, metal: Path
 ) -> None:
     async def run() -> None:
-        async with start_runner(long_model, watchdog=2.0) as running:
+        async with start_runner(long_model, watchdog=2.0, experimental_metal=True) as running:
             process = pid(running)
             (metal / "hang").touch()
             ended = await wait_for_end(running, "a")
@@ -127,7 +127,7 @@ def test_a_process_that_cannot_unwire_is_killed_after_the_grace_period(
     long_model: Path, metal: Path
 ) -> None:
     async def run() -> None:
-        async with start_runner(long_model, watchdog=2.0) as running:
+        async with start_runner(long_model, watchdog=2.0, experimental_metal=True) as running:
             process = pid(running)
             suspend(process)
             since = time.monotonic()
