@@ -28,6 +28,7 @@ import socket
 import struct
 import sys
 import termios
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
@@ -38,6 +39,7 @@ from uvicorn import Config
 from app.core.errors import AppError, ErrorKind
 from app.core.usage import CloseReason
 from app.http.body import EXTEND_BODY
+from app.http.body_read_scheduler import UNSCHEDULED_BYTES, ScheduledFlowControl
 from app.http.connection_limits import ConnectionLimiter
 from app.http.errors import error_response
 from app.http.h11_connection import LimitedH11Connection
@@ -47,6 +49,7 @@ from app.http.uvicorn_internals import (
     HookedH11Protocol,
     RequestResponseCycle,
     ServerState,
+    get_buffer_size_below_tls,
 )
 
 # The minimum progress, in bytes read by the client, that restarts the stall timer; and in discarded
@@ -178,6 +181,7 @@ class Connection(HookedH11Protocol, asyncio.BufferedProtocol):
     """A client connection. All methods run on the event loop."""
 
     conn: LimitedH11Connection
+    flow: ScheduledFlowControl
 
     def __init__(
         self,
@@ -194,11 +198,12 @@ class Connection(HookedH11Protocol, asyncio.BufferedProtocol):
         self._write_stall = WriteStallTimer(
             loop,
             limiter.body_timeout,
-            lambda: self.transport.get_write_buffer_size() + get_unacked_bytes(self.transport),
+            self._count_unsent,
             self._on_write_stall,
         )
         self._phase_timer = PhaseTimer(loop, self._on_phase_timeout)
         self._buffer = bytearray()
+        self._body_bytes = 0  # number of bytes received since the last complete request
         self._discarded_bytes = self._discarded_before = 0
         self._discard_deadline = 0.0
         # finished: no further response is sent. close_when_drained: close after all data is sent
@@ -208,6 +213,7 @@ class Connection(HookedH11Protocol, asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # as uvicorn narrows it
         super().connection_made(transport)
+        self.flow = ScheduledFlowControl(transport)  # pyright: ignore[reportIncompatibleVariableOverride]  # narrower
         # Call `pause_writing` as soon as data is unsent. 0 would mean always on a TLS transport.
         transport.set_write_buffer_limits(high=1)
         self._phase_timer.start("head", self._limiter.header_timeout)
@@ -215,6 +221,7 @@ class Connection(HookedH11Protocol, asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._limiter.remove(self)
+        self._limiter.body_reads.remove(self.flow)
         self._phase_timer.stop()
         self._write_stall.stop()
         super().connection_lost(exc)
@@ -229,6 +236,14 @@ class Connection(HookedH11Protocol, asyncio.BufferedProtocol):
         self.data_received(data)
 
     def data_received(self, data: bytes) -> None:
+        began = time.monotonic()
+        self._feed(data)
+        reading = self._finished or self.conn.their_state is h11.SEND_BODY
+        self._body_bytes = self._body_bytes + len(data) if reading else 0
+        if self._body_bytes > UNSCHEDULED_BYTES and not self.closing:
+            self._limiter.body_reads.enqueue(self.flow, time.monotonic() - began)
+
+    def _feed(self, data: bytes) -> None:
         unwanted = self._finished or self._phase_timer.phase == "rest"
         self._discarded_bytes = self._discarded_bytes + len(data) if unwanted else 0
         if self._discarded_bytes > self._limiter.max_discard_bytes:
@@ -438,6 +453,12 @@ class Connection(HookedH11Protocol, asyncio.BufferedProtocol):
         if self.timeout_keep_alive_task is not None:
             self.stop_keep_alive_timer()
         self._phase_timer.stop()
+
+    def _count_unsent(self) -> int:
+        """Returns the number of bytes that the client has not acknowledged."""
+        buffered = self.transport.get_write_buffer_size()
+        below = get_buffer_size_below_tls(self.transport)
+        return buffered + below + get_unacked_bytes(self.transport)
 
     def _on_write_stall(self) -> None:
         self._limiter.count_rejected("unread_answer")

@@ -15,6 +15,7 @@ from typing import Generic, Protocol, TypeVar
 
 from app.core.settings import MEBIBYTE, Settings
 from app.core.usage import CloseReason, ConnectionStats
+from app.http.body_read_scheduler import BodyReadScheduler
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class ConnectionLimiter:
     def __init__(self, settings: Settings, traffic: ConnectionStats) -> None:
         self.table = ConnectionTable[EvictableConnection](settings.max_connections)
         self._set_limits(settings)
+        self.body_reads = BodyReadScheduler()
         self.traffic = traffic
         self._invalid_requests = LogThrottle()
 

@@ -7,6 +7,8 @@ other modules need them.
 pyproject.toml restricts the supported versions.
 """
 
+import asyncio
+from asyncio.sslproto import SSLProtocol, _SSLProtocolTransport  # pyright: ignore[reportPrivateUsage]
 from collections.abc import Sequence
 from socket import SocketType
 
@@ -17,10 +19,12 @@ from uvicorn.server import ServerState
 
 __all__ = [
     "CLOSE_HEADER",
+    "HookedFlowControl",
     "HookedH11Protocol",
     "HookedServer",
     "RequestResponseCycle",
     "ServerState",
+    "get_buffer_size_below_tls",
 ]
 
 # maps a class to attributes of the class or its instances
@@ -34,8 +38,10 @@ UNDOCUMENTED: Sequence[tuple[type, Sequence[str]]] = (
         ("conn", "cycle", "flow", "transport", "app", "client", "timeout_keep_alive_task"),
     ),
     (RequestResponseCycle, ("transport", "keep_alive", "response_started", "response_complete")),
-    (FlowControl, ("resume_reading", "write_paused")),
+    (FlowControl, ("_transport", "pause_reading", "resume_reading", "read_paused", "write_paused")),
     (ServerState, ("tasks", "connections")),
+    (SSLProtocol, ("_transport",)),
+    (_SSLProtocolTransport, ("_ssl_protocol",)),
 )
 
 
@@ -61,3 +67,17 @@ class HookedH11Protocol(H11Protocol):
     def _unsupported_upgrade_warning(self) -> None:
         """Suppresses uvicorn's log lines. Java's HTTP client offers an upgrade to HTTP/2 with its
         first request, and an HTTP/1.1 response is correct."""
+
+
+class HookedFlowControl(FlowControl):
+    @property
+    def transport(self) -> asyncio.Transport:
+        return self._transport
+
+
+def get_buffer_size_below_tls(transport: asyncio.Transport) -> int:
+    """Returns the number of encrypted bytes that are not in the kernel yet, which asyncio's TLS
+    transport does not count. Returns 0 without TLS and on a closed connection."""
+    protocol = getattr(transport, "_ssl_protocol", None)
+    below: asyncio.Transport | None = getattr(protocol, "_transport", None)
+    return 0 if below is None else below.get_write_buffer_size()
