@@ -1,9 +1,10 @@
 """Budgets of graph nodes, kernel launches and host waits, on the path that a GPU takes.
 
 The graphs are built here with one stub per fused function of MLX (tests/device/gpu_stubs.py), and
-counted before they are evaluated, with `--kv-layout slab`. A budget is the figure of today, or the target of the issue where
-it is reached. A change that exceeds a budget makes every step on a GPU slower; one that stays below
-it should lower the budget. docs/gpu.md lists the figures and the targets.
+counted before they are evaluated. Rows share slabs (`--kv-layout slab`). A budget is the figure of
+today, or the target of the issue where it is reached. A change that exceeds a budget makes every
+step on a GPU slower; one that stays below it should lower the budget.
+docs/gpu.md lists the figures and the targets.
 """
 
 import math
