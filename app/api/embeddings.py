@@ -18,20 +18,13 @@ import orjson
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from app.api.fields import (
-    INT32_MAX,
-    Fields,
-    as_array,
-    as_integer,
-    as_token_ids,
-    invalid_request,
-    quote_value,
-)
+from app.api.fields import Fields, as_array, as_integer, as_token_ids, invalid_request, quote_value
 from app.api.generate_endpoint import resolve_requested
 from app.api.openai.request import check_model, read_keep_alive
 from app.api.schema.unsupported_fields import reject_unsupported_fields
 from app.core.ports import Generate, Models, ResolvedModel
 from app.core.requests import Embeddings, EmbedInput, EmbedRequest, PoolingType
+from app.core.sampling_params import INT32_MAX
 from app.core.settings import Settings
 from app.http.auth import get_caller, is_admin
 from app.http.body import Body, RequestBodies

@@ -13,9 +13,9 @@ import orjson
 
 from app.api.unknown_fields import check_unknown, report_unknown
 from app.core.errors import AppError, ErrorKind, mark_client_text
+from app.core.sampling_params import INT32_MAX, INT64_MAX, INT64_MIN
 
-INT32_MAX = 2**31 - 1
-INT64 = (-(2**63), 2**63 - 1)
+INT64 = (INT64_MIN, INT64_MAX)
 
 # Integers up to this size can be converted to a float and back without loss.
 _MAX_EXACT_INTEGER = 2**53
@@ -45,6 +45,19 @@ def quote_value(value: object) -> str:
             return "an object"
         case _:
             return str(value)
+
+
+def unsupported_value(path: str, quoted: str, neutral: Iterable[object]) -> AppError:
+    """Returns the error for a known but unsupported field. quoted: its value. neutral: the values
+    that have no effect."""
+    only = " or ".join(orjson.dumps(allowed).decode() for allowed in neutral)
+    return invalid_request(path, f"{path} does not support {quoted}: leave it out, or use {only}")
+
+
+def join_or(texts: Iterable[str]) -> str:
+    """Joins alternatives: "a, b or c". There must be at least one."""
+    *others, last = texts
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 class Fields:
@@ -98,10 +111,7 @@ class Fields:
         path = self.path(name)
         if not neutral:
             raise invalid_request(path, f"{path} is not supported: {instead}")
-        only = " or ".join(orjson.dumps(allowed).decode() for allowed in neutral)
-        raise invalid_request(
-            path, f"{path} does not support {quote_value(value)}: leave it out, or use {only}"
-        )
+        raise unsupported_value(path, quote_value(value), neutral)
 
     def value(self, name: str) -> Any:
         self._known.add(name)
@@ -137,9 +147,7 @@ class Fields:
         value = self.value(name)
         if value is None or value in choices:
             return value
-        *most, last = map(repr, choices)
-        expected = f"{', '.join(most)} or {last}" if most else last
-        raise self._invalid_value(name, expected, value)
+        raise self._invalid_value(name, join_or(map(repr, choices)), value)
 
     def required_one_of(self, name: str, choices: Sequence[str]) -> str:
         self.required(name)

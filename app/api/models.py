@@ -11,12 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from app.api.fields import INT32_MAX, Fields, invalid_request
+from app.api.fields import Fields, invalid_request
 from app.api.openai.request import read_keep_alive
 from app.core.model_files import ModelDefaults
 from app.core.models import DownloadPreview, ModelState
 from app.core.ports import Generate, Models
-from app.core.sampling_params import SAMPLING_KNOBS
+from app.core.sampling_params import INT32_MAX, SAMPLING_KNOBS
 from app.core.settings import Settings
 from app.http.body import RequestBodies
 from app.http.responses import JsonObject, json_response

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from app.api.anthropic.errors import THREAD_UNSUPPORTED
 from app.api.anthropic.messages import EFFORTS, read_messages
 from app.api.anthropic.tools import read_tools
-from app.api.fields import INT32_MAX, Fields, as_mapping, invalid_request
+from app.api.fields import Fields, as_mapping, invalid_request
 from app.api.openai.request import check_model, read_keep_alive
 from app.api.openai.sampling import build_sampling
 from app.api.openai.structured_outputs import build_json_schema
@@ -26,6 +26,7 @@ from app.core.errors import AppError, ErrorKind
 from app.core.ports import ModelCard
 from app.core.request_context import add_notice
 from app.core.requests import GenerateRequest, JsonSchema, ReasoningOptions
+from app.core.sampling_params import INT32_MAX
 
 # Fields that cannot change a response here. They concern the location and price of Anthropic's
 # service, the user, or features of Anthropic's servers. `cache_control` is not needed, because

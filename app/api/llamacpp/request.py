@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from app.api.fields import (
-    INT32_MAX,
     INT64,
     Fields,
     as_array,
@@ -33,7 +32,7 @@ from app.api.schema.openai import CommonFields
 from app.core.ports import ModelCard
 from app.core.request_context import add_notice
 from app.core.requests import GenerateRequest
-from app.core.sampling_params import SamplingParams, SamplingValue
+from app.core.sampling_params import INT32_MAX, SamplingParams, SamplingValue
 from app.http.responses import JsonObject
 
 _TOKEN_ID = re.compile("[0-9]{1,9}")

@@ -12,12 +12,13 @@ from functools import partial
 import orjson
 from starlette.types import Scope
 
-from app.api.fields import INT32_MAX, Fields, as_array, invalid_request
+from app.api.fields import Fields, as_array, invalid_request
 from app.api.ollama.options import limit_keep_alive
 from app.api.openai.request import read_keep_alive
 from app.core.models import ModelDetails
 from app.core.ports import Generate, ResolvedModel
 from app.core.requests import Embeddings, EmbedInput, EmbedRequest
+from app.core.sampling_params import INT32_MAX
 from app.core.thread_pools import ThreadPools
 from app.http.auth import get_caller, is_admin
 from app.http.responses import JsonObject

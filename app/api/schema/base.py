@@ -13,8 +13,9 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta, Raw
 
-INT32_MAX = 2**31 - 1
-INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+from app.core.sampling_params import INT32_MAX
+
+OBJECT_DECODER = msgspec.json.Decoder(dict[str, Raw])
 
 NULL = Raw(b"null")
 
@@ -22,7 +23,7 @@ NULL = Raw(b"null")
 @dataclass(frozen=True, slots=True)
 class Unsupported:
     """A known field that is not supported. neutral: its values that have no effect, which are
-    accepted. instead: the recommendation in the error message."""
+    accepted. instead: without such values, the recommendation in the error message."""
 
     neutral: tuple[object, ...] = ()
     instead: str | None = None

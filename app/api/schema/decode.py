@@ -18,10 +18,18 @@ import msgspec
 import orjson
 from msgspec import Raw, inspect
 
-from app.api.fields import as_mapping, describe_integer_range, invalid_request, quote_value
-from app.api.schema.base import EXPECTED, INT64_MAX, INT64_MIN, Options
+from app.api.fields import (
+    as_integer,
+    as_mapping,
+    describe_integer_range,
+    invalid_request,
+    join_or,
+    quote_value,
+)
+from app.api.schema.base import EXPECTED, OBJECT_DECODER, Options
 from app.api.schema.names import ObjectNames, check_names, find_names
 from app.core.errors import AppError, ErrorKind
+from app.core.sampling_params import INT64_MAX, INT64_MIN
 
 Value = TypeVar("Value")
 Body = TypeVar("Body", bound=Options)
@@ -40,9 +48,6 @@ _MAX_QUOTED_BYTES = 256 * 1024
 # one whole array.
 _MAX_REPAIRS = 16
 
-# Integers up to this size can be converted to a float and back without loss.
-_MAX_EXACT_INTEGER = 2**53
-
 _INVALID_JSON = (msgspec.DecodeError, UnicodeDecodeError, orjson.JSONDecodeError)
 
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
@@ -51,7 +56,6 @@ _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 _STRING = re.compile(rb'"[^"]*"')
 _FRACTION = re.compile(rb"-?\d{1,20}(?:\.\d{1,20})?(?:[eE][+-]?\d{1,3})?")
 
-_object_decoder = msgspec.json.Decoder(dict[str, Raw])
 _array_decoder = msgspec.json.Decoder(list[Raw])
 
 
@@ -92,7 +96,7 @@ class BodyDecoder(Generic[Body]):
     def _decode_with_fields(self, data: bytes | bytearray) -> tuple[Body, Mapping[str, Raw]]:
         body = self._decode(data)
         check_num_fields(data)
-        fields = _object_decoder.decode(data)
+        fields = OBJECT_DECODER.decode(data)
         if self._camel_case and (renamed := self._rename(fields)) is not None:
             fields = renamed
             body = self._decode(msgspec.json.encode(fields))
@@ -227,7 +231,7 @@ def _find_value(data: Data, path: Path) -> Raw | None:
             if isinstance(step, int):
                 value = _array_decoder.decode(value)[step]
             else:
-                value = _object_decoder.decode(value)[step]
+                value = OBJECT_DECODER.decode(value)[step]
     except (*_INVALID_JSON, LookupError, RecursionError):
         return None
     return value
@@ -252,7 +256,7 @@ def _replace_fractions(data: Data, path: Path) -> bytes | None:
     items: dict[Any, Raw] = (
         dict(enumerate(_array_decoder.decode(data)))
         if is_array
-        else dict(_object_decoder.decode(data))
+        else dict(OBJECT_DECODER.decode(data))
     )
     changed = False
     for key in path[:1] or list(items):
@@ -268,9 +272,8 @@ def _to_integer(value: Raw) -> bytes | None:
     text = bytes(memoryview(value)[:50])
     if not _FRACTION.fullmatch(text) or text.lstrip(b"-").isdigit():
         return None
-    number = float(text)
-    is_integer = number.is_integer() and abs(number) <= _MAX_EXACT_INTEGER
-    return b"%d" % int(number) if is_integer else None
+    integer = as_integer(float(text))
+    return None if integer is None else b"%d" % integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +299,7 @@ def _find_expectation(type_: inspect.Type, path: Path, data: Data) -> _Expectati
         if step == structs[0].tag_field:
             tags = [str(one.tag) for one in structs]
             at_object = getattr(structs[0].cls, "tag_error_at_object", False)
-            text = _join_or(map(repr, tags))
+            text = join_or(map(repr, tags))
             if at_object:
                 return _Expectation(f"a part of type {text}", depth)
             return _Expectation(text, depth + 1)
@@ -327,7 +330,7 @@ def _describe_type(type_: inspect.Type) -> str:
     if (expected := _get_expected(type_)) is not None:
         return expected
     members = [one for one in _list_members(type_) if not isinstance(one, inspect.NoneType)]
-    return _join_or(dict.fromkeys(map(_describe_member, members)))
+    return join_or(dict.fromkeys(map(_describe_member, members)))
 
 
 def _describe_member(type_: inspect.Type) -> str:
@@ -349,13 +352,8 @@ def _describe_member(type_: inspect.Type) -> str:
         case inspect.BoolType():
             return "true or false"
         case inspect.LiteralType(values=values):
-            return _join_or(map(repr, values))
+            return join_or(map(repr, values))
         case inspect.ListType():
             return "an array"
         case _:
             return "an object"
-
-
-def _join_or(texts: Any) -> str:
-    *most, last = texts
-    return f"{', '.join(most)} or {last}" if most else last

@@ -8,19 +8,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Raw
 
-from app.api.schema.base import (
-    INT32_MAX,
-    INT64_MAX,
-    INT64_MIN,
-    NULL,
-    Model,
-    Options,
-    Text,
-    TokenId,
-    describe,
-    reject_fields,
-)
+from app.api.schema.base import NULL, Model, Options, Text, TokenId, describe, reject_fields
 from app.core.logprobs import DEFAULT_MAX_LOGPROBS
+from app.core.sampling_params import INT32_MAX, INT64_MAX, INT64_MIN
 
 MAX_STOP_STRINGS = 16  # OpenAI allows four, but many local clients send more
 MAX_STOP_TOKEN_IDS = 1024

@@ -10,7 +10,8 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
-from app.api.schema.base import INT64_MAX, Identifier, Item, describe, reject_fields
+from app.api.schema.base import Identifier, Item, describe, reject_fields
+from app.core.sampling_params import INT64_MAX
 
 _NO_EFFECT = "No effect."
 

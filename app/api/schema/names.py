@@ -11,16 +11,15 @@ import msgspec
 import orjson
 from msgspec import Raw, inspect
 
-from app.api.fields import invalid_request, json_equal, quote_value
-from app.api.schema.base import Options, Unsupported
+from app.api.fields import invalid_request, json_equal, quote_value, unsupported_value
+from app.api.schema.base import OBJECT_DECODER, Options, Unsupported
 from app.api.unknown_fields import check_unknown, report_unknown
 
 # No value without effect is longer.
 _MAX_NEUTRAL_BYTES = 256
 
-_any_decoder = msgspec.json.Decoder(str | None)
+_optional_text_decoder = msgspec.json.Decoder(str | None)
 _text_decoder = msgspec.json.Decoder(str)
-_object_decoder = msgspec.json.Decoder(dict[str, Raw])
 _objects_decoder = msgspec.json.Decoder(list[dict[str, Raw]])
 
 
@@ -85,7 +84,7 @@ def check_names(fields: Mapping[str, Raw], names: ObjectNames, at: str = "") -> 
     for an unsupported field whose value would have an effect, and for a misspelled name. at: the
     path of the object."""
     opaque = names.type_.opaque_types
-    if opaque and "type" in fields and _any_decoder.decode(fields["type"]) in opaque:
+    if opaque and "type" in fields and _optional_text_decoder.decode(fields["type"]) in opaque:
         return
     if not fields.keys() <= names.known:
         _check_unknown_names(fields, names, at)
@@ -98,7 +97,7 @@ def check_names(fields: Mapping[str, Raw], names: ObjectNames, at: str = "") -> 
 def _check_value(value: Raw, names: ValueNames, at: str) -> None:
     first = bytes(memoryview(value)[:1])
     if first == b"{" and names.by_tag:
-        fields = _object_decoder.decode(value)
+        fields = OBJECT_DECODER.decode(value)
         check_names(fields, names.select(fields), at)
     elif first == b"[" and names.item is not None:
         for index, fields in enumerate(_objects_decoder.decode(value)):
@@ -131,6 +130,4 @@ def _reject(path: str, value: Raw, rule: Unsupported) -> None:
         if any(json_equal(decoded, neutral) for neutral in rule.neutral):
             return
         quoted = quote_value(decoded)
-    only = " or ".join(orjson.dumps(neutral).decode() for neutral in rule.neutral)
-    instead = rule.instead or f"leave it out, or use {only}"
-    raise invalid_request(path, f"{path} does not support {quoted}: {instead}")
+    raise unsupported_value(path, quoted, rule.neutral)

@@ -8,14 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Raw
 
-from app.api.schema.base import (
-    INT64_MAX,
-    NULL,
-    AnyObject,
-    Identifier,
-    describe,
-    reject_fields,
-)
+from app.api.schema.base import NULL, AnyObject, Identifier, describe, reject_fields
 from app.api.schema.decode import BodyDecoder
 from app.api.schema.formats import (
     Gbnf,
@@ -47,6 +40,7 @@ from app.api.schema.reasoning import (
 )
 from app.api.schema.tools import ToolChoice, Tools
 from app.api.schema.unsupported_fields import list_unsupported_fields
+from app.core.sampling_params import INT64_MAX
 
 MAX_BEST_OF = 20
 

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from app.api.schema.base import INT32_MAX, Options, describe, reject_fields
+from app.api.schema.base import Options, describe, reject_fields
+from app.core.sampling_params import INT32_MAX
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 

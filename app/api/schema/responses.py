@@ -10,16 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Raw
 
-from app.api.schema.base import (
-    INT64_MAX,
-    NULL,
-    AnyObject,
-    Identifier,
-    Item,
-    Options,
-    describe,
-    reject_fields,
-)
+from app.api.schema.base import NULL, AnyObject, Identifier, Item, Options, describe, reject_fields
 from app.api.schema.decode import BodyDecoder
 from app.api.schema.generation import (
     USUAL_LOGPROBS,
@@ -37,6 +28,7 @@ from app.api.schema.reasoning import (
 )
 from app.api.schema.tools import FunctionName
 from app.api.schema.unsupported_fields import list_unsupported_fields
+from app.core.sampling_params import INT64_MAX
 
 # The tools that OpenAI's servers run or define (OpenAI's reference, November 2026). Some have
 # versions.
