@@ -94,7 +94,7 @@ class MemoryBudget:
         The next turn of a conversation needs no more room than it adds to the cached turn before,
         which is therefore not evicted for it."""
         room = self._memory.kv_footprint(self.initial_positions(sequence))
-        if room <= self._free_bytes(running):
+        if room <= self.ledger(running).free:
             return True
         ids, reuse = sequence.ids, sequence.may_reuse_prefix
         continued, enough = -1, True
@@ -192,7 +192,7 @@ class MemoryBudget:
         return count_preemptions(
             reserved=[s.reserved_bytes for s in running],
             growth=[needed.get(s, 0) for s in running],
-            free=self._free_bytes(running),
+            free=self.ledger(running).free,
         )
 
     def grow_reservations(self, running: Ids[Sequence], growth: Growth) -> None:
@@ -267,14 +267,8 @@ class MemoryBudget:
             total += sequence.reserved_bytes
         return total
 
-    def _free_bytes(self, running: Ids[Sequence]) -> int:
-        """Returns `Ledger.free`, in each step."""
-        memory = self._memory
-        used = memory.weights + self._sequence_bytes(running) + self._prefix.nbytes + memory.working
-        return memory.budget - used
-
     def _evict_until_free(self, num_bytes: int, running: Ids[Sequence]) -> bool:
-        short = num_bytes - self._free_bytes(running)
+        short = num_bytes - self.ledger(running).free
         if short > 0:
             # The freed buffers stay in the allocator's pool, up to its limit, for the next caches.
             short -= self._prefix.evict(short)
