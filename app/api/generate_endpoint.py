@@ -278,8 +278,7 @@ async def _encode_events(
     events: AsyncIterator[Sequence[Event]], encoder: StreamEncoder, progress_interval: float
 ) -> AsyncGenerator[bytes, None]:
     """Encodes the events of a response, with progress frames at least `progress_interval` seconds
-    apart. The frames of a batch are
-    sent with one write."""
+    apart. The frames of a batch are sent with one write."""
     now = asyncio.get_running_loop().time
     prefill_at = -math.inf
     async for batch in events:

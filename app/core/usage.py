@@ -5,9 +5,10 @@ Knows: requests, tokens, the clock, the names of the statistics. Must not know: 
 metrics, how keys are stored, models. All code runs on the event loop, except `snapshot`.
 
 A caller is the name of an API key, as in `GenerateRequest.caller`. The tokens of a day are counted
-from midnight UTC, or from the start of the server. Connection statistics are updated by
-app/http/connection_limits.py and app/http/connection.py, response statistics by
-app/http/request_id.py, and the latency by app/observability/event_loop_watchdog.py.
+from midnight UTC, or from the start of a server that keeps no usage file
+(app/serving/usage_file.py). Connection statistics are updated by app/http/connection_limits.py and
+app/http/connection.py, response statistics by app/http/request_id.py, and the latency by
+app/observability/event_loop_watchdog.py.
 """
 
 import datetime

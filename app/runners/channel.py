@@ -7,7 +7,7 @@ messages, processes.
 
 Messages are frozen msgspec structs (https://jcristharif.com/msgspec), or dataclasses inside them. A
 decoder checks the types of all fields. A `Channel` never blocks the event loop: unsent bytes wait
-in memory, and the owner is told when there are too many.
+in memory, and `on_paused` reports when there are too many.
 """
 
 import asyncio

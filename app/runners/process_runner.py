@@ -236,7 +236,7 @@ class WorkerClient:
             raise AppError(ErrorKind.TOO_LARGE, f"the request is too large: {error}") from error
 
     def _end_reply(self, answer: JobAccepted | JobRejected) -> None:
-        # If the client has disconnected, nobody waits for the reply.
+        # If the client has disconnected, no call waits for the reply.
         reply = self._replies.get(answer.job)
         if reply is not None and not reply.done():
             reply.set_result(answer.to_error() if isinstance(answer, JobRejected) else None)

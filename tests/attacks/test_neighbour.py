@@ -37,7 +37,7 @@ def test_a_model_process_listens_on_no_port(victim: Victim) -> None:
 
 
 def test_a_model_process_has_no_socket_with_an_address(victim: Victim) -> None:
-    """Nobody can connect: both ends of its channel exist from its birth, without a path."""
+    """No other process can connect: both ends of its channel exist at its start, without a path."""
     pid = get_model_pid(victim)
     inodes = list_socket_inodes(pid)
     rows = [row.split() for row in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]]
