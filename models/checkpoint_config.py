@@ -28,8 +28,12 @@ DEFAULT_QUERY_HEADS = 64
 # model types that are other names of an architecture
 ALIASES: Mapping[str, str] = {
     "gemma3_text": "gemma3",
+    "joyai_llm_flash": "deepseek_v3",
+    "kimi_k2": "deepseek_v3",
+    "kimi_k25": "deepseek_v3",
     "lfm2-vl": "lfm2",
     "lfm2_vl": "lfm2",
+    "minicpmv4_7": "qwen3_5",
     "ministral": "mistral",
     "qwen2_5_vl": "qwen2",
     "qwen2_5_vl_text": "qwen2",
@@ -38,6 +42,8 @@ ALIASES: Mapping[str, str] = {
     "qwen3_5_moe": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5",
     "qwen3_5_text": "qwen3_5",
+    "qwen3_vl_moe": "qwen3_moe",
+    "qwen3_vl_moe_text": "qwen3_moe",
     "qwen3_vl_text": "qwen3",
 }
 

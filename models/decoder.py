@@ -197,3 +197,14 @@ class CausalLM(nn.Module):
             if not name.endswith("rotary_emb.inv_freq")
             and not (tied and name.startswith("lm_head."))
         }
+
+
+def drop_extra_layers(weights: Mapping[str, mx.array], count: int) -> dict[str, mx.array]:
+    """Drops `model.layers.N` for N >= count. Such layers are for multi-token prediction: they
+    follow the last layer and predict the token after the next one (num_nextn_predict_layers)."""
+
+    def is_extra(name: str) -> bool:
+        number = name.removeprefix("model.layers.").partition(".")[0]
+        return number.isdecimal() and (len(number) > 9 or int(number) >= count)
+
+    return {name: array for name, array in weights.items() if not is_extra(name)}
