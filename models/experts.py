@@ -118,7 +118,7 @@ class Experts(nn.Module):
     def __call__(self, x: mx.array, expert_ids: mx.array, expert_weights: mx.array) -> mx.array:
         """Returns the weighted sum [..., D] of the experts' outputs. x: [..., D]. expert_ids: [...,
         k]. expert_weights: [..., k]."""
-        if expert_ids.size < MIN_SORTED_ROWS or not self.gate_proj.prefers_sorted:
+        if expert_ids.size < MIN_SORTED_ROWS or not self.up_proj.prefers_sorted:
             outputs = self._apply(x[..., None, None, :], expert_ids, sorted_indices=False)
         else:
             outputs = self._apply_sorted(x, expert_ids)
