@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 from models import base, mlx_lm_adapter
 from models.base import Model, ModelError
-from models.checkpoint_config import ALIASES, get_text_config
+from models.checkpoint_config import architecture_name, get_text_config
 from models.multimodal import get_text_weights, lacks_lm_head
 from models.ollama_names import to_mlx_names
 from models.quant import check_quant_method, quantize_model, replace_quantized_layers
@@ -102,10 +102,9 @@ def _build_architecture(architecture: Any, config: Mapping[str, Any]) -> Any:
 def _find_architecture(config: Mapping[str, Any]) -> Any:
     """Returns the module named after the model type, if it has its own Config and Model. Otherwise
     it returns mlx-lm's class, if that library is installed."""
-    kind = config.get("model_type")
-    if not isinstance(kind, str):
+    name = architecture_name(config)
+    if name is None:
         raise ModelError("config.json has no model_type")
-    name = ALIASES.get(kind, kind)
     # the name is used in an import, so its characters are restricted
     if re.fullmatch(r"[a-z][a-z0-9_]*", name):
         try:

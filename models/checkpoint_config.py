@@ -27,6 +27,7 @@ DEFAULT_QUERY_HEADS = 64
 
 # model types that are other names of an architecture
 ALIASES: Mapping[str, str] = {
+    "camembert": "roberta",
     "gemma3_text": "gemma3",
     "joyai_llm_flash": "deepseek_v3",
     "kimi_k2": "deepseek_v3",
@@ -45,7 +46,28 @@ ALIASES: Mapping[str, str] = {
     "qwen3_vl_moe": "qwen3_moe",
     "qwen3_vl_moe_text": "qwen3_moe",
     "qwen3_vl_text": "qwen3",
+    "xlm-roberta": "roberta",
 }
+
+# architectures that compute hidden states only (models/encoder.py)
+ENCODERS = frozenset({"bert", "gemma3_encoder", "modernbert", "nomic_bert", "roberta"})
+
+
+def architecture_name(config: Mapping[str, Any]) -> str | None:
+    """Returns the name of the architecture, which is a module of this package or of mlx-lm, or None
+    if config.json has no model type. An architecture with attention in both directions has a
+    module of its own if the same model type also generates text."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        return None
+    name = ALIASES.get(kind, kind)
+    encoder = f"{name}_encoder"
+    return encoder if config.get("use_bidirectional_attention") and encoder in ENCODERS else name
+
+
+def is_encoder(config: Mapping[str, Any]) -> bool:
+    """Returns whether the model computes hidden states only, and generates no text."""
+    return architecture_name(get_text_config(config)) in ENCODERS
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
@@ -86,8 +108,7 @@ def find_unsupported_method(config: Mapping[str, Any]) -> str | None:
 def has_architecture(config: Mapping[str, Any]) -> bool:
     """Returns whether a file of this package, or of mlx-lm, is named after the model type. If not,
     mlx-lm may still know the model type by another name, which only its import shows."""
-    kind = config.get("model_type")
-    name = ALIASES.get(str(kind), str(kind))
+    name = str(architecture_name(config))
     # the name is used as a file name, so its characters are restricted
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
         return False

@@ -48,7 +48,8 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
         {"app.core", "app.engine", "app.grammar", "app.runners.channel"}
     ),
     "app.serving.prompt_jobs": frozenset({"app.core", "app.text"}),
-    "app.serving.embeddings": frozenset({"app.core", "app.text"}),
+    "app.serving.embeddings": frozenset({"app.core", "app.serving.pooling_config", "app.text"}),
+    "app.serving.pooling_config": frozenset({"app.core"}),
     "app.serving.generation": frozenset(
         {
             "app.core",
@@ -63,7 +64,9 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.serving.model_library": frozenset(
         {"app.core", "app.store", "app.serving.registry", "app.engine.model_info"}
     ),
-    "app.serving.model_describer": frozenset({"app.core", "app.store", "app.text"}),
+    "app.serving.model_describer": frozenset(
+        {"app.core", "app.serving.pooling_config", "app.store", "app.text"}
+    ),
     "app.serving.router": frozenset(
         {
             "app.core",
@@ -127,6 +130,7 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.runners.ranks.protocol": frozenset({"msgspec"}),
     "app.serving.prompt_jobs": frozenset(),
     "app.serving.embeddings": frozenset(),
+    "app.serving.pooling_config": frozenset(),
     "app.serving.generation": frozenset(),
     "app.serving.running_choice": frozenset(),
     "app.serving.registry": frozenset(),

@@ -20,7 +20,7 @@ from app.core.model_files import ModelFiles
 from app.core.ports import RunnerFailure, RunnerStatus
 from app.core.requests import EmbedJob, Grammar
 from app.core.settings import Settings
-from app.engine.loader import load
+from app.engine.loader import load_engine
 from app.engine.thread import EngineThread
 from app.engine.wired_memory import unwire_memory
 from app.grammar.compiler import GrammarCompiler, Matcher
@@ -71,7 +71,7 @@ class ThreadRunner:
                 loop.call_soon_threadsafe(self._fail, why)
 
         grammars = GrammarCompiler.for_model(files)
-        read, matcher = partial(load, files, self._settings), grammars.compile_async
+        read, matcher = partial(load_engine, files, self._settings), grammars.compile_async
         if self._rank_group is not None:
             self._rank_group.attach_engine(lost)
             read = partial(load_leader, files, self._settings, self._rank_group)

@@ -30,7 +30,7 @@ from app.core.jobs import (
     StepOutput,
 )
 from app.core.requests import EmbedResult, Grammar
-from app.engine.loader import load
+from app.engine.loader import load_engine
 from app.engine.thread import EngineThread, format_exception
 from app.engine.wired_memory import unwire_memory
 from app.grammar.compiler import GrammarCompiler
@@ -70,7 +70,7 @@ class Worker:
         files, settings = init.files, init.settings
         self._end = end
         self._thread = EngineThread(
-            lambda report: load(files, settings, report),
+            lambda report: load_engine(files, settings, report),
             self._post,
             check_invariants=settings.debug,
         )
