@@ -49,6 +49,10 @@ ALIASES: Mapping[str, str] = {
     "xlm-roberta": "roberta",
 }
 
+# models whose text part has other tensors than its model type says, so that the whole model needs a
+# class of its own
+WHOLE_MODEL_TYPES = frozenset({"prism_hadamard_qwen35"})
+
 # architectures that compute hidden states only (models/encoder.py)
 ENCODERS = frozenset({"bert", "gemma3_encoder", "modernbert", "nomic_bert", "roberta"})
 

@@ -103,7 +103,7 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "models": frozenset({"mlx"}),
     # loads the shared library of this package, which no module imports
     "models.cpu_backend": frozenset({"scipy_openblas32"}),
-    # model classes of mlx-lm behind our interface; an optional dependency
+    # model classes of mlx-lm behind our interface
     "models.mlx_lm_adapter": frozenset({"mlx", "mlx_lm"}),
     "app.core": frozenset(),
     # messages that are sent between processes
@@ -179,6 +179,8 @@ RUN_TIME_IMPORTERS = frozenset(
     {
         "models.architectures",
         "models.mlx_lm_adapter",
+        # reads the source text of mlx-lm's classes
+        "models.mlx_lm_config",
         "app.api.app",
         "app.engine.prefix.policy",
         "app.server",

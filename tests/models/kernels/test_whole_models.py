@@ -80,7 +80,8 @@ class Reference:
 
 def is_foreign(case: Case) -> bool:
     return isinstance(
-        architectures._find_architecture(get_text_config(case.config)), mlx_lm_adapter.Architecture
+        architectures._find_architecture(get_text_config(case.config), case.config),
+        mlx_lm_adapter.Architecture,
     )
 
 
@@ -111,7 +112,7 @@ def list_kinds(case: Case) -> Sequence[str]:
 
 def build_model(case: Case, dtype: mx.Dtype, bits: int | None, activations: int = 24) -> Model:
     config = get_text_config(case.config)
-    architecture = architectures._find_architecture(config)
+    architecture = architectures._find_architecture(config, case.config)
     model: Any = architecture.Model(architecture.Config.from_dict(config))
     parity.draw_weights(model, seed=0)
     flat: Any = tree_flatten(model.parameters())
