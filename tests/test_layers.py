@@ -26,6 +26,16 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.core": frozenset(),
     "app.text": frozenset({"app.core", "app.grammar"}),
     "app.store": frozenset({"app.core"}),
+    # headers and metadata of GGUF files, without tensors
+    "app.store.gguf": frozenset(
+        {
+            "app.core",
+            "app.store.digests",
+            "models.gguf.architectures",
+            "models.gguf.metadata",
+            "models.gguf.reader",
+        }
+    ),
     # structured output: schemas, patterns and grammars
     "app.grammar": frozenset({"app.core"}),
     "app.engine": frozenset({"app.core", "app.grammar", "models"}),
@@ -48,8 +58,7 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
         {"app.core", "app.engine", "app.grammar", "app.runners.channel"}
     ),
     "app.serving.prompt_jobs": frozenset({"app.core", "app.text"}),
-    "app.serving.embeddings": frozenset({"app.core", "app.serving.pooling_config", "app.text"}),
-    "app.serving.pooling_config": frozenset({"app.core"}),
+    "app.serving.embeddings": frozenset({"app.core", "app.text"}),
     "app.serving.generation": frozenset(
         {
             "app.core",
@@ -64,9 +73,7 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.serving.model_library": frozenset(
         {"app.core", "app.store", "app.serving.registry", "app.engine.model_info"}
     ),
-    "app.serving.model_describer": frozenset(
-        {"app.core", "app.serving.pooling_config", "app.store", "app.text"}
-    ),
+    "app.serving.model_describer": frozenset({"app.core", "app.store", "app.text"}),
     "app.serving.router": frozenset(
         {
             "app.core",
@@ -103,7 +110,7 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "models": frozenset({"mlx"}),
     # loads the shared library of this package, which no module imports
     "models.cpu_backend": frozenset({"scipy_openblas32"}),
-    # model classes of mlx-lm behind our interface
+    # model classes of mlx-lm behind our interface; an optional dependency
     "models.mlx_lm_adapter": frozenset({"mlx", "mlx_lm"}),
     "app.core": frozenset(),
     # messages that are sent between processes
@@ -112,6 +119,7 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.text": frozenset({"tokenizers", "jinja2"}),
     "app.store": frozenset({"orjson"}),
     # the only package that uses the internet, imported only for models of the hub
+    "app.store.gguf": frozenset({"orjson"}),
     "app.store.hub": frozenset({"httpx2", "huggingface_hub", "orjson"}),
     "app.engine": frozenset({"mlx"}),
     "app.engine.weights": frozenset({"mlx", "safetensors"}),
@@ -130,7 +138,6 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.runners.ranks.protocol": frozenset({"msgspec"}),
     "app.serving.prompt_jobs": frozenset(),
     "app.serving.embeddings": frozenset(),
-    "app.serving.pooling_config": frozenset(),
     "app.serving.generation": frozenset(),
     "app.serving.running_choice": frozenset(),
     "app.serving.registry": frozenset(),
@@ -179,8 +186,6 @@ RUN_TIME_IMPORTERS = frozenset(
     {
         "models.architectures",
         "models.mlx_lm_adapter",
-        # reads the source text of mlx-lm's classes
-        "models.mlx_lm_config",
         "app.api.app",
         "app.engine.prefix.policy",
         "app.server",

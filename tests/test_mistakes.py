@@ -244,7 +244,9 @@ MISTAKES = (
         "`ollama pull`; did you mean builtin?",
         status=1,
     ),
-    mistake("show ./nothing", "./nothing is not a folder: check the path", status=1),
+    mistake(
+        "show ./nothing", "./nothing is neither a folder nor a GGUF file: check the path", status=1
+    ),
     mistake(
         "show http://a/b", "'http://a/b' is a URL: use only the name, such as org/name", status=1
     ),

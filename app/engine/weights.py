@@ -1,10 +1,11 @@
 """Opens a model without its weights, and then reads the weights.
 
-Knows: safetensors, `architectures.build`. Must not know: the model store, requests.
+Knows: safetensors, GGUF, `architectures.build`. Must not know: the model store, requests.
 
-MLX reads a tensor when it is first evaluated. Before `read_weights` is called, only the headers are
-read, so the memory requirement of a model of any size can be computed first. Unreadable files are
-detected before the weights are read.
+MLX reads a tensor of a safetensors file when it is first evaluated. The tensors of a GGUF file are
+read at the start of `read_weights`. Before it is called, only the headers are read, so the memory
+requirement of a model of any size can be computed first. Unreadable files are detected before the
+weights are read.
 """
 
 import resource
@@ -24,6 +25,9 @@ from app.engine.kv_precision import choose_kv_dtype
 from models import architectures
 from models.base import Model, ModelError
 from models.cpu_layout import apply_cpu_layout, set_activation_bits
+from models.gguf import reader as gguf_reader
+from models.gguf.reader import GGUFError, has_magic
+from models.gguf.weights import UnreadTensors, open_weights
 from models.multimodal import get_text_weights
 from models.ollama_names import to_mlx_names
 from models.sharding import TensorParallelGroup, shard_model
@@ -33,6 +37,9 @@ _SUPPORTED_DTYPES = frozenset(
     {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"}
     | {"F8_E4M3", "F8_E8M0", "F16", "BF16", "F32", "C64"}
 )
+
+# The attribute of a model for the tensors of its GGUF file, until they are read.
+_UNREAD = "unread_tensors"
 
 # The number of bytes read between two progress reports.
 _REPORT_EVERY_BYTES = 64 << 20
@@ -63,7 +70,12 @@ def open_model(
     Raises AppError(MODEL_FILES). The message is one sentence, which includes the name of a faulty
     file.
     """
-    weights, places = _open_shards(files.shards)
+    unread: UnreadTensors | None = None
+    places: Mapping[str, Path] = {}
+    if _is_gguf(files):
+        weights, unread = _open_gguf(files.shards[0])
+    else:
+        weights, places = _open_shards(files.shards)
     try:
         model = architectures.build(files.config, weights, bits=bits)
         if share is not None:
@@ -72,6 +84,7 @@ def open_model(
         model.kv_dtype = choose_kv_dtype(list_parameters(model), kv)
         apply_cpu_layout(model)
         set_activation_bits(model, activations)
+        setattr(model, _UNREAD, unread)
         return model
     except ModelError as error:
         place = _find_faulty_file(error, weights, places) or files.path
@@ -82,13 +95,14 @@ def read_weights(model: Model, path: Path, on_progress: ProgressCallback) -> Non
     """Reads the weights into memory, one at a time.
 
     The source of a weight, such as the unquantized weight or the experts of a stack, is in memory
-    only while the weight is converted. Raises AppError(MODEL_FILES) with a message that includes
-    `path`.
+    only while the weight is converted. The tensors of a GGUF file are read first, and each is freed
+    after its conversion. Raises AppError(MODEL_FILES) with a message that includes `path`.
     """
     arrays = list_parameters(model)
     total = sum(array.nbytes for array in arrays) or 1
     done, reported = 0, 0
     on_progress(0, mx.get_active_memory())
+    _read_gguf(model, path)
     for array in arrays:
         try:
             mx.eval(array)
@@ -101,6 +115,35 @@ def read_weights(model: Model, path: Path, on_progress: ProgressCallback) -> Non
         if done - reported >= _REPORT_EVERY_BYTES:
             reported = done
             on_progress(100 * done // total, mx.get_active_memory())
+
+
+def _is_gguf(files: ModelFiles) -> bool:
+    try:
+        return has_magic(files.shards[0])
+    except (IndexError, OSError):  # `_open_shards` reports missing files
+        return False
+
+
+def _open_gguf(path: Path) -> tuple[dict[str, mx.array], UnreadTensors]:
+    try:
+        return open_weights(gguf_reader.read(path))
+    except GGUFError as error:
+        raise AppError(ErrorKind.MODEL_FILES, str(error)) from error
+    except ModelError as error:
+        raise AppError(ErrorKind.MODEL_FILES, f"{path}: {error}") from error
+
+
+def _read_gguf(model: Model, path: Path) -> None:
+    """Reads the tensors of a GGUF file. Does nothing for other models."""
+    unread: UnreadTensors | None = getattr(model, _UNREAD, None)
+    if unread is None:
+        return
+    try:
+        unread.read()
+    except (EOFError, MemoryError, OSError, RuntimeError) as error:
+        raise AppError(
+            ErrorKind.MODEL_FILES, f"{path}: reading the weights failed: {error}"
+        ) from error
 
 
 def list_parameters(model: Model) -> list[mx.array]:
@@ -116,7 +159,7 @@ def _open_shards(shards: Sequence[Path]) -> tuple[dict[str, mx.array], dict[str,
     shards = list(dict.fromkeys(shards))
     _allow_open_files(len(shards))
     for shard in shards:
-        for name, array in open_shard(shard).items():
+        for name, array in _open_shard(shard).items():
             if name in places:
                 raise AppError(
                     ErrorKind.MODEL_FILES,
@@ -128,7 +171,7 @@ def _open_shards(shards: Sequence[Path]) -> tuple[dict[str, mx.array], dict[str,
     return weights, places
 
 
-def open_shard(shard: Path) -> dict[str, mx.array]:
+def _open_shard(shard: Path) -> dict[str, mx.array]:
     """Opens one file. The file is checked first, because MLX reports faulty files late, with
     unclear errors, or not at all."""
     try:

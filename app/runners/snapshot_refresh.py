@@ -1,7 +1,6 @@
-"""Snapshots of a model's prefix cache for clients that watch an engine, and calls of an engine
-thread.
+"""Snapshots of a model's prefix cache for clients that watch an engine.
 
-Knows: functions that call back, the clock. Must not know: the runner, the engine, HTTP. All
+Knows: a function that takes a snapshot, the clock. Must not know: the runner, the engine, HTTP. All
 code runs on the event loop.
 """
 
@@ -9,7 +8,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TypeVar
 
 from app.core.errors import AppError
 from app.core.jobs import PrefixSnapshot
@@ -20,25 +18,25 @@ REFRESH_SECONDS = 1.0
 # The timeout in seconds of a fetch. A step of the engine may take this long.
 _FETCH_TIMEOUT = 30.0
 
-_Reply = TypeVar("_Reply")
 
-
-async def call_engine(command: Callable[[Callable[[_Reply], None]], None]) -> _Reply:
-    """Returns the value that `command` passes to its argument, which it may call on another thread.
-    Waits forever if `command` never calls it."""
+async def take_snapshot(
+    inspect: Callable[[Callable[[PrefixSnapshot], None]], None],
+) -> PrefixSnapshot:
+    """Returns the snapshot that `inspect` passes to its argument, which it may call on another
+    thread. Waits forever if `inspect` never calls it."""
     loop = asyncio.get_running_loop()
-    reply: asyncio.Future[_Reply] = loop.create_future()
+    taken: asyncio.Future[PrefixSnapshot] = loop.create_future()
 
-    def set_result(value: _Reply) -> None:
-        if not reply.done():
-            reply.set_result(value)
+    def set_result(snapshot: PrefixSnapshot) -> None:
+        if not taken.done():
+            taken.set_result(snapshot)
 
-    def post(value: _Reply) -> None:
+    def post(snapshot: PrefixSnapshot) -> None:
         if not loop.is_closed():
-            loop.call_soon_threadsafe(set_result, value)
+            loop.call_soon_threadsafe(set_result, snapshot)
 
-    command(post)
-    return await reply
+    inspect(post)
+    return await taken
 
 
 class SnapshotRefresh:

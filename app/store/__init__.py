@@ -5,6 +5,7 @@ Knows: the order of the sources. Must not know: the contents of a model.
 
     builtin                 the model that ships with the project
     a folder                in the layout of the Hugging Face hub; anything that looks like a path
+    a GGUF file             or a folder with one model in GGUF
     org/name[@revision]     the Hugging Face cache
     [[host/]ns/]name[:tag]  Ollama's store
     name[:tag]              the same model of Ollama's library in the Hugging Face cache
@@ -24,6 +25,7 @@ from app.core.model_files import ModelFiles
 from app.store import hf_folder
 from app.store.config_files import unreadable_error
 from app.store.digests import DigestCache
+from app.store.gguf import model as gguf_model
 from app.store.library_names import find_equivalent_of, suggest_names
 from app.store.model_names import BUILTIN, HubName, ModelName, ModelNotFoundError, parse_model_name
 from app.store.ollama import manifest, model
@@ -126,19 +128,30 @@ def _make_reader(
 
 
 def _find_in_folder(name: ModelName) -> ModelFiles | None:
-    """Reads a folder. The model has the name of the folder, without links."""
+    """Reads a folder or a GGUF file. The model has the name of the folder or file, without
+    links."""
     folder = _select_folder(name)
-    return None if folder is None else hf_folder.read(folder, name=folder.resolve().name)
+    if folder is None:
+        return None
+    if not folder.is_dir():
+        return gguf_model.read(folder.resolve(), name=gguf_model.get_name(folder.resolve()))
+    found = gguf_model.find_in_folder(folder)
+    if found is not None:
+        return gguf_model.read(found, name=folder.resolve().name)
+    return hf_folder.read(folder, name=folder.resolve().name)
 
 
 def _select_folder(name: ModelName) -> Path | None:
-    """Returns the folder to which a name refers. An explicit path must be a model. A name is
-    resolved to a folder only if the folder looks like a model."""
+    """Returns the folder or GGUF file to which a name refers. An explicit path must be a model. A
+    name is resolved to a folder only if the folder looks like a model."""
     folder = name.folder
-    if folder is None or not folder.is_dir():
+    if folder is None:
         return None
+    if not folder.is_dir():
+        return folder if gguf_model.is_gguf(folder) else None
     is_path = name.hub is None and name.ollama is None
-    return folder if is_path or (folder / "config.json").is_file() else None
+    is_model = (folder / "config.json").is_file() or gguf_model.find_in_folder(folder) is not None
+    return folder if is_path or is_model else None
 
 
 def _find_in_hub_cache(name: HubName | None) -> ModelFiles | None:
@@ -178,7 +191,9 @@ def _format_error(name: ModelName, error: AppError) -> AppError:
 def _not_found_error(name: ModelName) -> ModelNotFoundError:
     """Returns an error that lists the searched places and suggests a remedy."""
     if name.hub is None and name.ollama is None:
-        return ModelNotFoundError(f"{name.text} is not a folder: check the path")
+        return ModelNotFoundError(
+            f"{name.text} is neither a folder nor a GGUF file: check the path"
+        )
     is_folder = name.folder is not None and name.folder.is_dir()
     reasons = ["the folder with this name contains no model" if is_folder else "no such folder"]
     if name.hub is not None:

@@ -64,10 +64,10 @@ def read(folder: Path, *, name: str) -> ModelFiles:
 
 
 def _missing_config_error(folder: Path) -> AppError:
-    if any(folder.glob(_GGUF)):
+    if found := sorted(path.name for path in folder.glob(_GGUF)):
         return _model_files_error(
-            f"{folder} contains a GGUF file, which is not supported: use the model's "
-            f"{_SUPPORTED_FORMATS}"
+            f"{folder} contains {len(found)} GGUF files: name one of them, such as "
+            f"{folder / found[0]}"
         )
     return _model_files_error(f"{folder} has no config.json: it is not a model folder")
 
@@ -99,8 +99,11 @@ def _list_unindexed_shards(folder: Path) -> Sequence[Path]:
     if every:
         return [path for path in every if path.name.startswith("model")] or every
     if any(folder.glob(_GGUF)):
-        why = "only a GGUF file, which is not supported"
-    elif any(path for pattern in _PICKLES for path in folder.glob(pattern)):
+        raise _model_files_error(
+            f"{folder} has no .safetensors file, only a GGUF file: name the file itself, or remove "
+            "config.json"
+        )
+    if any(path for pattern in _PICKLES for path in folder.glob(pattern)):
         why = "only a pickle file, which is never opened because it can run code"
     else:
         raise _model_files_error(f"{folder} has no .safetensors file")

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGMLType:
-    """The type of a tensor. Rows are sequences of blocks of `elements` values, which take
-    `nbytes` bytes. A plain type has blocks of one value."""
+    """The type of a tensor. id: its number in the file. Rows are sequences of blocks of `elements`
+    values, which take `nbytes` bytes. A plain type has blocks of one value."""
 
+    id: int
     name: str
     elements: int
     nbytes: int
@@ -24,7 +25,7 @@ class GGMLType:
 
 # the types whose values this package can compute, by number: name, elements and bytes of a block
 GGML_TYPES: Mapping[int, GGMLType] = {
-    number: GGMLType(name=name, elements=elements, nbytes=nbytes)
+    number: GGMLType(id=number, name=name, elements=elements, nbytes=nbytes)
     for number, name, elements, nbytes in (
         (0, "F32", 1, 4),
         (1, "F16", 1, 2),

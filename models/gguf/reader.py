@@ -46,6 +46,7 @@ _MAX_DIMENSION = (1 << 31) - 1
 _MAX_ALIGNMENT = 1 << 20
 _MAX_DEPTH = 2
 _MAX_SHARDS = 1024
+_MAX_FLOATS = 4096
 
 # value type number: (name, struct format, bytes); strings and arrays are parsed below
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -171,6 +172,25 @@ def read(path: Path) -> GGUFFile:
             f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}: download all of them"
         )
     return _combine([_read_file(path.parent / name) for name in names])
+
+
+def read_floats(tensor: GGUFTensor) -> list[float]:
+    """Reads a small float32 tensor, such as the factors of rotary frequencies. Raises GGUFError for
+    another type or more than 4,096 numbers, and if the file cannot be read."""
+    if tensor.type.name != "F32" or tensor.num_elements > _MAX_FLOATS:
+        raise _error(
+            tensor.path,
+            f"the tensor {tensor.name} must consist of at most {_MAX_FLOATS} numbers of type F32",
+        )
+    try:
+        with tensor.path.open("rb") as file:
+            file.seek(tensor.offset)
+            data = file.read(tensor.nbytes)
+    except OSError as error:
+        raise GGUFError(f"{tensor.path} cannot be read: {error.strerror or error}") from error
+    if len(data) != tensor.nbytes:
+        raise _error(tensor.path, "it became shorter while it was read")
+    return list(struct.unpack(f"<{tensor.num_elements}f", data))
 
 
 def is_later_shard(path: Path) -> bool:

@@ -162,12 +162,15 @@ class TestOtherFormats:
             folder
         )
 
-    def test_gguf_is_reported_as_unsupported(self, folder: Path) -> None:
+    def test_a_folder_with_several_gguf_files_is_ambiguous(self, folder: Path) -> None:
         (folder / "model.safetensors").unlink()
-        (folder / "model.Q4_K_M.gguf").write_bytes(b"GGUF")
-        assert "a GGUF file, which is not supported: use" in complaint(folder)
+        for kind in ("Q4_K_M", "Q8_0"):
+            (folder / f"model.{kind}.gguf").write_bytes(b"GGUF")
+        assert "only a GGUF file: name the file itself, or remove config.json" in complaint(folder)
         (folder / "config.json").unlink()
-        assert "a GGUF file, which is not supported: use" in complaint(folder)
+        message = complaint(folder)
+        assert "contains 2 GGUF files: name one of them, such as" in message
+        assert message.endswith("model.Q4_K_M.gguf")
 
     def test_other_formats_are_ignored_beside_safetensors(self, folder: Path) -> None:
         (folder / "model.gguf").write_bytes(b"GGUF")

@@ -97,7 +97,7 @@ def test_a_folder_without_a_model_does_not_hide_the_hub(
 
 def test_a_missing_path_is_not_searched_in_other_sources(tmp_path: Path) -> None:
     message = resolve_missing(str(tmp_path / "org" / "name")).message
-    assert message.endswith("is not a folder: check the path")
+    assert message.endswith("is neither a folder nor a GGUF file: check the path")
 
 
 def test_the_error_for_a_missing_hub_id_names_the_searched_sources_and_the_remedy() -> None:

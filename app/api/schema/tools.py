@@ -4,11 +4,12 @@ Knows: the fields of function tools in chat completions. Must not know: the synt
 supported schemas.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Raw
 
-from app.api.schema.base import NULL, Item, Options, describe, ignore_fields
+from app.api.schema.base import NULL, Item, Options, describe
 
 # Anthropic's limit; OpenAI's is 64. OpenAI does not allow dots in names, but the function calling
 # benchmark BFCL and its clients use them.
@@ -48,7 +49,7 @@ class Function(Item, kw_only=True, frozen=True):
 class FunctionTool(Item, kw_only=True, frozen=True):
     """A function that the model may call. Tools of other types are not supported."""
 
-    ignored = ignore_fields("cache_control")
+    ignored: ClassVar[Mapping[str, str]] = {"cache_control": "No effect."}
 
     type: Literal["function"]
     function: Function

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "attention.hpp"
-#include "mamba2.hpp"
 #include "pointwise.hpp"
 #include "matmul.hpp"
 #include "matmul_tiles.hpp"
@@ -25,8 +24,6 @@ inline constexpr Kernels kTable{
     .rope_angles = rope_angles,
     .rotate = rotate,
     .glu = glu,
-    .convolve = convolve,
-    .scan = scan,
     .row_max = row_max,
     .checked_max = checked_max,
     .mask = mask,

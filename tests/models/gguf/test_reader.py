@@ -40,7 +40,7 @@ def test_a_file_of_another_writer_is_read(tmp_path):
     writer.add_context_length(128)
     writer.add_rope_freq_base(1e6)
     writer.add_bool("some.flag", True)
-    writer.add_token_list(["a", "ü", b"\xff"])
+    writer.add_token_list([b"a", "ü".encode(), b"\xff"])
     writer.add_token_scores([0.0, -1.5, 2.0])
     writer.add_tensor("a.weight", np.arange(6, dtype=np.float32).reshape(2, 3))
     writer.add_tensor(

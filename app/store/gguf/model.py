@@ -1,0 +1,166 @@
+"""Reads models from GGUF files, by converting their metadata to the files of a model folder.
+
+Knows: the keys of a GGUF file that are not about its architecture. Must not know: tensors,
+tokenization.
+
+The tokenizer is written as tokenizer.json into the cache folder, once per file, because the code
+that uses it reads that format.
+"""
+
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from app.core.errors import AppError, ErrorKind
+from app.core.model_files import Json, ModelFiles
+from app.store.digests import app_cache_folder
+from app.store.gguf.tokenizer import Vocabulary, build_tokenizer, read_vocabulary
+from models.gguf import reader
+from models.gguf.architectures import read_config
+from models.gguf.reader import GGUFError, GGUFFile
+
+# changes whenever `build_tokenizer` returns something else for the same file
+_TOKENIZER_VERSION = 1
+
+_SUFFIX = ".gguf"
+
+# the end of the name of one file of several
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+
+_TEMPLATE = "tokenizer.chat_template"
+_SAMPLING = "general.sampling."
+
+# keys of general.sampling and the equivalent keys of generation_config.json
+_SAMPLING_KEYS: Mapping[str, str] = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
+
+def read(path: Path, *, name: str) -> ModelFiles:
+    """Reads a model. path: the file, or any file of a split model. Raises AppError(MODEL_FILES) for
+    a file that is invalid or not supported. The message is one line that names file and key."""
+    try:
+        file = reader.read(path)
+        config = read_config(file)
+    except GGUFError as error:
+        raise AppError(ErrorKind.MODEL_FILES, str(error)) from error
+    vocabulary = read_vocabulary(file)
+    return ModelFiles(
+        name=name,
+        path=file.path,
+        config=config,
+        shards=file.paths,
+        tokenizer_path=_write_tokenizer(vocabulary),
+        tokenizer_config=_make_tokenizer_config(vocabulary),
+        generation_config=_make_generation_config(vocabulary),
+        chat_template=None,
+        created=int(file.path.stat().st_mtime),
+        license=_get_text(file, "general.license"),
+        tokenizer_vocab_size=len(vocabulary.tokens),
+        weight_bytes=file.nbytes,
+        weights_digest=file.fingerprint,
+    )
+
+
+def is_gguf(path: Path) -> bool:
+    """Returns whether the path is a GGUF file, or a file that should be one by its name."""
+    if not path.is_file():
+        return False
+    return path.suffix == _SUFFIX or reader.has_magic(path)
+
+
+def get_name(path: Path) -> str:
+    """Returns the name of a model by the name of its file."""
+    return _SHARD.sub("", path.name.removesuffix(_SUFFIX))
+
+
+def find_in_folder(folder: Path) -> Path | None:
+    """Returns the GGUF file of a folder that contains one model in GGUF and none in another format.
+    Projectors for images (`mmproj-…`) do not count."""
+    if (folder / "config.json").exists():
+        return None
+    found = [
+        path
+        for path in sorted(folder.glob(f"*{_SUFFIX}"))
+        if not reader.is_later_shard(path) and not path.name.startswith("mmproj")
+    ]
+    return found[0] if len(found) == 1 and found[0].is_file() else None
+
+
+def _make_tokenizer_config(vocabulary: Vocabulary) -> Json:
+    config: dict[str, Any] = {"add_bos_token": vocabulary.adds_bos}
+    for key, name in (
+        ("bos_token_id", "bos_token"),
+        ("eos_token_id", "eos_token"),
+        ("unknown_token_id", "unk_token"),
+        ("padding_token_id", "pad_token"),
+    ):
+        id = vocabulary.find_token(key)
+        if id is not None:
+            config[name] = vocabulary.tokens[id]
+    templates = _list_templates(vocabulary.file)
+    if len(templates) > 1:
+        config["chat_template"] = [
+            {"name": name, "template": template} for name, template in templates.items()
+        ]
+    elif templates:
+        [config["chat_template"]] = templates.values()
+    return config
+
+
+def _list_templates(file: GGUFFile) -> Mapping[str, str]:
+    """Returns the chat templates by name. The main one is called `default`."""
+    found: dict[str, str] = {}
+    for key, value in file.metadata.items():
+        if isinstance(value, str) and (key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")):
+            found[key.removeprefix(_TEMPLATE).removeprefix(".") or "default"] = value
+    return found
+
+
+def _make_generation_config(vocabulary: Vocabulary) -> Json:
+    config: dict[str, Any] = {}
+    if ends := vocabulary.list_end_tokens():
+        config["eos_token_id"] = ends
+    for key, name in _SAMPLING_KEYS.items():
+        value = vocabulary.file.metadata.get(_SAMPLING + key)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            config[name] = value if isinstance(value, int) else round(value, 6)
+    return config
+
+
+def _get_text(file: GGUFFile, key: str) -> str:
+    value = file.metadata.get(key)
+    return value if isinstance(value, str) else ""
+
+
+def _write_tokenizer(vocabulary: Vocabulary) -> Path:
+    """Returns the path of the tokenizer.json. It is built if the cache does not have it yet."""
+    version = f"{_TOKENIZER_VERSION} {vocabulary.file.header_digest}"
+    digest = hashlib.sha256(version.encode()).hexdigest()
+    path = app_cache_folder() / "gguf" / digest[:32] / "tokenizer.json"
+    if path.is_file():
+        return path
+    content = orjson.dumps(build_tokenizer(vocabulary))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # another process may read it
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as target:
+            target.write(content)
+        os.replace(target.name, path)
+    except OSError as error:
+        raise AppError(
+            ErrorKind.MODEL_FILES,
+            f"the tokenizer of {vocabulary.file.path} cannot be written to {path}: "
+            f"{error.strerror or error}; set XDG_CACHE_HOME to a writable folder",
+        ) from error
+    return path

@@ -1,0 +1,137 @@
+"""How a byte-level tokenizer of a GGUF file splits a text, by the name in `tokenizer.ggml.pre`.
+
+Knows: the splitting rules of published tokenizers, as components of tokenizer.json. Must not know:
+vocabularies, files.
+
+The rules are those of the models' own tokenizer.json files (llama.cpp's comments in llama-vocab.cpp
+quote them), not llama.cpp's adaptations. A name that is not listed is rejected: with other rules,
+a tokenizer returns wrong tokens for some texts only, so the mistake would not be noticed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Component = Mapping[str, Any]
+
+# maps bytes to characters; the second one also splits a text as GPT-2 does
+BYTE_LEVEL: Component = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": False,
+    "use_regex": False,
+}
+_GPT2: Component = {**BYTE_LEVEL, "use_regex": True}
+_DIGITS: Component = {"type": "Digits", "individual_digits": True}
+_NFC: Component = {"type": "NFC"}
+
+
+def split(pattern: str) -> Component:
+    """Returns the component that makes each match of a regular expression a separate part."""
+    return {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreTokenizer:
+    """components: the pre-tokenizers, applied in order. normalizer: changes the text before them.
+    ignores_merges: whether a part that is a token is not computed by merges."""
+
+    components: Sequence[Component]
+    normalizer: Component | None = None
+    ignores_merges: bool = False
+
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _split_words(
+    *, digits: str, letters: str = r"\p{L}", others: str = r"[^\s\p{L}\p{N}]"
+) -> Component:
+    """Returns the split of Llama 3, Qwen and others, which differ in how many digits belong
+    together, and in whether a combining mark belongs to a word."""
+    return split(
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?{letters}+|\p{{N}}{digits}| ?{others}+[\r\n]*|"
+        f"{_SPACES}"
+    )
+
+
+def _split_by_case(*, contractions: str, digits: str) -> Component:
+    """Returns the split of GPT-4o and Tekken, where a capital letter begins a new part."""
+    capitals, small = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    before = r"[^\r\n\p{L}\p{N}]?"
+    return split(
+        rf"{before}{capitals}*{small}+{contractions}|{before}{capitals}+{small}*{contractions}|"
+        rf"\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+    )
+
+
+_CL100K = PreTokenizer(components=(_split_words(digits="{1,3}"), BYTE_LEVEL))
+_LLAMA3 = PreTokenizer(components=_CL100K.components, ignores_merges=True)
+_QWEN2 = PreTokenizer(components=(_split_words(digits=""), BYTE_LEVEL), normalizer=_NFC)
+_QWEN35 = PreTokenizer(
+    components=(
+        _split_words(digits="", letters=r"[\p{L}\p{M}]", others=r"[^\s\p{L}\p{M}\p{N}]"),
+        BYTE_LEVEL,
+    ),
+    normalizer=_NFC,
+)
+_GPT4O = PreTokenizer(
+    components=(_split_by_case(contractions=f"{_CONTRACTIONS}?", digits="{1,3}"), BYTE_LEVEL)
+)
+_TEKKEN = PreTokenizer(
+    components=(_split_by_case(contractions="", digits=""), BYTE_LEVEL), ignores_merges=True
+)
+_DIGITS_GPT2 = PreTokenizer(components=(_DIGITS, _GPT2))
+_DEEPSEEK_V3 = PreTokenizer(
+    components=(
+        split(r"\p{N}{1,3}"),
+        split("[一-龥぀-ゟ゠-ヿ]+"),
+        split(
+            r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?"""
+            r"""[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+        ),
+        BYTE_LEVEL,
+    )
+)
+_FALCON = PreTokenizer(
+    components=(
+        {"type": "Punctuation", "behavior": "Contiguous"},
+        _GPT2,
+        {"type": "Digits", "individual_digits": False},
+        split("[0-9][0-9][0-9]"),
+    )
+)
+
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+    "gpt-2": PreTokenizer(components=(_GPT2,)),
+    "phi-2": PreTokenizer(components=(_GPT2,)),
+    # GPT-NeoX and its descendants
+    "olmo": PreTokenizer(components=(_GPT2,), normalizer=_NFC),
+    "mpt": PreTokenizer(components=(_GPT2,), normalizer=_NFC),
+    "falcon": _FALCON,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "lfm2": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "smaug-bpe": _LLAMA3,
+    "dbrx": _CL100K,
+    "glm4": _CL100K,
+    "chatglm-bpe": _CL100K,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "qwen35": _QWEN35,
+    "gpt-4o": _GPT4O,
+    "tekken": _TEKKEN,
+    "smollm": _DIGITS_GPT2,
+    "starcoder": _DIGITS_GPT2,
+    "refact": _DIGITS_GPT2,
+    "command-r": PreTokenizer(components=_DIGITS_GPT2.components, normalizer=_NFC),
+    "deepseek-v3": _DEEPSEEK_V3,
+}

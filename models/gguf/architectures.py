@@ -1,0 +1,608 @@
+"""Converts the metadata of a GGUF file to a config as on the Hugging Face hub, and its tensor names
+to the names of our modules.
+
+Knows: llama.cpp's names of architectures, keys and tensors (gguf-py, constants.py), and what its
+converters change. Must not know: MLX, the values of weights.
+
+A file describes a model in the terms of llama.cpp. Everything after this module works with the
+config of the same model on the hub, so that each architecture is implemented once.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from models.gguf.metadata import Metadata
+from models.gguf.reader import GGUFError, GGUFFile, read_floats
+
+Config = dict[str, Any]
+
+_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
+
+# tensors that do not become parameters: factors of rotary frequencies, which the config contains
+_ROPE_FREQS, _ROPE_LONG = "rope_freqs.weight", "rope_factors_long.weight"
+_CONFIG_TENSORS = (_ROPE_FREQS, _ROPE_LONG, "rope_factors_short.weight")
+
+_NAMES: Mapping[str, str] = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+
+_LAYER_NAMES: Mapping[str, str] = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+_EXPERT_NAMES: Mapping[str, str] = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.switch_mlp.gate_proj",
+    "ffn_up_exps": "mlp.switch_mlp.up_proj",
+    "ffn_down_exps": "mlp.switch_mlp.down_proj",
+}
+
+_SHARED_EXPERT_NAMES: Mapping[str, str] = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+
+_POST_NORM_NAMES: Mapping[str, str] = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+_GEMMA_NAMES: Mapping[str, str] = {**_POST_NORM_NAMES, "ffn_norm": "pre_feedforward_layernorm"}
+
+_GATED_DELTA_NAMES: Mapping[str, str] = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    # complete names of parameters, unlike the others
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+}
+
+_LFM2_NAMES: Mapping[str, str] = {
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+}
+
+_MLA_NAMES: Mapping[str, str] = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.embed_q",
+    "attn_v_b": "self_attn.unembed_out",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """An architecture of llama.cpp and what is different from Llama.
+
+    read_config: returns the keys of config.json besides the common ones, including model_type.
+    names: the names of tensors of a layer without `blk.N.` and the part (`.weight`), and their
+        module in our layer. Entries with a part are complete names of parameters.
+    global_names: the same for tensors outside the layers.
+    rotates_pairs: whether llama.cpp rotates adjacent dimensions, for which its converter reorders
+        the rows of the query and key projections.
+    norms_have_one_added: whether the weights of norms are one larger than in the original.
+    """
+
+    read_config: Callable[[Metadata], Config]
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
+    global_names: Mapping[str, str] = field(default_factory=dict[str, str])
+    rotates_pairs: bool = False
+    norms_have_one_added: bool = False
+
+
+def find_architecture(metadata: Metadata) -> Architecture:
+    """Raises GGUFError for an unsupported architecture."""
+    found = _ARCHITECTURES.get(metadata.architecture)
+    if found is None:
+        raise UnsupportedArchitectureError(metadata)
+    return found
+
+
+class UnsupportedArchitectureError(GGUFError):
+    """The architecture of the file is not supported. architecture: its name in llama.cpp."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        super().__init__(
+            f"{metadata.file.path}: GGUF models of the architecture {metadata.architecture!r} are "
+            f"not supported; supported architectures: {', '.join(sorted(_ARCHITECTURES))}"
+        )
+        self.architecture = metadata.architecture
+
+
+def read_config(file: GGUFFile) -> Config:
+    """Returns the config as on the hub. Raises GGUFError for an unsupported architecture, and for a
+    missing or invalid key, with its name."""
+    metadata = Metadata(file)
+    kind = file.metadata.get("general.type", "model")
+    if kind != "model":
+        raise GGUFError(f"{file.path} is a GGUF file of type {kind!r}, not a language model")
+    architecture = find_architecture(metadata)
+    return {**_read_common_config(metadata), **architecture.read_config(metadata)}
+
+
+def rename_tensors(file: GGUFFile) -> dict[str, str]:
+    """Returns the name of each tensor's parameter in our modules. Tensors of the draft layers for
+    multi-token prediction, and those that the config contains, are omitted. Raises GGUFError for a
+    tensor that the architecture does not have."""
+    metadata = Metadata(file)
+    architecture = find_architecture(metadata)
+    layers = count_layers(metadata)
+    named: dict[str, str] = {}
+    unknown: list[str] = []
+    for name in file.tensors:
+        block = _BLOCK.fullmatch(name)
+        if name in _CONFIG_TENSORS or (block is not None and int(block[1]) >= layers):
+            continue
+        if block is None:
+            target = _rename(name, {**_NAMES, **architecture.global_names})
+        else:
+            target = _rename(block[2], {**_LAYER_NAMES, **architecture.names})
+            target = target and f"model.layers.{block[1]}.{target}"
+        if target is None:
+            unknown.append(name)
+        else:
+            named[name] = target
+    if unknown:
+        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+        raise GGUFError(
+            f"{file.path}: models of the architecture {metadata.architecture} have no tensors "
+            f"{', '.join(unknown[:3])}{more}"
+        )
+    return named
+
+
+def count_layers(metadata: Metadata) -> int:
+    """Returns the number of layers without those for multi-token prediction, which follow."""
+    layers = metadata.integer("block_count") - metadata.integer("nextn_predict_layers", 0)
+    if layers < 1:
+        raise GGUFError(f"{metadata.file.path}: the model has {layers} layers")
+    return layers
+
+
+def _rename(name: str, names: Mapping[str, str]) -> str | None:
+    if name in names:
+        return names[name]
+    module, _, part = name.rpartition(".")
+    return f"{names[module]}.{part}" if module in names else None
+
+
+def _read_common_config(metadata: Metadata) -> Config:
+    layers = count_layers(metadata)
+    embeddings = metadata.file.tensors.get("token_embd.weight")
+    if embeddings is None:
+        raise GGUFError(f"{metadata.file.path} lacks the tensor token_embd.weight")
+    heads = metadata.uniform_integer("attention.head_count", layers)
+    config: Config = {
+        "hidden_size": metadata.integer("embedding_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.uniform_integer("attention.head_count_kv", layers, heads),
+        "vocab_size": embeddings.shape[0],
+        "max_position_embeddings": metadata.integer("context_length"),
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon", 1e-6),
+        "rope_theta": metadata.number("rope.freq_base", 10000.0),
+        "tie_word_embeddings": not metadata.has_tensor("output.weight"),
+    }
+    if metadata.has("feed_forward_length"):
+        config["intermediate_size"] = metadata.uniform_integer("feed_forward_length", layers)
+    if metadata.has("attention.key_length"):
+        config["head_dim"] = metadata.integer("attention.key_length")
+        values = metadata.integer("attention.value_length", config["head_dim"])
+        if values != config["head_dim"] and not metadata.has("attention.kv_lora_rank"):
+            raise GGUFError(
+                f"{metadata.file.path}: heads with keys of {config['head_dim']} and values of "
+                f"{values} dimensions are not supported"
+            )
+    scaling = _read_rope_scaling(metadata)
+    if scaling is not None:
+        config["rope_scaling"] = scaling
+    return config
+
+
+def _read_rope_scaling(metadata: Metadata) -> Config | None:
+    """Returns the value of rope_scaling, or None. Llama 3's scaling is stored as one factor per
+    frequency, which is expressed as the general form, longrope."""
+    factors = metadata.file.tensors.get(_ROPE_FREQS)
+    if factors is not None:
+        return _make_longrope(read_floats(factors), metadata.integer("context_length"), 1.0)
+    kind = metadata.text("rope.scaling.type", "none")
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": metadata.number("rope.scaling.factor")}
+    if kind == "yarn":
+        scaling: Config = {
+            "rope_type": "yarn",
+            "factor": metadata.number("rope.scaling.factor"),
+            "original_max_position_embeddings": metadata.integer(
+                "rope.scaling.original_context_length"
+            ),
+        }
+        for key, name in (
+            ("yarn_beta_fast", "beta_fast"),
+            ("yarn_beta_slow", "beta_slow"),
+            ("yarn_attn_factor", "attention_factor"),
+        ):
+            if metadata.has(f"rope.scaling.{key}"):
+                scaling[name] = metadata.number(f"rope.scaling.{key}")
+        return scaling
+    if kind not in ("none", "longrope"):
+        raise GGUFError(f"{metadata.file.path}: the rope scaling {kind!r} is not supported")
+    return None
+
+
+def _make_longrope(factors: list[float], original: int, magnitude: float | None) -> Config:
+    scaling: Config = {
+        "rope_type": "longrope",
+        "short_factor": factors,
+        "long_factor": factors,
+        "original_max_position_embeddings": original,
+    }
+    return scaling if magnitude is None else {**scaling, "attention_factor": magnitude}
+
+
+def _has_bias(metadata: Metadata, name: str) -> bool:
+    return metadata.has_tensor(f"blk.0.{name}.bias")
+
+
+def _plain(model_type: str) -> Callable[[Metadata], Config]:
+    """Returns a function for architectures without further keys."""
+    return lambda metadata: {
+        "model_type": model_type,
+        "attention_bias": _has_bias(metadata, "attn_q"),
+    }
+
+
+def _read_llama(metadata: Metadata) -> Config:
+    """Llama, Mistral, SmolLM2 and others. With experts, it is Mixtral."""
+    if metadata.integer("expert_count", 0):
+        return {
+            "model_type": "mixtral",
+            "num_local_experts": metadata.integer("expert_count"),
+            "num_experts_per_tok": metadata.integer("expert_used_count"),
+        }
+    return {
+        **_plain("llama")(metadata),
+        "mlp_bias": _has_bias(metadata, "ffn_gate"),
+    }
+
+
+def _read_mistral3(metadata: Metadata) -> Config:
+    """Mistral Small 3, and Ministral 3, whose queries are scaled by position."""
+    if not metadata.has("attention.temperature_scale"):
+        return {"model_type": "mistral"}
+    scaling = _read_rope_scaling(metadata) or {}
+    scale = metadata.number("rope.scaling.yarn_log_multiplier", 0.0)
+    return {
+        "model_type": "ministral3",
+        "rope_scaling": None,
+        "rope_parameters": {
+            **scaling,
+            "rope_theta": metadata.number("rope.freq_base"),
+            "llama_4_scaling_beta": metadata.number("attention.temperature_scale"),
+            **({"mscale": scale, "mscale_all_dim": scale} if scale else {}),
+        },
+    }
+
+
+def _read_experts(metadata: Metadata) -> Config:
+    return {
+        "num_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+    }
+
+
+def _read_qwen2_moe(metadata: Metadata) -> Config:
+    return {
+        "model_type": "qwen2_moe",
+        **_read_experts(metadata),
+        "shared_expert_intermediate_size": _read_shared_expert_width(metadata),
+        "norm_topk_prob": False,
+    }
+
+
+def _read_shared_expert_width(metadata: Metadata) -> int:
+    width = metadata.integer("expert_shared_feed_forward_length", 0)
+    stored = metadata.file.tensors.get("blk.0.ffn_up_shexp.weight")
+    return width or (0 if stored is None else stored.shape[0])
+
+
+def _read_qwen3_moe(metadata: Metadata) -> Config:
+    return {
+        "model_type": "qwen3_moe",
+        "attention_bias": _has_bias(metadata, "attn_q"),
+        **_read_experts(metadata),
+        "norm_topk_prob": True,
+    }
+
+
+def _read_gated_delta(metadata: Metadata) -> Config:
+    """Qwen3-Next and Qwen3.5. The projections of a Qwen3-Next are stored separately, as those of a
+    Qwen3.5, of which it is a special case."""
+    heads = metadata.integer("ssm.time_step_rank")
+    inner = metadata.integer("ssm.inner_size")
+    rotated, size = (
+        metadata.integer("rope.dimension_count"),
+        metadata.integer("attention.key_length"),
+    )
+    if heads < 1 or inner % heads or not 0 < rotated <= size:
+        raise GGUFError(
+            f"{metadata.file.path}: ssm.inner_size {inner}, ssm.time_step_rank {heads}, "
+            f"rope.dimension_count {rotated} and attention.key_length {size} do not match"
+        )
+    config: Config = {
+        "model_type": "qwen3_5",
+        "linear_conv_kernel_dim": metadata.integer("ssm.conv_kernel"),
+        "linear_key_head_dim": metadata.integer("ssm.state_size"),
+        "linear_num_key_heads": metadata.integer("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": inner // heads,
+        "full_attention_interval": metadata.integer("full_attention_interval", 4),
+        "partial_rotary_factor": rotated / size,
+        "attention_bias": _has_bias(metadata, "attn_q"),
+    }
+    if metadata.integer("expert_count", 0):
+        config |= {
+            "model_type": "qwen3_5_moe",
+            **_read_experts(metadata),
+            "shared_expert_intermediate_size": _read_shared_expert_width(metadata),
+            "norm_topk_prob": True,
+        }
+    return config
+
+
+def _read_gemma2(metadata: Metadata) -> Config:
+    return {
+        "model_type": "gemma2",
+        "sliding_window": metadata.integer("attention.sliding_window", 4096),
+        "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0),
+        "query_pre_attn_scalar": _read_gemma_query_scalar(metadata, largest=46),
+    }
+
+
+def _read_gemma3(metadata: Metadata) -> Config:
+    config: Config = {
+        "model_type": "gemma3_text",
+        "rope_theta": metadata.number("rope.freq_base", 1_000_000.0),
+        "rope_local_base_freq": metadata.number("rope.freq_base_swa", 10_000.0),
+        "query_pre_attn_scalar": _read_gemma_query_scalar(metadata, largest=62),
+        "sliding_window_pattern": 6,
+        "sliding_window": metadata.integer("attention.sliding_window", 0) or None,
+    }
+    if config["sliding_window"] is None:  # all layers have full attention
+        config["sliding_window_pattern"] = 1
+    if metadata.has("final_logit_softcapping"):
+        config["final_logit_softcapping"] = metadata.number("final_logit_softcapping")
+    return config
+
+
+def _read_gemma_query_scalar(metadata: Metadata, *, largest: int) -> float:
+    """Returns the number whose root divides the scores: the width of a head, except for the largest
+    model of a generation. No key has it; llama.cpp recognizes that model by its number of layers.
+    """
+    if count_layers(metadata) != largest:
+        return metadata.integer("attention.key_length")
+    return metadata.integer("embedding_length") / metadata.integer("attention.head_count")
+
+
+def _read_phi3(metadata: Metadata) -> Config:
+    heads = metadata.integer("attention.head_count")
+    size = metadata.integer("embedding_length") // max(heads, 1)
+    rotated = metadata.integer("rope.dimension_count", size)
+    original = metadata.integer(
+        "rope.scaling.original_context_length", metadata.integer("context_length")
+    )
+    config: Config = {
+        "model_type": "phi3",
+        "original_max_position_embeddings": original,
+        "partial_rotary_factor": rotated / max(size, 1),
+        "sliding_window": metadata.integer("attention.sliding_window", 0) or None,
+    }
+    factors = metadata.file.tensors.get(_ROPE_LONG)
+    if factors is not None:
+        magnitude = None
+        if metadata.has("rope.scaling.attn_factor"):
+            magnitude = metadata.number("rope.scaling.attn_factor")
+        config["rope_scaling"] = _make_longrope(read_floats(factors), original, magnitude)
+    return config
+
+
+def _read_gpt_oss(metadata: Metadata) -> Config:
+    scaling = _read_rope_scaling(metadata)
+    return {
+        "model_type": "gpt_oss",
+        "intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "num_local_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "sliding_window": metadata.integer("attention.sliding_window"),
+        # published configs have this key, for which llama.cpp has none
+        "rope_scaling": scaling
+        and {"beta_fast": 32.0, "beta_slow": 1.0, **scaling, "truncate": False},
+    }
+
+
+def _read_olmo2(metadata: Metadata) -> Config:
+    if metadata.integer("attention.sliding_window", 0):
+        raise GGUFError(
+            f"{metadata.file.path}: models of the architecture olmo2 with a sliding window "
+            "(OLMo 3) are not supported"
+        )
+    return _plain("olmo2")(metadata)
+
+
+def _read_lfm2(metadata: Metadata) -> Config:
+    layers = count_layers(metadata)
+    kv_heads = metadata.integers("attention.head_count_kv", layers)
+    return {
+        "model_type": "lfm2",
+        "layer_types": ["full_attention" if heads else "conv" for heads in kv_heads],
+        "norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "conv_L_cache": metadata.integer("shortconv.l_cache"),
+        "conv_bias": False,
+        # the stored width is the adjusted one
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _read_lfm2_moe(metadata: Metadata) -> Config:
+    return {
+        **_read_lfm2(metadata),
+        "model_type": "lfm2_moe",
+        **_read_experts(metadata),
+        "num_dense_layers": metadata.integer("leading_dense_block_count"),
+        "norm_topk_prob": metadata.flag("expert_weights_norm", True),
+        "use_expert_bias": any(
+            name.endswith(".exp_probs_b.bias") for name in metadata.file.tensors
+        ),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+    }
+
+
+# values of expert_gating_func
+_SIGMOID = 2
+
+
+def _read_deepseek2(metadata: Metadata) -> Config:
+    """GLM-4.7-Flash and DeepSeek V3: latent attention, experts selected by sigmoid scores."""
+    gating = metadata.integer("expert_gating_func", 0)
+    if gating != _SIGMOID:
+        raise GGUFError(
+            f"{metadata.file.path}: models of the architecture deepseek2 with "
+            f"expert_gating_func {gating} (DeepSeek V2) are not supported"
+        )
+    rotated = metadata.integer("rope.dimension_count")
+    key = "attention.key_length_mla"
+    keys = metadata.integer(key if metadata.has(key) else "attention.key_length")
+    key = "attention.value_length_mla"
+    values = metadata.integer(key if metadata.has(key) else "attention.value_length")
+    config: Config = {
+        "model_type": "glm4_moe_lite",
+        "head_dim": None,
+        "num_key_value_heads": metadata.integer("attention.head_count"),
+        "kv_lora_rank": metadata.integer("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": keys - rotated,
+        "v_head_dim": values,
+        "q_lora_rank": metadata.integer("attention.q_lora_rank", 0) or None,
+        "n_routed_experts": metadata.integer("expert_count"),
+        "n_shared_experts": metadata.integer("expert_shared_count", 0) or None,
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "first_k_dense_replace": metadata.integer("leading_dense_block_count", 0),
+        "n_group": metadata.integer("expert_group_count", 1) or 1,
+        "topk_group": metadata.integer("expert_group_used_count", 1) or 1,
+        "norm_topk_prob": metadata.flag("expert_weights_norm", False),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+    }
+    scaling = _read_rope_scaling(metadata)
+    if scaling is not None and metadata.has("rope.scaling.yarn_log_multiplier"):
+        # the converter stores a tenth of mscale_all_dim
+        scale = 10 * metadata.number("rope.scaling.yarn_log_multiplier")
+        config["rope_scaling"] = {**scaling, "mscale": scale, "mscale_all_dim": scale}
+    return config
+
+
+_ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture(read_config=_read_llama, names=_EXPERT_NAMES, rotates_pairs=True),
+    "mistral3": Architecture(read_config=_read_mistral3, rotates_pairs=True),
+    "smollm3": Architecture(read_config=_plain("smollm3"), rotates_pairs=True),
+    "qwen2": Architecture(read_config=_plain("qwen2")),
+    "qwen2moe": Architecture(
+        read_config=_read_qwen2_moe, names={**_EXPERT_NAMES, **_SHARED_EXPERT_NAMES}
+    ),
+    "qwen3": Architecture(read_config=_plain("qwen3")),
+    "qwen3moe": Architecture(read_config=_read_qwen3_moe, names=_EXPERT_NAMES),
+    **{
+        name: Architecture(
+            read_config=_read_gated_delta,
+            names={**_GATED_DELTA_NAMES, **_EXPERT_NAMES, **_SHARED_EXPERT_NAMES},
+        )
+        for name in ("qwen3next", "qwen35", "qwen35moe")
+    },
+    "gemma2": Architecture(read_config=_read_gemma2, names=_GEMMA_NAMES, norms_have_one_added=True),
+    "gemma3": Architecture(read_config=_read_gemma3, names=_GEMMA_NAMES, norms_have_one_added=True),
+    "phi3": Architecture(
+        read_config=_read_phi3,
+        names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    ),
+    "gpt-oss": Architecture(
+        read_config=_read_gpt_oss,
+        names={
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks.weight": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+            "ffn_gate_exps": "mlp.experts.gate_proj",
+            "ffn_up_exps": "mlp.experts.up_proj",
+            "ffn_down_exps": "mlp.experts.down_proj",
+        },
+    ),
+    "olmo2": Architecture(read_config=_read_olmo2, names=_POST_NORM_NAMES),
+    "lfm2": Architecture(
+        read_config=_read_lfm2,
+        names={
+            **_LFM2_NAMES,
+            "ffn_gate": "feed_forward.w1",
+            "ffn_down": "feed_forward.w2",
+            "ffn_up": "feed_forward.w3",
+        },
+        global_names={"token_embd_norm": "model.norm"},
+    ),
+    "lfm2moe": Architecture(
+        read_config=_read_lfm2_moe,
+        names={
+            **_LFM2_NAMES,
+            "ffn_gate": "feed_forward.gate_proj",
+            "ffn_down": "feed_forward.down_proj",
+            "ffn_up": "feed_forward.up_proj",
+            "ffn_gate_inp": "feed_forward.gate",
+            "ffn_gate_exps": "feed_forward.switch_mlp.gate_proj",
+            "ffn_up_exps": "feed_forward.switch_mlp.up_proj",
+            "ffn_down_exps": "feed_forward.switch_mlp.down_proj",
+            "exp_probs_b.bias": "feed_forward.expert_bias",
+        },
+        global_names={"token_embd_norm": "model.norm"},
+    ),
+    "deepseek2": Architecture(read_config=_read_deepseek2, names={**_EXPERT_NAMES, **_MLA_NAMES}),
+}
+
+
+def list_architectures() -> Iterable[str]:
+    """Returns llama.cpp's names of the supported architectures."""
+    return sorted(_ARCHITECTURES)

@@ -1,0 +1,206 @@
+"""The tensors of a GGUF file as the weights of our modules.
+
+Knows: what llama.cpp's converters change in the tensors of an architecture, and how to undo it.
+Must not know: the layout of blocks, modules.
+
+MLX cannot read a part of a file lazily, except in its own formats. Therefore the weights are
+computed from arrays of bytes whose content is read later (`UnreadTensors.read`): until then, the
+memory requirement of the model can be computed without reading or allocating anything.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from models.base import ModelError
+from models.gguf.architectures import find_architecture, rename_tensors
+from models.gguf.blocks import dequantize, has_affine_packing, repack_affine
+from models.gguf.ggml_types import GGMLType
+from models.gguf.metadata import Metadata
+from models.gguf.reader import GGUFFile, GGUFTensor
+
+_PLAIN_DTYPES: Mapping[str, mx.Dtype] = {
+    "F32": mx.float32,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+}
+
+# the most bytes that Linux reads in one call is slightly below 2 GiB
+_READ_BYTES = 1 << 30
+
+Arrays = dict[str, mx.array]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _UnreadTensor:
+    """bytes: the array, uint8, whose content is at `offset` of the file."""
+
+    bytes: mx.array
+    path: Path
+    offset: int
+
+
+class UnreadTensors:
+    """The arrays of bytes on which the weights of a file depend."""
+
+    def __init__(self) -> None:
+        self._tensors: list[_UnreadTensor] = []
+
+    def add(self, tensor: GGUFTensor) -> mx.array:
+        """Returns an array for the bytes of the tensor: the last axis is a row."""
+        *outer, width = tensor.shape
+        row = width // tensor.type.elements * tensor.type.nbytes
+        array = mx.zeros((*outer, row), mx.uint8)
+        self._tensors.append(_UnreadTensor(bytes=array, path=tensor.path, offset=tensor.offset))
+        return array
+
+    def read(self) -> None:
+        """Reads the content of all arrays, once. It must be called before anything that depends on
+        them is evaluated. Afterwards, this object holds no array. Raises OSError, and EOFError if a
+        file is too short."""
+        unread, self._tensors = self._tensors[::-1], []
+        opened: dict[Path, int] = {}
+        try:
+            while unread:
+                tensor = unread.pop()
+                if tensor.path not in opened:
+                    opened[tensor.path] = os.open(tensor.path, os.O_RDONLY | os.O_CLOEXEC)
+                _fill(tensor.bytes, opened[tensor.path], tensor.offset, tensor.path)
+        finally:
+            for file in opened.values():
+                os.close(file)
+
+
+def _fill(array: mx.array, file: int, offset: int, path: Path) -> None:
+    mx.eval(array)
+    target: Any = array  # MLX's stubs lack the buffer protocol
+    with memoryview(target) as view, view.cast("B") as content:
+        done = 0
+        while done < len(content):
+            count = os.preadv(file, [content[done : done + _READ_BYTES]], offset + done)
+            if not count:
+                raise EOFError(f"{path} became shorter while it was read")
+            done += count
+
+
+def open_weights(file: GGUFFile) -> tuple[Arrays, UnreadTensors]:
+    """Returns the weights of a model, with the names of our modules and in MLX's packings, and the
+    arrays whose content must be read before the weights are evaluated. Raises GGUFError for a
+    tensor that the architecture does not have, and ModelError for a shape that contradicts the
+    metadata."""
+    metadata = Metadata(file)
+    architecture = find_architecture(metadata)
+    unread = UnreadTensors()
+    weights: Arrays = {}
+    for name, target in rename_tensors(file).items():
+        tensor = file.tensors[name]
+        parts = _unpack(target, unread.add(tensor), tensor.type)
+        if architecture.rotates_pairs and target.endswith(_ROTATED):
+            heads = "head_count" if ".q_proj." in target else "head_count_kv"
+            count = metadata.integer(f"attention.{heads}", metadata.integer("attention.head_count"))
+            parts = _split_rotated_pairs(parts, count)
+        if architecture.norms_have_one_added and target.endswith("norm.weight"):
+            parts = {target: parts[target] - 1}
+        weights |= parts
+    return _convert_layers(metadata, weights), unread
+
+
+# projections whose rows are those of rotated heads
+_ROTATED = (".q_proj.weight", ".q_proj.bias", ".k_proj.weight", ".k_proj.bias")
+
+
+def _unpack(name: str, raw: mx.array, kind: GGMLType) -> Arrays:
+    """Returns the weight `name` and, if it is packed, its scales and biases."""
+    if kind.is_plain:
+        return {name: raw.view(_PLAIN_DTYPES[kind.name])}
+    module, _, part = name.rpartition(".")
+    if part != "weight" or not has_affine_packing(kind.id):
+        return {name: dequantize(raw, kind.id)}
+    packed = repack_affine(raw, kind.id)
+    parts = {f"{module}.weight": packed.weight, f"{module}.scales": packed.scales}
+    if packed.biases is not None:
+        parts[f"{module}.biases"] = packed.biases
+    return parts
+
+
+def _split_rotated_pairs(parts: Mapping[str, mx.array], heads: int) -> Arrays:
+    """Reorders the rows of each head from pairs that are rotated together to the first elements of
+    all pairs, followed by the second ones."""
+    return {name: array[_pair_order(name, array, heads)] for name, array in parts.items()}
+
+
+def _pair_order(name: str, array: mx.array, heads: int) -> mx.array:
+    rows = array.shape[0]
+    if heads < 1 or rows % (2 * heads):
+        raise ModelError(f"{name} has {rows} rows, which cannot be divided among {heads} heads")
+    return mx.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).flatten()
+
+
+def _convert_layers(metadata: Metadata, weights: Arrays) -> Arrays:
+    """Converts tensors that llama.cpp stores in other forms."""
+    converted: Arrays = {}
+    for name, array in weights.items():
+        if name.endswith((".conv1d.weight", ".conv.conv.weight")) and array.ndim == 2:
+            array = array[..., None]  # [D, width, 1]
+        elif name.endswith(".A_log"):
+            array = mx.log(-array)
+        elif name.endswith(".shared_expert_gate.weight") and array.ndim == 1:
+            array = array[None]
+        converted[name] = array
+    if metadata.has("ssm.group_count") and metadata.has("full_attention_interval"):
+        return _convert_gated_delta(metadata, converted)
+    return converted
+
+
+def _convert_gated_delta(metadata: Metadata, weights: Arrays) -> Arrays:
+    """Restores the order of the value heads in the gated delta nets of Qwen3.5, and splits the
+    projection for steps and decay of Qwen3-Next.
+
+    Several value heads belong to one key head. The original stores them together. For Qwen3.5,
+    llama.cpp stores the first value heads of all key heads, then the second ones, and so on.
+    """
+    key_heads, value_heads = (
+        metadata.integer("ssm.group_count"),
+        metadata.integer("ssm.time_step_rank"),
+    )
+    keys = metadata.integer("ssm.state_size") * key_heads
+    if key_heads < 1 or value_heads % key_heads:
+        raise ModelError(f"{value_heads} value heads cannot be divided among {key_heads} key heads")
+    ratio = value_heads // key_heads
+    is_tiled = ratio > 1 and metadata.architecture != "qwen3next"
+    converted: Arrays = {}
+    for name, array in weights.items():
+        path, _, parameter = name.partition(".linear_attn.")
+        if parameter.startswith("in_proj_ba."):
+            halves = array.reshape(key_heads, 2, ratio, -1)
+            for index, half in enumerate(("in_proj_b", "in_proj_a")):
+                target = f"{path}.linear_attn.{half}.{parameter.rpartition('.')[2]}"
+                converted[target] = halves[:, index].reshape(value_heads, -1)
+            continue
+        if is_tiled and parameter.startswith(("in_proj_qkv.", "conv1d.")):
+            array = mx.concatenate(
+                [array[: 2 * keys], _group_heads(array[2 * keys :], key_heads, ratio)]
+            )
+        elif is_tiled and parameter.startswith(_VALUE_HEAD_ROWS):
+            array = _group_heads(array, key_heads, ratio)
+        elif is_tiled and parameter.startswith("out_proj."):
+            # the columns of each head, which consist of whole groups of 32 if they are packed
+            if array.shape[-1] % value_heads:
+                raise ModelError(f"{name} cannot be divided among {value_heads} heads")
+            array = _group_heads(array.T, key_heads, ratio).T
+        converted[name] = array
+    return converted
+
+
+# the parameters whose first axis is that of the value heads
+_VALUE_HEAD_ROWS = ("in_proj_z.", "in_proj_b.", "in_proj_a.", "A_log", "dt_bias")
+
+
+def _group_heads(array: mx.array, key_heads: int, ratio: int) -> mx.array:
+    """Reorders the first axis, (ratio, key_heads, size), to (key_heads, ratio, size)."""
+    split = array.reshape(ratio, key_heads, -1, *array.shape[1:])
+    return split.swapaxes(0, 1).reshape(array.shape)

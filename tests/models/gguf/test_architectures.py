@@ -1,0 +1,259 @@
+"""Models in GGUF compute what the same weights compute in the layout of the hub."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from models import architectures
+from models.checkpoint_config import get_text_config
+from models.gguf import reader
+from models.gguf.architectures import list_architectures, read_config
+from models.gguf.reader import GGUFError
+from models.gguf.weights import open_weights
+from tests.models import parity
+from tests.models.architectures import Case, cases
+from tests.models.gguf.converter import ARCHITECTURES, convert
+from tests.models.gguf.raw_file import gguf as raw_gguf
+from tests.models.gguf.raw_file import int_entry, text_entry
+
+# cases whose configs no published model of llama.cpp's architecture has, or for which GGUF has no
+# key: layers with a window in a Llama, experts in some layers, biases that its graphs lack, other
+# numbers of layers with a window
+UNREPRESENTABLE = {
+    "llama-traditional",
+    "llama-windowed",
+    "mistral-windowed",
+    "ministral3-windowed",
+    "smollm3-listed",
+    "smollm3-windowed",
+    "smollm3-interval",
+    "olmo2-mlp-bias",
+    "qwen3_moe-some-dense",
+    "qwen3_next-mixed",
+    "qwen3_next-dense",
+    "lfm2-adjusted",
+    "lfm2_moe-unbiased",
+    "gpt_oss-layer-types",
+    "gemma2-plain",
+    "gemma3_text-plain",
+    "gemma3_text-stretched",
+    "gemma3_text-scaled-by-a-bfloat16",
+    "glm4_moe_lite-long",
+}
+
+# what is different in these, so that every architecture has a case
+CHANGED: dict[str, dict[str, Any]] = {
+    "smollm3-interval": {"no_rope_layer_interval": 4, "num_hidden_layers": 4},
+    "qwen3_next-mixed": {
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+    },
+    "lfm2-adjusted": {"conv_bias": False},
+    "gemma2-plain": {"query_pre_attn_scalar": 32, "sliding_window": 7},
+    "gemma3_text-plain": {"query_pre_attn_scalar": 32, "sliding_window_pattern": 6},
+    "gemma3_text-stretched": {
+        "query_pre_attn_scalar": 32,
+        "sliding_window_pattern": 6,
+        "num_hidden_layers": 7,
+    },
+    "lfm2_moe-experts": {"rope_theta": 1e6},
+    "glm4_moe_lite-groups": {"attention_bias": False},
+    "glm4_moe_lite-long": {
+        "moe_layer_freq": 1,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "mscale": 0.8,
+            "mscale_all_dim": 0.8,
+        },
+    },
+    "qwen3_5-tied": {"attention_bias": False},
+    "gpt_oss-plain": {
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 64,
+            "truncate": False,
+        }
+    },
+}
+
+
+def select_cases() -> list[Case]:
+    found: list[Case] = []
+    for case in cases():
+        config = {**case.config, **CHANGED.get(case.id, {})}
+        kind = get_text_config(config)["model_type"]
+        if kind not in ARCHITECTURES or ("text_config" in config and "moe" not in kind):
+            continue
+        if case.id in UNREPRESENTABLE and case.id not in CHANGED:
+            continue
+        found.append(Case(name=case.name, config=config))
+    return found
+
+
+CASES = select_cases()
+
+
+def write_model(case: Case, folder: Path, **options: Any) -> tuple[Path, dict[str, np.ndarray]]:
+    """Writes the same random weights as a folder and as a GGUF file."""
+    parity.save_reference(case, folder)
+    loaded = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(loaded, dict)
+    weights = {
+        name.removeprefix("language_model."): np.array(array.astype(mx.float32))
+        for name, array in loaded.items()
+    }
+    convert(get_text_config(case.config), weights, folder / "model.gguf", **options)
+    return folder / "model.gguf", weights
+
+
+def build(path: Path) -> Any:
+    file = reader.read(path)
+    weights, unread = open_weights(file)
+    model = architectures.build(read_config(file), weights)
+    unread.read()
+    return model
+
+
+def logits(model: Any, case: Case) -> np.ndarray:
+    return parity.prefill(model, parity.ids(case, 23), [23])
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
+def test_the_logits_are_those_of_the_same_weights_in_a_folder(tmp_path, case: Case):
+    path, weights = write_model(case, tmp_path)
+    expected = architectures.build(
+        case.config, {name: mx.array(array) for name, array in weights.items()}
+    )
+    difference = parity.max_difference(logits(build(path), case), logits(expected, case))
+    assert difference <= parity.tolerance(case)
+
+
+def test_every_architecture_has_a_case():
+    kinds = {get_text_config(case.config)["model_type"] for case in CASES}
+    assert {ARCHITECTURES[kind] for kind in kinds} == set(list_architectures())
+
+
+def quantized(name: str) -> gguf.GGMLQuantizationType | None:
+    """Different types in one model, as in published files; norms, filters and routers are F32."""
+    types = gguf.GGMLQuantizationType
+    if name.endswith((".ffn_gate_inp.weight", "conv1d.weight", "conv.weight", "_shexp.weight")):
+        return None
+    if "exps" in name:
+        return types.MXFP4
+    if "attn_k" in name or "ssm_out" in name:
+        return types.Q4_0
+    return types.Q5_1 if "ffn_down" in name else types.Q8_0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case.id in ("llama-tied", "qwen3_moe-plain", "glm4_moe_lite-plain")],
+    ids=lambda case: case.id,
+)
+def test_quantized_weights_are_exact(tmp_path, case: Case):
+    path, weights = write_model(case, tmp_path, quantize=quantized)
+    plain = tmp_path / "plain.gguf"  # the same weights as float32, dequantized by gguf-py
+    values = {t.name: t for t in gguf.GGUFReader(path).tensors}
+
+    def reference(name: str) -> mx.array:
+        tensor = values[name]
+        shape = [int(size) for size in tensor.shape[::-1]]
+        return mx.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(shape))
+
+    assert len({tensor.tensor_type for tensor in values.values()}) >= 4
+    convert(case.config, weights, plain)
+    file = reader.read(plain)
+    given, unread = open_weights(file)
+    model = architectures.build(read_config(file), given)
+    content = bytearray(plain.read_bytes())
+    for name, tensor in file.tensors.items():
+        values_of_tensor = np.array(reference(name)).astype(np.float32).tobytes()
+        content[tensor.offset : tensor.offset + tensor.nbytes] = values_of_tensor
+    plain.write_bytes(content)
+    unread.read()
+    difference = parity.max_difference(logits(build(path), case), logits(model, case))
+    assert difference <= parity.tolerance(case)
+
+
+def write_raw(path: Path, *entries: bytes) -> Path:
+    path.write_bytes(raw_gguf(entries))
+    return path
+
+
+def test_an_unknown_architecture_is_named(tmp_path):
+    path = write_raw(tmp_path / "m.gguf", text_entry("general.architecture", "plamo3"))
+    with pytest.raises(GGUFError, match="'plamo3' are not supported") as caught:
+        read_config(reader.read(path))
+    assert str(path) in str(caught.value)
+
+
+def test_a_projector_is_not_a_language_model(tmp_path):
+    path = write_raw(
+        tmp_path / "m.gguf",
+        text_entry("general.architecture", "clip"),
+        text_entry("general.type", "mmproj"),
+    )
+    with pytest.raises(GGUFError, match="type 'mmproj', not a language model"):
+        read_config(reader.read(path))
+
+
+def test_a_missing_key_is_named(tmp_path):
+    case = next(case for case in CASES if case.id == "llama-plain")
+    path, _ = write_model(case, tmp_path)
+    path.write_bytes(path.read_bytes().replace(b"llama.context_length", b"llama.context_xxxxxx"))
+    with pytest.raises(GGUFError, match=r"lacks the key llama\.context_length"):
+        read_config(reader.read(path))
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        (text_entry("llama.block_count", "two"), "'two', but must be an integer"),
+        (int_entry("llama.block_count", 0), "the model has 0 layers"),
+    ],
+)
+def test_an_invalid_value_is_named(tmp_path, entry: bytes, reason: str):
+    path = write_raw(tmp_path / "m.gguf", text_entry("general.architecture", "llama"), entry)
+    with pytest.raises(GGUFError, match=reason):
+        read_config(reader.read(path))
+
+
+def test_a_tensor_of_another_architecture_is_named(tmp_path):
+    case = next(case for case in CASES if case.id == "llama-plain")
+    path, _ = write_model(case, tmp_path)
+    path.write_bytes(path.read_bytes().replace(b"blk.1.ffn_norm", b"blk.1.ffn_xorm"))
+    with pytest.raises(GGUFError, match=r"have no tensors blk\.1\.ffn_xorm\.weight"):
+        open_weights(reader.read(path))
+
+
+def test_the_config_is_that_of_the_hub(tmp_path):
+    case = next(case for case in CASES if case.id == "qwen3-long")
+    path, _ = write_model(case, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    found = read_config(reader.read(path))
+    for key in ("hidden_size", "head_dim", "rms_norm_eps", "vocab_size", "num_key_value_heads"):
+        assert found[key] == config[key]
+    assert found["rope_scaling"]["factor"] == 4.0
+    assert found["rope_theta"] == 500000.0
+
+
+def test_a_file_that_becomes_shorter_is_an_error(tmp_path):
+    case = next(case for case in CASES if case.id == "llama-plain")
+    path, _ = write_model(case, tmp_path)
+    _, unread = open_weights(reader.read(path))
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(EOFError, match="became shorter"):
+        unread.read()
