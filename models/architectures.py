@@ -15,8 +15,13 @@ from mlx.utils import tree_flatten
 
 from models import base, mlx_lm_adapter
 from models.base import Model, ModelError
-from models.checkpoint_config import ALIASES, get_text_config
-from models.multimodal import get_text_weights, lacks_lm_head
+from models.checkpoint_config import (
+    WHOLE_MODEL_TYPES,
+    architecture_name,
+    get_text_config,
+    is_multimodal,
+)
+from models.multimodal import drop_other_modules, get_text_weights, lacks_lm_head
 from models.ollama_names import to_mlx_names
 from models.quant import check_quant_method, quantize_model, replace_quantized_layers
 
@@ -45,9 +50,9 @@ class ModelInfo:
 def read_info(config: Mapping[str, Any]) -> ModelInfo:
     """Reads the properties from config.json, with the defaults of the architecture. Raises
     ModelError for an invalid config and for weights in an unsupported quantization."""
-    config = get_text_config(config)
+    whole, config = config, get_text_config(config)
     check_quant_method(config)
-    read = _find_architecture(config).Config.from_dict(config)
+    read = _find_architecture(config, whole).Config.from_dict(config)
     return ModelInfo(context_length=read.max_position_embeddings, vocab_size=read.vocab_size)
 
 
@@ -64,17 +69,18 @@ def build(
     Raises ModelError for an unsupported architecture or quantization, for a missing config key, and
     for a tensor that is missing, unexpected, or has a wrong shape or type.
     """
-    config = get_text_config(config)
+    whole, config = config, get_text_config(config)
     check_quant_method(config)
     named = to_mlx_names(weights)
     weights = get_text_weights(named)
-    architecture = _find_architecture(config)
     # a checkpoint of only the backbone has no head, although some configs declare one
     # (Qwen3-Embedding-8B)
     if lacks_lm_head(named) or "tie_word_embeddings" not in config:
         config = {**config, "tie_word_embeddings": "lm_head.weight" not in weights}
-    model = _build_architecture(architecture, config)
+    model = _build_architecture(_find_architecture(config, whole), config)
     weights = dict(model.sanitize(weights))
+    if is_multimodal(whole):
+        weights = drop_other_modules(weights, model)
     packed = replace_quantized_layers(model, weights)
     _check_tensors(model, weights)
     model.load_weights(list(weights.items()), strict=False)
@@ -99,15 +105,16 @@ def _build_architecture(architecture: Any, config: Mapping[str, Any]) -> Any:
         raise ModelError(f"config.json does not describe a valid model: {error}") from error
 
 
-def _find_architecture(config: Mapping[str, Any]) -> Any:
+def _find_architecture(config: Mapping[str, Any], whole: Mapping[str, Any] | None = None) -> Any:
     """Returns the module named after the model type, if it has its own Config and Model. Otherwise
-    it returns mlx-lm's class, if that library is installed."""
-    kind = config.get("model_type")
-    if not isinstance(kind, str):
+    it returns mlx-lm's class, if that library is installed. config: the config of the text model.
+    whole: the config of the whole model."""
+    name = architecture_name(config)
+    if name is None:
         raise ModelError("config.json has no model_type")
-    name = ALIASES.get(kind, kind)
+    needs_whole = whole is not None and whole.get("model_type") in WHOLE_MODEL_TYPES
     # the name is used in an import, so its characters are restricted
-    if re.fullmatch(r"[a-z][a-z0-9_]*", name):
+    if not needs_whole and re.fullmatch(r"[a-z][a-z0-9_]*", name):
         try:
             module = importlib.import_module(f"models.{name}")
         except ModuleNotFoundError as error:
@@ -116,7 +123,9 @@ def _find_architecture(config: Mapping[str, Any]) -> Any:
         else:
             if {"Config", "Model"} <= vars(module).keys() and module is not base:
                 return module
-    return mlx_lm_adapter.find_architecture(config)
+    return mlx_lm_adapter.find_architecture(
+        config, whole if needs_whole or (whole is not None and is_multimodal(whole)) else None
+    )
 
 
 def _check_tensors(model: nn.Module, weights: Mapping[str, mx.array]) -> None:

@@ -96,7 +96,7 @@ class Model(Protocol):
         ...
 
     def make_kv(self) -> list[LayerCache]:
-        """Returns empty caches, one per layer. Each cache has the type that its layer needs."""
+        """Returns empty caches, one per layer that needs a cache, of the type that it needs."""
         ...
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:

@@ -138,6 +138,14 @@ class BatchRecurrentCache:
         for row, state in zip(self._rows, mx.split(value, len(self._rows)), strict=True):
             row[slot] = state
 
+    def row_states(self, slot: int) -> list[mx.array | None]:
+        """See `models.recurrent.RecurrentCache.row_states`. Nothing is concatenated."""
+        return [row[slot] for row in self._rows]
+
+    def set_row_states(self, slot: int, states: Sequence[mx.array]) -> None:
+        for row, state in zip(self._rows, states, strict=True):
+            row[slot] = state
+
     def advance(self, length: int) -> None:
         for row in self._rows:
             row.advance(length)

@@ -27,9 +27,14 @@ DEFAULT_QUERY_HEADS = 64
 
 # model types that are other names of an architecture
 ALIASES: Mapping[str, str] = {
+    "camembert": "roberta",
     "gemma3_text": "gemma3",
+    "joyai_llm_flash": "deepseek_v3",
+    "kimi_k2": "deepseek_v3",
+    "kimi_k25": "deepseek_v3",
     "lfm2-vl": "lfm2",
     "lfm2_vl": "lfm2",
+    "minicpmv4_7": "qwen3_5",
     "ministral": "mistral",
     "qwen2_5_vl": "qwen2",
     "qwen2_5_vl_text": "qwen2",
@@ -38,8 +43,35 @@ ALIASES: Mapping[str, str] = {
     "qwen3_5_moe": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5",
     "qwen3_5_text": "qwen3_5",
+    "qwen3_vl_moe": "qwen3_moe",
+    "qwen3_vl_moe_text": "qwen3_moe",
     "qwen3_vl_text": "qwen3",
+    "xlm-roberta": "roberta",
 }
+
+# models whose text part has other tensors than its model type says, so that the whole model needs a
+# class of its own
+WHOLE_MODEL_TYPES = frozenset({"prism_hadamard_qwen35"})
+
+# architectures that compute hidden states only (models/encoder.py)
+ENCODERS = frozenset({"bert", "gemma3_encoder", "modernbert", "nomic_bert", "roberta"})
+
+
+def architecture_name(config: Mapping[str, Any]) -> str | None:
+    """Returns the name of the architecture, which is a module of this package or of mlx-lm, or None
+    if config.json has no model type. An architecture with attention in both directions has a
+    module of its own if the same model type also generates text."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        return None
+    name = ALIASES.get(kind, kind)
+    encoder = f"{name}_encoder"
+    return encoder if config.get("use_bidirectional_attention") and encoder in ENCODERS else name
+
+
+def is_encoder(config: Mapping[str, Any]) -> bool:
+    """Returns whether the model computes hidden states only, and generates no text."""
+    return architecture_name(get_text_config(config)) in ENCODERS
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
@@ -80,8 +112,7 @@ def find_unsupported_method(config: Mapping[str, Any]) -> str | None:
 def has_architecture(config: Mapping[str, Any]) -> bool:
     """Returns whether a file of this package, or of mlx-lm, is named after the model type. If not,
     mlx-lm may still know the model type by another name, which only its import shows."""
-    kind = config.get("model_type")
-    name = ALIASES.get(str(kind), str(kind))
+    name = str(architecture_name(config))
     # the name is used as a file name, so its characters are restricted
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
         return False

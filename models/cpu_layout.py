@@ -28,8 +28,9 @@ import mlx.nn as nn
 
 from models import kernels
 from models.base import Model, ModelError
-from models.kernels import fused_blocks, layers, stacked_layers
+from models.kernels import fused_blocks, layers, mamba2_op, stacked_layers
 from models.layers import GatedMLP
+from models.mamba2 import Mamba2Mixer
 from models.prenorm import PreNormBlock
 from models.quant import replace_leaves
 
@@ -90,6 +91,8 @@ def apply_cpu_layout(model: nn.Module) -> None:
         if ops is not None and isinstance(module, PreNormBlock):
             _override_method(module, "attention_residual", fused_blocks.fuse_attention(module, ops))
             _override_method(module, "mlp_residual", fused_blocks.fuse_mlp(module, ops))
+        if ops is not None and isinstance(module, Mamba2Mixer):
+            _override_method(module, "mix", mamba2_op.fuse_mamba2(module, ops))
         if not isinstance(module, layers.KernelLayer | layers.KernelRMSNorm):
             _to_float32(module)
             if ops is None and isinstance(module, nn.Linear | nn.Embedding):

@@ -147,6 +147,11 @@ class Backbone(nn.Module):
             x = layer(x, layer_kv)
         return self.norm(self.layers[-1](x, kv[-1], select))
 
+    @property
+    def cached_layers(self) -> Sequence[Block]:
+        """The layers that have a layer cache, in order."""
+        return self.layers
+
     def embed(self, tokens: mx.array) -> mx.array:
         """Returns the input of the first layer."""
         return self.embed_tokens(tokens)
@@ -176,14 +181,14 @@ class CausalLM(nn.Module):
         return self.lm_head(hidden)
 
     def make_kv(self) -> list[LayerCache]:
-        caches = [layer.make_kv() for layer in self.model.layers]
+        caches = [layer.make_kv() for layer in self.model.cached_layers]
         set_kv_dtype(caches, self.kv_dtype)
         return caches
 
     def shift(self, kv: Sequence[LayerCache], start: int, end: int) -> bool:
         if not all(isinstance(layer, KVCache) for layer in kv):
             return False
-        for block, layer in zip(self.model.layers, kv, strict=True):
+        for block, layer in zip(self.model.cached_layers, kv, strict=True):
             cast(KVCache, layer).remove(start, end, block.rerotate)
         return True
 
@@ -197,3 +202,14 @@ class CausalLM(nn.Module):
             if not name.endswith("rotary_emb.inv_freq")
             and not (tied and name.startswith("lm_head."))
         }
+
+
+def drop_extra_layers(weights: Mapping[str, mx.array], count: int) -> dict[str, mx.array]:
+    """Drops `model.layers.N` for N >= count. Such layers are for multi-token prediction: they
+    follow the last layer and predict the token after the next one (num_nextn_predict_layers)."""
+
+    def is_extra(name: str) -> bool:
+        number = name.removeprefix("model.layers.").partition(".")[0]
+        return number.isdecimal() and (len(number) > 9 or int(number) >= count)
+
+    return {name: array for name, array in weights.items() if not is_extra(name)}

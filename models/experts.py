@@ -118,7 +118,7 @@ class Experts(nn.Module):
     def __call__(self, x: mx.array, expert_ids: mx.array, expert_weights: mx.array) -> mx.array:
         """Returns the weighted sum [..., D] of the experts' outputs. x: [..., D]. expert_ids: [...,
         k]. expert_weights: [..., k]."""
-        if expert_ids.size < MIN_SORTED_ROWS or not self.gate_proj.prefers_sorted:
+        if expert_ids.size < MIN_SORTED_ROWS or not self.up_proj.prefers_sorted:
             outputs = self._apply(x[..., None, None, :], expert_ids, sorted_indices=False)
         else:
             outputs = self._apply_sorted(x, expert_ids)
@@ -183,6 +183,91 @@ class SparseMoeBlock(nn.Module):
         return y + mx.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
 
 
+class GroupedTopKMoE(nn.Module):
+    """DeepSeek-V3's mixture of experts (2024, section 2.1.2): scores are sigmoids, and a bias
+    affects the selection of experts but not their weights. Experts are in groups, and a token uses
+    experts only of its best groups. In some models, shared experts process every token.
+
+    Parameter names: gate, e_score_correction_bias, switch_mlp, shared_experts.
+    """
+
+    shard_spec: ClassVar[ShardSpec] = REPLICATED  # only the experts are sharded
+
+    def __init__(
+        self,
+        hidden: int,
+        inner: int,
+        experts: int,
+        *,
+        top_k: int,
+        norm_topk_prob: bool = True,
+        scale: float = 1.0,
+        num_groups: int = 1,
+        topk_group: int = 1,
+        shared_width: int | None = None,
+        uses_softmax: bool = False,
+    ) -> None:
+        """norm_topk_prob: whether the weights of the selected experts are normalized to a sum of 1.
+        scale: a factor of the weights. num_groups, topk_group: the number of groups of experts, and
+        of those that a token uses. shared_width: the inner width of the shared experts together;
+        None if there are none. uses_softmax: whether the scores are a softmax without a bias."""
+        super().__init__()
+        if not 0 < topk_group <= num_groups or experts % num_groups:
+            raise ModelError(
+                f"n_group {num_groups} and topk_group {topk_group} are not valid for "
+                f"{experts} experts"
+            )
+        allowed = experts // num_groups * topk_group
+        if not 0 < top_k <= allowed:
+            raise ModelError(f"num_experts_per_tok is {top_k}, but must be between 1 and {allowed}")
+        self.top_k, self.norm_topk_prob, self.scale = top_k, norm_topk_prob, scale
+        self.num_groups, self.topk_group = num_groups, topk_group
+        self.gate = nn.Linear(hidden, experts, bias=False)
+        if not uses_softmax:
+            self.e_score_correction_bias = mx.zeros((experts,))
+        self.switch_mlp = Experts(hidden, inner, experts)
+        if shared_width is not None:
+            self.shared_experts = GatedMLP(hidden, shared_width)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = self.switch_mlp(x, *self.route(x))
+        return y + self.shared_experts(x) if "shared_experts" in self else y
+
+    def route(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """Returns the selected experts and their weights, each [..., k], for hidden states [...,
+        D]. They are computed in float32, because the selection depends on small differences."""
+        logits = self.gate(x.astype(mx.float32))
+        if "e_score_correction_bias" in self:
+            scores = mx.sigmoid(logits)
+            ranked = scores + self.e_score_correction_bias
+        else:
+            ranked = scores = mx.softmax(logits, axis=-1)
+        chosen = select_top_experts(self._mask_to_top_groups(ranked), self.top_k)
+        shares = mx.take_along_axis(scores, chosen, axis=-1)
+        if self.norm_topk_prob:
+            shares = shares / (shares.sum(axis=-1, keepdims=True) + 1e-20)
+        return chosen, shares * self.scale
+
+    def _mask_to_top_groups(self, scores: mx.array) -> mx.array:
+        """Masks all groups except those whose two best experts have the highest sum of scores."""
+        if self.topk_group == self.num_groups:
+            return scores
+        grouped = mx.unflatten(scores, -1, (self.num_groups, -1))
+        best = mx.topk(grouped, min(2, grouped.shape[-1]), axis=-1).sum(axis=-1)
+        out = mx.argpartition(best, kth=self.num_groups - self.topk_group, axis=-1)
+        out = out[..., : self.num_groups - self.topk_group, None]
+        return mx.put_along_axis(grouped, out, mx.array(-mx.inf), axis=-2).flatten(-2)
+
+
+def move_router_bias(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Renames the bias of a `GroupedTopKMoE`, which most checkpoints store as
+    `….gate.e_score_correction_bias`."""
+    return {
+        name.replace(".gate.e_score_correction_bias", ".e_score_correction_bias"): array
+        for name, array in weights.items()
+    }
+
+
 def stack_experts(
     weights: Mapping[str, mx.array],
     *,
@@ -217,6 +302,20 @@ def stack_experts(
         else:
             stacked[name] = array
     return stacked | {target: _stack_one(target, experts) for target, experts in single.items()}
+
+
+def orient_fused_experts(weights: Mapping[str, mx.array], hidden: int) -> dict[str, mx.array]:
+    """Transposes fused experts that are stored as [E, in, out], as in the released checkpoints of
+    Qwen3-VL-MoE. One of the two tensors of a layer may be square, so both are compared."""
+    axes = {"gate_up_proj": -1, "down_proj": -2}  # the axis of the hidden states
+    oriented = dict(weights)
+    suffix = "experts.down_proj"
+    for last in [name for name in weights if name.endswith(suffix) and weights[name].ndim == 3]:
+        path = last.removesuffix("down_proj")
+        fused = {f"{path}{part}": axis for part, axis in axes.items() if f"{path}{part}" in weights}
+        if any(weights[name].shape[axis] != hidden for name, axis in fused.items()):
+            oriented |= {name: mx.contiguous(weights[name].swapaxes(-1, -2)) for name in fused}
+    return oriented
 
 
 def _split_gate_up(path: str, projection: str, kind: str, array: mx.array) -> dict[str, mx.array]:

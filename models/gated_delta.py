@@ -79,13 +79,13 @@ def gated_delta_chunked(
     """
     length, heads = queries.shape[1], keys.shape[2]
     chunk = min(CHUNK_LENGTH, 1 << (length - 1).bit_length())
-    queries, keys = (_split_chunks(x[:, :, :, None], chunk) for x in (queries, keys))
+    queries, keys = (split_chunks(x[:, :, :, None], chunk) for x in (queries, keys))
     values, log_decay, beta = (
-        _split_chunks(x.reshape(*x.shape[:2], heads, -1, *x.shape[3:]), chunk)
+        split_chunks(x.reshape(*x.shape[:2], heads, -1, *x.shape[3:]), chunk)
         for x in (values, log_decay, beta)
     )
 
-    fading = _decay_matrix(log_decay)
+    fading = decay_matrix(log_decay)
     from_start = mx.exp(mx.cumsum(log_decay, axis=-1))[..., None]
     beta = beta[..., None]
     system = mx.tril(keys @ keys.swapaxes(-1, -2), -1) * fading * beta
@@ -111,7 +111,7 @@ def gated_delta_chunked(
     return out, state.reshape(shape)
 
 
-def _split_chunks(x: mx.array, chunk: int) -> mx.array:
+def split_chunks(x: mx.array, chunk: int) -> mx.array:
     """Converts [B, L, Hk, Hv / Hk, ...] to [B, Hk, Hv / Hk, chunks, chunk, ...]. The last chunk is
     padded with zeros, which means no step and no decay."""
     short = -x.shape[1] % chunk
@@ -121,7 +121,7 @@ def _split_chunks(x: mx.array, chunk: int) -> mx.array:
     return x.transpose(0, 3, 4, 1, 2, *range(5, x.ndim))
 
 
-def _decay_matrix(logs: mx.array) -> mx.array:
+def decay_matrix(logs: mx.array) -> mx.array:
     """Converts logarithms of gates [..., C] to decays [..., C, C]. The element [i, j] is the
     product of the gates after j up to i. Elements above the diagonal are zero. Each sum is computed
     separately, because the difference of two cumulative sums would have a rounding error of the

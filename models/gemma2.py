@@ -148,11 +148,7 @@ class CausalLM(decoder.CausalLM):
         return self._softcap * mx.tanh(logits / self._softcap)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Adds one to the norm weights once, instead of in each step."""
-        return {
-            name: array + 1 if name.endswith("norm.weight") else array
-            for name, array in super().sanitize(weights).items()
-        }
+        return add_norm_offsets(super().sanitize(weights))
 
 
 class Model(CausalLM):
@@ -162,6 +158,14 @@ class Model(CausalLM):
             Block(config, Attention(config, layer)) for layer in range(config.num_hidden_layers)
         ]
         super().__init__(config, ScaledBackbone(config, blocks, config.hidden_size**0.5))
+
+
+def add_norm_offsets(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Adds one to the norm weights once, instead of in each step."""
+    return {
+        name: array + 1 if name.endswith("norm.weight") else array
+        for name, array in weights.items()
+    }
 
 
 def _add_clipped(x: mx.array, residual: mx.array) -> mx.array:

@@ -1,297 +1,32 @@
-"""GLM-4 MoE Lite (GLM-4.7-Flash) is a model with multi-head latent attention and many small
-experts.
+"""GLM-4 MoE Lite (GLM-4.7-Flash) is a DeepSeek V3 without groups of experts.
 
-Knows: the layers and router, the checkpoint tensors. Must not know: devices, the engine, how latent
-attention is computed.
+Knows: the defaults of the config keys. Must not know: devices, the engine, layers.
 
-The latent attention is the same as in DeepSeek-V2 (2024); see models/mla.py. The router is the same
-as in DeepSeek-V3 (2024), section 2.1.2: it uses sigmoid scores, and a bias that affects the
-selection of experts but not their weights.
+Its latent norms have the epsilon of the other norms, as in mlx-lm and vLLM. In transformers, it is
+always 1e-6.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass
 
-import mlx.core as mx
-import mlx.nn as nn
-
-from models import decoder
-from models.base import ModelError
-from models.experts import Experts, select_top_experts, stack_experts
-from models.kv import AttentionCache, LayerCache
-from models.layers import GatedMLP, merge_heads, router_logits, split_heads
-from models.mla import LatentCache, MultiLinear, split_kv_b_proj
-from models.prenorm import PreNormBlock
-from models.rope import Rope, rope_settings
-from models.sharding import REPLICATED, ShardSpec
+from models import deepseek_v3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config(decoder.Config):
-    """The keys of config.json that this architecture reads. q_lora_rank: None for a full query
-    projection. n_shared_experts: None for no shared experts."""
+class Config(deepseek_v3.Config):
+    """The keys of config.json that this architecture reads."""
 
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    moe_intermediate_size: int
-    num_experts_per_tok: int
-    q_lora_rank: int | None = None
-    attention_bias: bool = False
     rms_norm_eps: float = 1e-5
     rope_theta: float = 1_000_000.0
-    rope_interleave: bool = True
-    n_routed_experts: int = 0
-    n_shared_experts: int | None = None
     n_group: int = 1
     topk_group: int = 1
-    norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.8
-    scoring_func: str = "sigmoid"
-    topk_method: str = "noaux_tc"
     first_k_dense_replace: int = 1
-    moe_layer_freq: int = 1
-    mlp_layer_types: Sequence[str] | None = None
 
     @property
-    def head_size(self) -> int:
-        """The size of the rotary part, which is the only part that depends on positions."""
-        return self.qk_rope_head_dim
-
-    def rope(self, layer_type: str | None = None) -> Rope:
-        return replace(decoder.Config.rope(self, layer_type), traditional=self.rope_interleave)
-
-    def scale(self) -> float:
-        """Returns the scale of attention scores. It includes yarn's second temperature."""
-        scaling = rope_settings(self)[1] or {}
-        size, factor = self.qk_nope_head_dim + self.qk_rope_head_dim, scaling.get("factor", 1.0)
-        temperature = 1.0
-        if factor > 1 and scaling.get("mscale_all_dim"):
-            temperature += 0.1 * scaling["mscale_all_dim"] * math.log(factor)
-        return temperature**2 * size**-0.5
-
-    def is_sparse(self, layer: int) -> bool:
-        if self.mlp_layer_types is not None:
-            return self._is_listed_sparse(self.mlp_layer_types, layer)
-        late = layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
-        return self.n_routed_experts > 0 and late
-
-    def _is_listed_sparse(self, types: Sequence[str], layer: int) -> bool:
-        if len(types) != self.num_hidden_layers:
-            raise ModelError("config.json's mlp_layer_types must have one entry per layer")
-        if types[layer] not in ("dense", "sparse"):
-            raise ModelError(f"an MLP of type {types[layer]!r} is not supported")
-        return types[layer] == "sparse"
+    def latent_norm_eps(self) -> float:
+        return self.rms_norm_eps
 
 
-class Attention(nn.Module):
+class Model(deepseek_v3.CausalLM):
     def __init__(self, config: Config) -> None:
-        super().__init__()
-        hidden, heads, bias = config.hidden_size, config.num_attention_heads, config.attention_bias
-        self.heads, self.latent_dim = heads, config.kv_lora_rank
-        self.nope_dim, self.rope_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
-        self.v_dim, self.scale = config.v_head_dim, config.scale()
-        size, rank = self.nope_dim + self.rope_dim, config.q_lora_rank
-        if rank is None:
-            self.q_proj = nn.Linear(hidden, heads * size, bias=False)
-        else:
-            self.q_a_proj = nn.Linear(hidden, rank, bias=bias)
-            self.q_a_layernorm = nn.RMSNorm(rank, config.rms_norm_eps)
-            self.q_b_proj = nn.Linear(rank, heads * size, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(hidden, self.latent_dim + self.rope_dim, bias=bias)
-        self.kv_a_layernorm = nn.RMSNorm(self.latent_dim, config.rms_norm_eps)
-        self.embed_q = MultiLinear(self.nope_dim, self.latent_dim, heads)
-        self.unembed_out = MultiLinear(self.latent_dim, self.v_dim, heads)
-        self.o_proj = nn.Linear(heads * self.v_dim, hidden, bias=bias)
-        self.rope = config.rope()
-
-    @property
-    def shard_spec(self) -> ShardSpec:
-        """Returns the shard spec. All heads share the latents, so the latents are replicated."""
-        return ShardSpec(
-            column_parallel=("q_proj" if "q_proj" in self else "q_b_proj",),
-            row_parallel=("o_proj",),
-            first_axis=("embed_q", "unembed_out"),
-            counts=("heads",),
-        )
-
-    def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
-        plain, rotary = mx.split(self._queries(x), [self.nope_dim], axis=-1)
-        latents, keys = mx.split(self.kv_a_proj_with_mqa(x)[:, None], [self.latent_dim], axis=-1)
-        latents = self.kv_a_layernorm(latents)
-        rotary, keys = self.rope(rotary, kv.offset), self.rope(keys, kv.offset)
-        if self._prefers_expanded(x.shape[1], kv.offset):
-            assert isinstance(kv, LatentCache), "rows of a batch must have one query each"
-            seen = self._attend_expanded(plain, rotary, keys, latents, kv)
-        else:
-            seen = self._attend_absorbed(plain, rotary, keys, latents, kv)
-        return self.o_proj(merge_heads(seen))
-
-    def _queries(self, x: mx.array) -> mx.array:
-        """Maps [B, L, D] to [B, H, L, nope + rope]."""
-        if "q_proj" in self:
-            return split_heads(self.q_proj(x), self.heads)
-        return split_heads(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))), self.heads)
-
-    def _prefers_expanded(self, length: int, past_length: int | mx.array) -> bool:
-        """Returns whether the expanded form needs fewer multiplications per head, for `length`
-        queries after `past_length` positions. The multiplication counts are as follows, with width
-        = nope + value dimensions and total = past_length + length:
-
-            absorbed   width * latent * length + (2 * latent + rotary) * length * total
-            expanded   width * latent * total  + (width + rotary)      * length * total
-        """
-        if length == 1 or isinstance(past_length, mx.array):
-            return False
-        width = self.nope_dim + self.v_dim
-        more = (2 * self.latent_dim - width) * length * (past_length + length)
-        return more > width * self.latent_dim * past_length
-
-    def _attend_absorbed(
-        self,
-        q_nope: mx.array,
-        q_rope: mx.array,
-        k_rope: mx.array,
-        latents: mx.array,
-        kv: AttentionCache,
-    ) -> mx.array:
-        queries = mx.concatenate([self.embed_q(q_nope), q_rope], axis=-1)
-        return self.unembed_out(kv.attend(queries, k_rope, latents, scale=self.scale))
-
-    def _attend_expanded(
-        self,
-        q_nope: mx.array,
-        q_rope: mx.array,
-        k_rope: mx.array,
-        latents: mx.array,
-        kv: LatentCache,
-    ) -> mx.array:
-        queries = mx.concatenate([q_nope, q_rope], axis=-1)
-        return kv.attend_expanded(queries, k_rope, latents, self._expand, scale=self.scale)
-
-    def _expand(self, latents: mx.array, heads: slice) -> tuple[mx.array, mx.array]:
-        """Returns the keys, without the rotary part, and the values of a range of heads."""
-        keys = self.embed_q.apply_transposed(latents, heads)
-        return keys, self.unembed_out(latents, heads)
-
-
-class Router(nn.Module):
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        experts = config.n_routed_experts
-        self.top_k, self.norm_topk_prob = config.num_experts_per_tok, config.norm_topk_prob
-        self.routed_scaling_factor = config.routed_scaling_factor
-        self.n_group, self.topk_group = config.n_group, config.topk_group
-        if not 0 < self.topk_group <= self.n_group or experts % self.n_group:
-            raise ModelError(
-                f"n_group {self.n_group} and topk_group {self.topk_group} are not valid for "
-                f"{experts} experts"
-            )
-        allowed = experts // self.n_group * self.topk_group
-        if not 0 < self.top_k <= allowed:
-            raise ModelError(
-                f"num_experts_per_tok is {self.top_k}, but must be between 1 and {allowed}"
-            )
-        self.weight = mx.zeros((experts, config.hidden_size))
-        self.e_score_correction_bias = mx.zeros((experts,))
-
-    def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """Returns the selected experts and their weights, each [..., k], for hidden states [...,
-        D]. They are computed in float32, as in the original."""
-        scores = mx.sigmoid(router_logits(x, self.weight))
-        biased = scores + self.e_score_correction_bias
-        chosen = select_top_experts(self._mask_to_top_groups(biased), self.top_k)
-        shares = mx.take_along_axis(scores, chosen, axis=-1)
-        if self.norm_topk_prob and self.top_k > 1:
-            shares = shares / (shares.sum(axis=-1, keepdims=True) + 1e-20)
-        return chosen, shares * self.routed_scaling_factor
-
-    def _mask_to_top_groups(self, scores: mx.array) -> mx.array:
-        """Masks all groups except those whose two best experts have the highest sum of scores."""
-        if self.topk_group == self.n_group:
-            return scores
-        grouped = mx.unflatten(scores, -1, (self.n_group, -1))
-        best = mx.topk(grouped, min(2, grouped.shape[-1]), axis=-1).sum(axis=-1)
-        out = mx.argpartition(best, kth=self.n_group - self.topk_group, axis=-1)
-        out = out[..., : self.n_group - self.topk_group, None]
-        return mx.put_along_axis(grouped, out, mx.array(-mx.inf), axis=-2).flatten(-2)
-
-
-class MoE(nn.Module):
-    shard_spec: ClassVar[ShardSpec] = REPLICATED  # only its experts are sharded
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        inner, experts = config.moe_intermediate_size, config.n_routed_experts
-        self.gate = Router(config)
-        self.switch_mlp = Experts(config.hidden_size, inner, experts)
-        if config.n_shared_experts is not None:
-            self.shared_experts = GatedMLP(config.hidden_size, inner * config.n_shared_experts)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        y = self.switch_mlp(x, *self.gate(x))
-        return y + self.shared_experts(x) if "shared_experts" in self else y
-
-
-class Block(PreNormBlock):
-    def __init__(self, config: Config, layer: int) -> None:
-        if config.is_sparse(layer):
-            mlp = MoE(config)
-        else:
-            mlp = GatedMLP(config.hidden_size, config.intermediate_size)
-        super().__init__(config, Attention(config), mlp)
-
-    def make_kv(self) -> LayerCache:
-        return LatentCache()
-
-
-class Model(decoder.CausalLM):
-    # latent attention uses the expanded form for a prompt, and the absorbed form in a decode step
-    batch_invariant: ClassVar[bool] = False
-
-    def __init__(self, config: Config) -> None:
-        for key, only in (
-            ("hidden_act", "silu"),
-            ("scoring_func", "sigmoid"),
-            ("topk_method", "noaux_tc"),
-            ("partial_rotary_factor", 1.0),
-        ):
-            if getattr(config, key) != only:
-                raise ModelError(
-                    f"glm4_moe_lite with {key} {getattr(config, key)!r} is not supported"
-                )
-        blocks = [Block(config, layer) for layer in range(config.num_hidden_layers)]
-        super().__init__(config, decoder.Backbone(config, blocks))
-        self.config: Config = config
-
-    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Drops the layers for multi-token prediction, stacks experts, and splits the projection
-        from latents to keys and values."""
-        kept = {name: array for name, array in weights.items() if not self._is_mtp_weight(name)}
-        return super().sanitize(self._split_kv_b_projs(stack_experts(kept)))
-
-    def _is_mtp_weight(self, name: str) -> bool:
-        """Returns whether the tensor belongs to a layer for multi-token prediction. These layers
-        follow the last layer and predict the token after the next one
-        (num_nextn_predict_layers)."""
-        number = name.removeprefix("model.layers.").partition(".")[0]
-        return number.isdecimal() and int(number) >= self.config.num_hidden_layers
-
-    def _split_kv_b_projs(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        config, split = self.config, dict[str, mx.array]()
-        for layer in range(config.num_hidden_layers):
-            path = f"model.layers.{layer}.self_attn"
-            if f"{path}.kv_b_proj.weight" in weights:
-                halves = split_kv_b_proj(
-                    f"{path}.kv_b_proj",
-                    weights,
-                    heads=config.num_attention_heads,
-                    key_dim=config.qk_nope_head_dim,
-                    latent_dim=config.kv_lora_rank,
-                )
-                split |= {f"{path}.{name}": array for name, array in halves.items()}
-        rest = {name: a for name, a in weights.items() if ".kv_b_proj." not in name}
-        return rest | split
+        super().__init__(config)

@@ -33,6 +33,7 @@ from models.base import Model, ModelError, SelectPositions, select_all
 from models.checkpoint_config import explain_missing_library, num_query_heads
 from models.kv import LayerCache, evaluate_caches
 from models.mlx_lm_cache import MlxLmBatch, MlxLmLayerCache, wrap_caches
+from models.mlx_lm_config import ClassKeys, find_class_keys, normalize_config
 
 _LIBRARY = "mlx_lm"
 
@@ -83,18 +84,22 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ModelClasses:
-    """The classes of an architecture in mlx-lm. wraps: whether they expect the text config inside
-    the config of a multimodal model."""
+    """The classes of an architecture in mlx-lm. keys: the config keys that they use. wraps: whether
+    they expect the text config inside the config of a multimodal model."""
 
     kind: str
     model: Any
     arguments: Any
+    keys: ClassKeys
     wraps: bool = False
 
 
-def find_architecture(config: Mapping[str, Any]) -> Architecture:
-    """Returns mlx-lm's class for config["model_type"]. Raises ModelError if there is none, or if
-    the library is not installed."""
+def find_architecture(
+    config: Mapping[str, Any], whole: Mapping[str, Any] | None = None
+) -> Architecture:
+    """Returns mlx-lm's class for a checkpoint. config: the config of the text model. whole: the
+    config of the whole model; None if it is a text model. mlx-lm's class for the whole model is
+    preferred. Raises ModelError if there is none, or if the library is not installed."""
     kind: str = config["model_type"]
     spec = importlib.util.find_spec(_LIBRARY)
     if spec is None:
@@ -106,19 +111,23 @@ def find_architecture(config: Mapping[str, Any]) -> Architecture:
     folders = spec.submodule_search_locations or ()
     # import the library only if no file has that name, because the import takes a second
     if not any((Path(folder) / "models" / f"{kind}.py").is_file() for folder in folders):
-        _resolve_classes(config)
+        _resolve_classes(config, whole)
 
     def make(_: AdapterConfig) -> Model:
-        return _build_model(_resolve_classes(config), config)
+        return _build_model(_resolve_classes(config, whole), config, whole)
 
     return Architecture(Config=AdapterConfig, Model=make)
 
 
-def _build_model(classes: _ModelClasses, config: Mapping[str, Any]) -> Model:
-    # mlx-lm's classes may modify the config
-    given: dict[str, Any] = copy.deepcopy(dict(config))
+def _build_model(
+    classes: _ModelClasses, config: Mapping[str, Any], whole: Mapping[str, Any] | None
+) -> Model:
+    normalized = normalize_config(config, classes.keys)
+    given = normalized.config
     if classes.wraps:
-        given = {"model_type": classes.kind, "text_config": given}
+        # mlx-lm's classes may modify the config
+        outer = copy.deepcopy(dict(whole)) if whole is not None else {"model_type": classes.kind}
+        given = {**outer, "text_config": given}
     lacking = [
         field.name
         for field in dataclasses.fields(classes.arguments)
@@ -131,8 +140,10 @@ def _build_model(classes: _ModelClasses, config: Mapping[str, Any]) -> Model:
     with _as_model_error(
         f"mlx-lm's {classes.kind} implementation does not support this config.json"
     ):
-        heads = num_query_heads(given.get("text_config", given))
-        made: Any = _subclass_model(classes, heads)(classes.arguments.from_dict(given))
+        heads = num_query_heads(normalized.config)
+        subclass = _subclass_model(classes, heads, normalized.window)
+        made: Any = subclass(classes.arguments.from_dict(given))
+    normalized.check_rope(made)
     # fail here rather than at the first request
     with _as_model_error(
         f"mlx-lm's {classes.kind} implementation cannot create caches for this config.json"
@@ -141,9 +152,10 @@ def _build_model(classes: _ModelClasses, config: Mapping[str, Any]) -> Model:
     return made
 
 
-def _subclass_model(classes: _ModelClasses, heads: int) -> Any:
+def _subclass_model(classes: _ModelClasses, heads: int, window: int | None) -> Any:
     """Returns mlx-lm's class with our interface. The result is a subclass, so that parameters keep
-    their checkpoint names. heads: the number of query heads."""
+    their checkpoint names. heads: the number of query heads. window: of all layers; None if the
+    class creates its caches."""
     base, cache = classes.model, _import_cache()
 
     class MlxLmModel(base):
@@ -164,7 +176,10 @@ def _subclass_model(classes: _ModelClasses, heads: int) -> Any:
             return hidden
 
         def make_kv(self) -> list[LayerCache]:
-            made = cache.make_prompt_cache(self)
+            if window is None:
+                made = cache.make_prompt_cache(self)
+            else:
+                made = [cache.RotatingKVCache(max_size=window) for _ in self.layers]
             return wrap_caches(made, cache, heads=heads, dtype=self.kv_dtype)
 
         def shift(self, kv: Sequence[LayerCache], start: int, end: int) -> bool:
@@ -273,22 +288,40 @@ def _first_positive_int(config: Mapping[str, Any], names: Sequence[str], meaning
 # the library
 
 
-def _resolve_classes(config: Mapping[str, Any]) -> _ModelClasses:
+def _resolve_classes(
+    config: Mapping[str, Any], whole: Mapping[str, Any] | None = None
+) -> _ModelClasses:
+    """Looks up the classes of the whole model, and then those of the text model. See
+    `find_architecture`."""
+    if whole is not None and isinstance(whole.get("model_type"), str):
+        found = _resolve_kind(whole["model_type"], whole)
+        if found is not None and "text_config" in found.keys.arguments:
+            return dataclasses.replace(found, wraps=True)
+    kind: str = config["model_type"]
+    found = _resolve_kind(kind, config)
+    if found is not None:
+        return found
+    # some models have a class only for the multimodal model
+    base = kind.removesuffix("_text")
+    if base != kind and (found := _resolve_kind(base, config)) is not None:
+        return dataclasses.replace(found, kind=base, wraps="text_config" in found.keys.arguments)
+    raise ModelError(f"model_type {kind!r} is not supported, and mlx-lm does not support it either")
+
+
+def _resolve_kind(kind: str, config: Mapping[str, Any]) -> _ModelClasses | None:
     """Looks up the classes in the same order as mlx-lm: by architecture, by alias, by name."""
     utils = _import_utils()
-    kind: str = config["model_type"]
     declared: Any = config.get("architectures")
     names = [str(name) for name in (declared if isinstance(declared, list) else [declared])]
     byname = utils.MODEL_ARCHITECTURE_REMAPPING
     remapped = [byname[kind, name] for name in names if (kind, name) in byname]
-    name = remapped[0] if remapped else utils.MODEL_REMAPPING.get(kind, kind)
-    if (module := _import_model_module(name)) is not None:
-        return _ModelClasses(kind=kind, model=module.Model, arguments=module.ModelArgs)
-    # some models have a class only for the multimodal model
-    base = name.removesuffix("_text")
-    if base != name and (module := _import_model_module(base)) is not None:
-        return _ModelClasses(kind=base, model=module.Model, arguments=module.ModelArgs, wraps=True)
-    raise ModelError(f"model_type {kind!r} is not supported, and mlx-lm does not support it either")
+    module = _import_model_module(
+        remapped[0] if remapped else utils.MODEL_REMAPPING.get(kind, kind)
+    )
+    if module is None:
+        return None
+    keys = find_class_keys(module)
+    return _ModelClasses(kind=kind, model=module.Model, arguments=module.ModelArgs, keys=keys)
 
 
 def _import_model_module(name: str) -> Any:
@@ -345,7 +378,7 @@ def _as_model_error(message: str) -> Generator[None]:
         yield
     except ModelError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # mlx-lm's olmo exits if a package is missing
         # MLX's messages for wrong arguments have many lines
         summary = str(error).partition("\n")[0]
         raise ModelError(f"{message}: {type(error).__name__}: {summary}") from error

@@ -87,6 +87,17 @@ class MlxLmRotatingKVCache(_MlxLmKVMixin, RotatingKVCache):
         return twin
 
 
+class MlxLmChunkedKVCache(MlxLmKVCache):
+    """Corresponds to mlx-lm's ChunkedKVCache, for layers that attend within chunks of the context.
+    It retains all positions, so that they can be sliced and trimmed. The mask of the class hides
+    the positions of other chunks."""
+
+    start_position = 0
+
+    def maybe_trim_front(self) -> None:
+        """Does nothing."""
+
+
 class MlxLmArraysCache(RecurrentCache):
     """Corresponds to mlx-lm's ArraysCache. Some classes require exactly this type, so each step
     copies the slots to an ArraysCache and back."""
@@ -245,6 +256,8 @@ def _wrap_one(cache: Any, library: Any) -> LayerCache:
         return MlxLmKVCache()
     if kind is library.RotatingKVCache and not cache.keep:
         return MlxLmRotatingKVCache(cache.max_size)
+    if kind is library.ChunkedKVCache:
+        return MlxLmChunkedKVCache()
     if kind is library.ArraysCache:
         return MlxLmArraysCache(len(cache.cache))
     raise ModelError(f"mlx-lm's {kind.__name__} is not supported as a layer's cache")

@@ -4,6 +4,7 @@ Knows: the names of parts among the tensors. Must not know: config.json, archite
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import mlx.core as mx
 
@@ -16,6 +17,15 @@ _TEXT_PREFIXES = (
 
 # the modules of a backbone that was saved without a head, as in embedding models (Qwen3-Embedding)
 _BACKBONE_PREFIXES = ("embed_tokens.", "layers.", "norm.")
+
+# the modules of a multimodal model beside which other modules can be, and modules of the text model
+# that are never dropped
+_CONTAINERS = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
+_TEXT_MODULES = frozenset(
+    f"{parent}{name}."
+    for parent in _CONTAINERS
+    for name in ("embed_tokens", "layers", "lm_head", "model", "norm")
+)
 
 # vision and audio modules and their projectors, and the draft model in Ollama's store
 _NON_TEXT_MODULES = frozenset(
@@ -38,7 +48,9 @@ _NON_TEXT_MODULES = frozenset(
 def get_text_weights(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
     """Returns the tensors of the text model, with the names of a text-only checkpoint."""
     named = {
-        strip_text_prefix(name): array for name, array in weights.items() if not _is_non_text(name)
+        plain: array
+        for name, array in weights.items()
+        if not _is_non_text(name) and not _is_non_text(plain := strip_text_prefix(name))
     }
     if "embed_tokens.weight" not in named:
         return named
@@ -46,6 +58,28 @@ def get_text_weights(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
         f"model.{name}" if name.startswith(_BACKBONE_PREFIXES) else name: array
         for name, array in named.items()
     }
+
+
+def drop_other_modules(weights: Mapping[str, mx.array], model: Any) -> dict[str, mx.array]:
+    """Returns the tensors of a multimodal checkpoint without those of modules that the text model
+    does not have, such as vision and audio modules and their projectors. A module counts as part of
+    the text model if its parent is a layer or any other part of it, so that a tensor that a layer
+    lacks is still an error. weights: with the names of the model. model: an mlx.nn.Module."""
+    return {name: array for name, array in weights.items() if not _is_in_other_module(name, model)}
+
+
+def _is_in_other_module(name: str, model: Any) -> bool:
+    *path, _ = name.split(".")
+    parent, prefix = model, ""
+    for part in path:
+        if prefix not in _CONTAINERS:
+            return False
+        if part not in parent:
+            return f"{prefix}{part}." not in _TEXT_MODULES
+        parent, prefix = parent[part], f"{prefix}{part}."
+        if not isinstance(parent, dict):  # a list of layers
+            return False
+    return False
 
 
 def lacks_lm_head(weights: Mapping[str, mx.array]) -> bool:

@@ -1,4 +1,5 @@
-"""Qwen3-MoE (Yang et al. 2025) is a Qwen3 in which most MLPs are mixtures of experts.
+"""Qwen3-MoE (Yang et al. 2025) is a Qwen3 in which most MLPs are mixtures of experts. It is also
+the text model of Qwen3-VL-MoE.
 
 Knows: which layers have experts, the expert tensors. Must not know: devices, expert selection.
 """
@@ -11,7 +12,7 @@ import mlx.core as mx
 
 from models import decoder, qwen3
 from models.base import ModelError
-from models.experts import SparseMoeBlock, stack_experts
+from models.experts import SparseMoeBlock, orient_fused_experts, stack_experts
 from models.layers import GatedMLP
 from models.prenorm import PreNormBlock
 
@@ -63,4 +64,5 @@ class Model(decoder.CausalLM):
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Converts the checkpoint, and stacks experts that are stored one by one."""
-        return super().sanitize(stack_experts(weights))
+        oriented = orient_fused_experts(weights, self.config.hidden_size)
+        return super().sanitize(stack_experts(oriented))

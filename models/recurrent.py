@@ -33,6 +33,15 @@ class RecurrentCache:
     def __setitem__(self, slot: int, value: mx.array) -> None:
         self._slots[slot] = value
 
+    def row_states(self, slot: int) -> list[mx.array | None]:
+        """Returns the states of a slot as separate arrays, whose first axes together are the
+        rows."""
+        return [self._slots[slot]]
+
+    def set_row_states(self, slot: int, states: Sequence[mx.array]) -> None:
+        """Replaces the arrays that `row_states` returned."""
+        [self._slots[slot]] = states
+
     def advance(self, length: int) -> None:
         """Advances the offset. The slots now include `length` more positions."""
         self.offset += length

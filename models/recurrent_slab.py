@@ -70,6 +70,13 @@ class RecurrentSlab:
     def __setitem__(self, slot: int, value: mx.array) -> None:
         self._states[slot] = value
 
+    def row_states(self, slot: int) -> list[mx.array]:
+        """See `RecurrentCache.row_states`."""
+        return [self._states[slot]]
+
+    def set_row_states(self, slot: int, states: Sequence[mx.array]) -> None:
+        [self._states[slot]] = states
+
     def advance(self, length: int) -> None:
         """Does nothing, because `copy_out` receives the number of positions."""
 

@@ -221,7 +221,8 @@ class FakeGenerate:
             self.num_closed += 1
 
     async def embed(self, request: EmbedRequest, model: ResolvedModel) -> Embeddings:
-        """For each input, a vector of four numbers, with its index and its length."""
+        """For each input, a vector of four numbers, with its index and its length; with a query, a
+        score that grows with the length."""
         self._assert_served(model)
         if self.open_error is not None:
             raise self.open_error
@@ -234,6 +235,8 @@ class FakeGenerate:
             struct.pack("<4f", index, len(one.content), 0.5, -0.25)[: 4 * (request.dimensions or 4)]
             for index, one in enumerate(request.inputs)
         ]
+        if request.query is not None:
+            vectors = [struct.pack("<f", len(one.content) / 64) for one in request.inputs]
         tokens = sum(len(one.content) for one in request.inputs)
         return Embeddings(vectors=tuple(vectors), prompt_tokens=tokens)
 

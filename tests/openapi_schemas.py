@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from msgspec import inspect
 
+from app.api.schema.anthropic import CountTokensBody, MessagesBody
 from app.api.schema.base import COMPONENT, EXACT, Options
 from app.api.schema.openai import ChatBody, CompletionBody
 from app.api.schema.responses import ResponseBody
@@ -26,6 +27,8 @@ BODIES: Mapping[str, type[Options]] = {
     "ChatCompletionRequest": ChatBody,
     "CompletionRequest": CompletionBody,
     "ResponseRequest": ResponseBody,
+    "MessagesRequest": MessagesBody,
+    "CountTokensRequest": CountTokensBody,
 }
 
 # Rules between fields.
@@ -62,6 +65,8 @@ UNDOCUMENTED: Mapping[type[Options], Sequence[str]] = {
     ChatBody: ("suffix", "text_verbosity"),
     CompletionBody: ("tools",),
     ResponseBody: ("n",),
+    MessagesBody: ("stop", "thread"),
+    CountTokensBody: ("stop", "thread"),
 }
 
 # The most common optional fields, which come first.
@@ -175,7 +180,10 @@ class SchemaBuilder:
         doc = " ".join((cls.__doc__ or "").split())
         schema: dict[str, Any] = {"type": "object", "description": doc}
         if not issubclass(cls, Options):
-            return {"type": "object"}
+            more = {field.encode_name: self.convert(field.type) for field in type_.fields}
+            required = [field.encode_name for field in type_.fields if field.required]
+            parts = {"required": required, "properties": more}
+            return {"type": "object", **{name: one for name, one in parts.items() if one}}
         properties: dict[str, Any] = {}
         required: list[str] = []
         if type_.tag_field is not None:

@@ -58,7 +58,8 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
         {"app.core", "app.engine", "app.grammar", "app.runners.channel"}
     ),
     "app.serving.prompt_jobs": frozenset({"app.core", "app.text"}),
-    "app.serving.embeddings": frozenset({"app.core", "app.text"}),
+    "app.serving.embeddings": frozenset({"app.core", "app.serving.pooling_config", "app.text"}),
+    "app.serving.pooling_config": frozenset({"app.core"}),
     "app.serving.generation": frozenset(
         {
             "app.core",
@@ -73,7 +74,9 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.serving.model_library": frozenset(
         {"app.core", "app.store", "app.serving.registry", "app.engine.model_info"}
     ),
-    "app.serving.model_describer": frozenset({"app.core", "app.store", "app.text"}),
+    "app.serving.model_describer": frozenset(
+        {"app.core", "app.serving.pooling_config", "app.store", "app.text"}
+    ),
     "app.serving.router": frozenset(
         {
             "app.core",
@@ -110,7 +113,7 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "models": frozenset({"mlx"}),
     # loads the shared library of this package, which no module imports
     "models.cpu_backend": frozenset({"scipy_openblas32"}),
-    # model classes of mlx-lm behind our interface; an optional dependency
+    # model classes of mlx-lm behind our interface
     "models.mlx_lm_adapter": frozenset({"mlx", "mlx_lm"}),
     "app.core": frozenset(),
     # messages that are sent between processes
@@ -138,6 +141,7 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.runners.ranks.protocol": frozenset({"msgspec"}),
     "app.serving.prompt_jobs": frozenset(),
     "app.serving.embeddings": frozenset(),
+    "app.serving.pooling_config": frozenset(),
     "app.serving.generation": frozenset(),
     "app.serving.running_choice": frozenset(),
     "app.serving.registry": frozenset(),
@@ -186,6 +190,8 @@ RUN_TIME_IMPORTERS = frozenset(
     {
         "models.architectures",
         "models.mlx_lm_adapter",
+        # reads the source text of mlx-lm's classes
+        "models.mlx_lm_config",
         "app.api.app",
         "app.engine.prefix.policy",
         "app.server",

@@ -438,6 +438,44 @@ def test_a_context_beyond_that_of_the_model_is_reduced_with_a_warning(tiny_model
     )
 
 
+def test_a_loaded_model_caches_in_the_memory_of_another_until_that_is_loaded(
+    tmp_path: Path,
+) -> None:
+    """A may keep four conversations of 1,024 tokens, and keeps twelve until B is loaded. All its
+    answers are the same to the bit."""
+    folders = [str(tiny.write(tmp_path / name, seed=i)) for i, name in enumerate("ab")]
+    limits = ("--memory", "3MiB", "--context", "1024", "--parallel", "2")
+
+    def ask(name: str) -> tuple[list[Any], int]:
+        """The answers to 12 prompts, and the number of those whose prompt was cached."""
+        replies = [
+            complete(server, f"{i:04d}" * 240, model=name, max_tokens=8, logprobs=2)
+            for i in range(12)
+        ]
+        cached = [
+            reply["usage"]["prompt_tokens_details"]["cached_tokens"] > 900 for reply in replies
+        ]
+        return [reply["choices"] for reply in replies], sum(cached)
+
+    with run_server(*folders, *limits) as server:
+        first, cached = ask("a")
+        assert cached == 0
+        again, cached = ask("a")
+        assert (again, cached) == (first, 12)
+        status: Any = server.status()
+        share = status["Models"][0]["Share"]
+        assert status["Ledger"]["prefix"] > share
+        assert status["Ledger"]["budget"] == 3 << 20
+        ask("b")
+        status = server.status()
+        assert [model["Phase"] for model in status["Models"]] == ["ready", "ready"]
+        assert [model["Evictions"] for model in status["Models"]] == [0, 0]
+        assert status["Models"][1]["Share"] == share
+        assert status["Ledger"]["budget"] <= 3 << 20
+        again, _ = ask("a")
+        assert again == first
+
+
 def test_models_are_managed_while_the_server_runs(tiny_model: Path, tmp_path: Path) -> None:
     """A preview, a download, a load and a change of the context of a pinned model and of one that
     was just installed, which the next start applies."""

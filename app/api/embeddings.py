@@ -218,9 +218,11 @@ def _read_text(fields: Fields) -> str:
 
 def _read_pooling(fields: Fields) -> PoolingType | None:
     value = fields.string("pooling")
-    if value is None or value == "mean" or value == "last":
+    if value is None or value == "mean" or value == "last" or value == "cls":
         return value
-    raise invalid_request("pooling", f'pooling must be "mean" or "last", not {quote_value(value)}')
+    raise invalid_request(
+        "pooling", f'pooling must be "mean", "last" or "cls", not {quote_value(value)}'
+    )
 
 
 def _read_encoding(fields: Fields) -> Encoding:

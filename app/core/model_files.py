@@ -36,7 +36,8 @@ class ModelFiles:
     default context length recommended by the model's authors; None means the model's full context
     length. tokenizer_vocab_size: the highest token ID of the tokenizer plus one; None if unknown.
     weight_bytes: the size of all tensors in bytes. weights_digest: a digest that changes when a
-    shard is replaced.
+    shard is replaced. is_encoder: whether the model computes hidden states only, and generates no
+    text; set by `app.engine.model_info.complete_config`.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ModelFiles:
     tokenizer_vocab_size: int | None = None
     weight_bytes: int = 0
     weights_digest: str = ""
+    is_encoder: bool = False
 
     def read_token_ids(self, field: str) -> Iterator[frozenset[int]]:
         """Yields the token IDs in a field (for example eos_token_id), one set per file that

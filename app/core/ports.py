@@ -142,6 +142,13 @@ class Runner(Protocol):
         May wait forever if the engine ends. Raises AppError as `submit` does."""
         ...
 
+    async def set_spare_memory(self, num_bytes: int) -> int:
+        """Sets the memory in bytes that cached prefixes may use in addition to the runner's memory
+        budget, between two steps. Returns how much of it may be in use now, which is more than
+        `num_bytes` if running requests use memory that is taken back. May wait forever if the
+        engine ends. Raises AppError as `submit` does, and ConnectionError."""
+        ...
+
     async def wait_for_failure(self) -> RunnerFailure:
         """Returns when a ready runner fails, but not when it is stopped. Any number of tasks may
         wait."""

@@ -16,7 +16,8 @@ from msgspec import Struct
 from app.core.sampling_params import SamplingValue
 
 # mean: mean of the hidden states of all positions · last: hidden state of the last position
-PoolingType = Literal["mean", "last"]
+# rank: no embedding, but the scores of a model with a classification head
+PoolingType = Literal["mean", "last", "cls", "rank"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,14 +274,16 @@ class EmbedInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedRequest:
-    """A request for one embedding per input. pooling: the pooling method; None selects the model's
-    default. dimensions: the number of leading elements of each embedding to return; None returns
-    all. keep_alive, caller, admin: the same as in `GenerateRequest`."""
+    """A request for one embedding per input, or with a query for one score per input. pooling: the
+    pooling method; None selects the model's default. dimensions: the number of leading elements of
+    each embedding to return; None returns all. query: the text to which the inputs, which are then
+    texts, are compared. keep_alive, caller, admin: the same as in `GenerateRequest`."""
 
     model: str
     inputs: tuple[EmbedInput, ...]
     pooling: PoolingType | None = None
     dimensions: int | None = None
+    query: str | None = None
     truncate: bool = False
     keep_alive: float | None = None
     caller: str = ""
@@ -290,7 +293,8 @@ class EmbedRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embeddings:
     """The embeddings of a request. vectors: one embedding per input, in order, normalized to unit
-    length. prompt_tokens: the number of tokens in all inputs."""
+    length; for a request with a query, one number from 0 to 1 per input. prompt_tokens: the number
+    of tokens in all inputs."""
 
     vectors: tuple[bytes, ...]
     prompt_tokens: int
@@ -300,12 +304,16 @@ class Embeddings:
 class EmbedJob:
     """A job that computes embeddings. inputs: the tokens of each input, from one token up to the
     context length. dimensions: the number of elements to return, at most the hidden size of the
-    model."""
+    model. first_segments: the number of tokens of each input that belong to its first text; empty
+    if the inputs have one text. logit_ids: with pooling "last", tokens whose logits are returned in
+    place of an embedding."""
 
     id: str
     inputs: tuple[tuple[int, ...], ...]
     pooling: PoolingType
     dimensions: int | None = None
+    first_segments: tuple[int, ...] = ()
+    logit_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,7 @@ from app.engine.policy import choose_chunk_length, count_slots
 from app.engine.weights import list_parameters, open_model
 from models.base import Model, ModelError
 from models.checkpoint_config import get_text_config, num_query_heads
+from models.encoder import Encoder
 
 # The number of typical sequences in the preferred memory of a model that shares the device.
 PREFERRED_SEQUENCES = 8
@@ -231,8 +232,10 @@ class _ModelSizes:
             layers=kv,
             attention=attention_shapes(kv),
         )
-        self.prefill_chunk = settings.prefill_chunk or self._default_chunk(
-            activations, files, settings
+        self.prefill_chunk = (
+            files.resolve_context_length(settings.context)
+            if isinstance(model, Encoder)  # computes each input as a whole
+            else settings.prefill_chunk or self._default_chunk(activations, files, settings)
         )
         self._activations = replace(activations, chunk=self.prefill_chunk)
         self.kv_footprint = KVFootprint(kv, self.prefill_chunk)

@@ -1,4 +1,4 @@
-"""Loads model files into a `Loop` that is ready to generate.
+"""Loads model files into an engine loop that is ready to run jobs.
 
 Knows: the steps of a load, the memory rules of the device, the prefix cache policies. Must not
 know: the model store, requests. Runs on the engine thread, like all code that uses tensors.
@@ -7,6 +7,8 @@ know: the model store, requests. Runs on the engine thread, like all code that u
 import gc
 import logging
 import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import mlx.core as mx
@@ -16,6 +18,8 @@ from app.core.model_files import ModelFiles
 from app.core.settings import Settings
 from app.engine.device import read_device_memory
 from app.engine.distributed import DistributedGroup
+from app.engine.embedding_head import load_embedding_head
+from app.engine.encoder_loop import EncoderLoop
 from app.engine.fit import (
     TYPICAL_SEQUENCE_LENGTH,
     Fit,
@@ -38,10 +42,12 @@ from app.engine.policy import SchedulerLimits, count_slots
 from app.engine.prefix.cache import PrefixCache
 from app.engine.prefix.policy import PrefixCacheConfig, create_prefix_cache
 from app.engine.sampling.sampler import local_tokens
+from app.engine.thread import EngineLoop
 from app.engine.weights import ProgressCallback, list_parameters, open_model, read_weights
 from models.base import Model
-from models.checkpoint_config import num_query_heads
+from models.checkpoint_config import is_encoder, num_query_heads
 from models.cpu_layout import is_batch_invariant
+from models.encoder import Encoder
 from models.gpu_layout import apply_gpu_layout
 from models.kv import LayerCache, dispatch_caches, evaluate_caches
 
@@ -56,6 +62,15 @@ _DECODE_SECONDS = 0.25
 log = logging.getLogger(__name__)
 
 
+def load_engine(files: ModelFiles, settings: Settings, report: ProgressCallback) -> EngineLoop:
+    """Loads a model in a single process: an encoder into an `EncoderLoop`, any other model into a
+    `Loop`. Raises the same errors as `load`."""
+    if not is_encoder(files.config):
+        return load(files, settings, report)
+    with _freeing_memory():
+        return _load_encoder(files, settings, report)
+
+
 def load(
     files: ModelFiles,
     settings: Settings,
@@ -63,7 +78,7 @@ def load(
     ranks: DistributedGroup | None = None,
     kv_bytes: int | None = None,
 ) -> Loop:
-    """Loads a model.
+    """Loads a model that generates text.
 
     ranks: the group of ranks that share the model; None if a single process runs the model.
     kv_bytes: the memory for layer caches, instead of what the weights and activations leave. The
@@ -74,13 +89,44 @@ def load(
     After any exception, all tensors are freed, including tensors referenced by the frames of the
     traceback.
     """
-    kept = mx.set_cache_limit(0)  # free the sources of a weight immediately
-    try:
+    if is_encoder(files.config):
+        raise AppError(
+            ErrorKind.MODEL_FILES,
+            f"{files.path} is an encoder, which generates no text and runs in a single process: "
+            "use it for embeddings, without --ranks",
+        )
+    with _freeing_memory():
         return _load(files, settings, report, ranks, kv_bytes)
+
+
+@contextmanager
+def _freeing_memory() -> Generator[None]:
+    """Frees the source of a weight as soon as it is converted, and all tensors after an error."""
+    kept = mx.set_cache_limit(0)
+    try:
+        yield
     except Exception as error:
         _release_tensors(error)
         mx.set_cache_limit(kept)
         raise
+
+
+def _load_encoder(files: ModelFiles, settings: Settings, report: ProgressCallback) -> EncoderLoop:
+    model = open_model(files, settings.quantize, activations=settings.activations)
+    assert isinstance(model, Encoder)
+    fit = estimate_before_load(model, files, settings)
+    raise_unless_fits(fit, files)
+    read_weights(model, files.path, report)
+    _check_device(model, files)
+    return EncoderLoop(
+        model,
+        load_embedding_head(files.path, int(files.config["hidden_size"])),
+        context=fit.context_that_fits,
+        budget=fit.budget,
+        weights=fit.weights,
+        working=fit.working,
+        limited_by_memory=fit.context_that_fits < fit.context,
+    )
 
 
 def _load(

@@ -210,6 +210,10 @@ class Loop:
         changed. idle_seconds: the number of seconds without work."""
         return self._scheduler.maintain_memory(idle_seconds)
 
+    def set_spare_memory(self, num_bytes: int) -> int:
+        """See `MemoryBudget.set_spare_memory`. Called between two steps."""
+        return self._scheduler.set_spare_memory(num_bytes)
+
     def prefix_snapshot(self, max_nodes: int) -> PrefixSnapshot:
         return self._scheduler.prefix_snapshot(max_nodes)
 

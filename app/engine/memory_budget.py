@@ -60,6 +60,7 @@ class MemoryBudget:
         self._wired.cover(memory.weights + memory.working)
         self.borrowed_bytes = 0  # for layer caches outside of sequences
         self.slab_bytes = 0  # for the slabs of decode steps, in addition to the sequences
+        self._spare_bytes = self._desired_spare_bytes = 0  # see `set_spare_memory`
         self._give_back_slab: Callable[[], None] = lambda: None  # sets slab_bytes to 0
         fits = memory.max_context(context)
         self.capacity = Capacity(
@@ -75,9 +76,13 @@ class MemoryBudget:
             wirable=self._rules.wirable,
         )
 
+    @property
+    def spare_bytes(self) -> int:
+        return self._spare_bytes
+
     def ledger(self, running: Ids[Sequence]) -> Ledger:
         return Ledger(
-            budget=self._memory.budget,
+            budget=self._memory.budget + self._spare_bytes,
             weights=self._memory.weights,
             kv=self._sequence_bytes(running),
             prefix=self._prefix.nbytes,
@@ -94,14 +99,14 @@ class MemoryBudget:
         The next turn of a conversation needs no more room than it adds to the cached turn before,
         which is therefore not evicted for it."""
         room = self._memory.kv_footprint(self.initial_positions(sequence))
-        if room <= self.ledger(running).free:
+        if room <= self._free_bytes(running):
             return True
         ids, reuse = sequence.ids, sequence.may_reuse_prefix
         continued, enough = -1, True
         while enough and continued != (now := self._prefix.continued_bytes(ids, reuse=reuse)):
             # If there is nothing else to evict, this evicts the layers that would be continued.
             continued = now
-            enough = self._evict_until_free(room - continued, running)
+            enough = self._evict_until_free(room, running, continued=continued)
         return enough or not (running or self.borrowed_bytes)
 
     def borrow(self, num_bytes: int, running: Ids[Sequence]) -> bool:
@@ -192,7 +197,7 @@ class MemoryBudget:
         return count_preemptions(
             reserved=[s.reserved_bytes for s in running],
             growth=[needed.get(s, 0) for s in running],
-            free=self.ledger(running).free,
+            free=self._free_bytes(running),
         )
 
     def grow_reservations(self, running: Ids[Sequence], growth: Growth) -> None:
@@ -212,6 +217,8 @@ class MemoryBudget:
     def enforce_rules(self, running: Ids[Sequence]) -> None:
         """Evicts cached prefixes beyond their limits, and wires the memory of running sequences.
         Called in each step."""
+        if self._spare_bytes > self._desired_spare_bytes:
+            self.set_spare_memory(self._desired_spare_bytes, running)
         excess = self._prefix.nbytes - self._prefix_limit
         if excess > 0:
             self._prefix.evict(excess)
@@ -219,6 +226,28 @@ class MemoryBudget:
         if most is not None and self._prefix.num_layers > most:
             self._evict_layers(int(_LAYERS_KEPT_SHARE * most))
         self._cover_wired(running)
+
+    def set_spare_memory(self, num_bytes: int, running: Ids[Sequence]) -> int:
+        """Sets the memory that this engine may use in addition to its budget, until it is set to
+        less. Only cached prefixes use it, so it can be taken back between two steps, and requests
+        start, wait and are preempted as they are without it.
+
+        A running sequence that continues a cached prefix takes over its layer caches, which may
+        have more capacity than the sequence reserves. What is therefore still in use stays counted
+        until the sequence ends. Returns the bytes that the engine may use now, in addition to its
+        budget."""
+        in_use = self._sequence_bytes(running) - self._memory.kv_budget
+        before, self._desired_spare_bytes = self._spare_bytes, num_bytes
+        self._spare_bytes = max(num_bytes, min(before, in_use))
+        if self._rules.prefix_limit is None:
+            change = self._spare_bytes - before
+            self._full_prefix_limit += change
+            # Memory pressure may have lowered the limit, which then rises by the change only.
+            self._prefix_limit = min(self._full_prefix_limit, self._prefix_limit + max(0, change))
+        if self._spare_bytes < before:
+            self._evict_until_free(0, running)
+            self._device.trim()
+        return self._spare_bytes
 
     def maintain(self, running: Ids[Sequence], idle_seconds: float) -> bool:
         """Adapts to the memory pressure of the system, and unwires the memory of an idle engine.
@@ -267,14 +296,33 @@ class MemoryBudget:
             total += sequence.reserved_bytes
         return total
 
-    def _evict_until_free(self, num_bytes: int, running: Ids[Sequence]) -> bool:
-        short = num_bytes - self.ledger(running).free
+    def _free_bytes(self, running: Ids[Sequence]) -> int:
+        """Returns the free bytes that sequences may use."""
+        return min(self.ledger(running).free, self._unreserved_bytes(running))
+
+    def _unreserved_bytes(self, running: Ids[Sequence]) -> int:
+        """Returns the bytes that are free if all cached prefixes are evicted, without spare
+        memory."""
+        kv_budget = self._memory.kv_budget
+        if not self._spare_bytes:
+            return kv_budget - self._sequence_bytes(running)
+        # Capacity beyond the reservation can only come from a prefix in spare memory.
+        footprints = sum(self._memory.kv_footprint(s.reserved_positions) for s in running)
+        return kv_budget - self.borrowed_bytes - self.slab_bytes - footprints
+
+    def _evict_until_free(
+        self, num_bytes: int, running: Ids[Sequence], *, continued: int = 0
+    ) -> bool:
+        """continued: how many of the bytes are taken over from a cached prefix."""
+        short = num_bytes - continued - self.ledger(running).free
         if short > 0:
             # The freed buffers stay in the allocator's pool, up to its limit, for the next caches.
             short -= self._prefix.evict(short)
-            if 0 < short <= self.slab_bytes:
-                short -= self.slab_bytes
-                self._give_back_slab()
+        if num_bytes:
+            short = max(short, num_bytes - self._unreserved_bytes(running))
+        if 0 < short <= self.slab_bytes:
+            short -= self.slab_bytes
+            self._give_back_slab()
         return short <= 0
 
     def _grown_positions(self, sequence: Sequence) -> int:

@@ -19,7 +19,7 @@ from app.core.model_files import ModelFiles
 from app.engine.weights import open_model
 from models import architectures
 from models.base import ModelError
-from models.checkpoint_config import get_text_config, is_multimodal
+from models.checkpoint_config import get_text_config, is_encoder, is_multimodal
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def complete_config(files: ModelFiles) -> ModelFiles:
         "max_position_embeddings": facts.context_length,
         "vocab_size": facts.vocab_size,
     }
-    return replace(files, config=config)
+    return replace(files, config=config, is_encoder=is_encoder(config))
 
 
 def check_config(name: str, config: Mapping[str, Any]) -> None:

@@ -185,6 +185,12 @@ class Scheduler:
             return self._budget.maintain(self._running, idle_seconds)
         return True
 
+    def set_spare_memory(self, num_bytes: int) -> int:
+        """See `MemoryBudget.set_spare_memory`."""
+        with self._lose_prefixes_on_error("evicting cached prefixes from spare memory"):
+            return self._budget.set_spare_memory(num_bytes, self._running)
+        return self._budget.spare_bytes
+
     def requeue(self, sequence: Sequence) -> None:
         """Puts a sequence without caches at the front of the queue. Its in-flight token may still
         be read."""

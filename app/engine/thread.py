@@ -86,11 +86,17 @@ class _Inspect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _SetSpareMemory:
+    num_bytes: int
+    done: Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Stop:
     pass
 
 
-_Command = _Submit | _Embed | _Cancel | _Probe | _Inspect | _Stop
+_Command = _Submit | _Embed | _Cancel | _Probe | _Inspect | _SetSpareMemory | _Stop
 
 
 class EngineLoop(Protocol):
@@ -120,6 +126,8 @@ class EngineLoop(Protocol):
     def stats(self) -> EngineStats: ...
 
     def maintain_memory(self, idle_seconds: float) -> bool: ...
+
+    def set_spare_memory(self, num_bytes: int) -> int: ...
 
     def prefix_snapshot(self, max_nodes: int) -> PrefixSnapshot: ...
 
@@ -178,6 +186,11 @@ class EngineThread:
     def inspect(self, done: Callable[[PrefixSnapshot], None]) -> None:
         """Calls `done` on the thread with a snapshot of the prefix cache, between two steps."""
         self._commands.put(_Inspect(done=done))
+
+    def set_spare_memory(self, num_bytes: int, done: Callable[[int], None]) -> None:
+        """Sets the memory for cached prefixes in addition to the budget, between two steps. Calls
+        `done` on the thread with the result of `EngineLoop.set_spare_memory`."""
+        self._commands.put(_SetSpareMemory(num_bytes=num_bytes, done=done))
 
     def stop(self) -> None:
         """Asks the thread to end. It ends between two steps."""
@@ -272,6 +285,9 @@ class EngineThread:
                 command.done()
             case _Inspect():
                 command.done(loop.prefix_snapshot(MAX_SNAPSHOT_NODES))
+            case _SetSpareMemory():
+                command.done(loop.set_spare_memory(command.num_bytes))
+                self._post(StepOutput(updates=(), stats=loop.stats()))
             case _Stop():
                 self._stopping = True
 

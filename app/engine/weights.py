@@ -159,7 +159,7 @@ def _open_shards(shards: Sequence[Path]) -> tuple[dict[str, mx.array], dict[str,
     shards = list(dict.fromkeys(shards))
     _allow_open_files(len(shards))
     for shard in shards:
-        for name, array in _open_shard(shard).items():
+        for name, array in open_shard(shard).items():
             if name in places:
                 raise AppError(
                     ErrorKind.MODEL_FILES,
@@ -171,7 +171,7 @@ def _open_shards(shards: Sequence[Path]) -> tuple[dict[str, mx.array], dict[str,
     return weights, places
 
 
-def _open_shard(shard: Path) -> dict[str, mx.array]:
+def open_shard(shard: Path) -> dict[str, mx.array]:
     """Opens one file. The file is checked first, because MLX reports faulty files late, with
     unclear errors, or not at all."""
     try:

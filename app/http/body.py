@@ -44,6 +44,11 @@ MAX_VALUES = 262_144
 # schema compiler.
 MAX_CHAT_VALUES = 65_536
 
+# The maximum number of objects, arrays and keys in a body, and of commas. A conversation of 20,000
+# messages has 60,000 fields; a schema of 5,000 properties has 25,000. Only a prompt of token IDs
+# has a hundred thousand items.
+MAX_FIELDS, MAX_ITEMS = 65_536, 1_048_576
+
 # The number of values allowed in addition to a prompt of token IDs.
 _VALUES_BESIDE_PROMPT = 16_384
 
@@ -119,6 +124,55 @@ class ValueCounter:
         self.count += len(data)
 
 
+class FieldCounter:
+    """Counts the objects, arrays and keys of a JSON text, and its commas, as it is received.
+
+    Detecting strings takes ten times as long as reading the bytes, so their content is counted as
+    well until there are too many fields with it.
+    """
+
+    def __init__(self) -> None:
+        self.fields = self.items = 0
+        self._exact = False
+        self._in_string = False
+        self._escapes = False  # the last byte is a backslash that escapes the next one
+
+    def feed(self, data: bytes, before: bytes | bytearray = b"") -> None:
+        """Counts those in `data`. before: all data that was fed before. Raises AppError(INVALID) if
+        there are too many."""
+        self._add(self._remove_strings(data) if self._exact else data)
+        if not self._exact and max(self.fields, self.items) > MAX_FIELDS:
+            self._exact, self.fields, self.items = True, 0, 0
+            self._add(self._remove_strings(bytes(before)))
+            self._add(self._remove_strings(data))
+        for count, most, name in (
+            (self.fields, MAX_FIELDS, "fields"),
+            (self.items, MAX_ITEMS, "items"),
+        ):
+            if count > most:
+                message = f"the body contains more than {most:,} {name}: send fewer at a time"
+                raise AppError(ErrorKind.INVALID, message, code="too_many_values")
+
+    def _add(self, text: bytes) -> None:
+        self.fields += text.count(b"[") + text.count(b"{") + text.count(b":")
+        self.items += text.count(b",")
+
+    def _remove_strings(self, data: bytes) -> bytes:
+        """Returns the structural characters outside of strings."""
+        if self._escapes:
+            data = b"\\" + data
+        backslashes = len(data) - len(data.rstrip(b"\\"))
+        self._escapes = backslashes % 2 == 1
+        if self._escapes:
+            data = data[:-1]
+        if b"\\" in data:
+            data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+        parts = data.translate(None, _NOT_STRUCTURE).split(b'"')
+        outside = b"".join(parts[self._in_string :: 2])
+        self._in_string ^= len(parts) % 2 == 0
+        return outside
+
+
 class BodyMemoryBudget:
     """The memory budget for the bodies in flight. total: the budget in bytes."""
 
@@ -160,6 +214,7 @@ class Body:
         self.size = 0
         self.max_values = max_values
         self.value_counter = ValueCounter(exact_from=max_values)
+        self.field_counter: FieldCounter | None = None
         self.reserved_bytes = 0
 
     @property
@@ -269,7 +324,8 @@ class RequestBodies:
         of token IDs up to the maximum context length are also admitted."""
         if check_type:
             check_json(scope)
-        async with self._receive_body(scope, receive, max_values) as body:
+        counter = None if max_values else FieldCounter()
+        async with self._receive_body(scope, receive, max_values, counter) as body:
             yield body
 
     async def read_json(self, scope: Scope, receive: Receive) -> object:
@@ -318,11 +374,16 @@ class RequestBodies:
 
     @asynccontextmanager
     async def _receive_body(
-        self, scope: Scope, receive: Receive, max_values: int = 0
+        self,
+        scope: Scope,
+        receive: Receive,
+        max_values: int = 0,
+        counter: FieldCounter | None = None,
     ) -> AsyncGenerator[Body]:
         """Receives a body. max_values: the limit on JSON values; 0 if the body is not JSON."""
         _check_headers(scope, self._limit)
         body = Body(self, get_caller(scope), max_values)
+        body.field_counter = counter
         self.in_flight += 1
         try:
             more = True
@@ -351,6 +412,8 @@ class RequestBodies:
         self._reserve(body, min(len(data), max(0, body.size - _UNCOUNTED_BYTES)))
         if body.max_values:
             self._count_values(body, data)
+        elif body.field_counter is not None:
+            body.field_counter.feed(data, before=body.data)
         body.data += data
 
     def _reserve(self, body: Body, nbytes: int) -> None:

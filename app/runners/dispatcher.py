@@ -69,6 +69,10 @@ class EngineClient(Protocol):
         ConnectionError."""
         ...
 
+    async def set_spare_memory(self, num_bytes: int) -> int:
+        """Implements `Runner.set_spare_memory` for a ready engine."""
+        ...
+
 
 class RequestStream:
     """The updates of one job as they arrive, in batches. A batch contains the updates that arrived
@@ -215,6 +219,11 @@ class Dispatcher:
         """Implements `Runner.get_prefix_snapshot`."""
         self._check_ready()
         return await self.engine.get_prefix_snapshot()
+
+    async def set_spare_memory(self, num_bytes: int) -> int:
+        """Implements `Runner.set_spare_memory`."""
+        self._check_ready()
+        return await self.engine.set_spare_memory(num_bytes)
 
     def receive(self, message: EngineMessage) -> None:
         if self._failure is not None:

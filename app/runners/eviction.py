@@ -5,7 +5,7 @@ Knows: names, bytes, clock readings, waiting requests. Must not know: processes,
 `plan` takes the whole state and returns actions. It is idempotent: if it is called again with an
 unchanged state, or after these actions were started, it returns no new actions.
 
-    total   [ pinned | ready ... | leaving ... | loading |   free   ]
+    total   [ pinned | ready ... | leaving ... | loading | free: spare memory of ready models ]
                        evicted in order of last use
 
 The rules:
@@ -28,9 +28,12 @@ The rules:
   ones.
 - A draining model keeps draining, unless idle models now free enough memory, or no request waits
   for the memory any more.
+- Free memory is divided equally among the loaded models, for their cached prefixes. It is taken
+  back from them before it is allocated to a model, so it never prevents or delays a load by more
+  than a step, and it is never a reason to evict a model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,6 +47,8 @@ class LoadedModel:
     clock.
 
     allocation: the bytes reserved for the model.
+    spare_bytes: the bytes that it may be using in addition.
+    max_bytes: the memory limit in the model's settings.
     busy_since: the start time of its oldest running request; None while it is idle.
     last_used: the time at which a request last started or ended.
     expires_at: the time from which it may be unloaded if it is idle; math.inf if it never expires.
@@ -62,6 +67,8 @@ class LoadedModel:
     pinned: bool
     unload_requested: bool
     draining: bool
+    spare_bytes: int = 0
+    max_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +100,14 @@ class PoolLimits:
     max_loaded: the maximum number of loaded models.
     evicted_min_bytes: the minimum bytes of each model that was evicted before its keep-alive
         expired.
+    shared_bytes: the memory budget for all models, of which loaded models may use what is free;
+        None if they may use only their allocations.
     """
 
     total_bytes: int | None
     max_loaded: int | None
     evicted_min_bytes: Sequence[int]
+    shared_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,11 +151,13 @@ class Plan:
     """The result of planning.
 
     draining: the models that accept no new requests.
+    spare_bytes: how many bytes each ready model may use in addition to its allocation.
     wake_at: the time at which to plan again if no event occurs; None for never.
     """
 
     actions: tuple[Action, ...]
     draining: frozenset[str]
+    spare_bytes: Mapping[str, int]
     wake_at: float | None
 
 
@@ -173,8 +185,39 @@ def plan(
     return Plan(
         actions=tuple(actions),
         draining=frozenset(closed),
+        spare_bytes=_divide_spare_memory(requests, loaded, closed, limits),
         wake_at=None if wake == float("inf") else wake,
     )
+
+
+def _divide_spare_memory(
+    requests: Sequence[LoadRequest],
+    loaded: Sequence[LoadedModel],
+    closed: Set[str],
+    limits: PoolLimits,
+) -> Mapping[str, int]:
+    """Returns the spare bytes of each ready model. `closed` are the models that accept no requests.
+    While the next model to load is being estimated, no model gets more than it has."""
+    ready = [t for t in loaded if t.phase == "ready"]
+    if limits.shared_bytes is None:
+        return {t.name: 0 for t in ready}
+    free = limits.shared_bytes - sum(t.allocation for t in loaded)
+    here = {t.name for t in loaded}
+    request = next((r for r in requests if r.name not in here), None)
+    if request is not None and request.requirement_known:
+        free -= _choose_allocation(request, loaded, limits) or 0
+    may_grow = request is None or request.requirement_known
+    sharing = [t for t in ready if t.name not in closed]
+    shares = {t.name: 0 for t in loaded}
+    for t in sharing:
+        share = max(0, free) // len(sharing)
+        if t.max_bytes is not None:
+            share = min(share, max(0, t.max_bytes - t.allocation))
+        shares[t.name] = share if may_grow else min(share, t.spare_bytes)
+    in_use = sum(t.allocation + max(t.spare_bytes, shares[t.name]) for t in loaded)
+    if in_use > limits.shared_bytes:  # other models must give back memory first
+        shares = {t.name: min(t.spare_bytes, shares[t.name]) for t in loaded}
+    return {t.name: shares[t.name] for t in ready}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +250,10 @@ def _decide(
         return _Decision(actions=(RejectLoad(name=request.name, reason=why),), blocks_queue=False)
     if missing.covered:
         share = _choose_allocation(request, loaded, limits)
+        if share is not None and limits.total_bytes is not None:
+            in_use = sum(t.allocation + t.spare_bytes for t in loaded)
+            if in_use + share > limits.total_bytes:
+                return _Decision()  # until the loaded models have given back spare memory
         return _Decision(actions=(Load(name=request.name, allocation=share),))
     missing = missing.after_evicting(
         [t for t in loaded if t not in remaining or t.phase == "leaving"]

@@ -88,6 +88,7 @@ class ModelHandle:
     phase: the phase of the runner; "out" if there is none.
     capacity: the capacity of the engine while it is ready, otherwise None.
     allocation: the memory budget of the model in bytes.
+    spare_bytes: the bytes that its cached prefixes may be using in addition.
     requirement: the estimated memory requirement of the model.
     keep_alive: the keep-alive in seconds; see `set_keep_alive`.
     last_used: the time at which a request last started or ended.
@@ -111,6 +112,8 @@ class ModelHandle:
         self.files: ModelFiles | None = None
         self.phase: Literal["out", "loading", "ready", "leaving"] = "out"
         self.allocation: int | None = None
+        self.spare_bytes = self._desired_spare_bytes = 0
+        self._spare_memory_task: asyncio.Task[None] | None = None
         self.requirement: MemoryRequirement | None = None
         self.keep_alive = self._min_keep_alive = served.keep_alive
         self.last_used = clock()
@@ -223,6 +226,8 @@ class ModelHandle:
             pinned=self.served.pinned,
             unload_requested=self.unload_requested,
             draining=self.draining,
+            spare_bytes=self.spare_bytes,
+            max_bytes=next((model.memory for model in self.served.settings.models), None),
         )
 
     def apply(self, served: ServedModel) -> None:
@@ -247,6 +252,28 @@ class ModelHandle:
         if admin:
             self._min_keep_alive = seconds
         self.keep_alive = max(seconds, self._min_keep_alive)
+
+    def set_spare_memory(self, num_bytes: int) -> None:
+        """Starts to set the memory that cached prefixes may use in addition to the allocation.
+        Until the engine has replied, `spare_bytes` is the larger of the old and new value. If it is
+        still too large then, because requests use it, call this method again when one has ended."""
+        self._desired_spare_bytes = num_bytes
+        runner = self._ready_runner()
+        if runner is None or self._spare_memory_task or num_bytes == self.spare_bytes:
+            return
+        self.spare_bytes = max(self.spare_bytes, num_bytes)
+        self._spare_memory_task = asyncio.create_task(self._set_spare_memory(runner, num_bytes))
+
+    async def _set_spare_memory(self, runner: Runner, num_bytes: int) -> None:
+        try:
+            now = await runner.set_spare_memory(num_bytes)
+        except (AppError, ConnectionError):
+            return  # the runner is ending, which frees all of its memory
+        finally:
+            self._spare_memory_task = None
+        changed, self.spare_bytes = now != self.spare_bytes, now
+        if changed or num_bytes != self._desired_spare_bytes:
+            self._notify_pool()
 
     def count_rejected(self) -> None:
         """Counts a request that was rejected because the queue was full."""
@@ -299,6 +326,8 @@ class ModelHandle:
             if self._snapshots is not None:
                 self._snapshots.cancel()
                 self._snapshots = None
+            if self._spare_memory_task is not None:
+                self._spare_memory_task.cancel()
             try:
                 await runner.stop()
             except Exception:
@@ -318,6 +347,7 @@ class ModelHandle:
         if not self._failed_since_ready:
             self.keep_alive = self._min_keep_alive = self.served.keep_alive
         self._runner = self.capacity = self.allocation = None
+        self.spare_bytes = self._desired_spare_bytes = 0
         self._quarantine.reset()
         self.phase = "out"
         self.draining = self.unload_requested = False

@@ -60,6 +60,7 @@ class ModelPool:
     ) -> None:
         self.on_unloaded = lambda _: None
         self._make_runner = make_runner
+        self._total_bytes = total_bytes
         self._max_loaded = max_loaded
         self._restart_policy = restart_policy or RestartPolicy()
         self._clock = time.monotonic
@@ -312,6 +313,7 @@ class ModelPool:
         for name in self._run_tasks:
             handle = self._handles[name]
             handle.draining = name in decided.draining
+            handle.set_spare_memory(decided.spare_bytes.get(name, 0))
             changed |= handle.accepts_requests and handle.grant_leases()
         if changed:
             self._changed.set()
@@ -364,6 +366,14 @@ class ModelPool:
             evicted_min_bytes=[
                 handle.requirement.min_bytes for handle in gone if handle.requirement is not None
             ],
+            shared_bytes=self._total_bytes if self._has_allocations() else None,
+        )
+
+    def _has_allocations(self) -> bool:
+        """Whether all loaded models have allocations. A reload of the settings may leave a model
+        that may use all memory."""
+        return self._preflight.estimate_memory is not None and all(
+            self._handles[name].allocation is not None for name in self._run_tasks
         )
 
     # the plan's actions
@@ -375,7 +385,7 @@ class ModelPool:
         runner = self._make_runner(
             settings if allocation is None else replace(settings, memory=allocation)
         )
-        handle.phase = "loading"
+        handle.phase, handle.allocation = "loading", allocation
         run_task = asyncio.create_task(handle.run(runner, files, allocation))
         self._run_tasks[served.name] = run_task
         run_task.add_done_callback(lambda _: self._on_unloaded(handle))

@@ -53,6 +53,8 @@ from app.runners.worker_protocol import (
     Probe,
     ProbeReply,
     PromptScoresChunk,
+    SetSpareMemory,
+    SpareMemorySet,
     Submit,
     WorkerEvent,
     WorkerInit,
@@ -164,6 +166,7 @@ class WorkerClient:
         self._dispatcher = dispatcher
         self._replies: dict[str, asyncio.Future[AppError | None]] = {}  # by job
         self._snapshots: deque[asyncio.Future[PrefixSnapshot]] = deque()
+        self._spare_memory: deque[asyncio.Future[int]] = deque()
         self._joiner = EventJoiner()
         channel.closed.add_done_callback(lambda _: self._end_replies())
 
@@ -195,12 +198,22 @@ class WorkerClient:
         self._channel.send(GetPrefixSnapshot())
         return await reply
 
+    async def set_spare_memory(self, num_bytes: int) -> int:
+        """Implements `EngineClient.set_spare_memory`."""
+        if self._channel.closed.done():
+            raise ConnectionError("the channel is closed")
+        reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._spare_memory.append(reply)
+        self._channel.send(SetSpareMemory(num_bytes=num_bytes))
+        return await reply
+
     def receive(
         self,
         reply: JobReceived
         | JobAccepted
         | JobRejected
         | PrefixSnapshotReply
+        | SpareMemorySet
         | PromptScoresChunk
         | Embedded
         | StepOutput,
@@ -223,6 +236,10 @@ class WorkerClient:
                 snapshot = self._snapshots.popleft()
                 if not snapshot.done():
                     snapshot.set_result(reply.snapshot)
+            case SpareMemorySet():
+                spare_memory = self._spare_memory.popleft()
+                if not spare_memory.done():
+                    spare_memory.set_result(reply.num_bytes)
             case _:
                 assert_never(reply)
 
@@ -243,7 +260,7 @@ class WorkerClient:
 
     def _end_replies(self) -> None:
         """Ends all calls that wait for a reply, because the channel is closed."""
-        for reply in (*self._replies.values(), *self._snapshots):
+        for reply in (*self._replies.values(), *self._snapshots, *self._spare_memory):
             if not reply.done():
                 reply.set_exception(ConnectionError("the process has closed its channel"))
 
@@ -284,6 +301,9 @@ class ProcessRunner:
 
     async def get_prefix_snapshot(self) -> PrefixSnapshot:
         return await self._dispatcher.get_prefix_snapshot()
+
+    async def set_spare_memory(self, num_bytes: int) -> int:
+        return await self._dispatcher.set_spare_memory(num_bytes)
 
     async def wait_for_failure(self) -> RunnerFailure:
         return await self._dispatcher.wait_for_failure()

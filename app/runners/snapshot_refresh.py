@@ -1,6 +1,7 @@
-"""Snapshots of a model's prefix cache for clients that watch an engine.
+"""Snapshots of a model's prefix cache for clients that watch an engine, and calls of an engine
+thread.
 
-Knows: a function that takes a snapshot, the clock. Must not know: the runner, the engine, HTTP. All
+Knows: functions that call back, the clock. Must not know: the runner, the engine, HTTP. All
 code runs on the event loop.
 """
 
@@ -8,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import TypeVar
 
 from app.core.errors import AppError
 from app.core.jobs import PrefixSnapshot
@@ -18,25 +20,25 @@ REFRESH_SECONDS = 1.0
 # The timeout in seconds of a fetch. A step of the engine may take this long.
 _FETCH_TIMEOUT = 30.0
 
+_Reply = TypeVar("_Reply")
 
-async def take_snapshot(
-    inspect: Callable[[Callable[[PrefixSnapshot], None]], None],
-) -> PrefixSnapshot:
-    """Returns the snapshot that `inspect` passes to its argument, which it may call on another
-    thread. Waits forever if `inspect` never calls it."""
+
+async def call_engine(command: Callable[[Callable[[_Reply], None]], None]) -> _Reply:
+    """Returns the value that `command` passes to its argument, which it may call on another thread.
+    Waits forever if `command` never calls it."""
     loop = asyncio.get_running_loop()
-    taken: asyncio.Future[PrefixSnapshot] = loop.create_future()
+    reply: asyncio.Future[_Reply] = loop.create_future()
 
-    def set_result(snapshot: PrefixSnapshot) -> None:
-        if not taken.done():
-            taken.set_result(snapshot)
+    def set_result(value: _Reply) -> None:
+        if not reply.done():
+            reply.set_result(value)
 
-    def post(snapshot: PrefixSnapshot) -> None:
+    def post(value: _Reply) -> None:
         if not loop.is_closed():
-            loop.call_soon_threadsafe(set_result, snapshot)
+            loop.call_soon_threadsafe(set_result, value)
 
-    inspect(post)
-    return await taken
+    command(post)
+    return await reply
 
 
 class SnapshotRefresh:

@@ -20,14 +20,14 @@ from app.core.model_files import ModelFiles
 from app.core.ports import RunnerFailure, RunnerStatus
 from app.core.requests import EmbedJob, Grammar
 from app.core.settings import Settings
-from app.engine.loader import load
+from app.engine.loader import load_engine
 from app.engine.thread import EngineThread
 from app.engine.wired_memory import unwire_memory
 from app.grammar.compiler import GrammarCompiler, Matcher
 from app.runners.dispatcher import UNLOADING_MESSAGE, Dispatcher, RequestStream
 from app.runners.ranks.leader import RankGroup, load_leader
 from app.runners.restart_policy import stop_grace
-from app.runners.snapshot_refresh import take_snapshot
+from app.runners.snapshot_refresh import call_engine
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class ThreadRunner:
                 loop.call_soon_threadsafe(self._fail, why)
 
         grammars = GrammarCompiler.for_model(files)
-        read, matcher = partial(load, files, self._settings), grammars.compile_async
+        read, matcher = partial(load_engine, files, self._settings), grammars.compile_async
         if self._rank_group is not None:
             self._rank_group.attach_engine(lost)
             read = partial(load_leader, files, self._settings, self._rank_group)
@@ -98,6 +98,9 @@ class ThreadRunner:
 
     async def get_prefix_snapshot(self) -> PrefixSnapshot:
         return await self._dispatcher.get_prefix_snapshot()
+
+    async def set_spare_memory(self, num_bytes: int) -> int:
+        return await self._dispatcher.set_spare_memory(num_bytes)
 
     async def wait_for_failure(self) -> RunnerFailure:
         return await self._dispatcher.wait_for_failure()
@@ -181,4 +184,7 @@ class _ThreadClient:
         self._thread.cancel(job, keep=keep)
 
     async def get_prefix_snapshot(self) -> PrefixSnapshot:
-        return await take_snapshot(self._thread.inspect)
+        return await call_engine(self._thread.inspect)
+
+    async def set_spare_memory(self, num_bytes: int) -> int:
+        return await call_engine(partial(self._thread.set_spare_memory, num_bytes))

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn, assert_never
 
 from msgspec.structs import replace
@@ -29,14 +30,14 @@ from app.core.jobs import (
     StepOutput,
 )
 from app.core.requests import EmbedResult, Grammar
-from app.engine.loader import load
+from app.engine.loader import load_engine
 from app.engine.thread import EngineThread, format_exception
 from app.engine.wired_memory import unwire_memory
 from app.grammar.compiler import GrammarCompiler
 from app.runners import worker_protocol
 from app.runners.channel import Channel
 from app.runners.restart_policy import stop_grace
-from app.runners.snapshot_refresh import take_snapshot
+from app.runners.snapshot_refresh import call_engine
 from app.runners.worker_protocol import (
     Cancel,
     Command,
@@ -48,6 +49,8 @@ from app.runners.worker_protocol import (
     PrefixSnapshotReply,
     Probe,
     ProbeReply,
+    SetSpareMemory,
+    SpareMemorySet,
     Submit,
     WorkerEvent,
     WorkerInit,
@@ -67,7 +70,7 @@ class Worker:
         files, settings = init.files, init.settings
         self._end = end
         self._thread = EngineThread(
-            lambda report: load(files, settings, report),
+            lambda report: load_engine(files, settings, report),
             self._post,
             check_invariants=settings.debug,
         )
@@ -175,6 +178,8 @@ class Worker:
                 self._probe()
             case GetPrefixSnapshot():
                 self._start_task(self._send_prefix_snapshot())
+            case SetSpareMemory():
+                self._start_task(self._set_spare_memory(command.num_bytes))
             case _:
                 assert_never(command)
 
@@ -213,7 +218,11 @@ class Worker:
         self._probe_taken = True
 
     async def _send_prefix_snapshot(self) -> None:
-        self._send(PrefixSnapshotReply(snapshot=await take_snapshot(self._thread.inspect)))
+        self._send(PrefixSnapshotReply(snapshot=await call_engine(self._thread.inspect)))
+
+    async def _set_spare_memory(self, num_bytes: int) -> None:
+        now = await call_engine(partial(self._thread.set_spare_memory, num_bytes))
+        self._send(SpareMemorySet(num_bytes=now))
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

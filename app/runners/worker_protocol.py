@@ -84,6 +84,12 @@ class GetPrefixSnapshot(Struct, frozen=True, kw_only=True, array_like=True, tag=
     """The process replies with `PrefixSnapshotReply`."""
 
 
+class SetSpareMemory(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """See `Runner.set_spare_memory`. The process replies with `SpareMemorySet`."""
+
+    num_bytes: int
+
+
 class JobReceived(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The process has read a job or an embedding job, and has not done anything with it yet. If the
     process crashes before this event, the job is not the cause."""
@@ -140,6 +146,12 @@ class PrefixSnapshotReply(Struct, frozen=True, kw_only=True, array_like=True, ta
     snapshot: PrefixSnapshot
 
 
+class SpareMemorySet(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """num_bytes: the result of `Runner.set_spare_memory`."""
+
+    num_bytes: int
+
+
 class PromptScoresChunk(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """A chunk of the log probabilities of a prompt. More chunks may follow. The last chunk is in
     the `PromptLogprobs` of the next step."""
@@ -158,7 +170,7 @@ class Embedded(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     is_last: bool
 
 
-Command = Submit | Embed | Cancel | Probe | GetPrefixSnapshot
+Command = Submit | Embed | Cancel | Probe | GetPrefixSnapshot | SetSpareMemory
 
 WorkerEvent = (
     LoadProgress
@@ -169,6 +181,7 @@ WorkerEvent = (
     | JobRejected
     | ProbeReply
     | PrefixSnapshotReply
+    | SpareMemorySet
     | PromptScoresChunk
     | Embedded
     | StepOutput

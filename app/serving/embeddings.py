@@ -1,15 +1,14 @@
-"""Computes embeddings: tokenizes the inputs and submits a job to the engine.
+"""Computes embeddings, and scores of documents for a query: tokenizes the inputs and submits a job
+to the engine.
 
-Knows: the tokenizer, the pooling configuration in the model's folder, the `Engine` protocol. Must
-not know: HTTP, tensors, the pooling of hidden states. Cancelling a request cancels its job.
+Knows: the tokenizer, the model's pooling and way of scoring, the `Engine` protocol. Must not know:
+HTTP, tensors, the pooling of hidden states. Cancelling a request cancels its job.
 """
 
-import json
+import math
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 
 from app.core.errors import AppError, ErrorKind
 from app.core.jobs import Capacity, ContextLimit
@@ -18,33 +17,22 @@ from app.core.ports import Engine
 from app.core.requests import Embeddings, EmbedInput, EmbedJob, EmbedRequest, PoolingType
 from app.core.thread_pools import CancelToken, ThreadPools
 from app.core.units import pluralize
+from app.serving.pooling_config import find_rank_method, read_pooling_config
 from app.text.tokenizer import Tokenizer
 
 # the maximum number of tokens in all inputs of a request, like OpenAI's limit
 MAX_INPUT_TOKENS = 300_000
 
-# the configuration files of sentence-transformers, and its module types that can be ignored,
-# because they do not affect the embeddings or are always computed
-_MODULES_FILE, _POOLING_FILE, _POOLING_FLAG_PREFIX = (
-    "modules.json",
-    "1_Pooling/config.json",
-    "pooling_mode_",
+# The published prompt of Qwen3-Reranker, and the tokens whose logits are compared.
+_YES_NO_PREFIX = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n<Instruct>: Given a web search query, retrieve relevant passages that "
+    "answer the query\n<Query>: "
 )
-_KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
-_KNOWN_POOLINGS: Mapping[str, PoolingType] = {
-    "mean": "mean",
-    "mean_tokens": "mean",
-    "lasttoken": "last",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingConfig:
-    """The pooling configured by the model's authors. unsupported: a clause with the reason why the
-    pooling is not supported; None if it is supported."""
-
-    pooling: PoolingType = "mean"
-    unsupported: str | None = None
+_YES_NO_DOCUMENT = "\n<Document>: "
+_YES_NO_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+_YES_NO_TOKENS = ("yes", "no")
 
 
 class EmbeddingService:
@@ -65,11 +53,14 @@ class EmbeddingService:
         self._context_limit = context_limit
         self._workers = workers
         self._pooling_config = read_pooling_config(files)
+        self._rank_method = find_rank_method(files)
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         """Computes the embeddings of a request. Raises AppError(INVALID) for a request that the
         model does not support, AppError(CONTEXT_LENGTH) for an input that is too long, and the
         errors of the runner."""
+        if request.query is not None:
+            return await self._rank(request, request.query)
         pooling = self._resolve_pooling(request)
         with self._engine.reserve() as places:
             inputs = await self._encode_on_thread(request)
@@ -80,6 +71,103 @@ class EmbeddingService:
             )
             vectors = await places.embed(job)
         return Embeddings(vectors=tuple(vectors), prompt_tokens=sum(map(len, inputs)))
+
+    async def _rank(self, request: EmbedRequest, query: str) -> Embeddings:
+        """Computes one score per input."""
+        if self._rank_method is None:
+            raise AppError(
+                ErrorKind.INVALID,
+                f"{self._files.name} was not trained to score documents: use a reranker, such as "
+                "BAAI/bge-reranker-v2-m3 or Qwen/Qwen3-Reranker-0.6B",
+                param="model",
+            )
+        classifier = self._rank_method == "classifier"
+        with self._engine.reserve() as places:
+            room = self._context_limit().context_length
+            encode = self._encode_pair if classifier else self._encode_yes_no
+            pairs = await self._workers.run_cancellable(
+                lambda token: self._encode_pairs(request, query, encode, room, token),
+                size=sum(len(one.content) + len(query) for one in request.inputs),
+                key=f"{request.caller}/{self._files.name}",
+            )
+            job = EmbedJob(
+                id=uuid.uuid4().hex,
+                inputs=tuple(ids for ids, _ in pairs),
+                pooling="rank" if classifier else "last",
+                first_segments=tuple(count for _, count in pairs) if classifier else (),
+                logit_ids=() if classifier else self._yes_no_ids(),
+            )
+            results = await places.embed(job)
+        return Embeddings(
+            vectors=tuple(_to_probability(result) for result in results),
+            prompt_tokens=sum(len(ids) for ids, _ in pairs),
+        )
+
+    def _encode_pairs(
+        self,
+        request: EmbedRequest,
+        query: str,
+        encode: Callable[[str, str, int], tuple[tuple[int, ...], int]],
+        room: int,
+        token: CancelToken,
+    ) -> list[tuple[tuple[int, ...], int]]:
+        """Tokenizes the query with each input on a worker thread, as `_encode_inputs` does. The
+        end of an input that is too long is removed."""
+        query = self._tokenizer.truncate_text(query, room)
+        pairs: list[tuple[tuple[int, ...], int]] = []
+        total = 0
+        for one in request.inputs:
+            token.check()
+            assert isinstance(one.content, str), "a document is a text"
+            document = self._tokenizer.truncate_text(one.content, room)
+            pairs.append(encode(query, document, room))
+            total += len(pairs[-1][0])
+            self._check_total(total, one.param)
+        return pairs
+
+    def _encode_pair(self, query: str, document: str, room: int) -> tuple[tuple[int, ...], int]:
+        ids, first = self._tokenizer.encode_pair(query, document, room)
+        self._check_ids(ids, "documents")
+        return tuple(ids), first
+
+    def _encode_yes_no(self, query: str, document: str, room: int) -> tuple[tuple[int, ...], int]:
+        """Encodes the prompt of a model that answers yes or no."""
+        start = self._tokenizer.encode(
+            f"{_YES_NO_PREFIX}{query}{_YES_NO_DOCUMENT}", add_special_tokens=True
+        )
+        end = self._tokenizer.encode(_YES_NO_SUFFIX, add_special_tokens=False)
+        left = room - len(start) - len(end)
+        if left <= 0:
+            raise AppError(
+                ErrorKind.CONTEXT_LENGTH,
+                f"the query has too many tokens: a query and a document can have at most {room} "
+                "tokens together; shorten the query",
+                param="query",
+            )
+        middle = self._tokenizer.encode(document, add_special_tokens=False)
+        ids = (*start, *middle[:left], *end)
+        self._check_ids(ids, "documents")
+        return ids, len(ids)
+
+    def _yes_no_ids(self) -> tuple[int, ...]:
+        ids = [self._tokenizer.token_to_id(token) for token in _YES_NO_TOKENS]
+        if None in ids:
+            raise AppError(
+                ErrorKind.INVALID,
+                f"the tokenizer of {self._files.name} has no tokens {_YES_NO_TOKENS}: the model is "
+                "not a Qwen3-Reranker",
+                param="model",
+            )
+        return tuple(id for id in ids if id is not None)
+
+    def _check_total(self, total: int, param: str) -> None:
+        if total > MAX_INPUT_TOKENS:
+            raise AppError(
+                ErrorKind.INVALID,
+                f"the inputs up to {param} have {total} tokens, but one request can have at most "
+                f"{MAX_INPUT_TOKENS}: send fewer inputs per request",
+                param="input",
+            )
 
     async def _encode_on_thread(self, request: EmbedRequest) -> tuple[tuple[int, ...], ...]:
         room = self._context_limit()
@@ -96,7 +184,7 @@ class EmbeddingService:
             raise AppError(
                 ErrorKind.INVALID,
                 f"the pooling of this model is not supported: "
-                f'{self._pooling_config.unsupported}; set "pooling" to "mean" or "last"',
+                f'{self._pooling_config.unsupported}; set "pooling" to "mean", "cls" or "last"',
                 param="pooling",
             )
         return self._pooling_config.pooling
@@ -112,14 +200,7 @@ class EmbeddingService:
             token.check()
             encoded.append(self._encode_input(one, context_limit, truncate=request.truncate))
             total += len(encoded[-1])
-            if total > MAX_INPUT_TOKENS:
-                raise AppError(
-                    ErrorKind.INVALID,
-                    f"the inputs up to {one.param} have {total} tokens, but one request "
-                    "can have at "
-                    f"most {MAX_INPUT_TOKENS}: send fewer inputs per request",
-                    param="input",
-                )
+            self._check_total(total, one.param)
         return tuple(encoded)
 
     def _encode_input(
@@ -132,8 +213,9 @@ class EmbeddingService:
             ids = tuple(self._tokenizer.encode_for_embedding(text))
         else:
             ids = tuple(self._encode_parts(one.content, context_limit.context_length))
-        if truncate:
-            ids = ids[: context_limit.context_length]
+        if truncate and len(ids) > context_limit.context_length:
+            end = self._tokenizer.suffix_ids
+            ids = (*ids[: context_limit.context_length - len(end)], *end)
         self._check_ids(ids, one.param)
         if len(ids) > context_limit.context_length:
             raise AppError(
@@ -167,52 +249,6 @@ class EmbeddingService:
                 )
 
 
-def read_pooling_config(files: ModelFiles) -> PoolingConfig:
-    """Reads the pooling that sentence-transformers would use for the model's folder. The default is
-    mean pooling. Reads modules.json and 1_Pooling/config.json, as saved by sentence-transformers
-    5.1."""
-    if files.config.get("is_causal") is False or files.config.get("use_bidirectional_attention"):
-        return PoolingConfig(
-            unsupported="it needs bidirectional attention, and only causal attention is supported"
-        )
-    for module in _filter_objects(_read_json(files.path / _MODULES_FILE)):
-        kind = str(module.get("type")).rpartition(".")[2]
-        if kind not in _KNOWN_MODULES:
-            return PoolingConfig(unsupported=f"modules.json contains the unsupported module {kind}")
-    for config in _filter_objects([_read_json(files.path / _POOLING_FILE)]):
-        return _parse_pooling(config)
-    return PoolingConfig()
-
-
-def _parse_pooling(config: Mapping[str, Any]) -> PoolingConfig:
-    """Parses 1_Pooling/config.json. Newer files contain a name, older files one flag per pooling
-    mode."""
-    mode = config.get("pooling_mode")
-    flags = [
-        key.removeprefix(_POOLING_FLAG_PREFIX)
-        for key in config
-        if key.startswith(_POOLING_FLAG_PREFIX) and config[key]
-    ]
-    poolings = [str(mode)] if mode is not None else flags
-    if len(poolings) == 1 and poolings[0] in _KNOWN_POOLINGS:
-        return PoolingConfig(pooling=_KNOWN_POOLINGS[poolings[0]])
-    return PoolingConfig(unsupported=f"its pooling is {' and '.join(poolings) or 'none'}")
-
-
-def _read_json(path: Path) -> object:
-    """Parses a JSON file. Returns None if the file is missing or invalid."""
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
-def _filter_objects(value: object) -> list[Mapping[str, Any]]:
-    """Returns the objects of a JSON list. The result is empty if `value` is not a list."""
-    items = cast(list[object], value) if isinstance(value, list) else []
-    return [cast(Mapping[str, Any], item) for item in items if isinstance(item, dict)]
-
-
 def _check_dimensions(request: EmbedRequest, capacity: Capacity) -> None:
     if capacity.hidden_size is None:
         raise AppError(
@@ -228,3 +264,11 @@ def _check_dimensions(request: EmbedRequest, capacity: Capacity) -> None:
             f"{request.dimensions}",
             param="dimensions",
         )
+
+
+def _to_probability(result: bytes) -> bytes:
+    """Converts the logit of a classifier, or those of "yes" and "no", to a number from 0 to 1."""
+    logits = array("f", result)
+    logit = logits[0] - (logits[1] if len(logits) > 1 else 0.0)
+    score = 1 / (1 + math.exp(-logit)) if logit > -80 else 0.0
+    return array("f", [score]).tobytes()

@@ -134,6 +134,13 @@ class Generation:
     async def open(
         self, request: GenerateRequest
     ) -> AsyncGenerator[AsyncIterator[Sequence[Event]]]:
+        if self._files.is_encoder:
+            raise AppError(
+                ErrorKind.INVALID,
+                f"{self._files.name} computes embeddings or scores and cannot generate text: send "
+                "the request to /v1/embeddings or /v1/rerank, or choose another model",
+                param="model",
+            )
         arrived = time.monotonic_ns()
         choices = count_choices(request)
         self._check_num_choices(choices, "prompt" if request.n == 1 else "n")

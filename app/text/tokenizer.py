@@ -238,6 +238,38 @@ class Tokenizer:
         cannot be encoded."""
         return [*self.encode(text, add_special_tokens=True), *self._suffix_ids]
 
+    @property
+    def suffix_ids(self) -> tuple[int, ...]:
+        """The special tokens at the end of a text for an embedding."""
+        return self._suffix_ids
+
+    def encode_pair(self, first: str, second: str, max_tokens: int) -> tuple[list[int], int]:
+        """Tokenizes two texts for a score of the second one, with all special tokens. Returns the
+        tokens, and the number of those that belong to the first segment. If there are more than
+        `max_tokens`, the end of the second text is removed. Raises AppError(CONTEXT_LENGTH) if the
+        first text leaves no room for the second one, and AppError(INVALID) if a text cannot be
+        encoded."""
+        with _LibraryErrorGuard(ErrorKind.INVALID, "this model's tokenizer cannot encode the text"):
+            self._check_expansion(first)
+            self._check_expansion(second)
+            try:
+                encoding = self._inner.encode(first, second, add_special_tokens=True)
+            except TypeError as error:  # raised for a str that cannot be encoded as UTF-8
+                raise _surrogate_error() from error
+        places = [place for place, text in enumerate(encoding.sequence_ids) if text == 1]
+        excess = len(encoding.ids) - max_tokens
+        if excess > 0 and excess >= len(places):
+            raise AppError(
+                ErrorKind.CONTEXT_LENGTH,
+                f"the query has too many tokens: a query and a document can have at most "
+                f"{max_tokens} tokens together; shorten the query",
+                param="query",
+            )
+        dropped = frozenset(places[len(places) - max(0, excess) :])
+        kept = [place for place in range(len(encoding.ids)) if place not in dropped]
+        segments = [encoding.type_ids[place] for place in kept]
+        return [encoding.ids[place] for place in kept], segments.count(0)
+
     def truncate_text(self, text: str, num_tokens: int) -> str:
         """Returns the text, or a prefix with far more than `num_tokens` tokens. This bounds the
         cost of a very long text by the cost of one context. Raises the same errors as `encode`."""

@@ -246,3 +246,28 @@ class MlpBlock:
         down: Matmul,
     ) -> None: ...
     def __call__(self, x: mx.array) -> mx.array: ...
+
+def mamba2(
+    projected: mx.array,
+    states: list[mx.array],
+    tails: list[mx.array],
+    *,
+    conv_weight: mx.array,
+    conv_bias: mx.array | None,
+    dt_bias: mx.array,
+    a_log: mx.array,
+    d: mx.array,
+    norm_weight: mx.array,
+    eps: float,
+    min_step: float,
+    max_step: float,
+) -> tuple[mx.array, list[mx.array], list[mx.array]]:
+    """Computes a Mamba-2 layer between its projections (models/mamba2.py), one position after
+    another. All arrays are float32. Returns the input of the output projection [B, L, H P], the
+    states and the tails.
+
+    projected: [B, L, H P + C + H], with channels C = H P + 2 G N. states: arrays [b, H, N, P],
+    whose rows together are B. tails: [b, width - 1, C] of the same rows. conv_weight: [width, C], 2
+    to 16 taps. conv_bias: [C]. dt_bias, a_log, d: [H]. norm_weight: [H P]. eps: of the norm.
+    min_step, max_step: the limits of step sizes. States and tails are written in place if they have
+    no other reference. Raises ValueError for inconsistent shapes."""

@@ -36,10 +36,10 @@ MlpResidual = Callable[[mx.array], mx.array]
 
 def fuse_attention(block: PreNormBlock, ops: Any) -> AttentionResidual | None:
     """Returns the replacement of `block.attention_residual`, or None if it cannot be fused."""
+    if not _has_unmodified(block, PreNormBlock, "attention_residual"):
+        return None
     attention: Any = block.self_attn
-    if not _has_unmodified(block, PreNormBlock, "attention_residual") or not _has_unmodified(
-        attention, GroupedQueryAttention, "__call__"
-    ):
+    if not _has_unmodified(attention, GroupedQueryAttention, "__call__"):
         return None
     linears = [attention[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
     head_norms = (attention.q_norm, attention.k_norm)

@@ -67,6 +67,7 @@ BETWEEN_FIELDS = (
     "must contain at least one message with content",
     "must be followed by a user message with their tool_result blocks",
     "requires a tool that the client can run",
+    "tool_choice.name is missing",
     "is a tool that Anthropic's servers run",
     "keep one of them",
     "this model reads text only",  # an attachment in a question

@@ -85,7 +85,7 @@ def test_unset_fields_are_left_to_the_model():
         ({"dimensions": 0}, "dimensions"),
         ({"dimensions": "3"}, "dimensions"),
         ({"encoding_format": "int8"}, "encoding_format"),
-        ({"pooling": "cls"}, "pooling"),
+        ({"pooling": "max"}, "pooling"),
         ({"user": 5}, "user"),
         ({"truncate": True}, "truncate"),
         ({"model": 5}, "model"),

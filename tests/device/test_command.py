@@ -57,6 +57,7 @@ def test_without_a_gpu_the_tests_are_skipped() -> None:
     assert "MLX has no GPU" in process.stdout
 
 
+@pytest.mark.exhaustive
 @without_gpu
 def test_the_tests_of_a_device_run_on_a_cpu_on_request() -> None:
     chosen = "llama-tied or compiled or (alone and radix) or (default and llama)"
@@ -87,6 +88,7 @@ sys.exit(command.main())
 """
 
 
+@pytest.mark.exhaustive
 @without_gpu
 def test_a_device_that_computes_wrong_results_fails() -> None:
     process = subprocess.run(

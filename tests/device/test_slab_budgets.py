@@ -70,6 +70,7 @@ def count(loop: Loop) -> GraphCounts:
     return graph
 
 
+@pytest.mark.exhaustive
 def test_eight_rows_of_28_layers_have_few_more_nodes_than_one() -> None:
     """The issue requires 1.3 times as many."""
     model = models.build_model(models.DENSE)
@@ -78,7 +79,14 @@ def test_eight_rows_of_28_layers_have_few_more_nodes_than_one() -> None:
     assert together.launches <= alone.launches + 2, together.by_name
 
 
-@pytest.mark.parametrize("rows", [3, 8, pytest.param(32, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        3,
+        pytest.param(8, marks=pytest.mark.exhaustive),
+        pytest.param(32, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_layer_has_four_more_nodes_for_any_number_of_rows(small: Model, rows: int) -> None:
     """They reshape the buffers, and launch nothing."""
     alone = count(start(small, [64]))
@@ -101,6 +109,7 @@ def test_free_slots_between_the_rows_cost_little(small: Model) -> None:
     assert graph.nodes <= alone.nodes + 8 * LAYERS + 8, graph.by_name
 
 
+@pytest.mark.exhaustive
 def test_a_much_longer_row_does_not_separate_the_others(small: Model) -> None:
     """It needs two writes and one attention per layer of its own."""
     similar = count(start(small, list(range(64, 72))))
@@ -116,7 +125,7 @@ def test_recurrent_states_are_not_concatenated() -> None:
     assert together.nodes <= 1.16 * alone.nodes, together.by_name
 
 
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("rows", [1, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_sampling_adds_few_nodes(small: Model, rows: int) -> None:
     """The number does not depend on the rows."""
     greedy = count(start(small, [64] * rows))

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import MEBIBYTE, Settings
 from app.core.thread_pools import ThreadPools
-from app.http.body import MAX_VALUES, BodyMemoryBudget, RequestBodies, ValueCounter
+from app.http.body import (
+    MAX_FIELDS,
+    MAX_ITEMS,
+    MAX_VALUES,
+    BodyMemoryBudget,
+    FieldCounter,
+    RequestBodies,
+    ValueCounter,
+)
 from tests.api.asgi import Conversation, Reply
 from tests.fakes import CARD, FakeGenerate, build_fake_app
 from tests.server_process import TIMEOUT
@@ -89,6 +97,58 @@ def test_a_conversation_may_have_fewer_values_than_a_prompt_of_ids():
     reply, _ = send_body(b'{"messages": [' + messages + b"]}")
     assert (reply.status, reply.error["code"]) == (400, "too_many_values")
     assert "65,536" in reply.error["message"]
+
+
+def count_structure(value: Any) -> int:
+    """The number of objects, arrays and keys in a value."""
+    if isinstance(value, dict):
+        return 1 + len(value) + sum(map(count_structure, value.values()))
+    return 1 + sum(map(count_structure, value)) if isinstance(value, list) else 0
+
+
+def feed_in_parts(text: bytes, *cuts: int) -> FieldCounter:
+    counter = FieldCounter()
+    for start, end in zip((0, *cuts), (*cuts, len(text)), strict=True):
+        counter.feed(text[start:end], before=text[:start])
+    return counter
+
+
+@given(value=values, data=st.data(), ascii=st.booleans(), indent=st.sampled_from([None, 1]))
+def test_fields_are_counted_outside_of_strings(
+    value: Any, data: st.DataObject, ascii: bool, indent: int | None
+):
+    # a string that is counted as fields until strings are detected
+    long = "{" * (MAX_FIELDS + 1)
+    text = json.dumps([value, long, value], ensure_ascii=ascii, indent=indent).encode()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    counter = feed_in_parts(text, *cuts)
+    assert counter.fields == 1 + 2 * count_structure(value)
+    assert counter.items <= 2 + 2 * count_parsed_objects(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_valid"),
+    [
+        (b'["' + b"[{:," * MAX_ITEMS + b'"]', True),
+        (b"[" + b'"\\"[{:,",' * MAX_FIELDS + b"1]", True),
+        (b"[" + b'"","\\\\",' * MAX_FIELDS + b"1]", True),
+        (b"[" + b'"\\\\",[],' * MAX_FIELDS + b"1]", False),
+        (b"[" + b'"\\"",{},' * MAX_FIELDS + b"1]", False),
+        (b"{" + b'"a":1,' * MAX_FIELDS + b'"a":1}', False),
+        (b"[" + b"1," * MAX_ITEMS + b"1]", True),
+        (b"[" + b"1,1," * MAX_ITEMS + b"1]", False),
+        (b"[" + b'"",' * 2 * MAX_ITEMS + b"1]", False),
+    ],
+    ids=range(9),
+)
+def test_the_number_of_fields_and_items_is_limited(text: bytes, is_valid: bool):
+    cuts = range(65_536, len(text), 65_536)
+    if is_valid:
+        feed_in_parts(text, *cuts)
+        return
+    with pytest.raises(AppError, match="send fewer at a time") as caught:
+        feed_in_parts(text, *cuts)
+    assert (caught.value.kind, caught.value.code) == (ErrorKind.INVALID, "too_many_values")
 
 
 def test_invalid_json_is_counted():

@@ -64,7 +64,7 @@ def build_untrained(case: Case) -> Any:
     """The model with the initial weights of its class. Nothing is evaluated, so it takes a few
     milliseconds."""
     config = get_text_config(case.config)
-    architecture = architectures._find_architecture(config)
+    architecture = architectures._find_architecture(config, case.config)
     return architecture.Model(architecture.Config.from_dict(config))
 
 

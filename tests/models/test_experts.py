@@ -10,7 +10,14 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 from models.base import ModelError
-from models.experts import MIN_SORTED_ROWS, Experts, SparseMoeBlock, stack_experts
+from models.experts import (
+    MIN_SORTED_ROWS,
+    Experts,
+    GroupedTopKMoE,
+    SparseMoeBlock,
+    orient_fused_experts,
+    stack_experts,
+)
 from tests.models import parity
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 64, 32, 8, 3
@@ -176,3 +183,73 @@ def test_experts_of_different_shapes_are_refused() -> None:
     weights = {f"a.experts.{n}.up_proj.weight": mx.ones((2, 3 + n)) for n in range(2)}
     with pytest.raises(ModelError, match=r"different shapes in a\.switch_mlp\.up_proj\.weight"):
         stack_experts(weights)
+
+
+def test_experts_are_chosen_within_the_best_groups_and_shares_ignore_the_bias() -> None:
+    """The biases are so low that every sum is negative. Other groups must be excluded nevertheless
+    (mlx-lm 0.32 sets their scores to 0, and so prefers them)."""
+    layer = GroupedTopKMoE(HIDDEN, INNER, 16, top_k=CHOSEN, scale=1.8, num_groups=4, topk_group=2)
+    rng = np.random.default_rng(0)
+    layer.gate.weight = mx.array(rng.standard_normal((16, HIDDEN)).astype(np.float32))
+    layer.e_score_correction_bias = mx.array((rng.random(16) - 3).astype(np.float32))
+    x = rng.standard_normal((40, HIDDEN)).astype(np.float32)
+    chosen, shares = (np.array(a) for a in layer.route(mx.array(x)))
+    scores = 1 / (1 + np.exp(-(x @ np.array(layer.gate.weight).T)))
+    biased = scores + np.array(layer.e_score_correction_bias)
+    for token in range(40):
+        groups = np.sort(biased[token].reshape(4, 4), axis=1)[:, -2:].sum(axis=1)
+        allowed = np.repeat(np.isin(np.arange(4), np.argsort(groups)[-2:]), 4)
+        best = np.argsort(np.where(allowed, biased[token], -np.inf))[-3:]
+        order = np.argsort(chosen[token])
+        assert chosen[token][order].tolist() == sorted(best)
+        own = scores[token][np.sort(best)]
+        np.testing.assert_allclose(shares[token][order], 1.8 * own / own.sum(), rtol=1e-4)
+
+
+def test_the_scores_of_a_softmax_sum_to_one_over_all_experts() -> None:
+    layer = GroupedTopKMoE(
+        HIDDEN, INNER, EXPERTS, top_k=EXPERTS, norm_topk_prob=False, uses_softmax=True
+    )
+    rng = np.random.default_rng(0)
+    layer.gate.weight = mx.array(rng.standard_normal((EXPERTS, HIDDEN)).astype(np.float32))
+    x = mx.array(rng.standard_normal((5, HIDDEN)).astype(np.float32))
+    chosen, shares = layer.route(x)
+    expected = mx.take_along_axis(mx.softmax(x @ layer.gate.weight.T, axis=-1), chosen, axis=-1)
+    np.testing.assert_allclose(np.array(shares), np.array(expected), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("groups", "used", "top_k", "message"),
+    [
+        (3, 1, 2, "n_group 3 and topk_group 1 are not valid for 8 experts"),
+        (4, 5, 2, "n_group 4 and topk_group 5 are not valid for 8 experts"),
+        (4, 1, 3, "num_experts_per_tok is 3, but must be between 1 and 2"),
+    ],
+)
+def test_groups_that_do_not_divide_the_experts_are_refused(
+    groups: int, used: int, top_k: int, message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        GroupedTopKMoE(HIDDEN, INNER, EXPERTS, top_k=top_k, num_groups=groups, topk_group=used)
+
+
+@pytest.mark.parametrize("inner", [HIDDEN // 4, HIDDEN // 2, HIDDEN])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_fused_experts_are_transposed_even_if_one_of_the_two_is_square(
+    inner: int, transposed: bool
+) -> None:
+    gate_up, down = draw((EXPERTS, 2 * inner, HIDDEN)), draw((EXPERTS, HIDDEN, inner))
+    path = "layers.0.mlp.experts."
+    stored = {
+        f"{path}down_proj": down.swapaxes(1, 2) if transposed else down,
+        f"{path}gate_up_proj": gate_up.swapaxes(1, 2) if transposed else gate_up,
+        "layers.0.self_attn.q_proj.weight": mx.zeros((HIDDEN, HIDDEN)),
+    }
+    oriented = orient_fused_experts(stored, HIDDEN)
+    assert oriented.keys() == stored.keys()
+    np.testing.assert_array_equal(oriented[f"{path}gate_up_proj"], gate_up)
+    np.testing.assert_array_equal(oriented[f"{path}down_proj"], down)
+
+
+def draw(shape: tuple[int, ...]) -> mx.array:
+    return mx.array(np.random.default_rng(0).standard_normal(shape).astype(np.float32))

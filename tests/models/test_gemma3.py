@@ -171,10 +171,6 @@ def test_softcaps_of_the_config_are_used() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"use_bidirectional_attention": True},
-            "use_bidirectional_attention is not supported, because such a model cannot",
-        ),
         ({"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
         ({"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters lacks sliding_attention"),
     ],

@@ -124,6 +124,27 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         "bias": False,
         "rms_norm_eps": 1e-6,
     },
+    "chunks": {
+        "model_type": "llama4",
+        "text_config": {
+            "model_type": "llama4_text",
+            **TINY,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "attention_bias": False,
+            # longer than the prompts of the comparison, because mlx-lm decodes wrongly beyond it
+            "attention_chunk_size": 64,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 96,
+            "num_experts_per_tok": 1,
+            "num_local_experts": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_scaling": None,
+            "rope_theta": 5e4,
+            "use_qk_norm": True,
+        },
+        "vision_config": {"hidden_size": 8},
+    },
     "multimodal": {
         "model_type": "gemma3n",
         "text_config": {
@@ -263,11 +284,10 @@ def test_tensors_that_mlx_lm_cannot_use_give_a_one_line_error() -> None:
     ("make_cache", "named"),
     [
         (lambda: theirs.QuantizedKVCache(), "QuantizedKVCache"),
-        (lambda: theirs.ChunkedKVCache(8), "ChunkedKVCache"),
         (lambda: theirs.RotatingKVCache(8, keep=4), "RotatingKVCache"),
-        (lambda: theirs.CacheList(theirs.KVCache(), theirs.ChunkedKVCache(8)), "ChunkedKVCache"),
+        (lambda: theirs.CacheList(theirs.KVCache(), theirs.QuantizedKVCache()), "QuantizedKVCache"),
     ],
-    ids=["quantized", "in-chunks", "with-sinks", "in-a-list"],
+    ids=["quantized", "with-sinks", "in-a-list"],
 )
 def test_the_error_for_an_unsupported_cache_names_its_class(
     make_cache: Any, named: str, monkeypatch: pytest.MonkeyPatch

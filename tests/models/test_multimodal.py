@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from models import architectures
+from models.base import ModelError
 from models.checkpoint_config import get_text_config, is_multimodal
 from models.multimodal import get_text_weights
 from tests.models.test_llama import IDS, TINY, draw_weights, logits
@@ -107,3 +108,34 @@ def test_a_checkpoint_without_head_and_prefix_is_a_model_with_a_tied_head(
         logits(architectures.build({**bare, **keys}, trunk), IDS),
         logits(architectures.build(config, weights), IDS),
     )
+
+
+def test_modules_that_the_text_model_lacks_are_dropped() -> None:
+    """Whatever their names are."""
+    weights = draw_weights(TEXT)
+    config = {"model_type": "sees_and_speaks", "text_config": TEXT, **SEES}
+    others = {"patch_merge_mlp.linear_1.weight", "model.vit_merger.x", "language_model.new.a.b"}
+    given = {**weights, **{name: mx.zeros((3,)) for name in others}}
+    np.testing.assert_array_equal(
+        logits(architectures.build(config, given), IDS),
+        logits(architectures.build(TEXT, weights), IDS),
+    )
+    with pytest.raises(ModelError, match="unexpected tensors: new"):
+        architectures.build(TEXT, {**weights, "new.weight": mx.zeros((3,))})
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.mlp.new_proj.weight", "model.norm.bias", "lm_head.bias"]
+)
+def test_an_unknown_tensor_in_a_part_of_the_text_model_is_an_error(name: str) -> None:
+    config = {"model_type": "sees_and_speaks", "text_config": TEXT, **SEES}
+    with pytest.raises(ModelError, match=f"unexpected tensors: {name}"):
+        architectures.build(config, {**draw_weights(TEXT), name: mx.zeros((3,))})
+
+
+def test_a_missing_tensor_of_a_multimodal_checkpoint_is_an_error() -> None:
+    weights = draw_weights(TEXT)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    config = {"model_type": "sees_and_speaks", "text_config": TEXT, **SEES}
+    with pytest.raises(ModelError, match=r"lacks tensors: model.layers.1.mlp.up_proj.weight"):
+        architectures.build(config, weights)

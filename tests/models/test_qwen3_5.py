@@ -115,6 +115,14 @@ def test_the_text_part_alone_has_its_own_model_type(case: Case, kind: str, tmp_p
     np.testing.assert_array_equal(next_.logits(config, alone), next_.logits(case.config, weights))
 
 
+def test_minicpm_v_has_the_same_text_model(tmp_path: Path) -> None:
+    """Its text part need not have a model type."""
+    weights = next_.save_converted(CASES[0], tmp_path)
+    text = {key: value for key, value in TEXT.items() if key != "model_type"}
+    config = {**SEEING, "model_type": "minicpmv4_7", "text_config": text}
+    np.testing.assert_array_equal(next_.logits(config, weights), next_.logits(SEEING, weights))
+
+
 def test_states_are_float32_for_all_activation_types(tmp_path: Path) -> None:
     model = architectures.build(SEEING, next_.save_converted(CASES[0], tmp_path))
     next_.assert_states_are_float32(next_.in_bfloat16(model))

@@ -45,6 +45,15 @@ CASES = [
         },
     ),
     Case(name="one-of-many", config={**CONFIG, "num_experts": 16, "num_experts_per_tok": 1}),
+    Case(
+        name="multimodal",
+        config={
+            "model_type": "qwen3_vl_moe",
+            "text_config": {**CONFIG, "model_type": "qwen3_vl_moe_text"},
+            "vision_config": {"hidden_size": 8},
+            "tie_word_embeddings": False,
+        },
+    ),
 ]
 
 IDS = [5, 50, 17, 17, 99, 3, 80, 42, 7]
@@ -78,12 +87,20 @@ def fuse_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     return found
 
 
+def transpose_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The released layout of Qwen3-VL-MoE."""
+    return {
+        name: array.swapaxes(1, 2) if ".experts." in name else array
+        for name, array in fuse_experts(weights).items()
+    }
+
+
 def read_weights(folder: Path) -> dict[str, mx.array]:
     weights: Any = mx.load(str(folder / "model.safetensors"))
     return weights
 
 
-@pytest.mark.parametrize("layout", [split_experts, fuse_experts])
+@pytest.mark.parametrize("layout", [split_experts, fuse_experts, transpose_experts])
 def test_published_layouts_give_the_same_model(layout: Any, tmp_path: Path) -> None:
     parity.save_reference(CASES[0], tmp_path)
     ours = parity.load_model(tmp_path)

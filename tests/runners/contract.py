@@ -19,6 +19,7 @@ from models.cpu_backend import get_num_threads
 from tests import tiny
 from tests.batches import flatten
 from tests.engine.harness import job
+from tests.waiting import wait_until_async
 
 PATIENCE = 60.0
 
@@ -101,6 +102,19 @@ def test_a_snapshot_shows_the_cached_prefixes(runner: MakeRunner, tiny_model: Pa
         snapshot = await running.get_prefix_snapshot()
         shared = next(node for node in snapshot.nodes if node.parent is None)
         assert (shared.tokens, shared.branches) == (len(b"hello world, "), 2)
+
+    with_runner(runner, tiny_model, body)
+
+
+def test_spare_memory_is_added_to_the_budget(runner: MakeRunner, tiny_model: Path) -> None:
+    async def body(running: Runner) -> None:
+        await answer(running, "a", b"hello")
+        before = running.status().stats.ledger
+        assert await running.set_spare_memory(1 << 20) == 1 << 20
+        await answer(running, "b", b"hello")
+        assert running.status().stats.ledger.budget == before.budget + (1 << 20)
+        assert await running.set_spare_memory(0) == 0
+        await wait_until_async(lambda: running.status().stats.ledger.budget == before.budget)
 
     with_runner(runner, tiny_model, body)
 

@@ -96,6 +96,8 @@ class ScriptedRunner:
         self.state: RunnerState = "loading"
         self.stats = EngineStats()
         self.jobs: list[Job] = []
+        self.spare_memory: list[int] = []  # what the pool has set
+        self.spare_in_use = 0
         self.max_running = self.num_running = 0
         self.stopped = False
         self.slow_stop: asyncio.Event | None = None
@@ -147,6 +149,12 @@ class ScriptedRunner:
 
     async def get_prefix_snapshot(self) -> PrefixSnapshot:
         return PrefixSnapshot()
+
+    async def set_spare_memory(self, num_bytes: int) -> int:
+        if (gate := self.script.gates.get(f"spare memory of {self.name}")) is not None:
+            await gate.wait()
+        self.spare_memory.append(num_bytes)
+        return max(num_bytes, self.spare_in_use)
 
     async def wait_for_failure(self) -> RunnerFailure:
         return await asyncio.shield(self._failure)

@@ -57,6 +57,9 @@ class FakeEngine:
     async def get_prefix_snapshot(self) -> PrefixSnapshot:
         return PrefixSnapshot()
 
+    async def set_spare_memory(self, num_bytes: int) -> int:
+        return num_bytes
+
 
 def with_dispatcher(body: Callable[[Dispatcher, FakeEngine], Awaitable[None]]) -> None:
     async def run() -> None:

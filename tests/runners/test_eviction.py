@@ -1,7 +1,7 @@
 """The eviction policy: single decisions, and invariants of random histories."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,8 +58,12 @@ def load_request(
     return LoadRequest(name=name, **{**defaults, **changes})
 
 
-def limits(total: int | None, loaded: int | None = None, *evicted: int) -> PoolLimits:
-    return PoolLimits(total_bytes=total, max_loaded=loaded, evicted_min_bytes=evicted)
+def limits(
+    total: int | None, loaded: int | None = None, *evicted: int, shared: int | None = None
+) -> PoolLimits:
+    return PoolLimits(
+        total_bytes=total, max_loaded=loaded, evicted_min_bytes=evicted, shared_bytes=shared
+    )
 
 
 def decide(*queue: LoadRequest, loaded: Sequence[LoadedModel] = (), under: PoolLimits) -> Plan:
@@ -280,7 +284,10 @@ def test_an_expired_idle_model_is_evicted_and_wake_at_is_the_next_expiry():
         loaded_model("e", 1),
     ]
     assert decide(loaded=loaded, under=limits(10)) == Plan(
-        actions=(Evict(name="a"),), draining=frozenset(), wake_at=NOW + 5
+        actions=(Evict(name="a"),),
+        draining=frozenset(),
+        spare_bytes=dict.fromkeys("abcde", 0),
+        wake_at=NOW + 5,
     )
     assert decide(loaded=loaded[-1:], under=limits(10)).wake_at is None
 
@@ -293,6 +300,48 @@ def test_a_model_with_an_unload_request_drains_until_it_is_idle():
     assert decide(loaded=[idle], under=limits(10)).actions == (Evict(name="a"),)
 
 
+# spare memory
+
+
+def test_loaded_models_share_the_free_memory():
+    loaded = [loaded_model("a", 3), loaded_model("b", 2)]
+    assert decide(loaded=loaded[:1], under=limits(10, shared=10)).spare_bytes == {"a": 7}
+    assert decide(loaded=loaded, under=limits(10, shared=10)).spare_bytes == {"a": 2, "b": 2}
+    assert decide(loaded=loaded, under=limits(10)).spare_bytes == {"a": 0, "b": 0}
+
+
+def test_spare_memory_is_within_the_memory_setting_of_a_model():
+    loaded = [loaded_model("a", 3, max_bytes=4)]
+    assert decide(loaded=loaded, under=limits(10, shared=10)).spare_bytes == {"a": 1}
+
+
+def test_a_load_waits_until_spare_memory_is_given_back():
+    under = limits(10, shared=10)
+    busy = loaded_model("a", 3, spare_bytes=7, busy_since=1.0)
+    decided = decide(load_request("b", 4, 5), loaded=[busy], under=under)
+    assert (decided.actions, decided.draining, decided.spare_bytes) == ((), frozenset(), {"a": 2})
+    decided = decide(load_request("b", 4, 5), loaded=[replace(busy, spare_bytes=2)], under=under)
+    assert decided.actions == (Load(name="b", allocation=5),)
+
+
+def test_spare_memory_does_not_grow_while_a_requirement_is_unknown():
+    waiting = load_request("b", 4, requirement_known=False, requirement=None)
+    loaded = [loaded_model("a", 3, spare_bytes=2)]
+    decided = decide(waiting, loaded=loaded, under=limits(None, shared=10))
+    assert decided.spare_bytes == {"a": 2}
+
+
+def test_a_model_gets_spare_memory_only_after_another_has_given_it_back():
+    loaded = [loaded_model("a", 3, spare_bytes=7), loaded_model("b", 0)]
+    decided = decide(loaded=loaded, under=limits(10, shared=10))
+    assert decided.spare_bytes == {"a": 3, "b": 0}
+
+
+def test_a_draining_model_gives_its_spare_memory_back():
+    loaded = [loaded_model("a", 3, spare_bytes=7, unload_requested=True, busy_since=1.0)]
+    assert decide(loaded=loaded, under=limits(10, shared=10)).spare_bytes == {"a": 0}
+
+
 # random histories
 
 TOTAL = 10
@@ -302,7 +351,8 @@ NAMES = "abcde"
 @dataclass
 class Simulation:
     """Requests arrive and end, and plans are carried out. waiting, holding: by model, the times at
-    which requests began to wait, or to hold the model."""
+    which requests began to wait, or to hold the model. desired_spare, stuck: by model, the spare
+    memory that its engine was told last, and how much of it its requests use."""
 
     requirements: dict[str, MemoryRequirement]
     pinned: frozenset[str]
@@ -312,6 +362,8 @@ class Simulation:
     out_at: dict[str, float] = field(default_factory=dict)
     waiting: dict[str, list[float]] = field(default_factory=lambda: {n: [] for n in NAMES})
     holding: dict[str, list[float]] = field(default_factory=lambda: {n: [] for n in NAMES})
+    desired_spare: dict[str, int] = field(default_factory=dict)
+    stuck: dict[str, int] = field(default_factory=dict)
     rejected: int = 0
 
     def apply(self, event: str, name: str) -> None:
@@ -328,6 +380,10 @@ class Simulation:
                 waits.pop(0)
             case "advances":
                 self.finish_transitions()
+                self.answer_spare_memory()
+            case "takes spare memory" if holds and loaded is not None:
+                actual = min(loaded.spare_bytes, self.desired_spare.get(name, 0))
+                self.stuck[name] = actual // 2
             case "crashes" if loaded is not None and loaded.phase == "ready":
                 del self.loaded[name]
                 holds.clear()
@@ -344,6 +400,26 @@ class Simulation:
                 self.loaded[name] = replace(one, phase="ready", last_used=self.now)
                 self.grant(name)
 
+    def answer_spare_memory(self) -> None:
+        """Engines give back the spare memory that no request uses."""
+        for name, one in self.loaded.items():
+            if not self.holding[name]:
+                self.stuck[name] = 0
+            told = self.desired_spare.get(name, 0)
+            self.loaded[name] = replace(
+                one, spare_bytes=max(told, min(one.spare_bytes, self.stuck.get(name, 0)))
+            )
+
+    def set_spare_memory(self, spare_bytes: Mapping[str, int]) -> bool:
+        """Tells the engines. Returns whether anything has changed."""
+        before = list(self.loaded.values())
+        for name, one in self.loaded.items():
+            self.desired_spare[name] = told = spare_bytes.get(name, 0)
+            self.loaded[name] = replace(one, spare_bytes=max(one.spare_bytes, told))
+        in_use = sum(one.allocation + one.spare_bytes for one in self.loaded.values())
+        assert in_use <= TOTAL, "engines use more than there is"
+        return list(self.loaded.values()) != before
+
     def run_plans(self) -> None:
         """Carry out plans until nothing changes, as the pool does."""
         for _ in range(2 * len(NAMES)):
@@ -355,7 +431,8 @@ class Simulation:
                 self.loaded[name] = replace(one, draining=name in decided.draining)
                 if one.phase == "ready" and name not in decided.draining:
                     granted |= self.grant(name)
-            if not decided.actions and not granted:
+            told = self.set_spare_memory(decided.spare_bytes)
+            if not decided.actions and not granted and not told:
                 assert self.decide() == decided, "nothing has changed"
                 return
         raise AssertionError("the plans do not converge")
@@ -377,7 +454,7 @@ class Simulation:
                 for since, name in queue
             ],
             loaded,
-            limits(TOTAL, self.max_loaded, *evicted[:2]),
+            limits(TOTAL, self.max_loaded, *evicted[:2], shared=TOTAL),
         )
 
     def observe(self, one: LoadedModel) -> LoadedModel:
@@ -402,7 +479,8 @@ class Simulation:
                 self.loaded[name] = loaded_model(
                     name, allocation, phase="loading", last_used=self.now
                 )
-                assert sum(one.allocation for one in self.loaded.values()) <= TOTAL
+                in_use = sum(one.allocation + one.spare_bytes for one in self.loaded.values())
+                assert in_use <= TOTAL
                 assert self.max_loaded is None or len(self.loaded) <= self.max_loaded
             case Evict(name=name):
                 assert name not in self.pinned
@@ -456,6 +534,7 @@ EVENTS = (
     "disconnects",
     "advances",
     "advances",
+    "takes spare memory",
     "crashes",
 )
 histories = st.lists(st.tuples(st.sampled_from(EVENTS), st.sampled_from(NAMES)), max_size=60)
@@ -465,9 +544,29 @@ histories = st.lists(st.tuples(st.sampled_from(EVENTS), st.sampled_from(NAMES)),
 def test_no_history_exceeds_the_limits_or_evicts_protected_models(
     simulation: Simulation, history: list[tuple[str, str]]
 ):
-    """The invariants are asserted in `carry_out`."""
+    """The invariants are asserted in `carry_out` and `set_spare_memory`."""
     for event, name in history:
         simulation.apply(event, name)
+
+
+@given(simulation=simulations(), history=histories)
+def test_after_every_history_loads_get_spare_memory_back_and_then_none_is_left_over(
+    simulation: Simulation, history: list[tuple[str, str]]
+):
+    for event, name in history:
+        simulation.apply(event, name)
+    for name in NAMES:
+        simulation.holding[name].clear()
+    simulation.pinned = frozenset()
+    for _ in range(8 * len(NAMES)):
+        simulation.apply("advances", "a")
+        for name in NAMES:
+            while simulation.holding[name]:
+                simulation.apply("ends", name)
+    assert not any(simulation.waiting.values()), "all loads took place"
+    loaded = simulation.loaded.values()
+    left_over = TOTAL - sum(one.allocation + one.spare_bytes for one in loaded)
+    assert not loaded or left_over < len(loaded)
 
 
 @pytest.mark.exhaustive

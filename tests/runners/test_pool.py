@@ -194,6 +194,77 @@ def test_the_memory_setting_of_a_model_bounds_its_allocation():
     run(body())
 
 
+def test_free_memory_is_lent_to_loaded_models_and_comes_back_for_a_load():
+    async def body() -> None:
+        script = make_script()
+        script.requirements["b"] = make_requirement(2)
+        async with run_pool(script) as pool:
+            await use(pool, A)
+            first = script.runner_of("a")
+            await wait_until_async(lambda: first.spare_memory == [6])
+            gate = script.gates["spare memory of a"] = asyncio.Event()
+            async with pool.lease(B) as lease:
+                await settle()
+                assert phases(pool)["b"] == "queued", "A has not given the memory back"
+                gate.set()
+                await lease.wait()
+            second = script.runner_of("b")
+            await wait_until_async(lambda: second.spare_memory == [2])
+            assert first.spare_memory == [6, 4, 2], "it never gives back more than necessary"
+            await pool.unload(B)
+            await wait_until_async(lambda: first.spare_memory[-1] == 6)
+
+    run(body())
+
+
+def test_a_load_waits_for_the_requests_that_use_lent_memory():
+    async def body() -> None:
+        script = make_script()
+        async with run_pool(script) as pool, hold(pool, A):
+            first = script.runner_of("a")
+            await wait_until_async(lambda: first.spare_memory == [6])
+            first.spare_in_use = 3
+            async with pool.lease(B) as lease:
+                await wait_until_async(lambda: first.spare_memory[-1] == 1)
+                await settle()
+                assert first.spare_memory == [6, 1, 1], "it is not set all the time"
+                assert not lease.is_held
+                async with hold(pool, A):
+                    pass  # other requests of A are served
+                first.spare_in_use = 0
+                async with hold(pool, A):
+                    pass
+                await lease.wait()
+
+    run(body())
+
+
+def test_without_a_total_no_memory_is_lent():
+    async def body() -> None:
+        script = RunnerScript(requirements={"a": make_requirement(4, budget=10)})
+        async with run_pool(script, total=None) as pool:
+            await use(pool, A)
+            await settle()
+            assert script.runner_of("a").spare_memory == []
+
+    run(body())
+
+
+def test_a_crash_returns_lent_memory():
+    async def body() -> None:
+        script = make_script()
+        async with run_pool(script) as pool:
+            await use(pool, A)
+            first = script.runner_of("a")
+            script.gates["spare memory of a"] = asyncio.Event()
+            await wait_until_async(lambda: pool.get_handle(A).spare_bytes == 6)
+            first.fail()
+            await use(pool, C)
+            assert pool.get_handle(A).spare_bytes == 0
+
+    run(body())
+
+
 def test_a_single_model_gets_its_settings_without_an_estimate():
     async def body() -> None:
         script = RunnerScript()

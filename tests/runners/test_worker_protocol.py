@@ -48,6 +48,8 @@ from app.runners.worker_protocol import (
     Probe,
     ProbeReply,
     PromptScoresChunk,
+    SetSpareMemory,
+    SpareMemorySet,
     Submit,
     WorkerInit,
 )
@@ -207,6 +209,7 @@ SNAPSHOT = PrefixSnapshot(nodes=(PrefixNode(parent=None, start=0, tokens=1, last
         (worker_protocol.COMMAND, Cancel(job="a", keep=None)),
         (worker_protocol.COMMAND, Probe()),
         (worker_protocol.COMMAND, GetPrefixSnapshot()),
+        (worker_protocol.COMMAND, SetSpareMemory(num_bytes=1 << 40)),
         (worker_protocol.WORKER_EVENT, LoadProgress(progress=3, allocated_bytes=4)),
         (worker_protocol.WORKER_EVENT, READY),
         (worker_protocol.WORKER_EVENT, EngineFailed(kind=ErrorKind.ENGINE, message="x")),
@@ -214,6 +217,7 @@ SNAPSHOT = PrefixSnapshot(nodes=(PrefixNode(parent=None, start=0, tokens=1, last
         (worker_protocol.WORKER_EVENT, JobAccepted(job="a")),
         (worker_protocol.WORKER_EVENT, ProbeReply(heartbeat=BEAT, takes_commands=True)),
         (worker_protocol.WORKER_EVENT, PrefixSnapshotReply(snapshot=SNAPSHOT)),
+        (worker_protocol.WORKER_EVENT, SpareMemorySet(num_bytes=0)),
         (worker_protocol.WORKER_EVENT, PromptScoresChunk(job="a", scores=scores(2))),
         (
             worker_protocol.WORKER_EVENT,

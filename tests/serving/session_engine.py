@@ -114,6 +114,9 @@ class SessionEngine:
     async def get_prefix_snapshot(self) -> PrefixSnapshot:
         return PrefixSnapshot()
 
+    async def set_spare_memory(self, num_bytes: int) -> int:
+        return num_bytes
+
     async def wait_for_failure(self) -> RunnerFailure:
         await asyncio.get_running_loop().create_future()
         raise AssertionError("the engine never fails")

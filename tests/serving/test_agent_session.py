@@ -5,6 +5,7 @@ What the cache may serve at most is computed here, from the prompts that the eng
 """
 
 import asyncio
+import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -141,7 +142,9 @@ def check_reasoning(source: str, main: AgentConversation) -> None:
     for answered in main.answered:
         if not (answered.in_loop and answered.thoughts):
             continue
-        request = parse_messages_request({**answered.body, "model": "tiny"}, card).request
+        request = parse_messages_request(
+            json.dumps({**answered.body, "model": "tiny"}).encode(), card
+        ).request
         assert isinstance(request.prompt, Conversation)
         messages = [
             message

@@ -3,6 +3,7 @@ unsupported requests, and cancellation."""
 
 import asyncio
 import contextlib
+import itertools
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,10 +28,11 @@ from app.engine.loop import Loop
 from app.engine.model_info import complete_config
 from app.runners.admission import Admission
 from app.runners.thread_runner import ThreadRunner
-from app.serving.embeddings import EmbeddingService, read_pooling_config
+from app.serving.embeddings import EmbeddingService
+from app.serving.pooling_config import read_pooling_config
 from app.text.tokenizer import Tokenizer
 from models import architectures
-from tests import tiny
+from tests import tiny, tiny_encoder
 from tests.batches import flatten
 from tests.engine.harness import job
 from tests.models import parity, test_mlx_lm_adapter
@@ -339,3 +341,53 @@ def test_streams_continue_while_many_inputs_are_embedded(tiny_model: Path):
             await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(run())
+
+
+def rank(folder: Path, query: str, *documents: str, **changes: Any) -> list[float]:
+    found = embed(folder, *documents, query=query, settings=changes)
+    return [float(read_floats(vector)[0]) for vector in found.vectors]
+
+
+def test_a_reranker_scores_each_document_as_it_does_alone(tmp_path: Path):
+    folder = tiny_encoder.write(tmp_path / "m", "bert-reranker")
+    documents = ["w5 w6", "w7", "w8 w9 w10"]
+    together = rank(folder, "w1 w2", *documents)
+    assert [rank(folder, "w1 w2", document) for document in documents] == [[s] for s in together]
+    assert len(set(together)) == 3
+    assert all(0 < score < 1 for score in together)
+
+
+def test_the_end_of_a_document_that_is_too_long_is_ignored(tmp_path: Path):
+    folder = tiny_encoder.write(tmp_path / "m", "bert-reranker")
+    # [CLS] w1 [SEP], the document, and [SEP], in 64 positions
+    full = " ".join(["w5"] * 60)
+    assert rank(folder, "w1", full) == rank(folder, "w1", full + " w6" * 1000)
+    with pytest.raises(AppError, match="shorten the query") as caught:
+        rank(folder, "w1 " * 62, "w5")
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.CONTEXT_LENGTH, "query")
+
+
+def test_a_model_without_scores_is_no_reranker(tmp_path: Path):
+    folder = tiny_encoder.write(tmp_path / "m", "bert")
+    error = get_error(folder, "w1", query="w2")
+    assert (error.kind, error.param) == (ErrorKind.INVALID, "model")
+    assert "use a reranker" in error.message
+
+
+def test_a_qwen3_reranker_compares_the_logits_of_yes_and_no(tmp_path: Path):
+    """Of a random model, so only the definition is tested: sigmoid(yes - no) after the prompt."""
+    folder = tiny.write(
+        tmp_path / "tiny-reranker", model_type="qwen3", head_dim=16, vocab_size=tiny.VOCAB + 2
+    )
+    file = str(folder / "model.safetensors")
+    weights: Any = mx.load(file)
+    for layer, name in itertools.product(range(tiny.CONFIG["num_hidden_layers"]), "qk"):
+        weights[f"model.layers.{layer}.self_attn.{name}_norm.weight"] = mx.ones(16)
+    mx.save_safetensors(file, weights)
+    words = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    words.add_tokens(["yes", "no"])
+    words.save(str(folder / "tokenizer.json"))
+    first, second = rank(folder, "why", "because", "no idea")
+    assert rank(folder, "why", "because") == [first]
+    assert 0 < first < 1
+    assert first != second

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from app.core.errors import AppError, ErrorKind
 from app.text.tokenizer import ModelStopConditions, Tokenizer, find_model_stop_conditions
-from tests import tiny
+from tests import tiny, tiny_encoder
 
 SEEDS = st.lists(st.floats(0, 1, exclude_max=True), max_size=40)
 
@@ -442,3 +442,28 @@ def test_a_position_beside_an_added_token_has_all_ids_before_it(
     ids, counts = tokenizer.encode_with_positions(text, [3, 10, 12], add_special_tokens=False)
     assert counts == [2, 3, 3]
     assert tokenizer.encode_with_positions(text, [], add_special_tokens=False) == (ids, [])
+
+
+class TestPairs:
+    """Two texts in one input, for a reranker."""
+
+    def encode(self, first: str, second: str, max_tokens: int = 100) -> tuple[list[int], int]:
+        return Tokenizer(tiny_encoder.tokenizer()).encode_pair(first, second, max_tokens)
+
+    def test_the_segments_are_those_of_the_post_processor(self):
+        ids, first = self.encode("w0 w1", "w2")
+        assert (ids, first) == ([1, 3, 4, 2, 5, 2], 4)
+
+    def test_the_end_of_the_second_text_is_removed(self):
+        whole, first = self.encode("w0", "w1 w2 w3")
+        assert self.encode("w0", "w1 w2 w3", 6) == ([*whole[:5], whole[-1]], first)
+
+    def test_a_first_text_that_leaves_no_room_is_an_error(self):
+        with pytest.raises(AppError) as caught:
+            self.encode("w0 w1 w2", "w3", 6)
+        assert (caught.value.kind, caught.value.param) == (ErrorKind.CONTEXT_LENGTH, "query")
+
+    def test_a_lone_surrogate_is_an_error(self):
+        with pytest.raises(AppError) as caught:
+            self.encode("w0", chr(0xD800))
+        assert caught.value.kind is ErrorKind.INVALID

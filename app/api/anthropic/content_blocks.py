@@ -1,49 +1,33 @@
-"""Anthropic's content blocks: converts JSON to text, reasoning, tool calls and tool results.
+"""Anthropic's content blocks: converts their structs to text, reasoning, calls and tool results.
 
 Knows: every type of block, the roles that may use it, how blocks are converted to text. Must not
 know: the order of messages, chat templates.
 
 For blocks that a text model cannot process (images, PDFs), see app/api/attachments.py. Blocks that
 only Anthropic's servers understand (server tools, encrypted reasoning) are omitted.
-`cache_control` and some other attributes of blocks have no effect, because the prefix cache looks
-up prefixes by their tokens. Unknown attributes are ignored and reported.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import orjson
 
 from app.api.anthropic.tool_use_ids import to_call_id
 from app.api.anthropic.tools import describe_addition, describe_removal
-from app.api.attachments import peek, read_attachment
-from app.api.fields import Fields, as_array, invalid_request, quote_value
+from app.api.attachments import read_attachment
+from app.api.fields import invalid_request, quote_value
 from app.api.opaque_reasoning import decode_reasoning
+from app.api.schema.anthropic import OMITTED_BLOCKS, Block, PlainBlock, Source, TextBlock
+from app.api.schema.decode import decode_object, require
 from app.core.requests import Message, ToolCall
 
-# blocks from Anthropic's servers that are encrypted or have no meaning here
-_OMITTED_TYPES = frozenset(
-    {
-        "advisor_tool_result",
-        "bash_code_execution_tool_result",
-        "code_execution_tool_result",
-        "container_upload",
-        "fallback",
-        "mcp_tool_result",
-        "mcp_tool_use",
-        "redacted_thinking",
-        "server_tool_use",
-        "text_editor_code_execution_tool_result",
-        "tool_search_tool_result",
-        "web_fetch_tool_result",
-        "web_search_tool_result",
-    }
-)
-
-
-# attributes without effect: cache breakpoints, sources of a text, who made a call
-_ACCEPTED_ATTRIBUTES = ("cache_control", "caller", "citations")
+# The types that are converted to text, and the types that each role may use.
+_TEXT_TYPES = ("text", "image", "document", "search_result", "tool_reference")
+_TYPES: Mapping[str, Sequence[str]] = {
+    "user": ("text", "tool_result", "compaction", *_TEXT_TYPES[1:]),
+    "assistant": ("text", "thinking", "tool_use", "compaction"),
+    "system": ("text", "tool_addition", "tool_removal"),
+}
 
 
 @dataclass(slots=True)
@@ -66,214 +50,146 @@ class MessageContent:
         self.omitted |= other.omitted
 
 
-def has_tool_result(value: object) -> bool:
-    """Returns whether content that is not yet checked contains a tool result."""
-    blocks = as_array(value) or ()
-    return any(peek(block, "type") == "tool_result" for block in blocks)
-
-
-def read_content(value: object, path: str, role: str, *, omit: bool) -> MessageContent:
-    """Reads the content of a message: a string or an array of blocks. role: user, assistant or
-    system. omit: whether images and files are omitted, rather than rejected."""
-    content = MessageContent()
-    if value is None or isinstance(value, str):
-        if value:
-            content.texts.append(value)
-        return content
-    for block, at in _iter_blocks(value, path):
-        kind = block.required_string("type")
-        if kind in _OMITTED_TYPES:
-            content.omitted.add(kind)
-            continue
-        if (reader := _READERS[role].get(kind)) is not None:
-            reader(block, at, content)
-        elif kind in _TEXT_READERS and role == "user":
-            _add_text(_TEXT_READERS[kind](block, at, omit=omit), content)
-        else:
-            raise _unsupported_block(at, kind, tuple(_READERS[role]))
-        block.ignore_unknown(*_ACCEPTED_ATTRIBUTES)
-    return content
-
-
-def read_texts(value: object, path: str, *, omit: bool = False) -> list[str]:
-    """Reads the texts of a string or an array of blocks. Leaves out empty texts. omit: as in
-    `read_content`."""
-    if isinstance(value, str):
-        return [value] if value else []
-    texts: list[str] = []
-    for block, at in _iter_blocks(value, path):
-        kind = block.required_string("type")
-        if kind not in _TEXT_READERS:
-            raise _unsupported_block(at, kind, tuple(_TEXT_READERS))
-        texts.append(_TEXT_READERS[kind](block, at, omit=omit))
-        block.ignore_unknown(*_ACCEPTED_ATTRIBUTES)
-    return [text for text in texts if text]
-
-
-def _iter_blocks(value: object, path: str) -> list[tuple[Fields, str]]:
-    blocks = as_array(value)
-    if blocks is None:
-        raise invalid_request(
-            path, f"{path} must be a string or an array of blocks, not {quote_value(value)}"
-        )
-    paths = [f"{path}.{place}" for place in range(len(blocks))]
-    return [(Fields.from_value(block, at), at) for block, at in zip(blocks, paths, strict=True)]
-
-
-def _unsupported_block(path: str, kind: str, supported: Sequence[str]) -> Exception:
-    allowed = ", ".join(dict.fromkeys(supported))
-    return invalid_request(
-        path, f"{path}: a block of type {quote_value(kind)} is not supported here: use {allowed}"
+def has_tool_result(content: str | Sequence[Block] | None) -> bool:
+    return not isinstance(content, str) and any(
+        block.type == "tool_result" for block in content or ()
     )
 
 
-# Blocks that are converted to text
+def build_content(
+    content: str | Sequence[Block] | None, path: str, role: str, *, omit: bool
+) -> MessageContent:
+    """Converts the content of a message. role: user, assistant or system. omit: whether images and
+    files are omitted, rather than rejected."""
+    if content is None or isinstance(content, str):
+        return MessageContent(texts=[content] if content else [])
+    built = MessageContent()
+    for index, block in enumerate(content):
+        at = f"{path}.{index}"
+        if block.type in OMITTED_BLOCKS:
+            built.omitted.add(block.type)
+            continue
+        _check_type(block, at, _TYPES[role])
+        if text := _add_block(block, at, built, omit=omit):
+            built.texts.append(text)
+    return built
 
 
-def _text(block: Fields, path: str, *, omit: bool) -> str:
-    return block.required_string("text")
+def build_texts(
+    content: str | Sequence[TextBlock] | None, path: str, *, omit: bool = False
+) -> list[str]:
+    """Returns the texts of a string or of blocks. Leaves out empty texts. omit: as in
+    `build_content`."""
+    if content is None or isinstance(content, str):
+        return [content] if content else []
+    texts: list[str] = []
+    for index, block in enumerate(content):
+        _check_type(block, f"{path}.{index}", _TEXT_TYPES)
+        texts.append(_build_text(block, f"{path}.{index}", omit=omit))
+    return [text for text in texts if text]
 
 
-def _image(block: Fields, path: str, *, omit: bool) -> str:
-    block.value("source")
-    return read_attachment("image", path, omit=omit)
+def _check_type(block: PlainBlock, path: str, supported: Sequence[str]) -> None:
+    if block.type not in supported:
+        raise invalid_request(
+            path,
+            f"{path}: a block of type {quote_value(block.type)} is not supported here: use "
+            f"{', '.join(supported)}",
+        )
 
 
-def _document(block: Fields, path: str, *, omit: bool) -> str:
-    source_path = block.path("source")
-    source = Fields.from_value(block.required("source"), source_path)
-    kind = source.required_string("type")
+def _add_block(block: Block, path: str, content: MessageContent, *, omit: bool) -> str | None:
+    """Adds the content of a block, or returns its text."""
+    match block.type:
+        case "thinking":
+            # the signature is not verified, but it may contain the text
+            if text := block.thinking or decode_reasoning(block.signature or ""):
+                content.reasoning.append(text)
+        case "tool_use":
+            # the order of the keys is preserved, because another order would change the prompt
+            input_ = decode_object(block.input, f"{path}.input") or {}
+            content.calls.append(
+                ToolCall(
+                    id=to_call_id(require(block.id, f"{path}.id")),
+                    name=require(block.name, f"{path}.name"),
+                    arguments=orjson.dumps(input_).decode(),
+                )
+            )
+        case "tool_result":
+            texts = build_texts(block.content, f"{path}.content", omit=True)
+            content.results.append(
+                Message(
+                    role="tool",
+                    content="\n".join(texts),
+                    tool_call_id=to_call_id(require(block.tool_use_id, f"{path}.tool_use_id")),
+                    is_error=block.is_error or False,
+                )
+            )
+        case "compaction":  # a summary of the conversation before this block
+            return _require_string(block.content or "", f"{path}.content")
+        case "tool_addition":
+            return describe_addition(require(block.tool, f"{path}.tool"), f"{path}.tool")
+        case "tool_removal":
+            return describe_removal(require(block.tool, f"{path}.tool"), f"{path}.tool")
+        case _:
+            return _build_text(block, path, omit=omit)
+    return None
+
+
+def _build_text(block: TextBlock, path: str, *, omit: bool) -> str:
+    match block.type:
+        case "image":
+            return read_attachment("image", path, omit=omit)
+        case "document":
+            return _build_document(block, path, omit=omit)
+        case "search_result":
+            content = require(block.content, f"{path}.content")
+            text = _build_plain_text(content, f"{path}.content")
+            return _join(block.title, _require_string(block.source, f"{path}.source"), text)
+        case "tool_reference":
+            return f"Tool: {require(block.tool_name, f'{path}.tool_name')}"
+        case _:
+            return require(block.text, f"{path}.text")
+
+
+def _build_document(block: TextBlock, path: str, *, omit: bool) -> str:
+    at = f"{path}.source"
+    source = require(block.source, at)
+    if not isinstance(source, Source):
+        raise invalid_request(at, f"{at} must be an object, not {quote_value(source)}")
+    kind = require(source.type, f"{at}.type")
     if kind == "text":
-        text = source.required_string("data")
+        text = require(source.data, f"{at}.data")
     elif kind == "content":
-        text = _read_plain_text(source.required("content"), source.path("content"))
+        text = _build_plain_text(require(source.content, f"{at}.content"), f"{at}.content")
     elif omit:
         text = read_attachment("file", path, omit=True)
     else:
         raise invalid_request(
-            source_path,
-            f"{source_path}: a document from {quote_value(kind)} is not supported: send its text "
-            "as a source of type text or content",
+            at,
+            f"{at}: a document from {quote_value(kind)} is not supported: send its text as a "
+            "source of type text or content",
         )
-    return _join(block.string("title"), block.string("context"), text)
+    return _join(block.title, block.context, text)
 
 
-def _search_result(block: Fields, path: str, *, omit: bool) -> str:
-    text = _read_plain_text(block.required("content"), block.path("content"))
-    return _join(block.string("title"), block.required_string("source"), text)
-
-
-def _tool_reference(block: Fields, path: str, *, omit: bool) -> str:
-    return f"Tool: {block.required_string('tool_name')}"
-
-
-def _compaction(block: Fields, path: str) -> str:
-    """Returns the summary of the conversation before this block."""
-    return block.string("content") or ""
-
-
-def _read_plain_text(value: object, path: str) -> str:
-    """Reads a string or text blocks. Documents cannot be nested."""
-    if isinstance(value, str):
-        return value
+def _build_plain_text(content: str | Sequence[PlainBlock], path: str) -> str:
+    """Returns a string or the text of text blocks. Documents cannot be nested."""
+    if isinstance(content, str):
+        return content
     texts: list[str] = []
-    for block, at in _iter_blocks(value, path):
-        if (kind := block.required_string("type")) != "text":
-            raise _unsupported_block(at, kind, ("text",))
-        texts.append(block.required_string("text"))
+    for index, block in enumerate(content):
+        _check_type(block, f"{path}.{index}", ("text",))
+        texts.append(require(block.text, f"{path}.{index}.text"))
     return _join(*texts)
+
+
+def _require_string(value: object, path: str) -> str:
+    value = require(value, path)
+    if not isinstance(value, str):
+        raise invalid_request(path, f"{path} must be a string, not {quote_value(value)}")
+    return value
 
 
 def _join(*texts: str | None) -> str:
     return "\n".join(filter(None, texts))
-
-
-class _TextReader(Protocol):
-    def __call__(self, block: Fields, path: str, *, omit: bool) -> str: ...
-
-
-_TEXT_READERS: Mapping[str, _TextReader] = {
-    "text": _text,
-    "image": _image,
-    "document": _document,
-    "search_result": _search_result,
-    "tool_reference": _tool_reference,
-}
-
-
-# Blocks that are specific to one role
-
-
-def _add_text(text: str, content: MessageContent) -> None:
-    if text:
-        content.texts.append(text)
-
-
-def _read_text_block(block: Fields, path: str, content: MessageContent) -> None:
-    _add_text(block.required_string("text"), content)
-
-
-def _read_compaction(block: Fields, path: str, content: MessageContent) -> None:
-    _add_text(_compaction(block, path), content)
-
-
-def _read_thinking(block: Fields, path: str, content: MessageContent) -> None:
-    """Reads reasoning. The signature is not verified, but it may contain the text."""
-    text = block.string("thinking") or decode_reasoning(block.string("signature") or "")
-    if text:
-        content.reasoning.append(text)
-
-
-def _read_tool_use(block: Fields, path: str, content: MessageContent) -> None:
-    """Reads a tool call. The order of the keys in its input is preserved, because a different order
-    would change the prompt."""
-    input_ = block.mapping("input") or {}
-    content.calls.append(
-        ToolCall(
-            id=to_call_id(block.required_string("id")),
-            name=block.required_string("name"),
-            arguments=orjson.dumps(input_).decode(),
-        )
-    )
-
-
-def _read_tool_result(block: Fields, path: str, content: MessageContent) -> None:
-    value = block.value("content")
-    content.results.append(
-        Message(
-            role="tool",
-            content="\n".join(read_texts(value or "", block.path("content"), omit=True)),
-            tool_call_id=to_call_id(block.required_string("tool_use_id")),
-            is_error=block.boolean("is_error") or False,
-        )
-    )
-
-
-def _read_addition(block: Fields, path: str, content: MessageContent) -> None:
-    _add_text(describe_addition(block), content)
-
-
-def _read_removal(block: Fields, path: str, content: MessageContent) -> None:
-    _add_text(describe_removal(block), content)
-
-
-_Reader = Callable[[Fields, str, MessageContent], None]
-
-_READERS: Mapping[str, Mapping[str, _Reader]] = {
-    "user": {
-        "text": _read_text_block,
-        "tool_result": _read_tool_result,
-        "compaction": _read_compaction,
-    },
-    "assistant": {
-        "text": _read_text_block,
-        "thinking": _read_thinking,
-        "tool_use": _read_tool_use,
-        "compaction": _read_compaction,
-    },
-    "system": {
-        "text": _read_text_block,
-        "tool_addition": _read_addition,
-        "tool_removal": _read_removal,
-    },
-}

@@ -23,10 +23,11 @@ from app.api.generate_endpoint import (
     ParsedRequest,
     resolve_requested,
 )
+from app.api.schema.anthropic import COUNT_TOKENS
 from app.core.ports import Generate, ModelCard, Models, ResolvedModel
 from app.core.settings import Settings
 from app.http.auth import get_caller, is_admin
-from app.http.body import MAX_CHAT_VALUES, RequestBodies
+from app.http.body import RequestBodies
 from app.http.responses import JsonObject, json_response
 
 ERRORS = AnthropicErrors()
@@ -35,13 +36,11 @@ ERRORS = AnthropicErrors()
 def routes(
     generate: Generate, models: Models, settings: Settings, bodies: RequestBodies
 ) -> list[Route]:
-    create = GenerateEndpoint(
-        _prepare_message, generate, models, settings, bodies, max_values=MAX_CHAT_VALUES
-    )
+    create = GenerateEndpoint(_prepare_message, generate, models, settings, bodies)
 
     async def count_tokens(request: Request) -> Response:
-        async with bodies.receive_json(request.scope, request.receive, MAX_CHAT_VALUES) as body:
-            model, parsed = await body.read(partial(resolve_requested, models), _read_counted)
+        async with bodies.receive_json(request.scope, request.receive, 0) as body:
+            model, parsed = await body.read_bytes(partial(resolve_requested, models), _read_counted)
             counted = replace(
                 parsed.request, caller=get_caller(request.scope), admin=is_admin(request.scope)
             )
@@ -55,7 +54,7 @@ def routes(
     ]
 
 
-def _prepare_message(body: object, _caller: str, card: ModelCard) -> ParsedRequest:
+def _prepare_message(body: bytearray, _caller: str, card: ModelCard) -> ParsedRequest:
     parsed = parse_messages_request(body, card)
     metadata = MessageMetadata(
         id=f"msg_{os.urandom(12).hex()}",
@@ -71,9 +70,9 @@ def _prepare_message(body: object, _caller: str, card: ModelCard) -> ParsedReque
 
 
 def _read_counted(
-    body: object, model: ResolvedModel
+    body: bytearray, model: ResolvedModel
 ) -> tuple[ResolvedModel, ParsedMessagesRequest]:
-    return model, parse_messages_request(body, model.card, counts_only=True)
+    return model, parse_messages_request(body, model.card, decoder=COUNT_TOKENS)
 
 
 def _render_count(parsed: ParsedMessagesRequest, tokens: int) -> Response:

@@ -1,4 +1,4 @@
-"""Anthropic's messages: converts JSON to a conversation.
+"""Anthropic's messages: converts their structs to a conversation.
 
 Knows: the system prompt, the order of roles, tool calls and their results, assistant prefill,
 messages that later requests do not contain. Must not know: block types (content_blocks.py in the
@@ -14,23 +14,15 @@ from dataclasses import dataclass
 
 from app.api.anthropic.content_blocks import (
     MessageContent,
+    build_content,
+    build_texts,
     has_tool_result,
-    read_content,
-    read_texts,
 )
-from app.api.attachments import is_new_question, peek
-from app.api.fields import Fields, invalid_request, quote_value
+from app.api.attachments import is_new_question
+from app.api.fields import invalid_request
 from app.api.openai.messages import normalize_content
+from app.api.schema.anthropic import AnthropicMessage, MessagesBody
 from app.core.requests import Conversation, Message
-
-# The last two occur in Claude Code's requests, according to reports for other servers.
-_ROLES = {
-    "user": "user",
-    "assistant": "assistant",
-    "system": "system",
-    "ctx": "user",
-    "msg": "user",
-}
 
 # the separators between the blocks of the system prompt and between the blocks of a user message;
 # the texts of an assistant message are joined without a separator
@@ -42,24 +34,9 @@ _SYSTEM_SEPARATOR, _USER_SEPARATOR = "\n\n", "\n"
 # prefix cache hit (anthropics/claude-code#68900).
 _BILLING_HEADER = re.compile(r"\s*x-anthropic-billing-header:[^\n]*(?:\n+|$)")
 
-# the attributes of a response, which is also a message
-RESPONSE_FIELDS = (
-    "container",
-    "context_management",
-    "id",
-    "model",
-    "stop_details",
-    "stop_reason",
-    "stop_sequence",
-    "type",
-    "usage",
-)
-
-EFFORTS = ("low", "medium", "high", "xhigh", "max")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadMessages:
+class MessageHistory:
     """The conversation of a request. effort: the reasoning effort that a system message sets for
     the current turn. omitted: the types of the omitted blocks, with the names used in this
     module."""
@@ -79,29 +56,32 @@ class _Turn:
     effort: str | None = None
 
 
-def read_messages(fields: Fields) -> ReadMessages:
-    """Reads `system` and `messages`. Raises AppError(INVALID)."""
-    fields.required("messages")
-    values = fields.array("messages")
-    if not values:
-        raise invalid_request("messages", "messages must contain at least one message")
-    question = len(values) - 1 if is_new_question([*map(_peek_role, values)]) else None
-    read = [_read_turn(value, n, omit=n != question) for n, value in enumerate(values)]
+def build_messages(body: MessagesBody) -> MessageHistory:
+    """Converts `system` and `messages`. Raises AppError(INVALID)."""
+    roles = [
+        "tool" if _get_role(one) == "user" and has_tool_result(one.content) else _get_role(one)
+        for one in body.messages
+    ]
+    question = len(roles) - 1 if is_new_question(roles) else None
+    read = [
+        _build_turn(message, f"messages.{index}", omit=index != question)
+        for index, message in enumerate(body.messages)
+    ]
     turns = _merge(_drop_cleared(read))
     messages = _build_messages(turns)
     if not messages:
         raise invalid_request("messages", "messages must contain at least one message with content")
     last = messages[-1]
     if last.role == "assistant" and last.tool_calls:
-        path = f"messages.{len(values) - 1}"
+        path = f"messages.{len(roles) - 1}"
         raise invalid_request(
             path,
             f"{path}: tool_use blocks must be followed by a user message with their tool_result "
             "blocks",
         )
-    return ReadMessages(
+    return MessageHistory(
         conversation=Conversation(
-            messages=(*_read_system(fields), *messages),
+            messages=(*_build_system_prompt(body), *messages),
             continue_final=last.role == "assistant" and bool(last.content or last.reasoning),
         ),
         effort=_find_effort(turns),
@@ -109,44 +89,26 @@ def read_messages(fields: Fields) -> ReadMessages:
     )
 
 
-def _read_system(fields: Fields) -> list[Message]:
-    """Reads the system prompt and removes Claude Code's billing header."""
-    value = fields.value("system")
-    if value is None:
-        return []
-    texts = read_texts(value, "system")
+def _build_system_prompt(body: MessagesBody) -> list[Message]:
+    """Converts the system prompt, without Claude Code's billing header."""
+    texts = build_texts(body.system, "system")
     if texts:
         texts[0] = strip_billing_header(texts[0])
     text = _SYSTEM_SEPARATOR.join(filter(None, texts))
     return [Message(role="system", content=text)] if text else []
 
 
-def _peek_role(value: object) -> str:
-    """Returns the role of a message that is not yet checked, for `is_new_question`."""
-    role = _ROLES.get(str(peek(value, "role")), "")
-    return "tool" if role == "user" and has_tool_result(peek(value, "content")) else role
+def _get_role(message: AnthropicMessage) -> str:
+    return "user" if message.role in ("ctx", "msg") else message.role
 
 
-def _read_turn(value: object, place: int, *, omit: bool) -> _Turn:
-    path = f"messages.{place}"
-    fields = Fields.from_value(value, path)
-    role_name = fields.required_string("role")
-    if role_name not in _ROLES:
-        at = fields.path("role")
-        raise invalid_request(
-            at, f"{at} must be user, assistant or system, not {quote_value(role_name)}"
-        )
-    role = _ROLES[role_name]
-    content = read_content(fields.value("content"), fields.path("content"), role, omit=omit)
+def _build_turn(message: AnthropicMessage, path: str, *, omit: bool) -> _Turn:
+    role = _get_role(message)
+    content = build_content(message.content, f"{path}.content", role, omit=omit)
     turn = _Turn(role=role, content=content)
     if role == "system":
-        cleared = fields.one_of("clear_at", ("never", "next_user_message"))
-        turn.is_temporary = cleared == "next_user_message"
-        output_config = fields.nested("output_config")
-        if output_config is not None:
-            turn.effort = output_config.one_of("effort", EFFORTS)
-    # a client may append a response to the conversation as it is
-    fields.ignore_unknown(*RESPONSE_FIELDS)
+        turn.is_temporary = message.clear_at == "next_user_message"
+        turn.effort = None if message.output_config is None else message.output_config.effort
     return turn
 
 

@@ -1,57 +1,24 @@
-"""Requests of /v1/messages: converts JSON to a generate request.
+"""Requests of /v1/messages: converts their struct to a generate request.
 
-Knows: every field of Anthropic's API and its betas, the sampling fields shared by all generation
-endpoints. Must not know: response formats.
-
-Each field has an effect, is listed in ACCEPTED_FIELDS because it cannot change a response, or is
-rejected with an error that identifies it. Unknown fields follow the rule in
-app/api/unknown_fields.py. `metadata` and `context_management` may have any attributes.
-
-Format: Anthropic's API reference, "Create a Message" and "Count tokens in a Message".
+Knows: which fields of Anthropic's API have an effect. Must not know: response formats. The modules
+in app/api/openai convert the fields that are shared with chat completions.
 """
 
 from dataclasses import dataclass
 
 from app.api.anthropic.errors import THREAD_UNSUPPORTED
-from app.api.anthropic.messages import EFFORTS, read_messages
-from app.api.anthropic.tools import read_tools
-from app.api.fields import Fields, as_mapping, invalid_request
-from app.api.openai.request import check_model, read_keep_alive
-from app.api.openai.sampling import build_sampling
-from app.api.openai.structured_outputs import build_json_schema
+from app.api.anthropic.messages import build_messages
+from app.api.anthropic.tools import build_tools
+from app.api.fields import invalid_request
+from app.api.openai.request import get_keep_alive
+from app.api.openai.sampling import build_sampling, to_tuple
+from app.api.openai.structured_outputs import build_named_schema
+from app.api.schema.anthropic import MESSAGES, AnthropicThinking, MessagesBody, OutputConfig
 from app.api.schema.decode import BodyDecoder
-from app.api.schema.fields import decode_fields
-from app.api.schema.generation import MAX_STOP_STRINGS, SAMPLING_FIELDS, SamplingFields
 from app.core.errors import AppError, ErrorKind
 from app.core.ports import ModelCard
 from app.core.request_context import add_notice
 from app.core.requests import GenerateRequest, JsonSchema, ReasoningOptions
-from app.core.sampling_params import INT32_MAX
-
-# Fields that cannot change a response here. They concern the location and price of Anthropic's
-# service, the user, or features of Anthropic's servers. `cache_control` is not needed, because
-# every prefix is cached automatically.
-ACCEPTED_FIELDS = (
-    "anthropic_version",
-    "betas",
-    "billing_policy",
-    "cache_control",
-    "compaction",
-    "container",
-    "diagnostics",
-    "fallback_credit_token",
-    "fallbacks",
-    "inference_geo",
-    "metadata",
-    "service_tier",
-    "speed",
-    "user_profile_id",
-    "workspace_id",
-)
-
-_SAMPLING = BodyDecoder(SamplingFields)
-
-_THINKING_TYPES = ("enabled", "adaptive", "between_tools", "disabled")
 
 # The fraction of the context that a prompt must leave for the output, unless `max_tokens` is lower.
 # If `max_tokens` exceeds the remaining context, it is reduced. But if a response ended after a few
@@ -73,119 +40,74 @@ class ParsedMessagesRequest:
 
 
 def parse_messages_request(
-    body: object, card: ModelCard, *, counts_only: bool = False
+    data: bytes | bytearray, card: ModelCard, *, decoder: BodyDecoder[MessagesBody] = MESSAGES
 ) -> ParsedMessagesRequest:
     """Parses the body of POST /v1/messages, or of /v1/messages/count_tokens. Raises
     AppError(INVALID)."""
-    fields = Fields.from_value(body)
-    check_model(fields)
-    max_tokens = _read_max_tokens(fields, required=not counts_only)
-    content = read_messages(fields)
-    tools = read_tools(fields)
-    effort, grammar = _read_output_config(fields)
-    thinking = fields.nested("thinking")
-    request = GenerateRequest(
-        model=card.id,
-        prompt=content.conversation,
-        sampling=build_sampling(decode_fields(fields, _SAMPLING, SAMPLING_FIELDS)),
-        max_tokens=max_tokens,
-        output_reserve=max(1, min(max_tokens or 1, card.context_length // _RESERVED_SHARE)),
-        stop=fields.strings("stop_sequences", MAX_STOP_STRINGS),
-        # a required tool call leaves no text to constrain
-        grammar=None if tools.options.must_call else grammar,
-        tools=tools.options.tools,
-        tool_choice=tools.options.choice,
-        tool_schemas="prefer",
-        parallel_tool_calls=tools.options.parallel,
-        reasoning=_read_reasoning(thinking, content.effort or effort, max_tokens),
-        keep_alive=read_keep_alive(fields),
-    )
-    parsed = ParsedMessagesRequest(
-        request=request,
-        model=fields.string("model") or card.id,
-        stream=fields.boolean("stream") or False,
-        hides_thinking=thinking is not None and thinking.value("display") == "omitted",
-        manages_context=_read_context_management(fields),
-    )
-    _report_omitted(tools.omitted, content.omitted)
-    _check_remaining(fields)
-    fields.check_unknown()
-    return parsed
-
-
-def _read_max_tokens(fields: Fields, *, required: bool) -> int | None:
-    """Reads `max_tokens`. 0 computes the prompt for the prefix cache, but generates no tokens."""
-    if required:
-        fields.required("max_tokens")
-    return fields.integer("max_tokens", 0, INT32_MAX)
-
-
-def _read_output_config(fields: Fields) -> tuple[str | None, JsonSchema | None]:
-    """Reads the reasoning effort and the output schema. In an older beta, the schema is in
-    `output_format`."""
-    config, older = fields.nested("output_config"), fields.nested("output_format")
-    effort, format_ = None, older
-    if config is not None:
-        effort = config.one_of("effort", EFFORTS)
-        newer = config.nested("format")
-        config.value("task_budget")  # Anthropic's models see it in the prompt; it limits nothing
-        config.check_unknown()
-        if older is not None and newer is not None:
-            raise invalid_request(
-                "output_format",
-                "output_format is an older name of output_config.format: keep one of them",
-            )
-        format_ = older if newer is None else newer
-    if format_ is None:
-        return effort, None
-    format_.required_one_of("type", ("json_schema",))
-    path = format_.path("schema")
-    schema = build_json_schema(as_mapping(format_.required("schema"), path), path)
-    format_.check_unknown()
-    return effort, schema
-
-
-def _read_reasoning(
-    fields: Fields | None, effort: str | None, max_tokens: int | None
-) -> ReasoningOptions:
-    """Reads `thinking`. Without it, the model's default applies. An option that the model does not
-    support is not an error, because the same request must work with every model."""
-    if fields is None:
-        return ReasoningOptions(effort=effort, lenient=True)
-    kind = fields.required_one_of("type", _THINKING_TYPES)
-    fields.one_of("display", ("summarized", "omitted"))
-    budget = fields.integer("budget_tokens", 1, INT32_MAX)
-    fields.check_unknown()
-    if kind == "disabled":
-        return ReasoningOptions(effort="none", lenient=True)
-    if budget is not None and max_tokens is not None:
-        budget = max(0, min(budget, max_tokens - 1))  # reserves one token for the content
-    return ReasoningOptions(effort=effort, token_budget=budget, enabled=True, lenient=True)
-
-
-def _read_context_management(fields: Fields) -> bool:
-    """Reads the edits that Anthropic's servers would apply to a long conversation. This server
-    applies none of them and reports this in the response. Returns whether the field is set."""
-    management = fields.nested("context_management")
-    if management is None:
-        return False
-    for place, edit in enumerate(management.array("edits") or []):
-        Fields.from_value(edit, management.path(f"edits.{place}")).required_string("type")
-    return True
-
-
-def _check_remaining(fields: Fields) -> None:
-    for name in ACCEPTED_FIELDS:
-        fields.value(name)
-    fields.reject("mcp_servers", [], instead="connect to MCP servers in the client")
-    fields.reject("stop", [], instead="use stop_sequences")
-    if fields.value("thread") is not None:
+    body = decoder.decode(data)
+    if bytes(body.thread) != b"null":
         raise AppError(
             ErrorKind.INVALID,
             "thread: conversations are not stored: send all messages, without thread",
             param="thread",
             code=THREAD_UNSUPPORTED,
         )
+    max_tokens, config = body.max_tokens, body.output_config or OutputConfig()
+    content, tools = build_messages(body), build_tools(body)
+    grammar = _build_grammar(body, config)
+    request = GenerateRequest(
+        model=card.id,
+        prompt=content.conversation,
+        sampling=build_sampling(body),
+        # 0 computes the prompt for the prefix cache, but generates no tokens
+        max_tokens=max_tokens,
+        output_reserve=max(1, min(max_tokens or 1, card.context_length // _RESERVED_SHARE)),
+        stop=to_tuple(body.stop_sequences),
+        # a required tool call leaves no text to constrain
+        grammar=None if tools.options.must_call else grammar,
+        tools=tools.options.tools,
+        tool_choice=tools.options.choice,
+        tool_schemas="prefer",
+        parallel_tool_calls=tools.options.parallel,
+        reasoning=_build_reasoning(body.thinking, content.effort or config.effort, max_tokens),
+        keep_alive=get_keep_alive(body.keep_alive, body.ttl),
+    )
+    _report_omitted(tools.omitted, content.omitted)
+    return ParsedMessagesRequest(
+        request=request,
+        model=body.model or card.id,
+        stream=body.stream or False,
+        hides_thinking=body.thinking is not None and body.thinking.display == "omitted",
+        manages_context=body.context_management is not None,
+    )
+
+
+def _build_grammar(body: MessagesBody, config: OutputConfig) -> JsonSchema | None:
+    """Returns the constraint of the output schema. In an older beta, it is in `output_format`."""
+    older, newer = body.output_format, config.format
+    if older is not None and newer is not None:
+        raise invalid_request(
+            "output_format",
+            "output_format is an older name of output_config.format: keep one of them",
+        )
+    if newer is not None:
+        return build_named_schema(newer.schema, "output_config.format")
+    return None if older is None else build_named_schema(older.schema, "output_format")
+
+
+def _build_reasoning(
+    thinking: AnthropicThinking | None, effort: str | None, max_tokens: int | None
+) -> ReasoningOptions:
+    """Without `thinking`, the model's default applies. An option that the model does not support is
+    not an error, because the same request must work with every model."""
+    if thinking is None:
+        return ReasoningOptions(effort=effort, lenient=True)
+    if thinking.type == "disabled":
+        return ReasoningOptions(effort="none", lenient=True)
+    budget = thinking.budget_tokens
+    if budget is not None and max_tokens is not None:
+        budget = max(0, min(budget, max_tokens - 1))  # reserves one token for the content
+    return ReasoningOptions(effort=effort, token_budget=budget, enabled=True, lenient=True)
 
 
 def _report_omitted(tools: tuple[str, ...], blocks: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Anthropic's tools: converts JSON to functions that the model may or must call.
+"""Anthropic's tools: converts their structs to functions that the model may or must call.
 
 Knows: functions, tools with a schema implied by their type, server tools, `tool_choice`. Must not
 know: the syntax of calls, the supported schemas.
@@ -7,37 +7,25 @@ Client tools of any type are converted to functions. Server tools, which run on 
 are omitted with a notice. A request that requires a call to a server tool is rejected.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
+from msgspec import Raw
 
-from app.api.fields import Fields, as_mapping, invalid_request, quote_value
-from app.api.openai.tools import (
-    NO_PARAMETERS,
-    ToolOptions,
-    check_tool_names,
-    read_tool_name,
-    unknown_tool_error,
+from app.api.fields import invalid_request, quote_value
+from app.api.openai.tools import NO_PARAMETERS, ToolOptions, check_tool_names, unknown_tool_error
+from app.api.schema.anthropic import (
+    AnthropicTool,
+    AnthropicToolChoice,
+    ChangedTool,
+    MessagesBody,
+    get_tool_kind,
 )
+from app.api.schema.decode import decode_object, require
 from app.core.errors import AppError
 from app.core.requests import NamedToolChoice, Tool, ToolChoice
-
-# `web_search_20250305` is a version of `web_search`.
-_VERSION_SUFFIX = re.compile(r"_\d{8}$", re.ASCII)
-
-# Attributes of tools without effect. Every tool is in the prompt, and every prefix is cached.
-_ACCEPTED_ATTRIBUTES = (
-    "allowed_callers",
-    "cache_control",
-    "defer_loading",
-    "display_number",
-    "eager_input_streaming",
-    "enable_zoom",
-    "max_characters",
-)
 
 # The types of server tools, and of toolsets without a published schema.
 _HOSTED_TYPES = (
@@ -54,7 +42,7 @@ _HOSTED_TYPES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadTools:
+class MessageTools:
     """The tools of a request. omitted: the types of the omitted tools, with the names used in this
     module."""
 
@@ -71,87 +59,81 @@ class _ClientTool:
     parameters: Mapping[str, Any]
 
 
-def read_tools(fields: Fields) -> ReadTools:
-    """Reads `tools` and `tool_choice`. Raises AppError(INVALID)."""
+def build_tools(body: MessagesBody) -> MessageTools:
+    """Converts `tools` and `tool_choice`. Raises AppError(INVALID)."""
     tools: list[Tool] = []
     omitted: dict[str, str] = {}  # name → type
-    for place, value in enumerate(fields.array("tools") or []):
-        tool = Fields.from_value(value, f"tools.{place}")
-        kind = _VERSION_SUFFIX.sub("", tool.string("type") or "custom")
-        if kind in _CLIENT_TOOLS:
-            tools.append(_read_client_tool(tool, _CLIENT_TOOLS[kind], f"tools.{place}"))
-        elif kind == "custom" or tool.value("input_schema") is not None:
-            tools.append(read_tool(tool, f"tools.{place}"))
+    for index, tool in enumerate(body.tools or ()):
+        kind, path = get_tool_kind(tool.type), f"tools.{index}"
+        if (client_tool := _CLIENT_TOOLS.get(kind)) is not None:
+            tools.append(_build_client_tool(tool, client_tool, path))
+        elif kind == "custom" or bytes(tool.input_schema) != b"null":
+            tools.append(_build_function(tool, path))
         else:
             hosted = kind if kind in _HOSTED_TYPES else "unknown"
-            omitted[tool.string("name") or hosted] = hosted
-            continue  # its options are meaningless here
-        tool.ignore_unknown(*_ACCEPTED_ATTRIBUTES)
+            omitted[tool.name or hosted] = hosted
     check_tool_names(tools)
-    choice, parallel = _read_choice(fields.nested("tool_choice"), tools, omitted)
-    return ReadTools(
+    choice, parallel = _build_choice(body.tool_choice, tools, omitted)
+    return MessageTools(
         options=ToolOptions(tools=tuple(tools), choice=choice, parallel=parallel),
         omitted=tuple(sorted(set(omitted.values()))),
     )
 
 
-def read_tool(fields: Fields, path: str) -> Tool:
-    """Reads a function definition."""
-    fields.required("input_schema")
-    description = fields.string("description")
-    examples = fields.array("input_examples")
-    if examples:
-        texts = [orjson.dumps(_as_example(one, fields)).decode() for one in examples]
+def _build_function(tool: AnthropicTool, path: str) -> Tool:
+    parameters = decode_object(tool.input_schema, f"{path}.input_schema")
+    description = tool.description
+    if tool.input_examples:
+        texts = [_encode_example(one, f"{path}.input_examples") for one in tool.input_examples]
         description = "\n".join([*filter(None, [description]), "Examples of arguments:", *texts])
     return Tool(
-        name=read_tool_name(fields),
+        name=require(tool.name, f"{path}.name"),
         description=description,
-        parameters=fields.mapping("input_schema") or NO_PARAMETERS,
-        strict=fields.boolean("strict") or False,
+        parameters=require(parameters, f"{path}.input_schema") or NO_PARAMETERS,
+        strict=tool.strict or False,
         param=path,
     )
 
 
-def _as_example(value: object, fields: Fields) -> Mapping[str, Any]:
-    return as_mapping(value, fields.path("input_examples"))
+def _encode_example(value: Raw, path: str) -> str:
+    return orjson.dumps(require(decode_object(value, path), path)).decode()
 
 
-def _read_client_tool(fields: Fields, tool: _ClientTool, path: str) -> Tool:
-    description = tool.description
-    size = [fields.integer(f"display_{side}_px", 1, 1 << 20) for side in ("width", "height")]
-    if None not in size:
-        description += f" The screen has {size[0]} x {size[1]} pixels."
+def _build_client_tool(tool: AnthropicTool, implied: _ClientTool, path: str) -> Tool:
+    description, width, height = implied.description, tool.display_width_px, tool.display_height_px
+    if width is not None and height is not None:
+        description += f" The screen has {width} x {height} pixels."
     return Tool(
-        name=read_tool_name(fields) if fields.value("name") is not None else tool.name,
+        name=implied.name if tool.name is None else tool.name,
         description=description,
-        parameters=tool.parameters,
-        strict=fields.boolean("strict") or False,
+        parameters=implied.parameters,
+        strict=tool.strict or False,
         param=path,
     )
 
 
-def _read_choice(
-    fields: Fields | None, tools: Sequence[Tool], omitted: Mapping[str, str]
+def _build_choice(
+    choice: AnthropicToolChoice | None, tools: Sequence[Tool], omitted: Mapping[str, str]
 ) -> tuple[ToolChoice, bool]:
     """Returns the tool choice, and whether a response may contain several calls."""
-    if fields is None:
+    if choice is None:
         return "auto", True
-    kind = fields.required_one_of("type", ("auto", "any", "tool", "none"))
-    parallel = fields.boolean("disable_parallel_tool_use") is not True
-    fields.string("name")  # only "tool" requires it
-    fields.check_unknown()
-    if kind == "tool":
-        name = fields.required_string("name")
-        if all(tool.name != name for tool in tools):
-            raise _unknown_tool(fields.path("name"), name, hosted=name in omitted)
-        return NamedToolChoice(name=name), parallel
-    if kind == "any":
-        if not tools:
-            raise invalid_request(
-                "tool_choice", "tool_choice: any requires a tool that the client can run"
-            )
-        return "required", parallel
-    return ("none" if kind == "none" else "auto"), parallel
+    parallel = choice.disable_parallel_tool_use is not True
+    match choice.type:
+        case "tool":
+            path = "tool_choice.name"
+            name = require(choice.name, path)
+            if all(tool.name != name for tool in tools):
+                raise _unknown_tool(path, name, hosted=name in omitted)
+            return NamedToolChoice(name=name), parallel
+        case "any":
+            if not tools:
+                raise invalid_request(
+                    "tool_choice", "tool_choice: any requires a tool that the client can run"
+                )
+            return "required", parallel
+        case kind:
+            return kind, parallel
 
 
 def _unknown_tool(path: str, name: str, *, hosted: bool) -> AppError:
@@ -164,28 +146,24 @@ def _unknown_tool(path: str, name: str, *, hosted: bool) -> AppError:
     return unknown_tool_error(path, name)
 
 
-def describe_addition(fields: Fields) -> str:
+def describe_addition(tool: ChangedTool, path: str) -> str:
     """Describes a tool added by a system message. Chat templates list tools only at the start,
     where a change would invalidate the cached prefix."""
-    tool, path = _read_change(fields)
-    name = tool.string("tool_name") or read_tool_name(tool)
-    if tool.value("input_schema") is None:
+    name = _get_changed_name(tool, path)
+    if bytes(tool.input_schema) == b"null":
         return f"The tool {name} is available from here on."
-    function = read_tool(tool, path)
+    function = _build_function(tool, path)
     schema = orjson.dumps(function.parameters).decode()
     described = f": {function.description}" if function.description else "."
     return f"The tool {name} is available from here on{described}\nArguments: {schema}"
 
 
-def describe_removal(fields: Fields) -> str:
-    tool, _ = _read_change(fields)
-    name = tool.string("tool_name") or read_tool_name(tool)
-    return f"The tool {name} is not available from here on."
+def describe_removal(tool: ChangedTool, path: str) -> str:
+    return f"The tool {_get_changed_name(tool, path)} is not available from here on."
 
 
-def _read_change(fields: Fields) -> tuple[Fields, str]:
-    path = fields.path("tool")
-    return Fields.from_value(fields.required("tool"), path), path
+def _get_changed_name(tool: ChangedTool, path: str) -> str:
+    return tool.tool_name or require(tool.name, f"{path}.name")
 
 
 def _schema(required: Sequence[str], **properties: Mapping[str, Any]) -> Mapping[str, Any]:

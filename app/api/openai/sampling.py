@@ -131,10 +131,10 @@ def build_stop_conditions(
     stop_conditions = StopConditions(
         min_tokens=body.min_tokens or 0,
         ignore_eos=body.ignore_eos or False,
-        stop=_to_tuple(body.stop),
+        stop=to_tuple(body.stop),
         stop_token_ids=_sort_token_ids(body.stop_token_ids),
         include_stop=body.include_stop_str_in_output or False,
-        bad_words=_build_bad_words(_to_tuple(body.bad_words)),
+        bad_words=_build_bad_words(to_tuple(body.bad_words)),
     )
     if max_tokens is not None and stop_conditions.min_tokens > max_tokens:
         raise invalid_request(
@@ -152,7 +152,7 @@ def build_stop_conditions(
     return stop_conditions
 
 
-def _to_tuple(texts: str | Sequence[str] | None) -> tuple[str, ...]:
+def to_tuple(texts: str | Sequence[str] | None) -> tuple[str, ...]:
     return (texts,) if isinstance(texts, str) else tuple(texts or ())
 
 

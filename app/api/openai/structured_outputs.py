@@ -13,7 +13,7 @@ import orjson
 from msgspec import Raw
 
 from app.api.fields import as_mapping, invalid_request, quote_value
-from app.api.schema.decode import check_num_fields, decode_json, decode_object
+from app.api.schema.decode import decode_json, decode_object
 from app.api.schema.formats import (
     JsonObjectFormat,
     JsonSchemaFormat,
@@ -22,6 +22,7 @@ from app.api.schema.formats import (
 )
 from app.api.schema.openai import CommonFields
 from app.core.requests import ChoiceGrammar, Grammar, JsonSchema, LarkGrammar, Regex
+from app.http.body import FieldCounter
 
 ANY_OBJECT_SCHEMA = '{"type":"object"}'
 
@@ -115,7 +116,7 @@ def _build_json(value: Raw, at: str) -> JsonSchema | None:
         return None
     if isinstance(schema, str):
         text, schema = schema, None
-        check_num_fields(text.encode())
+        FieldCounter().feed(text.encode())
         try:
             schema = orjson.loads(text)
         except orjson.JSONDecodeError:

@@ -6,7 +6,7 @@ A field that is null is treated as absent everywhere, so every optional field ha
 `… | None`. Free JSON (schemas, variables of a template) stays `msgspec.Raw` until it is used.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -18,6 +18,9 @@ from app.core.sampling_params import INT32_MAX
 OBJECT_DECODER = msgspec.json.Decoder(dict[str, Raw])
 
 NULL = Raw(b"null")
+
+# The values of the field `type` of some objects; None if the field is absent.
+TypeNames = Container[str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class Options(msgspec.Struct, kw_only=True, frozen=True):
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {}
     ignored: ClassVar[Mapping[str, str]] = {}
-    opaque_types: ClassVar[frozenset[str]] = frozenset()
+    opaque_types: ClassVar[TypeNames] = frozenset[str | None]()
     check_names: ClassVar[bool] = True
 
 
@@ -62,6 +65,12 @@ def reject_fields(**fields: tuple[object, ...] | str) -> Mapping[str, Unsupporte
         name: Unsupported(instead=value) if isinstance(value, str) else Unsupported(neutral=value)
         for name, value in fields.items()
     }
+
+
+def ignore_fields(names: str, **described: str) -> Mapping[str, str]:
+    """Declares fields that never have an effect: names, separated by spaces, and fields with a
+    description."""
+    return {**dict.fromkeys(names.split(), "No effect."), **described}
 
 
 # The keys of `Meta.extra`: the valid values, for error messages; the name of the type's schema in
@@ -87,6 +96,17 @@ def describe(
         extra={name: value for name, value in extra.items() if value is not None} or None,
         extra_json_schema=schema,
     )
+
+
+def refer(*names: str) -> list[dict[str, str]]:
+    """Returns the JSON Schema of components of openapi.yaml."""
+    return [{"$ref": f"#/components/schemas/{name}"} for name in names]
+
+
+def refer_to_list(*names: str, nullable: bool = False, **limits: int) -> dict[str, Any]:
+    """Returns the JSON Schema of an array of these components."""
+    type_ = ["array", "null"] if nullable else "array"
+    return {"type": type_, **limits, "items": {"anyOf": refer(*names)}}
 
 
 Text = Annotated[str, Meta(min_length=1)]

@@ -5,15 +5,12 @@ Knows: the fields of messages. Must not know: the order of messages, chat templa
 For content that a text model cannot process (images, audio, files), see app/api/attachments.py.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
-from app.api.schema.base import Identifier, Item, describe, reject_fields
+from app.api.schema.base import Identifier, Item, describe, ignore_fields, reject_fields
 from app.core.sampling_params import INT64_MAX
-
-_NO_EFFECT = "No effect."
 
 
 class _Part(Item, kw_only=True, frozen=True, tag_field="type"):
@@ -25,7 +22,7 @@ class _Part(Item, kw_only=True, frozen=True, tag_field="type"):
 class TextPart(_Part, kw_only=True, frozen=True, tag="text"):
     """A text."""
 
-    ignored: ClassVar[Mapping[str, str]] = {"cache_control": _NO_EFFECT}
+    ignored = ignore_fields("cache_control")
 
     text: str
 
@@ -33,7 +30,7 @@ class TextPart(_Part, kw_only=True, frozen=True, tag="text"):
 class RefusalPart(_Part, kw_only=True, frozen=True, tag="refusal"):
     """A refusal, which counts as text."""
 
-    ignored: ClassVar[Mapping[str, str]] = {"cache_control": _NO_EFFECT}
+    ignored = ignore_fields("cache_control")
 
     refusal: str
 
@@ -41,34 +38,25 @@ class RefusalPart(_Part, kw_only=True, frozen=True, tag="refusal"):
 class ImagePart(_Part, kw_only=True, frozen=True, tag="image_url"):
     """An image. Replaced by a text, or rejected in a question."""
 
-    ignored: ClassVar[Mapping[str, str]] = {
-        "cache_control": _NO_EFFECT,
-        "image_url": "The image, or its address.",
-    }
+    ignored = ignore_fields("cache_control", image_url="The image, or its address.")
 
 
 class AudioPart(_Part, kw_only=True, frozen=True, tag="input_audio"):
     """Audio. Replaced by a text, or rejected in a question."""
 
-    ignored: ClassVar[Mapping[str, str]] = {
-        "cache_control": _NO_EFFECT,
-        "input_audio": "The audio.",
-    }
+    ignored = ignore_fields("cache_control", input_audio="The audio.")
 
 
 class FilePart(_Part, kw_only=True, frozen=True, tag="file"):
     """A file. Replaced by a text, or rejected in a question."""
 
-    ignored: ClassVar[Mapping[str, str]] = {"cache_control": _NO_EFFECT, "file": "The file."}
+    ignored = ignore_fields("cache_control", file="The file.")
 
 
 class VideoPart(_Part, kw_only=True, frozen=True, tag="video_url"):
     """vLLM's part for a video. Replaced by a text, or rejected in a question."""
 
-    ignored: ClassVar[Mapping[str, str]] = {
-        "cache_control": _NO_EFFECT,
-        "video_url": "The video, or its address.",
-    }
+    ignored = ignore_fields("cache_control", video_url="The video, or its address.")
 
 
 AttachmentPart = ImagePart | AudioPart | FilePart | VideoPart
@@ -86,9 +74,7 @@ Content = Annotated[
 class CalledFunction(Item, kw_only=True, frozen=True):
     """The function of an earlier call."""
 
-    ignored: ClassVar[Mapping[str, str]] = {
-        "parsed_arguments": "The arguments parsed by OpenAI's SDK."
-    }
+    ignored = ignore_fields("", parsed_arguments="The arguments parsed by OpenAI's SDK.")
 
     name: str
     arguments: Annotated[
@@ -115,9 +101,7 @@ class ToolCall(Item, kw_only=True, frozen=True):
 class _Message(Item, kw_only=True, frozen=True, tag_field="role"):
     """The fields of every message."""
 
-    ignored: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("annotations", "cache_control", "id"), _NO_EFFECT
-    )
+    ignored = ignore_fields("annotations cache_control id")
 
     name: Identifier = None
 
@@ -153,10 +137,9 @@ class AssistantMessage(_Message, kw_only=True, frozen=True, tag="assistant"):
     the same. Fields that servers add to responses are accepted."""
 
     unsupported = reject_fields(audio=(), function_call="use tool_calls")
-    ignored: ClassVar[Mapping[str, str]] = {
-        **_Message.ignored,
-        "parsed": "The content parsed by OpenAI's SDK.",
-    }
+    ignored = ignore_fields(
+        "annotations cache_control id", parsed="The content parsed by OpenAI's SDK."
+    )
 
     content: str | list[AssistantPart] | None = None
     refusal: str | None = None

@@ -10,7 +10,17 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Raw
 
-from app.api.schema.base import NULL, AnyObject, Identifier, Item, Options, describe, reject_fields
+from app.api.schema.base import (
+    NULL,
+    AnyObject,
+    Identifier,
+    Item,
+    Options,
+    TypeNames,
+    describe,
+    refer,
+    reject_fields,
+)
 from app.api.schema.decode import BodyDecoder
 from app.api.schema.generation import (
     USUAL_LOGPROBS,
@@ -60,13 +70,9 @@ AttachmentType = Literal["input_image", "input_file", "input_audio"]
 _DIRECT = {"type": "direct"}
 
 
-def _refer(*names: str) -> list[dict[str, str]]:
-    return [{"$ref": f"#/components/schemas/{name}"} for name in names]
-
-
 # The structs of items and tools have the fields of several types. openapi.yaml has the exact ones.
 _ITEMS = {
-    "anyOf": _refer(
+    "anyOf": refer(
         "MessageItem",
         "FunctionCallItem",
         "CustomCallItem",
@@ -75,13 +81,13 @@ _ITEMS = {
         "ItemReference",
     )
 }
-_TOOLS = {"anyOf": _refer("ResponseFunction", "CustomTool", "NamespaceTool", "HostedTool")}
+_TOOLS = {"anyOf": refer("ResponseFunction", "CustomTool", "NamespaceTool", "HostedTool")}
 
 
 class ItemPart(Item, kw_only=True, frozen=True):
     """A part of an item. The item determines which types it may have."""
 
-    opaque_types: ClassVar[frozenset[str]] = frozenset(("input_image", "input_file", "input_audio"))
+    opaque_types: ClassVar[TypeNames] = frozenset(("input_image", "input_file", "input_audio"))
 
     type: (
         Literal["input_text", "output_text", "refusal", "reasoning_text", "text", "summary_text"]
@@ -157,7 +163,7 @@ class ResponseTool(Item, kw_only=True, frozen=True):
     """A tool. The options of OpenAI's hosted tools are meaningless here."""
 
     unsupported = MemberTool.unsupported
-    opaque_types: ClassVar[frozenset[str]] = frozenset(HostedType.__args__)
+    opaque_types: ClassVar[TypeNames] = frozenset(HostedType.__args__)
 
     type: CallableType | Literal["namespace"] | HostedType
     name: FunctionName | None = None
@@ -172,7 +178,7 @@ class ResponseTool(Item, kw_only=True, frozen=True):
 class ToolReference(Options, kw_only=True, frozen=True):
     """A tool of the request."""
 
-    opaque_types: ClassVar[frozenset[str]] = ResponseTool.opaque_types
+    opaque_types: ClassVar[TypeNames] = ResponseTool.opaque_types
 
     type: CallableType | HostedType
     name: str | None = None
@@ -182,7 +188,7 @@ class ToolReference(Options, kw_only=True, frozen=True):
 class ResponseToolChoice(Options, kw_only=True, frozen=True):
     """The tool that the model must call, or the tools that it may call."""
 
-    opaque_types: ClassVar[frozenset[str]] = ResponseTool.opaque_types
+    opaque_types: ClassVar[TypeNames] = ResponseTool.opaque_types
 
     type: CallableType | HostedType | Literal["allowed_tools"]
     name: str | None = None
@@ -218,7 +224,7 @@ class TextOptions(Options, kw_only=True, frozen=True):
 
     format: Annotated[
         ResponseText | ResponseJsonObject | ResponseJsonSchema | None,
-        describe(exact=_refer("ResponseTextFormat")[0]),
+        describe(exact=refer("ResponseTextFormat")[0]),
     ] = None
     verbosity: Verbosity | None = None
 
@@ -276,7 +282,7 @@ class ResponseBody(GenerationFields, kw_only=True, frozen=True):
             "not inherit it."
         ),
     ] = None
-    previous_response_id: Annotated[str | None, describe(exact=_refer("PreviousResponseId")[0])] = (
+    previous_response_id: Annotated[str | None, describe(exact=refer("PreviousResponseId")[0])] = (
         None
     )
     store: Annotated[
@@ -305,7 +311,7 @@ class ResponseBody(GenerationFields, kw_only=True, frozen=True):
     ] = None
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | ResponseToolChoice | None,
-        describe(exact=_refer("ResponseToolChoice")[0]),
+        describe(exact=refer("ResponseToolChoice")[0]),
     ] = None
     parallel_tool_calls: Annotated[
         bool | None,

@@ -4,12 +4,11 @@ Knows: the fields of function tools in chat completions. Must not know: the synt
 supported schemas.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta, Raw
 
-from app.api.schema.base import NULL, Item, Options, describe
+from app.api.schema.base import NULL, Item, Options, describe, ignore_fields
 
 # Anthropic's limit; OpenAI's is 64. OpenAI does not allow dots in names, but the function calling
 # benchmark BFCL and its clients use them.
@@ -49,7 +48,7 @@ class Function(Item, kw_only=True, frozen=True):
 class FunctionTool(Item, kw_only=True, frozen=True):
     """A function that the model may call. Tools of other types are not supported."""
 
-    ignored: ClassVar[Mapping[str, str]] = {"cache_control": "No effect."}
+    ignored = ignore_fields("cache_control")
 
     type: Literal["function"]
     function: Function

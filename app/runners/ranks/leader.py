@@ -266,6 +266,10 @@ class LeaderLoop:
     def maintain_memory(self, idle_seconds: float) -> bool:
         return self._loop.maintain_memory(idle_seconds)
 
+    def set_spare_memory(self, num_bytes: int) -> int:
+        """Ranks have no spare memory, because all of them must evict the same prefixes."""
+        return 0
+
     def prefix_snapshot(self, max_nodes: int) -> PrefixSnapshot:
         return self._loop.prefix_snapshot(max_nodes)
 

@@ -23,8 +23,10 @@ _CONFIG_FILES = frozenset(
         INDEX,
     }
 )
-# the pooling configuration of sentence-transformers (app/serving/embeddings.py)
-_EMBEDDING_FILES = frozenset({"modules.json", "1_Pooling/config.json"})
+# the modules of sentence-transformers (app/serving/pooling_config.py, app/engine/embedding_head.py)
+_EMBEDDING_FILES = re.compile(
+    r"modules\.json|\d_Pooling/config\.json|\d_Dense/(config\.json|model\.safetensors)"
+)
 # the same weights in another layout (Mistral's own), and weights that are not a model
 _OTHER_WEIGHTS = re.compile(r"(consolidated|adapter)")
 _SAFE_NAME = re.compile(r"\w[\w.+ -]*", re.ASCII)
@@ -37,9 +39,8 @@ def select_files(paths: Iterable[str]) -> list[str]:
     top-level files are selected, because folders contain other formats of the same model."""
     paths = sorted(paths)
     root_files = [path for path in paths if _SAFE_NAME.fullmatch(path)]
-    return [path for path in paths if path in _CONFIG_FILES | _EMBEDDING_FILES] + _select_weights(
-        root_files
-    )
+    small = [p for p in paths if p in _CONFIG_FILES or _EMBEDDING_FILES.fullmatch(p)]
+    return small + _select_weights(root_files)
 
 
 def is_weights_file(path: str) -> bool:

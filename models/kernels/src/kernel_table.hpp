@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.hpp"
+#include "mamba2.hpp"
 #include "pointwise.hpp"
 #include "matmul.hpp"
 #include "matmul_tiles.hpp"
@@ -24,6 +25,8 @@ inline constexpr Kernels kTable{
     .rope_angles = rope_angles,
     .rotate = rotate,
     .glu = glu,
+    .convolve = convolve,
+    .scan = scan,
     .row_max = row_max,
     .checked_max = checked_max,
     .mask = mask,

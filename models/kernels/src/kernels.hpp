@@ -98,6 +98,20 @@ struct AttentionTask {
   std::int64_t out_head, out_step;
 };
 
+// The positions of one head of a Mamba-2 layer. `row_step` is the stride between positions of x, keys
+// and queries, `step_step` of steps and decays.
+struct ScanTask {
+  std::int64_t length, head_dim, state_size;
+  const float *x, *keys, *queries;
+  std::int64_t row_step;
+  const float *steps, *decays;
+  std::int64_t step_step;
+  float skip;
+  float* state;  // [state_size, head_dim]
+  float* out;
+  std::int64_t out_step;
+};
+
 // The passes over logits check blocks of this size before they look at single numbers.
 inline constexpr std::int64_t kSampleBlock = 64;
 
@@ -151,6 +165,15 @@ struct Kernels {
 
   // Computes out = activation(gate) * up for n elements. out may be one of the inputs.
   void (*glu)(Activation, const float* gate, const float* up, float* out, std::int64_t n);
+
+  // Computes out = silu(sum over j of taps[j] * weight[j] (+ bias if not null)) for one position.
+  // taps: `width` rows of `channels`, oldest first. weight: [width, channels].
+  void (*convolve)(const float* const* taps, std::int64_t width, const float* weight,
+                   const float* bias, std::int64_t channels, float* out);
+
+  // Computes state = decay * state + key (step * x)^T and out = query state + skip * x at each
+  // position.
+  void (*scan)(const ScanTask&);
 
   // Passes over a row of n logits, see sampling.hpp.
   float (*row_max)(const float* x, std::int64_t n);

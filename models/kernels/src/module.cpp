@@ -15,6 +15,7 @@
 #include "blocks.hpp"
 #include "isa_dispatch.hpp"
 #include "heap.hpp"
+#include "mamba2_ops.hpp"
 #include "thread_pool.hpp"
 #include "matmul_ops.hpp"
 #include "rowwise.hpp"
@@ -171,6 +172,22 @@ void bind_blocks(nb::module_& m) {
       .def("__call__", &MlpBlock::operator(), "x"_a);
 }
 
+void bind_mamba2(nb::module_& m) {
+  m.def(
+      "mamba2",
+      [](const mx::array& projected, const std::vector<mx::array>& states,
+         const std::vector<mx::array>& tails, const mx::array& conv_weight,
+         const std::optional<mx::array>& conv_bias, const mx::array& dt_bias,
+         const mx::array& a_log, const mx::array& d, const mx::array& norm_weight, float eps,
+         float min_step, float max_step) {
+        return mamba2(projected, states, tails,
+                      {conv_weight, conv_bias, dt_bias, a_log, d, norm_weight},
+                      {eps, min_step, max_step});
+      },
+      "projected"_a, "states"_a, "tails"_a, nb::kw_only(), "conv_weight"_a, "conv_bias"_a.none(),
+      "dt_bias"_a, "a_log"_a, "d"_a, "norm_weight"_a, "eps"_a, "min_step"_a, "max_step"_a);
+}
+
 }  // namespace
 
 NB_MODULE(_kernels, m) {
@@ -179,7 +196,7 @@ NB_MODULE(_kernels, m) {
   const auto number = [](int n) { return std::to_string(n); };
   m.attr("built_for") = number(MLX_VERSION_MAJOR) + "." + number(MLX_VERSION_MINOR) + "." +
                         number(MLX_VERSION_PATCH);
-  m.attr("interface") = 4;  // models/kernels/__init__.py describes it
+  m.attr("interface") = 5;  // models/kernels/__init__.py describes it
   m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
   m.def("why_no_tiles", [] { return selection().why_no_tiles; }, "Why tiles are not used, or ''.");
   m.def(
@@ -214,4 +231,5 @@ NB_MODULE(_kernels, m) {
   bind_rowwise(m);
   bind_attention(m);
   bind_blocks(m);
+  bind_mamba2(m);
 }

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from app.api.anthropic.request import ACCEPTED_FIELDS
+from app.api.schema.anthropic import MessagesBody
 from app.core.requests import Conversation, JsonSchema, ReasoningOptions
 from tests.api.anthropic.requests import body, parse_body, rejection, send, words
 from tests.fakes import CARD
@@ -88,7 +88,7 @@ def test_a_required_call_leaves_no_text_to_constrain():
 
 def test_fields_without_an_effect_change_nothing():
     plain = parse_body(body())
-    for name in ACCEPTED_FIELDS:
+    for name in MessagesBody.ignored:
         for value in ("x", 1, {"a": []}):
             assert parse_body(body(**{name: value})) == plain
 

@@ -123,6 +123,7 @@ def test_an_install_without_a_compiler_succeeds_and_reports_the_missing_kernels(
     assert blas_why in ("None", f"{cpu_backend.NOT_BUILT}: {kernels_why}")
 
 
+@pytest.mark.exhaustive
 @compiler
 def test_an_install_succeeds_after_a_compile_error_and_keeps_the_log(project):
     """A one-line extension replaces ours, which takes most of a minute to compile."""
@@ -140,6 +141,7 @@ def test_an_install_succeeds_after_a_compile_error_and_keeps_the_log(project):
     assert "this cannot be compiled" in log.read_text("utf-8")
 
 
+@pytest.mark.exhaustive
 @compiler
 def test_a_module_built_with_another_nanobind_is_not_installed(project):
     """With another nanobind than that of MLX, our functions would reject MLX's arrays."""

@@ -1,4 +1,5 @@
-"""Pooling and normalisation, against the definitions of the papers."""
+"""The queue of embedding jobs, and pooling and normalisation, against the definitions of the
+papers."""
 
 import math
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from app.core.requests import PoolingType
-from app.engine.embedder import normalize, pool_hidden_states, pooling_weights, vectors_to_bytes
+from app.engine.embed_queue import normalize, pool_hidden_states, pooling_weights, vectors_to_bytes
 
 HIDDEN: Any = np.random.default_rng(0).standard_normal((3, 7, 5)).astype(np.float32)
 LENGTHS = (7, 1, 4)
@@ -30,6 +31,12 @@ def test_mean_pooling_ignores_padding() -> None:
     )
 
 
+def test_cls_pooling_uses_the_first_position() -> None:
+    np.testing.assert_array_equal(
+        pool_hidden_states(mx.array(HIDDEN), batch_weights("cls")), HIDDEN[:, 0]
+    )
+
+
 def test_last_pooling_ignores_padding() -> None:
     expected = [HIDDEN[row, length - 1] for row, length in enumerate(LENGTHS)]
     np.testing.assert_array_equal(
@@ -37,7 +44,7 @@ def test_last_pooling_ignores_padding() -> None:
     )
 
 
-@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("pooling", ["mean", "last", "cls"])
 @pytest.mark.parametrize("cut", [1, 3, 6])
 def test_chunks_add_up_to_the_full_vector(pooling: PoolingType, cut: int) -> None:
     full = pool_hidden_states(mx.array(HIDDEN[:1]), mx.array([pooling_weights(pooling, 7, 0, 7)]))

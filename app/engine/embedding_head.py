@@ -1,0 +1,130 @@
+"""What sentence-transformers applies to pooled hidden states: dense layers and the norm.
+
+Knows: modules.json and the folders that it lists, as saved by sentence-transformers 5. Must not
+know: pooling, jobs, models.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from app.core.errors import AppError, ErrorKind
+from app.engine.embed_queue import normalize
+from app.engine.weights import open_shard
+
+_WEIGHTS, _CONFIG = "model.safetensors", "config.json"
+
+# The activations of a dense layer, by the name of their class in torch.
+_ACTIVATIONS: Mapping[str, Callable[[mx.array], mx.array]] = {
+    "Identity": lambda x: x,
+    "Tanh": mx.tanh,
+    "ReLU": nn.relu,
+    "GELU": nn.gelu,
+    "SiLU": nn.silu,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseLayer:
+    """weight: [out, in]. bias: [out] or None."""
+
+    weight: mx.array
+    bias: mx.array | None
+    activation: Callable[[mx.array], mx.array]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        # each row by itself: a product of several rows may round differently
+        rows = [x[row : row + 1] @ self.weight.T for row in range(x.shape[0])]
+        product = mx.concatenate(rows)
+        return self.activation(product if self.bias is None else product + self.bias)
+
+
+class EmbeddingHead:
+    """Converts pooled hidden states to embeddings. hidden_size: their width."""
+
+    def __init__(self, hidden_size: int, layers: Sequence[DenseLayer] = ()) -> None:
+        self._layers = tuple(layers)
+        self._size = layers[-1].weight.shape[0] if layers else hidden_size
+
+    @property
+    def size(self) -> int:
+        """The width of an embedding."""
+        return self._size
+
+    def __call__(self, pooled: mx.array, dimensions: Sequence[int | None]) -> mx.array:
+        """Converts pooled hidden states [B, D] to embeddings [B, size] of unit length, whose
+        elements after the first `dimensions` are zero."""
+        x = pooled
+        for layer in self._layers:
+            x = layer(x)
+        return normalize(x, dimensions)
+
+
+def load_embedding_head(folder: Path, hidden_size: int) -> EmbeddingHead:
+    """Reads the dense layers that modules.json of a model's folder lists. Without that file, there
+    are none. Raises AppError(MODEL_FILES) for dense layers that cannot be used."""
+    layers: list[DenseLayer] = []
+    width = hidden_size
+    for path in list_dense_folders(folder):
+        layer = _read_dense(folder / path)
+        if layer.weight.ndim != 2 or layer.weight.shape[1] != width:
+            raise _error(
+                folder / path,
+                f"linear.weight has the shape {list(layer.weight.shape)}, but its input has "
+                f"{width} elements",
+            )
+        width = layer.weight.shape[0]
+        layers.append(layer)
+    return EmbeddingHead(hidden_size, layers)
+
+
+def list_dense_folders(folder: Path) -> Sequence[str]:
+    """Returns the folders of the dense layers that modules.json lists, in order. Only direct
+    subfolders are used."""
+    try:
+        modules: Any = json.loads((folder / "modules.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return []
+    found: list[str] = []
+    for module in cast(list[Any], modules if isinstance(modules, list) else []):
+        if not isinstance(module, dict):
+            continue
+        entry = cast(Mapping[str, Any], module)
+        if str(entry.get("type")).rpartition(".")[2] != "Dense":
+            continue
+        path = entry.get("path")
+        if not isinstance(path, str) or Path(path).name != path:
+            raise _error(folder / "modules.json", f"{path!r} is not a subfolder of the model")
+        found.append(path)
+    return found
+
+
+def _read_dense(folder: Path) -> DenseLayer:
+    try:
+        config: Any = json.loads((folder / _CONFIG).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise _error(folder / _CONFIG, f"the dense layer cannot be read: {error}") from error
+    name = str(config.get("activation_function") if isinstance(config, dict) else None)
+    activation = _ACTIVATIONS.get(name.rpartition(".")[2])
+    if activation is None:
+        raise _error(folder / _CONFIG, f"the activation_function {name!r} is not supported")
+    arrays = open_shard(folder / _WEIGHTS)
+    if "linear.weight" not in arrays:
+        raise _error(folder / _WEIGHTS, "it has no tensor linear.weight")
+    weight = arrays["linear.weight"].astype(mx.float32)
+    bias = arrays.get("linear.bias")
+    mx.eval(weight)
+    return DenseLayer(
+        weight=weight,
+        bias=None if bias is None else bias.astype(mx.float32),
+        activation=activation,
+    )
+
+
+def _error(path: Path, message: str) -> AppError:
+    return AppError(ErrorKind.MODEL_FILES, f"{path}: {message}")
