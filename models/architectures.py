@@ -23,6 +23,7 @@ from models.checkpoint_config import (
 )
 from models.multimodal import drop_other_modules, get_text_weights, lacks_lm_head
 from models.ollama_names import to_mlx_names
+from models.published_formats import Conversion, convert_published
 from models.quant import check_quant_method, quantize_model, replace_quantized_layers
 
 _MAX_NAMED = 5
@@ -63,8 +64,9 @@ def build(
     multimodal checkpoint, the result is the text model.
 
     weights: the tensors, with the names of the original checkpoint, of MLX or of Ollama's store.
-    Their packing is inferred from the tensors and not from the config. bits: the number of bits to
-    which unquantized weights are quantized; None leaves them unchanged.
+    Their packing is inferred from the tensors and not from the config. Formats of other quantizers
+    are converted (models/published_formats.py). bits: the number of bits to which unquantized
+    weights are quantized; None leaves them unchanged.
 
     Raises ModelError for an unsupported architecture or quantization, for a missing config key, and
     for a tensor that is missing, unexpected, or has a wrong shape or type.
@@ -73,6 +75,7 @@ def build(
     check_quant_method(config)
     named = to_mlx_names(weights)
     weights = get_text_weights(named)
+    weights, conversion = convert_published(config, weights)
     # a checkpoint of only the backbone has no head, although some configs declare one
     # (Qwen3-Embedding-8B)
     if lacks_lm_head(named) or "tie_word_embeddings" not in config:
@@ -89,7 +92,14 @@ def build(
             raise ModelError("the weights are already quantized and cannot be quantized again")
         quantize_model(model, bits)
     model.eval()
+    model.conversion = conversion
     return model
+
+
+def get_conversion(model: Model) -> Conversion | None:
+    """Returns how the weights of a model from `build` were converted, if they were in a format of
+    another quantizer."""
+    return getattr(model, "conversion", None)
 
 
 def _build_architecture(architecture: Any, config: Mapping[str, Any]) -> Any:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from models.published_config import find_unsupported_format
+
 _TIE_KEY = "tie_word_embeddings"
 _PART_KEYS = ("text_config", "vision_config", "audio_config")
 
@@ -103,10 +105,7 @@ def find_unsupported_method(config: Mapping[str, Any]) -> str | None:
     method = cast(Mapping[str, Any], hf_config).get("quant_method")
     if method is None or method in _SUPPORTED_METHODS:
         return None
-    return (
-        f"weights quantized with {method!r} are not supported: use an MLX version of the model, or "
-        "convert the unquantized model with mlx_lm.convert"
-    )
+    return find_unsupported_format(cast(Mapping[str, Any], hf_config))
 
 
 def has_architecture(config: Mapping[str, Any]) -> bool:

@@ -52,6 +52,37 @@ class Nvfp4Linear(nn.QuantizedLinear):
         return scale.reshape(-1)
 
 
+class Nvfp4Embedding(nn.QuantizedEmbedding):
+    """A quantized embedding with a global scale. global_scale: [1]. Its rows have the type of other
+    nvfp4 embeddings, bfloat16."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.global_scale = mx.ones((1,))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Maps token IDs [...] to [..., D]."""
+        rows = mx.dequantize(
+            self.weight[x],
+            self.scales[x],
+            group_size=_GROUP,
+            bits=_BITS,
+            mode=_MODE,
+            dtype=mx.float32,
+        )
+        return (rows * (self.global_scale / MAX_NVFP4)).astype(mx.bfloat16)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Maps [..., D] to [..., V]."""
+        product = mx.quantized_matmul(
+            _widen_float16(x), self.weight, self.scales, group_size=_GROUP, bits=_BITS, mode=_MODE
+        )
+        return (product * (self.global_scale / MAX_NVFP4)).astype(x.dtype)
+
+    def reshape_scale(self, scale: mx.array) -> mx.array:
+        return scale.reshape(-1)
+
+
 class Nvfp4ExpertLinear(QuantizedExpertLinear):
     """Quantized experts with a global scale. global_scale: [E], one per expert."""
 
@@ -94,6 +125,8 @@ def make_nvfp4_layer(path: str, layer: nn.Module, mode: str) -> Any:
             return Nvfp4ExpertLinear(layer)
         case nn.Linear():
             return Nvfp4Linear.from_linear(layer, _GROUP, _BITS, _MODE)
+        case nn.Embedding():
+            return Nvfp4Embedding.from_embedding(layer, _GROUP, _BITS, _MODE)
         case _:
             raise ModelError(f"a global scale is not supported for {path}")
 

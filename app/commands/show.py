@@ -56,6 +56,8 @@ def _build_report(
         "architecture": get_architecture(files),
         "parameters": contents.parameters,
         "bytes": contents.nbytes,
+        "file_bytes": files.weight_bytes,
+        "converted": contents.conversion and contents.conversion.describe(),
         "bits": round(contents.bits_per_parameter, 3),
         "kinds": contents.by_format,
         "context_length": files.context_length,
@@ -81,6 +83,10 @@ def _render_lines(
     for kind, count in contents.by_format.items():
         if share := 100 * count / max(contents.parameters, 1):
             yield "", f"{share:.3g} % {kind}"
+    if contents.conversion is not None:
+        yield "converted", contents.conversion.describe()
+        sizes = format_bytes(files.weight_bytes), format_bytes(contents.nbytes)
+        yield "", f"{sizes[0]} in the files, {sizes[1]} in memory"
     yield "context", f"{files.context_length} tokens"
     yield "vocabulary", f"{files.vocab_size} ids"
     yield "chat template", _find_template_file(files) or "none"

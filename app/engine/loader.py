@@ -16,6 +16,7 @@ import mlx.core as mx
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
 from app.core.settings import Settings
+from app.core.units import format_bytes
 from app.engine.device import read_device_memory
 from app.engine.distributed import DistributedGroup
 from app.engine.embedding_head import load_embedding_head
@@ -44,6 +45,7 @@ from app.engine.prefix.policy import PrefixCacheConfig, create_prefix_cache
 from app.engine.sampling.sampler import local_tokens
 from app.engine.thread import EngineLoop
 from app.engine.weights import ProgressCallback, list_parameters, open_model, read_weights
+from models import architectures
 from models.base import Model
 from models.checkpoint_config import is_encoder, num_query_heads
 from models.cpu_layout import is_batch_invariant
@@ -139,6 +141,7 @@ def _load(
     model = open_model(
         files, settings.quantize, ranks, kv=settings.kv, activations=settings.activations
     )
+    _report_conversion(model, files)
     has_limit = settings.memory is not None or kv_bytes is not None
     if ranks is not None:
         settings = ranks.reconcile_settings(
@@ -186,6 +189,20 @@ def _load(
         ),
         slab_policy=SlabPolicy(layout=settings.kv_layout),
     )
+
+
+def _report_conversion(model: Model, files: ModelFiles) -> None:
+    """Logs a line if weights need more memory than in the files."""
+    conversion = architectures.get_conversion(model)
+    if conversion is not None and conversion.is_larger:
+        log.warning(
+            "%s: converting %s, because MLX has no packing with the same numbers: %s in the files, "
+            "%s in memory",
+            files.name,
+            conversion.describe(),
+            format_bytes(files.weight_bytes),
+            format_bytes(sum(array.nbytes for array in list_parameters(model))),
+        )
 
 
 def _choose_limits(

@@ -20,6 +20,7 @@ from app.engine.weights import open_model
 from models import architectures
 from models.base import ModelError
 from models.checkpoint_config import get_text_config, is_encoder, is_multimodal
+from models.published_formats import Conversion
 
 log = logging.getLogger(__name__)
 
@@ -67,11 +68,13 @@ class ParameterCount:
     nbytes: the total size in bytes.
     by_format: the number of parameters by storage format (`4-bit affine`, `bfloat16`), most common
         format first.
+    conversion: how weights in a format of another quantizer are converted, if there are any.
     """
 
     parameters: int
     nbytes: int
     by_format: Mapping[str, int]
+    conversion: Conversion | None = None
 
     @property
     def bits_per_parameter(self) -> float:
@@ -90,7 +93,10 @@ def count_parameters(files: ModelFiles) -> ParameterCount:
             kinds[kind] += count
             nbytes += size
     return ParameterCount(
-        parameters=kinds.total(), nbytes=nbytes, by_format=dict(kinds.most_common())
+        parameters=kinds.total(),
+        nbytes=nbytes,
+        by_format=dict(kinds.most_common()),
+        conversion=architectures.get_conversion(model),
     )
 
 

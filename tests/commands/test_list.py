@@ -95,7 +95,7 @@ def test_only_the_names_are_printed_for_shell_completion(
     [
         ({"model_type": None}, "config.json has no model_type"),
         ({"model_type": "exotic"}, "model_type 'exotic' is not supported"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "weights quantized with 'gptq'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "weights quantized with 'hqq'"),
     ],
 )
 def test_an_unsupported_model_is_listed_with_the_reason(

@@ -1,6 +1,7 @@
 """`mlxrunner show`: a report of a model without reading its tensors."""
 
 import json
+import re
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,6 +11,7 @@ from app.commands.show import show
 from app.core.errors import AppError
 from app.core.settings import ModelSettings, Settings
 from tests import tiny
+from tests.models.published_weights import write_fp8
 from tests.store.ollama_store import GO_TEMPLATE, OllamaStore, packed_folder
 
 
@@ -104,6 +106,22 @@ def test_the_json_has_numbers(tiny_model: Path, capsys: pytest.CaptureFixture[st
     assert (report["fit"]["context"], report["fit"]["sequences"]) == (1024, 2)
     assert report["template"] == "tokenizer_config.json"
     assert report["context_length"] == 4096
+
+
+def test_converted_weights_are_shown_with_their_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = str(write_fp8(tmp_path / "tiny"))
+    show(Settings(models=(ModelSettings(name=name),)), as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    place = lines.index("  converted     14 weights from fp8 to bfloat16")
+    sizes = re.fullmatch(r" +([\d.]+) kB in the files, ([\d.]+) kB in memory", lines[place + 1])
+    assert sizes is not None
+    assert float(sizes[1]) < float(sizes[2])
+    show(Settings(models=(ModelSettings(name=name),)), as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    assert report["converted"] == "14 weights from fp8 to bfloat16"
+    assert report["file_bytes"] < report["bytes"]
 
 
 def test_no_tensor_is_read(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,7 @@ from models import kernels
 from tests import tiny
 from tests.engine.harness import job, run_one
 from tests.models.kernel_switch import BOTH, use_kernels
+from tests.models.published_weights import write_fp8
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128}
 
@@ -43,6 +44,19 @@ def ignore(percent: int, memory: int) -> None:
 def test_a_loaded_folder_generates(tiny_model: Path) -> None:
     loop = load(store.resolve(str(tiny_model)), Settings(), ignore)
     assert len(run_one(loop, job("a", b"hello")).ids) > 0
+
+
+def test_weights_that_become_larger_are_logged_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = load(store.resolve(str(write_fp8(tmp_path / "tiny"))), Settings(), ignore)
+    assert len(run_one(loop, job("a", b"hello")).ids) > 0
+    [line] = [record.getMessage() for record in caplog.records if "convert" in record.getMessage()]
+    assert re.fullmatch(
+        r"tiny: converting 14 weights from fp8 to bfloat16, because MLX has no packing with the "
+        r"same numbers: [\d.]+ kB in the files, [\d.]+ kB in memory",
+        line,
+    )
 
 
 @needs_kernels

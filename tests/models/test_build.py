@@ -110,10 +110,10 @@ def test_the_packing_is_inferred_from_the_tensors_and_not_from_config_json() -> 
 
 
 def test_other_quantization_methods_are_refused() -> None:
-    config = {**CONFIG, "quantization_config": {"quant_method": "gptq", "bits": 4}}
-    with pytest.raises(ModelError, match="weights quantized with 'gptq' are not supported"):
+    config = {**CONFIG, "quantization_config": {"quant_method": "bitsandbytes"}}
+    with pytest.raises(ModelError, match="weights quantized with 'bitsandbytes' are not supported"):
         architectures.build(config, tiny.weights(CONFIG))
-    with pytest.raises(ModelError, match="'gptq'"):
+    with pytest.raises(ModelError, match="'bitsandbytes'"):
         architectures.read_info(config)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from models.base import ModelError
 from models.experts import Experts
+from models.mla import MultiLinear
 from models.quant import replace_quantized_layers
 
 IN, OUT, EXPERTS = 64, 48, 4
@@ -114,10 +115,27 @@ def test_one_scale_can_apply_to_all_experts() -> None:
     assert experts.up_proj["global_scale"].tolist() == [0.25] * EXPERTS
 
 
-def test_a_scale_of_embeddings_or_other_modes_is_refused() -> None:
+def test_an_embedding_equals_its_dequantized_weight() -> None:
+    holder = Holder(nn.Embedding(OUT, IN))
+    tensors, restored = quantize(noise(OUT, IN))
+    load_quantized(holder, tensors, "layer")
+    ids = mx.array([[5, 0, 47]])
+    found = holder.layer(ids)
+    assert found.dtype == mx.bfloat16
+    np.testing.assert_allclose(
+        np.array(found.astype(mx.float32)), np.array(restored[ids]), rtol=2**-8
+    )
+    x = mx.random.normal((3, IN))
+    np.testing.assert_allclose(
+        np.array(holder.layer.as_linear(x)), np.array(x @ restored.T), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_a_scale_of_other_layers_or_modes_is_refused() -> None:
     tensors, _ = quantize(noise(OUT, IN))
+    stack = {name: array[None] for name, array in tensors.items()}
     with pytest.raises(ModelError, match="a global scale is not supported for layer"):
-        load_quantized(Holder(nn.Embedding(OUT, IN)), tensors, "layer")
+        load_quantized(Holder(MultiLinear(IN, OUT, 1)), stack, "layer")
     weight, scales, *_ = mx.quantize(noise(OUT, IN), 32, 4, mode="mxfp4")
     wrong = {"weight": weight, "scales": scales, "global_scale": mx.array([1.0])}
     with pytest.raises(ModelError, match="which mxfp4 weights do not have"):
