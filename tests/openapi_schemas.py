@@ -16,6 +16,17 @@ from msgspec import inspect
 
 from app.api.schema.anthropic import CountTokensBody, MessagesBody
 from app.api.schema.base import COMPONENT, EXACT, Options
+from app.api.schema.ollama import (
+    OllamaChatBody,
+    OllamaCopyBody,
+    OllamaCreateBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    OllamaNameBody,
+    OllamaPullBody,
+    OllamaShowBody,
+)
 from app.api.schema.openai import ChatBody, CompletionBody
 from app.api.schema.responses import ResponseBody
 
@@ -29,6 +40,15 @@ BODIES: Mapping[str, type[Options]] = {
     "ResponseRequest": ResponseBody,
     "MessagesRequest": MessagesBody,
     "CountTokensRequest": CountTokensBody,
+    "OllamaChatRequest": OllamaChatBody,
+    "OllamaGenerateRequest": OllamaGenerateBody,
+    "OllamaEmbedRequest": OllamaEmbedBody,
+    "OllamaEmbeddingsRequest": OllamaEmbeddingsBody,
+    "OllamaNameRequest": OllamaNameBody,
+    "OllamaShowRequest": OllamaShowBody,
+    "OllamaPullRequest": OllamaPullBody,
+    "OllamaCopyRequest": OllamaCopyBody,
+    "OllamaCreateRequest": OllamaCreateBody,
 }
 
 # Rules between fields.
@@ -60,6 +80,15 @@ RULES: Mapping[str, Sequence[Any]] = {
     ),
 }
 
+# Fields that must be set, but which the structs need not have, because they may have older names.
+REQUIRED = {
+    "OllamaNameRequest": ["model"],
+    "OllamaShowRequest": ["model"],
+    "OllamaPullRequest": ["model"],
+    "OllamaCreateRequest": ["model"],
+    "OllamaCopyRequest": ["source", "destination"],
+}
+
 # Fields that are accepted only because some clients send them.
 UNDOCUMENTED: Mapping[type[Options], Sequence[str]] = {
     ChatBody: ("suffix", "text_verbosity"),
@@ -67,6 +96,11 @@ UNDOCUMENTED: Mapping[type[Options], Sequence[str]] = {
     ResponseBody: ("n",),
     MessagesBody: ("stop", "thread"),
     CountTokensBody: ("stop", "thread"),
+    OllamaChatBody: ("_debug_render_only",),
+    OllamaGenerateBody: ("_debug_render_only", "template", "images"),
+    OllamaShowBody: ("template",),
+    OllamaPullBody: ("username", "password"),
+    OllamaCreateBody: tuple(OllamaCreateBody.unsupported),
 }
 
 # The most common optional fields, which come first.
@@ -103,6 +137,8 @@ class SchemaBuilder:
     def add_body(self, name: str, type_: type[Options]) -> None:
         self.components[name] = {}  # before the components that it refers to
         schema = self._convert_struct(cast("inspect.StructType", inspect.type_info(type_)))
+        if name in REQUIRED:
+            schema["required"] = REQUIRED[name]
         if name in RULES:
             schema = {
                 "type": schema.pop("type"),
@@ -218,7 +254,7 @@ def _order_field(cls: type[Options]) -> Any:
     def key(field: inspect.Field) -> tuple[bool, int, int]:
         name = field.encode_name
         common = COMMON.index(name) if name in COMMON else len(COMMON)
-        return not field.required, common, depth[name]
+        return not field.required, common, depth[field.name]
 
     return key
 

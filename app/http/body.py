@@ -248,6 +248,11 @@ class Body:
         found = await find(name)
         return await workers.run(partial(read, data, found), size=self.size, key=self.caller)
 
+    async def decode(self, decode: Callable[[bytearray], Result]) -> Result:
+        """Calls `decode` with the bytes of the body, on a thread, and returns its result."""
+        work = partial(decode, self.take_data())
+        return await self._bodies.workers.run(work, size=self.size, key=self.caller)
+
     async def json(self) -> object:
         """Parses the body. Raises AppError(INVALID) for invalid JSON, and AppError(OVERLOADED) if
         the bodies in flight use too much memory."""
@@ -327,6 +332,14 @@ class RequestBodies:
         counter = None if max_values else FieldCounter()
         async with self._receive_body(scope, receive, max_values, counter) as body:
             yield body
+
+    async def decode(
+        self, scope: Scope, receive: Receive, decode: Callable[[bytearray], Result]
+    ) -> Result:
+        """Receives a JSON body and decodes it, for requests that need it only once. Raises the
+        errors of `receive_json` and of `decode`."""
+        async with self.receive_json(scope, receive, 0) as body:
+            return await body.decode(decode)
 
     async def read_json(self, scope: Scope, receive: Receive) -> object:
         """Returns the parsed body, for requests that need the body only once. Raises the same

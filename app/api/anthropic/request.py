@@ -14,7 +14,7 @@ from app.api.openai.request import get_keep_alive
 from app.api.openai.sampling import build_sampling, to_tuple
 from app.api.openai.structured_outputs import build_named_schema
 from app.api.schema.anthropic import MESSAGES, AnthropicThinking, MessagesBody, OutputConfig
-from app.api.schema.decode import BodyDecoder
+from app.api.schema.decode import BodyDecoder, is_null
 from app.core.errors import AppError, ErrorKind
 from app.core.ports import ModelCard
 from app.core.request_context import add_notice
@@ -45,7 +45,7 @@ def parse_messages_request(
     """Parses the body of POST /v1/messages, or of /v1/messages/count_tokens. Raises
     AppError(INVALID)."""
     body = decoder.decode(data)
-    if bytes(body.thread) != b"null":
+    if not is_null(body.thread):
         raise AppError(
             ErrorKind.INVALID,
             "thread: conversations are not stored: send all messages, without thread",

@@ -23,7 +23,7 @@ from app.api.schema.anthropic import (
     MessagesBody,
     get_tool_kind,
 )
-from app.api.schema.decode import decode_object, require
+from app.api.schema.decode import decode_object, is_null, require
 from app.core.errors import AppError
 from app.core.requests import NamedToolChoice, Tool, ToolChoice
 
@@ -67,7 +67,7 @@ def build_tools(body: MessagesBody) -> MessageTools:
         kind, path = get_tool_kind(tool.type), f"tools.{index}"
         if (client_tool := _CLIENT_TOOLS.get(kind)) is not None:
             tools.append(_build_client_tool(tool, client_tool, path))
-        elif kind == "custom" or bytes(tool.input_schema) != b"null":
+        elif kind == "custom" or not is_null(tool.input_schema):
             tools.append(_build_function(tool, path))
         else:
             hosted = kind if kind in _HOSTED_TYPES else "unknown"
@@ -150,7 +150,7 @@ def describe_addition(tool: ChangedTool, path: str) -> str:
     """Describes a tool added by a system message. Chat templates list tools only at the start,
     where a change would invalidate the cached prefix."""
     name = _get_changed_name(tool, path)
-    if bytes(tool.input_schema) == b"null":
+    if is_null(tool.input_schema):
         return f"The tool {name} is available from here on."
     function = _build_function(tool, path)
     schema = orjson.dumps(function.parameters).decode()

@@ -6,16 +6,18 @@ As in Ollama's server, the content type is not checked, so that curl works witho
 app/http/host_and_origin.py rejects requests from web pages with a different origin.
 """
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from starlette.types import Receive, Scope
 
-from app.api.fields import Fields
 from app.api.ollama.errors import encode_error_line
 from app.core.errors import AppError, ErrorKind
-from app.http.body import MAX_VALUES, Body, RequestBodies
+from app.http.body import Body, RequestBodies
 from app.http.streaming import encode_json_line
+
+Value = TypeVar("Value")
 
 
 class OllamaBodies:
@@ -23,20 +25,20 @@ class OllamaBodies:
         self._bodies = bodies
 
     @asynccontextmanager
-    async def receive(
-        self, scope: Scope, receive: Receive, max_values: int = MAX_VALUES
-    ) -> AsyncGenerator[Body]:
+    async def receive(self, scope: Scope, receive: Receive) -> AsyncGenerator[Body]:
         """Receives a body with any content type, like `RequestBodies.receive_json`. Raises
         AppError(INVALID) for an empty body."""
-        async with self._bodies.receive_json(scope, receive, max_values, check_type=False) as body:
+        async with self._bodies.receive_json(scope, receive, 0, check_type=False) as body:
             if not body.size:
                 raise AppError(ErrorKind.INVALID, "missing request body")
             yield body
 
-    async def read_fields(self, scope: Scope, receive: Receive) -> Fields:
-        """Reads the fields of a body. Raises AppError."""
+    async def decode(
+        self, scope: Scope, receive: Receive, decode: Callable[[bytearray], Value]
+    ) -> Value:
+        """Receives a body and decodes it. Raises AppError."""
         async with self.receive(scope, receive) as body:
-            return Fields.from_value(await body.json())
+            return await body.decode(decode)
 
 
 class LineResponse:

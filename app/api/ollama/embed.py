@@ -6,19 +6,21 @@ vectors of unit length.
 
 import time
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 import orjson
 from starlette.types import Scope
 
-from app.api.fields import Fields, as_array, invalid_request
+from app.api.fields import invalid_request
 from app.api.ollama.options import limit_keep_alive
-from app.api.openai.request import read_keep_alive
+from app.api.openai.request import get_keep_alive
+from app.api.openai.sampling import to_tuple
+from app.api.schema.ollama import EMBED, EMBEDDINGS
 from app.core.models import ModelDetails
 from app.core.ports import Generate, ResolvedModel
 from app.core.requests import Embeddings, EmbedInput, EmbedRequest
-from app.core.sampling_params import INT32_MAX
 from app.core.thread_pools import ThreadPools
 from app.http.auth import get_caller, is_admin
 from app.http.responses import JsonObject
@@ -26,57 +28,41 @@ from app.http.responses import JsonObject
 MAX_INPUTS = 2048
 
 
-def parse_embed(body: object, details: ModelDetails, *, admin: bool) -> EmbedRequest:
+def parse_embed(data: bytes | bytearray, details: ModelDetails, *, admin: bool) -> EmbedRequest:
     """Parses the body of POST /api/embed. Raises AppError(INVALID)."""
-    fields = Fields.from_value(body)
-    request = EmbedRequest(
+    body = EMBED.decode(data)
+    return EmbedRequest(
         model=details.name,
-        inputs=_read_inputs(fields.value("input")),
-        truncate=fields.boolean("truncate") is not False,
-        dimensions=fields.integer("dimensions", 0, INT32_MAX) or None,
-        keep_alive=_read_common(fields, details, admin=admin),
+        inputs=_build_inputs(body.input or ()),
+        truncate=body.truncate is not False,
+        dimensions=body.dimensions or None,
+        keep_alive=limit_keep_alive(get_keep_alive(body.keep_alive), details, admin=admin),
     )
-    fields.check_unknown()
-    return request
 
 
-def parse_embeddings(body: object, details: ModelDetails, *, admin: bool) -> EmbedRequest:
+def parse_embeddings(
+    data: bytes | bytearray, details: ModelDetails, *, admin: bool
+) -> EmbedRequest:
     """Parses the body of POST /api/embeddings. Raises AppError(INVALID)."""
-    fields = Fields.from_value(body)
-    prompt = fields.string("prompt") or ""
-    request = EmbedRequest(
+    body = EMBEDDINGS.decode(data)
+    prompt = body.prompt or ""
+    return EmbedRequest(
         model=details.name,
         inputs=(EmbedInput(content=prompt, param="prompt"),) if prompt else (),
         truncate=True,
-        keep_alive=_read_common(fields, details, admin=admin),
+        keep_alive=limit_keep_alive(get_keep_alive(body.keep_alive), details, admin=admin),
     )
-    fields.check_unknown()
-    return request
 
 
-def _read_common(fields: Fields, details: ModelDetails, *, admin: bool) -> float | None:
-    """Reads the fields of both endpoints. Returns the keep-alive."""
-    fields.string("model")  # was resolved earlier
-    fields.nested("options")  # no option affects embeddings
-    return limit_keep_alive(read_keep_alive(fields), details, admin=admin)
-
-
-def _read_inputs(value: object) -> tuple[EmbedInput, ...]:
-    """Reads a text or a list of texts. Returns () for an empty text."""
-    if value is None or value == "":
-        return ()
-    items = [value] if isinstance(value, str) else as_array(value)
-    if items is None or not all(isinstance(item, str) for item in items):
-        raise invalid_request(
-            "input", "invalid input type: input must be a text or a list of texts"
-        )
-    if len(items) > MAX_INPUTS:
+def _build_inputs(texts: str | Sequence[str]) -> tuple[EmbedInput, ...]:
+    texts = to_tuple(texts)
+    if len(texts) > MAX_INPUTS:
         raise invalid_request("input", f"input must contain at most {MAX_INPUTS} texts")
-    for place, item in enumerate(items):
-        if not item:
-            raise invalid_request(f"input.{place}", f"input.{place} must not be empty")
+    for index, text in enumerate(texts):
+        if not text:
+            raise invalid_request(f"input.{index}", f"input.{index} must not be empty")
     return tuple(
-        EmbedInput(content=str(item), param=f"input.{place}") for place, item in enumerate(items)
+        EmbedInput(content=text, param=f"input.{index}") for index, text in enumerate(texts)
     )
 
 

@@ -28,17 +28,18 @@ from app.api.ollama.embed import embed, parse_embed, parse_embeddings, render_em
 from app.api.ollama.errors import OllamaErrors
 from app.api.ollama.library import LibraryEndpoints
 from app.api.ollama.model_lists import render_running, render_show, render_tags
-from app.api.ollama.names import MAX_NAME_CHARS, find_model, read_name
+from app.api.ollama.names import MAX_NAME_CHARS, find_model, get_name
 from app.api.ollama.options import limit_keep_alive
 from app.api.ollama.output import LineEncoder, LineFormat, collect
 from app.api.ollama.request import OllamaRequest, parse_chat, parse_generate
+from app.api.schema.ollama import SHOW
 from app.core.errors import AppError, ErrorKind, mark_client_text
 from app.core.models import ModelDetails
 from app.core.ports import Generate, Models, ResolvedModel
 from app.core.requests import EmbedRequest
 from app.core.settings import Settings
 from app.http.auth import is_admin
-from app.http.body import MAX_CHAT_VALUES, MAX_VALUES, RequestBodies
+from app.http.body import RequestBodies
 from app.http.responses import JsonObject, json_response
 from app.http.streaming import cancel_on_disconnect, encode_json_line, send_json
 
@@ -66,12 +67,12 @@ def routes(
         *_list_routes(models, own),
         Route(
             "/api/chat",
-            OllamaEndpoint("chat", parse_chat, models, own, responder, MAX_CHAT_VALUES),
+            OllamaEndpoint("chat", parse_chat, models, own, responder),
             methods=["POST"],
         ),
         Route(
             "/api/generate",
-            OllamaEndpoint("generate", parse_generate, models, own, responder, MAX_VALUES),
+            OllamaEndpoint("generate", parse_generate, models, own, responder),
             methods=["POST"],
         ),
         Route("/api/embed", _AsgiMethod(embeds.embed), methods=["POST"]),
@@ -112,14 +113,10 @@ def _list_routes(models: Models, bodies: OllamaBodies) -> list[Route]:
         return json_response(render_running(models.list_model_states(), details))
 
     async def show(request: Request) -> Response:
-        fields = await bodies.read_fields(request.scope, request.receive)
-        name = read_name(fields, "model", "name")
-        verbose = fields.boolean("verbose")
-        for unused in ("system", "template", "options"):
-            fields.value(unused)
-        fields.check_unknown()
+        body = await bodies.decode(request.scope, request.receive, SHOW.decode)
+        name = get_name(model=body.model, name=body.name)
         model = await find_model(models, name)
-        tensors = await models.list_tensors(model) if verbose else None
+        tensors = await models.list_tensors(model) if body.verbose else None
         return json_response(render_show(name, await models.describe(model), tensors))
 
     return [
@@ -148,7 +145,7 @@ async def _find_described(models: Models, name: str | None) -> tuple[ResolvedMod
 class OllamaEndpoint:
     """An ASGI application for an endpoint that generates output, or loads or unloads a model.
 
-    parse: builds the request from the parsed JSON, the model's details and the caller's
+    parse: builds the request from the bytes of the body, the model's details and the caller's
     permissions."""
 
     def __init__(
@@ -158,25 +155,23 @@ class OllamaEndpoint:
         models: Models,
         bodies: OllamaBodies,
         responder: GenerateResponder,
-        max_values: int,
     ) -> None:
         self._kind: Kind = kind
         self._parse = parse
         self._models = models
         self._bodies = bodies
         self._responder = responder
-        self._max_values = max_values
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.time_ns()
-        async with self._bodies.receive(scope, receive, self._max_values) as body:
+        async with self._bodies.receive(scope, receive) as body:
 
             async def exchange(send: Send) -> None:
-                model, details, parsed = await body.read(
+                model, details, parsed = await body.read_bytes(
                     partial(_find_described, self._models),
-                    lambda content, described: (
+                    lambda data, described: (
                         *described,
-                        self._parse(content, described[1], admin=is_admin(scope)),
+                        self._parse(data, described[1], admin=is_admin(scope)),
                     ),
                 )
                 format = LineFormat(
@@ -274,11 +269,11 @@ class _EmbedEndpoints:
                     name = requested or found[0].card.id
                     return found
 
-                model, request = await body.read(
+                model, request = await body.read_bytes(
                     find,
-                    lambda content, described: (
+                    lambda data, described: (
                         described[0],
-                        parse(content, described[1], admin=is_admin(scope)),
+                        parse(data, described[1], admin=is_admin(scope)),
                     ),
                 )
                 await send_json(await respond(name, model, request), scope, send)

@@ -4,20 +4,23 @@ Knows: their fields and response lines. Must not know: how models are stored and
 administrators can use these routes (app/http/auth.py).
 """
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, cast
 
+from msgspec import Raw
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from app.api.fields import Fields, invalid_request
+from app.api.fields import as_array, invalid_request, quote_value
 from app.api.generate_endpoint import GenerateResponder
 from app.api.ollama.body import LineResponse, OllamaBodies
-from app.api.ollama.messages import ROLES
-from app.api.ollama.names import find_model, read_name, strip_prefix
-from app.api.ollama.options import IGNORED_OPTIONS
+from app.api.ollama.names import find_model, get_name, strip_prefix
+from app.api.ollama.options import MAX_STOP_STRINGS
+from app.api.openai.sampling import to_tuple
+from app.api.schema.decode import decode_object
+from app.api.schema.ollama import COPY, CREATE, NAME, PULL, OllamaCreateBody, OllamaOptions
 from app.core.errors import AppError, ErrorKind
 from app.core.models import LibraryStep, ModelRecipe
 from app.core.ports import BlobWriter, Models
@@ -36,15 +39,11 @@ from app.http.streaming import (
 _WRITE_BYTES = 1 << 20
 
 MAX_FILES = 4096
-MAX_PRESET_MESSAGES = 1024
 
 # the parameters that `create` stores; app/store/ollama/model.py reads the same parameters
 _PARAMETERS = frozenset(
     {knob.runner_name or knob.name for knob in SAMPLING_KNOBS} | {"num_ctx", "num_predict", "stop"}
 )
-
-# fields of `create` that would modify the weights or that use Ollama's template format
-_UNSUPPORTED = ("adapters", "template", "quantize", "quantization", "renderer", "parser")
 
 
 class LibraryEndpoints:
@@ -56,35 +55,27 @@ class LibraryEndpoints:
         self._responder = responder
 
     async def pull(self, scope: Scope, receive: Receive, send: Send) -> None:
-        fields = await self._bodies.read_fields(scope, receive)
-        name = await self._resolve_spelling(strip_prefix(read_name(fields, "model", "name")))
-        stream = fields.boolean("stream") is not False
-        for unused in ("insecure", "username", "password"):
-            fields.value(unused)
-        fields.check_unknown()
-        steps = self._models.library.pull(name)
-        await self._send_steps(steps, scope, receive, send, stream=stream)
+        body = await self._bodies.decode(scope, receive, PULL.decode)
+        name = get_name(model=body.model, name=body.name)
+        steps = self._models.library.pull(await self._resolve_spelling(strip_prefix(name)))
+        await self._send_steps(steps, scope, receive, send, stream=body.stream is not False)
 
     async def create(self, scope: Scope, receive: Receive, send: Send) -> None:
-        fields = await self._bodies.read_fields(scope, receive)
-        recipe = await self._read_recipe(fields)
-        stream = fields.boolean("stream") is not False
-        fields.check_unknown()
-        steps = self._models.library.create(recipe)
-        await self._send_steps(steps, scope, receive, send, stream=stream)
+        body = await self._bodies.decode(scope, receive, CREATE.decode)
+        steps = self._models.library.create(await self._build_recipe(body))
+        await self._send_steps(steps, scope, receive, send, stream=body.stream is not False)
 
     async def copy(self, request: Request) -> Response:
-        fields = await self._bodies.read_fields(request.scope, request.receive)
-        source, destination = read_name(fields, "source"), read_name(fields, "destination")
-        fields.check_unknown()
+        body = await self._bodies.decode(request.scope, request.receive, COPY.decode)
+        source = get_name(source=body.source)
+        destination = get_name(destination=body.destination)
         model = await find_model(self._models, source)
         await self._models.library.copy(model.card.id, strip_prefix(destination))
         return Response(status_code=200)
 
     async def delete(self, request: Request) -> Response:
-        fields = await self._bodies.read_fields(request.scope, request.receive)
-        name = read_name(fields, "model", "name")
-        fields.check_unknown()
+        body = await self._bodies.decode(request.scope, request.receive, NAME.decode)
+        name = get_name(model=body.model, name=body.name)
         try:
             model = await find_model(self._models, name)
         except AppError as error:
@@ -125,25 +116,24 @@ class LibraryEndpoints:
                 raise
             return name.removesuffix(":latest")
 
-    async def _read_recipe(self, fields: Fields) -> ModelRecipe:
-        name = read_name(fields, "model", "name")
-        base, files = fields.string("from") or None, fields.mapping("files") or {}
-        for unsupported in _UNSUPPORTED:
-            fields.reject(unsupported, "", {})
+    async def _build_recipe(self, body: OllamaCreateBody) -> ModelRecipe:
+        name = get_name(model=body.model, name=body.name)
+        base, files = body.from_ or None, body.files or {}
         if base is None and not files:
             raise invalid_request("from", "neither 'from' or 'files' was specified")
         if base is not None and files:
             raise invalid_request("files", "from and files exclude each other: keep one of them")
         if base is not None:
             base = (await find_model(self._models, base)).card.id
+        messages = body.messages
         return ModelRecipe(
             name=strip_prefix(name),
             base=base,
-            files=_read_files(files),
-            system=fields.string("system"),
-            license=_read_license(fields),
-            parameters=_read_parameters(fields),
-            messages=_read_preset_messages(fields),
+            files=_check_files(files),
+            system=body.system,
+            license="\n\n".join(to_tuple(body.license)) or None,
+            parameters=_build_parameters(body.parameters),
+            messages=None if messages is None else tuple((m.role, m.content) for m in messages),
         )
 
     async def _send_steps(
@@ -214,52 +204,36 @@ async def _receive_blob(scope: Scope, receive: Receive, blob: BlobWriter) -> Non
     await blob.commit()
 
 
-def _read_files(files: dict[str, Any]) -> dict[str, str]:
+def _check_files(files: Mapping[str, str]) -> Mapping[str, str]:
     if len(files) > MAX_FILES:
         raise invalid_request("files", f"files must contain at most {MAX_FILES} files")
-    for name, digest in files.items():
-        if not isinstance(digest, str):
-            raise invalid_request("files", "files maps file names to digests")
+    for name in files:
         if name.startswith("/") or ".." in name.split("/"):
             raise invalid_request("files", "file path must be relative")
     return files
 
 
-def _read_license(fields: Fields) -> str | None:
-    """Reads a text or a list of texts."""
-    if fields.value("license") is None or fields.value("license") == "":
-        return None
-    return "\n\n".join(fields.strings("license", 64))
-
-
-def _read_parameters(fields: Fields) -> dict[str, Any]:
-    """Reads `parameters`. Raises AppError(INVALID) for an unknown name and an invalid type."""
-    values = fields.nested("parameters") or Fields({}, "parameters")
+def _build_parameters(value: Raw) -> dict[str, Any]:
+    """Converts `parameters`. Raises AppError(INVALID) for an unknown name and an invalid type."""
     parameters: dict[str, Any] = {}
-    for name, value in values.items():
-        if name in IGNORED_OPTIONS or name == "num_keep":
+    for name, one in (decode_object(value, "parameters") or {}).items():
+        if one is None or name in OllamaOptions.ignored or name == "num_keep":
             continue
-        path = values.path(name[:100])
+        path = f"parameters.{name[:100]}"
         if name not in _PARAMETERS:
             raise invalid_request(path, f"unknown parameter {path}")
         if name == "stop":
-            parameters[name] = list(values.strings(name, 64))
-        elif isinstance(value, bool) or not isinstance(value, int | float):
+            parameters[name] = _check_stop(one, path)
+        elif isinstance(one, bool) or not isinstance(one, int | float):
             raise invalid_request(path, f"{path} must be a number")
         else:
-            parameters[name] = value
+            parameters[name] = one
     return parameters
 
 
-def _read_preset_messages(fields: Fields) -> tuple[tuple[str, str], ...] | None:
-    values = fields.array("messages")
-    if values is None:
-        return None
-    if len(values) > MAX_PRESET_MESSAGES:
-        raise invalid_request("messages", f"messages must contain at most {MAX_PRESET_MESSAGES}")
-    messages: list[tuple[str, str]] = []
-    for place, value in enumerate(values):
-        message = Fields.from_value(value, f"messages.{place}")
-        role = message.required_one_of("role", [role for role in ROLES if role != "tool"])
-        messages.append((role, message.required_string("content")))
-    return tuple(messages)
+def _check_stop(value: object, path: str) -> list[str]:
+    texts = [value] if as_array(value) is None else as_array(value) or []
+    if len(texts) <= MAX_STOP_STRINGS and all(isinstance(text, str) and text for text in texts):
+        return cast("list[str]", texts)
+    expected = f"up to {MAX_STOP_STRINGS} strings, none of them empty"
+    raise invalid_request(path, f"{path} must be {expected}, not {quote_value(value)}")

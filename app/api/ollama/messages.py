@@ -1,4 +1,4 @@
-"""Ollama's messages and tools: converts JSON to a conversation.
+"""Ollama's messages and tools: converts their structs to a conversation.
 
 Knows: every field of a message and of a tool, how results are matched to calls. Must not know: chat
 templates.
@@ -13,94 +13,72 @@ from dataclasses import replace
 
 import orjson
 
-from app.api.attachments import is_new_question, peek, read_attachment
-from app.api.fields import Fields, drop_nulls, invalid_request, quote_value
+from app.api.attachments import is_new_question, read_attachment
+from app.api.fields import as_mapping, drop_nulls, invalid_request, quote_value
 from app.api.openai.messages import normalize_arguments, normalize_content
-from app.api.openai.tools import NO_PARAMETERS, check_tool_names, read_function
+from app.api.openai.tools import NO_PARAMETERS, check_tool_names
+from app.api.schema import ollama as schema
+from app.api.schema.decode import decode_json, decode_object
 from app.core.models import ModelDetails
 from app.core.requests import Message, Tool, ToolCall
 
-ROLES = ("system", "user", "assistant", "tool")
+
+def build_messages(messages: Sequence[schema.OllamaMessage]) -> tuple[Message, ...]:
+    """Raises AppError(INVALID) for an unknown role, and for images in a new question."""
+    roles = [message.role.lower() for message in messages]
+    question = len(roles) - 1 if is_new_question(roles) else None
+    built = [
+        _build_message(message, f"messages.{index}", omit=index != question)
+        for index, message in enumerate(messages)
+    ]
+    return tuple(_match_results(built))
 
 
-def read_messages(fields: Fields) -> tuple[Message, ...]:
-    """Reads `messages`. Returns () if there are none. Raises AppError(INVALID)."""
-    values = fields.array("messages") or []
-    question = len(values) - 1 if is_new_question([*map(_peek_role, values)]) else None
-    messages: list[Message] = []
-    for place, value in enumerate(values):
-        message = Fields.from_value(value, f"messages.{place}")
-        messages.append(_read_message(message, place, omit=place != question))
-    return tuple(_match_results(messages))
-
-
-def reject_images(fields: Fields) -> None:
-    if fields.array("images"):
-        path = fields.path("images")
+def reject_images(images: Sequence[object] | None, path: str) -> None:
+    if images:
         raise invalid_request(path, f"{path}: this model does not support vision")
 
 
-def _peek_role(value: object) -> str:
-    """Returns the role of a message that is not yet checked, for `is_new_question`."""
-    return str(peek(value, "role")).lower()
-
-
-def _read_images(fields: Fields) -> list[str]:
-    """Returns the text that replaces each image of an earlier message or a tool result."""
-    path = fields.path("images")
-    images = fields.array("images") or ()
-    return [read_attachment("image", path, omit=True) for _ in images]
-
-
-def _read_message(fields: Fields, place: int, *, omit: bool) -> Message:
-    """Reads a message. omit: whether its images are omitted, rather than rejected."""
-    role = fields.required_string("role").lower()
-    if role not in ROLES:
+def _build_message(message: schema.OllamaMessage, path: str, *, omit: bool) -> Message:
+    """omit: whether the images of the message are replaced by a text, rather than rejected."""
+    role = message.role.lower()
+    if role not in schema.ROLES:
         shown = quote_value(role)
         raise invalid_request(
-            fields.path("role"), f"invalid role {shown}: it must be one of {', '.join(ROLES)}"
+            f"{path}.role", f"invalid role {shown}: it must be one of {', '.join(schema.ROLES)}"
         )
+    at = f"{path}.images"
     if not omit:
-        reject_images(fields)
+        reject_images(message.images, at)
+    images = [read_attachment("image", at, omit=True) for _ in message.images or ()]
     is_assistant, is_tool = role == "assistant", role == "tool"
-    calls = tuple(_read_calls(fields, place))
-    thinking = fields.string("thinking")
-    content = "\n".join(filter(None, (fields.string("content"), *_read_images(fields))))
-    name, call_id = fields.string("tool_name"), fields.string("tool_call_id")
-    fields.ignore_unknown()
+    calls = tuple(
+        _build_call(call, f"{path}.tool_calls.{index}", f"call_{path.rpartition('.')[2]}_{index}")
+        for index, call in enumerate(message.tool_calls or ())
+    )
+    content = "\n".join(filter(None, (message.content, *images)))
     return Message(
         role=role,
         content=normalize_content(content, has_calls=is_assistant and bool(calls)),
-        reasoning=(thinking or None) if is_assistant else None,
-        name=(name or None) if is_tool else None,
+        reasoning=(message.thinking or None) if is_assistant else None,
+        name=(message.tool_name or None) if is_tool else None,
         tool_calls=calls if is_assistant else (),
-        tool_call_id=(call_id or None) if is_tool else None,
+        tool_call_id=(message.tool_call_id or None) if is_tool else None,
     )
 
 
-def _read_calls(fields: Fields, place: int) -> list[ToolCall]:
-    path = fields.path("tool_calls")
-    calls: list[ToolCall] = []
-    for number, value in enumerate(fields.array("tool_calls") or ()):
-        call = Fields.from_value(value, f"{path}.{number}")
-        function = Fields.from_value(call.required("function"), call.path("function"))
-        arguments = function.value("arguments")
-        # Ollama's clients send an object; a text, as in OpenAI's API, is also accepted
-        text = arguments if isinstance(arguments, str) else _dump(function)
-        calls.append(
-            ToolCall(
-                id=call.string("id") or f"call_{place}_{number}",
-                name=function.required_string("name"),
-                arguments=normalize_arguments(text),
-            )
-        )
-        function.ignore_unknown("index")
-        call.ignore_unknown("type")
-    return calls
-
-
-def _dump(function: Fields) -> str:
-    return orjson.dumps(function.mapping("arguments") or {}).decode()
+def _build_call(call: schema.OllamaToolCall, path: str, default_id: str) -> ToolCall:
+    """Ollama's clients send an object as arguments; a text, as in OpenAI's API, is also
+    accepted."""
+    function = call.function
+    arguments = decode_json(function.arguments)
+    if not isinstance(arguments, str):
+        at = f"{path}.function.arguments"
+        object_ = {} if arguments is None else as_mapping(arguments, at)
+        arguments = orjson.dumps(object_).decode()
+    return ToolCall(
+        id=call.id or default_id, name=function.name, arguments=normalize_arguments(arguments)
+    )
 
 
 def _match_results(messages: Sequence[Message]) -> list[Message]:
@@ -132,28 +110,27 @@ def _find_call(result: Message, waiting: Sequence[ToolCall]) -> ToolCall | None:
     return waiting[0] if waiting and result.tool_call_id is None else None
 
 
-def read_tools(fields: Fields, details: ModelDetails) -> tuple[Tool, ...]:
-    """Reads `tools`. Raises AppError(INVALID), also for a model that does not support tools."""
-    tools: list[Tool] = []
-    for place, value in enumerate(fields.array("tools") or ()):
-        entry = Fields.from_value(drop_nulls_in(value, f"tools.{place}"), f"tools.{place}")
-        kind = entry.string("type") or "function"
-        if kind != "function":
-            path = entry.path("type")
-            raise invalid_request(path, f"{path} must be 'function', not {quote_value(kind)}")
-        at = entry.path("function")
-        function = Fields.from_value(entry.required("function"), at)
-        tool = read_function(function, at)
-        function.ignore_unknown()
-        entry.ignore_unknown("items")
-        tools.append(tool if tool.parameters else replace(tool, parameters=NO_PARAMETERS))
-    check_tool_names(tools)
-    if tools and "tools" not in details.capabilities:
+def build_tools(
+    tools: Sequence[schema.OllamaTool] | None, details: ModelDetails
+) -> tuple[Tool, ...]:
+    """Raises AppError(INVALID), also for a model that does not support tools."""
+    built = tuple(
+        _build_tool(tool.function, f"tools.{index}.function")
+        for index, tool in enumerate(tools or ())
+    )
+    check_tool_names(built)
+    if built and "tools" not in details.capabilities:
         raise invalid_request("tools", f'"{details.name}" does not support tools')
-    return tuple(tools)
+    return built
 
 
-def drop_nulls_in(value: object, path: str) -> object:
-    """Removes nulls from a tool. Clients send null for absent attributes of a parameter."""
-    Fields({"tool": value}, path).mapping("tool")  # raises if it is nested too deeply
-    return drop_nulls(value)
+def _build_tool(function: schema.OllamaFunction, path: str) -> Tool:
+    """Clients send null for absent attributes of a parameter."""
+    parameters = decode_object(function.parameters, f"{path}.parameters")
+    return Tool(
+        name=function.name,
+        description=function.description,
+        parameters=drop_nulls(parameters) or NO_PARAMETERS,
+        strict=function.strict or False,
+        param=path,
+    )

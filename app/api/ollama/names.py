@@ -5,7 +5,7 @@ Knows: the spellings of one name. Must not know: which models exist, where they 
 
 from collections.abc import Iterator
 
-from app.api.fields import Fields, invalid_request
+from app.api.fields import invalid_request
 from app.core.errors import AppError, ErrorKind, mark_client_text
 from app.core.ports import Models, ResolvedModel
 
@@ -24,15 +24,16 @@ def add_tag(name: str) -> str:
     return name if ":" in name.rpartition("/")[2] else name + DEFAULT_TAG
 
 
-def read_name(fields: Fields, *keys: str) -> str:
-    """Reads the name of a model from the first of `keys` that is set."""
-    names = [name for key in keys if (name := fields.string(key))]
+def get_name(**fields: str | None) -> str:
+    """Returns the name of a model from the first field that is set. Raises AppError(INVALID)."""
+    param = next(iter(fields))
+    names = [name for name in fields.values() if name]
     if not names or not names[0].strip() or "\0" in names[0]:
-        raise invalid_request(keys[0], "model is required")
+        raise invalid_request(param, "model is required")
     for name in names:
         if len(name) > MAX_NAME_CHARS:
             raise invalid_request(
-                keys[0], f"the name of a model has at most {MAX_NAME_CHARS} characters"
+                param, f"the name of a model has at most {MAX_NAME_CHARS} characters"
             )
     return names[0]
 

@@ -9,11 +9,15 @@ default applies.
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
-import orjson
+from msgspec import Raw
 
-from app.api.fields import INT64, Fields, as_array, as_number, invalid_request, quote_value
-from app.api.openai.structured_outputs import ANY_OBJECT_SCHEMA
+from app.api.fields import INT64, as_mapping, invalid_request, quote_value
+from app.api.openai.sampling import to_tuple
+from app.api.openai.structured_outputs import ANY_OBJECT_SCHEMA, build_json_schema
+from app.api.schema import ollama as schema
+from app.api.schema.decode import decode_json
 from app.core.errors import AppError
 from app.core.models import ModelDetails
 from app.core.requests import JsonSchema, ReasoningOptions
@@ -29,20 +33,7 @@ DEFAULT_OPTIONS: Mapping[str, SamplingValue] = {
     "repeat_last_n": 64,
 }
 
-# Accepted, but without effect: settings of llama.cpp's loader, and samplers that Ollama removed.
-IGNORED_OPTIONS = frozenset(
-    {
-        *("num_batch", "num_gpu", "main_gpu", "use_mmap", "use_mlock", "num_thread", "numa"),
-        *("low_vram", "f16_kv", "vocab_only", "logits_all", "draft_num_predict", "num_gqa"),
-        *("typical_p", "tfs_z", "mirostat", "mirostat_tau", "mirostat_eta", "penalize_newline"),
-    }
-)
-
 MAX_STOP_STRINGS = 64
-
-EXACT_INTEGERS = (-(2**53), 2**53)
-
-THINK_LEVELS = ("low", "medium", "high", "max")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,77 +48,58 @@ class OllamaOptions:
     stop: tuple[str, ...]
 
 
-def read_options(body: Fields, details: ModelDetails) -> OllamaOptions:
-    """Reads `options`. Raises AppError(INVALID) for a value of the wrong type or out of range."""
-    fields = body.nested("options") or Fields({}, "options")
+def build_options(options: schema.OllamaOptions | None, details: ModelDetails) -> OllamaOptions:
+    """Raises AppError(INVALID) for a value out of range."""
+    options = options or schema.OllamaOptions()
     requested = {
         knob.name: value
         for knob in SAMPLING_KNOBS
-        if (value := _read_knob(fields, knob)) is not None
+        if (value := _get_knob(options, knob)) is not None
     }
     sampling = {**DEFAULT_OPTIONS, **details.defaults, **requested}
     if (seed := sampling.get("seed")) is not None and isinstance(seed, int) and seed < 0:
         sampling["seed"] = None
-    num_predict = _read_integer(fields, "num_predict")
-    options = OllamaOptions(
+    num_predict = _truncate(options.num_predict, "num_predict")
+    return OllamaOptions(
         sampling=sampling,
         # a number below 1 means no limit
         max_tokens=num_predict if num_predict is not None and num_predict > 0 else None,
-        max_context=_read_context(fields, details),
-        num_keep=_read_integer(fields, "num_keep"),
-        stop=_read_stop(fields),
+        max_context=_get_context(options, details),
+        num_keep=_truncate(options.num_keep, "num_keep"),
+        stop=_build_stop(options),
     )
-    fields.ignore_unknown(*IGNORED_OPTIONS)
-    return options
 
 
-def _read_knob(fields: Fields, knob: SamplingKnob) -> float | int | None:
-    """Reads a sampling parameter. As in Ollama, 0 disables a penalty whose range excludes 0."""
+def _get_knob(options: schema.OllamaOptions, knob: SamplingKnob) -> float | int | None:
+    """As in Ollama, 0 disables a penalty whose range excludes 0."""
     name = knob.runner_name or knob.name
-    value = _read_integer(fields, name) if knob.kind is int else _read_float(fields, name)
+    value = getattr(options, name)
+    if knob.kind is int:
+        value = _truncate(value, name)
     if value is None or (knob.off is not None and value <= knob.off):
         return None if value is None else knob.default
     if value == 0 and knob.low > 0:
         return knob.default
-    if knob.name == "seed":
-        return value
-    if not knob.low <= value <= knob.trusted_high:
+    if knob.name != "seed" and not knob.low <= value <= knob.trusted_high:
         allowed = f"from {knob.low:g} to {knob.trusted_high:g}"
-        raise _invalid_option(fields, name, f"must be {allowed}, not {quote_value(value)}")
+        raise invalid_request(
+            f"options.{name}", f'option "{name}" must be {allowed}, not {quote_value(value)}'
+        )
     return value
 
 
-def _read_float(fields: Fields, name: str) -> float | None:
-    value = fields.value(name)
-    if value is None:
-        return None
-    number = as_number(value)
-    if number is None:
-        raise _invalid_option(fields, name, "must be of type float32")
-    return number
+def _truncate(value: schema.Integer, name: str, at: str = "options.") -> int | None:
+    """Returns an integer without its fractional part."""
+    low, high = INT64 if name == "seed" else schema.EXACT_INTEGERS
+    if value is not None and not low <= value <= high:
+        raise invalid_request(f"{at}{name}", schema.INTEGER_MESSAGE.format(name=name))
+    return None if value is None else int(value)
 
 
-def _read_integer(fields: Fields, name: str) -> int | None:
-    """Reads an integer. As in Ollama, a fractional part is truncated. Counts are limited to the
-    integers that a float64 represents exactly (RFC 8259, section 6); a seed has 64 bits."""
-    value = fields.value(name)
-    if value is None:
-        return None
-    number = value if isinstance(value, int) and not isinstance(value, bool) else as_number(value)
-    low, high = INT64 if name == "seed" else EXACT_INTEGERS
-    if number is None or not low <= number <= high:
-        raise _invalid_option(fields, name, "must be of type integer")
-    return int(number)
-
-
-def _invalid_option(fields: Fields, name: str, why: str) -> AppError:
-    return invalid_request(fields.path(name), f'option "{name}" {why}')
-
-
-def _read_context(fields: Fields, details: ModelDetails) -> int | None:
-    """Reads `num_ctx`, a limit on the total number of prompt and output tokens. A value above the
+def _get_context(options: schema.OllamaOptions, details: ModelDetails) -> int | None:
+    """Returns `num_ctx`, a limit on the total number of prompt and output tokens. A value above the
     context length is ignored instead of rejected, because clients send it with every request."""
-    limit = _read_integer(fields, "num_ctx")
+    limit = _truncate(options.num_ctx, "num_ctx")
     if limit is None or limit < 1:
         return None
     if limit > details.context_length:
@@ -136,68 +108,57 @@ def _read_context(fields: Fields, details: ModelDetails) -> int | None:
     return limit
 
 
-def _read_stop(fields: Fields) -> tuple[str, ...]:
-    value: object = fields.value("stop")
-    if value is None:
-        return ()
-    array = as_array(value)
-    values = [value] if array is None else array
-    texts = [text for text in values if text != ""]
-    return Fields({"stop": texts}, "options").strings("stop", MAX_STOP_STRINGS)
+def _build_stop(options: schema.OllamaOptions) -> tuple[str, ...]:
+    texts = tuple(text for text in to_tuple(options.stop) if text)
+    if len(texts) > MAX_STOP_STRINGS:
+        raise invalid_request(
+            "options.stop",
+            f"options.stop must contain at most {MAX_STOP_STRINGS} strings, not {len(texts)}",
+        )
+    return texts
 
 
-def read_think(fields: Fields, details: ModelDetails) -> ReasoningOptions:
-    """Reads `think`. Unlike in OpenAI's API, a reasoning model reasons unless `think` is false.
+def build_reasoning(think: bool | str | None, details: ModelDetails) -> ReasoningOptions:
+    """Converts `think`. Unlike in OpenAI's API, a reasoning model reasons unless `think` is false.
     Raises AppError(INVALID)."""
-    value = fields.value("think")
-    if value is None or value is True or value in THINK_LEVELS:
-        if details.reasoning == "none":
-            if value is None:
-                return ReasoningOptions()
-            raise capability_error(details, "thinking", "think")
-        if value in THINK_LEVELS:
-            return ReasoningOptions(effort=value)
-        return ReasoningOptions(effort="medium" if details.reasoning == "optional" else None)
-    if value is False:
-        match details.reasoning:
-            case "none":
-                return ReasoningOptions()
-            case "optional":
-                return ReasoningOptions(effort="none")
-            case "always":
-                return ReasoningOptions(token_budget=0)
-    raise invalid_request(
-        "think",
-        f'think must be true, false, "low", "medium", "high" or "max", not {quote_value(value)}',
-    )
+    if details.reasoning == "none":
+        if not think:
+            return ReasoningOptions()
+        raise capability_error(details, "thinking", "think")
+    if think is False:
+        if details.reasoning == "optional":
+            return ReasoningOptions(effort="none")
+        return ReasoningOptions(token_budget=0)
+    if isinstance(think, str):
+        return ReasoningOptions(effort=think)
+    return ReasoningOptions(effort="medium" if details.reasoning == "optional" else None)
 
 
 def capability_error(details: ModelDetails, capability: str, param: str) -> AppError:
     return invalid_request(param, f'"{details.name}" does not support {capability}')
 
 
-def read_format(fields: Fields) -> JsonSchema | None:
-    """Reads `format`: "json" or a JSON schema."""
-    value = fields.value("format")
-    if value is None or value == "":
+def build_format(value: Raw) -> JsonSchema | None:
+    """Converts `format`: "json" or a JSON schema."""
+    format_: object = decode_json(value)
+    if format_ is None or format_ == "":
         return None
-    if value == "json":
+    if format_ == "json":
         return JsonSchema(text=ANY_OBJECT_SCHEMA, param="format")
-    if not isinstance(value, dict):
-        shown = quote_value(value)
+    if not isinstance(format_, dict):
+        shown = quote_value(format_)
         raise invalid_request(
             "format", f'invalid format: {shown}; expected "json" or a valid JSON Schema object'
         )
-    return JsonSchema(text=orjson.dumps(fields.mapping("format")).decode(), param="format")
+    return build_json_schema(as_mapping(cast(object, format_), "format"), "format")
 
 
-def read_top_logprobs(fields: Fields) -> int | None:
-    """Reads `logprobs` and `top_logprobs`. Returns None if no log probabilities are requested."""
-    enabled = fields.boolean("logprobs")
-    top = _read_integer(fields, "top_logprobs") or 0
+def get_top_logprobs(body: schema.OllamaPromptBody) -> int | None:
+    """Returns None if no log probabilities are requested."""
+    top = _truncate(body.top_logprobs, "top_logprobs", at="") or 0
     if not 0 <= top <= 20:
         raise invalid_request("top_logprobs", "top_logprobs must be between 0 and 20")
-    return top if enabled else None
+    return top if body.logprobs else None
 
 
 def limit_keep_alive(seconds: float | None, details: ModelDetails, *, admin: bool) -> float | None:

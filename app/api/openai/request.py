@@ -302,7 +302,7 @@ def _get_chat_logprobs(body: ChatBody, limit: LogprobsLimit) -> int | None:
     return None
 
 
-def get_keep_alive(keep_alive: float | str | None, ttl: float | str | None) -> float | None:
+def get_keep_alive(keep_alive: float | str | None, ttl: float | str | None = None) -> float | None:
     """Returns the number of seconds that the model stays loaded after this request; math.inf means
     forever. The field comes from Ollama. It is a number of seconds, or a duration such as "90s",
     "5m" or "1h30m". A negative value means forever, and so does one beyond Ollama's longest

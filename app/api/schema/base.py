@@ -73,10 +73,10 @@ def ignore_fields(names: str, **described: str) -> Mapping[str, str]:
     return {**dict.fromkeys(names.split(), "No effect."), **described}
 
 
-# The keys of `Meta.extra`: the valid values, for error messages; the name of the type's schema in
-# openapi.yaml; the JSON Schema of a type that is less exact than its conversion. An error inside a
-# value with EXPECTED has the path of the field.
-EXPECTED, COMPONENT, EXACT = "expected", "component", "exact"
+# The keys of `Meta.extra`: the valid values, for error messages; the whole error message; the name
+# of the type's schema in openapi.yaml; the JSON Schema of a type that is less exact than its
+# conversion. An error inside a value with EXPECTED or MESSAGE has the path of the field.
+EXPECTED, MESSAGE, COMPONENT, EXACT = "expected", "message", "component", "exact"
 
 
 def describe(
@@ -84,13 +84,15 @@ def describe(
     *,
     component: str | None = None,
     expected: str | None = None,
+    message: str | None = None,
     schema: dict[str, Any] | None = None,
     exact: dict[str, Any] | None = None,
 ) -> Meta:
     """Describes a field. component: the name of the schema in openapi.yaml that other fields of
-    this type refer to. expected: the valid values, for error messages. schema: what the JSON Schema
-    has in addition to the type, or instead of it for free JSON. exact: the whole JSON Schema."""
-    extra = {EXPECTED: expected, COMPONENT: component, EXACT: exact}
+    this type refer to. expected: the valid values, for error messages. message: the whole message
+    for an invalid value; `{name}` is the name of the field. schema: what the JSON Schema has in
+    addition to the type, or instead of it for free JSON. exact: the whole JSON Schema."""
+    extra = {EXPECTED: expected, MESSAGE: message, COMPONENT: component, EXACT: exact}
     return Meta(
         description=description,
         extra={name: value for name, value in extra.items() if value is not None} or None,

@@ -26,7 +26,7 @@ from app.api.fields import (
     join_or,
     quote_value,
 )
-from app.api.schema.base import EXPECTED, OBJECT_DECODER, Options
+from app.api.schema.base import EXPECTED, MESSAGE, OBJECT_DECODER, Options
 from app.api.schema.names import ObjectNames, check_names, find_names
 from app.core.errors import AppError, ErrorKind
 from app.core.sampling_params import INT64_MAX, INT64_MIN
@@ -152,6 +152,10 @@ class BodyDecoder(Generic[Body]):
         value = _find_value(data, path)
         param = _join(path[: expectation.depth])
         shown = param or "the body"
+        if expectation.message is not None:
+            return invalid_request(
+                param, expectation.message.format(name=path[expectation.depth - 1])
+            )
         length = _LENGTH.fullmatch(reason)
         if length is not None:
             bound = "at least" if length[1] == ">=" else "at most"
@@ -170,6 +174,11 @@ def require(value: Value | None, param: str) -> Value:
     if value is None:
         raise invalid_request(param, f"{param} is missing")
     return value
+
+
+def is_null(value: Raw) -> bool:
+    """Returns whether a field of free JSON is absent or null."""
+    return bytes(memoryview(value)[:4]) == b"null"
 
 
 def decode_json(value: Raw) -> Any:
@@ -261,18 +270,19 @@ def _to_integer(value: Raw) -> bytes | None:
 @dataclass(frozen=True, slots=True)
 class _Expectation:
     """The valid values of a field. depth: the number of steps of the error's path that lead to the
-    field."""
+    field. message: the whole error message, if it is not the usual one."""
 
     text: str
     depth: int
+    message: str | None = None
 
 
 def _find_expectation(type_: inspect.Type, path: Path, data: Data) -> _Expectation:
     """Finds the declaration of the field at a path. data: the body, which has the tags that select
     the type of an object."""
     for depth, step in enumerate(path):
-        if (expected := _get_expected(type_)) is not None:
-            return _Expectation(expected, depth)
+        if _get_extra(type_, EXPECTED) or _get_extra(type_, MESSAGE):
+            return _Expectation(_describe_type(type_), depth, _get_extra(type_, MESSAGE))
         members = _list_members(type_)
         if isinstance(step, int):
             (type_,) = [one.item_type for one in members if isinstance(one, inspect.ListType)]
@@ -291,12 +301,12 @@ def _find_expectation(type_: inspect.Type, path: Path, data: Data) -> _Expectati
             structs = [one for one in structs if one.tag == name] or structs
         fields = {field.encode_name: field.type for one in structs for field in one.fields}
         type_ = fields[step]
-    return _Expectation(_describe_type(type_), len(path))
+    return _Expectation(_describe_type(type_), len(path), _get_extra(type_, MESSAGE))
 
 
-def _get_expected(type_: inspect.Type) -> str | None:
+def _get_extra(type_: inspect.Type, key: str) -> str | None:
     extra = cast("dict[str, str]", getattr(type_, "extra", None) or {})
-    return extra.get(EXPECTED)
+    return extra.get(key)
 
 
 def _list_members(type_: inspect.Type) -> list[inspect.Type]:
@@ -309,7 +319,7 @@ def _list_members(type_: inspect.Type) -> list[inspect.Type]:
 
 
 def _describe_type(type_: inspect.Type) -> str:
-    if (expected := _get_expected(type_)) is not None:
+    if (expected := _get_extra(type_, EXPECTED)) is not None:
         return expected
     members = [one for one in _list_members(type_) if not isinstance(one, inspect.NoneType)]
     return join_or(dict.fromkeys(map(_describe_member, members)))

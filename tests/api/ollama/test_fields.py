@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from app.api.ollama.options import IGNORED_OPTIONS
+from app.api.schema.ollama import OllamaOptions
 from tests.api.asgi import Reply, send_request
 from tests.api.test_fields_table import Row, read_rows, read_schema_fields
 from tests.fakes import CARD, FakeGenerate
@@ -119,7 +119,7 @@ def test_every_documented_field_is_in_the_table(endpoint: str):
 def test_the_table_lists_every_option_without_effect(endpoint: str):
     accepted = [row for row in ROWS if row.endpoint == endpoint and row.status == "accepted"]
     options = {row.field.removeprefix("options.") for row in accepted if "." in row.field}
-    assert options == IGNORED_OPTIONS
+    assert options == OllamaOptions.ignored.keys()
 
 
 @pytest.mark.parametrize("endpoint", MINIMAL)
