@@ -26,10 +26,10 @@ from app.store import hf_folder
 from app.store.config_files import unreadable_error
 from app.store.digests import DigestCache
 from app.store.gguf import model as gguf_model
+from app.store.gguf.errors import UnsupportedGGUFError
 from app.store.library_names import find_equivalent_of, suggest_names
 from app.store.model_names import BUILTIN, HubName, ModelName, ModelNotFoundError, parse_model_name
 from app.store.ollama import manifest, model
-from app.store.ollama.model import UnsupportedFormatError
 
 _Name = TypeVar("_Name")
 
@@ -163,13 +163,13 @@ def _find_in_hub_cache(name: HubName | None) -> ModelFiles | None:
 
 
 def _find_in_ollama_store(name: ModelName) -> ModelFiles | None:
-    """Reads a model of Ollama's store, otherwise its MLX version in the Hugging Face cache. Ollama
-    itself pulls most models as GGUF, which cannot be served."""
+    """Reads a model of Ollama's store, otherwise its MLX version in the Hugging Face cache, which
+    is also used if the store has the model in a GGUF file that is not supported."""
     if name.ollama is None:
         return None
     try:
         files = model.find(name.ollama)
-    except UnsupportedFormatError as error:
+    except UnsupportedGGUFError as error:
         files = _find_in_hub_cache(find_equivalent_of(name.ollama))
         if files is None:
             raise _format_error(name, error) from error
@@ -183,8 +183,8 @@ def _format_error(name: ModelName, error: AppError) -> AppError:
         return error
     return AppError(
         error.kind,
-        f"{name.ollama} is a GGUF model, which is not supported: run `mlxrunner pull "
-        f"{name.text}` to download the same model in MLX's format",
+        f"{error.message}; run `mlxrunner pull {name.text}` to download the same model in MLX's "
+        "format",
     )
 
 

@@ -1,6 +1,7 @@
 """Summarizes the tensors of a model: names, parameter counts and storage formats.
 
-Knows: safetensors headers, how MLX and Ollama pack quantized weights. Must not know: architectures.
+Knows: safetensors headers, which models are GGUF files, how MLX and Ollama pack quantized weights.
+Must not know: architectures.
 
 MLX stores the scales of `X.weight` as `X.scales`, Ollama as `X.weight.scale`. Each scale belongs to
 a group of parameters, so the number of parameters in a packed weight follows from the number of
@@ -15,6 +16,8 @@ from typing import Any, cast
 from app.core.model_files import Json, ModelFiles
 from app.core.models import TensorDetails
 from app.store import safetensors_header
+from app.store.gguf import summary
+from app.store.gguf.model import is_gguf_model
 from app.store.safetensors_header import SafetensorsHeader, TensorInfo
 
 # the group size by format name; 64 for other formats
@@ -36,6 +39,8 @@ class TensorSummary:
 
 def list_tensors(files: ModelFiles) -> tuple[TensorDetails, ...]:
     """Returns the tensors of a model. Raises AppError(MODEL_FILES)."""
+    if is_gguf_model(files):
+        return tuple(summary.list_tensors(files.shards[0]))
     return tuple(
         TensorDetails(name=name, dtype=tensor.dtype, shape=tensor.shape)
         for shard in files.shards
@@ -45,6 +50,9 @@ def list_tensors(files: ModelFiles) -> tuple[TensorDetails, ...]:
 
 def summarize_tensors(files: ModelFiles) -> TensorSummary:
     """Counts the parameters of a model. Raises AppError(MODEL_FILES)."""
+    if is_gguf_model(files):
+        parameters, quantization = summary.count_parameters(files.shards[0])
+        return TensorSummary(parameters=parameters, quantization=quantization)
     counts: Counter[str] = Counter()
     for shard in files.shards:
         for kind, count in _count_shard(safetensors_header.read(shard), files.config):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from models.gguf.metadata import Metadata
-from models.gguf.reader import GGUFError, GGUFFile, read_floats
+from models.gguf.reader import GGUFError, GGUFFile, UnsupportedError, read_floats
 
 Config = dict[str, Any]
 
@@ -135,7 +135,7 @@ def find_architecture(metadata: Metadata) -> Architecture:
     return found
 
 
-class UnsupportedArchitectureError(GGUFError):
+class UnsupportedArchitectureError(UnsupportedError):
     """The architecture of the file is not supported. architecture: its name in llama.cpp."""
 
     def __init__(self, metadata: Metadata) -> None:
@@ -262,7 +262,7 @@ def _read_rope_scaling(metadata: Metadata) -> Config | None:
                 scaling[name] = metadata.number(f"rope.scaling.{key}")
         return scaling
     if kind not in ("none", "longrope"):
-        raise GGUFError(f"{metadata.file.path}: the rope scaling {kind!r} is not supported")
+        raise UnsupportedError(f"{metadata.file.path}: the rope scaling {kind!r} is not supported")
     return None
 
 
@@ -460,7 +460,7 @@ def _read_gpt_oss(metadata: Metadata) -> Config:
 
 def _read_olmo2(metadata: Metadata) -> Config:
     if metadata.integer("attention.sliding_window", 0):
-        raise GGUFError(
+        raise UnsupportedError(
             f"{metadata.file.path}: models of the architecture olmo2 with a sliding window "
             "(OLMo 3) are not supported"
         )
@@ -503,7 +503,7 @@ def _read_deepseek2(metadata: Metadata) -> Config:
     """GLM-4.7-Flash and DeepSeek V3: latent attention, experts selected by sigmoid scores."""
     gating = metadata.integer("expert_gating_func", 0)
     if gating != _SIGMOID:
-        raise GGUFError(
+        raise UnsupportedError(
             f"{metadata.file.path}: models of the architecture deepseek2 with "
             f"expert_gating_func {gating} (DeepSeek V2) are not supported"
         )

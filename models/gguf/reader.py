@@ -105,6 +105,10 @@ class Array:
         raise ValueError(f"an array of {self.kind}, but numbers are needed")
 
 
+class UnsupportedError(GGUFError):
+    """The file is valid, but it has something that is not supported."""
+
+
 Value = int | float | bool | str | Array
 
 
@@ -407,9 +411,9 @@ class _Parser:
             known = UNSUPPORTED_TYPES.get(number)
             label = f"the type {known}" if known else f"the unknown type {number}"
             supported = ", ".join(kind.name for kind in GGML_TYPES.values())
-            raise self._error(
-                f"the tensor {name} has {label}, which is not supported: use a file with other "
-                f"types ({supported})"
+            raise UnsupportedError(
+                f"{self._path}: the tensor {name} has {label}, which is not supported: use a file "
+                f"with other types ({supported})"
             )
         if shape[-1] % kind.elements:
             raise self._error(

@@ -18,6 +18,8 @@ from app.store.hub import cache
 from app.store.model_names import HubName, ModelNotFoundError
 from tests import tiny
 from tests.commands.thread_server import run_thread_server
+from tests.models.gguf.raw_file import gguf as raw_gguf
+from tests.models.gguf.raw_file import text_entry
 from tests.server_process import ROOT, TIMEOUT
 from tests.store.ollama_store import OllamaStore
 from tests.store.stand_in import StandIn
@@ -60,18 +62,19 @@ def test_a_name_of_ollamas_library_stands_for_the_repository_in_mlx_format(
     assert store.find("qwen3:4b").name == "mlx-community/Qwen3-4B-4bit"
 
 
-def test_a_gguf_model_of_ollama_gives_way_to_the_one_in_mlx_format(
+def test_an_unsupported_gguf_model_of_ollama_gives_way_to_the_one_in_mlx_format(
     hub: StandIn, tiny_model: Path, tmp_path: Path
 ) -> None:
+    unknown = raw_gguf([text_entry("general.architecture", "plamo3")])
     hub.add("mlx-community/Qwen3-4B-4bit", tiny_model)
     ollama = OllamaStore(tmp_path / "ollama")
-    ollama.write("qwen3:4b", [ollama.layer("model", b"GGUF...")])
-    ollama.write("mine:4b", [ollama.layer("model", b"GGUF...")])
-    with pytest.raises(AppError, match=r"is a GGUF model, .*: run `mlxrunner pull qwen3:4b` to"):
+    ollama.write("qwen3:4b", [ollama.layer("model", unknown)])
+    ollama.write("mine:4b", [ollama.layer("model", unknown)])
+    with pytest.raises(AppError, match=r"'plamo3' are not .*; run `mlxrunner pull qwen3:4b` to"):
         store.find("qwen3:4b")
     pull("qwen3:4b", None)
     assert store.find("qwen3:4b").name == "mlx-community/Qwen3-4B-4bit"
-    with pytest.raises(AppError, match=r"mine:4b is a GGUF model, .*from mlx-community"):
+    with pytest.raises(AppError, match="architecture 'plamo3' are not supported"):
         store.find("mine:4b")
 
 

@@ -135,10 +135,10 @@ def test_tensors_of_a_draft_model_are_ignored(
     assert ollama.path_of(draft) not in store.find("tiny").shards
 
 
-def test_gguf_is_rejected_with_an_alternative(ollama: OllamaStore) -> None:
-    ollama.write("mine", [ollama.layer("model", b"GGUF...")])
+def test_a_model_without_weights_is_rejected_with_an_alternative(ollama: OllamaStore) -> None:
+    ollama.write("mine", [ollama.layer("projector", b"GGUF...")])
     message = refusal("mine")
-    assert "is a GGUF model" in message
+    assert "has no weights in a supported format" in message
     assert "`mlxrunner pull mlx-community/" in message
 
 

@@ -20,6 +20,7 @@ import orjson
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import Json, ModelFiles
 from app.store.digests import app_cache_folder
+from app.store.gguf.errors import to_app_error
 from app.store.gguf.tokenizer import Vocabulary, build_tokenizer, read_vocabulary
 from models.gguf import reader
 from models.gguf.architectures import read_config
@@ -53,7 +54,7 @@ def read(path: Path, *, name: str) -> ModelFiles:
         file = reader.read(path)
         config = read_config(file)
     except GGUFError as error:
-        raise AppError(ErrorKind.MODEL_FILES, str(error)) from error
+        raise to_app_error(error) from error
     vocabulary = read_vocabulary(file)
     return ModelFiles(
         name=name,
@@ -77,6 +78,16 @@ def is_gguf(path: Path) -> bool:
     if not path.is_file():
         return False
     return path.suffix == _SUFFIX or reader.has_magic(path)
+
+
+def is_gguf_model(files: ModelFiles) -> bool:
+    """Returns whether the weights of a model are in GGUF. Raises AppError(MODEL_FILES) if they
+    cannot be read."""
+    try:
+        return bool(files.shards) and reader.has_magic(files.shards[0])
+    except OSError as error:
+        message = f"{files.shards[0]} cannot be read: {error.strerror or error}"
+        raise AppError(ErrorKind.MODEL_FILES, message) from error
 
 
 def get_name(path: Path) -> str:

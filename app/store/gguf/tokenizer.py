@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.core.errors import AppError, ErrorKind
+from app.store.gguf.errors import UnsupportedGGUFError
 from app.store.gguf.pre_tokenizers import BYTE_LEVEL, PRE_TOKENIZERS, Component
 from models.gguf.reader import Array, GGUFFile
 
@@ -106,10 +107,9 @@ def read_vocabulary(file: GGUFFile) -> Vocabulary:
     if not isinstance(kind, str):
         raise _error(file, f"it has no {_PREFIX}model: a model needs a tokenizer")
     if kind not in _BUILDERS:
-        raise _error(
-            file,
-            f"its {_PREFIX}model is {kind[:80]!r}, which is not supported; supported tokenizers: "
-            f"{', '.join(sorted(_BUILDERS))}",
+        raise UnsupportedGGUFError(
+            f"{file.path}: its {_PREFIX}model is {kind[:80]!r}, which is not supported; supported "
+            f"tokenizers: {', '.join(sorted(_BUILDERS))}",
         )
     raw = _read_array(file, "tokens", "string").strings()
     if not 0 < len(raw) <= _MAX_TOKENS:
@@ -188,10 +188,9 @@ def _build_byte_level(vocabulary: Vocabulary) -> Mapping[str, Any]:
     name = file.metadata.get(_PREFIX + "pre", "default")
     rules = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if rules is None:
-        raise _error(
-            file,
-            f"its tokenizer splits texts by the rules {str(name)[:80]!r} ({_PREFIX}pre), which are "
-            f"unknown; known rules: {', '.join(sorted(PRE_TOKENIZERS))}",
+        raise UnsupportedGGUFError(
+            f"{file.path}: its tokenizer splits texts by the rules {str(name)[:80]!r} "
+            f"({_PREFIX}pre), which are unknown; known rules: {', '.join(sorted(PRE_TOKENIZERS))}",
         )
     return {
         "normalizer": rules.normalizer,

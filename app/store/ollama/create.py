@@ -17,9 +17,11 @@ from app.core.model_files import ModelFiles
 from app.core.models import ModelRecipe
 from app.core.thread_pools import CancelToken
 from app.store.config_files import read_json_object
+from app.store.gguf import model as gguf_model
 from app.store.model_names import OllamaName
 from app.store.ollama import manifest
 from app.store.ollama.manifest import (
+    GGUF,
     JSON,
     LICENSE,
     MESSAGES,
@@ -50,6 +52,7 @@ _JSON_FILES = (
     "chat_template.jinja",
 )
 
+_GGUF_SUFFIX = ".gguf"
 _WEIGHTS_NAME = re.compile(r"\w[\w.-]{0,200}\.safetensors", re.ASCII)
 
 
@@ -70,6 +73,8 @@ def create_model(
         layers += [write_json_blob(messages, MESSAGES)] if messages else []
     layers = _merge_parameters(layers, recipe.parameters)
     token.check()
+    if any(layer.media_type == GGUF for layer in layers):
+        config = {"model_format": "gguf", **config}
     write_manifest(name, layers, {**_describe(base), **config, PARENT_KEY: recipe.base or ""})
 
 
@@ -79,6 +84,8 @@ def _take_layers(
     """Returns the layers and the config of the base."""
     if base.path.is_dir():
         return _import_folder(base, token), {}
+    if base.path in base.shards:
+        return _import_gguf(base, token), {}
     base_manifest = manifest.read(base.path)
     if base_manifest is None:
         message = f"{base.name} was deleted meanwhile"
@@ -106,9 +113,18 @@ def _import_folder(base: ModelFiles, token: CancelToken) -> list[BlobReference]:
     return layers + [add_blob(shard, TENSOR, shard.name, token) for shard in base.shards]
 
 
+def _import_gguf(base: ModelFiles, token: CancelToken) -> list[BlobReference]:
+    if len(base.shards) > 1:
+        message = f"{base.name} consists of {len(base.shards)} files: merge them first"
+        raise AppError(ErrorKind.INVALID, message)
+    return [add_blob(base.path, GGUF, "", token)]
+
+
 def _import_files(recipe: ModelRecipe, token: CancelToken) -> list[BlobReference]:
     """Creates layers from uploaded files. Raises AppError(INVALID)."""
     layers: list[BlobReference] = []
+    if any(name.endswith(_GGUF_SUFFIX) for name in recipe.files):
+        return _import_gguf_file(recipe)
     for name, digest in recipe.files.items():
         path = _find_upload(name, digest)
         token.check()
@@ -130,6 +146,19 @@ def _import_files(recipe: ModelRecipe, token: CancelToken) -> list[BlobReference
     if all(layer.media_type != TENSOR for layer in layers):
         raise AppError(ErrorKind.INVALID, "files has no .safetensors file, which a model needs")
     return layers
+
+
+def _import_gguf_file(recipe: ModelRecipe) -> list[BlobReference]:
+    """Creates the layer of an uploaded GGUF file, which contains the whole model. Raises
+    AppError(INVALID)."""
+    if len(recipe.files) > 1:
+        raise AppError(ErrorKind.INVALID, "files must contain only one file if it is a GGUF file")
+    [(name, digest)] = recipe.files.items()
+    path = _find_upload(name, digest)
+    if not gguf_model.is_gguf(path):
+        raise AppError(ErrorKind.INVALID, "the GGUF file does not begin as one")
+    sha256 = parse_digest(digest)
+    return [BlobReference(media_type=GGUF, sha256=sha256, size=path.stat().st_size, name="")]
 
 
 def _find_upload(name: str, digest: str) -> Path:

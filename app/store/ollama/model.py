@@ -3,19 +3,23 @@
 Knows: the role of each layer, Ollama's parameter names. Must not know: the location of blobs,
 tensors.
 
-The files of a model folder are blobs in this store. In addition, a model has a system prompt, a
-template and parameters. The template is a Go template and is not used. Models with tensor layers
-also include tokenizer_config.json with their Jinja template.
+The files of a model folder are blobs in this store, or the model is one GGUF file. In addition, a
+model has a system prompt, a template and parameters. The template is a Go template and is not used.
+Models with tensor layers also include tokenizer_config.json with their Jinja template, and GGUF
+files contain theirs.
 """
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import Json, ModelFiles
 from app.store import safetensors_header
 from app.store.config_files import read_json_array, read_json_object, read_text
+from app.store.gguf import model as gguf_model
+from app.store.gguf.templates import find_template
 from app.store.model_names import OllamaName
 from app.store.ollama import manifest
 from app.store.ollama.manifest import (
@@ -69,6 +73,8 @@ def find(name: OllamaName) -> ModelFiles | None:
     if parsed is None:
         return None
     _check_format(name, parsed)
+    if parsed.get_layers(GGUF):
+        return _read_gguf(name, parsed)
     files = {layer.name: layer for layer in parsed.get_layers(JSON)}
     for media_type in (JSON, SYSTEM, PARAMS, TEMPLATE, MESSAGES, LICENSE):
         for layer in parsed.get_layers(media_type):
@@ -116,18 +122,43 @@ def _is_model_tensor(tensor: str) -> bool:
     return not tensor.startswith(_DRAFT_PREFIX)
 
 
-class UnsupportedFormatError(AppError):
-    """The model has weights in GGUF, which is Ollama's usual format."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(ErrorKind.MODEL_FILES, message)
+def _read_gguf(name: OllamaName, found: Manifest) -> ModelFiles:
+    """Reads a model whose weights are one GGUF file, Ollama's usual format. The file contains the
+    tokenizer, and almost always a Jinja template. Otherwise, the template of the family is used,
+    because Ollama's own templates are in Go's format."""
+    for media_type in (SYSTEM, PARAMS, TEMPLATE, MESSAGES, LICENSE):
+        for layer in found.get_layers(media_type):
+            manifest.verify_layer(layer)
+    weights = found.get_layers(GGUF)
+    if len(weights) > 1:
+        raise _model_files_error(
+            f"{name} has {len(weights)} GGUF layers, but only one is supported"
+        )
+    files = gguf_model.read(weights[0].blob, name=str(name))
+    parameters = _read_parameters(found)
+    template = None
+    if not files.tokenizer_config.get("chat_template") and found.get_layers(TEMPLATE):
+        template = find_template(weights[0].blob)
+    return replace(
+        files,
+        path=found.path,
+        generation_config=_merge_generation_config(files.generation_config, parameters),
+        chat_template=template,
+        created=int(found.path.stat().st_mtime),
+        system_prompt=_read_texts(found, SYSTEM),
+        first_messages=_read_messages(found),
+        license=_read_texts(found, LICENSE) or files.license,
+        parent=_read_parent(found),
+        recommended_context=_read_context_length(found, parameters),
+    )
 
 
 def _check_format(name: OllamaName, found: Manifest) -> None:
-    """Raises AppError(MODEL_FILES) unless the model consists of tensor layers without adapters."""
-    if found.get_layers(GGUF) or not found.get_layers(TENSOR):
-        raise UnsupportedFormatError(
-            f"{name} is a GGUF model, which is not supported: use the same model in the "
+    """Raises AppError(MODEL_FILES) unless the model consists of tensor layers or a GGUF layer,
+    without adapters."""
+    if not found.get_layers(GGUF) and not found.get_layers(TENSOR):
+        raise _model_files_error(
+            f"{name} has no weights in a supported format: use the same model in the "
             "safetensors format, for example from mlx-community: "
             "`mlxrunner pull mlx-community/...`"
         )

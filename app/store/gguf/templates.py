@@ -1,0 +1,60 @@
+"""Chat templates of families, for GGUF files without one.
+
+Knows: the turn markers of families that were published before chat templates were stored in GGUF
+files. Must not know: Go templates, rendering.
+
+A family is recognized by its marker tokens. A file without known markers is rejected for chats,
+because a model answers badly with the markers of another family. It can still complete plain text.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from app.store.gguf.errors import to_app_error
+from app.store.gguf.tokenizer import read_vocabulary
+from models.gguf import reader
+from models.gguf.reader import GGUFError
+
+_LLAMA3 = (
+    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}"
+    "<|end_header_id|>\n\n{{ message.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+_CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_GEMMA = (
+    "{{ bos_token }}{% set ns = namespace(system='') %}{% for message in messages %}"
+    "{% if message.role == 'system' %}{% set ns.system = message.content + '\n\n' %}{% else %}"
+    "<start_of_turn>{{ 'model' if message.role == 'assistant' else message.role }}\n"
+    "{{ ns.system }}{{ message.content | trim }}<end_of_turn>\n{% set ns.system = '' %}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+_PHI3 = (
+    "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+_REFUSAL = (
+    "{{ raise_exception('this model has no chat template that can be used, only one of Ollama: "
+    "send a plain prompt to /v1/completions, or use a newer file of the model') }}"
+)
+
+# marker tokens -> template; all markers must be in the vocabulary
+_TEMPLATES: Mapping[tuple[str, ...], str] = {
+    ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"): _LLAMA3,
+    ("<|im_start|>", "<|im_end|>"): _CHATML,
+    ("<start_of_turn>", "<end_of_turn>"): _GEMMA,
+    ("<|user|>", "<|assistant|>", "<|end|>"): _PHI3,
+}
+
+
+def find_template(path: Path) -> str:
+    """Returns the template of the family of a GGUF file, or one that rejects every conversation
+    with a message. Raises AppError(MODEL_FILES)."""
+    try:
+        tokens = frozenset(read_vocabulary(reader.read(path)).tokens)
+    except GGUFError as error:
+        raise to_app_error(error) from error
+    found = (template for markers, template in _TEMPLATES.items() if tokens.issuperset(markers))
+    return next(found, _REFUSAL)
