@@ -22,7 +22,11 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from models.kernels.in_place_attention import InPlaceCache, attend_in_place
+from models.kernels.in_place_attention import (
+    InPlaceCache,
+    attend_in_place,
+    attend_shared_in_place,
+)
 
 
 class AttentionRow(InPlaceCache, Protocol):
@@ -38,6 +42,8 @@ class AttentionRow(InPlaceCache, Protocol):
         sinks: mx.array | None = None,
         softcap: float | None = None,
     ) -> mx.array: ...
+
+    def attend_shared(self, queries: mx.array, *, scale: float) -> mx.array: ...
 
 
 class _RecurrentRow(Protocol):
@@ -83,6 +89,18 @@ class BatchKVCache:
             ]
         )
 
+    def attend_shared(self, queries: mx.array, *, scale: float) -> mx.array:
+        seen = attend_shared_in_place(self._rows, queries, scale=scale)
+        if seen is not None:
+            return seen
+        parts = mx.split(queries, len(self._rows))
+        return mx.concatenate(
+            [
+                row.attend_shared(part, scale=scale)
+                for row, part in zip(self._rows, parts, strict=True)
+            ]
+        )
+
 
 class PackedKVCache:
     """The attention caches of several sequences, each with several new positions. The layer gets
@@ -115,6 +133,13 @@ class PackedKVCache:
             # [L, H, 1, D] → [1, H, L, D]
             q, k, v = (x[start:end].transpose(2, 1, 0, 3) for x in (queries, keys, values))
             seen = sequence.attend(q, k, v, scale=scale, sinks=sinks, softcap=softcap)
+            parts.append(seen.transpose(2, 1, 0, 3))
+        return mx.concatenate(parts)
+
+    def attend_shared(self, queries: mx.array, *, scale: float) -> mx.array:
+        parts = list[mx.array]()
+        for sequence, (start, end) in zip(self._sequences, self._ranges, strict=True):
+            seen = sequence.attend_shared(queries[start:end].transpose(2, 1, 0, 3), scale=scale)
             parts.append(seen.transpose(2, 1, 0, 3))
         return mx.concatenate(parts)
 

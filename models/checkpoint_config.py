@@ -31,6 +31,9 @@ DEFAULT_QUERY_HEADS = 64
 ALIASES: Mapping[str, str] = {
     "camembert": "roberta",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
+    "gemma4_unified": "gemma4",
+    "gemma4_unified_text": "gemma4",
     "joyai_llm_flash": "deepseek_v3",
     "kimi_k2": "deepseek_v3",
     "kimi_k25": "deepseek_v3",

@@ -21,7 +21,7 @@ A packed panel contains sixteen interleaved rows in their original type
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,8 +31,8 @@ from models.base import Model, ModelError
 from models.kernels import fused_blocks, layers, mamba2_op, stacked_layers
 from models.layers import GatedMLP
 from models.mamba2 import Mamba2Mixer
-from models.prenorm import PreNormBlock
 from models.quant import replace_leaves
+from models.sublayers import DescribedBlock
 
 # A weight is in memory twice while it is transposed. Larger weights are not transposed, so that
 # loading needs little additional memory.
@@ -88,11 +88,10 @@ def apply_cpu_layout(model: nn.Module) -> None:
                 "gate_up",
                 layers.fuse_gate_up(module.activation, module[gate], module[up], ops),
             )
-        if ops is not None and isinstance(module, PreNormBlock):
-            _override_method(module, "attention_residual", fused_blocks.fuse_attention(module, ops))
-            _override_method(module, "mlp_residual", fused_blocks.fuse_mlp(module, ops))
         if ops is not None and isinstance(module, Mamba2Mixer):
             _override_method(module, "mix", mamba2_op.fuse_mamba2(module, ops))
+        if ops is not None and isinstance(module, DescribedBlock):
+            _fuse_sublayers(module, ops)
         if not isinstance(module, layers.KernelLayer | layers.KernelRMSNorm):
             _to_float32(module)
             if ops is None and isinstance(module, nn.Linear | nn.Embedding):
@@ -109,6 +108,13 @@ def is_batch_invariant(model: Model) -> bool:
     assert isinstance(model, nn.Module)
     modules: Sequence[tuple[str, Any]] = model.named_modules()
     return not any(type(module) in _KERNEL_LAYERS for _, module in modules)
+
+
+def _fuse_sublayers(block: DescribedBlock, ops: Any) -> None:
+    module = cast(nn.Module, block)
+    _override_method(module, "attention_residual", fused_blocks.fuse_attention(block, ops))
+    _override_method(module, "mlp_residual", fused_blocks.fuse_mlp(block, ops))
+    _override_method(module, "input_residual", fused_blocks.fuse_input_gate(block, ops))
 
 
 def _override_method(module: nn.Module, method: str, operation: Any) -> None:

@@ -15,7 +15,7 @@ from models import base
 from models.base import SelectPositions, select_all
 from models.kv import KVCache, LayerCache, set_kv_dtype
 from models.layers import ACTIVATIONS, Activation
-from models.rope import Rope, Scaling, make_rope, rope_settings
+from models.rope import Rope, Scaling, is_proportional, make_rope, rope_settings
 
 # the values of `layer_types` in config.json for attention layers
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -60,7 +60,7 @@ class Config(base.Config):
         if not isinstance(share, int | float) or not 0 < share <= 1:
             raise base.ModelError(f"config.json's partial_rotary_factor is {share!r}")
         return make_rope(
-            dims=int(self.head_size * share),
+            dims=self.head_size if is_proportional(scaling) else int(self.head_size * share),
             theta=theta,
             max_positions=self.max_position_embeddings,
             scaling=scaling,

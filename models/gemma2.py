@@ -19,7 +19,7 @@ import mlx.nn as nn
 from models import base, decoder
 from models.base import SelectPositions, select_all
 from models.kv import AttentionCache, KVCache, LayerCache
-from models.layers import GatedMLP, merge_heads, split_heads
+from models.layers import GatedMLP, merge_heads, softcap_logits, split_heads
 from models.rotating_kv import RotatingKVCache
 from models.sharding import ATTENTION_SHARDS, ShardSpec
 
@@ -142,10 +142,7 @@ class CausalLM(decoder.CausalLM):
         self._softcap = config.final_logit_softcapping or None
 
     def logits(self, hidden: mx.array) -> mx.array:
-        logits = super().logits(hidden)
-        if self._softcap is None:
-            return logits
-        return self._softcap * mx.tanh(logits / self._softcap)
+        return softcap_logits(super().logits(hidden), self._softcap)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         return add_norm_offsets(super().sanitize(weights))

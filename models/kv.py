@@ -29,7 +29,12 @@ import mlx.core as mx
 from models import kernels
 from models.attention_route import AttentionShape
 from models.batch_cache import BatchKVCache
-from models.kernels.in_place_attention import InPlaceCache, SlotMapping, attend_in_place
+from models.kernels.in_place_attention import (
+    InPlaceCache,
+    SlotMapping,
+    attend_in_place,
+    attend_shared_in_place,
+)
 from models.layer_cache import LayerKV
 from models.sdpa import Mask, describe_attention, scaled_dot_product_attention
 
@@ -93,6 +98,12 @@ class AttentionCache(Protocol):
         """Appends new keys and values [B, Hkv, L, D], and computes attention from the queries [B,
         Hq, L, D] of the same positions to all cached positions. Returns [B, Hq, L, D]. scale,
         sinks, softcap: see `models.sdpa.scaled_dot_product_attention`."""
+        ...
+
+    def attend_shared(self, queries: mx.array, *, scale: float) -> mx.array:
+        """Computes attention from queries [B, Hq, L, D] of another layer, which has no keys of its
+        own, to all cached positions. The positions of the queries are the last ones that `attend`
+        appended. Returns [B, Hq, L, D]."""
         ...
 
 
@@ -161,6 +172,19 @@ class KVBuffers(ABC):
     @abstractmethod
     def mask(self, length: int) -> Mask:
         """Returns the mask of `length` new queries over the keys that `update` will return."""
+
+    @abstractmethod
+    def mask_last(self, length: int) -> Mask:
+        """Returns the mask of the last `length` cached positions over the cached keys in the order
+        of `read_all`."""
+
+    @abstractmethod
+    def read_all(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """Returns all keys and values that `update` last returned, converted to `dtype`."""
+
+    @abstractmethod
+    def map_slots(self) -> SlotMapping:
+        """Returns the slots of the cached positions, without new ones."""
 
     @abstractmethod
     def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -243,6 +267,20 @@ class KVBuffers(ABC):
             queries, keys, values, scale=scale, mask=mask, sinks=sinks, softcap=softcap
         )
 
+    def attend_shared(self, queries: mx.array, *, scale: float) -> mx.array:
+        seen = attend_shared_in_place([self], queries, scale=scale)
+        if seen is not None:
+            return seen
+        keys, values = self.read_all(queries.dtype)
+        mask = self.mask_last(queries.shape[2])
+        return scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+
+    def get_buffers(self) -> tuple[mx.array, mx.array]:
+        """Returns the buffers, which the caller does not write."""
+        assert self._keys is not None
+        assert self._values is not None
+        return self._keys, self._values
+
     @staticmethod
     def attend_masked(
         queries: mx.array,
@@ -297,11 +335,22 @@ class KVCache(KVBuffers):
     def mask(self, length: int) -> Mask:
         return None if length == 1 else "causal"
 
+    def mask_last(self, length: int) -> Mask:
+        return self.mask(length)
+
+    def read_all(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        return self.read(self.offset, dtype)
+
+    def map_slots(self) -> SlotMapping:
+        return SlotMapping(
+            write_slot=self.offset, length=self.offset, head_slot=0, first_position=0, window=0
+        )
+
     def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Appends keys and values [B, H, L, D]. Returns all keys and values."""
         place = self.allocate_slots(keys, values)
         self.write(slice(place.write_slot, self.offset), keys, values)
-        return self.read(self.offset, keys.dtype)
+        return self.read_all(keys.dtype)
 
     def allocate_slots(self, keys: mx.array, values: mx.array) -> SlotMapping:
         slot, self.offset = self.offset, self.offset + keys.shape[2]

@@ -123,11 +123,24 @@ class KVSlab:
         softcap: float | None,
     ) -> mx.array:
         """Writes one new position per row, and computes the attention of all rows."""
-        places = min(step.longest, self._capacity)
-        arrays: list[mx.array] = []
         for index, given in enumerate((keys, values)):
             self._write(index, step, given)
-            arrays.append(self._view(index)[: step.span, :, :places].astype(queries.dtype))
+        return self.attend_shared(step, queries, scale=scale, sinks=sinks, softcap=softcap)
+
+    def attend_shared(
+        self,
+        step: SlabStep,
+        queries: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+        softcap: float | None = None,
+    ) -> mx.array:
+        """Computes the attention of all rows, whose new positions are written."""
+        places = min(step.longest, self._capacity)
+        arrays = [
+            self._view(index)[: step.span, :, :places].astype(queries.dtype) for index in range(2)
+        ]
         spread = step.spread() if step.has_holes else None
         if spread is not None:
             queries = mx.take(queries, spread[0], axis=0)
@@ -222,4 +235,13 @@ class SlabKVCache:
                 softcap=softcap,
             )
             seen.insert(0, shared)
+        return seen[0] if len(seen) == 1 else mx.concatenate(seen)
+
+    def attend_shared(self, queries: mx.array, *, scale: float) -> mx.array:
+        placed = self._step.num_placed
+        seen: list[mx.array] = []
+        if placed:
+            seen.append(self._slab.attend_shared(self._step, queries[:placed], scale=scale))
+        if self._separate is not None:
+            seen.append(self._separate.attend_shared(queries[placed:], scale=scale))
         return seen[0] if len(seen) == 1 else mx.concatenate(seen)

@@ -73,6 +73,20 @@ def apply_glu(activation: Activation, gate: mx.array, up: mx.array) -> mx.array:
     return activation(gate) * up if glu is None else glu(gate, up)
 
 
+def normalize_rms(x: mx.array, eps: float) -> mx.array:
+    """Returns x [..., D] divided by the root mean square of each row: a norm without weights."""
+    ops = kernels.ops(x)
+    return mx.fast.rms_norm(x, None, eps) if ops is None else ops.rms_norm(x, None, eps)
+
+
+def softcap_logits(logits: mx.array, cap: float | None) -> mx.array:
+    """Returns cap * tanh(logits / cap), or the logits if there is no cap."""
+    if cap is None:
+        return logits
+    ops = kernels.ops(logits)
+    return cap * mx.tanh(logits / cap) if ops is None else ops.softcap(logits, cap)
+
+
 def router_logits(x: mx.array, weight: mx.array) -> mx.array:
     """Returns the product [..., out] of x [..., in] and weight [out, in] in float32, because
     routing depends on small differences."""

@@ -38,6 +38,7 @@ _NON_TEXT_MODULES = frozenset(
         "image_newline",
         "mm_projector",
         "multi_modal_projector",
+        "vision_embedder",
         "vision_model",
         "vision_tower",
         "visual",

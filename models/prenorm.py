@@ -11,11 +11,19 @@ from typing import Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
+from models.attention import GroupedQueryAttention
 from models.base import SelectPositions, select_all
 from models.decoder import Config
 from models.kv import AttentionCache, KVCache, LayerCache
+from models.layers import GatedMLP
 from models.rope import NoRope, Rope
 from models.rotating_kv import RotatingKVCache
+from models.sublayers import (
+    AttentionSublayer,
+    InputGateSublayer,
+    MlpSublayer,
+    has_unmodified,
+)
 
 
 class AttentionLayer(Protocol):
@@ -65,6 +73,36 @@ class PreNormBlock(nn.Module):
 
     def mlp_residual(self, x: mx.array) -> mx.array:
         return x + self.mlp(self.post_attention_layernorm(x))
+
+    def describe_attention(self) -> AttentionSublayer | None:
+        if not has_unmodified(self, PreNormBlock, "attention_residual"):
+            return None
+        attention = self.self_attn
+        if not isinstance(attention, GroupedQueryAttention):
+            return None
+        if not has_unmodified(attention, GroupedQueryAttention, "__call__"):
+            return None
+        return AttentionSublayer(
+            norm=self.input_layernorm,
+            attention=attention,
+            heads=attention.heads,
+            kv_heads=attention.kv_heads,
+            scale=attention.scale,
+            rope=attention.rope,
+        )
+
+    def describe_mlp(self) -> MlpSublayer | None:
+        if not has_unmodified(self, PreNormBlock, "mlp_residual"):
+            return None
+        mlp = self.mlp
+        if not isinstance(mlp, GatedMLP) or not has_unmodified(mlp, GatedMLP, "__call__"):
+            return None
+        if not has_unmodified(mlp, GatedMLP, "gate_up"):
+            return None
+        return MlpSublayer(norm=self.post_attention_layernorm, mlp=mlp)
+
+    def describe_input_gate(self) -> InputGateSublayer | None:
+        return None
 
     def make_kv(self) -> LayerCache:
         return KVCache() if self.window is None else RotatingKVCache(self.window)

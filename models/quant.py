@@ -107,7 +107,7 @@ def quantize_model(model: nn.Module, bits: int) -> None:
     paths: list[str] = []
 
     def packed(path: str, layer: Any) -> Any:
-        if not hasattr(layer, "to_quantized") or path.rpartition(".")[2] in _ROUTER_NAMES:
+        if not hasattr(layer, "to_quantized") or _is_router(path):
             return layer
         if layer.weight.shape[-1] % GROUP_SIZE:
             return layer
@@ -119,6 +119,11 @@ def quantize_model(model: nn.Module, bits: int) -> None:
         raise ModelError(
             f"no layer can be quantized: no weight has an input width divisible by {GROUP_SIZE}"
         )
+
+
+def _is_router(path: str) -> bool:
+    """Returns whether a layer is a router or its projection."""
+    return any(name in _ROUTER_NAMES for name in path.split(".")[-2:])
 
 
 def replace_leaves(model: nn.Module, replace: Callable[[str, Any], Any]) -> None:

@@ -101,7 +101,7 @@ def make_rope(
             f"cannot rotate {dims} dimensions of a head: the number must be even and positive"
         )
     scaling = scaling or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    kind = _get_rope_type(scaling)
     if not isinstance(kind, str) or kind not in _ROPE_TYPES:
         raise ModelError(
             f"rope scaling {kind!r} is not supported; "
@@ -111,12 +111,24 @@ def make_rope(
         inverse, magnitude = _ROPE_TYPES[kind](
             _inverse_frequencies(dims, theta), dims, theta, max_positions, scaling
         )
-        periods = mx.array([1.0 / f for f in inverse])
+        # only proportional rope has dimensions that are not rotated
+        still = math.inf if kind == "proportional" else None
+        periods = mx.array([still if still and not f else 1.0 / f for f in inverse])
     except KeyError as missing:
         raise ModelError(f"rope scaling {kind!r} lacks {missing}") from None
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ModelError(f"rope scaling {kind!r} is invalid: {error}") from error
     return Rope(dims=dims, periods=periods, magnitude=magnitude, traditional=traditional)
+
+
+def is_proportional(scaling: Scaling | None) -> bool:
+    """Returns whether `partial_rotary_factor` is the share of the frequencies of a whole head, and
+    not the share of the head that is rotated."""
+    return _get_rope_type(scaling or {}) == "proportional"
+
+
+def _get_rope_type(scaling: Scaling) -> Any:
+    return scaling.get("rope_type") or scaling.get("type") or "default"
 
 
 def rope_settings(config: Any, layer_type: str | None = None) -> tuple[float, Scaling | None]:
@@ -164,6 +176,21 @@ def _dynamic(inverse: InverseFrequencies, *_: Any) -> ScaledFrequencies:
     exceeds the context length in the config, so dynamic NTK never applies. Otherwise keys that were
     rotated for different lengths would not be comparable (docs/decisions/models.md)."""
     return inverse, 1.0
+
+
+def _proportional(
+    inverse: InverseFrequencies, dims: int, _t: float, _m: int, scaling: Scaling
+) -> ScaledFrequencies:
+    """Keeps the highest frequencies of the head, and does not rotate the other dimensions. A
+    partial rotation instead spreads all frequencies over fewer dimensions."""
+    share, factor = scaling.get("partial_rotary_factor"), scaling.get("factor")
+    share, factor = 1.0 if share is None else share, 1.0 if factor is None else factor
+    if not 0 < share <= 1:
+        raise ValueError(f"partial_rotary_factor is {share!r}")
+    if not 0 < factor < math.inf:
+        raise ValueError(f"factor is {factor!r}")
+    kept = int(share * dims // 2)
+    return [f / factor if i < kept else 0.0 for i, f in enumerate(inverse)], 1.0
 
 
 def _llama3(
@@ -251,6 +278,7 @@ _ROPE_TYPES: Mapping[
     "mrope": _default,
     "linear": _linear,
     "dynamic": _dynamic,
+    "proportional": _proportional,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,

@@ -5,6 +5,7 @@ models/kv.py.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import mlx.core as mx
@@ -42,14 +43,30 @@ class RotatingKVCache(KVBuffers):
         self._head = 0
 
     def mask(self, length: int) -> Mask:
-        if length == 1:
-            return None
-        kept = min(self._length, self.window - 1)
-        if kept + length <= self.window:
-            return "causal"
-        queries = mx.arange(kept, kept + length)[:, None]
-        keys = mx.arange(kept + length)[None]
+        return self._mask(min(self._length, self.window - 1), length)
+
+    def mask_last(self, length: int) -> Mask:
+        return self._mask(self._length - length, length)
+
+    def _mask(self, earlier: int, length: int) -> Mask:
+        """Returns the mask of `length` queries over their keys and `earlier` ones."""
+        if earlier + length <= self.window:
+            return None if length == 1 else "causal"
+        queries = mx.arange(earlier, earlier + length)[:, None]
+        keys = mx.arange(earlier + length)[None]
         return (keys <= queries) & (keys > queries - self.window)
+
+    def read_all(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        return self.read(self._length, dtype)
+
+    def map_slots(self) -> SlotMapping:
+        return SlotMapping(
+            write_slot=self._head,
+            length=self._length,
+            head_slot=self._head,
+            first_position=self.offset - self._length,
+            window=self.window,
+        )
 
     def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Appends keys and values [B, H, L, D]. Returns all keys and values that the L queries may
@@ -57,19 +74,13 @@ class RotatingKVCache(KVBuffers):
         count = keys.shape[2]
         slot = self.allocate_slots(keys, values).write_slot
         self.write(slice(slot, slot + count), keys, values)
-        return self.read(self._length, keys.dtype)
+        return self.read_all(keys.dtype)
 
     def allocate_slots(self, keys: mx.array, values: mx.array) -> SlotMapping:
         count = keys.shape[2]
         slot = self._allocate_one(keys, values) if count == 1 else self._allocate_many(keys, values)
         self.offset += count
-        return SlotMapping(
-            write_slot=slot,
-            length=self._length,
-            head_slot=self._head,
-            first_position=self.offset - self._length,
-            window=self.window,
-        )
+        return replace(self.map_slots(), write_slot=slot)
 
     def reserve(self, length: int) -> None:
         """Does nothing, because the window limits the size."""

@@ -12,8 +12,9 @@ part of an MLP's inner width. A layer therefore needs two all-reduce operations.
 Embeddings, norms, routers, the head and the residual stream are replicated. Only rank 0 adds a bias
 after a sum.
 
-A module declares its sharding with the attribute `shard_spec`, so architectures that consist of
-such modules need no code here. Weights need not be loaded. Only a rank's part will be read, and
+A module declares its sharding with the attribute `shard_spec`, and a block the names of further
+layers that are replicated with `replicated`, so architectures that consist of such modules need no
+code here. Weights need not be loaded. Only a rank's part will be read, and
 quantized weights are split between groups. mlx.nn.layers.distributed is not used, because it has
 sharded versions of only two kinds of layers, each with a separate sum. It supports neither experts,
 whose outputs are added before the sum, nor layers with a global scale. In this module, layers keep
@@ -120,8 +121,9 @@ def shard_model(model: Model, group: TensorParallelGroup, model_type: str) -> No
 
 def _shard_block(block: Any, group: TensorParallelGroup, path: str) -> None:
     """Shards each child of one layer of the stack."""
+    replicated: Sequence[str] = getattr(block, "replicated", ())
     for name, part in list(block.children().items()):
-        if isinstance(part, _REPLICATED_TYPES):
+        if isinstance(part, _REPLICATED_TYPES) or name in replicated:
             continue
         if getattr(part, "shard_spec", None) is None:
             raise ModelError(f"{path}.{name} cannot be sharded")

@@ -56,7 +56,7 @@ _ACTIVATION_SHARE = 1 / 4
 
 # The config keys for the number of experts per token, and the default if all of them are missing.
 _EXPERTS_PER_TOKEN_KEYS, _DEFAULT_EXPERTS_PER_TOKEN = (
-    ("num_experts_per_tok", "num_experts_per_token", "moe_topk"),
+    ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts"),
     8,
 )
 

@@ -157,6 +157,10 @@ def rope(
 def glu(activation: str, gate: mx.array, up: mx.array) -> mx.array:
     """Returns activation(gate) * up. activation: silu, gelu (with erf), gelu_tanh or relu."""
 
+def softcap(x: mx.array, cap: float) -> mx.array:
+    """Returns cap * tanh(x / cap) for float32 x [..., D] with any strides. The result is
+    contiguous."""
+
 def attend(
     q: mx.array,
     k: mx.array,
@@ -177,6 +181,20 @@ def attend(
     (src/attention_ops.hpp). A buffer without other references is written in place, so the caller
     should drop references to the old buffers."""
 
+def attend_shared(
+    q: mx.array,
+    keys: list[mx.array],
+    values: list[mx.array],
+    lengths: list[int],
+    head_slots: list[int],
+    first_positions: list[int],
+    *,
+    scale: float,
+    window: int = 0,
+) -> mx.array:
+    """Computes attention from the queries of the last positions to all positions in the buffers,
+    which are not written. The parameters are those of `attend`."""
+
 def attention(
     q: mx.array,
     keys: mx.array,
@@ -194,8 +212,10 @@ def attention(
 class AttentionBlock:
     """Computes x + o(attention(...)) for one new position of each sequence. The result is
     bit-identical to `attention_residual` of models/prenorm.py with the attention of
-    models/attention.py. A norm is a pair (weight, epsilon). q_norm and k_norm apply to each head.
-    Without periods, nothing is rotated. This operation is for a few rows only, because all
+    models/attention.py. A norm is a pair (weight, epsilon). q_norm, k_norm and v_norm apply to each
+    head, and post_norm to the result of o. Without v, the values are the keys before their norm and
+    rotation. Without k and v, only `attend_shared` may be called. Without periods, nothing is
+    rotated. This operation is for a few rows only, because all
     intermediate results are in memory together. Raises ValueError for parts with inconsistent
     shapes."""
 
@@ -203,8 +223,8 @@ class AttentionBlock:
         self,
         norm: tuple[mx.array, float],
         q: Matmul,
-        k: Matmul,
-        v: Matmul,
+        k: Matmul | None,
+        v: Matmul | None,
         o: Matmul,
         *,
         heads: int,
@@ -212,6 +232,8 @@ class AttentionBlock:
         scale: float,
         q_norm: tuple[mx.array, float] | None = None,
         k_norm: tuple[mx.array, float] | None = None,
+        v_norm: tuple[mx.array, float] | None = None,
+        post_norm: tuple[mx.array, float] | None = None,
         periods: mx.array | None = None,
         dims: int = 0,
         traditional: bool = False,
@@ -232,10 +254,23 @@ class AttentionBlock:
         """x: [B, 1, hidden]. The other parameters and the result are the same as for `attend`. The
         slot mapping determines the position for the rotation."""
 
+    def attend_shared(
+        self,
+        x: mx.array,
+        keys: list[mx.array],
+        values: list[mx.array],
+        lengths: list[int],
+        head_slots: list[int],
+        first_positions: list[int],
+        window: int,
+    ) -> mx.array:
+        """Uses the keys and values of another layer. x: [B, 1, hidden]. The other parameters are
+        the same as for the function `attend_shared`."""
+
 class MlpBlock:
-    """Computes x + down(activation(gate(h)) * up(h)) with h = rms_norm(x). The result is
-    bit-identical to `mlp_residual` of models/prenorm.py with the GatedMLP of models/layers.py. This
-    operation is for a few rows only."""
+    """Computes (x + post_norm(down(activation(gate(h)) * up(h)))) * scale with h = rms_norm(x). The
+    result is bit-identical to `mlp_residual` of models/prenorm.py with the GatedMLP of
+    models/layers.py. This operation is for a few rows only. scale: [1] float32."""
 
     def __init__(
         self,
@@ -244,6 +279,9 @@ class MlpBlock:
         gate: Matmul,
         up: Matmul,
         down: Matmul,
+        *,
+        post_norm: tuple[mx.array, float] | None = None,
+        scale: mx.array | None = None,
     ) -> None: ...
     def __call__(self, x: mx.array) -> mx.array: ...
 
@@ -271,3 +309,19 @@ def mamba2(
     to 16 taps. conv_bias: [C]. dt_bias, a_log, d: [H]. norm_weight: [H P]. eps: of the norm.
     min_step, max_step: the limits of step sizes. States and tails are written in place if they have
     no other reference. Raises ValueError for inconsistent shapes."""
+
+class InputGateBlock:
+    """Computes (x + post_norm(projection(activation(gate(x)) * input))) * scale, like
+    `input_residual` of models/gemma4.py. This operation is for a few rows only. scale: [1]
+    float32."""
+
+    def __init__(
+        self,
+        activation: str,
+        gate: Matmul,
+        projection: Matmul,
+        post_norm: tuple[mx.array, float],
+        *,
+        scale: mx.array | None = None,
+    ) -> None: ...
+    def __call__(self, x: mx.array, input: mx.array) -> mx.array: ...

@@ -1,8 +1,7 @@
 """Fuses each half of a decoder block into one operation, for decode steps.
 
-Knows: the pre-norm block (models/prenorm.py), grouped-query attention (models/attention.py), the
-gated MLP, their kernel layers, the operations of `_kernels`. Must not know: architectures, types of
-caches. Subclasses that override one of their methods are not fused.
+Knows: the descriptions of sublayers (models/sublayers.py), kernel layers, the operations of
+`_kernels`. Must not know: architectures, types of caches.
 
 For a small model, the dispatch of an MLX operation takes as long as the operation itself. A block
 consists of about 21 operations, which are dispatched again for each token.
@@ -16,97 +15,153 @@ from weakref import ref
 
 import mlx.core as mx
 
-from models.attention import GroupedQueryAttention
 from models.kernels import layers
-from models.kernels.in_place_attention import write_in_place
+from models.kernels.in_place_attention import read_in_place, write_in_place
 from models.kv import AttentionCache
-from models.layers import GatedMLP
-from models.prenorm import PreNormBlock
 from models.rope import Rope
+from models.sublayers import DescribedBlock
 
 # The maximum number of sequences in a fused step. With more sequences, the dispatch overhead is
 # negligible, and the intermediate results grow, which MLX's memory accounting does not include.
 MAX_FUSED_ROWS = 64
 
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
 _GET_MATMUL, _GET_WEIGHT = attrgetter("matmul"), itemgetter("weight")
 
-AttentionResidual = Callable[[mx.array, AttentionCache], mx.array]
-MlpResidual = Callable[[mx.array], mx.array]
+Residual = Callable[..., mx.array]
 
 
-def fuse_attention(block: PreNormBlock, ops: Any) -> AttentionResidual | None:
+def fuse_attention(block: DescribedBlock, ops: Any) -> Residual | None:
     """Returns the replacement of `block.attention_residual`, or None if it cannot be fused."""
-    if not _has_unmodified(block, PreNormBlock, "attention_residual"):
+    parts = block.describe_attention()
+    if parts is None:
         return None
-    attention: Any = block.self_attn
-    if not _has_unmodified(attention, GroupedQueryAttention, "__call__"):
+    attention = parts.attention
+    present = [name for name in _PROJECTIONS if attention.get(name) is not None]
+    linears = [attention[name] for name in present]
+    norms = {"norm": parts.norm}
+    for name, norm in (
+        ("q_norm", attention.get("q_norm")),
+        ("k_norm", attention.get("k_norm")),
+        ("post_norm", parts.post_norm),
+    ):
+        if norm is not None:
+            norms[name] = norm
+    if not _are_kernel_layers(linears, list(norms.values())):
         return None
-    linears = [attention[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    head_norms = (attention.q_norm, attention.k_norm)
-    norms = [block.input_layernorm, *(norm for norm in head_norms if norm is not None)]
-    if not _are_kernel_layers(linears, norms):
-        return None
+    heads, kv_heads, scale = parts.heads, parts.kv_heads, parts.scale
+    is_shared = "k_proj" not in present
+    key_dim = linears[0]["weight"].shape[0] // heads
+    values = attention.get("v_proj")
+    value_dim = key_dim if values is None else values["weight"].shape[0] // kv_heads
+    others = _rope_arguments(parts.rope)
+    if parts.value_norm_eps is not None and not is_shared:
+        others["v_norm"] = (mx.ones((value_dim,)), parts.value_norm_eps)
 
-    def make(*parts: Any) -> Any:
-        """Creates the operation. parts: four matmuls, the weights of the norms, and the sinks."""
-        matmuls, weights, sinks = parts[:4], parts[4:-1], parts[-1]
-        norm, *per_head = zip(weights, (norm.eps for norm in norms), strict=True)
-        optional: Any = dict(zip(("q_norm", "k_norm"), per_head, strict=False))
+    def make(*given: Any) -> Any:
+        """Creates the operation. given: the matmuls, the weights of the norms, and the sinks."""
+        matmuls: Any = {name[0]: None for name in _PROJECTIONS}
+        matmuls |= zip((name[0] for name in present), given, strict=False)
+        weights = given[len(present) : -1]
+        pairs = {
+            name: (weight, norm.eps)
+            for (name, norm), weight in zip(norms.items(), weights, strict=True)
+        }
         return ops.AttentionBlock(
-            norm,
-            *matmuls,
-            heads=attention.heads,
-            kv_heads=attention.kv_heads,
-            scale=attention.scale,
-            sinks=sinks,
-            **optional,
-            **_rope_arguments(attention.rope),
+            **pairs,
+            **matmuls,
+            heads=heads,
+            kv_heads=kv_heads,
+            scale=scale,
+            sinks=given[-1],
+            **others,
         )
 
-    fused = _CachedOp(lambda: [*_op_parts(linears, norms), attention.get("sinks")], make)
-    # the shape for `allocate_slots`, which is never evaluated
-    heads = attention.kv_heads
-    new_keys = mx.zeros((1, heads, 1, linears[1].weight.shape[0] // heads))
+    kept_norms = list(norms.values())
+    fused = _CachedOp(lambda: [*_op_parts(linears, kept_norms), attention.get("sinks")], make)
+    # the shapes for `allocate_slots`, which are never evaluated
+    new_keys = mx.zeros((1, kv_heads, 1, key_dim))
+    new_values = mx.zeros((1, kv_heads, 1, value_dim))
     # a weak reference, so that a dropped model is freed immediately
     block_ref = ref(block)
 
-    def attention_residual(x: mx.array, kv: AttentionCache) -> mx.array:
+    def attention_residual(x: mx.array, kv: AttentionCache, *rest: Any) -> mx.array:
         caches = kv.in_place_caches
         rows, length, _ = x.shape
         if length > 1 or rows > MAX_FUSED_ROWS or rows != len(caches) or x.dtype != mx.float32:
-            return PreNormBlock.attention_residual(_dereference(block_ref), x, kv)
-        return write_in_place(caches, new_keys, new_keys, partial(fused(), x))
+            original = _dereference(block_ref)
+            return type(original).attention_residual(original, x, kv, *rest)
+        if is_shared:
+            return read_in_place(caches, partial(fused().attend_shared, x))
+        return write_in_place(caches, new_keys, new_values, partial(fused(), x))
 
     return attention_residual
 
 
-def fuse_mlp(block: PreNormBlock, ops: Any) -> MlpResidual | None:
+def fuse_mlp(block: DescribedBlock, ops: Any) -> Residual | None:
     """Returns the replacement of `block.mlp_residual`, or None if it cannot be fused."""
-    mlp: Any = block.mlp
-    if not _has_unmodified(block, PreNormBlock, "mlp_residual") or not _has_unmodified(
-        mlp, GatedMLP, "__call__", "gate_up"
-    ):
+    parts = block.describe_mlp()
+    if parts is None:
         return None
-    linears, norms = [mlp[name] for name in mlp.projection_names], [block.post_attention_layernorm]
+    mlp: Any = parts.mlp
+    linears = [mlp[name] for name in mlp.projection_names]
+    norms = [parts.norm, *([] if parts.post_norm is None else [parts.post_norm])]
     kind = layers.get_activation_name(mlp.activation)
     if kind is None or not _are_kernel_layers(linears, norms):
         return None
     if not linears[0].matmul.has_same_format(linears[1].matmul):
         return None
 
-    def make(gate: Any, up: Any, down: Any, weight: mx.array) -> Any:
-        return ops.MlpBlock((weight, norms[0].eps), kind, gate, up, down)
+    def make(gate: Any, up: Any, down: Any, *rest: Any) -> Any:
+        (norm, *after), scale = zip(rest[:-1], (n.eps for n in norms), strict=True), rest[-1]
+        post_norm = after[0] if after else None
+        return ops.MlpBlock(norm, kind, gate, up, down, post_norm=post_norm, scale=scale)
 
-    fused = _CachedOp(lambda: _op_parts(linears, norms), make)
+    get_scale = parts.get_scale or _no_scale
+    fused = _CachedOp(lambda: [*_op_parts(linears, norms), get_scale()], make)
     block_ref = ref(block)
 
     def mlp_residual(x: mx.array) -> mx.array:
         rows, length, _ = x.shape
         if length > 1 or rows > MAX_FUSED_ROWS or x.dtype != mx.float32:
-            return PreNormBlock.mlp_residual(_dereference(block_ref), x)
+            original = _dereference(block_ref)
+            return type(original).mlp_residual(original, x)
         return fused()(x)
 
     return mlp_residual
+
+
+def fuse_input_gate(block: DescribedBlock, ops: Any) -> Residual | None:
+    """Returns the replacement of `block.input_residual`, or None if it cannot be fused."""
+    parts = block.describe_input_gate()
+    if parts is None:
+        return None
+    linears, norms = [parts.gate, parts.projection], [parts.post_norm]
+    kind = layers.get_activation_name(parts.activation)
+    if kind is None or not _are_kernel_layers(linears, norms):
+        return None
+
+    def make(gate: Any, projection: Any, weight: mx.array, scale: mx.array | None) -> Any:
+        post_norm = (weight, norms[0].eps)
+        return ops.InputGateBlock(kind, gate, projection, post_norm, scale=scale)
+
+    get_scale = parts.get_scale or _no_scale
+    fused = _CachedOp(lambda: [*_op_parts(linears, norms), get_scale()], make)
+    block_ref = ref(block)
+
+    def input_residual(x: mx.array, given: mx.array) -> mx.array:
+        rows, length, _ = x.shape
+        if length > 1 or rows > MAX_FUSED_ROWS or x.dtype != mx.float32:
+            original = _dereference(block_ref)
+            return type(original).input_residual(original, x, given)
+        return fused()(x, given)
+
+    return input_residual
+
+
+def _no_scale() -> None:
+    return None
 
 
 class _CachedOp:
@@ -123,13 +178,6 @@ class _CachedOp:
         if self._parts is None or not all(map(is_, parts, self._parts)):
             self._op, self._parts = self._make(*parts), parts
         return self._op
-
-
-def _has_unmodified(module: Any, base: type, *methods: str) -> bool:
-    """Returns whether the module is a `base` and does not override these methods."""
-    return isinstance(module, base) and all(
-        getattr(type(module), name) is getattr(base, name) for name in methods
-    )
 
 
 def _are_kernel_layers(linears: Sequence[Any], norms: Sequence[Any]) -> bool:
@@ -155,7 +203,7 @@ def _rope_arguments(rope: Any) -> dict[str, Any]:
     }
 
 
-def _dereference(block_ref: ref[PreNormBlock]) -> PreNormBlock:
+def _dereference(block_ref: ref[Any]) -> Any:
     """Returns the block, which is alive because it is the caller."""
     block = block_ref()
     assert block is not None

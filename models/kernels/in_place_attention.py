@@ -5,8 +5,9 @@ caches. One operation computes all rows of a batch, or many positions of one seq
 needs several operations per row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -39,6 +40,14 @@ class InPlaceCache(Protocol):
 
     def allocate_slots(self, keys: mx.array, values: mx.array) -> SlotMapping:
         """Allocates slots. Only the shapes and types of the arrays are used."""
+        ...
+
+    def map_slots(self) -> SlotMapping:
+        """Returns the slots of the cached positions, without new ones."""
+        ...
+
+    def get_buffers(self) -> tuple[mx.array, mx.array]:
+        """Returns the buffers, which the caller does not write."""
         ...
 
     def take_buffers(self) -> tuple[mx.array, mx.array]: ...
@@ -76,6 +85,17 @@ def attend_in_place(
         )
 
     return write_in_place(caches, keys[:1], values[:1], attend)
+
+
+def attend_shared_in_place(
+    caches: Sequence[InPlaceCache], queries: mx.array, *, scale: float
+) -> mx.array | None:
+    """Computes attention like `models.kv.AttentionCache.attend_shared`, with one cache per row.
+    Returns None if the kernels do not support it, see `attend_in_place`."""
+    ops = kernels.ops(queries)
+    if ops is None or len(caches) != len(queries) or not caches[0].supports_in_place:
+        return None
+    return read_in_place(caches, partial(ops.attend_shared, queries, scale=scale))
 
 
 # the result, and the buffers of keys and of values, which contain the new positions
@@ -134,6 +154,21 @@ def write_in_place(
     for cache, arrays in zip(caches, zip(new_keys, new_values, strict=True), strict=True):
         cache.return_buffers(*arrays)
     return output
+
+
+def read_in_place(caches: Sequence[InPlaceCache], op: Callable[..., mx.array]) -> mx.array:
+    """Returns the result of `op`, which receives the arguments of an `InPlaceOp` except the slots,
+    and does not write the buffers."""
+    mappings = [cache.map_slots() for cache in caches]
+    buffers = [cache.get_buffers() for cache in caches]
+    return op(
+        [keys for keys, _ in buffers],
+        [values for _, values in buffers],
+        [mapping.length for mapping in mappings],
+        [mapping.head_slot for mapping in mappings],
+        [mapping.first_position for mapping in mappings],
+        window=mappings[0].window,
+    )
 
 
 def score_buffer_bytes(layer: object, heads: int, length: int) -> int | None:

@@ -10,11 +10,15 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from models import kernels
 from models.base import Model
-from models.kv import LayerCache
+from models.batch_cache import PackedKVCache
+from models.kv import KVCache, LayerCache
 from models.recurrent import RecurrentCache
+from models.rotating_kv import RotatingKVCache
 from tests.engine import hybrid
 from tests.engine.harness import tiny_model
+from tests.models.kernel_switch import BOTH, use_kernels
 
 NEAR = 1e-5
 
@@ -90,3 +94,78 @@ def test_a_join_or_leave_copies_no_buffers_of_other_rows() -> None:
 def test_recurrent_rows_start_without_a_state() -> None:
     rows = [RecurrentCache(1), RecurrentCache(1)]
     assert rows[0].make_batch(rows, mx.array([0, 0]))[0] is None
+
+
+HEADS, GROUP, DIM, WINDOW = 2, 3, 8, 7
+CACHES: dict[str, Any] = {"all": KVCache, "window": lambda: RotatingKVCache(WINDOW)}
+
+
+def draw(rng: np.random.Generator, rows: int, heads: int, length: int) -> mx.array:
+    return mx.array(rng.standard_normal((rows, heads, length, DIM)).astype(np.float32))
+
+
+def attend(cache: Any, rng: np.random.Generator, rows: int, length: int) -> tuple[Any, Any]:
+    """Returns queries, and their attention after the keys and values were appended."""
+    queries = draw(rng, rows, HEADS * GROUP, length)
+    keys, values = (draw(rng, rows, HEADS, length) for _ in range(2))
+    return queries, cache.attend(queries, keys, values, scale=0.3)
+
+
+def assert_shared(cache: Any, queries: mx.array, seen: mx.array) -> None:
+    """Another layer with the same queries gets the same attention to the same keys."""
+    np.testing.assert_array_equal(np.array(cache.attend_shared(queries, scale=0.3)), np.array(seen))
+
+
+@pytest.mark.parametrize("enabled", BOTH)
+@pytest.mark.parametrize("dtype", [None, mx.bfloat16])
+@pytest.mark.parametrize("kind", CACHES)
+@examples(max_examples=15, deadline=None)
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8))
+def test_a_layer_can_attend_to_the_keys_of_another_one(
+    kind: str, dtype: Any, enabled: bool, lengths: list[int]
+) -> None:
+    """In chunks and single steps, past the end of the window, and for the last query alone."""
+    rng = np.random.default_rng(len(lengths))
+    with use_kernels(enabled=enabled):
+        cache = CACHES[kind]()
+        cache.set_dtype(dtype)
+        for length in lengths:
+            queries, seen = attend(cache, rng, 1, length)
+            state = [np.array(array.astype(mx.float32)) for array in cache.written()]
+            assert_shared(cache, queries, seen)
+            last = cache.attend_shared(queries[:, :, -1:], scale=0.3)
+            np.testing.assert_allclose(np.array(last), np.array(seen[:, :, -1:]), atol=NEAR)
+            for before, array in zip(state, cache.written(), strict=True):
+                np.testing.assert_array_equal(np.array(array.astype(mx.float32)), before)
+
+
+@pytest.mark.parametrize("enabled", BOTH)
+@pytest.mark.parametrize("kind", CACHES)
+def test_rows_of_a_batch_attend_to_the_keys_of_another_layer(kind: str, enabled: bool) -> None:
+    rng = np.random.default_rng(0)
+    with use_kernels(enabled=enabled):
+        rows = [CACHES[kind]() for _ in range(3)]
+        for row, length in zip(rows, (3, 1, 12), strict=True):
+            mx.eval(attend(row, rng, 1, length)[1])
+        for _ in range(5):
+            offsets = mx.array([row.offset for row in rows])
+            batch = rows[0].make_batch(rows, offsets)
+            assert_shared(batch, *attend(batch, rng, 3, 1))
+        packed = PackedKVCache(rows, [2, 1, 4], mx.arange(7))
+        assert_shared(packed, *attend(packed, rng, 7, 1))
+
+
+def test_a_buffer_is_written_in_place_after_another_layer_read_it() -> None:
+    """Although the work that reads it may be in flight."""
+    if kernels.ops() is None:
+        pytest.skip("no kernels")
+    cache, rng = KVCache(), np.random.default_rng(0)
+    cache.reserve(4096)
+    mx.eval(attend(cache, rng, 1, 4)[1], cache.state())
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for _ in range(20):
+        queries, seen = attend(cache, rng, 1, 1)
+        mx.async_eval(cache.attend_shared(queries, scale=0.3), seen, cache.state())
+    mx.synchronize()
+    assert mx.get_peak_memory() - before < cache.nbytes // 2

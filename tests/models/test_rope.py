@@ -12,6 +12,7 @@ from models import decoder
 from models.base import ModelError
 from models.rope import NoRope, make_rope, rope_settings
 from tests.models import reference
+from tests.models.kernel_switch import BOTH, use_kernels
 from tests.models.test_llama import TINY
 
 DIMS, THETA, POSITIONS = 8, 10000.0, 64
@@ -43,6 +44,29 @@ def test_linear_scaling_divides_positions() -> None:
 def test_dynamic_scaling_changes_nothing_within_the_configured_context() -> None:
     x, got = rotate({"rope_type": "dynamic", "factor": 2.0}, POSITIONS - 5)
     np.testing.assert_allclose(got, rotate_reference(x, INVERSE, POSITIONS - 5), atol=1e-5)
+
+
+@pytest.mark.parametrize("enabled", BOTH)
+def test_proportional_rope_keeps_the_high_frequencies_of_the_whole_head(enabled: bool) -> None:
+    scaling = {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 2.0}
+    inverse = np.where(np.arange(DIMS // 2) < DIMS // 4, INVERSE / 2, 0)
+    with use_kernels(enabled=enabled):
+        x, got = rotate(scaling, 37)
+    np.testing.assert_allclose(got, rotate_reference(x, inverse, 37), atol=1e-5)
+
+
+def test_any_architecture_can_have_proportional_rope() -> None:
+    """The factor selects frequencies, and not dimensions of the head."""
+    given = {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": THETA}
+    config = decoder.Config.from_dict({**TINY, "head_dim": DIMS, "rope_parameters": given})
+    assert config.rope().dims == DIMS
+    np.testing.assert_array_equal(np.array(config.rope().periods)[2:], [math.inf, math.inf])
+
+
+@pytest.mark.parametrize("share", [0, 1.5, "half"])
+def test_an_invalid_share_of_proportional_rope_is_refused(share: Any) -> None:
+    with pytest.raises(ModelError, match="'proportional' is invalid"):
+        rotate({"rope_type": "proportional", "partial_rotary_factor": share})
 
 
 def test_llama3_scaling_stretches_long_waves_and_keeps_short_ones() -> None:

@@ -118,6 +118,37 @@ void write_head(const HeadView& from, std::int64_t b, std::int64_t h, std::int64
                            buffer + (first + (to.slots.write_slot + i) % to.capacity) * bytes);
 }
 
+// Computes attention to the buffers. append(b, h) writes the new positions of a head, if
+// `appends`.
+template <class F>
+void attend_buffers(const AttentionJob& job, const HeadView& q, const std::vector<KVBuffers>& buffers,
+                    bool appends, F append) {
+  std::int64_t num_keys = 0, longest = 0;
+  for (const KVBuffers& row : buffers) {
+    num_keys += row.slots.length;
+    longest = std::max<std::int64_t>(longest, row.slots.length);
+  }
+  const QueryBlocks blocks(job, longest);
+  // with one block of queries, the task that reads the keys of a head also writes them
+  const bool append_first = appends && blocks.count > 1;
+  if (append_first)
+    ThreadPool::shared().run(job.batch * job.kv_heads,
+                             [&](std::int64_t n) { append(n / job.kv_heads, n % job.kv_heads); });
+  for_tasks(job, blocks, num_keys, [&](std::int64_t b, std::int64_t h, std::int64_t i) {
+    if (appends && !append_first) append(b, h);
+    const KVBuffers& row = buffers[static_cast<std::size_t>(b)];
+    AttentionTask a = make_task(job, blocks, q, b, h, i);
+    const std::int64_t head_bytes = h * row.capacity * kv_number_bytes(row.type);
+    a.kv_type = row.type;
+    a.keys = row.keys + head_bytes * job.key_dim, a.key_step = job.key_dim;
+    a.values = row.values + head_bytes * job.value_dim, a.value_step = job.value_dim;
+    a.capacity = row.capacity, a.head_slot = row.slots.head_slot;
+    a.first_position = row.slots.first_position, a.length = row.slots.length;
+    a.position += row.slots.first_position + row.slots.length - job.length;
+    run_task(a);
+  });
+}
+
 }  // namespace
 
 std::int64_t max_rows_per_task(std::int64_t keys) {
@@ -126,14 +157,14 @@ std::int64_t max_rows_per_task(std::int64_t keys) {
   return std::clamp(most, kMinRowsPerTask, kMaxRowsPerTask);
 }
 
-std::vector<KVBuffers> get_buffers(std::vector<mx::array>& outs,
+std::vector<KVBuffers> get_buffers(std::vector<mx::array>& arrays,
                                    const std::vector<SlotMapping>& slot_mappings) {
   std::vector<KVBuffers> buffers;
   const std::size_t count = slot_mappings.size();
   buffers.reserve(count);
   for (std::size_t b = 0; b < count; b++)
-    buffers.push_back({kv_type_of(outs[1 + b]), outs[1 + b].data<std::byte>(),
-                       outs[1 + count + b].data<std::byte>(), outs[1 + b].shape(2),
+    buffers.push_back({kv_type_of(arrays[1 + b]), arrays[1 + b].data<std::byte>(),
+                       arrays[1 + count + b].data<std::byte>(), arrays[1 + b].shape(2),
                        slot_mappings[b]});
   return buffers;
 }
@@ -158,35 +189,16 @@ void append_and_attend(const AttentionJob& job, const View& q, const View& k, co
                        const std::vector<KVBuffers>& buffers) {
   const HeadView q_heads = HeadView::make<ForQueries>(q), k_heads = HeadView::make<ForKeys>(k),
                  v_heads = HeadView::make<ForValues>(v);
-  std::int64_t num_keys = 0, longest = 0;
-  for (const KVBuffers& row : buffers) {
-    num_keys += row.slots.length;
-    longest = std::max<std::int64_t>(longest, row.slots.length);
-  }
-  const QueryBlocks blocks(job, longest);
-  const auto append = [&](std::int64_t b, std::int64_t h) {
+  attend_buffers(job, q_heads, buffers, true, [&](std::int64_t b, std::int64_t h) {
     const KVBuffers& row = buffers[static_cast<std::size_t>(b)];
     write_head(k_heads, b, h, job.length, row, row.keys, job.key_dim);
     write_head(v_heads, b, h, job.length, row, row.values, job.value_dim);
-  };
-  // with one block of queries, the task that reads the keys of a head also writes them
-  const bool append_first = blocks.count > 1;
-  if (append_first)
-    ThreadPool::shared().run(job.batch * job.kv_heads,
-                             [&](std::int64_t n) { append(n / job.kv_heads, n % job.kv_heads); });
-  for_tasks(job, blocks, num_keys, [&](std::int64_t b, std::int64_t h, std::int64_t i) {
-    if (!append_first) append(b, h);
-    const KVBuffers& row = buffers[static_cast<std::size_t>(b)];
-    AttentionTask a = make_task(job, blocks, q_heads, b, h, i);
-    const std::int64_t head_bytes = h * row.capacity * kv_number_bytes(row.type);
-    a.kv_type = row.type;
-    a.keys = row.keys + head_bytes * job.key_dim, a.key_step = job.key_dim;
-    a.values = row.values + head_bytes * job.value_dim, a.value_step = job.value_dim;
-    a.capacity = row.capacity, a.head_slot = row.slots.head_slot;
-    a.first_position = row.slots.first_position, a.length = row.slots.length;
-    a.position += row.slots.first_position + row.slots.length - job.length;
-    run_task(a);
   });
+}
+
+void attend_shared(const AttentionJob& job, const View& q, const std::vector<KVBuffers>& buffers) {
+  attend_buffers(job, HeadView::make<ForQueries>(q), buffers, false,
+                 [](std::int64_t, std::int64_t) {});
 }
 
 }  // namespace mlxrunner

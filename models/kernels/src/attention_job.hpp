@@ -20,8 +20,9 @@ struct KVBuffers {
   SlotMapping slots;
 };
 
-// Returns the buffers for each slot mapping. outs[1..] are all key buffers, then all value buffers.
-std::vector<KVBuffers> get_buffers(std::vector<mx::array>& outs,
+// Returns the buffers for each slot mapping. arrays[1..] are all key buffers, then all value
+// buffers.
+std::vector<KVBuffers> get_buffers(std::vector<mx::array>& arrays,
                                    const std::vector<SlotMapping>& slot_mappings);
 
 // The most queries, counted once per head of a group, whose scores of `keys` keys a thread stores
@@ -45,5 +46,8 @@ void attend(const AttentionJob& job, const View& q, const View& keys, const View
 // to all positions in the buffers.
 void append_and_attend(const AttentionJob& job, const View& q, const View& k, const View& v,
                        const std::vector<KVBuffers>& buffers);
+
+// Computes attention to the positions in the buffers. The queries are those of the last positions.
+void attend_shared(const AttentionJob& job, const View& q, const std::vector<KVBuffers>& buffers);
 
 }  // namespace mlxrunner

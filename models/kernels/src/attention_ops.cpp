@@ -81,6 +81,36 @@ class AppendAndAttendPrimitive : public CpuPrimitive {
   std::vector<SlotMapping> slot_mappings_;
 };
 
+// Its inputs are q, the key buffers and the value buffers.
+class AttendSharedPrimitive : public CpuPrimitive {
+ public:
+  AttendSharedPrimitive(mx::Stream stream, AttentionParams params,
+                        std::vector<SlotMapping> slot_mappings)
+      : CpuPrimitive(stream), params_(std::move(params)), slot_mappings_(std::move(slot_mappings)) {
+  }
+
+  void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& outs) override {
+    allocate_transposed(outs[0]);
+    ReadBuffers readable(in, 1);
+    std::vector<mx::array> arrays = in;
+    std::vector<KVBuffers> buffers = get_buffers(arrays, slot_mappings_);
+    const AttentionJob job = make_job(in[0], in[1], in[1 + slot_mappings_.size()], params_, true,
+                                      nullptr, outs[0]);
+    mx::cpu::get_command_encoder(stream()).dispatch(
+        [job, readable, buffers = std::move(buffers), q = View(in[0])]() mutable {
+          if (job.batch && job.length) attend_shared(job, q, buffers);
+          readable.release();
+        });
+  }
+
+  const char* name() const override { return "mlxrunner::AttendShared"; }
+  bool is_equivalent(const mx::Primitive&) const override { return false; }
+
+ private:
+  AttentionParams params_;
+  std::vector<SlotMapping> slot_mappings_;
+};
+
 void check_heads(const mx::array& q, const mx::array& k, const mx::array& v,
                  const AttentionParams& params) {
   for (const mx::array* one : {&q, &k, &v})
@@ -147,6 +177,34 @@ std::tuple<mx::array, std::vector<mx::array>, std::vector<mx::array>> attend(
       std::make_shared<AppendAndAttendPrimitive>(cpu(), params, slot_mappings), in);
   const auto middle = outs.begin() + 1 + static_cast<std::ptrdiff_t>(count);
   return {outs[0], {outs.begin() + 1, middle}, {middle, outs.end()}};
+}
+
+mx::array attend_shared(const mx::array& q, const std::vector<mx::array>& keys,
+                        const std::vector<mx::array>& values,
+                        const std::vector<SlotMapping>& slot_mappings,
+                        const AttentionParams& params) {
+  const std::size_t count = static_cast<std::size_t>(q.ndim() == 4 ? q.shape(0) : 0);
+  require(count > 0 && q.dtype() == mx::float32,
+          "queries must be [batch, heads, length, dim] of float32");
+  require(keys.size() == count && values.size() == count && slot_mappings.size() == count,
+          "each sequence needs buffers and a slot mapping");
+  require(keys[0].ndim() == 4 && values[0].ndim() == 4, "a buffer must have four axes");
+  const KVShape shape{keys[0].shape(1), keys[0].shape(3), values[0].shape(3)};
+  require(shape.heads > 0 && q.shape(1) > 0 && q.shape(1) % shape.heads == 0 &&
+              q.shape(3) == shape.key_dim,
+          "queries must fit the keys");
+  require(params.scale > 0 && params.window >= 0,
+          "scale must be positive, and window must not be negative");
+  for (std::size_t b = 0; b < count; b++) {
+    check_slots(slot_mappings[b], 0, keys[b], values[b], shape);
+    require(slot_mappings[b].length >= q.shape(2), "each query must have a position");
+  }
+  std::vector<mx::array> in{q};
+  in.insert(in.end(), keys.begin(), keys.end());
+  in.insert(in.end(), values.begin(), values.end());
+  return mx::array({q.shape(0), q.shape(1), q.shape(2), shape.value_dim}, mx::float32,
+                   std::make_shared<AttendSharedPrimitive>(cpu(), params, slot_mappings),
+                   std::move(in));
 }
 
 mx::array attention(const mx::array& q, const mx::array& keys, const mx::array& values, bool causal,

@@ -47,6 +47,13 @@ std::tuple<mx::array, std::vector<mx::array>, std::vector<mx::array>> attend(
     const std::vector<mx::array>& values, const std::vector<SlotMapping>& slot_mappings,
     const AttentionParams& params);
 
+// Computes attention from the queries q [B, Hq, L, D] of the last L positions to all positions in
+// the buffers of each sequence, which are not written. `write_slot` has no meaning.
+mx::array attend_shared(const mx::array& q, const std::vector<mx::array>& keys,
+                        const std::vector<mx::array>& values,
+                        const std::vector<SlotMapping>& slot_mappings,
+                        const AttentionParams& params);
+
 // Computes attention to given keys [B, Hkv, S, D] and values [B, Hkv, S, Dv]. causal: whether the
 // last query has the position of the last key.
 mx::array attention(const mx::array& q, const mx::array& keys, const mx::array& values, bool causal,

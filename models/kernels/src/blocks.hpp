@@ -18,19 +18,23 @@
 namespace mlxrunner {
 
 // The weights and parameters of grouped-query attention. q, k, v, o: the projections from and to
-// hidden states. q_norm, k_norm: the norms of each head before the rotation. The window is not
+// hidden states. Without v, the values are the keys, before their norm and rotation. Without k and
+// v, the keys and values are those of another layer. q_norm, k_norm: the norms of each head before
+// the rotation. v_norm: the norm of each value. post_norm: the norm after o. The window is not
 // included, because the caches determine it.
 struct AttentionWeights {
   RmsNorm norm;
-  BoundMatmul q, k, v, o;
-  std::optional<RmsNorm> q_norm, k_norm;
+  BoundMatmul q;
+  std::optional<BoundMatmul> k, v;
+  BoundMatmul o;
+  std::optional<RmsNorm> q_norm, k_norm, v_norm, post_norm;
   std::optional<RopeParams> rope;
   int heads, kv_heads;
   AttentionParams params;
 
   // The size of a key and of a value.
   int key_dim() const { return q.matmul.outputs() / heads; }
-  int value_dim() const { return v.matmul.outputs() / kv_heads; }
+  int value_dim() const { return o.matmul.inputs() / heads; }
 };
 
 class AttentionBlock {
@@ -45,15 +49,23 @@ class AttentionBlock {
       const mx::array& x, const std::vector<mx::array>& keys, const std::vector<mx::array>& values,
       const std::vector<SlotMapping>& slot_mappings, int window);
 
+  // The same for a block without k and v, like `attend_shared`.
+  mx::array attend_shared(const mx::array& x, const std::vector<mx::array>& keys,
+                          const std::vector<mx::array>& values,
+                          const std::vector<SlotMapping>& slot_mappings, int window);
+
  private:
   std::shared_ptr<const AttentionWeights> weights_;
   PendingInputs pending_;
 };
 
+// post_norm: the norm after down. scale: [1] float32, a factor of the result.
 struct MlpWeights {
   RmsNorm norm;
   Activation activation;
   BoundMatmul gate, up, down;
+  std::optional<RmsNorm> post_norm;
+  std::optional<mx::array> scale;
 };
 
 class MlpBlock {
@@ -61,11 +73,34 @@ class MlpBlock {
   // Raises if the shapes of the weights do not match, or if gate and up differ in shape or format.
   explicit MlpBlock(MlpWeights weights);
 
-  // Returns x + down(activation(gate(h)) * up(h)) with h = norm(x). x: [..., hidden] float32.
+  // Returns (x + post_norm(down(activation(gate(h)) * up(h)))) * scale with h = norm(x). x: [...,
+  // hidden] float32.
   mx::array operator()(const mx::array& x);
 
  private:
   std::shared_ptr<const MlpWeights> weights_;
+  PendingInputs pending_;
+};
+
+struct InputGateWeights {
+  Activation activation;
+  BoundMatmul gate, projection;
+  RmsNorm post_norm;
+  std::optional<mx::array> scale;
+};
+
+// A gated input that is added to the residual stream (per-layer embeddings).
+class InputGateBlock {
+ public:
+  // Raises if the shapes of the weights do not match.
+  explicit InputGateBlock(InputGateWeights weights);
+
+  // Returns (x + post_norm(projection(activation(gate(x)) * input))) * scale. x: [..., hidden]
+  // float32. input: [..., inner] float32, with any strides.
+  mx::array operator()(const mx::array& x, const mx::array& input);
+
+ private:
+  std::shared_ptr<const InputGateWeights> weights_;
   PendingInputs pending_;
 };
 

@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -130,6 +131,15 @@ WritableBuffers::WritableBuffers(const std::vector<mx::array>& in, std::size_t f
     in_flight_.add(out);
   }
   in_flight_.add(outs[0]);
+}
+
+ReadBuffers::ReadBuffers(const std::vector<mx::array>& in, std::size_t first)
+    : in_flight_(in.size() - first) {
+  for (std::size_t i = first; i < in.size(); i++) {
+    if (!in[i].flags().row_contiguous)
+      throw std::runtime_error("a buffer must be stored row after row");
+    in_flight_.add(in[i]);
+  }
 }
 
 void WritableBuffers::copy_shared() const {

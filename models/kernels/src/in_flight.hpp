@@ -50,4 +50,17 @@ class WritableBuffers {
   std::vector<std::function<void()>> copies_;
 };
 
+// The buffers that a primitive reads, and that a later primitive may write. It could not wait for
+// work that is not registered.
+class ReadBuffers {
+ public:
+  // Call this when the primitive receives its arrays. in[first..] are the buffers.
+  ReadBuffers(const std::vector<mx::array>& in, std::size_t first);
+  // call this after the work
+  void release() { in_flight_.release(); }
+
+ private:
+  InFlightArrays in_flight_;
+};
+
 }  // namespace mlxrunner

@@ -25,6 +25,7 @@ inline constexpr Kernels kTable{
     .rope_angles = rope_angles,
     .rotate = rotate,
     .glu = glu,
+    .softcap = softcap,
     .convolve = convolve,
     .scan = scan,
     .row_max = row_max,

@@ -165,6 +165,8 @@ struct Kernels {
 
   // Computes out = activation(gate) * up for n elements. out may be one of the inputs.
   void (*glu)(Activation, const float* gate, const float* up, float* out, std::int64_t n);
+  // cap * tanh(x / cap)
+  void (*softcap)(const float* x, float cap, std::int64_t n, float* out);
 
   // Computes out = silu(sum over j of taps[j] * weight[j] (+ bias if not null)) for one position.
   // taps: `width` rows of `channels`, oldest first. weight: [width, channels].

@@ -39,6 +39,7 @@ void bind_rowwise(nb::module_& m) {
       "x"_a, "offset"_a, "periods"_a, "dims"_a, nb::kw_only(), "traditional"_a = false,
       "magnitude"_a = 1.0f);
   m.def("glu", &glu, "activation"_a, "gate"_a, "up"_a);
+  m.def("softcap", &softcap, "x"_a, "cap"_a);
 }
 
 using Tokens = std::vector<std::int32_t>;
@@ -104,6 +105,18 @@ void bind_attention(nb::module_& m) {
       "q"_a, "k"_a, "v"_a, "keys"_a, "values"_a, "slots"_a, "lengths"_a, "head_slots"_a,
       "first_positions"_a, nb::kw_only(), "scale"_a, "window"_a = 0, "sinks"_a = nb::none(), "softcap"_a = 0.0f);
   m.def(
+      "attend_shared",
+      [](const mx::array& q, const std::vector<mx::array>& keys,
+         const std::vector<mx::array>& values, const Ints& lengths, const Ints& head_slots,
+         const Ints& first_positions, float scale, int window) {
+        const Ints slots(lengths.size());  // nothing is written
+        return attend_shared(q, keys, values,
+                             make_slot_mappings(slots, lengths, head_slots, first_positions),
+                             {scale, window, std::nullopt, 0});
+      },
+      "q"_a, "keys"_a, "values"_a, "lengths"_a, "head_slots"_a, "first_positions"_a,
+      nb::kw_only(), "scale"_a, "window"_a = 0);
+  m.def(
       "attention",
       [](const mx::array& q, const mx::array& keys, const mx::array& values, float scale,
          bool causal, int window, std::optional<mx::array> sinks, float softcap) {
@@ -121,31 +134,40 @@ std::optional<RmsNorm> make_norm(const std::optional<Norm>& norm) {
   return RmsNorm{norm->first, norm->second};
 }
 
+std::optional<BoundMatmul> bind_optional(const Matmul* matmul) {
+  if (!matmul) return std::nullopt;
+  return BoundMatmul(*matmul);
+}
+
 void bind_blocks(nb::module_& m) {
   nb::class_<AttentionBlock>(m, "AttentionBlock", "The attention half of a decoder block.")
       .def(
           "__init__",
-          [](AttentionBlock* self, const Norm& norm, const Matmul& q, const Matmul& k,
-             const Matmul& v, const Matmul& o, int heads, int kv_heads, float scale,
+          [](AttentionBlock* self, const Norm& norm, const Matmul& q, const Matmul* k,
+             const Matmul* v, const Matmul& o, int heads, int kv_heads, float scale,
              const std::optional<Norm>& q_norm, const std::optional<Norm>& k_norm,
+             const std::optional<Norm>& v_norm, const std::optional<Norm>& post_norm,
              std::optional<mx::array> periods, int dims, bool traditional, float magnitude,
              std::optional<mx::array> sinks) {
             std::optional<RopeParams> rope;
             if (periods) rope = RopeParams{std::move(*periods), dims, traditional, magnitude};
             new (self) AttentionBlock({{norm.first, norm.second},
                                        BoundMatmul(q),
-                                       BoundMatmul(k),
-                                       BoundMatmul(v),
+                                       bind_optional(k),
+                                       bind_optional(v),
                                        BoundMatmul(o),
                                        make_norm(q_norm),
                                        make_norm(k_norm),
+                                       make_norm(v_norm),
+                                       make_norm(post_norm),
                                        std::move(rope),
                                        heads,
                                        kv_heads,
                                        {scale, 0, std::move(sinks), 0}});
           },
-          "norm"_a, "q"_a, "k"_a, "v"_a, "o"_a, nb::kw_only(), "heads"_a, "kv_heads"_a, "scale"_a,
-          "q_norm"_a = nb::none(), "k_norm"_a = nb::none(), "periods"_a = nb::none(), "dims"_a = 0,
+          "norm"_a, "q"_a, "k"_a.none(), "v"_a.none(), "o"_a, nb::kw_only(), "heads"_a,
+          "kv_heads"_a, "scale"_a, "q_norm"_a = nb::none(), "k_norm"_a = nb::none(),
+          "v_norm"_a = nb::none(), "post_norm"_a = nb::none(), "periods"_a = nb::none(), "dims"_a = 0,
           "traditional"_a = false, "magnitude"_a = 1.0f, "sinks"_a = nb::none())
       .def(
           "__call__",
@@ -156,20 +178,50 @@ void bind_blocks(nb::module_& m) {
                         make_slot_mappings(slots, lengths, head_slots, first_positions), window);
           },
           "x"_a, "keys"_a, "values"_a, "slots"_a, "lengths"_a, "head_slots"_a,
-          "first_positions"_a, "window"_a);
+          "first_positions"_a, "window"_a)
+      .def(
+          "attend_shared",
+          [](AttentionBlock& self, const mx::array& x, const std::vector<mx::array>& keys,
+             const std::vector<mx::array>& values, const Ints& lengths, const Ints& head_slots,
+             const Ints& first_positions, int window) {
+            const Ints slots(lengths.size());  // nothing is written
+            return self.attend_shared(
+                x, keys, values, make_slot_mappings(slots, lengths, head_slots, first_positions),
+                window);
+          },
+          "x"_a, "keys"_a, "values"_a, "lengths"_a, "head_slots"_a, "first_positions"_a,
+          "window"_a);
   nb::class_<MlpBlock>(m, "MlpBlock", "The gated MLP half of a decoder block.")
       .def(
           "__init__",
           [](MlpBlock* self, const Norm& norm, const std::string& activation, const Matmul& gate,
-             const Matmul& up, const Matmul& down) {
+             const Matmul& up, const Matmul& down, const std::optional<Norm>& post_norm,
+             std::optional<mx::array> scale) {
             new (self) MlpBlock({{norm.first, norm.second},
                                  parse_activation(activation),
                                  BoundMatmul(gate),
                                  BoundMatmul(up),
-                                 BoundMatmul(down)});
+                                 BoundMatmul(down),
+                                 make_norm(post_norm),
+                                 std::move(scale)});
           },
-          "norm"_a, "activation"_a, "gate"_a, "up"_a, "down"_a)
+          "norm"_a, "activation"_a, "gate"_a, "up"_a, "down"_a, nb::kw_only(),
+          "post_norm"_a = nb::none(), "scale"_a = nb::none())
       .def("__call__", &MlpBlock::operator(), "x"_a);
+  nb::class_<InputGateBlock>(m, "InputGateBlock", "A gated input of a decoder block.")
+      .def(
+          "__init__",
+          [](InputGateBlock* self, const std::string& activation, const Matmul& gate,
+             const Matmul& projection, const Norm& post_norm, std::optional<mx::array> scale) {
+            new (self) InputGateBlock({parse_activation(activation),
+                                       BoundMatmul(gate),
+                                       BoundMatmul(projection),
+                                       {post_norm.first, post_norm.second},
+                                       std::move(scale)});
+          },
+          "activation"_a, "gate"_a, "projection"_a, "post_norm"_a, nb::kw_only(),
+          "scale"_a = nb::none())
+      .def("__call__", &InputGateBlock::operator(), "x"_a, "input"_a);
 }
 
 void bind_mamba2(nb::module_& m) {
@@ -196,7 +248,7 @@ NB_MODULE(_kernels, m) {
   const auto number = [](int n) { return std::to_string(n); };
   m.attr("built_for") = number(MLX_VERSION_MAJOR) + "." + number(MLX_VERSION_MINOR) + "." +
                         number(MLX_VERSION_PATCH);
-  m.attr("interface") = 5;  // models/kernels/__init__.py describes it
+  m.attr("interface") = 6;  // models/kernels/__init__.py describes it
   m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
   m.def("why_no_tiles", [] { return selection().why_no_tiles; }, "Why tiles are not used, or ''.");
   m.def(

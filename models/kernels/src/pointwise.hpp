@@ -55,6 +55,13 @@ inline void rotate(const Rotation& rotation, const float* x, const float* cos, c
   for (i64 k = 2 * half; k < rotation.width; k++) out[k] = x[k];
 }
 
+inline void softcap(const float* x, float cap, i64 size, float* out) {
+  for (i64 k = 0; k < size; k += 16) {
+    const i64 n = min(size - k, 16);
+    store(out + k, mul(set1(cap), tanh(div(load(x + k, n), set1(cap)))), n);
+  }
+}
+
 // ---- gated linear units ----------------------------------------------------------------------
 
 template <Activation kind>

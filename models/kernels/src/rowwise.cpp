@@ -155,6 +155,35 @@ class GluPrimitive : public CpuPrimitive {
   Activation kind_;
 };
 
+class SoftcapPrimitive : public CpuPrimitive {
+ public:
+  SoftcapPrimitive(mx::Stream stream, float cap) : CpuPrimitive(stream), cap_(cap) {}
+
+  void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& outs) override {
+    allocate(outs[0]);
+    if (!outs[0].size()) return;
+    float* out = outs[0].data<float>();
+    mx::cpu::get_command_encoder(stream()).dispatch(
+        [=, cap = cap_, size = static_cast<std::int64_t>(outs[0].size()), x = StridedRows(in[0])] {
+          // a row of logits is long, so it is divided among threads
+          const std::int64_t width = x.width(), rows = size / width,
+                             pieces = (width + kPiece - 1) / kPiece;
+          parallel_for_rows(rows * pieces, 4 * std::min(width, kPiece), [&](std::int64_t i) {
+            const std::int64_t row = i / pieces, from = i % pieces * kPiece;
+            kernels().softcap(x.at<ForRow>(row) + from, cap, std::min(kPiece, width - from),
+                              out + row * width + from);
+          });
+        });
+  }
+
+  const char* name() const override { return "mlxrunner::Softcap"; }
+  bool is_equivalent(const mx::Primitive&) const override { return false; }
+
+ private:
+  static constexpr std::int64_t kPiece = 1024;
+  float cap_;
+};
+
 void check_norm_weight(const mx::array& x, const std::optional<mx::array>& weight) {
   require_float32(x, "x");
   if (x.ndim() < 1) throw std::invalid_argument("x must have an axis");
@@ -201,6 +230,13 @@ mx::array rope(const mx::array& x, const Offset& offset, const RopeParams& param
   const Rotation rotation{params.dims, x.shape(3), params.traditional, params.magnitude};
   return mx::array(x.shape(), mx::float32,
                    std::make_shared<RopePrimitive>(cpu(), rotation, start), std::move(in));
+}
+
+mx::array softcap(const mx::array& x, float cap) {
+  require_float32(x, "x");
+  if (!(cap > 0) || x.ndim() < 1) throw std::invalid_argument("cap must be positive");
+  return mx::array(x.shape(), mx::float32, std::make_shared<SoftcapPrimitive>(cpu(), cap),
+                   std::vector<mx::array>{x});
 }
 
 Activation parse_activation(const std::string& kind) {

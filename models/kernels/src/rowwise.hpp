@@ -34,6 +34,9 @@ mx::array rope(const mx::array& x, const Offset& offset, const RopeParams& param
 // Raises if the name is unknown.
 Activation parse_activation(const std::string& activation);
 
+// Returns cap * tanh(x / cap) for float32 x.
+mx::array softcap(const mx::array& x, float cap);
+
 // Returns activation(gate) * up. activation: silu, gelu (with erf), gelu_tanh or relu.
 mx::array glu(const std::string& activation, const mx::array& gate, const mx::array& up);
 

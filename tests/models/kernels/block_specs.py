@@ -118,7 +118,7 @@ def is_fused(block: Any) -> tuple[bool, bool]:
 
 def unfuse(block: Any) -> Any:
     """Restore the original methods of the block."""
-    for name in ("attention_residual", "mlp_residual"):
+    for name in ("attention_residual", "mlp_residual", "input_residual"):
         vars(block).pop(name, None)
     return block
 

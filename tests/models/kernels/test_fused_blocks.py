@@ -18,12 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
-from models import gpt_oss, kernels, llama, ministral3, qwen2, qwen3
+from models import gemma4, gpt_oss, kernels, llama, ministral3, qwen2, qwen3
 from models.batch_cache import BatchKVCache
 from models.cpu_layout import apply_cpu_layout
 from models.kernels import fused_blocks
 from models.kv import KVCache
 from models.mla import LatentCache
+from tests.models import test_gemma4
 from tests.models.kernels.block_specs import (
     BASE,
     HEAD,
@@ -177,6 +178,65 @@ def test_a_replaced_weight_is_used() -> None:
 def parameters(block: Any) -> list[tuple[str, mx.array]]:
     flat: Any = tree_flatten(block.parameters())
     return flat
+
+
+GEMMA4: Any = {
+    **test_gemma4.E2B,
+    "num_hidden_layers": 4,
+    "layer_types": [test_gemma4.S, test_gemma4.F] * 2,
+    "num_kv_shared_layers": 2,
+    "sliding_window": WINDOW,
+}
+GEMMA4_CHANGES: Any = {
+    "input-gate": {},
+    "input-gate-with-biases": {"attention_bias": True},
+    "values-are-keys": {
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 2,
+        "hidden_size_per_layer_input": 0,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", GEMMA4_CHANGES.values(), ids=GEMMA4_CHANGES)
+def test_fused_gemma4_blocks_give_the_same_bits(change: Any, kind: Any) -> None:
+    """Norms after each half, two widths of heads, keys of other layers, values that are keys, a
+    gated input, and a factor. Rows of different lengths, in batches and alone."""
+    config = gemma4.Config.from_dict({**GEMMA4, **change})
+    ours, theirs = (prepare_block(gemma4.Model(config), kind) for _ in range(2))
+    for block in theirs.model.layers:
+        unfuse(block)
+    for block in ours.model.layers:
+        assert is_fused(block) == (True, True)
+    sides = [
+        (ours, [ours.make_kv() for _ in range(3)]),
+        (theirs, [theirs.make_kv() for _ in range(3)]),
+    ]
+    for row, length in enumerate((1, 4, 9)):
+        for model, kvs in sides:
+            mx.eval(model(mx.array([[(row * i) % 101 for i in range(length)]]), kvs[row]))
+    for number, rows in enumerate([(0, 1, 2), (2,), (0, 2), *[(0, 1, 2)] * 9]):
+        outputs: list[mx.array] = []
+        for model, kvs in sides:
+            caches: list[Any] = [kvs[row] for row in rows]
+            if len(rows) > 1:
+                offsets = mx.array([kv[0].offset for kv in caches])
+                layers = zip(*caches, strict=True)
+                caches = [[layer[0].make_batch(layer, offsets) for layer in layers]]
+            outputs.append(model(mx.array([[number + row] for row in rows]), caches[0]))
+        names = [export_operations(output) for output in outputs]
+        for name in ("::AttentionBlock", "SharedAttentionBlock", "MlpBlock"):
+            assert name in names[0]
+        assert ("InputGateBlock" in names[0]) == bool(config.hidden_size_per_layer_input)
+        assert "Block" not in names[1]
+        mx.async_eval(outputs)
+        if number % 3 == 0:
+            assert mx.array_equal(outputs[0], outputs[1])
+    for one, other in zip(*(kvs for _, kvs in sides), strict=True):
+        for left, right in zip(one, other, strict=True):
+            for a, b in zip(left.written(), right.written(), strict=True):
+                assert mx.array_equal(a, b)
 
 
 class TestUnfusedCases:

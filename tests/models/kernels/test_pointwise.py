@@ -241,3 +241,25 @@ def test_invalid_arguments_are_refused(what):
     why, call = REFUSED[what]
     with pytest.raises(ValueError, match=why):
         call()
+
+
+@given(shape=shapes, layout=layouts, cap=st.sampled_from([0.5, 30.0]), seed=st.integers(0, 9))
+def test_softcap(shape: tuple[int, ...], layout: str, cap: float, seed: int) -> None:
+    x = 40 * numbers(seed, *shape)
+    got = np.array(OPS.softcap(LAYOUTS[layout](x), cap))
+    np.testing.assert_allclose(got, cap * np.tanh(x.astype(np.float64) / cap), rtol=2e-6, atol=1e-6)
+    alone = np.array(OPS.softcap(mx.array(x[:1, :1, :1]), cap))
+    assert_same_bits(got[:1, :1, :1], alone)
+
+
+def test_softcap_of_long_rows() -> None:
+    x = 40 * numbers(0, 2, 5001)
+    got = np.array(OPS.softcap(mx.array(x), 30.0))
+    np.testing.assert_allclose(got, 30 * np.tanh(x.astype(np.float64) / 30), rtol=2e-6, atol=1e-6)
+    assert_same_bits(got[1, 1020:1030], np.array(OPS.softcap(mx.array(x[1, 1020:1030]), 30.0)))
+
+
+def test_softcap_refuses_invalid_arguments() -> None:
+    for x, cap in ((mx.zeros(3, mx.bfloat16), 1.0), (mx.zeros(3), 0.0), (mx.zeros(3), -1.0)):
+        with pytest.raises(ValueError, match=r"float32|positive"):
+            OPS.softcap(x, cap)
