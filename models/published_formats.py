@@ -43,8 +43,8 @@ _MX_GROUP_SIZE, _NV_GROUP_SIZE = 32, 16
 # the column of each number in a word of AWQ, from the lowest bits on
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 
-# the block of fp8 weights if config.json does not declare one
-_FP8_BLOCK = (128, 128)
+# the lengths of blocks of fp8 weights if config.json does not declare them
+_FP8_BLOCKS = (128, 64, 32)
 
 # the tensors of a module; a module with one of the first is converted
 _WEIGHTS = ("qweight", "weight_packed")
@@ -522,15 +522,23 @@ def _find_block(
     ):
         raise module.error(part, f"has the shape {list(scales)} for {list(weight)}")
     declared = module.settings.block
-    candidates = [
-        *([declared] if declared else []),
-        (max(outputs // scales[-2], 1), max(inputs // scales[-1], 1)),
-        _FP8_BLOCK,
-    ]
-    for rows, columns in candidates:
-        if (math.ceil(outputs / rows), math.ceil(inputs / columns)) == scales[-2:]:
-            return rows, columns
-    raise module.error(part, f"has the shape {list(scales)} for {list(weight)}")
+    if declared and _count_blocks((outputs, inputs), declared) == scales[-2:]:
+        return declared
+    rows, columns = _find_length(outputs, scales[-2]), _find_length(inputs, scales[-1])
+    if _count_blocks((outputs, inputs), (rows, columns)) != scales[-2:]:
+        raise module.error(part, f"has the shape {list(scales)} for {list(weight)}")
+    return rows, columns
+
+
+def _find_length(axis: int, count: int) -> int:
+    """Returns the length of `count` blocks of an axis: all or one of its numbers, a usual length,
+    or a divisor."""
+    usual = (length for length in _FP8_BLOCKS if math.ceil(axis / length) == count)
+    return axis if count == 1 else next(usual, max(axis // count, 1))
+
+
+def _count_blocks(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+    return math.ceil(shape[0] / block[0]), math.ceil(shape[1] / block[1])
 
 
 def _read_exponents(module: _Module, part: str, scales: mx.array) -> mx.array | None:

@@ -15,6 +15,7 @@ from models.mla import LatentCache
 from tests.models import parity
 from tests.models.architectures import Case
 from tests.models.test_llama import TINY
+from tests.models.test_published_formats import FORMATS, pack
 from tests.models.test_qwen3_moe import fuse_experts, read_weights, split_experts
 
 PLAIN, ROTARY, VALUES, LATENT = 32, 16, 32, 64
@@ -136,6 +137,41 @@ def test_an_early_conversion_is_read_like_in_the_reference(bits: int, tmp_path: 
     np.testing.assert_allclose(
         parity.prefill(parity.load_model(tmp_path), IDS, [9]),
         parity.prefill_reference(reference, IDS),
+        atol=1e-4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "packing"),
+    [
+        ("w4a16", "4-bit affine"),  # Kimi K2
+        ("fp8 blocks", "bfloat16"),  # DeepSeek V3
+        ("nvfp4 of ModelOpt", "nvfp4"),
+    ],
+)
+def test_published_formats_of_single_experts_and_latent_projections_are_read(
+    case: str, packing: str, tmp_path: Path
+) -> None:
+    parity.save_reference(CASES[0], tmp_path)
+    plain: dict[str, mx.array] = {}
+    published: dict[str, mx.array] = {}
+    for name, array in fuse_kv_b(split_experts(read_weights(tmp_path))).items():
+        if (".mlp." not in name and ".kv_b_proj." not in name) or "gate." in name:
+            plain[name] = published[name] = array
+            continue
+        path = name.removesuffix(".weight")
+        packed = pack(case, *array.shape, seed=len(plain))
+        widens = packing == "bfloat16" or path.endswith("kv_b_proj")
+        plain[name] = mx.array(packed.weight).astype(mx.bfloat16 if widens else mx.float32)
+        published |= {f"{path}.{part}": tensor for part, tensor in packed.tensors.items()}
+    config = {**CONFIG, "quantization_config": FORMATS[case][0]}
+    ours: Any = architectures.build(config, published)
+    layer = ours.model.layers[1]
+    assert ("scales" in layer.mlp.switch_mlp.up_proj) is (packing != "bfloat16")
+    assert "scales" not in layer.self_attn.embed_q
+    np.testing.assert_allclose(
+        parity.prefill(ours, IDS, [9]),
+        parity.prefill(architectures.build(CONFIG, plain), IDS, [9]),
         atol=1e-4,
     )
 

@@ -40,7 +40,7 @@ W4A16 = compressed("pack-quantized", num_bits=4, type="int", symmetric=True, gro
 W8A16 = compressed("pack-quantized", num_bits=8, type="int", symmetric=True, group_size=32)
 
 # the name of a case -> quantization_config, the tensors, the name of MLX's packing
-CASES: Mapping[str, tuple[Mapping[str, Any], Pack, str]] = {
+FORMATS: Mapping[str, tuple[Mapping[str, Any], Pack, str]] = {
     "awq": (AWQ, published_weights.awq, "4-bit affine"),
     "awq in groups of 64": (AWQ, partial(published_weights.awq, group=64), "4-bit affine"),
     "awq in one group": (AWQ, partial(published_weights.awq, group=INPUTS), "4-bit affine"),
@@ -121,7 +121,7 @@ CASES: Mapping[str, tuple[Mapping[str, Any], Pack, str]] = {
 
 
 def pack(case: str, outputs: int = OUTPUTS, inputs: int = INPUTS, seed: int = 0) -> Packed:
-    return CASES[case][1](np.random.default_rng(seed), outputs, inputs)
+    return FORMATS[case][1](np.random.default_rng(seed), outputs, inputs)
 
 
 def convert(
@@ -155,9 +155,9 @@ def dequantize(parts: Mapping[str, mx.array], width: int) -> np.ndarray:
     return np.array(plain * (parts["global_scale"] / MAX_NVFP4 if "global_scale" in parts else 1))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", FORMATS)
 def test_the_numbers_are_those_of_the_formula_of_the_format(case: str) -> None:
-    settings, _, expected = CASES[case]
+    settings, _, expected = FORMATS[case]
     packed = pack(case)
     parts, packing = convert(packed.tensors, settings)
     assert packing == expected
@@ -207,6 +207,16 @@ def test_the_bits_of_modules_that_differ_follow_from_the_stored_shapes() -> None
             assert mx.array_equal(found[part], array)
 
 
+@pytest.mark.parametrize("block", [(128, 128), (128, 1), (1, 160), (300, 64), (25, 160)])
+def test_blocks_that_config_json_does_not_declare_have_a_usual_length(
+    block: tuple[int, int],
+) -> None:
+    packed = published_weights.fp8(np.random.default_rng(0), 300, 160, block)
+    parts, _ = convert(packed.tensors, {"quant_method": "fp8"})
+    expected = mx.array(packed.weight).astype(mx.bfloat16)
+    assert mx.array_equal(parts["weight"], expected).item()
+
+
 @pytest.mark.parametrize("shape", [(2, 1, 1), (2, 3, 2)])
 def test_fused_experts_have_scales_without_a_module(shape: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
@@ -227,7 +237,7 @@ def test_fused_experts_have_scales_without_a_module(shape: tuple[int, ...]) -> N
 def test_a_projection_that_would_be_quantized_again_is_converted_to_16_bits(case: str) -> None:
     packed = pack(case)
     named = {f"self_attn.kv_b_proj.{part}": array for part, array in packed.tensors.items()}
-    converted, _ = convert_published({"quantization_config": CASES[case][0]}, named)
+    converted, _ = convert_published({"quantization_config": FORMATS[case][0]}, named)
     assert list(converted) == ["self_attn.kv_b_proj.weight"]
     expected = mx.array(packed.weight).astype(mx.bfloat16)
     np.testing.assert_array_equal(
@@ -295,7 +305,7 @@ def test_the_error_for_contradictory_tensors_names_one(
     case: str, part: str, array: mx.array | None, message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
-        convert(change(case, part, array), CASES[case][0])
+        convert(change(case, part, array), FORMATS[case][0])
 
 
 @pytest.mark.parametrize(
@@ -306,7 +316,7 @@ def test_converting_a_weight_needs_a_few_bytes_per_number(case: str, most: float
     size = 1024
     packed = pack(case, size, size)
     mx.eval(list(packed.tensors.values()))
-    parts, _ = convert(packed.tensors, CASES[case][0])
+    parts, _ = convert(packed.tensors, FORMATS[case][0])
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     for array in parts.values():
@@ -330,11 +340,11 @@ def test_a_model_has_the_logits_of_the_same_model_with_plain_weights(case: str) 
             plain[name] = published[name] = array
             continue
         packed = pack(case, *array.shape, seed=number)
-        rounds = CASES[case][2] == "bfloat16"
+        rounds = FORMATS[case][2] == "bfloat16"
         plain[name] = mx.array(packed.weight).astype(mx.bfloat16 if rounds else mx.float32)
         published |= {f"{path}.{part}": tensor for part, tensor in packed.tensors.items()}
     published["model.layers.0.self_attn.k_scale"] = mx.array([1.0])
-    settings = {**config, "quantization_config": CASES[case][0]}
+    settings = {**config, "quantization_config": FORMATS[case][0]}
     found = architectures.build(settings, published)
     conversion = architectures.get_conversion(found)
     assert conversion is not None
